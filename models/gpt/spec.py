@@ -1,0 +1,146 @@
+"""The GPT-2 family as data: its settings, its layers' parameters, and what they cost.
+
+Radford et al. 2019, "Language Models are Unsupervised Multitask Learners". Sizes bear the names of
+the Hugging Face `GPT2Config`'s general aliases; the modules that are built from them are in
+blocks.py.
+"""
+
+from collections.abc import Iterable
+from math import sqrt
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from parallel3d.config.section import Problem, Problems, Section
+from parallel3d.model import Init, LayerCost, LayerSpec, ParamSpec, Shape
+
+Probability = Annotated[float, Field(ge=0, lt=1)]
+ZEROS, ONES = Init(), Init(value=1.0)
+
+
+class Config(Section):
+    """The settings of one GPT model."""
+
+    family: Literal["gpt"]
+    """The model family: the name of a folder in models/."""
+    hidden_size: int = Field(gt=0)
+    """Width of the residual stream."""
+    num_hidden_layers: int = Field(gt=0)
+    """Number of transformer blocks; the embedding and the head are layers of their own."""
+    num_attention_heads: int = Field(gt=0)
+    """Attention heads per block; divides hidden_size, and tp divides it."""
+    vocab_size: Annotated[int, Field(gt=0)] | Literal["auto"] = "auto"
+    """Rows of the embedding; "auto" takes the tokenizer's."""
+    max_position_embeddings: int = Field(default=1024, gt=0)
+    """Learned positions: the longest sequence that the model can read."""
+    intermediate_size: Annotated[int, Field(gt=0)] | None = None
+    """Inner width of the MLP; null means 4 x hidden_size."""
+    activation: Literal["gelu_new"] = "gelu_new"
+    """The MLP's non-linearity: GELU by its tanh approximation, as GPT-2 has it."""
+    layer_norm_epsilon: float = Field(default=1e-5, gt=0)
+    """Added to the variance in every LayerNorm."""
+    initializer_range: float = Field(default=0.02, gt=0)
+    """Standard deviation of weights; those that feed the residual get 1/sqrt(2 x layers) of it."""
+    tie_word_embeddings: bool = True
+    """Whether the output projection is the token embedding."""
+    embd_pdrop: Probability = 0.0
+    """Dropout after the embedding. GPT-2 had 0.1; pretraining in a single epoch wants none."""
+    resid_pdrop: Probability = 0.0
+    """Dropout on what attention and MLP add to the residual stream."""
+    attn_pdrop: Probability = 0.0
+    """Dropout on the attention weights."""
+
+    @property
+    def inner_size(self) -> int:
+        """Inner width of the MLP, resolved."""
+        return self.intermediate_size or 4 * self.hidden_size
+
+    @model_validator(mode="after")
+    def _check(self) -> "Config":
+        heads, hidden = self.num_attention_heads, self.hidden_size
+        if hidden % heads:
+            near = max(n for n in range(1, heads) if hidden % n == 0)
+            rule = f"does not divide hidden_size={hidden}"
+            remedy = f"use {near} heads, or a hidden_size that is a multiple of {heads}"
+            raise Problems([Problem("num_attention_heads", heads, rule, remedy)])
+        return self
+
+
+def layers(config: Config) -> list[LayerSpec]:
+    """Embedding, blocks and head, first to last; raises ValueError if vocab_size is "auto"."""
+    blocks = [_block(config, f"blocks.{i}") for i in range(config.num_hidden_layers)]
+    return [_embedding(config), *blocks, _head(config)]
+
+
+def num_params(config: Config) -> int:
+    """Parameters of the whole model; a tied output projection is counted once."""
+    return sum(layer.num_params for layer in layers(config))
+
+
+def train_flops_per_token(config: Config, seq: int) -> float:
+    """FLOPs of forward and backward for one token of a sequence of length `seq`."""
+    return sum(layer.cost(Shape(1, seq)).train_flops for layer in layers(config)) / seq
+
+
+def _embedding(config: Config) -> LayerSpec:
+    normal, hidden = Init(std=config.initializer_range), config.hidden_size
+    params = (
+        ParamSpec("token.weight", (_vocab_size(config), hidden), 0, normal, True),
+        ParamSpec("position.weight", (config.max_position_embeddings, hidden), None, normal, True),
+    )
+    return LayerSpec("embedding", params, _free, "models.gpt.blocks:Embedding", config)
+
+
+def _block(config: Config, name: str) -> LayerSpec:
+    hidden, inner = config.hidden_size, config.inner_size
+    normal = Init(std=config.initializer_range)
+    # Radford et al. 2019, section 2.3: two projections per block add to the residual stream.
+    residual = Init(std=config.initializer_range / sqrt(2 * config.num_hidden_layers))
+    params = (
+        *_norm("norm1", hidden),
+        ParamSpec("attention.qkv.weight", (3, hidden, hidden), 1, normal, True),
+        ParamSpec("attention.qkv.bias", (3, hidden), 1, ZEROS, False),
+        ParamSpec("attention.output.weight", (hidden, hidden), 1, residual, True),
+        ParamSpec("attention.output.bias", (hidden,), None, ZEROS, False),
+        *_norm("norm2", hidden),
+        ParamSpec("mlp.up.weight", (inner, hidden), 0, normal, True),
+        ParamSpec("mlp.up.bias", (inner,), 0, ZEROS, False),
+        ParamSpec("mlp.down.weight", (hidden, inner), 1, residual, True),
+        ParamSpec("mlp.down.bias", (hidden,), None, ZEROS, False),
+    )
+
+    def cost(shape: Shape) -> LayerCost:
+        matmuls = 2 * (4 * hidden * hidden + 2 * hidden * inner)  # qkv, output, up, down
+        attention = 4 * shape.seq * hidden  # scores, and their sum over the values
+        return LayerCost(shape.tokens * (matmuls + attention))
+
+    return LayerSpec(name, params, cost, "models.gpt.blocks:Block", config)
+
+
+def _head(config: Config) -> LayerSpec:
+    hidden, vocab = config.hidden_size, _vocab_size(config)
+    normal = Init(std=config.initializer_range)
+    output = ParamSpec("output.weight", (vocab, hidden), 0, normal, True)
+    tied = (("output.weight", "embedding.token.weight"),) if config.tie_word_embeddings else ()
+
+    def cost(shape: Shape) -> LayerCost:
+        return LayerCost(shape.tokens * 2 * hidden * vocab)
+
+    params = (*_norm("norm", hidden), output)
+    return LayerSpec("head", params, cost, "models.gpt.blocks:Head", config, tied)
+
+
+def _norm(name: str, size: int) -> Iterable[ParamSpec]:
+    yield ParamSpec(f"{name}.weight", (size,), None, ONES, False)
+    yield ParamSpec(f"{name}.bias", (size,), None, ZEROS, False)
+
+
+def _free(shape: Shape) -> LayerCost:
+    """A look-up multiplies nothing."""
+    return LayerCost(0)
+
+
+def _vocab_size(config: Config) -> int:
+    if config.vocab_size == "auto":
+        raise ValueError('vocab_size "auto" is not resolved; call RunConfig.with_vocab_size first')
+    return config.vocab_size

@@ -1,0 +1,39 @@
+"""Settings of a run: frozen, strict, typed, documented under each field, and free of torch."""
+
+from parallel3d.config.deepspeed import (
+    AdamParams,
+    Bf16Config,
+    OffloadOptimizerConfig,
+    OptimizerConfig,
+    ZeroConfig,
+)
+from parallel3d.config.explain import Setting
+from parallel3d.config.run import RunConfig, help_text, settings
+from parallel3d.config.settings import (
+    DataConfig,
+    LrScheduleConfig,
+    MeshConfig,
+    OutputConfig,
+    Parallel3DConfig,
+    PipelineConfig,
+    TrainConfig,
+)
+
+__all__ = [
+    "AdamParams",
+    "Bf16Config",
+    "DataConfig",
+    "LrScheduleConfig",
+    "MeshConfig",
+    "OffloadOptimizerConfig",
+    "OptimizerConfig",
+    "OutputConfig",
+    "Parallel3DConfig",
+    "PipelineConfig",
+    "RunConfig",
+    "Setting",
+    "TrainConfig",
+    "ZeroConfig",
+    "help_text",
+    "settings",
+]

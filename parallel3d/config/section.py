@@ -1,0 +1,79 @@
+"""What every section of a config is made of: strict frozen models, and problems with a remedy."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Strict
+
+from parallel3d.errors import ConfigError
+
+
+class Section(BaseModel):
+    """One frozen block of settings: unknown keys and wrong types are errors, never converted."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong with a config: where, the value found there, the rule, and the remedy."""
+
+    path: str
+    value: Any
+    rule: str
+    remedy: str
+
+    def under(self, prefix: str) -> "Problem":
+        """The same problem, seen from the section that holds this one at `prefix`."""
+        return replace(self, path=".".join(part for part in (prefix, self.path) if part))
+
+    def __str__(self) -> str:
+        value = "" if self.value is ABSENT else f" = {_shown(self.value)}"
+        return f"{self.path}{value}: {self.rule}; {self.remedy}"
+
+
+ABSENT: Any = object()  # the value of a key that is not there
+
+
+class Problems(ConfigError):
+    """All that is wrong with a config, at once."""
+
+    def __init__(self, problems: Sequence[Problem], source: str = "the config") -> None:
+        self.problems = tuple(problems)
+        count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
+        super().__init__("\n  ".join([f"{count} in {source}:", *map(str, self.problems)]))
+
+
+def refuse(reasons: dict[Any, str]) -> BeforeValidator:
+    """A mark on a field: these values are known, and refused with the reason that is given."""
+
+    def check(value: Any) -> Any:
+        # JSON's true is no 1, though Python finds them equal.
+        if type(value) in map(type, reasons) and value in reasons:
+            raise ValueError(reasons[value])
+        return value
+
+    return BeforeValidator(check)
+
+
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+# DeepSpeed's documentation writes sizes as 5e8, which JSON reads as a float.
+Size = Annotated[int, BeforeValidator(_whole)]
+# A JSON list, frozen; the items stay strict.
+Strings = Annotated[tuple[str, ...], Strict(False)]
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 80 else text[:76] + " ..."

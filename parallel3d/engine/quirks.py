@@ -1,0 +1,189 @@
+"""What DeepSpeed 0.19.8 does under a pipeline, and the remedy for each: one function a quirk.
+
+DeepSpeed's refusal of pipelines with ZeRO-2 and 3 belongs to its PipelineEngine, not to ZeRO. One
+plain engine a rank, whose data-parallel group is its stage's, trains the whole mesh once these
+remedies are in place. docs/deepspeed.md has the measurements; tests/gloo/test_quirks.py takes each
+remedy away and sees the fault come back, so the next DeepSpeed release cannot surprise us.
+"""
+
+from collections.abc import Iterable
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero import partitioned_param_coordinator
+from torch import nn
+
+from parallel3d.engine.parameters import HeldParameter
+
+
+def bind_trace_check(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Compare ZeRO-3's forward trace inside the stage's data-parallel group.
+
+    DeepSpeed broadcasts over the *world* inside forward; pipeline stages get there at different
+    times, and the run hangs. No setting gates the check.
+    """
+
+    def assert_ints_same_as_other_ranks(ints: list[int]) -> None:
+        size = dist.get_world_size(group)
+        mine = torch.tensor([len(ints), hash(tuple(ints))], device=device)
+        everyone = [torch.empty_like(mine) for _ in range(size)]
+        dist.all_gather(everyone, mine, group=group)
+        if any(not torch.equal(mine, other) for other in everyone):
+            raise RuntimeError(
+                "the data-parallel ranks of a stage run their layers in different orders"
+            )
+
+    partitioned_param_coordinator.assert_ints_same_as_other_ranks = assert_ints_same_as_other_ranks
+
+
+def skip_shared_memory_operator() -> None:
+    """Do not compile DeepSpeed's shared-memory all-reduce: 20 s of g++ for inference only."""
+    # `deepspeed.comm.torch` as an attribute is torch itself.
+    import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
+
+
+def accumulation_steps() -> int:
+    """What DeepSpeed is told of gradient accumulation: nothing.
+
+    A direct `output.backward(grad)` divides by this number on *every* stage; the executor divides
+    the loss once, on the last.
+    """
+    return 1
+
+
+def start_backward(engine: Any) -> None:
+    """Make this backward add to the last one's gradients.
+
+    DeepSpeed counts micro-steps in `forward`; in F1 F2 B1 B2 the second backward would overwrite
+    the first one's gradients without a word.
+    """
+    engine.optimizer.clear_backward_seen_flag()
+
+
+def count_once(held: Iterable[HeldParameter]) -> None:
+    """Mark what counts in the gradient norm.
+
+    DeepSpeed counts a parameter if `model_parallel` is set on it, or if the model-parallel rank is
+    0; ZeRO-1 and 2 also skip what carries `ds_pipe_replicated`.
+    """
+    for h in held:
+        h.parameter.model_parallel = h.counts  # type: ignore[attr-defined]
+        if h.copy:
+            h.parameter.ds_pipe_replicated = True  # type: ignore[attr-defined]
+
+
+class Ballast(nn.Module):
+    """One element in each optimizer group, so that every stage has the same groups.
+
+    DeepSpeed drops an empty group, and computes the norm with one all-reduce a group over the whole
+    model: stages with unequal numbers of groups give a wrong norm, then hang. Its gradient is
+    always zero.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decay = nn.Parameter(torch.zeros(1))
+        self.no_decay = nn.Parameter(torch.zeros(1))
+
+
+def param_groups(
+    held: Iterable[HeldParameter], ballast: Ballast, weight_decay: float
+) -> list[dict[str, Any]]:
+    """The same two groups on every stage. Weight decay is always written: defaults differ."""
+    held = list(held)
+    decay = [h.parameter for h in held if h.spec.weight_decay]
+    no_decay = [h.parameter for h in held if not h.spec.weight_decay]
+    return [
+        {"params": [*decay, ballast.decay], "weight_decay": weight_decay},
+        {"params": [*no_decay, ballast.no_decay], "weight_decay": 0.0},
+    ]
+
+
+def accumulate_in_fp32(held: Iterable[HeldParameter]) -> None:
+    """Add up the microbatches' gradients in fp32, whatever the parameter's type.
+
+    DeepSpeed adds them up in `param.grad`, in bf16: 32 microbatches then lose what one keeps.
+    """
+    for h in held:
+        h.parameter.grad_dtype = torch.float32
+
+
+class ReleaseCounters:
+    """DeepSpeed's count of the gradients that a module still awaits, one set per microbatch.
+
+    Each module has one counter, which every forward resets. After F1 F2 B1 it is used up, and from
+    the second backward on nothing is released: the whole stage stays gathered.
+    """
+
+    def __init__(self) -> None:
+        self._modules: list[nn.Module] = []
+        self._counts: list[int] = []
+
+    def save(self, module: nn.Module) -> None:
+        """Remember the counters as the first forward left them; later forwards give the same."""
+        if not self._counts:
+            self._modules = [m for m in module.modules() if hasattr(m, "ds_grads_remaining")]
+            self._counts = [m.ds_grads_remaining for m in self._modules]
+
+    def restore(self) -> None:
+        """Set them again before a backward."""
+        for module, count in zip(self._modules, self._counts, strict=True):
+            module.ds_grads_remaining = count  # type: ignore[assignment]
+
+
+class DeferredReduction:
+    """Keeps some parameters out of each microbatch's reduction, and reduces them at the end.
+
+    For a weight tied over two stages: its two gradients must meet before ZeRO cuts them up, and
+    inside a backward the two stages cannot wait for each other. The last reduction looks to ZeRO
+    like one more microbatch, in which these alone have gradients.
+    """
+
+    def __init__(self, engine: Any, parameters: list[nn.Parameter]) -> None:
+        self._optimizer = engine.optimizer
+        self._parameters = {id(p): p for p in parameters}
+        self._kept: dict[int, torch.Tensor] = {}
+        self._zero3 = hasattr(self._optimizer, "fp16_groups")
+        hook = "reduce_ready_partitions_and_remove_grads" if self._zero3 else "process_gradients"
+        self._reduce = getattr(self._optimizer, hook)
+        setattr(self._optimizer, hook, self._reduce_or_keep)
+
+    def _reduce_or_keep(self, parameter: nn.Parameter, *group: int) -> None:
+        if id(parameter) not in self._parameters:
+            self._reduce(parameter, *group)
+        elif not self._zero3:  # ZeRO-3 itself leaves the gradient where autograd adds to it
+            grad, parameter.grad = parameter.grad, None
+            assert grad is not None
+            kept = self._kept.get(id(parameter))
+            self._kept[id(parameter)] = grad if kept is None else kept.add_(grad)
+
+    def gradients(self) -> list[torch.Tensor]:
+        """The gradients kept back, summed over the microbatches, back in place on the parameters."""
+        for key, grad in self._kept.items():
+            self._parameters[key].grad = grad
+        self._kept.clear()
+        grads = [p.grad for p in self._parameters.values()]
+        assert all(g is not None for g in grads)
+        return grads  # type: ignore[return-value]
+
+    def flush(self) -> None:
+        """Reduce them now."""
+        self._optimizer.clear_backward_seen_flag()
+        if self._zero3:
+            self._optimizer.micro_step_id = 0  # they have no earlier share to be added to
+            for parameter in self._parameters.values():
+                self._reduce(parameter)
+        else:
+            for group, members in enumerate(self._optimizer.bit16_groups):
+                for parameter in members:
+                    if id(parameter) in self._parameters:
+                        self._reduce(parameter, group)
+        self._optimizer.overlapping_partition_gradients_reduce_epilogue()
+
+
+def abandon_coalescing(engine: Any) -> None:
+    """Leave `coalesce_grad_reduction` after an error without its collectives: peers wait elsewhere."""
+    engine._flush_coalesced_reduction_zero12 = lambda optimizer: None
+    engine._flush_coalesced_reduction_zero3 = lambda optimizer: None

@@ -1,0 +1,21 @@
+"""The errors that a user can cause; each message gives the place, the value, the rule, the remedy."""
+
+
+class Parallel3DError(ValueError):
+    """What the user's input broke; commands print it without a traceback and exit with code 2."""
+
+
+class ConfigError(Parallel3DError):
+    """A setting that cannot be used: what it is, the rule that it breaks, and what to write instead."""
+
+
+class DataError(Parallel3DError):
+    """A corpus or tokenizer that cannot be used."""
+
+
+class ScheduleError(Parallel3DError):
+    """A pipeline program that breaks a rule; the message prints the programs, the action marked."""
+
+
+class TrainingError(RuntimeError):
+    """A run that cannot go on (a non-finite loss, a lost rank); commands exit with code 1."""

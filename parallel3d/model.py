@@ -1,0 +1,89 @@
+"""What a model family gives to the rest: its layers, as data (floor 0, no torch).
+
+The parameters that a layer declares are the ones that the initialiser seeds, the engine counts in
+the gradient norm, the safetensors files name and the planner adds up.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Init:
+    """How a parameter starts: normal with mean 0 and `std`, or the constant `value` if std is 0."""
+
+    std: float = 0.0
+    value: float = 0.0
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """One parameter of a layer: its name inside the layer, and its *global* shape.
+
+    `tp_dim` is the dim that tensor parallelism cuts; None means that every tp rank holds all of it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    tp_dim: int | None
+    init: Init
+    weight_decay: bool
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the whole parameter."""
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The shape of one microbatch's tokens."""
+
+    batch: int
+    seq: int
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens in the microbatch."""
+        return self.batch * self.seq
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """What one microbatch costs in one layer, over all its tp ranks together.
+
+    `forward_flops` counts a multiply-add as two and attention in full (no saving for the causal
+    mask), as torch's FlopCounterMode does; the backward pass costs twice that.
+    """
+
+    forward_flops: int
+
+    @property
+    def train_flops(self) -> int:
+        """Forward and backward: three times the forward (arXiv:2001.08361, section 2.1)."""
+        return 3 * self.forward_flops
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One layer of a model, the unit that the pipeline places on stages.
+
+    `build` names the module as "package.module:Class"; it is imported only where torch is wanted
+    and called as `Class(config, name, context)`. `tied` maps a parameter of this layer to the
+    global name of the one whose value it shares.
+    """
+
+    name: str
+    params: tuple[ParamSpec, ...]
+    cost: Callable[[Shape], LayerCost]
+    build: str
+    config: Any
+    tied: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def num_params(self) -> int:
+        """Parameters that this layer adds to the model: a tied copy adds none."""
+        copies = {name for name, _ in self.tied}
+        return sum(p.numel for p in self.params if p.name not in copies)

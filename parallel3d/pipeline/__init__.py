@@ -1,0 +1,1 @@
+"""The pipeline: schedules as data, and what draws, times and runs them."""

@@ -1,0 +1,90 @@
+"""The words that pipeline programs are written in."""
+
+import re
+from collections.abc import Callable
+from enum import StrEnum
+from typing import NamedTuple
+
+from parallel3d.errors import ScheduleError
+
+
+class Op(StrEnum):
+    """What a rank can be told to do with one microbatch on one stage."""
+
+    F = "F"  # forward
+    B = "B"  # whole backward
+    I = "I"  # noqa: E741  # backward, gradient of the input only (torch's letter)
+    W = "W"  # backward, gradient of the weights only
+    SEND_F = "SEND_F"  # the stage's output, to the next stage
+    RECV_F = "RECV_F"  # the stage's input, from the previous stage
+    SEND_B = "SEND_B"  # the gradient of the stage's input, to the previous stage
+    RECV_B = "RECV_B"  # the gradient of the stage's output, from the next stage
+    GATHER = "GATHER"  # the stage's weights, from their shards
+    RELEASE = "RELEASE"  # the gathered weights
+    REDUCE = "REDUCE"  # the stage's gradients, over the data-parallel ranks
+
+
+_NOTATION = re.compile(rf"(\d+)({'|'.join(Op)})(\d+)")
+_OTHER_END = {
+    Op.SEND_F: (Op.RECV_F, +1),
+    Op.RECV_F: (Op.SEND_F, -1),
+    Op.SEND_B: (Op.RECV_B, -1),
+    Op.RECV_B: (Op.SEND_B, +1),
+}
+_UNIT_COST = {Op.F: 1.0, Op.B: 2.0, Op.I: 1.0, Op.W: 1.0}
+
+
+class Action(NamedTuple):
+    """One entry of a program; it prints in torch's notation: `str(Action(Op.F, 2, 0)) == "2F0"`."""
+
+    op: Op
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.op.value}{self.microbatch}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Action":
+        """The action that prints as `text`; raises ScheduleError where there is none."""
+        if match := _NOTATION.fullmatch(text):
+            return cls(Op(match[2]), int(match[1]), int(match[3]))
+        raise ScheduleError(f"{text!r} is no action; write stage, op, microbatch, as in 2SEND_F0")
+
+    @property
+    def is_compute(self) -> bool:
+        """Whether it is F, B, I or W."""
+        return self.op in _UNIT_COST
+
+    @property
+    def is_send(self) -> bool:
+        """Whether it is SEND_F or SEND_B."""
+        return self.op in (Op.SEND_F, Op.SEND_B)
+
+    @property
+    def is_receive(self) -> bool:
+        """Whether it is RECV_F or RECV_B."""
+        return self.op in (Op.RECV_F, Op.RECV_B)
+
+    @property
+    def other_end(self) -> "Action":
+        """The RECV that this SEND is for, or the SEND that this RECV waits for."""
+        op, step = _OTHER_END[self.op]
+        return Action(op, self.stage + step, self.microbatch)
+
+
+class Span(NamedTuple):
+    """An action with its start and end in seconds, simulated or measured."""
+
+    action: Action
+    start: float
+    end: float
+
+
+Spans = tuple[tuple[Span, ...], ...]  # one tuple per pipeline coordinate
+Cost = Callable[[Action], float]  # seconds
+
+
+def unit_cost(action: Action) -> float:
+    """A forward takes 1, a backward 2 (half of it for the input, half for the weights)."""
+    return _UNIT_COST.get(action.op, 0.0)

@@ -1,0 +1,65 @@
+"""Layers to stages, balanced by cost."""
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from math import lcm
+
+from parallel3d.errors import ConfigError
+
+
+def partition(costs: Sequence[float], num_stages: int) -> tuple[range, ...]:
+    """The layers of each stage: contiguous, none empty, the costliest stage as cheap as can be.
+
+    Among the partitions with that maximum it takes the most even one (least sum of squared stage
+    costs, then of squared layer counts), then the one whose first stages are shortest, as those
+    hold activations longest. Exact, in integers. Raises ConfigError for fewer layers than stages.
+    """
+    num_layers = len(costs)
+    if not 1 <= num_stages <= num_layers:
+        raise ConfigError(
+            f"{num_layers} layers (embedding and head counted) cannot fill {num_stages} pipeline "
+            f"stages; use at most {num_layers} stages (pp x stages_per_rank), or more layers"
+        )
+    before = [0, *accumulate(_integers(costs))]  # cost of the layers before layer i
+    limit = _least_maximum(before, num_stages)
+    # best[i]: for layers i.. on the stages taken so far, from the last stage to the first,
+    # (squared costs, squared counts, where each stage ends) of the most even choice
+    best: dict[int, tuple[int, int, tuple[int, ...]]] = {num_layers: (0, 0, ())}
+    for first in reversed(range(num_stages)):
+        longer = {}
+        for start in range(first, num_layers):
+            choices = [
+                (cost**2 + squared_costs, (end - start) ** 2 + squared_counts, (end, *ends))
+                for end, (squared_costs, squared_counts, ends) in best.items()
+                if end > start and (cost := before[end] - before[start]) <= limit
+            ]
+            if choices:
+                longer[start] = min(choices)
+        best = longer
+    ends = best[0][-1]
+    return tuple(map(range, (0, *ends), ends))
+
+
+def _integers(costs: Sequence[float]) -> list[int]:
+    """The costs on a scale on which they are whole, so that sums and comparisons are exact."""
+    assert all(cost >= 0 for cost in costs), costs
+    ratios = [cost.as_integer_ratio() for cost in costs]
+    scale = lcm(*(denominator for _, denominator in ratios))
+    return [numerator * (scale // denominator) for numerator, denominator in ratios]
+
+
+def _least_maximum(before: list[int], num_stages: int) -> int:
+    """The least cost of the costliest stage, by bisection over what fits greedily."""
+
+    def fits(limit: int) -> bool:
+        start, stages = 0, 1
+        for i in range(1, len(before)):
+            if before[i] - before[start] > limit:
+                start, stages = i - 1, stages + 1
+        return stages <= num_stages
+
+    low, high = max(b - a for a, b in pairwise(before)), before[-1]
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle + 1, high)
+    return low

@@ -1,0 +1,146 @@
+"""Builds and initialises this rank's layers (floor 4)."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from parallel3d.engine import EngineSettings, HeldParameter, building
+from parallel3d.engine.engine import local_shard
+from parallel3d.mesh import Mesh
+from parallel3d.model import LayerSpec, Shape
+from parallel3d.pipeline.partition import partition
+from parallel3d.pipeline.schedule import Schedule
+from parallel3d.tensor.context import LayerContext
+from parallel3d.tensor.cut import cut_of
+from parallel3d.tensor.dropout import RandomKey
+from parallel3d.tensor.initialise import fill
+
+
+class Stages(nn.Module):
+    """The stages of one rank; `forward(stage, ...)` runs one of them.
+
+    `recompute` lists the layers whose activations are dropped after the forward and computed again
+    in the backward (activation checkpointing "full": all but embedding and head).
+    """
+
+    def __init__(self, layers: dict[int, list[nn.Module]], recompute: set[nn.Module]) -> None:
+        super().__init__()
+        self.stages = nn.ModuleDict({str(s): nn.ModuleList(ls) for s, ls in layers.items()})
+        self._recompute = recompute
+
+    def forward(self, stage: int, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Token ids or activations -> activations; the mean loss where `labels` are given."""
+        layers = list(self.stages[str(stage)])  # type: ignore[arg-type]
+        last = layers.pop() if labels is not None else None
+        for layer in layers:
+            if layer in self._recompute and torch.is_grad_enabled():
+                # Dropout masks are functions of their place, so no generator state is kept.
+                x = checkpoint(layer, x, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = layer(x)
+        return x if last is None else last(x, labels)
+
+
+@dataclass(frozen=True)
+class BuiltStages:
+    """This rank's stages, the parameters in them, and the key of their dropout masks."""
+
+    module: Stages
+    held: tuple[HeldParameter, ...]
+    key: RandomKey
+    layers_of_stage: tuple[range, ...]
+
+
+def place_layers(layers: Sequence[LayerSpec], num_stages: int, shape: Shape) -> tuple[range, ...]:
+    """Which layers each stage runs, balanced by their cost for a microbatch of `shape`."""
+    return partition([float(layer.cost(shape).forward_flops) for layer in layers], num_stages)
+
+
+def build_stages(
+    layers: Sequence[LayerSpec],
+    schedule: Schedule,
+    settings: EngineSettings,
+    mesh: Mesh,
+    shape: Shape,
+    seed: int = 0,
+    activation_checkpointing: str = "none",
+) -> BuiltStages:
+    """Make this rank's stages and give every weight its start.
+
+    A weight's start depends on `seed`, its global name and its place alone, so it is the same bits
+    on every mesh. Under ZeRO-3 no stage exists whole on a rank at any time.
+    """
+    key = RandomKey(seed, mesh.coord("dp"))
+    context = LayerContext(mesh.group("tp"), key)
+    placement = place_layers(layers, schedule.num_stages, shape)
+    mine = [s for s, coord in enumerate(schedule.pp_coord_of_stage) if coord == mesh.coord("pp")]
+    modules: dict[str, nn.Module] = {}
+    with building(settings, mesh):
+        for s in mine:
+            for i in placement[s]:
+                modules[layers[i].name] = _make(layers[i], context)
+    held = _tie(
+        layers, modules, [h for n, m in modules.items() for h in _held(_spec(layers, n), m)]
+    )
+    for h in held:
+        shard, start = local_shard(h.parameter)
+        with torch.no_grad():
+            # A second copy starts as the weight whose name it goes by elsewhere.
+            name = _original_name(layers, h.name)
+            fill(shard, start, h.spec, name, h.cut, seed)
+    by_stage = {s: [modules[layers[i].name] for i in placement[s]] for s in mine}
+    inner = {layer.name for layer in layers[1:-1]}
+    recompute = {m for n, m in modules.items() if n in inner and activation_checkpointing == "full"}
+    return BuiltStages(Stages(by_stage, recompute), tuple(held), key, placement)
+
+
+def _make(layer: LayerSpec, context: LayerContext) -> nn.Module:
+    module, _, name = layer.build.partition(":")
+    made: nn.Module = getattr(import_module(module), name)(layer.config, layer.name, context)
+    return made
+
+
+def _spec(layers: Sequence[LayerSpec], name: str) -> LayerSpec:
+    return next(layer for layer in layers if layer.name == name)
+
+
+def _held(layer: LayerSpec, module: nn.Module) -> Iterator[HeldParameter]:
+    """The module's parameters, which must be those that its spec declares."""
+    declared = {p.name: p for p in layer.params}
+    built = dict(module.named_parameters())
+    assert declared.keys() == built.keys(), declared.keys() ^ built.keys()
+    for name, spec in declared.items():
+        cut = cut_of(built[name])
+        assert (cut.global_shape, cut.dim) == (spec.shape, spec.tp_dim), f"{layer.name}.{name}"
+        yield HeldParameter(f"{layer.name}.{name}", built[name], spec)
+
+
+def _original_name(layers: Sequence[LayerSpec], name: str) -> str:
+    pairs = {f"{layer.name}.{copy}": original for layer in layers for copy, original in layer.tied}
+    return pairs.get(name, name)
+
+
+def _tie(
+    layers: Sequence[LayerSpec], modules: dict[str, nn.Module], held: list[HeldParameter]
+) -> list[HeldParameter]:
+    """Make tied weights one parameter where both copies live here; mark them where they do not."""
+    by_name = {h.name: h for h in held}
+    for layer in layers:
+        for copy_name, original in layer.tied:
+            copy = f"{layer.name}.{copy_name}"
+            if copy in by_name and original in by_name:
+                path, _, attribute = copy_name.rpartition(".")
+                owner: Any = modules[layer.name].get_submodule(path)
+                delattr(owner, attribute)
+                setattr(owner, attribute, by_name[original].parameter)
+                del by_name[copy]
+            elif copy in by_name:
+                by_name[copy] = replace(by_name[copy], tied_across=True, copy=True)
+            elif original in by_name:
+                by_name[original] = replace(by_name[original], tied_across=True)
+    return list(by_name.values())

@@ -1,0 +1,57 @@
+"""How a parameter is cut over a tensor-parallel group, said by the parameter itself."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+def even_split(length: int, parts: int, index: int) -> tuple[int, int]:
+    """Bounds [start, stop) of part `index` when `length` is cut into parts that differ by one."""
+    return length * index // parts, length * (index + 1) // parts
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The part of a global parameter that this tp rank holds.
+
+    `dim` is None for a parameter that every rank of the group holds whole.
+    """
+
+    global_shape: tuple[int, ...]
+    dim: int | None
+    start: int
+    stop: int
+    group_rank: int
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of the part held here."""
+        if self.dim is None:
+            return self.global_shape
+        head, tail = self.global_shape[: self.dim], self.global_shape[self.dim + 1 :]
+        return (*head, self.stop - self.start, *tail)
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank counts it where each element is counted once (the gradient norm)."""
+        return self.dim is not None or self.group_rank == 0
+
+
+def cut_parameter(
+    shape: tuple[int, ...], dim: int | None, group: dist.ProcessGroup
+) -> nn.Parameter:
+    """This rank's part of a parameter of global `shape`, empty, with its `cut` attached."""
+    rank, size = group.rank(), group.size()
+    start, stop = (0, 0) if dim is None else even_split(shape[dim], size, rank)
+    cut = Cut(tuple(shape), dim, start, stop, rank)
+    parameter = nn.Parameter(torch.empty(cut.local_shape))
+    parameter.cut = cut  # type: ignore[attr-defined]
+    return parameter
+
+
+def cut_of(parameter: nn.Parameter) -> Cut:
+    """The cut that a layer attached to its parameter."""
+    cut: Cut = parameter.cut  # type: ignore[attr-defined]
+    return cut

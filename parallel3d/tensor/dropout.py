@@ -1,0 +1,65 @@
+"""Dropout whose mask is a pure function of where it is applied.
+
+A mask depends on the seed, the step, the microbatch, the place in the model and, where activations
+are split over the group, on the tp rank. So it agrees where activations are replicated, is the same
+when activation checkpointing computes it again, and needs no generator state in a checkpoint.
+"""
+
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass
+class RandomKey:
+    """What a mask depends on; the executor sets it before every forward and backward."""
+
+    seed: int
+    dp_coord: int = 0
+    step: int = 0
+    microbatch: int = 0
+
+    def seed_generators(self, place: str, tp_rank: int) -> None:
+        """Seed torch's default generators for the stochastic operator that follows."""
+        text = f"{self.seed}/{self.dp_coord}/{self.step}/{self.microbatch}/{place}/{tp_rank}"
+        digest = blake2b(text.encode(), digest_size=8).digest()
+        torch.manual_seed(int.from_bytes(digest, "big") >> 1)
+
+
+class Dropout(nn.Module):
+    """Dropout at a named place, over a group that the activation is split over (None: replicated).
+
+    Seeds the default generators, so it also serves operators that draw from them by themselves
+    (`seed()` before scaled_dot_product_attention).
+    """
+
+    def __init__(
+        self, p: float, place: str, key: RandomKey, split_over: dist.ProcessGroup | None = None
+    ) -> None:
+        super().__init__()
+        self.p, self.place, self.key, self.split_over = p, place, key, split_over
+
+    @property
+    def active_p(self) -> float:
+        """The probability now: 0 in evaluation."""
+        return self.p if self.training else 0.0
+
+    def seed(self) -> None:
+        """Make the next draw this place's own."""
+        if self.active_p > 0:
+            tp_rank = 0 if self.split_over is None else self.split_over.rank()
+            self.key.seed_generators(self.place, tp_rank)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x of any shape -> the same shape, elements zeroed with probability p, the rest scaled."""
+        if self.active_p == 0:
+            return x
+        self.seed()
+        return F.dropout(x, self.p)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}, {'replicated' if self.split_over is None else 'split'}"

@@ -1,0 +1,76 @@
+"""The start of every parameter, the same bits on every mesh.
+
+A parameter is drawn in tiles, each from a generator seeded by the run's seed, the parameter's
+global name and the tile's place. A rank draws the tiles that its own part touches, whatever part
+tensor parallelism and ZeRO gave it, and holds one band of tiles at a time.
+"""
+
+from hashlib import blake2b
+from math import prod
+
+import torch
+from torch import Tensor
+
+from parallel3d.model import ParamSpec
+from parallel3d.tensor.cut import Cut
+
+_TILE = 256  # elements along each of a tile's two dims
+
+
+def fill(out: Tensor, start: int, spec: ParamSpec, name: str, cut: Cut, seed: int) -> None:
+    """Write elements [start, start + len(out)) of this rank's flattened part of a parameter.
+
+    `out` is flat, of any float dtype and device; values are drawn in fp32 on the CPU, so that no
+    device changes them. What lies beyond the part's end (ZeRO's padding) is left alone.
+    """
+    stop = min(start + out.numel(), prod(cut.local_shape))
+    if stop <= start:
+        return
+    if spec.init.std == 0:
+        out[: stop - start].fill_(spec.init.value)
+        return
+    rows, columns = ((1,) * (2 - len(spec.shape)) + spec.shape)[-2:]
+    slabs = prod(spec.shape[:-2])
+    (r0, r1), (c0, c1) = _ranges(cut, len(spec.shape), rows, columns)
+    width = c1 - c0
+    slab_numel = (r1 - r0) * width
+    for slab in range(slabs):
+        # The rows of this slab, counted from r0, that the flat range touches.
+        first = max(0, start - slab * slab_numel) // width
+        last = -(-min(slab_numel, stop - slab * slab_numel) // width)
+        row = r0 + first
+        while row < r0 + last:
+            band = min(rows, (row // _TILE + 1) * _TILE)
+            end = min(band, r0 + last)
+            values = _band(name, seed, slab, row, end, c0, c1, rows, columns, spec.init.std)
+            offset = slab * slab_numel + (row - r0) * width - start
+            lo, hi = max(0, offset), min(stop - start, offset + values.numel())
+            out[lo:hi].copy_(values.flatten()[lo - offset : hi - offset])
+            row = end
+
+
+def _ranges(cut: Cut, ndim: int, rows: int, columns: int) -> tuple[tuple[int, int], ...]:
+    ranges = [(0, rows), (0, columns)]
+    if cut.dim is not None:
+        assert cut.dim >= ndim - 2, "tensor parallelism cuts one of the last two dims"
+        ranges[cut.dim - ndim] = (cut.start, cut.stop)
+    return tuple(ranges)
+
+
+def _band(
+    name: str, seed: int, slab: int, r0: int, r1: int, c0: int, c1: int,
+    rows: int, columns: int, std: float,
+) -> Tensor:  # fmt: skip
+    """Rows [r0, r1) of one band of tiles, columns [c0, c1): [r1 - r0, c1 - c0]."""
+    i = r0 // _TILE
+    height = min(rows, (i + 1) * _TILE) - i * _TILE
+    band = torch.empty(r1 - r0, c1 - c0)
+    for j in range(c0 // _TILE, -(-c1 // _TILE)):
+        left, right = j * _TILE, min(columns, (j + 1) * _TILE)
+        text = f"{seed}/{name}/{slab}/{i}/{j}"
+        digest = blake2b(text.encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
+        tile = torch.empty(height, right - left).normal_(0.0, std, generator=generator)
+        lo, hi = max(left, c0), min(right, c1)
+        band[:, lo - c0 : hi - c0] = tile[r0 - i * _TILE : r1 - i * _TILE, lo - left : hi - left]
+    return band
