@@ -13,7 +13,8 @@ import traceback
 PRELOAD = [
     "torch", "torch.distributed", "torch.distributed.device_mesh", "torch.utils.checkpoint",
     "deepspeed", "pydantic", "parallel3d.engine", "parallel3d.pipeline.executor",
-    "models.gpt.blocks",
+    "models.gpt.blocks", "torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer",
+    "deepspeed.ops.adam",
 ]  # fmt: skip
 
 

@@ -8,7 +8,6 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import TypeAdapter, ValidationError
-from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 import models
@@ -37,7 +36,7 @@ _WORDING = {
     "greater_than_equal": ("must be at least {ge}", "write {ge} or more"),
     "less_than": ("must be less than {lt}", "lower it"),
     "less_than_equal": ("must be at most {le}", "write {le} or less"),
-    "literal_error": ("must be {expected}", "write that, in double quotes if it is a word"),
+    "literal_error": ("must be {expected}", "write {expected}"),
     "model_type": ("must be a block of settings", "write {{...}}"),
 }
 
@@ -57,16 +56,11 @@ def settings(section: type[Section], prefix: str = "") -> list[Setting]:
     return list(_walk(section, prefix))
 
 
-def problems_in(
-    error: ValidationError, raw: Any, root: type[Section], prefix: str = ""
-) -> list[Problem]:
-    """What pydantic found in `raw`, one problem for each path.
-
-    `root` is the model of `raw`, which stands in the file at `prefix`.
-    """
+def problems_in(error: ValidationError, raw: Any, root: type[Section]) -> list[Problem]:
+    """What pydantic found in `raw`, one problem for each path; `root` is the model of `raw`."""
     found: dict[str, list[Problem]] = {}
     for detail in error.errors():
-        for problem in _problems_of(detail, raw, root, prefix):
+        for problem in _problems_of(detail, raw, root):
             found.setdefault(problem.path, []).append(problem)
     return [_either(problems) for problems in found.values()]
 
@@ -76,7 +70,7 @@ def sound_settings(
 ) -> dict[str, Any]:
     """The settings of `raw`, and of its "parallel3d" block, that have no problem of their own."""
     broken = {".".join(p.path.split(".")[:n]) for p in problems for n in (1, 2)}
-    block, values = _section_at(root, "parallel3d"), raw.get("parallel3d")
+    block, values = _section_at(root, "parallel3d", raw), raw.get("parallel3d")
     assert block, "the root has a parallel3d block"
     sound = _sound_fields(root, raw, "", broken)
     if isinstance(values, dict):
@@ -99,29 +93,26 @@ def _sound_fields(
     return sound
 
 
-def _problems_of(
-    detail: ErrorDetails, raw: Any, root: type[Section], prefix: str
-) -> Iterator[Problem]:
-    inner, value = _located(detail["loc"], raw)
-    path = _join(prefix, inner)
+def _problems_of(detail: ErrorDetails, raw: Any, root: type[Section]) -> Iterator[Problem]:
+    path, value = _located(detail["loc"], raw)
+    section, _, key = path.rpartition(".")
+    model = _section_at(root, section, raw)
     words = detail.get("ctx", {})
     cause = words.get("error")
     if detail["type"] == "extra_forbidden":
-        yield _unknown(path, value, root, inner, prefix)
+        yield _unknown(path, value, model, root)
     elif detail["type"] == "missing":
-        field = _field_at(root, inner)
+        field = model.model_fields.get(key) if model else None
         doc = (field.description or "").split("\n")[0] if field else "the list is too short"
         yield Problem(path, ABSENT, "is required", f"add it: {doc}")
     elif value == "plan" and path in PARALLEL3D_KEYS:
         yield Problem(path, value, *_split(PARALLEL3D_KEYS[path]))
     elif isinstance(cause, Problems):
         yield from (problem.under(path) for problem in cause.problems)
-    elif isinstance(cause, ValidationError):  # the model family's own settings
-        yield from problems_in(cause, value, models.config_class(value["family"]), path)
     elif cause is not None:
         yield Problem(path, value, *_split(str(cause)))
     elif value == "auto":
-        autos = [s.path for s in settings(root, prefix) if '"auto"' in s.type + s.doc]
+        autos = [s.path for s in settings(root) if '"auto"' in s.type + s.doc]
         remedy = f"write a value; auto may be: {', '.join(autos)}"
         yield Problem(path, value, "cannot be auto", remedy)
     else:
@@ -129,18 +120,17 @@ def _problems_of(
         yield Problem(path, value, *(_format(text, words) for text in (rule, remedy)))
 
 
-def _unknown(path: str, value: Any, root: type[Section], inner: str, prefix: str) -> Problem:
+def _unknown(path: str, value: Any, model: type[Section] | None, root: type[Section]) -> Problem:
     """A key that is no setting: refused by name where it is known, else with the nearest one."""
     section, _, key = path.rpartition(".")
     refused: Mapping[str, str] = deepspeed_keys.BY_SECTION.get(section, {})
     reason = PARALLEL3D_KEYS.get(path) or refused.get(key)
     if reason:
         return Problem(path, value, *_split(reason))
-    model = _section_at(root, inner.rpartition(".")[0])
     known = list(model.model_fields) if model else []
     if near := get_close_matches(key, [*known, *refused], n=1):
         return Problem(path, value, "is no setting", f'the nearest one is "{near[0]}"')
-    elsewhere = [s.path for s in settings(root, prefix) if s.path.endswith(f".{key}")]
+    elsewhere = [s.path for s in settings(root) if s.path.endswith(f".{key}")]
     if elsewhere:
         return Problem(path, value, "is no setting here", f"did you mean {elsewhere[0]}?")
     return Problem(path, value, "is no setting", f"this block has: {', '.join(known)}")
@@ -195,13 +185,11 @@ def _section_of(annotation: Any) -> type[Section] | None:
     return None
 
 
-def _field_at(root: type[Section], path: str) -> FieldInfo | None:
-    section, _, key = path.rpartition(".")
-    model = _section_at(root, section)
-    return model.model_fields.get(key) if model else None
-
-
-def _section_at(root: type[Section], path: str) -> type[Section] | None:
+def _section_at(root: type[Section], path: str, raw: Any) -> type[Section] | None:
+    """The section that stands at `path`; the model's is that of the family that `raw` names."""
+    if path == MODEL:
+        family: type[Section] = models.config_class(raw["parallel3d"]["model"]["family"])
+        return family
     model: type[Section] | None = root
     for name in path.split(".") if path else []:
         field = model.model_fields.get(name) if model else None

@@ -7,7 +7,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, mod
 
 import models
 import parallel3d
-from parallel3d.config.section import Problem, Problems, Section, Strings, refuse
+from parallel3d.config.reader import CONFIGS
+from parallel3d.config.section import ABSENT, Problem, Problems, Section, Strings, refuse
 
 SCHEDULES = Path(parallel3d.__file__).parent / "pipeline" / "schedules"
 NOT_FOR_TRAINING = {
@@ -32,6 +33,13 @@ def _known_schedule(name: str) -> str:
     return name
 
 
+def _known_hardware(name: str) -> str:
+    known = sorted(path.stem for path in CONFIGS.glob("hardware/*.json"))
+    if name not in ("auto", *known):
+        raise ValueError(f'is not described in configs/hardware; use "auto", {", ".join(known)}')
+    return name
+
+
 def _one_stage(count: int) -> int:
     if count > 1:
         raise ValueError("several stages on a rank are not yet supported; use 1")
@@ -42,9 +50,11 @@ def _family_config(value: Any) -> Any:
     """The model section, by the family's own `Config`."""
     if isinstance(value, Section):
         return value
-    family = value.get("family") if isinstance(value, dict) else None
+    if not isinstance(value, dict):
+        raise ValueError("must be a block of settings; write {...}")
+    family = value.get("family", ABSENT)
     if family not in models.families():
-        path = "family" if isinstance(value, dict) else ""
+        path = "family"
         known = ", ".join(models.families())
         raise Problems([Problem(path, family, "names no model family", f"use one of: {known}")])
     return models.config_class(family).model_validate(value)
@@ -154,7 +164,7 @@ class OutputConfig(Section):
     """Write TensorBoard's files beside metrics.jsonl."""
     save_weights: bool = True
     """Write the trained weights as safetensors."""
-    hardware: str = Field(default="auto", min_length=1)
+    hardware: Annotated[str, AfterValidator(_known_hardware)] = "auto"
     """Whose peak FLOP/s MFU is measured against: a name in configs/hardware, or "auto"."""
 
 

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, chain, groupby
+from itertools import accumulate, chain, pairwise
 from typing import NoReturn
 
 from parallel3d.errors import ScheduleError
@@ -73,11 +73,11 @@ class Schedule:
         """
         return tuple(_run(self))
 
-    def crosses(self, stage: int, neighbour: int) -> bool:
-        """Whether a tensor between two stages moves to another rank; False past either end."""
-        coords = self.pp_coord_of_stage
-        inside = min(stage, neighbour) >= 0 and max(stage, neighbour) < len(coords)
-        return inside and coords[stage] != coords[neighbour]
+    @cached_property
+    def crossings(self) -> frozenset[int]:
+        """The stages whose successor lives on another rank."""
+        pairs = enumerate(pairwise(self.pp_coord_of_stage))
+        return frozenset(stage for stage, (here, there) in pairs if here != there)
 
     def show(self, *marked: Action) -> str:
         """The programs, one line per rank, with the `marked` actions standing out as >>2F0<<."""
@@ -91,7 +91,7 @@ def needs(action: Action, schedule: Schedule) -> tuple[Action, ...]:
     match op:
         case Op.F if stage == 0:
             return ()
-        case Op.F if schedule.has_communication and schedule.crosses(stage, stage - 1):
+        case Op.F if schedule.has_communication and stage - 1 in schedule.crossings:
             return (Action(Op.RECV_F, stage, microbatch),)
         case Op.F:
             return (Action(Op.F, stage - 1, microbatch),)
@@ -99,7 +99,7 @@ def needs(action: Action, schedule: Schedule) -> tuple[Action, ...]:
             own = Action(Op.F, stage, microbatch)
             if stage == schedule.num_stages - 1:
                 return (own,)
-            if schedule.has_communication and schedule.crosses(stage, stage + 1):
+            if schedule.has_communication and stage in schedule.crossings:
                 return (own, Action(Op.RECV_B, stage, microbatch))
             return (own, _input_gradient(stage + 1, microbatch, schedule))
         case Op.W:
@@ -112,7 +112,7 @@ def needs(action: Action, schedule: Schedule) -> tuple[Action, ...]:
             return (action.other_end,)
         case Op.REDUCE:
             split = Action(Op.W, stage, microbatch)
-            return (split if split in schedule.actions else split._replace(op=Op.B),)
+            return (split if split in schedule.actions else Action(Op.B, stage, microbatch),)
         case _:
             return ()
 
@@ -120,15 +120,15 @@ def needs(action: Action, schedule: Schedule) -> tuple[Action, ...]:
 def _input_gradient(stage: int, microbatch: int, schedule: Schedule) -> Action:
     """The action that gives the gradient of a stage's input: I where split, else B."""
     split = Action(Op.I, stage, microbatch)
-    return split if split in schedule.actions else split._replace(op=Op.B)
+    return split if split in schedule.actions else Action(Op.B, stage, microbatch)
 
 
 def _send_of(compute: Action, schedule: Schedule) -> Action | None:
     """The SEND that takes a compute's result to another coordinate; None if it stays or ends."""
     op, stage, microbatch = compute
-    if op == Op.F and schedule.crosses(stage, stage + 1):
+    if op == Op.F and stage in schedule.crossings:
         return Action(Op.SEND_F, stage, microbatch)
-    if op in (Op.B, Op.I) and schedule.crosses(stage, stage - 1):
+    if op in (Op.B, Op.I) and stage - 1 in schedule.crossings:
         return Action(Op.SEND_B, stage, microbatch)
     return None
 
@@ -166,17 +166,24 @@ def add_communication(schedule: Schedule, cost: Cost = unit_cost) -> Schedule:
 
     When a compute ends in `simulate`, its SEND goes into its rank's program and the RECV into the
     peer's at the same moment. So all programs are cuts of one sequence, which even blocking ranks
-    can follow; and a rank posts a RECV at most one compute early.
+    can follow; and a rank posts a RECV one compute ahead, so that the transfer overlaps with it.
     """
     assert not schedule.has_communication
+
+    def turn(span: Span) -> tuple[float, int, int]:
+        # Of computes that end together the sender's comes first: so the RECV stands before the
+        # peer's, not behind it. What takes no time stays behind the compute that it follows.
+        if span.start == span.end:
+            return span.end, 2, 0
+        is_forward, stage = span.action.op == Op.F, span.action.stage
+        return (span.end, 0, stage) if is_forward else (span.end, 1, -stage)
+
     programs: list[list[Action]] = [[] for _ in schedule.programs]
-    by_end = sorted(chain.from_iterable(simulate(schedule, cost)), key=lambda span: span.end)
-    for _, ending_together in groupby(by_end, key=lambda span: span.end):
-        computes = [span.action for span in ending_together]
-        sends = filter(None, (_send_of(compute, schedule) for compute in computes))
-        ends = chain.from_iterable((send, send.other_end) for send in sends)
-        for action in (*computes, *ends):
-            programs[schedule.pp_coord_of_stage[action.stage]].append(action)
+    for action, _, _ in sorted(chain.from_iterable(simulate(schedule, cost)), key=turn):
+        programs[schedule.pp_coord_of_stage[action.stage]].append(action)
+        if send := _send_of(action, schedule):
+            for end in (send, send.other_end):
+                programs[schedule.pp_coord_of_stage[end.stage]].append(end)
     return replace(schedule, programs=tuple(map(tuple, programs)))
 
 
@@ -231,16 +238,14 @@ def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
 
 def _expected(schedule: Schedule) -> set[Action]:
     """What the programs must hold, each once: all computes, and all sends and receives if any."""
+    split = {action[1:] for action in schedule.actions if action.op in (Op.I, Op.W)}
     expected: set[Action] = set()
     for stage in range(schedule.num_stages):
         for microbatch in range(schedule.num_microbatches):
-            whole, *split = (Action(op, stage, microbatch) for op in (Op.B, Op.I, Op.W))
-            computes = [Action(Op.F, stage, microbatch)]
-            if schedule.has_backward:
-                computes += [whole] if schedule.actions.isdisjoint(split) else split
-            expected.update(computes)
-            if schedule.has_communication:
-                for send in filter(None, (_send_of(compute, schedule) for compute in computes)):
+            backward = (Op.I, Op.W) if (stage, microbatch) in split else (Op.B,)
+            for op in (Op.F, *backward) if schedule.has_backward else (Op.F,):
+                expected.add(compute := Action(op, stage, microbatch))
+                if schedule.has_communication and (send := _send_of(compute, schedule)):
                     expected |= {send, send.other_end}
     return expected
 

@@ -41,7 +41,7 @@ class Case:
     microbatches: int = 4
     precision: str = "fp32"
     steps: int = 5
-    batch: int = 24  # sequences in a whole step
+    batch: int = 48  # sequences in a whole step
     thresholds: bool = False  # DeepSpeed's own, which keep a toy model gathered
     model: dict = field(default_factory=dict, hash=False)
 

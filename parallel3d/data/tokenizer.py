@@ -1,0 +1,132 @@
+"""Text to token ids: a tokenizer of the user's, or a byte-level BPE trained on the corpus."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from hashlib import blake2b
+from math import ceil
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from parallel3d.data.sources import Document, read_documents
+from parallel3d.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+END_OF_TEXT = "<|endoftext|>"
+NUM_BYTES = 256
+# Training takes about 0.1 s a megabyte on two cores; merges are settled long before 64 MB.
+TRAINING_BYTES = 64 * 2**20
+# What AutoTokenizer reads; a model's directory also holds weights, of gigabytes.
+TOKENIZER_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
+
+
+def train_tokenizer(documents: Sequence[Document], vocab_size: int) -> "PreTrainedTokenizerBase":
+    """Train a byte-level BPE of at most `vocab_size` tokens, END_OF_TEXT among them.
+
+    The same documents give the same tokenizer. Of a corpus above TRAINING_BYTES every n-th
+    document is used. A small corpus may have too few pairs to merge for a full vocabulary.
+    Raises DataError if `vocab_size` does not hold the 256 bytes and END_OF_TEXT.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    if vocab_size <= NUM_BYTES:
+        raise DataError(
+            f"data.vocab_size={vocab_size} is too small: a byte-level tokenizer has"
+            f" {NUM_BYTES} bytes and one end-of-text token; use at least {NUM_BYTES + 1}"
+        )
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    stride = ceil(sum(document.num_bytes for document in documents) / TRAINING_BYTES)
+    rows = read_documents(documents[::stride])
+    bpe.train_from_iterator((row["text"] for row in rows), trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False
+    )
+
+
+def load_tokenizer(name: str | Path) -> "PreTrainedTokenizerBase":
+    """Load a tokenizer from a directory, or by its name on the Hugging Face hub.
+
+    Code that comes with a tokenizer is never run. Raises DataError if it cannot be loaded or has
+    no end-of-text token.
+    """
+    from transformers import AutoTokenizer
+
+    is_directory = Path(name).is_dir()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(name), trust_remote_code=False, local_files_only=is_directory
+        )
+    # Broad, because each backend fails in its own way, tokenizers with a bare Exception.
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise DataError(
+            f"data.tokenizer={str(name)!r} cannot be loaded by AutoTokenizer ({reason});"
+            " give a directory that holds tokenizer.json, or 'train'"
+        ) from error
+    if tokenizer.eos_token_id is None:
+        raise DataError(
+            f"data.tokenizer={str(name)!r} has no end-of-text token, which separates documents;"
+            " set eos_token in its tokenizer_config.json"
+        )
+    return tokenizer
+
+
+@contextmanager
+def tokenizer_directory(name: str) -> Iterator[Path]:
+    """Give the directory that holds the files of the tokenizer `name`, for the block's duration.
+
+    Raises DataError as `load_tokenizer` does.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        yield path
+    elif path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise DataError(
+            f"data.tokenizer={name!r} is not a directory; give a directory that holds"
+            " tokenizer.json, a name on the Hugging Face hub, or 'train'"
+        )
+    else:
+        with TemporaryDirectory() as folder:
+            load_tokenizer(name).save_pretrained(folder)
+            yield Path(folder)
+
+
+def directory_digest(directory: Path) -> str:
+    """Give the digest of the tokenizer files in `directory`, names and contents."""
+    digest = blake2b(digest_size=20)
+    for path in sorted(directory.iterdir()):
+        if path.suffix in TOKENIZER_SUFFIXES and path.is_file():
+            content = blake2b(path.read_bytes(), digest_size=20).hexdigest()
+            digest.update(f"{path.name}\0{content}\n".encode())
+    return digest.hexdigest()
+
+
+def num_tokens(tokenizer: "PreTrainedTokenizerBase") -> int:
+    """Give the size of the vocabulary: the highest id plus one, since some have gaps."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def encode(tokenizer: "PreTrainedTokenizerBase", texts: list[str]) -> list[list[int]]:
+    """Give the ids of each text, all cores at work, with nothing added.
+
+    A special token that is spelt out in a text is text: a document cannot end itself.
+    """
+    encoding = tokenizer(
+        texts,
+        add_special_tokens=False,
+        split_special_tokens=True,
+        return_attention_mask=False,
+        verbose=False,
+    )
+    return encoding["input_ids"]

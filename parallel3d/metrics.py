@@ -1,0 +1,270 @@
+"""What a run reports: one JSON line a step, progress on the terminal, and a closing summary.
+
+Nothing here knows ranks: the process that constructs a writer or a progress display is the one
+that reports.
+"""
+
+import json
+import math
+import resource
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from rich import progress
+from rich.console import Console
+from rich.table import Table
+
+from parallel3d.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One line of metrics.jsonl; its keys are published and do not change."""
+
+    step: int
+    """Steps done, from 1."""
+    loss: float
+    """Mean training loss of the step, nats per token."""
+    grad_norm: float
+    """Global gradient norm before clipping."""
+    lr: float
+    """Learning rate of the step."""
+    tokens: int
+    """Tokens trained on since the start of the run."""
+    tokens_per_second: float
+    """Over the whole mesh."""
+    tflops_per_device: float
+    """Model FLOPs (no recomputation, attention in full) per device and second, in 1e12."""
+    mfu: float | None
+    """tflops_per_device over the device's peak, from 0 to 1; null where no peak is known."""
+    peak_memory_bytes: int
+    """Largest of the ranks."""
+    step_seconds: float
+    """Wall-clock time of the step."""
+    held_out_loss: float | None = None
+    """Only on lines of steps after which the model was evaluated."""
+
+    def to_json(self) -> str:
+        """One line without its end; JSON has no NaN, so what is not finite is null."""
+        values = asdict(self)
+        if self.held_out_loss is None:
+            del values["held_out_loss"]
+        finite = {k: v if v is not None and math.isfinite(v) else None for k, v in values.items()}
+        return json.dumps(finite, allow_nan=False)
+
+
+class MetricsWriter:
+    """Appends to <directory>/metrics.jsonl, and writes TensorBoard's files if asked to."""
+
+    def __init__(self, directory: Path, tensorboard: bool = False) -> None:
+        self.path = directory / "metrics.jsonl"
+        self._tracker = _tensorboard_tracker(directory) if tensorboard else None
+        directory.mkdir(parents=True, exist_ok=True)
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def write(self, metrics: StepMetrics) -> None:
+        """Add one step; it is on disk when this returns."""
+        self._file.write(metrics.to_json() + "\n")
+        self._file.flush()
+        if self._tracker:
+            values = {k: v for k, v in asdict(metrics).items() if k != "step" and v is not None}
+            self._tracker.log(values, step=metrics.step)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._file.close()
+        if self._tracker:
+            self._tracker.finish()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def require_tensorboard() -> None:
+    """Raise ConfigError with the remedy if TensorBoard is not installed."""
+    if find_spec("tensorboard") is None:
+        raise ConfigError(
+            "parallel3d.run.tensorboard = true: the package tensorboard is not installed; "
+            "pip install tensorboard, or set it to false"
+        )
+
+
+def _tensorboard_tracker(directory: Path) -> Any:
+    require_tensorboard()
+    from accelerate.tracking import TensorBoardTracker
+
+    tracker = TensorBoardTracker(run_name="tensorboard", logging_dir=str(directory))
+    # Else it asks accelerate's own process state, which parallel3d does not set up.
+    tracker.main_process_only = False
+    tracker.start()
+    return tracker
+
+
+class Progress:
+    """Shows steps as they end: a bar on a terminal, aligned lines every `every` steps in a log."""
+
+    def __init__(self, num_steps: int, every: int = 10, console: Console | None = None) -> None:
+        self.console = console or Console(stderr=True)
+        self._num_steps, self._every = num_steps, every
+        self._bar: progress.Progress | None = None
+        if self.console.is_terminal:
+            self._bar = progress.Progress(
+                progress.TextColumn("step"),
+                progress.MofNCompleteColumn(),
+                progress.BarColumn(),
+                progress.TextColumn("{task.fields[numbers]}"),
+                progress.TimeRemainingColumn(),
+                console=self.console,
+            )
+            self._task = self._bar.add_task("", total=num_steps, numbers="")
+            self._bar.start()
+
+    def show(self, metrics: StepMetrics) -> None:
+        """Show a step that has ended."""
+        step, last = metrics.step, self._num_steps
+        if self._bar:
+            self._bar.update(self._task, completed=step, numbers=_numbers(metrics))
+        evaluated = metrics.held_out_loss is not None
+        if evaluated or (not self._bar and (step % self._every == 0 or step in (1, last))):
+            self._print(f"step {step:>{len(str(last))}}/{last}  {_numbers(metrics)}")
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        if self._bar:
+            self._bar.stop()
+
+    def _print(self, line: str) -> None:
+        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a run ends with."""
+
+    loss: float
+    held_out_loss: float
+    unigram_entropy: float
+    """Nats per token of the best model that ignores context: what the held-out loss must beat."""
+    tokens_per_second: float
+    tflops_per_device: float
+    mfu: float | None
+    peak_name: str
+    """What the MFU is measured against, "H100-SXM5-80GB" or "a measured matmul"."""
+    peak_memory_bytes: Sequence[int]
+    """One for each rank."""
+    files: Mapping[str, Path]
+    """What each file is, and where."""
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Names and values, as text."""
+        below = "below" if self.held_out_loss < self.unigram_entropy else "not below"
+        memory = ", ".join(f"{size / 2**20:,.0f}" for size in self.peak_memory_bytes)
+        return [
+            ("training loss", f"{self.loss:.4f}"),
+            (
+                "held-out loss",
+                f"{self.held_out_loss:.4f} ({below} the unigram entropy, "
+                f"{self.unigram_entropy:.4f})",
+            ),
+            ("tokens/s", f"{self.tokens_per_second:,.0f}"),
+            ("model TFLOP/s per device", f"{self.tflops_per_device:.4g}"),
+            ("MFU", _mfu(self.mfu) + (f" of {self.peak_name}" if self.mfu is not None else "")),
+            ("peak memory of each rank, MiB", memory),
+            *((name, str(path)) for name, path in self.files.items()),
+        ]
+
+
+def print_summary(summary: Summary, console: Console | None = None) -> None:
+    """The closing table on a terminal, aligned lines in a log."""
+    console = console or Console(stderr=True)
+    rows = summary.rows()
+    if console.is_terminal:
+        table = Table(show_header=False)
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+        return
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        console.print(f"{name:<{width}}  {value}", highlight=False, markup=False, soft_wrap=True)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory that this process has held on `device`.
+
+    An accelerator's is what torch allocated; a CPU's is the peak resident set of the process, which
+    counts the interpreter and its libraries too.
+    """
+    if device.type != "cpu":
+        peak: int = torch.get_device_module(device).max_memory_allocated(device)
+        return peak
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return resident if sys.platform == "darwin" else resident * 1024  # Linux counts KiB
+
+
+def measure_peak_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.2) -> float:
+    """FLOP/s of the fastest square matmul found in about `seconds`.
+
+    A stand-in for a published peak, where there is none: what the threads of this process reach
+    now, while other ranks may be using the same cores.
+    """
+    best, size, start = 0.0, 128, time.perf_counter()
+    while size <= 8192:
+        left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        left @ right  # the first call of a size also picks the kernel
+        elapsed = min(_timed_matmul(left, right) for _ in range(3))
+        best = max(best, 2 * size**3 / elapsed)
+        size *= 2
+        # Doubling the size makes each of the four calls eight times as long.
+        if time.perf_counter() - start + 4 * 8 * elapsed > seconds:
+            break
+    return best
+
+
+def _timed_matmul(left: torch.Tensor, right: torch.Tensor) -> float:
+    backend = torch.get_device_module(left.device)
+    backend.synchronize()
+    start = time.perf_counter()
+    left @ right
+    backend.synchronize()
+    return time.perf_counter() - start
+
+
+def _numbers(metrics: StepMetrics) -> str:
+    text = (
+        f"loss {metrics.loss:.4f}  grad norm {metrics.grad_norm:.3f}  lr {metrics.lr:.2e}  "
+        f"{metrics.tokens_per_second:,.0f} tokens/s  MFU {_mfu(metrics.mfu)}"
+    )
+    if metrics.held_out_loss is not None:
+        text += f"  held-out loss {metrics.held_out_loss:.4f}"
+    return text
+
+
+def _mfu(mfu: float | None) -> str:
+    return "-" if mfu is None else f"{100 * mfu:.1f} %"

@@ -1,0 +1,27 @@
+"""Fixtures: a folder of documents, and settings for it."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.data.documents import TEXTS, Settings
+
+# Nothing here may ask a hub, even where a network exists.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder of documents that are awkward in every way that should not matter."""
+    root = tmp_path / "texts"
+    for name, text in TEXTS.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(text.encode())
+    return root
+
+
+@pytest.fixture
+def settings(folder: Path, tmp_path: Path) -> Settings:
+    """All documents of `folder`, with a cache of their own that does not exist yet."""
+    return Settings(paths=(f"{folder}/**/*.txt",), cache=str(tmp_path / "cache"))

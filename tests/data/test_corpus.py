@@ -1,0 +1,285 @@
+"""The corpus: every document decodes back, split by content, and its cache keeps its promises."""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import asdict, replace
+from math import log
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from parallel3d.data import prepare as module
+from parallel3d.data.corpus import Corpus
+from parallel3d.data.prepare import prepare, split_documents
+from parallel3d.data.sources import Document
+from parallel3d.errors import DataError
+from tests.data.documents import TEXTS, Settings, contents
+from tests.data.test_sources import BAD_FILES
+
+
+def refuse_to_build(*args):
+    pytest.fail("built again")
+
+
+def test_documents_decode_to_the_bytes_of_their_files(settings):
+    corpus = prepare(settings)
+    tokenizer = AutoTokenizer.from_pretrained(corpus.tokenizer_directory)
+    decoded = [
+        tokenizer.decode(part.document(index))
+        for part in (corpus.train, corpus.held_out)
+        for index in range(part.num_documents)
+    ]
+    assert sorted(decoded) == sorted(TEXTS.values())
+    assert corpus.num_documents == len(TEXTS) and corpus.held_out.num_documents == 1
+
+
+def test_end_of_text_stands_after_each_document_and_nowhere_else(settings):
+    corpus = prepare(settings)
+    for part in (corpus.train, corpus.held_out):
+        assert part.tokens.dtype == np.uint16 and not part.tokens.flags.writeable
+        ends = np.flatnonzero(part.tokens == corpus.end_of_text)
+        assert ends.tolist() == (part.bounds[1:] - 1).tolist()
+
+
+def test_entropy_and_summary(settings):
+    corpus = prepare(settings)
+    tokens = [*corpus.train.tokens.tolist(), *corpus.held_out.tokens.tolist()]
+    by_hand = -sum(n / len(tokens) * log(n / len(tokens)) for n in Counter(tokens).values())
+    assert corpus.unigram_entropy == pytest.approx(by_hand, rel=1e-12)
+    summary = json.loads(json.dumps(corpus.summary()))
+    assert summary["num_tokens"] == len(tokens)
+    assert summary["vocab_size"] == corpus.vocab_size == 300
+    assert summary["num_documents"] == 6
+
+
+def test_a_vocabulary_above_65536_has_wider_tokens(settings, tmp_path):
+    words = {"<unknown>": 0, "<end>": 70_000} | {f"word{i}": i for i in range(1, 70_000)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="<unknown>"))
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+    fast.save_pretrained(tmp_path / "wide")
+    corpus = prepare(replace(settings, tokenizer=str(tmp_path / "wide")))
+    assert corpus.train.tokens.dtype == np.uint32 and corpus.vocab_size == 70_001
+    assert corpus.train.tokens.tolist() == [0, 70_000] * corpus.train.num_documents
+
+
+def documents_of(*texts):
+    return [Document(text, text, len(text), f"digest of {text}") for text in texts]
+
+
+@pytest.mark.parametrize(
+    ("fraction", "expected"), [(0.0, 1), (0.01, 1), (0.3, 3), (0.99, 9), (1.0, 9)]
+)
+def test_both_parts_have_a_document(fraction, expected):
+    train, held_out = split_documents(documents_of(*"abcdefghij"), fraction)
+    assert (len(train), len(held_out)) == (10 - expected, expected)
+
+
+def test_the_split_goes_by_content_and_keeps_copies_together():
+    documents = documents_of(*"abcdefghij") + documents_of(*"abcdefghij")
+    train, held_out = split_documents(documents, 0.3)
+    renamed = [replace(document, name="x") for document in reversed(documents)]
+    assert {d.digest for d in split_documents(renamed, 0.3)[1]} == {d.digest for d in held_out}
+    assert not {d.digest for d in train} & {d.digest for d in held_out}
+    assert len(held_out) == 6
+
+
+def test_one_distinct_document_cannot_be_split():
+    with pytest.raises(DataError, match=r"2 documents, 1 of them distinct.*cut one file in two"):
+        split_documents(documents_of("a", "a"), 0.1)
+
+
+def test_the_cache_goes_by_content(settings, folder, tmp_path, monkeypatch):
+    first = prepare(settings)
+    before = contents(Path(settings.cache))
+    for path in folder.rglob("*.txt"):
+        os.utime(path, (1, 1))
+    moved = folder.rename(tmp_path / "elsewhere")
+    monkeypatch.setattr(module, "_build", refuse_to_build)
+    same = replace(settings, paths=(f"{moved}/**/*.txt",), sequence_length=99)
+    assert prepare(same).directory == first.directory
+    assert contents(Path(settings.cache)) == before
+
+
+def test_content_tokenizer_and_split_each_make_another_corpus(settings, folder, tmp_path):
+    tokenizer = str(prepare(settings).tokenizer_directory)
+    variants = [
+        settings,
+        replace(settings, vocab_size=290),
+        replace(settings, held_out_fraction=0.5),
+        replace(settings, tokenizer=tokenizer),
+    ]
+    directories = [prepare(variant).directory for variant in variants]
+    (folder / "a.txt").write_text("other")
+    directories.append(prepare(settings).directory)
+    assert len(set(directories)) == 5
+
+
+def test_two_preparations_give_the_same_bits(settings, tmp_path):
+    prepare(settings)
+    prepare(replace(settings, cache=str(tmp_path / "other")))
+    assert contents(Path(settings.cache)) == contents(tmp_path / "other")
+    assert [path.name for path in Path(settings.cache).glob("*/*.*")] == []
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "bounds.bin", "tokenizer/tokenizer.json"])
+@pytest.mark.parametrize("damage", ["truncated", "removed", "longer"])
+def test_a_damaged_corpus_is_made_again(settings, name, damage):
+    directory = prepare(settings).directory
+    before = contents(directory)
+    path = directory / name
+    data = path.read_bytes()
+    path.unlink()
+    if damage != "removed":
+        path.write_bytes(data[:-1] if damage == "truncated" else data + b"\0")
+    with pytest.raises(DataError, match="holds no whole corpus"):
+        Corpus.open(directory)
+    prepare(settings)
+    assert contents(directory) == before
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}"])
+def test_a_broken_manifest_is_no_corpus(settings, text):
+    directory = prepare(settings).directory
+    (directory / "files.json").write_text(text)
+    before = contents(directory)
+    assert contents(prepare(settings).directory) != before
+
+
+def test_open_needs_no_sources(settings, folder):
+    corpus = prepare(settings)
+    for path in folder.rglob("*.txt"):
+        path.unlink()
+    again = Corpus.open(str(corpus.directory))
+    assert np.array_equal(again.train.tokens, corpus.train.tokens)
+    assert again.summary() == corpus.summary()
+
+
+def errors_before_the_cache(folder, settings):
+    """Settings that are refused, each with the message expected."""
+    no_end = folder.parent / "no end"
+    source = prepare(settings).tokenizer_directory
+    no_end.mkdir()
+    for path in source.iterdir():
+        text = path.read_text().replace('"eos_token": "<|endoftext|>",', "")
+        (no_end / path.name).write_text(text)
+    return [
+        (replace(settings, source="jsonl"), "not known"),
+        (replace(settings, paths=("nothing.txt",)), "matches no file"),
+        (replace(settings, paths=(f"{folder}/a.txt",)), "1 of them distinct"),
+        (replace(settings, vocab_size=100), "too small"),
+        (replace(settings, tokenizer="/no/such/place"), "is not a directory"),
+        (replace(settings, tokenizer=str(folder)), "cannot be loaded"),
+        (replace(settings, tokenizer=str(no_end)), "no end-of-text"),
+    ]
+
+
+def test_no_error_leaves_a_trace_in_the_cache(settings, folder):
+    cases = errors_before_the_cache(folder, settings)
+    before = contents(Path(settings.cache))
+    for refused, message in cases:
+        with pytest.raises(DataError, match=message):
+            prepare(refused)
+        assert contents(Path(settings.cache)) == before, message
+    for spoil in BAD_FILES:
+        message = spoil(folder)
+        with pytest.raises(DataError, match=message):
+            prepare(settings)
+        assert contents(Path(settings.cache)) == before, message
+        for path in folder.glob("[ecl]*.txt"):
+            if path.name not in TEXTS:
+                path.unlink()
+
+
+def test_a_token_beyond_the_vocabulary_names_document_and_id(settings, monkeypatch):
+    corpus = prepare(settings)
+    before = contents(Path(settings.cache))
+    corpus.check_vocabulary(300)
+    with pytest.raises(DataError, match=r"document .*\.txt has the token id \d+, beyond .* 200;"):
+        corpus.check_vocabulary(200)
+    monkeypatch.setattr(module, "num_tokens", lambda tokenizer: 200)
+    with pytest.raises(DataError, match=r"document .*\.txt has the token id \d+, beyond .* 200;"):
+        prepare(replace(settings, vocab_size=299))
+    assert contents(Path(settings.cache)) == before
+
+
+def test_an_interrupt_in_the_middle_leaves_nothing(settings):
+    def interrupt(phase, done, total):
+        if phase == "tokenising documents":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(settings, interrupt)
+    assert contents(Path(settings.cache)) == {"corpora": None}
+
+
+def test_a_cache_that_cannot_be_written(settings, folder):
+    with pytest.raises(DataError, match=r"cannot be written .* set data\.cache"):
+        prepare(replace(settings, cache=str(folder / "a.txt")))
+
+
+PREPARE = """
+import json, sys, time
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from tests.data.documents import Settings
+from parallel3d.data.prepare import prepare
+
+settings = Settings(**json.loads(sys.argv[2]))
+phases = set()
+
+def progress(phase, done, total):
+    if phase.startswith("waiting"):
+        print("waiting", flush=True)
+    phases.add(phase)
+    if sys.argv[3] == "hang" and phase == "tokenising documents":
+        print("hanging", flush=True)
+        time.sleep(600)
+
+corpus = prepare(settings, progress)
+print(json.dumps({"directory": str(corpus.directory), "phases": sorted(phases)}))
+"""
+
+
+def start(settings: Settings, how: str) -> subprocess.Popen:
+    here = str(Path(__file__).parents[2])
+    command = [sys.executable, "-c", PREPARE, here, json.dumps(asdict(settings)), how]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def test_after_kill_9_the_next_one_works_and_cleans_up(settings):
+    corpora = Path(settings.cache) / "corpora"
+    with start(settings, "hang") as process:
+        assert process.stdout.readline() == "hanging\n"
+        process.kill()
+    left = sorted(path.suffix for path in corpora.iterdir())
+    assert left == [".lock", ".partial"]
+    # Another corpus finds the leftovers too: the first may never be asked for again.
+    other = prepare(replace(settings, vocab_size=280)).directory
+    assert list(corpora.iterdir()) == [other]
+    first = prepare(settings).directory
+    assert sorted(corpora.iterdir()) == sorted([first, other])
+
+
+def test_a_living_writer_is_waited_for_and_keeps_its_files(settings):
+    """Two at once give one corpus; a third, of something else, does not disturb them."""
+    corpora = Path(settings.cache) / "corpora"
+    with start(settings, "hang") as hanging:
+        assert hanging.stdout.readline() == "hanging\n"
+        prepare(replace(settings, vocab_size=280))
+        assert len(list(corpora.glob("*.partial"))) == 1
+        with start(settings, "run") as second, start(settings, "run") as third:
+            assert second.stdout.readline() == third.stdout.readline() == "waiting\n"
+            assert len(list(corpora.glob("*.partial"))) == 1
+            hanging.kill()
+            results = [json.loads(process.communicate()[0]) for process in (second, third)]
+    assert results[0]["directory"] == results[1]["directory"]
+    built = ["tokenising documents" in result["phases"] for result in results]
+    assert sorted(built) == [False, True]
+    assert len(list(corpora.iterdir())) == 2

@@ -1,0 +1,102 @@
+"""Documents: which files they are, in which order, and what is wrong with those refused."""
+
+import os
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from parallel3d.data.sources import find_documents, read_documents
+from parallel3d.errors import DataError
+
+
+def test_globs_and_paths_give_each_file_once_in_sorted_order(folder):
+    found = find_documents("text", [f"{folder}/**/*.txt", f"{folder}/b.txt", f"{folder}/*.txt"])
+    names = [os.path.relpath(document.path, folder) for document in found]
+    assert names == ["a.txt", "b.txt", "c [1].txt", "d.txt", "e.txt", "sub/f.txt"]
+    assert find_documents("text", [str(folder / "c [1].txt")])[0].path.endswith("c [1].txt")
+
+
+def test_a_symbolic_link_is_the_same_document(folder):
+    (folder / "z.txt").symlink_to(folder / "a.txt")
+    assert len(find_documents("text", [f"{folder}/*.txt"])) == 5
+
+
+def test_the_stream_gives_every_byte(folder):
+    documents = find_documents("text", [f"{folder}/**/*.txt"])
+    rows = list(read_documents(documents))
+    assert [row["name"] for row in rows] == [document.name for document in documents]
+    for row in rows:
+        assert row["text"].encode() == Path(row["path"]).read_bytes()
+
+
+def test_a_file_that_changes_meanwhile_is_refused(folder):
+    documents = find_documents("text", [f"{folder}/*.txt"])
+    (folder / "b.txt").write_text("something else")
+    with pytest.raises(DataError, match=r"b\.txt changed"):
+        list(read_documents(documents))
+
+
+def test_the_standard_library_comes_without_tests_idlelib_and_packages():
+    documents = find_documents("python-stdlib")
+    names = [document.name for document in documents]
+    assert names == sorted(names, key=lambda name: Path(name).parts)
+    assert {"json/decoder.py", "argparse.py", "asyncio/events.py"} <= set(names)
+    folders = {part for name in names for part in Path(name).parts[:-1]}
+    assert not folders & {"test", "tests", "idlelib", "site-packages", "__pycache__"}
+    assert sum(document.num_bytes for document in documents) > 5_000_000
+    root = Path(sysconfig.get_path("stdlib"))
+    assert (root / "json/decoder.py").stat().st_size == next(
+        document.num_bytes for document in documents if document.name == "json/decoder.py"
+    )
+
+
+def bad_empty(folder):
+    (folder / "empty.txt").touch()
+    return "empty.txt is empty; remove it"
+
+
+def bad_utf8(folder):
+    (folder / "latin.txt").write_bytes(b"caf\xe9 au lait")
+    return r"latin.txt is not UTF-8: byte 0xe9 at offset 3 .*iconv"
+
+
+def bad_cut_utf8(folder):
+    (folder / "cut.txt").write_bytes("four €".encode()[:-1])
+    return r"cut.txt is not UTF-8: byte 0xe2 at offset 5 .*unexpected end"
+
+
+def bad_unreadable(folder):
+    # A file that fails even root, whom no permission stops.
+    (folder / "locked.txt").symlink_to("/proc/self/mem")
+    return r"locked.txt cannot be read \(Input/output error\)"
+
+
+BAD_FILES = [bad_empty, bad_utf8, bad_cut_utf8, bad_unreadable]
+
+
+@pytest.mark.parametrize("spoil", BAD_FILES)
+def test_a_bad_file_is_named_with_the_remedy(folder, spoil):
+    message = spoil(folder)
+    with pytest.raises(DataError, match=message):
+        find_documents("text", [f"{folder}/*.txt"])
+
+
+@pytest.mark.parametrize(
+    ("paths", "message"),
+    [
+        ((), "data.paths is empty"),
+        (("nothing/*.md",), r"'nothing/\*.md' matches no file .*working directory"),
+        (("a.txt", "gone.txt"), "'gone.txt' matches no file"),
+        (("sub",), r"'sub' is a directory; write sub/\*\*/\*.txt"),
+    ],
+)
+def test_paths_that_name_no_file(folder, monkeypatch, paths, message):
+    monkeypatch.chdir(folder)
+    with pytest.raises(DataError, match=message):
+        find_documents("text", paths)
+
+
+def test_an_unknown_source():
+    with pytest.raises(DataError, match="'parquet' is not known; use 'python-stdlib' or 'text'"):
+        find_documents("parquet")
