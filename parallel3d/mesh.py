@@ -20,6 +20,7 @@ from parallel3d.errors import ConfigError
 
 AXES = ("pp", "dp", "tp")
 _STARTUP_TIMEOUT = timedelta(minutes=30)  # data preparation and compilation happen under it
+_PICTURE_LIMIT = 8  # rows, columns
 
 
 @dataclass(frozen=True)
@@ -29,13 +30,18 @@ class Launch:
     rank: int
     world_size: int
     local_rank: int
+    local_world_size: int = 1
 
     @classmethod
     def from_environment(cls) -> "Launch":
         """Read the launcher's variables; none at all means one process."""
         env = os.environ
         if "RANK" in env:
-            return cls(int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", 0)))
+            # torchrun's name, then deepspeed's.
+            here = env.get("LOCAL_WORLD_SIZE", env.get("LOCAL_SIZE", "1"))
+            return cls(
+                int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", 0)), int(here)
+            )
         if "SLURM_PROCID" in env and int(env.get("SLURM_NTASKS", 1)) > 1:
             if "MASTER_ADDR" not in env:
                 raise ConfigError(
@@ -43,7 +49,10 @@ class Launch:
                     "`export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n1)`"
                 )
             return cls(
-                int(env["SLURM_PROCID"]), int(env["SLURM_NTASKS"]), int(env["SLURM_LOCALID"])
+                int(env["SLURM_PROCID"]),
+                int(env["SLURM_NTASKS"]),
+                int(env["SLURM_LOCALID"]),
+                int(env.get("SLURM_NTASKS_PER_NODE", 1)),
             )
         return cls(0, 1, 0)
 
@@ -61,6 +70,29 @@ def pick_device(local_rank: int) -> torch.device:
     device = torch.device(torch.accelerator.current_accelerator().type, local_rank)  # type: ignore[union-attr]
     torch.accelerator.set_device_index(local_rank)
     return device
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A send or receive under way, and the longest that it may take; None leaves it to the backend.
+
+    gloo's transfers do not heed their group's timeout: without one of its own, a wait for a stopped
+    peer takes the 30 minutes that the group was made with. NCCL's watchdog looks after its own.
+    """
+
+    work: dist.Work
+    timeout: timedelta | None
+
+    def wait(self) -> None:
+        """Until it is done; RuntimeError if the peer dies, or is silent for too long."""
+        if self.timeout is None:
+            self.work.wait()
+        else:
+            self.work.wait(self.timeout)
+
+    def is_completed(self) -> bool:
+        """Whether it is done."""
+        return self.work.is_completed()
 
 
 class Mesh:
@@ -82,13 +114,19 @@ class Mesh:
         self.device = pick_device(launch.local_rank)
         # DeepSpeed reads it wherever it wants a device index.
         os.environ["LOCAL_RANK"] = str(launch.local_rank)
+        if self.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+            # Ranks that share cores would otherwise each start a thread for every one of them.
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // launch.local_world_size))
         _join(launch, self.device)
         self._grid = init_device_mesh(self.device.type, (pp, dp, tp), mesh_dim_names=AXES)
         model = self._grid["pp", "tp"]._flatten("model")
         self._groups = {axis: self._grid.get_group(axis) for axis in AXES}
-        self._groups |= {"model": model.get_group(), "world": dist.group.WORLD}
+        world = dist.group.WORLD
+        assert world is not None
+        self._groups |= {"model": model.get_group(), "world": world}
         self._coords = dict(zip(AXES, self._grid.get_coordinate() or (), strict=True))
         self._ends = self._group_of_ends()
+        self._transfer_timeout: timedelta | None = None
 
     def size(self, axis: str) -> int:
         """Number of ranks along an axis."""
@@ -111,17 +149,17 @@ class Mesh:
         """The collectives' library: "gloo" or "nccl"."""
         return str(dist.get_backend())
 
-    def isend(self, tensor: torch.Tensor, pp_coord: int, tag: int) -> dist.Work:
+    def isend(self, tensor: torch.Tensor, pp_coord: int, tag: int) -> Transfer:
         """Start sending to the same dp and tp coordinates at another pipeline coordinate."""
         work = dist.isend(tensor, group=self._groups["pp"], tag=tag, group_dst=pp_coord)
         assert work is not None
-        return work
+        return Transfer(work, self._transfer_timeout)
 
-    def irecv(self, tensor: torch.Tensor, pp_coord: int, tag: int) -> dist.Work:
+    def irecv(self, tensor: torch.Tensor, pp_coord: int, tag: int) -> Transfer:
         """Post a receive into `tensor` from another pipeline coordinate."""
         work = dist.irecv(tensor, group=self._groups["pp"], tag=tag, group_src=pp_coord)
         assert work is not None
-        return work
+        return Transfer(work, self._transfer_timeout)
 
     @property
     def ends(self) -> dist.ProcessGroup | None:
@@ -144,13 +182,15 @@ class Mesh:
         return mine
 
     def shorten_timeouts(self, seconds: float) -> None:
-        """Let a collective fail after `seconds`: once training runs, a silent peer is a dead one.
+        """Let all communication fail after `seconds`: once training runs, silence means death.
 
         gloo notices a killed process at once, but a stopped one only by this timeout.
         """
         groups = [*self._groups.values(), self._ends]
         for group in {id(g): g for g in groups if g is not None}.values():
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+        if self.backend == "gloo":
+            self._transfer_timeout = timedelta(seconds=seconds)
 
     def gather_floats(self, values: Sequence[float]) -> list[list[float]]:
         """Every rank's `values` (equally many on each), in the order of global ranks."""
@@ -159,15 +199,33 @@ class Mesh:
         dist.all_gather(everyone, mine)
         return [t.tolist() for t in everyone]
 
-    def broadcast_text(self, text: str) -> str:
-        """Rank 0's text, on every rank (plain bytes: no pickle crosses the network)."""
+    def gather_texts(self, text: str) -> list[str]:
+        """Every rank's text, in the order of global ranks (bytes: no pickle crosses the network)."""
         data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=self.device)
-        size = torch.tensor([len(data)], device=self.device)
-        dist.broadcast(size, src=0)
-        if self.rank != 0:
-            data = torch.empty(int(size), dtype=torch.uint8, device=self.device)
-        dist.broadcast(data, src=0)
-        return bytes(data.tolist()).decode()
+        sizes = [int(row[0]) for row in self.gather_floats([len(data)])]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
+        padded[: len(data)] = data
+        everyone = [torch.empty_like(padded) for _ in sizes]
+        if max(sizes):
+            dist.all_gather(everyone, padded)
+        return [bytes(t[:n].tolist()).decode() for t, n in zip(everyone, sizes, strict=True)]
+
+    def all_gather(self, part: torch.Tensor, axis: str, dim: int) -> torch.Tensor:
+        """The ranks' parts of a tensor, put together along `dim`, on which they may differ."""
+        group, size = self._groups[axis], self.size(axis)
+        if size == 1:
+            return part
+        lengths = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(size)]
+        dist.all_gather(lengths, lengths[0].new_tensor([part.shape[dim]]), group=group)
+        longest = max(int(n) for n in lengths)
+        shape = [*part.shape]
+        shape[dim] = longest
+        padded = part.new_zeros(shape)
+        padded.narrow(dim, 0, part.shape[dim]).copy_(part)
+        everyone = [torch.empty_like(padded) for _ in range(size)]
+        dist.all_gather(everyone, padded, group=group)
+        parts = [t.narrow(dim, 0, int(n)) for t, n in zip(everyone, lengths, strict=True)]
+        return torch.cat(parts, dim)
 
     def barrier(self) -> None:
         """Wait for every rank."""
@@ -188,21 +246,42 @@ class Mesh:
             self.barrier()
 
     def picture(self) -> str:
-        """The mesh as text: a column for each pipeline coordinate, a row for each dp coordinate."""
-        pp, dp, tp = self._grid.mesh.shape
-        width = max(len(str(dist.get_world_size() - 1)) * tp + tp - 1, 4)
-        lines = [f"mesh pp {pp} x dp {dp} x tp {tp} = {pp * dp * tp} ranks, {self.backend}"]
-        lines += ["        " + "   ".join(f"{f'pp {p}':^{width + 2}}" for p in range(pp))]
-        for d in range(dp):
-            cells = [" ".join(str(int(r)) for r in self._grid.mesh[p, d]) for p in range(pp)]
-            row = " → ".join(f"[{cell:^{width}}]" for cell in cells)
-            lines.append(f"  dp {d:<3}{row}")
-        return "\n".join(lines)
+        """The mesh as text: a column for each pipeline coordinate, a row for each dp coordinate.
+
+        Long axes are shown by their ends.
+        """
+        grid = self._grid.mesh.tolist()
+        pp, dp, tp = (self.size(axis) for axis in AXES)
+        columns = _ends_of(range(pp))
+        table = [["", *("" if p is None else f"pp {p}" for p in columns)]]
+        for d in _ends_of(range(dp)):
+            cells = ["·" if None in (p, d) else _cell(grid[p][d]) for p in columns]
+            table.append(["" if d is None else f"dp {d}", *cells])
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = [f"mesh pp {pp} × dp {dp} × tp {tp} = {self.size('world')} ranks, {self.backend}"]
+        for between, row in zip(["   "] + [" → "] * len(table), table, strict=False):
+            label, *cells = (f"{cell:^{width}}" for cell, width in zip(row, widths, strict=True))
+            lines.append(f"  {label}  {between.join(cells)}".rstrip())
+        says = {"→ pp cuts the layers": pp, "rows: dp cuts the batch": dp}
+        says["[ ] tp cuts the matrices"] = tp
+        legend = "   ".join(text for text, size in says.items() if size > 1)
+        return "\n".join([*lines, f"  {legend}"] if legend else lines)
 
     def close(self) -> None:
         """Leave the process group; without it torch ends the process with an abort."""
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _ends_of(coords: range) -> list[int | None]:
+    """All coordinates of a short axis; of a long one its first and last, and None between."""
+    if len(coords) <= _PICTURE_LIMIT:
+        return list(coords)
+    return [*coords[: _PICTURE_LIMIT - 2], None, coords[-1]]
+
+
+def _cell(ranks: list[int]) -> str:
+    return f"[{' '.join(map(str, ranks))}]" if len(ranks) <= 4 else f"[{ranks[0]}..{ranks[-1]}]"
 
 
 def _join(launch: Launch, device: torch.device) -> None:

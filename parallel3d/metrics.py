@@ -5,6 +5,7 @@ that reports.
 """
 
 import json
+import logging
 import math
 import resource
 import sys
@@ -106,10 +107,12 @@ def require_tensorboard() -> None:
 
 def _tensorboard_tracker(directory: Path) -> Any:
     require_tensorboard()
-    from accelerate.tracking import TensorBoardTracker
+    from accelerate import tracking
 
-    tracker = TensorBoardTracker(run_name="tensorboard", logging_dir=str(directory))
-    # Else it asks accelerate's own process state, which parallel3d does not set up.
+    # The tracker and its logger ask accelerate's PartialState which rank this is, and setting that
+    # up would choose a device and a backend a second time; the caller has decided already.
+    tracking.logger = logging.getLogger("accelerate.tracking")
+    tracker = tracking.TensorBoardTracker(run_name="tensorboard", logging_dir=str(directory))
     tracker.main_process_only = False
     tracker.start()
     return tracker

@@ -1,7 +1,8 @@
 """What must hold between settings, and the arithmetic of mesh and batch.
 
 A check names, as its parameters, the settings that it compares; it runs where all of them are sound
-by themselves.
+by themselves. Every model family has the sizes that are compared here: num_attention_heads,
+num_hidden_layers, inner_size, max_position_embeddings and vocab_size.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -43,6 +44,15 @@ def _check_heads(mesh: MeshConfig, model: Any) -> Iterator[Problem]:
     if heads % mesh.tp:
         rule = f"does not divide num_attention_heads={heads}"
         yield Problem("parallel3d.mesh.tp", mesh.tp, rule, f"use tp = {_divisors(heads)}")
+
+
+def _check_inner_size(mesh: MeshConfig, model: Any) -> Iterator[Problem]:
+    size = model.inner_size
+    # A tp that does not divide the heads is already a problem.
+    if size % mesh.tp and model.num_attention_heads % mesh.tp == 0:
+        rule = f"is not a multiple of tp={mesh.tp}"
+        remedy = f"use {size // mesh.tp * mesh.tp + mesh.tp}, or another mesh.tp"
+        yield Problem("parallel3d.model.intermediate_size", size, rule, remedy)
 
 
 def _check_layers(mesh: MeshConfig, model: Any) -> Iterator[Problem]:
@@ -109,6 +119,7 @@ def _divisors(number: int) -> str:
 
 CHECKS: tuple[Callable[..., Iterator[Problem]], ...] = (
     _check_heads,
+    _check_inner_size,
     _check_layers,
     _check_sequence,
     _check_tp_of_vocabulary,

@@ -25,6 +25,13 @@ def _optimizer_name(value: Any) -> Any:
     return {"adam": "Adam", "adamw": "AdamW"}.get(value.lower(), value)
 
 
+def _whole_number(value: Any) -> Any:
+    """Python finds true and 1.0 among the choices 1 and 3."""
+    if type(value) is not int:
+        raise ValueError("must be 1 or 3; write 1 or 3")
+    return value
+
+
 class AdamParams(Section):
     """What Adam is called with."""
 
@@ -58,7 +65,7 @@ class Fp16Config(Section):
     """fp16, which is refused for now."""
 
     enabled: Annotated[
-        Literal[False], refuse({True: 'fp16 is not yet supported; use "bf16": {"enabled": true}'})
+        bool, refuse({True: 'fp16 is not yet supported; use "bf16": {"enabled": true}'})
     ] = False
     """Must be false."""
 
@@ -103,6 +110,7 @@ class ZeroConfig(Section):
                 "shards the gradients too",
             }
         ),
+        BeforeValidator(_whole_number),
     ]
     """1 shards the optimizer's state; 3 shards gradients and parameters too."""
     offload_optimizer: OffloadOptimizerConfig = OffloadOptimizerConfig()

@@ -1,5 +1,13 @@
 """All of DeepSpeed: forward, backward, step, norm, shards (the only package that imports it)."""
 
+import os
+
+import torch
+
+if not torch.accelerator.is_available():
+    # DeepSpeed asks at its import; without an answer it looks around and prints a warning.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
 from parallel3d.engine.engine import Engine, StepResult, building
 from parallel3d.engine.parameters import HeldParameter
 from parallel3d.engine.settings import EngineSettings

@@ -98,7 +98,7 @@ def local_shard(parameter: nn.Parameter) -> tuple[Tensor, int]:
     shard = getattr(parameter, "ds_tensor", None)
     if shard is None:
         return parameter.data.view(-1), 0
-    return shard.data, shard.numel() * dist.get_rank(parameter.ds_process_group)  # type: ignore[attr-defined]
+    return shard.data, shard.numel() * parameter.ds_process_group.rank()  # type: ignore[attr-defined]
 
 
 class _Module(nn.Module):
@@ -220,13 +220,13 @@ class Engine:
         )
 
     def full_parameter(self, held: HeldParameter) -> Tensor:
-        """The fp32 value of this tp rank's part of a parameter, on the host.
+        """The fp32 value of this tp rank's part of a parameter.
 
         Collective over the data-parallel group: each of its ranks gets it.
         """
         value = safe_get_full_fp32_param(held.parameter)
         assert value is not None
-        return value.detach().reshape(held.cut.local_shape).float().cpu()
+        return value.detach().reshape(held.cut.local_shape).to(self.mesh.device)
 
     def memory_bytes(self) -> dict[str, int]:
         """Bytes that this rank holds of parameters, gradients and optimizer states."""

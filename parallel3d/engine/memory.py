@@ -14,10 +14,14 @@ def held_bytes(engine: Any, parameters: Iterable[nn.Parameter]) -> dict[str, int
     gradients = [p.grad for p in parameters if p.grad is not None]
     if hasattr(optimizer, "fp16_groups"):
         masters = list(optimizer.fp32_partitioned_groups_flat)
-        gradients += list(optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition.values())
+        gradients += list(
+            optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition.values()
+        )
     else:
         masters = list(optimizer.single_partition_of_fp32_groups)
-        gradients += [g for group in (optimizer.averaged_gradients or {}).values() for g in group or ()]
+        gradients += [
+            g for group in (optimizer.averaged_gradients or {}).values() for g in group or ()
+        ]
     gradients += [m.grad for m in masters if m.grad is not None]
     states = [s for state in optimizer.optimizer.state.values() for s in state.values()]
     moments = [s for s in states if isinstance(s, Tensor) and s.numel() > 1]

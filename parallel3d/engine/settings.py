@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from parallel3d.config import RunConfig
 from parallel3d.engine import quirks
 
 
@@ -28,6 +29,26 @@ class EngineSettings:
     eps: float = 1e-8
     weight_decay: float = 0.0
     zero_options: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_config(cls, config: RunConfig) -> "EngineSettings":
+        """The engine's section of a run's config."""
+        zero, adam = config.zero_optimization, config.optimizer.params
+        ours = {"stage", "offload_optimizer", "offload_param"}
+        return cls(
+            micro_batch_size=config.micro_batch_size,
+            zero_stage=zero.stage,
+            offload_optimizer=zero.offload_optimizer.device,
+            pin_memory=zero.offload_optimizer.pin_memory,
+            precision="bf16" if config.bf16.enabled else "fp32",
+            gradient_reduction=config.pipeline.gradient_reduction,
+            gradient_clipping=config.gradient_clipping,
+            lr=adam.lr,
+            betas=adam.betas,
+            eps=adam.eps,
+            weight_decay=adam.weight_decay,
+            zero_options=zero.model_dump(exclude=ours, exclude_none=True),
+        )
 
     @property
     def dtype(self) -> torch.dtype:

@@ -31,6 +31,8 @@ _OTHER_END = {
     Op.SEND_B: (Op.RECV_B, -1),
     Op.RECV_B: (Op.SEND_B, +1),
 }
+_SENDS = frozenset({Op.SEND_F, Op.SEND_B})
+_RECEIVES = frozenset({Op.RECV_F, Op.RECV_B})
 _UNIT_COST = {Op.F: 1.0, Op.B: 2.0, Op.I: 1.0, Op.W: 1.0}
 
 
@@ -59,12 +61,12 @@ class Action(NamedTuple):
     @property
     def is_send(self) -> bool:
         """Whether it is SEND_F or SEND_B."""
-        return self.op in (Op.SEND_F, Op.SEND_B)
+        return self.op in _SENDS
 
     @property
     def is_receive(self) -> bool:
         """Whether it is RECV_F or RECV_B."""
-        return self.op in (Op.RECV_F, Op.RECV_B)
+        return self.op in _RECEIVES
 
     @property
     def other_end(self) -> "Action":

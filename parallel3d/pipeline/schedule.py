@@ -66,8 +66,8 @@ class Schedule:
         return any(action.is_compute and action.op != Op.F for action in self.actions)
 
     @cached_property
-    def order(self) -> tuple[tuple[int, Action], ...]:
-        """All (coordinate, action) in an order in which blocking ranks can run them.
+    def order(self) -> tuple[tuple[int, Action, tuple[Action, ...]], ...]:
+        """All (coordinate, action, what it needs) in an order in which blocking ranks can run.
 
         A SEND stands for its RECV as well. Raises ScheduleError where the ranks get stuck.
         """
@@ -167,6 +167,7 @@ def add_communication(schedule: Schedule, cost: Cost = unit_cost) -> Schedule:
     When a compute ends in `simulate`, its SEND goes into its rank's program and the RECV into the
     peer's at the same moment. So all programs are cuts of one sequence, which even blocking ranks
     can follow; and a rank posts a RECV one compute ahead, so that the transfer overlaps with it.
+    `cost` must be positive for computes.
     """
     assert not schedule.has_communication
 
@@ -199,7 +200,7 @@ def simulate(schedule: Schedule, cost: Cost) -> Spans:
     channel_free: dict[tuple[int, int], float] = defaultdict(float)
     over: dict[Action, float] = {}
     spans: list[list[Span]] = [[] for _ in schedule.programs]
-    for coord, action in schedule.order:
+    for coord, action, needed in schedule.order:
         start = free[coord]
         if action.is_send:
             receive = action.other_end
@@ -209,7 +210,7 @@ def simulate(schedule: Schedule, cost: Cost) -> Spans:
             end = channel_free[channel] = over[receive] = start + cost(action)
             spans[peer].append(Span(receive, free[peer], end))
         else:
-            for need in needs(action, schedule):
+            for need in needed:
                 start = max(start, over[need])
             end = free[coord] = over[action] = start + cost(action)
         spans[coord].append(Span(action, start, end))
@@ -250,7 +251,7 @@ def _expected(schedule: Schedule) -> set[Action]:
     return expected
 
 
-def _run(schedule: Schedule) -> Iterator[tuple[int, Action]]:
+def _run(schedule: Schedule) -> Iterator[tuple[int, Action, tuple[Action, ...]]]:
     waiting = [deque(program) for program in schedule.programs]
     done: set[Action] = set()
     moved = True
@@ -259,7 +260,7 @@ def _run(schedule: Schedule) -> Iterator[tuple[int, Action]]:
         for coord, program in enumerate(waiting):
             while program and not program[0].is_receive:
                 action = program[0]
-                if not done.issuperset(needs(action, schedule)):
+                if not done.issuperset(needed := needs(action, schedule)):
                     break
                 if action.is_send:
                     receive = action.other_end
@@ -269,7 +270,7 @@ def _run(schedule: Schedule) -> Iterator[tuple[int, Action]]:
                     done.add(peer.popleft())
                 done.add(program.popleft())
                 moved = True
-                yield coord, action
+                yield coord, action, needed
     if any(waiting):
         _explain(schedule, waiting)
 

@@ -35,7 +35,7 @@ class Stages(nn.Module):
 
     def forward(self, stage: int, x: Tensor, labels: Tensor | None = None) -> Tensor:
         """Token ids or activations -> activations; the mean loss where `labels` are given."""
-        layers = list(self.stages[str(stage)])  # type: ignore[arg-type]
+        layers = list(self.stages[str(stage)].children())
         last = layers.pop() if labels is not None else None
         for layer in layers:
             if layer in self._recompute and torch.is_grad_enabled():

@@ -95,9 +95,7 @@ def expected(tied, steps, batch, model):
     case = Case(tied=tied, steps=steps, batch=batch, model=dict(model))
     config = config_of(case)
     torch.set_num_threads(1)
-    return reference.train(
-        whole_weights(config), config, list(batches_of(case, config)), OPTIMIZER
-    )
+    return reference.train(whole_weights(config), config, list(batches_of(case, config)), OPTIMIZER)
 
 
 def settings_of(case):
@@ -197,7 +195,9 @@ def compare(case, results):
             worst_norm = max(worst_norm, abs(got - want) / abs(want))
         for name, cut, copy, value in held:
             whole = weights["embedding.token.weight" if copy else name]
-            part = whole if cut.dim is None else whole.narrow(cut.dim, cut.start, cut.stop - cut.start)
+            part = (
+                whole if cut.dim is None else whole.narrow(cut.dim, cut.start, cut.stop - cut.start)
+            )
             worst_weight = max(worst_weight, float((value - part).abs().max()))
     return Errors(worst_loss, worst_norm, worst_weight)
 

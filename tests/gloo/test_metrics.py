@@ -12,10 +12,10 @@ from parallel3d import metrics
 from parallel3d.errors import ConfigError
 from parallel3d.metrics import MetricsWriter, Progress, StepMetrics, Summary
 
-KEYS = (
-    "step loss grad_norm lr tokens tokens_per_second tflops_per_device mfu peak_memory_bytes"
-    " step_seconds"
-).split()
+KEYS = [
+    *("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "tflops_per_device"),
+    *("mfu", "peak_memory_bytes", "step_seconds"),
+]
 CPU = torch.device("cpu")
 
 

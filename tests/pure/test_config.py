@@ -86,6 +86,8 @@ BAD = [
     ("zero_optimization.stage", 0, "not yet supported", "use 1"),
     ("zero_optimization.stage", 2, "not yet supported", "per_microbatch"),
     ("zero_optimization.stage", 4, "must be 1 or 3", "write 1 or 3"),
+    ("zero_optimization.stage", True, "must be 1 or 3", "write 1 or 3"),
+    ("zero_optimization.stage", "3", "must be 1 or 3", "write 1 or 3"),
     ("zero_optimization.offload_optimizer", {"device": "nvme"}, "not yet supported", '"cpu"'),
     ("zero_optimization.offload_param", {"device": "cpu"}, "not yet", "offload the optimizer"),
     ("zero_optimization.zero_quantized_weights", True, "not yet supported", "remove it"),
@@ -106,6 +108,7 @@ BAD = [
     ("parallel3d.run.hardware", "abacus", "not described", "H100-SXM5-80GB"),
     # between settings
     ("parallel3d.mesh.tp", 3, "divide num_attention_heads=16", "use tp = 1, 2, 4, 8 or 16"),
+    ("parallel3d.model.intermediate_size", 255, "not a multiple of tp=2", "use 256"),
     ("parallel3d.mesh.pp", 7, "6 layers", "pp = 6 or less"),
     ("parallel3d.model.num_attention_heads", 6, "divide hidden_size=64", "use 4 heads"),
     ("parallel3d.model.vocab_size", 1000, "tokenizer's 4096 tokens", 'use 4096 or more, or "auto"'),

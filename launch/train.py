@@ -1,0 +1,123 @@
+"""Train a model: `deepspeed launch/train.py --config ds.json` (or torchrun, srun, plain python)."""
+
+import argparse
+import json
+import os
+import sys
+import traceback
+
+import torch.distributed as dist
+from rich.console import Console
+
+import models
+from parallel3d.config import RunConfig, help_text
+from parallel3d.errors import Parallel3DError, TrainingError
+from parallel3d.mesh import Launch, Mesh
+
+DONE, FAILED, BAD_INPUT, STOPPED = 0, 1, 2, 3  # exit codes; scripts rely on them
+
+
+def train(config: RunConfig, mesh: Mesh, as_json: bool) -> int:
+    """Everything between a valid config and the closing summary; gives the exit code."""
+    # Only now: what imports torch's and DeepSpeed's big parts waits for a config that is right.
+    from parallel3d.engine.selftest import self_test
+
+    from parallel3d import run
+    from parallel3d.checkpoint.weights import save_weights
+    from parallel3d.engine import Engine, EngineSettings
+    from parallel3d.model import Shape
+    from parallel3d.pipeline.executor import Executor
+    from parallel3d.pipeline.schedules import make_schedule
+    from parallel3d.pipeline.stages import build_stages
+    from parallel3d.trainer import Trainer
+
+    console = Console(stderr=True, quiet=mesh.rank != 0, highlight=False)
+    console.print(mesh.picture())
+    corpus = run.open_corpus(config, mesh, console)
+    config = config.with_vocab_size(corpus.vocab_size)
+    layers = models.layers(config.model)
+    shape = Shape(config.micro_batch_size, config.data.sequence_length)
+    settings = EngineSettings.from_config(config)
+    self_test(settings, mesh)
+    pp, microbatches = mesh.size("pp"), config.num_microbatches
+    schedule = make_schedule(config.pipeline.schedule, pp, microbatches)
+    stages = build_stages(
+        layers,
+        schedule,
+        settings,
+        mesh,
+        shape,
+        config.train.seed,
+        config.pipeline.activation_checkpointing,
+    )
+    run.print_placement(console, config, layers, schedule, stages)
+    engine = Engine(stages.module, stages.held, settings, mesh, console.print)
+    hidden = (shape.batch, shape.seq, config.model.hidden_size)
+    executor, evaluator = (
+        Executor(s, mesh, engine, stages.key, hidden)
+        for s in (schedule, make_schedule("forward_only", pp, microbatches))
+    )
+    with run.Output(config, mesh, console) as output:
+        peak_name, peak_flops = run.peak(config, mesh)
+        result = Trainer(
+            config,
+            mesh,
+            corpus,
+            engine,
+            executor,
+            evaluator,
+            run.flops_per_token(layers, shape),
+            peak_flops,
+            output.writer,
+            output.progress,
+        ).run()
+    if config.run.save_weights:
+        save_weights(engine, mesh, output.directory / "weights")
+    engine.close()
+    summary = run.summarise(config, result, corpus, peak_name, output.directory)
+    run.print_result(console, result, summary)
+    if as_json and mesh.rank == 0:
+        print(json.dumps(run.to_json(result, summary)))
+    return STOPPED if result.stopped else DONE
+
+
+def main() -> int:
+    """Give the exit code; what every rank knows is said by the first alone."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog="Every value of the config can be set by its path:\n\n" + help_text(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", required=True, help="a config file, or a name in configs/")
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
+    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # deepspeed's launcher appends it
+    args, overrides = parser.parse_known_args()
+    rank = 0
+    try:
+        launch = Launch.from_environment()
+        rank = launch.rank
+        config = RunConfig.from_json(args.config, overrides).resolve(launch.world_size)
+        sizes = config.mesh
+        mesh = Mesh(sizes.pp, int(sizes.dp), sizes.tp, launch)
+        code = train(config, mesh, args.json)
+        mesh.close()
+        return code
+    except (Parallel3DError, TrainingError, KeyboardInterrupt) as error:
+        codes = {KeyboardInterrupt: STOPPED, TrainingError: FAILED}
+        if rank == 0:
+            print(str(error) or "interrupted; nothing was trained", file=sys.stderr)
+        code = codes.get(type(error), BAD_INPUT)
+    except Exception as error:
+        # This rank alone: its peers hear of it by losing it, and must not be waited for.
+        lost = isinstance(error, dist.DistError) or "Connection closed" in str(error)
+        text = f"lost a peer: {error}" if lost else traceback.format_exc()
+        print(f"rank {rank}: {text}", file=sys.stderr)
+        code = FAILED
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,48 @@
+"""The trained weights as safetensors, whole, under their global names."""
+
+import json
+import os
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from parallel3d.engine import Engine
+from parallel3d.mesh import Mesh
+
+_INDEX = "model.safetensors.index.json"
+
+
+def save_weights(engine: Engine, mesh: Mesh, directory: Path) -> None:
+    """Write every weight in fp32, one file for each pipeline coordinate, and an index of them.
+
+    Collective. The rank at dp = tp = 0 of each pipeline coordinate gathers its stages' weights,
+    one after the other, into host memory, and writes them; no rank holds the model. The index, in
+    the form that Hugging Face uses, comes last: where it stands, all files are whole.
+    """
+    writer = mesh.coord("dp") == 0 and mesh.coord("tp") == 0
+    weights: dict[str, Tensor] = {}
+    for held in engine.held:
+        if held.copy:
+            continue
+        value = engine.full_parameter(held)
+        if held.cut.dim is not None:
+            value = mesh.all_gather(value, "tp", held.cut.dim)
+        if writer:
+            weights[held.name] = value.cpu().contiguous()
+    name = f"model-{mesh.coord('pp') + 1:05d}-of-{mesh.size('pp'):05d}.safetensors"
+    if writer:
+        directory.mkdir(parents=True, exist_ok=True)
+        partial = directory / f"{name}.partial"
+        save_file(weights, partial, metadata={"format": "pt"})
+        os.replace(partial, directory / name)
+    mine = json.dumps({n: [name, w.nbytes] for n, w in weights.items()})
+    files = [json.loads(text) for text in mesh.gather_texts(mine)]
+    if mesh.rank == 0:
+        entries = {n: entry for file in files for n, entry in file.items()}
+        index = {
+            "metadata": {"total_size": sum(size for _, size in entries.values())},
+            "weight_map": {n: file for n, (file, _) in sorted(entries.items())},
+        }
+        (directory / _INDEX).write_text(json.dumps(index, indent=1) + "\n")
+    mesh.barrier()

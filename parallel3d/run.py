@@ -1,0 +1,237 @@
+"""What surrounds the step loop: the corpus on every rank, the run's folder, the closing summary."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from rich.console import Console
+
+from parallel3d import hardware
+from parallel3d.config import RunConfig
+from parallel3d.data.batches import check_length
+from parallel3d.data.corpus import Corpus
+from parallel3d.data.prepare import prepare
+from parallel3d.data.progress import shown_progress
+from parallel3d.errors import ConfigError, DataError, Parallel3DError
+from parallel3d.mesh import Mesh
+from parallel3d.metrics import (
+    MetricsWriter,
+    Progress,
+    Summary,
+    measure_peak_flops,
+    print_summary,
+    require_tensorboard,
+)
+from parallel3d.model import LayerSpec, Shape
+from parallel3d.pipeline.schedule import Schedule
+from parallel3d.pipeline.stages import BuiltStages
+from parallel3d.trainer import Result
+
+
+def open_corpus(config: RunConfig, mesh: Mesh, console: Console) -> Corpus:
+    """The corpus on every rank; the first rank of each node prepares it, if nobody has yet.
+
+    Raises DataError on all ranks if it cannot be used on one.
+    """
+    answer = {"error": "", "directory": ""}
+    if mesh.local_rank == 0:
+        try:
+            if console.quiet:
+                corpus = prepare(config.data)
+            else:
+                with shown_progress() as progress:
+                    corpus = prepare(config.data, progress)
+            check_length(corpus, config.data.sequence_length, config.global_batch_size)
+            answer["directory"] = str(corpus.directory)
+        except Parallel3DError as error:
+            answer["error"] = str(error)
+    answers = [json.loads(text) for text in mesh.gather_texts(json.dumps(answer))]
+    if errors := [a["error"] for a in answers if a["error"]]:
+        raise DataError(errors[0])
+    corpus = Corpus.open(answers[mesh.rank - mesh.local_rank]["directory"])
+    train, held_out = len(corpus.train), len(corpus.held_out)
+    console.print(
+        f"corpus  {corpus.num_documents:,} documents, {train:,} tokens to train on, {held_out:,} "
+        f"held out, vocabulary {corpus.vocab_size:,}, unigram entropy {corpus.unigram_entropy:.4f}"
+    )
+    return corpus
+
+
+def print_placement(
+    console: Console,
+    config: RunConfig,
+    layers: Sequence[LayerSpec],
+    schedule: Schedule,
+    stages: BuiltStages,
+) -> None:
+    """Say how large the model is and which layers each stage runs."""
+    total = sum(layer.num_params for layer in layers)
+    console.print(
+        f"model   {config.model.family}, {_count(total)} parameters; {schedule.name}, "
+        f"{schedule.num_microbatches} microbatches of {config.micro_batch_size} x "
+        f"{config.data.sequence_length} tokens; ZeRO-{config.zero_optimization.stage}"
+        + ("" if config.zero_optimization.offload_optimizer.device == "none" else ", offload")
+        + (", bf16" if config.bf16.enabled else ", fp32")
+    )
+    for stage, placed in enumerate(stages.layers_of_stage):
+        names = [layers[i].name for i in placed]
+        shown = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
+        share = sum(layers[i].num_params for i in placed) / total
+        console.print(f"stage {stage:<2}{shown} ({100 * share:.0f} % of the parameters)")
+
+
+class Output:
+    """The run's folder, its metrics and its progress; rank 0 alone writes."""
+
+    def __init__(self, config: RunConfig, mesh: Mesh, console: Console) -> None:
+        self.directory = _make_directory(config, mesh)
+        self.writer: MetricsWriter | None = None
+        self.progress: Progress | None = None
+        if mesh.rank == 0:
+            resolved = json.dumps(config.to_dict(), indent=1)
+            (self.directory / "config.json").write_text(resolved + "\n")
+            self.writer = MetricsWriter(self.directory, config.run.tensorboard)
+            self.progress = Progress(config.train.steps, config.steps_per_print, console)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.writer:
+            self.writer.close()
+        if self.progress:
+            self.progress.close()
+
+
+def _make_directory(config: RunConfig, mesh: Mesh) -> Path:
+    """Make the run's folder; raises ConfigError on all ranks if it cannot be made."""
+    answer = {"error": "", "directory": ""}
+    if mesh.rank == 0:
+        try:
+            if config.run.tensorboard:
+                require_tensorboard()
+            answer["directory"] = str(_new_directory(config, mesh))
+        except Parallel3DError as error:
+            answer["error"] = str(error)
+        except OSError as error:
+            answer["error"] = f"run.directory={config.run.directory!r} cannot be written ({error})"
+    answer = json.loads(mesh.gather_texts(json.dumps(answer))[0])
+    if answer["error"]:
+        raise ConfigError(answer["error"])
+    return Path(answer["directory"])
+
+
+def _new_directory(config: RunConfig, mesh: Mesh) -> Path:
+    parent = Path(config.run.directory)
+    if config.run.name != "auto":
+        directory = parent / config.run.name
+        try:
+            directory.mkdir(parents=True)
+        except FileExistsError:
+            raise ConfigError(
+                f"parallel3d.run.name = {config.run.name!r}: {directory} exists; runs are not "
+                'resumed yet. Use another name, or "auto", or remove the folder'
+            ) from None
+        return directory
+    sizes = "x".join(str(mesh.size(axis)) for axis in ("pp", "dp", "tp"))
+    name = f"{config.model.family}-h{config.model.hidden_size}"
+    name += f"-l{config.model.num_hidden_layers}-{sizes}"
+    number = 1
+    while True:
+        directory = parent / (name if number == 1 else f"{name}-{number}")
+        try:
+            directory.mkdir(parents=True)
+            return directory
+        except FileExistsError:
+            number += 1
+
+
+def flops_per_token(layers: Sequence[LayerSpec], shape: Shape) -> float:
+    """The model's FLOPs, forward and backward, for one token of a microbatch of `shape`."""
+    return sum(layer.cost(shape).train_flops for layer in layers) / shape.tokens
+
+
+def peak(config: RunConfig, mesh: Mesh) -> tuple[str, float | None]:
+    """What MFU is measured against: its name, and the FLOP/s of one device.
+
+    The published peak of a device that configs/hardware describes, else the fastest matmul that
+    the ranks reach when all of them compute at once.
+    """
+    dtype = "bf16" if config.bf16.enabled else "fp32"
+    if config.run.hardware != "auto":
+        described = hardware.load(config.run.hardware)
+    elif mesh.device.type == "cpu":
+        described = None
+    else:
+        name = torch.get_device_module(mesh.device).get_device_name(mesh.device)
+        described = hardware.recognise(name)
+    published = described.peak(dtype) if described else None
+    if described and published:
+        return f"{described.name}'s {dtype} peak", published
+    torch_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
+    mesh.barrier()
+    measured = mesh.gather_floats([measure_peak_flops(mesh.device, torch_dtype)])
+    return "a measured matmul", sum(row[0] for row in measured) / len(measured)
+
+
+def summarise(
+    config: RunConfig, result: Result, corpus: Corpus, peak_name: str, directory: Path
+) -> Summary:
+    """The closing summary of a run."""
+    files = {
+        "run": directory,
+        "metrics": directory / "metrics.jsonl",
+        "config": directory / "config.json",
+        "tokenizer": corpus.tokenizer_directory,
+    }
+    if config.run.save_weights:
+        files["weights"] = directory / "weights"
+    return Summary(
+        loss=result.loss,
+        held_out_loss=result.held_out_loss or float("nan"),
+        unigram_entropy=corpus.unigram_entropy,
+        tokens_per_second=result.tokens_per_second,
+        tflops_per_device=result.tflops_per_device,
+        mfu=result.mfu,
+        peak_name=peak_name,
+        peak_memory_bytes=result.peak_memory_bytes,
+        files=files,
+    )
+
+
+def print_result(console: Console, result: Result, summary: Summary) -> None:
+    """The closing table."""
+    if result.stopped:
+        console.print(f"stopped on request after step {result.steps}")
+    print_summary(summary, console)
+
+
+def to_json(result: Result, summary: Summary) -> dict[str, Any]:
+    """The closing summary as one JSON object."""
+    return {
+        "steps": result.steps,
+        "stopped": result.stopped,
+        "loss": summary.loss,
+        "held_out_loss": summary.held_out_loss,
+        "unigram_entropy": summary.unigram_entropy,
+        "tokens_per_second": summary.tokens_per_second,
+        "tflops_per_device": summary.tflops_per_device,
+        "mfu": summary.mfu,
+        "peak_memory_bytes": list(summary.peak_memory_bytes),
+        "files": {name: str(path) for name, path in summary.files.items()},
+    }
+
+
+def _count(number: int) -> str:
+    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return str(number)
