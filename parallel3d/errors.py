@@ -1,4 +1,4 @@
-"""The errors that a user can cause; each message gives the place, the value, the rule, the remedy."""
+"""The errors that a user can cause; each message gives place, value, rule and remedy."""
 
 
 class Parallel3DError(ValueError):
@@ -6,7 +6,7 @@ class Parallel3DError(ValueError):
 
 
 class ConfigError(Parallel3DError):
-    """A setting that cannot be used: what it is, the rule that it breaks, and what to write instead."""
+    """A setting that cannot be used: what it is, the rule it breaks, and what to write instead."""
 
 
 class DataError(Parallel3DError):

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from parallel3d.errors import ConfigError
+from parallel3d.picture import draw_mesh
 
 AXES = ("pp", "dp", "tp")
 _STARTUP_TIMEOUT = timedelta(minutes=30)  # data preparation and compilation happen under it
-_PICTURE_LIMIT = 8  # rows, columns
 
 
 @dataclass(frozen=True)
@@ -246,42 +246,13 @@ class Mesh:
             self.barrier()
 
     def picture(self) -> str:
-        """The mesh as text: a column for each pipeline coordinate, a row for each dp coordinate.
-
-        Long axes are shown by their ends.
-        """
-        grid = self._grid.mesh.tolist()
-        pp, dp, tp = (self.size(axis) for axis in AXES)
-        columns = _ends_of(range(pp))
-        table = [["", *("" if p is None else f"pp {p}" for p in columns)]]
-        for d in _ends_of(range(dp)):
-            cells = ["·" if None in (p, d) else _cell(grid[p][d]) for p in columns]
-            table.append(["" if d is None else f"dp {d}", *cells])
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = [f"mesh pp {pp} × dp {dp} × tp {tp} = {self.size('world')} ranks, {self.backend}"]
-        for between, row in zip(["   "] + [" → "] * len(table), table, strict=False):
-            label, *cells = (f"{cell:^{width}}" for cell, width in zip(row, widths, strict=True))
-            lines.append(f"  {label}  {between.join(cells)}".rstrip())
-        says = {"→ pp cuts the layers": pp, "rows: dp cuts the batch": dp}
-        says["[ ] tp cuts the matrices"] = tp
-        legend = "   ".join(text for text, size in says.items() if size > 1)
-        return "\n".join([*lines, f"  {legend}"] if legend else lines)
+        """The mesh as text: a column for each pipeline coordinate, a row for each dp coordinate."""
+        return draw_mesh(self._grid.mesh.tolist())
 
     def close(self) -> None:
         """Leave the process group; without it torch ends the process with an abort."""
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-def _ends_of(coords: range) -> list[int | None]:
-    """All coordinates of a short axis; of a long one its first and last, and None between."""
-    if len(coords) <= _PICTURE_LIMIT:
-        return list(coords)
-    return [*coords[: _PICTURE_LIMIT - 2], None, coords[-1]]
-
-
-def _cell(ranks: list[int]) -> str:
-    return f"[{' '.join(map(str, ranks))}]" if len(ranks) <= 4 else f"[{ranks[0]}..{ranks[-1]}]"
 
 
 def _join(launch: Launch, device: torch.device) -> None:

@@ -167,7 +167,7 @@ class Trainer:
         return result  # type: ignore[return-value]
 
     def _mean_loss(self, locals_: list[float]) -> float:
-        """The loss over the batch; each dp share's is reported by each tp rank of the last stage."""
+        """The loss over the batch; every tp rank of the last stage reports its dp share's."""
         return sum(locals_) / (self.mesh.size("dp") * self.mesh.size("tp"))
 
     def _speed(self, seconds: float) -> tuple[float, float, float | None]:

@@ -82,7 +82,7 @@ def _rank(pipe, function, rank, world_size, port, timeout, expect_hang, args):
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "DS_ACCELERATOR": "cpu",
     }  # fmt: skip
-    log = open(os.devnull, "w") if expect_hang else sys.__stderr__
+    log = open(os.devnull, "w") if expect_hang else sys.__stderr__  # noqa: SIM115
     faulthandler.dump_traceback_later(timeout, exit=True, file=log)
     try:
         value = True, function(rank, *args)

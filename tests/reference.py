@@ -51,10 +51,12 @@ def attention(x, w, heads):
 def train(weights, config, batches, optimizer):
     """AdamW over `batches` of (tokens, labels); gives losses, gradient norms and final weights.
 
+    In fp64: what differs from it is the mesh's own rounding, not this one's too.
+
     `optimizer` has lr, betas, eps, weight_decay and clip. Weight decay is for matrices and
     embeddings, not for biases and norms.
     """
-    weights = {k: v.clone().requires_grad_() for k, v in weights.items()}
+    weights = {k: v.double().requires_grad_() for k, v in weights.items()}
     matrices = [v for k, v in weights.items() if k.endswith(".weight") and "norm" not in k]
     others = [v for k, v in weights.items() if not (k.endswith(".weight") and "norm" not in k)]
     adam = torch.optim.AdamW(
@@ -72,4 +74,4 @@ def train(weights, config, batches, optimizer):
         )
         adam.step()
         losses.append(loss.item())
-    return losses, norms, {k: v.detach() for k, v in weights.items()}
+    return losses, norms, {k: v.detach().float() for k, v in weights.items()}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from models.gpt.spec import Config
 from parallel3d.tensor.collectives import copy_to_group
 from parallel3d.tensor.context import LayerContext
-from parallel3d.tensor.cut import cut_parameter
+from parallel3d.tensor.cut import cut_of, cut_parameter
 from parallel3d.tensor.dropout import Dropout
 from parallel3d.tensor.linear import ColumnParallelLinear, RowParallelLinear, linear
 from parallel3d.tensor.norm import LayerNorm
@@ -27,6 +27,9 @@ class Table(nn.Module):
     def forward(self, positions: Tensor) -> Tensor:
         """positions [seq] -> [seq, size]."""
         return F.embedding(positions, self.weight)
+
+    def extra_repr(self) -> str:
+        return f"{cut_of(self.weight).global_shape}, replicated"
 
 
 class Embedding(nn.Module):
@@ -112,6 +115,9 @@ class Output(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., hidden] -> this rank's logits [..., vocab / tp]."""
         return linear(copy_to_group(x, self.group), self.weight)
+
+    def extra_repr(self) -> str:
+        return f"{cut_of(self.weight).global_shape}, vocabulary / {self.group.size()}"
 
 
 class Head(nn.Module):

@@ -1,7 +1,7 @@
 """The optimizer that DeepSpeed shards, and the compiled operator that it may need.
 
 DeepSpeed's CPU Adam is compiled on its first use (half a minute of g++). A build that was killed
-leaves a file named `lock`, on which every later run waits for ever; so we look first.
+leaves a file named `lock`, on which every later run would wait for ever; so it is looked after.
 """
 
 import logging
@@ -12,23 +12,32 @@ from typing import Any
 
 import psutil
 import torch
+from deepspeed.git_version_info import installed_ops
 from deepspeed.ops.op_builder import CPUAdamBuilder
-from torch.utils.cpp_extension import _get_build_directory
+from torch.utils import cpp_extension
+from torch.utils.file_baton import FileBaton
 
+from parallel3d.engine import quirks
 from parallel3d.mesh import Mesh
 
 _log = logging.getLogger(__name__)
 _OPERATOR = "cpu_adam"
 _STARTUP_SECONDS = 30.0  # between taking the lock and starting the compiler
+_UNSEEN_SECONDS = 600.0  # a whole build, where its processes may be another machine's
+_NETWORK = {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "9p", "fuse.sshfs"}
 
 
-def remove_stale_lock(directory: Path, startup_seconds: float = _STARTUP_SECONDS) -> bool:
+def remove_stale_lock(directory: Path, startup_seconds: float | None = None) -> bool:
     """Remove a build lock whose build is dead; gives whether there was one.
 
-    A build is alive while some process has the build directory as its working directory (ninja and
-    the compilers do), and for `startup_seconds` after it took the lock.
+    A build is alive while some process holds the lock open (torch does) or has the build directory
+    as its working directory (ninja and the compilers do), and in any case for `startup_seconds`
+    after it took the lock: by default half a minute, and ten on a network file system, where the
+    build may be another machine's.
     """
     lock = directory / "lock"
+    if startup_seconds is None:
+        startup_seconds = _UNSEEN_SECONDS if _is_shared(directory) else _STARTUP_SECONDS
     try:
         age = time.time() - lock.stat().st_mtime
     except FileNotFoundError:
@@ -41,40 +50,70 @@ def remove_stale_lock(directory: Path, startup_seconds: float = _STARTUP_SECONDS
 
 
 def _is_busy(directory: Path) -> bool:
+    directory = directory.resolve()
     for process in psutil.process_iter():
         try:
             if Path(process.cwd()) == directory:
                 return True
-        except (psutil.Error, OSError):
+            if any(Path(file.path) == directory / "lock" for file in process.open_files()):
+                return True
+        except (psutil.Error, OSError):  # gone meanwhile, or not ours to look into
             continue
     return False
 
 
-def _wait_for_build(directory: Path) -> None:
+def _is_shared(directory: Path) -> bool:
+    """Whether other machines may build there, too."""
+    directory = directory.resolve()
+    mounts = [p for p in psutil.disk_partitions(all=True) if directory.is_relative_to(p.mountpoint)]
+    deepest = max(mounts, key=lambda p: len(p.mountpoint), default=None)
+    return deepest is not None and deepest.fstype in _NETWORK
+
+
+def wait_for_build(directory: Path) -> None:
     """Until nobody builds there, or the one who did is dead."""
     while (directory / "lock").exists() and not remove_stale_lock(directory):
         time.sleep(0.2)
 
 
+class _Baton(FileBaton):
+    """torch's build lock, which does not outlive the build that one waits for."""
+
+    def wait(self) -> None:
+        wait_for_build(Path(self.lock_file_path).parent)
+
+
 def load_cpu_adam(mesh: Mesh, say: Callable[[str], None]) -> bool:
     """Compile or load DeepSpeed's CPU Adam, one rank of each node first; False if it cannot be.
 
-    Raises nothing: where there is no compiler, torch's Adam does the same on the host.
+    Where it cannot be compiled, torch's Adam does the same on the host. Every rank gets the same
+    answer: one rank with another optimizer would still train right, but not at the same speed.
     """
-    builder = CPUAdamBuilder()
-    directory = Path(_get_build_directory(_OPERATOR, verbose=False))
-    loaded = False
+    problem = ""
     with mesh.one_at_a_time() as first:
-        _wait_for_build(directory)
-        if first and not (directory / f"{_OPERATOR}.so").exists():
-            say(f"compiling DeepSpeed's {_OPERATOR} (once on this machine, about 30 s)")
+        # Whatever goes wrong, this rank's peers wait at the end of this block.
         try:
-            builder.load(verbose=False)
-            loaded = True
+            _load(say if first else _log.info)
         except Exception as error:  # the compiler's own errors have no common type
-            say(f"cannot compile {_OPERATOR}, using torch's Adam: {str(error).splitlines()[0]}")
-    # One rank with another optimizer would still train right, but not at the same speed.
-    return all(found == [1.0] for found in mesh.gather_floats([float(loaded)]))
+            problem = (str(error).splitlines() or [repr(error)])[0]
+    failed = sum(row == [0.0] for row in mesh.gather_floats([float(not problem)]))
+    if failed:
+        problem = problem or f"it failed on {failed} of {mesh.size('world')} ranks"
+        say(f"using torch's Adam on the host, because {_OPERATOR} cannot be compiled: {problem}")
+    return not failed
+
+
+def _load(say: Callable[[str], None]) -> None:
+    quirks.read_cpu_quickly()
+    if not installed_ops.get(_OPERATOR):
+        cpp_extension.FileBaton = _Baton  # type: ignore[misc]
+        directory = Path(cpp_extension._get_build_directory(_OPERATOR, verbose=False))
+        if (directory / "lock").exists() and not remove_stale_lock(directory):
+            say(f"waiting for another process that compiles DeepSpeed's {_OPERATOR}: {directory}")
+            wait_for_build(directory)
+        if not (directory / f"{_OPERATOR}.so").exists():
+            say(f"compiling DeepSpeed's {_OPERATOR} (once on this machine, about 30 s)")
+    CPUAdamBuilder().load(verbose=False)
 
 
 def make_optimizer(

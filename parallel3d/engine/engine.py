@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StepResult:
-    """The gradient's true norm over the whole mesh before clipping, and whether a step was taken."""
+    """The gradient's true norm over the mesh before clipping, and whether a step was taken."""
 
     grad_norm: float
     applied: bool
@@ -145,13 +145,14 @@ class Engine:
             cpu_adam=offload and build.load_cpu_adam(mesh, say),
             device=mesh.device,
         )
-        self._deepspeed, *_ = deepspeed.initialize(
-            model=self._module,
-            optimizer=optimizer,
-            config=settings.deepspeed_config(mesh.size("dp")),
-            mpu=_ModelParallelUnit(mesh),
-            dist_init_required=False,
-        )
+        with quirks.without_muon():
+            self._deepspeed, *_ = deepspeed.initialize(
+                model=self._module,
+                optimizer=optimizer,
+                config=settings.deepspeed_config(mesh.size("dp")),
+                mpu=_ModelParallelUnit(mesh),
+                dist_init_required=False,
+            )
         self._check_groups()
         self._counters = quirks.ReleaseCounters()
         self._tied = [h.parameter for h in self.held if h.tied_across]
@@ -163,7 +164,7 @@ class Engine:
         """Run a stage for training."""
         self._module.train()
         output: Tensor = self._deepspeed(stage, *inputs)
-        self._counters.save(self._module)
+        self._counters.save(self._module, stage)
         return output
 
     def evaluate(self, stage: int, *inputs: Tensor) -> Tensor:

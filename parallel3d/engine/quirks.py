@@ -6,13 +6,19 @@ remedies are in place. docs/deepspeed.md has the measurements; tests/gloo/test_q
 remedy away and sees the fault come back, so the next DeepSpeed release cannot surprise us.
 """
 
-from collections.abc import Iterable
+import platform
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
 from importlib import import_module
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.zero import partitioned_param_coordinator
+from deepspeed.runtime.zero import parameter_offload, partitioned_param_coordinator
 from torch import nn
 
 from parallel3d.engine.parameters import HeldParameter
@@ -42,6 +48,52 @@ def skip_shared_memory_operator() -> None:
     """Do not compile DeepSpeed's shared-memory all-reduce: 20 s of g++ for inference only."""
     # `deepspeed.comm.torch` as an attribute is torch itself.
     import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
+
+
+_MUON = ModuleType("deepspeed.runtime.zero.muon.muon_optimizer")
+_MUON.MuonWithAuxAdam = type("MuonWithAuxAdam", (), {})  # type: ignore[attr-defined]
+
+
+@contextmanager
+def without_muon() -> Iterator[None]:
+    """Keep DeepSpeed from importing its Muon optimizer, and torch's compiler with it (0.65 s).
+
+    It imports it only to ask whether our optimizer is one; nothing is an instance of the stand-in.
+    """
+    if _MUON.__name__ in sys.modules:
+        yield
+        return
+    sys.modules[_MUON.__name__] = _MUON
+    try:
+        yield
+    finally:
+        del sys.modules[_MUON.__name__]
+
+
+def read_cpu_quickly() -> None:
+    """Read the CPU's kind from /proc.
+
+    DeepSpeed asks py-cpuinfo three times before it loads its CPU Adam and once for each optimizer:
+    1.1 s in child processes each time, on each rank. Of the answer it uses these three keys.
+    """
+    import cpuinfo
+
+    if hasattr(cpuinfo.get_cpu_info, "cache_info"):
+        return
+    ask = cpuinfo.get_cpu_info
+
+    @cache
+    def get_cpu_info() -> dict[str, Any]:
+        if platform.system() == "Linux" and platform.machine() == "x86_64":
+            lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
+            said = {k.strip(): v.strip() for k, _, v in (line.partition(":") for line in lines)}
+            if said.keys() >= {"vendor_id", "flags"}:
+                vendor, flags = said["vendor_id"], said["flags"].split()
+                return {"arch": "X86_64", "vendor_id_raw": vendor, "flags": flags}
+        answer: dict[str, Any] = ask()
+        return answer
+
+    cpuinfo.get_cpu_info = get_cpu_info
 
 
 def accumulation_steps() -> int:
@@ -118,18 +170,21 @@ class ReleaseCounters:
     """
 
     def __init__(self) -> None:
-        self._modules: list[nn.Module] = []
-        self._counts: list[int] = []
+        self._counts: dict[nn.Module, int] = {}
+        self._stages: set[int] = set()
 
-    def save(self, module: nn.Module) -> None:
-        """Remember the counters as the first forward left them; later forwards give the same."""
-        if not self._counts:
-            self._modules = [m for m in module.modules() if hasattr(m, "ds_grads_remaining")]
-            self._counts = [m.ds_grads_remaining for m in self._modules]
+    def save(self, module: nn.Module, stage: int) -> None:
+        """Remember the counters as a stage's first forward left them; later ones give the same."""
+        if stage in self._stages:
+            return
+        self._stages.add(stage)
+        for m in module.modules():
+            if hasattr(m, "ds_grads_remaining"):
+                self._counts.setdefault(m, m.ds_grads_remaining)
 
     def restore(self) -> None:
         """Set them again before a backward."""
-        for module, count in zip(self._modules, self._counts, strict=True):
+        for module, count in self._counts.items():
             module.ds_grads_remaining = count  # type: ignore[assignment]
 
 
@@ -187,3 +242,8 @@ def abandon_coalescing(engine: Any) -> None:
     """Leave `coalesce_grad_reduction` after an error without its collectives: peers wait elsewhere."""
     engine._flush_coalesced_reduction_zero12 = lambda optimizer: None
     engine._flush_coalesced_reduction_zero3 = lambda optimizer: None
+
+
+def forget_modules() -> None:
+    """Let go of a closed engine's modules: DeepSpeed keeps the root of each in a global list."""
+    parameter_offload.FWD_MODULE_STACK.clear()

@@ -99,6 +99,8 @@ class Executor:
         else:
             self._wait(Op.RECV_F, stage, microbatch)
             x = self._inputs[stage, microbatch].requires_grad_(self._trains)
+            if not self._trains:  # nobody will come for its gradient
+                del self._inputs[stage, microbatch]
         inputs = (x, labels) if stage == self._last_stage else (x,)
         self._key.microbatch = microbatch
         run = self.engine.forward if self._trains else self.engine.evaluate

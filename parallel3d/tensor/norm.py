@@ -4,7 +4,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel3d.tensor.cut import cut_parameter
+from parallel3d.tensor.cut import cut_of, cut_parameter
 
 
 class LayerNorm(nn.Module):
@@ -21,4 +21,4 @@ class LayerNorm(nn.Module):
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
     def extra_repr(self) -> str:
-        return f"{tuple(self.weight.shape)}, eps={self.eps}"
+        return f"{cut_of(self.weight).global_shape}, replicated, eps={self.eps}"

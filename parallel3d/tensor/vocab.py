@@ -58,16 +58,19 @@ class _CrossEntropy(torch.autograd.Function):
         probabilities = shifted.exp_()
         sums = torch.stack((probabilities.sum(-1), picked))
         total, picked = all_reduce(sums, group)
-        probabilities.div_(total.unsqueeze(-1))
-        ctx.save_for_backward(probabilities.to(logits.dtype), local, outside)
+        # The gradient, p - 1 at the label and p elsewhere. It is taken before it is rounded: in
+        # bf16 any p above 0.998 is 1, and what a confident label still teaches would be lost.
+        gradient = probabilities.div_(total.unsqueeze(-1))
+        hit = (~outside).to(gradient.dtype).unsqueeze(-1)
+        gradient.scatter_add_(-1, local.unsqueeze(-1), -hit)
+        ctx.save_for_backward(gradient.to(logits.dtype))
         return total.log() - picked
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        probabilities, local, outside = ctx.saved_tensors
-        hit = (~outside).to(probabilities.dtype).unsqueeze(-1)
-        grad_logits = probabilities.scatter_add(-1, local.unsqueeze(-1), -hit)
-        return grad_logits.mul_(grad.unsqueeze(-1)), None, None, None
+        (gradient,) = ctx.saved_tensors
+        scaled = torch.mul(gradient, grad.unsqueeze(-1), out=torch.empty_like(gradient))
+        return scaled, None, None, None
 
 
 def vocab_parallel_cross_entropy(

@@ -18,7 +18,7 @@ from parallel3d.tensor.initialise import fill
 from tests import reference
 from tests.ranks import run_ranks
 
-OPTIMIZER = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "clip": 1.0}
+OPTIMIZER = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "clip": 0.02}
 NO_THRESHOLDS = {
     "stage3_param_persistence_threshold": 0,
     "stage3_max_live_parameters": 0,

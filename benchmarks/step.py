@@ -1,0 +1,123 @@
+"""How long a training step takes, as ratios to plain transformers in the same run.
+
+    python benchmarks/step.py [--hidden 256 --layers 4 --seq 128 --batch 4 --microbatches 4]
+
+One process, so the ratio is what the mesh, the executor and DeepSpeed's engine add to the same
+arithmetic. The contenders take turns, step by step, so that a noisy machine disturbs all alike;
+each ratio is of medians.
+"""
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import transformers
+
+from models import layers
+from models.gpt.spec import Config
+from parallel3d.engine import Engine, EngineSettings
+from parallel3d.mesh import Mesh
+from parallel3d.model import Shape
+from parallel3d.pipeline.executor import Executor
+from parallel3d.pipeline.schedules import make_schedule
+from parallel3d.pipeline.stages import build_stages
+
+Step = Callable[[], None]
+
+
+def plain(config: Config, batch: list[tuple[torch.Tensor, torch.Tensor]]) -> Step:
+    """transformers' GPT-2 with torch's AdamW, clipping and gradient accumulation."""
+    model = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=int(config.vocab_size),
+            n_positions=config.max_position_embeddings,
+            n_embd=config.hidden_size,
+            n_layer=config.num_hidden_layers,
+            n_head=config.num_attention_heads,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+        )
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        for tokens, labels in batch:
+            logits = model(tokens).logits
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+            (loss / len(batch)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    return step
+
+
+def ours(
+    config: Config, batch: list[tuple[torch.Tensor, torch.Tensor]], mesh: Mesh, **settings: object
+) -> Step:
+    """The same step by parallel3d."""
+    size, seq = batch[0][0].shape
+    engine_settings = EngineSettings(micro_batch_size=size, gradient_clipping=1.0, **settings)  # type: ignore[arg-type]
+    schedule = make_schedule("gpipe", 1, len(batch))
+    stages = build_stages(layers(config), schedule, engine_settings, mesh, Shape(size, seq))
+    engine = Engine(stages.module, stages.held, engine_settings, mesh)
+    executor = Executor(schedule, mesh, engine, stages.key, (size, seq, config.hidden_size))
+
+    def step() -> None:
+        executor.run(batch)
+        engine.step(1e-3)
+
+    return step
+
+
+def main() -> None:
+    """Print a row for each contender: median step time, and its ratio to plain transformers."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name, default in [("hidden", 256), ("layers", 4), ("seq", 128), ("batch", 4),
+                          ("microbatches", 4), ("vocab", 4096), ("steps", 15)]:  # fmt: skip
+        parser.add_argument(f"--{name}", type=int, default=default)
+    args = parser.parse_args()
+    config = Config(
+        family="gpt",
+        hidden_size=args.hidden,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.hidden // 32,
+        vocab_size=args.vocab,
+        max_position_embeddings=args.seq,
+    )
+    text = torch.randint(args.vocab, (args.microbatches, args.batch, args.seq + 1))
+    batch = [(t[:, :-1].contiguous(), t[:, 1:].contiguous()) for t in text]
+    mesh = Mesh()
+    zero = {"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0}
+    contenders = {
+        "plain transformers": plain(config, batch),
+        "ZeRO-1": ours(config, batch, mesh, zero_stage=1),
+        "ZeRO-3": ours(config, batch, mesh, zero_stage=3),
+        "ZeRO-3, nothing kept": ours(config, batch, mesh, zero_stage=3, zero_options=zero),
+        "ZeRO-3, per microbatch": ours(
+            config, batch, mesh, zero_stage=3, gradient_reduction="per_microbatch"
+        ),
+        "ZeRO-3 + offload": ours(config, batch, mesh, zero_stage=3, offload_optimizer="cpu"),
+    }
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for i in range(args.steps + 2):
+        for name, step in contenders.items():
+            start = time.perf_counter()
+            step()
+            if i >= 2:
+                times[name].append(time.perf_counter() - start)
+    base = statistics.median(times["plain transformers"])
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {os.cpu_count()} cores")
+    print(f"{'':24}{'step':>10}{'ratio':>8}")
+    for name, taken in times.items():
+        median = statistics.median(taken)
+        print(f"{name:24}{1e3 * median:8.1f} ms{median / base:8.2f}")
+    mesh.close()
+
+
+if __name__ == "__main__":
+    main()

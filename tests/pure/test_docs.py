@@ -1,0 +1,29 @@
+"""What the README shows is what the commands print."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def draw(*arguments):
+    command = [sys.executable, "launch/draw.py", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def test_the_readme_shows_the_schedule_that_draw_prints(tmp_path):
+    picture = tmp_path / "schedule.svg"
+    grid = draw("--schedule", "gpipe", "--pp", "2", "--microbatches", "4", "--svg", str(picture))
+    readme = (ROOT / "README.md").read_text()
+    for line in grid.splitlines()[:3]:
+        assert line.rstrip() in readme, line
+    assert picture.read_text() == (ROOT / "docs" / "gpipe-pp2-m4.svg").read_text()
+
+
+def test_the_files_that_the_documents_name_exist():
+    for document in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        for part in document.read_text().split("](")[1:]:
+            target = part.split(")")[0]
+            if "://" not in target:
+                assert (document.parent / target).exists(), (document.name, target)
