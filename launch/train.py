@@ -3,8 +3,10 @@
 import argparse
 import json
 import os
+import re
 import sys
 import traceback
+from contextlib import closing
 
 import torch.distributed as dist
 from rich.console import Console
@@ -20,19 +22,21 @@ DONE, FAILED, BAD_INPUT, STOPPED = 0, 1, 2, 3  # exit codes; scripts rely on the
 def train(config: RunConfig, mesh: Mesh, as_json: bool) -> int:
     """Everything between a valid config and the closing summary; gives the exit code."""
     # Only now: what imports torch's and DeepSpeed's big parts waits for a config that is right.
-    from parallel3d.engine.selftest import self_test
-
     from parallel3d import run
     from parallel3d.checkpoint.weights import save_weights
     from parallel3d.engine import Engine, EngineSettings
+    from parallel3d.engine.selftest import self_test
     from parallel3d.model import Shape
     from parallel3d.pipeline.executor import Executor
     from parallel3d.pipeline.schedules import make_schedule
     from parallel3d.pipeline.stages import build_stages
     from parallel3d.trainer import Trainer
 
-    console = Console(stderr=True, quiet=mesh.rank != 0, highlight=False)
+    console = Console(
+        stderr=True, quiet=mesh.rank != 0, highlight=False, markup=False, soft_wrap=True
+    )
     console.print(mesh.picture())
+    run.check_output(config, mesh)
     corpus = run.open_corpus(config, mesh, console)
     config = config.with_vocab_size(corpus.vocab_size)
     layers = models.layers(config.model)
@@ -57,7 +61,7 @@ def train(config: RunConfig, mesh: Mesh, as_json: bool) -> int:
         Executor(s, mesh, engine, stages.key, hidden)
         for s in (schedule, make_schedule("forward_only", pp, microbatches))
     )
-    with run.Output(config, mesh, console) as output:
+    with closing(run.Output(config, mesh, console)) as output:
         peak_name, peak_flops = run.peak(config, mesh)
         result = Trainer(
             config,
@@ -110,13 +114,19 @@ def main() -> int:
         code = codes.get(type(error), BAD_INPUT)
     except Exception as error:
         # This rank alone: its peers hear of it by losing it, and must not be waited for.
-        lost = isinstance(error, dist.DistError) or "Connection closed" in str(error)
-        text = f"lost a peer: {error}" if lost else traceback.format_exc()
-        print(f"rank {rank}: {text}", file=sys.stderr)
+        print(f"rank {rank}: {_lost_peer(error) or traceback.format_exc()}", file=sys.stderr)
         code = FAILED
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _lost_peer(error: Exception) -> str:
+    """One line, if it is that another rank died or is silent; else ""."""
+    # gloo's errors are plain RuntimeErrors: "[<source file>] <reason>. This is typically ..."
+    text = re.sub(r"^\[[^]]*gloo/[^]]*\] ", "", str(error)).partition(". This is typically")[0]
+    is_lost = isinstance(error, dist.DistError) or text != str(error)
+    return f"another rank died or is silent; this one ends, too ({text})" if is_lost else ""
 
 
 if __name__ == "__main__":

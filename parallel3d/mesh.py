@@ -25,7 +25,7 @@ _STARTUP_TIMEOUT = timedelta(minutes=30)  # data preparation and compilation hap
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher said about this process: `deepspeed`, `torchrun`, `srun` or plain python."""
+    """What the launcher said of this process: `deepspeed`, `torchrun`, `srun` or plain python."""
 
     rank: int
     world_size: int
@@ -37,8 +37,8 @@ class Launch:
         """Read the launcher's variables; none at all means one process."""
         env = os.environ
         if "RANK" in env:
-            # torchrun's name, then deepspeed's.
-            here = env.get("LOCAL_WORLD_SIZE", env.get("LOCAL_SIZE", "1"))
+            # torchrun's name, then deepspeed's; where neither is said, all may be on this node.
+            here = env.get("LOCAL_WORLD_SIZE", env.get("LOCAL_SIZE", env["WORLD_SIZE"]))
             return cls(
                 int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", 0)), int(here)
             )
@@ -200,7 +200,7 @@ class Mesh:
         return [t.tolist() for t in everyone]
 
     def gather_texts(self, text: str) -> list[str]:
-        """Every rank's text, in the order of global ranks (bytes: no pickle crosses the network)."""
+        """Every rank's text, in the order of global ranks (bytes: no pickle on the network)."""
         data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=self.device)
         sizes = [int(row[0]) for row in self.gather_floats([len(data)])]
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)

@@ -1,10 +1,11 @@
 """What surrounds the step loop: the corpus on every rank, the run's folder, the closing summary."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from itertools import count
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -15,7 +16,8 @@ from parallel3d.data.batches import check_length
 from parallel3d.data.corpus import Corpus
 from parallel3d.data.prepare import prepare
 from parallel3d.data.progress import shown_progress
-from parallel3d.errors import ConfigError, DataError, Parallel3DError
+from parallel3d.data.sources import silent
+from parallel3d.errors import ConfigError, Parallel3DError
 from parallel3d.mesh import Mesh
 from parallel3d.metrics import (
     MetricsWriter,
@@ -31,27 +33,36 @@ from parallel3d.pipeline.stages import BuiltStages
 from parallel3d.trainer import Result
 
 
+def _on_one(mesh: Mesh, here: bool, work: Callable[[], str]) -> list[str]:
+    """What `work` gave on the ranks where it was done `here`, "" elsewhere, in order of ranks.
+
+    Collective. What the user caused on one rank is raised on all.
+    """
+    text = error = ""
+    if here:
+        try:
+            text = work()
+        except Parallel3DError as caught:
+            error = str(caught)
+    if errors := [e for e in mesh.gather_texts(error) if e]:
+        raise Parallel3DError(errors[0])
+    return mesh.gather_texts(text)
+
+
 def open_corpus(config: RunConfig, mesh: Mesh, console: Console) -> Corpus:
     """The corpus on every rank; the first rank of each node prepares it, if nobody has yet.
 
-    Raises DataError on all ranks if it cannot be used on one.
+    Raises Parallel3DError on all ranks if it cannot be used on one.
     """
-    answer = {"error": "", "directory": ""}
-    if mesh.local_rank == 0:
-        try:
-            if console.quiet:
-                corpus = prepare(config.data)
-            else:
-                with shown_progress() as progress:
-                    corpus = prepare(config.data, progress)
-            check_length(corpus, config.data.sequence_length, config.global_batch_size)
-            answer["directory"] = str(corpus.directory)
-        except Parallel3DError as error:
-            answer["error"] = str(error)
-    answers = [json.loads(text) for text in mesh.gather_texts(json.dumps(answer))]
-    if errors := [a["error"] for a in answers if a["error"]]:
-        raise DataError(errors[0])
-    corpus = Corpus.open(answers[mesh.rank - mesh.local_rank]["directory"])
+
+    def work() -> str:
+        with nullcontext(silent) if console.quiet else shown_progress() as progress:
+            corpus = prepare(config.data, progress)
+        check_length(corpus, config.data.sequence_length, config.global_batch_size)
+        return str(corpus.directory)
+
+    directories = _on_one(mesh, mesh.local_rank == 0, work)
+    corpus = Corpus.open(directories[mesh.rank - mesh.local_rank])
     train, held_out = len(corpus.train), len(corpus.held_out)
     console.print(
         f"corpus  {corpus.num_documents:,} documents, {train:,} tokens to train on, {held_out:,} "
@@ -84,10 +95,14 @@ def print_placement(
 
 
 class Output:
-    """The run's folder, its metrics and its progress; rank 0 alone writes."""
+    """The run's folder, its metrics and its progress; rank 0 alone writes.
+
+    Raises Parallel3DError on all ranks if the folder cannot be made.
+    """
 
     def __init__(self, config: RunConfig, mesh: Mesh, console: Console) -> None:
-        self.directory = _make_directory(config, mesh)
+        made = _on_one(mesh, mesh.rank == 0, lambda: str(_make_directory(config, mesh)))
+        self.directory = Path(made[0])
         self.writer: MetricsWriter | None = None
         self.progress: Progress | None = None
         if mesh.rank == 0:
@@ -96,62 +111,50 @@ class Output:
             self.writer = MetricsWriter(self.directory, config.run.tensorboard)
             self.progress = Progress(config.train.steps, config.steps_per_print, console)
 
-    def __enter__(self) -> Self:
-        return self
+    def close(self) -> None:
+        """Close what rank 0 has open."""
+        for part in (self.writer, self.progress):
+            if part:
+                part.close()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self.writer:
-            self.writer.close()
-        if self.progress:
-            self.progress.close()
+
+def check_output(config: RunConfig, mesh: Mesh) -> None:
+    """See, before anything is built, whether the run can be written; raises on all ranks."""
+
+    def work() -> str:
+        if config.run.tensorboard:
+            require_tensorboard()
+        directory = Path(config.run.directory) / config.run.name
+        if config.run.name != "auto" and directory.exists():
+            raise ConfigError(
+                f'parallel3d.run.name = "{config.run.name}": {directory} exists, and runs are not '
+                'resumed yet; use another name, or "auto", or remove the folder'
+            )
+        return ""
+
+    _on_one(mesh, mesh.rank == 0, work)
 
 
 def _make_directory(config: RunConfig, mesh: Mesh) -> Path:
-    """Make the run's folder; raises ConfigError on all ranks if it cannot be made."""
-    answer = {"error": "", "directory": ""}
-    if mesh.rank == 0:
-        try:
-            if config.run.tensorboard:
-                require_tensorboard()
-            answer["directory"] = str(_new_directory(config, mesh))
-        except Parallel3DError as error:
-            answer["error"] = str(error)
-        except OSError as error:
-            answer["error"] = f"run.directory={config.run.directory!r} cannot be written ({error})"
-    answer = json.loads(mesh.gather_texts(json.dumps(answer))[0])
-    if answer["error"]:
-        raise ConfigError(answer["error"])
-    return Path(answer["directory"])
-
-
-def _new_directory(config: RunConfig, mesh: Mesh) -> Path:
-    parent = Path(config.run.directory)
-    if config.run.name != "auto":
-        directory = parent / config.run.name
-        try:
-            directory.mkdir(parents=True)
-        except FileExistsError:
-            raise ConfigError(
-                f"parallel3d.run.name = {config.run.name!r}: {directory} exists; runs are not "
-                'resumed yet. Use another name, or "auto", or remove the folder'
-            ) from None
-        return directory
-    sizes = "x".join(str(mesh.size(axis)) for axis in ("pp", "dp", "tp"))
-    name = f"{config.model.family}-h{config.model.hidden_size}"
-    name += f"-l{config.model.num_hidden_layers}-{sizes}"
-    number = 1
-    while True:
-        directory = parent / (name if number == 1 else f"{name}-{number}")
+    name = config.run.name
+    if name == "auto":
+        sizes = "x".join(str(mesh.size(axis)) for axis in ("pp", "dp", "tp"))
+        model = config.model
+        name = f"{model.family}-h{model.hidden_size}-l{model.num_hidden_layers}-{sizes}"
+    for number in count(1):
+        directory = Path(config.run.directory) / (name if number == 1 else f"{name}-{number}")
         try:
             directory.mkdir(parents=True)
             return directory
         except FileExistsError:
-            number += 1
+            if config.run.name != "auto":
+                raise ConfigError(f"{directory} was made by another run; start again") from None
+        except OSError as error:
+            raise ConfigError(
+                f'parallel3d.run.directory = "{config.run.directory}": cannot be written '
+                f"({error.strerror}); name a folder that can"
+            ) from None
+    raise AssertionError("count() does not end")
 
 
 def flops_per_token(layers: Sequence[LayerSpec], shape: Shape) -> float:

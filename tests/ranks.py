@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 import traceback
+from contextlib import suppress
 
 PRELOAD = [
     "torch", "torch.distributed", "torch.distributed.device_mesh", "torch.utils.checkpoint",
@@ -36,7 +37,7 @@ def run_ranks(function, world_size, *args, timeout=120, expect_hang=False):
     port = _free_port()
     pipes, processes = [], []
     for rank in range(world_size):
-        receive, send = context.Pipe(duplex=False)
+        receive, send = context.Pipe()
         process = context.Process(
             target=_rank, args=(send, function, rank, world_size, port, timeout, expect_hang, args)
         )
@@ -46,11 +47,19 @@ def run_ranks(function, world_size, *args, timeout=120, expect_hang=False):
         processes.append(process)
     try:
         return _collect(pipes, processes, time.monotonic() + timeout + 5)
-    finally:
+    except BaseException:
         for process in processes:
+            process.kill()
+        raise
+    finally:
+        # Only now may any of them end: rank 0 holds the store that the others still talk to.
+        for pipe in pipes:
+            pipe.close()
+        for process in processes:
+            process.join(timeout=5)
             if process.is_alive():
                 process.kill()
-            process.join()
+                process.join()
 
 
 def _collect(pipes, processes, deadline):
@@ -90,7 +99,8 @@ def _rank(pipe, function, rank, world_size, port, timeout, expect_hang, args):
         value = False, traceback.format_exc()
     # Plain pickle: multiprocessing's own would hand tensors over as files of a dying process.
     pipe.send_bytes(pickle.dumps(value))
-    pipe.close()
+    with suppress(EOFError, OSError):
+        pipe.recv_bytes()  # until the parent has heard from every rank
     faulthandler.cancel_dump_traceback_later()
     if torch.distributed.is_initialized():
         # A clean end would wait for peers that have failed.

@@ -44,5 +44,7 @@ def save_weights(engine: Engine, mesh: Mesh, directory: Path) -> None:
             "metadata": {"total_size": sum(size for _, size in entries.values())},
             "weight_map": {n: file for n, (file, _) in sorted(entries.items())},
         }
-        (directory / _INDEX).write_text(json.dumps(index, indent=1) + "\n")
+        partial = directory / f"{_INDEX}.partial"
+        partial.write_text(json.dumps(index, indent=1) + "\n")
+        os.replace(partial, directory / _INDEX)
     mesh.barrier()

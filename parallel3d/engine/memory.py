@@ -1,4 +1,4 @@
-"""Bytes that a rank holds of parameters, gradients and optimizer states, counted storage by storage.
+"""Bytes that a rank holds of parameters, gradients and optimizer states, storage by storage.
 
 The only file that reads DeepSpeed's private attributes for it.
 """
@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef

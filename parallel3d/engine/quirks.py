@@ -179,8 +179,8 @@ class ReleaseCounters:
             return
         self._stages.add(stage)
         for m in module.modules():
-            if hasattr(m, "ds_grads_remaining"):
-                self._counts.setdefault(m, m.ds_grads_remaining)
+            if "ds_grads_remaining" in vars(m):
+                self._counts.setdefault(m, vars(m)["ds_grads_remaining"])
 
     def restore(self) -> None:
         """Set them again before a backward."""
@@ -215,7 +215,7 @@ class DeferredReduction:
             self._kept[id(parameter)] = grad if kept is None else kept.add_(grad)
 
     def gradients(self) -> list[torch.Tensor]:
-        """The gradients kept back, summed over the microbatches, back in place on the parameters."""
+        """The gradients kept back, summed over microbatches, back in place on the parameters."""
         for key, grad in self._kept.items():
             self._parameters[key].grad = grad
         self._kept.clear()
@@ -239,7 +239,7 @@ class DeferredReduction:
 
 
 def abandon_coalescing(engine: Any) -> None:
-    """Leave `coalesce_grad_reduction` after an error without its collectives: peers wait elsewhere."""
+    """Leave `coalesce_grad_reduction` after an error, without its collectives: peers are elsewhere."""
     engine._flush_coalesced_reduction_zero12 = lambda optimizer: None
     engine._flush_coalesced_reduction_zero3 = lambda optimizer: None
 

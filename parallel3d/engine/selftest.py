@@ -84,6 +84,9 @@ def self_test(settings: EngineSettings, mesh: Mesh, say: Callable[[str], None] =
     gc.freeze()
     try:
         norms, weights = _run(settings, mesh, say)
+    except (AssertionError, AttributeError, RuntimeError, TypeError) as error:
+        reason = f"it raised {type(error).__name__}: {error}"
+        raise TrainingError(_message(settings, "could not be run", reason)) from error
     finally:
         gc.unfreeze()
     _compare(norms, weights, settings, mesh)
@@ -195,13 +198,15 @@ def _compare(
     bad = [k for k, (error, _) in errors.items() if not error <= _TOLERANCE[settings.precision]]
     counts = [int(row[0]) for row in mesh.gather_floats([len(bad)])]
     if any(counts):
-        found = [f"  {kind}: {errors[kind][1]}" for kind in bad] or ["  nothing on this rank"]
-        raise TrainingError(
-            f"the self-test of DeepSpeed {deepspeed.__version__} failed on "
-            f"{sum(c > 0 for c in counts)} of {len(counts)} ranks: two microbatches through a toy "
-            f"stage (ZeRO {settings.zero_stage}, offload {settings.offload_optimizer}, "
-            f"{settings.precision}, reduction {settings.gradient_reduction}) differ from plain "
-            "PyTorch\n"
-            + "\n".join(found)
-            + f"\nVersions {KNOWN_GOOD} are known to be right: pip install 'deepspeed{KNOWN_GOOD}'"
-        )
+        found = "\n  ".join(f"{kind}: {errors[kind][1]}" for kind in bad)
+        where = f"differ from plain PyTorch on {sum(c > 0 for c in counts)} of {len(counts)} ranks"
+        raise TrainingError(_message(settings, where, found or "nothing on this rank"))
+
+
+def _message(settings: EngineSettings, what: str, found: str) -> str:
+    return (
+        f"the self-test of DeepSpeed {deepspeed.__version__} failed: two microbatches through a "
+        f"toy stage (ZeRO {settings.zero_stage}, offload {settings.offload_optimizer}, "
+        f"{settings.precision}, reduction {settings.gradient_reduction}) {what}\n  {found}\n"
+        f"Versions {KNOWN_GOOD} are known to be right: pip install 'deepspeed{KNOWN_GOOD}'"
+    )

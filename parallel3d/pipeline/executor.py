@@ -5,12 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.engine import Engine
 from parallel3d.errors import ScheduleError
-from parallel3d.mesh import Mesh
+from parallel3d.mesh import Mesh, Transfer
 from parallel3d.pipeline.schedule import Action, Op, Schedule, Span
 from parallel3d.tensor.dropout import RandomKey
 
@@ -62,8 +61,8 @@ class Executor:
         self._inputs: dict[_Key, Tensor] = {}
         self._outputs: dict[_Key, Tensor] = {}
         self._gradients: dict[_Key, Tensor] = {}
-        self._arriving: dict[tuple[Op, int, int], dist.Work] = {}
-        self._sending: list[tuple[dist.Work, Tensor]] = []
+        self._arriving: dict[tuple[Op, int, int], Transfer] = {}
+        self._sending: list[tuple[Transfer, Tensor]] = []
         self._losses: list[Tensor] = []
         marks = []
         if self._trains:

@@ -111,7 +111,10 @@ def test_nothing_is_drawn_twice():
 
 @pytest.mark.parametrize("value", [0.0, 1.0])
 def test_constants(value):
-    assert torch.equal(whole(spec_of((9,), init=Init(value=value))), torch.full((9,), value))
+    out = torch.full((5,), torch.nan)
+    fill(out, 6, spec_of((9,), init=Init(value=value)), "weight", cut_of((9,), None, 1, 0), 0)
+    assert out[:3].tolist() == [value] * 3
+    assert out[3:].isnan().all(), "padding is left alone"
 
 
 def test_bf16_is_the_rounded_start():
@@ -157,7 +160,7 @@ def test_a_shard_draws_no_more_than_its_tiles(tp_dim):
         assert memory.peak <= 2 * 4 * (band + 256 * 256) < 4 * spec.numel / 4
         # Tiles are drawn whole: a band above, a band below.
         assert len(out) <= memory.drawn <= len(out) + 2 * band
-        assert memory.drawn < spec.numel / 8
+        assert memory.drawn <= spec.numel / 8
 
 
 def start_on_rank(rank, cases):

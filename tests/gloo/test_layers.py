@@ -4,6 +4,7 @@ Shapes are drawn by hypothesis; one launch of four ranks tries them all on tp 1,
 """
 
 from contextlib import contextmanager
+from itertools import product
 from typing import NamedTuple
 
 import pytest
@@ -185,39 +186,32 @@ CHECKS = {
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 2e-6, torch.bfloat16: 2e-2}
 
 
-def check_on_rank(rank, kind, examples, dtype, meshes=((1, 4, 1), (1, 2, 2), (1, 1, 4))):
-    tolerance = max(TOLERANCES[dtype], 2e-6 if kind == "cross_entropy" else 0)
+def check_on_rank(rank, kinds, examples, dtype, meshes=((1, 4, 1), (1, 2, 2), (1, 1, 4))):
     for mesh in meshes:
         grid = Mesh(*mesh)
-        group = grid.group("tp")
-        for example in examples:
+        for kind, example in product(kinds, examples):
+            tolerance = max(TOLERANCES[dtype], 2e-6 if kind == "cross_entropy" else 0)
             try:
                 with in_type(dtype):
-                    CHECKS[kind](example, group, tolerance)
+                    CHECKS[kind](example, grid.group("tp"), tolerance)
             except AssertionError as error:
-                raise AssertionError(f"tp {mesh[2]}, {example}: {error}") from None
+                raise AssertionError(f"{kind}, tp {mesh[2]}, {example}: {error}") from None
         grid.barrier()  # a rank that is done must not leave while others still make their groups
 
 
-@pytest.mark.parametrize("kind", CHECKS)
 # The failing example is in the message: shrinking it would take minutes.
 @settings(max_examples=2, deadline=None, phases=[Phase.generate], database=None)
-@given(examples=st.lists(SIZES, min_size=8, max_size=8, unique=True))
-def test_layer_equals_its_twin(kind, examples):
-    dtype = torch.float32 if kind == "cross_entropy" else torch.float64
-    run_ranks(check_on_rank, 4, kind, examples, dtype, timeout=60)
+@given(examples=st.lists(SIZES, min_size=10, max_size=10, unique=True))
+def test_layers_equal_their_twins(examples):
+    run_ranks(check_on_rank, 4, list(CHECKS), examples, torch.float64, timeout=60)
+
+
+EXAMPLE = Sizes(batch=2, seq=3, narrow=8, wide=13, fused=3, bias=True, seed=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_layers_in_lower_precision(dtype):
-    example = Sizes(batch=2, seq=3, narrow=8, wide=13, fused=3, bias=True, seed=0)
-    run_ranks(check_every_kind, 2, [example], dtype, timeout=60)
-
-
-def check_every_kind(rank, examples, dtype):
-    for kind in CHECKS:
-        if (kind, dtype) != ("cross_entropy", torch.bfloat16):  # whose ±1e4 bf16 cannot hold
-            check_on_rank(rank, kind, examples, dtype, ((1, 1, 2),))
+    run_ranks(check_on_rank, 2, list(CHECKS), [EXAMPLE], dtype, [(1, 1, 2)], timeout=60)
 
 
 SABOTAGES = [
@@ -231,8 +225,7 @@ SABOTAGES = [
 def sabotage(rank, number):
     kind, module, name = SABOTAGES[number]
     setattr(module, name, lambda x, *args: x)
-    example = Sizes(batch=2, seq=3, narrow=8, wide=13, fused=3, bias=True, seed=0)
-    check_on_rank(rank, kind, [example], torch.float32, ((1, 1, 2),))
+    check_on_rank(rank, [kind], [EXAMPLE], torch.float32, [(1, 1, 2)])
 
 
 @pytest.mark.parametrize("number", range(len(SABOTAGES)), ids=[kind for kind, *_ in SABOTAGES])

@@ -2,6 +2,7 @@
 
 import io
 import json
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,7 @@ def step_metrics(step=1, **changes):
 
 
 def test_lines_are_json_with_the_published_keys(tmp_path):
-    with MetricsWriter(tmp_path / "run") as writer:
+    with closing(MetricsWriter(tmp_path / "run")) as writer:
         writer.write(step_metrics(1))
         # On disk at once: a killed run keeps its lines.
         assert len(writer.path.read_text().splitlines()) == 1
@@ -51,7 +52,7 @@ def test_lines_are_json_with_the_published_keys(tmp_path):
 
 def test_tensorboard_reads_back(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    with MetricsWriter(tmp_path, tensorboard=True) as writer:
+    with closing(MetricsWriter(tmp_path, tensorboard=True)) as writer:
         writer.write(step_metrics(1))
         writer.write(step_metrics(2, loss=4.0, mfu=None))
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
@@ -70,7 +71,7 @@ def test_tensorboard_that_is_not_installed(tmp_path, monkeypatch):
 def shown(terminal, **changes):
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=terminal, width=160)
-    with Progress(20, every=10, console=console) as progress:
+    with closing(Progress(20, every=10, console=console)) as progress:
         for step in range(1, 21):
             progress.show(step_metrics(step, **changes))
     return stream.getvalue()
