@@ -42,7 +42,7 @@ def train(config: RunConfig, mesh: Mesh, as_json: bool) -> int:
     layers = models.layers(config.model)
     shape = Shape(config.micro_batch_size, config.data.sequence_length)
     settings = EngineSettings.from_config(config)
-    self_test(settings, mesh)
+    self_test(settings, mesh, console.print)
     pp, microbatches = mesh.size("pp"), config.num_microbatches
     schedule = make_schedule(config.pipeline.schedule, pp, microbatches)
     stages = build_stages(
@@ -114,7 +114,8 @@ def main() -> int:
         code = codes.get(type(error), BAD_INPUT)
     except Exception as error:
         # This rank alone: its peers hear of it by losing it, and must not be waited for.
-        print(f"rank {rank}: {_lost_peer(error) or traceback.format_exc()}", file=sys.stderr)
+        # In one write: the ranks share the stream.
+        sys.stderr.write(f"rank {rank}: {_lost_peer(error) or traceback.format_exc()}\n")
         code = FAILED
     sys.stdout.flush()
     sys.stderr.flush()

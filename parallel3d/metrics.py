@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from rich import progress
 from rich.console import Console
-from rich.table import Table
 
 from parallel3d.errors import ConfigError
 
@@ -117,7 +116,7 @@ class Progress:
             self._bar = progress.Progress(
                 progress.TextColumn("step"),
                 progress.MofNCompleteColumn(),
-                progress.BarColumn(),
+                progress.BarColumn(bar_width=24),
                 progress.TextColumn("{task.fields[numbers]}"),
                 progress.TimeRemainingColumn(),
                 console=self.console,
@@ -129,7 +128,7 @@ class Progress:
         """Show a step that has ended."""
         step, last = metrics.step, self._num_steps
         if self._bar:
-            self._bar.update(self._task, completed=step, numbers=_numbers(metrics))
+            self._bar.update(self._task, completed=step, numbers=_numbers(metrics, brief=True))
         evaluated = metrics.held_out_loss is not None
         if evaluated or (not self._bar and (step % self._every == 0 or step in (1, last))):
             self._print(f"step {step:>{len(str(last))}}/{last}  {_numbers(metrics)}")
@@ -181,16 +180,11 @@ class Summary:
 
 
 def print_summary(summary: Summary, console: Console | None = None) -> None:
-    """The closing table on a terminal, aligned lines in a log."""
+    """The closing lines, aligned; paths are never cut, so that they can be copied."""
     console = console or Console(stderr=True)
     rows = summary.rows()
-    if console.is_terminal:
-        table = Table(show_header=False)
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
-        return
     width = max(len(name) for name, _ in rows)
+    console.print()
     for name, value in rows:
         console.print(f"{name:<{width}}  {value}", highlight=False, markup=False, soft_wrap=True)
 
@@ -236,14 +230,15 @@ def _timed_matmul(left: torch.Tensor, right: torch.Tensor) -> float:
     return time.perf_counter() - start
 
 
-def _numbers(metrics: StepMetrics) -> str:
-    text = (
-        f"loss {metrics.loss:.4f}  grad norm {metrics.grad_norm:.3f}  lr {metrics.lr:.2e}  "
-        f"{metrics.tokens_per_second:,.0f} tokens/s  MFU {_mfu(metrics.mfu)}"
-    )
-    if metrics.held_out_loss is not None:
-        text += f"  held-out loss {metrics.held_out_loss:.4f}"
-    return text
+def _numbers(metrics: StepMetrics, brief: bool = False) -> str:
+    """What a line says of a step; `brief` leaves room for a bar on a terminal of 80 columns."""
+    parts = [f"loss {metrics.loss:.4f}"]
+    if not brief:
+        parts += [f"grad norm {metrics.grad_norm:.3f}", f"lr {metrics.lr:.2e}"]
+    parts += [f"{metrics.tokens_per_second:,.0f} tokens/s", f"MFU {_mfu(metrics.mfu)}"]
+    if metrics.held_out_loss is not None and not brief:
+        parts.insert(1, f"held-out {metrics.held_out_loss:.4f}")
+    return "  ".join(parts)
 
 
 def _mfu(mfu: float | None) -> str:

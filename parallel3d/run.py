@@ -65,8 +65,8 @@ def open_corpus(config: RunConfig, mesh: Mesh, console: Console) -> Corpus:
     corpus = Corpus.open(directories[mesh.rank - mesh.local_rank])
     train, held_out = len(corpus.train), len(corpus.held_out)
     console.print(
-        f"corpus  {corpus.num_documents:,} documents, {train:,} tokens to train on, {held_out:,} "
-        f"held out, vocabulary {corpus.vocab_size:,}, unigram entropy {corpus.unigram_entropy:.4f}"
+        f"corpus  {corpus.num_documents:,} documents, {train:,} tokens + {held_out:,} held out, "
+        f"vocabulary {corpus.vocab_size:,}, unigram entropy {corpus.unigram_entropy:.4f}"
     )
     return corpus
 

@@ -20,6 +20,8 @@ from parallel3d.mesh import Mesh
 from parallel3d.metrics import MetricsWriter, Progress, StepMetrics, peak_memory_bytes
 from parallel3d.pipeline.executor import Executor, Microbatch
 
+_ONE_CTRL_C = 2.0  # seconds within which SIGINTs are one
+
 
 @dataclass
 class StopRequest:
@@ -29,20 +31,29 @@ class StopRequest:
 
     @contextmanager
     def listening(self) -> Iterator["StopRequest"]:
-        """Take SIGINT and SIGTERM for a request; a second SIGINT interrupts at once."""
+        """Take SIGINT and SIGTERM for a request; a second Ctrl-C interrupts at once.
+
+        A request is one until the process ends: launchers repeat it while the weights are saved.
+        """
+        since = 0.0
 
         def ask(number: int, frame: FrameType | None) -> None:
-            if self.asked and number == signal.SIGINT:
-                raise KeyboardInterrupt
-            self.asked = True
+            nonlocal since
+            now = time.monotonic()
+            # torchrun hands a Ctrl-C on to ranks that have had it from the terminal.
+            if self.asked and number == signal.SIGINT and now - since > _ONE_CTRL_C:
+                raise TrainingError("interrupted a second time; the weights are not saved")
+            if not self.asked:
+                self.asked, since = True, now
 
         signals = (signal.SIGINT, signal.SIGTERM)
         previous = [signal.signal(s, ask) for s in signals]
         try:
             yield self
         finally:
-            for s, handler in zip(signals, previous, strict=True):
-                signal.signal(s, handler)
+            if not self.asked:
+                for s, handler in zip(signals, previous, strict=True):
+                    signal.signal(s, handler)
 
 
 @dataclass

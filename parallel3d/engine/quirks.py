@@ -239,7 +239,7 @@ class DeferredReduction:
 
 
 def abandon_coalescing(engine: Any) -> None:
-    """Leave `coalesce_grad_reduction` after an error, without its collectives: peers are elsewhere."""
+    """Leave `coalesce_grad_reduction` after an error without its collectives: no peer joins."""
     engine._flush_coalesced_reduction_zero12 = lambda optimizer: None
     engine._flush_coalesced_reduction_zero3 = lambda optimizer: None
 

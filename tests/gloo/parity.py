@@ -1,5 +1,6 @@
 """Trains a small GPT on a mesh of real ranks, and the same by plain PyTorch, and compares."""
 
+import math
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -187,19 +188,23 @@ def compare(case, results):
     losses, norms, weights = expected(
         case.tied, case.steps, case.batch, tuple(sorted(case.model.items()))
     )
-    worst_loss = worst_norm = worst_weight = 0.0
+    loss, norm, weight = [0.0], [0.0], [0.0]
     for rank_losses, rank_norms, held in results:
         for got, want in zip(rank_losses, losses, strict=True):
-            worst_loss = max(worst_loss, abs(got - want) / abs(want))
+            loss.append(abs(got - want) / abs(want))
         for got, want in zip(rank_norms, norms, strict=True):
-            worst_norm = max(worst_norm, abs(got - want) / abs(want))
+            norm.append(abs(got - want) / abs(want))
         for name, cut, copy, value in held:
             whole = weights["embedding.token.weight" if copy else name]
-            part = (
-                whole if cut.dim is None else whole.narrow(cut.dim, cut.start, cut.stop - cut.start)
-            )
-            worst_weight = max(worst_weight, float((value - part).abs().max()))
-    return Errors(worst_loss, worst_norm, worst_weight)
+            if cut.dim is not None:
+                whole = whole.narrow(cut.dim, cut.start, cut.stop - cut.start)
+            weight.append(float((value - whole).abs().max()))
+    return Errors(*(_worst(errors) for errors in (loss, norm, weight)))
+
+
+def _worst(errors):
+    """The largest; a NaN is larger than anything, although max() does not say so."""
+    return max(errors) if all(map(math.isfinite, errors)) else math.inf
 
 
 def measure(case, timeout=120):

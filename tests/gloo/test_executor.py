@@ -45,7 +45,7 @@ class Saved:
 
 
 def watched_step(rank, case):
-    """Spans, transfers and the microbatches for which activations were alive after each action."""
+    """What a step did, and for which microbatches activations were alive after each action."""
     trainer = Trainer(case)
     executor, mesh = trainer.executor, trainer.mesh
     transfers, alive, saved = [], [], weakref.WeakSet()
@@ -67,7 +67,8 @@ def watched_step(rank, case):
                 lambda t: keep(Saved(t, microbatch)), lambda s: s.tensor
             ):
                 method(stage, microbatch)
-            alive.append({s.microbatch for s in saved})
+            outputs = {m for _, m in executor._outputs}
+            alive.append(({s.microbatch for s in saved}, outputs))
 
         return run
 
@@ -78,7 +79,8 @@ def watched_step(rank, case):
     executor._run = {op: watching(method) for op, method in executor._run.items()}
     tokens, labels = next(batches_of(case, trainer.config))
     executor.run(trainer.microbatches(tokens, labels))
-    return executor.spans, transfers, alive, mesh.coord("pp"), mesh.coord("tp")
+    left = [executor._inputs, executor._outputs, executor._gradients, executor._arriving]
+    return executor.spans, transfers, alive, sum(map(len, left)), mesh.coord("pp"), mesh.coord("tp")
 
 
 WATCHED = [
@@ -93,7 +95,7 @@ def test_what_ran_is_the_program(case):
     ranks = run_ranks(watched_step, case.world_size, case)
     shape = (case.batch // case.microbatches, 16, 32)
     channels = {"isend": {}, "irecv": {}}
-    for spans, transfers, alive, coord, tp in ranks:
+    for spans, transfers, alive, left, coord, tp in ranks:
         program = schedule.programs[coord]
         assert tuple(span.action for span in spans) == program
         assert spans[0].start == 0
@@ -118,8 +120,9 @@ def test_what_ran_is_the_program(case):
                 between = between | {action.microbatch}
             elif action.op is Op.B:
                 between = between - {action.microbatch}
-            assert held == between, action
-        assert max(map(len, alive)) == peak_in_flight(schedule)[coord]
+            assert held == (between, between), action
+        assert max(len(saved) for saved, _ in alive) == peak_in_flight(schedule)[coord]
+        assert left == 0
     # What leaves one end of a channel arrives at the other, in the same order, each once.
     assert channels["isend"] == channels["irecv"]
     assert all(len(set(tags)) == len(tags) for tags in channels["isend"].values())

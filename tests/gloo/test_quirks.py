@@ -18,7 +18,6 @@ from tests.ranks import RankFailed, RanksHung, run_ranks
 
 SMALL = {"steps": 2, "batch": 8}
 PER_MICROBATCH = Case(mesh=(2, 1, 1), reduction="per_microbatch", tied=False, **SMALL)
-ZERO1 = Case(mesh=(2, 1, 1), zero_stage=1, tied=False, **SMALL)
 TIED = Case(mesh=(2, 1, 1), tied=True, **SMALL)
 UNTIED = Case(mesh=(2, 1, 1), tied=False, **SMALL)
 # An embedding alone on its stage has nothing but weight decay.
@@ -94,7 +93,21 @@ def train_without(rank, case, take_away):
     return train_on_rank(rank, case)
 
 
-@pytest.mark.parametrize("case", [PER_MICROBATCH, ZERO1, TIED, UNTIED, ALONE], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        PER_MICROBATCH,
+        replace(PER_MICROBATCH, mesh=(1, 1, 1)),
+        replace(PER_MICROBATCH, zero_stage=1),
+        UNTIED,
+        replace(UNTIED, mesh=(2, 2, 1)),
+        TIED,
+        replace(TIED, reduction="per_microbatch"),
+        replace(TIED, zero_stage=1),
+        ALONE,
+    ],
+    ids=str,
+)
 def test_with_the_remedies(case):
     errors = compare(case, run_ranks(train_on_rank, case.world_size, case))
     assert errors.within(1e-5), errors
@@ -195,7 +208,7 @@ def test_a_stopped_peer_is_noticed_by_short_timeouts_only():
 def gradient(rank, microbatches, precision, in_fp32):
     if not in_fp32:
         quirks.accumulate_in_fp32 = lambda held: None
-    case = Case(zero_stage=1, precision=precision, microbatches=microbatches, steps=1, batch=64)
+    case = Case(precision=precision, microbatches=microbatches, steps=1, batch=64)
     trainer = Trainer(case)
     flat = []
     step = trainer.engine.step

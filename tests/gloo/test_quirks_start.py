@@ -19,6 +19,7 @@ from tests.ranks import run_ranks
 def default_decays(rank):
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
+    quirks.read_cpu_quickly()
     weight = torch.nn.Parameter(torch.ones(1))
     return [
         make([weight]).defaults["weight_decay"] for make in (torch.optim.AdamW, DeepSpeedCPUAdam)

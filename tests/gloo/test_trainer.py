@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file
 
 from launch.train import DONE, STOPPED, train
-from models.gpt.spec import Config
 from parallel3d import run as surroundings
 from parallel3d import trainer as trainer_module
 from parallel3d.config import RunConfig
@@ -26,10 +25,7 @@ from parallel3d.pipeline.executor import Executor
 from tests import reference
 from tests.ranks import run_ranks
 
-KEYS = [
-    *("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "tflops_per_device"),
-    *("mfu", "peak_memory_bytes", "step_seconds"),
-]
+KEYS = ["step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "tflops_per_device", "mfu", "peak_memory_bytes", "step_seconds"]
 HIDDEN, LAYERS, LENGTH, VOCAB, STEPS, PEAK = 32, 3, 16, 280, 5, 2e12
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "that", "dog", "run", "far"]
 
@@ -42,14 +38,9 @@ def raw(tmp_path_factory):
     for i in range(40):
         lines = [" ".join(rng.choice(WORDS, 12)) for _ in range(12)]
         (root / f"{i}.txt").write_text("\n".join(lines))
+    sizes = {"hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "num_attention_heads": 4}
     block = {
-        "model": {
-            "family": "gpt",
-            "hidden_size": HIDDEN,
-            "num_hidden_layers": LAYERS,
-            "num_attention_heads": 4,
-            "max_position_embeddings": LENGTH,
-        },
+        "model": {"family": "gpt", "max_position_embeddings": LENGTH, **sizes},
         "data": {
             "source": "text",
             "paths": [f"{root}/*.txt"],
@@ -144,19 +135,12 @@ def held_out_by_hand(directory, corpus, samples):
     weights = {}
     for path in (directory / "weights").glob("*.safetensors"):
         weights |= load_file(path)
-    model = json.loads((directory / "config.json").read_text())["parallel3d"]["model"]
+    config = RunConfig.from_json(str(directory / "config.json"))
     text = np.asarray(corpus.held_out.tokens, dtype=np.int64)
     windows = np.stack([text[i * LENGTH : i * LENGTH + LENGTH + 1] for i in range(samples)])
     tokens = torch.from_numpy(windows)
     with torch.no_grad():
-        return float(
-            reference.forward(
-                weights,
-                Config.model_validate(model | {"vocab_size": corpus.vocab_size}),
-                tokens[:, :-1],
-                tokens[:, 1:],
-            )
-        )
+        return float(reference.forward(weights, config.model, tokens[:, :-1], tokens[:, 1:]))
 
 
 def test_one_process_and_eight_tell_the_same_story(raw):
@@ -267,12 +251,13 @@ def test_what_is_not_finite_on_one_rank_stops_all(raw, disturb, details, expecte
 
 
 def stop_in_step_two(rank, culprit, number):
-    """One rank alone gets a signal while it is at its second step."""
+    """One rank alone gets a signal, twice, while it is at its second step."""
     run = Executor.run
 
     def signalled(self, batch, step=0):
         if rank == culprit and step == 1:
             os.kill(os.getpid(), number)
+            os.kill(os.getpid(), number)  # torchrun repeats a Ctrl-C at once
         return run(self, batch, step)
 
     Executor.run = signalled

@@ -1,0 +1,136 @@
+"""Starts launch/train.py as a user does, on a small corpus of its own, and sees what is left."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from tests.ranks import _free_port
+
+TRAIN = str(Path(__file__).parents[2] / "launch/train.py")
+WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "that", "dog", "run", "far"]
+PYTHON = [sys.executable]
+
+
+def deepspeed(ranks=None):
+    """`deepspeed`, which starts one process on a machine without accelerators, or so many."""
+    return ["deepspeed", f"--master_port={_free_port()}", *([f"--num_gpus={ranks}"] * bool(ranks))]
+
+
+def torchrun(ranks):
+    return ["torchrun", f"--master_port={_free_port()}", f"--nproc_per_node={ranks}"]
+
+
+@dataclass
+class Place:
+    """A working directory with a corpus; the cache is shared by all that is started there."""
+
+    root: Path
+
+    def __post_init__(self):
+        texts = self.root / "texts"
+        texts.mkdir()
+        words = random.Random(0)
+        for i in range(40):
+            lines = [" ".join(words.choices(WORDS, k=12)) for _ in range(60)]
+            (texts / f"{i}.txt").write_text("\n".join(lines))
+
+    @property
+    def cache(self):
+        return self.root / "cache"
+
+    def command(self, launcher, *arguments, steps=3, warmup=1):
+        """The default config, whose name is looked up in configs/, on the small corpus."""
+        settings = {
+            "parallel3d.data.source": "text",
+            "parallel3d.data.paths": json.dumps([f"{self.root}/texts/*.txt"]),
+            "parallel3d.data.vocab_size": 270,
+            "parallel3d.data.cache": self.cache,
+            "parallel3d.train.steps": steps,
+            "parallel3d.train.lr_schedule.warmup_steps": warmup,
+            "parallel3d.train.evaluate_every": 0,
+        }
+        pairs = [str(x) for key, value in settings.items() for x in (f"--{key}", value)]
+        return [*launcher, TRAIN, "--config", "ds.json", *pairs, *map(str, arguments)]
+
+    def run(self, launcher, *arguments, timeout=200, **settings):
+        """Start it and wait for its end."""
+        command = self.command(launcher, *arguments, **settings)
+        return subprocess.run(
+            command, cwd=self.root, env=environment(), capture_output=True, text=True,
+            timeout=timeout,
+        )  # fmt: skip
+
+    @contextmanager
+    def started(self, launcher, *arguments, **settings):
+        """Start it in a session of its own; whatever of that session is left is killed."""
+        command = self.command(launcher, *arguments, steps=400, **settings)
+        log = self.root / "log.txt"
+        with log.open("w") as file:
+            process = subprocess.Popen(
+                command, cwd=self.root, env=environment(), stdout=file, stderr=file,
+                start_new_session=True,
+            )  # fmt: skip
+        try:
+            yield process, log
+        finally:
+            for left in session(process.pid):
+                left.kill()
+            process.wait()
+
+    def lines(self, name):
+        """metrics.jsonl of a run, each line whole."""
+        path = self.root / "runs" / name / "metrics.jsonl"
+        text = path.read_text() if path.exists() else ""
+        assert text == "" or text.endswith("\n")
+        return [json.loads(line) for line in text.splitlines()]
+
+    def wait_for_lines(self, name, count, process, seconds=120):
+        """Until a run has taken so many steps."""
+        deadline = time.monotonic() + seconds
+        while len(self.lines(name)) < count:
+            assert process.poll() is None, "it ended before it trained"
+            assert time.monotonic() < deadline, "it does not train"
+            time.sleep(0.1)
+
+
+def environment():
+    """The user's, without what a launcher may have left, and with our python's commands first."""
+    launchers = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR"}
+    env = {key: value for key, value in os.environ.items() if key not in launchers}
+    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
+    return env | {"HF_HUB_OFFLINE": "1"}
+
+
+def session(leader):
+    """The living processes of the session that `leader` opened."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            continue
+    return found
+
+
+def wait_until_gone(leader, seconds):
+    """Until nothing of a session is alive; gives how long it took."""
+    start = time.monotonic()
+    while left := session(leader):
+        assert time.monotonic() - start < seconds, [p.cmdline() for p in left]
+        time.sleep(0.1)
+    return time.monotonic() - start
+
+
+def interrupt(process):
+    """Ctrl-C: the terminal sends SIGINT to every process of the foreground group."""
+    os.killpg(process.pid, signal.SIGINT)

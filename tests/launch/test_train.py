@@ -1,0 +1,195 @@
+"""launch/train.py through the real launchers: what users type, and what scripts rely on.
+
+Each launch costs seconds to half a minute of imports, so there are few, and each shows much.
+"""
+
+import fcntl
+import json
+import os
+import pty
+import re
+import struct
+import subprocess
+import termios
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.launch.launching import (
+    PYTHON,
+    Place,
+    deepspeed,
+    environment,
+    interrupt,
+    torchrun,
+    wait_until_gone,
+)
+
+DONE, FAILED, BAD_INPUT, STOPPED = 0, 1, 2, 3
+OUR_TRACEBACK = re.compile(r'File ".*/(launch/train|parallel3d/.*)\.py", line')
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return Place(tmp_path_factory.mktemp("launch"))
+
+
+@pytest.fixture(scope="module")
+def alone(place):
+    """A run of plain python, one process, with the global batch of the 2x2x2 mesh."""
+    return place.run(
+        PYTHON, "--json", "--train_micro_batch_size_per_gpu", 8, "--parallel3d.run.name", "alone"
+    )
+
+
+def test_plain_python_gives_one_json_object(place, alone):
+    assert alone.returncode == DONE, alone.stderr
+    result = json.loads(alone.stdout)  # and nothing else on standard output
+    assert result["steps"] == 3 and result["stopped"] is False
+    lines = place.lines("alone")
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert result["loss"] == lines[-1]["loss"]
+    assert result["held_out_loss"] == lines[-1]["held_out_loss"]
+    assert len(result["peak_memory_bytes"]) == 1
+    for name, path in result["files"].items():
+        assert (place.root / path).exists(), name
+    # Everything else is on standard error: ours alone, and no library's warnings.
+    for text in ("mesh pp 1", "corpus  40 documents", "step 3/3", "held-out loss", "tokens/s"):
+        assert text in alone.stderr
+    assert not re.search("warn|deprecat", alone.stderr, re.IGNORECASE), alone.stderr
+    config = json.loads((place.root / "runs/alone/config.json").read_text())
+    assert config["parallel3d"]["mesh"] == {"pp": 1, "dp": 1, "tp": 1}
+    assert config["train_batch_size"] == 32
+
+
+def test_a_name_that_exists_is_refused(place, alone):
+    before = (place.root / "runs/alone/metrics.jsonl").read_bytes()
+    again = place.run(PYTHON, "--json", "--parallel3d.run.name", "alone")
+    assert again.returncode == BAD_INPUT
+    assert again.stdout == ""
+    assert again.stderr.count('run.name = "alone"') == 1 and "Traceback" not in again.stderr
+    assert (place.root / "runs/alone/metrics.jsonl").read_bytes() == before
+
+
+def test_the_readme_command_trains_the_mesh(place, alone):
+    """The main command of the README, at a few steps: the losses of one process."""
+    mesh = ("--parallel3d.mesh.pp", 2, "--parallel3d.mesh.tp", 2)
+    done = place.run(deepspeed(8), *mesh)
+    assert done.returncode == DONE, done.stderr[-4000:]
+    run = place.root / "runs/gpt-h128-l4-2x2x2"
+    assert {path.name for path in run.iterdir()} == {"config.json", "metrics.jsonl", "weights"}
+    assert len(list((run / "weights").glob("model-0000?-of-00002.safetensors"))) == 2
+    for one, other in zip(place.lines("alone"), place.lines(run.name), strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-4)
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-3)
+    assert other["held_out_loss"] == pytest.approx(one["held_out_loss"], rel=1e-4)
+    # What every rank knows is said once.
+    for text in ("[0 1] → [4 5]", "corpus  40 documents", "step 3/3", "training loss"):
+        assert done.stderr.count(text) == 1, text
+    assert "warn" not in done.stderr.lower()
+
+
+def test_deepspeed_alone_trains_one_process(place):
+    name = ("--parallel3d.run.name", "deepspeed-alone")
+    done = place.run(deepspeed(), *name, "--parallel3d.run.save_weights", "false", steps=1)
+    assert done.returncode == DONE, done.stderr[-4000:]
+    assert len(place.lines("deepspeed-alone")) == 1
+    assert "mesh pp 1 × dp 1 × tp 1 = 1 rank" in done.stderr
+
+
+def test_a_bad_config_is_refused_once(tmp_path):
+    place = Place(tmp_path)
+    wrong = ("--parallel3d.mesh.tp", 3, "--gradient_cliping", 1.0)
+    done = place.run(deepspeed(2), *wrong)
+    assert done.returncode == BAD_INPUT, done.stderr[-4000:]
+    said = done.stdout + done.stderr
+    assert said.count("2 problems in") == 1
+    assert said.count("gradient_clipping") == 1 and said.count("num_attention_heads=4") == 1
+    assert "Traceback" not in said
+    assert {path.name for path in tmp_path.iterdir()} == {"texts"}
+
+
+def test_a_bad_corpus_is_refused_once_and_leaves_nothing(tmp_path):
+    place = Place(tmp_path)
+    (tmp_path / "texts/7.txt").write_bytes(b"good until \xff")
+    done = place.run(deepspeed(2))
+    assert done.returncode == BAD_INPUT, done.stderr[-4000:]
+    said = done.stdout + done.stderr
+    assert said.count("7.txt is not UTF-8: byte 0xff at offset 11") == 1
+    assert "Traceback" not in said
+    assert [path for path in tmp_path.rglob("*") if path.parent.name != "texts"] == [
+        tmp_path / "texts"
+    ]
+
+
+def test_ctrl_c_ends_a_mesh_clean(place):
+    with place.started(deepspeed(2), "--parallel3d.run.name", "stopped") as (process, log):
+        place.wait_for_lines("stopped", 2, process)
+        interrupt(process)
+        wait_until_gone(process.pid, seconds=30)
+        said = log.read_text()
+        lines = place.lines("stopped")
+        assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+        assert f"stopped on request after step {len(lines)}" in said
+        assert "held_out_loss" in lines[-1]
+        assert (place.root / "runs/stopped/weights/model.safetensors.index.json").exists()
+        # The launcher's own traceback is not ours to prevent.
+        assert not OUR_TRACEBACK.search(said), said
+
+
+def test_a_rank_that_is_killed_ends_all(place):
+    mesh = ("--parallel3d.mesh.pp", 2, "--parallel3d.mesh.tp", 2)
+    with place.started(torchrun(4), *mesh, "--parallel3d.run.name", "killed") as (process, log):
+        place.wait_for_lines("killed", 2, process)
+        ranks = {int(p.environ()["RANK"]): p for p in psutil.Process(process.pid).children()}
+        ranks[3].kill()
+        wait_until_gone(process.pid, seconds=20)
+        assert process.wait() != 0
+        said = log.read_text()
+        for rank in range(3):
+            lines = re.findall(rf"^rank {rank}: .*$", said, re.MULTILINE)
+            assert len(lines) == 1 and "another rank died or is silent" in lines[0], lines
+        assert not OUR_TRACEBACK.search(said), said
+
+
+def test_a_terminal_shows_a_bar_and_takes_ctrl_c(place):
+    """On a terminal of 100 columns, with a key press for Ctrl-C."""
+    keyboard, screen = pty.openpty()
+    fcntl.ioctl(screen, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
+
+    def take_terminal():
+        os.setsid()
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    command = place.command(PYTHON, "--parallel3d.run.name", "terminal", steps=400)
+    process = subprocess.Popen(
+        command, cwd=place.root, env=environment() | {"TERM": "xterm"},
+        stdin=screen, stdout=screen, stderr=screen, preexec_fn=take_terminal,
+    )  # fmt: skip
+    os.close(screen)
+    seen = read_until(keyboard, r" 2/400.* loss \d")
+    os.write(keyboard, b"\x03")
+    seen += read_until(keyboard, None)
+    assert process.wait(30) == STOPPED, seen
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen)
+    assert re.search(r"step +2/400 ━+ loss \d\.\d{4}  [\d,]+ tokens/s  MFU", text)
+    assert "\x1b[?25h" in seen.rpartition("\x1b[?25l")[2]  # the cursor is back
+    assert "stopped on request after step" in text and "training loss" in text
+    assert "Traceback" not in text
+    # Nothing is wider than the screen, except that a path is never cut.
+    assert str(next(Path(place.cache, "corpora").iterdir()) / "tokenizer") in text
+    wide = [line for line in re.split(r"[\r\n]+", text) if len(line) > 100]
+    assert all(line.startswith("tokenizer ") for line in wide), wide
+
+
+def read_until(terminal, pattern):
+    """What the terminal shows, until the pattern is in it, or (None) until it is closed."""
+    seen = ""
+    while pattern is None or not re.search(pattern, re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen)):
+        try:
+            seen += os.read(terminal, 2**16).decode(errors="replace")
+        except OSError:  # the other side is closed
+            assert pattern is None, seen
+            break
+    return seen
