@@ -91,7 +91,7 @@ def _rank(pipe, function, rank, world_size, port, timeout, expect_hang, args):
     gc.freeze()  # DeepSpeed collects garbage as it builds an engine; what is loaded is none
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "DS_ACCELERATOR": "cpu",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
     }  # fmt: skip
     log = open(os.devnull, "w") if expect_hang else sys.__stderr__  # noqa: SIM115
     faulthandler.dump_traceback_later(timeout, exit=True, file=log)

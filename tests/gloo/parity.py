@@ -143,7 +143,8 @@ class Trainer:
         share = tokens.shape[0] // self.mesh.size("dp")
         start = share * self.mesh.coord("dp")
         tokens, labels = (t[start : start + share].split(self.micro) for t in (tokens, labels))
-        return list(zip(tokens, labels, strict=True))
+        device = self.mesh.device
+        return [(x.to(device), y.to(device)) for x, y in zip(tokens, labels, strict=True)]
 
     def run(self, lr=OPTIMIZER["lr"]):
         """Losses and gradient norms of every step."""
@@ -159,7 +160,9 @@ class Trainer:
 
     def weights(self):
         """This rank's part of every weight: name, cut, value."""
-        return [(h.name, h.cut, h.copy, self.engine.full_parameter(h)) for h in self.engine.held]
+        return [
+            (h.name, h.cut, h.copy, self.engine.full_parameter(h).cpu()) for h in self.engine.held
+        ]
 
 
 def train_on_rank(rank, case):

@@ -8,6 +8,7 @@ from safetensors import safe_open
 
 from parallel3d.checkpoint.weights import save_weights
 from tests.gloo.parity import Case, Trainer, config_of, expected, whole_weights
+from tests.gloo.vanish import vanish
 from tests.ranks import run_ranks
 
 
@@ -103,6 +104,7 @@ def save_with_a_full_disk(rank, directory):
     try:
         save_weights(trainer.engine, trainer.mesh, directory)
     except Exception as error:
+        vanish()
         return str(error)
     return None
 
