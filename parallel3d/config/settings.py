@@ -93,7 +93,7 @@ class DataConfig(Section):
     source: Literal["python-stdlib", "text"] = "python-stdlib"
     """"python-stdlib" is the running interpreter's standard library; "text" reads `paths`."""
     paths: Strings = ()
-    """Text files, folders and globs, for source "text"."""
+    """Text files and globs ("folder/**/*.txt"), for source "text"; each file is a document."""
     tokenizer: str = Field(default="train", min_length=1)
     """"train" trains a byte-level BPE on the corpus; else a folder or name for AutoTokenizer."""
     vocab_size: int = Field(default=4096, ge=257)
@@ -103,7 +103,7 @@ class DataConfig(Section):
     held_out_fraction: float = Field(default=0.01, gt=0, lt=0.5)
     """Share of the documents that is kept for evaluation."""
     cache: str = Field(default="auto", min_length=1)
-    """Folder of tokenised corpora; "auto" is ~/.cache/parallel3d."""
+    """Folder of tokenised corpora; "auto" is parallel3d in $XDG_CACHE_HOME, or in ~/.cache."""
 
     @model_validator(mode="after")
     def _check(self) -> "DataConfig":

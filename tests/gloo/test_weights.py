@@ -7,8 +7,8 @@ import torch
 from safetensors import safe_open
 
 from parallel3d.checkpoint.weights import save_weights
+from tests.gloo.mortal import mortal
 from tests.gloo.parity import Case, Trainer, config_of, expected, whole_weights
-from tests.gloo.vanish import vanish
 from tests.ranks import run_ranks
 
 
@@ -104,13 +104,12 @@ def save_with_a_full_disk(rank, directory):
     try:
         save_weights(trainer.engine, trainer.mesh, directory)
     except Exception as error:
-        vanish()
         return str(error)
     return None
 
 
 def test_a_failed_write_leaves_no_index_and_fails_everywhere(tmp_path):
-    errors = run_ranks(save_with_a_full_disk, 2, tmp_path, timeout=60)
+    errors = run_ranks(mortal, 2, save_with_a_full_disk, tmp_path)
     assert "No space left on device" in errors[1]
     assert errors[0] is not None
     assert not (tmp_path / "model.safetensors.index.json").exists()
