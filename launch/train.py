@@ -14,9 +14,10 @@ from rich.console import Console
 import models
 from parallel3d.config import RunConfig, help_text
 from parallel3d.errors import Parallel3DError, TrainingError
-from parallel3d.mesh import Launch, Mesh
+from parallel3d.mesh import Launch, Mesh, rank_0_first
 
 DONE, FAILED, BAD_INPUT, STOPPED = 0, 1, 2, 3  # exit codes; scripts rely on them
+SAVING_TIMEOUT = 1800.0  # seconds that a rank waits for another's disk
 
 
 def train(config: RunConfig, mesh: Mesh, as_json: bool) -> int:
@@ -76,6 +77,7 @@ def train(config: RunConfig, mesh: Mesh, as_json: bool) -> int:
             output.progress,
         ).run()
     if config.run.save_weights:
+        mesh.set_timeouts(SAVING_TIMEOUT)
         save_weights(engine, mesh, output.directory / "weights")
     engine.close()
     summary = run.summarise(config, result, corpus, peak_name, output.directory)
@@ -97,25 +99,27 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # deepspeed's launcher appends it
     args, overrides = parser.parse_known_args()
-    rank = 0
+    launch = Launch(0, 1, 0)
     try:
         launch = Launch.from_environment()
-        rank = launch.rank
         config = RunConfig.from_json(args.config, overrides).resolve(launch.world_size)
         sizes = config.mesh
         mesh = Mesh(sizes.pp, int(sizes.dp), sizes.tp, launch)
         code = train(config, mesh, args.json)
         mesh.close()
         return code
-    except (Parallel3DError, TrainingError, KeyboardInterrupt) as error:
-        codes = {KeyboardInterrupt: STOPPED, TrainingError: FAILED}
-        if rank == 0:
-            print(str(error) or "interrupted; nothing was trained", file=sys.stderr)
-        code = codes.get(type(error), BAD_INPUT)
+    except (Parallel3DError, TrainingError) as error:
+        message = str(error)
+        rank_0_first(launch, lambda: print(message, file=sys.stderr, flush=True))
+        code = FAILED if isinstance(error, TrainingError) else BAD_INPUT
+    except KeyboardInterrupt:
+        if launch.rank == 0:
+            print("interrupted; nothing was trained", file=sys.stderr)
+        code = STOPPED
     except Exception as error:
         # This rank alone: its peers hear of it by losing it, and must not be waited for.
         # In one write: the ranks share the stream.
-        sys.stderr.write(f"rank {rank}: {_lost_peer(error) or traceback.format_exc()}\n")
+        sys.stderr.write(f"rank {launch.rank}: {_lost_peer(error) or traceback.format_exc()}\n")
         code = FAILED
     sys.stdout.flush()
     sys.stderr.flush()

@@ -7,8 +7,8 @@
 
 import os
 import socket
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -181,7 +181,7 @@ class Mesh:
                     mine = group
         return mine
 
-    def shorten_timeouts(self, seconds: float) -> None:
+    def set_timeouts(self, seconds: float) -> None:
         """Let all communication fail after `seconds`: once training runs, silence means death.
 
         gloo notices a killed process at once, but a stopped one only by this timeout.
@@ -253,6 +253,27 @@ class Mesh:
         """Leave the process group; without it torch ends the process with an abort."""
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def rank_0_first(launch: Launch, speak: Callable[[], None]) -> None:
+    """Run `speak` on rank 0, and keep the others until it is done, or 30 s are over.
+
+    For last words that all ranks share: a launcher that sees one rank end ends the others at once.
+    """
+    if launch.rank == 0:
+        speak()
+    if launch.world_size == 1:
+        return
+    patience = timedelta(seconds=30)
+    with suppress(Exception):  # nobody can be told any more
+        if not dist.is_initialized():
+            size = launch.world_size
+            dist.init_process_group("gloo", rank=launch.rank, world_size=size, timeout=patience)
+        store = dist.distributed_c10d._get_default_store()
+        if launch.rank == 0:
+            store.set("rank 0 has spoken", "yes")
+        else:
+            store.wait(["rank 0 has spoken"], patience)
 
 
 def _join(launch: Launch, device: torch.device) -> None:

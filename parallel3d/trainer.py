@@ -112,7 +112,7 @@ class Trainer:
                 taken = time.perf_counter() - start
                 seconds += taken if step else 0.0
                 if step == 0:
-                    self.mesh.shorten_timeouts(train.timeout_seconds)
+                    self.mesh.set_timeouts(train.timeout_seconds)
                 result.steps = step + 1
                 result.loss = self._mean_loss([row[0] for row in rows])
                 result.peak_memory_bytes = [int(row[1]) for row in rows]

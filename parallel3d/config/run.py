@@ -138,6 +138,9 @@ class RunConfig(Section):
     def with_vocab_size(self, size: int) -> "RunConfig":
         """The config for a tokenizer of `size` tokens; the model's vocabulary may be larger."""
         config = self if self.model.vocab_size != "auto" else self._with("model", vocab_size=size)
+        if self.data.tokenizer == "train":
+            # A small corpus gives fewer tokens than were asked for.
+            config = config._with("data", vocab_size=size)
         if problems := checks.find_problems(config.settings | {"tokenizer_size": size}):
             raise Problems(problems)
         return config

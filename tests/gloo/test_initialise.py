@@ -218,7 +218,7 @@ def test_a_stage_never_exists_whole_while_it_is_built():
     for peak, largest, _ in run_ranks(build_on_rank, 2, True, timeout=60):
         print(f"built {sum(sizes):,} bytes over 2 ranks: peak {peak:,}, largest {largest:,}")
         assert largest <= max(sizes)
-        # This rank's half, and one parameter that is being cut.
-        assert peak <= sum(sizes) / 2 + 2 * max(sizes) < 0.8 * sum(sizes)
+        # This rank's half, and what is being cut, until the garbage is collected.
+        assert peak <= sum(sizes) / 2 + 3 * max(sizes) < 0.8 * sum(sizes)
     for peak, _, _ in run_ranks(build_on_rank, 2, False, timeout=60):
         assert peak >= sum(sizes)  # without zero.Init it does

@@ -189,7 +189,7 @@ def stopped_peer(rank, seconds):
 
     mesh = Mesh(2, 1, 1)
     if seconds is not None:
-        mesh.shorten_timeouts(seconds)
+        mesh.set_timeouts(seconds)
     mesh.barrier()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)

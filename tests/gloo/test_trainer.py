@@ -86,7 +86,7 @@ def run_on_rank(rank, raw, disturb=None, *details):
 
     Gives the exit code or the error, and what was seen.
     """
-    seen = {"run": [], "_step": [], "shorten_timeouts": []}
+    seen = {"run": [], "_step": [], "set_timeouts": []}
 
     def look_at(owner, name):
         call = getattr(owner, name)
@@ -100,7 +100,7 @@ def run_on_rank(rank, raw, disturb=None, *details):
 
     look_at(trainer_module.Trainer, "run")
     look_at(trainer_module.Trainer, "_step")
-    look_at(Mesh, "shorten_timeouts")
+    look_at(Mesh, "set_timeouts")
     surroundings.peak = lambda config, mesh: ("a peak of mine", PEAK)
     if disturb:
         disturb(rank, *details)
@@ -116,7 +116,7 @@ def run_on_rank(rank, raw, disturb=None, *details):
         ended = error if isinstance(error, TrainingError) else str(error)
     took = time.monotonic() - start
     result = seen["run"][0][2] if seen["run"] else None
-    timeouts = [(steps, seconds) for steps, (seconds,), _ in seen["shorten_timeouts"]]
+    timeouts = [(steps, seconds) for steps, (seconds,), _ in seen["set_timeouts"]]
     return ended, Seen(result, Path(config.run.directory, config.run.name), timeouts, took)
 
 
@@ -183,7 +183,7 @@ def test_one_process_and_eight_tell_the_same_story(raw):
         by_hand = held_out_by_hand(seen.directory, corpus, samples=32)
         assert lines[-1]["held_out_loss"] == pytest.approx(by_hand, rel=1e-5)
         # Once the first step is done, with the setting's value, on every rank.
-        assert all(seen.timeouts == [(1, 60)] for _, seen in ranks)
+        assert all(seen.timeouts[0] == (1, 60) for _, seen in ranks)
     for one, other in zip(*curves, strict=True):
         for key in ("loss", "grad_norm", "held_out_loss"):
             if key in one:

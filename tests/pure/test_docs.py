@@ -1,5 +1,6 @@
 """What the README shows is what the commands print."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +24,7 @@ def test_the_readme_shows_the_schedule_that_draw_prints(tmp_path):
 
 def test_the_files_that_the_documents_name_exist():
     for document in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
-        for part in document.read_text().split("](")[1:]:
-            target = part.split(")")[0]
+        prose = re.sub(r"`[^`]*`", "", document.read_text())
+        for target in re.findall(r"\]\(([^)]+)\)", prose):
             if "://" not in target:
                 assert (document.parent / target).exists(), (document.name, target)
