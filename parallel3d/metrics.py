@@ -234,7 +234,7 @@ def _numbers(metrics: StepMetrics, brief: bool = False) -> str:
     """What a line says of a step; `brief` leaves room for a bar on a terminal of 80 columns."""
     parts = [f"loss {metrics.loss:.4f}"]
     if not brief:
-        parts += [f"grad norm {metrics.grad_norm:.3f}", f"lr {metrics.lr:.2e}"]
+        parts += [f"norm {metrics.grad_norm:.3f}", f"lr {metrics.lr:.1e}"]
     parts += [f"{metrics.tokens_per_second:,.0f} tokens/s", f"MFU {_mfu(metrics.mfu)}"]
     if metrics.held_out_loss is not None and not brief:
         parts.insert(1, f"held-out {metrics.held_out_loss:.4f}")

@@ -80,7 +80,7 @@ def shown(terminal, **changes):
 def test_log_has_aligned_lines():
     lines = shown(terminal=False).splitlines()
     assert [line[:10] for line in lines] == ["step  1/20", "step 10/20", "step 20/20"]
-    assert "loss 5.0000  grad norm 1.250  lr 1.00e-03  12,346 tokens/s  MFU 25.0 %" in lines[0]
+    assert "loss 5.0000  norm 1.250  lr 1.0e-03  12,346 tokens/s  MFU 25.0 %" in lines[0]
 
 
 def test_terminal_has_a_bar():
