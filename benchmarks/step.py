@@ -40,6 +40,8 @@ def plain(config: Config, batch: list[tuple[torch.Tensor, torch.Tensor]]) -> Ste
             resid_pdrop=0.0,
             embd_pdrop=0.0,
             attn_pdrop=0.0,
+            bos_token_id=None,
+            eos_token_id=None,
         )
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

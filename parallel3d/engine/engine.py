@@ -162,14 +162,16 @@ class Engine:
 
     def forward(self, stage: int, *inputs: Tensor) -> Tensor:
         """Run a stage for training."""
-        self._module.train()
+        if not self._module.training:
+            self._module.train()
         output: Tensor = self._deepspeed(stage, *inputs)
         self._counters.save(self._module, stage)
         return output
 
     def evaluate(self, stage: int, *inputs: Tensor) -> Tensor:
         """Run a stage without dropout and without gradients."""
-        self._module.eval()
+        if self._module.training:
+            self._module.eval()
         with torch.no_grad():
             output: Tensor = self._deepspeed(stage, *inputs)
         return output
