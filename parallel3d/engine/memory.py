@@ -87,6 +87,7 @@ def watching(engine: Any, parameters: Iterable[nn.Parameter]) -> Iterator[Peaks]
     coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
 
     def sample() -> None:
+        """Take what is gathered, alive and held now into the peaks."""
         gathered = [p for p in parameters if p.ds_status is not ZeroParamStatus.NOT_AVAILABLE]  # type: ignore[attr-defined]
         shards = {p.ds_tensor.untyped_storage().data_ptr() for p in parameters}  # type: ignore[attr-defined]
         for key in [k for k, (reference, _) in alive.items() if reference.expired()]:

@@ -14,7 +14,13 @@ from torch import Tensor
 from parallel3d.model import ParamSpec
 from parallel3d.tensor.cut import Cut
 
-_TILE = 256  # elements along each of a tile's two dims
+
+def _tile(extent: int) -> int:
+    """Elements of a tile along a dim of the whole parameter.
+
+    At most 256, and a sixteenth of the dim: a shard of a small parameter is many tiles, too.
+    """
+    return min(256, -(-extent // 16))
 
 
 def fill(out: Tensor, start: int, spec: ParamSpec, name: str, cut: Cut, seed: int) -> None:
@@ -40,8 +46,7 @@ def fill(out: Tensor, start: int, spec: ParamSpec, name: str, cut: Cut, seed: in
         last = -(-min(slab_numel, stop - slab * slab_numel) // width)
         row = r0 + first
         while row < r0 + last:
-            band = min(rows, (row // _TILE + 1) * _TILE)
-            end = min(band, r0 + last)
+            end = min(r0 + last, (row // _tile(rows) + 1) * _tile(rows))
             values = _band(name, seed, slab, row, end, c0, c1, rows, columns, spec.init.std)
             offset = slab * slab_numel + (row - r0) * width - start
             lo, hi = max(0, offset), min(stop - start, offset + values.numel())
@@ -62,15 +67,16 @@ def _band(
     rows: int, columns: int, std: float,
 ) -> Tensor:  # fmt: skip
     """Rows [r0, r1) of one band of tiles, columns [c0, c1): [r1 - r0, c1 - c0]."""
-    i = r0 // _TILE
-    height = min(rows, (i + 1) * _TILE) - i * _TILE
+    tall, wide = _tile(rows), _tile(columns)
+    i = r0 // tall
+    top, bottom = i * tall, min(rows, (i + 1) * tall)
     band = torch.empty(r1 - r0, c1 - c0)
-    for j in range(c0 // _TILE, -(-c1 // _TILE)):
-        left, right = j * _TILE, min(columns, (j + 1) * _TILE)
+    for j in range(c0 // wide, -(-c1 // wide)):
+        left, right = j * wide, min(columns, (j + 1) * wide)
         text = f"{seed}/{name}/{slab}/{i}/{j}"
         digest = blake2b(text.encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
-        tile = torch.empty(height, right - left).normal_(0.0, std, generator=generator)
+        tile = torch.empty(bottom - top, right - left).normal_(0.0, std, generator=generator)
         lo, hi = max(left, c0), min(right, c1)
-        band[:, lo - c0 : hi - c0] = tile[r0 - i * _TILE : r1 - i * _TILE, lo - left : hi - left]
+        band[:, lo - c0 : hi - c0] = tile[r0 - top : r1 - top, lo - left : hi - left]
     return band

@@ -51,6 +51,7 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, labels: Tensor, start: int, group: dist.ProcessGroup
     ) -> Tensor:
+        """logits [..., vocab / tp], whose first column is token `start`; labels [...] -> [...]."""
         top = all_reduce(logits.amax(-1).float(), group, dist.ReduceOp.MAX)
         shifted = logits.float() - top.unsqueeze(-1)
         local, outside = _local(labels, start, start + logits.shape[-1])

@@ -1,6 +1,7 @@
 """The start of every weight: the same bits however it is cut, and never whole on a rank."""
 
 from contextlib import nullcontext
+from itertools import product
 from math import prod
 
 import pytest
@@ -161,6 +162,18 @@ def test_a_shard_draws_no_more_than_its_tiles(tp_dim):
         # Tiles are drawn whole: a band above, a band below.
         assert len(out) <= memory.drawn <= len(out) + 2 * band
         assert memory.drawn <= spec.numel / 8
+
+
+@pytest.mark.parametrize("shape", [(32, 32), (61, 32), (3, 32, 32), (128, 20)])
+@pytest.mark.parametrize(("tp", "dp"), [(2, 1), (1, 2), (4, 1), (1, 4), (2, 2)])
+def test_no_shard_draws_the_whole_of_a_small_parameter(shape, tp, dp):
+    spec = spec_of(shape, len(shape) - 2)
+    for tp_rank, dp_rank in product(range(tp), range(dp)):
+        cut = cut_of(shape, spec.tp_dim, tp, tp_rank)
+        out = torch.empty(-(-prod(cut.local_shape) // dp))
+        with Memory() as memory:
+            fill(out, len(out) * dp_rank, spec, "weight", cut, 0)
+        assert memory.drawn <= 0.8 * spec.numel
 
 
 def start_on_rank(rank, cases):
