@@ -1,5 +1,6 @@
 """Settings of a run: frozen, strict, typed, documented under each field, and free of torch."""
 
+from parallel3d.config.data import DataConfig
 from parallel3d.config.deepspeed import (
     AdamParams,
     Bf16Config,
@@ -10,7 +11,6 @@ from parallel3d.config.deepspeed import (
 from parallel3d.config.explain import Setting
 from parallel3d.config.run import RunConfig, help_text, settings
 from parallel3d.config.settings import (
-    DataConfig,
     LrScheduleConfig,
     MeshConfig,
     OutputConfig,

@@ -1,16 +1,26 @@
-"""What must hold between settings, and the arithmetic of mesh and batch.
+"""What must hold between settings.
 
 A check names, as its parameters, the settings that it compares; it runs where all of them are sound
 by themselves. Every model family has the sizes that are compared here: num_attention_heads,
-num_hidden_layers, inner_size, max_position_embeddings and vocab_size.
+num_hidden_layers, inner_size, max_position_embeddings and vocab_size; one whose queries share keys
+and values has num_key_value_heads too.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from inspect import signature
 from typing import Any
 
-from parallel3d.config.section import Problem, Problems
-from parallel3d.config.settings import DataConfig, MeshConfig
+from parallel3d.config import arithmetic
+from parallel3d.config.data import DataConfig
+from parallel3d.config.deepspeed import Bf16Config, Fp16Config, OptimizerConfig, ZeroConfig
+from parallel3d.config.section import Problem
+from parallel3d.config.settings import (
+    LrScheduleConfig,
+    MeshConfig,
+    PipelineConfig,
+    TrainConfig,
+)
+from parallel3d.pipeline import schedules
 
 
 def find_problems(settings: Mapping[str, Any]) -> list[Problem]:
@@ -21,22 +31,6 @@ def find_problems(settings: Mapping[str, Any]) -> list[Problem]:
         if settings.keys() >= names.keys():
             problems += check(**{name: settings[name] for name in names})
     return problems
-
-
-def data_parallel_size(mesh: MeshConfig, world_size: int) -> int:
-    """The dp that makes `mesh` one of `world_size` ranks; raises ConfigError if none does."""
-    others = mesh.pp * mesh.tp
-    if world_size % others:
-        rule = f"pp={mesh.pp} x tp={mesh.tp} = {others} does not divide {world_size} processes"
-        fitting = max(1, world_size // others) * others
-        remedy = f"start {fitting} processes, or choose a pp x tp that divides {world_size}"
-        raise Problems([Problem("parallel3d.mesh", mesh.model_dump(), rule, remedy)])
-    if mesh.dp not in ("auto", world_size // others):
-        size = others * int(mesh.dp)
-        rule = f"{mesh} is {size} ranks, but there are {world_size} processes"
-        remedy = f'start {size} processes, or set dp to {world_size // others} or "auto"'
-        raise Problems([Problem("parallel3d.mesh.dp", mesh.dp, rule, remedy)])
-    return world_size // others
 
 
 def _check_heads(mesh: MeshConfig, model: Any) -> Iterator[Problem]:
@@ -55,11 +49,54 @@ def _check_inner_size(mesh: MeshConfig, model: Any) -> Iterator[Problem]:
         yield Problem("parallel3d.model.intermediate_size", size, rule, remedy)
 
 
-def _check_layers(mesh: MeshConfig, model: Any) -> Iterator[Problem]:
+def _check_key_value_heads(mesh: MeshConfig, model: Any) -> Iterator[Problem]:
+    heads = getattr(model, "num_key_value_heads", None)
+    if heads and heads % mesh.tp and mesh.tp % heads:
+        rule = f"neither divides num_key_value_heads={heads} nor is a multiple of it"
+        usable = [
+            n for n in _divisors_of(model.num_attention_heads) if not (heads % n and n % heads)
+        ]
+        yield Problem("parallel3d.mesh.tp", mesh.tp, rule, f"use tp = {_listed(usable)}")
+
+
+def _check_layers(mesh: MeshConfig, pipeline: PipelineConfig, model: Any) -> Iterator[Problem]:
     num_layers = model.num_hidden_layers + 2
-    if mesh.pp > num_layers:
-        rule = f"is more stages than the {num_layers} layers (blocks, embedding and head)"
-        yield Problem("parallel3d.mesh.pp", mesh.pp, rule, f"use pp = {num_layers} or less")
+    per_rank = pipeline.stages_per_rank
+    if mesh.pp * per_rank > num_layers:
+        layers = f"the {num_layers} layers (blocks, embedding and head)"
+        if mesh.pp > num_layers or per_rank == 1:
+            rule, remedy = f"is more stages than {layers}", f"use pp = {num_layers} or less"
+            yield Problem("parallel3d.mesh.pp", mesh.pp, rule, remedy)
+        else:
+            rule = f"is {mesh.pp * per_rank} stages on pp={mesh.pp} ranks, more than {layers}"
+            remedy = f"use {num_layers // mesh.pp} or less"
+            yield Problem("parallel3d.pipeline.stages_per_rank", per_rank, rule, remedy)
+
+
+def _check_schedule(
+    mesh: MeshConfig,
+    pipeline: PipelineConfig,
+    train_batch_size: int | None,
+    gradient_accumulation_steps: int | None,
+) -> Iterator[Problem]:
+    if gradient_accumulation_steps is None and train_batch_size is not None:
+        return  # follows from dp
+    sizes = mesh.pp, gradient_accumulation_steps or 1, pipeline.stages_per_rank
+    if reason := schedules.load(pipeline.schedule).invalid(*sizes):
+        names = ("pp", "microbatches", "stages_per_rank")
+        given = ", ".join(f"{name}={size}" for name, size in zip(names, sizes, strict=True))
+        rule, _, remedy = reason.partition("; ")
+        remedy = remedy or "use another schedule"
+        rule = f"cannot run with {given}" if rule in given else f"cannot run: {rule}"
+        yield Problem("parallel3d.pipeline.schedule", pipeline.schedule, rule, remedy)
+
+
+def _check_sequence_parallel(mesh: MeshConfig, data: DataConfig) -> Iterator[Problem]:
+    length = data.sequence_length
+    if mesh.sequence_parallel and length % mesh.tp:
+        rule = f"is not a multiple of tp={mesh.tp}, over which sequence_parallel splits it"
+        remedy = f"use {length // mesh.tp * mesh.tp + mesh.tp}, or sequence_parallel = false"
+        yield Problem("parallel3d.data.sequence_length", length, rule, remedy)
 
 
 def _check_sequence(data: DataConfig, model: Any) -> Iterator[Problem]:
@@ -91,14 +128,17 @@ def _check_vocabulary(tokenizer_size: int, model: Any) -> Iterator[Problem]:
 
 
 def _check_batch(
-    train_batch_size: int | str,
-    train_micro_batch_size_per_gpu: int,
-    gradient_accumulation_steps: int,
+    train_batch_size: int | None,
+    train_micro_batch_size_per_gpu: int | None,
+    gradient_accumulation_steps: int | None,
     mesh: MeshConfig,
 ) -> Iterator[Problem]:
-    if train_batch_size == "auto" or mesh.dp == "auto":
-        return
     micro, steps = train_micro_batch_size_per_gpu, gradient_accumulation_steps
+    if train_batch_size is None and micro is None:
+        yield arithmetic.missing_batch()
+    if None in (train_batch_size, micro, steps) or mesh.dp == "auto":
+        return
+    assert train_batch_size and micro and steps
     batch = micro * steps * int(mesh.dp)
     if train_batch_size != batch:
         rule = (
@@ -107,23 +147,126 @@ def _check_batch(
         )
         remedy = f'use {batch} or "auto"'
         per_pass = micro * int(mesh.dp)
-        if int(train_batch_size) % per_pass == 0:
-            remedy += f", or gradient_accumulation_steps = {int(train_batch_size) // per_pass}"
+        if train_batch_size % per_pass == 0:
+            remedy += f", or gradient_accumulation_steps = {train_batch_size // per_pass}"
         yield Problem("train_batch_size", train_batch_size, rule, remedy)
 
 
+def _check_length(train: TrainConfig) -> Iterator[Problem]:
+    names = ("steps", "max_tokens", "epochs")
+    given = [name for name in names if getattr(train, name) is not None]
+    if len(given) != 1:
+        words = " and ".join(given)
+        rule = f"has {words}, which are one thing too many" if given else "says not how long"
+        value = {name: getattr(train, name) for name in given}
+        remedy = f"give exactly one of {', '.join(names)}"
+        yield Problem("parallel3d.train", value, rule, remedy)
+
+
+def _check_lr_schedule(train: TrainConfig) -> Iterator[Problem]:
+    schedule, path = train.lr_schedule, "parallel3d.train.lr_schedule"
+    decay = schedule.decay_steps
+    if decay is not None and schedule.type != "wsd":
+        rule = f'is not read by type "{schedule.type}"'
+        yield Problem(f"{path}.decay_steps", decay, rule, 'remove it, or use type "wsd"')
+    elif train.steps is not None and schedule.warmup_steps > train.steps:
+        rule = f"is longer than the run of {train.steps} steps"
+        remedy = f"use at most {train.steps}, or raise train.steps"
+        yield Problem(f"{path}.warmup_steps", schedule.warmup_steps, rule, remedy)
+    elif train.steps is not None and schedule.warmup_steps + (decay or 0) > train.steps:
+        rule = (
+            f"and warmup_steps={schedule.warmup_steps} are longer than the run of "
+            f"{train.steps} steps"
+        )
+        remedy = f"use at most {train.steps - schedule.warmup_steps}"
+        yield Problem(f"{path}.decay_steps", decay, rule, remedy)
+
+
+def _check_scheduler(scheduler: Any, train: TrainConfig) -> Iterator[Problem]:
+    if scheduler is None:
+        return
+    if train.lr_schedule != LrScheduleConfig():
+        rule = "and parallel3d.train.lr_schedule both set the learning rate"
+        yield Problem("scheduler", scheduler.type, rule, "remove one of them")
+    total = getattr(scheduler.params, "total_num_steps", None)
+    warmup = getattr(scheduler.params, "warmup_num_steps", 0)
+    if isinstance(total, int) and total < warmup:
+        rule = f"is less than warmup_num_steps={warmup}"
+        remedy = f"use {warmup} or more, or a shorter warm-up"
+        yield Problem("scheduler.params.total_num_steps", total, rule, remedy)
+
+
+def _check_profile(train: TrainConfig) -> Iterator[Problem]:
+    profile, steps = train.profile, train.steps
+    if profile and steps and profile.start + profile.steps > steps:
+        rule = f"is to end at step {profile.start + profile.steps}, after the run's {steps} steps"
+        if profile.start < steps:
+            remedy = f"use steps = {steps - profile.start} or less, or an earlier start"
+        else:
+            remedy = f"use start = {max(0, steps - profile.steps)} or less"
+        value = profile.model_dump()
+        yield Problem("parallel3d.train.profile", value, rule, remedy)
+
+
+def _check_precision(bf16: Bf16Config, fp16: Fp16Config) -> Iterator[Problem]:
+    if bf16.enabled and fp16.enabled:
+        remedy = "switch one of them off (bf16 needs no loss scale)"
+        yield Problem("fp16.enabled", True, "is on, and bf16.enabled too", remedy)
+
+
+def _check_offload(zero_optimization: ZeroConfig) -> Iterator[Problem]:
+    zero, path = zero_optimization, "zero_optimization"
+    for name in ("offload_optimizer", "offload_param"):
+        section = getattr(zero, name)
+        if section.device == "nvme" and not section.nvme_path:
+            remedy = f'add "nvme_path": "/local/nvme" to {name}'
+            yield Problem(f"{path}.{name}.device", "nvme", "has no nvme_path", remedy)
+    param, optimizer = zero.offload_param.device, zero.offload_optimizer.device
+    if param != "none" and zero.stage != 3:
+        rule = f"is for sharded parameters, but stage is {zero.stage}"
+        yield Problem(f"{path}.offload_param.device", param, rule, "use stage 3, or remove it")
+    if optimizer == "nvme" and zero.stage != 3:
+        rule = f"needs stage 3, but stage is {zero.stage}"
+        remedy = 'use stage 3, or device "cpu"'
+        yield Problem(f"{path}.offload_optimizer.device", optimizer, rule, remedy)
+
+
+def _check_adam(optimizer: OptimizerConfig, zero_optimization: ZeroConfig) -> Iterator[Problem]:
+    if optimizer.params.torch_adam and zero_optimization.offload_optimizer.device != "none":
+        rule = "does not go with offload_optimizer: DeepSpeed's Adam steps in host memory"
+        yield Problem("optimizer.params.torch_adam", True, rule, "remove one of them")
+
+
+def _divisors_of(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
 def _divisors(number: int) -> str:
-    *sizes, last = [str(n) for n in range(1, number + 1) if number % n == 0]
-    return f"{', '.join(sizes)} or {last}" if sizes else last
+    return _listed(_divisors_of(number))
+
+
+def _listed(numbers: list[int]) -> str:
+    *first, last = map(str, numbers)
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 CHECKS: tuple[Callable[..., Iterator[Problem]], ...] = (
     _check_heads,
+    _check_key_value_heads,
     _check_inner_size,
     _check_layers,
+    _check_schedule,
     _check_sequence,
+    _check_sequence_parallel,
     _check_tp_of_vocabulary,
     _check_trained_vocabulary,
     _check_vocabulary,
     _check_batch,
+    _check_length,
+    _check_lr_schedule,
+    _check_scheduler,
+    _check_profile,
+    _check_precision,
+    _check_offload,
+    _check_adam,
 )

@@ -6,10 +6,11 @@ in deepspeed_keys.py and is refused by name.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, Strict
+from pydantic import BeforeValidator, Field, Strict, model_validator
 
-from parallel3d.config.section import Section, Size, refuse
+from parallel3d.config.section import Problem, Problems, Section, Size
 
+_LEAST_ON_NVME = 2**18  # elements; DeepSpeed keeps fewer bytes than 1 MiB in host memory
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -26,9 +27,9 @@ def _optimizer_name(value: Any) -> Any:
 
 
 def _whole_number(value: Any) -> Any:
-    """Python finds true and 1.0 among the choices 1 and 3."""
+    """Python finds true and 1.0 among the choices 0 to 3."""
     if type(value) is not int:
-        raise ValueError("must be 1 or 3; write 1 or 3")
+        raise ValueError("must be 0, 1, 2 or 3; write a whole number")
     return value
 
 
@@ -43,6 +44,8 @@ class AdamParams(Section):
     """Added to the root of the second moment."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay of matrices. DeepSpeed's default is 0, torch's AdamW has 0.01."""
+    torch_adam: bool = False
+    """Torch's Adam rather than DeepSpeed's: as it is on the device anyway, so not with offload."""
 
 
 class OptimizerConfig(Section):
@@ -62,61 +65,96 @@ class Bf16Config(Section):
 
 
 class Fp16Config(Section):
-    """fp16, which is refused for now."""
+    """Training in fp16 with fp32 master weights and a loss scale."""
 
-    enabled: Annotated[
-        bool, refuse({True: 'fp16 is not yet supported; use "bf16": {"enabled": true}'})
-    ] = False
-    """Must be false."""
+    enabled: bool = False
+    """Compute in fp16. bf16 needs no loss scale; use it where the device has it."""
+    loss_scale: float = Field(default=0.0, ge=0)
+    """A fixed loss scale; 0 means dynamic scaling."""
+    initial_scale_power: int = Field(default=16, ge=0, le=32)
+    """Dynamic scaling starts at 2 to this power."""
+    loss_scale_window: int = Field(default=1000, gt=0)
+    """Steps without overflow after which the scale is doubled."""
+    hysteresis: int = Field(default=2, gt=0)
+    """Overflows that are borne before the scale is halved."""
+    consecutive_hysteresis: bool = False
+    """Whether a step without overflow restores the hysteresis."""
+    min_loss_scale: float = Field(default=1.0, gt=0)
+    """The scale is never halved below this."""
 
 
 class OffloadOptimizerConfig(Section):
     """Where the optimizer's state lives and its step runs."""
 
-    device: Annotated[
-        Literal["none", "cpu"], refuse({"nvme": 'NVMe offload is not yet supported; use "cpu"'})
-    ] = "none"
-    """"cpu" keeps moments and master weights in host memory and steps there."""
+    device: Literal["none", "cpu", "nvme"] = "none"
+    """"cpu" keeps moments and master weights in host memory and steps there; "nvme" on disk."""
+    nvme_path: str | None = None
+    """Folder on the NVMe drive, which exists on every node, for device "nvme"."""
     pin_memory: bool = True
     """Page-locked host memory, for copies that overlap with compute."""
+    buffer_count: int = Field(default=4, ge=4)
+    """Buffers for NVMe, each of the largest sub-group: a parameter, its gradient and Adam's two
+    moments need 4, and 4 more for each of pipeline_read and pipeline_write."""
+    fast_init: bool = False
+    """Start the master weights on NVMe from parameters on NVMe, past the memory."""
+    pipeline_read: bool = False
+    """Read the next states from NVMe while a step runs."""
+    pipeline_write: bool = False
+    """Write the last states to NVMe while a step runs."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "OffloadOptimizerConfig":
+        needed = 4 * (1 + self.pipeline_read + self.pipeline_write)
+        if self.device == "nvme" and self.buffer_count < needed:
+            rule = "is too few for a step with the next states read or the last ones written"
+            remedy = f"use {needed} or more, or switch pipeline_read and pipeline_write off"
+            raise Problems([Problem("buffer_count", self.buffer_count, rule, remedy)])
+        return self
 
 
 class OffloadParamConfig(Section):
-    """Offload of the parameters, which is refused for now."""
+    """Where ZeRO-3's shards of the parameters live between uses."""
 
-    device: Annotated[
-        Literal["none"],
-        refuse(
-            dict.fromkeys(
-                ("cpu", "nvme"),
-                "parameter offload is not yet supported; offload the optimizer instead: "
-                '"offload_optimizer": {"device": "cpu"}',
-            )
-        ),
-    ] = "none"
-    """Must be "none"."""
+    device: Literal["none", "cpu", "nvme"] = "none"
+    """"cpu" keeps this rank's shards in host memory; "nvme" on disk."""
+    nvme_path: str | None = None
+    """Folder on the NVMe drive, which exists on every node, for device "nvme"."""
+    pin_memory: bool = True
+    """Page-locked host memory, for copies that overlap with compute."""
+    buffer_count: int = Field(default=5, ge=0)
+    """Buffers for NVMe."""
+    buffer_size: Size = Field(default=100_000_000, ge=0)
+    """Elements of one buffer for NVMe; the largest parameter's shard must fit."""
+    max_in_cpu: Size = Field(default=1_000_000_000, ge=0)
+    """Elements of this rank's shards that stay in host memory all the same when device is "nvme";
+    only what is more goes to disk."""
+
+
+class AioConfig(Section):
+    """Asynchronous input and output, for NVMe offload."""
+
+    block_size: Size = Field(default=2**20, gt=0)
+    """Bytes of one request."""
+    queue_depth: int = Field(default=8, gt=0)
+    """Requests under way at once."""
+    intra_op_parallelism: int = Field(default=1, gt=0)
+    """Threads that share one read or write."""
+    single_submit: bool = False
+    """Submit requests one by one rather than in batches."""
+    overlap_events: bool = True
+    """Submit the next requests while earlier ones are awaited."""
 
 
 class ZeroConfig(Section):
     """How ZeRO shards the training state over the data-parallel ranks of a stage."""
 
-    stage: Annotated[
-        Literal[1, 3],
-        refuse(
-            {
-                0: "plain data parallelism is not yet supported; use 1 (optimizer state sharded)",
-                2: "ZeRO-2 is not yet supported by its number; use 1 with "
-                '"parallel3d": {"pipeline": {"gradient_reduction": "per_microbatch"}}, which '
-                "shards the gradients too",
-            }
-        ),
-        BeforeValidator(_whole_number),
-    ]
-    """1 shards the optimizer's state; 3 shards gradients and parameters too."""
+    stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_whole_number)]
+    """0 shards nothing (plain data parallelism), 1 the optimizer's state, 2 gradients too, 3
+    parameters too."""
     offload_optimizer: OffloadOptimizerConfig = OffloadOptimizerConfig()
-    """Optimizer state in host memory."""
-    offload_param: OffloadParamConfig | None = None
-    """Not yet supported."""
+    """Optimizer state in host memory or on NVMe."""
+    offload_param: OffloadParamConfig = OffloadParamConfig()
+    """Parameters in host memory or on NVMe (stage 3)."""
     contiguous_gradients: bool = True
     """Copy gradients to one buffer as they are produced, against fragmentation."""
     overlap_comm: bool | None = None
@@ -135,3 +173,44 @@ class ZeroConfig(Section):
     """Gathered elements above which parameters are released (stage 3)."""
     stage3_max_reuse_distance: Size = Field(default=1_000_000_000, ge=0)
     """Keep a parameter that is used again within so many elements (stage 3)."""
+    stage3_model_persistence_threshold: Size = Field(default=2**63 - 1, ge=0)
+    """Elements that may stay unsharded in all, whatever the threshold for one (stage 3)."""
+    stage3_module_granularity_threshold: Size = Field(default=0, ge=0)
+    """Modules with fewer elements for each of their submodules are gathered whole (stage 3)."""
+    stage3_use_all_reduce_for_fetch_params: bool = False
+    """Gather parameters by an all-reduce of zeros and shards (stage 3)."""
+    stage3_allgather_sequential: bool = False
+    """Gather parameter by parameter, without a buffer for all (stage 3)."""
+    reduce_scatter: bool = True
+    """Reduce a gradient to the rank that keeps it, rather than to all (stage 2)."""
+    use_multi_rank_bucket_allreduce: bool = True
+    """Reduce the buckets of several ranks in one all-reduce (stage 2)."""
+    allgather_partitions: bool = True
+    """After a step, gather the new weights; false broadcasts them from rank to rank (stage 2)."""
+    parameter_alignment: bool = False
+    """Let every parameter start at a multiple of 16 bytes in ZeRO's flat buffer (stages 1, 2)."""
+    ignore_unused_parameters: bool = True
+    """Whether a parameter without gradient may pass; every one has its gradient here."""
+    override_module_apply: bool = True
+    """Gather parameters in Module.apply while modules are built (stage 3)."""
+    log_trace_cache_warnings: bool = False
+    """Warn where the order of modules differs from the recorded one (stage 3)."""
+    enable_sanity_checks: bool = False
+    """DeepSpeed's own checks (stage 3)."""
+
+    @model_validator(mode="after")
+    def _check_nvme(self) -> "ZeroConfig":
+        problems = []
+        if self.offload_param.device == "nvme":
+            limit, kept = _LEAST_ON_NVME, self.stage3_param_persistence_threshold
+            if kept > limit:
+                rule = "keeps parameters unsharded that offload_param puts on NVMe"
+                path = "stage3_param_persistence_threshold"
+                problems.append(Problem(path, kept, rule, f"use at most {limit}"))
+            if self.offload_optimizer.fast_init:
+                rule = "starts from wrong weights where offload_param puts parameters on NVMe"
+                path = "offload_optimizer.fast_init"
+                problems.append(Problem(path, True, rule, "remove it"))
+        if problems:
+            raise Problems(problems)
+        return self

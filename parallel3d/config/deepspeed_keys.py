@@ -1,165 +1,244 @@
-"""The keys that DeepSpeed 0.19.8 knows and parallel3d does not support (yet), each with its reason.
+"""The keys of DeepSpeed 0.19.8 that are no settings of parallel3d: what each may say, and why.
 
-tests/gloo/test_deepspeed_keys.py compares these tables, with the supported keys, to the installed
-version: a key that a later DeepSpeed adds fails there until it is supported or refused here.
+Many values say what parallel3d does anyway, or switch off what it does not have; such a value is
+accepted and left out, and any other is refused by name with the reason. tests/gloo/
+test_deepspeed_keys.py compares these tables, with the settings, to the installed version: a key
+that a later DeepSpeed adds fails there until it is a setting or stands here.
 """
 
-_NOT_YET = "is not yet supported by parallel3d"
+from parallel3d.config.key import Key
+
+_TIMERS = (
+    *({"enabled": e} for e in (True, False)),
+    *({"enabled": e, "synchronized": s} for e in (True, False) for s in (True, False)),
+)
 _REMOVED = "was removed from DeepSpeed 0.19"
-_OWN_METRICS = "is not used: parallel3d writes metrics.jsonl; remove it"
-_OWN_LOOP = f"{_NOT_YET}, which reduces gradients itself; remove it"
-_OWN_CHECKPOINT = "is not used: parallel3d writes its own files; remove it"
+_METRICS = "is not used: metrics.jsonl has loss, speed, memory and MFU of each step; remove it"
+_PROFILE = "is not used; set parallel3d.train.profile"
+_OWN_LOOP = "is not used: parallel3d divides and reduces the gradients itself; remove it"
+_CHECKPOINT = "is not used: parallel3d writes its own files; remove it"
+_FP32 = "must be fp32: gradients are added up and reduced in fp32, so that they do not depend on"
+_NO_EXPERTS = "has no meaning here: no model family has experts; remove it"
+_MASTERS = "is not possible: master weights and moments are fp32; remove it"
+_NO_COMPILE = "is not used: the model is not compiled; remove it"
+
+
+def _either(why: str) -> Key:
+    """A key of which neither value changes anything."""
+    return Key(f"must be true or false, although {why}; remove it", (True, False))
+
 
 TOP_LEVEL = {
-    "activation_checkpointing": "is not used; set parallel3d.pipeline.activation_checkpointing",
-    "aio": f"{_NOT_YET}: it tunes NVMe offload; remove it",
-    "amp": f"{_REMOVED}; use bf16",
-    "autotuning": f"{_NOT_YET}: it starts other processes to search; remove it",
-    "bfloat16": 'is the old name of "bf16"; use "bf16"',
-    "checkpoint": _OWN_CHECKPOINT,
-    "comet": _OWN_METRICS,
-    "comms_logger": f"{_NOT_YET}; remove it",
-    "communication_data_type": f"{_NOT_YET}: gradients are reduced in fp32; remove it",
-    "compile": f"{_NOT_YET}; remove it",
-    "compression_training": f"{_REMOVED}; remove it",
-    "csv_monitor": _OWN_METRICS,
-    "curriculum_learning": f"{_REMOVED}; remove it",
-    "data_efficiency": f"{_NOT_YET}: the order of samples is parallel3d's; remove it",
-    "data_types": f"{_NOT_YET}: gradients are accumulated in fp32; remove it",
-    "dataloader_drop_last": "is not used: every batch is full; remove it",
-    "datastates_ckpt": _OWN_CHECKPOINT,
-    "disable_allgather": _OWN_LOOP,
-    "disable_python_gc": f"{_NOT_YET}; remove it",
-    "dump_state": f"{_NOT_YET}: config.json in the run's folder has the settings; remove it",
-    "eigenvalue": f"{_REMOVED}; remove it",
-    "elasticity": f"{_REMOVED}; remove it and set train_micro_batch_size_per_gpu",
-    "expert_parallel": f"{_NOT_YET}; remove it",
-    "flops_profiler": _OWN_METRICS,
-    "gradient_allreduce_op": _OWN_LOOP,
-    "gradient_predivide_factor": _OWN_LOOP,
-    "graph_harvesting": f"{_REMOVED}; remove it",
-    "hybrid_engine": f"{_NOT_YET}: it is for RLHF; remove it",
-    "log_level": f"{_NOT_YET}; remove it",
-    "managed_gradient_accumulation": _OWN_LOOP,
-    "memory_breakdown": _OWN_METRICS,
-    "nebula": f"{_REMOVED}; remove it",
-    "pipeline": "is not used: DeepSpeed's own pipeline does not run; set parallel3d.pipeline",
-    "prescale_gradients": _OWN_LOOP,
-    "progressive_layer_drop": f"{_REMOVED}; remove it",
-    "quantize_training": f"{_REMOVED}; remove it",
-    "scheduler": f"{_NOT_YET}; use parallel3d.train.lr_schedule",
-    "seq_parallel_communication_data_type": f"{_NOT_YET}; remove it",
-    "sequence_parallel_size": f"{_NOT_YET}; remove it",
-    "data_parallel_size": "is not used; set parallel3d.mesh.dp",
-    "sparse_attention": f"{_REMOVED}; remove it",
-    "sparse_gradients": f"{_REMOVED}; remove it",
-    "tensor_parallel": "is not used: parallel3d cuts its own layers; set parallel3d.mesh.tp",
-    "tensorboard": "is not used; set parallel3d.run.tensorboard",
-    "timers": _OWN_METRICS,
-    "torch_autocast": f"{_NOT_YET}; use bf16",
-    "use_data_before_expert_parallelism": f"{_NOT_YET}; remove it",
-    "vocabulary_size": "is not used; set parallel3d.model.vocab_size",
-    "wall_clock_breakdown": _OWN_METRICS,
-    "wandb": f"{_NOT_YET}; use parallel3d.run.tensorboard",
-    "weight_quantization": f"{_NOT_YET}; remove it",
-    "zero_allow_untested_optimizer": f"{_NOT_YET}: Adam is tested; remove it",
-    "zero_force_ds_cpu_optimizer": f"{_NOT_YET}: parallel3d chooses the CPU Adam; remove it",
+    "activation_checkpointing": Key(
+        "is not used; set parallel3d.pipeline.activation_checkpointing",
+        items={
+            "partition_activations": (False,),
+            "number_checkpoints": (None,),
+            "contiguous_memory_optimization": (False,),
+            "synchronize_checkpoint_boundary": (False,),
+            "profile": (False,),
+            "cpu_checkpointing": (False,),
+        },
+    ),
+    "amp": Key(f"{_REMOVED}; use bf16", switch="enabled"),
+    "autotuning": Key(
+        "is not possible: it starts the script anew to search; remove it", switch="enabled"
+    ),
+    "bfloat16": Key('is the old name of "bf16", which is there too; remove it'),
+    "checkpoint": Key(
+        _CHECKPOINT,
+        items={
+            "tag_validation": ("Ignore", "Warn", "Fail", "IGNORE", "WARN", "FAIL"),
+            "load_universal": (False,),
+            "use_node_local_storage": (False,),
+            "checkpoint_serialization": (True,),
+            "writer": (None,),
+        },
+    ),
+    "comet": Key("is not supported; set parallel3d.run.tensorboard", switch="enabled"),
+    "comms_logger": Key(_PROFILE, switch="enabled"),
+    "communication_data_type": Key(f"{_FP32} the mesh; remove it", (None, "fp32")),
+    "compile": Key(_NO_COMPILE, switch="deepcompile"),
+    "compression_training": Key(f"{_REMOVED}; remove it"),
+    "csv_monitor": Key(_METRICS, switch="enabled"),
+    "curriculum_learning": Key(f"{_REMOVED}; remove it", switch="enabled"),
+    "data_efficiency": Key(
+        "is not used: the order of samples is parallel3d's; remove it", switch="enabled"
+    ),
+    "data_parallel_size": Key("is not used; set parallel3d.mesh.dp"),
+    "data_types": Key(
+        f"{_FP32} the mesh, and parameters and buffers have the run's precision; remove it",
+        items={
+            "grad_accum_dtype": (None, "fp32"),
+            "param_dtype": (None,),
+            "buffer_dtype": (None,),
+            "keep_in_fp32_modules": ("auto",),
+        },
+    ),
+    "dataloader_drop_last": _either("every batch is full"),
+    "datastates_ckpt": Key(_CHECKPOINT, (False, None)),
+    "disable_allgather": Key(
+        "is not possible: every rank needs the new weights; remove it", (False,)
+    ),
+    "disable_python_gc": Key("is not used: collecting garbage stays on; remove it", (False,)),
+    "dump_state": Key("is not used: config.json in the run's folder has all; remove it", (False,)),
+    "eigenvalue": Key(f"{_REMOVED}; remove it", switch="enabled"),
+    "elasticity": Key(f"{_REMOVED}; set train_micro_batch_size_per_gpu", switch="enabled"),
+    "expert_parallel": Key(_NO_EXPERTS, switch="enabled"),
+    "flops_profiler": Key(_PROFILE, switch="enabled"),
+    "gradient_allreduce_op": Key(_OWN_LOOP, ("mean",)),
+    "gradient_predivide_factor": Key(_OWN_LOOP, (1,)),
+    "graph_harvesting": Key(f"{_REMOVED}; remove it", (False,)),
+    "hybrid_engine": Key("is not used: it is for RLHF; remove it", switch="enabled"),
+    "log_level": Key("is not used: DeepSpeed's log is kept to errors; remove it", (None,)),
+    "managed_gradient_accumulation": Key(_OWN_LOOP, (True,)),
+    "memory_breakdown": Key(_METRICS, (False,)),
+    "nebula": Key(f"{_REMOVED}; remove it", switch="enabled"),
+    "pipeline": Key("is not used: DeepSpeed's own pipeline does not run; set parallel3d.pipeline"),
+    "prescale_gradients": Key(_OWN_LOOP, (False,)),
+    "progressive_layer_drop": Key(f"{_REMOVED}; remove it", switch="enabled"),
+    "quantize_training": Key(f"{_REMOVED}; remove it", switch="enabled"),
+    "seq_parallel_communication_data_type": Key(
+        "is not used: it is for DeepSpeed-Ulysses; remove it", (None, "fp32")
+    ),
+    "sequence_parallel_size": Key(
+        "is not used: it is for DeepSpeed-Ulysses; set parallel3d.mesh.sequence_parallel", (1,)
+    ),
+    "sparse_attention": Key(f"{_REMOVED}; remove it"),
+    "sparse_gradients": Key(f"{_REMOVED}; remove it", (False,)),
+    "tensor_parallel": Key(
+        "is not used: parallel3d cuts its own layers; set parallel3d.mesh.tp",
+        items={"autotp_size": (0, 1)},
+    ),
+    "tensorboard": Key("is not used; set parallel3d.run.tensorboard", switch="enabled"),
+    # DeepSpeed's own line is never printed, on or off.
+    "timers": Key(
+        _METRICS,
+        items={"throughput": _TIMERS},
+    ),
+    "torch_autocast": Key("is not used: the whole model has one type; use bf16", switch="enabled"),
+    "use_data_before_expert_parallelism": Key(_NO_EXPERTS, (False,)),
+    "vocabulary_size": Key("is not used; set parallel3d.model.vocab_size", (None,)),
+    "wall_clock_breakdown": Key(_PROFILE, (False,)),
+    "wandb": Key("is not supported; set parallel3d.run.tensorboard", switch="enabled"),
+    "weight_quantization": Key("is not used: it is for inference; remove it"),
+    "zero_allow_untested_optimizer": _either("parallel3d brings its own optimizer, and tests it"),
+    "zero_force_ds_cpu_optimizer": Key(
+        "cannot be promised: torch's Adam steps in host memory where DeepSpeed's cannot be "
+        "compiled; remove it",
+        (False,),
+    ),
 }
+
+_SAVED = "weights are saved whole if parallel3d.run.save_weights says so"
+_QUANTISED = "is part of ZeRO++: what is quantised does not train to the numbers of one process"
 
 ZERO = {
-    "allgather_partitions": f"{_NOT_YET}: DeepSpeed's default (true) is used; remove it",
-    "compute_grad_norm": f"{_NOT_YET}: the gradient norm is always reported; remove it",
-    "cpu_offload": 'is deprecated; use "offload_optimizer": {"device": "cpu"}',
-    "cpu_offload_param": f"{_NOT_YET}; offload the optimizer instead",
-    "cpu_offload_use_pin_memory": "is deprecated; use offload_optimizer.pin_memory",
-    "elastic_checkpoint": _OWN_CHECKPOINT,
-    "enable_sanity_checks": f"{_NOT_YET}; remove it",
-    "ignore_unused_parameters": f"{_NOT_YET}: every parameter is used; remove it",
-    "leaf_module": f"{_NOT_YET}; remove it",
-    "legacy_stage1": f"{_NOT_YET}; remove it",
-    "load_from_fp32_weights": _OWN_CHECKPOINT,
-    "log_trace_cache_warnings": f"{_NOT_YET}; remove it",
-    "memory_efficient_linear": f"{_NOT_YET}: the tensor-parallel layers are our own; remove it",
-    "mics_hierarchical_params_gather": f"{_REMOVED}; remove it",
-    "mics_shard_size": f"{_REMOVED}; remove it",
-    "override_module_apply": f"{_NOT_YET}; remove it",
-    "parameter_alignment": f"{_NOT_YET}; remove it",
-    "pipeline_loading_checkpoint": _OWN_CHECKPOINT,
-    "reduce_scatter": f"{_NOT_YET}: DeepSpeed's default (true) is used; remove it",
-    "round_robin_gradients": f"{_NOT_YET}; remove it",
-    "save_muon_momentum_buffer_in_memory": f"{_NOT_YET}: the optimizer is Adam; remove it",
-    "stage3_allgather_sequential": f"{_NOT_YET}; remove it",
-    "stage3_gather_16bit_weights_on_model_save": "is not used; set parallel3d.run.save_weights",
-    "stage3_gather_fp16_weights_on_model_save": "is not used; set parallel3d.run.save_weights",
-    "stage3_model_persistence_threshold": f"{_NOT_YET}; use stage3_param_persistence_threshold",
-    "stage3_module_granularity_threshold": f"{_NOT_YET}; remove it",
-    "stage3_use_all_reduce_for_fetch_params": f"{_NOT_YET}; remove it",
-    "use_multi_rank_bucket_allreduce": f"{_NOT_YET}; remove it",
-    "zenflow": f"{_NOT_YET}; remove it",
-    "zero_hpz_partition_size": f"{_NOT_YET}: it is part of ZeRO++; remove it",
-    "zero_quantized_gradients": f"{_NOT_YET}: it is part of ZeRO++; remove it",
-    "zero_quantized_nontrainable_weights": f"{_NOT_YET}: it is part of ZeRO++; remove it",
-    "zero_quantized_weights": f"{_NOT_YET}: it is part of ZeRO++; remove it",
-    "zeropp_loco_param": f"{_REMOVED}; remove it",
+    "compute_grad_norm": Key(
+        "must be true: each step reports its gradient norm; remove it", (True,)
+    ),
+    "cpu_offload": Key('is deprecated; use "offload_optimizer": {"device": "cpu"}', (False, None)),
+    "cpu_offload_param": Key(
+        'is deprecated; use "offload_param": {"device": "cpu"}', (False, None)
+    ),
+    "cpu_offload_use_pin_memory": Key(
+        "is deprecated, DeepSpeed does not read it; use offload_optimizer.pin_memory", (None,)
+    ),
+    "elastic_checkpoint": Key(_CHECKPOINT, (False,)),
+    "leaf_module": Key(
+        "is not used: no layer is a leaf to ZeRO-3; use stage3_module_granularity_threshold",
+        items=dict.fromkeys(("classes", "names", "name_suffixes"), ([],)),
+    ),
+    "legacy_stage1": Key("is the old stage 1, which DeepSpeed no longer has; remove it", (False,)),
+    "load_from_fp32_weights": Key(_CHECKPOINT, (True,)),
+    "memory_efficient_linear": _either("parallel3d's own linear layers save that memory"),
+    "mics_hierarchical_params_gather": Key(f"{_REMOVED}; remove it", (False,)),
+    "mics_shard_size": Key(f"{_REMOVED}; remove it", (-1,)),
+    "pipeline_loading_checkpoint": Key(_CHECKPOINT, (False,)),
+    "round_robin_gradients": Key(
+        "is not possible: with it DeepSpeed 0.19.8 reads fp32 weights from wrong places "
+        "(link_hp_params), so what is saved would be wrong; remove it",
+        (False,),
+    ),
+    "save_muon_momentum_buffer_in_memory": Key("has no effect on Adam; remove it", (False,)),
+    "stage3_gather_16bit_weights_on_model_save": _either(_SAVED),
+    "stage3_gather_fp16_weights_on_model_save": _either(_SAVED),
+    "zenflow": Key(
+        "is not possible: it steps on stale gradients, so results change; remove it", (None,)
+    ),
+    "zero_hpz_partition_size": Key(
+        "is part of ZeRO++, whose groups are neighbouring ranks, not those of a stage; remove it",
+        (1,),
+    ),
+    "zero_quantized_gradients": Key(f"{_QUANTISED}; remove it", (False,)),
+    "zero_quantized_nontrainable_weights": Key(f"{_QUANTISED}; remove it", (False,)),
+    "zero_quantized_weights": Key(f"{_QUANTISED}; remove it", (False,)),
+    "zeropp_loco_param": Key(f"{_REMOVED}; remove it", (None,)),
 }
+
+_ALL_OFFLOADED = "is not possible: all of the optimizer's state is offloaded, or none; remove it"
 
 OFFLOAD_OPTIMIZER = {
-    "buffer_count": f"{_NOT_YET}: it is for NVMe; remove it",
-    "cpuadam_cores_perc": f"{_NOT_YET}; remove it",
-    "fast_init": f"{_NOT_YET}: it is for NVMe; remove it",
-    "nvme_path": f"{_NOT_YET}: it is for NVMe; remove it",
-    "pipeline_read": f"{_NOT_YET}: it is for NVMe; remove it",
-    "pipeline_write": f"{_NOT_YET}: it is for NVMe; remove it",
-    "ratio": f"{_NOT_YET}: all of the state is offloaded; remove it",
-    "super_offload": f"{_NOT_YET}; remove it",
-}
-
-OFFLOAD_PARAM = dict.fromkeys(
-    ("buffer_count", "buffer_size", "max_in_cpu", "nvme_path", "pin_memory"),
-    f"{_NOT_YET}; offload the optimizer instead",
-)
-
-BF16 = dict.fromkeys(
-    ("bf16_master_weights_and_grads", "bf16_optimizer_states"),
-    f"{_NOT_YET}: master weights and moments are fp32; remove it",
-) | {
-    "check_grad_overflow": f"{_NOT_YET}: a non-finite loss stops the run; remove it",
-    "immediate_grad_update": _OWN_LOOP,
-}
-
-FP16 = dict.fromkeys(
-    (
-        "auto_cast",
-        "consecutive_hysteresis",
-        "fp16_master_weights_and_grads",
-        "hysteresis",
-        "initial_scale_power",
-        "loss_scale",
-        "loss_scale_window",
-        "min_loss_scale",
+    "cpuadam_cores_perc": Key(
+        "belongs to super_offload, which is not supported; remove it", (0.8,)
     ),
-    f"{_NOT_YET}, as is fp16; use bf16",
-)
+    "ratio": Key(_ALL_OFFLOADED, (1,)),
+    "super_offload": Key(
+        "is not supported: it is for one kind of chip (GH200); remove it", (False,)
+    ),
+}
 
-OPTIMIZER = {"legacy_fusion": f"{_NOT_YET}; remove it"}
+OFFLOAD_PARAM: dict[str, Key] = {}
+
+AIO = {"use_gds": Key("is not supported: it needs NVIDIA's GPUDirect Storage; remove it", (False,))}
+
+BF16 = {
+    "bf16_master_weights_and_grads": Key(_MASTERS, (False,)),
+    "bf16_optimizer_states": Key(_MASTERS, (False,)),
+    "check_grad_overflow": Key(
+        "must be true: a gradient that is not finite stops the run; remove it", (True,)
+    ),
+    "immediate_grad_update": Key(_OWN_LOOP, (False,)),
+}
+
+FP16 = {
+    "auto_cast": _either("what goes into the model are token ids"),
+    "fp16_master_weights_and_grads": Key(_MASTERS, (False,)),
+}
+
+OPTIMIZER = {"legacy_fusion": Key("is for LAMB, which is not supported; remove it", (False,))}
 
 ADAM_PARAMS = {
-    "adam_w_mode": f"{_NOT_YET}: weight decay is decoupled; remove it",
-    "amsgrad": f"{_NOT_YET}; remove it",
-    "bias_correction": f"{_NOT_YET}: it is always on; remove it",
-    "foreach": f"{_NOT_YET}; remove it",
-    "fp32_optimizer_states": f"{_NOT_YET}: moments are fp32; remove it",
-    "fused": f"{_NOT_YET}; remove it",
-    "max_grad_norm": "is not used; set gradient_clipping",
-    "torch_adam": f"{_NOT_YET}: parallel3d chooses Adam's implementation; remove it",
+    "adam_w_mode": Key("must be true: weight decay is decoupled, as in AdamW; remove it", (True,)),
+    "amsgrad": Key("is not supported: DeepSpeed's Adams do not have it; remove it", (False,)),
+    "bias_correction": Key(
+        "must be true: the moments' bias is always corrected; remove it", (True,)
+    ),
+    "foreach": Key("is not used: torch chooses the fastest implementation; remove it", (None,)),
+    "fp32_optimizer_states": Key(_MASTERS.replace("possible", "a choice"), (True,)),
+    "fused": Key("is not used: it is on wherever the device has it; remove it", (None,)),
+    "max_grad_norm": Key("is not used; set gradient_clipping", (None, 0)),
 }
-# Sections that the DeepSpeed part of the file has, by dotted path.
-BY_SECTION = {
+
+CYCLE = {
+    "cycle_min_mom": Key("is not used: the betas are constant; remove it", (0.8,)),
+    "cycle_max_mom": Key("is not used: the betas are constant; remove it", (0.9,)),
+    "decay_mom_rate": Key("is not used: the betas are constant; remove it", (0,)),
+}
+# Resuming is parallel3d's, not the file's.
+_LAST = {
+    "last_batch_iteration": Key("is not used: a run starts at its first step; remove it", (-1,))
+}
+
+# By the dotted path of the section that the keys stand in.
+BY_SECTION: dict[str, dict[str, Key]] = {
     "": TOP_LEVEL,
+    "aio": AIO,
     "bf16": BF16,
     "fp16": FP16,
     "optimizer": OPTIMIZER,
     "optimizer.params": ADAM_PARAMS,
+    "scheduler.params": CYCLE | _LAST,
     "zero_optimization": ZERO,
     "zero_optimization.offload_optimizer": OFFLOAD_OPTIMIZER,
     "zero_optimization.offload_param": OFFLOAD_PARAM,

@@ -1,9 +1,10 @@
 """Lists the settings (for `--help`), and turns pydantic's errors into problems with remedies."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -11,7 +12,8 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 import models
-from parallel3d.config import deepspeed_keys
+from parallel3d.config import auto, deepspeed_keys
+from parallel3d.config.scheduler import SCHEDULERS
 from parallel3d.config.section import ABSENT, Problem, Problems, Section
 
 PARALLEL3D_KEYS = {
@@ -19,7 +21,11 @@ PARALLEL3D_KEYS = {
     "trained weights)",
     "parallel3d.mesh": '"plan" is not yet supported; write {"pp": 1, "dp": "auto", "tp": 1}',
 }
-MODEL = "parallel3d.model"
+# Sections that are of one class or another: path, the key that tells, and the classes by its value.
+_CHOICES: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
+    "parallel3d.model": ("family", lambda: {f: models.config_class(f) for f in models.families()}),
+    "scheduler": ("type", lambda: SCHEDULERS),
+}
 
 # The rule and the remedy of each kind of error that pydantic finds; {..} are pydantic's words.
 _WORDING = {
@@ -43,17 +49,31 @@ _WORDING = {
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting: its dotted path, its type, its default as JSON ("" if required), its doc."""
+    """One setting: its dotted path, its type, its default as JSON ("" if required), its doc.
+
+    `only` names the choices that have it (`family "gpt"`), "" if all have.
+    """
 
     path: str
     type: str
     default: str
     doc: str
+    only: str = ""
 
 
 def settings(section: type[Section], prefix: str = "") -> list[Setting]:
     """Every setting of the section and of those in it, in the order of the file."""
-    return list(_walk(section, prefix))
+    found: dict[Setting, list[str]] = {}
+    for setting in _walk(section, prefix):
+        found.setdefault(replace(setting, only=""), []).append(setting.only)
+    return [replace(s, only=_only(s.path, names)) for s, names in found.items()]
+
+
+def _only(path: str, names: list[str]) -> str:
+    for choice, (key, classes) in _CHOICES.items():
+        if path.startswith(f"{choice}.") and any(names) and len(names) < len(classes()):
+            return f"{key} {', '.join(json.dumps(name) for name in names)}"
+    return ""
 
 
 def problems_in(error: ValidationError, raw: Any, root: type[Section]) -> list[Problem]:
@@ -86,11 +106,17 @@ def _sound_fields(
         if prefix + name in broken:
             continue
         if name in values:
-            annotation: Any = Annotated[field.annotation, field]
-            sound[name] = TypeAdapter[Any](annotation).validate_python(values[name])
+            sound[name] = _reader(model, name).validate_python(values[name])
         elif not field.is_required():
             sound[name] = field.default
     return sound
+
+
+@cache  # making one takes milliseconds
+def _reader(model: type[Section], name: str) -> TypeAdapter[Any]:
+    field = model.model_fields[name]
+    annotation: Any = Annotated[field.annotation, field]
+    return TypeAdapter[Any](annotation)
 
 
 def _problems_of(detail: ErrorDetails, raw: Any, root: type[Section]) -> Iterator[Problem]:
@@ -112,7 +138,8 @@ def _problems_of(detail: ErrorDetails, raw: Any, root: type[Section]) -> Iterato
     elif cause is not None:
         yield Problem(path, value, *_split(str(cause)))
     elif value == "auto":
-        autos = [s.path for s in settings(root) if '"auto"' in s.type + s.doc]
+        ours = [s.path for s in settings(root) if '"auto"' in s.type + s.doc]
+        autos = dict.fromkeys([*(rule.path for rule in auto.RULES), *ours])
         remedy = f"write a value; auto may be: {', '.join(autos)}"
         yield Problem(path, value, "cannot be auto", remedy)
     else:
@@ -123,8 +150,8 @@ def _problems_of(detail: ErrorDetails, raw: Any, root: type[Section]) -> Iterato
 def _unknown(path: str, value: Any, model: type[Section] | None, root: type[Section]) -> Problem:
     """A key that is no setting: refused by name where it is known, else with the nearest one."""
     section, _, key = path.rpartition(".")
-    refused: Mapping[str, str] = deepspeed_keys.BY_SECTION.get(section, {})
-    reason = PARALLEL3D_KEYS.get(path) or refused.get(key)
+    refused = deepspeed_keys.BY_SECTION.get(section, {})
+    reason = refused[key].reason if key in refused else PARALLEL3D_KEYS.get(path)
     if reason:
         return Problem(path, value, *_split(reason))
     known = list(model.model_fields) if model else []
@@ -163,18 +190,32 @@ def _split(text: str) -> tuple[str, str]:
     return rule, remedy or "see --help"
 
 
-def _walk(section: type[Section], prefix: str) -> Iterator[Setting]:
+def _walk(section: type[Section], prefix: str, only: str = "") -> Iterator[Setting]:
     for name, field in section.model_fields.items():
         path = _join(prefix, name)
-        if path == MODEL:
-            for family in models.families():
-                yield from _walk(models.config_class(family), path)
-        elif inner := _section_of(field.annotation):
-            yield from _walk(inner, path)
+        inner = _section_of(field.annotation)
+        default = "" if field.is_required() else json.dumps(field.default, default=_block)
+        doc = " ".join((field.description or "").split())
+        if path in _CHOICES:
+            if field.default is None:
+                yield Setting(path, "block | null", default, doc, only)
+            key, classes = _CHOICES[path]
+            names = " | ".join(json.dumps(choice) for choice in classes())
+            yield Setting(f"{path}.{key}", names, "", f"Which {key}; it decides what else is here.")
+            for choice, cls in classes().items():
+                inside = _walk(cls, path, choice)
+                yield from (s for s in inside if s.path != f"{path}.{key}")
+        elif inner:
+            if field.default is None:
+                yield Setting(path, "block | null", default, doc, only)
+            several = get_origin(field.annotation) is tuple
+            yield from _walk(inner, f"{path}[]" if several else path, only)
         else:
-            default = "" if field.is_required() else json.dumps(field.default)
-            doc = " ".join((field.description or "").split())
-            yield Setting(path, _type_name(field.annotation), default, doc)
+            yield Setting(path, _type_name(field.annotation), default, doc, only)
+
+
+def _block(value: Section) -> Any:
+    return value.model_dump(mode="json")
 
 
 def _section_of(annotation: Any) -> type[Section] | None:
@@ -186,14 +227,20 @@ def _section_of(annotation: Any) -> type[Section] | None:
 
 
 def _section_at(root: type[Section], path: str, raw: Any) -> type[Section] | None:
-    """The section that stands at `path`; the model's is that of the family that `raw` names."""
-    if path == MODEL:
-        family: type[Section] = models.config_class(raw["parallel3d"]["model"]["family"])
-        return family
+    """The section that stands at `path`; where there is a choice, the one that `raw` makes."""
     model: type[Section] | None = root
+    at = ""
     for name in path.split(".") if path else []:
+        if name.isdigit() and isinstance(raw, list):  # an item of a list of sections
+            raw = raw[int(name)]
+            continue
         field = model.model_fields.get(name) if model else None
         model = _section_of(field.annotation) if field else None
+        at = _join(at, name)
+        raw = raw.get(name) if isinstance(raw, dict) else None
+        if at in _CHOICES and isinstance(raw, dict):
+            key, classes = _CHOICES[at]
+            model = classes().get(str(raw.get(key)))
     return model
 
 
@@ -202,8 +249,14 @@ def _join(prefix: str, path: str) -> str:
 
 
 def _format(text: str, words: Mapping[str, Any]) -> str:
-    """The text with pydantic's words in it; it quotes as Python does, the file as JSON."""
-    return text.format(**{name: str(word).replace("'", '"') for name, word in words.items()})
+    """The text with pydantic's words in it, which it writes as Python does, in the file's way."""
+    return text.format(**{name: _json_word(word) for name, word in words.items()})
+
+
+def _json_word(word: Any) -> str:
+    if isinstance(word, float) and word.is_integer():
+        word = int(word)
+    return {"True": "true", "False": "false"}.get(str(word), str(word).replace("'", '"'))
 
 
 def _type_name(annotation: Any) -> str:

@@ -1,16 +1,25 @@
 """The whole config of a run: what DeepSpeed's file holds, plus the "parallel3d" block."""
 
+import textwrap
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field, PlainValidator, PrivateAttr, ValidationError
 
-from parallel3d.config import checks, explain, reader
-from parallel3d.config.deepspeed import Bf16Config, Fp16Config, OptimizerConfig, ZeroConfig
+from parallel3d.config import arithmetic, checks, explain, reader
+from parallel3d.config.data import DataConfig
+from parallel3d.config.deepspeed import (
+    AioConfig,
+    Bf16Config,
+    Fp16Config,
+    OptimizerConfig,
+    ZeroConfig,
+)
 from parallel3d.config.explain import Setting
+from parallel3d.config.normalise import normalise
+from parallel3d.config.scheduler import TOTAL_STEPS, Scheduler, scheduler_section
 from parallel3d.config.section import Problems, Section
 from parallel3d.config.settings import (
-    DataConfig,
     MeshConfig,
     OutputConfig,
     Parallel3DConfig,
@@ -23,11 +32,12 @@ from parallel3d.config.settings import (
 class RunConfig(Section):
     """One ds.json: DeepSpeed's keys with DeepSpeed's meaning, and the "parallel3d" block."""
 
-    train_batch_size: Positive | Literal["auto"] = "auto"
-    """Samples in a step: micro batch x accumulation x dp; given, it is checked."""
-    train_micro_batch_size_per_gpu: Positive
+    train_batch_size: Positive | None = None
+    """Samples in a step: micro batch x accumulation x dp. Of the three, what is not given is
+    computed from the others, as DeepSpeed does."""
+    train_micro_batch_size_per_gpu: Positive | None = None
     """Samples in a microbatch, on each data-parallel rank."""
-    gradient_accumulation_steps: Positive = 1
+    gradient_accumulation_steps: Positive | None = None
     """Microbatches in a step, which are the microbatches of one pass through the pipeline."""
     gradient_clipping: float = Field(default=1.0, ge=0)
     """Largest global gradient norm; 0 turns clipping off. The default is DeepSpeed's."""
@@ -36,13 +46,19 @@ class RunConfig(Section):
     bf16: Bf16Config = Bf16Config()
     """Training in bfloat16; without it, training is in fp32."""
     fp16: Fp16Config = Fp16Config()
-    """Not yet supported."""
+    """Training in fp16 with a loss scale, where there is no bf16."""
+    aio: AioConfig = AioConfig()
+    """Input and output of NVMe offload."""
     optimizer: OptimizerConfig
     """The optimizer and its parameters."""
+    scheduler: Annotated[Any, PlainValidator(scheduler_section)] = None
+    """DeepSpeed's schedule of the learning rate, in place of parallel3d.train.lr_schedule."""
     zero_optimization: ZeroConfig
     """Sharding of the training state, and offload."""
     parallel3d: Parallel3DConfig
     """Everything that is not DeepSpeed's."""
+
+    _notes: tuple[str, ...] = PrivateAttr(default=())
 
     @classmethod
     def from_json(cls, path: str, overrides: Sequence[str] = ()) -> "RunConfig":
@@ -58,6 +74,7 @@ class RunConfig(Section):
     @classmethod
     def from_dict(cls, raw: dict[str, Any], source: str = "the config") -> "RunConfig":
         """The config that `raw`, the object of a ds.json, describes; raises ConfigError."""
+        raw, notes = normalise(raw)
         try:
             config = cls.model_validate(raw)
         except ValidationError as error:
@@ -65,9 +82,13 @@ class RunConfig(Section):
             # What is sound by itself is compared all the same: all errors at once.
             problems += checks.find_problems(explain.sound_settings(raw, problems, cls))
             raise Problems(problems, source) from None
-        if problems := checks.find_problems(config.settings):
-            raise Problems(problems, source)
-        return config
+        config._notes = tuple(notes)
+        return config._checked(source=source)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What each "auto" of the file became, a line each; empty without one."""
+        return self._notes
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -107,12 +128,20 @@ class RunConfig(Section):
     @property
     def micro_batch_size(self) -> int:
         """Samples in one microbatch of one data-parallel rank."""
+        assert self.train_micro_batch_size_per_gpu, "resolve(world_size) comes first"
         return self.train_micro_batch_size_per_gpu
 
     @property
     def num_microbatches(self) -> int:
         """Microbatches that pass through the pipeline in one step."""
+        assert self.gradient_accumulation_steps, "resolve(world_size) comes first"
         return self.gradient_accumulation_steps
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of the run; the config must be resolved."""
+        assert self.train.steps, "resolve(world_size) and with_corpus come first"
+        return self.train.steps
 
     @property
     def global_batch_size(self) -> int:
@@ -126,14 +155,45 @@ class RunConfig(Section):
         return self.global_batch_size * self.data.sequence_length
 
     def resolve(self, world_size: int) -> "RunConfig":
-        """The config for so many processes, no mesh or batch size left "auto".
+        """The config for so many processes: mesh and batch sizes known, tokens turned to steps.
 
-        Raises ConfigError if mesh or batch size do not fit.
+        Raises ConfigError if mesh or batch size do not fit, or too few tokens are asked for.
         """
-        config = self._with("mesh", dp=checks.data_parallel_size(self.mesh, world_size))
-        if problems := checks.find_problems(config.settings):
-            raise Problems(problems)
-        return config.model_copy(update={"train_batch_size": config.global_batch_size})
+        dp = arithmetic.data_parallel_size(self.mesh, world_size)
+        config = self._with("mesh", dp=dp)._checked()
+        batch, micro, accumulation = arithmetic.batch_sizes(
+            config.train_batch_size,
+            config.train_micro_batch_size_per_gpu,
+            config.gradient_accumulation_steps,
+            dp,
+        )
+        config = config.model_copy(
+            update={
+                "train_batch_size": batch,
+                "train_micro_batch_size_per_gpu": micro,
+                "gradient_accumulation_steps": accumulation,
+            }
+        )._checked()
+        if config.train.max_tokens is not None:
+            steps = arithmetic.steps_of_tokens(config.train.max_tokens, config.tokens_per_step)
+            config = config._with("train", steps=steps, max_tokens=None)
+        return config._with_total_steps()._checked()
+
+    def with_corpus(self, vocab_size: int, num_train_tokens: int) -> "RunConfig":
+        """The config for a corpus: the model's vocabulary known, epochs turned to steps.
+
+        The config must be resolved. The model's vocabulary may be larger than the tokenizer's
+        `vocab_size`. Raises ConfigError if it is smaller, or if the epochs make no step.
+        """
+        config = self.with_vocab_size(vocab_size)
+        if config.train.epochs is not None:
+            # Each sample also needs the token after its last one.
+            samples = (num_train_tokens - 1) // config.data.sequence_length
+            steps = arithmetic.steps_of_epochs(
+                config.train.epochs, samples, config.global_batch_size
+            )
+            config = config._with("train", steps=steps, epochs=None)
+        return config._with_total_steps()._checked()
 
     def with_vocab_size(self, size: int) -> "RunConfig":
         """The config for a tokenizer of `size` tokens; the model's vocabulary may be larger."""
@@ -141,18 +201,32 @@ class RunConfig(Section):
         if self.data.tokenizer == "train":
             # A small corpus gives fewer tokens than were asked for.
             config = config._with("data", vocab_size=size)
-        if problems := checks.find_problems(config.settings | {"tokenizer_size": size}):
-            raise Problems(problems)
-        return config
+        return config._checked(tokenizer_size=size)
 
     def to_dict(self) -> dict[str, Any]:
         """The config as one JSON object, defaults filled in; `from_dict` reads it back."""
         return self.model_dump(mode="json")
 
+    def _checked(self, source: str = "the config", **known: Any) -> "RunConfig":
+        """This config; raises ConfigError if its settings do not go together."""
+        if problems := checks.find_problems(self.settings | known):
+            raise Problems(problems, source)
+        return self
+
     def _with(self, section: str, **values: Any) -> "RunConfig":
         changed = getattr(self, section).model_copy(update=values)
         block = self.parallel3d.model_copy(update={section: changed})
         return self.model_copy(update={"parallel3d": block})
+
+    def _with_total_steps(self) -> "RunConfig":
+        """Its scheduler's "auto" length filled in, once the number of steps is known."""
+        chosen: Scheduler | None = self.scheduler
+        if chosen is None or getattr(chosen.params, TOTAL_STEPS, None) != "auto":
+            return self
+        if self.train.steps is None:
+            return self
+        params = chosen.params.model_copy(update={TOTAL_STEPS: self.train.steps})
+        return self.model_copy(update={"scheduler": chosen.model_copy(update={"params": params})})
 
 
 def settings() -> list[Setting]:
@@ -165,5 +239,7 @@ def help_text() -> str:
     lines = []
     for setting in settings():
         default = f"default {setting.default}" if setting.default else "required"
-        lines += [f"--{setting.path} {setting.type} ({default})", f"    {setting.doc}"]
+        only = f", {setting.only} only" if setting.only else ""
+        doc = textwrap.wrap(setting.doc, 92)
+        lines += [f"--{setting.path} {setting.type} ({default}{only})", *(f"    {x}" for x in doc)]
     return "\n".join(lines)

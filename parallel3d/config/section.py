@@ -52,18 +52,6 @@ class Problems(ConfigError):
         super().__init__("\n  ".join([f"{count} in {source}:", *map(str, self.problems)]))
 
 
-def refuse(reasons: dict[Any, str]) -> BeforeValidator:
-    """A mark on a field: these values are known, and refused with the reason that is given."""
-
-    def check(value: Any) -> Any:
-        # JSON's true is no 1, though Python finds them equal.
-        if type(value) in map(type, reasons) and value in reasons:
-            raise ValueError(reasons[value])
-        return value
-
-    return BeforeValidator(check)
-
-
 def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 

@@ -1,35 +1,24 @@
 """The "parallel3d" block: mesh, pipeline, model, data, training and where a run is written."""
 
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 
 import models
-import parallel3d
+from parallel3d.config.data import DataConfig
 from parallel3d.config.reader import CONFIGS
-from parallel3d.config.section import ABSENT, Problem, Problems, Section, Strings, refuse
-
-SCHEDULES = Path(parallel3d.__file__).parent / "pipeline" / "schedules"
-NOT_FOR_TRAINING = {
-    "interleaved": "interleaved schedules can be drawn but not yet run; use gpipe or one_f_one_b",
-    "forward_only": "forward_only has no backward, it is for evaluation; use gpipe or one_f_one_b",
-}
+from parallel3d.config.section import ABSENT, Problem, Problems, Section
+from parallel3d.pipeline import schedules
 
 Positive = Annotated[int, Field(gt=0)]
 # pp and tp cannot be derived from the number of processes, so their "auto" means 1.
 OneIfAuto = Annotated[Positive, BeforeValidator(lambda value: 1 if value == "auto" else value)]
 
 
-def schedule_names() -> list[str]:
-    """Every schedule: the file names in parallel3d/pipeline/schedules."""
-    return sorted(path.stem for path in SCHEDULES.glob("[!_]*.py"))
-
-
 def _known_schedule(name: str) -> str:
-    if name not in schedule_names():
-        usable = ", ".join(n for n in schedule_names() if n not in NOT_FOR_TRAINING)
-        raise ValueError(f"names no file in parallel3d/pipeline/schedules; use one of: {usable}")
+    if name not in schedules.names():
+        known = ", ".join(schedules.names())
+        raise ValueError(f"names no file in parallel3d/pipeline/schedules; use one of: {known}")
     return name
 
 
@@ -38,12 +27,6 @@ def _known_hardware(name: str) -> str:
     if name not in ("auto", *known):
         raise ValueError(f'is not described in configs/hardware; use "auto", {", ".join(known)}')
     return name
-
-
-def _one_stage(count: int) -> int:
-    if count > 1:
-        raise ValueError("several stages on a rank are not yet supported; use 1")
-    return count
 
 
 def _family_config(value: Any) -> Any:
@@ -69,6 +52,8 @@ class MeshConfig(Section):
     """Data-parallel ranks; "auto" takes the processes that pp and tp leave."""
     tp: OneIfAuto = 1
     """Tensor-parallel ranks; "auto" means 1."""
+    sequence_parallel: bool = False
+    """Split activations between the blocks over tp, along the sequence (arXiv:2205.05198)."""
 
     def __str__(self) -> str:
         return f"pp={self.pp} x dp={self.dp} x tp={self.tp}"
@@ -77,61 +62,51 @@ class MeshConfig(Section):
 class PipelineConfig(Section):
     """How microbatches flow through the stages."""
 
-    schedule: Annotated[str, AfterValidator(_known_schedule), refuse(NOT_FOR_TRAINING)] = "gpipe"
+    schedule: Annotated[str, AfterValidator(_known_schedule)] = "gpipe"
     """The order of forwards and backwards: a file name in parallel3d/pipeline/schedules."""
-    stages_per_rank: Annotated[Positive, AfterValidator(_one_stage)] = 1
-    """Stages that each pipeline rank holds; only 1 runs yet."""
-    gradient_reduction: Literal["per_step", "per_microbatch"] = "per_step"
-    """Reduce gradients once a step, or after each microbatch (less memory, more traffic)."""
-    activation_checkpointing: Literal["none", "full"] = "none"
-    """"full" keeps a layer's input only and computes the layer again in backward."""
-
-
-class DataConfig(Section):
-    """The corpus, its tokenizer, and how it is cut into samples."""
-
-    source: Literal["python-stdlib", "text"] = "python-stdlib"
-    """"python-stdlib" is the running interpreter's standard library; "text" reads `paths`."""
-    paths: Strings = ()
-    """Text files and globs ("folder/**/*.txt"), for source "text"; each file is a document."""
-    tokenizer: str = Field(default="train", min_length=1)
-    """"train" trains a byte-level BPE on the corpus; else a folder or name for AutoTokenizer."""
-    vocab_size: int = Field(default=4096, ge=257)
-    """Tokens that tokenizer "train" makes; 256 bytes and the end of text are the least."""
-    sequence_length: int = Field(gt=0)
-    """Tokens in a sample."""
-    held_out_fraction: float = Field(default=0.01, gt=0, lt=0.5)
-    """Share of the documents that is kept for evaluation."""
-    cache: str = Field(default="auto", min_length=1)
-    """Folder of tokenised corpora; "auto" is parallel3d in $XDG_CACHE_HOME, or in ~/.cache."""
-
-    @model_validator(mode="after")
-    def _check(self) -> "DataConfig":
-        if self.source == "text" and not self.paths:
-            remedy = 'add "paths": ["corpus/*.txt"]'
-            raise Problems([Problem("paths", [], 'is required by source "text"', remedy)])
-        if self.source != "text" and self.paths:
-            rule = f'is not read by source "{self.source}"'
-            raise Problems([Problem("paths", self.paths, rule, 'remove it, or use source "text"')])
-        return self
+    stages_per_rank: Positive = 1
+    """Stages that each pipeline rank holds; more than 1 for schedules that interleave them."""
+    gradient_reduction: Literal["auto", "per_step", "per_microbatch"] = "auto"
+    """Reduce gradients once a step, or after each microbatch (less memory, more traffic); "auto"
+    means after each microbatch at ZeRO-2, and once a step at the other stages."""
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """"selective" computes the attention again in backward (arXiv:2205.05198), "full" the layer."""
 
 
 class LrScheduleConfig(Section):
     """The learning rate of each step, as a fraction of optimizer.params.lr."""
 
-    type: Literal["constant", "cosine"] = "constant"
-    """After the warm-up: stay, or follow half a cosine down to min_ratio at the last step."""
+    type: Literal["constant", "cosine", "linear", "wsd"] = "constant"
+    """After the warm-up: stay, or go down to min_ratio at the last step: by half a cosine, in a
+    line, or ("wsd") after a stable phase as 1 - sqrt over the last decay_steps."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps over which the learning rate rises linearly from 0."""
     min_ratio: float = Field(default=0.1, ge=0, le=1)
-    """Where "cosine" ends."""
+    """Where "cosine", "linear" and "wsd" end."""
+    decay_steps: int | None = Field(default=None, gt=0)
+    """Last steps over which "wsd" decays; null means a fifth of the run."""
+
+
+class ProfileConfig(Section):
+    """Which steps to profile."""
+
+    start: int = Field(ge=0)
+    """The first step that is profiled, counted from 0."""
+    steps: int = Field(default=1, gt=0)
+    """How many steps are profiled."""
 
 
 class TrainConfig(Section):
     """How long to train, and when to evaluate."""
 
-    steps: int = Field(gt=0)
-    """Optimizer steps."""
+    steps: Positive | None = None
+    """Optimizer steps; give this, max_tokens or epochs."""
+    max_tokens: Positive | None = None
+    """Tokens to train on: as many whole steps as fit."""
+    epochs: Annotated[float, Field(gt=0)] | None = None
+    """Passes over the training part of the corpus: as many whole steps as fit."""
+    profile: ProfileConfig | None = None
+    """Steps to write a profiler trace of; null means none."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Fixes weights, dropout and the order of samples."""
     lr_schedule: LrScheduleConfig = LrScheduleConfig()
@@ -142,15 +117,6 @@ class TrainConfig(Section):
     """Held-out samples in an evaluation."""
     timeout_seconds: int = Field(default=300, gt=0)
     """How long a rank waits for another before the run fails, once the first step is done."""
-
-    @model_validator(mode="after")
-    def _check(self) -> "TrainConfig":
-        warmup = self.lr_schedule.warmup_steps
-        if warmup > self.steps:
-            rule = f"is longer than the run of {self.steps} steps"
-            remedy = f"use at most {self.steps}, or raise train.steps"
-            raise Problems([Problem("lr_schedule.warmup_steps", warmup, rule, remedy)])
-        return self
 
 
 class OutputConfig(Section):

@@ -1,7 +1,6 @@
 """ds.json is read strictly: every mistake is found at once, with path, value, rule and remedy."""
 
 import json
-from copy import deepcopy
 
 import pytest
 from pydantic import ValidationError
@@ -9,139 +8,7 @@ from pydantic import ValidationError
 from parallel3d.config import RunConfig, help_text, settings
 from parallel3d.config.reader import CONFIGS, apply_overrides
 from parallel3d.errors import ConfigError
-
-MINIMAL = {
-    "train_micro_batch_size_per_gpu": 2,
-    "gradient_accumulation_steps": 4,
-    "optimizer": {"params": {"lr": 1e-3}},
-    "zero_optimization": {"stage": 1},
-    "parallel3d": {
-        "mesh": {"pp": 2, "tp": 2},
-        "model": {
-            "family": "gpt",
-            "hidden_size": 64,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 16,
-        },
-        "data": {"sequence_length": 128},
-        "train": {"steps": 10},
-    },
-}
-REMOVED = object()
-
-
-def raw(**changes):
-    """MINIMAL with the values of dotted paths changed, or removed."""
-    result = deepcopy(MINIMAL)
-    for path, value in changes.items():
-        *sections, key = path.split(".")
-        block = result
-        for section in sections:
-            block = block.setdefault(section, {})
-        block[key] = value
-        if value is REMOVED:
-            del block[key]
-    return result
-
-
-def error_of(**changes) -> str:
-    with pytest.raises(ConfigError) as caught:
-        RunConfig.from_dict(raw(**changes))
-    return str(caught.value)
-
-
-# path, value, and what the message must say beside path and value: the rule and the remedy
-BAD = [
-    # types
-    ("parallel3d.train.steps", "100", "must be an integer", "without quotes"),
-    ("parallel3d.train.steps", 100.0, "must be an integer", "without quotes, point"),
-    ("parallel3d.train.steps", True, "must be an integer", "write a whole number"),
-    ("parallel3d.run.tensorboard", "true", "must be true or false", "without quotes"),
-    ("parallel3d.run.tensorboard", 1, "must be true or false", "write true or false"),
-    ("optimizer.params.lr", "1e-3", "must be a number", "without quotes"),
-    ("optimizer.params.betas", 0.9, "must be a list", "write [...]"),
-    ("optimizer.params.betas", [0.9, 0.95, 0.99], "too many items", "exactly 2"),
-    ("parallel3d.mesh", 8, "block of settings", "{...}"),
-    ("parallel3d.model", 8, "block of settings", "{...}"),
-    ("parallel3d.run.directory", 5, "must be a string", "double quotes"),
-    ("parallel3d.mesh.tp", None, "must be an integer", "write a whole number"),
-    # ranges
-    ("optimizer.params.lr", 0.0, "greater than 0", "raise it"),
-    ("optimizer.params.lr", float("nan"), "finite", "finite number"),
-    ("optimizer.params.eps", 0.0, "greater than 0", "raise it"),
-    ("optimizer.params.weight_decay", -0.1, "at least 0", "0 or more"),
-    ("gradient_clipping", -1.0, "at least 0", "0 or more"),
-    ("parallel3d.mesh.dp", 0, "greater than 0", '"auto"'),
-    ("parallel3d.data.held_out_fraction", 0.5, "less than 0.5", "lower it"),
-    ("parallel3d.data.vocab_size", 256, "at least 257", "257 or more"),
-    ("parallel3d.model.resid_pdrop", 1.0, "less than 1", "lower it"),
-    ("parallel3d.run.name", "a/b", "plain name", "without /"),
-    # unknown keys
-    ("zero_optimisation", {"stage": 3}, "no setting", 'nearest one is "zero_optimization"'),
-    ("parallel3d.mesh.pipeline", 2, "no setting", "did you mean|this block has: pp, dp, tp"),
-    ("parallel3d.model.hiden_size", 64, "no setting", '"hidden_size"'),
-    ("zero_optimization.stage3_max_live_parameter", 0, "no setting", "_max_live_parameters"),
-    ("steps", 100, "no setting here", "did you mean parallel3d.train.steps"),
-    # known values and keys that are refused by name
-    ("zero_optimization.stage", 0, "not yet supported", "use 1"),
-    ("zero_optimization.stage", 2, "not yet supported", "per_microbatch"),
-    ("zero_optimization.stage", 4, "must be 1 or 3", "write 1 or 3"),
-    ("zero_optimization.stage", True, "must be 1 or 3", "write 1 or 3"),
-    ("zero_optimization.stage", "3", "must be 1 or 3", "write 1 or 3"),
-    ("zero_optimization.offload_optimizer", {"device": "nvme"}, "not yet supported", '"cpu"'),
-    ("zero_optimization.offload_param", {"device": "cpu"}, "not yet", "offload the optimizer"),
-    ("zero_optimization.zero_quantized_weights", True, "not yet supported", "remove it"),
-    ("zero_optimization.mics_shard_size", 8, "removed from DeepSpeed", "remove it"),
-    ("fp16", {"enabled": True}, "not yet supported", "bf16"),
-    ("bf16.enabled", "auto", "cannot be auto", "auto may be: train_batch_size"),
-    ("scheduler", {"type": "WarmupLR"}, "not yet supported", "parallel3d.train.lr_schedule"),
-    ("wandb", {"enabled": True}, "not yet supported", "parallel3d.run.tensorboard"),
-    ("optimizer.type", "Lion", "not yet supported", '"AdamW"'),
-    ("optimizer.type", "SGD", 'must be "AdamW" or "Adam"', 'write "AdamW"'),
-    ("optimizer.params.torch_adam", True, "not yet supported", "remove it"),
-    ("parallel3d.mesh", "plan", "not yet supported", '"dp": "auto"'),
-    ("parallel3d.pipeline.schedule", "interleaved", "not yet run", "use gpipe"),
-    ("parallel3d.pipeline.schedule", "zigzag", "names no file", "gpipe, one_f_one_b"),
-    ("parallel3d.pipeline.stages_per_rank", 2, "not yet supported", "use 1"),
-    ("parallel3d.checkpoint", {"every": 1}, "later version", "remove it"),
-    ("parallel3d.model.family", "bert", "no model family", "gpt"),
-    ("parallel3d.run.hardware", "abacus", "not described", "H100-SXM5-80GB"),
-    # between settings
-    ("parallel3d.mesh.tp", 3, "divide num_attention_heads=16", "use tp = 1, 2, 4, 8 or 16"),
-    ("parallel3d.model.intermediate_size", 255, "not a multiple of tp=2", "use 256"),
-    ("parallel3d.mesh.pp", 7, "6 layers", "pp = 6 or less"),
-    ("parallel3d.model.num_attention_heads", 6, "divide hidden_size=64", "use 4 heads"),
-    ("parallel3d.model.vocab_size", 1000, "tokenizer's 4096 tokens", 'use 4096 or more, or "auto"'),
-    ("parallel3d.data.sequence_length", 2048, "max_position_embeddings=1024", "at most 1024"),
-    ("parallel3d.data.paths", ["a.txt"], 'not read by source "python-stdlib"', "remove it"),
-]
-
-
-@pytest.mark.parametrize(("path", "value", "rule", "remedy"), BAD)
-def test_bad_value_is_named_with_rule_and_remedy(path, value, rule, remedy):
-    message = error_of(**{path: value})
-    inner = next(iter(value)) if isinstance(value, dict) else None
-    leaf = value[inner] if f"{path}.{inner} = " in message else value
-    line = next(line for line in message.splitlines()[1:] if path in line)
-    assert f" = {json.dumps(leaf)}: " in line
-    assert rule in line
-    assert any(choice in line for choice in remedy.split("|"))
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        "train_micro_batch_size_per_gpu",
-        "optimizer",
-        "optimizer.params.lr",
-        "zero_optimization.stage",
-        "parallel3d",
-        "parallel3d.model.hidden_size",
-        "parallel3d.train.steps",
-    ],
-)
-def test_missing_setting(path):
-    assert f"{path}: is required; add it: " in error_of(**{path: REMOVED})
+from tests.pure.configs import MINIMAL, error_of, raw
 
 
 def test_nested_problems():
@@ -253,14 +120,32 @@ def test_every_setting_has_type_default_and_doc():
     listed = {setting.path: setting for setting in settings()}
     assert all(setting.doc for setting in listed.values())
     assert listed["parallel3d.mesh.dp"].type == 'integer | "auto"'
-    assert listed["parallel3d.train.steps"].default == ""
+    assert listed["parallel3d.model.hidden_size"].default == ""
     assert listed["parallel3d.model.hidden_size"].type == "integer"
-    assert "--zero_optimization.stage 1 | 3 (required)" in help_text()
+    assert "--zero_optimization.stage 0 | 1 | 2 | 3 (required)" in help_text()
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.json")), ids=lambda p: p.stem)
 def test_shipped_config_loads(path):
-    assert RunConfig.from_json(path.name).resolve(1).global_batch_size > 0
+    config = RunConfig.from_json(path.name)
+    pp, dp, tp = config.mesh.pp, config.mesh.dp, config.mesh.tp
+    resolved = config.resolve(pp * tp * (1 if dp == "auto" else dp))
+    assert resolved.global_batch_size > 0
+    assert resolved.num_steps > 0
+    assert RunConfig.from_dict(json.loads(json.dumps(resolved.to_dict()))) == resolved
+
+
+def test_help_lists_every_setting_with_its_doc_and_default():
+    text = help_text()
+    unwrapped = " ".join(text.split())
+    for setting in settings():
+        default = f"default {setting.default}" if setting.default else "required"
+        assert f"--{setting.path} {setting.type} ({default}" in text
+        assert " ".join(setting.doc.split()) in unwrapped
+    for path in ("parallel3d.model.rope_theta", "scheduler.params.cycle_max_lr"):
+        only = next(s.only for s in settings() if s.path == path)
+        assert only in ('family "llama"', 'type "OneCycle"')
+        assert f"{only} only)" in text
 
 
 def test_overrides_reach_the_config():

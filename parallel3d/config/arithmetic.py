@@ -1,0 +1,78 @@
+"""The arithmetic of mesh, batch and steps."""
+
+from fractions import Fraction
+
+from parallel3d.config.section import ABSENT, Problem, Problems
+from parallel3d.config.settings import MeshConfig
+
+BATCH, MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
+ACCUMULATION = "gradient_accumulation_steps"
+
+
+def data_parallel_size(mesh: MeshConfig, world_size: int) -> int:
+    """The dp that makes `mesh` one of `world_size` ranks; raises ConfigError if none does."""
+    others = mesh.pp * mesh.tp
+    if world_size % others:
+        rule = f"pp={mesh.pp} x tp={mesh.tp} = {others} does not divide {world_size} processes"
+        fitting = max(1, world_size // others) * others
+        remedy = f"start {fitting} processes, or choose a pp x tp that divides {world_size}"
+        raise Problems([Problem("parallel3d.mesh", mesh.model_dump(), rule, remedy)])
+    if mesh.dp not in ("auto", world_size // others):
+        size = others * int(mesh.dp)
+        rule = f"{mesh} is {size} ranks, but there are {world_size} processes"
+        remedy = f'start {size} processes, or set dp to {world_size // others} or "auto"'
+        raise Problems([Problem("parallel3d.mesh.dp", mesh.dp, rule, remedy)])
+    return world_size // others
+
+
+def batch_sizes(
+    batch: int | None, micro: int | None, accumulation: int | None, dp: int
+) -> tuple[int, int, int]:
+    """The three sizes, of which DeepSpeed needs one or two: batch, micro batch, accumulation.
+
+    Batch = micro batch x accumulation x dp. Where only one is given, accumulation is 1. Raises
+    ConfigError where the batch cannot be divided so.
+    """
+    if batch is None:
+        assert micro is not None, "the checks want a batch or a micro batch size"
+        return micro * (accumulation or 1) * dp, micro, accumulation or 1
+    if micro is None:
+        accumulation = accumulation or 1
+        micro = _share(batch, accumulation * dp, f"{ACCUMULATION}={accumulation} x dp={dp}")
+    elif accumulation is None:
+        accumulation = _share(batch, micro * dp, f"{MICRO}={micro} x dp={dp}")
+    return batch, micro, accumulation
+
+
+def _share(batch: int, parts: int, words: str) -> int:
+    if batch % parts:
+        rule = f"is not a multiple of {words} = {parts}"
+        remedy = f"use {max(1, batch // parts) * parts} or {batch // parts * parts + parts}"
+        raise Problems([Problem(BATCH, batch, rule, remedy)])
+    return batch // parts
+
+
+def steps_of_tokens(max_tokens: int, tokens_per_step: int) -> int:
+    """The whole steps in so many tokens; raises ConfigError if there is none."""
+    if max_tokens < tokens_per_step:
+        rule = f"is less than one step of {tokens_per_step} tokens"
+        remedy = f"use {tokens_per_step} or more, or a smaller batch"
+        raise Problems([Problem("parallel3d.train.max_tokens", max_tokens, rule, remedy)])
+    return max_tokens // tokens_per_step
+
+
+def steps_of_epochs(epochs: float, samples: int, batch: int) -> int:
+    """The whole steps in so many passes over `samples`; raises ConfigError if there is none."""
+    # In fractions, because 0.29 x 100 samples are 28.999999999999996 as floats.
+    seen = int(Fraction(str(epochs)) * samples)
+    if seen < batch:
+        rule = f"is {seen} samples of the corpus's {samples}, less than one step of {batch}"
+        remedy = "use more epochs or a smaller batch"
+        raise Problems([Problem("parallel3d.train.epochs", epochs, rule, remedy)])
+    return seen // batch
+
+
+def missing_batch() -> Problem:
+    """That neither the batch nor the micro batch is given."""
+    remedy = f"add it: samples in a microbatch, on each data-parallel rank (or {BATCH})"
+    return Problem(MICRO, ABSENT, "is required", remedy)

@@ -1,0 +1,94 @@
+"""Hugging Face's "auto": the values that stand for it, before anything else reads the file.
+
+By the rules of transformers' DeepSpeed integration, with the defaults of its TrainingArguments for
+what the user of a Trainer would set there. A test compares the two.
+"""
+
+import json
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+from parallel3d.config.section import ABSENT
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What "auto" stands for at `path`, in words and as a function of the whole file.
+
+    The function gives ABSENT where the setting is to be left out, for it is derived later.
+    """
+
+    path: str
+    words: str
+    value: Callable[[dict[str, Any]], Any]
+
+
+def _constant(path: str, value: Any) -> Rule:
+    words = f"{json.dumps(value)}, the default of TrainingArguments"
+    return Rule(path, words, lambda raw: deepcopy(value))
+
+
+def _hidden(path: str, words: str, of_hidden_size: Callable[[int], int]) -> Rule:
+    def value(raw: dict[str, Any]) -> Any:
+        hidden = _at(raw, "parallel3d.model.hidden_size")
+        return of_hidden_size(hidden) if type(hidden) is int else ABSENT
+
+    return Rule(f"zero_optimization.{path}", words, value)
+
+
+# In this order: a rule may read what an earlier one has resolved.
+RULES = (
+    _constant("train_micro_batch_size_per_gpu", 8),
+    _constant("gradient_accumulation_steps", 1),
+    Rule("train_batch_size", "micro batch x accumulation x dp", lambda raw: ABSENT),
+    _constant("gradient_clipping", 1.0),
+    _constant("fp16.enabled", False),
+    Rule(
+        "bf16.enabled",
+        "true unless fp16 is on: a file that leaves it open does not mean fp32",
+        lambda raw: _at(raw, "fp16.enabled") is not True,
+    ),
+    _constant("optimizer.params.lr", 5e-5),
+    _constant("optimizer.params.betas", [0.9, 0.999]),
+    _constant("optimizer.params.eps", 1e-8),
+    _constant("optimizer.params.weight_decay", 0.0),
+    _hidden("reduce_bucket_size", "hidden_size squared", lambda h: h * h),
+    _hidden("stage3_prefetch_bucket_size", "0.9 x hidden_size squared", lambda h: int(0.9 * h * h)),
+    _hidden("stage3_param_persistence_threshold", "10 x hidden_size", lambda h: 10 * h),
+    Rule("scheduler.params.warmup_min_lr", "0", lambda raw: 0.0),
+    Rule(
+        "scheduler.params.warmup_max_lr",
+        "optimizer.params.lr",
+        lambda raw: _at(raw, "optimizer.params.lr"),
+    ),
+    Rule("scheduler.params.warmup_num_steps", "1: TrainingArguments has no warm-up", lambda raw: 1),
+)
+
+
+def resolve(raw: dict[str, Any]) -> list[str]:
+    """Replace each "auto" that has a rule, in place; what became of them, a line for each."""
+    notes = []
+    for rule in RULES:
+        section, _, key = rule.path.rpartition(".")
+        block = _at(raw, section) if section else raw
+        if not isinstance(block, dict) or block.get(key) != AUTO:
+            continue
+        value = rule.value(raw)
+        if value is ABSENT:
+            del block[key]
+        else:
+            block[key] = value
+            text = json.dumps(value)
+            known = rule.words if rule.words.startswith(text) else f"{text} ({rule.words})"
+            notes.append(f"{rule.path}: auto = {known}")
+    return notes
+
+
+def _at(raw: Any, path: str) -> Any:
+    for name in path.split("."):
+        raw = raw.get(name, ABSENT) if isinstance(raw, dict) else ABSENT
+    return raw

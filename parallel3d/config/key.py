@@ -1,0 +1,39 @@
+"""A key of DeepSpeed's that is no setting here."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from parallel3d.config.section import ABSENT
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key that is no setting: the reason ("rule; remedy") why other values are refused.
+
+    `values` are those that are accepted. Of a block, `items` are the values accepted of each key in
+    it; a
+    block with a `switch` is accepted unless the key of that name is true in it.
+    """
+
+    reason: str
+    values: tuple[Any, ...] = ()
+    items: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    switch: str = ""
+
+    def refused(self, value: Any) -> Any:
+        """What of `value` is refused; ABSENT if nothing is."""
+        if any(_same(value, v) for v in self.values):
+            return ABSENT
+        if not isinstance(value, dict) or not (self.switch or self.items):
+            return value
+        if self.switch:
+            return ABSENT if value.get(self.switch, False) is False else value
+        return {k: v for k, v in value.items() if not self._accepts(k, v)} or ABSENT
+
+    def _accepts(self, item: str, value: Any) -> bool:
+        return any(_same(value, v) for v in self.items.get(item, ()))
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Equality as in JSON, where 1 is 1.0 but not true."""
+    return a == b and isinstance(a, bool) == isinstance(b, bool)
