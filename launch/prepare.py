@@ -3,15 +3,19 @@
 import argparse
 import json
 import sys
+from typing import Any
 
 from parallel3d.config import RunConfig
+from parallel3d.data.corpus import Corpus
 from parallel3d.data.prepare import prepare
 from parallel3d.data.progress import shown_progress
 from parallel3d.errors import Parallel3DError
 
+DONE, BAD_INPUT, STOPPED = 0, 2, 3  # exit codes; scripts rely on them
+
 
 def main() -> int:
-    """Give the exit code: 0, or 2 where the config or the data cannot be used."""
+    """Give the exit code: 0, 2 where the config or the data cannot be used, 3 after Ctrl-C."""
     parser = argparse.ArgumentParser(
         description="Tokenise the corpus of a config into the cache, and say what is in it.",
         epilog="Any value of the config is set by its path: --parallel3d.data.vocab_size 8192",
@@ -23,18 +27,61 @@ def main() -> int:
     try:
         config = RunConfig.from_json(args.config, overrides)
         with shown_progress() as progress:
-            corpus = prepare(config.parallel3d.data, progress)
+            corpus = prepare(config.data, progress)
+        summary = describe(corpus, tokens_of_run(config, corpus))
     except Parallel3DError as error:
         print(error, file=sys.stderr)
-        return 2
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        print("interrupted; what is tokenised is kept for the next time", file=sys.stderr)
+        return STOPPED
+    print(json.dumps(summary) if args.json else as_text(summary))
+    return DONE
+
+
+def tokens_of_run(config: RunConfig, corpus: Corpus) -> float | None:
+    """Give how many tokens the run trains on; None where that depends on the number of ranks."""
+    train, mesh, batch = config.train, config.mesh, config.train_batch_size
+    if train.max_tokens is not None:
+        return train.max_tokens
+    if train.epochs is not None:
+        return train.epochs * len(corpus.train)
+    assert train.steps is not None, "the config has one of the three"
+    if isinstance(mesh.dp, int):
+        return train.steps * config.resolve(mesh.pp * mesh.dp * mesh.tp).tokens_per_step
+    return train.steps * batch * config.data.sequence_length if isinstance(batch, int) else None
+
+
+def describe(corpus: Corpus, tokens: float | None) -> dict[str, Any]:
+    """Give the corpus's summary, and how often a run of so many tokens goes round each part."""
     summary = corpus.summary()
-    if args.json:
-        print(json.dumps(summary))
-    else:
-        for name, value in summary.items():
-            shown = f"{value:,}" if isinstance(value, int) else value
-            print(f"{name:<24}{shown:.4f}" if isinstance(value, float) else f"{name:<24}{shown}")
-    return 0
+    summary["epochs"] = None if tokens is None else tokens / len(corpus.train)
+    for part, described in zip(corpus.parts, summary.get("mixture", ()), strict=True):
+        share = described["weight"] / len(part.train)
+        described["epochs"] = None if tokens is None else tokens * share
+    return summary
+
+
+def as_text(summary: dict[str, Any]) -> str:
+    """Give the summary a value a line, and a mixture as a table."""
+    mixture = summary.get("mixture", ())
+    lines = [f"{name:<24}{_shown(x)}" for name, x in summary.items() if name != "mixture"]
+    if mixture:
+        columns = ["weight", "num_documents", "num_tokens", "epochs"]
+        width = max(len("mixture"), *(len(part["label"]) for part in mixture))
+        lines += ["", f"{'mixture':<{width}}" + "".join(f"{name:>16}" for name in columns)]
+        for part in mixture:
+            cells = "".join(f"{_shown(part[name]):>16}" for name in columns)
+            lines.append(f"{part['label']:<{width}}{cells}")
+    if summary["epochs"] is None:
+        lines += ["", "epochs are known once parallel3d.mesh.dp or train_batch_size is a number"]
+    return "\n".join(lines)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4f}"
+    return "?" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
 
 
 if __name__ == "__main__":

@@ -2,13 +2,15 @@
 
 Samples are windows of sequence_length + 1 tokens that start every sequence_length tokens: each
 token of the stream is predicted once an epoch, and what is left at its end is dropped. A window
-may hold several documents, with end-of-text between them.
+may hold several documents, with end-of-text between them. Of a mixture, each sample is a window
+of one of its streams.
 """
 
 import numpy as np
 
-from parallel3d.data.corpus import Corpus, TokenStream
-from parallel3d.data.order import sample_index
+from parallel3d.data.corpus import Corpus, Mixture, TokenStream
+from parallel3d.data.mixing import Mixing
+from parallel3d.data.order import GOLDEN, sample_index
 from parallel3d.errors import DataError
 
 
@@ -40,51 +42,89 @@ def num_evaluation_batches(num_samples: int, batch: int, limit: int) -> int:
     return max(1, min(limit, num_samples // batch))
 
 
+def documents_of(tokens: np.ndarray, end_of_text: int) -> np.ndarray:
+    """Give which document of its sample each token belongs to, from 0: int64 [batch, seq].
+
+    A document ends with its end-of-text, so the token after one is the next document's first.
+    """
+    ends = np.cumsum(tokens == end_of_text, axis=1, dtype=np.int64)
+    return np.concatenate([np.zeros_like(ends[:, :1]), ends[:, :-1]], axis=1)
+
+
 class Batches:
-    """The samples of a stream by global index: shuffled anew each epoch, or in stream order.
+    """The samples of a stream or mixture by global index: shuffled each epoch, or in its order.
 
     With a `seed` the order is that of `order.sample_index`; with None, for held-out evaluation,
-    it is the stream's own, from its start and round again. Nothing here moves: the same index
-    gives the same sample on every mesh, at any time.
+    it is the stream's own, from its start and round again. Of a mixture, `mixing.Mixing` says
+    which stream gives a sample, and each stream has its own order and comes round at its own rate.
+    Nothing here moves: the same index gives the same sample on every mesh, at any time.
+
+    `num_samples` is how many samples there are before one comes a second time.
     """
 
-    def __init__(self, stream: TokenStream, sequence_length: int, seed: int | None) -> None:
-        self.stream = stream
+    def __init__(
+        self, stream: TokenStream | Mixture, sequence_length: int, seed: int | None
+    ) -> None:
+        # One stream is a mixture of one.
+        self.streams = (stream,) if isinstance(stream, TokenStream) else stream.parts
         self.sequence_length = sequence_length
         self.seed = seed
-        self.num_samples = num_windows(len(stream), sequence_length)
-        assert self.num_samples > 0, "check_length comes first"
+        self._mixing = Mixing((1.0,) if isinstance(stream, TokenStream) else stream.weights)
+        self._sizes = [num_windows(len(part), sequence_length) for part in self.streams]
+        assert min(self._sizes) > 0, "check_length comes first"
+        self.num_samples = min(self._mixing.index_of(s, n) for s, n in enumerate(self._sizes))
 
     def microbatch(self, first_sample: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Give (tokens, labels) of samples first_sample .. first_sample + count - 1.
 
         Both int64 [count, sequence_length]; labels[b, t] is the token after tokens[b, t].
         """
-        index = np.arange(first_sample, first_sample + count)
-        if self.seed is None:
-            samples = index % self.num_samples
-        else:
-            samples = sample_index(self.seed, index, self.num_samples)
-        starts = samples * self.sequence_length
+        parts, places = self._mixing.assign(np.arange(first_sample, first_sample + count))
+        windows = np.empty((count, self.sequence_length + 1), dtype=np.int64)
         within = np.arange(self.sequence_length + 1)
-        windows = self.stream.tokens[starts[:, None] + within]  # [count, sequence_length + 1]
-        windows = windows.astype(np.int64)
+        for part in np.unique(parts):
+            here = parts == part
+            starts = self._samples(int(part), places[here]) * self.sequence_length
+            windows[here] = self.streams[part].tokens[starts[:, None] + within]
         return windows[:, :-1].copy(), windows[:, 1:].copy()
+
+    def _samples(self, part: int, places: np.ndarray) -> np.ndarray:
+        """Give which windows of a stream stand at these places of its order."""
+        if self.seed is None:
+            return places % self._sizes[part]
+        # Streams of equal length have orders of their own.
+        return sample_index(self.seed + part * GOLDEN, places, self._sizes[part])
 
 
 def check_length(corpus: Corpus, sequence_length: int, global_batch: int) -> None:
-    """Raise DataError if training has less than one global batch, or evaluation no window."""
-    num_train = num_windows(len(corpus.train), sequence_length)
-    if num_train < global_batch:
+    """Raise DataError if training has less than one global batch, or evaluation no window.
+
+    Of a mixture, every stream needs a window of each kind.
+    """
+    train, held_out = (
+        part.parts if isinstance(part, Mixture) else (part,)
+        for part in (corpus.train, corpus.held_out)
+    )
+    of = [f" of data.mixture.{i}" if len(train) > 1 else "" for i in range(len(train))]
+    windows = [num_windows(len(stream), sequence_length) for stream in train]
+    if sum(windows) < global_batch:
         raise DataError(
             f"the corpus is shorter than one batch: its training part has {len(corpus.train)}"
-            f" tokens, {num_train} samples at data.sequence_length={sequence_length}, and a step"
+            f" tokens, {sum(windows)} samples at data.sequence_length={sequence_length}, and a step"
             f" takes {global_batch}; add text, or lower sequence_length, micro batch, accumulation"
             " or dp"
         )
-    if num_windows(len(corpus.held_out), sequence_length) < 1:
-        raise DataError(
-            f"the held-out part has {len(corpus.held_out)} tokens, fewer than one sample of"
-            f" data.sequence_length={sequence_length} (+ 1); raise data.held_out_fraction, add"
-            " text, or lower sequence_length"
-        )
+    for number, stream in enumerate(train):
+        if windows[number] < 1:
+            raise DataError(
+                f"the training part{of[number]} has {len(stream)} tokens, fewer than one sample of"
+                f" data.sequence_length={sequence_length} (+ 1); add text, lower sequence_length,"
+                " or put the text into another part"
+            )
+    for number, stream in enumerate(held_out):
+        if num_windows(len(stream), sequence_length) < 1:
+            raise DataError(
+                f"the held-out part{of[number]} has {len(stream)} tokens, fewer than one sample of"
+                f" data.sequence_length={sequence_length} (+ 1); raise data.held_out_fraction, add"
+                " text, or lower sequence_length"
+            )

@@ -9,9 +9,12 @@ import fcntl
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from hashlib import blake2b
 from pathlib import Path
+from typing import IO
 
 MANIFEST = "files.json"
 
@@ -63,15 +66,45 @@ def staged(directory: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def is_whole(directory: Path) -> bool:
-    """Say whether `directory` holds each file that it was published with, at its full size."""
+@contextmanager
+def replaced(path: Path) -> Iterator[IO[bytes]]:
+    """Give a file that becomes `path` when the block ends, or vanishes on any error."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
-        sizes = json.loads((directory / MANIFEST).read_text())
-        return bool(sizes) and all(
-            (directory / name).stat().st_size == size for name, size in sizes.items()
+        with open(partial, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        partial.rename(path)
+        _flush_one(path.parent)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def is_whole(directory: Path, bits: bool = False) -> bool:
+    """Say whether `directory` holds each file that it was published with, at its full size.
+
+    With `bits`, each file's contents are compared with their digest too, at the disk's speed.
+    """
+    try:
+        published = json.loads((directory / MANIFEST).read_text())
+        return bool(published) and all(
+            (directory / name).stat().st_size == size
+            and (not bits or _digest(directory / name) == digest)
+            for name, (size, digest) in published.items()
         )
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, TypeError):
         return False
+
+
+def prune(parent: Path, days: int) -> None:
+    """Remove what in `parent` was not touched for so many days."""
+    for path in parent.iterdir():
+        # Another process may be at the same.
+        with suppress(OSError):
+            if time.time() - path.stat().st_mtime > days * 86400:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def remove_leftovers(parent: Path) -> None:
@@ -115,8 +148,16 @@ def _unlock(path: Path, file: int) -> None:
 
 def _write_manifest(directory: Path) -> None:
     files = sorted(path for path in directory.rglob("*") if path.is_file())
-    sizes = {str(path.relative_to(directory)): path.stat().st_size for path in files}
-    (directory / MANIFEST).write_text(json.dumps(sizes, indent=1))
+    entries = {str(p.relative_to(directory)): [p.stat().st_size, _digest(p)] for p in files}
+    (directory / MANIFEST).write_text(json.dumps(entries, indent=1))
+
+
+def _digest(path: Path) -> str:
+    digest = blake2b(digest_size=16)
+    with open(path, "rb") as file:
+        while block := file.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _flush(directory: Path) -> None:

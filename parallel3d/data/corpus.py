@@ -5,9 +5,13 @@ A corpus is a directory, `<cache>/corpora/<key>/`:
     tokens.bin    ids of all documents, the training part first, each closed by end-of-text;
                   uint16, or uint32 for a vocabulary above 65536
     bounds.bin    int64 [documents + 1]: document i is tokens[bounds[i]:bounds[i + 1]]
-    names.json    the documents' names, in that order, for messages
+    places.npy    file and row of each document, in that order, and names.json the files' names,
+                  for messages
+    counts.npy    int64 [vocabulary]: how often each id occurs
     tokenizer/    the tokenizer, as Hugging Face saves it
     meta.json     counts, vocabulary, entropy
+
+A mixture is a directory beside its parts, with tokenizer/ and a meta.json that names them.
 """
 
 import json
@@ -18,7 +22,10 @@ from typing import Any
 import numpy as np
 
 from parallel3d.data.cache import is_whole
+from parallel3d.data.rows import FileReader
 from parallel3d.errors import DataError
+
+PLACE = np.dtype([("file", "<i4"), ("row", "<i8")])
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,20 +49,44 @@ class TokenStream:
 
 
 @dataclass(frozen=True, eq=False)
+class Mixture:
+    """Several streams, and the share of the samples that each one gives.
+
+    Its length is that of all its streams, which is what an epoch of a mixture means: the streams
+    come round at rates of their own.
+    """
+
+    parts: tuple[TokenStream, ...]
+    weights: tuple[float, ...]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+    @property
+    def num_documents(self) -> int:
+        """Number of documents in all streams."""
+        return sum(part.num_documents for part in self.parts)
+
+
+@dataclass(frozen=True, eq=False)
 class Corpus:
     """A prepared corpus, memory-mapped.
 
     `unigram_entropy`, in nats per token, is that of the token frequencies of the whole corpus,
     both parts: the loss of the best model that knows how often each token occurs and nothing of
-    its context. A model that has learnt anything about order has a held-out loss below it.
+    its context. A model that has learnt anything about order has a held-out loss below it. Of a
+    mixture, the frequencies are weighted as its samples are.
+    `parts` are the corpora of a mixture, with their `labels`; otherwise there are none.
     """
 
     directory: Path
     vocab_size: int
     end_of_text: int
     unigram_entropy: float
-    train: TokenStream
-    held_out: TokenStream
+    train: TokenStream | Mixture
+    held_out: TokenStream | Mixture
+    parts: tuple["Corpus", ...] = ()
+    labels: tuple[str, ...] = ()
 
     @classmethod
     def open(cls, directory: str | Path) -> "Corpus":
@@ -67,18 +98,34 @@ class Corpus:
         if not is_whole(directory):
             raise DataError(f"{directory} holds no whole corpus; run launch/prepare.py again")
         meta = json.loads((directory / "meta.json").read_text())
+        given = {name: meta[name] for name in ("vocab_size", "end_of_text", "unigram_entropy")}
+        if "mixture" in meta:
+            parts = tuple(cls.open(directory.parent / part["corpus"]) for part in meta["mixture"])
+            weights = tuple(part["weight"] for part in meta["mixture"])
+            return cls(
+                directory=directory,
+                train=Mixture(tuple(part.stream("train") for part in parts), weights),
+                held_out=Mixture(tuple(part.stream("held_out") for part in parts), weights),
+                parts=parts,
+                labels=tuple(part["label"] for part in meta["mixture"]),
+                **given,
+            )
         tokens = np.asarray(np.memmap(directory / "tokens.bin", dtype=meta["dtype"], mode="r"))
-        bounds = np.fromfile(directory / "bounds.bin", dtype=np.int64)
+        bounds = np.asarray(np.memmap(directory / "bounds.bin", dtype=np.int64, mode="r"))
         num_train = meta["num_train_documents"]
         cut = int(bounds[num_train])
         return cls(
             directory=directory,
-            vocab_size=meta["vocab_size"],
-            end_of_text=meta["end_of_text"],
-            unigram_entropy=meta["unigram_entropy"],
             train=TokenStream(tokens[:cut], bounds[: num_train + 1]),
             held_out=TokenStream(tokens[cut:], bounds[num_train:] - cut),
+            **given,
         )
+
+    def stream(self, part: str) -> TokenStream:
+        """Give the "train" or "held_out" part of a corpus that is no mixture."""
+        stream = self.train if part == "train" else self.held_out
+        assert isinstance(stream, TokenStream), "a mixture has no one stream"
+        return stream
 
     @property
     def tokenizer_directory(self) -> Path:
@@ -90,29 +137,55 @@ class Corpus:
         """Number of documents, training and held-out."""
         return self.train.num_documents + self.held_out.num_documents
 
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens, training and held-out."""
+        return len(self.train) + len(self.held_out)
+
+    def counts(self) -> np.ndarray:
+        """Give how often each id occurs in a corpus that is no mixture: int64 [vocab_size]."""
+        return np.load(self.directory / "counts.npy", allow_pickle=False)
+
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise DataError, naming document and id, if a token has no place in `vocab_size`."""
-        if self.vocab_size <= vocab_size:
+        for part in self.parts:
+            part.check_vocabulary(vocab_size)
+        if self.parts or not self.counts()[vocab_size:].any():
             return
-        names = json.loads((self.directory / "names.json").read_text())
         first = 0
-        for stream in (self.train, self.held_out):
+        for stream in (self.stream("train"), self.stream("held_out")):
             for index in range(stream.num_documents):
-                check_ids(stream.document(index), vocab_size, names[first + index])
+                tokens = stream.document(index)
+                if len(tokens) and tokens.max() >= vocab_size:
+                    check_ids(tokens, vocab_size, self._name(first + index))
             first += stream.num_documents
 
     def summary(self) -> dict[str, Any]:
-        """Give what a log or a command says about the corpus."""
-        return {
+        """Give what a log or a command says about the corpus, and about each part of a mixture."""
+        summary = {
             "directory": str(self.directory),
             "tokenizer": str(self.tokenizer_directory),
             "num_documents": self.num_documents,
             "num_held_out_documents": self.held_out.num_documents,
-            "num_tokens": len(self.train) + len(self.held_out),
+            "num_tokens": self.num_tokens,
             "num_held_out_tokens": len(self.held_out),
             "vocab_size": self.vocab_size,
             "unigram_entropy": self.unigram_entropy,
         }
+        if isinstance(self.train, Mixture):
+            summary["mixture"] = [
+                {"label": label, "weight": weight, **part.summary()}
+                for label, weight, part in zip(
+                    self.labels, self.train.weights, self.parts, strict=True
+                )
+            ]
+        return summary
+
+    def _name(self, index: int) -> str:
+        place = np.load(self.directory / "places.npy", mmap_mode="r", allow_pickle=False)[index]
+        names = json.loads((self.directory / "names.json").read_text())
+        name = names["names"][place["file"]]
+        return FileReader(names["kind"], "", name, "").place(int(place["row"]))
 
 
 def check_ids(tokens: np.ndarray, vocab_size: int, name: str) -> None:
@@ -124,7 +197,7 @@ def check_ids(tokens: np.ndarray, vocab_size: int, name: str) -> None:
         )
 
 
-def entropy(counts: np.ndarray) -> float:
-    """Give the entropy of the distribution with these counts, in nats (Shannon 1948, section 6)."""
-    shares = counts[counts > 0] / counts.sum()
+def entropy(frequencies: np.ndarray) -> float:
+    """Give the entropy of these relative frequencies, in nats (Shannon 1948, section 6)."""
+    shares = frequencies[frequencies > 0] / frequencies.sum()
     return float(-(shares * np.log(shares)).sum())

@@ -1,185 +1,185 @@
-"""From documents to a corpus: split, tokenised once, published in the cache under its content."""
+"""From the config to a corpus or mixture, published in the cache under its content."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
-from hashlib import blake2b
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from parallel3d.data.cache import cache_root, is_whole, locked, staged
-from parallel3d.data.corpus import Corpus, check_ids, entropy
-from parallel3d.data.sources import Document, Progress, find_documents, read_documents, silent
-from parallel3d.data.tokenizer import (
-    directory_digest,
-    encode,
-    load_tokenizer,
-    num_tokens,
-    tokenizer_directory,
-    train_tokenizer,
+from parallel3d.config.data import DataConfig, PartConfig
+from parallel3d.data.build import (
+    FORMAT,
+    TRAINING_BYTES,
+    Recipe,
+    build,
+    contents_of,
+    copy_tokenizer,
+    digest_of,
+    train,
 )
+from parallel3d.data.cache import cache_root, is_whole, locked, staged
+from parallel3d.data.corpus import Corpus, entropy
+from parallel3d.data.documents import Documents, find_documents
+from parallel3d.data.mixing import whole_shares
+from parallel3d.data.sources import Progress, find_files, silent
+from parallel3d.data.split import split_documents
+from parallel3d.data.tokenizer import tokenizer_directory
 from parallel3d.errors import DataError
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
-# Part of the cache key: raise it when the bytes that a corpus is written with change.
-FORMAT = 1
-DOCUMENTS_PER_BATCH = 32
-
-
-class DataSettings(Protocol):
-    """What this floor needs of the `data` section of a config."""
-
-    @property
-    def source(self) -> str: ...
-    @property
-    def paths(self) -> tuple[str, ...]: ...
-    @property
-    def tokenizer(self) -> str: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def held_out_fraction(self) -> float: ...
-    @property
-    def cache(self) -> str: ...
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """What the bytes of a corpus follow from, and nothing else.
-
-    `tokenizer` is a directory; None trains one of at most `vocab_size` tokens.
-    """
-
-    train: list[Document]
-    held_out: list[Document]
-    tokenizer: Path | None
-    vocab_size: int
-
-    def key(self) -> str:
-        """Give the name of the corpus in the cache: a digest of contents, not of names or times."""
-        trained = f"trained to {self.vocab_size}"
-        parts = [str(FORMAT), directory_digest(self.tokenizer) if self.tokenizer else trained]
-        for documents in (self.train, self.held_out):
-            parts += [str(len(documents)), *(document.digest for document in documents)]
-        return blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
-
-
-def prepare(config: DataSettings, progress: Progress = silent) -> Corpus:
-    """Give the corpus that `config` describes, from the cache if one of this content is there.
+def prepare(config: DataConfig, progress: Progress = silent) -> Corpus:
+    """Give the corpus or mixture that `config` describes, from the cache if it is there.
 
     The cache knows a corpus by its documents' contents, its tokenizer and its split, never by
     names or times, nor by the sequence length. Any number of processes may call this at once: one
-    works, the others wait. Raises DataError; then nothing half-written is left behind.
+    works, the others wait. Raises DataError; then nothing half-written is left behind but whole
+    shards of tokens, with which the next preparation of the same goes on.
     """
-    documents = find_documents(config.source, config.paths, progress)
-    train, held_out = split_documents(documents, config.held_out_fraction)
-    corpora = cache_root(config.cache) / "corpora"
-    if config.tokenizer == "train":
-        return _cached(corpora, Recipe(train, held_out, None, config.vocab_size), progress)
-    with tokenizer_directory(config.tokenizer) as directory:
-        return _cached(corpora, Recipe(train, held_out, directory, config.vocab_size), progress)
+    cache = cache_root(config.cache)
+    if config.source == "mixture":
+        return _prepare_mixture(config, cache, progress)
+    documents = find_documents(find_files(config), cache, progress)
+    [held_out] = split_documents([documents.table["digest"]], config.held_out_fraction)
+    with _given_tokenizer(config) as tokenizer:
+        recipe = Recipe(documents, held_out, tokenizer, config.vocab_size)
+        return _cached(cache, recipe, config.workers, progress)
 
 
-def split_documents(
-    documents: Sequence[Document], fraction: float
-) -> tuple[list[Document], list[Document]]:
-    """Split into training and held-out documents by content; each part keeps the given order.
-
-    The distinct contents with the lowest digests are held out, at least one of them and not all:
-    copies of a document fall on one side, and no name or order moves a document across.
-    Raises DataError if there are fewer than two distinct contents.
-    """
-    contents = sorted({document.digest for document in documents})
-    if len(contents) < 2:
-        raise DataError(
-            f"the corpus has {len(documents)} documents, {len(contents)} of them distinct, and the"
-            " held-out part is split off by document; give at least two files with different text"
-            " (for example, cut one file in two)"
+def _prepare_mixture(config: DataConfig, cache: Path, progress: Progress) -> Corpus:
+    """Prepare each part as a corpus of its own, all with one tokenizer."""
+    parts = config.mixture
+    shown = [_of_part(progress, i, len(parts)) for i in range(len(parts))]
+    documents = []
+    for number, part in enumerate(parts):
+        try:
+            documents.append(find_documents(find_files(part), cache, shown[number]))
+        except DataError as error:
+            raise DataError(f"data.mixture.{number}: {error}") from error
+    digests = [part.table["digest"] for part in documents]
+    held_out = split_documents(digests, config.held_out_fraction)
+    shares = whole_shares([part.weight for part in parts])
+    with _given_tokenizer(config) as given:
+        tokenizer = given or _cached_tokenizer(
+            cache, documents, held_out, shares, config.vocab_size, progress
         )
-    num_held_out = min(max(1, round(fraction * len(contents))), len(contents) - 1)
-    apart = set(contents[:num_held_out])
-    train = [document for document in documents if document.digest not in apart]
-    held_out = [document for document in documents if document.digest in apart]
-    return train, held_out
+        corpora = [
+            _cached(
+                cache, Recipe(documents[i], held_out[i], tokenizer, 0), config.workers, shown[i]
+            )
+            for i in range(len(parts))
+        ]
+    return _cached_mixture(cache, corpora, [_label(part) for part in parts], shares, progress)
 
 
-def _cached(corpora: Path, recipe: Recipe, progress: Progress) -> Corpus:
-    directory = corpora / recipe.key()
-    if is_whole(directory):
-        return Corpus.open(directory)
+def _cached(cache: Path, recipe: Recipe, workers: int | str, progress: Progress) -> Corpus:
+    directory = cache / "corpora" / recipe.key()
+    unfinished = cache / "unfinished" / directory.name
+    with _published(directory, progress) as folder:
+        if folder:
+            build(folder, unfinished, recipe, workers, progress)
+    if folder:
+        # Only now: until the corpus is whole, its shards are all there is.
+        shutil.rmtree(unfinished, ignore_errors=True)
+        with suppress(OSError):
+            unfinished.parent.rmdir()
+    return Corpus.open(directory)
+
+
+def _cached_tokenizer(
+    cache: Path,
+    documents: Sequence[Documents],
+    held_out: Sequence[np.ndarray],
+    shares: Sequence[int],
+    vocab_size: int,
+    progress: Progress,
+) -> Path:
+    """Give the tokenizer of a mixture, trained on as much of each part as its share says."""
+    key: list[object] = [FORMAT, vocab_size, *shares]
+    for part, apart in zip(documents, held_out, strict=True):
+        key += contents_of(part, apart)
+    directory = cache / "tokenizers" / digest_of(*key)
+    with _published(directory, progress) as folder:
+        if folder:
+            budgets = [TRAINING_BYTES * share / sum(shares) for share in shares]
+            train(documents, held_out, budgets, vocab_size, progress).save_pretrained(folder)
+    return directory
+
+
+def _cached_mixture(
+    cache: Path,
+    corpora: Sequence[Corpus],
+    labels: Sequence[str],
+    shares: Sequence[int],
+    progress: Progress,
+) -> Corpus:
+    weights = [share / sum(shares) for share in shares]
+    parts = [
+        {"corpus": corpus.directory.name, "weight": weight, "label": label}
+        for corpus, weight, label in zip(corpora, weights, labels, strict=True)
+    ]
+    directory = cache / "corpora" / digest_of(FORMAT, json.dumps(parts))
+    with _published(directory, progress) as folder:
+        if folder:
+            frequencies = sum(
+                weight * corpus.counts() / corpus.counts().sum()
+                for weight, corpus in zip(weights, corpora, strict=True)
+            )
+            meta = {
+                "end_of_text": corpora[0].end_of_text,
+                "format": FORMAT,
+                "mixture": parts,
+                "unigram_entropy": entropy(np.asarray(frequencies)),
+                "vocab_size": corpora[0].vocab_size,
+            }
+            copy_tokenizer(corpora[0].tokenizer_directory, folder / "tokenizer")
+            (folder / "meta.json").write_text(json.dumps(meta, indent=1))
+    return Corpus.open(directory)
+
+
+@contextmanager
+def _published(directory: Path, progress: Progress) -> Iterator[Path | None]:
+    """Give a folder that becomes `directory`, or None if that is whole already.
+
+    Raises DataError if the cache cannot be written.
+    """
 
     def say_waiting() -> None:
         progress("waiting for another process that prepares this corpus", 0, 1)
 
+    if is_whole(directory):
+        yield None
+        return
     try:
         with locked(directory, say_waiting):
             # Whoever held the lock before may have written it.
-            if not is_whole(directory):
+            if is_whole(directory):
+                yield None
+            else:
                 with staged(directory) as folder:
-                    _build(folder, recipe, progress)
+                    yield folder
     except OSError as error:
         raise DataError(
-            f"the cache {corpora} cannot be written ({error.strerror or error});"
+            f"the cache {directory.parent} cannot be written ({error.strerror or error});"
             " set data.cache to a directory that is writable and has room"
         ) from error
-    return Corpus.open(directory)
 
 
-def _build(folder: Path, recipe: Recipe, progress: Progress) -> None:
-    tokenizer = _make_tokenizer(recipe, progress)
-    tokenizer.save_pretrained(folder / "tokenizer")
-    vocab_size = num_tokens(tokenizer)
-    dtype = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
-    documents = recipe.train + recipe.held_out
-    counts = _write_tokens(folder, documents, tokenizer, vocab_size, dtype, progress)
-    names = [document.name for document in documents]
-    (folder / "names.json").write_text(json.dumps(names))
-    meta = {
-        "dtype": dtype.name,
-        "end_of_text": tokenizer.eos_token_id,
-        "format": FORMAT,
-        "num_documents": len(documents),
-        "num_tokens": int(counts.sum()),
-        "num_train_documents": len(recipe.train),
-        "unigram_entropy": entropy(counts),
-        "vocab_size": vocab_size,
-    }
-    (folder / "meta.json").write_text(json.dumps(meta, indent=1))
+def _given_tokenizer(config: DataConfig) -> AbstractContextManager[Path | None]:
+    """Give the directory of the tokenizer that is named, None where one is to be trained."""
+    return nullcontext() if config.tokenizer == "train" else tokenizer_directory(config.tokenizer)
 
 
-def _make_tokenizer(recipe: Recipe, progress: Progress) -> "PreTrainedTokenizerBase":
-    if recipe.tokenizer:
-        return load_tokenizer(recipe.tokenizer)
-    progress("training the tokenizer", 0, 1)
-    # On the training part alone: what is held out shall be new to the tokenizer too.
-    tokenizer = train_tokenizer(recipe.train, recipe.vocab_size)
-    progress("training the tokenizer", 1, 1)
-    return tokenizer
+def _of_part(progress: Progress, number: int, num_parts: int) -> Progress:
+    """Show the progress of one part of a mixture."""
+    return lambda phase, done, total: progress(
+        f"{phase}, part {number + 1} of {num_parts}", done, total
+    )
 
 
-def _write_tokens(
-    folder: Path,
-    documents: Sequence[Document],
-    tokenizer: "PreTrainedTokenizerBase",
-    vocab_size: int,
-    dtype: np.dtype,
-    progress: Progress,
-) -> np.ndarray:
-    """Write tokens.bin and bounds.bin; give how often each id occurs, int64 [vocab_size]."""
-    counts = np.zeros(vocab_size, dtype=np.int64)
-    bounds = [0]
-    with open(folder / "tokens.bin", "wb") as file:
-        for batch in read_documents(documents).iter(batch_size=DOCUMENTS_PER_BATCH):
-            for name, ids in zip(batch["name"], encode(tokenizer, batch["text"]), strict=True):
-                tokens = np.array([*ids, tokenizer.eos_token_id], dtype=np.int64)
-                check_ids(tokens, vocab_size, name)
-                counts += np.bincount(tokens, minlength=vocab_size)
-                tokens.astype(dtype).tofile(file)
-                bounds.append(bounds[-1] + len(tokens))
-            progress("tokenising documents", len(bounds) - 1, len(documents))
-    np.array(bounds, dtype=np.int64).tofile(folder / "bounds.bin")
-    return counts
+def _label(part: PartConfig) -> str:
+    """Give what a part is called where parts are listed."""
+    more = f" and {len(part.paths) - 1} more" if len(part.paths) > 1 else ""
+    which = part.paths[0] + more if part.paths else part.name
+    return " ".join(filter(None, [part.source, which, part.subset]))

@@ -42,9 +42,9 @@ def _lines() -> Progress:
 
     def show(phase: str, done: int, total: int) -> None:
         now = time.monotonic()
-        due = phase not in last or now - last[phase] >= SECONDS_BETWEEN_LINES
+        due = phase not in last or (total > 1 and now - last[phase] >= SECONDS_BETWEEN_LINES)
         if due or done == total > 1:
             last[phase] = now
-            print(f"{phase}: {done} of {total}" if total > 1 else phase, file=sys.stderr)
+            print(f"{phase}: {done:,} of {total:,}" if total > 1 else phase, file=sys.stderr)
 
     return show

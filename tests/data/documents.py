@@ -3,16 +3,28 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
+from parallel3d.data.documents import ENTRY, Documents, digest, find_documents
+from parallel3d.data.sources import find_files
+
 
 @dataclass(frozen=True)
 class Settings:
     source: str = "text"
     paths: tuple[str, ...] = ()
+    text_field: str = "text"
+    name: str = ""
+    subset: str | None = None
+    split: str = "train"
+    weight: float = 1.0
+    mixture: tuple["Settings", ...] = ()
     tokenizer: str = "train"
     vocab_size: int = 300
     sequence_length: int = 8
     held_out_fraction: float = 0.2
     cache: str = "auto"
+    workers: int | str = "auto"
 
 
 TEXTS = {
@@ -31,3 +43,21 @@ def contents(root: Path) -> dict[str, bytes | None]:
         str(path.relative_to(root)): path.read_bytes() if path.is_file() else None
         for path in sorted(root.rglob("*"))
     }
+
+
+def found(source: str, paths=(), cache="/nonexistent", **settings) -> Documents:
+    """The documents of a source; its index is kept nowhere unless a cache is given."""
+    files = find_files(Settings(source=source, paths=tuple(map(str, paths)), **settings))
+    return find_documents(files, Path(cache))
+
+
+def texts_of(documents: Documents) -> list[str]:
+    return list(documents.read(np.arange(len(documents))))
+
+
+def names_of(documents: Documents) -> list[str]:
+    return [documents.name(index) for index in range(len(documents))]
+
+
+def digests_of(*texts: str) -> np.ndarray:
+    return np.array([(0, 0, 0, 0, digest(text.encode())) for text in texts], ENTRY)["digest"]

@@ -15,10 +15,10 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from parallel3d.data import build
 from parallel3d.data import prepare as module
 from parallel3d.data.corpus import Corpus
-from parallel3d.data.prepare import prepare, split_documents
-from parallel3d.data.sources import Document
+from parallel3d.data.prepare import prepare
 from parallel3d.errors import DataError
 from tests.data.documents import TEXTS, Settings, contents
 from tests.data.test_sources import BAD_FILES
@@ -69,39 +69,13 @@ def test_a_vocabulary_above_65536_has_wider_tokens(settings, tmp_path):
     assert corpus.train.tokens.tolist() == [0, 70_000] * corpus.train.num_documents
 
 
-def documents_of(*texts):
-    return [Document(text, text, len(text), f"digest of {text}") for text in texts]
-
-
-@pytest.mark.parametrize(
-    ("fraction", "expected"), [(0.0, 1), (0.01, 1), (0.3, 3), (0.99, 9), (1.0, 9)]
-)
-def test_both_parts_have_a_document(fraction, expected):
-    train, held_out = split_documents(documents_of(*"abcdefghij"), fraction)
-    assert (len(train), len(held_out)) == (10 - expected, expected)
-
-
-def test_the_split_goes_by_content_and_keeps_copies_together():
-    documents = documents_of(*"abcdefghij") + documents_of(*"abcdefghij")
-    train, held_out = split_documents(documents, 0.3)
-    renamed = [replace(document, name="x") for document in reversed(documents)]
-    assert {d.digest for d in split_documents(renamed, 0.3)[1]} == {d.digest for d in held_out}
-    assert not {d.digest for d in train} & {d.digest for d in held_out}
-    assert len(held_out) == 6
-
-
-def test_one_distinct_document_cannot_be_split():
-    with pytest.raises(DataError, match=r"2 documents, 1 of them distinct.*cut one file in two"):
-        split_documents(documents_of("a", "a"), 0.1)
-
-
 def test_the_cache_goes_by_content(settings, folder, tmp_path, monkeypatch):
     first = prepare(settings)
     before = contents(Path(settings.cache))
     for path in folder.rglob("*.txt"):
         os.utime(path, (1, 1))
     moved = folder.rename(tmp_path / "elsewhere")
-    monkeypatch.setattr(module, "_build", refuse_to_build)
+    monkeypatch.setattr(module, "build", refuse_to_build)
     same = replace(settings, paths=(f"{moved}/**/*.txt",), sequence_length=99)
     assert prepare(same).directory == first.directory
     assert contents(Path(settings.cache)) == before
@@ -170,7 +144,8 @@ def errors_before_the_cache(folder, settings):
         text = path.read_text().replace('"eos_token": "<|endoftext|>",', "")
         (no_end / path.name).write_text(text)
     return [
-        (replace(settings, source="jsonl"), "not known"),
+        (replace(settings, source="csv"), "not known"),
+        (replace(settings, source="jsonl"), "a.txt, line 1 is not JSON"),
         (replace(settings, paths=("nothing.txt",)), "matches no file"),
         (replace(settings, paths=(f"{folder}/a.txt",)), "1 of them distinct"),
         (replace(settings, vocab_size=100), "too small"),
@@ -203,7 +178,7 @@ def test_a_token_beyond_the_vocabulary_names_document_and_id(settings, monkeypat
     corpus.check_vocabulary(300)
     with pytest.raises(DataError, match=r"document .*\.txt has the token id \d+, beyond .* 200;"):
         corpus.check_vocabulary(200)
-    monkeypatch.setattr(module, "num_tokens", lambda tokenizer: 200)
+    monkeypatch.setattr(build, "num_tokens", lambda tokenizer: 200)
     with pytest.raises(DataError, match=r"document .*\.txt has the token id \d+, beyond .* 200;"):
         prepare(replace(settings, vocab_size=299))
     assert contents(Path(settings.cache)) == before

@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from launch.prepare import describe, tokens_of_run
+from parallel3d.config import RunConfig
+from parallel3d.data.prepare import prepare
+
 PREPARE = Path(__file__).parents[2] / "launch/prepare.py"
 
 
@@ -59,3 +63,60 @@ def test_bad_data_and_bad_config_exit_with_2_and_no_traceback(config, folder):
         done = run(config, *arguments)
         assert (done.returncode, done.stdout) == (2, ""), done
         assert message in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.fixture
+def mixture(config, folder):
+    """The documents, and rows of another kind, one to three."""
+    rows = [json.dumps({"text": f"row {i} of some"}) for i in range(20)]
+    (folder / "rows.jsonl").write_text("\n".join(rows))
+    raw = json.loads(config.read_text())
+    data = raw["parallel3d"]["data"]
+    parts = [
+        {"source": "text", "paths": data.pop("paths"), "weight": 1.0},
+        {"source": "jsonl", "paths": [str(folder / "rows.jsonl")], "weight": 3.0},
+    ]
+    data |= {"source": "mixture", "mixture": parts}
+    config.write_text(json.dumps(raw))
+    return config
+
+
+def test_a_mixture_is_listed_with_its_epochs(mixture):
+    done = run(mixture, "--json", "--parallel3d.train", '{"max_tokens": 800}')
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    text, rows = summary["mixture"]
+    assert (text["weight"], text["num_documents"]) == (0.25, 6)
+    assert (rows["weight"], rows["num_documents"]) == (0.75, 20)
+    for part in (text, rows):
+        training = part["num_tokens"] - part["num_held_out_tokens"]
+        assert part["epochs"] == pytest.approx(800 * part["weight"] / training)
+    assert "tokenising documents, part 2 of 2: 20 of 20" in done.stderr
+    shown = run(mixture).stdout
+    assert f"{text['label']} " in shown and "20" in shown and "epochs are known once" in shown
+
+
+def test_how_many_tokens_a_run_takes(mixture):
+    def tokens(**changes):
+        config = json.loads(mixture.read_text())
+        config["parallel3d"] |= {"train": {"steps": 7}, **changes}
+        return RunConfig.from_dict(config)
+
+    corpus = prepare(tokens().data)
+    assert tokens_of_run(tokens(), corpus) is None
+    assert describe(corpus, None)["mixture"][0]["epochs"] is None
+    assert tokens_of_run(tokens(mesh={"pp": 1, "dp": 4}), corpus) == 7 * 4 * 8
+    assert tokens_of_run(tokens(train={"epochs": 2.0}), corpus) == 2 * len(corpus.train)
+    assert tokens_of_run(tokens(train={"max_tokens": 999}), corpus) == 999
+
+
+def test_ctrl_c_is_exit_code_3(config, monkeypatch, capsys):
+    from launch import prepare as command
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "prepare", interrupt)
+    monkeypatch.setattr(sys, "argv", ["prepare.py", "--config", str(config)])
+    assert command.main() == 3
+    assert "interrupted" in capsys.readouterr().err

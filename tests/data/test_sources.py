@@ -6,49 +6,46 @@ from pathlib import Path
 
 import pytest
 
-from parallel3d.data.sources import find_documents, read_documents
 from parallel3d.errors import DataError
+from tests.data.documents import found, names_of, texts_of
 
 
 def test_globs_and_paths_give_each_file_once_in_sorted_order(folder):
-    found = find_documents("text", [f"{folder}/**/*.txt", f"{folder}/b.txt", f"{folder}/*.txt"])
-    names = [os.path.relpath(document.path, folder) for document in found]
+    documents = found("text", [f"{folder}/**/*.txt", f"{folder}/b.txt", f"{folder}/*.txt"])
+    names = [os.path.relpath(name, folder) for name in names_of(documents)]
     assert names == ["a.txt", "b.txt", "c [1].txt", "d.txt", "e.txt", "sub/f.txt"]
-    assert find_documents("text", [str(folder / "c [1].txt")])[0].path.endswith("c [1].txt")
+    assert found("text", [folder / "c [1].txt"]).name(0).endswith("c [1].txt")
 
 
 def test_a_symbolic_link_is_the_same_document(folder):
     (folder / "z.txt").symlink_to(folder / "a.txt")
-    assert len(find_documents("text", [f"{folder}/*.txt"])) == 5
+    assert len(found("text", [f"{folder}/*.txt"])) == 5
 
 
 def test_the_stream_gives_every_byte(folder):
-    documents = find_documents("text", [f"{folder}/**/*.txt"])
-    rows = list(read_documents(documents))
-    assert [row["name"] for row in rows] == [document.name for document in documents]
-    for row in rows:
-        assert row["text"].encode() == Path(row["path"]).read_bytes()
+    documents = found("text", [f"{folder}/**/*.txt"])
+    for name, text in zip(names_of(documents), texts_of(documents), strict=True):
+        assert text.encode() == Path(name).read_bytes()
 
 
 def test_a_file_that_changes_meanwhile_is_refused(folder):
-    documents = find_documents("text", [f"{folder}/*.txt"])
+    documents = found("text", [f"{folder}/*.txt"])
     (folder / "b.txt").write_text("something else")
     with pytest.raises(DataError, match=r"b\.txt changed"):
-        list(read_documents(documents))
+        texts_of(documents)
 
 
 def test_the_standard_library_comes_without_tests_idlelib_and_packages():
-    documents = find_documents("python-stdlib")
-    names = [document.name for document in documents]
+    documents = found("python-stdlib")
+    names = names_of(documents)
     assert names == sorted(names, key=lambda name: Path(name).parts)
     assert {"json/decoder.py", "argparse.py", "asyncio/events.py"} <= set(names)
     folders = {part for name in names for part in Path(name).parts[:-1]}
     assert not folders & {"test", "tests", "idlelib", "site-packages", "__pycache__"}
-    assert sum(document.num_bytes for document in documents) > 5_000_000
+    sizes = documents.table["num_bytes"]
+    assert sizes.sum() > 5_000_000
     root = Path(sysconfig.get_path("stdlib"))
-    assert (root / "json/decoder.py").stat().st_size == next(
-        document.num_bytes for document in documents if document.name == "json/decoder.py"
-    )
+    assert (root / "json/decoder.py").stat().st_size == sizes[names.index("json/decoder.py")]
 
 
 def bad_empty(folder):
@@ -79,7 +76,7 @@ BAD_FILES = [bad_empty, bad_utf8, bad_cut_utf8, bad_unreadable]
 def test_a_bad_file_is_named_with_the_remedy(folder, spoil):
     message = spoil(folder)
     with pytest.raises(DataError, match=message):
-        find_documents("text", [f"{folder}/*.txt"])
+        found("text", [f"{folder}/*.txt"])
 
 
 @pytest.mark.parametrize(
@@ -94,9 +91,9 @@ def test_a_bad_file_is_named_with_the_remedy(folder, spoil):
 def test_paths_that_name_no_file(folder, monkeypatch, paths, message):
     monkeypatch.chdir(folder)
     with pytest.raises(DataError, match=message):
-        find_documents("text", paths)
+        found("text", paths)
 
 
 def test_an_unknown_source():
-    with pytest.raises(DataError, match="'parquet' is not known; use 'python-stdlib' or 'text'"):
-        find_documents("parquet")
+    with pytest.raises(DataError, match="'csv' is not known; use one of: text, jsonl, parquet"):
+        found("csv", ["a.csv"])

@@ -3,12 +3,14 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from parallel3d.data import build
 from parallel3d.data import tokenizer as module
-from parallel3d.data.sources import find_documents
 from parallel3d.data.tokenizer import (
     directory_digest,
     encode,
@@ -18,6 +20,7 @@ from parallel3d.data.tokenizer import (
     train_tokenizer,
 )
 from parallel3d.errors import DataError
+from tests.data.documents import found, texts_of
 
 AWKWARD = [
     "",
@@ -31,13 +34,13 @@ AWKWARD = [
 
 @pytest.fixture
 def documents(folder):
-    return find_documents("text", [f"{folder}/**/*.txt"])
+    return found("text", [f"{folder}/**/*.txt"])
 
 
 @pytest.fixture
 def trained(documents, tmp_path):
     directory = tmp_path / "tokenizer"
-    train_tokenizer(documents, 300).save_pretrained(directory)
+    train_tokenizer(texts_of(documents), 300).save_pretrained(directory)
     return directory
 
 
@@ -53,13 +56,14 @@ def test_auto_tokenizer_loads_it_and_decodes_what_it_encodes(trained):
 def test_training_twice_gives_the_same_bytes(folder, trained, tmp_path):
     # In another process: hash seeds and thread timing differ there.
     code = (
-        "import sys; from parallel3d.data.sources import find_documents as find;"
+        "import sys; from tests.data.documents import found, texts_of;"
         "from parallel3d.data.tokenizer import train_tokenizer as train;"
-        "train(find('text', [sys.argv[1]]), 300).save_pretrained(sys.argv[2])"
+        "train(texts_of(found('text', [sys.argv[1]])), 300).save_pretrained(sys.argv[2])"
     )
     again = tmp_path / "again"
     pattern = f"{folder}/**/*.txt"
-    subprocess.run([sys.executable, "-c", code, pattern, str(again)], check=True)
+    here = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", code, pattern, str(again)], check=True, cwd=here)
     assert sorted(path.name for path in again.iterdir()) == [
         "tokenizer.json",
         "tokenizer_config.json",
@@ -68,21 +72,22 @@ def test_training_twice_gives_the_same_bytes(folder, trained, tmp_path):
         assert path.read_bytes() == (trained / path.name).read_bytes()
 
 
-def test_a_large_corpus_is_sampled_evenly(documents, monkeypatch):
-    used = []
-    monkeypatch.setattr(module, "TRAINING_BYTES", 200)
-    monkeypatch.setattr(
-        module, "read_documents", lambda part: used.extend(part) or [{"text": "abc"}]
-    )
-    train_tokenizer(documents, 260)
-    stride = -(-sum(document.num_bytes for document in documents) // 200)
-    assert stride > 1 and used == documents[::stride]
+def test_a_large_corpus_is_sampled_evenly(documents):
+    nothing, budgets = np.zeros(len(documents), bool), [200.0, 10**9]
+    used = list(build._sample([documents] * 2, [nothing] * 2, budgets))
+    stride = -(-documents.table["num_bytes"].sum() // 200)
+    texts = texts_of(documents)
+    assert stride > 1 and used == texts[::stride] + texts
+    # What is held out stays unseen.
+    nothing[0] = True
+    assert list(build._sample([documents], [nothing], [10**9])) == texts[1:]
 
 
 def test_a_vocabulary_too_small_for_bytes(documents):
-    assert num_tokens(train_tokenizer(documents, 257)) == 257
+    texts = texts_of(documents)
+    assert num_tokens(train_tokenizer(texts, 257)) == 257
     with pytest.raises(DataError, match=r"data\.vocab_size=256 is too small.* at least 257"):
-        train_tokenizer(documents, 256)
+        train_tokenizer(texts, 256)
 
 
 def test_a_directory_without_a_tokenizer(tmp_path):

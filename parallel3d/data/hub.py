@@ -1,0 +1,72 @@
+"""Data sets of the Hugging Face hub, or folders of one: found and cached by `datasets`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from parallel3d.errors import DataError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+# What Dataset.save_to_disk and DatasetDict.save_to_disk leave; load_dataset does not read it.
+SAVED = ("state.json", "dataset_dict.json")
+
+
+def arrow_files(
+    name: str, subset: str | None, split: str
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Give paths of the Arrow files that hold the split, in order, and their names in messages.
+
+    `name` is a name on the hub or a folder: of jsonl, parquet, text or csv files, or one that
+    `save_to_disk` wrote. No code of a data set is run. Raises DataError if it cannot be loaded.
+    """
+    place = f"data.name={name!r}" + (f", subset {subset!r}" if subset else "")
+    table = _load(name, subset, split, place)
+    paths = tuple(file["filename"] for file in table.cache_files)
+    if not len(table):
+        raise DataError(f"{place}, split {split!r} has no rows; use another split")
+    if sum(_num_rows(path) for path in paths) != len(table):
+        raise DataError(
+            f"{place}, split {split!r} is a selection of its files' rows; save it with"
+            " save_to_disk after flatten_indices, and give that folder"
+        )
+    several = len(paths) > 1
+    return paths, tuple(
+        f"{name} {split}" + (f" ({Path(path).name})" if several else "") for path in paths
+    )
+
+
+def _load(name: str, subset: str | None, split: str, place: str) -> "Dataset":
+    import datasets
+
+    folder = Path(name).expanduser()
+    if not folder.is_dir() and (name.startswith((".", "~", "/")) or name.count("/") > 1):
+        raise DataError(f"{place} is no folder; give a folder, or a name such as owner/dataset")
+    shown = datasets.are_progress_bars_disabled()
+    # Its bars, one for each step, would tear ours.
+    datasets.disable_progress_bars()
+    try:
+        if any((folder / file).is_file() for file in SAVED):
+            saved = datasets.load_from_disk(str(folder))
+            if isinstance(saved, datasets.DatasetDict) and split not in saved:
+                raise ValueError(f"it has the splits {', '.join(saved)}")
+            return saved[split] if isinstance(saved, datasets.DatasetDict) else saved
+        return datasets.load_dataset(str(folder) if folder.is_dir() else name, subset, split=split)
+    # Broad, because what goes wrong inside comes as it is: network, file format, unknown names.
+    except Exception as error:
+        lines = str(error).strip().splitlines()
+        reason = lines[0].rstrip(".") if lines else type(error).__name__
+        raise DataError(
+            f"{place}, split {split!r} cannot be loaded ({reason}); check name, subset and split."
+            " Without a network, download it where there is one, and give the folder"
+        ) from error
+    finally:
+        if not shown:
+            datasets.enable_progress_bars()
+
+
+def _num_rows(path: str) -> int:
+    import pyarrow as pa
+
+    with pa.memory_map(path) as source, pa.ipc.open_stream(source) as stream:
+        return sum(batch.num_rows for batch in stream)

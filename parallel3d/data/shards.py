@@ -1,0 +1,175 @@
+"""Tokenising piece by piece: a preparation's folder, and one shard of its tokens.
+
+A preparation works in a folder of its own:
+
+    plan.json, table.npy, held_out.npy    what there is to do, for the workers to read
+    tokenizer/                            published whole
+    shards/<first>-<last>/                the tokens of documents first .. last - 1, published whole
+        train.bin, held_out.bin           ids of the documents of each part, with end-of-text
+        lengths.npy                       int64 [documents]: tokens of each, end-of-text included
+        counts.npy                        int64 [vocabulary]: how often each id occurs
+
+Where a preparation is killed, its shards stay, and the next one of the same content goes on from
+there: the folder's name is that of the corpus, so no other setting finds it.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from parallel3d.data.cache import is_whole, locked, staged
+from parallel3d.data.corpus import check_ids
+from parallel3d.data.documents import Documents
+from parallel3d.data.sources import Files
+from parallel3d.data.tokenizer import encode, load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# A few seconds of one core's work: what is lost at most when a preparation is killed.
+SHARD_BYTES = 16 * 2**20
+BATCH_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What there is to do: documents, which of them are held out, and where shards begin.
+
+    `bounds` are the first documents of the shards, and the number of documents.
+    """
+
+    work: Path
+    documents: Documents
+    held_out: np.ndarray
+    bounds: list[int]
+    vocab_size: int
+    end_of_text: int
+
+    def save(self) -> None:
+        """Write the plan where a worker finds it."""
+        np.save(self.work / "table.npy", self.documents.table, allow_pickle=False)
+        np.save(self.work / "held_out.npy", self.held_out, allow_pickle=False)
+        settings = {
+            "files": asdict(self.documents.files),
+            "bounds": self.bounds,
+            "vocab_size": self.vocab_size,
+            "end_of_text": self.end_of_text,
+        }
+        (self.work / "plan.json").write_text(json.dumps(settings))
+
+    @classmethod
+    def open(cls, work: Path) -> "Plan":
+        """Give the plan that was saved in `work`; its arrays stay on disk."""
+        settings = json.loads((work / "plan.json").read_text())
+        files = settings.pop("files")
+        paths, names = tuple(files.pop("paths")), tuple(files.pop("names"))
+        table = np.load(work / "table.npy", mmap_mode="r", allow_pickle=False)
+        held_out = np.load(work / "held_out.npy", mmap_mode="r", allow_pickle=False)
+        documents = Documents(Files(paths=paths, names=names, **files), table)
+        return cls(work, documents, held_out, **settings)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The type of the ids on disk."""
+        return np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)
+
+    @property
+    def num_shards(self) -> int:
+        """Number of shards."""
+        return len(self.bounds) - 1
+
+    def tokenizer(self) -> "PreTrainedTokenizerBase":
+        """Load the tokenizer."""
+        return load_tokenizer(self.work / "tokenizer")
+
+    def shard(self, number: int) -> Path:
+        """Give the folder of a shard."""
+        first, last = self.bounds[number : number + 2]
+        return self.work / "shards" / f"{first}-{last}"
+
+    def missing(self) -> list[int]:
+        """Give the shards that are not there, or not with the bits that they were written with."""
+        return [i for i in range(self.num_shards) if not is_whole(self.shard(i), bits=True)]
+
+    def num_documents(self, number: int) -> int:
+        """Give the number of documents in a shard."""
+        return self.bounds[number + 1] - self.bounds[number]
+
+
+def cut(num_bytes: np.ndarray) -> list[int]:
+    """Give the bounds of shards of SHARD_BYTES each, or of the one document that is larger."""
+    ends = np.cumsum(num_bytes)
+    bounds = [0]
+    while bounds[-1] < len(ends):
+        before = ends[bounds[-1] - 1] if bounds[-1] else 0
+        bounds.append(
+            max(bounds[-1] + 1, int(np.searchsorted(ends, before + SHARD_BYTES, side="right")))
+        )
+    return bounds
+
+
+def make_shard(
+    plan: Plan,
+    number: int,
+    tokenizer: "PreTrainedTokenizerBase",
+    on_documents: Callable[[int], None],
+) -> None:
+    """Tokenise one shard and publish it; `on_documents` hears how many documents are done more.
+
+    Raises DataError for a document that changed, or an id beyond the vocabulary.
+    """
+    directory = plan.shard(number)
+    # A worker of a killed preparation may still be at its last shard.
+    with locked(directory, lambda: None):
+        if not is_whole(directory, bits=True):
+            with staged(directory) as folder:
+                _fill(folder, plan, number, tokenizer, on_documents)
+
+
+def _fill(
+    folder: Path,
+    plan: Plan,
+    number: int,
+    tokenizer: "PreTrainedTokenizerBase",
+    on_documents: Callable[[int], None],
+) -> None:
+    first, last = plan.bounds[number : number + 2]
+    counts = np.zeros(plan.vocab_size, dtype=np.int64)
+    lengths: list[int] = []
+    with open(folder / "train.bin", "wb") as train, open(folder / "held_out.bin", "wb") as held_out:
+        for texts in _batches(plan.documents, first, last):
+            tokens = [
+                np.array([*ids, plan.end_of_text], dtype=np.int64)
+                for ids in encode(tokenizer, texts)
+            ]
+            together = np.concatenate(tokens)
+            if together.max() >= plan.vocab_size:
+                # Names are looked up only where one is needed.
+                for index, ids in enumerate(tokens, start=first + len(lengths)):
+                    check_ids(ids, plan.vocab_size, plan.documents.name(index))
+            counts += np.bincount(together, minlength=plan.vocab_size)
+            for ids in tokens:
+                apart = plan.held_out[first + len(lengths)]
+                ids.astype(plan.dtype).tofile(held_out if apart else train)
+                lengths.append(len(ids))
+            on_documents(len(texts))
+    np.save(folder / "lengths.npy", np.array(lengths, dtype=np.int64), allow_pickle=False)
+    np.save(folder / "counts.npy", counts, allow_pickle=False)
+
+
+def _batches(documents: Documents, first: int, last: int) -> Iterator[list[str]]:
+    """Give the texts of documents first .. last - 1, about BATCH_BYTES at a time."""
+    texts: list[str] = []
+    size = 0
+    for text in documents.read(np.arange(first, last)):
+        texts.append(text)
+        size += len(text)
+        if size >= BATCH_BYTES:
+            yield texts
+            texts, size = [], 0
+    if texts:
+        yield texts

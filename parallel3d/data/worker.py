@@ -1,0 +1,39 @@
+"""One tokenising process of `pool`: shard numbers come in a line each, JSON lines go out."""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+from parallel3d.data.shards import Plan, make_shard
+from parallel3d.errors import DataError
+
+
+def main() -> None:
+    """Make the shards that are asked for, until there are no more to ask for."""
+    # Ctrl-C goes to all; the process that started this one decides.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # What libraries print must not get between the lines.
+    out = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+
+    def say(**message: int | str) -> None:
+        print(json.dumps(message), file=out)
+
+    try:
+        plan = Plan.open(Path(sys.argv[1]))
+        tokenizer = plan.tokenizer()
+        for line in sys.stdin:
+            number = int(line)
+            make_shard(plan, number, tokenizer, lambda documents: say(documents=documents))
+            say(done=number)
+    except DataError as error:
+        say(error=str(error))
+    except BrokenPipeError:
+        # Nobody listens any more; what is flushed at exit would fail again.
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""Source hub: what `datasets` loads, here from folders, and one message where it cannot."""
+
+import json
+
+import datasets
+import pytest
+
+from parallel3d.data.prepare import prepare
+from parallel3d.errors import DataError
+from tests.data.documents import TEXTS, Settings, found, names_of, texts_of
+
+ROWS = [text for text in TEXTS.values() if text] * 2
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    """What `datasets` caches goes to the test's folder."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+
+
+def write_jsonl(folder, name="train.jsonl", rows=ROWS):
+    folder.mkdir(exist_ok=True)
+    lines = [json.dumps({"text": text, "id": i}) for i, text in enumerate(rows)]
+    (folder / name).write_text("\n".join(lines))
+
+
+def write_parquet(folder):
+    folder.mkdir()
+    datasets.Dataset.from_dict({"text": ROWS}).to_parquet(folder / "train.parquet")
+
+
+def write_saved(folder):
+    datasets.Dataset.from_dict({"text": ROWS}).save_to_disk(folder, num_shards=3)
+
+
+def write_saved_splits(folder):
+    splits = {"train": datasets.Dataset.from_dict({"text": ROWS})}
+    datasets.DatasetDict(splits).save_to_disk(folder)
+
+
+@pytest.mark.parametrize("write", [write_jsonl, write_parquet, write_saved, write_saved_splits])
+def test_a_folder(tmp_path, write):
+    write(tmp_path / "set")
+    documents = found("hub", name=str(tmp_path / "set"))
+    assert texts_of(documents) == ROWS
+    assert names_of(documents)[1].startswith(f"{tmp_path}/set train")
+    assert list(documents.read([1, 7])) == [ROWS[1], ROWS[7]]
+
+
+def test_a_split_and_a_column(tmp_path):
+    write_jsonl(tmp_path / "set")
+    write_jsonl(tmp_path / "set", "test.jsonl", ["only this"])
+    assert texts_of(found("hub", name=f"{tmp_path}/set", split="test")) == ["only this"]
+    with pytest.raises(DataError, match=r'set test has no column "body"; it has "text", "id"'):
+        found("hub", name=f"{tmp_path}/set", split="test", text_field="body")
+
+
+def test_prepared(tmp_path):
+    write_jsonl(tmp_path / "set")
+    settings = Settings(source="hub", name=f"{tmp_path}/set", cache=str(tmp_path / "cache"))
+    corpus = prepare(settings)
+    assert corpus.num_documents == len(ROWS)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        (
+            "owner/none",
+            {},
+            r"data\.name='owner/none', split 'train' cannot be loaded \(.+\); check",
+        ),
+        ("none", {"subset": "a"}, r"subset 'a', split .*Without a network, download it"),
+        ("/no/such/place", {}, r"'/no/such/place' is no folder; give a folder"),
+        ("./nowhere", {}, r"is no folder"),
+    ],
+)
+def test_what_cannot_be_loaded(name, settings, message):
+    with pytest.raises(DataError, match=message) as caught:
+        found("hub", name=name, **settings)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_split_that_is_not_there(tmp_path):
+    write_jsonl(tmp_path / "set")
+    with pytest.raises(DataError, match=r"split 'valid' cannot be loaded \(.*valid"):
+        found("hub", name=f"{tmp_path}/set", split="valid")
+    write_saved_splits(tmp_path / "saved")
+    with pytest.raises(DataError, match=r"split 'valid' cannot .*it has the splits train"):
+        found("hub", name=f"{tmp_path}/saved", split="valid")
+
+
+def test_code_that_comes_with_a_data_set_does_not_run(tmp_path):
+    write_jsonl(tmp_path / "set")
+    (tmp_path / "set/set.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    with pytest.raises(DataError, match=r"cannot be loaded \(.*scripts are no longer supported"):
+        found("hub", name=f"{tmp_path}/set")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_selection_of_rows_is_not_taken_for_all(tmp_path, monkeypatch):
+    write_saved(tmp_path / "set")
+    half = datasets.load_from_disk(tmp_path / "set").select([0, 2])
+    monkeypatch.setattr(datasets, "load_from_disk", lambda _: half)
+    with pytest.raises(DataError, match=r"is a selection of its files' rows; save it .*flatten"):
+        found("hub", name=f"{tmp_path}/set")

@@ -1,0 +1,246 @@
+"""Mixtures: the shares hold over every prefix, each part keeps its own order, on every mesh."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from parallel3d.data.batches import Batches, check_length, documents_of
+from parallel3d.data.corpus import Corpus, Mixture, TokenStream
+from parallel3d.data.mixing import MAX_PATTERN, Mixing, whole_shares
+from parallel3d.data.order import sample_index
+from parallel3d.data.prepare import prepare
+from parallel3d.errors import DataError
+from tests.data.documents import Settings, contents
+
+WEIGHTS = st.lists(st.decimals("0.01", "50", places=2).map(float), min_size=1, max_size=9)
+
+
+@given(WEIGHTS, st.integers(0, 10**12))
+@hypothesis_settings(max_examples=60, deadline=None)
+def test_every_prefix_has_each_share_to_within_one_sample(weights, far):
+    mixing = Mixing(weights)
+    parts, places = mixing.assign(np.arange(3000))
+    ideal = np.array(weights) / sum(weights)
+    counts = np.cumsum(parts[:, None] == np.arange(len(weights)), axis=0)
+    assert np.abs(counts - np.arange(1, 3001)[:, None] * ideal).max() < 1 + 1e-9
+    # Each part's places come one by one, wherever one looks.
+    parts, places = mixing.assign(far + np.arange(3000))
+    for part, share in enumerate(ideal):
+        own = places[parts == part]
+        assert np.array_equal(own, own[:1] + np.arange(len(own)))
+        if len(own):
+            assert mixing.index_of(part, int(own[0])) == far + int(np.flatnonzero(parts == part)[0])
+            assert abs(own[0] - far * share) < 1 + 1e-4 + far * 1e-15
+
+
+def test_shares_are_exact_decimals_or_rounded_to_a_pattern():
+    assert whole_shares([0.7, 0.2, 0.1]) == [7, 2, 1]
+    assert whole_shares([3.0, 1.5]) == [2, 1]
+    assert whole_shares([1e9]) == [1]
+    for weights in (
+        [0.123456789, 0.87654321],
+        [1e-9, 1.0, 1.0],
+        [1e-7] * 50 + [1.0],
+        [1e12, 1e-12],
+    ):
+        shares = whole_shares(weights)
+        assert sum(shares) == MAX_PATTERN and min(shares) >= 1
+        ideal = np.array(weights) / sum(weights) * MAX_PATTERN
+        assert np.abs(shares - ideal).max() <= max(1.0, len(weights))
+
+
+def test_these_values_never_change():
+    """A checkpoint relies on them."""
+    assert Mixing([0.5, 0.3, 0.2]).assign(np.arange(10))[0].tolist() == PINNED
+    parts, places = Mixing([0.7, 0.3]).assign(10**15 + np.arange(4))
+    assert (parts.tolist(), (places - 10**14).tolist()) == PINNED_FAR
+
+
+PINNED = [0, 1, 0, 2, 0, 1, 0, 1, 0, 2]
+PINNED_FAR = ([0, 0, 1, 0], [6 * 10**14, 6 * 10**14 + 1, 2 * 10**14, 6 * 10**14 + 2])
+
+
+def stream(first, num_tokens):
+    return TokenStream(first + np.arange(num_tokens), np.array([0, num_tokens]))
+
+
+MIXTURE = Mixture((stream(0, 101), stream(1000, 41), stream(2000, 301)), (0.5, 0.2, 0.3))
+
+
+def test_each_part_goes_round_in_its_own_shuffled_order():
+    batches = Batches(MIXTURE, 10, seed=3)
+    tokens, labels = batches.microbatch(0, 400)
+    assert np.array_equal(labels, tokens + 1)
+    seen = {part: tokens[tokens[:, 0] // 1000 == part, 0] % 1000 // 10 for part in range(3)}
+    assert [len(seen[part]) for part in range(3)] == [200, 80, 120]
+    for part, size in enumerate((10, 4, 30)):
+        for epoch in seen[part].reshape(-1, size):
+            assert sorted(epoch) == list(range(size))
+    # The first part's order is that of a corpus of its own.
+    assert np.array_equal(seen[0], sample_index(3, np.arange(200), 10))
+    assert not np.array_equal(seen[0][:10], seen[0][10:20])
+
+
+def test_parts_of_equal_length_have_different_orders():
+    twice = Batches(Mixture((stream(0, 301), stream(1000, 301)), (1.0, 1.0)), 10, seed=0)
+    tokens = twice.microbatch(0, 60)[0][:, 0]
+    assert not np.array_equal(tokens[tokens < 1000], tokens[tokens >= 1000] - 1000)
+
+
+@given(st.integers(0, 10**9), st.integers(1, 20))
+@hypothesis_settings(max_examples=20, deadline=None)
+def test_a_sample_depends_on_its_index_alone(first, count):
+    batches = Batches(MIXTURE, 10, seed=5)
+    together = batches.microbatch(first, count)[0]
+    apart = [batches.microbatch(first + i, 1)[0][0] for i in range(count)]
+    assert np.array_equal(together, np.stack(apart))
+
+
+def test_held_out_samples_are_mixed_likewise_in_stream_order():
+    batches = Batches(MIXTURE, 10, seed=None)
+    tokens = batches.microbatch(0, 40)[0][:, 0]
+    assert tokens[tokens >= 2000].tolist() == [2000 + 10 * i for i in range(12)]
+    first_parts = tokens[tokens < 1000].tolist()
+    assert first_parts == [10 * i for i in range(10)] * 2
+    # Until a sample comes a second time.
+    assert len(set(tokens[: batches.num_samples])) == batches.num_samples
+    assert len(set(tokens[: batches.num_samples + 1])) == batches.num_samples
+
+
+def test_a_part_without_a_whole_sample():
+    def corpus(train, held_out):
+        one, other = (
+            Mixture((stream(0, 100), stream(0, n)), (0.5, 0.5)) for n in (train, held_out)
+        )
+        return Corpus(Path(), 10, 0, 1.0, one, other)
+
+    check_length(corpus(20, 20), 10, 10)
+    with pytest.raises(DataError, match=r"training part of data\.mixture\.1 has 8 tokens, fewer"):
+        check_length(corpus(8, 20), 10, 9)
+    with pytest.raises(DataError, match=r"held-out part of data\.mixture\.1 has 10 tokens, fewer"):
+        check_length(corpus(20, 10), 10, 10)
+    with pytest.raises(DataError, match=r"120 tokens, 10 samples .* a step takes 11"):
+        check_length(corpus(20, 20), 10, 11)
+
+
+def documents_by_hand(tokens, end_of_text):
+    """One token after the other."""
+    result = []
+    for sample in tokens:
+        ordinal, row = 0, []
+        for token in sample:
+            row.append(ordinal)
+            if token == end_of_text:
+                ordinal += 1
+        result.append(row)
+    return result
+
+
+@given(st.integers(1, 4), st.integers(1, 12), st.data())
+def test_which_document_a_token_belongs_to(batch, seq, data):
+    row = st.lists(st.integers(0, 2), min_size=seq, max_size=seq)
+    tokens = np.array(data.draw(st.lists(row, min_size=batch, max_size=batch)))
+    before = tokens.copy()
+    found = documents_of(tokens, 1)
+    assert found.dtype == np.int64 and found.shape == tokens.shape
+    assert found.tolist() == documents_by_hand(tokens, 1)
+    assert np.array_equal(tokens, before)
+
+
+@pytest.fixture
+def mixture(tmp_path):
+    """Letters and digits, in files of different kinds; a row is in both."""
+    rng = np.random.default_rng(0)
+
+    def texts(alphabet, count):
+        return ["".join(rng.choice(list(alphabet), 60)) for _ in range(count)]
+
+    (tmp_path / "texts").mkdir()
+    for i, text in enumerate(texts("abcdef ", 20)):
+        (tmp_path / f"texts/{i}.txt").write_text(text)
+    rows = [*texts("0123456789", 60), (tmp_path / "texts/0.txt").read_text()]
+    lines = [json.dumps({"body": text}) for text in rows]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    parts = (
+        Settings(paths=(f"{tmp_path}/texts/*.txt",), weight=3.0),
+        Settings("jsonl", (f"{tmp_path}/rows.jsonl",), text_field="body", weight=1.0),
+    )
+    return Settings("mixture", mixture=parts, cache=str(tmp_path / "cache"))
+
+
+def test_a_mixture_from_end_to_end(mixture):
+    corpus = prepare(mixture)
+    assert corpus.num_documents == 81 and isinstance(corpus.train, Mixture)
+    assert {part.vocab_size for part in corpus.parts} == {corpus.vocab_size}
+    check_length(corpus, 8, 8)
+    tokens, labels = Batches(corpus.train, 8, seed=0).microbatch(0, 400)
+    letters = Batches(corpus.parts[0].train, 8, seed=0)
+    assert np.array_equal(
+        tokens[Mixing([3, 1]).assign(np.arange(400))[0] == 0], letters.microbatch(0, 300)[0]
+    )
+    assert np.array_equal(tokens[:, 1:], labels[:, :-1])
+    again = Corpus.open(str(corpus.directory))
+    assert again.summary() == corpus.summary()
+    described = corpus.summary()["mixture"]
+    assert [part["weight"] for part in described] == [0.75, 0.25]
+    assert [part["num_documents"] for part in described] == [20, 61]
+    assert described[1]["label"].startswith("jsonl /")
+    # By hand: the frequencies of both, weighted.
+    weighted = np.zeros(corpus.vocab_size)
+    for part, weight in zip(corpus.parts, (0.75, 0.25), strict=True):
+        ids = np.concatenate([part.train.tokens, part.held_out.tokens])
+        for token in ids:
+            weighted[token] += weight / len(ids)
+    seen = weighted[weighted > 0]
+    assert corpus.unigram_entropy == pytest.approx(-(seen * np.log(seen)).sum(), rel=1e-12)
+    assert min(part.unigram_entropy for part in corpus.parts) < corpus.unigram_entropy
+
+
+def test_the_parts_are_kept_for_other_mixtures_of_the_same_tokenizer(mixture):
+    tokenizer = str(prepare(mixture).tokenizer_directory)
+    given_ = replace(mixture, tokenizer=tokenizer)
+    first = prepare(given_)
+    heavier = replace(mixture.mixture[1], weight=9.0)
+    other = prepare(replace(given_, mixture=(mixture.mixture[0], heavier)))
+    assert other.directory != first.directory
+    assert [part.directory for part in other.parts] == [part.directory for part in first.parts]
+    # A tokenizer that is trained is trained anew on other shares.
+    trained = prepare(replace(mixture, mixture=(mixture.mixture[0], heavier)))
+    assert trained.parts[0].directory not in [part.directory for part in first.parts]
+
+
+def test_two_preparations_of_a_mixture_give_the_same_bits(mixture, tmp_path):
+    prepare(mixture)
+    prepare(replace(mixture, cache=str(tmp_path / "other"), workers=2))
+    for folder in ("corpora", "tokenizers"):
+        assert contents(Path(mixture.cache) / folder) == contents(tmp_path / "other" / folder)
+
+
+def test_no_copy_is_on_both_sides(mixture):
+    for fraction in (0.05, 0.2, 0.4):
+        corpus = prepare(replace(mixture, held_out_fraction=fraction))
+
+        def texts(streams):
+            return {s.document(i).tobytes() for s in streams for i in range(s.num_documents)}
+
+        assert not texts(corpus.train.parts) & texts(corpus.held_out.parts)
+
+
+def test_what_is_wrong_with_a_part_is_told_with_its_number(mixture, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"text": 1}')
+    with pytest.raises(DataError, match=r'^data\.mixture\.1: .*line 1 has no field "body"'):
+        prepare(mixture)
+
+
+def test_a_damaged_part_is_made_again(mixture):
+    corpus = prepare(mixture)
+    (corpus.parts[0].directory / "tokens.bin").write_bytes(b"")
+    with pytest.raises(DataError, match="holds no whole corpus"):
+        Corpus.open(corpus.directory)
+    assert len(prepare(mixture).train) == len(corpus.train)

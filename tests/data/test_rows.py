@@ -1,0 +1,199 @@
+"""Rows as documents: lines of JSON, packed or not, and parquet; what is wrong is named."""
+
+import bz2
+import gzip
+import json
+import os
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pyarrow import parquet
+
+from parallel3d.data import documents as module
+from parallel3d.data.rows import FileReader
+from parallel3d.errors import DataError
+from tests.data.documents import TEXTS, found, names_of, texts_of
+
+AWKWARD = [
+    *TEXTS.values(),
+    "\n",
+    "a\nb\u2028c\x85d",
+    '"quoted"\\',
+    "\ud83d\ude00".encode("utf-16", "surrogatepass").decode("utf-16"),
+]
+
+
+def json_lines(texts, field="text"):
+    return "".join(
+        json.dumps({"id": i, field: text}) + "\n" for i, text in enumerate(texts)
+    ).encode()
+
+
+def zstd(data):
+    return pa.compress(data, codec="zstd", asbytes=True)
+
+
+PACKED = {
+    "rows.jsonl": bytes,
+    "rows.jsonl.gz": gzip.compress,
+    "rows.jsonl.bz2": bz2.compress,
+    "rows.jsonl.zst": zstd,
+    # Two packed files one after the other are one.
+    "joined.jsonl.gz": lambda data: gzip.compress(data[:50]) + gzip.compress(data[50:]),
+    "joined.jsonl.zst": lambda data: zstd(data[:50]) + zstd(data[50:]),
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_lines_of_json(tmp_path, name):
+    (tmp_path / name).write_bytes(PACKED[name](json_lines(AWKWARD)))
+    documents = found("jsonl", [tmp_path / name])
+    assert texts_of(documents) == AWKWARD
+    assert names_of(documents)[:2] == [f"{tmp_path / name}, line {i}" for i in (1, 2)]
+    assert list(documents.read([0, 3, 4, 8])) == [AWKWARD[i] for i in (0, 3, 4, 8)]
+    # Back again, by the reader that has read on.
+    assert list(documents.read([1])) == [AWKWARD[1]]
+
+
+@pytest.mark.parametrize("group", [1, 3, 1000])
+def test_rows_of_parquet(tmp_path, group):
+    path = tmp_path / "rows.parquet"
+    table = pa.table({"id": range(len(AWKWARD)), "text": AWKWARD})
+    parquet.write_table(table, path, row_group_size=group, compression="zstd")
+    documents = found("parquet", [path])
+    assert texts_of(documents) == AWKWARD
+    assert documents.name(4) == f"{path}, row 5"
+    assert list(documents.read([0, 3, 8])) == [AWKWARD[i] for i in (0, 3, 8)]
+
+
+def test_rows_without_text_are_no_documents(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(
+        b'\xef\xbb\xbf{"body": "a"}\r\n\n  \n{"body": ""}\n{"body": "b"}'
+    )
+    lines = found("jsonl", [tmp_path / "a.jsonl"], text_field="body")
+    assert texts_of(lines) == ["a", "b"]
+    assert names_of(lines)[1].endswith("a.jsonl, line 5")
+    parquet.write_table(pa.table({"text": ["", "a", "", "b"]}), tmp_path / "a.parquet")
+    rows = found("parquet", [tmp_path / "a.parquet"])
+    assert texts_of(rows) == ["a", "b"] and names_of(rows)[1].endswith("row 4")
+
+
+def test_files_come_in_the_order_of_their_names(tmp_path):
+    for name in ("b.jsonl", "a.jsonl"):
+        (tmp_path / name).write_bytes(json_lines([f"{name} {i}" for i in range(3)]))
+    documents = found("jsonl", [tmp_path / "*.jsonl"])
+    assert texts_of(documents) == [f"{x}.jsonl {i}" for x in "ab" for i in range(3)]
+    assert list(documents.read([1, 4])) == ["a.jsonl 1", "b.jsonl 1"]
+
+
+@given(texts=st.lists(st.text(min_size=1), min_size=1), data=st.data())
+def test_any_text_comes_back_from_any_place(tmp_path_factory, texts, data):
+    path = tmp_path_factory.mktemp("any") / "rows.jsonl"
+    texts = [text.encode(errors="ignore").decode() or "x" for text in texts]
+    path.write_text(
+        "".join(json.dumps({"text": t}, ensure_ascii=False) + "\n" for t in texts), newline="\n"
+    )
+    documents = found("jsonl", [path])
+    chosen = sorted(data.draw(st.sets(st.integers(0, len(texts) - 1))))
+    assert texts_of(documents) == texts
+    assert list(documents.read(chosen)) == [texts[i] for i in chosen] or not chosen
+
+
+GOOD = '{"text": "good"}\n'
+BAD_LINES = [
+    ('{"text": "a"', r"rows\.jsonl, line 2 is not JSON: .* at column 13; write one object a line"),
+    ("plain words", r"line 2 is not JSON: Expecting value at column 1"),
+    ("[" * 100_000, r"line 2 is not JSON: nested too deeply"),
+    ('["a"]', r"line 2 is a list, not an object; .*\{\"text\": \"\.\.\.\"\}"),
+    ('{"body": "a", "id": 1}', r'line 2 has no field "text"; it has "body", "id"; set text_field'),
+    ("{}", r'line 2 has no field "text"; it has none'),
+    ('{"text": 3}', r'line 2: field "text" is a number, not a string; mend or remove'),
+    ('{"text": null}', r'line 2: field "text" is null, not a string'),
+    ('{"text": "\\ud800"}', r"line 2: .* half of a surrogate pair \(\\ud800\) at character 0"),
+    (b'{"text": "caf\xe9"}', r"line 2 is not UTF-8: byte 0xe9 at offset 13 .*iconv"),
+    ('{"text": "a"}'.encode("utf-16"), r"line 2 is not UTF-8: byte 0xff at offset 0"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), BAD_LINES)
+def test_a_bad_line_is_named_with_the_remedy(tmp_path, line, message):
+    data = line if isinstance(line, bytes) else line.encode()
+    (tmp_path / "rows.jsonl").write_bytes(GOOD.encode() + data + b"\n" + GOOD.encode())
+    with pytest.raises(DataError, match=message):
+        found("jsonl", [tmp_path / "rows.jsonl"])
+
+
+NOT_UTF8 = pa.array([b"a", b"caf\xe9"]).view(pa.string())
+BAD_TABLES = [
+    (pa.table({"body": ["a"]}), r'has no column "text"; it has "body"; set text_field'),
+    (pa.table({"text": [1, 2]}), r'column "text" holds int64, not strings; set text_field'),
+    (pa.table({"text": ["a", None]}), r'row 2: column "text" is null; fill in'),
+    (pa.table({"text": NOT_UTF8}), r"row 2 is not UTF-8: byte 0xe9 at offset 3"),
+    (pa.table({"text": [""]}), r"rows\.parquet has no text; remove it"),
+]
+
+
+@pytest.mark.parametrize(("table", "message"), BAD_TABLES)
+def test_a_bad_table_is_named_with_the_remedy(tmp_path, table, message):
+    parquet.write_table(table, tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match=message):
+        found("parquet", [tmp_path / "rows.parquet"])
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("rows.jsonl", b"", r"rows\.jsonl has no text; remove it"),
+        ("rows.jsonl.gz", b"no gzip", r"rows\.jsonl\.gz cannot be read \(.*\); make it readable"),
+        ("rows.jsonl.gz", gzip.compress(GOOD.encode() * 999)[:-20], r"\.gz cannot be read"),
+        ("rows.parquet", b"no parquet", r"rows\.parquet cannot be read \(.*[Pp]arquet"),
+        ("rows.parquet", b"", r"rows\.parquet cannot be read"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path, name, data, message):
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(DataError, match=message):
+        found("parquet" if "parquet" in name else "jsonl", [tmp_path / name])
+
+
+@pytest.mark.parametrize("change", [b'{"text": "other"}\n', b"", b"\n" * 20, b'{"text": 1}'])
+def test_a_file_that_changes_meanwhile_is_refused(tmp_path, change):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(GOOD.encode() * 3)
+    documents = found("jsonl", [path])
+    path.write_bytes(GOOD.encode() + change)
+    with pytest.raises(DataError, match=r"line [23](:| changed)"):
+        texts_of(documents)
+
+
+def test_rows_that_were_found_before_are_not_read_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "SECONDS_UNTIL_SETTLED", -1.0)
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(GOOD.encode() * 3)
+    scans = []
+    scan = FileReader.scan
+    monkeypatch.setattr(FileReader, "scan", lambda self: scans.append(1) or scan(self))
+    first = found("jsonl", [path], cache=tmp_path / "cache")
+    again = found("jsonl", [path], cache=tmp_path / "cache")
+    assert len(scans) == 1 and np.array_equal(first.table, again.table)
+    # Same size, and the time that it had: the inode's own time tells.
+    state = path.stat()
+    path.write_bytes(GOOD.replace("good", "evil").encode() * 3)
+    os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
+    assert texts_of(found("jsonl", [path], cache=tmp_path / "cache")) == ["evil"] * 3
+    found("jsonl", [path], cache=tmp_path / "cache")
+    assert len(scans) == 2
+    [index, _] = (tmp_path / "cache/indexes").iterdir()
+    index.write_bytes(index.read_bytes()[:-1])
+    found("jsonl", [path], cache=tmp_path / "cache")
+    assert len(list((tmp_path / "cache/indexes").iterdir())) == 2
+
+
+def test_a_file_that_has_just_changed_is_read_again(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(GOOD.encode() * 3)
+    found("jsonl", [path], cache=tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()

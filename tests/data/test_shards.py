@@ -1,0 +1,198 @@
+"""Tokenising in shards: any number of workers, killed at any instant, gives the same bits."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from parallel3d.data import pool, shards
+from parallel3d.data.prepare import prepare
+from parallel3d.data.shards import cut
+from parallel3d.errors import DataError
+from tests.data.documents import Settings, contents
+
+SHARD_BYTES = 4000
+
+
+@pytest.fixture
+def rows(tmp_path, monkeypatch):
+    """A few hundred rows, in many shards."""
+    monkeypatch.setattr(shards, "SHARD_BYTES", SHARD_BYTES)
+    monkeypatch.setattr(shards, "BATCH_BYTES", 500)
+    path = tmp_path / "rows.jsonl"
+    words = ["the", "cat", "sat", "on", "the", "mat", "and", "the", "dog", "ate", "a", "log"]
+    rng = np.random.default_rng(0)
+    with path.open("w") as file:
+        for i in range(400):
+            text = f"{i}: " + " ".join(rng.choice(words, rng.integers(1, 40)))
+            file.write(json.dumps({"text": text}) + "\n")
+    return Settings(
+        source="jsonl", paths=(str(path),), cache=str(tmp_path / "cache"), held_out_fraction=0.1
+    )
+
+
+def corpora(cache):
+    return contents(Path(cache) / "corpora")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_and_shards_do_not_show(rows, workers, tmp_path, monkeypatch):
+    prepare(replace(rows, workers=workers))
+    monkeypatch.setattr(shards, "SHARD_BYTES", 10**9)
+    prepare(replace(rows, cache=str(tmp_path / "whole")))
+    assert corpora(rows.cache) == corpora(tmp_path / "whole")
+    assert not (Path(rows.cache) / "unfinished").exists()
+
+
+def test_shards_are_cut_by_size_and_hold_every_document():
+    assert cut(np.array([SHARD_BYTES] * 3)) == [0, 3]
+    size = shards.SHARD_BYTES
+    assert cut(np.array([size, 1, size - 1, 1])) == [0, 1, 3, 4]
+    assert cut(np.array([1, 5 * size, 1])) == [0, 1, 2, 3]
+    assert cut(np.array([size + 1])) == [0, 1]
+
+
+PREPARE = """
+import json, signal, sys
+sys.path.insert(0, sys.argv[1])
+from parallel3d.data import shards
+shards.SHARD_BYTES, shards.BATCH_BYTES = 4000, 500
+from parallel3d.data.prepare import prepare
+from tests.data.documents import Settings
+
+def progress(phase, done, total):
+    if phase == "tokenising documents" and done > 200:
+        print("half of it", flush=True)
+        signal.pause()
+
+prepare(Settings(**json.loads(sys.argv[2])), progress)
+"""
+
+
+def start(settings):
+    here = str(Path(__file__).parents[2])
+    command = [sys.executable, "-c", PREPARE, here, json.dumps(asdict(settings))]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_after_kill_9_only_what_is_missing_is_tokenised(rows, tmp_path):
+    with start(replace(rows, workers=2)) as process:
+        process.stdout.readline()
+        children = psutil.Process(process.pid).children()
+        process.kill()
+    assert len(children) == 2
+    psutil.wait_procs(children, timeout=10)
+    assert not any(child.is_running() for child in children)
+    [work] = (Path(rows.cache) / "unfinished").iterdir()
+    whole = [path for path in (work / "shards").iterdir() if path.suffix == ""]
+    kept = sum(last - first for first, last in (map(int, p.name.split("-")) for p in whole))
+    assert 100 < kept < 400
+    seen = []
+    prepare(rows, lambda phase, done, _: phase.startswith("tokenising") and seen.append(done))
+    # The first that is heard of is what was kept; then each document once.
+    assert seen[0] == kept and seen == sorted(seen) and seen[-1] == 400
+    prepare(replace(rows, cache=str(tmp_path / "at once")))
+    assert corpora(rows.cache) == corpora(tmp_path / "at once")
+
+
+@pytest.fixture
+def workers_left():
+    """Gives the processes that the test has started; other tests have their own."""
+    before = psutil.Process().children()
+    return lambda: [child for child in psutil.Process().children() if child not in before]
+
+
+def interrupted(settings):
+    """Prepare half of it; give the folder of what is unfinished."""
+
+    def interrupt(phase, done, total):
+        if phase == "tokenising documents" and done > total // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(settings, interrupt)
+    return max((Path(settings.cache) / "unfinished").iterdir(), key=os.path.getmtime)
+
+
+def resumed(settings):
+    """Prepare it; give how many documents did not have to be tokenised again."""
+    seen = []
+    prepare(settings, lambda phase, done, _: phase.startswith("tok") and seen.append(done))
+    return seen[0] if len(seen) > 1 and seen[0] > 50 else 0
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_ctrl_c_keeps_what_is_done_and_leaves_no_process(rows, workers, workers_left):
+    interrupted(replace(rows, workers=workers))
+    assert workers_left() == []
+    # And the workers of one run are of no matter to the next.
+    assert resumed(rows) > 100
+
+
+def test_other_settings_start_anew(rows, tmp_path):
+    interrupted(rows)
+    assert resumed(replace(rows, vocab_size=290)) == 0
+    assert resumed(replace(rows, held_out_fraction=0.3)) == 0
+    text = Path(rows.paths[0]).read_text()
+    Path(rows.paths[0]).write_text(text.replace("399: ", "forty: "))
+    assert resumed(rows) == 0
+    # The same rows elsewhere are the same.
+    other = tmp_path / "elsewhere.jsonl"
+    other.write_text(text)
+    assert resumed(replace(rows, paths=(str(other),))) > 100
+
+
+def test_a_damaged_shard_is_made_again(rows, tmp_path):
+    work = interrupted(rows)
+    spoilt = sorted((work / "shards").iterdir())[0] / "train.bin"
+    data = bytearray(spoilt.read_bytes())
+    data[10] ^= 1
+    spoilt.write_bytes(data)
+    resumed(rows)
+    prepare(replace(rows, cache=str(tmp_path / "at once")))
+    assert corpora(rows.cache) == corpora(tmp_path / "at once")
+
+
+def test_a_row_that_changes_meanwhile_is_told_by_the_worker(rows, workers_left):
+    def change(phase, done, total):
+        if phase == "training the tokenizer" and done:
+            path = Path(rows.paths[0])
+            path.write_text(path.read_text().replace("399:", "XYZ:"))
+
+    with pytest.raises(DataError, match=r"rows\.jsonl, line 400 changed"):
+        prepare(replace(rows, workers=2), change)
+    assert workers_left() == []
+
+
+def test_a_worker_that_dies_is_told(rows, workers_left):
+    def kill(phase, done, total):
+        if phase == "tokenising documents" and done > 150:
+            for child in workers_left():
+                child.send_signal(signal.SIGKILL)
+
+    with pytest.raises(DataError, match=r"was killed by signal 9, often .* lower data\.workers"):
+        prepare(replace(rows, workers=2), kill)
+    assert resumed(rows) > 0
+
+
+def test_what_is_long_unfinished_goes(rows):
+    work = interrupted(rows)
+    month_ago = time.time() - 31 * 86400
+    os.utime(work, (month_ago, month_ago))
+    interrupted(replace(rows, vocab_size=290))
+    assert not work.exists()
+
+
+def test_how_many_workers(monkeypatch):
+    assert [pool.num_workers(asked, 3) for asked in (1, 2, 8)] == [1, 2, 3]
+    for cores, expected in [(1, 1), (2, 1), (4, 1), (8, 8), (64, 40)]:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, n=cores: range(n))
+        assert pool.num_workers("auto", 40) == expected
