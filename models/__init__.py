@@ -1,10 +1,15 @@
-"""Model families, found by folder name: `models/<family>/spec.py` and `blocks.py`."""
+"""Model families, found by folder name: `models/<family>/spec.py` and `blocks.py`.
+
+A family may bring `huggingface.py`: its architecture and its names in transformers.
+"""
 
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from parallel3d.model import LayerSpec
+from parallel3d.model import LayerSpec, Shape
 
 
 def families() -> list[str]:
@@ -21,3 +26,19 @@ def layers(config: Any) -> list[LayerSpec]:
     """The layers of a model, first to last, for a config of any family."""
     result: list[LayerSpec] = import_module(f"models.{config.family}.spec").layers(config)
     return result
+
+
+def num_params(config: Any) -> int:
+    """Parameters of a model of any family; a tied copy is counted once."""
+    return sum(layer.num_params for layer in layers(config))
+
+
+def train_flops_per_token(config: Any, seq: int) -> float:
+    """FLOPs of forward and backward for one token of a sequence of length `seq`."""
+    return sum(layer.cost(Shape(1, seq)).train_flops for layer in layers(config)) / seq
+
+
+def huggingface(family: str) -> ModuleType | None:
+    """The family's `huggingface` module (torch's floor); None where it has none."""
+    name = f"models.{family}.huggingface"
+    return import_module(name) if find_spec(name) else None

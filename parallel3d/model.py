@@ -23,6 +23,9 @@ class ParamSpec:
     """One parameter of a layer: its name inside the layer, and its *global* shape.
 
     `tp_dim` is the dim that tensor parallelism cuts; None means that every tp rank holds all of it.
+    `units`: so many equal parts of that dim are never cut (key/value heads); on more tp ranks than
+    units the parameter is not cut. `partial`: each tp rank's gradient of it, where it is not cut,
+    is a part of the whole, even where activations are replicated (the norm of a rank's own heads).
     """
 
     name: str
@@ -30,6 +33,22 @@ class ParamSpec:
     tp_dim: int | None
     init: Init
     weight_decay: bool
+    units: int | None = None
+    partial: bool = False
+
+    def cut_dim(self, tp: int) -> int | None:
+        """The dim that `tp` ranks cut it along; None if each holds it whole."""
+        return None if self.units is not None and self.units < tp else self.tp_dim
+
+    def is_partial(self, tp: int, sequence_parallel: bool) -> bool:
+        """Whether its gradients on the tp ranks must be summed.
+
+        So it is, too, for a parameter whose units each serve several ranks, and for all that is not
+        cut under sequence parallelism, where each rank sees a part of the tokens.
+        """
+        if tp == 1 or self.cut_dim(tp) is not None:
+            return False
+        return sequence_parallel or self.partial or self.tp_dim is not None
 
     @property
     def numel(self) -> int:

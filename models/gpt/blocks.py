@@ -8,13 +8,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.gpt.spec import Config
-from parallel3d.tensor.collectives import copy_to_group
+from parallel3d.tensor.attention import CausalAttention
+from parallel3d.tensor.collectives import sequence_part
 from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.cut import cut_of, cut_parameter
 from parallel3d.tensor.dropout import Dropout
-from parallel3d.tensor.linear import ColumnParallelLinear, RowParallelLinear, linear
+from parallel3d.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from parallel3d.tensor.norm import LayerNorm
-from parallel3d.tensor.vocab import VocabParallelEmbedding, vocab_parallel_cross_entropy
+from parallel3d.tensor.output import VocabParallelOutput
+from parallel3d.tensor.segments import Segments
+from parallel3d.tensor.vocab import VocabParallelEmbedding
 
 
 class Table(nn.Module):
@@ -25,7 +28,7 @@ class Table(nn.Module):
         self.weight = cut_parameter((rows, size), None, context.group)
 
     def forward(self, positions: Tensor) -> Tensor:
-        """positions [seq] -> [seq, size]."""
+        """positions [...] -> [..., size]."""
         return F.embedding(positions, self.weight)
 
     def extra_repr(self) -> str:
@@ -37,14 +40,21 @@ class Embedding(nn.Module):
 
     def __init__(self, config: Config, name: str, context: LayerContext) -> None:
         super().__init__()
-        size = config.hidden_size
-        self.token = VocabParallelEmbedding(int(config.vocab_size), size, context.group)
+        size, split = config.hidden_size, context.sequence_group
+        self.token = VocabParallelEmbedding(
+            int(config.vocab_size), size, context.group, context.sequence_parallel
+        )
         self.position = Table(config.max_position_embeddings, size, context)
-        self.dropout = Dropout(config.embd_pdrop, f"{name}.dropout", context.key)
+        self.dropout = Dropout(config.embd_pdrop, f"{name}.dropout", context.key, split)
+        self.split = split
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """tokens [batch, seq] -> [batch, seq, hidden]."""
+    def forward(self, tokens: Tensor, segments: Segments | None = None) -> Tensor:
+        """tokens [batch, seq] -> [batch, seq, hidden], or this rank's part of the sequence."""
         positions = torch.arange(tokens.shape[-1], device=tokens.device)
+        if segments is not None:
+            positions = segments.positions  # [batch, seq]
+        if self.split is not None:
+            positions = sequence_part(positions, self.split, -1)
         return self.dropout(self.token(tokens) + self.position(positions))
 
 
@@ -53,21 +63,17 @@ class Attention(nn.Module):
 
     def __init__(self, config: Config, name: str, context: LayerContext) -> None:
         super().__init__()
-        size, group = config.hidden_size, context.group
+        size, group, split = config.hidden_size, context.group, context.sequence_parallel
         self.head_size = size // config.num_attention_heads
-        self.qkv = ColumnParallelLinear(size, size, group, fused=3)
-        self.output = RowParallelLinear(size, size, group)
-        self.dropout = Dropout(config.attn_pdrop, f"{name}.attention", context.key, group)
+        self.qkv = ColumnParallelLinear(size, size, group, fused=3, sequence_parallel=split)
+        self.core = CausalAttention(config.attn_pdrop, f"{name}.attention", context)
+        self.output = RowParallelLinear(size, size, group, sequence_parallel=split)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [batch, seq, hidden] -> [batch, seq, hidden]."""
+    def forward(self, x: Tensor, segments: Segments | None = None) -> Tensor:
+        """x [batch, seq, hidden], or its part of the sequence -> the same shape."""
         qkv = self.qkv(x).unflatten(-1, (3, -1, self.head_size))  # [batch, seq, 3, heads/tp, size]
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [batch, heads/tp, seq, size]
-        self.dropout.seed()
-        y = F.scaled_dot_product_attention(
-            q, k, v, dropout_p=self.dropout.active_p, is_causal=True
-        )  # [batch, heads/tp, seq, size]
-        return self.output(y.transpose(1, 2).flatten(-2))  # [batch, seq, hidden]
+        return self.output(self.core(q, k, v, segments))  # [batch, seq, hidden]
 
 
 class MLP(nn.Module):
@@ -75,12 +81,13 @@ class MLP(nn.Module):
 
     def __init__(self, config: Config, context: LayerContext) -> None:
         super().__init__()
-        inner, group = config.inner_size, context.group
-        self.up = ColumnParallelLinear(config.hidden_size, inner, group)
-        self.down = RowParallelLinear(inner, config.hidden_size, group)
+        size, inner = config.hidden_size, config.inner_size
+        group, split = context.group, context.sequence_parallel
+        self.up = ColumnParallelLinear(size, inner, group, sequence_parallel=split)
+        self.down = RowParallelLinear(inner, size, group, sequence_parallel=split)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [batch, seq, hidden] -> [batch, seq, hidden]."""
+        """x [batch, seq, hidden], or its part of the sequence -> the same shape."""
         return self.down(F.gelu(self.up(x), approximate="tanh"))
 
 
@@ -90,34 +97,18 @@ class Block(nn.Module):
     def __init__(self, config: Config, name: str, context: LayerContext) -> None:
         super().__init__()
         size, eps, group = config.hidden_size, config.layer_norm_epsilon, context.group
+        key, split = context.key, context.sequence_group
         self.norm1 = LayerNorm(size, group, eps)
         self.attention = Attention(config, name, context)
-        self.dropout1 = Dropout(config.resid_pdrop, f"{name}.dropout1", context.key)
+        self.dropout1 = Dropout(config.resid_pdrop, f"{name}.dropout1", key, split)
         self.norm2 = LayerNorm(size, group, eps)
         self.mlp = MLP(config, context)
-        self.dropout2 = Dropout(config.resid_pdrop, f"{name}.dropout2", context.key)
+        self.dropout2 = Dropout(config.resid_pdrop, f"{name}.dropout2", key, split)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [batch, seq, hidden] -> [batch, seq, hidden]."""
-        x = x + self.dropout1(self.attention(self.norm1(x)))
+    def forward(self, x: Tensor, segments: Segments | None = None) -> Tensor:
+        """x [batch, seq, hidden], or its part of the sequence -> the same shape."""
+        x = x + self.dropout1(self.attention(self.norm1(x), segments))
         return x + self.dropout2(self.mlp(self.norm2(x)))
-
-
-class Output(nn.Module):
-    """The projection onto the vocabulary, its rows cut over the group like the token embedding."""
-
-    def __init__(self, config: Config, context: LayerContext) -> None:
-        super().__init__()
-        self.group = context.group
-        shape = (int(config.vocab_size), config.hidden_size)
-        self.weight = cut_parameter(shape, 0, context.group)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., hidden] -> this rank's logits [..., vocab / tp]."""
-        return linear(copy_to_group(x, self.group), self.weight)
-
-    def extra_repr(self) -> str:
-        return f"{cut_of(self.weight).global_shape}, vocabulary / {self.group.size()}"
 
 
 class Head(nn.Module):
@@ -125,11 +116,9 @@ class Head(nn.Module):
 
     def __init__(self, config: Config, name: str, context: LayerContext) -> None:
         super().__init__()
-        self.group, self.vocab_size = context.group, int(config.vocab_size)
         self.norm = LayerNorm(config.hidden_size, context.group, config.layer_norm_epsilon)
-        self.output = Output(config, context)
+        self.output = VocabParallelOutput(int(config.vocab_size), config.hidden_size, context)
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        """x [batch, seq, hidden], labels [batch, seq] -> the mean loss in nats a token, []."""
-        logits = self.output(self.norm(x))  # [batch, seq, vocab / tp]
-        return vocab_parallel_cross_entropy(logits, labels, self.vocab_size, self.group).mean()
+        """x [batch, seq, hidden], or its part; labels [batch, seq] -> the mean loss in nats, []."""
+        return self.output.loss(self.output(self.norm(x)), labels)

@@ -72,16 +72,6 @@ def layers(config: Config) -> list[LayerSpec]:
     return [_embedding(config), *blocks, _head(config)]
 
 
-def num_params(config: Config) -> int:
-    """Parameters of the whole model; a tied output projection is counted once."""
-    return sum(layer.num_params for layer in layers(config))
-
-
-def train_flops_per_token(config: Config, seq: int) -> float:
-    """FLOPs of forward and backward for one token of a sequence of length `seq`."""
-    return sum(layer.cost(Shape(1, seq)).train_flops for layer in layers(config)) / seq
-
-
 def _embedding(config: Config) -> LayerSpec:
     normal, hidden = Init(std=config.initializer_range), config.hidden_size
     params = (

@@ -9,7 +9,19 @@ from parallel3d.tensor.dropout import RandomKey
 
 @dataclass(frozen=True)
 class LayerContext:
-    """A layer's tensor-parallel group, and the key of its dropout masks."""
+    """A layer's tensor-parallel group, the key of its dropout masks, and how activations are kept.
+
+    `sequence_parallel`: between the layers each rank of the group holds its part of the sequence,
+    [batch, seq / tp, hidden]. `recompute_attention`: the attention is computed again in the
+    backward pass, instead of keeping its inner activations.
+    """
 
     group: dist.ProcessGroup
     key: RandomKey
+    sequence_parallel: bool = False
+    recompute_attention: bool = False
+
+    @property
+    def sequence_group(self) -> dist.ProcessGroup | None:
+        """The group that the activations between layers are split over; None: replicated."""
+        return self.group if self.sequence_parallel else None

@@ -10,7 +10,6 @@ from hashlib import blake2b
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 
@@ -59,7 +58,8 @@ class Dropout(nn.Module):
         if self.active_p == 0:
             return x
         self.seed()
-        return F.dropout(x, self.p)
+        # The operator of every accelerator, also on a CPU, where F.dropout keeps a float mask.
+        return torch.native_dropout(x, self.p, True)[0]
 
     def extra_repr(self) -> str:
         return f"p={self.p}, {'replicated' if self.split_over is None else 'split'}"

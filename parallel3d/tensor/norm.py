@@ -1,4 +1,4 @@
-"""Normalisation over activations that every tensor-parallel rank holds whole."""
+"""Normalisation over the last dim, of activations that are whole in it."""
 
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -19,6 +19,22 @@ class LayerNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., size] -> [..., size]."""
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{cut_of(self.weight).global_shape}, replicated, eps={self.eps}"
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps), times a weight (arXiv:1910.07467); whole on each rank."""
+
+    def __init__(self, size: int, group: dist.ProcessGroup, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = cut_parameter((size,), None, group)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., size] -> [..., size]."""
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
     def extra_repr(self) -> str:
         return f"{cut_of(self.weight).global_shape}, replicated, eps={self.eps}"

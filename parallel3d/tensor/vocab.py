@@ -24,17 +24,26 @@ def _local(tokens: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
 class VocabParallelEmbedding(nn.Module):
     """Token ids [...] -> vectors [..., size], with the rows of the table cut over the group."""
 
-    def __init__(self, vocab_size: int, size: int, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        size: int,
+        group: dist.ProcessGroup,
+        sequence_parallel: bool = False,
+    ) -> None:
         super().__init__()
-        self.group = group
+        self.group, self.sequence_parallel = group, sequence_parallel
         self.weight = cut_parameter((vocab_size, size), 0, group)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """tokens [...] (int64) -> [..., size], the same on each rank of the group."""
+        """tokens [..., seq] (int64), the same on each rank of the group -> [..., seq, size], too.
+
+        Under sequence parallelism this rank's part of it, [..., seq / tp, size].
+        """
         cut = cut_of(self.weight)
         local, outside = _local(tokens, cut.start, cut.stop)
         vectors = F.embedding(local, self.weight).masked_fill(outside.unsqueeze(-1), 0.0)
-        return reduce_from_group(vectors, self.group)
+        return reduce_from_group(vectors, self.group, self.sequence_parallel)
 
     def extra_repr(self) -> str:
         return f"{cut_of(self.weight).global_shape}, vocabulary / {self.group.size()}"

@@ -215,7 +215,7 @@ def test_layers_in_lower_precision(dtype):
 
 
 SABOTAGES = [
-    ("column", linear_module, "copy_to_group"),
+    ("column", linear_module, "all_reduce"),
     ("row", linear_module, "reduce_from_group"),
     ("embedding", vocab_module, "reduce_from_group"),
     ("cross_entropy", vocab_module, "all_reduce"),

@@ -5,7 +5,8 @@ from math import sqrt
 import pytest
 from pydantic import ValidationError
 
-from models.gpt.spec import Config, layers, num_params, train_flops_per_token
+from models import num_params, train_flops_per_token
+from models.gpt.spec import Config, layers
 from parallel3d.model import Shape
 
 

@@ -1,0 +1,91 @@
+"""The GPT-2 family in transformers: a reference model, and weights by the names that it gives them.
+
+`GPT2LMHeadModel` keeps its linear weights as [in, out], and query, key and value as one.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from models.gpt.spec import Config, layers
+
+# Ours to theirs, in the order in which they are replaced.
+_NAMES = {
+    "embedding.token": "transformer.wte",
+    "embedding.position": "transformer.wpe",
+    "head.norm": "transformer.ln_f",
+    "head.output": "lm_head",
+    "blocks": "transformer.h",
+    "norm1": "ln_1",
+    "norm2": "ln_2",
+    "attention.qkv": "attn.c_attn",
+    "attention.output": "attn.c_proj",
+    "mlp.up": "mlp.c_fc",
+    "mlp.down": "mlp.c_proj",
+}
+
+
+def reference(config: Config) -> Any:
+    """A `GPT2LMHeadModel` of the same architecture, in fp32 and with weights of its own."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    kind: Any = GPT2Config
+    settings = kind(
+        vocab_size=config.vocab_size,
+        n_positions=config.max_position_embeddings,
+        n_embd=config.hidden_size,
+        n_layer=config.num_hidden_layers,
+        n_head=config.num_attention_heads,
+        n_inner=config.inner_size,
+        activation_function=config.activation,
+        layer_norm_epsilon=config.layer_norm_epsilon,
+        initializer_range=config.initializer_range,
+        resid_pdrop=config.resid_pdrop,
+        embd_pdrop=config.embd_pdrop,
+        attn_pdrop=config.attn_pdrop,
+        tie_word_embeddings=config.tie_word_embeddings,
+        attn_implementation="eager",
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return GPT2LMHeadModel(settings).float()
+
+
+def to_huggingface(config: Config, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Whole tensors under our global names -> the same under those of transformers.
+
+    A tied output projection is named in neither.
+    """
+    found: dict[str, Tensor] = {}
+    for name, value in weights.items():
+        if "qkv" in name:
+            value = value.flatten(0, 1)  # [3, hidden, ...] -> [3 x hidden, ...]
+        found[_their_name(name)] = value.t() if _is_linear(name) else value
+    return found
+
+
+def from_huggingface(config: Config, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The inverse: weights, or gradients, under our global names.
+
+    Raises KeyError if one is missing; a tied output projection is left out.
+    """
+    found: dict[str, Tensor] = {}
+    for layer in layers(config):
+        copies = {copy for copy, _ in layer.tied}
+        for param in layer.params:
+            if param.name not in copies:
+                name = f"{layer.name}.{param.name}"
+                value = tensors[_their_name(name)]
+                found[name] = (value.t() if _is_linear(name) else value).reshape(param.shape)
+    return found
+
+
+def _their_name(name: str) -> str:
+    for ours, theirs in _NAMES.items():
+        name = name.replace(ours, theirs)
+    return name
+
+
+def _is_linear(name: str) -> bool:
+    return name.endswith("weight") and ("attention" in name or "mlp" in name)

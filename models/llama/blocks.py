@@ -1,0 +1,114 @@
+"""The Llama family on tensor-parallel layers: RMSNorm, rotary positions, SwiGLU, grouped queries.
+
+Touvron et al., arXiv:2302.13971 and 2307.09288; grouped-query attention is arXiv:2305.13245.
+"""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.llama.spec import Config
+from parallel3d.tensor.attention import CausalAttention
+from parallel3d.tensor.context import LayerContext
+from parallel3d.tensor.linear import ColumnParallelLinear, GroupedColumnLinear, RowParallelLinear
+from parallel3d.tensor.norm import RMSNorm
+from parallel3d.tensor.output import VocabParallelOutput
+from parallel3d.tensor.rotary import FrequencyScaling, Rotary
+from parallel3d.tensor.segments import Segments
+from parallel3d.tensor.vocab import VocabParallelEmbedding
+
+
+class Embedding(nn.Module):
+    """Token embedding; positions enter in the attention."""
+
+    def __init__(self, config: Config, name: str, context: LayerContext) -> None:
+        super().__init__()
+        self.token = VocabParallelEmbedding(
+            int(config.vocab_size), config.hidden_size, context.group, context.sequence_parallel
+        )
+
+    def forward(self, tokens: Tensor, segments: Segments | None = None) -> Tensor:
+        """tokens [batch, seq] -> [batch, seq, hidden], or this rank's part of the sequence."""
+        vectors: Tensor = self.token(tokens)
+        return vectors
+
+
+class Attention(nn.Module):
+    """Causal self-attention with grouped queries; each tp rank computes its share of the heads."""
+
+    def __init__(self, config: Config, name: str, context: LayerContext) -> None:
+        super().__init__()
+        size, group, split = config.head_size, context.group, context.sequence_parallel
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        heads = {"q": config.num_attention_heads, "k": config.kv_heads, "v": config.kv_heads}
+        self.qkv = GroupedColumnLinear(hidden, heads, size, group, config.attention_bias, split)
+        self.q_norm = RMSNorm(size, group, eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(size, group, eps) if config.qk_norm else nn.Identity()
+        self.rotary = Rotary(size, config.rope_theta, _scaling(config))
+        self.core = CausalAttention(0.0, f"{name}.attention", context)
+        self.output = RowParallelLinear(
+            heads["q"] * size, hidden, group, bias=False, sequence_parallel=split
+        )
+
+    def forward(self, x: Tensor, segments: Segments | None = None) -> Tensor:
+        """x [batch, seq, hidden], or its part of the sequence -> the same shape."""
+        q, k, v = self.qkv(x)  # each [batch, seq, heads here, size]
+        q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # each [batch, heads here, seq, size]
+        q, k = self.rotary(q, k, None if segments is None else segments.positions)
+        return self.output(self.core(q, k, v, segments))  # [batch, seq, hidden]
+
+
+class MLP(nn.Module):
+    """SwiGLU (arXiv:2002.05202); each tp rank computes its share of the inner features."""
+
+    def __init__(self, config: Config, context: LayerContext) -> None:
+        super().__init__()
+        size, inner = config.hidden_size, config.inner_size
+        group, split = context.group, context.sequence_parallel
+        self.gate_up = ColumnParallelLinear(
+            size, inner, group, bias=False, fused=2, sequence_parallel=split
+        )
+        self.down = RowParallelLinear(inner, size, group, bias=False, sequence_parallel=split)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [batch, seq, hidden], or its part of the sequence -> the same shape."""
+        gate, up = self.gate_up(x).chunk(2, -1)  # each [batch, seq, inner / tp]
+        return self.down(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    """One transformer layer."""
+
+    def __init__(self, config: Config, name: str, context: LayerContext) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.norm1 = RMSNorm(size, context.group, eps)
+        self.attention = Attention(config, name, context)
+        self.norm2 = RMSNorm(size, context.group, eps)
+        self.mlp = MLP(config, context)
+
+    def forward(self, x: Tensor, segments: Segments | None = None) -> Tensor:
+        """x [batch, seq, hidden], or its part of the sequence -> the same shape."""
+        x = x + self.attention(self.norm1(x), segments)
+        return x + self.mlp(self.norm2(x))
+
+
+class Head(nn.Module):
+    """Final norm, logits and loss."""
+
+    def __init__(self, config: Config, name: str, context: LayerContext) -> None:
+        super().__init__()
+        self.norm = RMSNorm(config.hidden_size, context.group, config.rms_norm_eps)
+        self.output = VocabParallelOutput(int(config.vocab_size), config.hidden_size, context)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        """x [batch, seq, hidden], or its part; labels [batch, seq] -> the mean loss in nats, []."""
+        return self.output.loss(self.output(self.norm(x)), labels)
+
+
+def _scaling(config: Config) -> FrequencyScaling | None:
+    scaling = config.rope_scaling
+    if scaling is None:
+        return None
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    return FrequencyScaling(scaling.factor, low, high, scaling.original_max_position_embeddings)

@@ -1,0 +1,138 @@
+"""The Llama family in transformers: a reference model, and weights by the names that it gives them.
+
+Without biases and norms on the heads a config is a `LlamaForCausalLM`, with the biases a
+`Qwen2ForCausalLM`, with the norms a `Qwen3ForCausalLM`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from models.llama.spec import Config, layers
+
+# Ours to theirs, in the order in which they are replaced.
+_NAMES = {
+    "embedding.token": "model.embed_tokens",
+    "head.norm": "model.norm",
+    "head.output": "lm_head",
+    "blocks": "model.layers",
+    "attention.qkv.": "self_attn.",
+    "attention.output": "self_attn.o_proj",
+    "attention": "self_attn",
+    "q_weight": "q_proj.weight",
+    "k_weight": "k_proj.weight",
+    "v_weight": "v_proj.weight",
+    "q_bias": "q_proj.bias",
+    "k_bias": "k_proj.bias",
+    "v_bias": "v_proj.bias",
+    "down": "down_proj",
+    "norm1": "input_layernorm",
+    "norm2": "post_attention_layernorm",
+}
+
+
+def reference(config: Config) -> Any:
+    """A model of transformers with the same architecture, in fp32 and with weights of its own.
+
+    Raises ValueError for a config that no class of transformers can be.
+    """
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+    )
+
+    if config.attention_bias and config.qk_norm:
+        raise ValueError(
+            "attention_bias = true with qk_norm = true: no class of transformers has biases on "
+            "query, key and value alone beside norms on the heads; turn one of the two off"
+        )
+    kind: Any
+    model: Any
+    if config.qk_norm:
+        kind, model = Qwen3Config, Qwen3ForCausalLM
+    elif config.attention_bias:
+        kind, model = Qwen2Config, Qwen2ForCausalLM
+    else:
+        kind, model = LlamaConfig, LlamaForCausalLM
+        if config.hidden_size % config.num_attention_heads:
+            raise ValueError(
+                f"num_attention_heads = {config.num_attention_heads}: does not divide hidden_size="
+                f"{config.hidden_size}, which LlamaForCausalLM demands; qk_norm = true has no such "
+                "rule"
+            )
+    settings = kind(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        num_hidden_layers=config.num_hidden_layers,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.kv_heads,
+        head_dim=config.head_size,
+        intermediate_size=config.inner_size,
+        max_position_embeddings=config.max_position_embeddings,
+        rms_norm_eps=config.rms_norm_eps,
+        rope_parameters=_rope(config),
+        initializer_range=config.initializer_range,
+        tie_word_embeddings=config.tie_word_embeddings,
+        hidden_act="silu",
+        attention_dropout=0.0,
+        attn_implementation="eager",
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    return model(settings).float()
+
+
+def to_huggingface(config: Config, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Whole tensors under our global names -> the same under those of transformers.
+
+    A tied output projection is named in neither.
+    """
+    found: dict[str, Tensor] = {}
+    for name, value in weights.items():
+        if name.endswith("gate_up.weight"):
+            for part, their in zip(value, _gate_and_up(name), strict=True):
+                found[their] = part
+        else:
+            found[_their_name(name)] = value
+    return found
+
+
+def from_huggingface(config: Config, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The inverse: weights, or gradients, under our global names.
+
+    Raises KeyError if one is missing; a tied output projection is left out.
+    """
+    found: dict[str, Tensor] = {}
+    for layer in layers(config):
+        copies = {copy for copy, _ in layer.tied}
+        for name in (f"{layer.name}.{p.name}" for p in layer.params if p.name not in copies):
+            if name.endswith("gate_up.weight"):
+                found[name] = torch.stack([tensors[their] for their in _gate_and_up(name)])
+            else:
+                found[name] = tensors[_their_name(name)]
+    return found
+
+
+def _their_name(name: str) -> str:
+    for ours, theirs in _NAMES.items():
+        name = name.replace(ours, theirs)
+    return name
+
+
+def _gate_and_up(name: str) -> tuple[str, str]:
+    their = _their_name(name)
+    return their.replace("gate_up", "gate_proj"), their.replace("gate_up", "up_proj")
+
+
+def _rope(config: Config) -> dict[str, Any]:
+    scaling = config.rope_scaling
+    if scaling is None:
+        return {"rope_type": "default", "rope_theta": config.rope_theta}
+    return {"rope_theta": config.rope_theta} | scaling.model_dump()

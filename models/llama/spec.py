@@ -1,0 +1,207 @@
+"""The Llama family as data: its settings, its layers' parameters, and what they cost.
+
+Touvron et al., arXiv:2302.13971 and 2307.09288; with biases on query, key and value it is Qwen2's
+architecture, with norms on query and key Qwen3's. Settings bear the names of the Hugging Face
+`LlamaConfig`; the modules that are built from them are in blocks.py.
+"""
+
+from collections.abc import Iterator
+from math import sqrt
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from parallel3d.config.section import Problem, Problems, Section
+from parallel3d.model import Init, LayerCost, LayerSpec, ParamSpec, Shape
+
+Positive = Annotated[int, Field(gt=0)]
+ZEROS, ONES = Init(), Init(value=1.0)
+
+
+class RopeScaling(Section):
+    """How positions beyond those of a first pretraining are told apart: Llama 3.1's rule."""
+
+    rope_type: Literal["llama3"] = "llama3"
+    """Slow rotations are slowed by `factor`, fast ones kept, those between blended."""
+    factor: float = Field(ge=1)
+    """How many times slower the slow rotations become; 8 in Llama 3.1."""
+    low_freq_factor: float = Field(default=1.0, gt=0)
+    """Slow: fewer turns than this over the original length."""
+    high_freq_factor: float = Field(default=4.0, gt=0)
+    """Fast: more turns than this over the original length."""
+    original_max_position_embeddings: Positive = 8192
+    """The original length, in tokens."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "RopeScaling":
+        low, high = self.low_freq_factor, self.high_freq_factor
+        if high <= low:
+            rule, remedy = f"is not above low_freq_factor={low}", f"use more than {low}"
+            raise Problems([Problem("high_freq_factor", high, rule, remedy)])
+        return self
+
+
+class Config(Section):
+    """The settings of one Llama-like model."""
+
+    family: Literal["llama"]
+    """The model family: the name of a folder in models/."""
+    hidden_size: Positive
+    """Width of the residual stream."""
+    num_hidden_layers: Positive
+    """Number of transformer blocks; the embedding and the head are layers of their own."""
+    num_attention_heads: Positive
+    """Query heads per block; tp divides it."""
+    num_key_value_heads: Positive | None = None
+    """Key/value heads, each serving equally many query heads; null means one for each."""
+    head_dim: Positive | None = None
+    """Width of one head; null means hidden_size / num_attention_heads."""
+    intermediate_size: Positive | None = None
+    """Inner width of the MLP; null means 8/3 x hidden_size, rounded up to a multiple of 256."""
+    vocab_size: Positive | Literal["auto"] = "auto"
+    """Rows of the embedding; "auto" takes the tokenizer's."""
+    max_position_embeddings: Positive = 2048
+    """The longest sequence that the model is meant to read; it costs no parameters."""
+    rms_norm_eps: float = Field(default=1e-5, gt=0)
+    """Added to the mean square in every RMSNorm."""
+    rope_theta: float = Field(default=10_000.0, gt=0)
+    """Base of the rotary frequencies; Llama 3 has 500000, Qwen 1000000."""
+    rope_scaling: RopeScaling | None = None
+    """Scaling of the rotary frequencies, as of Llama 3.1; null: none."""
+    tie_word_embeddings: bool = False
+    """Whether the output projection is the token embedding."""
+    attention_bias: bool = False
+    """Biases on query, key and value, as in Qwen2; the output projection has none."""
+    qk_norm: bool = False
+    """RMSNorm over each head of query and key before their rotation, as in Qwen3."""
+    initializer_range: float = Field(default=0.02, gt=0)
+    """Standard deviation of weights; those that feed the residual get 1/sqrt(2 x layers) of it."""
+
+    @property
+    def kv_heads(self) -> int:
+        """Key/value heads, resolved."""
+        return self.num_key_value_heads or self.num_attention_heads
+
+    @property
+    def head_size(self) -> int:
+        """Width of one head, resolved."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def inner_size(self) -> int:
+        """Inner width of the MLP, resolved."""
+        # arXiv:2302.13971, section 2.2: two thirds of 4 x hidden, as there are three matrices.
+        return self.intermediate_size or -(-8 * self.hidden_size // (3 * 256)) * 256
+
+    @model_validator(mode="after")
+    def _check(self) -> "Config":
+        if problems := list(self._problems()):
+            raise Problems(problems)
+        return self
+
+    def _problems(self) -> Iterator[Problem]:
+        heads, hidden = self.num_attention_heads, self.hidden_size
+        if self.head_dim is None and hidden % heads:
+            rule = f"does not divide hidden_size={hidden}"
+            remedy = f"use {_divisor_below(hidden, heads)} heads, or give head_dim"
+            yield Problem("num_attention_heads", heads, rule, remedy)
+        elif self.head_size % 2:
+            rule = f"makes heads of {self.head_size} features, which rotate in pairs"
+            if self.head_dim is None:
+                remedy = f"give an even head_dim, such as {self.head_size + 1}"
+                yield Problem("num_attention_heads", heads, rule, remedy)
+            else:
+                yield Problem("head_dim", self.head_dim, rule, f"use {self.head_dim + 1}")
+        if heads % self.kv_heads:
+            rule = f"does not divide num_attention_heads={heads}"
+            remedy = f"use {_divisor_below(heads, self.kv_heads)}"
+            yield Problem("num_key_value_heads", self.kv_heads, rule, remedy)
+
+
+def layers(config: Config) -> list[LayerSpec]:
+    """Embedding, blocks and head, first to last; raises ValueError if vocab_size is "auto"."""
+    blocks = [_block(config, f"blocks.{i}") for i in range(config.num_hidden_layers)]
+    return [_embedding(config), *blocks, _head(config)]
+
+
+def _embedding(config: Config) -> LayerSpec:
+    normal = Init(std=config.initializer_range)
+    shape = (_vocab_size(config), config.hidden_size)
+    params = (ParamSpec("token.weight", shape, 0, normal, True),)
+    return LayerSpec("embedding", params, _free, "models.llama.blocks:Embedding", config)
+
+
+def _block(config: Config, name: str) -> LayerSpec:
+    hidden, inner = config.hidden_size, config.inner_size
+    queries = config.num_attention_heads * config.head_size
+    keys = config.kv_heads * config.head_size
+    normal = Init(std=config.initializer_range)
+    # As in the gpt family: two projections per block add to the residual stream.
+    residual = Init(std=config.initializer_range / sqrt(2 * config.num_hidden_layers))
+    params = (
+        _norm("norm1", hidden),
+        *_qkv(config, normal),
+        *_qk_norms(config),
+        ParamSpec("attention.output.weight", (hidden, queries), 1, residual, True),
+        _norm("norm2", hidden),
+        ParamSpec("mlp.gate_up.weight", (2, inner, hidden), 1, normal, True),
+        ParamSpec("mlp.down.weight", (hidden, inner), 1, residual, True),
+    )
+
+    def cost(shape: Shape) -> LayerCost:
+        # q and output, k and v, then gate, up and down; a head on several tp ranks counts once.
+        matmuls = 2 * hidden * (2 * queries + 2 * keys + 3 * inner)
+        attention = 4 * shape.seq * queries  # scores, and their sum over the values
+        return LayerCost(shape.tokens * (matmuls + attention))
+
+    return LayerSpec(name, params, cost, "models.llama.blocks:Block", config)
+
+
+def _qkv(config: Config, normal: Init) -> Iterator[ParamSpec]:
+    heads = {"q": config.num_attention_heads, "k": config.kv_heads, "v": config.kv_heads}
+    for name, count in heads.items():
+        rows, path = count * config.head_size, f"attention.qkv.{name}"
+        shape = (rows, config.hidden_size)
+        yield ParamSpec(f"{path}_weight", shape, 0, normal, True, units=count)
+        if config.attention_bias:
+            yield ParamSpec(f"{path}_bias", (rows,), 0, ZEROS, False, units=count)
+
+
+def _qk_norms(config: Config) -> Iterator[ParamSpec]:
+    if config.qk_norm:
+        for name in ("q_norm", "k_norm"):
+            # Each tp rank norms its own heads, so its gradient is a part of the whole.
+            yield _norm(f"attention.{name}", config.head_size, partial=True)
+
+
+def _head(config: Config) -> LayerSpec:
+    hidden, vocab = config.hidden_size, _vocab_size(config)
+    normal = Init(std=config.initializer_range)
+    output = ParamSpec("output.weight", (vocab, hidden), 0, normal, True)
+    tied = (("output.weight", "embedding.token.weight"),) if config.tie_word_embeddings else ()
+
+    def cost(shape: Shape) -> LayerCost:
+        return LayerCost(shape.tokens * 2 * hidden * vocab)
+
+    params = (_norm("norm", hidden), output)
+    return LayerSpec("head", params, cost, "models.llama.blocks:Head", config, tied)
+
+
+def _norm(name: str, size: int, partial: bool = False) -> ParamSpec:
+    return ParamSpec(f"{name}.weight", (size,), None, ONES, False, partial=partial)
+
+
+def _free(shape: Shape) -> LayerCost:
+    """A look-up multiplies nothing."""
+    return LayerCost(0)
+
+
+def _vocab_size(config: Config) -> int:
+    if config.vocab_size == "auto":
+        raise ValueError('vocab_size "auto" is not resolved; call RunConfig.with_vocab_size first')
+    return config.vocab_size
+
+
+def _divisor_below(number: int, limit: int) -> int:
+    """The largest divisor of `number` below `limit`."""
+    return max(n for n in range(1, limit) if number % n == 0)

@@ -1,0 +1,53 @@
+"""Causal attention over the heads that a tensor-parallel rank holds."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from parallel3d.tensor.context import LayerContext
+from parallel3d.tensor.dropout import Dropout
+from parallel3d.tensor.segments import Segments
+
+
+class CausalAttention(nn.Module):
+    """softmax(q k^T / sqrt(size)) v, each query seeing its own position and those before.
+
+    With segments, a query sees its own document only. Where the context says so, what is computed
+    between q, k, v and the result is computed again in backward ("selective" recomputation,
+    arXiv:2205.05198, section 5).
+    """
+
+    def __init__(self, dropout: float, place: str, context: LayerContext) -> None:
+        super().__init__()
+        self.dropout = Dropout(dropout, place, context.key, context.group)
+        self.recompute = context.recompute_attention
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments | None = None) -> Tensor:
+        """q [batch, heads, seq, size]; k, v with as many heads, or a divisor of it.
+
+        Gives [batch, seq, heads * size].
+        """
+        if self.recompute and torch.is_grad_enabled():
+            # The mask of its dropout is a function of its place: no generator state is kept.
+            y = checkpoint(
+                self._attend, q, k, v, segments, use_reentrant=False, preserve_rng_state=False
+            )
+        else:
+            y = self._attend(q, k, v, segments)
+        return y.transpose(1, 2).flatten(-2)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments | None) -> Tensor:
+        self.dropout.seed()
+        return F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=None if segments is None else segments.mask,
+            dropout_p=self.dropout.active_p,
+            is_causal=segments is None,
+            enable_gqa=k.shape[1] != q.shape[1],
+        )  # [batch, heads, seq, size]
+
+    def extra_repr(self) -> str:
+        return "recomputed in backward" if self.recompute else ""

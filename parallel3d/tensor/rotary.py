@@ -1,0 +1,80 @@
+"""Rotary positions (RoFormer, arXiv:2104.09864), and Llama 3.1's scaling of their frequencies.
+
+Feature i of a head turns together with feature i + size / 2, as in the checkpoints of transformers;
+the paper pairs neighbours, which is the same up to the order of the features.
+"""
+
+from dataclasses import dataclass
+from math import tau
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class FrequencyScaling:
+    """Llama 3.1's: turns slower than `low` over `original_length` tokens become `factor` slower.
+
+    Turns faster than `high` stay as they are; between the two the change fades linearly in the
+    number of turns (the reference code of Llama 3.1; arXiv:2407.21783, section 3.4.2).
+    """
+
+    factor: float
+    low: float
+    high: float
+    original_length: int
+
+    def __call__(self, frequencies: Tensor) -> Tensor:
+        """frequencies in radians a token -> the same shape."""
+        turns = self.original_length * frequencies / tau
+        kept = ((turns - self.low) / (self.high - self.low)).clamp(0, 1)
+        return frequencies * (kept + (1 - kept) / self.factor)
+
+
+class Rotary(nn.Module):
+    """Turns queries and keys by their positions, so that their products tell distances.
+
+    It holds no parameter and no buffer: angles are fp32 on every device and under any precision.
+    """
+
+    def __init__(self, size: int, theta: float, scaling: FrequencyScaling | None = None) -> None:
+        super().__init__()
+        self.size, self.theta, self.scaling = size, theta, scaling
+        self._tables: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, q: Tensor, k: Tensor, positions: Tensor | None = None) -> tuple[Tensor, ...]:
+        """q, k [batch, heads, seq, size] -> the same; `positions` [batch, seq], or 0, 1, ...
+
+        Positions are below seq. Angles become cos and sin in fp32 and are rounded to q's type.
+        """
+        cos, sin = self._cos_sin(q)
+        if positions is not None:
+            # [batch, 1, seq, size]
+            cos, sin = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
+        return _turn(q, cos, sin), _turn(k, cos, sin)
+
+    def frequencies(self, device: torch.device) -> Tensor:
+        """Radians a token of each pair of features: [size / 2], fp32."""
+        exponents = torch.arange(0, self.size, 2, dtype=torch.float32, device=device) / self.size
+        frequencies = 1.0 / self.theta**exponents
+        return frequencies if self.scaling is None else self.scaling(frequencies)
+
+    def _cos_sin(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Of positions 0, 1, ... for x [..., seq, size]: [seq, size] each, kept for the next x."""
+        seq, kept = x.shape[-2], self._tables
+        stale = kept is None or len(kept[0]) != seq
+        if stale or kept is None or (kept[0].device, kept[0].dtype) != (x.device, x.dtype):
+            # Not an inference tensor, even where an evaluation comes first: training keeps it.
+            with torch.inference_mode(False), torch.no_grad():
+                here = torch.arange(seq, dtype=torch.float32, device=x.device)
+                angles = torch.outer(here, self.frequencies(x.device)).repeat(1, 2)  # [seq, size]
+                kept = self._tables = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        return kept
+
+    def extra_repr(self) -> str:
+        return f"{self.size}, theta={self.theta}" + (f", {self.scaling}" if self.scaling else "")
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat((-second, first), -1) * sin
