@@ -8,8 +8,18 @@ if not torch.accelerator.is_available():
     # DeepSpeed asks at its import; without an answer it looks around and prints a warning.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
-from parallel3d.engine.engine import Engine, StepResult, building
+from parallel3d.engine.construction import building, writing
+from parallel3d.engine.engine import Engine, StepResult
 from parallel3d.engine.parameters import HeldParameter
 from parallel3d.engine.settings import EngineSettings
+from parallel3d.engine.swap import remove_folders as remove_swap_folders
 
-__all__ = ["Engine", "EngineSettings", "HeldParameter", "StepResult", "building"]
+__all__ = [
+    "Engine",
+    "EngineSettings",
+    "HeldParameter",
+    "StepResult",
+    "building",
+    "remove_swap_folders",
+    "writing",
+]

@@ -1,7 +1,8 @@
-"""The optimizer that DeepSpeed shards, and the compiled operator that it may need.
+"""The optimizer that DeepSpeed shards, and the compiled operators that offload may need.
 
-DeepSpeed's CPU Adam is compiled on its first use (half a minute of g++). A build that was killed
-leaves a file named `lock`, on which every later run would wait for ever; so it is looked after.
+DeepSpeed's CPU Adam and its asynchronous input and output are compiled on their first use (half a
+minute of g++, and some minutes). A build that was killed leaves a file named `lock`, on which every
+later run would wait for ever; so it is looked after.
 """
 
 import logging
@@ -13,15 +14,20 @@ from typing import Any
 import psutil
 import torch
 from deepspeed.git_version_info import installed_ops
-from deepspeed.ops.op_builder import CPUAdamBuilder
+from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder, PinMemoryBuilder
 from torch.utils import cpp_extension
 from torch.utils.file_baton import FileBaton
 
 from parallel3d.engine import quirks
+from parallel3d.errors import ConfigError
 from parallel3d.mesh import Mesh
 
 _log = logging.getLogger(__name__)
-_OPERATOR = "cpu_adam"
+_ABOUT = {
+    "cpu_adam": "about 30 s",
+    "pin_memory": "about 30 s",
+    "async_io": "some minutes",
+}
 _STARTUP_SECONDS = 30.0  # between taking the lock and starting the compiler
 _UNSEEN_SECONDS = 600.0  # a whole build, where its processes may be another machine's
 _NETWORK = {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "9p", "fuse.sshfs"}
@@ -89,31 +95,56 @@ def load_cpu_adam(mesh: Mesh, say: Callable[[str], None]) -> bool:
     Where it cannot be compiled, torch's Adam does the same on the host. Every rank gets the same
     answer: one rank with another optimizer would still train right, but not at the same speed.
     """
+    problem = _load_everywhere([CPUAdamBuilder], mesh, say)
+    if problem:
+        say(f"using torch's Adam on the host, because cpu_adam cannot be compiled: {problem}")
+    return not problem
+
+
+def load_async_io(mesh: Mesh, say: Callable[[str], None]) -> None:
+    """Compile or load DeepSpeed's asynchronous input and output, one rank of each node first.
+
+    Collective: raises ConfigError on all ranks if one of them cannot.
+    """
+    problem = _load_everywhere([PinMemoryBuilder, AsyncIOBuilder], mesh, say)
+    if problem:
+        raise ConfigError(
+            "NVMe offload needs DeepSpeed's async_io, which cannot be compiled: "
+            f"{problem}. Install libaio's headers on every node (libaio-dev on Debian and Ubuntu, "
+            'libaio-devel on Fedora) and a C++ compiler, or offload to "cpu"'
+        )
+
+
+def _load_everywhere(builders: list[type], mesh: Mesh, say: Callable[[str], None]) -> str:
+    """Load operators on all ranks, one of each node first; what went wrong, the same on all."""
     problem = ""
     with mesh.one_at_a_time() as first:
         # Whatever goes wrong, this rank's peers wait at the end of this block.
         try:
-            _load(say if first else _log.info)
+            for builder in builders:
+                _load(builder(), say if first else _log.info)
         except Exception as error:  # the compiler's own errors have no common type
             problem = (str(error).splitlines() or [repr(error)])[0]
-    failed = sum(row == [0.0] for row in mesh.gather_floats([float(not problem)]))
-    if failed:
-        problem = problem or f"it failed on {failed} of {mesh.size('world')} ranks"
-        say(f"using torch's Adam on the host, because {_OPERATOR} cannot be compiled: {problem}")
-    return not failed
+    problems = mesh.gather_texts(problem)
+    failed = [p for p in problems if p]
+    if not failed:
+        return ""
+    where = "" if len(failed) == len(problems) else f" (on {len(failed)} of {len(problems)} ranks)"
+    return failed[0] + where
 
 
-def _load(say: Callable[[str], None]) -> None:
+def _load(builder: Any, say: Callable[[str], None]) -> None:
     quirks.read_cpu_quickly()
-    if not installed_ops.get(_OPERATOR):
+    name = builder.name
+    if not installed_ops.get(name):
         cpp_extension.FileBaton = _Baton  # type: ignore[misc]
-        directory = Path(cpp_extension._get_build_directory(_OPERATOR, verbose=False))
+        directory = Path(cpp_extension._get_build_directory(name, verbose=False))
         if (directory / "lock").exists() and not remove_stale_lock(directory):
-            say(f"waiting for another process that compiles DeepSpeed's {_OPERATOR}: {directory}")
+            say(f"waiting for another process that compiles DeepSpeed's {name}: {directory}")
             wait_for_build(directory)
-        if not (directory / f"{_OPERATOR}.so").exists():
-            say(f"compiling DeepSpeed's {_OPERATOR} (once on this machine, about 30 s)")
-    CPUAdamBuilder().load(verbose=False)
+        if not (directory / f"{name}.so").exists():
+            say(f"compiling DeepSpeed's {name} (once on this machine, {_ABOUT[name]})")
+    builder.load(verbose=False)
 
 
 def make_optimizer(

@@ -1,104 +1,42 @@
 """One DeepSpeed engine a rank, holding all of the rank's stages."""
 
 import logging
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.utils import logger as deepspeed_logger
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
 
-from parallel3d.engine import build, quirks
+from parallel3d.engine import build, quirks, quirks_fp16, quirks_nvme, swap
+from parallel3d.engine.construction import ModelParallelUnit, building, swap_folder
 from parallel3d.engine.parameters import HeldParameter
 from parallel3d.engine.settings import EngineSettings
-from parallel3d.errors import ConfigError
+from parallel3d.errors import ConfigError, TrainingError
 from parallel3d.mesh import Mesh
 
 _log = logging.getLogger(__name__)
+_BUCKET = 500_000_000  # DeepSpeed's own reduce_bucket_size
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """The gradient's true norm over the mesh before clipping, and whether a step was taken."""
+    """The gradient's true norm over the mesh before clipping, and whether a step was taken.
+
+    `overflow`: an fp16 gradient was too large for the loss scale, so every rank skipped the step
+    (its norm is infinite) and the scale goes down; training goes on. `loss_scale`: what the step's
+    loss was multiplied by; 1 outside fp16.
+    """
 
     grad_norm: float
     applied: bool
-
-
-class _ModelParallelUnit:
-    """The mesh in DeepSpeed's words: its `mp` is all that shares one copy of the model."""
-
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
-
-    def get_data_parallel_group(self) -> dist.ProcessGroup:
-        return self._mesh.group("dp")
-
-    def get_data_parallel_group_ranks(self) -> list[int]:
-        return self._mesh.ranks("dp")
-
-    def get_data_parallel_rank(self) -> int:
-        return self._mesh.coord("dp")
-
-    def get_data_parallel_world_size(self) -> int:
-        return self._mesh.size("dp")
-
-    def get_model_parallel_group(self) -> dist.ProcessGroup:
-        return self._mesh.group("model")
-
-    def get_model_parallel_rank(self) -> int:
-        return self._mesh.coord("model")
-
-    def get_model_parallel_world_size(self) -> int:
-        return self._mesh.size("model")
-
-
-def building(settings: EngineSettings, mesh: Mesh) -> AbstractContextManager[Any]:
-    """The context in which a stage's modules are made.
-
-    Under ZeRO-3 each module is cut over the data-parallel group as soon as it is made, so a stage
-    never exists whole on a rank; what a module allocates is not filled before it is cut.
-    """
-    _quiet_deepspeed()
-    quirks.skip_shared_memory_operator()
-    if not settings.shards_parameters:
-        return _plain_building(settings.dtype, mesh.device)
-    deepspeed.init_distributed(dist_init_required=False)
-    return deepspeed.zero.Init(
-        data_parallel_group=mesh.group("dp"),
-        config_dict_or_path=settings.deepspeed_config(mesh.size("dp")),
-        # No dtype: an explicit fp32 becomes bf16 where the device has no fp16 (0.19.8).
-        mpu=_ModelParallelUnit(mesh),
-    )
-
-
-@contextmanager
-def _plain_building(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with device:
-            yield
-    finally:
-        torch.set_default_dtype(default)
-
-
-def local_shard(parameter: nn.Parameter) -> tuple[Tensor, int]:
-    """This rank's part of a parameter, flat, and the index of its first element.
-
-    The part that ZeRO-3 left here, or the whole parameter under the other stages; counted in
-    the flattened tensor-parallel part.
-    """
-    shard = getattr(parameter, "ds_tensor", None)
-    if shard is None:
-        return parameter.data.view(-1), 0
-    return shard.data, shard.numel() * parameter.ds_process_group.rank()  # type: ignore[attr-defined]
+    overflow: bool = False
+    loss_scale: float = 1.0
 
 
 class _Module(nn.Module):
@@ -116,8 +54,9 @@ class _Module(nn.Module):
 class Engine:
     """Forward, backward, gradient reduction, clipping and step of this rank's stages.
 
-    `stages(stage, *inputs)` runs one stage; `held` names its parameters. Raises ConfigError if the
-    stages cannot be run together.
+    `stages(stage, *inputs)` runs one stage; `held` names its parameters; `owners` are the pipeline
+    coordinates of the first and the last stage, whose weights may be tied. Raises ConfigError if
+    the stages cannot be run together.
     """
 
     def __init__(
@@ -127,16 +66,19 @@ class Engine:
         settings: EngineSettings,
         mesh: Mesh,
         say: Callable[[str], None] = _log.info,
+        owners: tuple[int, int] = (0, -1),
     ) -> None:
         self.held, self.settings, self.mesh = tuple(held), settings, mesh
+        self._owners = mesh.join_pair(*(coord % mesh.size("pp") for coord in owners))
         quirks.bind_trace_check(mesh.group("dp"), mesh.device)
         quirks.count_once(self.held)
         if settings.precision != "fp32":
             quirks.accumulate_in_fp32(self.held)
-        with building(settings, mesh):
+        first = self.held[0].parameter if self.held else None
+        with building(settings, mesh, say, beside=first):
             ballast = quirks.Ballast()
         self._module = _Module(stages, ballast)
-        offload = settings.offload_optimizer == "cpu"
+        offload = settings.offload_optimizer != "none"
         optimizer = build.make_optimizer(
             quirks.param_groups(self.held, ballast, settings.weight_decay),
             settings.lr,
@@ -145,22 +87,27 @@ class Engine:
             cpu_adam=offload and build.load_cpu_adam(mesh, say),
             device=mesh.device,
         )
+        folder = swap_folder(first) if first is not None else None
+        self._folders: list[Path] = [folder] if folder else []
+        if settings.offload_optimizer == "nvme":
+            settings = self._make_folder(settings, say)
         with quirks.without_muon():
             self._deepspeed, *_ = deepspeed.initialize(
                 model=self._module,
                 optimizer=optimizer,
-                config=settings.deepspeed_config(mesh.size("dp")),
-                mpu=_ModelParallelUnit(mesh),
+                config=settings.deepspeed_config(mesh.size(settings.shard_axis)),
+                mpu=ModelParallelUnit(mesh, settings.shard_axis),
                 dist_init_required=False,
             )
         self._check_groups()
+        self._finish_scale = quirks_fp16.grow_scale_after_step(self._deepspeed.optimizer)
         self._counters = quirks.ReleaseCounters()
-        self._tied = [h.parameter for h in self.held if h.tied_across]
         self._deferred: quirks.DeferredReduction | None = None
-        if settings.gradient_reduction == "per_microbatch" and self._tied:
-            self._deferred = quirks.DeferredReduction(self._deepspeed, self._tied)
+        summed = [h.parameter for h in self.held if h.tied_across or h.partial]
+        if summed and not settings.reduces_once:
+            self._deferred = quirks.DeferredReduction(self._deepspeed, summed)
 
-    def forward(self, stage: int, *inputs: Tensor) -> Tensor:
+    def forward(self, stage: int, *inputs: Tensor | None) -> Tensor:
         """Run a stage for training."""
         if not self._module.training:
             self._module.train()
@@ -168,7 +115,7 @@ class Engine:
         self._counters.save(self._module, stage)
         return output
 
-    def evaluate(self, stage: int, *inputs: Tensor) -> Tensor:
+    def evaluate(self, stage: int, *inputs: Tensor | None) -> Tensor:
         """Run a stage without dropout and without gradients."""
         if self._module.training:
             self._module.eval()
@@ -183,43 +130,89 @@ class Engine:
         if grad is None:
             self._deepspeed.backward(output)
         else:
+            quirks_fp16.expect_scaled_gradient(self._deepspeed)
             output.backward(grad)
 
     @contextmanager
     def accumulation(self) -> Iterator[None]:
         """One step's forwards and backwards; on leaving, the gradients are summed and reduced."""
-        if self.settings.gradient_reduction == "per_step":
+        if self.settings.reduces_once:
             with self._deepspeed.coalesce_grad_reduction():
                 try:
                     yield
                 except BaseException:
                     quirks.abandon_coalescing(self._deepspeed)
                     raise
-                self._sum_over_ends([p.grad for p in self._tied if p.grad is not None])
+                self._sum_gradients()
             return
+        quirks.accumulate_from_zero(self._deepspeed)
         # DeepSpeed may take any backward for the last: it copies gradients to an offloaded
         # optimizer at the end of the step, when we say so.
         self._deepspeed.set_gradient_accumulation_boundary(False)
         yield
         if self._deferred is not None:
-            self._sum_over_ends(self._deferred.gradients())
+            self._deferred.put_back()
+            self._sum_gradients()
             self._deferred.flush()
         self._deepspeed.set_gradient_accumulation_boundary(True)
         self._deepspeed.optimizer.finalize_gradient_accumulation_boundary()
 
-    def _sum_over_ends(self, gradients: list[Tensor]) -> None:
-        for gradient in gradients:
-            dist.all_reduce(gradient, group=self.mesh.ends)
+    def _sum_gradients(self) -> None:
+        """Sum what is partial over tp and what is tied over its owners, before ZeRO cuts it."""
+        partial = [_grad(h) for h in self.held if h.partial]
+        if partial and self.mesh.size("tp") > 1:
+            all_reduce_coalesced(partial, self.mesh.group("tp"))
+        tied = [_grad(h) for h in self.held if h.tied_across]
+        if tied:
+            assert self._owners is not None
+            all_reduce_coalesced(tied, self._owners)
+        if self.settings.zero_stage == 0 and self.mesh.size("dp") > 1:
+            self._average_over_replicas()
+
+    def _average_over_replicas(self) -> None:
+        """ZeRO-0: the mean over dp, in buckets of the size that the other stages reduce in."""
+        limit = self.settings.zero_options.get("reduce_bucket_size", _BUCKET)
+        bucket: list[Tensor] = []
+        for held in self.held:
+            grad = _grad(held).div_(self.mesh.size("dp"))
+            if bucket and sum(g.numel() for g in bucket) + grad.numel() > limit:
+                all_reduce_coalesced(bucket, self.mesh.group("dp"))
+                bucket = []
+            bucket.append(grad)
+        if bucket:
+            all_reduce_coalesced(bucket, self.mesh.group("dp"))
+
+    @property
+    def loss_scale(self) -> float:
+        """What `backward` multiplies a loss by, and the gradients that it is given must carry."""
+        return float(self._deepspeed.optimizer.loss_scale)
 
     def step(self, lr: float) -> StepResult:
-        """Clip by the norm over the whole mesh and update the weights."""
-        for group in self._deepspeed.optimizer.param_groups:
+        """Clip by the norm over the whole mesh and update the weights.
+
+        Raises TrainingError on every rank if fp16 gradients overflow at the smallest loss scale.
+        """
+        optimizer = self._deepspeed.optimizer
+        for group in optimizer.param_groups:
             group["lr"] = lr
+        scale, last = self.loss_scale, quirks_fp16.at_last_loss_scale(optimizer)
         self._deepspeed.step()
+        self._finish_scale()
         norm = self._deepspeed.get_global_grad_norm()
+        applied = bool(self._deepspeed.was_step_applied())
+        if not applied:
+            quirks_fp16.forget_skipped_gradients(optimizer)
+        overflow = self.settings.precision == "fp16" and not applied
+        if overflow and last:
+            raise TrainingError(
+                f"fp16 gradients overflow even at fp16.min_loss_scale = {scale:g}; all ranks stop. "
+                "Lower optimizer.params.lr, lengthen the warm-up, or use bf16"
+            )
         return StepResult(
             grad_norm=float("nan") if norm is None else float(norm),
-            applied=bool(self._deepspeed.was_step_applied()),
+            applied=applied,
+            overflow=overflow,
+            loss_scale=scale,
         )
 
     def full_parameter(self, held: HeldParameter) -> Tensor:
@@ -238,8 +231,19 @@ class Engine:
         return memory.held_bytes(self._deepspeed, [h.parameter for h in self.held])
 
     def close(self) -> None:
-        """Free DeepSpeed's hooks and buffers."""
+        """Free DeepSpeed's hooks and buffers, and remove its files."""
         self._deepspeed.destroy()
+        for folder in self._folders:
+            swap.remove_folder(folder)
+
+    def _make_folder(self, settings: EngineSettings, say: Callable[[str], None]) -> EngineSettings:
+        """The settings with a folder of this engine's own for the optimizer on NVMe."""
+        build.load_async_io(self.mesh, say)
+        quirks_nvme.align_gradients()
+        options, setting = settings.optimizer_options, "zero_optimization.offload_optimizer"
+        folder = swap.make_folder(options["nvme_path"], self.mesh, f"{setting}.nvme_path")
+        self._folders.append(folder)
+        return replace(settings, optimizer_options=options | {"nvme_path": str(folder)})
 
     def _check_groups(self) -> None:
         """Stages with unequal optimizer groups give a wrong norm and then hang; see them first."""
@@ -254,7 +258,15 @@ class Engine:
             )
 
 
-def _quiet_deepspeed() -> None:
-    deepspeed_logger.setLevel(logging.ERROR)
-    # DeepSpeed calls torch's collectives by names that torch has since changed.
-    warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
+def _grad(held: HeldParameter) -> Tensor:
+    grad = held.parameter.grad
+    assert grad is not None, f"{held.name} has no gradient"
+    return grad
+
+
+def all_reduce_coalesced(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Sum tensors of one type over a group, in place, in one all-reduce."""
+    flat = torch.cat([t.reshape(-1) for t in tensors])
+    dist.all_reduce(flat, group=group)
+    for tensor, total in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+        tensor.copy_(total.view_as(tensor))

@@ -14,11 +14,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 
 def held_bytes(engine: Any, parameters: Iterable[nn.Parameter]) -> dict[str, int]:
-    """Bytes that this rank holds now, wherever they lie (an offloaded optimizer: on the host).
+    """Bytes that this rank holds in memory now, the device's or (offloaded) the host's.
 
     "parameters": in the training type, ZeRO-3's shards or the whole; "gradients": the accumulated
     ones, whole or shards; "optimizer": fp32 masters and moments; "buckets": the buffers that
-    gradients are reduced in, whose size is a setting. Each storage counts once, in the first of
+    gradients are reduced in, whose size is a setting; "swap": the page-locked buffers for what lies
+    on NVMe, whose size is a setting, too. Each storage counts once, in the first of
     these that names it (in fp32 the masters may be the parameters themselves).
     """
     optimizer, parameters = engine.optimizer, list(parameters)
@@ -27,6 +28,7 @@ def held_bytes(engine: Any, parameters: Iterable[nn.Parameter]) -> dict[str, int
     masters = _masters(optimizer)
     states = [s for state in optimizer.optimizer.state.values() for s in state.values()]
     kinds = {
+        "swap": _swap_buffers(optimizer, parameters),
         "parameters": weights,
         "buckets": [t for b in buckets for t in (b if isinstance(b, list) else [b])],
         "gradients": [*_gradients(optimizer, parameters), *(m.grad for m in masters)],
@@ -41,6 +43,15 @@ def _masters(optimizer: Any) -> list[Tensor]:
     if hasattr(optimizer, "fp16_groups"):  # ZeRO-3
         return list(optimizer.fp32_partitioned_groups_flat)
     return list(optimizer.single_partition_of_fp32_groups)
+
+
+def _swap_buffers(optimizer: Any, parameters: list[nn.Parameter]) -> list[Tensor | None]:
+    found: list[Tensor | None] = []
+    if swapper := getattr(optimizer, "optimizer_swapper", None):
+        found += swapper.swap_buffer_manager.all_buffers
+    if swapper := getattr(parameters[0], "nvme_swapper", None):
+        found += [swapper.buffers, swapper.partitioned_swap_buffer]
+    return found
 
 
 def _gradients(optimizer: Any, parameters: list[nn.Parameter]) -> list[Tensor | None]:

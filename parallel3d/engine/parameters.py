@@ -13,7 +13,8 @@ class HeldParameter:
     """A parameter of this rank's stages, under its global name.
 
     `tied_across` marks a weight whose other copy lives on another pipeline coordinate; `copy` marks
-    the second of the two, which is counted, saved and reported nowhere.
+    the second of the two, which is counted, saved and reported nowhere. `partial` marks a parameter
+    whose gradient on each tp rank is a part of the whole: the engine sums it over tp.
     """
 
     name: str
@@ -21,6 +22,7 @@ class HeldParameter:
     spec: ParamSpec
     tied_across: bool = False
     copy: bool = False
+    partial: bool = False
 
     @property
     def cut(self) -> Cut:

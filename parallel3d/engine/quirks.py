@@ -114,6 +114,23 @@ def start_backward(engine: Any) -> None:
     engine.optimizer.clear_backward_seen_flag()
 
 
+def accumulate_from_zero(engine: Any) -> None:
+    """Start a step's reduced gradients at zero, and let every backward of the step add to them.
+
+    DeepSpeed lets a step's first backward overwrite the last step's gradients, and later ones add:
+    what the first backward of a rank's *other* stages gives was added to the last step's.
+    """
+    optimizer = engine.optimizer
+    kept: dict[Any, torch.Tensor] = getattr(
+        optimizer,
+        "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition",
+        getattr(optimizer, "accumulated_grads_in_cpu", {}),
+    )
+    for gradient in kept.values():
+        gradient.zero_()
+    optimizer.micro_step_id = 1
+
+
 def count_once(held: Iterable[HeldParameter]) -> None:
     """Mark what counts in the gradient norm.
 
@@ -192,8 +209,9 @@ class DeferredReduction:
     """Keeps some parameters out of each microbatch's reduction, and reduces them at the end.
 
     For a weight tied over two stages: its two gradients must meet before ZeRO cuts them up, and
-    inside a backward the two stages cannot wait for each other. The last reduction looks to ZeRO
-    like one more microbatch, in which these alone have gradients.
+    inside a backward the two stages cannot wait for each other; and for the partial gradients of
+    sequence parallelism, whose sum over tp would else cost a collective a microbatch. The last
+    reduction looks to ZeRO like one more microbatch, in which these alone have gradients.
     """
 
     def __init__(self, engine: Any, parameters: list[nn.Parameter]) -> None:
@@ -211,17 +229,16 @@ class DeferredReduction:
         elif not self._zero3:  # ZeRO-3 itself leaves the gradient where autograd adds to it
             grad, parameter.grad = parameter.grad, None
             assert grad is not None
+            # DeepSpeed reduces at the backward's end even where nothing else is left to reduce.
+            self._optimizer.setup_buckets()
             kept = self._kept.get(id(parameter))
             self._kept[id(parameter)] = grad if kept is None else kept.add_(grad)
 
-    def gradients(self) -> list[torch.Tensor]:
-        """The gradients kept back, summed over microbatches, back in place on the parameters."""
+    def put_back(self) -> None:
+        """The gradients kept back, summed over microbatches, in place on the parameters again."""
         for key, grad in self._kept.items():
             self._parameters[key].grad = grad
         self._kept.clear()
-        grads = [p.grad for p in self._parameters.values()]
-        assert all(g is not None for g in grads)
-        return grads  # type: ignore[return-value]
 
     def flush(self) -> None:
         """Reduce them now."""

@@ -13,8 +13,9 @@ import deepspeed
 import torch
 from torch import Tensor, nn
 
-from parallel3d.engine import quirks
-from parallel3d.engine.engine import Engine, building, local_shard
+from parallel3d.engine import quirks, quirks_nvme
+from parallel3d.engine.construction import building, writing
+from parallel3d.engine.engine import Engine
 from parallel3d.engine.parameters import HeldParameter
 from parallel3d.engine.settings import EngineSettings
 from parallel3d.errors import TrainingError
@@ -25,13 +26,21 @@ from parallel3d.tensor.initialise import fill
 from parallel3d.tensor.linear import ColumnParallelLinear, RowParallelLinear
 
 KNOWN_GOOD = ">=0.19.8,<0.20"  # as in pyproject.toml; a test compares the two
-_HIDDEN, _BATCH, _MICROBATCHES = 8, 4, 2
-_TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}  # relative; a fault of the kind sought is above 0.1
+_HIDDEN, _BATCH, _MICROBATCHES = 32, 4, 2
+# Relative; a fault of the kind sought is above 0.1.
+_TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 1e-2}
+_BLOCK = 1024  # bytes that are read from NVMe at a time
 _log = logging.getLogger(__name__)
 
 
-def _specs(tp: int) -> list[ParamSpec]:
-    inner, init = 8 * tp, Init(std=0.3)
+def _inner_size(settings: EngineSettings, mesh: Mesh) -> int:
+    """On NVMe so wide that each shard of a weight is some blocks, and not a whole number."""
+    on_nvme = "nvme" in (settings.offload_optimizer, settings.offload_param)
+    return mesh.size("tp") * (32 * mesh.size("dp") + 1 if on_nvme else 8)
+
+
+def _specs(inner: int) -> list[ParamSpec]:
+    init = Init(std=0.3)
     return [
         ParamSpec("up.weight", (inner, _HIDDEN), 0, init, weight_decay=True),
         ParamSpec("up.bias", (inner,), 0, init, weight_decay=False),
@@ -43,9 +52,9 @@ def _specs(tp: int) -> list[ParamSpec]:
 class _Stage(nn.Module):
     """Two layers; `forward` takes a stage's number as the engine gives it."""
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, inner: int, mesh: Mesh) -> None:
         super().__init__()
-        inner, group = 8 * mesh.size("tp"), mesh.group("tp")
+        group = mesh.group("tp")
         self.up = ColumnParallelLinear(_HIDDEN, inner, group)
         self.down = RowParallelLinear(inner, _HIDDEN, group)
 
@@ -68,22 +77,13 @@ def self_test(settings: EngineSettings, mesh: Mesh, say: Callable[[str], None] =
     (a loss). Compares the gradient norm over the whole mesh and the weights. Collective: every rank
     raises TrainingError if any finds a difference.
     """
-    # A large eps makes Adam's step proportional to the gradient, where it would else be its sign;
-    # small buckets, because DeepSpeed allocates them whole.
-    buckets = {"reduce_bucket_size": 2**16, "allgather_bucket_size": 2**16}
-    settings = replace(
-        settings,
-        micro_batch_size=_BATCH,
-        lr=0.1,
-        eps=1.0,
-        gradient_clipping=1.0,
-        zero_options=settings.zero_options | buckets,
-    )
+    settings = _scaled_down(settings)
     # DeepSpeed collects garbage while it builds an engine; what is loaded by now need not be
     # searched (two thirds of this test's time).
     gc.freeze()
     try:
-        norms, weights = _run(settings, mesh, say)
+        with quirks_nvme.swapping_small_tensors(_BLOCK):
+            norms, weights = _run(settings, mesh, say)
     except (AssertionError, AttributeError, RuntimeError, TypeError) as error:
         reason = f"it raised {type(error).__name__}: {error}"
         raise TrainingError(_message(settings, "could not be run", reason)) from error
@@ -92,16 +92,41 @@ def self_test(settings: EngineSettings, mesh: Mesh, say: Callable[[str], None] =
     _compare(norms, weights, settings, mesh)
 
 
+def _scaled_down(settings: EngineSettings) -> EngineSettings:
+    """The run's settings for a toy stage, on which every feature of theirs is at work."""
+    # DeepSpeed allocates its buckets and buffers whole.
+    zero = {"reduce_bucket_size": 2**16, "allgather_bucket_size": 2**16}
+    param = settings.param_options
+    if settings.offload_param == "nvme":
+        zero["stage3_param_persistence_threshold"] = 0
+        param = param | {"buffer_size": 2**12, "max_in_cpu": 0}
+    fixed = settings.fp16.get("loss_scale")
+    return replace(
+        settings,
+        micro_batch_size=_BATCH,
+        lr=0.1,
+        # A large eps makes Adam's step proportional to the gradient, where it would else be its
+        # sign.
+        eps=1.0,
+        gradient_clipping=1.0,
+        zero_options=settings.zero_options | zero,
+        param_options=param,
+        aio=settings.aio | {"block_size": _BLOCK},
+        # The toy's output gradients are about 1, and would overflow at DeepSpeed's first scale.
+        fp16=settings.fp16 | {"initial_scale_power": 4, "loss_scale": 16.0 if fixed else 0.0},
+    )
+
+
 def _run(
     settings: EngineSettings, mesh: Mesh, say: Callable[[str], None]
 ) -> tuple[list[float], dict[str, tuple[Cut, Tensor]]]:
-    with building(settings, mesh):
-        stage = _Stage(mesh)
+    inner = _inner_size(settings, mesh)
+    with building(settings, mesh, say):
+        stage = _Stage(inner, mesh)
     named = dict(stage.named_parameters())
-    held = [HeldParameter(s.name, named[s.name], s) for s in _specs(mesh.size("tp"))]
+    held = [HeldParameter(s.name, named[s.name], s) for s in _specs(inner)]
     for h in held:
-        shard, start = local_shard(h.parameter)
-        with torch.no_grad():
+        with writing(h.parameter) as (shard, start), torch.no_grad():
             fill(shard, start, h.spec, h.name, h.cut, seed=mesh.coord("pp"))
     engine = Engine(stage, held, settings, mesh, say)
     try:
@@ -123,7 +148,7 @@ def _step(engine: Engine, by_loss: bool) -> float:
             if by_loss:
                 engine.backward((output * grad).sum())
             else:
-                engine.backward(output, grad.clone())
+                engine.backward(output, grad * engine.loss_scale)
     return engine.step(engine.settings.lr).grad_norm
 
 
@@ -141,7 +166,7 @@ def _reference(
     The norm is sqrt(sum of g^2) over all elements of all stages, each counted once, where g is the
     sum over the microbatches and the mean over the data-parallel coordinates.
     """
-    specs = _specs(mesh.size("tp"))
+    specs = _specs(_inner_size(settings, mesh))
     stages = [_whole_weights(specs, p, settings.dtype) for p in range(mesh.size("pp"))]
     mine = stages[mesh.coord("pp")]
     before = {name: weight.detach().clone() for name, weight in mine.items()}
@@ -206,7 +231,8 @@ def _compare(
 def _message(settings: EngineSettings, what: str, found: str) -> str:
     return (
         f"the self-test of DeepSpeed {deepspeed.__version__} failed: two microbatches through a "
-        f"toy stage (ZeRO {settings.zero_stage}, offload {settings.offload_optimizer}, "
+        f"toy stage (ZeRO {settings.zero_stage}, offload of the optimizer: "
+        f"{settings.offload_optimizer}, of parameters: {settings.offload_param}, "
         f"{settings.precision}, reduction {settings.gradient_reduction}) {what}\n  {found}\n"
         f"Versions {KNOWN_GOOD} are known to be right: pip install 'deepspeed{KNOWN_GOOD}'"
     )

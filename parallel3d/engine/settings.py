@@ -6,21 +6,25 @@ from typing import Any
 import torch
 
 from parallel3d.config import RunConfig
+from parallel3d.config.section import Section
 from parallel3d.engine import quirks
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
 class EngineSettings:
     """The engine's section of a config.
 
-    `zero_options` are DeepSpeed's own keys of `zero_optimization` (bucket sizes, ZeRO-3's
-    thresholds), handed on as they are.
+    `precision` is "fp32", "bf16" or "fp16". `zero_options` (bucket sizes, ZeRO-3's thresholds),
+    `optimizer_options`, `param_options` (the rest of the offload sections), `aio` and `fp16` are
+    DeepSpeed's own keys, handed on as they are.
     """
 
     micro_batch_size: int
     zero_stage: int = 3
     offload_optimizer: str = "none"
-    pin_memory: bool = False
+    offload_param: str = "none"
     precision: str = "fp32"
     gradient_reduction: str = "per_step"
     gradient_clipping: float = 0.0
@@ -29,6 +33,10 @@ class EngineSettings:
     eps: float = 1e-8
     weight_decay: float = 0.0
     zero_options: dict[str, Any] = field(default_factory=dict)
+    optimizer_options: dict[str, Any] = field(default_factory=dict)
+    param_options: dict[str, Any] = field(default_factory=dict)
+    aio: dict[str, Any] = field(default_factory=dict)
+    fp16: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def from_config(cls, config: RunConfig) -> "EngineSettings":
@@ -39,8 +47,8 @@ class EngineSettings:
             micro_batch_size=config.micro_batch_size,
             zero_stage=zero.stage,
             offload_optimizer=zero.offload_optimizer.device,
-            pin_memory=zero.offload_optimizer.pin_memory,
-            precision="bf16" if config.bf16.enabled else "fp32",
+            offload_param=zero.offload_param.device,
+            precision=_precision(config),
             gradient_reduction=config.pipeline.gradient_reduction,
             gradient_clipping=config.gradient_clipping,
             lr=adam.lr,
@@ -48,31 +56,55 @@ class EngineSettings:
             eps=adam.eps,
             weight_decay=adam.weight_decay,
             zero_options=zero.model_dump(exclude=ours, exclude_none=True),
+            optimizer_options=_options(zero.offload_optimizer, "device"),
+            param_options=_options(zero.offload_param, "device"),
+            aio=_options(config.aio),
+            fp16=_options(config.fp16, "enabled"),
         )
 
     @property
     def dtype(self) -> torch.dtype:
         """The type of parameters and activations."""
-        return {"fp32": torch.float32, "bf16": torch.bfloat16}[self.precision]
+        return _DTYPES[self.precision]
 
     @property
     def shards_parameters(self) -> bool:
         """Whether the parameters themselves are cut over the data-parallel group (ZeRO-3)."""
         return self.zero_stage == 3
 
-    def deepspeed_config(self, dp_size: int) -> dict[str, Any]:
-        """The config that DeepSpeed sees.
+    @property
+    def shard_axis(self) -> str:
+        """The mesh axis that DeepSpeed shards over: "self" where nothing is sharded (ZeRO-0)."""
+        return "self" if self.zero_stage == 0 else "dp"
 
-        ZeRO-1 is DeepSpeed's stage 2 here: its stage 1 wraps bf16 in an optimizer that cannot
-        coalesce, and the two differ only in whether a microbatch's gradients are reduced at once,
-        which `gradient_reduction` says.
+    @property
+    def reduces_once(self) -> bool:
+        """Whether gradients are reduced once a step.
+
+        "auto" means after each microbatch at ZeRO-2, whose purpose that is, and once a step at the
+        other stages. At ZeRO-0 always once: where nothing is sharded, it would save no memory.
+        """
+        if self.zero_stage == 0:
+            return True
+        automatic = "per_microbatch" if self.zero_stage == 2 else "per_step"
+        return {"auto": automatic}.get(
+            self.gradient_reduction, self.gradient_reduction
+        ) == "per_step"
+
+    def deepspeed_config(self, dp_size: int) -> dict[str, Any]:
+        """The config that DeepSpeed sees, which shards over `dp_size` ranks.
+
+        Stages 0, 1 and 2 are DeepSpeed's stage 2 here: its stage 0 refuses a direct backward and
+        coalescing, its stage 1 wraps bf16 in an optimizer that cannot coalesce. Stage 0 shards over
+        one rank, and the engine averages the gradients; 1 and 2 differ by `gradient_reduction`.
         """
         zero: dict[str, Any] = {
             **self.zero_options,
             "stage": 3 if self.zero_stage == 3 else 2,
             # It would replace torch.nn.functional.linear for good; our layers do not need it.
             "memory_efficient_linear": False,
-            "offload_optimizer": {"device": self.offload_optimizer, "pin_memory": self.pin_memory},
+            "offload_optimizer": {"device": self.offload_optimizer, **self.optimizer_options},
+            "offload_param": {"device": self.offload_param, **self.param_options},
         }
         return {
             "train_batch_size": self.micro_batch_size * dp_size,
@@ -80,6 +112,8 @@ class EngineSettings:
             "gradient_accumulation_steps": quirks.accumulation_steps(),
             "gradient_clipping": self.gradient_clipping,
             "bf16": {"enabled": self.precision == "bf16"},
+            "fp16": {"enabled": self.precision == "fp16", **self.fp16},
+            "aio": self.aio,
             "data_types": {"grad_accum_dtype": "fp32"},
             "communication_data_type": "fp32",
             "zero_optimization": zero,
@@ -88,3 +122,14 @@ class EngineSettings:
             "zero_allow_untested_optimizer": True,
             "steps_per_print": None,
         }
+
+
+def _precision(config: RunConfig) -> str:
+    if config.fp16.enabled:
+        return "fp16"
+    return "bf16" if config.bf16.enabled else "fp32"
+
+
+def _options(section: Section, *exclude: str) -> dict[str, Any]:
+    """A section's settings under DeepSpeed's names."""
+    return section.model_dump(exclude=set(exclude), exclude_none=True)

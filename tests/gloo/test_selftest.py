@@ -1,47 +1,62 @@
 """The start-up self-test passes where the engine is right, and fails loudly where it is not."""
 
+import os
 import time
 import tomllib
 from pathlib import Path
 
 import pytest
 
-from parallel3d.engine import Engine, EngineSettings, quirks
+from parallel3d.engine import Engine, EngineSettings, quirks, quirks_nvme
 from parallel3d.engine.selftest import KNOWN_GOOD, self_test
 from parallel3d.mesh import Mesh
 from tests.gloo.parity import Case, compare, train_on_rank
 from tests.ranks import RankFailed, run_ranks
 
+pytestmark = pytest.mark.usefixtures("operators")
+
 MODES = [
-    {"zero_stage": stage, "offload_optimizer": offload, "precision": precision,
-     "gradient_reduction": reduction}
-    for stage, offload, precision, reduction in [
-        (1, "none", "fp32", "per_step"), (1, "none", "bf16", "per_microbatch"),
-        (1, "cpu", "fp32", "per_microbatch"), (3, "none", "fp32", "per_step"),
-        (3, "none", "fp32", "per_microbatch"), (3, "none", "bf16", "per_step"),
-        (3, "cpu", "fp32", "per_step"), (3, "cpu", "bf16", "per_microbatch"),
+    {"zero_stage": stage, "offload_optimizer": offload, "offload_param": param,
+     "precision": precision, "gradient_reduction": reduction}
+    for stage, offload, param, precision, reduction in [
+        (0, "none", "none", "fp32", "per_step"), (0, "cpu", "none", "fp16", "per_microbatch"),
+        (1, "none", "none", "fp32", "per_step"), (1, "none", "none", "bf16", "per_microbatch"),
+        (1, "cpu", "none", "fp32", "per_microbatch"), (1, "none", "none", "bf16", "per_step"),
+        (2, "none", "none", "fp16", "auto"), (2, "cpu", "none", "bf16", "auto"),
+        (3, "none", "none", "fp32", "per_step"), (3, "none", "none", "fp32", "per_microbatch"),
+        (3, "none", "none", "bf16", "per_step"), (3, "cpu", "none", "fp16", "per_step"),
+        (3, "cpu", "none", "bf16", "per_microbatch"), (3, "none", "cpu", "fp32", "per_step"),
+        (3, "cpu", "cpu", "fp16", "per_microbatch"), (3, "nvme", "none", "fp32", "per_step"),
+        (3, "nvme", "nvme", "bf16", "per_microbatch"), (3, "none", "nvme", "fp16", "per_step"),
     ]
 ]  # fmt: skip
 
 
-def settings_of(mode):
-    return EngineSettings(micro_batch_size=1, weight_decay=0.1, **mode)
+def settings_of(mode, folder=None):
+    nvme = {"nvme_path": folder}
+    return EngineSettings(
+        micro_batch_size=1, weight_decay=0.1, **mode,
+        optimizer_options=nvme if mode.get("offload_optimizer") == "nvme" else {},
+        param_options=nvme if mode.get("offload_param") == "nvme" else {},
+    )  # fmt: skip
 
 
-def run_all(rank, shape):
+def run_all(rank, shape, folder):
     mesh, seconds = Mesh(*shape), []
     for mode in MODES:
         start = time.monotonic(), time.process_time()
-        self_test(settings_of(mode), mesh)
+        self_test(settings_of(mode, folder), mesh)
         seconds.append((time.monotonic() - start[0], time.process_time() - start[1]))
     return seconds
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2), (3, 1, 2)], ids=str)
-def test_it_passes_in_every_mode(shape):
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2), (3, 1, 1)], ids=str)
+def test_it_passes_in_every_mode(shape, tmp_path):
     pp, dp, tp = shape
-    for mode, (wall, cpu) in zip(MODES, run_ranks(run_all, pp * dp * tp, shape)[0], strict=True):
+    seconds = run_ranks(run_all, pp * dp * tp, shape, str(tmp_path))[0]
+    for mode, (wall, cpu) in zip(MODES, seconds, strict=True):
         print(f"{wall:.2f} s, {cpu:.2f} s of one core: {mode}")
+    assert os.listdir(tmp_path) == []  # nothing is left on disk
 
 
 def train_afterwards(rank, case):
@@ -80,9 +95,13 @@ def skip_the_step():
     Engine.step = lambda engine, lr: step(engine, 0.0)
 
 
-def fail(rank, mode, take_away):
+def leave_gradients_unaligned():
+    quirks_nvme.align_gradients = lambda: None
+
+
+def fail(rank, mode, take_away, folder):
     take_away()
-    self_test(settings_of(mode), Mesh(2, 1, 1))
+    self_test(settings_of(mode, folder), Mesh(2, 1, 1))
 
 
 @pytest.mark.parametrize(
@@ -92,13 +111,14 @@ def fail(rank, mode, take_away):
         (count_by_deepspeed, {"zero_stage": 1}, "gradient norm, backward from a given loss"),
         (divide_by_microbatches, {}, "gradient norm, backward from a given output's gradient"),
         (skip_the_step, {}, "up.weight after the steps: off by"),
+        (leave_gradients_unaligned, {"offload_optimizer": "nvme"}, "after the steps: off by"),
         (overwrite_gradients, {"gradient_reduction": "per_microbatch"}, "DeepSpeed"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_it_fails_loudly_without_a_remedy(take_away, mode, says):
+def test_it_fails_loudly_without_a_remedy(take_away, mode, says, tmp_path):
     with pytest.raises(RankFailed, match=says) as caught:
-        run_ranks(fail, 2, mode, take_away)
+        run_ranks(fail, 2, mode, take_away, str(tmp_path))
     message = str(caught.value)
     assert "TrainingError" in message
     assert "the self-test of DeepSpeed 0." in message

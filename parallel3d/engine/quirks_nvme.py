@@ -1,0 +1,119 @@
+"""What DeepSpeed 0.19.8 does under NVMe offload, and the remedy for each: one function a quirk.
+
+Its reads and writes go past the page cache (O_DIRECT), for which the memory must lie at a multiple
+of the drive's block. Where it does not, DeepSpeed reads nothing, says nothing, and goes on with
+what the buffer held before.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+from deepspeed.runtime.swap_tensor import optimizer_utils, partitioned_param_swapper
+from deepspeed.runtime.zero import partition_parameters
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from torch import Tensor, nn
+
+from parallel3d.errors import ConfigError
+
+_Swapper = optimizer_utils.OptimizerSwapper
+_ParamSwapper = partitioned_param_swapper.AsyncPartitionedParameterSwapper
+
+
+def align_gradients() -> None:
+    """Swap of each gradient only what lies at multiples of a block in the optimizer's buffer.
+
+    DeepSpeed cuts off the end of a gradient that is no multiple of a block, but not its beginning:
+    behind a parameter of another size, all gradients are read to the wrong places, which is to say
+    not at all. The odd ends stay in host memory, at most two blocks a parameter.
+    """
+    _Swapper._adjust_for_misaligned_lengths = _cut_at_blocks
+
+
+def _cut_at_blocks(
+    swapper: Any, tensors: Sequence[Tensor], offsets: Sequence[int]
+) -> tuple[list[Tensor], list[int]]:
+    block, pieces, places = swapper.numel_alignment, [], []
+    for tensor, offset in zip(tensors, offsets, strict=True):
+        size = tensor.numel()
+        head = min(-offset % block, size)
+        middle = (size - head) // block * block
+        for start, length in ((0, head), (head, middle), (head + middle, size - head - middle)):
+            if length:
+                pieces.append(tensor.narrow(0, start, length))
+                places.append(offset + start)
+    return pieces, places
+
+
+def read_through_buffers() -> None:
+    """Read a parameter's shard into its swap buffer first, then copy it to where it is wanted.
+
+    DeepSpeed reads it straight into the flat buffer of all parameters if that is page-locked,
+    wherever in it the shard begins.
+    """
+    _ParamSwapper.swap_into_buffer = _swap_into_buffer
+
+
+def _swap_into_buffer(swapper: Any, param: nn.Parameter, dest_buffer: Tensor) -> None:
+    swapper.swap_in([param], async_op=False)
+    dest_buffer.data.copy_(param.ds_tensor.data)  # type: ignore[attr-defined]
+    swapper.remove_partition_and_release_buffers([param])
+
+
+def copy_out_of_buffers() -> None:
+    """Let no gathered parameter lie in a swap buffer.
+
+    A rank that is alone in its group "gathers" by pointing at its shard: on a CPU at the swap
+    buffer itself, which the next parameter is read into. What activation checkpointing keeps of a
+    weight that it gathered for the second forward would then be another weight in the backward.
+    """
+    for kind in (partition_parameters.NoGatherHandle, partition_parameters.NoGatherCoalescedHandle):
+        if not hasattr(kind.__init__, "__wrapped__"):
+            kind.__init__ = _copying(kind.__init__)
+
+
+def _copying(make: Callable[..., None]) -> Callable[..., None]:
+    @wraps(make)
+    def make_and_copy(handle: Any, params: Any) -> None:
+        make(handle, params)
+        for param in params if isinstance(params, list) else [params]:
+            shard = param.ds_tensor
+            on_nvme = getattr(shard, "final_location", None) == OffloadDeviceEnum.nvme
+            if on_nvme and param.data.data_ptr() == shard.data.data_ptr():
+                param.data = param.data.clone()
+
+    return make_and_copy
+
+
+def refuse_small_buffers() -> None:
+    """Say which setting is too small where a parameter's shard does not fit into a swap buffer."""
+    if hasattr(_ParamSwapper.get_buffer, "__wrapped__"):
+        return
+    get_buffer = _ParamSwapper.get_buffer
+
+    @wraps(get_buffer)
+    def get_buffer_or_refuse(swapper: Any, param: nn.Parameter, numel: int) -> Tensor:
+        if numel > swapper.elements_per_buffer:
+            raise ConfigError(
+                f"zero_optimization.offload_param.buffer_size = {swapper.elements_per_buffer}: a "
+                f"parameter's shard has {numel} elements; use {numel} or more"
+            )
+        buffer: Tensor = get_buffer(swapper, param, numel)
+        return buffer
+
+    _ParamSwapper.get_buffer = get_buffer_or_refuse
+
+
+@contextmanager
+def swapping_small_tensors(num_bytes: int) -> Iterator[None]:
+    """Let tensors from `num_bytes` on be swapped; DeepSpeed keeps those below 1 MiB in memory."""
+    modules = (optimizer_utils, partitioned_param_swapper)
+    limits = [m.MIN_AIO_BYTES for m in modules]
+    for module in modules:
+        module.MIN_AIO_BYTES = num_bytes
+    try:
+        yield
+    finally:
+        for module, limit in zip(modules, limits, strict=True):
+            module.MIN_AIO_BYTES = limit

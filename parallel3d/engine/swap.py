@@ -1,0 +1,82 @@
+"""Folders of NVMe offload: one for each engine and rank, gone when the run is.
+
+DeepSpeed names its swap files by global rank and parameter, inside the `nvme_path` that it is
+given: two engines or two runs that share one would write over each other, and nobody ever removes
+them. So each engine gets a folder of its own on each rank, which is removed when the engine is
+closed, at the process's end, or, where that was killed, by the next run.
+"""
+
+import atexit
+import fcntl
+import logging
+import os
+import shutil
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from parallel3d.errors import ConfigError
+from parallel3d.mesh import Mesh
+
+_log = logging.getLogger(__name__)
+_PREFIX = "parallel3d-"
+_locks: dict[Path, int] = {}  # this process's folders, and the locks that say that it lives
+
+
+def make_folder(nvme_path: str, mesh: Mesh, setting: str) -> Path:
+    """A new folder for this rank under `nvme_path`, whose setting's name is given.
+
+    Collective: raises ConfigError on all ranks if one of them cannot write there. What runs that
+    were killed left behind there is removed first.
+    """
+    folder, problem = Path(nvme_path), ""
+    try:
+        _remove_leftovers(Path(nvme_path))
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=nvme_path))
+        _locks[folder] = _lock(folder)
+    except OSError as error:
+        problem = f"cannot be written on rank {mesh.rank} ({error.strerror})"
+    if problems := [p for p in mesh.gather_texts(problem) if p]:
+        remove_folder(folder)
+        raise ConfigError(
+            f'{setting} = "{nvme_path}": {problems[0]}; name a folder that exists and can be '
+            "written on every node, on its NVMe drive"
+        )
+    return folder
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove one of this process's folders, and all in it."""
+    if folder in _locks:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(_locks.pop(folder))
+
+
+@atexit.register
+def remove_folders() -> None:
+    """Remove all of this process's folders."""
+    for folder in list(_locks):
+        remove_folder(folder)
+
+
+def _lock(folder: Path) -> int:
+    """Say that the folder is in use, until this process ends in whatever way."""
+    new = folder / "lock.new"
+    lock = os.open(new, os.O_CREAT | os.O_RDWR)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    # Under its name it is locked from the start: nobody takes a folder for dead that is being made.
+    new.rename(folder / "lock")
+    return lock
+
+
+def _remove_leftovers(nvme_path: Path) -> None:
+    """Remove the folders of processes that were killed."""
+    for path in nvme_path.glob(f"{_PREFIX}*/lock"):
+        with suppress(OSError):  # in use, or somebody else removes it at this moment
+            lock = os.open(path, os.O_RDWR)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path.parent, ignore_errors=True)
+                _log.warning("removed what a killed run left on disk: %s", path.parent)
+            finally:
+                os.close(lock)
