@@ -1,48 +1,53 @@
-"""Prints a pipeline schedule: who runs what when, how long ranks idle, what they hold."""
+"""Prints a pipeline schedule: who runs what when, how long ranks idle, what they hold.
+
+With --measured it draws a profiled step instead, and above it the same program simulated with the
+mean of what each stage's forwards and backwards took.
+"""
 
 import argparse
 import json
 import sys
 from pathlib import Path
 
-from parallel3d.errors import Parallel3DError
+from parallel3d.errors import ConfigError, Parallel3DError
 from parallel3d.pipeline import draw
-from parallel3d.pipeline.schedule import bubble, peak_in_flight, simulate, unit_cost
+from parallel3d.pipeline.schedule import (
+    Schedule,
+    Spans,
+    bubble,
+    peak_in_flight,
+    simulate,
+    unit_cost,
+)
 from parallel3d.pipeline.schedules import make_schedule, names
+
+Panels = list[tuple[str, Spans]]  # titles and what is drawn
 
 
 def main() -> int:
     """Draw the schedule that the command line asks for; gives the exit code."""
     args = parse_args()
     try:
-        schedule = make_schedule(args.schedule, args.pp, args.microbatches, args.stages_per_rank)
+        schedule, panels = measured(args.measured) if args.measured else planned(args)
+        _, spans = panels[-1]
+        if args.svg:
+            args.svg.write_text(draw.figure(panels), encoding="utf-8")
+        if args.trace:
+            args.trace.write_text(json.dumps(draw.chrome_trace(spans)), encoding="utf-8")
     except Parallel3DError as error:
         print(f"draw: {error}", file=sys.stderr)
         return 2
-    spans = simulate(schedule, unit_cost)
-    title = f"{schedule.name}: {args.pp} ranks, {args.microbatches} microbatches"
-    try:
-        if args.svg:
-            args.svg.write_text(draw.svg(spans, title), encoding="utf-8")
-        if args.trace:
-            args.trace.write_text(json.dumps(draw.chrome_trace(spans)), encoding="utf-8")
     except OSError as error:
         print(f"draw: cannot write: {error}", file=sys.stderr)
         return 2
-    programs = [[str(action) for action in program] for program in schedule.programs]
     if args.json:
-        report = {
-            "name": schedule.name,
-            "num_microbatches": schedule.num_microbatches,
-            "pp_coord_of_stage": schedule.pp_coord_of_stage,
-            "programs": programs,
-            "bubble": bubble(spans),
-            "peak_in_flight": peak_in_flight(schedule),
-        }
-        print(json.dumps(report))
+        print(json.dumps(report(schedule, spans)))
         return 0
-    print(draw.text_grid(spans))
-    print(f"\nbubble          {bubble(spans):.1%} of the time of all ranks")
+    for title, drawn in panels:
+        if args.measured:
+            print(f"\n{title}")
+        print(draw.text_grid(drawn))
+        print(f"\nbubble          {bubble(drawn):.1%} of the time of all ranks")
     print("peak in flight ", *peak_in_flight(schedule), "forwards that a rank holds at once")
     if args.communication:
         print("\nprograms, as they run")
@@ -50,13 +55,56 @@ def main() -> int:
     return 0
 
 
+def planned(args: argparse.Namespace) -> tuple[Schedule, Panels]:
+    """The named schedule, simulated with a forward of 1 and a backward of 2."""
+    schedule = make_schedule(args.schedule, args.pp, args.microbatches, args.stages_per_rank)
+    title = f"{schedule.name}: {args.pp} ranks, {args.microbatches} microbatches"
+    return schedule, [(title, simulate(schedule, unit_cost))]
+
+
+def measured(file: Path) -> tuple[Schedule, Panels]:
+    """The step in a run's profile/spans.json, simulated with its own mean costs, and as it was.
+
+    Raises ConfigError for a file that cannot be read.
+    """
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--measured {file}: {error}; name a run's profile/spans.json") from None
+    schedule, spans = draw.spans_from_json(data)
+    both = {"simulated": simulate(schedule, draw.mean_costs(spans)), "measured": spans}
+    return schedule, [
+        (f"{schedule.name}, {kind}: {1e3 * draw.seconds(drawn):.0f} ms", drawn)
+        for kind, drawn in both.items()
+    ]
+
+
+def report(schedule: Schedule, spans: Spans) -> dict[str, object]:
+    """What --json prints."""
+    return {
+        "name": schedule.name,
+        "num_microbatches": schedule.num_microbatches,
+        "pp_coord_of_stage": schedule.pp_coord_of_stage,
+        "programs": [[str(action) for action in program] for program in schedule.programs],
+        "bubble": bubble(spans),
+        "peak_in_flight": peak_in_flight(schedule),
+    }
+
+
 def parse_args() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--schedule", default="gpipe", help=", ".join(names()))
     parser.add_argument("--pp", type=int, default=4, help="ranks of the pipeline")
     parser.add_argument("--microbatches", type=int, default=8, help="microbatches in one batch")
-    parser.add_argument("--stages-per-rank", type=int, default=1, help="for interleaved, 2 or more")
+    parser.add_argument(
+        "--stages-per-rank", type=int, default=1, help="for interleaved 2 or more, for v_shape 2"
+    )
+    parser.add_argument(
+        "--measured", type=Path, help="draw this spans.json of a profiled run (train.profile)"
+    )
     parser.add_argument("--communication", action="store_true", help="print sends and receives")
     parser.add_argument("--svg", type=Path, help="write a drawing to this file")
     parser.add_argument("--trace", type=Path, help="write a trace for Perfetto to this file")

@@ -1,16 +1,21 @@
 """Pictures of a pipeline, from Spans: a planned run and a measured one are drawn alike."""
 
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from colorsys import hls_to_rgb
 from html import escape
 from math import ceil
+from statistics import mean
 from typing import Any
 
-from parallel3d.pipeline.action import Action, Op, Spans
-from parallel3d.pipeline.schedule import bubble
+from parallel3d.errors import ScheduleError
+from parallel3d.pipeline.action import Action, Cost, Op, Span, Spans
+from parallel3d.pipeline.schedule import Schedule, bubble, validate
 
 _NAMES = {Op.F: "forward", Op.B: "backward", Op.I: "input gradient", Op.W: "weight gradient"}
 _HEAD = 8  # columns of "rank 0  "
 _HUES = {Op.F: 0.59, Op.B: 0.38, Op.I: 0.48, Op.W: 0.09}
+_LEFT, _TOP, _ROW, _PITCH = 72, 74, 30, 36  # of a panel: margins, height of a row, row to row
 
 
 def text_grid(spans: Spans, width: int = 100) -> str:
@@ -72,49 +77,66 @@ def _cell(labels: tuple[str, ...], width: int) -> str:
 
 def svg(spans: Spans, title: str = "", width: int = 1000) -> str:
     """A drawing of the computes: rows are ranks, colours operations, darker for later stages."""
-    spans, length = _from_zero(spans)
-    left, top, row, pitch = 72, 74, 30, 36
-    num_stages = 1 + max(span.action.stage for rank in spans for span in rank)
-    scale = (width - left - 24) / length
-    bottom = top + pitch * len(spans)
+    return figure([(title, spans)], width)
+
+
+def figure(panels: Sequence[tuple[str, Spans]], width: int = 1000) -> str:
+    """Drawings of several (title, spans), one below the other, on one scale of time."""
+    shifted = [(title, *_from_zero(spans)) for title, spans in panels]
+    scale = (width - _LEFT - 24) / max(length for *_, length in shifted)
+    heights = [_TOP + _PITCH * len(spans) + 34 for _, spans, _ in shifted]
     out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom + 34}" '
-        f'width="{width}" height="{bottom + 34}" font-family="Helvetica, Arial, sans-serif" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {sum(heights)}" '
+        f'width="{width}" height="{sum(heights)}" font-family="Helvetica, Arial, sans-serif" '
         'font-size="12" fill="#343a40">',
         '<rect width="100%" height="100%" fill="#ffffff"/>',
-        f'<text x="{left}" y="30" font-size="17" font-weight="bold">{escape(title)}</text>',
-        f'<text x="{left}" y="52">bubble {bubble(spans):.1%}</text>',
     ]
-    x = left + 110
+    y = 0
+    for (title, spans, length), height in zip(shifted, heights, strict=True):
+        out += [*_heading(title, spans, y), *_rows(spans, length, scale, y + _TOP)]
+        out.append(f'<text x="{_LEFT}" y="{y + height - 18}" fill="#868e96">time →</text>')
+        y += height
+    return "\n".join(out) + "</svg>"
+
+
+def _heading(title: str, spans: Spans, y: int) -> Iterator[str]:
+    """The title, and the legend with the bubble below it."""
+    yield f'<text x="{_LEFT}" y="{y + 30}" font-size="17" font-weight="bold">{escape(title)}</text>'
+    yield f'<text x="{_LEFT}" y="{y + 52}">bubble {bubble(spans):.1%}</text>'
+    x = _LEFT + 110
     present = {span.action.op for rank in spans for span in rank}
     for op in filter(present.__contains__, _NAMES):
-        out.append(f'<rect x="{x}" y="41" width="13" height="13" rx="3" fill="{_shade(op, 0.4)}"/>')
-        out.append(f'<text x="{x + 19}" y="52">{_NAMES[op]}</text>')
+        shade = _shade(op, 0.4)
+        yield f'<rect x="{x}" y="{y + 41}" width="13" height="13" rx="3" fill="{shade}"/>'
+        yield f'<text x="{x + 19}" y="{y + 52}">{_NAMES[op]}</text>'
         x += 45 + 7 * len(_NAMES[op])
     legend = "numbers are microbatches, darker is a later stage"
-    out.append(f'<text x="{x}" y="52" fill="#868e96">{legend}</text>')
+    yield f'<text x="{x}" y="{y + 52}" fill="#868e96">{legend}</text>'
+
+
+def _rows(spans: Spans, length: float, scale: float, top: int) -> Iterator[str]:
+    """A row of boxes for each rank."""
+    num_stages = 1 + max(span.action.stage for rank in spans for span in rank)
     for coord, rank in enumerate(spans):
-        y = top + pitch * coord
-        out.append(f'<text x="{left - 12}" y="{y + 20}" text-anchor="end">rank {coord}</text>')
-        out.append(
-            f'<rect x="{left}" y="{y}" width="{length * scale:.2f}" height="{row}" rx="4" '
+        y = top + _PITCH * coord
+        yield f'<text x="{_LEFT - 12}" y="{y + 20}" text-anchor="end">rank {coord}</text>'
+        yield (
+            f'<rect x="{_LEFT}" y="{y}" width="{length * scale:.2f}" height="{_ROW}" rx="4" '
             'fill="#f1f3f5"/>'
         )
         for action, start, end in rank:
-            x0, w = left + start * scale, (end - start) * scale
+            x0, w = _LEFT + start * scale, (end - start) * scale
             shade = _shade(action.op, action.stage / max(1, num_stages - 1))
-            out.append(
+            yield (
                 f'<rect x="{x0 + 0.75:.2f}" y="{y}" width="{max(0.5, w - 1.5):.2f}" '
-                f'height="{row}" rx="3" fill="{shade}"><title>{action}: {start:g} to {end:g}'
+                f'height="{_ROW}" rx="3" fill="{shade}"><title>{action}: {start:g} to {end:g}'
                 "</title></rect>"
             )
-            if w > 5 + 7 * len(str(action.microbatch)):
-                out.append(
+            if w > 2 + 7 * len(str(action.microbatch)):
+                yield (
                     f'<text x="{x0 + w / 2:.2f}" y="{y + 19.5}" text-anchor="middle" '
                     f'fill="#ffffff">{action.microbatch}</text>'
                 )
-    out.append(f'<text x="{left}" y="{bottom + 16}" fill="#868e96">time →</text></svg>')
-    return "\n".join(out)
 
 
 def _shade(op: Op, depth: float) -> str:
@@ -146,6 +168,57 @@ def chrome_trace(spans: Spans) -> dict[str, Any]:
             else:
                 events.append(event | {"ph": "X", "dur": (end - start) * 1e6})
     return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def spans_to_json(schedule: Schedule, spans: Spans) -> dict[str, Any]:
+    """A measured run for `spans_from_json`: the schedule's name and placement, and the spans.
+
+    Times count from the first start, in seconds to the microsecond.
+    """
+    zero = min(span.start for rank in spans for span in rank)
+    return {
+        "name": schedule.name,
+        "num_microbatches": schedule.num_microbatches,
+        "pp_coord_of_stage": list(schedule.pp_coord_of_stage),
+        "spans": [
+            [[str(action), *(round(time - zero, 6) for time in times)] for action, *times in rank]
+            for rank in spans
+        ],
+    }
+
+
+def spans_from_json(data: dict[str, Any]) -> tuple[Schedule, Spans]:
+    """The schedule that ran, and its spans; raises ScheduleError for what is neither."""
+    try:
+        spans = tuple(
+            tuple(Span(Action.parse(text), float(start), float(end)) for text, start, end in rank)
+            for rank in data["spans"]
+        )
+        programs = tuple(tuple(span.action for span in rank) for rank in spans)
+        placement = tuple(map(int, data["pp_coord_of_stage"]))
+        schedule = Schedule(data["name"], int(data["num_microbatches"]), placement, programs)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ScheduleError(f"no spans.json of a profiled run: {error!r}") from None
+    validate(schedule)
+    return schedule, spans
+
+
+def mean_costs(spans: Spans) -> Cost:
+    """What a compute took on the mean of its stage's microbatches, in seconds; transfers nothing.
+
+    With it, `simulate` draws the run that was measured without its jitter.
+    """
+    seconds: dict[tuple[Op, int], list[float]] = defaultdict(list)
+    for rank in spans:
+        for action, start, end in rank:
+            seconds[action.op, action.stage].append(end - start)
+    means = {place: mean(values) for place, values in seconds.items()}
+    return lambda action: means[action.op, action.stage] if action.is_compute else 0.0
+
+
+def seconds(spans: Spans) -> float:
+    """From the start of the first compute to the end of the last."""
+    return _from_zero(spans)[1]
 
 
 def _from_zero(spans: Spans) -> tuple[Spans, float]:

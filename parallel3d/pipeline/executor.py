@@ -2,7 +2,8 @@
 
 import time
 from collections.abc import Callable
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,15 +14,27 @@ from parallel3d.mesh import Mesh, Transfer
 from parallel3d.pipeline.schedule import Action, Op, Schedule, Span
 from parallel3d.tensor.dropout import RandomKey
 
-Microbatch = tuple[Tensor, Tensor]  # token ids and labels, each [batch, seq]
 _Key = tuple[int, int]  # stage, microbatch
+
+
+class Microbatch(NamedTuple):
+    """What the stages are fed with; each is [batch, seq] of int64.
+
+    `documents`, where tokens may not see beyond their own, is the ordinal of each token's document.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    documents: Tensor | None = None
 
 
 class Executor:
     """Runs `schedule`'s program of this rank for one batch after another.
 
-    `hidden_shape` is the shape of what passes between stages: [batch, seq, hidden]. Raises
-    ScheduleError at once if the program holds an action that cannot be run.
+    `hidden_shape` is the shape of what passes between stages: [batch, seq, hidden], or [batch,
+    seq / tp, hidden] under sequence parallelism. Raises ScheduleError at once if the program holds
+    an action that cannot be run. After a run, `spans` has the seconds of each action since
+    `started` (unix time); a compute starts when what it waits for is there.
     """
 
     def __init__(
@@ -49,36 +62,34 @@ class Executor:
                 raise ScheduleError(f"{schedule.name}: the executor cannot run {action}")
         self._trains = any(action.op is Op.B for action in self._program)
         self.spans: list[Span] = []
+        self.started = 0.0
 
     def run(self, batch: list[Microbatch], step: int = 0) -> float:
-        """Run the program over one batch: `num_microbatches` pairs of tokens and labels.
+        """Run the program over one batch of `num_microbatches`.
 
         With backward actions in the program the gradients are left summed, reduced and ready for
         `engine.step`. Gives the mean loss on a rank that holds the last stage, 0.0 elsewhere.
         """
         assert len(batch) == self.schedule.num_microbatches
         self._batch, self._key.step = batch, step
+        # What a stage takes in and gives, and the gradient of what it gave.
         self._inputs: dict[_Key, Tensor] = {}
         self._outputs: dict[_Key, Tensor] = {}
         self._gradients: dict[_Key, Tensor] = {}
-        self._arriving: dict[tuple[Op, int, int], Transfer] = {}
+        self._arriving: dict[Action, Transfer] = {}
         self._sending: list[tuple[Transfer, Tensor]] = []
         self._losses: list[Tensor] = []
-        marks = []
-        if self._trains:
-            with self.engine.accumulation():
-                for action in self._program:
-                    marks.append(self._timed(action))
-                self._finish_sends()
-        else:
-            for action in self._program:
-                marks.append(self._timed(action))
+        with self.engine.accumulation() if self._trains else nullcontext():
+            self.started = time.time()
+            marks = [self._timed(action) for action in self._program]
             self._finish_sends()
         loss = float(torch.stack(self._losses).sum()) if self._losses else 0.0
         self.spans = _spans(marks)
         return loss
 
     def _timed(self, action: Action) -> tuple[Action, Any, Any]:
+        if action.is_compute:
+            self._wait(action)
         start = self._mark()
         self._run[action.op](action.stage, action.microbatch)
         return action, start, self._mark()
@@ -92,25 +103,22 @@ class Executor:
         return event
 
     def _forward(self, stage: int, microbatch: int) -> None:
-        tokens, labels = self._batch[microbatch]
-        if stage == 0:
-            x = tokens
-        else:
-            self._wait(Op.RECV_F, stage, microbatch)
-            x = self._inputs[stage, microbatch].requires_grad_(self._trains)
-            if not self._trains:  # nobody will come for its gradient
-                del self._inputs[stage, microbatch]
-        inputs = (x, labels) if stage == self._last_stage else (x,)
+        x, labels, documents = self._batch[microbatch]
+        if stage > 0:
+            # In evaluation nobody will come for its gradient.
+            take = self._inputs.__getitem__ if self._trains else self._inputs.pop
+            x = take((stage, microbatch)).requires_grad_(self._trains)
         self._key.microbatch = microbatch
         run = self.engine.forward if self._trains else self.engine.evaluate
-        output = run(stage, *inputs)
+        output = run(stage, x, labels if stage == self._last_stage else None, documents)
         if stage == self._last_stage:
             # The only place where the number of microbatches scales anything.
             output = output / self.schedule.num_microbatches
             self._losses.append(output.detach())
         elif self._on_this_rank(stage + 1):
+            # A leaf for the next stage, as what a rank receives: each stage's backward ends there.
             self._inputs[stage + 1, microbatch] = output.detach()
-        if self._trains or stage < self._last_stage:
+        if self._trains or stage in self.schedule.crossings:
             self._outputs[stage, microbatch] = output
 
     def _backward(self, stage: int, microbatch: int) -> None:
@@ -119,52 +127,53 @@ class Executor:
         if stage == self._last_stage:
             self.engine.backward(output)
         else:
-            self._wait(Op.RECV_B, stage, microbatch)
             self.engine.backward(output, self._gradients.pop((stage, microbatch)))
         if stage > 0:
             grad = self._inputs.pop((stage, microbatch)).grad
             assert grad is not None
-            owner = (stage - 1 if self._on_this_rank(stage - 1) else stage, microbatch)
-            self._gradients[owner] = grad
+            self._gradients[stage - 1, microbatch] = grad
 
     def _send_forward(self, stage: int, microbatch: int) -> None:
-        output = self._outputs[stage, microbatch].detach()
-        if not self._trains:
-            del self._outputs[stage, microbatch]
-        self._send(output, stage + 1, 2 * microbatch)
+        take = self._outputs.__getitem__ if self._trains else self._outputs.pop
+        self._send(take((stage, microbatch)).detach(), Action(Op.SEND_F, stage, microbatch))
 
     def _send_backward(self, stage: int, microbatch: int) -> None:
-        self._send(self._gradients.pop((stage, microbatch)), stage - 1, 2 * microbatch + 1)
+        gradient = self._gradients.pop((stage - 1, microbatch))
+        self._send(gradient, Action(Op.SEND_B, stage, microbatch))
 
     def _receive_forward(self, stage: int, microbatch: int) -> None:
-        self._inputs[stage, microbatch] = self._receive(
-            Op.RECV_F, stage, microbatch, stage - 1, 2 * microbatch
-        )
+        self._inputs[stage, microbatch] = self._receive(Action(Op.RECV_F, stage, microbatch))
 
     def _receive_backward(self, stage: int, microbatch: int) -> None:
-        self._gradients[stage, microbatch] = self._receive(
-            Op.RECV_B, stage, microbatch, stage + 1, 2 * microbatch + 1
-        )
+        self._gradients[stage, microbatch] = self._receive(Action(Op.RECV_B, stage, microbatch))
 
-    def _send(self, tensor: Tensor, to_stage: int, tag: int) -> None:
+    def _send(self, tensor: Tensor, send: Action) -> None:
         tensor = tensor.contiguous()
-        work = self.mesh.isend(tensor, self.schedule.pp_coord_of_stage[to_stage], tag)
+        receive = send.other_end
+        peer = self.schedule.pp_coord_of_stage[receive.stage]
+        work = self.mesh.isend(tensor, peer, self._tag(receive))
         # The buffer must outlive the send; what has left is let go of.
         self._sending = [(w, t) for w, t in self._sending if not w.is_completed()]
         self._sending.append((work, tensor))
 
-    def _receive(self, op: Op, stage: int, microbatch: int, from_stage: int, tag: int) -> Tensor:
+    def _receive(self, receive: Action) -> Tensor:
         buffer = torch.empty(
             self._hidden_shape, dtype=self.engine.settings.dtype, device=self.mesh.device
         )
-        source = self.schedule.pp_coord_of_stage[from_stage]
-        self._arriving[op, stage, microbatch] = self.mesh.irecv(buffer, source, tag)
+        peer = self.schedule.pp_coord_of_stage[receive.other_end.stage]
+        self._arriving[receive] = self.mesh.irecv(buffer, peer, self._tag(receive))
         return buffer
 
-    def _wait(self, op: Op, stage: int, microbatch: int) -> None:
-        work = self._arriving.pop((op, stage, microbatch), None)
-        if work is not None:  # None: it was made on this rank
-            work.wait()
+    def _tag(self, receive: Action) -> int:
+        """A number of its own for each transfer of a step; gloo heeds it, NCCL has the order."""
+        stages = self.schedule.num_stages
+        return 2 * (receive.microbatch * stages + receive.stage) + (receive.op is Op.RECV_B)
+
+    def _wait(self, compute: Action) -> None:
+        op = Op.RECV_F if compute.op is Op.F else Op.RECV_B
+        transfer = self._arriving.pop(compute._replace(op=op), None)
+        if transfer is not None:  # None: it was made on this rank
+            transfer.wait()
 
     def _on_this_rank(self, stage: int) -> bool:
         return self.schedule.pp_coord_of_stage[stage] == self.mesh.coord("pp")

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from parallel3d.engine import EngineSettings, HeldParameter, building
-from parallel3d.engine.engine import local_shard
+from parallel3d.engine import EngineSettings, HeldParameter, building, writing
 from parallel3d.mesh import Mesh
 from parallel3d.model import LayerSpec, Shape
 from parallel3d.pipeline.partition import partition
@@ -19,13 +18,16 @@ from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.cut import cut_of
 from parallel3d.tensor.dropout import RandomKey
 from parallel3d.tensor.initialise import fill
+from parallel3d.tensor.segments import Segments
 
 
 class Stages(nn.Module):
     """The stages of one rank; `forward(stage, ...)` runs one of them.
 
-    `recompute` lists the layers whose activations are dropped after the forward and computed again
-    in the backward (activation checkpointing "full": all but embedding and head).
+    A stage's layers get what flows between them and the segments of its samples, the model's last
+    layer what flows and the labels. `recompute` lists the layers whose activations are
+    dropped after the forward and computed again in the backward (activation checkpointing
+    "full": all but embedding and head).
     """
 
     def __init__(self, layers: dict[int, list[nn.Module]], recompute: set[nn.Module]) -> None:
@@ -33,16 +35,23 @@ class Stages(nn.Module):
         self.stages = nn.ModuleDict({str(s): nn.ModuleList(ls) for s, ls in layers.items()})
         self._recompute = recompute
 
-    def forward(self, stage: int, x: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Token ids or activations -> activations; the mean loss where `labels` are given."""
+    def forward(
+        self, stage: int, x: Tensor, labels: Tensor | None = None, documents: Tensor | None = None
+    ) -> Tensor:
+        """Token ids or activations -> activations; the mean loss where `labels` are given.
+
+        `documents` [batch, seq], the ordinal of each token's document, keeps them from seeing each
+        other.
+        """
+        segments = None if documents is None else Segments.of(documents)
         layers = list(self.stages[str(stage)].children())
         last = layers.pop() if labels is not None else None
         for layer in layers:
             if layer in self._recompute and torch.is_grad_enabled():
                 # Dropout masks are functions of their place, so no generator state is kept.
-                x = checkpoint(layer, x, use_reentrant=False, preserve_rng_state=False)
+                x = checkpoint(layer, x, segments, use_reentrant=False, preserve_rng_state=False)
             else:
-                x = layer(x)
+                x = layer(x, segments)
         return x if last is None else last(x, labels)
 
 
@@ -69,6 +78,7 @@ def build_stages(
     shape: Shape,
     seed: int = 0,
     activation_checkpointing: str = "none",
+    sequence_parallel: bool = False,
 ) -> BuiltStages:
     """Make this rank's stages and give every weight its start.
 
@@ -76,7 +86,8 @@ def build_stages(
     on every mesh. Under ZeRO-3 no stage exists whole on a rank at any time.
     """
     key = RandomKey(seed, mesh.coord("dp"))
-    context = LayerContext(mesh.group("tp"), key)
+    selective = activation_checkpointing == "selective"
+    context = LayerContext(mesh.group("tp"), key, sequence_parallel, selective)
     placement = place_layers(layers, schedule.num_stages, shape)
     mine = [s for s, coord in enumerate(schedule.pp_coord_of_stage) if coord == mesh.coord("pp")]
     modules: dict[str, nn.Module] = {}
@@ -85,11 +96,12 @@ def build_stages(
             for i in placement[s]:
                 modules[layers[i].name] = _make(layers[i], context)
     held = _tie(
-        layers, modules, [h for n, m in modules.items() for h in _held(_spec(layers, n), m)]
+        layers,
+        modules,
+        [h for n, m in modules.items() for h in _held(_spec(layers, n), m, context)],
     )
     for h in held:
-        shard, start = local_shard(h.parameter)
-        with torch.no_grad():
+        with writing(h.parameter) as (shard, start), torch.no_grad():
             # A second copy starts as the weight whose name it goes by elsewhere.
             name = _original_name(layers, h.name)
             fill(shard, start, h.spec, name, h.cut, seed)
@@ -109,15 +121,18 @@ def _spec(layers: Sequence[LayerSpec], name: str) -> LayerSpec:
     return next(layer for layer in layers if layer.name == name)
 
 
-def _held(layer: LayerSpec, module: nn.Module) -> Iterator[HeldParameter]:
+def _held(layer: LayerSpec, module: nn.Module, context: LayerContext) -> Iterator[HeldParameter]:
     """The module's parameters, which must be those that its spec declares."""
+    tp = context.group.size()
     declared = {p.name: p for p in layer.params}
     built = dict(module.named_parameters())
     assert declared.keys() == built.keys(), declared.keys() ^ built.keys()
     for name, spec in declared.items():
         cut = cut_of(built[name])
-        assert (cut.global_shape, cut.dim) == (spec.shape, spec.tp_dim), f"{layer.name}.{name}"
-        yield HeldParameter(f"{layer.name}.{name}", built[name], spec)
+        expected = spec.shape, spec.cut_dim(tp)
+        assert (cut.global_shape, cut.dim) == expected, f"{layer.name}.{name}"
+        partial = spec.is_partial(tp, context.sequence_parallel)
+        yield HeldParameter(f"{layer.name}.{name}", built[name], spec, partial=partial)
 
 
 def _original_name(layers: Sequence[LayerSpec], name: str) -> str:

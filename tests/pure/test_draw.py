@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from parallel3d.errors import ScheduleError
 from parallel3d.pipeline import draw
 from parallel3d.pipeline.schedule import Action, Span, simulate, unit_cost
 from parallel3d.pipeline.schedules import make_schedule
@@ -66,6 +67,37 @@ def test_the_svg_has_a_box_for_each_compute() -> None:
     assert {"a < b & c", "bubble 33.3%", "forward", "backward", "rank 2"} <= set(texts)
 
 
+def test_a_figure_has_its_panels_on_one_scale_of_time() -> None:
+    short, long = planned("gpipe", 2, 2), planned("gpipe", 2, 4)
+    root = ElementTree.fromstring(draw.figure([("short", short), ("long", long)]))
+    name = "{http://www.w3.org/2000/svg}"
+    texts = [element.text for element in root.iter(f"{name}text")]
+    assert texts.index("short") < texts.index("long") and texts.count("rank 1") == 2
+    boxes = [e for e in root.iter(f"{name}rect") if e.find(f"{name}title") is not None]
+    widths = {(e.find(f"{name}title").text[1], e.get("width")) for e in boxes}
+    assert sorted(op for op, _ in widths) == ["B", "F"]  # one width for each, in both
+    bottom = max(float(e.get("y")) + float(e.get("height")) for e in boxes)
+    assert bottom < float(root.get("height")) == float(root.get("viewBox").split()[3])
+
+
+def test_a_measured_run_is_read_back_and_simulated_with_its_own_means() -> None:
+    schedule = make_schedule("v_shape", 2, 3, 2)
+    spans = simulate(schedule, lambda action: {"F": 0.25, "B": 1.5}.get(action.op, 0.0))
+    late = tuple(tuple(s._replace(start=s.start + 9, end=s.end + 9) for s in r) for r in spans)
+    again, read = draw.spans_from_json(json.loads(json.dumps(draw.spans_to_json(schedule, late))))
+    assert again == schedule and read == spans
+    assert simulate(again, draw.mean_costs(read)) == spans
+    assert draw.seconds(read) == max(span.end for rank in spans for span in rank)
+
+
+@pytest.mark.parametrize("broken", [{}, {"spans": [[["0F0", 0]]]}, {"spans": [[["0B0", 0, 1]]]}])
+def test_what_is_no_measured_run_is_refused(broken: dict) -> None:
+    whole = draw.spans_to_json(make_schedule("gpipe", 1, 1), planned("gpipe", 1, 1))
+    draw.spans_from_json(whole)
+    with pytest.raises(ScheduleError):
+        draw.spans_from_json(whole | broken if broken else broken)
+
+
 def test_the_chrome_trace() -> None:
     spans = planned("gpipe", 2, 1)
     trace = json.loads(json.dumps(draw.chrome_trace(spans)))
@@ -115,6 +147,16 @@ def test_files_and_the_programs(monkeypatch, capsys, tmp_path) -> None:
     assert svg.read_text().startswith("<svg") and json.loads(trace.read_text())["traceEvents"]
 
 
+def test_a_measured_run_is_drawn_below_its_simulation(monkeypatch, capsys, tmp_path) -> None:
+    schedule, file, svg = make_schedule("gpipe", 2, 2), tmp_path / "spans.json", tmp_path / "a.svg"
+    file.write_text(json.dumps(draw.spans_to_json(schedule, planned("gpipe", 2, 2))))
+    assert run_script(monkeypatch, "--measured", str(file), "--svg", str(svg)) == 0
+    out = capsys.readouterr().out
+    for title in ("gpipe, simulated: 9000 ms", "gpipe, measured: 9000 ms"):
+        assert title in out and title in svg.read_text()
+    assert out.count("rank 0  0F0 0F1 ············0B0──── 0B1────") == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -122,6 +164,7 @@ def test_files_and_the_programs(monkeypatch, capsys, tmp_path) -> None:
         (["--microbatches", "0"], "num_microbatches=0"),
         (["--pp", "two"], "invalid int value"),
         (["--svg", "/no/such/folder/a.svg"], "cannot write"),
+        (["--measured", "/no/such/spans.json"], "name a run's profile/spans.json"),
     ],
 )
 def test_bad_input_is_one_message_and_exit_code_2(monkeypatch, capsys, arguments, message) -> None:

@@ -1,6 +1,7 @@
 """Layers to stages, against all the ways there are."""
 
 import random
+import time
 from fractions import Fraction
 from itertools import combinations, pairwise
 
@@ -46,6 +47,15 @@ def test_examples() -> None:
 def test_a_deep_model_is_exact_and_quick() -> None:
     stages = partition([7.3e12, *[1e12] * 126, 3.1e12], 64)
     assert sum(map(len, stages)) == 128 and stages[0] == range(0, 1)
+
+
+def test_many_layers_on_many_stages_of_uneven_cost_take_less_than_a_second() -> None:
+    draw = random.Random(0)
+    costs = [draw.uniform(1e12, 2e12) for _ in range(70)]
+    start = time.perf_counter()
+    stages = partition(costs, 32)  # pp 8 x 4 stages per rank
+    assert time.perf_counter() - start < 1
+    assert [layer for stage in stages for layer in stage] == list(range(70))
 
 
 @pytest.mark.parametrize("num_stages", [0, 4])

@@ -1,13 +1,26 @@
 """The pipeline schedules: one file each, found by file name (docs/add-a-schedule.md)."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from typing import Protocol, cast
 
 from parallel3d.errors import ConfigError
-from parallel3d.pipeline.schedule import Schedule, add_communication, validate
+from parallel3d.pipeline.schedule import Op, Schedule, add_communication, validate
+
+
+class Bubble(Protocol):
+    """The closed form of the idle fraction, where a backward takes `backward` forwards."""
+
+    def __call__(
+        self,
+        pp_size: int,
+        num_microbatches: int,
+        stages_per_rank: int,
+        backward: float = 2.0,
+    ) -> float: ...
 
 
 class ScheduleFile(Protocol):
@@ -16,7 +29,7 @@ class ScheduleFile(Protocol):
 
     schedule: Callable[[int, int, int], Schedule]  # the computes, in order
     invalid: Callable[[int, int, int], str | None]  # why it cannot be used, and what to do
-    bubble: Callable[[int, int, int], float]  # the closed form of the idle fraction
+    bubble: Bubble  # the closed form of the idle fraction
     peak_in_flight: Callable[[int, int, int], tuple[int, ...]]  # per rank, the closed form
 
 
@@ -56,3 +69,14 @@ def make_schedule(
     schedule = add_communication(file.schedule(pp_size, num_microbatches, stages_per_rank))
     validate(schedule)
     return schedule
+
+
+def make_evaluation(schedule: Schedule) -> Schedule:
+    """The forwards of a training schedule, in its order and on its placement, validated."""
+    forwards = tuple(
+        tuple(action for action in program if action.op == Op.F) for program in schedule.programs
+    )
+    name = f"{schedule.name}, forward only"
+    alone = add_communication(replace(schedule, name=name, programs=forwards))
+    validate(alone)
+    return alone

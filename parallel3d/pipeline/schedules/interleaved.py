@@ -48,7 +48,9 @@ def invalid(pp_size: int, num_microbatches: int, stages_per_rank: int) -> str | 
     return None
 
 
-def bubble(pp_size: int, num_microbatches: int, stages_per_rank: int) -> float:
+def bubble(
+    pp_size: int, num_microbatches: int, stages_per_rank: int, backward: float = 2.0
+) -> float:
     """The idle fraction: (p-1)/(v*m+p-1) for m >= p; fewer microbatches wait between chunks."""
     busy = stages_per_rank * num_microbatches
     waiting = (stages_per_rank - 1) * max(0, pp_size - num_microbatches) + pp_size - 1

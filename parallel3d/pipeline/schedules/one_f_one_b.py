@@ -38,7 +38,9 @@ def invalid(pp_size: int, num_microbatches: int, stages_per_rank: int) -> str | 
     return None
 
 
-def bubble(pp_size: int, num_microbatches: int, stages_per_rank: int) -> float:
+def bubble(
+    pp_size: int, num_microbatches: int, stages_per_rank: int, backward: float = 2.0
+) -> float:
     """The idle fraction, (p-1)/(m+p-1), as GPipe's: arXiv:2104.04473, section 2.2.1."""
     return (pp_size - 1) / (num_microbatches + pp_size - 1)
 
