@@ -12,44 +12,31 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
-import transformers
 
-from models import layers
-from models.gpt.spec import Config
+import models
 from parallel3d.engine import Engine, EngineSettings
 from parallel3d.mesh import Mesh
 from parallel3d.model import Shape
-from parallel3d.pipeline.executor import Executor
+from parallel3d.pipeline.executor import Executor, Microbatch
 from parallel3d.pipeline.schedules import make_schedule
 from parallel3d.pipeline.stages import build_stages
 
 Step = Callable[[], None]
 
 
-def plain(config: Config, batch: list[tuple[torch.Tensor, torch.Tensor]]) -> Step:
-    """transformers' GPT-2 with torch's AdamW, clipping and gradient accumulation."""
-    model = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(
-            vocab_size=int(config.vocab_size),
-            n_positions=config.max_position_embeddings,
-            n_embd=config.hidden_size,
-            n_layer=config.num_hidden_layers,
-            n_head=config.num_attention_heads,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
-    )
+def plain(config: Any, batch: list[Microbatch]) -> Step:
+    """transformers' model with torch's AdamW, clipping and gradient accumulation."""
+    model = models.huggingface(config.family).reference(config)  # type: ignore[union-attr]
+    model.set_attn_implementation("sdpa")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def step() -> None:
         optimizer.zero_grad()
-        for tokens, labels in batch:
-            logits = model(tokens).logits
+        for tokens, labels, _ in batch:
+            logits = model(tokens, use_cache=False).logits
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
             (loss / len(batch)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -58,14 +45,12 @@ def plain(config: Config, batch: list[tuple[torch.Tensor, torch.Tensor]]) -> Ste
     return step
 
 
-def ours(
-    config: Config, batch: list[tuple[torch.Tensor, torch.Tensor]], mesh: Mesh, **settings: object
-) -> Step:
+def ours(config: Any, batch: list[Microbatch], mesh: Mesh, **settings: object) -> Step:
     """The same step by parallel3d."""
-    size, seq = batch[0][0].shape
+    size, seq = batch[0].tokens.shape
     engine_settings = EngineSettings(micro_batch_size=size, gradient_clipping=1.0, **settings)  # type: ignore[arg-type]
     schedule = make_schedule("gpipe", 1, len(batch))
-    stages = build_stages(layers(config), schedule, engine_settings, mesh, Shape(size, seq))
+    stages = build_stages(models.layers(config), schedule, engine_settings, mesh, Shape(size, seq))
     engine = Engine(stages.module, stages.held, engine_settings, mesh)
     executor = Executor(schedule, mesh, engine, stages.key, (size, seq, config.hidden_size))
 
@@ -82,9 +67,10 @@ def main() -> None:
     for name, default in [("hidden", 256), ("layers", 4), ("seq", 128), ("batch", 4),
                           ("microbatches", 4), ("vocab", 4096), ("steps", 15)]:  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--family", default="gpt", choices=models.families())
     args = parser.parse_args()
-    config = Config(
-        family="gpt",
+    config = models.config_class(args.family)(
+        family=args.family,
         hidden_size=args.hidden,
         num_hidden_layers=args.layers,
         num_attention_heads=args.hidden // 32,
@@ -92,11 +78,12 @@ def main() -> None:
         max_position_embeddings=args.seq,
     )
     text = torch.randint(args.vocab, (args.microbatches, args.batch, args.seq + 1))
-    batch = [(t[:, :-1].contiguous(), t[:, 1:].contiguous()) for t in text]
+    batch = [Microbatch(t[:, :-1].contiguous(), t[:, 1:].contiguous()) for t in text]
     mesh = Mesh()
     zero = {"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0}
     contenders = {
         "plain transformers": plain(config, batch),
+        "ZeRO-0": ours(config, batch, mesh, zero_stage=0),
         "ZeRO-1": ours(config, batch, mesh, zero_stage=1),
         "ZeRO-3": ours(config, batch, mesh, zero_stage=3),
         "ZeRO-3, nothing kept": ours(config, batch, mesh, zero_stage=3, zero_options=zero),

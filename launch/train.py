@@ -7,11 +7,11 @@ import re
 import sys
 import traceback
 from contextlib import closing
+from typing import NoReturn
 
 import torch.distributed as dist
 from rich.console import Console
 
-import models
 from parallel3d.config import RunConfig, help_text
 from parallel3d.errors import Parallel3DError, TrainingError
 from parallel3d.mesh import Launch, Mesh, rank_0_first
@@ -24,62 +24,34 @@ def train(config: RunConfig, mesh: Mesh, as_json: bool) -> int:
     """Everything between a valid config and the closing summary; gives the exit code."""
     # Only now: what imports torch's and DeepSpeed's big parts waits for a config that is right.
     from parallel3d import run
+    from parallel3d.assembly import assemble
     from parallel3d.checkpoint.weights import save_weights
-    from parallel3d.engine import Engine, EngineSettings
+    from parallel3d.engine import EngineSettings
     from parallel3d.engine.selftest import self_test
-    from parallel3d.model import Shape
-    from parallel3d.pipeline.executor import Executor
-    from parallel3d.pipeline.schedules import make_schedule
-    from parallel3d.pipeline.stages import build_stages
     from parallel3d.trainer import Trainer
 
     console = Console(
         stderr=True, quiet=mesh.rank != 0, highlight=False, markup=False, soft_wrap=True
     )
     console.print(mesh.picture())
+    for note in config.notes:
+        console.print(note)
     run.check_output(config, mesh)
     corpus = run.open_corpus(config, mesh, console)
-    config = config.with_vocab_size(corpus.vocab_size)
-    layers = models.layers(config.model)
-    shape = Shape(config.micro_batch_size, config.data.sequence_length)
-    settings = EngineSettings.from_config(config)
-    self_test(settings, mesh, console.print)
-    pp, microbatches = mesh.size("pp"), config.num_microbatches
-    schedule = make_schedule(config.pipeline.schedule, pp, microbatches)
-    stages = build_stages(
-        layers,
-        schedule,
-        settings,
-        mesh,
-        shape,
-        config.train.seed,
-        config.pipeline.activation_checkpointing,
-    )
-    run.print_placement(console, config, layers, schedule, stages)
-    engine = Engine(stages.module, stages.held, settings, mesh, console.print)
-    hidden = (shape.batch, shape.seq, config.model.hidden_size)
-    executor, evaluator = (
-        Executor(s, mesh, engine, stages.key, hidden)
-        for s in (schedule, make_schedule("forward_only", pp, microbatches))
-    )
+    config = config.with_corpus(corpus.vocab_size, len(corpus.train))
+    self_test(EngineSettings.from_config(config), mesh, console.print)
+    parts = assemble(config, mesh, console.print)
+    run.print_placement(console, config, parts)
     with closing(run.Output(config, mesh, console)) as output:
         peak_name, peak_flops = run.peak(config, mesh)
+        profiler = run.make_profiler(config, mesh, parts, output.directory)
         result = Trainer(
-            config,
-            mesh,
-            corpus,
-            engine,
-            executor,
-            evaluator,
-            run.flops_per_token(layers, shape),
-            peak_flops,
-            output.writer,
-            output.progress,
+            config, mesh, corpus, parts, peak_flops, output.writer, output.progress, profiler
         ).run()
     if config.run.save_weights:
         mesh.set_timeouts(SAVING_TIMEOUT)
-        save_weights(engine, mesh, output.directory / "weights")
-    engine.close()
+        save_weights(parts.engine, mesh, output.directory / "weights")
+    parts.engine.close()
     summary = run.summarise(config, result, corpus, peak_name, output.directory)
     run.print_result(console, result, summary)
     if as_json and mesh.rank == 0:
@@ -87,8 +59,8 @@ def train(config: RunConfig, mesh: Mesh, as_json: bool) -> int:
     return STOPPED if result.stopped else DONE
 
 
-def main() -> int:
-    """Give the exit code; what every rank knows is said by the first alone."""
+def main() -> NoReturn:
+    """End with the exit code; what every rank knows is said by the first alone."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         epilog="Every value of the config can be set by its path:\n\n" + help_text(),
@@ -107,7 +79,6 @@ def main() -> int:
         mesh = Mesh(sizes.pp, int(sizes.dp), sizes.tp, launch)
         code = train(config, mesh, args.json)
         mesh.close()
-        return code
     except (Parallel3DError, TrainingError) as error:
         message = str(error)
         rank_0_first(launch, lambda: print(message, file=sys.stderr, flush=True))
@@ -121,8 +92,11 @@ def main() -> int:
         # In one write: the ranks share the stream.
         sys.stderr.write(f"rank {launch.rank}: {_lost_peer(error) or traceback.format_exc()}\n")
         code = FAILED
+    if engine := sys.modules.get("parallel3d.engine"):
+        engine.remove_swap_folders()
     sys.stdout.flush()
     sys.stderr.flush()
+    # Not through the interpreter's end, where gloo's threads can abort the process (exit code -6).
     os._exit(code)
 
 
@@ -135,4 +109,4 @@ def _lost_peer(error: Exception) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -99,7 +99,8 @@ class Mesh:
     """A pp x dp x tp grid of ranks with a process group along each axis.
 
     Axes: "pp", "dp", "tp", "model" (pp and tp together: the ranks that share one copy of the
-    model), "world". Raises ConfigError if the sizes do not multiply to the number of processes.
+    model), "world", "self" (this rank alone). Raises ConfigError if the sizes do not multiply to
+    the number of processes.
     """
 
     def __init__(self, pp: int = 1, dp: int = 1, tp: int = 1, launch: Launch | None = None) -> None:
@@ -123,9 +124,10 @@ class Mesh:
         self._groups = {axis: self._grid.get_group(axis) for axis in AXES}
         world = dist.group.WORLD
         assert world is not None
-        self._groups |= {"model": model.get_group(), "world": world}
+        alone = dist.new_group([self.rank], use_local_synchronization=True)
+        self._groups |= {"model": model.get_group(), "world": world, "self": alone}
         self._coords = dict(zip(AXES, self._grid.get_coordinate() or (), strict=True))
-        self._ends = self._group_of_ends()
+        self._pairs: dict[tuple[int, int], dist.ProcessGroup | None] = {}
         self._transfer_timeout: timedelta | None = None
 
     def size(self, axis: str) -> int:
@@ -161,32 +163,29 @@ class Mesh:
         assert work is not None
         return Transfer(work, self._transfer_timeout)
 
-    @property
-    def ends(self) -> dist.ProcessGroup | None:
-        """The first and the last pipeline coordinate at equal dp and tp: a tied weight's owners.
+    def join_pair(self, a: int, b: int) -> dist.ProcessGroup | None:
+        """The pipeline coordinates `a` and `b` at equal dp and tp: a tied weight's two owners.
 
-        None on the coordinates between them.
+        None on the coordinates that are neither, and where the two are one. Collective over the
+        world, before `set_timeouts`; it makes a group once.
         """
-        return self._ends
-
-    def _group_of_ends(self) -> dist.ProcessGroup | None:
-        mine = None
-        grid = self._grid.mesh
-        for d in range(grid.shape[1]):
-            for t in range(grid.shape[2]):
-                ranks = sorted({int(grid[0, d, t]), int(grid[-1, d, t])})
+        pair = min(a, b), max(a, b)
+        if a != b and pair not in self._pairs:
+            mine = None
+            for ranks in self._grid.mesh[list(pair)].flatten(1).t().tolist():
                 # Every rank must take part in making every group, its own or not.
                 group = dist.new_group(ranks, timeout=_STARTUP_TIMEOUT)
                 if self.rank in ranks:
                     mine = group
-        return mine
+            self._pairs[pair] = mine
+        return self._pairs.get(pair)
 
     def set_timeouts(self, seconds: float) -> None:
         """Let all communication fail after `seconds`: once training runs, silence means death.
 
         gloo notices a killed process at once, but a stopped one only by this timeout.
         """
-        groups = [*self._groups.values(), self._ends]
+        groups = [*self._groups.values(), *self._pairs.values()]
         for group in {id(g): g for g in groups if g is not None}.values():
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
         if self.backend == "gloo":

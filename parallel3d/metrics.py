@@ -49,12 +49,15 @@ class StepMetrics:
     """Wall-clock time of the step."""
     held_out_loss: float | None = None
     """Only on lines of steps after which the model was evaluated."""
+    loss_scale: float | None = None
+    """Only in fp16; a step whose gradients overflowed under it was skipped: grad_norm is null."""
 
     def to_json(self) -> str:
         """One line without its end; JSON has no NaN, so what is not finite is null."""
         values = asdict(self)
-        if self.held_out_loss is None:
-            del values["held_out_loss"]
+        for name in ("held_out_loss", "loss_scale"):
+            if values[name] is None:
+                del values[name]
         finite = {k: v if v is not None and math.isfinite(v) else None for k, v in values.items()}
         return json.dumps(finite, allow_nan=False)
 

@@ -1,7 +1,7 @@
 """What surrounds the step loop: the corpus on every rank, the run's folder, the closing summary."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 
 from parallel3d import hardware
+from parallel3d.assembly import Assembly
 from parallel3d.config import RunConfig
 from parallel3d.data.batches import check_length
 from parallel3d.data.corpus import Corpus
@@ -27,9 +28,7 @@ from parallel3d.metrics import (
     print_summary,
     require_tensorboard,
 )
-from parallel3d.model import LayerSpec, Shape
-from parallel3d.pipeline.schedule import Schedule
-from parallel3d.pipeline.stages import BuiltStages
+from parallel3d.profile import Profiler
 from parallel3d.trainer import Result
 
 
@@ -74,24 +73,36 @@ def open_corpus(config: RunConfig, mesh: Mesh, console: Console) -> Corpus:
 def print_placement(
     console: Console,
     config: RunConfig,
-    layers: Sequence[LayerSpec],
-    schedule: Schedule,
-    stages: BuiltStages,
+    parts: Assembly,
 ) -> None:
     """Say how large the model is and which layers each stage runs."""
+    layers, schedule, stages = parts.layers, parts.schedule, parts.stages
     total = sum(layer.num_params for layer in layers)
+    zero = config.zero_optimization
+    offloads = {
+        "optimizer": zero.offload_optimizer.device,
+        "parameters": zero.offload_param.device,
+    }
+    marks = [
+        f"ZeRO-{zero.stage}",
+        *(f"{what} on {where}" for what, where in offloads.items() if where != "none"),
+        "bf16" if config.bf16.enabled else "fp16" if config.fp16.enabled else "fp32",
+        *(["sequence parallel"] if config.mesh.sequence_parallel else []),
+        *(["documents isolated"] if config.data.isolate_documents else []),
+    ]
     console.print(
         f"model   {config.model.family}, {_count(total)} parameters; {schedule.name}, "
         f"{schedule.num_microbatches} microbatches of {config.micro_batch_size} x "
-        f"{config.data.sequence_length} tokens; ZeRO-{config.zero_optimization.stage}"
-        + ("" if config.zero_optimization.offload_optimizer.device == "none" else ", offload")
-        + (", bf16" if config.bf16.enabled else ", fp32")
+        f"{config.data.sequence_length} tokens"
     )
+    console.print(f"engine  {', '.join(marks)}")
+    several = schedule.num_stages > schedule.pp_size
     for stage, placed in enumerate(stages.layers_of_stage):
         names = [layers[i].name for i in placed]
         shown = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
         share = sum(layers[i].num_params for i in placed) / total
-        console.print(f"stage {stage:<2}{shown} ({100 * share:.0f} % of the parameters)")
+        place = f", on pp {schedule.pp_coord_of_stage[stage]}" if several else ""
+        console.print(f"stage {stage:<3}{shown} ({100 * share:.0f} % of the parameters){place}")
 
 
 class Output:
@@ -109,13 +120,23 @@ class Output:
             resolved = json.dumps(config.to_dict(), indent=1)
             (self.directory / "config.json").write_text(resolved + "\n")
             self.writer = MetricsWriter(self.directory, config.run.tensorboard)
-            self.progress = Progress(config.train.steps, config.steps_per_print, console)
+            self.progress = Progress(config.num_steps, config.steps_per_print, console)
 
     def close(self) -> None:
         """Close what rank 0 has open."""
         for part in (self.writer, self.progress):
             if part:
                 part.close()
+
+
+def make_profiler(
+    config: RunConfig, mesh: Mesh, parts: Assembly, directory: Path
+) -> Profiler | None:
+    """What records the steps of train.profile, if it names any."""
+    if config.train.profile is None:
+        return None
+    tensorboard = config.run.tensorboard
+    return Profiler(config.train.profile, mesh, parts.executor, directory, tensorboard)
 
 
 def check_output(config: RunConfig, mesh: Mesh) -> None:
@@ -155,11 +176,6 @@ def _make_directory(config: RunConfig, mesh: Mesh) -> Path:
                 f"({error.strerror}); name a folder that can"
             ) from None
     raise AssertionError("count() does not end")
-
-
-def flops_per_token(layers: Sequence[LayerSpec], shape: Shape) -> float:
-    """The model's FLOPs, forward and backward, for one token of a microbatch of `shape`."""
-    return sum(layer.cost(shape).train_flops for layer in layers) / shape.tokens
 
 
 def peak(config: RunConfig, mesh: Mesh) -> tuple[str, float | None]:

@@ -4,21 +4,27 @@ import math
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import FrameType
 
 import torch
 
+from parallel3d.assembly import Assembly
 from parallel3d.config import RunConfig
-from parallel3d.data.batches import Batches, first_sample, num_evaluation_batches
+from parallel3d.data.batches import (
+    Batches,
+    documents_of,
+    first_sample,
+    num_evaluation_batches,
+)
 from parallel3d.data.corpus import Corpus
-from parallel3d.engine import Engine
 from parallel3d.errors import TrainingError
-from parallel3d.learning_rate import fraction
+from parallel3d.learning_rate import rate
 from parallel3d.mesh import Mesh
 from parallel3d.metrics import MetricsWriter, Progress, StepMetrics, peak_memory_bytes
-from parallel3d.pipeline.executor import Executor, Microbatch
+from parallel3d.pipeline.executor import Microbatch
+from parallel3d.profile import Profiler
 
 _ONE_CTRL_C = 2.0  # seconds within which SIGINTs are one
 
@@ -73,8 +79,8 @@ class Result:
 class Trainer:
     """Trains for `train.steps` steps, evaluating on the way.
 
-    `flops_per_token` are the model's, forward and backward; `peak_flops` a device's (None: MFU is
-    not reported). `writer` and `progress` are given on the rank that reports, and there alone.
+    `peak_flops` are a device's (None: MFU is not reported). `writer` and `progress` are given on
+    the rank that reports, and there alone.
     """
 
     def __init__(
@@ -82,18 +88,17 @@ class Trainer:
         config: RunConfig,
         mesh: Mesh,
         corpus: Corpus,
-        engine: Engine,
-        executor: Executor,
-        evaluator: Executor,
-        flops_per_token: float,
+        parts: Assembly,
         peak_flops: float | None,
         writer: MetricsWriter | None = None,
         progress: Progress | None = None,
+        profiler: Profiler | None = None,
     ) -> None:
-        self.config, self.mesh, self.engine = config, mesh, engine
-        self.executor, self.evaluator = executor, evaluator
-        self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
-        self.writer, self.progress = writer, progress
+        self.config, self.mesh, self.engine = config, mesh, parts.engine
+        self.executor, self.evaluator = parts.executor, parts.evaluator
+        self.flops_per_token, self.peak_flops = parts.flops_per_token, peak_flops
+        self._end_of_text = corpus.end_of_text
+        self.writer, self.progress, self.profiler = writer, progress, profiler
         length = config.data.sequence_length
         self._training = Batches(corpus.train, length, config.train.seed)
         self._held_out = Batches(corpus.held_out, length, seed=None)
@@ -103,13 +108,12 @@ class Trainer:
         result, train = Result(), self.config.train
         seconds = 0.0  # of the steps after the first, which also warms up
         with StopRequest().listening() as stop:
-            for step in range(train.steps):
-                start = time.perf_counter()
-                lr = self.config.optimizer.params.lr * fraction(
-                    train.lr_schedule, step, train.steps
-                )
-                rows = self._step(step, lr, stop)
-                taken = time.perf_counter() - start
+            for step in range(self.config.num_steps):
+                with self.profiler.step(step) if self.profiler else nullcontext():
+                    start = time.perf_counter()
+                    lr = rate(self.config, step)
+                    rows = self._step(step, lr, stop)
+                    taken = time.perf_counter() - start
                 seconds += taken if step else 0.0
                 if step == 0:
                     self.mesh.set_timeouts(train.timeout_seconds)
@@ -117,7 +121,7 @@ class Trainer:
                 result.loss = self._mean_loss([row[0] for row in rows])
                 result.peak_memory_bytes = [int(row[1]) for row in rows]
                 result.stopped = any(row[2] for row in rows)
-                last = result.steps == train.steps or result.stopped
+                last = result.steps == self.config.num_steps or result.stopped
                 due = train.evaluate_every and result.steps % train.evaluate_every == 0
                 held_out = self.evaluate() if due or last else None
                 result.held_out_loss = held_out if held_out is not None else result.held_out_loss
@@ -125,6 +129,8 @@ class Trainer:
                 self._report(metrics)
                 if last:
                     break
+        if self.profiler:
+            self.profiler.finish()  # of a run that was stopped among the profiled steps
         timed = max(1, result.steps - 1)
         speed = self._speed(seconds / timed if seconds else taken)
         result.tokens_per_second, result.tflops_per_device, result.mfu = speed
@@ -153,8 +159,9 @@ class Trainer:
                     "all ranks stop. Lower optimizer.params.lr, lengthen the warm-up, or look "
                     "at the data of this step"
                 )
-        self._grad_norm = self.engine.step(lr).grad_norm
-        if not math.isfinite(self._grad_norm) or self._grad_norm < 0:
+        self._done = self.engine.step(lr)
+        norm = self._done.grad_norm
+        if not self._done.overflow and (not math.isfinite(norm) or norm < 0):
             raise TrainingError(
                 f"the gradient norm is not finite at step {step + 1}, lr {lr:.3g}, although the "
                 "losses are; all ranks stop. Lower optimizer.params.lr, or try fp32"
@@ -174,8 +181,11 @@ class Trainer:
                 dp=self.mesh.size("dp"),
             )
             tokens, labels = batches.microbatch(first, config.micro_batch_size)
-            result.append(tuple(torch.from_numpy(x).to(self.mesh.device) for x in (tokens, labels)))
-        return result  # type: ignore[return-value]
+            arrays = [tokens, labels]
+            if config.data.isolate_documents:
+                arrays.append(documents_of(tokens, self._end_of_text))
+            result.append(Microbatch(*(torch.from_numpy(x).to(self.mesh.device) for x in arrays)))
+        return result
 
     def _mean_loss(self, locals_: list[float]) -> float:
         """The loss over the batch; every tp rank of the last stage reports its dp share's."""
@@ -200,7 +210,7 @@ class Trainer:
         return StepMetrics(
             step=step + 1,
             loss=loss,
-            grad_norm=self._grad_norm,
+            grad_norm=self._done.grad_norm,
             lr=lr,
             tokens=(step + 1) * self.config.tokens_per_step,
             tokens_per_second=tokens_per_second,
@@ -209,6 +219,7 @@ class Trainer:
             peak_memory_bytes=int(max(row[1] for row in rows)),
             step_seconds=seconds,
             held_out_loss=held_out,
+            loss_scale=self._done.loss_scale if self.config.fp16.enabled else None,
         )
 
     def _report(self, metrics: StepMetrics) -> None:

@@ -2,8 +2,29 @@
 
 import os
 
+import pytest
+
 
 def pytest_configure(config):
     # Before anything imports torch: the ranks are forked from a process that has it loaded.
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def pytest_addoption(parser):
+    parser.addoption("--parity-table", help="write the table of test_parity_in_full to this file")
+
+
+LAUNCHERS_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+
+
+@pytest.fixture(autouse=True)
+def no_launch_stays_behind():
+    """A mesh of one process tells DeepSpeed its local rank; the next test shall not hear of it."""
+    before = {name: os.environ.get(name) for name in LAUNCHERS_VARIABLES}
+    yield
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

@@ -12,11 +12,14 @@ import time
 import traceback
 from contextlib import suppress
 
+# All that a rank would import, which is what its test's file does.
 PRELOAD = [
-    "torch", "torch.distributed", "torch.distributed.device_mesh", "torch.utils.checkpoint",
-    "deepspeed", "pydantic", "parallel3d.engine", "parallel3d.pipeline.executor",
-    "models.gpt.blocks", "torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer",
-    "deepspeed.ops.adam",
+    "parallel3d.engine", "torch", "torch.distributed", "torch.distributed.device_mesh",
+    "torch.utils.checkpoint", "deepspeed", "torch._dynamo", "deepspeed.ops.adam",
+    "deepspeed.runtime.zero.muon.muon_optimizer", "launch.train", "parallel3d.trainer",
+    "parallel3d.checkpoint.weights", "parallel3d.engine.selftest", "parallel3d.verify.measure",
+    "models.gpt.blocks", "models.llama.blocks", "safetensors.torch", "pytest", "hypothesis",
+    "tests.gloo.parity",
 ]  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from models.gpt.spec import Config
 from parallel3d.engine import Engine, EngineSettings
 from parallel3d.mesh import Mesh
 from parallel3d.model import Shape
-from parallel3d.pipeline.executor import Executor
+from parallel3d.pipeline.executor import Executor, Microbatch
 from parallel3d.pipeline.schedules import make_schedule
 from parallel3d.pipeline.stages import build_stages
 from parallel3d.tensor.cut import Cut
@@ -34,10 +34,12 @@ class Case:
 
     mesh: tuple[int, int, int] = (1, 1, 1)
     schedule: str = "gpipe"
+    stages_per_rank: int = 1
     zero_stage: int = 3
     offload: str = "none"
     reduction: str = "per_step"
     checkpointing: str = "none"
+    sequence_parallel: bool = False
     tied: bool = True
     microbatches: int = 4
     precision: str = "fp32"
@@ -56,7 +58,8 @@ class Case:
         offload = "+cpu" if self.offload == "cpu" else ""
         return (
             f"{mesh} {self.schedule} zero{self.zero_stage}{offload} {self.reduction} "
-            f"ckpt-{self.checkpointing} {'tied' if self.tied else 'untied'} m{self.microbatches}"
+            f"ckpt-{self.checkpointing} {'sp ' if self.sequence_parallel else ''}"
+            f"{'tied' if self.tied else 'untied'} m{self.microbatches}"
             f"{' ' + self.precision if self.precision != 'fp32' else ''}"
         )
 
@@ -127,15 +130,20 @@ class Trainer:
         pp, dp, tp = case.mesh
         self.config = config_of(case)
         self.mesh = Mesh(pp, dp, tp)
-        schedule = make_schedule(case.schedule, pp, case.microbatches)
+        schedule = make_schedule(case.schedule, pp, case.microbatches, case.stages_per_rank)
         settings = settings_of(case)
         self.micro = settings.micro_batch_size
         self.stages = build_stages(
             layers(self.config), schedule, settings, self.mesh, Shape(self.micro, 16),
             activation_checkpointing=case.checkpointing,
+            sequence_parallel=case.sequence_parallel,
         )  # fmt: skip
-        self.engine = Engine(self.stages.module, self.stages.held, settings, self.mesh)
-        hidden = (self.micro, 16, self.config.hidden_size)
+        owners = schedule.pp_coord_of_stage[0], schedule.pp_coord_of_stage[-1]
+        self.engine = Engine(
+            self.stages.module, self.stages.held, settings, self.mesh, owners=owners
+        )
+        seq = 16 // (tp if case.sequence_parallel else 1)
+        hidden = (self.micro, seq, self.config.hidden_size)
         self.executor = Executor(schedule, self.mesh, self.engine, self.stages.key, hidden)
 
     def microbatches(self, tokens, labels):
@@ -144,7 +152,7 @@ class Trainer:
         start = share * self.mesh.coord("dp")
         tokens, labels = (t[start : start + share].split(self.micro) for t in (tokens, labels))
         device = self.mesh.device
-        return [(x.to(device), y.to(device)) for x, y in zip(tokens, labels, strict=True)]
+        return [Microbatch(x.to(device), y.to(device)) for x, y in zip(tokens, labels, strict=True)]
 
     def run(self, lr=OPTIMIZER["lr"]):
         """Losses and gradient norms of every step."""

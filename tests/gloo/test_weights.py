@@ -1,12 +1,20 @@
 """The saved weights, as anybody reads them: every name once, whole, in fp32, and right."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
 
+from parallel3d.assembly import assemble
 from parallel3d.checkpoint.weights import save_weights
+from parallel3d.config import RunConfig
+from parallel3d.mesh import Mesh
+from parallel3d.verify.reference import SEED, first_weights
+from parallel3d.verify.shrink import shrink
+from tests.gloo.configs import MODELS
+from tests.gloo.configs import config_of as whole_config
 from tests.gloo.mortal import mortal
 from tests.gloo.parity import Case, Trainer, config_of, expected, whole_weights
 from tests.ranks import run_ranks
@@ -113,3 +121,24 @@ def test_a_failed_write_leaves_no_index_and_fails_everywhere(tmp_path):
     assert "No space left on device" in errors[1]
     assert errors[0] is not None
     assert not (tmp_path / "model.safetensors.index.json").exists()
+
+
+def save_as_started(rank, raw, directory):
+    config = RunConfig.from_dict(raw)
+    mesh = Mesh(config.mesh.pp, config.mesh.dp, config.mesh.tp)
+    parts = assemble(config, mesh, seed=SEED)
+    save_weights(parts.engine, mesh, Path(directory))
+    mesh.barrier()
+
+
+@pytest.mark.parametrize("model", [n for n, m in MODELS.items() if m["family"] != "gpt"])
+def test_every_family_is_saved_whole(model, tmp_path):
+    """On tp 4, where each rank holds the key and value weights of two heads whole."""
+    config = RunConfig.from_dict(whole_config(model=model, sequence_parallel=True))
+    small = shrink(config, ((1, 1, 4),))[1, 1, 4]
+    run_ranks(save_as_started, 4, small.to_dict(), str(tmp_path / "weights"), timeout=60)
+    _, saved = read(tmp_path / "weights")
+    whole = first_weights(small)
+    assert saved.keys() == whole.keys()
+    for name, value in whole.items():
+        assert torch.equal(saved[name][1], value), name

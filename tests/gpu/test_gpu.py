@@ -1,10 +1,13 @@
-"""What only a GPU can show: the same numbers on CUDA and NCCL as by plain PyTorch."""
+"""What only a GPU can show: the same numbers on CUDA and NCCL as by plain transformers."""
 
 import pytest
 import torch
 
-from tests.gloo.parity import Case, measure, train_on_rank
-from tests.ranks import run_ranks
+from parallel3d.config import RunConfig
+from parallel3d.verify.measure import TOLERANCE, measure
+from parallel3d.verify.reference import train_reference
+from parallel3d.verify.shrink import shrink
+from tests.gloo.configs import MODELS, config_of
 
 COUNT = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(COUNT == 0, reason="no GPU here")]
@@ -16,19 +19,38 @@ def without_tf32():
     assert not torch.backends.cuda.matmul.allow_tf32
 
 
-@pytest.mark.parametrize("offload", ["none", "cpu"])
+def errors_of(mesh, folder, **settings):
+    pp, dp, tp = mesh
+    if pp * dp * tp > COUNT:
+        pytest.skip(f"needs {pp * dp * tp} GPUs, this machine has {COUNT}")
+    config = RunConfig.from_dict(config_of(**settings))
+    small = shrink(config, (mesh, (1, 1, 4)), str(folder))[mesh]
+    return measure(small, train_reference(small, folder))
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu", "cpu+cpu"])
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_parity_on_gpus(mesh, offload):
-    case = Case(mesh=mesh, offload=offload)
-    if case.world_size > COUNT:
-        pytest.skip(f"needs {case.world_size} GPUs, this machine has {COUNT}")
-    errors = measure(case)
+def test_parity_on_gpus(mesh, model, offload, tmp_path):
+    errors = errors_of(mesh, tmp_path, model=model, offload=offload, sequence_parallel=True)
     assert errors.within(1e-4), errors  # CUDA's matrix products round differently
 
 
-def test_bf16_follows_fp32_on_a_gpu():
-    curves = {}
-    for precision in ("fp32", "bf16"):
-        run = Case(precision=precision, steps=50, microbatches=2)
-        curves[precision], _, _ = run_ranks(train_on_rank, 1, run)[0]
-    assert all(abs(b - f) / f < 0.02 for b, f in zip(curves["bf16"], curves["fp32"], strict=True))
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+def test_stages_and_checkpointing_on_a_gpu(zero, checkpointing, tmp_path):
+    errors = errors_of((1, 1, 1), tmp_path, zero=zero, checkpointing=checkpointing, isolate=True)
+    assert errors.within(1e-4), errors
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "v_shape"])
+def test_several_stages_on_a_gpu(schedule, tmp_path):
+    errors = errors_of((1, 1, 1), tmp_path, schedule=schedule, stages_per_rank=2)
+    assert errors.within(1e-4), errors
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("model", ["gpt", "llama"])
+def test_half_precision_on_a_gpu(precision, model, tmp_path):
+    errors = errors_of((1, 1, 1), tmp_path, precision=precision, model=model)
+    assert errors.within(TOLERANCE[precision]), errors

@@ -5,6 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import models
+from parallel3d.config.document import config_document
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -28,3 +31,12 @@ def test_the_files_that_the_documents_name_exist():
         for target in re.findall(r"\]\(([^)]+)\)", prose):
             if "://" not in target:
                 assert (document.parent / target).exists(), (document.name, target)
+
+
+def test_the_table_of_settings_is_what_the_command_prints(monkeypatch):
+    """Of the families that it names: one that is being added does not make it wrong."""
+    page = (ROOT / "docs" / "config.md").read_text()
+    named = [family for family in models.families() if f'"{family}"' in page]
+    assert {"gpt", "llama"} <= set(named)
+    monkeypatch.setattr(models, "families", lambda: named)
+    assert page == config_document(), "run: python -m parallel3d.config > docs/config.md"

@@ -15,7 +15,7 @@ FILES = sorted(
 # The first pattern that matches a module gives its floor.
 FLOORS = [
     (r"launch(\.|$)", 6),
-    (r"parallel3d\.(trainer|run|checkpoint)(\.|$)", 5),
+    (r"parallel3d\.(trainer|run|assembly|checkpoint|verify|local_ranks|profile)(\.|$)", 5),
     (r"parallel3d\.pipeline\.(executor|stages)$", 4),
     (r"models\.\w+\.(blocks|huggingface)$", 3),
     (r"parallel3d\.(tensor|engine|data|metrics)(\.|$)", 2),

@@ -1,0 +1,60 @@
+"""Prove a config on this machine: `python launch/verify.py --config ds.json`.
+
+Every mesh trains the config's model in small, and is compared with one process of plain
+transformers: loss, gradient norm and weights.
+"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from rich.console import Console
+
+from parallel3d.config import RunConfig
+from parallel3d.errors import Parallel3DError
+
+DONE, FAILED, BAD_INPUT = 0, 1, 2
+
+
+def main() -> int:
+    """Give the exit code: 0 all equal, 1 a difference, 2 bad config."""
+    args, overrides = parse_args()
+    # On the CPU, wherever it runs: a mesh of eight wants eight devices.
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+    console = Console(stderr=args.json, highlight=False, markup=False, soft_wrap=True)
+    try:
+        config = RunConfig.from_json(args.config, overrides)
+        # Only now: torch and DeepSpeed wait for a config that is right.
+        from parallel3d.verify.report import verify
+        from parallel3d.verify.shrink import MESHES, parse_meshes
+
+        meshes = parse_meshes(args.meshes) if args.meshes else MESHES
+        with TemporaryDirectory(prefix="parallel3d-verify-") as folder:
+            report = verify(config, meshes, Path(folder), console, chosen=bool(args.meshes))
+    except Parallel3DError as error:
+        print(f"verify: {error}", file=sys.stderr)
+        return BAD_INPUT
+    if args.json:
+        print(json.dumps(report))
+    return DONE if report["passed"] else FAILED
+
+
+def parse_args() -> tuple[argparse.Namespace, list[str]]:
+    """The command line, and what is left of it: settings by their path."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Any value of the config is set by its path: --zero_optimization.stage 1",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", required=True, help="a config file, or a name in configs/")
+    parser.add_argument("--meshes", help="pp x dp x tp, as in 1x1x1,2x2x2; default: eight of them")
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
+    return parser.parse_known_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Proves a user's own config on this machine: every mesh against plain transformers."""

@@ -1,0 +1,173 @@
+"""Trains a small config on real ranks of this machine, and compares with the reference."""
+
+import math
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor
+
+from parallel3d.assembly import Assembly, assemble
+from parallel3d.config import RunConfig
+from parallel3d.engine.build import load_async_io, load_cpu_adam
+from parallel3d.engine.quirks_nvme import swapping_small_tensors
+from parallel3d.local_ranks import run_locally
+from parallel3d.mesh import Launch, Mesh
+from parallel3d.pipeline.executor import Microbatch
+from parallel3d.verify.reference import SEED, Reference, batches, first_weights
+from parallel3d.verify.shrink import BLOCK
+
+# fp32 is equality up to rounding. In half precision the errors are those of the type itself.
+TOLERANCE = {"fp32": 1e-5, "bf16": 2e-1, "fp16": 1e-1}
+
+
+@dataclass(frozen=True)
+class Errors:
+    """The largest differences from the reference.
+
+    `loss` and `grad_norm` are relative. `weight` is absolute in fp32; in half precision, where
+    Adam's first steps turn rounding into whole steps of single weights, it is the distance between
+    the two trained models, relative to how far training moved the reference.
+    """
+
+    loss: float
+    grad_norm: float
+    weight: float
+
+    def within(self, tolerance: float) -> bool:
+        """Whether none of them is larger; a NaN is."""
+        return max(self.loss, self.grad_norm, self.weight) <= tolerance
+
+    def __str__(self) -> str:
+        return f"loss {self.loss:.1e}  norm {self.grad_norm:.1e}  weights {self.weight:.1e}"
+
+
+def precision_of(config: RunConfig) -> str:
+    """The precision that a config computes in: "fp32", "bf16" or "fp16"."""
+    return "bf16" if config.bf16.enabled else "fp16" if config.fp16.enabled else "fp32"
+
+
+def compile_operators(config: RunConfig) -> None:
+    """Have DeepSpeed's operators compiled that the config needs, before any rank's time runs.
+
+    Minutes on a machine that has never had them; says so on standard error. Raises TrainingError
+    where they cannot be.
+    """
+    zero = config.zero_optimization
+    if zero.offload_optimizer.device != "none" or zero.offload_param.device == "nvme":
+        run_locally(_compile_operators, 1, config.to_dict(), timeout=1800)
+
+
+def _compile_operators(launch: Launch, raw: dict[str, Any]) -> None:
+    zero, mesh = RunConfig.from_dict(raw).zero_optimization, Mesh(launch=launch)
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    if zero.offload_optimizer.device != "none":
+        load_cpu_adam(mesh, say)
+    if "nvme" in (zero.offload_optimizer.device, zero.offload_param.device):
+        load_async_io(mesh, say)
+
+
+def measure(config: RunConfig, reference: Reference, timeout: float = 300) -> Errors:
+    """Run a resolved config on as many ranks as its mesh has, and compare.
+
+    Raises TrainingError if a rank does.
+    """
+    assert isinstance(config.mesh.dp, int)
+    world_size = config.mesh.pp * config.mesh.dp * config.mesh.tp
+    results = run_locally(
+        train_and_compare, world_size, config.to_dict(), vars(reference), timeout=timeout
+    )
+    losses, norms, weights = zip(*results, strict=True)
+    if precision_of(config) == "fp32":
+        return Errors(_worst(losses), _worst(norms), _worst(w["largest"] for w in weights))
+    off, moved = (sum(w[k] for w in weights) for k in ("squared_distance", "squared_way"))
+    return Errors(_worst(losses), _worst(norms), math.sqrt(off / moved))
+
+
+def _worst(errors: Any) -> float:
+    """The largest; a NaN is larger than anything, although max() does not say so."""
+    errors = list(errors)
+    return max(errors) if all(map(math.isfinite, errors)) else math.inf
+
+
+def train_and_compare(
+    launch: Launch, raw: dict[str, Any], expected: dict[str, Any]
+) -> tuple[float, float, dict[str, float]]:
+    """On one rank: the largest relative errors of loss and norm, and those of its weights."""
+    config, reference = RunConfig.from_dict(raw), Reference(**expected)
+    assert isinstance(config.mesh.dp, int)
+    mesh = Mesh(config.mesh.pp, config.mesh.dp, config.mesh.tp, launch)
+    with swapping_small_tensors(2 * BLOCK):
+        parts = assemble(config, mesh, seed=SEED)
+        losses, norms = train(parts, config, mesh)
+    errors = weight_errors(parts, config, reference)
+    mesh.barrier()
+    parts.engine.close()
+    return (
+        _worst(relative(losses, reference.losses)),
+        _worst(relative(norms, reference.grad_norms)),
+        errors,
+    )
+
+
+def relative(found: list[float], expected: list[float]) -> list[float]:
+    """Relative differences, step by step."""
+    return [abs(x - y) / abs(y) for x, y in zip(found, expected, strict=True)]
+
+
+def train(parts: Assembly, config: RunConfig, mesh: Mesh) -> tuple[list[float], list[float]]:
+    """Train on the reference's batches: each step's mean loss and gradient norm."""
+    losses, norms = [], []
+    for step, batch in enumerate(batches(config)):
+        local = parts.executor.run(_microbatches(batch, config, mesh), step)
+        everyone = mesh.gather_floats([local])
+        # Every tp rank of the last stage reports the same loss.
+        losses.append(sum(row[0] for row in everyone) / (mesh.size("dp") * mesh.size("tp")))
+        norms.append(parts.engine.step(config.optimizer.params.lr).grad_norm)
+    return losses, norms
+
+
+def _microbatches(
+    batch: tuple[Tensor, Tensor, Tensor | None], config: RunConfig, mesh: Mesh
+) -> list[Microbatch]:
+    """This dp coordinate's share of a global batch."""
+    share = config.micro_batch_size * config.num_microbatches
+    start = share * mesh.coord("dp")
+
+    def cut(x: Tensor | None) -> list[Tensor | None]:
+        if x is None:
+            return [None] * config.num_microbatches
+        mine = x[start : start + share].to(mesh.device)
+        return list(mine.split(config.micro_batch_size))
+
+    return [Microbatch(*parts) for parts in zip(*map(cut, batch), strict=True)]
+
+
+def weight_errors(parts: Assembly, config: RunConfig, reference: Reference) -> dict[str, float]:
+    """How far this rank's trained weights are from the reference's, and how far those went."""
+    largest, squared_distance, squared_way = 0.0, 0.0, 0.0
+    first = first_weights(config)
+    originals = {
+        f"{layer.name}.{copy}": original for layer in parts.layers for copy, original in layer.tied
+    }
+    with safe_open(reference.weights, "pt") as file:
+        for held in parts.engine.held:
+            name, cut = originals.get(held.name, held.name), held.cut
+            expected, start = file.get_tensor(name), first[name]
+            if cut.dim is not None:
+                where = cut.dim, cut.start, cut.stop - cut.start
+                expected, start = expected.narrow(*where), start.narrow(*where)
+            difference = parts.engine.full_parameter(held).cpu() - expected
+            largest = max(largest, _largest(difference))
+            squared_distance += float(difference.square().sum())
+            squared_way += float((expected - start).square().sum())
+    return {"largest": largest, "squared_distance": squared_distance, "squared_way": squared_way}
+
+
+def _largest(difference: Tensor) -> float:
+    finite = bool(difference.isfinite().all())
+    return float(difference.abs().max()) if finite else math.inf

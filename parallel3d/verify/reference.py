@@ -1,0 +1,132 @@
+"""The same training by one process of plain transformers and torch: no mesh, no engine."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor
+
+import models
+from parallel3d.config import RunConfig
+from parallel3d.errors import ConfigError
+from parallel3d.tensor.cut import Cut
+from parallel3d.tensor.initialise import fill
+from parallel3d.tensor.segments import Segments
+
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Each step's loss and gradient norm (before clipping), and the file of the weights after."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    weights: str
+
+
+def batches(config: RunConfig) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+    """Tokens, labels and documents of each step's global batch, [batch, seq] each.
+
+    Without isolation there are no documents. The same for every mesh of one global batch size.
+    """
+    length, vocab = config.data.sequence_length, int(config.model.vocab_size)
+    generator = torch.Generator().manual_seed(7)
+    assert config.train.steps is not None
+    for _ in range(config.train.steps):
+        shape = (config.global_batch_size, length + 1)
+        text = torch.randint(vocab, shape, generator=generator)
+        ends = torch.rand(shape, generator=generator) < 0.2
+        documents = (ends.cumsum(-1) - ends.long())[:, :-1]  # an end belongs to what it ends
+        isolated = documents if config.data.isolate_documents else None
+        yield text[:, :-1], text[:, 1:], isolated
+
+
+def first_weights(config: RunConfig) -> dict[str, Tensor]:
+    """Every weight, whole, as the seed gives it; a tied copy is left out."""
+    weights = {}
+    for layer in models.layers(config.model):
+        copies = {name for name, _ in layer.tied}
+        for spec in layer.params:
+            if spec.name not in copies:
+                name = f"{layer.name}.{spec.name}"
+                flat = torch.empty(spec.numel)
+                fill(flat, 0, spec, name, Cut(spec.shape, None, 0, 0, 0), SEED)
+                weights[name] = flat.view(spec.shape)
+    return weights
+
+
+def train_reference(config: RunConfig, folder: Path) -> Reference:
+    """Train the small model of `config` by transformers and torch's AdamW, in fp64.
+
+    In fp64, so that what differs from it is the mesh's own rounding, not this one's too. Raises
+    ConfigError for a family that transformers does not have.
+    """
+    family = models.huggingface(config.model.family)
+    if family is None:
+        raise ConfigError(
+            f"parallel3d.model.family = {config.model.family!r}: has no huggingface.py, and so "
+            "nothing to compare with; write one (docs/add-a-model.md)"
+        )
+    try:
+        model = family.reference(config.model).double().train()
+    except ValueError as error:
+        raise ConfigError(f"parallel3d.model: {error}") from error
+    theirs = family.to_huggingface(config.model, first_weights(config))
+    missing, unexpected = model.load_state_dict(theirs, strict=False)
+    tied = set(getattr(model, "all_tied_weights_keys", {}))
+    assert not unexpected and set(missing) <= tied, (missing, unexpected)
+    return _train(model, family, config, folder)
+
+
+def _train(model: Any, family: Any, config: RunConfig, folder: Path) -> Reference:
+    decays = {
+        f"{layer.name}.{spec.name}": spec.weight_decay
+        for layer in models.layers(config.model)
+        for spec in layer.params
+    }
+    # Which of their parameters decay: the mapping of names, carried out on the answers.
+    ours = first_weights(config)
+    marks = {name: torch.full_like(value, decays[name]) for name, value in ours.items()}
+    their_marks = family.to_huggingface(config.model, marks)
+    named = dict(model.named_parameters())
+    adam = config.optimizer.params
+    groups = [
+        {
+            "params": [p for name, p in named.items() if bool(their_marks[name].any()) == decayed],
+            "weight_decay": adam.weight_decay if decayed else 0.0,
+        }
+        for decayed in (True, False)
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=adam.lr, betas=adam.betas, eps=adam.eps, foreach=False)
+    losses, norms = [], []
+    limit = config.gradient_clipping or float("inf")
+    for tokens, labels, documents in batches(config):
+        optimizer.zero_grad()
+        logits = model(tokens, use_cache=False, **_isolation(documents)).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(named.values(), limit)))
+        optimizer.step()
+        losses.append(loss.item())
+    trained = {name: p.detach().float() for name, p in named.items()}
+    weights = family.from_huggingface(config.model, trained)
+    file = folder / "reference.safetensors"
+    save_file({name: value.contiguous() for name, value in weights.items()}, file)
+    return Reference(losses, norms, str(file))
+
+
+def _isolation(documents: Tensor | None) -> dict[str, Tensor]:
+    """What keeps transformers from looking into another document: positions and a 4-D mask."""
+    if documents is None:
+        return {}
+    positions, mask = Segments.of(documents)
+    lowest = torch.finfo(torch.float64).min
+    return {
+        "position_ids": positions,
+        "attention_mask": torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, lowest),
+    }

@@ -1,0 +1,73 @@
+"""Whole configs for tests of parity: what a user could write, of any family and mesh."""
+
+from models import families
+
+# Every family that is found, as its defaults are, and what else some of them can be.
+MODELS = {family: {"family": family} for family in families()} | {
+    "gpt untied": {"family": "gpt", "tie_word_embeddings": False},
+    "llama": {"family": "llama", "num_key_value_heads": 8, "tie_word_embeddings": True},
+    "llama untied": {
+        "family": "llama",
+        "num_key_value_heads": 8,
+        "rope_scaling": {"factor": 8.0, "original_max_position_embeddings": 128},
+        "max_position_embeddings": 1024,
+    },
+    "qwen3": {
+        "family": "llama",
+        "num_key_value_heads": 8,
+        "qk_norm": True,
+        "head_dim": 64,
+        "tie_word_embeddings": True,
+    },
+    "qwen2": {"family": "llama", "num_key_value_heads": 4, "attention_bias": True},
+}
+SIZES = {"hidden_size": 512, "num_hidden_layers": 12, "num_attention_heads": 16}
+
+
+def config_of(
+    *,
+    model="gpt",
+    zero=3,
+    offload="none",
+    schedule="gpipe",
+    stages_per_rank=1,
+    microbatches=4,
+    reduction="per_step",
+    checkpointing="none",
+    sequence_parallel=False,
+    isolate=False,
+    precision="fp32",
+):
+    """The object of a ds.json; `offload` is "none", "cpu", "nvme", "cpu+cpu" or "nvme+nvme".
+
+    The second of two is where parameters go.
+    """
+    optimizer, _, parameters = offload.partition("+")
+    zero_optimization = {"stage": zero, "offload_optimizer": {"device": optimizer}}
+    if parameters:
+        zero_optimization["offload_param"] = {"device": parameters}
+    for name, device in (("offload_optimizer", optimizer), ("offload_param", parameters)):
+        if device == "nvme":
+            zero_optimization[name]["nvme_path"] = "/somewhere"  # shrink() writes its own
+    block = {
+        "mesh": {"sequence_parallel": sequence_parallel},
+        "pipeline": {
+            "schedule": schedule,
+            "stages_per_rank": stages_per_rank,
+            "gradient_reduction": reduction,
+            "activation_checkpointing": checkpointing,
+        },
+        "model": SIZES | {"max_position_embeddings": 512} | MODELS[model],
+        "data": {"sequence_length": 512, "isolate_documents": isolate},
+        "train": {"steps": 1000},
+    }
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": microbatches,
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1},
+        },
+        "zero_optimization": zero_optimization,
+        "parallel3d": block,
+    } | ({precision: {"enabled": True}} if precision != "fp32" else {})
