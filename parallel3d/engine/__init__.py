@@ -12,12 +12,16 @@ from parallel3d.engine.construction import building, writing
 from parallel3d.engine.engine import Engine, StepResult
 from parallel3d.engine.parameters import HeldParameter
 from parallel3d.engine.settings import EngineSettings
+from parallel3d.engine.states import KINDS, Piece, States
 from parallel3d.engine.swap import remove_folders as remove_swap_folders
 
 __all__ = [
+    "KINDS",
     "Engine",
     "EngineSettings",
     "HeldParameter",
+    "Piece",
+    "States",
     "StepResult",
     "building",
     "remove_swap_folders",

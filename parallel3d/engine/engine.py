@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
 
-from parallel3d.engine import build, quirks, quirks_fp16, quirks_nvme, swap
+from parallel3d.engine import build, quirks, quirks_fp16, quirks_nvme, quirks_resume, swap
 from parallel3d.engine.construction import ModelParallelUnit, building, swap_folder
 from parallel3d.engine.parameters import HeldParameter
 from parallel3d.engine.settings import EngineSettings
+from parallel3d.engine.states import States
 from parallel3d.errors import ConfigError, TrainingError
 from parallel3d.mesh import Mesh
 
@@ -87,6 +89,7 @@ class Engine:
             cpu_adam=offload and build.load_cpu_adam(mesh, say),
             device=mesh.device,
         )
+        quirks_resume.power_afresh(optimizer)
         folder = swap_folder(first) if first is not None else None
         self._folders: list[Path] = [folder] if folder else []
         if settings.offload_optimizer == "nvme":
@@ -223,6 +226,11 @@ class Engine:
         value = safe_get_full_fp32_param(held.parameter)
         assert value is not None
         return value.detach().reshape(held.cut.local_shape).to(self.mesh.device)
+
+    @cached_property
+    def states(self) -> States:
+        """The masters and moments of this rank: what a checkpoint holds."""
+        return States(self._deepspeed, self.held)
 
     def memory_bytes(self) -> dict[str, int]:
         """Bytes that this rank holds of parameters, gradients and optimizer states."""

@@ -1,0 +1,207 @@
+"""The fp32 masters and both Adam moments of this rank, piece by piece, as the live memory.
+
+What a checkpoint reads and writes: nothing is copied, whatever ZeRO stage and offload hold the
+states. Only this file and memory.py read DeepSpeed's private attributes for it.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+from torch import Tensor
+
+from parallel3d.engine.parameters import HeldParameter
+
+KINDS = ("master", "exp_avg", "exp_avg_sq")
+_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements [start, start + numel) of a parameter's flattened tensor-parallel part.
+
+    The part has the shape `held.cut.local_shape`. `numel` is at least 1.
+    """
+
+    held: HeldParameter
+    start: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a piece lies: from element `offset` on in the flat tensor of an optimizer group."""
+
+    group: int
+    offset: int
+    piece: Piece
+
+
+class States:
+    """Masters and moments of the held parameters, and Adam's and the loss scaler's counters.
+
+    `blocks`: the pieces in blocks whose tensors are in memory together. Fixed for the engine's
+    life. ZeRO's padding and the ballast are in no piece.
+    """
+
+    def __init__(self, engine: Any, held: Iterable[HeldParameter]) -> None:
+        self._zero: Any = engine.optimizer
+        self._zero3 = hasattr(self._zero, "fp16_groups")
+        places = sorted(
+            (_zero3_places if self._zero3 else _zero12_places)(self._zero, held),
+            key=lambda place: (place.group, place.offset),
+        )
+        groups = sorted({place.group for place in places})
+        self._blocks = [[place for place in places if place.group == group] for group in groups]
+        self.blocks = tuple(tuple(place.piece for place in block) for block in self._blocks)
+
+    @contextmanager
+    def opened(self, block_index: int, write: bool = False) -> Iterator[list[dict[str, Tensor]]]:
+        """Each piece's flat fp32 tensors [numel] by kind: the live memory, where it lies.
+
+        Moments that do not exist before the first step are zeros. `write`: what is written into
+        the tensors is kept. One block at a time, between steps; no tensor is valid after the block
+        if it lies on NVMe.
+        """
+        block = self._blocks[block_index]
+        with self._in_memory(block[0].group, write) as flat:
+            yield [
+                {kind: flat[kind].narrow(0, place.offset, place.piece.numel) for kind in KINDS}
+                for place in block
+            ]
+
+    @torch.no_grad()
+    def finish_loading(self) -> None:
+        """Bring the weights that forward uses to the masters, after all of them were written.
+
+        Collective over the data-parallel group.
+        """
+        if not self._zero3:
+            self._zero.update_lp_params()
+            return
+        # What was gathered from the old shards must not be used again.
+        self._zero._partition_all_parameters()
+        for group in range(len(self._masters)):
+            if not self._is_swapped(group):  # else done where they were written
+                self._zero._reassign_or_swap_out_partitioned_parameters(group)
+
+    def counters(self) -> dict[str, Any]:
+        """What `set_counters` needs, as JSON has it: "optimizer_steps" and "loss_scale".
+
+        The steps are those that Adam took (its bias correction). The loss scale is the state of
+        fp16's dynamic scaler; None where the scale is fixed, and outside fp16.
+        """
+        states = self._zero.optimizer.state
+        steps = {int(states[m]["step"]) if m in states else 0 for m in self._masters}
+        assert len(steps) == 1, steps
+        scaler = self._zero.loss_scaler
+        scale = {name: getattr(scaler, name) for name in _SCALER} if scaler.dynamic else None
+        return {"optimizer_steps": steps.pop(), "loss_scale": scale}
+
+    def set_counters(self, counters: Mapping[str, Any]) -> None:
+        """Go on from these counters. A scaler that is not dynamic, or not given, stays as it is."""
+        steps = int(counters["optimizer_steps"])
+        states = self._zero.optimizer.state
+        for group, master in enumerate(self._masters):
+            if master not in states:
+                with self._in_memory(group, write=True):
+                    pass
+            step = states[master]["step"]
+            if isinstance(step, Tensor):
+                step.fill_(steps)
+            else:
+                states[master]["step"] = steps
+        scaler = self._zero.loss_scaler
+        if scaler.dynamic and counters["loss_scale"] is not None:
+            for name in _SCALER:
+                setattr(scaler, name, counters["loss_scale"][name])
+
+    @property
+    def _masters(self) -> list[Tensor]:
+        """Each optimizer group's flat master; empty while it lies on NVMe."""
+        name = "fp32_partitioned_groups_flat" if self._zero3 else "single_partition_of_fp32_groups"
+        masters: list[Tensor] = getattr(self._zero, name)
+        return masters
+
+    def _is_swapped(self, group: int) -> bool:
+        return self._zero3 and bool(self._zero._swappable_optimizer_subgroup(group))
+
+    @contextmanager
+    def _in_memory(self, group: int, write: bool) -> Iterator[dict[str, Tensor]]:
+        """An optimizer group's flat tensors by kind."""
+        master, states = self._masters[group], self._zero.optimizer.state
+        swapped = self._is_swapped(group)
+        if swapped:
+            # Not DeepSpeed's own swap-in of a group, which reads the next one ahead.
+            self._zero.optimizer_swapper.swap_in_optimizer_state(
+                parameter=master, async_parameter=None
+            )
+        new = master not in states
+        if new:
+            states[master] = _new_state(self._zero.optimizer, master)
+        state = states[master]
+        flat = {"master": master.detach(), **{kind: state[kind] for kind in KINDS[1:]}}
+        try:
+            yield flat
+        except BaseException:
+            write = False
+            raise
+        finally:
+            if swapped:
+                self._put_back(group, master, write, new)
+
+    def _put_back(self, group: int, master: Tensor, write: bool, new: bool) -> None:
+        """Write a group to NVMe, or only give back its buffers."""
+        swapper = self._zero.optimizer_swapper
+        if write:
+            with torch.no_grad():
+                # A shard that lies in a swap buffer would be written there only.
+                self._zero._partition_all_parameters()
+                self._zero._reassign_or_swap_out_partitioned_parameters(group)
+            swapper.swap_out_optimizer_state(parameter=master, async_swap=False)
+        else:
+            if new:  # they exist in memory only
+                del self._zero.optimizer.state[master]
+            swapper.release_swap_buffers(parameter=master)
+        master.grad = None
+
+
+def _new_state(optimizer: torch.optim.Optimizer, master: Tensor) -> dict[str, Any]:
+    """What the optimizer's first step would make."""
+    step: Tensor | int = 0
+    if not isinstance(optimizer, DeepSpeedCPUAdam):
+        on_device = optimizer.defaults["fused"] or optimizer.defaults["capturable"]
+        device = master.device if on_device else torch.device("cpu")
+        step = torch.zeros((), dtype=torch.float32, device=device)
+    return {
+        "step": step,
+        "exp_avg": torch.zeros_like(master, requires_grad=False),
+        "exp_avg_sq": torch.zeros_like(master, requires_grad=False),
+    }
+
+
+def _zero3_places(zero: Any, held: Iterable[HeldParameter]) -> Iterator[_Place]:
+    """ZeRO-3 cuts each parameter into equal shards, the last of them padded."""
+    for h in held:
+        group, offset, size = zero.grad_position[zero.get_param_id(h.parameter)]
+        start = size * zero._get_param_partition_rank(h.parameter)
+        numel = min(size, h.parameter.ds_numel - start)  # type: ignore[attr-defined]
+        if numel > 0:
+            yield _Place(group, offset, Piece(h, start, numel))
+
+
+def _zero12_places(zero: Any, held: Iterable[HeldParameter]) -> Iterator[_Place]:
+    """ZeRO-1 and 2 cut the flat tensor of a whole group, wherever in a parameter that falls."""
+    by_id = {id(h.parameter): h for h in held}
+    for group, parameters in enumerate(zero.round_robin_bit16_groups):
+        size = zero.partition_size[group]
+        begin = size * zero.real_dp_process_group[group].rank()
+        for parameter, at in zip(parameters, zero.round_robin_bit16_offsets[group], strict=True):
+            h = by_id.get(id(parameter))  # None: the ballast
+            start = max(begin - at, 0)
+            numel = min(begin + size - at, parameter.numel()) - start
+            if h is not None and numel > 0:
+                yield _Place(group, at + start - begin, Piece(h, start, numel))
