@@ -13,6 +13,10 @@ class DataError(Parallel3DError):
     """A corpus or tokenizer that cannot be used."""
 
 
+class CheckpointError(Parallel3DError):
+    """A checkpoint that cannot be used: the file, what is wrong with it, and what to do."""
+
+
 class ScheduleError(Parallel3DError):
     """A pipeline program that breaks a rule; the message prints the programs, the action marked."""
 

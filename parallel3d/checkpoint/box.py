@@ -1,0 +1,111 @@
+"""Boxes: rectangular parts of a tensor, the unit in which checkpoints are cut."""
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, combinations
+from math import prod
+from typing import NamedTuple
+
+
+class Box(NamedTuple):
+    """A part of a tensor: where its first element is, and how far it goes, dim by dim."""
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """The number of its elements; 1 for a scalar."""
+        return prod(self.shape)
+
+
+def boxes_of(shape: Sequence[int], start: int, stop: int) -> list[tuple[Box, int]]:
+    """The boxes that tile the flat range [start, stop) of a tensor of `shape`, in flat order.
+
+    With each comes the index of its first element, counted from `start`. Each box is contiguous in
+    the tensor. For `ndim` dims there are at most 2 ndim - 1: the rest of a row, whole rows, and the
+    beginning of a row, at each dim.
+    """
+    assert 0 <= start <= stop <= prod(shape), f"[{start}, {stop}) is not in a tensor of {shape}"
+    boxes = _boxes(tuple(shape), start, stop)
+    firsts = accumulate((box.numel for box in boxes), initial=0)
+    return list(zip(boxes, firsts, strict=False))
+
+
+def _boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
+    if start == stop:
+        return []
+    if not shape:
+        return [Box((), ())]
+    row = shape[1:]
+    size = prod(row)
+    first, begin = divmod(start, size)  # `begin` elements of the first row are left out
+    last, end = divmod(stop, size)  # `end` elements of the last row are taken
+    if first == last:
+        return _in_row(first, _boxes(row, begin, end))
+    found: list[Box] = []
+    if begin:
+        found += _in_row(first, _boxes(row, begin, size))
+        first += 1
+    if first < last:
+        found.append(Box((first, *[0] * len(row)), (last - first, *row)))
+    if end:
+        found += _in_row(last, _boxes(row, 0, end))
+    return found
+
+
+def _in_row(row: int, boxes: list[Box]) -> list[Box]:
+    return [Box((row, *box.offsets), (1, *box.shape)) for box in boxes]
+
+
+def overlap(a: Box, b: Box) -> Box | None:
+    """The box of the elements that are in both; None where there is none."""
+    offsets = tuple(map(max, a.offsets, b.offsets))
+    shape = tuple(map(lambda x, y, at: min(x, y) - at, _ends(a), _ends(b), offsets))
+    return Box(offsets, shape) if all(size > 0 for size in shape) else None
+
+
+def shift(box: Box, offsets: Sequence[int]) -> Box:
+    """The box moved by `offsets`: from a part's coordinates to the whole's, say."""
+    return Box(tuple(x + y for x, y in zip(box.offsets, offsets, strict=True)), box.shape)
+
+
+def inside(box: Box, whole: Box) -> bool:
+    """Whether every element of `box` is in `whole`."""
+    starts = all(map(int.__ge__, box.offsets, whole.offsets))
+    return starts and all(map(int.__le__, _ends(box), _ends(whole)))
+
+
+def overlapping(boxes: Iterable[Box]) -> tuple[Box, Box] | None:
+    """Two of the boxes that have an element in common; None where no two have.
+
+    Boxes that a plane keeps apart are not compared: the parts of a tensor are many, and cut so that
+    planes part them all.
+    """
+    groups = [list(boxes)]
+    while groups:
+        group = groups.pop()
+        dims = range(len(group[0].shape) if len(group) > 1 else 0)
+        parts = next((p for p in (_parted(group, dim) for dim in dims) if len(p) > 1), None)
+        if parts is not None:
+            groups += parts
+            continue
+        for a, b in combinations(group, 2):
+            if overlap(a, b) is not None:
+                return a, b
+    return None
+
+
+def _parted(boxes: list[Box], dim: int) -> list[list[Box]]:
+    """The boxes in groups, which planes across `dim` keep apart."""
+    parts: list[list[Box]] = []
+    end = -1
+    for box in sorted(boxes, key=lambda box: box.offsets[dim]):
+        if box.offsets[dim] >= end:
+            parts.append([])
+        parts[-1].append(box)
+        end = max(end, box.offsets[dim] + box.shape[dim])
+    return parts
+
+
+def _ends(box: Box) -> tuple[int, ...]:
+    return tuple(map(int.__add__, box.offsets, box.shape))

@@ -1,0 +1,243 @@
+"""The files that hold a checkpoint's tensors: safetensors, one tensor for each chunk.
+
+A chunk is a box of one parameter's fp32 master weight or of one of its Adam moments, in the
+coordinates of the whole parameter. Its key says which: `name|kind|offset,offset,...`; its shape is
+the tensor's.
+"""
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from parallel3d.checkpoint.box import Box, inside
+from parallel3d.checkpoint.files import is_count, open_file, parse_object
+from parallel3d.errors import CheckpointError
+
+Dims = tuple[int, ...]
+
+KINDS = ("master", "exp_avg", "exp_avg_sq")
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+STAGING_BYTES = 8 * 2**20
+# Reading over a gap is cheaper than one more call to the system, up to about here.
+GAP_BYTES = 64 * 2**10
+
+_ITEM = 4  # bytes of an fp32 number
+_MAX_DIMS = 16
+_KEY = re.compile(r"(.+)\|(\w+)\|((?:\d{1,18}(?:,\d{1,18})*)?)", re.ASCII | re.DOTALL)
+
+
+class Chunk(NamedTuple):
+    """A box of a parameter's `kind`, one of KINDS, in the parameter's own coordinates."""
+
+    name: str
+    kind: str
+    box: Box
+
+    @property
+    def key(self) -> str:
+        """Its name in a safetensors file."""
+        return f"{self.name}|{self.kind}|{','.join(map(str, self.box.offsets))}"
+
+    @classmethod
+    def from_key(cls, key: str, shape: Sequence[int]) -> "Chunk":
+        """The chunk of a key and its tensor's shape. Raises ValueError."""
+        match = _KEY.fullmatch(key)
+        offsets = tuple(int(x) for x in match[3].split(",") if x) if match else ()
+        if match and match[2] in KINDS and len(offsets) == len(shape):
+            chunk = cls(match[1], match[2], Box(offsets, tuple(shape)))
+            if chunk.key == key:  # no leading zeros
+                return chunk
+        raise ValueError(
+            f"key {_short(key)} is not name|kind|offsets, with kind one of {', '.join(KINDS)} and "
+            f"an offset for each of its {len(shape)} dims"
+        )
+
+
+def header(chunks: Sequence[Chunk]) -> bytes:
+    """What a safetensors file of these chunks begins with; their bytes follow in the same order.
+
+    The length of the JSON as 8 bytes, little-endian, and the JSON, padded to a multiple of 8.
+    """
+    tensors: dict[str, dict[str, Any]] = {}
+    at = 0
+    for chunk in chunks:
+        end = at + _ITEM * chunk.box.numel
+        tensors[chunk.key] = {
+            "dtype": "F32",
+            "shape": chunk.box.shape,
+            "data_offsets": (at, end),
+        }
+        at = end
+    assert len(tensors) == len(chunks), "a chunk occurs twice"
+    text = json.dumps(tensors, separators=(",", ":"), allow_nan=False).encode()
+    text += b" " * (-len(text) % 8)
+    assert len(text) <= MAX_HEADER_BYTES, f"a header of {len(text):,} bytes cannot be read"
+    return len(text).to_bytes(8, "little") + text
+
+
+class ChunkFile:
+    """A safetensors file of chunks, open for reading.
+
+    `chunks` gives for each chunk where its bytes begin in the file. Opening reads and checks the
+    header alone, and trusts no number in it. Reads may come from several threads.
+    """
+
+    chunks: dict[Chunk, int]
+
+    def __init__(self, path: Path) -> None:
+        """Raises CheckpointError for what is no safetensors file of chunks."""
+        self.path = path
+        try:
+            self._descriptor, size = open_file(path)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be opened: {error.strerror or error}") from None
+        try:
+            self.chunks = _parse(self._descriptor, size)
+        except (OSError, ValueError) as error:
+            self.close()
+            raise CheckpointError(
+                f"{path}: not a safetensors file of chunks: {error}; use another checkpoint"
+            ) from None
+
+    def read(self, chunk: Chunk, box: Box, out: Tensor) -> None:
+        """Fill `out` with a box of the chunk, given in the coordinates of the whole parameter.
+
+        out: fp32 [*box.shape], of any strides and on any device. What is contiguous in the file and
+        in the host's memory is read straight into it, the rest through a buffer of at most 8 MiB.
+        Raises CheckpointError where the file ends too early or cannot be read.
+        """
+        assert inside(box, chunk.box), f"{box} is not inside {chunk}"
+        assert out.dtype == torch.float32 and tuple(out.shape) == box.shape, f"{out.shape} {box}"
+        offsets = tuple(map(int.__sub__, box.offsets, chunk.box.offsets))
+        # Not torch.empty: deterministic torch fills it, and only what is touched costs memory.
+        staging = torch.from_numpy(np.empty(min(STAGING_BYTES // _ITEM, chunk.box.numel), "f4"))
+        self._read(self.chunks[chunk], chunk.box.shape, offsets, out.detach(), staging)
+
+    def _read(self, at: int, shape: Dims, offsets: Dims, out: Tensor, staging: Tensor) -> None:
+        """Fill `out` with the part at `offsets` of an array of `shape` that is stored from `at`."""
+        if out.numel() == 0:
+            return
+        whole_rows = tuple(out.shape[1:]) == shape[1:]
+        row_bytes = _ITEM * prod(shape[1:])
+        at += offsets[0] * row_bytes if shape else 0
+        if whole_rows and out.device.type == "cpu" and out.is_contiguous():
+            self._fill(out, at)
+            return
+        if not shape:
+            self._fill(staging[:1], at)
+            out.copy_(staging[0])
+            return
+        gap = 0 if whole_rows else row_bytes - _ITEM * out[0].numel()
+        rows_at_once = _ITEM * len(staging) // row_bytes
+        if len(shape) > 1 and (len(out) == 1 or gap > GAP_BYTES or rows_at_once == 0):
+            for row, part in enumerate(out):
+                self._read(at + row * row_bytes, shape[1:], offsets[1:], part, staging)
+            return
+        for first in range(0, len(out), rows_at_once):
+            part = out[first : first + rows_at_once]
+            rows = staging[: len(part) * row_bytes // _ITEM].view(len(part), *shape[1:])
+            self._fill(rows, at + first * row_bytes)
+            for dim, offset in enumerate(offsets[1:], start=1):
+                rows = rows.narrow(dim, offset, part.shape[dim])
+            part.copy_(rows)
+
+    def _fill(self, out: Tensor, at: int) -> None:
+        """Read a contiguous tensor of the host from where its bytes begin."""
+        memory = out.view(-1).numpy().data.cast("B")
+        done = 0
+        while done < len(memory):  # one call gives 2 GiB at most
+            try:
+                count = os.preadv(self._descriptor, [memory[done:]], at + done)
+            except OSError as error:
+                raise CheckpointError(f"{self.path}: cannot be read: {error.strerror}") from None
+            if count == 0:
+                raise CheckpointError(
+                    f"{self.path}: ends at byte {at + done:,}, "
+                    f"{len(memory) - done:,} bytes too early; use another checkpoint"
+                )
+            done += count
+
+    def close(self) -> None:
+        """Close the file; twice does no harm."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = -1
+
+    def __enter__(self) -> "ChunkFile":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _parse(descriptor: int, size: int) -> dict[Chunk, int]:
+    """The chunks of a file of `size` bytes, and where they begin. Raises ValueError, OSError."""
+    start = os.pread(descriptor, 8, 0)
+    if len(start) < 8:
+        raise ValueError(f"it is {size} bytes; a safetensors file has 8 and a header")
+    length = int.from_bytes(start, "little")
+    if length > min(size - 8, MAX_HEADER_BYTES):
+        pickle = start[:1] == b"\x80" or start[:4] == b"PK\3\4"
+        hint = "; it looks like a pickle, and those are never read" if pickle else ""
+        raise ValueError(f"its header claims {length:,} of the file's {size:,} bytes{hint}")
+    try:
+        tensors = parse_object(os.pread(descriptor, length, 8))
+    except ValueError as error:
+        raise ValueError(f"its header is not JSON as it should be: {error}") from None
+    tensors.pop("__metadata__", None)
+    begin, at = 8 + length, 0
+    chunks: dict[Chunk, int] = {}
+    for chunk, (first, end) in sorted(_tensors(tensors), key=lambda found: found[1]):
+        if first != at:
+            which = "overlaps the one before it" if first < at else "leaves a gap before it"
+            raise ValueError(f"{_short(chunk.key)} at bytes [{first}, {end}) {which}")
+        chunks[chunk] = begin + first
+        at = end
+    if begin + at != size:
+        raise ValueError(f"its header describes {begin + at:,} bytes, but the file has {size:,}")
+    return chunks
+
+
+def _tensors(tensors: dict[str, Any]) -> list[tuple[Chunk, tuple[int, int]]]:
+    """What a header lists: each chunk with its data offsets; the numbers fit each other."""
+    found = []
+    for key, entry in tensors.items():
+        if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+            raise ValueError(f"{_short(key)} has not just dtype, shape and data_offsets")
+        shape, offsets = entry["shape"], entry["data_offsets"]
+        if entry["dtype"] != "F32":
+            raise ValueError(f"{_short(key)} is {_short(entry['dtype'])}, not F32")
+        if not _counts(shape) or len(shape) > _MAX_DIMS or 0 in shape:
+            raise ValueError(f"{_short(key)} has the shape {_short(shape)}")
+        if not _counts(offsets) or len(offsets) != 2:
+            raise ValueError(f"{_short(key)} has the data_offsets {_short(offsets)}")
+        if offsets[1] - offsets[0] != _ITEM * prod(shape):
+            raise ValueError(
+                f"{_short(key)} of shape {shape} needs {_ITEM * prod(shape)} bytes, and has "
+                f"[{offsets[0]}, {offsets[1]})"
+            )
+        found.append((Chunk.from_key(key, shape), (offsets[0], offsets[1])))
+    return found
+
+
+def _counts(values: object) -> bool:
+    return isinstance(values, list) and all(map(is_count, values))
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:76]}...'"

@@ -1,0 +1,57 @@
+"""Opens and parses files that may be damaged, or made by somebody who means harm."""
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any, NoReturn
+
+
+def open_file(path: Path) -> tuple[int, int]:
+    """Open a plain file for reading; gives its descriptor and its size in bytes.
+
+    Raises OSError, also for what is not a plain file.
+    """
+    # Without O_NONBLOCK the open of a named pipe waits for a writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        raise OSError("it is not a plain file")
+    return descriptor, status.st_size
+
+
+def read_bytes(path: Path, limit: int) -> bytes:
+    """The contents of a plain file of at most `limit` bytes. Raises OSError."""
+    descriptor, size = open_file(path)
+    with open(descriptor, "rb") as file:
+        if size > limit:
+            raise OSError(f"it is {size:,} bytes; at most {limit:,} are read")
+        return file.read(limit)
+
+
+def parse_object(data: bytes) -> dict[str, Any]:
+    """The JSON object in `data`; strict: no double keys, no NaN. Raises ValueError."""
+    try:
+        found = json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_refuse)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(found, dict):
+        raise ValueError("it is not a JSON object")
+    return found
+
+
+def is_count(value: object) -> bool:
+    """Whether a parsed value is a whole number from 0 to 2^63 - 1; true and 1.0 are none."""
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key occurs twice in one JSON object")
+    return found
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")

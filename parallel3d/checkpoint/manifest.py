@@ -1,0 +1,287 @@
+"""What a checkpoint consists of, and whether it is all there: sizes and hashes of its files.
+
+The manifest is written last, so a folder that has one was written to its end. It says how long each
+file is and gives its hash, and its own: whatever is changed, cut off, missing or swapped is seen.
+The hash finds damage; it is no signature.
+"""
+
+import json
+import os
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import xxhash
+
+from parallel3d.checkpoint.box import Box, inside, overlapping
+from parallel3d.checkpoint.chunks import KINDS, Chunk, ChunkFile
+from parallel3d.checkpoint.files import is_count, open_file, parse_object, read_bytes
+from parallel3d.errors import CheckpointError
+
+FORMAT = 1
+MANIFEST, STATE = "manifest.json", "state.json"
+
+_MAX_JSON_BYTES = 2**30
+_READ_BYTES = 2**20
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors|state\.json", re.ASCII)
+_DIGEST = re.compile(r"[0-9a-f]{32}", re.ASCII)
+_STEP_FOLDER = re.compile(r"step-(0|[1-9][0-9]{0,17})", re.ASCII)
+
+Progress = Callable[[int], None]  # is told of so many more bytes
+
+
+class Digest:
+    """The 128-bit XXH3 hash of what is given to `update`, piece by piece."""
+
+    def __init__(self) -> None:
+        self._state = xxhash.xxh3_128()
+
+    def update(self, buffer: bytes | bytearray | memoryview) -> None:
+        """Take the bytes that come next."""
+        self._state.update(buffer)
+
+    def hexdigest(self) -> str:
+        """32 hexadecimal digits of all bytes so far."""
+        return self._state.hexdigest()
+
+
+def digest_of(buffer: bytes | bytearray | memoryview) -> str:
+    """The hash of one buffer, as `Digest` gives it."""
+    digest = Digest()
+    digest.update(buffer)
+    return digest.hexdigest()
+
+
+class Entry(NamedTuple):
+    """How many bytes a file has, and their hash."""
+
+    size: int
+    digest: str
+
+
+class Manifest(NamedTuple):
+    """A checkpoint's step, and its files by name: state.json and the safetensors files."""
+
+    step: int
+    files: dict[str, Entry]
+
+
+class Bad(NamedTuple):
+    """A file of a checkpoint that cannot be used, and why."""
+
+    file: str
+    reason: str
+
+
+def manifest_bytes(step: int, files: Mapping[str, Entry]) -> bytes:
+    """The contents of manifest.json: one text for one checkpoint, to the last byte.
+
+    Its own hash is that of these bytes with 32 zeros in the hash's place.
+    """
+    content = {
+        "digest": "0" * 32,
+        "files": {name: entry._asdict() for name, entry in files.items()},
+        "format": FORMAT,
+        "step": step,
+    }
+    blank = (json.dumps(content, indent=1, sort_keys=True) + "\n").encode()
+    return blank.replace(b"0" * 32, digest_of(blank).encode(), 1)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint's folder; the files themselves are not looked at.
+
+    Raises CheckpointError where it is missing, damaged, of another format, made for another step
+    than the folder's name says, or names what may not be a checkpoint's file.
+    """
+    path = folder / MANIFEST
+    data = _read(path)
+    try:
+        content = parse_object(data)
+        _check_format(content)
+        manifest = _parse(content)
+        if manifest_bytes(manifest.step, manifest.files) != data:
+            raise ValueError("its bytes do not match its own hash")
+        name = Path(os.path.abspath(folder)).name
+        if name != f"step-{manifest.step}":
+            raise ValueError(f"it is of step {manifest.step}, but the folder is {name!r}")
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}; use another checkpoint") from None
+    return manifest
+
+
+def _check_format(content: dict[str, Any]) -> None:
+    found = content.get("format")
+    if found != FORMAT:
+        raise ValueError(f"it is of format {found!r}; this version of parallel3d reads {FORMAT}")
+
+
+def _parse(content: dict[str, Any]) -> Manifest:
+    """What the JSON says, if it is a manifest. Raises ValueError."""
+    if set(content) != {"digest", "files", "format", "step"} or not is_count(content["step"]):
+        raise ValueError("it is damaged, or not a manifest")
+    if not isinstance(content["files"], dict) or STATE not in content["files"]:
+        raise ValueError(f"it lists no {STATE}")
+    files = {}
+    for name, entry in content["files"].items():
+        if not _FILE_NAME.fullmatch(name):
+            raise ValueError(
+                f"it lists {name[:80]!r}, which is not a plain file name: {STATE}, or letters, "
+                "digits and ._- with .safetensors at the end"
+            )
+        if not isinstance(entry, dict) or set(entry) != {"size", "digest"}:
+            raise ValueError(f"it does not give size and digest of {name}")
+        size, digest = entry["size"], entry["digest"]
+        if not (is_count(size) and isinstance(digest, str) and _DIGEST.fullmatch(digest)):
+            raise ValueError(f"it gives no sound size and digest of {name}")
+        files[name] = Entry(size, digest)
+    return Manifest(content["step"], files)
+
+
+def check_file(folder: Path, name: str, entry: Entry, progress: Progress | None = None) -> str:
+    """Why a file is not as the manifest says, read to its end; "" where it is."""
+    digest, done = Digest(), 0
+    buffer = memoryview(bytearray(min(_READ_BYTES, entry.size + 1)))
+    try:
+        descriptor, size = open_file(folder / name)
+        with open(descriptor, "rb", buffering=0) as file:
+            if size != entry.size:
+                return f"is {size:,} bytes, not {entry.size:,}"
+            while count := file.readinto(buffer):
+                digest.update(buffer[:count])
+                done += count
+                if progress is not None:
+                    progress(count)
+    except FileNotFoundError:
+        return "missing"
+    except OSError as error:
+        return f"cannot be read: {error.strerror or error}"
+    if done != entry.size or digest.hexdigest() != entry.digest:
+        return "its contents do not match the manifest (a damaged disk or copy)"
+    return ""
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """The JSON object in state.json. Raises CheckpointError."""
+    path = folder / STATE
+    try:
+        return parse_object(_read(path))
+    except ValueError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{path}: not JSON: {error}; use another checkpoint") from None
+
+
+def shapes_of(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The shape of every parameter that a state lists, by its name. Raises CheckpointError."""
+    parameters, shapes = state.get("parameters"), {}
+    if not isinstance(parameters, dict):
+        raise CheckpointError(f"{STATE}: it lists no parameters; use another checkpoint")
+    for name, entry in parameters.items():
+        shape = entry.get("shape") if isinstance(entry, dict) else None
+        if not isinstance(shape, list) or not all(map(is_count, shape)):
+            raise CheckpointError(
+                f"{STATE}: it gives no shape of {name[:80]!r}; use another checkpoint"
+            )
+        shapes[name] = tuple(shape)
+    return shapes
+
+
+def verify(folder: Path, progress: Progress | None = None) -> list[Bad]:
+    """All that is wrong with a checkpoint; an empty list where it is sound.
+
+    Reads every byte, in this process alone: manifest, hashes, headers, and that the chunks of all
+    files are every parameter's master weight and moments, each element once.
+    """
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointError as error:
+        return [Bad(MANIFEST, _reason(error, folder / MANIFEST))]
+    bad = [
+        Bad(name, reason)
+        for name, entry in manifest.files.items()
+        if (reason := check_file(folder, name, entry, progress))
+    ]
+    return bad or _check_contents(folder, manifest)
+
+
+def _check_contents(folder: Path, manifest: Manifest) -> list[Bad]:
+    """What is wrong within files that are as they were written."""
+    try:
+        state = read_state(folder)
+        _check_format(state)
+        shapes = shapes_of(state)
+    except ValueError as error:
+        return [Bad(STATE, _reason(error, folder / STATE))]
+    if state.get("step") != manifest.step:
+        return [Bad(STATE, f"it is of step {state.get('step')!r}, the manifest of {manifest.step}")]
+    bad: list[Bad] = []
+    found: dict[tuple[str, str], dict[Box, str]] = defaultdict(dict)
+    for file in manifest.files:
+        if file == STATE:
+            continue
+        try:
+            with ChunkFile(folder / file) as opened:
+                for chunk in opened.chunks:
+                    _place(chunk, shapes, file, found[chunk.name, chunk.kind])
+        except ValueError as error:
+            bad.append(Bad(file, _reason(error, folder / file)))
+    return bad or [
+        Bad(*wrong)
+        for name, shape in shapes.items()
+        for kind in KINDS
+        if (wrong := _untiled(f"{kind} of {name[:80]!r}", shape, found[name, kind]))
+    ]
+
+
+def _place(
+    chunk: Chunk, shapes: Mapping[str, tuple[int, ...]], file: str, others: dict[Box, str]
+) -> None:
+    """Put a chunk's box to those of its parameter and kind. Raises ValueError."""
+    shape = shapes.get(chunk.name)
+    if shape is None:
+        raise ValueError(f"{STATE} has no parameter {chunk.name[:80]!r}")
+    if len(shape) != len(chunk.box.shape) or not inside(chunk.box, Box((0,) * len(shape), shape)):
+        raise ValueError(
+            f"{chunk.key[:80]!r} of shape {chunk.box.shape} is not inside its parameter, {shape}"
+        )
+    if chunk.box in others:
+        raise ValueError(f"{chunk.key[:80]!r} is also in {others[chunk.box]}")
+    others[chunk.box] = file
+
+
+def _untiled(what: str, shape: tuple[int, ...], boxes: dict[Box, str]) -> tuple[str, str] | None:
+    """The file and the reason, where boxes inside a shape do not tile it."""
+    if pair := overlapping(boxes):
+        a, b = pair
+        return boxes[b], f"its chunk at {b.offsets} of {what} overlaps that at {a.offsets}"
+    total = sum(box.numel for box in boxes)
+    if total != prod(shape):
+        return STATE, f"the files hold {total:,} of the {prod(shape):,} elements of {what}"
+    return None
+
+
+def step_folders(checkpoints: Path) -> list[tuple[int, Path]]:
+    """The folders step-N of a folder of checkpoints, the newest first; [] where there is none."""
+    if not checkpoints.is_dir():
+        return []
+    found = ((_STEP_FOLDER.fullmatch(path.name), path) for path in checkpoints.iterdir())
+    return sorted(((int(m[1]), path) for m, path in found if m and path.is_dir()), reverse=True)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return read_bytes(path, _MAX_JSON_BYTES)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: missing; use another checkpoint") from None
+    except OSError as error:
+        why = error.strerror or error
+        raise CheckpointError(f"{path}: cannot be read: {why}; use another checkpoint") from None
+
+
+def _reason(error: ValueError, path: Path) -> str:
+    text = str(error).removeprefix(f"{path}: ").removeprefix(f"{path.name}: ")
+    return text.removesuffix("; use another checkpoint")

@@ -1,0 +1,196 @@
+"""What is in a checkpoint, for people and for scripts; and which checkpoints are in a folder."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from parallel3d.checkpoint.chunks import KINDS, ChunkFile
+from parallel3d.checkpoint.manifest import (
+    MANIFEST,
+    STATE,
+    check_file,
+    read_manifest,
+    read_state,
+    shapes_of,
+    step_folders,
+)
+from parallel3d.checkpoint.room import shown
+from parallel3d.errors import CheckpointError
+
+LEFT_OVER = {
+    ".tmp": "unfinished: a save under way, or one that was killed",
+    ".deleted": "half deleted: an old checkpoint on its way out",
+    ".rejected": "set aside: a run went on from an earlier step",
+}
+_STATE_KEYS = (
+    *("format", "step", "tokens", "next_sample", "optimizer_steps", "learning_rate", "loss_scale"),
+    *("random", "corpus", "tokenizer", "versions", "mesh", "config"),
+)
+_MODEL_SIZES = {
+    "num_hidden_layers": "layers",
+    "num_attention_heads": "heads",
+    "hidden_size": "hidden size",
+    "vocab_size": "vocabulary",
+}
+_KIND_NAMES = dict(zip(KINDS, ("weights", "Adam's first moments", "second moments"), strict=True))
+_MOST_FILES = 12  # that a table lists
+
+
+def find_checkpoints(path: Path) -> list[Path]:
+    """The checkpoints that a path means, the newest first: itself, or those of a run's folder.
+
+    Raises CheckpointError where there is none.
+    """
+    if path.suffix in LEFT_OVER:
+        raise CheckpointError(f"{path} is {LEFT_OVER[path.suffix]}; name another one")
+    if (path / MANIFEST).exists():
+        return [path]
+    for folder in (path / "checkpoints", path):
+        if steps := step_folders(folder):
+            return [found for _, found in steps]
+    if re.fullmatch(r"step-\d+", path.absolute().name) and path.is_dir():
+        return [path]
+    rest = "".join(f"; {folder.name} is {why}" for folder, why in find_left_over(path))
+    raise CheckpointError(
+        f"{path}: no checkpoint there{rest}; give a folder step-N, or that of a run"
+    )
+
+
+def find_left_over(path: Path) -> list[tuple[Path, str]]:
+    """The folders beside a run's checkpoints that are none, and why."""
+    return [
+        (found, LEFT_OVER[found.suffix])
+        for folder in (path / "checkpoints", path)
+        for found in sorted(folder.glob("step-*.*"))
+        if found.suffix in LEFT_OVER and found.is_dir()
+    ]
+
+
+def describe(folder: Path) -> dict[str, Any]:
+    """What `inspect --json` prints. Reads the manifest, state.json and the files' headers.
+
+    Raises CheckpointError where one of them is damaged; the tensors are not looked at.
+    """
+    manifest = read_manifest(folder)
+    if reason := check_file(folder, STATE, manifest.files[STATE]):
+        raise CheckpointError(f"{folder / STATE}: {reason}; use another checkpoint")
+    state = read_state(folder)
+    shapes = shapes_of(state)
+    sizes: Counter[str] = Counter(dict.fromkeys(KINDS, 0))
+    files = []
+    for name, entry in manifest.files.items():
+        num_chunks = 0
+        if name != STATE:
+            with ChunkFile(folder / name) as file:
+                num_chunks = len(file.chunks)
+                for chunk in file.chunks:
+                    sizes[chunk.kind] += 4 * chunk.box.numel
+        row = {"file": name, "bytes": entry.size, "chunks": num_chunks, "digest": entry.digest}
+        files.append(row)
+    total = sum(entry.size for entry in manifest.files.values())
+    total += (folder / MANIFEST).stat().st_size
+    return {
+        "path": str(folder),
+        **{key: state.get(key) for key in _STATE_KEYS},
+        "num_parameters": len(shapes),
+        "num_elements": sum(prod(shape) for shape in shapes.values()),
+        "parameters": {name: list(shape) for name, shape in shapes.items()},
+        "bytes": {**sizes, "other": total - sizes.total(), "total": total},
+        "files": files,
+    }
+
+
+def show(found: Mapping[str, Any], console: Console) -> None:
+    """Print a description for people."""
+    console.print(f"{found['path']}\n")
+    _print_table(console, list(_facts(found)), justify="left")
+    rows = [
+        (name, f"{tensors:,} tensors", f"{numel:,}")
+        for name, tensors, numel in _layers(found["parameters"])
+    ]
+    total = ("in all", f"{found['num_parameters']:,} tensors", f"{found['num_elements']:,}")
+    _print_table(console, [("parameters", "", "elements"), *rows, total])
+    sizes = dict(found["bytes"])
+    end, other = sizes.pop("total"), sizes.pop("other")
+    rows = [(f"{_KIND_NAMES[kind]} ({kind})", shown(n), f"{n:,}") for kind, n in sizes.items()]
+    rows.append(("headers, state and manifest", shown(other), f"{other:,}"))
+    _print_table(console, [("on disk", "", "bytes"), *rows, ("in all", shown(end), f"{end:,}")])
+    files = [
+        (f["file"], f"{f['chunks']:,} chunks" if f["chunks"] else "", f"{f['bytes']:,}")
+        for f in found["files"]
+    ]
+    if len(files) > _MOST_FILES:
+        left = len(files) - _MOST_FILES
+        files[_MOST_FILES // 2 : -_MOST_FILES // 2] = [(f"... {left:,} more", "", "")]
+    _print_table(console, [("files", "", "bytes"), *files])
+
+
+def _facts(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """A name and a text each: where the run is, what it is, and who wrote this."""
+    for key in ("step", "tokens", "next_sample", "optimizer_steps"):
+        yield key.replace("_", " "), _text(found[key])
+    yield "learning rate", _text(found["learning_rate"])
+    yield "loss scale", _text(found["loss_scale"])
+    mesh = found["mesh"] if isinstance(found["mesh"], dict) else {}
+    sizes = " x ".join(f"{axis} {mesh.get(axis, '?')}" for axis in ("pp", "dp", "tp"))
+    schedule, stages = mesh.get("schedule", "?"), mesh.get("stages_per_rank", "?")
+    yield "written by", f"{sizes}, {schedule}, stages a rank {stages}"
+    places = {"optimizer": "offload_optimizer", "parameters": "offload_param"}
+    offload = [f"{w} on {mesh[k]}" for w, k in places.items() if mesh.get(k, "none") != "none"]
+    yield "", ", ".join([f"ZeRO-{mesh.get('zero_stage', '?')}", *(offload or ["no offload"])])
+    config = found["config"] if isinstance(found["config"], dict) else {}
+    block = config.get("parallel3d")
+    model = block.get("model") if isinstance(block, dict) else None
+    if isinstance(model, dict):
+        sizes_of = [f"{word} {_text(model[k])}" for k, word in _MODEL_SIZES.items() if k in model]
+        yield "model", ", ".join([str(model.get("family", "?")), *sizes_of])
+    for key in ("corpus", "tokenizer", "versions", "format"):
+        yield key, _text(found[key])
+    yield "config", "--config prints it"
+
+
+def _layers(parameters: Mapping[str, list[int]]) -> Iterator[tuple[str, int, int]]:
+    """Name, number of tensors and of elements of each layer; equal layers in a row are one."""
+    layers: dict[tuple[str, int], dict[str, list[int]]] = {}
+    for name, shape in parameters.items():
+        match = re.match(r"(.+?)\.(\d{1,9})\.(.+)", name)
+        first, _, rest = name.partition(".")
+        key = (match[1], int(match[2])) if match else (first, -1)
+        layers.setdefault(key, {})[match[3] if match else rest] = shape
+    runs: list[tuple[str, int, int, dict[str, list[int]]]] = []
+    for (name, number), layer in sorted(layers.items()):
+        start = number
+        if runs and (runs[-1][0], runs[-1][2], runs[-1][3]) == (name, number - 1, layer):
+            start = runs.pop()[1]
+        runs.append((name, start, number, layer))
+    for name, start, end, layer in runs:
+        count = end - start + 1
+        numel = count * sum(prod(shape) for shape in layer.values())
+        span = "" if start < 0 else f".{start}" if start == end else f".{start} to {name}.{end}"
+        yield name + span, count * len(layer), numel
+
+
+def _print_table(console: Console, rows: list[tuple[str, ...]], justify: str = "right") -> None:
+    table = Table.grid(padding=(0, 3, 0, 0))
+    table.add_column(min_width=16, overflow="fold")
+    for _ in rows[0][1:]:
+        table.add_column(justify="left" if justify == "left" else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+    console.print()
+
+
+def _text(value: object) -> str:
+    """A value of state.json in a line."""
+    if isinstance(value, dict):
+        return ", ".join(f"{str(k).replace('_', ' ')} {_text(v)}" for k, v in value.items())
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return "none" if value is None else str(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}"

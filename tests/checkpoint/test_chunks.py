@@ -1,0 +1,181 @@
+"""Files of chunks: read as numpy slices them, and as the safetensors library sees them."""
+
+import os
+import tracemalloc
+from threading import Thread
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from parallel3d.checkpoint import chunks as module
+from parallel3d.checkpoint.box import Box
+from parallel3d.checkpoint.chunks import Chunk, ChunkFile, header
+from parallel3d.errors import CheckpointError
+from tests.checkpoint.folders import write_tensors
+
+
+def chunk_of(value, name="w", kind="master", offsets=None):
+    return Chunk(name, kind, Box(offsets or (0,) * value.ndim, value.shape))
+
+
+@st.composite
+def parts(draw):
+    """A stored array's shape, a part of it, and the memory to read it into."""
+    shape = tuple(draw(st.lists(st.integers(1, 7), max_size=3)))
+    starts = tuple(draw(st.integers(0, size - 1)) for size in shape)
+    ends = [draw(st.integers(a + 1, b)) for a, b in zip(starts, shape, strict=True)]
+    sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
+    order = draw(st.permutations(range(len(shape))))
+    return shape, Box(starts, sizes), order, draw(st.booleans())
+
+
+def memory(sizes, order, spread):
+    """A tensor of these sizes whose dims lie in memory in any order, with gaps if `spread`."""
+    stored = [sizes[dim] for dim in order]
+    whole = torch.full([size * (2 if spread else 1) for size in stored], -1.0)
+    view = whole[tuple(slice(None, None, 2) for _ in stored)] if spread else whole
+    return whole, view.permute([order.index(dim) for dim in range(len(order))])
+
+
+@settings(deadline=None)
+@given(parts(), st.sampled_from([8, 40, 8 * 2**20]), st.sampled_from([0, 16, 64 * 2**10]))
+def test_a_part_is_read_as_numpy_slices_it(tmp_path_factory, part, staging, gap):
+    shape, box, order, spread = part
+    value = np.random.default_rng(0).normal(size=shape).astype("<f4")
+    offsets = tuple(range(3, 3 + len(shape)))
+    chunk = chunk_of(value, offsets=offsets)
+    path = tmp_path_factory.mktemp("chunks") / "shard.safetensors"
+    write_tensors(path, {"other|master|0": np.ones(3, "<f4"), chunk.key: value})
+    whole, out = memory(box.shape, order, spread)
+    with pytest.MonkeyPatch.context() as patch, ChunkFile(path) as file:
+        patch.setattr(module, "STAGING_BYTES", staging)
+        patch.setattr(module, "GAP_BYTES", gap)
+        moved = Box(tuple(a + b for a, b in zip(box.offsets, offsets, strict=True)), box.shape)
+        file.read(chunk, moved, out)
+    ends = [a + b for a, b in zip(*box, strict=True)]
+    expected = value[tuple(slice(a, b) for a, b in zip(box.offsets, ends, strict=True))]
+    assert np.array_equal(out.numpy(), expected)
+    assert (whole == -1).sum() == whole.numel() - out.numel(), "nothing else is touched"
+
+
+def test_what_is_contiguous_is_read_without_a_copy(tmp_path):
+    """Half of a file of 64 MiB: in the host's memory only `out` is new."""
+    value = np.arange(2**24, dtype="<f4").reshape(2**12, 2**12)
+    chunk = chunk_of(value)
+    write_tensors(tmp_path / "a.safetensors", {chunk.key: value})
+    rows = torch.empty(2**11, 2**12)
+    columns = torch.empty(2**12, 2**11)
+    tracemalloc.start()
+    with ChunkFile(tmp_path / "a.safetensors") as file:
+        file.read(chunk, Box((7, 0), (2**11, 2**12)), rows)
+        # numpy's buffers are traced as they are asked for, touched or not.
+        file.read(chunk, Box((0, 5), (2**12, 2**11)), columns)
+    assert tracemalloc.get_traced_memory()[1] < 9 * 2**20
+    tracemalloc.stop()
+    assert np.array_equal(rows.numpy(), value[7 : 7 + 2**11])
+    assert np.array_equal(columns.numpy(), value[:, 5 : 5 + 2**11])
+
+
+@pytest.mark.parametrize(("width", "num_reads"), [(2**10, 1), (2**16, 16)])
+def test_small_gaps_are_read_over_and_large_ones_are_not(tmp_path, monkeypatch, width, num_reads):
+    value = np.arange(16 * width, dtype="<f4").reshape(16, width)
+    chunk = chunk_of(value)
+    write_tensors(tmp_path / "a.safetensors", {chunk.key: value})
+    reads = []
+
+    def counted(descriptor, buffers, at):
+        reads.append(len(buffers[0]))
+        return preadv(descriptor, buffers, at)
+
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", counted)
+    out = torch.empty(16, 8)
+    with ChunkFile(tmp_path / "a.safetensors") as file:
+        file.read(chunk, Box((0, 40), (16, 8)), out)
+    assert np.array_equal(out.numpy(), value[:, 40:48])
+    assert len(reads) == num_reads and sum(reads) == (4 * 16 * 8 if num_reads > 1 else value.nbytes)
+
+
+def test_several_threads_read_one_file(tmp_path):
+    value = np.arange(2**16, dtype="<f4").reshape(64, 2**10)
+    chunk = chunk_of(value)
+    write_tensors(tmp_path / "a.safetensors", {chunk.key: value})
+    out = torch.zeros(64, 2**10)
+    with ChunkFile(tmp_path / "a.safetensors") as file:
+
+        def read(row):
+            for column in range(0, 2**10, 64):
+                box = Box((row, column), (1, 64))
+                file.read(chunk, box, out[row : row + 1, column : column + 64])
+
+        threads = [Thread(target=read, args=(row,)) for row in range(64)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert np.array_equal(out.numpy(), value)
+
+
+VALUES = {
+    "a.weight|master|0,0": np.arange(6, dtype="<f4").reshape(2, 3),
+    "a.weight|exp_avg|4,0": np.full((1, 3), np.nan, "<f4"),
+    "b|exp_avg_sq|": np.array(7, "<f4"),
+    "odd | ï\n|name|master|12": np.array([-0.0, np.inf], "<f4"),
+}
+
+
+def test_the_safetensors_library_reads_what_we_write(tmp_path):
+    chunks = [Chunk.from_key(key, value.shape) for key, value in VALUES.items()]
+    head = header(chunks)
+    assert len(head) % 8 == 0
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(head + b"".join(value.tobytes() for value in VALUES.values()))
+    with safe_open(path, "numpy") as file:
+        assert set(file.keys()) == set(VALUES)
+        for key, value in VALUES.items():
+            assert file.get_tensor(key).dtype == np.float32
+            assert file.get_tensor(key).tobytes() == value.tobytes()
+            assert file.get_tensor(key).shape == value.shape
+    with ChunkFile(path) as file:
+        assert list(file.chunks) == chunks, "in the order of the file"
+
+
+@pytest.mark.parametrize("metadata", [None, {"format": "np"}])
+def test_we_read_what_the_safetensors_library_writes(tmp_path, metadata):
+    path = tmp_path / "a.safetensors"
+    save_file(VALUES, path, metadata=metadata)
+    with ChunkFile(path) as file:
+        assert {chunk.key for chunk in file.chunks} == set(VALUES)
+        for chunk in file.chunks:
+            out = torch.empty(chunk.box.shape)
+            file.read(chunk, chunk.box, out)
+            assert out.numpy().tobytes() == VALUES[chunk.key].tobytes()
+
+
+def test_keys_go_there_and_back():
+    chunk = Chunk("blocks.0.qkv.weight", "exp_avg_sq", Box((12, 0), (3, 4)))
+    assert chunk.key == "blocks.0.qkv.weight|exp_avg_sq|12,0"
+    assert Chunk.from_key(chunk.key, [3, 4]) == chunk
+
+
+def test_a_file_without_chunks(tmp_path):
+    (tmp_path / "a.safetensors").write_bytes(header([]))
+    with ChunkFile(tmp_path / "a.safetensors") as file:
+        assert file.chunks == {}
+
+
+def test_a_file_that_was_cut_off_since(tmp_path):
+    value = np.arange(100, dtype="<f4")
+    path = tmp_path / "a.safetensors"
+    write_tensors(path, {"w|master|0": value})
+    with ChunkFile(path) as file:
+        os.truncate(path, path.stat().st_size - 1)
+        chunk = chunk_of(value)
+        file.read(chunk, Box((0,), (99,)), torch.empty(99))
+        with pytest.raises(CheckpointError, match=r"a.safetensors: ends at byte .* too early"):
+            file.read(chunk, chunk.box, torch.empty(100))

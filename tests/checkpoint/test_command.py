@@ -1,0 +1,241 @@
+"""launch/checkpoint.py: what scripts rely on, that is standard output, --json and exit codes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+
+from launch import checkpoint as command
+from tests.checkpoint.folders import FIRST, KINDS, SECOND, make_checkpoint, seal, state_of
+
+COMMAND = Path(__file__).parents[2] / "launch/checkpoint.py"
+
+
+@pytest.fixture
+def run_folder(tmp_path):
+    """A run's folder with two checkpoints, and what killed saves and deletes leave."""
+    checkpoints = tmp_path / "my-run" / "checkpoints"
+    make_checkpoint(checkpoints, step=9)
+    make_checkpoint(checkpoints, step=10, seed=1)
+    for name in ("step-11.tmp", "step-8.deleted", "step-12.rejected"):
+        (checkpoints / name).mkdir()
+    (checkpoints / "latest").write_text("step-11\n")
+    return tmp_path / "my-run"
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Give a function that runs the command: exit code, standard output, standard error."""
+
+    def run_it(*arguments):
+        monkeypatch.setattr(sys, "argv", ["checkpoint.py", *map(str, arguments)])
+        code = command.main()
+        return code, *capsys.readouterr()
+
+    return run_it
+
+
+def damage(path):
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def test_inspect_json_says_what_is_in_the_newest(run, run_folder):
+    folder = run_folder / "checkpoints" / "step-10"
+    code, out, err = run("inspect", run_folder, "--json")
+    assert code == 0 and err == ""
+    found = json.loads(out)
+    state = state_of(10)
+    sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
+    numel = 5 * 2 + 4
+    tensors = 4 * numel * len(KINDS)
+    assert found == {
+        **{key: value for key, value in state.items() if key != "parameters"},
+        "path": str(folder),
+        "num_parameters": 2,
+        "num_elements": numel,
+        "parameters": {"embedding.weight": [5, 2], "blocks.0.norm.weight": [4]},
+        "bytes": {
+            **dict.fromkeys(KINDS, 4 * numel),
+            "other": sum(sizes.values()) - tensors,
+            "total": sum(sizes.values()),
+        },
+        "files": [
+            {
+                "file": name,
+                "bytes": sizes[name],
+                "chunks": chunks,
+                "digest": xxhash.xxh3_128_hexdigest((folder / name).read_bytes()),
+            }
+            for name, chunks in ((FIRST, 6), (SECOND, 6), ("state.json", 0))
+        ],
+    }
+    for path in (run_folder / "checkpoints", folder):
+        assert json.loads(run("inspect", path, "--json")[1]) == found
+    older = json.loads(run("inspect", run_folder / "checkpoints" / "step-9", "--json")[1])
+    assert older["step"] == 9
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_inspect_for_people(run, run_folder, width, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(width))
+    code, out, err = run("inspect", run_folder)
+    assert code == 0 and err == ""
+    lines = [line.split() for line in out.splitlines()]
+    lines_of_text = (
+        "step 10",
+        "tokens 40,960",
+        "next sample 80",
+        "written by pp 1 x dp 2 x tp 1, gpipe, stages a rank 1",
+        "ZeRO-3, optimizer on cpu",
+        "model gpt",
+        "versions parallel3d 0.1.0, torch 2.13.0",
+        "embedding 1 tensors 10",
+        "blocks.0 1 tensors 4",
+        "in all 2 tensors 14",
+        "weights (master) 56 bytes 56",
+    )
+    for line in lines_of_text:
+        assert line.split() in lines, line
+    assert all(len(line) <= width for line in out.splitlines()[1:]), "the first is the path"
+
+
+def test_equal_layers_are_one_line_and_many_files_a_few(run, tmp_path):
+    shapes = {f"blocks.{i}.{name}": (4, 2) for i in range(12) for name in ("a", "b")}
+    shapes |= {"blocks.12.a": (6,), "embedding": (7, 1)}
+    folder = make_checkpoint(tmp_path, shapes=shapes)
+    empty = b"\2\0\0\0\0\0\0\0{}"
+    for i in range(30):
+        (folder / f"shard-{i:05d}-of-00030.safetensors").write_bytes(empty)
+    seal(folder, 10)
+    out = run("inspect", folder)[1]
+    lines = [line.split() for line in out.splitlines()]
+    assert ["blocks.0", "to", "blocks.11", "24", "tensors", "192"] in lines
+    assert ["blocks.12", "1", "tensors", "6"] in lines
+    assert ["embedding", "1", "tensors", "7"] in lines
+    assert out.count(".safetensors") + out.count("state.json") == 12
+    assert "... 21 more" in out
+
+
+def test_the_config_comes_as_a_file_to_train_with(run, run_folder):
+    code, out, _ = run("inspect", run_folder, "--config")
+    assert code == 0 and json.loads(out) == state_of(10)["config"]
+
+
+def test_a_state_with_odd_values_is_shown_all_the_same(run, tmp_path):
+    folder = make_checkpoint(tmp_path)
+    state = {"format": 1, "step": 10, "parameters": {}, "mesh": [1], "config": {"parallel3d": 3}}
+    (folder / "state.json").write_text(json.dumps(state))
+    seal(folder, 10)
+    code, out, _ = run("inspect", folder)
+    assert code == 0 and "pp ? x dp ? x tp ?" in out
+
+
+def test_verify_says_that_all_is_well(run, run_folder):
+    code, out, err = run("verify", run_folder)
+    assert code == 0 and err == ""
+    rows = [line.split()[:2] for line in out.splitlines()]
+    assert rows[:2] == [["step-10", "ok"], ["step-9", "ok"]], "the newest first"
+    assert "step-11.tmp           unfinished" in out
+    assert "step-8.deleted        half deleted" in out
+    assert "step-12.rejected      set aside" in out
+    code, out, err = run("verify", run_folder, "--json")
+    assert code == 0 and "step-10" in err
+    report = json.loads(out)
+    assert report["ok"] is True and report["bad"] == []
+    names = [row["folder"] for row in report["left_over"]]
+    assert names == ["step-11.tmp", "step-12.rejected", "step-8.deleted"]
+
+
+def test_verify_names_what_is_damaged(run, run_folder):
+    checkpoints = run_folder / "checkpoints"
+    damage(checkpoints / "step-9" / SECOND)
+    (checkpoints / "step-9" / "state.json").unlink()
+    expected = [
+        {"file": f"step-9/{SECOND}", "reason": "its contents do not match the manifest "},
+        {"file": "step-9/state.json", "reason": "missing"},
+    ]
+    code, out, _ = run("verify", run_folder, "--json")
+    report = json.loads(out)
+    assert code == 1 and report["ok"] is False
+    assert [row["file"] for row in report["bad"]] == [row["file"] for row in expected]
+    for row, said in zip(expected, report["bad"], strict=True):
+        assert said["reason"].startswith(row["reason"])
+    code, out, _ = run("verify", checkpoints)
+    assert code == 1
+    assert "step-9                DAMAGED" in out and "state.json: missing" in out
+    assert run("verify", checkpoints / "step-10")[0] == 0
+    (checkpoints / "step-10" / "manifest.json").unlink()
+    code, out, _ = run("verify", checkpoints / "step-10", "--json")
+    assert code == 1
+    assert [row["file"] for row in json.loads(out)["bad"]] == ["step-10/manifest.json"]
+
+
+def test_a_damaged_checkpoint_is_not_inspected(run, run_folder):
+    newest = run_folder / "checkpoints" / "step-10"
+    for name in ("state.json", "manifest.json", FIRST):
+        data = (newest / name).read_bytes()
+        (newest / name).write_bytes(data[:-1])
+        code, out, err = run("inspect", run_folder, "--json")
+        assert code == 2 and out == "" and name in err
+        (newest / name).write_bytes(data)
+    state = (newest / "state.json").read_bytes()
+    (newest / "state.json").write_bytes(state.replace(b"40960", b"40961"))
+    code, out, err = run("inspect", run_folder)
+    assert code == 2 and out == "" and "do not match the manifest" in err
+    (newest / "state.json").write_bytes(state)
+    assert run("inspect", run_folder)[0] == 0
+
+
+def test_where_there_is_no_checkpoint(run, run_folder, tmp_path):
+    bare = tmp_path / "bare"
+    (bare / "checkpoints" / "step-5.tmp").mkdir(parents=True)
+    file = tmp_path / "file"
+    file.write_text("")
+    for path, word in [
+        (tmp_path / "nowhere", "no checkpoint there"),
+        (file, "no checkpoint there"),
+        (bare, "step-5.tmp is unfinished"),
+        (bare / "checkpoints" / "step-5.tmp", "is unfinished"),
+    ]:
+        for what in ("inspect", "verify"):
+            code, out, err = run(what, path, "--json")
+            assert code == 2 and out == "" and word in err and str(path) in err
+
+
+def test_progress_of_big_ones(run, run_folder, monkeypatch):
+    monkeypatch.setattr(command, "SHOWN_FROM", 0)
+    code, _, err = run("verify", run_folder / "checkpoints" / "step-9")
+    assert code == 0 and "step-9, MiB" in err
+
+
+def test_from_a_shell(run_folder):
+    """Imports, exit code and a working directory within the checkpoint."""
+    folder = run_folder / "checkpoints" / "step-9"
+    environment = dict(os.environ, OMP_NUM_THREADS="1")
+    done = subprocess.run(
+        [sys.executable, str(COMMAND), "verify", ".", "--json"],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["ok"] is True
+    assert done.stderr.startswith("step-9                ok")
+
+
+def test_the_helper_writes_what_the_library_reads(run_folder):
+    """The folders above are not only what our own reader takes."""
+    from safetensors.numpy import load_file
+
+    for step in (9, 10):
+        for name in (FIRST, SECOND):
+            tensors = load_file(run_folder / "checkpoints" / f"step-{step}" / name)
+            assert len(tensors) == 6 and all(np.isfinite(x).all() for x in tensors.values())

@@ -1,0 +1,165 @@
+"""Whether a checkpoint is as it was written: every way to damage it is seen, and named."""
+
+import os
+import pickle
+
+import pytest
+import torch
+
+from parallel3d.checkpoint.manifest import check_file, read_manifest, verify
+from parallel3d.errors import CheckpointError
+from tests.checkpoint.folders import FIRST, SECOND, make_checkpoint
+
+FILES = [FIRST, SECOND, "state.json", "manifest.json"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return make_checkpoint(tmp_path)
+
+
+@pytest.fixture
+def other(tmp_path):
+    return make_checkpoint(tmp_path, step=20, seed=1)
+
+
+def bad_files(folder):
+    return [bad.file for bad in verify(folder)]
+
+
+def flip(path, position, bit):
+    """Flip one bit of a file."""
+    with path.open("r+b") as file:
+        file.seek(position)
+        (byte,) = file.read(1)
+        file.seek(position)
+        file.write(bytes([byte ^ 1 << bit]))
+
+
+def test_a_flipped_bit_in_every_byte_of_the_manifest_is_seen(folder):
+    path = folder / "manifest.json"
+    for position in range(path.stat().st_size):
+        flip(path, position, position % 8)
+        with pytest.raises(CheckpointError, match=r"manifest\.json: "):
+            read_manifest(folder)
+        flip(path, position, position % 8)
+    assert verify(folder) == []
+
+
+@pytest.mark.parametrize("name", FILES[:-1])
+def test_a_flipped_bit_in_every_byte_of_every_file_is_seen(folder, name):
+    entry = read_manifest(folder).files[name]
+    for position in range(entry.size):
+        flip(folder / name, position, position % 8)
+        assert "do not match the manifest" in check_file(folder, name, entry)
+        if position % 100 == 0:
+            assert bad_files(folder) == [name]
+        flip(folder / name, position, position % 8)
+    assert verify(folder) == []
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_truncations_are_seen(folder, name):
+    data = (folder / name).read_bytes()
+    for size in {*range(0, len(data), 97), 1, 7, 8, 9, len(data) - 1}:
+        (folder / name).write_bytes(data[:size])
+        assert bad_files(folder) == [name]
+    for longer in (data + b"\0", data + data):
+        (folder / name).write_bytes(longer)
+        assert bad_files(folder) == [name]
+
+
+def delete(path):
+    path.unlink()
+
+
+def empty(path):
+    os.truncate(path, 0)
+
+
+def make_folder(path):
+    path.unlink()
+    path.mkdir()
+
+
+def make_pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+def make_broken_link(path):
+    path.unlink()
+    path.symlink_to(path)
+
+
+class Exploit:
+    def __reduce__(self):
+        return os.mkdir, ("exploited",)
+
+
+def make_pickle(path):
+    path.write_bytes(pickle.dumps(Exploit()))
+
+
+def make_torch_file(path):
+    torch.save({"weight": torch.ones(3)}, path)
+
+
+def zeros_of_the_same_size(path):
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+DAMAGE = [
+    delete,
+    empty,
+    make_folder,
+    make_pipe,
+    make_broken_link,
+    make_pickle,
+    make_torch_file,
+    zeros_of_the_same_size,
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("name", FILES)
+def test_damage_is_seen_and_named(folder, name, damage, monkeypatch):
+    monkeypatch.chdir(folder)
+    damage(folder / name)
+    (bad,) = verify(folder)
+    assert bad.file == name and bad.reason and str(folder) not in bad.reason
+    assert {path.name for path in folder.iterdir()} <= set(FILES), "no pickle was read"
+
+
+def test_the_reasons_are_in_plain_words(folder):
+    (folder / FIRST).unlink()
+    os.truncate(folder / SECOND, 1234 - 1000)
+    size = read_manifest(folder).files[SECOND].size
+    flip(folder / "state.json", 30, 0)
+    assert dict(verify(folder)) == {
+        FIRST: "missing",
+        SECOND: f"is 234 bytes, not {size:,}",
+        "state.json": "its contents do not match the manifest (a damaged disk or copy)",
+    }
+    (folder / "manifest.json").unlink()
+    assert bad_files(folder) == ["manifest.json"]
+
+
+def swap(a, b):
+    between = a.with_name("between")
+    a.rename(between)
+    b.rename(a)
+    between.rename(b)
+
+
+def test_swapped_files_are_seen(folder, other):
+    swap(folder / FIRST, folder / SECOND)
+    assert bad_files(folder) == [FIRST, SECOND]
+    swap(folder / FIRST, folder / SECOND)
+    for name in FILES:
+        swap(folder / name, other / name)
+        assert bad_files(folder) == bad_files(other) == [name]
+        swap(folder / name, other / name)
+    assert verify(folder) == verify(other) == []
+    swap(folder, other)
+    assert bad_files(folder) == bad_files(other) == ["manifest.json"]

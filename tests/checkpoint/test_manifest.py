@@ -1,0 +1,284 @@
+"""Manifests and states, sound and hostile, and whether all chunks are the parameters."""
+
+import json
+import pickle
+import shutil
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+
+from parallel3d.checkpoint.chunks import ChunkFile
+from parallel3d.checkpoint.manifest import (
+    Digest,
+    Entry,
+    check_file,
+    digest_of,
+    manifest_bytes,
+    read_manifest,
+    read_state,
+    shapes_of,
+    step_folders,
+    verify,
+)
+from parallel3d.errors import CheckpointError
+from tests.checkpoint.folders import (
+    FIRST,
+    KINDS,
+    SECOND,
+    SHAPES,
+    make_checkpoint,
+    seal,
+    state_of,
+    values_of,
+    write_manifest,
+    write_tensors,
+)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return make_checkpoint(tmp_path)
+
+
+@pytest.fixture
+def other(tmp_path):
+    return make_checkpoint(tmp_path, step=20, seed=1)
+
+
+def bad_files(folder):
+    return [bad.file for bad in verify(folder)]
+
+
+def test_a_sound_checkpoint(folder):
+    assert verify(folder) == []
+    manifest = read_manifest(folder)
+    assert manifest.step == 10 and set(manifest.files) == {FIRST, SECOND, "state.json"}
+    assert shapes_of(read_state(folder)) == SHAPES
+    for name, found in manifest.files.items():
+        assert found.size == (folder / name).stat().st_size
+        assert check_file(folder, name, found) == ""
+    counted = []
+    verify(folder, counted.append)
+    assert sum(counted) == sum(found.size for found in manifest.files.values())
+
+
+def test_what_it_holds_is_read_back(folder):
+    expected = values_of()
+    found = {key: np.full(value.shape, -1, "<f4") for key, value in expected.items()}
+    for name in (FIRST, SECOND):
+        with ChunkFile(folder / name) as file:
+            for chunk in file.chunks:
+                first = chunk.box.offsets[0]
+                out = found[chunk.name, chunk.kind][first : first + chunk.box.shape[0]]
+                file.read(chunk, chunk.box, torch.from_numpy(out))
+    assert all(np.array_equal(found[key], expected[key]) for key in expected)
+
+
+def test_our_manifest_is_the_one_that_the_document_describes(folder):
+    data = (folder / "manifest.json").read_bytes()
+    content = json.loads(data)
+    files = {name: Entry(**entry) for name, entry in content["files"].items()}
+    assert manifest_bytes(10, files) == data
+    assert manifest_bytes(10, dict(reversed(files.items()))) == data
+
+
+def test_a_hash_piece_by_piece(folder):
+    data = (folder / FIRST).read_bytes()
+    digest = Digest()
+    for start in range(0, len(data), 7):
+        digest.update(memoryview(data)[start : start + 7])
+    assert digest.hexdigest() == digest_of(data) == xxhash.xxh3_128_hexdigest(data)
+
+
+def test_the_state_of_another_step_is_seen(folder):
+    """Written wrong, with right hashes."""
+    (folder / "state.json").write_text(json.dumps(state_of(11)))
+    seal(folder, 10)
+    assert bad_files(folder) == ["state.json"]
+
+
+@pytest.mark.parametrize("step", [11, -10, 10.0, True, "10", None])
+def test_the_manifest_of_another_step_is_refused(folder, step):
+    seal(folder, step)
+    assert bad_files(folder) == ["manifest.json"]
+
+
+@pytest.mark.parametrize("version", [0, 2, "1", None, 1.0, True])
+def test_another_format_is_refused(folder, version):
+    seal(folder, 10, format=version)
+    with pytest.raises(CheckpointError, match="format" if version != 1 else "own hash"):
+        read_manifest(folder)
+    (folder / "state.json").write_text(json.dumps(state_of(10) | {"format": 2}))
+    seal(folder, 10)
+    assert bad_files(folder) == ["state.json"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../step-20/state.json",
+        "../evil.safetensors",
+        "..",
+        "/etc/passwd",
+        "/tmp/evil.safetensors",
+        "a/b.safetensors",
+        "a\\b.safetensors",
+        "..\\evil.safetensors",
+        "a\0.safetensors",
+        "a.safetensors\n",
+        ".a.safetensors",
+        ".safetensors",
+        "-a.safetensors",
+        "~a.safetensors",
+        "a b.safetensors",
+        "ä.safetensors",
+        "a.safetensors/",
+        "a.pt",
+        "a.SAFETENSORS",
+        "manifest.json",
+        "State.json",
+        "",
+    ],
+)
+def test_a_name_that_is_not_plain_is_refused(folder, other, name):
+    content = json.loads((folder / "manifest.json").read_text())
+    content["files"][name] = content["files"]["state.json"]
+    write_manifest(folder, content)
+    with pytest.raises(CheckpointError, match="not a plain file name"):
+        read_manifest(folder)
+    assert bad_files(folder) == ["manifest.json"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"files": []},
+        {"files": {}},
+        {"files": {"state.json": None}},
+        {"files": {"state.json": {"size": 1}}},
+        {"files": {"state.json": {"size": -1, "digest": "0" * 32}}},
+        {"files": {"state.json": {"size": 1.0, "digest": "0" * 32}}},
+        {"files": {"state.json": {"size": 1, "digest": "0" * 31}}},
+        {"files": {"state.json": {"size": 1, "digest": "F" * 32}}},
+        {"files": {"state.json": {"size": 1, "digest": 10**31}}},
+        {"files": {"state.json": {"size": 1, "digest": "0" * 32, "more": 1}}},
+        {"more": 1},
+        {"digest": "1" * 32},
+        {"digest": None},
+    ],
+)
+def test_a_manifest_of_another_form_is_refused(folder, change):
+    content = json.loads((folder / "manifest.json").read_text()) | {"digest": "0" * 32}
+    write_manifest(folder, content | change)
+    with pytest.raises(CheckpointError, match=r"manifest\.json: .*; use another checkpoint"):
+        read_manifest(folder)
+
+
+@pytest.mark.parametrize(
+    "data", [b"[" * 10**5, b"[]", b"null", b"\xff", b"{", b'{"a": ' + b"9" * 9999 + b"}"]
+)
+@pytest.mark.parametrize("name", ["manifest.json", "state.json"])
+def test_a_file_that_is_not_a_json_object_is_refused(folder, name, data):
+    (folder / name).write_bytes(data)
+    if name == "state.json":
+        seal(folder, 10)
+        with pytest.raises(CheckpointError, match="not JSON"):
+            read_state(folder)
+    assert bad_files(folder) == [name]
+
+
+def test_spaces_in_a_manifest_are_no_good(folder):
+    content = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="own hash"):
+        read_manifest(folder)
+
+
+def test_a_size_that_is_a_lie_takes_no_memory(folder):
+    entry = Entry(2**60, "0" * 32)
+    assert check_file(folder, FIRST, entry).endswith(f"bytes, not {2**60:,}")
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [None, [], {"w": None}, {"w": {}}, {"w": {"shape": 3}}, {"w": {"shape": [-1]}}],
+)
+def test_a_state_without_shapes_is_refused(folder, parameters):
+    (folder / "state.json").write_text(json.dumps(state_of(10) | {"parameters": parameters}))
+    seal(folder, 10)
+    assert bad_files(folder) == ["state.json"]
+    with pytest.raises(CheckpointError, match=r"state\.json"):
+        shapes_of(read_state(folder))
+
+
+# Checkpoints with right hashes whose tensors are not those of the state: the chunks of the second
+# file, and a word of what is wrong. The first file holds rows [0, 2) of (4, 6).
+ROWS = np.ones((2, 6), "<f4")
+WRONG = [
+    ({}, "the files hold 12 of the 24 elements of master of 'w'"),
+    ({"w|master|2,0": ROWS[:1]}, "hold 18 of the 24"),
+    ({"w|master|2,0": ROWS[:, :5]}, "hold 22 of the 24"),
+    ({"w|master|3,0": ROWS}, "is not inside its parameter"),
+    ({"w|master|2,1": ROWS}, "is not inside its parameter"),
+    ({"w|master|2,999999999999999999": ROWS}, "is not inside its parameter"),
+    ({"w|master|2": ROWS[0]}, "is not inside its parameter"),
+    ({"w|master|2,0,0": ROWS[None]}, "is not inside its parameter"),
+    ({"v|master|2,0": ROWS}, "no parameter 'v'"),
+    ({"w|master|0,0": ROWS}, "is also in"),
+    ({"w|master|1,0": ROWS}, "overlaps that at"),
+    ({"w|master|2,0": ROWS, "w|master|3,5": ROWS[:1, :1]}, "overlaps that at"),
+]
+
+
+@pytest.mark.parametrize(("tensors", "word"), WRONG)
+def test_chunks_that_do_not_tile_the_parameters(tmp_path, tensors, word):
+    shapes = {"w": (4, 6)}
+    folder = make_checkpoint(tmp_path, shapes=shapes)
+    rest = {f"w|{kind}|2,0": ROWS for kind in KINDS[1:]}
+    write_tensors(folder / SECOND, {"w|master|2,0": ROWS} | rest)
+    seal(folder, 10)
+    assert verify(folder) == []
+    write_tensors(folder / SECOND, tensors | rest)
+    seal(folder, 10)
+    (bad,) = verify(folder)
+    assert word in bad.reason
+    assert bad.file in (FIRST, SECOND) or "elements of" in bad.reason
+
+
+def test_parameters_that_no_file_holds_are_missed(folder):
+    parameters = state_of(10)["parameters"] | {"more": {"shape": [2]}, "none": {"shape": [0]}}
+    (folder / "state.json").write_text(json.dumps(state_of(10) | {"parameters": parameters}))
+    seal(folder, 10)
+    assert [bad.reason for bad in verify(folder)] == [
+        f"the files hold 0 of the 2 elements of {kind} of 'more'" for kind in KINDS
+    ]
+
+
+def test_a_file_with_a_bad_header_and_a_right_hash(folder):
+    (folder / SECOND).write_bytes(pickle.dumps([1.0] * 9))
+    seal(folder, 10)
+    (bad,) = verify(folder)
+    assert bad.file == SECOND and "looks like a pickle" in bad.reason
+
+
+def test_the_folder_by_other_names(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    assert read_manifest(folder.__class__(".")).step == 10
+    link = folder.with_name("best")
+    link.symlink_to(folder)
+    with pytest.raises(CheckpointError, match="of step 10, but the folder is 'best'"):
+        read_manifest(link)
+
+
+def test_step_folders_newest_first(tmp_path):
+    for name in ("step-9", "step-10", "step-0", "step-7.tmp", "step-3.deleted", "step-010"):
+        (tmp_path / name).mkdir()
+    for name in ("step--1", "step-", "step-1a", "Step-1", "xstep-1", "step-1 ", "step-\u0663"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-11").touch()
+    (tmp_path / "latest").write_text("step-11")
+    assert step_folders(tmp_path) == [(n, tmp_path / f"step-{n}") for n in (10, 9, 0)]
+    shutil.rmtree(tmp_path)
+    assert step_folders(tmp_path) == []
