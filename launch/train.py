@@ -15,16 +15,19 @@ from rich.console import Console
 from parallel3d.config import RunConfig, help_text
 from parallel3d.errors import Parallel3DError, TrainingError
 from parallel3d.mesh import Launch, Mesh, rank_0_first
+from parallel3d.stopping import STOPPED, Stopped, StopRequest
+from parallel3d.waiting import SharedFlag
 
-DONE, FAILED, BAD_INPUT, STOPPED = 0, 1, 2, 3  # exit codes; scripts rely on them
+DONE, FAILED, BAD_INPUT = 0, 1, 2  # exit codes; scripts rely on them, and on STOPPED
 SAVING_TIMEOUT = 1800.0  # seconds that a rank waits for another's disk
 
 
-def train(config: RunConfig, mesh: Mesh, as_json: bool) -> int:
+def train(config: RunConfig, mesh: Mesh, stop: StopRequest, as_json: bool) -> int:
     """Everything between a valid config and the closing summary; gives the exit code."""
     # Only now: what imports torch's and DeepSpeed's big parts waits for a config that is right.
-    from parallel3d import run
+    from parallel3d import run, run_folder
     from parallel3d.assembly import assemble
+    from parallel3d.checkpoint.save import Saver
     from parallel3d.checkpoint.weights import save_weights
     from parallel3d.engine import EngineSettings
     from parallel3d.engine.selftest import self_test
@@ -36,24 +39,34 @@ def train(config: RunConfig, mesh: Mesh, as_json: bool) -> int:
     console.print(mesh.picture())
     for note in config.notes:
         console.print(note)
-    run.check_output(config, mesh)
+    folder = run_folder.find_folder(config, mesh)
     corpus = run.open_corpus(config, mesh, console)
-    config = config.with_corpus(corpus.vocab_size, len(corpus.train))
+    asked, config = config, config.with_corpus(corpus.vocab_size, len(corpus.train))
+    found = run_folder.find_checkpoint(config, mesh, folder, console.print)
     self_test(EngineSettings.from_config(config), mesh, console.print)
     parts = assemble(config, mesh, console.print)
     run.print_placement(console, config, parts)
-    with closing(run.Output(config, mesh, console)) as output:
+    start = run_folder.restore(found, config, mesh, parts, corpus, console.print)
+    config = config.resumed(start.step, start.next_sample)
+    with closing(run_folder.Output(config, mesh, console, folder, start, asked)) as output:
+        keep, behind = config.checkpoint.keep, config.checkpoint.asynchronous
+        saver = Saver(
+            parts.engine, mesh, parts.layers, output.checkpoints, keep, behind, console.print
+        )
         peak_name, peak_flops = run.peak(config, mesh)
         profiler = run.make_profiler(config, mesh, parts, output.directory)
+        stop.hold(output.directory if mesh.rank == 0 else None)
         result = Trainer(
-            config, mesh, corpus, parts, peak_flops, output.writer, output.progress, profiler
-        ).run()
-    if config.run.save_weights:
+            config, mesh, corpus, parts, peak_flops, output.writer, output.progress, profiler,
+            saver, stop, start,
+        ).run()  # fmt: skip
+        output.end(result.stopped)
+    if config.run.save_weights and not result.stopped:
         mesh.set_timeouts(SAVING_TIMEOUT)
         save_weights(parts.engine, mesh, output.directory / "weights")
     parts.engine.close()
     summary = run.summarise(config, result, corpus, peak_name, output.directory)
-    run.print_result(console, result, summary)
+    run.print_result(console, result, summary, output.directory.name)
     if as_json and mesh.rank == 0:
         print(json.dumps(run.to_json(result, summary)))
     return STOPPED if result.stopped else DONE
@@ -71,27 +84,31 @@ def main() -> NoReturn:
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # deepspeed's launcher appends it
     args, overrides = parser.parse_known_args()
-    launch = Launch(0, 1, 0)
+    launch, stop = Launch(0, 1, 0), StopRequest()
     try:
-        launch = Launch.from_environment()
-        config = RunConfig.from_json(args.config, overrides).resolve(launch.world_size)
-        sizes = config.mesh
-        mesh = Mesh(sizes.pp, int(sizes.dp), sizes.tp, launch)
-        code = train(config, mesh, args.json)
-        mesh.close()
+        with stop.listening():
+            launch = Launch.from_environment()
+            config = RunConfig.from_json(args.config, overrides).resolve(launch.world_size)
+            sizes = config.mesh
+            mesh = Mesh(sizes.pp, int(sizes.dp), sizes.tp, launch)
+            stop.share(SharedFlag("stop"), mesh.rank)
+            code = train(config, mesh, stop, args.json)
+            mesh.close()
+    except Stopped:
+        code = stop.part()
     except (Parallel3DError, TrainingError) as error:
         message = str(error)
         rank_0_first(launch, lambda: print(message, file=sys.stderr, flush=True))
         code = FAILED if isinstance(error, TrainingError) else BAD_INPUT
-    except KeyboardInterrupt:
-        if launch.rank == 0:
-            print("interrupted; nothing was trained", file=sys.stderr)
-        code = STOPPED
     except Exception as error:
-        # This rank alone: its peers hear of it by losing it, and must not be waited for.
-        # In one write: the ranks share the stream.
-        sys.stderr.write(f"rank {launch.rank}: {_lost_peer(error) or traceback.format_exc()}\n")
-        code = FAILED
+        lost = _lost_peer(error)
+        if lost and stop.explains_loss():
+            code = stop.part()
+        else:
+            # This rank alone: its peers hear of it by losing it, and must not be waited for.
+            # In one write: the ranks share the stream.
+            sys.stderr.write(f"rank {launch.rank}: {lost or traceback.format_exc()}\n")
+            code = FAILED
     if engine := sys.modules.get("parallel3d.engine"):
         engine.remove_swap_folders()
     sys.stdout.flush()

@@ -45,7 +45,7 @@ def run_locally(
     """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
-    port = _free_port()
+    port = free_port()
     pipes, processes = [], []
     for rank in range(world_size):
         receive, send = context.Pipe()
@@ -119,8 +119,11 @@ def _rank(
     os._exit(0)  # a clean end would wait for peers that have failed
 
 
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port: int = s.getsockname()[1]
-        return port
+def free_port() -> int:
+    """A port that nobody listens on, outside the range from which the system gives ports away."""
+    for _ in range(100):
+        port = 10_000 + int.from_bytes(os.urandom(2)) % 20_000
+        with socket.socket() as s, suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no free port")

@@ -16,8 +16,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from parallel3d import fault
 from parallel3d.errors import ConfigError
 from parallel3d.picture import draw_mesh
+from parallel3d.transfer import Transfer
+from parallel3d.waiting import wait_with_open_ears
 
 AXES = ("pp", "dp", "tp")
 _STARTUP_TIMEOUT = timedelta(minutes=30)  # data preparation and compilation happen under it
@@ -31,6 +34,7 @@ class Launch:
     world_size: int
     local_rank: int
     local_world_size: int = 1
+    restart_count: int = 0  # how often torchrun has started these ranks before
 
     @classmethod
     def from_environment(cls) -> "Launch":
@@ -39,9 +43,9 @@ class Launch:
         if "RANK" in env:
             # torchrun's name, then deepspeed's; where neither is said, all may be on this node.
             here = env.get("LOCAL_WORLD_SIZE", env.get("LOCAL_SIZE", env["WORLD_SIZE"]))
-            return cls(
-                int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", 0)), int(here)
-            )
+            local_rank, restarts = env.get("LOCAL_RANK"), env.get("TORCHELASTIC_RESTART_COUNT")
+            numbers = (env["RANK"], env["WORLD_SIZE"], local_rank or 0, here, restarts or 0)
+            return cls(*map(int, numbers))
         if "SLURM_PROCID" in env and int(env.get("SLURM_NTASKS", 1)) > 1:
             if "MASTER_ADDR" not in env:
                 raise ConfigError(
@@ -72,29 +76,6 @@ def pick_device(local_rank: int) -> torch.device:
     return device
 
 
-@dataclass(frozen=True)
-class Transfer:
-    """A send or receive under way, and the longest that it may take; None leaves it to the backend.
-
-    gloo's transfers do not heed their group's timeout: without one of its own, a wait for a stopped
-    peer takes the 30 minutes that the group was made with. NCCL's watchdog looks after its own.
-    """
-
-    work: dist.Work
-    timeout: timedelta | None
-
-    def wait(self) -> None:
-        """Until it is done; RuntimeError if the peer dies, or is silent for too long."""
-        if self.timeout is None:
-            self.work.wait()
-        else:
-            self.work.wait(self.timeout)
-
-    def is_completed(self) -> bool:
-        """Whether it is done."""
-        return self.work.is_completed()
-
-
 class Mesh:
     """A pp x dp x tp grid of ranks with a process group along each axis.
 
@@ -111,7 +92,9 @@ class Mesh:
                 f"{launch.world_size} processes were started; make the two equal"
             )
         self.rank = launch.rank
-        self.local_rank = launch.local_rank
+        fault.set_rank(launch.rank)
+        self.local_rank, self.local_size = launch.local_rank, launch.local_world_size
+        self.restart_count = launch.restart_count
         self.device = pick_device(launch.local_rank)
         # DeepSpeed reads it wherever it wants a device index.
         os.environ["LOCAL_RANK"] = str(launch.local_rank)
@@ -126,6 +109,9 @@ class Mesh:
         assert world is not None
         alone = dist.new_group([self.rank], use_local_synchronization=True)
         self._groups |= {"model": model.get_group(), "world": world, "self": alone}
+        # Collectives on one group must keep their order, so what runs behind training has its own.
+        aside = "gloo" if self.backend != "fake" else None
+        self._aside = dist.new_group(backend=aside, timeout=_STARTUP_TIMEOUT)
         self._coords = dict(zip(AXES, self._grid.get_coordinate() or (), strict=True))
         self._pairs: dict[tuple[int, int], dist.ProcessGroup | None] = {}
         self._transfer_timeout: timedelta | None = None
@@ -148,7 +134,7 @@ class Mesh:
 
     @property
     def backend(self) -> str:
-        """The collectives' library: "gloo" or "nccl"."""
+        """The collectives' library: "gloo" or "nccl" ("fake": torch's stand-in for many ranks)."""
         return str(dist.get_backend())
 
     def isend(self, tensor: torch.Tensor, pp_coord: int, tag: int) -> Transfer:
@@ -194,20 +180,30 @@ class Mesh:
     def gather_floats(self, values: Sequence[float]) -> list[list[float]]:
         """Every rank's `values` (equally many on each), in the order of global ranks."""
         mine = torch.tensor(values, dtype=torch.float64, device=self.device)
-        everyone = [torch.empty_like(mine) for _ in range(self.size("world"))]
-        dist.all_gather(everyone, mine)
-        return [t.tolist() for t in everyone]
+        return [t.tolist() for t in self._gather(mine)]
 
-    def gather_texts(self, text: str) -> list[str]:
-        """Every rank's text, in the order of global ranks (bytes: no pickle on the network)."""
-        data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=self.device)
-        sizes = [int(row[0]) for row in self.gather_floats([len(data)])]
-        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
+    def gather_texts(self, text: str, aside: bool = False) -> list[str]:
+        """Every rank's text, in the order of global ranks (bytes: no pickle on the network).
+
+        `aside`: on a gloo group of its own, so that a thread may call it behind the training; a
+        main thread that waits there hears signals.
+        """
+        device = torch.device("cpu") if aside else self.device
+        data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
+        length = torch.tensor([len(data)], device=device)
+        sizes = [int(n) for n in self._gather(length, aside)]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
         padded[: len(data)] = data
-        everyone = [torch.empty_like(padded) for _ in sizes]
-        if max(sizes):
-            dist.all_gather(everyone, padded)
+        everyone = self._gather(padded, aside) if max(sizes) else [padded] * len(sizes)
         return [bytes(t[:n].tolist()).decode() for t, n in zip(everyone, sizes, strict=True)]
+
+    def _gather(self, mine: torch.Tensor, aside: bool = False) -> list[torch.Tensor]:
+        everyone = [torch.empty_like(mine) for _ in range(self.size("world"))]
+        if aside:
+            wait_with_open_ears(dist.all_gather(everyone, mine, self._aside, async_op=True))
+        else:
+            dist.all_gather(everyone, mine)
+        return everyone
 
     def all_gather(self, part: torch.Tensor, axis: str, dim: int) -> torch.Tensor:
         """The ranks' parts of a tensor, put together along `dim`, on which they may differ."""
@@ -266,8 +262,8 @@ def rank_0_first(launch: Launch, speak: Callable[[], None]) -> None:
     patience = timedelta(seconds=30)
     with suppress(Exception):  # nobody can be told any more
         if not dist.is_initialized():
-            size = launch.world_size
-            dist.init_process_group("gloo", rank=launch.rank, world_size=size, timeout=patience)
+            rank, size, store = launch.rank, launch.world_size, _meet(launch, patience)
+            dist.init_process_group("gloo", None, patience, size, rank, store)
         store = dist.distributed_c10d._get_default_store()
         if launch.rank == 0:
             store.set("rank 0 has spoken", "yes")
@@ -281,16 +277,23 @@ def _join(launch: Launch, device: torch.device) -> None:
     backend = dist.get_default_backend_for_device(device)
     if launch.world_size == 1 and "MASTER_ADDR" not in os.environ:
         store: dist.Store = dist.HashStore()
-        dist.init_process_group(
-            backend, store=store, rank=0, world_size=1, timeout=_STARTUP_TIMEOUT
-        )
+        dist.init_process_group(backend, None, _STARTUP_TIMEOUT, 1, 0, store)
         return
     os.environ.setdefault("MASTER_ADDR", socket.gethostname())
     os.environ.setdefault("MASTER_PORT", "29500")
     dist.init_process_group(
         backend,
+        store=_meet(launch, _STARTUP_TIMEOUT),
         rank=launch.rank,
         world_size=launch.world_size,
         timeout=_STARTUP_TIMEOUT,
         device_id=device if device.type != "cpu" else None,
     )
+
+
+def _meet(launch: Launch, patience: timedelta) -> dist.Store:
+    """The store through which the ranks find each other."""
+    store, *_ = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=patience))
+    # On one node torchrun's store outlives a restart; on several `--rdzv_backend c10d` renews it.
+    one_node = launch.local_world_size == launch.world_size
+    return dist.PrefixStore(f"attempt {launch.restart_count}", store) if one_node else store

@@ -51,11 +51,13 @@ class StepMetrics:
     """Only on lines of steps after which the model was evaluated."""
     loss_scale: float | None = None
     """Only in fp16; a step whose gradients overflowed under it was skipped: grad_norm is null."""
+    checkpoint_stall_seconds: float | None = None
+    """Only on the line after a save: the seconds for which it held training up."""
 
     def to_json(self) -> str:
         """One line without its end; JSON has no NaN, so what is not finite is null."""
         values = asdict(self)
-        for name in ("held_out_loss", "loss_scale"):
+        for name in ("held_out_loss", "loss_scale", "checkpoint_stall_seconds"):
             if values[name] is None:
                 del values[name]
         finite = {k: v if v is not None and math.isfinite(v) else None for k, v in values.items()}
@@ -136,6 +138,10 @@ class Progress:
         if evaluated or (not self._bar and (step % self._every == 0 or step in (1, last))):
             self._print(f"step {step:>{len(str(last))}}/{last}  {_numbers(metrics)}")
 
+    def say(self, text: str) -> None:
+        """Show a line of text."""
+        self._print(text)
+
     def close(self) -> None:
         """Leave the terminal as it was."""
         if self._bar:
@@ -165,15 +171,13 @@ class Summary:
 
     def rows(self) -> list[tuple[str, str]]:
         """Names and values, as text."""
-        below = "below" if self.held_out_loss < self.unigram_entropy else "not below"
+        entropy = self.unigram_entropy
+        below = "below" if self.held_out_loss < entropy else "not below"
+        held_out = f"{self.held_out_loss:.4f} ({below} the unigram entropy, {entropy:.4f})"
         memory = ", ".join(f"{size / 2**20:,.0f}" for size in self.peak_memory_bytes)
         return [
-            ("training loss", f"{self.loss:.4f}"),
-            (
-                "held-out loss",
-                f"{self.held_out_loss:.4f} ({below} the unigram entropy, "
-                f"{self.unigram_entropy:.4f})",
-            ),
+            *([("training loss", f"{self.loss:.4f}")] if math.isfinite(self.loss) else []),
+            *([("held-out loss", held_out)] if math.isfinite(self.held_out_loss) else []),
             ("tokens/s", f"{self.tokens_per_second:,.0f}"),
             ("model TFLOP/s per device", f"{self.tflops_per_device:.4g}"),
             ("MFU", _mfu(self.mfu) + (f" of {self.peak_name}" if self.mfu is not None else "")),

@@ -1,9 +1,8 @@
 """What surrounds the step loop: the corpus on every rank, the run's folder, the closing summary."""
 
-import json
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,34 +17,36 @@ from parallel3d.data.corpus import Corpus
 from parallel3d.data.prepare import prepare
 from parallel3d.data.progress import shown_progress
 from parallel3d.data.sources import silent
-from parallel3d.errors import ConfigError, Parallel3DError
+from parallel3d.errors import Parallel3DError, TrainingError
 from parallel3d.mesh import Mesh
 from parallel3d.metrics import (
-    MetricsWriter,
-    Progress,
     Summary,
     measure_peak_flops,
     print_summary,
-    require_tensorboard,
 )
 from parallel3d.profile import Profiler
 from parallel3d.trainer import Result
 
 
-def _on_one(mesh: Mesh, here: bool, work: Callable[[], str]) -> list[str]:
+def on_one(mesh: Mesh, here: bool, work: Callable[[], str]) -> list[str]:
     """What `work` gave on the ranks where it was done `here`, "" elsewhere, in order of ranks.
 
-    Collective. What the user caused on one rank is raised on all.
+    Collective. A Parallel3DError or TrainingError of one rank is raised on all. A rank that waits
+    here hears signals.
     """
     text = error = ""
+    kinds: dict[str, type[Exception]] = {"input": Parallel3DError, "training": TrainingError}
     if here:
         try:
             text = work()
         except Parallel3DError as caught:
-            error = str(caught)
-    if errors := [e for e in mesh.gather_texts(error) if e]:
-        raise Parallel3DError(errors[0])
-    return mesh.gather_texts(text)
+            error = f"input {caught}"
+        except TrainingError as caught:
+            error = f"training {caught}"
+    if errors := [e for e in mesh.gather_texts(error, aside=True) if e]:
+        kind, _, message = errors[0].partition(" ")
+        raise kinds[kind](message)
+    return mesh.gather_texts(text, aside=True)
 
 
 def open_corpus(config: RunConfig, mesh: Mesh, console: Console) -> Corpus:
@@ -60,7 +61,7 @@ def open_corpus(config: RunConfig, mesh: Mesh, console: Console) -> Corpus:
         check_length(corpus, config.data.sequence_length, config.global_batch_size)
         return str(corpus.directory)
 
-    directories = _on_one(mesh, mesh.local_rank == 0, work)
+    directories = on_one(mesh, mesh.local_rank == 0, work)
     corpus = Corpus.open(directories[mesh.rank - mesh.local_rank])
     train, held_out = len(corpus.train), len(corpus.held_out)
     console.print(
@@ -105,30 +106,6 @@ def print_placement(
         console.print(f"stage {stage:<3}{shown} ({100 * share:.0f} % of the parameters){place}")
 
 
-class Output:
-    """The run's folder, its metrics and its progress; rank 0 alone writes.
-
-    Raises Parallel3DError on all ranks if the folder cannot be made.
-    """
-
-    def __init__(self, config: RunConfig, mesh: Mesh, console: Console) -> None:
-        made = _on_one(mesh, mesh.rank == 0, lambda: str(_make_directory(config, mesh)))
-        self.directory = Path(made[0])
-        self.writer: MetricsWriter | None = None
-        self.progress: Progress | None = None
-        if mesh.rank == 0:
-            resolved = json.dumps(config.to_dict(), indent=1)
-            (self.directory / "config.json").write_text(resolved + "\n")
-            self.writer = MetricsWriter(self.directory, config.run.tensorboard)
-            self.progress = Progress(config.num_steps, config.steps_per_print, console)
-
-    def close(self) -> None:
-        """Close what rank 0 has open."""
-        for part in (self.writer, self.progress):
-            if part:
-                part.close()
-
-
 def make_profiler(
     config: RunConfig, mesh: Mesh, parts: Assembly, directory: Path
 ) -> Profiler | None:
@@ -137,45 +114,6 @@ def make_profiler(
         return None
     tensorboard = config.run.tensorboard
     return Profiler(config.train.profile, mesh, parts.executor, directory, tensorboard)
-
-
-def check_output(config: RunConfig, mesh: Mesh) -> None:
-    """See, before anything is built, whether the run can be written; raises on all ranks."""
-
-    def work() -> str:
-        if config.run.tensorboard:
-            require_tensorboard()
-        directory = Path(config.run.directory) / config.run.name
-        if config.run.name != "auto" and directory.exists():
-            raise ConfigError(
-                f'parallel3d.run.name = "{config.run.name}": {directory} exists, and runs are not '
-                'resumed yet; use another name, or "auto", or remove the folder'
-            )
-        return ""
-
-    _on_one(mesh, mesh.rank == 0, work)
-
-
-def _make_directory(config: RunConfig, mesh: Mesh) -> Path:
-    name = config.run.name
-    if name == "auto":
-        sizes = "x".join(str(mesh.size(axis)) for axis in ("pp", "dp", "tp"))
-        model = config.model
-        name = f"{model.family}-h{model.hidden_size}-l{model.num_hidden_layers}-{sizes}"
-    for number in count(1):
-        directory = Path(config.run.directory) / (name if number == 1 else f"{name}-{number}")
-        try:
-            directory.mkdir(parents=True)
-            return directory
-        except FileExistsError:
-            if config.run.name != "auto":
-                raise ConfigError(f"{directory} was made by another run; start again") from None
-        except OSError as error:
-            raise ConfigError(
-                f'parallel3d.run.directory = "{config.run.directory}": cannot be written '
-                f"({error.strerror}); name a folder that can"
-            ) from None
-    raise AssertionError("count() does not end")
 
 
 def peak(config: RunConfig, mesh: Mesh) -> tuple[str, float | None]:
@@ -207,15 +145,16 @@ def summarise(
     """The closing summary of a run."""
     files = {
         "run": directory,
+        "checkpoints": directory / "checkpoints",
         "metrics": directory / "metrics.jsonl",
         "config": directory / "config.json",
         "tokenizer": corpus.tokenizer_directory,
     }
-    if config.run.save_weights:
+    if config.run.save_weights and not result.stopped:
         files["weights"] = directory / "weights"
     return Summary(
         loss=result.loss,
-        held_out_loss=result.held_out_loss or float("nan"),
+        held_out_loss=math.nan if result.held_out_loss is None else result.held_out_loss,
         unigram_entropy=corpus.unigram_entropy,
         tokens_per_second=result.tokens_per_second,
         tflops_per_device=result.tflops_per_device,
@@ -226,10 +165,13 @@ def summarise(
     )
 
 
-def print_result(console: Console, result: Result, summary: Summary) -> None:
-    """The closing table."""
+def print_result(console: Console, result: Result, summary: Summary, name: str) -> None:
+    """The closing table of the run `name`."""
     if result.stopped:
-        console.print(f"stopped on request after step {result.steps}")
+        console.print(
+            f"stopped on request after step {result.steps}, all saved; to go on: "
+            f"--parallel3d.run.name {name}"
+        )
     print_summary(summary, console)
 
 
@@ -238,8 +180,8 @@ def to_json(result: Result, summary: Summary) -> dict[str, Any]:
     return {
         "steps": result.steps,
         "stopped": result.stopped,
-        "loss": summary.loss,
-        "held_out_loss": summary.held_out_loss,
+        "loss": _finite(summary.loss),
+        "held_out_loss": _finite(summary.held_out_loss),
         "unigram_entropy": summary.unigram_entropy,
         "tokens_per_second": summary.tokens_per_second,
         "tflops_per_device": summary.tflops_per_device,
@@ -247,6 +189,11 @@ def to_json(result: Result, summary: Summary) -> dict[str, Any]:
         "peak_memory_bytes": list(summary.peak_memory_bytes),
         "files": {name: str(path) for name, path in summary.files.items()},
     }
+
+
+def _finite(number: float) -> float | None:
+    """The number; None, as JSON has no NaN, where there is none."""
+    return number if math.isfinite(number) else None
 
 
 def _count(number: int) -> str:

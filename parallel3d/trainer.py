@@ -1,16 +1,15 @@
-"""The step loop: batch -> executor -> engine -> metrics; nothing else (floor 5)."""
+"""The step loop: batch -> executor -> engine -> metrics -> checkpoint; nothing else (floor 5)."""
 
 import math
-import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from types import FrameType
 
 import torch
 
 from parallel3d.assembly import Assembly
+from parallel3d.checkpoint.save import MOST_FAILURES, Saver
+from parallel3d.checkpoint.state import Position, RunState
 from parallel3d.config import RunConfig
 from parallel3d.data.batches import (
     Batches,
@@ -20,46 +19,15 @@ from parallel3d.data.batches import (
 )
 from parallel3d.data.corpus import Corpus
 from parallel3d.errors import TrainingError
+from parallel3d.fault import fault_point
 from parallel3d.learning_rate import rate
 from parallel3d.mesh import Mesh
 from parallel3d.metrics import MetricsWriter, Progress, StepMetrics, peak_memory_bytes
 from parallel3d.pipeline.executor import Microbatch
 from parallel3d.profile import Profiler
+from parallel3d.stopping import StopRequest
 
-_ONE_CTRL_C = 2.0  # seconds within which SIGINTs are one
-
-
-@dataclass
-class StopRequest:
-    """Whether somebody asked this rank to stop; the ranks agree on it at a step's end."""
-
-    asked: bool = False
-
-    @contextmanager
-    def listening(self) -> Iterator["StopRequest"]:
-        """Take SIGINT and SIGTERM for a request; a second Ctrl-C interrupts at once.
-
-        A request is one until the process ends: launchers repeat it while the weights are saved.
-        """
-        since = 0.0
-
-        def ask(number: int, frame: FrameType | None) -> None:
-            nonlocal since
-            now = time.monotonic()
-            # torchrun hands a Ctrl-C on to ranks that have had it from the terminal.
-            if self.asked and number == signal.SIGINT and now - since > _ONE_CTRL_C:
-                raise TrainingError("interrupted a second time; the weights are not saved")
-            if not self.asked:
-                self.asked, since = True, now
-
-        signals = (signal.SIGINT, signal.SIGTERM)
-        previous = [signal.signal(s, ask) for s in signals]
-        try:
-            yield self
-        finally:
-            if not self.asked:
-                for s, handler in zip(signals, previous, strict=True):
-                    signal.signal(s, handler)
+_PATIENCE = 20.0  # seconds for a step and a save, of the 30 that deepspeed's launcher waits
 
 
 @dataclass
@@ -77,10 +45,10 @@ class Result:
 
 
 class Trainer:
-    """Trains for `train.steps` steps, evaluating on the way.
+    """Trains from `start` to `train.steps`, evaluating and saving on the way.
 
     `peak_flops` are a device's (None: MFU is not reported). `writer` and `progress` are given on
-    the rank that reports, and there alone.
+    the rank that reports, and there alone. Without a `saver` nothing is saved.
     """
 
     def __init__(
@@ -93,65 +61,125 @@ class Trainer:
         writer: MetricsWriter | None = None,
         progress: Progress | None = None,
         profiler: Profiler | None = None,
+        saver: Saver | None = None,
+        stop: StopRequest | None = None,
+        start: Position | None = None,
     ) -> None:
         self.config, self.mesh, self.engine = config, mesh, parts.engine
         self.executor, self.evaluator = parts.executor, parts.evaluator
         self.flops_per_token, self.peak_flops = parts.flops_per_token, peak_flops
         self._end_of_text = corpus.end_of_text
         self.writer, self.progress, self.profiler = writer, progress, profiler
+        self.saver, self.stop = saver, stop or StopRequest()
+        self.position = start or Position()
+        self._state = RunState(config, corpus) if saver else None
+        self._stall: float | None = None  # of the newest save, until a line of metrics has it
         length = config.data.sequence_length
         self._training = Batches(corpus.train, length, config.train.seed)
         self._held_out = Batches(corpus.held_out, length, seed=None)
 
     def run(self) -> Result:
-        """Train; raises TrainingError on every rank if a loss or gradient is not finite."""
-        result, train = Result(), self.config.train
-        seconds = 0.0  # of the steps after the first, which also warms up
-        with StopRequest().listening() as stop:
-            for step in range(self.config.num_steps):
-                with self.profiler.step(step) if self.profiler else nullcontext():
-                    start = time.perf_counter()
-                    lr = rate(self.config, step)
-                    rows = self._step(step, lr, stop)
-                    taken = time.perf_counter() - start
-                seconds += taken if step else 0.0
-                if step == 0:
-                    self.mesh.set_timeouts(train.timeout_seconds)
-                result.steps = step + 1
-                result.loss = self._mean_loss([row[0] for row in rows])
-                result.peak_memory_bytes = [int(row[1]) for row in rows]
-                result.stopped = any(row[2] for row in rows)
-                last = result.steps == self.config.num_steps or result.stopped
-                due = train.evaluate_every and result.steps % train.evaluate_every == 0
-                held_out = self.evaluate() if due or last else None
-                result.held_out_loss = held_out if held_out is not None else result.held_out_loss
-                metrics = self._metrics(step, result.loss, lr, taken, rows, held_out)
-                self._report(metrics)
-                if last:
-                    break
+        """Train; raises TrainingError on every rank if a loss or gradient is not finite.
+
+        Raises it, too, if checkpoints cannot be saved.
+        """
+        result, first = Result(steps=self.position.step), self.position.step
+        seconds = taken = 0.0  # of the steps after the first, which also warms up
+        while result.steps < self.config.num_steps and not result.stopped:
+            step = result.steps
+            fault_point("trainer.step")
+            with self.profiler.step(step) if self.profiler else nullcontext():
+                began = time.perf_counter()
+                lr = rate(self.config, step)
+                rows = self._step(step, lr)
+                taken = time.perf_counter() - began
+            seconds += taken if step > first else 0.0
+            if step == first:
+                self.mesh.set_timeouts(self.config.train.timeout_seconds)
+                self._warn_if_slow(taken)
+            self.position = self.position.after(self.config)
+            result.steps = step + 1
+            result.loss = self._mean_loss([row[0] for row in rows])
+            result.peak_memory_bytes = [int(row[1]) for row in rows]
+            result.stopped = self.stop.stopping or result.steps == self._stop_after
+            held_out = None if result.stopped else self._evaluated(result)
+            self._report(self._metrics(step, result.loss, lr, taken, rows, held_out))
+            self._save_if_due(result)
         if self.profiler:
             self.profiler.finish()  # of a run that was stopped among the profiled steps
-        timed = max(1, result.steps - 1)
-        speed = self._speed(seconds / timed if seconds else taken)
-        result.tokens_per_second, result.tflops_per_device, result.mfu = speed
+        if result.steps == first:
+            # A run that was stopped at its last step, or is done, and was started again.
+            result.held_out_loss = self.evaluate()
+        else:
+            timed = max(1, result.steps - first - 1)
+            speed = self._speed(seconds / timed if seconds else taken)
+            result.tokens_per_second, result.tflops_per_device, result.mfu = speed
         return result
 
-    def evaluate(self) -> float:
-        """Mean loss of the held-out samples: the same ones on every mesh, in order."""
+    def _warn_if_slow(self, step_seconds: float) -> None:
+        """Say so if a request to stop may not be served before launchers lose their patience."""
+        save_seconds = self.saver.expected_seconds() if self.saver else 0.0
+        if self.progress and step_seconds + save_seconds > _PATIENCE:
+            self.progress.say(
+                f"a step took {step_seconds:.0f} s and a save takes about {save_seconds:.0f} s: "
+                "stopped by SIGTERM, a launcher may kill this run before its state is saved (30 s "
+                "under deepspeed); put a file named STOP into the run's folder instead"
+            )
+
+    def evaluate(self) -> float | None:
+        """Mean loss of the held-out samples: the same ones on every mesh, in order.
+
+        None if somebody asks to stop meanwhile; then every rank leaves after the same batch.
+        """
         config = self.config
         size = config.global_batch_size
         limit = -(-config.train.evaluate_samples // size)
         rounds = num_evaluation_batches(self._held_out.num_samples, size, limit)
         losses = []
         for i in range(rounds):
-            local = self.evaluator.run(self._batch(self._held_out, i))
-            losses.append(self._mean_loss([row[0] for row in self.mesh.gather_floats([local])]))
+            local = self.evaluator.run(self._batch(self._held_out, i * size))
+            rows = self.mesh.gather_floats([local, *self.stop.flags()])
+            self.stop.agree([row[1:] for row in rows])
+            if self.stop.stopping:
+                return None
+            losses.append(self._mean_loss([row[0] for row in rows]))
         return sum(losses) / rounds
 
-    def _step(self, step: int, lr: float, stop: StopRequest) -> list[list[float]]:
-        """One step; each rank's loss, peak memory and wish to stop."""
-        loss = self.executor.run(self._batch(self._training, step), step)
-        rows = self.mesh.gather_floats([loss, peak_memory_bytes(self.mesh.device), stop.asked])
+    @property
+    def _stop_after(self) -> int | None:
+        """The step after which to stop as if asked to, unless training is over by then."""
+        after = self.config.train.stop_after
+        return after if after is not None and after < self.config.num_steps else None
+
+    def _evaluated(self, result: Result) -> float | None:
+        """The held-out loss, after the steps that call for it."""
+        every = self.config.train.evaluate_every
+        if result.steps < self.config.num_steps and not (every and result.steps % every == 0):
+            return None
+        held_out = self.evaluate()
+        result.held_out_loss = held_out if held_out is not None else result.held_out_loss
+        result.stopped = held_out is None
+        return held_out
+
+    def _save_if_due(self, result: Result) -> None:
+        """Save after the steps that call for it; what ends the run is on disk before it ends."""
+        if self.saver is None or self._state is None:
+            return
+        self.saver.poll()
+        every, last = self.config.checkpoint.every, result.steps == self.config.num_steps
+        ends = result.stopped or last
+        if ends or self.stop.saving or (every and result.steps % every == 0):
+            self._stall = self.saver.save(self._state.at(self.position), wait=ends)
+            self.stop.saved()
+        if ends:
+            self.saver.require_saved()
+            self.stop.finished()
+
+    def _step(self, step: int, lr: float) -> list[list[float]]:
+        """One step; each rank's loss, peak memory, and wishes to stop and to save."""
+        loss = self.executor.run(self._batch(self._training, self.position.next_sample), step)
+        memory, broken = peak_memory_bytes(self.mesh.device), bool(self.saver and self.saver.broken)
+        rows = self.mesh.gather_floats([loss, memory, *self.stop.flags(), broken])
         for rank, (local, *_) in enumerate(rows):
             if not math.isfinite(local):
                 raise TrainingError(
@@ -159,6 +187,12 @@ class Trainer:
                     "all ranks stop. Lower optimizer.params.lr, lengthen the warm-up, or look "
                     "at the data of this step"
                 )
+        self.stop.agree([row[2:4] for row in rows])
+        if any(row[-1] for row in rows):
+            raise TrainingError(
+                f"{MOST_FAILURES} checkpoints in a row could not be saved; all ranks stop. The "
+                "ones before them stand: make room or mend the disk, and start again"
+            )
         self._done = self.engine.step(lr)
         norm = self._done.grad_norm
         if not self._done.overflow and (not math.isfinite(norm) or norm < 0):
@@ -168,12 +202,12 @@ class Trainer:
             )
         return rows
 
-    def _batch(self, batches: Batches, index: int) -> list[Microbatch]:
-        """This data-parallel coordinate's microbatches of the global batch `index`."""
+    def _batch(self, batches: Batches, start: int) -> list[Microbatch]:
+        """This data-parallel coordinate's microbatches of the batch from sample `start` on."""
         config, result = self.config, []
         for m in range(config.num_microbatches):
             first = first_sample(
-                index,
+                start,
                 m,
                 self.mesh.coord("dp"),
                 micro_batch=config.micro_batch_size,
@@ -207,12 +241,13 @@ class Trainer:
         held_out: float | None,
     ) -> StepMetrics:
         tokens_per_second, tflops, mfu = self._speed(seconds)
+        stall, self._stall = self._stall, None
         return StepMetrics(
             step=step + 1,
             loss=loss,
             grad_norm=self._done.grad_norm,
             lr=lr,
-            tokens=(step + 1) * self.config.tokens_per_step,
+            tokens=self.position.tokens,
             tokens_per_second=tokens_per_second,
             tflops_per_device=tflops,
             mfu=mfu,
@@ -220,6 +255,7 @@ class Trainer:
             step_seconds=seconds,
             held_out_loss=held_out,
             loss_scale=self._done.loss_scale if self.config.fp16.enabled else None,
+            checkpoint_stall_seconds=stall,
         )
 
     def _report(self, metrics: StepMetrics) -> None:

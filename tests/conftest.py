@@ -13,6 +13,7 @@ def pytest_configure(config):
 
 def pytest_addoption(parser):
     parser.addoption("--parity-table", help="write the table of test_parity_in_full to this file")
+    parser.addoption("--resharding-table", help="write what test_every_pair found to this file")
 
 
 LAUNCHERS_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")

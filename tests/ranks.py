@@ -38,7 +38,7 @@ def run_ranks(function, world_size, *args, timeout=120, expect_hang=False):
     """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    port = _free_port()
+    port = free_port()
     pipes, processes = [], []
     for rank in range(world_size):
         receive, send = context.Pipe()
@@ -113,7 +113,11 @@ def _rank(pipe, function, rank, world_size, port, timeout, expect_hang, args):
         os._exit(0)
 
 
-def _free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+def free_port():
+    """A port that nobody listens on, outside the range from which the system gives ports away."""
+    for _ in range(100):
+        port = 10_000 + int.from_bytes(os.urandom(2)) % 20_000
+        with socket.socket() as s, suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no free port")

@@ -6,8 +6,12 @@ paper: no module, no mesh, no microbatches (the batch is one), no engine.
 
 import math
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
+
+from parallel3d.config import RunConfig
 
 
 def forward(weights, config, tokens, labels):
@@ -75,3 +79,16 @@ def train(weights, config, batches, optimizer):
         adam.step()
         losses.append(loss.item())
     return losses, norms, {k: v.detach().float() for k, v in weights.items()}
+
+
+def held_out_loss(directory, corpus, samples, length):
+    """The mean loss of the first held-out windows, by plain PyTorch on the files of the run."""
+    weights = {}
+    for path in (directory / "weights").glob("*.safetensors"):
+        weights |= load_file(path)
+    config = RunConfig.from_json(str(directory / "config.json"))
+    text = np.asarray(corpus.held_out.tokens, dtype=np.int64)
+    windows = np.stack([text[i * length : i * length + length + 1] for i in range(samples)])
+    tokens = torch.from_numpy(windows)
+    with torch.no_grad():
+        return float(forward(weights, config.model, tokens[:, :-1], tokens[:, 1:]))

@@ -63,13 +63,18 @@ def steps_of_tokens(max_tokens: int, tokens_per_step: int) -> int:
 
 def steps_of_epochs(epochs: float, samples: int, batch: int) -> int:
     """The whole steps in so many passes over `samples`; raises ConfigError if there is none."""
-    # In fractions, because 0.29 x 100 samples are 28.999999999999996 as floats.
-    seen = int(Fraction(str(epochs)) * samples)
+    seen = samples_of_epochs(epochs, samples)
     if seen < batch:
         rule = f"is {seen} samples of the corpus's {samples}, less than one step of {batch}"
         remedy = "use more epochs or a smaller batch"
         raise Problems([Problem("parallel3d.train.epochs", epochs, rule, remedy)])
     return seen // batch
+
+
+def samples_of_epochs(epochs: float, samples: int) -> int:
+    """The whole samples in so many passes over `samples`."""
+    # In fractions, because 0.29 x 100 samples are 28.999999999999996 as floats.
+    return int(Fraction(str(epochs)) * samples)
 
 
 def missing_batch() -> Problem:

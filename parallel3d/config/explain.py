@@ -17,8 +17,6 @@ from parallel3d.config.scheduler import SCHEDULERS
 from parallel3d.config.section import ABSENT, Problem, Problems, Section
 
 PARALLEL3D_KEYS = {
-    "parallel3d.checkpoint": "comes with a later version; remove it (run.save_weights keeps the "
-    "trained weights)",
     "parallel3d.mesh": '"plan" is not yet supported; write {"pp": 1, "dp": "auto", "tp": 1}',
 }
 # Sections that are of one class or another: path, the key that tells, and the classes by its value.

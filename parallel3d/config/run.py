@@ -20,6 +20,7 @@ from parallel3d.config.normalise import normalise
 from parallel3d.config.scheduler import TOTAL_STEPS, Scheduler, scheduler_section
 from parallel3d.config.section import Problems, Section
 from parallel3d.config.settings import (
+    CheckpointConfig,
     MeshConfig,
     OutputConfig,
     Parallel3DConfig,
@@ -59,6 +60,7 @@ class RunConfig(Section):
     """Everything that is not DeepSpeed's."""
 
     _notes: tuple[str, ...] = PrivateAttr(default=())
+    _max_samples: int | None = PrivateAttr(default=None)  # what max_tokens or epochs come to
 
     @classmethod
     def from_json(cls, path: str, overrides: Sequence[str] = ()) -> "RunConfig":
@@ -121,6 +123,11 @@ class RunConfig(Section):
         return self.parallel3d.train
 
     @property
+    def checkpoint(self) -> CheckpointConfig:
+        """Saving and resuming."""
+        return self.parallel3d.checkpoint
+
+    @property
     def run(self) -> OutputConfig:
         """Where the run is written."""
         return self.parallel3d.run
@@ -176,7 +183,9 @@ class RunConfig(Section):
         )._checked()
         if config.train.max_tokens is not None:
             steps = arithmetic.steps_of_tokens(config.train.max_tokens, config.tokens_per_step)
+            samples = config.train.max_tokens // config.data.sequence_length
             config = config._with("train", steps=steps, max_tokens=None)
+            config._max_samples = samples
         return config._with_total_steps()._checked()
 
     def with_corpus(self, vocab_size: int, num_train_tokens: int) -> "RunConfig":
@@ -192,8 +201,21 @@ class RunConfig(Section):
             steps = arithmetic.steps_of_epochs(
                 config.train.epochs, samples, config.global_batch_size
             )
+            seen = arithmetic.samples_of_epochs(config.train.epochs, samples)
             config = config._with("train", steps=steps, epochs=None)
+            config._max_samples = seen
         return config._with_total_steps()._checked()
+
+    def resumed(self, step: int, next_sample: int) -> "RunConfig":
+        """The config of a run that has done `step` steps and seen `next_sample` samples.
+
+        Where max_tokens or epochs bound the run, another batch size takes another number of steps
+        to that end. The config must be complete.
+        """
+        if self._max_samples is None:
+            return self
+        left = max(0, self._max_samples - next_sample) // self.global_batch_size
+        return self._with("train", steps=max(1, step + left))._with_total_steps()._checked()
 
     def with_vocab_size(self, size: int) -> "RunConfig":
         """The config for a tokenizer of `size` tokens; the model's vocabulary may be larger."""

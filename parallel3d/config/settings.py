@@ -115,8 +115,33 @@ class TrainConfig(Section):
     """Steps between held-out losses; 0 means only after the last step."""
     evaluate_samples: int = Field(default=64, gt=0)
     """Held-out samples in an evaluation."""
+    stop_after: Positive | None = None
+    """Save and stop after this step, as if asked to; learning rates stay planned for all steps."""
     timeout_seconds: int = Field(default=300, gt=0)
     """How long a rank waits for another before the run fails, once the first step is done."""
+
+
+def _resume_point(value: Any) -> Any:
+    if value in ("auto", "none") or (isinstance(value, int) and not isinstance(value, bool)):
+        return value
+    if isinstance(value, str) and value.strip():
+        return int(value) if value.isdecimal() else value
+    raise ValueError('is no place to resume from; use "auto", "none", a step, or a path')
+
+
+class CheckpointConfig(Section):
+    """When the training state is saved, and what a run starts from."""
+
+    every: int = Field(default=200, ge=0)
+    """Steps between two checkpoints; there is always one after the last step and when the run is
+    stopped. 0: only then."""
+    keep: int = Field(default=2, ge=2)
+    """Newest checkpoints that are kept; an older one goes once the newer ones are verified."""
+    asynchronous: bool = True
+    """Copy the state to host memory and write it while training goes on; false: training waits."""
+    resume: Annotated[int | str, BeforeValidator(_resume_point)] = "auto"
+    """"auto": the run's newest checkpoint that all ranks can verify, or a fresh start; "none": a
+    fresh start in a new folder; a step of this run, or the path of a checkpoint: that one."""
 
 
 class OutputConfig(Section):
@@ -125,7 +150,7 @@ class OutputConfig(Section):
     directory: str = Field(default="runs", min_length=1)
     """Folder of all runs, relative to the working directory."""
     name: str = Field(default="auto", pattern=r"^[^/\\]+$")
-    """Name of this run; "auto" is readable and never collides."""
+    """Name of this run; "auto" is readable and never collides. A name that exists is resumed."""
     tensorboard: bool = False
     """Write TensorBoard's files beside metrics.jsonl."""
     save_weights: bool = True
@@ -147,5 +172,7 @@ class Parallel3DConfig(Section):
     """The corpus."""
     train: TrainConfig
     """Length, seed, learning rate, evaluation."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Saving and resuming."""
     run: OutputConfig = OutputConfig()
     """Where the run is written."""

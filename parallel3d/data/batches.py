@@ -20,18 +20,19 @@ def num_windows(num_tokens: int, sequence_length: int) -> int:
 
 
 def first_sample(
-    step: int, microbatch: int, dp_coord: int, *, micro_batch: int, num_microbatches: int, dp: int
+    start: int, microbatch: int, dp_coord: int, *, micro_batch: int, num_microbatches: int, dp: int
 ) -> int:
     """Give the global index of a microbatch's first sample; its others follow without a gap.
 
-    A step's global batch of B = micro_batch × num_microbatches × dp samples has the indices
-    step × B .. step × B + B - 1, in whatever way B is split:
+    A step whose first sample is `start` has a global batch of B = micro_batch × num_microbatches
+    × dp samples with the indices start .. start + B - 1, in whatever way B is split:
 
-        index = step × B + (dp_coord × num_microbatches + microbatch) × micro_batch + i
+        index = start + (dp_coord × num_microbatches + microbatch) × micro_batch + i
+
+    B may change when a run is resumed; the next step goes on where the last one ended.
     """
     assert 0 <= microbatch < num_microbatches and 0 <= dp_coord < dp
-    batch = micro_batch * num_microbatches * dp
-    return step * batch + (dp_coord * num_microbatches + microbatch) * micro_batch
+    return start + (dp_coord * num_microbatches + microbatch) * micro_batch
 
 
 def num_evaluation_batches(num_samples: int, batch: int, limit: int) -> int:

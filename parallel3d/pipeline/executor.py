@@ -10,9 +10,10 @@ from torch import Tensor
 
 from parallel3d.engine import Engine
 from parallel3d.errors import ScheduleError
-from parallel3d.mesh import Mesh, Transfer
+from parallel3d.mesh import Mesh
 from parallel3d.pipeline.schedule import Action, Op, Schedule, Span
 from parallel3d.tensor.dropout import RandomKey
+from parallel3d.transfer import Transfer
 
 _Key = tuple[int, int]  # stage, microbatch
 

@@ -47,10 +47,10 @@ def test_a_microbatch_depends_on_its_index_alone():
     assert np.array_equal(together, np.stack(apart))
 
 
-def global_batch(step, micro_batch, num_microbatches, dp):
+def global_batch(start, micro_batch, num_microbatches, dp):
     split = {"micro_batch": micro_batch, "num_microbatches": num_microbatches, "dp": dp}
     return [
-        first_sample(step, microbatch, dp_coord, **split) + i
+        first_sample(start, microbatch, dp_coord, **split) + i
         for dp_coord in range(dp)
         for microbatch in range(num_microbatches)
         for i in range(micro_batch)
@@ -63,7 +63,7 @@ def test_every_split_of_a_batch_has_the_same_samples(batch, step):
         for num_microbatches in range(1, batch // micro_batch + 1):
             dp, rest = divmod(batch, micro_batch * num_microbatches)
             if rest == 0:
-                found = global_batch(step, micro_batch, num_microbatches, dp)
+                found = global_batch(step * batch, micro_batch, num_microbatches, dp)
                 assert sorted(found) == list(range(step * batch, (step + 1) * batch))
 
 

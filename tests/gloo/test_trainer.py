@@ -10,18 +10,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from safetensors.torch import load_file
 
-from launch.train import DONE, STOPPED, train
+from launch.train import DONE, train
 from parallel3d import run as surroundings
 from parallel3d import trainer as trainer_module
+from parallel3d.checkpoint.manifest import step_folders, verify
 from parallel3d.config import RunConfig
 from parallel3d.data.prepare import prepare
 from parallel3d.engine import Engine
 from parallel3d.errors import TrainingError
 from parallel3d.mesh import Mesh
 from parallel3d.pipeline.executor import Executor
+from parallel3d.stopping import STOPPED, StopRequest
 from tests import reference
 from tests.gloo.mortal import mortal
 from tests.ranks import run_ranks
@@ -109,7 +109,8 @@ def run_on_rank(rank, raw, disturb=None, *details):
     mesh = Mesh(config.mesh.pp, config.mesh.dp, config.mesh.tp)
     start = time.monotonic()
     try:
-        ended = train(config, mesh, as_json=False)
+        with StopRequest().listening() as stop:
+            ended = train(config, mesh, stop, as_json=False)
     except Exception as error:
         if not seen["run"] and not seen["_step"]:
             raise  # nothing of this is meant to fail before it trains
@@ -132,19 +133,6 @@ class Seen:
     @property
     def lines(self):
         return list(map(json.loads, (self.directory / "metrics.jsonl").read_text().splitlines()))
-
-
-def held_out_by_hand(directory, corpus, samples):
-    """The mean loss of the first held-out windows, by plain PyTorch on the files of the run."""
-    weights = {}
-    for path in (directory / "weights").glob("*.safetensors"):
-        weights |= load_file(path)
-    config = RunConfig.from_json(str(directory / "config.json"))
-    text = np.asarray(corpus.held_out.tokens, dtype=np.int64)
-    windows = np.stack([text[i * LENGTH : i * LENGTH + LENGTH + 1] for i in range(samples)])
-    tokens = torch.from_numpy(windows)
-    with torch.no_grad():
-        return float(reference.forward(weights, config.model, tokens[:, :-1], tokens[:, 1:]))
 
 
 def test_one_process_and_eight_tell_the_same_story(raw):
@@ -180,7 +168,7 @@ def test_one_process_and_eight_tell_the_same_story(raw):
             assert result.loss == lines[-1]["loss"]
             assert result.held_out_loss == lines[-1]["held_out_loss"]
             assert len(result.peak_memory_bytes) == len(ranks)
-        by_hand = held_out_by_hand(seen.directory, corpus, samples=32)
+        by_hand = reference.held_out_loss(seen.directory, corpus, samples=32, length=LENGTH)
         assert lines[-1]["held_out_loss"] == pytest.approx(by_hand, rel=1e-5)
         # Once the first step is done, with the setting's value, on every rank.
         assert all(seen.timeouts[0] == (1, 60) for _, seen in ranks)
@@ -274,9 +262,12 @@ def test_a_request_to_stop_on_one_rank_stops_all_at_one_step(raw, culprit, numbe
     assert [ended for ended, _ in ranks] == [STOPPED] * 2
     for result in [seen.result for _, seen in ranks]:
         assert (result.steps, result.stopped) == (2, True)
-        assert math.isfinite(result.held_out_loss)
+        assert result.held_out_loss is None  # saved at once, whatever else is due
+    directory = ranks[0][1].directory
     assert [line["step"] for line in ranks[0][1].lines] == [1, 2]
-    assert list((ranks[0][1].directory / "weights").glob("*.index.json"))
+    assert [step for step, _ in step_folders(directory / "checkpoints")] == [2]
+    assert verify(directory / "checkpoints/step-2") == []
+    assert not (directory / "weights").exists()
 
 
 def stall_in_step_two(rank, culprit):

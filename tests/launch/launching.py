@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.ranks import _free_port
+from tests.ranks import free_port
 
 TRAIN = str(Path(__file__).parents[2] / "launch/train.py")
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "that", "dog", "run", "far"]
@@ -22,11 +22,11 @@ PYTHON = [sys.executable]
 
 def deepspeed(ranks=None):
     """`deepspeed`, which starts one process on a machine without accelerators, or so many."""
-    return ["deepspeed", f"--master_port={_free_port()}", *([f"--num_gpus={ranks}"] * bool(ranks))]
+    return ["deepspeed", f"--master_port={free_port()}", *([f"--num_gpus={ranks}"] * bool(ranks))]
 
 
 def torchrun(ranks):
-    return ["torchrun", f"--master_port={_free_port()}", f"--nproc_per_node={ranks}"]
+    return ["torchrun", f"--master_port={free_port()}", f"--nproc_per_node={ranks}"]
 
 
 @dataclass

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from parallel3d.checkpoint.manifest import verify
 from tests.launch.launching import (
     PYTHON,
     Place,
@@ -64,9 +65,10 @@ def test_plain_python_gives_one_json_object(place, alone):
     assert config["train_batch_size"] == 32
 
 
-def test_a_name_that_exists_is_refused(place, alone):
+def test_a_name_that_exists_is_refused_where_nothing_is_to_be_resumed(place, alone):
     before = (place.root / "runs/alone/metrics.jsonl").read_bytes()
-    again = place.run(PYTHON, "--json", "--parallel3d.run.name", "alone")
+    afresh = ("--parallel3d.run.name", "alone", "--parallel3d.checkpoint.resume", "none")
+    again = place.run(PYTHON, "--json", *afresh)
     assert again.returncode == BAD_INPUT
     assert again.stdout == ""
     assert again.stderr.count('run.name = "alone"') == 1 and "Traceback" not in again.stderr
@@ -79,7 +81,8 @@ def test_the_readme_command_trains_the_mesh(place, alone):
     done = place.run(deepspeed(8), *mesh)
     assert done.returncode == DONE, done.stderr[-4000:]
     run = place.root / "runs/gpt-h128-l4-2x2x2"
-    assert {path.name for path in run.iterdir()} == {"config.json", "metrics.jsonl", "weights"}
+    files = {"attempts.json", "checkpoints", "config.json", "metrics.jsonl", "weights"}
+    assert {path.name for path in run.iterdir()} == files
     assert len(list((run / "weights").glob("model-0000?-of-00002.safetensors"))) == 2
     for one, other in zip(place.lines("alone"), place.lines(run.name), strict=True):
         assert other["loss"] == pytest.approx(one["loss"], rel=1e-4)
@@ -133,8 +136,8 @@ def test_ctrl_c_ends_a_mesh_clean(place):
         lines = place.lines("stopped")
         assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
         assert f"stopped on request after step {len(lines)}" in said
-        assert "held_out_loss" in lines[-1]
-        assert (place.root / "runs/stopped/weights/model.safetensors.index.json").exists()
+        newest = place.root / f"runs/stopped/checkpoints/step-{len(lines)}"
+        assert verify(newest) == []
         # The launcher's own traceback is not ours to prevent.
         assert not OUR_TRACEBACK.search(said), said
 

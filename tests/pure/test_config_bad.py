@@ -61,7 +61,8 @@ BAD = [
     ("parallel3d.pipeline.activation_checkpointing", "half", "must be", '"selective" or "full"'),
     ("parallel3d.model.family", "bert", "no model family", "gpt"),
     ("parallel3d.run.hardware", "abacus", "not described", "H100-SXM5-80GB"),
-    ("parallel3d.checkpoint", {"every": 1}, "later version", "remove it"),
+    ("parallel3d.checkpoint.keep", 1, "at least 2", "write 2 or more"),
+    ("parallel3d.checkpoint.resume", True, "no place to resume from", "a step, or a path"),
     ("scheduler.type", "Cosine", "names no scheduler", "WarmupCosineLR"),
     (f"{ZERO}.offload_optimizer", {"device": "disk"}, "must be", '"none", "cpu" or "nvme"'),
     # DeepSpeed's keys that parallel3d refuses by name

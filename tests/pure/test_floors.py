@@ -15,11 +15,13 @@ FILES = sorted(
 # The first pattern that matches a module gives its floor.
 FLOORS = [
     (r"launch(\.|$)", 6),
-    (r"parallel3d\.(trainer|run|assembly|checkpoint|verify|local_ranks|profile)(\.|$)", 5),
+    (r"parallel3d\.(trainer|run|run_folder|assembly|checkpoint|profile)(\.|$)", 5),
+    (r"parallel3d\.(verify|local_ranks|stopping|attempts)(\.|$)", 5),
+    (r"parallel3d\.(stopping|attempts)$", 5),
     (r"parallel3d\.pipeline\.(executor|stages)$", 4),
     (r"models\.\w+\.(blocks|huggingface)$", 3),
     (r"parallel3d\.(tensor|engine|data|metrics)(\.|$)", 2),
-    (r"parallel3d\.mesh$", 1),
+    (r"parallel3d\.(mesh|transfer|waiting)$", 1),
     (r"(parallel3d|models)(\.|$)", 0),
 ]
 MESH_ONLY = {"get_rank", "new_group", "new_subgroups"}

@@ -1,0 +1,220 @@
+"""What checkpoint.py compares: the ways to save and load an engine's masters and moments."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter
+
+import models
+from parallel3d.checkpoint import resume
+from parallel3d.checkpoint.load import load
+from parallel3d.checkpoint.manifest import Digest, read_manifest, read_state
+from parallel3d.checkpoint.save import Saver
+from parallel3d.engine import KINDS, Engine, EngineSettings
+from parallel3d.mesh import Mesh
+from parallel3d.model import LayerSpec, Shape
+from parallel3d.pipeline.executor import Executor, Microbatch
+from parallel3d.pipeline.schedules import make_schedule
+from parallel3d.pipeline.stages import build_stages
+
+SEQ = 16
+# What state.json must have of a run, and this is none.
+UNUSED = ("tokens", "next_sample", "config", "mesh", "tokenizer", "corpus")
+
+
+def trained(
+    mesh: Mesh, hidden: int, num_layers: int, vocab: int, settings: EngineSettings
+) -> tuple[Engine, list[LayerSpec]]:
+    """An engine after one step, so that the moments are not zeros, and the model's layers."""
+    config = models.config_class("gpt")(
+        family="gpt",
+        hidden_size=hidden,
+        num_hidden_layers=num_layers,
+        num_attention_heads=hidden // 32,
+        vocab_size=vocab,
+        max_position_embeddings=SEQ,
+    )
+    schedule = make_schedule("gpipe", 1, 1)
+    layers = models.layers(config)
+    stages = build_stages(layers, schedule, settings, mesh, Shape(1, SEQ))
+    engine = Engine(stages.module, stages.held, settings, mesh)
+    text = torch.randint(vocab, (1, SEQ + 1), device=mesh.device)
+    batch = [Microbatch(text[:, :-1].contiguous(), text[:, 1:].contiguous())]
+    Executor(schedule, mesh, engine, stages.key, (1, SEQ, hidden)).run(batch)
+    engine.step(1e-3)
+    return engine, layers
+
+
+class Contender:
+    """Saves into `folder` and loads from it; collective."""
+
+    stalls = False  # whether a save goes on behind the training
+
+    def __init__(self, engine: Engine, mesh: Mesh, folder: Path) -> None:
+        self.engine, self.mesh, self.folder = engine, mesh, folder
+        if mesh.rank == 0:
+            folder.mkdir()
+        mesh.barrier()
+
+    @property
+    def loads(self) -> Mapping[str, Callable[[int], None]]:
+        """The ways to load what was saved at a step, by what they are called in the report."""
+        return {}
+
+    def save(self, step: int) -> None:
+        """Save; all of it is durable on return, unless it stalls."""
+        raise NotImplementedError
+
+    def wait(self) -> float:
+        """Wait for a save that stalls; the seconds it took until all of it was durable."""
+        return 0.0
+
+    def _sync(self) -> None:
+        """Have all files and folders on disk; each rank takes its share."""
+        self.mesh.barrier()
+        paths = [self.folder, *sorted(self.folder.rglob("*"))]
+        for path in paths[self.mesh.rank :: self.mesh.size("world")]:
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)
+        self.mesh.barrier()
+
+
+class Ours(Contender):
+    """parallel3d's own."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        mesh: Mesh,
+        folder: Path,
+        layers: Sequence[LayerSpec],
+        hashed: bool = True,
+        asynchronous: bool = False,
+    ) -> None:
+        super().__init__(engine, mesh, folder)
+        self.stalls = asynchronous
+        self._layers, self._hashed = layers, hashed
+        self._saver = Saver(engine, mesh, layers, folder, 2, asynchronous, print, hashed)
+
+    @property
+    def loads(self) -> Mapping[str, Callable[[int], None]]:
+        if self.stalls or not self._hashed:
+            return {}
+        return {"load": self._load, "load verified": self._load_verified}
+
+    def save(self, step: int) -> None:
+        self._saver.save({**dict.fromkeys(UNUSED), "step": step})
+        if not self.stalls:
+            self._saver.require_saved()
+
+    def wait(self) -> float:
+        self._saver.require_saved()
+        return self._saver.seconds or 0.0
+
+    def _load_verified(self, step: int) -> None:
+        found, _ = resume.find(self.folder, step, self.mesh)
+        assert found is not None
+        load(found.folder, found.files, found.state, self.engine, self.mesh, self._layers)
+
+    def _load(self, step: int) -> None:
+        folder = self.folder / f"step-{step}"
+        files = [name for name in read_manifest(folder).files if name != "state.json"]
+        load(folder, files, read_state(folder), self.engine, self.mesh, self._layers)
+
+
+class Torch(Contender):
+    """torch.distributed.checkpoint, of each rank's own shards.
+
+    `whole`: each optimizer group's flat tensor as it is, which only the same mesh can load; else a
+    tensor for each shard of a parameter, as users of FSDP save them.
+    """
+
+    def __init__(self, engine: Engine, mesh: Mesh, folder: Path, whole: bool, threads: int) -> None:
+        super().__init__(engine, mesh, folder)
+        self._whole, self._threads = whole, threads
+        # The class names the plan that is kept from save to save.
+        self._planner = type(f"Planner{whole}", (DefaultSavePlanner,), {})
+
+    @property
+    def loads(self) -> Mapping[str, Callable[[int], None]]:
+        return {"load": self._load}
+
+    def save(self, step: int) -> None:
+        writer = FileSystemWriter(
+            self.folder / str(step), sync_files=True, thread_count=self._threads
+        )
+        with self._state() as state:
+            dcp.save(state, storage_writer=writer, planner=self._planner(enable_plan_caching=True))
+        if self.mesh.rank == 0:  # it leaves out the folders
+            for path in (self.folder / str(step), self.folder):
+                descriptor = os.open(path, os.O_RDONLY)
+                os.fsync(descriptor)
+                os.close(descriptor)
+        self.mesh.barrier()
+
+    def _load(self, step: int) -> None:
+        with self._state() as state:
+            dcp.load(state, storage_reader=FileSystemReader(self.folder / str(step)))
+        self.engine.states.finish_loading()
+
+    @contextmanager
+    def _state(self) -> Iterator[dict[str, Tensor]]:
+        states, rank = self.engine.states, self.mesh.rank
+        found = {}
+        with ExitStack() as stack:
+            for number, block in enumerate(states.blocks):
+                tensors = stack.enter_context(states.opened(number))
+                if self._whole:
+                    for kind in KINDS:
+                        found[f"{rank}|{number}|{kind}"] = _flat(tensors[0][kind])
+                    continue
+                for piece, kinds in zip(block, tensors, strict=True):
+                    for kind in KINDS:
+                        found[f"{piece.held.name}|{piece.start}|{kind}"] = kinds[kind]
+            yield found
+
+
+class DeepSpeed(Contender):
+    """DeepSpeed's own, which syncs nothing: that is done for it."""
+
+    @property
+    def loads(self) -> Mapping[str, Callable[[int], None]]:
+        return {"load": self._load}
+
+    def save(self, step: int) -> None:
+        self.engine._deepspeed.save_checkpoint(str(self.folder), tag=str(step))
+        self._sync()
+
+    def _load(self, step: int) -> None:
+        self.engine._deepspeed.load_checkpoint(str(self.folder), tag=str(step))
+
+
+def _flat(part: Tensor) -> Tensor:
+    """The whole tensor that a flat tensor is a part of."""
+    return torch.empty(0, dtype=part.dtype, device=part.device).set_(part.untyped_storage())
+
+
+def digest_of(engine: Engine) -> str:
+    """The hash of this rank's masters and moments."""
+    digest = Digest()
+    for number in range(len(engine.states.blocks)):
+        with engine.states.opened(number) as tensors:
+            for kinds in tensors:
+                for kind in KINDS:
+                    digest.update(kinds[kind].cpu().numpy().data.cast("B"))
+    return digest.hexdigest()
+
+
+def wipe(engine: Engine) -> None:
+    """Fill masters and moments with zeros, so that a load that leaves one out is seen."""
+    for number in range(len(engine.states.blocks)):
+        with engine.states.opened(number, write=True) as tensors:
+            for kinds in tensors:
+                for kind in KINDS:
+                    kinds[kind].zero_()

@@ -1,0 +1,107 @@
+"""Writing that survives a kill and a power cut: every write, sync, rename and delete of a save.
+
+Each of them has a fault point, at which the kill drill ends the process.
+"""
+
+import os
+import shutil
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from parallel3d.checkpoint.manifest import Digest, Entry
+from parallel3d.fault import fault_point
+
+BLOCK = 8 * 2**20  # bytes of one write, between which the process may be killed
+
+
+def write_file(path: Path, parts: Iterable[Any], hashed: bool = True) -> Entry:
+    """Write a new file of these parts, on disk when this returns; its size and digest.
+
+    Nothing is copied: host arrays are written from where they lie. Raises OSError.
+    """
+    digest, size, begun = Digest(), 0, 0
+    fault_point("checkpoint.before_create")
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        fault_point("checkpoint.after_create")
+        for part in parts:
+            data = memoryview(part).cast("B")
+            for start in range(0, len(data), BLOCK):
+                block = data[start : start + BLOCK]
+                fault_point("checkpoint.before_write")
+                _write_all(descriptor, block)
+                if hashed:
+                    digest.update(block)
+                size += len(block)
+                if size - begun >= BLOCK and hasattr(os, "posix_fadvise"):  # not on macOS
+                    # The disk begins with it now, and the sync waits for the rest alone.
+                    os.posix_fadvise(descriptor, begun, size - begun, os.POSIX_FADV_DONTNEED)
+                    begun = size
+        fault_point("checkpoint.before_fsync")
+        os.fsync(descriptor)
+        fault_point("checkpoint.after_fsync")
+    finally:
+        os.close(descriptor)
+    return Entry(size, digest.hexdigest())
+
+
+def _write_all(descriptor: int, block: memoryview) -> None:
+    while block:
+        block = block[os.write(descriptor, block) :]
+
+
+def make_folder(path: Path) -> None:
+    """Make a new folder, and all above it; what stood there before goes."""
+    if not path.parent.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        sync_folder(path.parent.parent)
+    remove_folder(path)
+    fault_point("checkpoint.before_mkdir")
+    path.mkdir()
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Have the names in a folder on disk."""
+    fault_point("checkpoint.before_folder_fsync")
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    fault_point("checkpoint.after_folder_fsync")
+
+
+def rename(old: Path, new: Path) -> None:
+    """Give a file or folder its name, in one instant, on disk when this returns."""
+    fault_point("checkpoint.before_rename")
+    os.rename(old, new)
+    fault_point("checkpoint.after_rename")
+    sync_folder(new.parent)
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a folder of files, if it is there."""
+    if not path.is_dir():
+        return
+    for file in sorted(path.iterdir()):
+        fault_point("checkpoint.before_delete")
+        if file.is_dir() and not file.is_symlink():
+            shutil.rmtree(file)
+        else:
+            with suppress(FileNotFoundError):
+                file.unlink()
+    fault_point("checkpoint.before_rmdir")
+    with suppress(FileNotFoundError):
+        path.rmdir()
+    fault_point("checkpoint.after_rmdir")
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a small file in place of the old one, never half."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.unlink(missing_ok=True)
+    write_file(partial, [text.encode()])
+    rename(partial, path)

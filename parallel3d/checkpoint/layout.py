@@ -1,0 +1,113 @@
+"""Which chunks of the training state a rank writes, and where they lie in its memory."""
+
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from parallel3d.checkpoint.box import Box, boxes_of, shift
+from parallel3d.checkpoint.chunks import Chunk
+from parallel3d.engine import KINDS, Engine, HeldParameter, Piece
+from parallel3d.mesh import Mesh
+from parallel3d.model import LayerSpec
+from parallel3d.tensor.cut import even_split
+
+
+@dataclass(frozen=True)
+class Run:
+    """Chunks that follow each other in one flat tensor: [start, stop) of a piece's `kind`."""
+
+    block: int
+    piece: int
+    kind: str
+    start: int
+    stop: int
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+
+def parameter_shapes(layers: Sequence[LayerSpec]) -> dict[str, tuple[int, ...]]:
+    """The global shape of every parameter that a checkpoint holds, by its global name."""
+    shapes = {}
+    for layer in layers:
+        copies = {name for name, _ in layer.tied}
+        for spec in layer.params:
+            if spec.name not in copies:
+                shapes[f"{layer.name}.{spec.name}"] = spec.shape
+    return shapes
+
+
+def original_names(layers: Sequence[LayerSpec]) -> dict[str, str]:
+    """The name under which the value of each tied copy is stored, by the copy's own."""
+    return {f"{layer.name}.{copy}": name for layer in layers for copy, name in layer.tied}
+
+
+def boxes_in_whole(held: HeldParameter, start: int, stop: int) -> list[tuple[Box, int]]:
+    """The boxes of the whole parameter that elements [start, stop) of its part here are.
+
+    In order, with each the index of its first element, counted from `start`.
+    """
+    cut = held.cut
+    first = [0] * len(cut.global_shape)
+    if cut.dim is not None:
+        first[cut.dim] = cut.start
+    boxes = boxes_of(cut.local_shape, start, stop)
+    return [(shift(box, tuple(first)), at) for box, at in boxes]
+
+
+def runs_to_write(engine: Engine, mesh: Mesh) -> list[Run]:
+    """What this rank writes, so that all ranks together write every element once.
+
+    A tied weight's second copy is written by nobody, what tensor parallelism does not cut by its
+    first rank, and what ZeRO does not cut in even shares by its replicas.
+    """
+    runs = []
+    for number, block in enumerate(engine.states.blocks):
+        for index, piece in enumerate(block):
+            if not piece.held.counts:
+                continue
+            start, stop = _share(engine, mesh, piece)
+            if stop > start:
+                at = piece.start
+                boxes = [b for b, _ in boxes_in_whole(piece.held, at + start, at + stop)]
+                for kind in KINDS:
+                    chunks = tuple(Chunk(piece.held.name, kind, box) for box in boxes)
+                    runs.append(Run(number, index, kind, start, stop, chunks))
+    return runs
+
+
+def _share(engine: Engine, mesh: Mesh, piece: Piece) -> tuple[int, int]:
+    if engine.settings.shard_axis == "dp":
+        return 0, piece.numel
+    return even_split(piece.numel, mesh.size("dp"), mesh.coord("dp"))
+
+
+def live_tensors(engine: Engine, runs: Sequence[Run]) -> Iterator[Tensor]:
+    """Each run's elements where they live, one after the other; NVMe's are read for it."""
+    for number, group in groupby(runs, key=lambda run: run.block):
+        with engine.states.opened(number) as tensors:
+            for run in group:
+                yield tensors[run.piece][run.kind][run.start : run.stop]
+
+
+def host_arrays(engine: Engine, runs: Sequence[Run]) -> Generator[np.ndarray]:
+    """The same in host memory: a copy of one at a time from a device, none from the host."""
+    for tensor in live_tensors(engine, runs):
+        yield tensor.detach().cpu().numpy()
+
+
+def copy_all(engine: Engine, runs: Sequence[Run], buffer: Tensor) -> None:
+    """Copy every run into one flat fp32 buffer in host memory, in order."""
+    at = 0
+    for tensor in live_tensors(engine, runs):
+        buffer[at : at + tensor.numel()].copy_(tensor, non_blocking=True)
+        at += tensor.numel()
+    if buffer.is_pinned():
+        torch.accelerator.synchronize()

@@ -1,0 +1,132 @@
+"""Finds the checkpoint to go on from: the newest that every rank can verify, or the one asked for.
+
+The ranks share the work: each sees that all files are there with their sizes, and reads every so
+many-th of them whole to compare its digest. What the digests do not find is looked for, too: that
+a file is what its name says, lest the load fails where an older checkpoint would do.
+"""
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from parallel3d.checkpoint import disk
+from parallel3d.checkpoint.chunks import ChunkFile
+from parallel3d.checkpoint.manifest import (
+    check_file,
+    read_manifest,
+    read_state,
+    shapes_of,
+    step_folders,
+)
+from parallel3d.errors import CheckpointError
+from parallel3d.mesh import Mesh
+
+_TENSORS = ".safetensors"
+_NEEDED = {
+    *("tokens", "next_sample", "optimizer_steps", "loss_scale"),
+    *("config", "mesh", "tokenizer", "corpus"),
+}
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint that all ranks have verified: its folder, tensor files, and state.json."""
+
+    folder: Path
+    files: tuple[str, ...]
+    state: Mapping[str, Any]
+
+    @property
+    def step(self) -> int:
+        """The steps that were done when it was written."""
+        return int(self.state["step"])
+
+
+def find(folder: Path, resume: int | str, mesh: Mesh) -> tuple[Found | None, list[str]]:
+    """The checkpoint that `checkpoint.resume` means, and why newer ones were rejected.
+
+    Collective. `folder` holds the run's own checkpoints. "auto" gives None where there is none that
+    can be verified; "none" always does. Raises CheckpointError on all ranks if the one that was
+    asked for cannot be used.
+    """
+    if resume == "none":
+        return None, []
+    if resume != "auto":
+        path = folder / f"step-{resume}" if isinstance(resume, int) else Path(resume)
+        found, reason = _verified(path, mesh)
+        if found is None:
+            raise CheckpointError(f'parallel3d.checkpoint.resume = "{resume}": {path} {reason}')
+        return found, []
+    rejected: list[str] = []
+    for path in _candidates(folder, mesh):
+        found, reason = _verified(path, mesh)
+        if found is not None:
+            return found, rejected
+        rejected.append(f"{path.name} {reason}")
+    return None, rejected
+
+
+def set_aside(folder: Path, step: int, mesh: Mesh) -> list[str]:
+    """Take the checkpoints after `step` out of the run's history; their new names.
+
+    Collective. What was rejected, or lies ahead of a step that was asked for, must not be taken
+    for the newest when the run is resumed again.
+    """
+    renamed = []
+    if mesh.rank == 0:
+        for number, path in step_folders(folder):
+            if number > step:
+                aside = path.with_name(f"{path.name}.rejected")
+                with suppress(OSError):
+                    disk.remove_folder(aside)
+                    disk.rename(path, aside)
+                    renamed.append(aside.name)
+    names: list[str] = json.loads(mesh.gather_texts(json.dumps(renamed))[0])
+    return names
+
+
+def _candidates(folder: Path, mesh: Mesh) -> list[Path]:
+    """What rank 0 sees: all ranks must try the same ones."""
+    names = [path.name for _, path in step_folders(folder)] if mesh.rank == 0 else []
+    return [folder / name for name in json.loads(mesh.gather_texts(json.dumps(names))[0])]
+
+
+def _verified(path: Path, mesh: Mesh) -> tuple[Found | None, str]:
+    """The checkpoint, if every rank finds it good; else one line that says why not."""
+    found, problem = None, ""
+    try:
+        found = _look(path, mesh.rank, mesh.size("world"))
+    except CheckpointError as error:
+        problem = str(error)
+    except OSError as error:
+        problem = f"{error.strerror} ({error.filename})"
+    problems = mesh.gather_texts(problem)
+    first = next((rank for rank, text in enumerate(problems) if text), None)
+    if first is None:
+        return found, ""
+    return None, f"is rejected: {problems[first]} (seen by rank {first})"
+
+
+def _look(path: Path, rank: int, world_size: int) -> Found:
+    manifest = read_manifest(path)
+    for number, (name, entry) in enumerate(sorted(manifest.files.items())):
+        reason = ""
+        if number % world_size == rank:
+            reason = check_file(path, name, entry)
+            if not reason and name.endswith(_TENSORS):
+                ChunkFile(path / name).close()  # raises where it is none
+        elif (size := (path / name).stat().st_size) != entry.size:
+            reason = f"is {size} bytes, not {entry.size}"
+        if reason:
+            raise CheckpointError(f"{name} {reason}")
+    state = read_state(path)
+    if state.get("step") != manifest.step:
+        raise CheckpointError(f"state.json is of step {state.get('step')}, not {manifest.step}")
+    shapes_of(state)
+    if missing := sorted(_NEEDED - state.keys()):
+        raise CheckpointError(f"state.json has no {missing[0]!r}")
+    files = tuple(name for name in sorted(manifest.files) if name.endswith(_TENSORS))
+    return Found(path, files, state)

@@ -1,0 +1,257 @@
+"""Saves the training state: all ranks write, one gives the checkpoint its name (floor 5).
+
+A checkpoint is written into step-N.tmp, each rank its own file; once every file is on disk and its
+digest known to rank 0, that rank writes the manifest and renames the folder. So what is called
+step-N is whole, whatever happens. docs/checkpoint.md lists the guarantees.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, suppress
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import numpy as np
+import torch
+
+from parallel3d.checkpoint import disk, layout, prune, room
+from parallel3d.checkpoint.chunks import header
+from parallel3d.checkpoint.manifest import FORMAT, Entry, manifest_bytes
+from parallel3d.engine import Engine
+from parallel3d.errors import TrainingError
+from parallel3d.mesh import Mesh
+from parallel3d.model import LayerSpec
+
+_log = logging.getLogger(__name__)
+MOST_FAILURES = 3  # saves in a row that may fail before training stops
+
+
+class Saver:
+    """Writes checkpoints into `folder`, the same one on every rank, and keeps the newest few.
+
+    `asynchronous`: training goes on while a copy of the state is written. `say` tells the user; on
+    one rank alone. A save that fails, on a full disk for instance, leaves the earlier checkpoints
+    as they are and is tried again at the next interval.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        mesh: Mesh,
+        layers: Sequence[LayerSpec],
+        folder: Path,
+        keep: int = 2,
+        asynchronous: bool = True,
+        say: Callable[[str], None] = _log.warning,
+        hashed: bool = True,
+    ) -> None:
+        self._engine, self._mesh, self._folder = engine, mesh, folder
+        self._keep, self._asynchronous, self._say = keep, asynchronous, say
+        self._hashed = hashed
+        self._shapes = layout.parameter_shapes(layers)
+        self._runs = layout.runs_to_write(engine, mesh)
+        chunks = [chunk for run in self._runs for chunk in run.chunks]
+        self._header = header(chunks) if chunks else b""
+        self._numel = sum(run.numel for run in self._runs)
+        self._buffer: torch.Tensor | None = None
+        self._thread: Thread | None = None
+        self._problem = ""  # of the newest save, the same on all ranks
+        self._lost: Exception | None = None  # what the ranks did not come to an answer for
+        self._failures = 0
+        self._started = 0.0
+        self.seconds: float | None = None
+        """What the newest save that is done took, until it was on disk."""
+        mine = len(self._header) + 4 * self._numel
+        self.num_bytes = int(sum(row[0] for row in mesh.gather_floats([mine])))
+        """Size of a checkpoint's tensors, of all ranks together."""
+
+    @property
+    def broken(self) -> bool:
+        """Whether so many saves in a row have failed that training must stop."""
+        return self._failures >= MOST_FAILURES
+
+    def expected_seconds(self) -> float:
+        """About how long a save takes until it is on disk, by a small trial. Collective."""
+        try:
+            mine = room.seconds_to_write(self._folder, 4 * self._numel)
+        except OSError:
+            mine = 0.0  # the first save will say what is wrong
+        return max(row[0] for row in self._mesh.gather_floats([mine]))
+
+    def save(self, state: dict[str, Any], wait: bool = False) -> float:
+        """Save the training state of now; the seconds for which training was held up.
+
+        Collective. `state` is what state.json holds beside what the saver itself knows. With `wait`
+        it is on disk, or has failed, when this returns.
+        """
+        start = time.perf_counter()
+        self.finish()
+        self._started, self._problem = start, ""
+        alone, problem = self._plan(wait)
+        if problem:
+            self._fail(problem)
+            return time.perf_counter() - start
+        state = {**state, **self._own_state()}
+        if alone:
+            buffer = self._copied()
+            self._thread = Thread(
+                target=self._write, args=(state, _pieces(buffer)), name="checkpoint", daemon=True
+            )
+            self._thread.start()
+        else:
+            with closing(layout.host_arrays(self._engine, self._runs)) as arrays:
+                self._write(state, arrays)
+            self._conclude()
+        return time.perf_counter() - start
+
+    def poll(self) -> None:
+        """Take note of a save that ended behind the training."""
+        if self._thread is not None and not self._thread.is_alive():
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the save that is under way, if there is one."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+            self._conclude()
+
+    def require_saved(self) -> None:
+        """Wait for the newest save; raises TrainingError on all ranks if it failed."""
+        self.finish()
+        if self._problem:
+            raise TrainingError(f"the last checkpoint was not saved: {self._problem}")
+
+    def _plan(self, wait: bool) -> tuple[bool, str]:
+        """Whether to write behind the training, and why nothing can be saved ("" if it can)."""
+        wanted = self._asynchronous and not wait
+        new_bytes = 0 if self._buffer is not None else 4 * self._numel
+        memory_lacks = room.memory_lacks(new_bytes, self._mesh.local_size)
+        disk_lacks = room.disk_lacks(self._folder, self.num_bytes)
+        rows = self._mesh.gather_floats([memory_lacks if wanted else 0, disk_lacks])
+        memory, space = (max(int(row[i]) for row in rows) for i in range(2))
+        if space:
+            need, folder = room.shown(self.num_bytes), self._folder
+            return (
+                False,
+                f"{folder} has no room: {need} are needed, {room.shown(space)} are missing",
+            )
+        if memory:
+            self._say(
+                f"host memory lacks {room.shown(memory)} a rank for a copy of the training state; "
+                "this checkpoint is written while training waits (checkpoint.asynchronous)"
+            )
+        return wanted and not memory, ""
+
+    def _copied(self) -> torch.Tensor:
+        if self._buffer is None:
+            # It is kept: fresh memory costs more than the copy itself.
+            pinned = self._mesh.device.type != "cpu"
+            self._buffer = torch.empty(self._numel, pin_memory=pinned)
+        layout.copy_all(self._engine, self._runs, self._buffer)
+        return self._buffer
+
+    def _own_state(self) -> dict[str, Any]:
+        counters = self._engine.states.counters()
+        return {
+            "format": FORMAT,
+            "parameters": {name: {"shape": list(s)} for name, s in self._shapes.items()},
+            "optimizer_steps": counters["optimizer_steps"],
+            "loss_scale": counters["loss_scale"],
+        }
+
+    def _write(self, state: dict[str, Any], arrays: Iterable[np.ndarray]) -> None:
+        """Write, agree, name; leaves in `_problem` what went wrong, on every rank the same."""
+        try:
+            self._problem = self._write_all(state, arrays)
+        except Exception as error:  # a lost rank: training cannot go on, and shall say why
+            self._lost = error
+        self.seconds = time.perf_counter() - self._started
+
+    def _write_all(self, state: dict[str, Any], arrays: Iterable[np.ndarray]) -> str:
+        step, mesh = state["step"], self._mesh
+        folder, partial = self._folder / f"step-{step}", self._folder / f"step-{step}.tmp"
+        if problem := self._on_first(lambda: disk.make_folder(partial)):
+            return problem
+        name = f"shard-{mesh.rank:05d}-of-{mesh.size('world'):05d}.safetensors"
+        answer: dict[str, Any] = {}
+        try:
+            if self._header:
+                entry = disk.write_file(partial / name, _with(self._header, arrays), self._hashed)
+                answer = {"name": name, "size": entry.size, "digest": entry.digest}
+        except Exception as error:  # of any kind: the other ranks wait for this one's answer
+            answer = {"problem": f"rank {mesh.rank}: {_reason(error)} ({partial / name})"}
+        answers = [json.loads(text) for text in mesh.gather_texts(json.dumps(answer), aside=True)]
+        problem = next((a["problem"] for a in answers if "problem" in a), "")
+        if not problem:
+            files = {a["name"]: Entry(a["size"], a["digest"]) for a in answers if a}
+            problem = self._on_first(lambda: self._name(state, files, partial, folder))
+        if problem:
+            self._on_first(lambda: disk.remove_folder(partial))
+            return problem
+        mine = {name: Entry(answer["size"], answer["digest"])} if answer and self._hashed else {}
+        problem = prune.keep_newest(self._folder, self._keep, folder, mine, mesh)
+        if problem:
+            self._on_first(lambda: prune.remove_checkpoint(folder))
+        return problem
+
+    def _name(
+        self, state: dict[str, Any], files: dict[str, Entry], partial: Path, folder: Path
+    ) -> None:
+        """What one rank does at the end: the state, the manifest, and the folder's name."""
+        text = json.dumps(state, indent=1, sort_keys=True, allow_nan=False) + "\n"
+        files["state.json"] = disk.write_file(partial / "state.json", [text.encode()])
+        disk.write_file(partial / "manifest.json", [manifest_bytes(state["step"], files)])
+        disk.sync_folder(partial)
+        if folder.exists():
+            # Of a history that was left when an earlier step was resumed.
+            prune.remove_checkpoint(folder)
+        disk.rename(partial, folder)
+        with suppress(OSError):  # a hint, which nothing depends on
+            disk.replace_text(self._folder / "latest", f"{folder.name}\n")
+
+    def _on_first(self, work: Callable[[], None]) -> str:
+        """Have rank 0 do it; what went wrong, on every rank."""
+        problem = ""
+        if self._mesh.rank == 0:
+            try:
+                work()
+            except Exception as error:  # of any kind: the other ranks wait to hear of it
+                place = getattr(error, "filename", None) or self._folder
+                problem = f"{_reason(error)} ({place})"
+        return self._mesh.gather_texts(problem, aside=True)[0]
+
+    def _conclude(self) -> None:
+        if self._lost is not None:
+            raise self._lost
+        if self._problem:
+            self._fail(self._problem)
+        else:
+            self._failures = 0
+
+    def _fail(self, problem: str) -> None:
+        self._problem = problem
+        self._failures += 1
+        then = "training stops" if self.broken else "training goes on; tried again at the next one"
+        self._say(
+            f"CHECKPOINT NOT SAVED ({self._failures} of {MOST_FAILURES} in a row): {problem}. "
+            f"The checkpoints before it stand; {then}"
+        )
+
+
+def _with(head: bytes, arrays: Iterable[np.ndarray]) -> Iterator[bytes | np.ndarray]:
+    yield head
+    yield from arrays
+
+
+def _pieces(buffer: torch.Tensor) -> list[np.ndarray]:
+    return [buffer.numpy()]
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return f"{type(error).__name__}: {error}"

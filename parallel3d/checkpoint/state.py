@@ -1,0 +1,125 @@
+"""What state.json says of a run beside its tensors, and whether another run can go on from it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from parallel3d.checkpoint.manifest import Digest
+from parallel3d.config import RunConfig
+from parallel3d.data.corpus import Corpus
+from parallel3d.errors import CheckpointError
+from parallel3d.learning_rate import rate
+
+
+@dataclass(frozen=True)
+class Position:
+    """How far a run has come: steps done, tokens trained on, and the next sample's global index.
+
+    The order of samples is a pure function of that index, so it is all that a loader's state is.
+    """
+
+    step: int = 0
+    tokens: int = 0
+    next_sample: int = 0
+
+    def after(self, config: RunConfig, steps: int = 1) -> "Position":
+        """The position so many steps later."""
+        return Position(
+            self.step + steps,
+            self.tokens + steps * config.tokens_per_step,
+            self.next_sample + steps * config.global_batch_size,
+        )
+
+
+class RunState:
+    """Describes the state of one run; `at(position)` gives what `Saver.save` takes."""
+
+    def __init__(self, config: RunConfig, corpus: Corpus) -> None:
+        self._config = config
+        self._fixed: dict[str, Any] = {
+            "config": config.to_dict(),
+            "corpus": corpus.directory.name,
+            "tokenizer": _tokenizer_digest(corpus.tokenizer_directory),
+            "versions": {name: version(name) for name in ("parallel3d", "torch", "deepspeed")},
+            "mesh": _mesh(config),
+        }
+
+    def at(self, position: Position) -> dict[str, Any]:
+        """The state after so many steps."""
+        next_lr = rate(self._config, position.step)
+        return {
+            **self._fixed,
+            "step": position.step,
+            "tokens": position.tokens,
+            "next_sample": position.next_sample,
+            "learning_rate": {"next": next_lr, "of_steps": self._config.num_steps},
+            # Weights, dropout and the order of samples are pure functions of the seed and of
+            # places in the run; no generator's state is carried from step to step.
+            "random": {"seed": self._config.train.seed, "next_step": position.step},
+        }
+
+    def position_in(
+        self, state: Mapping[str, Any], path: Path, say: Callable[[str], None]
+    ) -> Position:
+        """Where a checkpoint's run goes on in this one.
+
+        Says what differs and may; raises CheckpointError if samples would be lost or seen twice, or
+        tokens would mean other text.
+        """
+        theirs, ours = state["config"]["parallel3d"], self._config
+        for what, there, here in (
+            ("parallel3d.train.seed", theirs["train"]["seed"], ours.train.seed),
+            (
+                "parallel3d.data.sequence_length",
+                theirs["data"]["sequence_length"],
+                ours.data.sequence_length,
+            ),
+        ):
+            if there != here:
+                raise CheckpointError(
+                    f"{path}: {what} was {there} and is {here}: the run would lose its place in "
+                    f"the data; set it back to {there}, or start a new run with another run.name"
+                )
+        if state["tokenizer"] != self._fixed["tokenizer"]:
+            raise CheckpointError(
+                f"{path} was trained on another tokenizer: its tokens have other meanings; set "
+                "data.tokenizer back, or start a new run with another run.name"
+            )
+        if state["corpus"] != self._fixed["corpus"]:
+            say(
+                "the corpus has changed since the checkpoint: sample "
+                f"{state['next_sample']:,} is not where it was, and some text may come twice or not"
+            )
+        was, now = state["mesh"], self._fixed["mesh"]
+        if was != now:
+            changes = [f"{k} {was.get(k)} -> {v}" for k, v in now.items() if was.get(k) != v]
+            say("changed since the checkpoint: " + ", ".join(changes))
+        return Position(*(int(state[k]) for k in ("step", "tokens", "next_sample")))
+
+
+def _mesh(config: RunConfig) -> dict[str, Any]:
+    zero = config.zero_optimization
+    return {
+        "pp": config.mesh.pp,
+        "dp": config.mesh.dp,
+        "tp": config.mesh.tp,
+        "schedule": config.pipeline.schedule,
+        "stages_per_rank": config.pipeline.stages_per_rank,
+        "zero_stage": zero.stage,
+        "offload_optimizer": zero.offload_optimizer.device,
+        "offload_param": zero.offload_param.device,
+    }
+
+
+def _tokenizer_digest(directory: Path) -> str:
+    """The digest of what gives tokens their meaning."""
+    digest = Digest()
+    # Beside it there are names of classes and versions, which differ between libraries' versions.
+    whole = directory / "tokenizer.json"
+    for path in [whole] if whole.is_file() else sorted(directory.rglob("*")):
+        if path.is_file():
+            digest.update(f"{path.relative_to(directory)}\n{path.stat().st_size}\n".encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,29 @@
+"""A message between two ranks that is under way (floor 1)."""
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A send or receive under way, and the longest that it may take; None leaves it to the backend.
+
+    gloo's transfers do not heed their group's timeout: without one of its own, a wait for a stopped
+    peer takes the 30 minutes that the group was made with. NCCL's watchdog looks after its own.
+    """
+
+    work: dist.Work
+    timeout: timedelta | None
+
+    def wait(self) -> None:
+        """Until it is done; RuntimeError if the peer dies, or is silent for too long."""
+        if self.timeout is None:
+            self.work.wait()
+        else:
+            self.work.wait(self.timeout)
+
+    def is_completed(self) -> bool:
+        """Whether it is done."""
+        return self.work.is_completed()
