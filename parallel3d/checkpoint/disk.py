@@ -54,11 +54,11 @@ def _write_all(descriptor: int, block: memoryview) -> None:
 
 def make_folder(path: Path) -> None:
     """Make a new folder, and all above it; what stood there before goes."""
+    fault_point("checkpoint.before_mkdir")
     if not path.parent.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         sync_folder(path.parent.parent)
     remove_folder(path)
-    fault_point("checkpoint.before_mkdir")
     path.mkdir()
     sync_folder(path.parent)
 

@@ -48,7 +48,8 @@ class RunState:
 
     def at(self, position: Position) -> dict[str, Any]:
         """The state after so many steps."""
-        next_lr = rate(self._config, position.step)
+        done = position.step >= self._config.num_steps
+        next_lr = None if done else rate(self._config, position.step)
         return {
             **self._fixed,
             "step": position.step,

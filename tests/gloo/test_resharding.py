@@ -77,6 +77,7 @@ OTHERS = [
 ]
 
 
+@pytest.mark.slow
 def test_other_models_schedules_and_stages(tmp_path):
     """The first of each set on the second, and the two after them likewise."""
     pairs = [tuple(sides[:2]) for sides in OTHERS] + [tuple(OTHERS[2][2:4]), OTHERS[2][1::-1]]

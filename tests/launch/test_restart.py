@@ -131,6 +131,7 @@ def test_the_end_of_the_deepspeed_command_stops_a_run(place):
     assert f"stopped on request after step {len(steps)}" in log.read_text()
 
 
+@pytest.mark.slow
 def test_a_run_that_dies_at_one_step_is_given_up(place, monkeypatch):
     monkeypatch.setenv("PARALLEL3D_FAULT", "kill trainer.step 5 0")
     arguments = ("--parallel3d.run.name", "doomed", "--parallel3d.checkpoint.every", 0)
