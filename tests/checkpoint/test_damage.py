@@ -8,23 +8,10 @@ import torch
 
 from parallel3d.checkpoint.manifest import check_file, read_manifest, verify
 from parallel3d.errors import CheckpointError
-from tests.checkpoint.folders import FIRST, SECOND, make_checkpoint
+from tests.checkpoint.conftest import bad_files
+from tests.checkpoint.folders import FIRST, SECOND
 
 FILES = [FIRST, SECOND, "state.json", "manifest.json"]
-
-
-@pytest.fixture
-def folder(tmp_path):
-    return make_checkpoint(tmp_path)
-
-
-@pytest.fixture
-def other(tmp_path):
-    return make_checkpoint(tmp_path, step=20, seed=1)
-
-
-def bad_files(folder):
-    return [bad.file for bad in verify(folder)]
 
 
 def flip(path, position, bit):

@@ -23,6 +23,7 @@ from parallel3d.checkpoint.manifest import (
     verify,
 )
 from parallel3d.errors import CheckpointError
+from tests.checkpoint.conftest import bad_files
 from tests.checkpoint.folders import (
     FIRST,
     KINDS,
@@ -35,20 +36,6 @@ from tests.checkpoint.folders import (
     write_manifest,
     write_tensors,
 )
-
-
-@pytest.fixture
-def folder(tmp_path):
-    return make_checkpoint(tmp_path)
-
-
-@pytest.fixture
-def other(tmp_path):
-    return make_checkpoint(tmp_path, step=20, seed=1)
-
-
-def bad_files(folder):
-    return [bad.file for bad in verify(folder)]
 
 
 def test_a_sound_checkpoint(folder):
