@@ -4,6 +4,7 @@ import math
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import torch
 
@@ -182,7 +183,7 @@ class Trainer:
         rows = self.mesh.gather_floats([loss, memory, *self.stop.flags(), broken])
         for rank, (local, *_) in enumerate(rows):
             if not math.isfinite(local):
-                raise TrainingError(
+                self._give_up(
                     f"the loss on rank {rank} is {local} at step {step + 1}, lr {lr:.3g}; "
                     "all ranks stop. Lower optimizer.params.lr, lengthen the warm-up, or look "
                     "at the data of this step"
@@ -196,11 +197,17 @@ class Trainer:
         self._done = self.engine.step(lr)
         norm = self._done.grad_norm
         if not self._done.overflow and (not math.isfinite(norm) or norm < 0):
-            raise TrainingError(
+            self._give_up(
                 f"the gradient norm is not finite at step {step + 1}, lr {lr:.3g}, although the "
                 "losses are; all ranks stop. Lower optimizer.params.lr, or try fp32"
             )
         return rows
+
+    def _give_up(self, message: str) -> NoReturn:
+        """Raise TrainingError, on all ranks; a save of earlier steps is not lost with the run."""
+        if self.saver:
+            self.saver.finish()
+        raise TrainingError(message)
 
     def _batch(self, batches: Batches, start: int) -> list[Microbatch]:
         """This data-parallel coordinate's microbatches of the batch from sample `start` on."""

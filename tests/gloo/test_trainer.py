@@ -14,6 +14,7 @@ import pytest
 from launch.train import DONE, train
 from parallel3d import run as surroundings
 from parallel3d import trainer as trainer_module
+from parallel3d.checkpoint import disk
 from parallel3d.checkpoint.manifest import step_folders, verify
 from parallel3d.config import RunConfig
 from parallel3d.data.prepare import prepare
@@ -181,7 +182,13 @@ def test_one_process_and_eight_tell_the_same_story(raw):
 
 def poison_loss(rank, culprit, value):
     """From its third batch on, the executor of one rank reports a loss that is not finite."""
-    run = Executor.run
+    run, write = Executor.run, disk.write_file
+
+    def slow_write(*args):
+        time.sleep(0.3)  # the save of the step before is still under way
+        return write(*args)
+
+    disk.write_file = slow_write
 
     def poisoned(self, batch, step=0):
         loss = run(self, batch, step)
@@ -230,6 +237,7 @@ def poison_gradient(rank, culprit):
 )
 def test_what_is_not_finite_on_one_rank_stops_all(raw, disturb, details, expected):
     config = on_mesh(raw, 2, 2, 1)
+    config["parallel3d"] |= {"checkpoint": {"every": 1}}
     if disturb is poison_weight:
         config |= {"zero_optimization": {"stage": 1}}  # whole weights, which one rank can spoil
     ranks = run_ranks(run_on_rank, 4, config, disturb, *details)
@@ -237,9 +245,9 @@ def test_what_is_not_finite_on_one_rank_stops_all(raw, disturb, details, expecte
     assert all(isinstance(ended, TrainingError) for ended, _ in ranks), messages
     (message,) = messages  # the same words on every rank: rank 0 speaks for all
     assert message.startswith(expected)
-    assert (
-        len(ranks[0][1].lines) == int(expected.rsplit(" ", 1)[1]) - 1
-    )  # the steps before it were reported
+    before = int(expected.rsplit(" ", 1)[1]) - 1
+    assert len(ranks[0][1].lines) == before  # they were reported, and saved
+    assert step_folders(ranks[0][1].directory / "checkpoints")[0][0] == before
 
 
 def stop_in_step_two(rank, culprit, number):
