@@ -52,7 +52,9 @@ def test_other_settings_are_another_chance(tmp_path):
 
 def test_progress_is_no_reason_to_give_up(tmp_path):
     for step in (0, 7, 7, 8, 8, 7, 7, 8):
-        start(tmp_path, step)
+        start(tmp_path, step)  # would raise where it gives up
+    record = json.loads((tmp_path / attempts.FILE).read_text())
+    assert record["running"] and record["deaths"] == [7, 7, 8]
 
 
 @pytest.mark.parametrize("stopped", [False, True])
