@@ -111,6 +111,7 @@ class Trainer:
         if result.steps == first:
             # A run that was stopped at its last step, or is done, and was started again.
             result.held_out_loss = self.evaluate()
+            self.stop.finished()
         else:
             timed = max(1, result.steps - first - 1)
             speed = self._speed(seconds / timed if seconds else taken)

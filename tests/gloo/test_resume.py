@@ -277,3 +277,11 @@ def test_what_was_asked_for_and_cannot_be_is_fatal(config, half):
         assert not error.startswith("TrainingError") and expected in error, error
         assert not any(ended.samples for ended in ranks)
         assert not ranks[0].says("NOTHING TO RESUME"), raw["parallel3d"]["run"]
+
+
+def test_a_request_to_stop_a_run_that_is_done_does_not_stop_the_next_start(config, half):
+    raw = copied(half, config, "done", parallel3d__train__steps=HALF)
+    (folder_of(raw) / "STOP").touch()
+    ranks = start(raw, HOME)
+    assert [ended.code for ended in ranks] == [DONE] * 2, ranks
+    assert not (folder_of(raw) / "STOP").exists()
