@@ -4,10 +4,11 @@ The parameters that a layer declares are the ones that the initialiser seeds, th
 the gradient norm, the safetensors files name and the planner adds up.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Literal, NamedTuple, Protocol
+
+Recompute = Literal["none", "selective", "full"]
 
 
 @dataclass(frozen=True)
@@ -69,20 +70,142 @@ class Shape:
         return self.batch * self.seq
 
 
+class MatMul(NamedTuple):
+    """A matrix product on one tp rank, `batch` times: [m, k] x [k, n]."""
+
+    m: int
+    k: int
+    n: int
+    batch: int = 1
+
+    @property
+    def flops(self) -> int:
+        """A multiply-add counts as two."""
+        return 2 * self.batch * self.m * self.k * self.n
+
+
+class Attention(NamedTuple):
+    """Softmax attention over whole sequences on one tp rank."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    seq: int
+    head_size: int
+
+    @property
+    def flops(self) -> int:
+        """Scores and their sum over the values, in full (no saving for the causal mask)."""
+        return 4 * self.batch * self.heads * self.seq * self.seq * self.head_size
+
+
+class Collective(NamedTuple):
+    """One collective of the tensor-parallel group; `elements` of the whole (gathered) tensor."""
+
+    kind: Literal["all_reduce", "all_gather", "reduce_scatter"]
+    elements: int
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one tp rank computes and communicates for one microbatch in one layer.
+
+    `traffic`: elements of the training type that memory-bound operators (norms, activation
+    function, dropout, residual, rotation, cross-entropy) read and write. The backward pass of a
+    Work is twice its matrix products and about twice its traffic.
+    """
+
+    matmuls: tuple[MatMul, ...] = ()
+    attention: Attention | None = None
+    traffic: int = 0
+    collectives: tuple[Collective, ...] = ()
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Memory: `elements` of the training type (2 or 4 bytes), and `other` bytes whatever the type.
+
+    `scores`: elements of attention scores that only the classic (not memory-efficient) attention
+    kernel keeps, of the training type; of `dropped_scores` it keeps a dropped-out copy and a mask
+    of one byte besides (together the 5 bytes of arXiv:2205.05198). `copies`: elements that are kept
+    in fp32 besides where the training type is narrower. `unfused`: elements that enter norms of
+    which torch has no fused kernel on a CPU: it keeps the normalised value in fp32 besides, and
+    the input in fp32 instead.
+    """
+
+    elements: int = 0
+    other: int = 0
+    scores: int = 0
+    dropped_scores: int = 0
+    copies: int = 0
+    unfused: int = 0
+
+    def bytes(self, element_bytes: int, classic: bool = False, fused_norms: bool = True) -> int:
+        """In bytes, for a training type of `element_bytes`."""
+        narrow = element_bytes < 4
+        total = self.elements * element_bytes + self.other + 4 * self.copies * narrow
+        if classic:
+            total += self.scores * element_bytes + self.dropped_scores * (element_bytes + 1)
+        if not fused_norms:
+            total += self.unfused * (4 + (4 - element_bytes) * narrow)
+        return total
+
+    def __add__(self, other: "Kept") -> "Kept":
+        return Kept(
+            self.elements + other.elements,
+            self.other + other.other,
+            self.scores + other.scores,
+            self.dropped_scores + other.dropped_scores,
+            self.copies + other.copies,
+            self.unfused + other.unfused,
+        )
+
+    def __sub__(self, other: "Kept") -> "Kept":
+        return self + Kept(
+            -other.elements, -other.other, -other.scores,
+            -other.dropped_scores, -other.copies, -other.unfused,
+        )  # fmt: skip
+
+
 @dataclass(frozen=True)
 class LayerCost:
-    """What one microbatch costs in one layer, over all its tp ranks together.
+    """What one microbatch costs in one layer.
 
-    `forward_flops` counts a multiply-add as two and attention in full (no saving for the causal
-    mask), as torch's FlopCounterMode does; the backward pass costs twice that.
+    `forward_flops`: over all its tp ranks together; it counts a multiply-add as two and attention
+    in full (no saving for the causal mask), as torch's FlopCounterMode does; the backward pass
+    costs twice that. All else is of one tp rank. `forward`: the forward pass. `recomputed`: what
+    backward computes again under activation checkpointing. `backward_collectives`: those of the
+    backward pass proper. `saved`: activations from the layer's forward to its backward: its input
+    counted, its output not. `working`: the most activations that its forward or its backward (with
+    what it recomputes) holds at once beyond `saved`. `resident`: what it holds from its first
+    microbatch on, whatever the microbatches in flight (tables of rotary angles).
     """
 
     forward_flops: int
+    forward: Work = Work()
+    recomputed: Work = Work()
+    backward_collectives: tuple[Collective, ...] = ()
+    saved: Kept = Kept()
+    working: Kept = Kept()
+    resident: Kept = Kept()
 
     @property
     def train_flops(self) -> int:
         """Forward and backward: three times the forward (arXiv:2001.08361, section 2.1)."""
         return 3 * self.forward_flops
+
+
+class CostOf(Protocol):
+    """How a layer tells its cost: for a microbatch's shape on `tp` ranks, in a mode."""
+
+    def __call__(
+        self,
+        shape: Shape,
+        tp: int = 1,
+        sequence_parallel: bool = False,
+        recompute: Recompute = "none",
+    ) -> LayerCost:
+        """The cost of one microbatch; raises nothing for a `tp` that the layer allows."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +219,7 @@ class LayerSpec:
 
     name: str
     params: tuple[ParamSpec, ...]
-    cost: Callable[[Shape], LayerCost]
+    cost: CostOf
     build: str
     config: Any
     tied: tuple[tuple[str, str], ...] = ()

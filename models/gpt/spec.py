@@ -11,8 +11,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from models.block_cost import BlockCost, EmbeddingCost, HeadCost
 from parallel3d.config.section import Problem, Problems, Section
-from parallel3d.model import Init, LayerCost, LayerSpec, ParamSpec, Shape
+from parallel3d.model import Init, LayerSpec, ParamSpec
 
 Probability = Annotated[float, Field(ge=0, lt=1)]
 ZEROS, ONES = Init(), Init(value=1.0)
@@ -78,7 +79,8 @@ def _embedding(config: Config) -> LayerSpec:
         ParamSpec("token.weight", (_vocab_size(config), hidden), 0, normal, True),
         ParamSpec("position.weight", (config.max_position_embeddings, hidden), None, normal, True),
     )
-    return LayerSpec("embedding", params, _free, "models.gpt.blocks:Embedding", config)
+    cost = EmbeddingCost(hidden, positions=True, dropout=config.embd_pdrop > 0)
+    return LayerSpec("embedding", params, cost, "models.gpt.blocks:Embedding", config)
 
 
 def _block(config: Config, name: str) -> LayerSpec:
@@ -99,11 +101,21 @@ def _block(config: Config, name: str) -> LayerSpec:
         ParamSpec("mlp.down.bias", (hidden,), None, ZEROS, False),
     )
 
-    def cost(shape: Shape) -> LayerCost:
-        matmuls = 2 * (4 * hidden * hidden + 2 * hidden * inner)  # qkv, output, up, down
-        attention = 4 * shape.seq * hidden  # scores, and their sum over the values
-        return LayerCost(shape.tokens * (matmuls + attention))
-
+    heads = config.num_attention_heads
+    cost = BlockCost(
+        hidden,
+        inner,
+        heads,
+        kv_heads=heads,
+        head_size=hidden // heads,
+        gated=False,
+        fused_qkv=True,
+        statistics=2,
+        composite_norm=False,
+        biases=True,
+        dropout=config.resid_pdrop > 0,
+        attention_dropout=config.attn_pdrop > 0,
+    )
     return LayerSpec(name, params, cost, "models.gpt.blocks:Block", config)
 
 
@@ -113,9 +125,7 @@ def _head(config: Config) -> LayerSpec:
     output = ParamSpec("output.weight", (vocab, hidden), 0, normal, True)
     tied = (("output.weight", "embedding.token.weight"),) if config.tie_word_embeddings else ()
 
-    def cost(shape: Shape) -> LayerCost:
-        return LayerCost(shape.tokens * 2 * hidden * vocab)
-
+    cost = HeadCost(hidden, vocab, statistics=2, composite_norm=False)
     params = (*_norm("norm", hidden), output)
     return LayerSpec("head", params, cost, "models.gpt.blocks:Head", config, tied)
 
@@ -123,11 +133,6 @@ def _head(config: Config) -> LayerSpec:
 def _norm(name: str, size: int) -> Iterable[ParamSpec]:
     yield ParamSpec(f"{name}.weight", (size,), None, ONES, False)
     yield ParamSpec(f"{name}.bias", (size,), None, ZEROS, False)
-
-
-def _free(shape: Shape) -> LayerCost:
-    """A look-up multiplies nothing."""
-    return LayerCost(0)
 
 
 def _vocab_size(config: Config) -> int:

@@ -11,8 +11,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from models.block_cost import BlockCost, EmbeddingCost, HeadCost
 from parallel3d.config.section import Problem, Problems, Section
-from parallel3d.model import Init, LayerCost, LayerSpec, ParamSpec, Shape
+from parallel3d.model import Init, LayerSpec, ParamSpec
 
 Positive = Annotated[int, Field(gt=0)]
 ZEROS, ONES = Init(), Init(value=1.0)
@@ -128,13 +129,13 @@ def _embedding(config: Config) -> LayerSpec:
     normal = Init(std=config.initializer_range)
     shape = (_vocab_size(config), config.hidden_size)
     params = (ParamSpec("token.weight", shape, 0, normal, True),)
-    return LayerSpec("embedding", params, _free, "models.llama.blocks:Embedding", config)
+    cost = EmbeddingCost(config.hidden_size)
+    return LayerSpec("embedding", params, cost, "models.llama.blocks:Embedding", config)
 
 
 def _block(config: Config, name: str) -> LayerSpec:
     hidden, inner = config.hidden_size, config.inner_size
     queries = config.num_attention_heads * config.head_size
-    keys = config.kv_heads * config.head_size
     normal = Init(std=config.initializer_range)
     # As in the gpt family: two projections per block add to the residual stream.
     residual = Init(std=config.initializer_range / sqrt(2 * config.num_hidden_layers))
@@ -148,12 +149,20 @@ def _block(config: Config, name: str) -> LayerSpec:
         ParamSpec("mlp.down.weight", (hidden, inner), 1, residual, True),
     )
 
-    def cost(shape: Shape) -> LayerCost:
-        # q and output, k and v, then gate, up and down; a head on several tp ranks counts once.
-        matmuls = 2 * hidden * (2 * queries + 2 * keys + 3 * inner)
-        attention = 4 * shape.seq * queries  # scores, and their sum over the values
-        return LayerCost(shape.tokens * (matmuls + attention))
-
+    cost = BlockCost(
+        hidden,
+        inner,
+        config.num_attention_heads,
+        config.kv_heads,
+        config.head_size,
+        gated=True,
+        fused_qkv=False,
+        statistics=1,
+        composite_norm=True,
+        qkv_bias=config.attention_bias,
+        rotary=True,
+        qk_norm=config.qk_norm,
+    )
     return LayerSpec(name, params, cost, "models.llama.blocks:Block", config)
 
 
@@ -180,20 +189,13 @@ def _head(config: Config) -> LayerSpec:
     output = ParamSpec("output.weight", (vocab, hidden), 0, normal, True)
     tied = (("output.weight", "embedding.token.weight"),) if config.tie_word_embeddings else ()
 
-    def cost(shape: Shape) -> LayerCost:
-        return LayerCost(shape.tokens * 2 * hidden * vocab)
-
+    cost = HeadCost(hidden, vocab, statistics=1, composite_norm=True)
     params = (_norm("norm", hidden), output)
     return LayerSpec("head", params, cost, "models.llama.blocks:Head", config, tied)
 
 
 def _norm(name: str, size: int, partial: bool = False) -> ParamSpec:
     return ParamSpec(f"{name}.weight", (size,), None, ONES, False, partial=partial)
-
-
-def _free(shape: Shape) -> LayerCost:
-    """A look-up multiplies nothing."""
-    return LayerCost(0)
 
 
 def _vocab_size(config: Config) -> int:

@@ -82,6 +82,7 @@ class _ColumnLinear(torch.autograd.Function):
             for grad, weight, rows in zip(grads, weights, ctx.rows, strict=True):
                 share = grad @ _used(weight, rows)
                 grad_x = share if grad_x is None else grad_x.add_(share)
+            del share  # the same memory, which would outlive the reduction
             assert grad_x is not None
             reduce = reduce_scatter_sequence if ctx.sequence_parallel else all_reduce
             grad_x = reduce(grad_x, ctx.group)
