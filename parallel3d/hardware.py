@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from functools import lru_cache
+from pathlib import Path
 
 from pydantic import ValidationError
 
@@ -10,6 +12,8 @@ from parallel3d.config.section import Problems, Section, Strings
 from parallel3d.errors import ConfigError
 
 DIRECTORY = reader.CONFIGS / "hardware"
+THIS_MACHINE = "this-machine"
+"""The name of what launch/plan.py --calibrate measures."""
 
 
 class Figure(Section):
@@ -21,22 +25,93 @@ class Figure(Section):
     """The document that states it."""
 
 
+class Link(Section):
+    """What connects devices."""
+
+    bandwidth: Figure
+    """Bytes a second that one device sends while it receives as many (one direction)."""
+    latency: Figure
+    """Seconds before the first byte of a message arrives."""
+    one_ring: bool = False
+    """Whether collectives pass from node to node by the interface of one device only."""
+
+
+class Host(Section):
+    """What a device's share of its host can do, for offload."""
+
+    memory_bytes: Figure
+    """Host memory for each device."""
+    device_bandwidth: Figure
+    """Bytes a second between host and device, in one direction (PCIe), for each device."""
+    adam_params: Figure
+    """Parameters a second that the CPU's Adam updates, for each device's share of the cores."""
+    nvme_read: Figure | None = None
+    """Bytes a second read from NVMe, for each device."""
+    nvme_write: Figure | None = None
+    """Bytes a second written to NVMe, for each device."""
+
+
+class Cores(Section):
+    """Devices that are processes on the cores of one machine."""
+
+    count: Figure
+    """Processes that each have an equal share of the cores for themselves."""
+    alone: Mapping[str, Figure]
+    """Seconds of a process alone on the machine, as a fraction of those of one among `count`, by
+    kind of work: "matmul", "attention", "traffic" (memory-bound), "overhead" (the program's own).
+    """
+
+
 class Hardware(Section):
-    """One kind of device."""
+    """One kind of device, and the machines that hold it."""
 
     name: str
     """The name that run.hardware takes: the file's name without .json."""
+    aliases: Strings = ()
+    """Other names for it on a command line, in lower case."""
     device_names: Strings
     """Patterns of the names by which the driver calls the device."""
     peak_flops: Mapping[str, Figure]
     """Dense FLOP/s by dtype ("bf16", "fp16", "fp8"); a dtype without a source is not there."""
     memory_bytes: Figure
     """Device memory as sold, 1 GB = 1e9 bytes."""
+    memory_bandwidth: Figure | None = None
+    """Bytes a second to and from device memory."""
+    matmul_flops: Mapping[str, Figure] = {}
+    """The highest FLOP/s that was measured for a large matrix product, by dtype."""
+    devices_per_node: Figure | None = None
+    """Devices that `link` connects; beyond them is `network`."""
+    link: Link | None = None
+    """Between the devices of a node (NVLink)."""
+    network: Link | None = None
+    """Between nodes, for each device."""
+    host: Host | None = None
+    """For offload; null where nothing is known."""
+    adam_params: Figure | None = None
+    """Parameters a second that the device's own Adam updates; null: bound by its memory."""
+    cores: Cores | None = None
+    """Where devices share the cores of a machine; null for a device of its own."""
+    curves: Mapping[str, float] | None = None
+    """Efficiencies measured on this very machine (launch/plan.py --calibrate); null: the fitted
+    ones."""
 
     def peak(self, dtype: str) -> float | None:
         """Peak dense FLOP/s in `dtype`, or None where no source states it."""
         figure = self.peak_flops.get(dtype)
         return figure.value if figure else None
+
+    def slowdown(self, kind: str, devices: int) -> float:
+        """What the seconds of a kind of work are multiplied by where `devices` share the cores.
+
+        1 for devices of their own. Figures are of `cores.count` processes at once; on fewer a
+        process has more of the memory and more threads, on more they take turns.
+        """
+        if self.cores is None:
+            return 1.0
+        count, alone = self.cores.count.value, self.cores.alone.get(kind)
+        if devices >= count or alone is None:
+            return max(1.0, devices / count)
+        return alone.value + (1 - alone.value) * (devices - 1) / (count - 1)
 
 
 def names() -> list[str]:
@@ -45,13 +120,32 @@ def names() -> list[str]:
 
 
 def load(name: str) -> Hardware:
-    """The hardware of that name; raises ConfigError if it is not described."""
-    if name not in names():
+    """The hardware of that name or alias, in any case; raises ConfigError if none is described."""
+    wanted = name.lower()
+    for known in names():
+        if known.lower() == wanted:
+            return _read(known)
+    for known in names():
+        if wanted in _read(known).aliases:
+            return _read(known)
+    if wanted == THIS_MACHINE:
         raise ConfigError(
-            f'parallel3d.run.hardware = "{name}" is not described; use "auto" or one of: '
-            f"{', '.join(names())}; or add configs/hardware/{name}.json"
+            f'hardware "{THIS_MACHINE}" is not measured yet; run '
+            "`python launch/plan.py --calibrate` first, on the machine that shall train"
         )
+    raise ConfigError(
+        f'parallel3d.run.hardware = "{name}" is not described; use "auto" or one of: '
+        f"{', '.join(names())}; or add configs/hardware/{name}.json"
+    )
+
+
+def _read(name: str) -> Hardware:
     path = DIRECTORY / f"{name}.json"
+    return _parse(path, path.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=64)
+def _parse(path: Path, written: int) -> Hardware:
     raw = reader.read(path)
     try:
         return Hardware.model_validate(raw)
