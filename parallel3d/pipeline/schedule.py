@@ -7,7 +7,7 @@
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from itertools import accumulate, chain, pairwise
 from typing import NoReturn
 
@@ -16,7 +16,6 @@ from parallel3d.pipeline.action import Action, Cost, Op, Span, Spans, unit_cost
 
 __all__ = [
     "Action",
-    "Cost",
     "Op",
     "Schedule",
     "Span",
@@ -25,6 +24,7 @@ __all__ = [
     "bubble",
     "needs",
     "peak_in_flight",
+    "sequence",
     "simulate",
     "unit_cost",
     "validate",
@@ -164,12 +164,18 @@ def validate(schedule: Schedule) -> None:
 def add_communication(schedule: Schedule, cost: Cost = unit_cost) -> Schedule:
     """The same computes with SEND and RECV between them, free of deadlock by construction.
 
-    When a compute ends in `simulate`, its SEND goes into its rank's program and the RECV into the
-    peer's at the same moment. So all programs are cuts of one sequence, which even blocking ranks
-    can follow; and a rank posts a RECV one compute ahead, so that the transfer overlaps with it.
-    `cost` must be positive for computes.
+    All programs are cuts of `sequence`, which even blocking ranks can follow; and a rank posts a
+    RECV one compute ahead, so that the transfer overlaps with it. `cost` is positive for computes.
     """
-    assert not schedule.has_communication
+    programs: list[list[Action]] = [[] for _ in schedule.programs]
+    for action in sequence(schedule, cost):
+        for end in (action, action.other_end) if action.is_send else (action,):
+            programs[schedule.pp_coord_of_stage[end.stage]].append(end)
+    return replace(schedule, programs=tuple(map(tuple, programs)))
+
+
+def sequence(schedule: Schedule, cost: Cost = unit_cost) -> Iterator[Action]:
+    """All computes in the order in which they end in `simulate`, each with its SEND behind it."""
 
     def turn(span: Span) -> tuple[float, int, int]:
         # Of computes that end together the sender's comes first: so the RECV stands before the
@@ -179,22 +185,18 @@ def add_communication(schedule: Schedule, cost: Cost = unit_cost) -> Schedule:
         is_forward, stage = span.action.op == Op.F, span.action.stage
         return (span.end, 0, stage) if is_forward else (span.end, 1, -stage)
 
-    programs: list[list[Action]] = [[] for _ in schedule.programs]
+    assert not schedule.has_communication
     for action, _, _ in sorted(chain.from_iterable(simulate(schedule, cost)), key=turn):
-        programs[schedule.pp_coord_of_stage[action.stage]].append(action)
-        if send := _send_of(action, schedule):
-            for end in (send, send.other_end):
-                programs[schedule.pp_coord_of_stage[end.stage]].append(end)
-    return replace(schedule, programs=tuple(map(tuple, programs)))
+        send = _send_of(action, schedule)
+        yield from (action, send) if send else (action,)
 
 
 def simulate(schedule: Schedule, cost: Cost) -> Spans:
     """When each action runs, per pipeline coordinate, if action `a` takes `cost(a)` seconds.
 
     A compute starts when its rank is free and what it needs is there. Transfers do not hold up
-    computes: one starts when both sides have come to it and the channel between them is free, and
-    takes the cost of its SEND. The Span of a SEND is the transfer; that of a RECV begins where the
-    receive is posted.
+    computes: one starts when both sides have come to it and their channel is free, and takes the
+    cost of its SEND. The Span of a SEND is the transfer; that of a RECV begins where it is posted.
     """
     free = [0.0] * schedule.pp_size
     channel_free: dict[tuple[int, int], float] = defaultdict(float)
@@ -210,8 +212,7 @@ def simulate(schedule: Schedule, cost: Cost) -> Spans:
             end = channel_free[channel] = over[receive] = start + cost(action)
             spans[peer].append(Span(receive, free[peer], end))
         else:
-            for need in needed:
-                start = max(start, over[need])
+            start = max((start, *map(over.__getitem__, needed)))
             end = free[coord] = over[action] = start + cost(action)
         spans[coord].append(Span(action, start, end))
     return tuple(map(tuple, spans))
@@ -253,14 +254,14 @@ def _expected(schedule: Schedule) -> set[Action]:
 
 def _run(schedule: Schedule) -> Iterator[tuple[int, Action, tuple[Action, ...]]]:
     waiting = [deque(program) for program in schedule.programs]
+    needed_by = cache(partial(needs, schedule=schedule))
     done: set[Action] = set()
     moved = True
     while moved:
         moved = False
         for coord, program in enumerate(waiting):
-            while program and not program[0].is_receive:
-                action = program[0]
-                if not done.issuperset(needed := needs(action, schedule)):
+            while program and not (action := program[0]).is_receive:
+                if not done.issuperset(needed := needed_by(action)):
                     break
                 if action.is_send:
                     receive = action.other_end
