@@ -1,0 +1,206 @@
+"""What the planner plans: one way to run one model, as data."""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, Literal
+
+import models
+from parallel3d.config import RunConfig
+from parallel3d.model import LayerSpec, Recompute, Shape
+
+Precision = Literal["fp32", "bf16", "fp16", "fp8"]
+Device = Literal["none", "cpu", "nvme"]
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}  # an activation or weight outside the products
+
+
+@dataclass(frozen=True)
+class Holds:
+    """What a program holds on a device besides activations, in bytes; facts, as in Software.
+
+    `weight`, `states`, `bucket`: for each parameter; ZeRO divides the optimizer's `states` (and at
+    stage 3 weights and gradients), a `bucket` is a data-parallel reduction's own copy. Under ZeRO,
+    `partition`: more for each parameter of a rank's part, `fixed`: buffers whatever the model.
+    `logit`: the most for a logit while the loss is computed;
+    `logit_tp`: under tensor parallelism, where that differs. `placement`: how layers come to
+    stages, see program_memory.stages_of. `reports`: which rank's memory its reports give,
+    `of_device`: as the driver sees it, rather than what torch's allocator reserved.
+    """
+
+    weight: int = 2
+    states: int = 12
+    bucket: int = 0
+    partition: int = 0
+    fixed: int = 0
+    logit: int = 10
+    logit_tp: int | None = None
+    placement: Literal["equal", "greedy"] = "equal"
+    reports: Literal["first", "fullest"] = "fullest"
+    of_device: bool = False
+
+
+@dataclass(frozen=True)
+class Software:
+    """What a training program does, as far as its memory and speed depend on it.
+
+    The default is this project's engine. Others stand for the programs whose published runs the
+    planner is checked against; every field is a fact about a program, none is a fitted number.
+    """
+
+    name: str = "parallel3d"
+    attention: Literal["flash", "classic"] = "flash"
+    """"classic" writes the scores to memory: seq x seq for each head."""
+    causal_skips: bool = True
+    """Whether the attention kernel leaves out the masked half."""
+    gathers: Literal["per_microbatch", "per_step"] = "per_microbatch"
+    """ZeRO-3: whether weights are gathered for every microbatch or once a step."""
+    overlaps_gather: bool = False
+    """ZeRO-3: whether gathers run behind computes."""
+    overlaps_reduction: bool = False
+    """Whether gradients are reduced behind the backward pass."""
+    overlaps_tensor: bool = False
+    """Whether tensor-parallel collectives run behind matrix products."""
+    overlaps_offload: bool = False
+    """Whether offload traffic runs behind computes."""
+    overlaps_sends: bool = False
+    """Whether messages between pipeline stages run behind computes of other microbatches."""
+    scatters_sends: bool = False
+    """Whether the tp ranks each send a part of what goes to the next stage, and gather it there."""
+    one_ring: bool = False
+    """ZeRO-3: whether its collectives pass from node to node by one network interface only."""
+    sequence_parallel: bool = True
+    """Whether a published run with tp > 1 cut activations along the sequence, too."""
+    fused: bool = False
+    """Whether memory-bound operators that follow one another are one kernel."""
+    hopper: bool = True
+    """Whether its attention kernel is written for Hopper and later, not only for Ampere."""
+    gradient_bytes: int = 4
+    """Bytes of an accumulated gradient."""
+    reduction_bytes: int = 4
+    """Bytes of a gradient on its way through the reduction."""
+    holds: Holds | None = None
+    """What it holds in memory; None: what this engine holds, counted in plan/memory.py."""
+    gather_bytes: int | None = None
+    """Bytes of a weight on its way through ZeRO-3's gather; None: the training type's."""
+
+
+ENGINE = Software()
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """DeepSpeed's sizes, in elements, under its own names."""
+
+    reduce_bucket_size: int = 500_000_000
+    allgather_bucket_size: int = 500_000_000
+    sub_group_size: int = 1_000_000_000
+    stage3_prefetch_bucket_size: int = 50_000_000
+    stage3_param_persistence_threshold: int = 100_000
+    stage3_max_live_parameters: int = 1_000_000_000
+    stage3_max_reuse_distance: int = 1_000_000_000
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to run one model.
+
+    `shape`: one microbatch of one data-parallel rank. `num_microbatches`: of one pass through the
+    pipeline, which is a step. `reduces_once`: gradients once a step, rather than after each
+    microbatch. `cp`: context-parallel ranks, and `recomputed_share`: the part that is recomputed of
+    what `recompute` recomputes; only published runs have these.
+    """
+
+    layers: tuple[LayerSpec, ...]
+    hidden_size: int
+    shape: Shape
+    num_microbatches: int
+    pp: int = 1
+    dp: int = 1
+    tp: int = 1
+    sequence_parallel: bool = False
+    schedule: str = "gpipe"
+    stages_per_rank: int = 1
+    recompute: Recompute = "none"
+    precision: Precision = "bf16"
+    zero_stage: int = 3
+    reduces_once: bool = True
+    offload_optimizer: Device = "none"
+    offload_param: Device = "none"
+    buffers: Buffers = Buffers()
+    software: Software = ENGINE
+    cp: int = 1
+    recomputed_share: float = 1.0
+
+    @property
+    def devices(self) -> int:
+        """Devices of the whole mesh."""
+        return self.pp * self.dp * self.tp * self.cp
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of a step."""
+        return self.shape.batch * self.num_microbatches * self.dp
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a step."""
+        return self.global_batch_size * self.shape.seq
+
+    @property
+    def bytes_per_element(self) -> int:
+        """Of a weight or an activation."""
+        return BYTES[self.precision]
+
+    @property
+    def num_params(self) -> int:
+        """Of the whole model; a tied weight counts once."""
+        return sum(layer.num_params for layer in self.layers)
+
+    @classmethod
+    def from_config(cls, config: RunConfig) -> "Setting":
+        """What a resolved config (mesh, batch and vocabulary known) will run."""
+        zero, pipeline, mesh = config.zero_optimization, config.pipeline, config.mesh
+        assert isinstance(mesh.dp, int), "resolve(world_size) comes first"
+        return cls(
+            layers=layers_of(config.model),
+            hidden_size=config.model.hidden_size,
+            shape=Shape(config.micro_batch_size, config.data.sequence_length),
+            num_microbatches=config.num_microbatches,
+            pp=mesh.pp,
+            dp=mesh.dp,
+            tp=mesh.tp,
+            sequence_parallel=mesh.sequence_parallel,
+            schedule=pipeline.schedule,
+            stages_per_rank=pipeline.stages_per_rank,
+            recompute=pipeline.activation_checkpointing,
+            precision=precision_of(config),
+            zero_stage=zero.stage,
+            reduces_once=reduces_once(zero.stage, pipeline.gradient_reduction),
+            offload_optimizer=zero.offload_optimizer.device,
+            offload_param=zero.offload_param.device,
+            buffers=Buffers(**{name: getattr(zero, name) for name in Buffers.__annotations__}),
+        )
+
+    def but(self, **changes: Any) -> "Setting":
+        """This setting with some fields changed."""
+        return replace(self, **changes)
+
+
+@lru_cache(maxsize=64)
+def layers_of(model: Any) -> tuple[LayerSpec, ...]:
+    """A model's layers, made once: two settings of one model hold the same objects."""
+    return tuple(models.layers(model))
+
+
+def precision_of(config: RunConfig) -> Precision:
+    """The training type that a config asks for."""
+    if config.fp16.enabled:
+        return "fp16"
+    return "bf16" if config.bf16.enabled else "fp32"
+
+
+def reduces_once(zero_stage: int, gradient_reduction: str) -> bool:
+    """Whether gradients are reduced once a step, as the engine resolves "auto"."""
+    if zero_stage == 0:
+        return True
+    automatic = "per_microbatch" if zero_stage == 2 else "per_step"
+    return {"auto": automatic}.get(gradient_reduction, gradient_reduction) == "per_step"
