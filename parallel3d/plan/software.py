@@ -1,0 +1,187 @@
+"""What the programs did whose published runs the planner is checked against (floor 0).
+
+Facts about programs, each with its document; no number in this file was fitted. One fact has no
+document but the tables themselves: that DeepSpeed's ZeRO-3 of 2021 and 2022 passed from node to
+node by one network interface (`one_ring`). Table 2 of arXiv:2104.04473 and DeepSpeed's post on
+Azure both come to 15 to 17 GB/s of gathers and reductions for a node with eight of 25 GB/s,
+whatever the number of nodes.
+"""
+
+from dataclasses import replace
+
+from parallel3d.plan.setting import Software
+
+MEGATRON_2021 = Software(
+    # arXiv:2104.04473, section 4.2: fused scale-mask-softmax on scores in memory; section 5: full
+    # recomputation, blocking all-reduces (f and g), scatter/gather between pipeline stages.
+    name="Megatron-LM 2021",
+    scatters_sends=True,
+    fused=True,
+    attention="classic",
+    causal_skips=False,
+    sequence_parallel=False,
+    gradient_bytes=2,  # megatron/arguments.py: accumulate-allreduce-grads-in-fp32 is off by default
+    reduction_bytes=2,
+)
+MEGATRON_2021_TORCH_DDP = Software(
+    # run_table_1.sh chooses DDP=torch for models without a pipeline: it reduces in backward hooks.
+    name="Megatron-LM 2021, torch's DDP",
+    fused=True,
+    attention="classic",
+    causal_skips=False,
+    sequence_parallel=False,
+    overlaps_reduction=True,
+    gradient_bytes=2,
+    reduction_bytes=2,
+)
+ZERO3_2021 = Software(
+    # DeepSpeed 0.3-0.5: runtime/zero/stage3.py and partition_parameters.py gather each parameter
+    # of a module by a collective of its own, prefetch and overlap_comm on; fp16 gradients.
+    name="DeepSpeed ZeRO-3 2021",
+    fused=True,
+    one_ring=True,
+    attention="classic",
+    causal_skips=False,
+    sequence_parallel=False,
+    overlaps_gather=True,
+    overlaps_reduction=True,
+    gradient_bytes=2,
+    reduction_bytes=2,
+)
+ZERO3_2021_BLOCKING = Software(
+    # bigscience experiments/gpt2-meg-ds-zero/*.slurm: overlap_comm is not set (false at the time),
+    # --synchronize-each-layer; prefetches 0.9 h^2 elements of a layer's 12 h^2.
+    name="Megatron-LM and DeepSpeed ZeRO-3 2021",
+    fused=True,
+    one_ring=True,
+    attention="classic",
+    causal_skips=False,
+    sequence_parallel=False,
+    gradient_bytes=2,
+    reduction_bytes=2,
+)
+HF_ZERO3_2021 = Software(
+    # bigscience experiments/gpt2-hf-ds/*.slurm: transformers' GPT-2, eager; overlap_comm is true,
+    # but "auto" prefetches 0.9 h^2 elements of a layer's 12 h^2.
+    name="transformers and DeepSpeed ZeRO-3 2021",
+    one_ring=True,
+    attention="classic",
+    causal_skips=False,
+    sequence_parallel=False,
+    overlaps_reduction=True,
+    gradient_bytes=2,
+    reduction_bytes=2,
+)
+ZERO3_2022 = Software(
+    # docs/_posts/2022-07-26-deepspeed-azure.md; as in 2021, with activations offloaded, too.
+    name="DeepSpeed ZeRO-3 2022",
+    one_ring=True,
+    fused=True,
+    attention="classic",
+    causal_skips=False,
+    sequence_parallel=False,
+    overlaps_gather=True,
+    overlaps_reduction=True,
+    overlaps_offload=True,
+    gradient_bytes=2,
+    reduction_bytes=2,
+)
+MEGATRON_DEEPSPEED = Software(
+    # bigscience tr3m-1B3 and vTrain: Megatron-LM's kernels under DeepSpeed's pipeline engine, which
+    # reduces after the last microbatch; fp16 gradients.
+    name="Megatron-DeepSpeed",
+    fused=True,
+    attention="classic",
+    causal_skips=False,
+    sequence_parallel=False,
+    gradient_bytes=2,
+    reduction_bytes=2,
+)
+MEGATRON_CORE = Software(
+    # Megatron-LM README: "overlap-grad-reduce, overlap-param-gather, tp-comm-overlap and
+    # pipeline-parallel communication (enabled by default)"; Transformer Engine's attention (cuDNN).
+    # What gradients are reduced in is not stated; as in NVIDIA's recipes for the same library.
+    name="Megatron-Core",
+    fused=True,
+    overlaps_sends=True,
+    overlaps_gather=True,
+    overlaps_reduction=True,
+    overlaps_tensor=True,
+    gradient_bytes=2,
+    reduction_bytes=2,
+)
+NEMO = Software(
+    # NVIDIA/NeMo and dgxc-benchmarking recipes: Megatron-Core with userbuffer tp overlap, the
+    # distributed optimizer with overlapped gradient reduction and parameter gather in bf16
+    # (megatron_gpt_config: grad_reduce_in_fp32=False).
+    name="NeMo",
+    fused=True,
+    overlaps_sends=True,
+    overlaps_gather=True,
+    overlaps_reduction=True,
+    overlaps_tensor=True,
+    gradient_bytes=2,
+    reduction_bytes=2,
+)
+JAX = Software(
+    # dgxc-benchmarking maxtext and paxml recipes: XLA's latency-hiding scheduler, cuDNN flash
+    # attention; FSDP within the scan over layers, gathers once a microbatch.
+    name="JAX",
+    fused=True,
+    overlaps_gather=True,
+    overlaps_reduction=True,
+)
+FSDP2 = Software(
+    # torchtitan docs/performance.md: FSDP2 prefetches, reduces in fp32, SDPA is flash attention.
+    name="FSDP2",
+    hopper=False,
+    fused=True,
+    overlaps_gather=True,
+    overlaps_reduction=True,
+    gradient_bytes=4,
+    reduction_bytes=4,
+)
+FSDP2_2025 = replace(
+    # torchtitan since 2025: torchtitan/components/loss.py compiles the loss with the model.
+    FSDP2,
+    name="FSDP2, compiled loss",
+)
+FSDP2_ASYNC_TP = Software(
+    # torchtitan's asynchronous tensor parallelism (torch.compile's micro-pipelined products).
+    name="FSDP2, async tp",
+    hopper=False,
+    fused=True,
+    overlaps_gather=True,
+    overlaps_reduction=True,
+    overlaps_tensor=True,
+    gradient_bytes=4,
+    reduction_bytes=4,
+)
+FSDP_PURE = Software(
+    # mosaicml/llm-foundry, scripts/train/benchmarking/README.md, MP mode PURE: parameters, buffers
+    # and reductions in bf16; Triton or flash attention; backward prefetch.
+    name="FSDP, PURE",
+    hopper=False,
+    overlaps_gather=True,
+    overlaps_reduction=True,
+    gradient_bytes=2,
+    reduction_bytes=2,
+)
+FSDP_DEFAULT = Software(
+    # the same document, MP mode DEFAULT: reductions in fp32.
+    name="FSDP, DEFAULT",
+    hopper=False,
+    overlaps_gather=True,
+    overlaps_reduction=True,
+    gradient_bytes=4,
+    reduction_bytes=4,
+)
+NANOTRON = Software(
+    # nanotron scripts/scaling_benchmarks.py: gradients accumulate in fp32, tp_mode REDUCE_SCATTER
+    # with tp_linear_async_communication; data-parallel reduction in DDP's hooks of the last
+    # microbatch (parallel/data_parallel/utils.py: sync only then).
+    name="nanotron",
+    hopper=False,
+    overlaps_reduction=True,
+    overlaps_tensor=True,
+)
