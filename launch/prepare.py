@@ -41,15 +41,18 @@ def main() -> int:
 
 def tokens_of_run(config: RunConfig, corpus: Corpus) -> float | None:
     """Give how many tokens the run trains on; None where that depends on the number of ranks."""
-    train, mesh, batch = config.train, config.mesh, config.train_batch_size
+    train, batch = config.train, config.train_batch_size
     if train.max_tokens is not None:
         return train.max_tokens
     if train.epochs is not None:
         return train.epochs * len(corpus.train)
     assert train.steps is not None, "the config has one of the three"
+    if batch is not None:
+        return train.steps * batch * config.data.sequence_length
+    mesh = config.mesh
     if isinstance(mesh.dp, int):
         return train.steps * config.resolve(mesh.pp * mesh.dp * mesh.tp).tokens_per_step
-    return train.steps * batch * config.data.sequence_length if isinstance(batch, int) else None
+    return None
 
 
 def describe(corpus: Corpus, tokens: float | None) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from parallel3d.config import RunConfig, help_text
 from parallel3d.errors import Parallel3DError, TrainingError
+from parallel3d.foresight import dry_run, ready
 from parallel3d.mesh import Launch, Mesh, rank_0_first
 from parallel3d.stopping import STOPPED, Stopped, StopRequest
 from parallel3d.waiting import SharedFlag
@@ -82,18 +83,26 @@ def main() -> NoReturn:
     )
     parser.add_argument("--config", required=True, help="a config file, or a name in configs/")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
+    parser.add_argument(
+        "--dry-run", type=int, nargs="?", const=0, metavar="DEVICES",
+        help="print mesh, memory, time and checkpoint of the run, and train nothing",
+    )  # fmt: skip
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # deepspeed's launcher appends it
     args, overrides = parser.parse_known_args()
     launch, stop = Launch(0, 1, 0), StopRequest()
     try:
         with stop.listening():
             launch = Launch.from_environment()
-            config = RunConfig.from_json(args.config, overrides).resolve(launch.world_size)
-            sizes = config.mesh
-            mesh = Mesh(sizes.pp, int(sizes.dp), sizes.tp, launch)
-            stop.share(SharedFlag("stop"), mesh.rank)
-            code = train(config, mesh, stop, args.json)
-            mesh.close()
+            config = RunConfig.from_json(args.config, overrides)
+            if args.dry_run is not None:
+                code = dry_run(config, launch, args.dry_run, args.json)
+            else:
+                config = ready(config, launch)
+                sizes = config.mesh
+                mesh = Mesh(sizes.pp, int(sizes.dp), sizes.tp, launch)
+                stop.share(SharedFlag("stop"), mesh.rank)
+                code = train(config, mesh, stop, args.json)
+                mesh.close()
     except Stopped:
         code = stop.part()
     except (Parallel3DError, TrainingError) as error:

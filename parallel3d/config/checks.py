@@ -7,27 +7,35 @@ and values has num_key_value_heads too.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from inspect import signature
 from typing import Any
 
 from parallel3d.config import arithmetic
 from parallel3d.config.data import DataConfig
 from parallel3d.config.deepspeed import Bf16Config, Fp16Config, OptimizerConfig, ZeroConfig
-from parallel3d.config.section import Problem
+from parallel3d.config.section import ABSENT, Problem
 from parallel3d.config.settings import (
+    PLAN,
     LrScheduleConfig,
     MeshConfig,
     PipelineConfig,
+    PlanConfig,
     TrainConfig,
 )
 from parallel3d.pipeline import schedules
+
+_signature = cache(signature)  # the planner asks for thousands of meshes
 
 
 def find_problems(settings: Mapping[str, Any]) -> list[Problem]:
     """All that is wrong between the settings given."""
     problems: list[Problem] = []
+    planned = settings.get("mesh") == PLAN  # what compares the mesh waits until there is one
+    settings = {k: v for k, v in settings.items() if k != "mesh" or not planned}
+    settings |= {"is_planned": planned}
     for check in CHECKS:
-        names = signature(check).parameters
+        names = _signature(check).parameters
         if settings.keys() >= names.keys():
             problems += check(**{name: settings[name] for name in names})
     return problems
@@ -152,6 +160,23 @@ def _check_batch(
         yield Problem("train_batch_size", train_batch_size, rule, remedy)
 
 
+def _check_plan(
+    is_planned: bool,
+    plan: PlanConfig,
+    train_batch_size: int | None,
+    train_micro_batch_size_per_gpu: int | None,
+) -> Iterator[Problem]:
+    if not is_planned and plan.fix:
+        rule, remedy = 'is read with mesh "plan" only', 'remove it, or write "mesh": "plan"'
+        yield Problem("parallel3d.plan.fix", plan.fix, rule, remedy)
+    if is_planned and train_batch_size is None:
+        rule = 'is required with mesh "plan", which chooses dp and the micro batch for it'
+        yield Problem(arithmetic.BATCH, ABSENT, rule, "add it: samples in a step")
+    if "micro_batch" in plan.fix and train_micro_batch_size_per_gpu is None:
+        rule = "is required, as parallel3d.plan.fix names micro_batch"
+        yield Problem(arithmetic.MICRO, ABSENT, rule, "add it: samples in a microbatch of a rank")
+
+
 def _check_length(train: TrainConfig) -> Iterator[Problem]:
     names = ("steps", "max_tokens", "epochs")
     given = [name for name in names if getattr(train, name) is not None]
@@ -262,6 +287,7 @@ CHECKS: tuple[Callable[..., Iterator[Problem]], ...] = (
     _check_trained_vocabulary,
     _check_vocabulary,
     _check_batch,
+    _check_plan,
     _check_length,
     _check_lr_schedule,
     _check_scheduler,

@@ -16,9 +16,6 @@ from parallel3d.config import auto, deepspeed_keys
 from parallel3d.config.scheduler import SCHEDULERS
 from parallel3d.config.section import ABSENT, Problem, Problems, Section
 
-PARALLEL3D_KEYS = {
-    "parallel3d.mesh": '"plan" is not yet supported; write {"pp": 1, "dp": "auto", "tp": 1}',
-}
 # Sections that are of one class or another: path, the key that tells, and the classes by its value.
 _CHOICES: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "parallel3d.model": ("family", lambda: {f: models.config_class(f) for f in models.families()}),
@@ -129,8 +126,6 @@ def _problems_of(detail: ErrorDetails, raw: Any, root: type[Section]) -> Iterato
         field = model.model_fields.get(key) if model else None
         doc = (field.description or "").split("\n")[0] if field else "the list is too short"
         yield Problem(path, ABSENT, "is required", f"add it: {doc}")
-    elif value == "plan" and path in PARALLEL3D_KEYS:
-        yield Problem(path, value, *_split(PARALLEL3D_KEYS[path]))
     elif isinstance(cause, Problems):
         yield from (problem.under(path) for problem in cause.problems)
     elif cause is not None:
@@ -149,9 +144,8 @@ def _unknown(path: str, value: Any, model: type[Section] | None, root: type[Sect
     """A key that is no setting: refused by name where it is known, else with the nearest one."""
     section, _, key = path.rpartition(".")
     refused = deepspeed_keys.BY_SECTION.get(section, {})
-    reason = refused[key].reason if key in refused else PARALLEL3D_KEYS.get(path)
-    if reason:
-        return Problem(path, value, *_split(reason))
+    if key in refused:
+        return Problem(path, value, *_split(refused[key].reason))
     known = list(model.model_fields) if model else []
     if near := get_close_matches(key, [*known, *refused], n=1):
         return Problem(path, value, "is no setting", f'the nearest one is "{near[0]}"')
@@ -204,8 +198,8 @@ def _walk(section: type[Section], prefix: str, only: str = "") -> Iterator[Setti
                 inside = _walk(cls, path, choice)
                 yield from (s for s in inside if s.path != f"{path}.{key}")
         elif inner:
-            if field.default is None:
-                yield Setting(path, "block | null", default, doc, only)
+            if others := _beside_section(field.annotation):
+                yield Setting(path, f"block | {others}", default, doc, only)
             several = get_origin(field.annotation) is tuple
             yield from _walk(inner, f"{path}[]" if several else path, only)
         else:
@@ -222,6 +216,12 @@ def _section_of(annotation: Any) -> type[Section] | None:
         if isinstance(candidate, type) and issubclass(candidate, Section):
             return candidate
     return None
+
+
+def _beside_section(annotation: Any) -> str:
+    """What may stand in place of a section, "" if nothing may."""
+    choices = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else ()
+    return " | ".join(_type_name(choice) for choice in choices if _section_of(choice) is None)
 
 
 def _section_at(root: type[Section], path: str, raw: Any) -> type[Section] | None:

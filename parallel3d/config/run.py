@@ -18,8 +18,9 @@ from parallel3d.config.deepspeed import (
 from parallel3d.config.explain import Setting
 from parallel3d.config.normalise import normalise
 from parallel3d.config.scheduler import TOTAL_STEPS, Scheduler, scheduler_section
-from parallel3d.config.section import Problems, Section
+from parallel3d.config.section import Problem, Problems, Section
 from parallel3d.config.settings import (
+    PLAN,
     CheckpointConfig,
     MeshConfig,
     OutputConfig,
@@ -89,8 +90,14 @@ class RunConfig(Section):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What each "auto" of the file became, a line each; empty without one."""
+        """What each "auto" of the file became, and what was planned, a line each."""
         return self._notes
+
+    def with_notes(self, *notes: str) -> "RunConfig":
+        """This config with these notes in place of its own."""
+        config = self.model_copy()
+        config._notes = notes
+        return config
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -98,9 +105,17 @@ class RunConfig(Section):
         return dict(self) | dict(self.parallel3d)
 
     @property
+    def is_planned(self) -> bool:
+        """Whether the mesh is "plan", which the planner has yet to fill."""
+        return self.parallel3d.mesh == PLAN
+
+    @property
     def mesh(self) -> MeshConfig:
-        """Ranks per axis."""
-        return self.parallel3d.mesh
+        """Ranks per axis; raises ConfigError where the planner has yet to choose them."""
+        if isinstance(self.parallel3d.mesh, MeshConfig):
+            return self.parallel3d.mesh
+        rule, remedy = "there is no mesh yet", "write the one that launch/plan.py puts first"
+        raise Problems([Problem("parallel3d.mesh", PLAN, rule, remedy)])
 
     @property
     def pipeline(self) -> PipelineConfig:

@@ -2,7 +2,14 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PlainValidator,
+    Strict,
+    WrapValidator,
+)
 
 import models
 from parallel3d.config.data import DataConfig
@@ -11,6 +18,15 @@ from parallel3d.config.section import ABSENT, Problem, Problems, Section
 from parallel3d.pipeline import schedules
 
 Positive = Annotated[int, Field(gt=0)]
+PLAN: Literal["plan"] = "plan"  # in place of a mesh: the planner's first row
+Fixable = Literal[
+    "zero_stage",
+    "offload",
+    "micro_batch",
+    "schedule",
+    "recompute",
+    "gradient_reduction",
+]
 # pp and tp cannot be derived from the number of processes, so their "auto" means 1.
 OneIfAuto = Annotated[Positive, BeforeValidator(lambda value: 1 if value == "auto" else value)]
 
@@ -43,6 +59,13 @@ def _family_config(value: Any) -> Any:
     return models.config_class(family).model_validate(value)
 
 
+def _mesh_or_plan(value: Any, _: Any) -> Any:
+    """A mesh, or the word "plan"; not left to the union, whose errors do not name the setting."""
+    return (
+        value if value == PLAN or isinstance(value, Section) else MeshConfig.model_validate(value)
+    )
+
+
 class MeshConfig(Section):
     """How many ranks each axis of the mesh has; their product is the number of processes."""
 
@@ -71,6 +94,15 @@ class PipelineConfig(Section):
     means after each microbatch at ZeRO-2, and once a step at the other stages."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """"selective" computes the attention again in backward (arXiv:2205.05198), "full" the layer."""
+
+
+class PlanConfig(Section):
+    """What the planner may choose, where the mesh is "plan"."""
+
+    fix: Annotated[tuple[Fixable, ...], Strict(False)] = ()
+    """What stays as it is written here; all else is the planner's: mesh, micro batch, schedule and
+    stages_per_rank, gradient_reduction, activation_checkpointing ("recompute"), ZeRO stage, offload
+    and sequence parallelism."""
 
 
 class LrScheduleConfig(Section):
@@ -162,8 +194,10 @@ class OutputConfig(Section):
 class Parallel3DConfig(Section):
     """The block that DeepSpeed ignores."""
 
-    mesh: MeshConfig = MeshConfig()
-    """Ranks per axis."""
+    mesh: Annotated[MeshConfig | Literal["plan"], WrapValidator(_mesh_or_plan)] = MeshConfig()
+    """"plan" takes the first row of launch/plan.py for so many processes, at train_batch_size."""
+    plan: PlanConfig = PlanConfig()
+    """What the planner may choose."""
     pipeline: PipelineConfig = PipelineConfig()
     """How microbatches flow through the stages."""
     model: Annotated[Any, PlainValidator(_family_config)]

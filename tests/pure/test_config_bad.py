@@ -5,6 +5,7 @@ import json
 import pytest
 
 from parallel3d.config import RunConfig
+from parallel3d.errors import ConfigError
 from tests.pure.configs import LLAMA, REMOVED, error_of, raw
 
 ZERO, ADAM, P3D = "zero_optimization", "optimizer.params", "parallel3d"
@@ -56,7 +57,8 @@ BAD = [
     ("zero_optimization.stage", "3", "must be 0, 1, 2 or 3", "write a whole number"),
     ("optimizer.type", "Lion", "not yet supported", '"AdamW"'),
     ("optimizer.type", "SGD", 'must be "AdamW" or "Adam"', 'write "AdamW"'),
-    ("parallel3d.mesh", "plan", "not yet supported", '"dp": "auto"'),
+    ("parallel3d.mesh", "best", "block of settings", "{...}"),
+    ("parallel3d.plan.fix", ["offload"], 'with mesh "plan" only', "remove it"),
     ("parallel3d.pipeline.schedule", "zigzag", "names no file", "interleaved, one_f_one_b"),
     ("parallel3d.pipeline.activation_checkpointing", "half", "must be", '"selective" or "full"'),
     ("parallel3d.model.family", "bert", "no model family", "gpt"),
@@ -234,6 +236,21 @@ def test_kinds():
 )
 def test_missing_setting(path):
     assert f"{path}: is required; add it: " in error_of(**{path: REMOVED})
+
+
+def test_a_mesh_that_is_planned_wants_the_batch_that_it_is_planned_for():
+    planned = {"parallel3d.mesh": "plan"}
+    said = error_of(**planned)
+    assert 'train_batch_size: is required with mesh "plan"' in said
+    kept = {"parallel3d.plan": {"fix": ["micro_batch"]}, "train_batch_size": 8}
+    said = error_of(**planned, **kept, train_micro_batch_size_per_gpu=REMOVED)
+    assert "train_micro_batch_size_per_gpu: is required, as parallel3d.plan.fix" in said
+    said = error_of(**planned, **{"parallel3d.plan": {"fix": ["tp"]}})
+    assert 'parallel3d.plan.fix.0 = "tp": must be "zero_stage", "offload"' in said
+    config = RunConfig.from_dict(raw(**planned, train_batch_size=8))
+    assert config.is_planned and RunConfig.from_dict(config.to_dict()) == config
+    with pytest.raises(ConfigError, match=r'mesh = "plan": there is no mesh yet; write the one'):
+        config.resolve(4)
 
 
 def test_the_base_of_all_these_is_valid():

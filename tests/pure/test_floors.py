@@ -16,7 +16,7 @@ FILES = sorted(
 FLOORS = [
     (r"launch(\.|$)", 6),
     (r"parallel3d\.(trainer|run|run_folder|assembly|checkpoint|profile)(\.|$)", 5),
-    (r"parallel3d\.(verify|local_ranks|stopping|attempts)(\.|$)", 5),
+    (r"parallel3d\.(verify|local_ranks|stopping|attempts|foresight|calibrate\w*)(\.|$)", 5),
     (r"parallel3d\.(stopping|attempts)$", 5),
     (r"parallel3d\.pipeline\.(executor|stages)$", 4),
     (r"models\.\w+\.(blocks|huggingface)$", 3),

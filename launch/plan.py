@@ -1,0 +1,99 @@
+"""Plans a run before it is launched: memory, speed, and the best mesh.
+
+`python launch/plan.py --config gpt3-175b.json --hardware a100-80gb --devices 1024` prints a ranked
+table of meshes. --calibrate measures this machine, for --hardware this-machine. --validate compares
+the planner with published runs.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from parallel3d import hardware
+from parallel3d.config import RunConfig
+from parallel3d.errors import Parallel3DError, TrainingError
+from parallel3d.plan import command
+
+DONE, FAILED, BAD_INPUT = 0, 1, 2  # exit codes; scripts rely on them
+
+
+def main() -> int:
+    """Give the exit code: 0, 1 where nothing fits or a check fails, 2 for bad input."""
+    args, overrides = parse_args()
+    console = command.console(args.json)
+    try:
+        if args.calibrate:
+            return calibrate(args.json, console)
+        if args.validate:
+            return validate(args.validate, args.json, console)
+        if not args.config:
+            raise Parallel3DError("--config is missing; name a config file, or one in configs/")
+        config = RunConfig.from_json(args.config, overrides)
+        machine = hardware.load(args.hardware or command.hardware_of(config))
+        devices = args.devices if args.devices is not None else command.devices_of(config, machine)
+        request = command.ask(config, machine, devices, args.fix)
+        found = command.find(request, args.rows)
+        if args.explain:
+            command.explain(found, args.explain, args.svg, args.trace, console)
+        else:
+            command.show(found, request, console)
+        if args.json:
+            print(json.dumps(command.to_json(found, request)))
+        return DONE if found.plans else FAILED
+    except (Parallel3DError, OSError) as error:
+        print(f"plan: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except TrainingError as error:
+        print(f"plan: {error}", file=sys.stderr)
+        return FAILED
+
+
+def calibrate(as_json: bool, console: Console) -> int:
+    """Measure this machine and write it as the hardware `this-machine`."""
+    from parallel3d.calibrate import calibrate
+
+    measured = calibrate(console.print)
+    if as_json:
+        print(measured.model_dump_json())
+    return DONE
+
+
+def validate(file: Path, as_json: bool, console: Console) -> int:
+    """Compare the planner with published runs."""
+    from parallel3d.plan.validate import show, validate
+
+    report: dict[str, Any] = validate(file)
+    show(report, console)
+    if as_json:
+        print(json.dumps(report))
+    return DONE
+
+
+def parse_args() -> tuple[argparse.Namespace, list[str]]:
+    """The command line, and what it sets in the config."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog="Every value of the config can be set by its path: --train_batch_size 512.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", help="a config file, or a name in configs/")
+    parser.add_argument("--hardware", help=f"this-machine, {', '.join(hardware.names())}")
+    parser.add_argument("--devices", type=int, help="how many; else those of the config's mesh")
+    parser.add_argument("--rows", type=int, default=20, help="plans to find (20)")
+    parser.add_argument("--fix", nargs="+", default=[], metavar="NAME=VALUE", help=command.FIX)
+    parser.add_argument("--explain", type=int, metavar="N", help="show row N in detail")
+    parser.add_argument("--svg", type=Path, help="with --explain: draw its timeline to this file")
+    parser.add_argument("--trace", type=Path, help="with --explain: its trace for Perfetto")
+    parser.add_argument("--calibrate", action="store_true", help="measure this machine")
+    parser.add_argument("--validate", type=Path, metavar="FILE.csv", help="published runs")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser.parse_known_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

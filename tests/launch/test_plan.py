@@ -1,0 +1,196 @@
+"""launch/plan.py as a user types it, and what a config's `"mesh": "plan"` trains."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from tests.launch.launching import PYTHON, Place, environment, torchrun
+
+PLAN = str(Path(__file__).parents[2] / "launch/plan.py")
+DONE, FAILED, BAD_INPUT = 0, 1, 2
+KEYS = {
+    "pp", "dp", "tp", "zero_stage", "offload", "micro_batch", "num_microbatches", "schedule",
+    "recompute", "fits", "reason", "memory_bytes", "step_seconds", "time", "tokens_per_second",
+    "model_tflops_per_device", "hardware_tflops_per_device", "mfu_full", "mfu_causal",
+}  # fmt: skip
+ON_A_NODE = ("--config", "gpt2-1.5b.json", "--hardware", "a100-80gb", "--devices", 8)
+
+
+def plan(*arguments, cwd=None):
+    command = [sys.executable, PLAN, *map(str, arguments)]
+    return subprocess.run(
+        command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=120
+    )
+
+
+def test_the_table_and_its_json_are_the_same():
+    done = plan(*ON_A_NODE, "--rows", 4, "--json")
+    assert done.returncode == DONE, done.stderr
+    result = json.loads(done.stdout)  # and nothing else on standard output
+    rows = result["plans"]
+    fitting = [row for row in rows if row["fits"]]
+    assert len(fitting) == 4 and all(row.keys() >= KEYS for row in rows)
+    times = [row["step_seconds"] for row in fitting]
+    assert times == sorted(times)
+    assert result["devices"] == 8 and result["global_batch_size"] == 1024
+    assert len({(row["pp"], row["dp"], row["tp"]) for row in fitting}) == 4
+    for row in rows:
+        assert row["pp"] * row["dp"] * row["tp"] == 8
+        assert row["micro_batch"] * row["num_microbatches"] * row["dp"] == 1024
+        assert (row["reason"] == "") == row["fits"]
+    # The table is on standard error, and says the same.
+    for number, row in enumerate(fitting, 1):
+        mesh = f"{row['pp']}×{row['dp']}×{row['tp']}"
+        line = next(line for line in done.stderr.splitlines() if line.split()[:1] == [str(number)])
+        assert mesh in line and row["schedule"] in line
+        assert f"{row['micro_batch']}×{row['num_microbatches']}" in line
+
+
+def test_in_a_pipe_it_is_plain_text_on_standard_output():
+    done = plan(*ON_A_NODE, "--rows", 3, "--fix", "zero_stage=3", "recompute=full")
+    assert done.returncode == DONE, done.stderr
+    assert done.stderr == "" and "\x1b" not in done.stdout
+    assert max(map(len, done.stdout.splitlines())) < 160
+    assert "gpt of 1.56B parameters in bf16 on 8 x A100-SXM4-80GB" in done.stdout
+    assert "fixed: zero_stage = 3, recompute = full" in done.stdout
+    assert done.stdout.count(" full ") >= 3
+
+
+def test_a_row_in_detail(tmp_path):
+    svg, trace = tmp_path / "row.svg", tmp_path / "row.json"
+    drawn = ("--svg", svg, "--trace", trace)
+    done = plan(*ON_A_NODE, "--rows", 2, "--fix", "pp=4", "--explain", 2, *drawn)
+    assert done.returncode == DONE, done.stderr
+    for word in ("optimizer", "activations", "margin", "bubble", "MFU", "device-hours"):
+        assert word in done.stdout
+    picture = ET.parse(svg).getroot()
+    texts = [text.text or "" for text in picture.iter("{http://www.w3.org/2000/svg}text")]
+    assert any(text.startswith("pp 4 × dp") for text in texts)
+    assert any(text.startswith("device memory of rank") for text in texts)
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1, 2, 3}
+    outside = plan(*ON_A_NODE, "--rows", 2, "--explain", 99)
+    assert outside.returncode == BAD_INPUT and "--explain 99: there are" in outside.stderr
+
+
+BAD = [
+    (("--devices", "0"), "--devices = 0: is no number of devices; use 1 or more"),
+    (("--devices", "53"), "--devices = 53: no mesh of 53 devices divides the model's heads and"),
+    (("--train_batch_size", "1000"), "is not train_micro_batch_size_per_gpu=4 x"),
+    (("--hardware", "abacus"), '"abacus" is not described; use "auto" or one of: A100'),
+    (("--fix", "tp=3"), "tp=3 is a mesh of 3 ranks or a multiple, which 8 devices are not"),
+    (("--fix", "zero=3"), "--fix zero = 3: is no choice of the planner; use pp, dp"),
+    (("--fix", "tp"), "--fix tp: has no value; write NAME=VALUE"),
+    (("--rows", "0"), "--rows 0: shows nothing; use 1 or more"),
+    (("--parallel3d.model.hidden_size", "1601"), "num_attention_heads"),
+    (("--parallel3d.model.vocab_size", "auto"), '"gpt2", which planning does not load; write'),
+    (("--config", "gpt5.json"), "no config file 'gpt5.json'"),
+    (("--validate", "nowhere.csv"), "nowhere.csv"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "said"), BAD)
+def test_bad_input_is_one_message(arguments, said):
+    done = plan(*ON_A_NODE, *arguments)
+    assert done.returncode == BAD_INPUT, done.stdout + done.stderr
+    assert said in done.stderr and done.stdout == ""
+    assert "Traceback" not in done.stderr
+
+
+def test_where_nothing_fits_it_exits_with_1():
+    fixed = ("--fix", "zero_stage=0", "offload_optimizer=none", "pp=1", "tp=1")
+    done = plan("--config", "gpt3-13b.json", "--hardware", "v100-16gb", "--devices", 8, *fixed,
+                "--parallel3d.mesh", "plan", "--train_batch_size", 1024)  # fmt: skip
+    assert done.returncode == FAILED, done.stderr
+    assert "NOTHING FITS on 8 x V100-SXM2-16GB: the least is" in done.stdout
+    assert "use fix less than zero_stage" in done.stdout
+
+
+def test_it_starts_in_a_second():
+    """Without torch, scipy or matplotlib; the bound is for a machine that does other things too."""
+    code = (
+        "import sys, runpy; sys.argv = ['plan.py', '--help']\n"
+        f"try: runpy.run_path({PLAN!r}, run_name='__main__')\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'scipy', 'matplotlib', 'deepspeed', 'numpy', 'transformers'}\n"
+        "print('heavy:', sorted(heavy & sys.modules.keys()))"
+    )
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "heavy: []" in done.stdout, done.stdout[-500:] + done.stderr
+    assert time.perf_counter() - start < 4
+
+
+PLANNED = (
+    "--parallel3d.mesh", "plan", "--parallel3d.run.hardware", "A100-SXM4-80GB", "--bf16.enabled",
+    "true", "--train_batch_size", 16, "--gradient_accumulation_steps", 1,
+    "--parallel3d.plan.fix", '["offload"]',
+)  # fmt: skip
+
+
+def test_a_planned_mesh_trains(tmp_path):
+    """On two ranks, with what the dry run of the same command says."""
+    place = Place(tmp_path)
+    dry = place.run(torchrun(2), *PLANNED, "--dry-run", "--json", steps=2)
+    assert dry.returncode == DONE, dry.stderr
+    said = json.loads(dry.stdout)
+    assert said["dry_run"] and said["plan"]["fits"]
+    assert said["checkpoint_bytes"] > 12 * 700_000
+    assert "dry run: nothing was trained" in dry.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"texts"}  # neither a corpus nor a run
+
+    name = ("--parallel3d.run.name", "planned")
+    done = place.run(torchrun(2), *PLANNED, *name, steps=2)
+    assert done.returncode == DONE, done.stderr[-4000:]
+    assert done.stderr.count('parallel3d.mesh: "plan" for 2 x A100-SXM4-80GB') == 1
+    assert [line["step"] for line in place.lines("planned")] == [1, 2]
+    config = json.loads((tmp_path / "runs/planned/config.json").read_text())
+    row, mesh = said["plan"], config["parallel3d"]["mesh"]
+    assert {axis: mesh[axis] for axis in ("pp", "dp", "tp")} == {
+        axis: row[axis] for axis in ("pp", "dp", "tp")
+    }
+    assert config["train_micro_batch_size_per_gpu"] == row["micro_batch"]
+    assert config["zero_optimization"]["stage"] == row["zero_stage"]
+    assert config["zero_optimization"]["offload_optimizer"]["device"] == "cpu"  # fixed
+    files = (tmp_path / "runs/planned/checkpoints/step-2").iterdir()
+    size = sum(file.stat().st_size for file in files if file.suffix == ".safetensors")
+    # It was asked for the 2048 tokens of ds.json's vocabulary or fewer: the corpus has 270.
+    assert said["checkpoint_bytes"] == pytest.approx(size, rel=0.05)
+
+
+def test_a_dry_run_of_a_cluster_by_plain_python(tmp_path):
+    train = str(Path(PLAN).parent / "train.py")
+    done = subprocess.run(
+        [*PYTHON, train, "--config", "gpt3-175b.json", "--dry-run", "--parallel3d.run.hardware",
+         "A100-SXM4-80GB"],
+        cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == DONE, done.stderr
+    assert "gpt of 175B parameters in bf16 on 1,024 x A100-SXM4-80GB" in done.stdout
+    assert "mesh      pp 8 × dp 16 × tp 8, sequence parallel" in done.stdout
+    assert re.search(r"300B tokens take [\d.]+ days", done.stdout)
+    assert "a checkpoint is about 1.9 TiB" in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_dry_run_where_the_machine_is_not_described(tmp_path):
+    """The default config on any machine: memory and checkpoint at least, and no corpus."""
+    train = str(Path(PLAN).parent / "train.py")
+    done = subprocess.run(
+        [*PYTHON, train, "--config", "ds.json", "--dry-run", "--json"],
+        cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == DONE, done.stderr
+    said = json.loads(done.stdout)
+    assert said["plan"]["memory_bytes"]["total"] > 12 * 1_000_000 / 2
+    # 4 blocks of 12 h^2 + 13 h, the table of tokens, that of positions, the last norm.
+    h = 128
+    num_params = 4 * (12 * h * h + 13 * h) + 2048 * h + 128 * h + 2 * h
+    assert said["checkpoint_bytes"] == pytest.approx(12 * num_params, rel=0.02)
+    assert not list(tmp_path.iterdir())
