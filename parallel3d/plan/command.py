@@ -11,7 +11,7 @@ from parallel3d.config import RunConfig
 from parallel3d.config.section import Problem, Problems
 from parallel3d.errors import ConfigError
 from parallel3d.hardware import THIS_MACHINE, Hardware
-from parallel3d.plan import table
+from parallel3d.plan import parts, table
 from parallel3d.plan.plans import CHOICES, Plan, Request, request_of
 from parallel3d.plan.remedy import evaluate, gib
 from parallel3d.plan.search import Found, search
@@ -69,6 +69,9 @@ def find(request: Request, rows: int) -> Found:
 def show(found: Found, request: Request, out: Console) -> None:
     """Print the table; where nothing fits, what would."""
     table.show(found, request, out)
+    if found.plans:
+        parts.show(found.plans, request, out)
+    table.closing(found, out)
     if found.least is not None:
         out.print(nothing_fits(found.least))
 

@@ -37,10 +37,16 @@ def show(found: Found, request: Request, console: Console) -> None:
         for number, plan in enumerate(found.too_large, len(found.plans) + 1):
             console.print(Text(f"{number:>2}  {plan.reason}"))
             console.print(Text(f"    smallest change: {plan.remedy}"))
+
+
+def closing(found: Found, console: Console) -> None:
+    """Print how the rows were found and what can be done with them."""
     if found.plans:
         each = "the best" if found.per_mesh == 1 else f"the best {found.per_mesh}"
         tail = '--explain N shows row N; "mesh": "plan" in a config takes row 1'
-        console.print(Text(f"{each} of each mesh, {found.num_simulated} simulated; {tail}", "dim"))
+        console.print(
+            Text(f"\n{each} of each mesh, {found.num_simulated} simulated; {tail}", "dim")
+        )
 
 
 def heading(request: Request) -> Text:

@@ -50,6 +50,14 @@ def test_the_table_and_its_json_are_the_same():
         line = next(line for line in done.stderr.splitlines() if line.split()[:1] == [str(number)])
         assert mesh in line and row["schedule"] in line
         assert f"{row['micro_batch']}×{row['num_microbatches']}" in line
+    # The second table has the parts of the same rows.
+    lines = done.stderr.split("by parts:")[1].splitlines()
+    heads = lines[1].split()
+    for number, row in enumerate(fitting, 1):
+        cells = next(line.split() for line in lines if line.split()[:1] == [str(number)])
+        weights = float(cells[heads.index("weights")])
+        assert weights == pytest.approx(row["memory_bytes"]["weights"] / 2**30, rel=0.01, abs=0.05)
+        assert float(cells[heads.index("comp.")]) == pytest.approx(row["time"]["compute"], rel=0.01)
 
 
 def test_in_a_pipe_it_is_plain_text_on_standard_output():
@@ -105,10 +113,10 @@ def test_bad_input_is_one_message(arguments, said):
 
 def test_where_nothing_fits_it_exits_with_1():
     fixed = ("--fix", "zero_stage=0", "offload_optimizer=none", "pp=1", "tp=1")
-    done = plan("--config", "gpt3-13b.json", "--hardware", "v100-16gb", "--devices", 8, *fixed,
+    done = plan("--config", "gpt3-13b.json", "--hardware", "a100-40gb", "--devices", 8, *fixed,
                 "--parallel3d.mesh", "plan", "--train_batch_size", 1024)  # fmt: skip
     assert done.returncode == FAILED, done.stderr
-    assert "NOTHING FITS on 8 x V100-SXM2-16GB: the least is" in done.stdout
+    assert "NOTHING FITS on 8 x A100-SXM4-40GB: the least is" in done.stdout
     assert "use fix less than zero_stage" in done.stdout
 
 
