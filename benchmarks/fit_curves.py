@@ -24,8 +24,8 @@ from scipy.optimize import least_squares
 
 from parallel3d.plan.curves import FILE
 from parallel3d.plan.operators import Curves
-from parallel3d.plan.published import ROWWISE, Row, read
-from parallel3d.plan.statistics import errors
+from parallel3d.plan.published.rows import ROWWISE, Row, read
+from parallel3d.plan.published.statistics import errors
 from parallel3d.plan.step import lower_bound, step_time
 
 # What is fitted, with bounds; the rest of Curves stays at its defaults.

@@ -64,7 +64,7 @@ def calibrate(as_json: bool, console: Console) -> int:
 
 def validate(file: Path, as_json: bool, console: Console) -> int:
     """Compare the planner with published runs."""
-    from parallel3d.plan.validate import show, validate
+    from parallel3d.plan.published.validate import show, validate
 
     report: dict[str, Any] = validate(file)
     show(report, console)

@@ -11,7 +11,6 @@ from functools import lru_cache
 from operator import mul
 
 from parallel3d.hardware import Hardware
-from parallel3d.plan import program_memory
 from parallel3d.plan.activations import Backward, Stage, stage
 from parallel3d.plan.margin import margin
 from parallel3d.plan.placement import (
@@ -23,6 +22,7 @@ from parallel3d.plan.placement import (
     stages_of,
     stages_on,
 )
+from parallel3d.plan.published import programs_memory as program_memory
 from parallel3d.plan.setting import Setting
 from parallel3d.plan.states import Gathered, Sizes, States, gathered, sizes, states
 

@@ -22,7 +22,7 @@ class Holds:
     `partition`: more for each parameter of a rank's part, `fixed`: buffers whatever the model.
     `logit`: the most for a logit while the loss is computed;
     `logit_tp`: under tensor parallelism, where that differs. `placement`: how layers come to
-    stages, see program_memory.stages_of. `reports`: which rank's memory its reports give,
+    stages, see published/programs_memory.py. `reports`: which rank's memory its reports give,
     `of_device`: as the driver sees it, rather than what torch's allocator reserved.
     """
 

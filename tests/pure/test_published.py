@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from parallel3d.errors import ConfigError
-from parallel3d.plan.published import Row, read
-from parallel3d.plan.published_cells import COLUMNS
-from parallel3d.plan.published_flops import model_flops
+from parallel3d.plan.published.cells import COLUMNS
+from parallel3d.plan.published.flops import model_flops
+from parallel3d.plan.published.rows import Row, read
 
 SAMPLE = Path(__file__).with_name("published_sample.csv")  # rows of published_throughput.csv
 SHARED = Path(__file__).parents[3] / "shared/data/throughput/published_throughput.csv"

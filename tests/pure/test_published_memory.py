@@ -8,10 +8,12 @@ import pytest
 
 from models.gpt.spec import Config
 from parallel3d.model import Shape
-from parallel3d.plan import program_memory, published, published_memory
 from parallel3d.plan.margin import ALLOCATOR, CONTEXT, margin
 from parallel3d.plan.placement import model_of
-from parallel3d.plan.published_cells import COLUMNS
+from parallel3d.plan.published import memory as published_memory
+from parallel3d.plan.published import programs_memory as program_memory
+from parallel3d.plan.published import rows as published
+from parallel3d.plan.published.cells import COLUMNS
 from parallel3d.plan.setting import Holds, Setting, Software, layers_of
 
 TABLE = Path(__file__).parents[3] / "shared/data/throughput/published_throughput.csv"

@@ -11,9 +11,15 @@ from rich.console import Console
 
 from parallel3d.plan import curves
 from parallel3d.plan.operators import Curves
-from parallel3d.plan.published import read
-from parallel3d.plan.statistics import Choice, constants, errors, rank_correlation, regrets
-from parallel3d.plan.validate import outcomes, show, summary, validate
+from parallel3d.plan.published.rows import read
+from parallel3d.plan.published.statistics import (
+    Choice,
+    constants,
+    errors,
+    rank_correlation,
+    regrets,
+)
+from parallel3d.plan.published.validate import outcomes, show, summary, validate
 
 SAMPLE = Path(__file__).with_name("published_sample.csv")  # rows of published_throughput.csv
 SHARED = Path(__file__).parents[3] / "shared/data/throughput/published_throughput.csv"

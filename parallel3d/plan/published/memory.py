@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from parallel3d.plan import published
 from parallel3d.plan.margin import ALLOCATOR, CONTEXT
 from parallel3d.plan.memory import Memory, per_rank
-from parallel3d.plan.published import Row
+from parallel3d.plan.published import rows as published
+from parallel3d.plan.published.rows import Row
 from parallel3d.plan.setting import Holds
 
 GIB = 2**30  # what the sources print as GB or GiB: each divides by 1024 three times

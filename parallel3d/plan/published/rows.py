@@ -12,11 +12,11 @@ from typing import Any, NamedTuple, get_args
 from parallel3d.errors import ConfigError
 from parallel3d.hardware import Hardware
 from parallel3d.model import Recompute, Shape
-from parallel3d.plan import clusters
-from parallel3d.plan.published_assumptions import program_of, source_of, supplied
-from parallel3d.plan.published_cells import Unusable, cells_of, numbers_of
-from parallel3d.plan.published_flops import flops_of_step, peak_of
-from parallel3d.plan.published_models import Architecture, known
+from parallel3d.plan.published import clusters
+from parallel3d.plan.published.architectures import Architecture, known
+from parallel3d.plan.published.assumptions import program_of, source_of, supplied
+from parallel3d.plan.published.cells import Unusable, cells_of, numbers_of
+from parallel3d.plan.published.flops import flops_of_step, peak_of
 from parallel3d.plan.setting import Device, Precision, Setting
 
 ROWWISE = "row-wise float8 scaling, which is not modelled: taken as per-tensor scaling"

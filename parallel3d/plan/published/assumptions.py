@@ -6,7 +6,7 @@ Each entry is noted on the rows that use it. None depends on what was measured.
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from parallel3d.plan import software as programs
+from parallel3d.plan.published import programs
 from parallel3d.plan.setting import Software
 
 Cells = Mapping[str, str]

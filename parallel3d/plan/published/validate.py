@@ -11,12 +11,18 @@ from typing import Any
 from parallel3d.hardware import Hardware
 from parallel3d.plan import curves
 from parallel3d.plan.operators import Curves
-from parallel3d.plan.published import LeftOut, Row, read
-from parallel3d.plan.published_flops import hardware_flops, model_flops, peak_of
+from parallel3d.plan.published.flops import hardware_flops, model_flops, peak_of
+from parallel3d.plan.published.rows import LeftOut, Row, read
+from parallel3d.plan.published.statistics import (
+    Choice,
+    constants,
+    errors,
+    rank_correlation,
+    regrets,
+)
+from parallel3d.plan.published.table import show
 from parallel3d.plan.setting import Setting
-from parallel3d.plan.statistics import Choice, constants, errors, rank_correlation, regrets
 from parallel3d.plan.step import step_time
-from parallel3d.plan.validation_table import show
 
 __all__ = ["Outcome", "outcomes", "show", "summary", "validate"]
 
@@ -172,7 +178,7 @@ def _choice(outcome: Outcome) -> Choice:
 
 
 def _memory(rows: Sequence[Row]) -> dict[str, Any]:
-    from parallel3d.plan.published_memory import validate_memory
+    from parallel3d.plan.published.memory import validate_memory
 
     found: dict[str, Any] = validate_memory(rows)
     return found
