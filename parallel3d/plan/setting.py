@@ -51,6 +51,10 @@ class Software:
     """"classic" writes the scores to memory: seq x seq for each head."""
     causal_skips: bool = True
     """Whether the attention kernel leaves out the masked half."""
+    handles_small: bool = True
+    """ZeRO-3: whether parameters that are too small to be sharded cost the program's time, too.
+    DeepSpeed's hooks do: a step of ds.json on two ranks takes 0.70 s with its threshold, 0.84 with
+    0, and 0.34 at ZeRO-1."""
     gathers: Literal["per_microbatch", "per_step"] = "per_microbatch"
     """ZeRO-3: whether weights are gathered for every microbatch or once a step."""
     overlaps_gather: bool = False

@@ -164,7 +164,8 @@ def _stage(model: Model, held: Counts, sharding: Sharding, machine: Machine) -> 
     if sharding.zero_stage == 3 and software.gathers == "per_microbatch":
         gather = mine.gather(software.gather_bytes or size)
         apart = curves.overhead_per_message if replicas > 1 else 0.0
-        overhead = weights.num_gathered * (curves.overhead_per_gather + apart)
+        handled = weights.num_params if software.handles_small else weights.num_gathered
+        overhead = handled * (curves.overhead_per_gather + apart)
         shard = weights.elements / replicas * size
         fetch = fetch_seconds(shard, sharding.offload_param, machine)
     reduce = 0.0

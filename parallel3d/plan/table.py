@@ -71,12 +71,12 @@ def _table(plans: tuple[Plan, ...], first: int, request: Request, width: int) ->
     gap = (0, 2 if wide else 1, 0, 0)
     table = Table(box=None, padding=gap, pad_edge=False, header_style="bold underline")
     offloads = any(plan.offload != "none" for plan in plans)
-    days = wide and request.num_tokens is not None
+    unit, days = _unit(plans[0].days) if wide and plans[0].days is not None else ("", 0.0)
     for head, justify, shown in _COLUMNS:
         if shown == "" or (shown == "wide" and wide) or (shown == "offload" and offloads):
             table.add_column(head, justify=justify, no_wrap=True)
     if days:
-        table.add_column("days", justify="right", no_wrap=True)
+        table.add_column(unit, justify="right", no_wrap=True)
     for number, plan in enumerate(plans, first):
         cells = _cells(number, plan, request, wide, offloads, days)
         table.add_row(*cells, style="bold" if number == 1 else "")
@@ -102,7 +102,7 @@ _COLUMNS: tuple[tuple[str, Literal["left", "right"], str], ...] = (
 
 
 def _cells(
-    number: int, plan: Plan, request: Request, wide: bool, offloads: bool, days: bool
+    number: int, plan: Plan, request: Request, wide: bool, offloads: bool, days: float
 ) -> Iterator[str | Text]:
     s = plan.setting
     several = f" ×{s.stages_per_rank}" if s.stages_per_rank > 1 else ""
@@ -133,7 +133,7 @@ def _cells(
         yield "–" if mfu is None else f"{100 * mfu:.0f} %"
     if days:
         assert plan.days is not None
-        yield three(plan.days)
+        yield three(plan.days / days)
 
 
 def _bar(share: float, width: int = _BAR) -> Text:
@@ -206,10 +206,16 @@ def lines_of(setting: Setting) -> Iterator[str]:
 
 def duration(days: float) -> str:
     """A time in the unit that suits it."""
-    for unit, size in (("days", 1.0), ("hours", 24.0), ("minutes", 1440.0)):
-        if days * size >= 2:
-            return f"{three(days * size)} {unit}"
-    return f"{three(days * 86400)} seconds"
+    unit, size = _unit(days)
+    return f"{three(days / size)} {unit}"
+
+
+def _unit(days: float) -> tuple[str, float]:
+    """The unit that suits a time, and how many days it is."""
+    for unit, size in (("days", 1.0), ("hours", 1 / 24), ("minutes", 1 / 1440)):
+        if days >= 2 * size:
+            return unit, size
+    return "seconds", 1 / 86400
 
 
 def _print_parts(

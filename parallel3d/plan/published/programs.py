@@ -15,6 +15,7 @@ MEGATRON_2021 = Software(
     # arXiv:2104.04473, section 4.2: fused scale-mask-softmax on scores in memory; section 5: full
     # recomputation, blocking all-reduces (f and g), scatter/gather between pipeline stages.
     name="Megatron-LM 2021",
+    handles_small=False,
     scatters_sends=True,
     fused=True,
     attention="classic",
@@ -26,6 +27,7 @@ MEGATRON_2021 = Software(
 MEGATRON_2021_TORCH_DDP = Software(
     # run_table_1.sh chooses DDP=torch for models without a pipeline: it reduces in backward hooks.
     name="Megatron-LM 2021, torch's DDP",
+    handles_small=False,
     fused=True,
     attention="classic",
     causal_skips=False,
@@ -90,6 +92,7 @@ MEGATRON_DEEPSPEED = Software(
     # bigscience tr3m-1B3 and vTrain: Megatron-LM's kernels under DeepSpeed's pipeline engine, which
     # reduces after the last microbatch; fp16 gradients.
     name="Megatron-DeepSpeed",
+    handles_small=False,
     fused=True,
     attention="classic",
     causal_skips=False,
@@ -102,6 +105,7 @@ MEGATRON_CORE = Software(
     # pipeline-parallel communication (enabled by default)"; Transformer Engine's attention (cuDNN).
     # What gradients are reduced in is not stated; as in NVIDIA's recipes for the same library.
     name="Megatron-Core",
+    handles_small=False,
     fused=True,
     overlaps_sends=True,
     overlaps_gather=True,
@@ -115,6 +119,7 @@ NEMO = Software(
     # distributed optimizer with overlapped gradient reduction and parameter gather in bf16
     # (megatron_gpt_config: grad_reduce_in_fp32=False).
     name="NeMo",
+    handles_small=False,
     fused=True,
     overlaps_sends=True,
     overlaps_gather=True,
@@ -127,6 +132,7 @@ JAX = Software(
     # dgxc-benchmarking maxtext and paxml recipes: XLA's latency-hiding scheduler, cuDNN flash
     # attention; FSDP within the scan over layers, gathers once a microbatch.
     name="JAX",
+    handles_small=False,
     fused=True,
     overlaps_gather=True,
     overlaps_reduction=True,
@@ -134,6 +140,7 @@ JAX = Software(
 FSDP2 = Software(
     # torchtitan docs/performance.md: FSDP2 prefetches, reduces in fp32, SDPA is flash attention.
     name="FSDP2",
+    handles_small=False,
     hopper=False,
     fused=True,
     overlaps_gather=True,
@@ -149,6 +156,7 @@ FSDP2_2025 = replace(
 FSDP2_ASYNC_TP = Software(
     # torchtitan's asynchronous tensor parallelism (torch.compile's micro-pipelined products).
     name="FSDP2, async tp",
+    handles_small=False,
     hopper=False,
     fused=True,
     overlaps_gather=True,
@@ -161,6 +169,7 @@ FSDP_PURE = Software(
     # mosaicml/llm-foundry, scripts/train/benchmarking/README.md, MP mode PURE: parameters, buffers
     # and reductions in bf16; Triton or flash attention; backward prefetch.
     name="FSDP, PURE",
+    handles_small=False,
     hopper=False,
     overlaps_gather=True,
     overlaps_reduction=True,
@@ -170,6 +179,7 @@ FSDP_PURE = Software(
 FSDP_DEFAULT = Software(
     # the same document, MP mode DEFAULT: reductions in fp32.
     name="FSDP, DEFAULT",
+    handles_small=False,
     hopper=False,
     overlaps_gather=True,
     overlaps_reduction=True,
@@ -181,6 +191,7 @@ NANOTRON = Software(
     # with tp_linear_async_communication; data-parallel reduction in DDP's hooks of the last
     # microbatch (parallel/data_parallel/utils.py: sync only then).
     name="nanotron",
+    handles_small=False,
     hopper=False,
     overlaps_reduction=True,
     overlaps_tensor=True,
