@@ -11,94 +11,65 @@ from dataclasses import replace
 
 from parallel3d.plan.setting import Software
 
-MEGATRON_2021 = Software(
+_CLASSIC = Software(
+    # What all programs of 2020 to 2022 here share: Megatron-LM's fused kernels, attention with its
+    # scores in memory, no sequence parallelism yet, gradients in fp16 (megatron/arguments.py:
+    # accumulate-allreduce-grads-in-fp32 is off by default).
+    handles_small=False,
+    fused=True,
+    attention="classic",
+    causal_skips=False,
+    sequence_parallel=False,
+    gradient_bytes=2,
+    reduction_bytes=2,
+)
+MEGATRON_2021 = replace(
+    _CLASSIC,
     # arXiv:2104.04473, section 4.2: fused scale-mask-softmax on scores in memory; section 5: full
     # recomputation, blocking all-reduces (f and g), scatter/gather between pipeline stages.
     name="Megatron-LM 2021",
-    handles_small=False,
     scatters_sends=True,
-    fused=True,
-    attention="classic",
-    causal_skips=False,
-    sequence_parallel=False,
-    gradient_bytes=2,  # megatron/arguments.py: accumulate-allreduce-grads-in-fp32 is off by default
-    reduction_bytes=2,
 )
-MEGATRON_2021_TORCH_DDP = Software(
+MEGATRON_2021_TORCH_DDP = replace(
+    _CLASSIC,
     # run_table_1.sh chooses DDP=torch for models without a pipeline: it reduces in backward hooks.
     name="Megatron-LM 2021, torch's DDP",
-    handles_small=False,
-    fused=True,
-    attention="classic",
-    causal_skips=False,
-    sequence_parallel=False,
     overlaps_reduction=True,
-    gradient_bytes=2,
-    reduction_bytes=2,
 )
-ZERO3_2021 = Software(
+_ZERO3 = replace(_CLASSIC, handles_small=True, one_ring=True)
+ZERO3_2021 = replace(
+    _ZERO3,
     # DeepSpeed 0.3-0.5: runtime/zero/stage3.py and partition_parameters.py gather each parameter
     # of a module by a collective of its own, prefetch and overlap_comm on; fp16 gradients.
     name="DeepSpeed ZeRO-3 2021",
-    fused=True,
-    one_ring=True,
-    attention="classic",
-    causal_skips=False,
-    sequence_parallel=False,
     overlaps_gather=True,
     overlaps_reduction=True,
-    gradient_bytes=2,
-    reduction_bytes=2,
 )
-ZERO3_2021_BLOCKING = Software(
+ZERO3_2021_BLOCKING = replace(
+    _ZERO3,
     # bigscience experiments/gpt2-meg-ds-zero/*.slurm: overlap_comm is not set (false at the time),
     # --synchronize-each-layer; prefetches 0.9 h^2 elements of a layer's 12 h^2.
     name="Megatron-LM and DeepSpeed ZeRO-3 2021",
-    fused=True,
-    one_ring=True,
-    attention="classic",
-    causal_skips=False,
-    sequence_parallel=False,
-    gradient_bytes=2,
-    reduction_bytes=2,
 )
-HF_ZERO3_2021 = Software(
+HF_ZERO3_2021 = replace(
+    _ZERO3,
     # bigscience experiments/gpt2-hf-ds/*.slurm: transformers' GPT-2, eager; overlap_comm is true,
     # but "auto" prefetches 0.9 h^2 elements of a layer's 12 h^2.
     name="transformers and DeepSpeed ZeRO-3 2021",
-    one_ring=True,
-    attention="classic",
-    causal_skips=False,
-    sequence_parallel=False,
+    fused=False,
     overlaps_reduction=True,
-    gradient_bytes=2,
-    reduction_bytes=2,
 )
-ZERO3_2022 = Software(
+ZERO3_2022 = replace(
+    ZERO3_2021,
     # docs/_posts/2022-07-26-deepspeed-azure.md; as in 2021, with activations offloaded, too.
     name="DeepSpeed ZeRO-3 2022",
-    one_ring=True,
-    fused=True,
-    attention="classic",
-    causal_skips=False,
-    sequence_parallel=False,
-    overlaps_gather=True,
-    overlaps_reduction=True,
     overlaps_offload=True,
-    gradient_bytes=2,
-    reduction_bytes=2,
 )
-MEGATRON_DEEPSPEED = Software(
+MEGATRON_DEEPSPEED = replace(
+    _CLASSIC,
     # bigscience tr3m-1B3 and vTrain: Megatron-LM's kernels under DeepSpeed's pipeline engine, which
     # reduces after the last microbatch; fp16 gradients.
     name="Megatron-DeepSpeed",
-    handles_small=False,
-    fused=True,
-    attention="classic",
-    causal_skips=False,
-    sequence_parallel=False,
-    gradient_bytes=2,
-    reduction_bytes=2,
 )
 MEGATRON_CORE = Software(
     # Megatron-LM README: "overlap-grad-reduce, overlap-param-gather, tp-comm-overlap and
@@ -114,19 +85,12 @@ MEGATRON_CORE = Software(
     gradient_bytes=2,
     reduction_bytes=2,
 )
-NEMO = Software(
+NEMO = replace(
+    MEGATRON_CORE,
     # NVIDIA/NeMo and dgxc-benchmarking recipes: Megatron-Core with userbuffer tp overlap, the
     # distributed optimizer with overlapped gradient reduction and parameter gather in bf16
     # (megatron_gpt_config: grad_reduce_in_fp32=False).
     name="NeMo",
-    handles_small=False,
-    fused=True,
-    overlaps_sends=True,
-    overlaps_gather=True,
-    overlaps_reduction=True,
-    overlaps_tensor=True,
-    gradient_bytes=2,
-    reduction_bytes=2,
 )
 JAX = Software(
     # dgxc-benchmarking maxtext and paxml recipes: XLA's latency-hiding scheduler, cuDNN flash
@@ -137,54 +101,36 @@ JAX = Software(
     overlaps_gather=True,
     overlaps_reduction=True,
 )
-FSDP2 = Software(
+FSDP2 = replace(
+    JAX,
     # torchtitan docs/performance.md: FSDP2 prefetches, reduces in fp32, SDPA is flash attention.
     name="FSDP2",
-    handles_small=False,
     hopper=False,
-    fused=True,
-    overlaps_gather=True,
-    overlaps_reduction=True,
-    gradient_bytes=4,
-    reduction_bytes=4,
 )
 FSDP2_2025 = replace(
-    # torchtitan since 2025: torchtitan/components/loss.py compiles the loss with the model.
     FSDP2,
+    # torchtitan since 2025: torchtitan/components/loss.py compiles the loss with the model.
     name="FSDP2, compiled loss",
 )
-FSDP2_ASYNC_TP = Software(
+FSDP2_ASYNC_TP = replace(
+    FSDP2,
     # torchtitan's asynchronous tensor parallelism (torch.compile's micro-pipelined products).
     name="FSDP2, async tp",
-    handles_small=False,
-    hopper=False,
-    fused=True,
-    overlaps_gather=True,
-    overlaps_reduction=True,
     overlaps_tensor=True,
-    gradient_bytes=4,
-    reduction_bytes=4,
 )
-FSDP_PURE = Software(
-    # mosaicml/llm-foundry, scripts/train/benchmarking/README.md, MP mode PURE: parameters, buffers
-    # and reductions in bf16; Triton or flash attention; backward prefetch.
+FSDP_DEFAULT = replace(
+    FSDP2,
+    # mosaicml/llm-foundry, scripts/train/benchmarking/README.md, MP mode DEFAULT: reductions in
+    # fp32; Triton or flash attention; backward prefetch.
+    name="FSDP, DEFAULT",
+    fused=False,
+)
+FSDP_PURE = replace(
+    FSDP_DEFAULT,
+    # the same document, MP mode PURE: parameters, buffers and reductions in bf16.
     name="FSDP, PURE",
-    handles_small=False,
-    hopper=False,
-    overlaps_gather=True,
-    overlaps_reduction=True,
     gradient_bytes=2,
     reduction_bytes=2,
-)
-FSDP_DEFAULT = Software(
-    # the same document, MP mode DEFAULT: reductions in fp32.
-    name="FSDP, DEFAULT",
-    handles_small=False,
-    hopper=False,
-    overlaps_gather=True,
-    overlaps_reduction=True,
-    gradient_bytes=4,
-    reduction_bytes=4,
 )
 NANOTRON = Software(
     # nanotron scripts/scaling_benchmarks.py: gradients accumulate in fp32, tp_mode REDUCE_SCATTER
