@@ -155,7 +155,7 @@ def test_one_rank_is_three_forwards_a_microbatch() -> None:
 @pytest.mark.parametrize("name", names())
 @given(
     st.integers(1, 8),
-    st.integers(1, 300),
+    st.integers(1, 150),
     st.integers(1, 2),
     st.floats(0, 0.5),
     st.floats(0, 0.3),
@@ -179,5 +179,5 @@ def test_a_short_list_tells_how_long_the_long_one_is(
     expected = [max(s.end for s in rank if s.action.is_compute) for rank in whole]
     exact = counts(pp, count)[1] == count
     assert ends(name, pp, count, per_rank, cost) == pytest.approx(
-        expected, rel=1e-9 if exact else 0.01
+        expected, rel=1e-9 if exact else 0.03
     )
