@@ -1,7 +1,7 @@
 """Lists the settings (for `--help`), and turns pydantic's errors into problems with remedies."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache
@@ -11,16 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-import models
-from parallel3d.config import auto, deepspeed_keys
-from parallel3d.config.scheduler import SCHEDULERS
-from parallel3d.config.section import ABSENT, Problem, Problems, Section
-
-# Sections that are of one class or another: path, the key that tells, and the classes by its value.
-_CHOICES: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
-    "parallel3d.model": ("family", lambda: {f: models.config_class(f) for f in models.families()}),
-    "scheduler": ("type", lambda: SCHEDULERS),
-}
+from parallel3d.config.section import ABSENT, Beyond, Problem, Problems, Section
 
 # The rule and the remedy of each kind of error that pydantic finds; {..} are pydantic's words.
 _WORDING = {
@@ -59,13 +50,13 @@ class Setting:
 def settings(section: type[Section], prefix: str = "") -> list[Setting]:
     """Every setting of the section and of those in it, in the order of the file."""
     found: dict[Setting, list[str]] = {}
-    for setting in _walk(section, prefix):
+    for setting in _walk(section, prefix, section.beyond):
         found.setdefault(replace(setting, only=""), []).append(setting.only)
-    return [replace(s, only=_only(s.path, names)) for s, names in found.items()]
+    return [replace(s, only=_only(s.path, names, section.beyond)) for s, names in found.items()]
 
 
-def _only(path: str, names: list[str]) -> str:
-    for choice, (key, classes) in _CHOICES.items():
+def _only(path: str, names: list[str], beyond: Beyond) -> str:
+    for choice, (key, classes) in beyond.choices.items():
         if path.startswith(f"{choice}.") and any(names) and len(names) < len(classes()):
             return f"{key} {', '.join(json.dumps(name) for name in names)}"
     return ""
@@ -132,7 +123,7 @@ def _problems_of(detail: ErrorDetails, raw: Any, root: type[Section]) -> Iterato
         yield Problem(path, value, *_split(str(cause)))
     elif value == "auto":
         ours = [s.path for s in settings(root) if '"auto"' in s.type + s.doc]
-        autos = dict.fromkeys([*(rule.path for rule in auto.RULES), *ours])
+        autos = dict.fromkeys([*root.beyond.autos, *ours])
         remedy = f"write a value; auto may be: {', '.join(autos)}"
         yield Problem(path, value, "cannot be auto", remedy)
     else:
@@ -143,9 +134,9 @@ def _problems_of(detail: ErrorDetails, raw: Any, root: type[Section]) -> Iterato
 def _unknown(path: str, value: Any, model: type[Section] | None, root: type[Section]) -> Problem:
     """A key that is no setting: refused by name where it is known, else with the nearest one."""
     section, _, key = path.rpartition(".")
-    refused = deepspeed_keys.BY_SECTION.get(section, {})
+    refused = root.beyond.refused.get(section, {})
     if key in refused:
-        return Problem(path, value, *_split(refused[key].reason))
+        return Problem(path, value, *_split(refused[key]))
     known = list(model.model_fields) if model else []
     if near := get_close_matches(key, [*known, *refused], n=1):
         return Problem(path, value, "is no setting", f'the nearest one is "{near[0]}"')
@@ -182,26 +173,26 @@ def _split(text: str) -> tuple[str, str]:
     return rule, remedy or "see --help"
 
 
-def _walk(section: type[Section], prefix: str, only: str = "") -> Iterator[Setting]:
+def _walk(section: type[Section], prefix: str, beyond: Beyond, only: str = "") -> Iterator[Setting]:
     for name, field in section.model_fields.items():
         path = _join(prefix, name)
         inner = _section_of(field.annotation)
         default = "" if field.is_required() else json.dumps(field.default, default=_block)
         doc = " ".join((field.description or "").split())
-        if path in _CHOICES:
+        if path in beyond.choices:
             if field.default is None:
                 yield Setting(path, "block | null", default, doc, only)
-            key, classes = _CHOICES[path]
+            key, classes = beyond.choices[path]
             names = " | ".join(json.dumps(choice) for choice in classes())
             yield Setting(f"{path}.{key}", names, "", f"Which {key}; it decides what else is here.")
             for choice, cls in classes().items():
-                inside = _walk(cls, path, choice)
+                inside = _walk(cls, path, beyond, choice)
                 yield from (s for s in inside if s.path != f"{path}.{key}")
         elif inner:
             if others := _beside_section(field.annotation):
                 yield Setting(path, f"block | {others}", default, doc, only)
             several = get_origin(field.annotation) is tuple
-            yield from _walk(inner, f"{path}[]" if several else path, only)
+            yield from _walk(inner, f"{path}[]" if several else path, beyond, only)
         else:
             yield Setting(path, _type_name(field.annotation), default, doc, only)
 
@@ -236,8 +227,8 @@ def _section_at(root: type[Section], path: str, raw: Any) -> type[Section] | Non
         model = _section_of(field.annotation) if field else None
         at = _join(at, name)
         raw = raw.get(name) if isinstance(raw, dict) else None
-        if at in _CHOICES and isinstance(raw, dict):
-            key, classes = _CHOICES[at]
+        if at in root.beyond.choices and isinstance(raw, dict):
+            key, classes = root.beyond.choices[at]
             model = classes().get(str(raw.get(key)))
     return model
 

@@ -2,11 +2,12 @@
 
 import textwrap
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, PlainValidator, PrivateAttr, ValidationError
 
 from parallel3d.config import arithmetic, checks, explain, reader
+from parallel3d.config.beyond import BEYOND
 from parallel3d.config.data import DataConfig
 from parallel3d.config.deepspeed import (
     AioConfig,
@@ -18,7 +19,7 @@ from parallel3d.config.deepspeed import (
 from parallel3d.config.explain import Setting
 from parallel3d.config.normalise import normalise
 from parallel3d.config.scheduler import TOTAL_STEPS, Scheduler, scheduler_section
-from parallel3d.config.section import Problem, Problems, Section
+from parallel3d.config.section import Beyond, Problem, Problems, Section
 from parallel3d.config.settings import (
     PLAN,
     CheckpointConfig,
@@ -33,6 +34,8 @@ from parallel3d.config.settings import (
 
 class RunConfig(Section):
     """One ds.json: DeepSpeed's keys with DeepSpeed's meaning, and the "parallel3d" block."""
+
+    beyond: ClassVar[Beyond] = BEYOND
 
     train_batch_size: Positive | None = None
     """Samples in a step: micro batch x accumulation x dp. Of the three, what is not given is

@@ -1,17 +1,33 @@
 """What every section of a config is made of: strict frozen models, and problems with a remedy."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Strict
 
 from parallel3d.errors import ConfigError
 
 
+@dataclass(frozen=True)
+class Beyond:
+    """What a file's classes do not tell of it, for its list of settings and its errors.
+
+    `choices`: sections of one class or another, by path: the key that tells, and the classes by its
+    value. `refused`: keys that are known and refused, by section: "rule; remedy". `autos`: paths
+    where "auto" may stand, besides those whose type or text says so.
+    """
+
+    choices: Mapping[str, tuple[str, Callable[[], Mapping[str, Any]]]] = field(default_factory=dict)
+    refused: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    autos: Sequence[str] = ()
+
+
 class Section(BaseModel):
     """One frozen block of settings: unknown keys and wrong types are errors, never converted."""
+
+    beyond: ClassVar[Beyond] = Beyond()  # read of the outermost section alone
 
     model_config = ConfigDict(
         frozen=True,

@@ -13,7 +13,8 @@ from typing import NamedTuple
 from parallel3d.hardware import Hardware
 from parallel3d.model import Shape
 from parallel3d.pipeline.schedule import Action, Op
-from parallel3d.plan.layout import Layout, Machine, layout_of, machine_of
+from parallel3d.plan.layout import Layout, layout_of
+from parallel3d.plan.machine import Machine, machine_of
 from parallel3d.plan.network import crosses, send_seconds, sharing
 from parallel3d.plan.operators import Curves
 from parallel3d.plan.passes import Pass, Passes, stage_passes

@@ -3,40 +3,10 @@
 from dataclasses import dataclass
 from functools import lru_cache
 
-from parallel3d.hardware import Hardware
-from parallel3d.plan.operators import Curves
 from parallel3d.plan.placement import Model, model_of, stages_of, stages_on
-from parallel3d.plan.setting import Setting, Software
+from parallel3d.plan.setting import Setting
 
 Counts = tuple[int, ...]  # of each class or kind, how many
-
-
-@dataclass(eq=False)
-class Machine:
-    """What runs the operators: two are the same only if they are one object."""
-
-    hardware: Hardware
-    software: Software
-    curves: Curves
-
-
-_machines: dict[tuple[int, Software, Curves], Machine] = {}
-_found: dict[tuple[int, int, int], tuple[Machine, Software, Curves]] = {}
-
-
-def machine_of(hardware: Hardware, software: Software, curves: Curves) -> Machine:
-    """The same object for the same hardware and equal software and curves."""
-    ids = id(hardware), id(software), id(curves)
-    if found := _found.get(ids):
-        return found[0]
-    if len(_found) > 4096:  # a fit tries thousands of curves
-        _found.clear()
-        _machines.clear()
-    key = id(hardware), software, curves
-    machine = _machines.setdefault(key, Machine(hardware, software, curves))
-    # It holds on to all three, so that their ids are not given to others.
-    _found[ids] = machine, software, curves
-    return machine
 
 
 @dataclass(eq=False)

@@ -2,7 +2,7 @@
 
 from parallel3d.errors import ConfigError
 from parallel3d.hardware import Host
-from parallel3d.plan.layout import Machine
+from parallel3d.plan.machine import Machine
 from parallel3d.plan.setting import Device
 
 STATE_BYTES = 12  # of an element: master weight and two moments in fp32

@@ -5,7 +5,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from parallel3d.model import Collective, LayerCost, Recompute, Shape, Work
-from parallel3d.plan.layout import Layout, Machine
+from parallel3d.plan.layout import Layout
+from parallel3d.plan.machine import Machine
 from parallel3d.plan.network import collective_seconds, group_of, send_seconds, sharing
 from parallel3d.plan.operators import work_seconds
 from parallel3d.plan.placement import Model, cost_of

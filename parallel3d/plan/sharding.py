@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from parallel3d.plan.layout import Counts, Layout, Machine
+from parallel3d.plan.layout import Counts, Layout
+from parallel3d.plan.machine import Machine
 from parallel3d.plan.network import (
     Group,
     Kind,

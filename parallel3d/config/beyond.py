@@ -1,0 +1,21 @@
+"""What the classes of a run's config do not tell of its file."""
+
+import models
+from parallel3d.config import auto, deepspeed_keys
+from parallel3d.config.scheduler import SCHEDULERS
+from parallel3d.config.section import Beyond
+
+BEYOND = Beyond(
+    choices={
+        "parallel3d.model": (
+            "family",
+            lambda: {family: models.config_class(family) for family in models.families()},
+        ),
+        "scheduler": ("type", lambda: SCHEDULERS),
+    },
+    refused={
+        section: {name: key.reason for name, key in keys.items()}
+        for section, keys in deepspeed_keys.BY_SECTION.items()
+    },
+    autos=[rule.path for rule in auto.RULES],
+)
