@@ -36,7 +36,7 @@ from contenders import Contender, DeepSpeed, Ours, Torch, digest_of, trained, wi
 
 from parallel3d.checkpoint.room import shown
 from parallel3d.engine import Engine, EngineSettings
-from parallel3d.mesh import Launch, Mesh
+from parallel3d.mesh.mesh import Launch, Mesh
 
 TIMES = ("save", "stall", "memcpy", "load", "load verified")
 _SECONDS = "{:.2f} s".format

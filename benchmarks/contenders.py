@@ -16,11 +16,11 @@ from parallel3d.checkpoint.load import load
 from parallel3d.checkpoint.manifest import Digest, read_manifest, read_state
 from parallel3d.checkpoint.save import Saver
 from parallel3d.engine import KINDS, Engine, EngineSettings
-from parallel3d.mesh import Mesh
-from parallel3d.model import LayerSpec, Shape
+from parallel3d.mesh.mesh import Mesh
+from parallel3d.model.spec import LayerSpec, Shape
 from parallel3d.pipeline.executor import Executor, Microbatch
-from parallel3d.pipeline.schedules import make_schedule
 from parallel3d.pipeline.stages import build_stages
+from parallel3d.schedule.schedules import make_schedule
 
 SEQ = 16
 # What state.json must have of a run, and this is none.

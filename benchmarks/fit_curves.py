@@ -1,6 +1,6 @@
 """Fit the planner's efficiency curves on published runs, and once more without each group.
 
-    python benchmarks/fit_curves.py TABLE.csv [--out parallel3d/plan/curves.json] [--quick]
+    python benchmarks/fit_curves.py TABLE.csv [--out parallel3d/plan/time/curves.json] [--quick]
 
 Least squares of the logarithm of the step time; every group of sources weighs the same, whatever
 its number of rows. One set of parameters for all devices and programs: no constant of a source.
@@ -22,11 +22,11 @@ from pathlib import Path
 import numpy as np
 from scipy.optimize import least_squares
 
-from parallel3d.plan.curves import FILE
-from parallel3d.plan.operators import Curves
-from parallel3d.plan.published.rows import ROWWISE, Row, read
-from parallel3d.plan.published.statistics import errors
-from parallel3d.plan.step import lower_bound, step_time
+from parallel3d.plan.time.curves import FILE
+from parallel3d.plan.time.operators import Curves
+from parallel3d.plan.time.step import lower_bound, step_time
+from parallel3d.published.rows import ROWWISE, Row, read
+from parallel3d.published.statistics import errors
 
 # What is fitted, with bounds; the rest of Curves stays at its defaults.
 BOUNDS = {

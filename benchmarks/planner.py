@@ -19,13 +19,13 @@ from statistics import mean, median
 
 import torch
 
-from parallel3d.calibrate import calibrate
-from parallel3d.calibrate_engine import Run, time_steps
+from parallel3d.calibrate.describe import calibrate
+from parallel3d.calibrate.steps import Run, time_steps
 from parallel3d.hardware import Hardware
-from parallel3d.local_ranks import run_locally
-from parallel3d.plan.operators import Curves
 from parallel3d.plan.setting import Setting
-from parallel3d.plan.step import step_time
+from parallel3d.plan.time.operators import Curves
+from parallel3d.plan.time.step import step_time
+from parallel3d.verify.local_ranks import run_locally
 
 RUNS = (
     Run((1, 1, 1), 0, 512, 4, microbatches=4, vocab=2048),

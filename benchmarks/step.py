@@ -18,11 +18,11 @@ import torch
 
 import models
 from parallel3d.engine import Engine, EngineSettings
-from parallel3d.mesh import Mesh
-from parallel3d.model import Shape
+from parallel3d.mesh.mesh import Mesh
+from parallel3d.model.spec import Shape
 from parallel3d.pipeline.executor import Executor, Microbatch
-from parallel3d.pipeline.schedules import make_schedule
 from parallel3d.pipeline.stages import build_stages
+from parallel3d.schedule.schedules import make_schedule
 
 Step = Callable[[], None]
 

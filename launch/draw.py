@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 from parallel3d.errors import ConfigError, Parallel3DError
-from parallel3d.pipeline import draw
-from parallel3d.pipeline.schedule import (
+from parallel3d.schedule import draw
+from parallel3d.schedule.schedule import (
     Schedule,
     Spans,
     bubble,
@@ -19,7 +19,7 @@ from parallel3d.pipeline.schedule import (
     simulate,
     unit_cost,
 )
-from parallel3d.pipeline.schedules import make_schedule, names
+from parallel3d.schedule.schedules import make_schedule, names
 
 Panels = list[tuple[str, Spans]]  # titles and what is drawn
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from parallel3d import hardware
 from parallel3d.config import RunConfig
 from parallel3d.errors import Parallel3DError, TrainingError
-from parallel3d.plan import command
+from parallel3d.plan.report import command
 
 DONE, FAILED, BAD_INPUT = 0, 1, 2  # exit codes; scripts rely on them
 
@@ -54,7 +54,7 @@ def main() -> int:
 
 def calibrate(as_json: bool, console: Console) -> int:
     """Measure this machine and write it as the hardware `this-machine`."""
-    from parallel3d.calibrate import calibrate
+    from parallel3d.calibrate.describe import calibrate
 
     measured = calibrate(console.print)
     if as_json:
@@ -64,7 +64,7 @@ def calibrate(as_json: bool, console: Console) -> int:
 
 def validate(file: Path, as_json: bool, console: Console) -> int:
     """Compare the planner with published runs."""
-    from parallel3d.plan.published.validate import show, validate
+    from parallel3d.published.validate import show, validate
 
     report: dict[str, Any] = validate(file)
     show(report, console)

@@ -14,10 +14,10 @@ from rich.console import Console
 
 from parallel3d.config import RunConfig, help_text
 from parallel3d.errors import Parallel3DError, TrainingError
-from parallel3d.foresight import dry_run, ready
-from parallel3d.mesh import Launch, Mesh, rank_0_first
-from parallel3d.stopping import STOPPED, Stopped, StopRequest
-from parallel3d.waiting import SharedFlag
+from parallel3d.mesh.mesh import Launch, Mesh, rank_0_first
+from parallel3d.mesh.waiting import SharedFlag
+from parallel3d.train.dry_run import dry_run, ready
+from parallel3d.train.stopping import STOPPED, Stopped, StopRequest
 
 DONE, FAILED, BAD_INPUT = 0, 1, 2  # exit codes; scripts rely on them, and on STOPPED
 SAVING_TIMEOUT = 1800.0  # seconds that a rank waits for another's disk
@@ -26,13 +26,13 @@ SAVING_TIMEOUT = 1800.0  # seconds that a rank waits for another's disk
 def train(config: RunConfig, mesh: Mesh, stop: StopRequest, as_json: bool) -> int:
     """Everything between a valid config and the closing summary; gives the exit code."""
     # Only now: what imports torch's and DeepSpeed's big parts waits for a config that is right.
-    from parallel3d import run, run_folder
-    from parallel3d.assembly import assemble
     from parallel3d.checkpoint.save import Saver
     from parallel3d.checkpoint.weights import save_weights
     from parallel3d.engine import EngineSettings
     from parallel3d.engine.selftest import self_test
-    from parallel3d.trainer import Trainer
+    from parallel3d.train import run_folder, startup
+    from parallel3d.train.assembly import assemble
+    from parallel3d.train.trainer import Trainer
 
     console = Console(
         stderr=True, quiet=mesh.rank != 0, highlight=False, markup=False, soft_wrap=True
@@ -41,12 +41,12 @@ def train(config: RunConfig, mesh: Mesh, stop: StopRequest, as_json: bool) -> in
     for note in config.notes:
         console.print(note)
     folder = run_folder.find_folder(config, mesh)
-    corpus = run.open_corpus(config, mesh, console)
+    corpus = startup.open_corpus(config, mesh, console)
     asked, config = config, config.with_corpus(corpus.vocab_size, len(corpus.train))
     found = run_folder.find_checkpoint(config, mesh, folder, console.print)
     self_test(EngineSettings.from_config(config), mesh, console.print)
     parts = assemble(config, mesh, console.print)
-    run.print_placement(console, config, parts)
+    startup.print_placement(console, config, parts)
     start = run_folder.restore(found, config, mesh, parts, corpus, console.print)
     config = config.resumed(start.step, start.next_sample)
     with closing(run_folder.Output(config, mesh, console, folder, start, asked)) as output:
@@ -54,8 +54,8 @@ def train(config: RunConfig, mesh: Mesh, stop: StopRequest, as_json: bool) -> in
         saver = Saver(
             parts.engine, mesh, parts.layers, output.checkpoints, keep, behind, console.print
         )
-        peak_name, peak_flops = run.peak(config, mesh)
-        profiler = run.make_profiler(config, mesh, parts, output.directory)
+        peak_name, peak_flops = startup.peak(config, mesh)
+        profiler = startup.make_profiler(config, mesh, parts, output.directory)
         stop.hold(output.directory if mesh.rank == 0 else None)
         result = Trainer(
             config, mesh, corpus, parts, peak_flops, output.writer, output.progress, profiler,
@@ -66,10 +66,10 @@ def train(config: RunConfig, mesh: Mesh, stop: StopRequest, as_json: bool) -> in
         mesh.set_timeouts(SAVING_TIMEOUT)
         save_weights(parts.engine, mesh, output.directory / "weights")
     parts.engine.close()
-    summary = run.summarise(config, result, corpus, peak_name, output.directory)
-    run.print_result(console, result, summary, output.directory.name)
+    summary = startup.summarise(config, result, corpus, peak_name, output.directory)
+    startup.print_result(console, result, summary, output.directory.name)
     if as_json and mesh.rank == 0:
-        print(json.dumps(run.to_json(result, summary)))
+        print(json.dumps(startup.to_json(result, summary)))
     return STOPPED if result.stopped else DONE
 
 
@@ -85,7 +85,7 @@ def main() -> NoReturn:
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     parser.add_argument(
         "--dry-run", type=int, nargs="?", const=0, metavar="DEVICES",
-        help="print mesh, memory, time and checkpoint of the run, and train nothing",
+        help="print mesh, memory, time and checkpoint of the startup, and train nothing",
     )  # fmt: skip
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # deepspeed's launcher appends it
     args, overrides = parser.parse_known_args()

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from parallel3d.model import LayerSpec, Shape
+from parallel3d.model.spec import LayerSpec, Shape
 
 
 def families() -> list[str]:

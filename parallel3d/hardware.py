@@ -7,9 +7,9 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from parallel3d.config import explain, reader
-from parallel3d.config.section import Problems, Section, Strings
+from parallel3d import explain, reader
 from parallel3d.errors import ConfigError
+from parallel3d.section import Problems, Section, Strings
 
 DIRECTORY = reader.CONFIGS / "hardware"
 THIS_MACHINE = "this-machine"

@@ -29,3 +29,14 @@ def no_launch_stays_behind():
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+
+
+@pytest.fixture(scope="session")
+def operators():
+    """DeepSpeed's compiled operators: minutes where there are none yet, on no rank's time."""
+    # Only now: tests without ranks do without torch, too.
+    from parallel3d.config import RunConfig
+    from parallel3d.verify.measure import compile_operators
+    from tests.verify.configs import config_of
+
+    compile_operators(RunConfig.from_dict(config_of(offload="nvme+nvme")))

@@ -16,10 +16,10 @@ from contextlib import suppress
 PRELOAD = [
     "parallel3d.engine", "torch", "torch.distributed", "torch.distributed.device_mesh",
     "torch.utils.checkpoint", "deepspeed", "torch._dynamo", "deepspeed.ops.adam",
-    "deepspeed.runtime.zero.muon.muon_optimizer", "launch.train", "parallel3d.trainer",
+    "deepspeed.runtime.zero.muon.muon_optimizer", "launch.train", "parallel3d.train.trainer",
     "parallel3d.checkpoint.weights", "parallel3d.engine.selftest", "parallel3d.verify.measure",
     "models.gpt.blocks", "models.llama.blocks", "safetensors.torch", "pytest", "hypothesis",
-    "tests.gloo.parity",
+    "tests.verify.parity",
 ]  # fmt: skip
 
 

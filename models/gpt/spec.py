@@ -11,9 +11,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from models.block_cost import BlockCost, EmbeddingCost, HeadCost
-from parallel3d.config.section import Problem, Problems, Section
-from parallel3d.model import Init, LayerSpec, ParamSpec
+from parallel3d.model.spec import Init, LayerSpec, ParamSpec
+from parallel3d.model.transformer_cost import BlockCost, EmbeddingCost, HeadCost
+from parallel3d.section import Problem, Problems, Section
 
 Probability = Annotated[float, Field(ge=0, lt=1)]
 ZEROS, ONES = Init(), Init(value=1.0)

@@ -11,8 +11,8 @@ from torch import Tensor
 from parallel3d.checkpoint.box import Box, boxes_of, shift
 from parallel3d.checkpoint.chunks import Chunk
 from parallel3d.engine import KINDS, Engine, HeldParameter, Piece
-from parallel3d.mesh import Mesh
-from parallel3d.model import LayerSpec
+from parallel3d.mesh.mesh import Mesh
+from parallel3d.model.spec import LayerSpec
 from parallel3d.tensor.cut import even_split
 
 

@@ -13,8 +13,8 @@ from parallel3d.checkpoint.chunks import Chunk, ChunkFile
 from parallel3d.checkpoint.layout import boxes_in_whole, original_names, parameter_shapes
 from parallel3d.engine import KINDS, Engine
 from parallel3d.errors import CheckpointError
-from parallel3d.mesh import Mesh
-from parallel3d.model import LayerSpec
+from parallel3d.mesh.mesh import Mesh
+from parallel3d.model.spec import LayerSpec
 
 _Index = Mapping[tuple[str, str], Sequence[tuple[Chunk, ChunkFile]]]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from parallel3d.checkpoint import disk
 from parallel3d.checkpoint.manifest import STATE, Entry, check_file, read_manifest, step_folders
 from parallel3d.errors import CheckpointError
-from parallel3d.mesh import Mesh
+from parallel3d.mesh.mesh import Mesh
 
 
 def keep_newest(

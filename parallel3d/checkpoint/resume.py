@@ -22,7 +22,7 @@ from parallel3d.checkpoint.manifest import (
     step_folders,
 )
 from parallel3d.errors import CheckpointError
-from parallel3d.mesh import Mesh
+from parallel3d.mesh.mesh import Mesh
 
 _TENSORS = ".safetensors"
 _NEEDED = {

@@ -22,8 +22,8 @@ from parallel3d.checkpoint.chunks import header
 from parallel3d.checkpoint.manifest import FORMAT, Entry, manifest_bytes
 from parallel3d.engine import Engine
 from parallel3d.errors import TrainingError
-from parallel3d.mesh import Mesh
-from parallel3d.model import LayerSpec
+from parallel3d.mesh.mesh import Mesh
+from parallel3d.model.spec import LayerSpec
 
 _log = logging.getLogger(__name__)
 MOST_FAILURES = 3  # saves in a row that may fail before training stops

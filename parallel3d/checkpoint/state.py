@@ -8,9 +8,9 @@ from typing import Any
 
 from parallel3d.checkpoint.manifest import Digest
 from parallel3d.config import RunConfig
+from parallel3d.config.learning_rate import rate
 from parallel3d.data.corpus import Corpus
 from parallel3d.errors import CheckpointError
-from parallel3d.learning_rate import rate
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from parallel3d.engine import Engine
-from parallel3d.mesh import Mesh
+from parallel3d.mesh.mesh import Mesh
 
 _INDEX = "model.safetensors.index.json"
 

@@ -8,7 +8,6 @@ from parallel3d.config.deepspeed import (
     OptimizerConfig,
     ZeroConfig,
 )
-from parallel3d.config.explain import Setting
 from parallel3d.config.run import RunConfig, help_text, settings
 from parallel3d.config.settings import (
     LrScheduleConfig,
@@ -18,6 +17,7 @@ from parallel3d.config.settings import (
     PipelineConfig,
     TrainConfig,
 )
+from parallel3d.explain import Setting
 
 __all__ = [
     "AdamParams",

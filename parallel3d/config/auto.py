@@ -10,7 +10,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
-from parallel3d.config.section import ABSENT
+from parallel3d.section import ABSENT
 
 AUTO = "auto"
 

@@ -3,7 +3,7 @@
 import models
 from parallel3d.config import auto, deepspeed_keys
 from parallel3d.config.scheduler import SCHEDULERS
-from parallel3d.config.section import Beyond
+from parallel3d.section import Beyond
 
 BEYOND = Beyond(
     choices={

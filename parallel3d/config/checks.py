@@ -14,7 +14,6 @@ from typing import Any
 from parallel3d.config import arithmetic
 from parallel3d.config.data import DataConfig
 from parallel3d.config.deepspeed import Bf16Config, Fp16Config, OptimizerConfig, ZeroConfig
-from parallel3d.config.section import ABSENT, Problem
 from parallel3d.config.settings import (
     PLAN,
     LrScheduleConfig,
@@ -23,7 +22,8 @@ from parallel3d.config.settings import (
     PlanConfig,
     TrainConfig,
 )
-from parallel3d.pipeline import schedules
+from parallel3d.schedule import schedules
+from parallel3d.section import ABSENT, Problem
 
 _signature = cache(signature)  # the planner asks for thousands of meshes
 

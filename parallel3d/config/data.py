@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Strict, model_validator
 
-from parallel3d.config.section import Problem, Problems, Section, Strings
+from parallel3d.section import Problem, Problems, Section, Strings
 
 # Which sources read each key; what the others find there is a mistake.
 READ_BY = {

@@ -1,9 +1,9 @@
 """The keys of DeepSpeed 0.19.8 that are no settings of parallel3d: what each may say, and why.
 
 Many values say what parallel3d does anyway, or switch off what it does not have; such a value is
-accepted and left out, and any other is refused by name with the reason. tests/gloo/
-test_deepspeed_keys.py compares these tables, with the settings, to the installed version: a key
-that a later DeepSpeed adds fails there until it is a setting or stands here.
+accepted and left out, and any other is refused by name with the reason.
+tests/config/test_deepspeed_keys.py compares these tables, with the settings, to the installed
+version: a key that a later DeepSpeed adds fails there until it is a setting or stands here.
 """
 
 from parallel3d.config.key import Key

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 from parallel3d.config import auto
 from parallel3d.config.deepspeed_keys import BY_SECTION
-from parallel3d.config.explain import Setting
 from parallel3d.config.key import Key
 from parallel3d.config.run import settings
+from parallel3d.explain import Setting
 
 _INTRODUCTION = """\
 # Settings

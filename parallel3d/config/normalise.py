@@ -8,7 +8,7 @@ from typing import Any
 
 from parallel3d.config import auto
 from parallel3d.config.deepspeed_keys import BY_SECTION
-from parallel3d.config.section import ABSENT
+from parallel3d.section import ABSENT
 
 # DeepSpeed reads the old name where the new one is not there: section, old, new, and what it means.
 _OLD_NAMES = (

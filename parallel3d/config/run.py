@@ -6,7 +6,8 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, PlainValidator, PrivateAttr, ValidationError
 
-from parallel3d.config import arithmetic, checks, explain, reader
+from parallel3d import explain, reader
+from parallel3d.config import arithmetic, checks
 from parallel3d.config.beyond import BEYOND
 from parallel3d.config.data import DataConfig
 from parallel3d.config.deepspeed import (
@@ -16,10 +17,8 @@ from parallel3d.config.deepspeed import (
     OptimizerConfig,
     ZeroConfig,
 )
-from parallel3d.config.explain import Setting
 from parallel3d.config.normalise import normalise
 from parallel3d.config.scheduler import TOTAL_STEPS, Scheduler, scheduler_section
-from parallel3d.config.section import Beyond, Problem, Problems, Section
 from parallel3d.config.settings import (
     PLAN,
     CheckpointConfig,
@@ -30,6 +29,8 @@ from parallel3d.config.settings import (
     Positive,
     TrainConfig,
 )
+from parallel3d.explain import Setting
+from parallel3d.section import Beyond, Problem, Problems, Section
 
 
 class RunConfig(Section):

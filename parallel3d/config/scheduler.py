@@ -1,13 +1,13 @@
 """DeepSpeed's `scheduler` block: its five schedules, with its names and defaults.
 
-parallel3d.learning_rate computes what they give, as pure functions of the step.
+config/learning_rate.py computes what they give, as pure functions of the step.
 """
 
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from parallel3d.config.section import ABSENT, Problem, Problems, Section
+from parallel3d.section import ABSENT, Problem, Problems, Section
 
 Steps = Annotated[int, Field(gt=0)]
 Rate = Annotated[float, Field(ge=0)]

@@ -13,9 +13,9 @@ from pydantic import (
 
 import models
 from parallel3d.config.data import DataConfig
-from parallel3d.config.reader import CONFIGS
-from parallel3d.config.section import ABSENT, Problem, Problems, Section
-from parallel3d.pipeline import schedules
+from parallel3d.reader import CONFIGS
+from parallel3d.schedule import schedules
+from parallel3d.section import ABSENT, Problem, Problems, Section
 
 Positive = Annotated[int, Field(gt=0)]
 PLAN: Literal["plan"] = "plan"  # in place of a mesh: the planner's first row
@@ -34,7 +34,7 @@ OneIfAuto = Annotated[Positive, BeforeValidator(lambda value: 1 if value == "aut
 def _known_schedule(name: str) -> str:
     if name not in schedules.names():
         known = ", ".join(schedules.names())
-        raise ValueError(f"names no file in parallel3d/pipeline/schedules; use one of: {known}")
+        raise ValueError(f"names no file in parallel3d/schedule/schedules; use one of: {known}")
     return name
 
 
@@ -86,7 +86,7 @@ class PipelineConfig(Section):
     """How microbatches flow through the stages."""
 
     schedule: Annotated[str, AfterValidator(_known_schedule)] = "gpipe"
-    """The order of forwards and backwards: a file name in parallel3d/pipeline/schedules."""
+    """The order of forwards and backwards: a file name in parallel3d/schedule/schedules."""
     stages_per_rank: Positive = 1
     """Stages that each pipeline rank holds; more than 1 for schedules that interleave them."""
     gradient_reduction: Literal["auto", "per_step", "per_microbatch"] = "auto"

@@ -18,12 +18,7 @@ from parallel3d.data.documents import DAYS_KEPT, Documents
 from parallel3d.data.pool import make_shards, num_workers
 from parallel3d.data.shards import Plan, cut
 from parallel3d.data.sources import Progress
-from parallel3d.data.tokenizer import (
-    directory_digest,
-    load_tokenizer,
-    num_tokens,
-    train_tokenizer,
-)
+from parallel3d.data.tokenizer import directory_digest, load_tokenizer, num_tokens, train_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

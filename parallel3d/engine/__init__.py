@@ -10,10 +10,10 @@ if not torch.accelerator.is_available():
 
 from parallel3d.engine.construction import building, writing
 from parallel3d.engine.engine import Engine, StepResult
-from parallel3d.engine.parameters import HeldParameter
 from parallel3d.engine.settings import EngineSettings
 from parallel3d.engine.states import KINDS, Piece, States
 from parallel3d.engine.swap import remove_folders as remove_swap_folders
+from parallel3d.tensor.held import HeldParameter
 
 __all__ = [
     "KINDS",

@@ -15,9 +15,10 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedP
 from deepspeed.utils import logger as deepspeed_logger
 from torch import Tensor, nn
 
-from parallel3d.engine import build, quirks, quirks_fp16, quirks_nvme, swap
+from parallel3d.engine import operators, swap
+from parallel3d.engine.quirks import core, fp16, nvme
 from parallel3d.engine.settings import EngineSettings
-from parallel3d.mesh import Mesh
+from parallel3d.mesh.mesh import Mesh
 
 _log = logging.getLogger(__name__)
 
@@ -67,18 +68,18 @@ def building(
     offloaded to NVMe.
     """
     _quiet_deepspeed()
-    quirks.skip_shared_memory_operator()
+    core.skip_shared_memory_operator()
     if settings.precision == "fp16":
-        quirks_fp16.allow_fp16_on_cpu(mesh.device)
+        fp16.allow_fp16_on_cpu(mesh.device)
     if not settings.shards_parameters:
         return _plain_building(settings.dtype, mesh.device)
     deepspeed.init_distributed(dist_init_required=False)
     swapper = getattr(beside, "nvme_swapper", None)
     if settings.offload_param == "nvme" and swapper is None:
-        build.load_async_io(mesh, say)
-        quirks_nvme.read_through_buffers()
-        quirks_nvme.refuse_small_buffers()
-        quirks_nvme.copy_out_of_buffers()
+        operators.load_async_io(mesh, say)
+        nvme.read_through_buffers()
+        nvme.refuse_small_buffers()
+        nvme.copy_out_of_buffers()
         setting = "zero_optimization.offload_param.nvme_path"
         options = settings.param_options
         folder = swap.make_folder(options["nvme_path"], mesh, setting)

@@ -14,13 +14,14 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
 
-from parallel3d.engine import build, quirks, quirks_fp16, quirks_nvme, quirks_resume, swap
+from parallel3d.engine import operators, swap
 from parallel3d.engine.construction import ModelParallelUnit, building, swap_folder
-from parallel3d.engine.parameters import HeldParameter
+from parallel3d.engine.quirks import core, fp16, nvme, resume
 from parallel3d.engine.settings import EngineSettings
 from parallel3d.engine.states import States
 from parallel3d.errors import ConfigError, TrainingError
-from parallel3d.mesh import Mesh
+from parallel3d.mesh.mesh import Mesh
+from parallel3d.tensor.held import HeldParameter
 
 _log = logging.getLogger(__name__)
 _BUCKET = 500_000_000  # DeepSpeed's own reduce_bucket_size
@@ -44,7 +45,7 @@ class StepResult:
 class _Module(nn.Module):
     """What DeepSpeed sees: the stages of this rank, called by their number."""
 
-    def __init__(self, stages: nn.Module, ballast: quirks.Ballast) -> None:
+    def __init__(self, stages: nn.Module, ballast: core.Ballast) -> None:
         super().__init__()
         self.stages, self.ballast = stages, ballast
 
@@ -72,29 +73,29 @@ class Engine:
     ) -> None:
         self.held, self.settings, self.mesh = tuple(held), settings, mesh
         self._owners = mesh.join_pair(*(coord % mesh.size("pp") for coord in owners))
-        quirks.bind_trace_check(mesh.group("dp"), mesh.device)
-        quirks.count_once(self.held)
+        core.bind_trace_check(mesh.group("dp"), mesh.device)
+        core.count_once(self.held)
         if settings.precision != "fp32":
-            quirks.accumulate_in_fp32(self.held)
+            core.accumulate_in_fp32(self.held)
         first = self.held[0].parameter if self.held else None
         with building(settings, mesh, say, beside=first):
-            ballast = quirks.Ballast()
+            ballast = core.Ballast()
         self._module = _Module(stages, ballast)
         offload = settings.offload_optimizer != "none"
-        optimizer = build.make_optimizer(
-            quirks.param_groups(self.held, ballast, settings.weight_decay),
+        optimizer = operators.make_optimizer(
+            core.param_groups(self.held, ballast, settings.weight_decay),
             settings.lr,
             settings.betas,
             settings.eps,
-            cpu_adam=offload and build.load_cpu_adam(mesh, say),
+            cpu_adam=offload and operators.load_cpu_adam(mesh, say),
             device=mesh.device,
         )
-        quirks_resume.power_afresh(optimizer)
+        resume.power_afresh(optimizer)
         folder = swap_folder(first) if first is not None else None
         self._folders: list[Path] = [folder] if folder else []
         if settings.offload_optimizer == "nvme":
             settings = self._make_folder(settings, say)
-        with quirks.without_muon():
+        with core.without_muon():
             self._deepspeed, *_ = deepspeed.initialize(
                 model=self._module,
                 optimizer=optimizer,
@@ -103,12 +104,12 @@ class Engine:
                 dist_init_required=False,
             )
         self._check_groups()
-        self._finish_scale = quirks_fp16.grow_scale_after_step(self._deepspeed.optimizer)
-        self._counters = quirks.ReleaseCounters()
-        self._deferred: quirks.DeferredReduction | None = None
+        self._finish_scale = fp16.grow_scale_after_step(self._deepspeed.optimizer)
+        self._counters = core.ReleaseCounters()
+        self._deferred: core.DeferredReduction | None = None
         summed = [h.parameter for h in self.held if h.tied_across or h.partial]
         if summed and not settings.reduces_once:
-            self._deferred = quirks.DeferredReduction(self._deepspeed, summed)
+            self._deferred = core.DeferredReduction(self._deepspeed, summed)
 
     def forward(self, stage: int, *inputs: Tensor | None) -> Tensor:
         """Run a stage for training."""
@@ -128,12 +129,12 @@ class Engine:
 
     def backward(self, output: Tensor, grad: Tensor | None = None) -> None:
         """Backward from a stage's output, given its gradient; from the loss, given none."""
-        quirks.start_backward(self._deepspeed)
+        core.start_backward(self._deepspeed)
         self._counters.restore()
         if grad is None:
             self._deepspeed.backward(output)
         else:
-            quirks_fp16.expect_scaled_gradient(self._deepspeed)
+            fp16.expect_scaled_gradient(self._deepspeed)
             output.backward(grad)
 
     @contextmanager
@@ -144,11 +145,11 @@ class Engine:
                 try:
                     yield
                 except BaseException:
-                    quirks.abandon_coalescing(self._deepspeed)
+                    core.abandon_coalescing(self._deepspeed)
                     raise
                 self._sum_gradients()
             return
-        quirks.accumulate_from_zero(self._deepspeed)
+        core.accumulate_from_zero(self._deepspeed)
         # DeepSpeed may take any backward for the last: it copies gradients to an offloaded
         # optimizer at the end of the step, when we say so.
         self._deepspeed.set_gradient_accumulation_boundary(False)
@@ -198,13 +199,13 @@ class Engine:
         optimizer = self._deepspeed.optimizer
         for group in optimizer.param_groups:
             group["lr"] = lr
-        scale, last = self.loss_scale, quirks_fp16.at_last_loss_scale(optimizer)
+        scale, last = self.loss_scale, fp16.at_last_loss_scale(optimizer)
         self._deepspeed.step()
         self._finish_scale()
         norm = self._deepspeed.get_global_grad_norm()
         applied = bool(self._deepspeed.was_step_applied())
         if not applied:
-            quirks_fp16.forget_skipped_gradients(optimizer)
+            fp16.forget_skipped_gradients(optimizer)
         overflow = self.settings.precision == "fp16" and not applied
         if overflow and last:
             raise TrainingError(
@@ -246,8 +247,8 @@ class Engine:
 
     def _make_folder(self, settings: EngineSettings, say: Callable[[str], None]) -> EngineSettings:
         """The settings with a folder of this engine's own for the optimizer on NVMe."""
-        build.load_async_io(self.mesh, say)
-        quirks_nvme.align_gradients()
+        operators.load_async_io(self.mesh, say)
+        nvme.align_gradients()
         options, setting = settings.optimizer_options, "zero_optimization.offload_optimizer"
         folder = swap.make_folder(options["nvme_path"], self.mesh, f"{setting}.nvme_path")
         self._folders.append(folder)

@@ -13,15 +13,15 @@ import deepspeed
 import torch
 from torch import Tensor, nn
 
-from parallel3d.engine import quirks, quirks_nvme
 from parallel3d.engine.construction import building, writing
 from parallel3d.engine.engine import Engine
-from parallel3d.engine.parameters import HeldParameter
+from parallel3d.engine.quirks import core, nvme
 from parallel3d.engine.settings import EngineSettings
 from parallel3d.errors import TrainingError
-from parallel3d.mesh import Mesh
-from parallel3d.model import Init, ParamSpec
+from parallel3d.mesh.mesh import Mesh
+from parallel3d.model.spec import Init, ParamSpec
 from parallel3d.tensor.cut import Cut
+from parallel3d.tensor.held import HeldParameter
 from parallel3d.tensor.initialise import fill
 from parallel3d.tensor.linear import ColumnParallelLinear, RowParallelLinear
 
@@ -82,7 +82,7 @@ def self_test(settings: EngineSettings, mesh: Mesh, say: Callable[[str], None] =
     # searched (two thirds of this test's time).
     gc.freeze()
     try:
-        with quirks_nvme.swapping_small_tensors(_BLOCK):
+        with nvme.swapping_small_tensors(_BLOCK):
             norms, weights = _run(settings, mesh, say)
     except (AssertionError, AttributeError, RuntimeError, TypeError) as error:
         reason = f"it raised {type(error).__name__}: {error}"
@@ -134,7 +134,7 @@ def _run(
         return norms, {h.name: (h.cut, engine.full_parameter(h)) for h in held}
     finally:
         engine.close()
-        quirks.forget_modules()
+        core.forget_modules()
 
 
 def _step(engine: Engine, by_loss: bool) -> float:

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from parallel3d.config import RunConfig
-from parallel3d.config.section import Section
-from parallel3d.engine import quirks
+from parallel3d.engine.quirks import core
+from parallel3d.section import Section
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -109,7 +109,7 @@ class EngineSettings:
         return {
             "train_batch_size": self.micro_batch_size * dp_size,
             "train_micro_batch_size_per_gpu": self.micro_batch_size,
-            "gradient_accumulation_steps": quirks.accumulation_steps(),
+            "gradient_accumulation_steps": core.accumulation_steps(),
             "gradient_clipping": self.gradient_clipping,
             "bf16": {"enabled": self.precision == "bf16"},
             "fp16": {"enabled": self.precision == "fp16", **self.fp16},

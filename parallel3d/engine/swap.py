@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from parallel3d.errors import ConfigError
-from parallel3d.mesh import Mesh
+from parallel3d.mesh.mesh import Mesh
 
 _log = logging.getLogger(__name__)
 _PREFIX = "parallel3d-"

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from parallel3d.engine import Engine
 from parallel3d.errors import ScheduleError
-from parallel3d.mesh import Mesh
-from parallel3d.pipeline.schedule import Action, Op, Schedule, Span
+from parallel3d.mesh.mesh import Mesh
+from parallel3d.mesh.transfer import Transfer
+from parallel3d.schedule.schedule import Action, Op, Schedule, Span
 from parallel3d.tensor.dropout import RandomKey
-from parallel3d.transfer import Transfer
 
 _Key = tuple[int, int]  # stage, microbatch
 

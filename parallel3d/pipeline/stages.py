@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from parallel3d.engine import EngineSettings, HeldParameter, building, writing
-from parallel3d.mesh import Mesh
-from parallel3d.model import LayerSpec, Shape
-from parallel3d.pipeline.partition import partition
-from parallel3d.pipeline.schedule import Schedule
+from parallel3d.mesh.mesh import Mesh
+from parallel3d.model.spec import LayerSpec, Shape
+from parallel3d.schedule.partition import partition
+from parallel3d.schedule.schedule import Schedule
 from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.cut import cut_of
 from parallel3d.tensor.dropout import RandomKey

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import models
 from parallel3d.config import RunConfig
-from parallel3d.model import LayerSpec, Recompute, Shape
+from parallel3d.model.spec import LayerSpec, Recompute, Shape
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 Device = Literal["none", "cpu", "nvme"]
@@ -82,7 +82,7 @@ class Software:
     reduction_bytes: int = 4
     """Bytes of a gradient on its way through the reduction."""
     holds: Holds | None = None
-    """What it holds in memory; None: what this engine holds, counted in plan/memory.py."""
+    """What it holds in memory; None: what this engine holds, counted in plan/memory/peak.py."""
     gather_bytes: int | None = None
     """Bytes of a weight on its way through ZeRO-3's gather; None: the training type's."""
 

@@ -11,7 +11,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from parallel3d.model import ParamSpec
+from parallel3d.model.spec import ParamSpec
 from parallel3d.tensor.cut import Cut
 
 

@@ -8,13 +8,13 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from parallel3d.assembly import Assembly, assemble
 from parallel3d.config import RunConfig
-from parallel3d.engine.build import load_async_io, load_cpu_adam
-from parallel3d.engine.quirks_nvme import swapping_small_tensors
-from parallel3d.local_ranks import run_locally
-from parallel3d.mesh import Launch, Mesh
+from parallel3d.engine.operators import load_async_io, load_cpu_adam
+from parallel3d.engine.quirks.nvme import swapping_small_tensors
+from parallel3d.mesh.mesh import Launch, Mesh
 from parallel3d.pipeline.executor import Microbatch
+from parallel3d.train.assembly import Assembly, assemble
+from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.reference import SEED, Reference, batches, first_weights
 from parallel3d.verify.shrink import BLOCK
 

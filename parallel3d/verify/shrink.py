@@ -5,7 +5,7 @@ from typing import Any
 
 from parallel3d.config import RunConfig
 from parallel3d.errors import ConfigError
-from parallel3d.pipeline import schedules
+from parallel3d.schedule import schedules
 
 Sizes = tuple[int, int, int]  # pp, dp, tp
 

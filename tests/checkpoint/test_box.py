@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from parallel3d.checkpoint import box as module
 from parallel3d.checkpoint.box import Box, boxes_of, inside, overlap, overlapping, shift
 
+pytestmark = pytest.mark.gloo
+
 shapes = st.lists(st.integers(0, 6), max_size=4)
 
 

@@ -13,6 +13,8 @@ from parallel3d.checkpoint.chunks import ChunkFile
 from parallel3d.errors import CheckpointError
 from tests.checkpoint.folders import write_raw
 
+pytestmark = pytest.mark.gloo
+
 
 class Exploit:
     def __reduce__(self):

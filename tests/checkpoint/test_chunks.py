@@ -18,6 +18,8 @@ from parallel3d.checkpoint.chunks import Chunk, ChunkFile, header
 from parallel3d.errors import CheckpointError
 from tests.checkpoint.folders import write_tensors
 
+pytestmark = pytest.mark.gloo
+
 
 def chunk_of(value, name="w", kind="master", offsets=None):
     return Chunk(name, kind, Box(offsets or (0,) * value.ndim, value.shape))

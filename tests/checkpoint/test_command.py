@@ -13,6 +13,8 @@ import xxhash
 from launch import checkpoint as command
 from tests.checkpoint.folders import FIRST, KINDS, SECOND, make_checkpoint, seal, state_of
 
+pytestmark = pytest.mark.gloo
+
 COMMAND = Path(__file__).parents[2] / "launch/checkpoint.py"
 
 

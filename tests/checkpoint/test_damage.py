@@ -11,6 +11,8 @@ from parallel3d.errors import CheckpointError
 from tests.checkpoint.conftest import bad_files
 from tests.checkpoint.folders import FIRST, SECOND
 
+pytestmark = pytest.mark.gloo
+
 FILES = [FIRST, SECOND, "state.json", "manifest.json"]
 
 

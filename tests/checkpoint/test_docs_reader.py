@@ -14,6 +14,8 @@ from parallel3d.checkpoint.chunks import KINDS, MAX_HEADER_BYTES, Chunk, header
 from parallel3d.checkpoint.manifest import Entry, digest_of, manifest_bytes, verify
 from tests.checkpoint.folders import SHAPES, make_checkpoint, state_of, values_of
 
+pytestmark = pytest.mark.gloo
+
 PAGE = (Path(__file__).parents[2] / "docs" / "checkpoint.md").read_text()
 READER = re.search(r"### A reader\n.*?```python\n(.*?)```", PAGE, re.DOTALL)[1]
 

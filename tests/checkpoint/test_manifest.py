@@ -37,6 +37,8 @@ from tests.checkpoint.folders import (
     write_tensors,
 )
 
+pytestmark = pytest.mark.gloo
+
 
 def test_a_sound_checkpoint(folder):
     assert verify(folder) == []

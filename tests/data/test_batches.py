@@ -17,6 +17,8 @@ from parallel3d.data.batches import (
 from parallel3d.data.corpus import TokenStream
 from parallel3d.errors import DataError
 
+pytestmark = pytest.mark.gloo
+
 
 def stream(num_tokens):
     """Tokens that are their own places, so that a window shows where it comes from."""

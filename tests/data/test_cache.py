@@ -4,8 +4,12 @@ import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
 from parallel3d.data import cache
 from parallel3d.data.cache import cache_root, locked
+
+pytestmark = pytest.mark.gloo
 
 
 def test_a_waiter_on_a_removed_lock_file_does_not_hold_the_lock(tmp_path):

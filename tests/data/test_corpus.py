@@ -23,6 +23,8 @@ from parallel3d.errors import DataError
 from tests.data.documents import TEXTS, Settings, contents
 from tests.data.test_sources import BAD_FILES
 
+pytestmark = pytest.mark.gloo
+
 
 def refuse_to_build(*args):
     pytest.fail("built again")

@@ -9,6 +9,8 @@ from parallel3d.data.prepare import prepare
 from parallel3d.errors import DataError
 from tests.data.documents import TEXTS, Settings, found, names_of, texts_of
 
+pytestmark = pytest.mark.gloo
+
 ROWS = [text for text in TEXTS.values() if text] * 2
 
 

@@ -18,6 +18,8 @@ from parallel3d.data.prepare import prepare
 from parallel3d.errors import DataError
 from tests.data.documents import Settings, contents
 
+pytestmark = pytest.mark.gloo
+
 WEIGHTS = st.lists(st.decimals("0.01", "50", places=2).map(float), min_size=1, max_size=9)
 
 

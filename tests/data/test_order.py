@@ -5,6 +5,8 @@ import pytest
 
 from parallel3d.data.order import sample_index
 
+pytestmark = pytest.mark.gloo
+
 LARGE = [255, 256, 257, 1000, 4095, 4096, 4097, 65537, 300_007]
 
 

@@ -12,6 +12,8 @@ from launch.prepare import describe, tokens_of_run
 from parallel3d.config import RunConfig
 from parallel3d.data.prepare import prepare
 
+pytestmark = pytest.mark.gloo
+
 PREPARE = Path(__file__).parents[2] / "launch/prepare.py"
 
 

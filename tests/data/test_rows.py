@@ -17,6 +17,8 @@ from parallel3d.data.rows import FileReader
 from parallel3d.errors import DataError
 from tests.data.documents import TEXTS, found, names_of, texts_of
 
+pytestmark = pytest.mark.gloo
+
 AWKWARD = [
     *TEXTS.values(),
     "\n",

@@ -19,6 +19,8 @@ from parallel3d.data.shards import cut
 from parallel3d.errors import DataError
 from tests.data.documents import Settings, contents
 
+pytestmark = pytest.mark.gloo
+
 SHARD_BYTES = 4000
 
 

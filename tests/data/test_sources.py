@@ -9,6 +9,8 @@ import pytest
 from parallel3d.errors import DataError
 from tests.data.documents import found, names_of, texts_of
 
+pytestmark = pytest.mark.gloo
+
 
 def test_globs_and_paths_give_each_file_once_in_sorted_order(folder):
     documents = found("text", [f"{folder}/**/*.txt", f"{folder}/b.txt", f"{folder}/*.txt"])

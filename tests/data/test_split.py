@@ -7,6 +7,8 @@ from parallel3d.data.split import split_documents
 from parallel3d.errors import DataError
 from tests.data.documents import digests_of
 
+pytestmark = pytest.mark.gloo
+
 
 @pytest.mark.parametrize(
     ("fraction", "expected"), [(0.0, 1), (0.01, 1), (0.3, 3), (0.99, 9), (1.0, 9)]

@@ -5,6 +5,10 @@ import os
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.gloo
+
 SCRIPT = """
 import json, socket, sys, time
 calls = []

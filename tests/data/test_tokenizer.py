@@ -22,6 +22,8 @@ from parallel3d.data.tokenizer import (
 from parallel3d.errors import DataError
 from tests.data.documents import found, texts_of
 
+pytestmark = pytest.mark.gloo
+
 AWKWARD = [
     "",
     " ",

@@ -12,6 +12,8 @@ import pytest
 
 from tests.launch.launching import PYTHON, Place, environment, torchrun
 
+pytestmark = pytest.mark.drill
+
 PLAN = str(Path(__file__).parents[2] / "launch/plan.py")
 DONE, FAILED, BAD_INPUT = 0, 1, 2
 KEYS = {

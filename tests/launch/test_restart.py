@@ -20,6 +20,8 @@ from tests.launch.launching import (
     wait_until_gone,
 )
 
+pytestmark = pytest.mark.drill
+
 DONE, FAILED, STOPPED = 0, 1, 3
 # Steps of a few hundredths of a second.
 SMALL = (

@@ -14,6 +14,8 @@ import pytest
 from tests.launch.launching import PYTHON, Place, environment
 from tests.ranks import free_port
 
+pytestmark = pytest.mark.drill
+
 STOPPED = 3
 SECONDS = 8.0  # what "a few seconds" are on a machine that is busy with other tests
 

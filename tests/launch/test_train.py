@@ -27,6 +27,8 @@ from tests.launch.launching import (
     wait_until_gone,
 )
 
+pytestmark = pytest.mark.drill
+
 DONE, FAILED, BAD_INPUT, STOPPED = 0, 1, 2, 3
 OUR_TRACEBACK = re.compile(r'File ".*/(launch/train|parallel3d/.*)\.py", line')
 

@@ -1,0 +1,1 @@
+"""Measures a machine, and writes what the planner knows of it (floor 5)."""

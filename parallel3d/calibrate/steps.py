@@ -1,0 +1,206 @@
+"""Times training steps of the real engine on ranks of this machine (floor 5)."""
+
+import gc
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from parallel3d.calibrate.device import clock_of, set_threads
+from parallel3d.config import RunConfig
+from parallel3d.mesh.mesh import Launch, Mesh
+from parallel3d.pipeline.executor import Microbatch
+from parallel3d.train.assembly import Assembly, assemble
+
+HEAD_SIZE = 64
+
+
+class Run(NamedTuple):
+    """A small training run to time: sizes by the names that a config has for them."""
+
+    mesh: tuple[int, int, int]
+    """pp, dp, tp."""
+    zero: int
+    hidden: int
+    layers: int
+    family: str = "gpt"
+    micro: int = 2
+    microbatches: int = 2
+    seq: int = 128
+    vocab: int = 512
+    offload: str = "none"
+    recompute: str = "none"
+    schedule: str = "gpipe"
+    precision: str = "fp32"
+
+    @property
+    def ranks(self) -> int:
+        """Processes that it takes."""
+        pp, dp, tp = self.mesh
+        return pp * dp * tp
+
+    def config(self) -> RunConfig:
+        """The resolved config of the run."""
+        pp, dp, tp = self.mesh
+        raw = {
+            "train_micro_batch_size_per_gpu": self.micro,
+            "gradient_accumulation_steps": self.microbatches,
+            "gradient_clipping": 1.0,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+            "bf16": {"enabled": self.precision == "bf16"},
+            "zero_optimization": {
+                "stage": self.zero,
+                "offload_optimizer": {"device": self.offload},
+                # Small parameters are sharded, too, as those of a large model would be.
+                "stage3_param_persistence_threshold": 0,
+            },
+            "parallel3d": {
+                "mesh": {"pp": pp, "dp": dp, "tp": tp},
+                "pipeline": {
+                    "schedule": self.schedule,
+                    "activation_checkpointing": self.recompute,
+                },
+                "model": {
+                    "family": self.family,
+                    "hidden_size": self.hidden,
+                    "num_hidden_layers": self.layers,
+                    "num_attention_heads": max(1, self.hidden // HEAD_SIZE),
+                    "max_position_embeddings": self.seq,
+                    "vocab_size": self.vocab,
+                },
+                # Tokens are drawn at random; nothing is read.
+                "data": {
+                    "source": "python-stdlib",
+                    "sequence_length": self.seq,
+                    "vocab_size": self.vocab,
+                },
+                "train": {"steps": 1},
+            },
+        }
+        return RunConfig.from_dict(raw, f"the run {self}").resolve(self.ranks)
+
+    def __str__(self) -> str:
+        pp, dp, tp = self.mesh
+        extra = [
+            text
+            for text, told in (
+                (f"offload {self.offload}", self.offload != "none"),
+                (f"recompute {self.recompute}", self.recompute != "none"),
+                (self.schedule, self.mesh[0] > 1),
+                (self.precision, self.precision != "fp32"),
+            )
+            if told
+        ]
+        sizes = f"{self.family} {self.hidden} x {self.layers}"
+        return ", ".join([f"{pp}x{dp}x{tp}", f"ZeRO-{self.zero}", sizes, *extra])
+
+
+class Timed(NamedTuple):
+    """Seconds of a training step, the slowest rank's."""
+
+    seconds: float
+    update: float
+    """Of these, after the gradients are reduced: norm, clipping, Adam, new weights."""
+
+
+def small_runs(ranks: int) -> list[Run]:
+    """Runs whose steps tell the program's own time, one process alone and `ranks` of them.
+
+    Each differs from another in little: layers, microbatches, gathers, parameters, width.
+    """
+    tiny = Run((1, ranks, 1), 1, 64, 2, micro=1, seq=32)
+    wide = Run((1, ranks, 1), 1, 256, 2, micro=4)
+    # Few tokens and many parameters, more than a cache holds: reduction, norm, Adam, gathering.
+    heavy = Run((1, ranks, 1), 1, 1024, 1, micro=1, microbatches=1, seq=32)
+    heads = ranks * -(-4 // ranks)  # four at least, of which each tp rank has as many
+    alone: dict[str, Any] = {"mesh": (1, 1, 1), "zero": 0}
+    return [
+        tiny,
+        tiny._replace(**alone),
+        wide,
+        wide._replace(**alone),
+        tiny._replace(layers=6),
+        tiny._replace(zero=3),
+        tiny._replace(zero=3, layers=6),
+        tiny._replace(zero=3, microbatches=6),
+        wide._replace(zero=3),
+        wide._replace(family="llama", layers=3),
+        wide._replace(mesh=(1, 1, ranks), zero=0, hidden=heads * HEAD_SIZE),
+        wide._replace(mesh=(ranks, 1, 1), zero=0, layers=max(4, ranks), microbatches=4, micro=2),
+        heavy,
+        heavy._replace(zero=3),
+        tiny._replace(**alone, layers=6),
+        tiny._replace(mesh=(1, 1, 1), zero=3, layers=6),
+        tiny._replace(**alone, microbatches=6),
+        wide._replace(**alone, layers=4, microbatches=1),
+        wide._replace(**alone, family="llama"),
+        wide._replace(**alone, recompute="full"),
+        heavy._replace(**alone),
+        heavy._replace(mesh=(1, 1, 1), offload="cpu"),
+    ]
+
+
+def time_steps(
+    launch: Launch, runs: Sequence[Sequence[Any]], steps: int, own_time: bool = False
+) -> list[list[Timed]]:
+    """The times of `steps` training steps of each Run; on one rank.
+
+    The runs take turns, step by step, so that whatever disturbs the machine disturbs all alike;
+    one round comes first. All take as many ranks as there are. `own_time`: of a process alone
+    count what it computes, not what it waits while others do.
+    """
+    built = [_build(launch, Run(*_frozen(run))) for run in runs]
+    taken: list[list[Timed]] = [[] for _ in runs]
+    with _without_collection():
+        for step in range(1 + steps):
+            for one, times in zip(built, taken, strict=True):
+                found = _step(*one, step, own_time)
+                if step > 0:
+                    times.append(found)
+    return taken
+
+
+def _step(
+    mesh: Mesh, parts: Assembly, batch: list[Microbatch], lr: float, step: int, own_time: bool
+) -> Timed:
+    backend = torch.get_device_module(mesh.device)
+    now = clock_of(mesh) if own_time and mesh.size("world") == 1 else time.perf_counter
+    mesh.barrier()
+    start = now()
+    parts.executor.run(batch, step)
+    backend.synchronize()
+    reduced = now()
+    parts.engine.step(lr)
+    backend.synchronize()
+    end = now()
+    everyone = mesh.gather_floats([end - start, end - reduced])
+    return Timed(max(row[0] for row in everyone), max(row[1] for row in everyone))
+
+
+def _frozen(run: Sequence[Any]) -> Iterator[Any]:
+    """A Run that has been JSON or a plain tuple."""
+    for value in run:
+        yield tuple(value) if isinstance(value, list) else value
+
+
+def _build(launch: Launch, run: Run) -> tuple[Mesh, Assembly, list[Microbatch], float]:
+    config, mesh = run.config(), Mesh(*run.mesh, launch)
+    set_threads(mesh)
+    parts = assemble(config, mesh)
+    shape = (run.microbatches, run.micro, run.seq + 1)
+    text = torch.randint(run.vocab, shape, device=mesh.device)
+    batch = [Microbatch(t[:, :-1].contiguous(), t[:, 1:].contiguous()) for t in text]
+    return mesh, parts, batch, config.optimizer.params.lr
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """No garbage is collected meanwhile: many engines in one process make that slow."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

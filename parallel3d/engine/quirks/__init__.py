@@ -1,0 +1,1 @@
+"""What DeepSpeed does wrong under a pipeline, one remedy a function (docs/deepspeed.md)."""

@@ -1,0 +1,1 @@
+"""The device mesh: the only place that knows ranks (floor 1)."""

@@ -1,0 +1,299 @@
+"""The device mesh: pipeline x data x tensor ranks, and the only place that knows ranks (floor 1).
+
+`tp` is innermost, so a tensor-parallel group lies on neighbouring devices (one node's fast links);
+`pp` is outermost, so only activations cross the slowest links. A run of one process is a mesh of
+1x1x1: there is no second code path.
+"""
+
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from parallel3d import fault
+from parallel3d.errors import ConfigError
+from parallel3d.mesh.picture import draw_mesh
+from parallel3d.mesh.transfer import Transfer
+from parallel3d.mesh.waiting import wait_with_open_ears
+
+AXES = ("pp", "dp", "tp")
+_STARTUP_TIMEOUT = timedelta(minutes=30)  # data preparation and compilation happen under it
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the launcher said of this process: `deepspeed`, `torchrun`, `srun` or plain python."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int = 1
+    restart_count: int = 0  # how often torchrun has started these ranks before
+
+    @classmethod
+    def from_environment(cls) -> "Launch":
+        """Read the launcher's variables; none at all means one process."""
+        env = os.environ
+        if "RANK" in env:
+            # torchrun's name, then deepspeed's; where neither is said, all may be on this node.
+            here = env.get("LOCAL_WORLD_SIZE", env.get("LOCAL_SIZE", env["WORLD_SIZE"]))
+            local_rank, restarts = env.get("LOCAL_RANK"), env.get("TORCHELASTIC_RESTART_COUNT")
+            numbers = (env["RANK"], env["WORLD_SIZE"], local_rank or 0, here, restarts or 0)
+            return cls(*map(int, numbers))
+        if "SLURM_PROCID" in env and int(env.get("SLURM_NTASKS", 1)) > 1:
+            if "MASTER_ADDR" not in env:
+                raise ConfigError(
+                    "under srun, MASTER_ADDR is not set: set it to the first node's host name, "
+                    "`export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n1)`"
+                )
+            return cls(
+                int(env["SLURM_PROCID"]),
+                int(env["SLURM_NTASKS"]),
+                int(env["SLURM_LOCALID"]),
+                int(env.get("SLURM_NTASKS_PER_NODE", 1)),
+            )
+        return cls(0, 1, 0)
+
+
+def pick_device(local_rank: int) -> torch.device:
+    """The accelerator of this process, or the CPU where there is none."""
+    if not torch.accelerator.is_available():
+        return torch.device("cpu")
+    count = torch.accelerator.device_count()
+    if local_rank >= count:
+        raise ConfigError(
+            f"local rank {local_rank} has no device: this node shows {count}; start at most "
+            f"{count} processes here"
+        )
+    device = torch.device(torch.accelerator.current_accelerator().type, local_rank)  # type: ignore[union-attr]
+    torch.accelerator.set_device_index(local_rank)
+    return device
+
+
+class Mesh:
+    """A pp x dp x tp grid of ranks with a process group along each axis.
+
+    Axes: "pp", "dp", "tp", "model" (pp and tp together: the ranks that share one copy of the
+    model), "world", "self" (this rank alone). Raises ConfigError if the sizes do not multiply to
+    the number of processes.
+    """
+
+    def __init__(self, pp: int = 1, dp: int = 1, tp: int = 1, launch: Launch | None = None) -> None:
+        launch = launch or Launch.from_environment()
+        if pp * dp * tp != launch.world_size:
+            raise ConfigError(
+                f"mesh pp={pp} x dp={dp} x tp={tp} = {pp * dp * tp} ranks, but "
+                f"{launch.world_size} processes were started; make the two equal"
+            )
+        self.rank = launch.rank
+        fault.set_rank(launch.rank)
+        self.local_rank, self.local_size = launch.local_rank, launch.local_world_size
+        self.restart_count = launch.restart_count
+        self.device = pick_device(launch.local_rank)
+        # DeepSpeed reads it wherever it wants a device index.
+        os.environ["LOCAL_RANK"] = str(launch.local_rank)
+        if self.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+            # Ranks that share cores would otherwise each start a thread for every one of them.
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // launch.local_world_size))
+        _join(launch, self.device)
+        self._grid = init_device_mesh(self.device.type, (pp, dp, tp), mesh_dim_names=AXES)
+        model = self._grid["pp", "tp"]._flatten("model")
+        self._groups = {axis: self._grid.get_group(axis) for axis in AXES}
+        world = dist.group.WORLD
+        assert world is not None
+        alone = dist.new_group([self.rank], use_local_synchronization=True)
+        self._groups |= {"model": model.get_group(), "world": world, "self": alone}
+        # Collectives on one group must keep their order, so what runs behind training has its own.
+        aside = "gloo" if self.backend != "fake" else None
+        self._aside = dist.new_group(backend=aside, timeout=_STARTUP_TIMEOUT)
+        self._coords = dict(zip(AXES, self._grid.get_coordinate() or (), strict=True))
+        self._pairs: dict[tuple[int, int], dist.ProcessGroup | None] = {}
+        self._transfer_timeout: timedelta | None = None
+
+    def size(self, axis: str) -> int:
+        """Number of ranks along an axis."""
+        return dist.get_world_size(self._groups[axis])
+
+    def coord(self, axis: str) -> int:
+        """This rank's coordinate on an axis."""
+        return dist.get_rank(self._groups[axis])
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """The process group that holds this rank and varies along `axis` alone."""
+        return self._groups[axis]
+
+    def ranks(self, axis: str) -> list[int]:
+        """The global ranks of `group(axis)`, in group order."""
+        return dist.get_process_group_ranks(self._groups[axis])
+
+    @property
+    def backend(self) -> str:
+        """The collectives' library: "gloo" or "nccl" ("fake": torch's stand-in for many ranks)."""
+        return str(dist.get_backend())
+
+    def isend(self, tensor: torch.Tensor, pp_coord: int, tag: int) -> Transfer:
+        """Start sending to the same dp and tp coordinates at another pipeline coordinate."""
+        work = dist.isend(tensor, group=self._groups["pp"], tag=tag, group_dst=pp_coord)
+        assert work is not None
+        return Transfer(work, self._transfer_timeout)
+
+    def irecv(self, tensor: torch.Tensor, pp_coord: int, tag: int) -> Transfer:
+        """Post a receive into `tensor` from another pipeline coordinate."""
+        work = dist.irecv(tensor, group=self._groups["pp"], tag=tag, group_src=pp_coord)
+        assert work is not None
+        return Transfer(work, self._transfer_timeout)
+
+    def join_pair(self, a: int, b: int) -> dist.ProcessGroup | None:
+        """The pipeline coordinates `a` and `b` at equal dp and tp: a tied weight's two owners.
+
+        None on the coordinates that are neither, and where the two are one. Collective over the
+        world, before `set_timeouts`; it makes a group once.
+        """
+        pair = min(a, b), max(a, b)
+        if a != b and pair not in self._pairs:
+            mine = None
+            for ranks in self._grid.mesh[list(pair)].flatten(1).t().tolist():
+                # Every rank must take part in making every group, its own or not.
+                group = dist.new_group(ranks, timeout=_STARTUP_TIMEOUT)
+                if self.rank in ranks:
+                    mine = group
+            self._pairs[pair] = mine
+        return self._pairs.get(pair)
+
+    def set_timeouts(self, seconds: float) -> None:
+        """Let all communication fail after `seconds`: once training runs, silence means death.
+
+        gloo notices a killed process at once, but a stopped one only by this timeout.
+        """
+        groups = [*self._groups.values(), *self._pairs.values()]
+        for group in {id(g): g for g in groups if g is not None}.values():
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+        if self.backend == "gloo":
+            self._transfer_timeout = timedelta(seconds=seconds)
+
+    def gather_floats(self, values: Sequence[float]) -> list[list[float]]:
+        """Every rank's `values` (equally many on each), in the order of global ranks."""
+        mine = torch.tensor(values, dtype=torch.float64, device=self.device)
+        return [t.tolist() for t in self._gather(mine)]
+
+    def gather_texts(self, text: str, aside: bool = False) -> list[str]:
+        """Every rank's text, in the order of global ranks (bytes: no pickle on the network).
+
+        `aside`: on a gloo group of its own, so that a thread may call it behind the training; a
+        main thread that waits there hears signals.
+        """
+        device = torch.device("cpu") if aside else self.device
+        data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
+        length = torch.tensor([len(data)], device=device)
+        sizes = [int(n) for n in self._gather(length, aside)]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
+        padded[: len(data)] = data
+        everyone = self._gather(padded, aside) if max(sizes) else [padded] * len(sizes)
+        return [bytes(t[:n].tolist()).decode() for t, n in zip(everyone, sizes, strict=True)]
+
+    def _gather(self, mine: torch.Tensor, aside: bool = False) -> list[torch.Tensor]:
+        everyone = [torch.empty_like(mine) for _ in range(self.size("world"))]
+        if aside:
+            wait_with_open_ears(dist.all_gather(everyone, mine, self._aside, async_op=True))
+        else:
+            dist.all_gather(everyone, mine)
+        return everyone
+
+    def all_gather(self, part: torch.Tensor, axis: str, dim: int) -> torch.Tensor:
+        """The ranks' parts of a tensor, put together along `dim`, on which they may differ."""
+        group, size = self._groups[axis], self.size(axis)
+        if size == 1:
+            return part
+        lengths = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(size)]
+        dist.all_gather(lengths, lengths[0].new_tensor([part.shape[dim]]), group=group)
+        longest = max(int(n) for n in lengths)
+        shape = [*part.shape]
+        shape[dim] = longest
+        padded = part.new_zeros(shape)
+        padded.narrow(dim, 0, part.shape[dim]).copy_(part)
+        everyone = [torch.empty_like(padded) for _ in range(size)]
+        dist.all_gather(everyone, padded, group=group)
+        parts = [t.narrow(dim, 0, int(n)) for t, n in zip(everyone, lengths, strict=True)]
+        return torch.cat(parts, dim)
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        dist.all_reduce(torch.zeros(1, device=self.device))
+
+    @contextmanager
+    def one_at_a_time(self) -> Iterator[bool]:
+        """Node by node: local rank 0 runs the body first, its peers afterwards.
+
+        Yields whether this rank is the first. For work whose result the node's ranks share
+        through the file system.
+        """
+        first = self.local_rank == 0
+        if not first:
+            self.barrier()
+        yield first
+        if first:
+            self.barrier()
+
+    def picture(self) -> str:
+        """The mesh as text: a column for each pipeline coordinate, a row for each dp coordinate."""
+        return draw_mesh(self._grid.mesh.tolist())
+
+    def close(self) -> None:
+        """Leave the process group; without it torch ends the process with an abort."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def rank_0_first(launch: Launch, speak: Callable[[], None]) -> None:
+    """Run `speak` on rank 0, and keep the others until it is done, or 30 s are over.
+
+    For last words that all ranks share: a launcher that sees one rank end ends the others at once.
+    """
+    if launch.rank == 0:
+        speak()
+    if launch.world_size == 1:
+        return
+    patience = timedelta(seconds=30)
+    with suppress(Exception):  # nobody can be told any more
+        if not dist.is_initialized():
+            rank, size, store = launch.rank, launch.world_size, _meet(launch, patience)
+            dist.init_process_group("gloo", None, patience, size, rank, store)
+        store = dist.distributed_c10d._get_default_store()
+        if launch.rank == 0:
+            store.set("rank 0 has spoken", "yes")
+        else:
+            store.wait(["rank 0 has spoken"], patience)
+
+
+def _join(launch: Launch, device: torch.device) -> None:
+    if dist.is_initialized():
+        return
+    backend = dist.get_default_backend_for_device(device)
+    if launch.world_size == 1 and "MASTER_ADDR" not in os.environ:
+        store: dist.Store = dist.HashStore()
+        dist.init_process_group(backend, None, _STARTUP_TIMEOUT, 1, 0, store)
+        return
+    os.environ.setdefault("MASTER_ADDR", socket.gethostname())
+    os.environ.setdefault("MASTER_PORT", "29500")
+    dist.init_process_group(
+        backend,
+        store=_meet(launch, _STARTUP_TIMEOUT),
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=_STARTUP_TIMEOUT,
+        device_id=device if device.type != "cpu" else None,
+    )
+
+
+def _meet(launch: Launch, patience: timedelta) -> dist.Store:
+    """The store through which the ranks find each other."""
+    store, *_ = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=patience))
+    # On one node torchrun's store outlives a restart; on several `--rdzv_backend c10d` renews it.
+    one_node = launch.local_world_size == launch.world_size
+    return dist.PrefixStore(f"attempt {launch.restart_count}", store) if one_node else store

@@ -1,0 +1,287 @@
+"""What the layers of a transformer cost on one tensor-parallel rank, as data (floor 0, no torch).
+
+A family gives a `BlockCost`, an `EmbeddingCost` and a `HeadCost` as its layers' `cost`. They count
+what parallel3d/tensor/ does and what autograd keeps of it, dropout of probability 0 left out. In
+the formulas `whole` is batch x seq x hidden elements (the sbh of arXiv:2205.05198), and `part` what
+of it lies on one rank between the layers: a tp-th under sequence parallelism.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from parallel3d.model.spec import (
+    Attention,
+    Collective,
+    Kept,
+    LayerCost,
+    MatMul,
+    Recompute,
+    Shape,
+    Work,
+)
+
+_FP32, _INT64 = 4, 8  # bytes of a norm's statistic or a logsumexp, of a row number
+
+
+@dataclass(frozen=True)
+class BlockCost:
+    """The cost of a pre-norm block: attention, then an MLP, each added to the residual stream.
+
+    `gated`: the MLP has three matrices (SwiGLU, arXiv:2002.05202) instead of two. `fused_qkv`: one
+    product gives queries, keys and values. `statistics`: numbers a token that a norm keeps, 2 for
+    LayerNorm, 1 for RMSNorm, of which torch has no fused kernel on a CPU (`composite_norm`).
+    `biases`: of every product. `dropout`: of what is added to the residual stream. `parallel`: the
+    MLP reads the block's input, too, beside the attention (as in GPT-NeoX, arXiv:2204.06745).
+    """
+
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    gated: bool = False
+    fused_qkv: bool = False
+    statistics: int = 2
+    composite_norm: bool = False
+    biases: bool = False
+    qkv_bias: bool = False
+    rotary: bool = False
+    qk_norm: bool = False
+    dropout: bool = False
+    attention_dropout: bool = False
+    parallel: bool = False
+
+    def __call__(
+        self,
+        shape: Shape,
+        tp: int = 1,
+        sequence_parallel: bool = False,
+        recompute: Recompute = "none",
+    ) -> LayerCost:
+        """The cost of one microbatch."""
+        return _block(self, shape, tp, sequence_parallel and tp > 1, recompute)
+
+
+@dataclass(frozen=True)
+class EmbeddingCost:
+    """The cost of a look-up in a vocabulary-parallel table, with or without learned positions."""
+
+    hidden: int
+    positions: bool = False
+    dropout: bool = False
+
+    def __call__(
+        self,
+        shape: Shape,
+        tp: int = 1,
+        sequence_parallel: bool = False,
+        recompute: Recompute = "none",
+    ) -> LayerCost:
+        """The cost of one microbatch; nothing of it is computed again."""
+        return _embedding(self, shape, tp, sequence_parallel and tp > 1)
+
+
+@dataclass(frozen=True)
+class HeadCost:
+    """The cost of the final norm, the logits and vocabulary-parallel cross-entropy in fp32."""
+
+    hidden: int
+    vocab: int
+    statistics: int = 2
+    composite_norm: bool = False
+
+    def __call__(
+        self,
+        shape: Shape,
+        tp: int = 1,
+        sequence_parallel: bool = False,
+        recompute: Recompute = "none",
+    ) -> LayerCost:
+        """The cost of one microbatch; nothing of it is computed again."""
+        return _head(self, shape, tp, sequence_parallel and tp > 1)
+
+
+@lru_cache(maxsize=4096)
+def _block(
+    c: BlockCost, shape: Shape, tp: int, sequence_parallel: bool, recompute: Recompute
+) -> LayerCost:
+    whole = shape.tokens * c.hidden
+    part = whole // tp if sequence_parallel else whole
+    inner = shape.tokens * _share(c.inner, tp)
+    forward = _block_forward(c, shape, tp, sequence_parallel, whole, part)
+    kept, attention = _block_kept(c, shape, tp, part)
+    # Beyond what was kept there are at most: at the product that ends the MLP the gradients of its
+    # result and its input; after SwiGLU's product those of both factors; at a gather its parts
+    # besides, and in the first product of the MLP the whole gradient of its input, too.
+    grads = part * (2 if c.dropout else 1)
+    forward_sum = part * (2 if c.parallel else 1)  # what is kept by none before the MLP's result
+    if sequence_parallel:
+        moments = [part + whole + inner, max(grads, forward_sum) + 2 * whole]
+        moments.append(2 * part + 2 * whole - (2 if c.gated else 1) * inner)
+    else:
+        moments = [grads + inner, forward_sum + part]
+    if c.gated:
+        moments.append(part + 2 * inner)
+    peak = Kept(max(moments), -part if c.dropout else 0)  # a mask is gone by then
+    saved, working, recomputed = kept + attention, peak, Work()
+    if recompute == "selective":
+        scores = Kept(scores=attention.scores, dropped_scores=attention.dropped_scores)
+        saved, working, recomputed = kept, peak + scores, Work((), forward.attention)
+    elif recompute == "full":
+        # torch stops once all that was kept is there again: before the last collective, unless a
+        # dropout's mask comes after it.
+        ran = forward.collectives if c.dropout else forward.collectives[:-1]
+        recomputed = Work(forward.matmuls, forward.attention, forward.traffic, ran)
+        # Where it runs to the end, that is as a forward's, with the gradient of the result besides.
+        end = part + forward_sum + (2 * whole if sequence_parallel else part) if c.dropout else 0
+        peak = max(Kept(end), peak, key=lambda kept: kept.elements)
+        saved, working = Kept(part), kept + attention + peak - Kept(part)
+    return LayerCost(
+        # A key/value head on several tp ranks counts once.
+        sum(m.flops for m in _matmuls(c, shape, 1)) + _attention(c, shape, 1).flops,
+        forward,
+        recomputed,
+        _column_backward(whole, tp, sequence_parallel, rows=True) * 2,
+        saved,
+        working,
+        Kept(2 * shape.seq * c.head_size) if c.rotary else Kept(),
+    )
+
+
+def _block_kept(c: BlockCost, shape: Shape, tp: int, part: int) -> tuple[Kept, Kept]:
+    """What a block keeps without recomputation, and besides that inside the attention."""
+    tokens, heads = shape.tokens, _share(c.heads, tp)
+    queries, keys = tokens * heads * c.head_size, tokens * _share(c.kv_heads, tp) * c.head_size
+    inner = tokens * _share(c.inner, tp)
+    # The block's input, its norm, their sum with the attention's result, and its norm; query, key,
+    # value and what the attention gives; what enters the activation function and what leaves it
+    # (SwiGLU: both factors' products, the function of the one, their product).
+    elements = (
+        (3 if c.parallel else 4) * part + 2 * queries + 2 * keys + (4 if c.gated else 2) * inner
+    )
+    if c.fused_qkv and c.rotary:  # value keeps what it is a part of, besides turned query and key
+        elements += queries + keys
+    normed, statistics = 2 * part, 2 * c.statistics * (part // c.hidden)
+    if c.qk_norm:  # their inputs; what they give is turned at once
+        elements += queries + keys
+        normed, statistics = normed + queries + keys, statistics + (queries + keys) // c.head_size
+    masks = 2 * part if c.dropout else 0
+    unfused = normed if c.composite_norm else 0
+    scores = shape.batch * heads * shape.seq**2
+    attention = Kept(
+        other=_FP32 * heads * tokens,
+        scores=scores,
+        dropped_scores=scores if c.attention_dropout else 0,
+    )
+    return Kept(elements, _FP32 * statistics + masks, unfused=unfused), attention
+
+
+def _block_forward(
+    c: BlockCost, shape: Shape, tp: int, sequence_parallel: bool, whole: int, part: int
+) -> Work:
+    heads = shape.tokens * c.head_size * (_share(c.heads, tp) + _share(c.kv_heads, tp))
+    inner = shape.tokens * _share(c.inner, tp)
+    # Reads and writes of two norms and two residual sums, then of the MLP's function (and product).
+    traffic = 2 * 2 * part + 2 * 3 * part + (5 if c.gated else 2) * inner
+    if c.dropout:
+        traffic += 2 * 2 * part
+    if c.biases:
+        traffic += 2 * 2 * part + 2 * inner
+    if c.biases or c.qkv_bias:
+        traffic += 2 * (heads + shape.tokens * c.head_size * _share(c.kv_heads, tp))
+    if c.rotary:  # x cos + turned x sin, in five operators
+        traffic += 11 * heads
+    if c.qk_norm:
+        traffic += 2 * heads
+    if tp > 1:  # copies of what enters a collective or leaves it
+        traffic += (8 if sequence_parallel else 4) * whole
+    collectives: tuple[Collective, ...] = ()
+    if sequence_parallel:
+        collectives = (Collective("all_gather", whole), Collective("reduce_scatter", whole)) * 2
+    elif tp > 1:
+        collectives = (Collective("all_reduce", whole),) * 2
+    return Work(_matmuls(c, shape, tp), _attention(c, shape, tp), traffic, collectives)
+
+
+def _matmuls(c: BlockCost, shape: Shape, tp: int) -> tuple[MatMul, ...]:
+    m, hidden, inner = shape.tokens, c.hidden, _share(c.inner, tp)
+    queries, keys = _share(c.heads, tp) * c.head_size, _share(c.kv_heads, tp) * c.head_size
+    qkv = (queries + 2 * keys,) if c.fused_qkv else (queries, keys, keys)
+    return (
+        *(MatMul(m, hidden, n) for n in qkv),
+        MatMul(m, queries, hidden),
+        MatMul(m, hidden, (2 if c.gated else 1) * inner),
+        MatMul(m, inner, hidden),
+    )
+
+
+def _attention(c: BlockCost, shape: Shape, tp: int) -> Attention:
+    heads, kv_heads = _share(c.heads, tp), _share(c.kv_heads, tp)
+    return Attention(shape.batch, heads, kv_heads, shape.seq, c.head_size)
+
+
+@lru_cache(maxsize=4096)
+def _embedding(c: EmbeddingCost, shape: Shape, tp: int, sequence_parallel: bool) -> LayerCost:
+    whole = shape.tokens * c.hidden
+    part = whole // tp if sequence_parallel else whole
+    traffic = 4 * whole + (2 * whole if tp > 1 else 0)
+    traffic += (3 * part if c.positions else 0) + (2 * part if c.dropout else 0)
+    # Of each token the row, and whether another rank holds it; the rows of the positions.
+    other = (_INT64 + 1) * shape.tokens + (_INT64 * shape.seq if c.positions else 0)
+    forward: tuple[Collective, ...] = ()
+    if sequence_parallel:
+        forward = (Collective("reduce_scatter", whole),)
+    elif tp > 1:
+        forward = (Collective("all_reduce", whole),)
+    # A forward's sum with the positions, or a backward's gradients before and behind its dropout.
+    besides = (part if sequence_parallel else 0) + (part if c.dropout else 0)
+    besides = max(besides, part // shape.batch if c.positions else 0)
+    return LayerCost(
+        0,
+        Work((), None, traffic, forward),
+        backward_collectives=(Collective("all_gather", whole),) if sequence_parallel else (),
+        saved=Kept(0, other + (part if c.dropout else 0)),
+        working=Kept(2 * whole + besides, -part if c.dropout else 0),
+    )
+
+
+@lru_cache(maxsize=4096)
+def _head(c: HeadCost, shape: Shape, tp: int, sequence_parallel: bool) -> LayerCost:
+    vocab = _share(c.vocab, tp)
+    whole, logits = shape.tokens * c.hidden, shape.tokens * vocab
+    part = whole // tp if sequence_parallel else whole
+    loss = (Collective("all_reduce", shape.tokens), Collective("all_reduce", 2 * shape.tokens))
+    gather = (Collective("all_gather", whole),) if sequence_parallel else ()
+    statistics = _FP32 * c.statistics * (part // c.hidden)
+    backward = part + (2 if sequence_parallel else 1) * whole
+    return LayerCost(
+        shape.tokens * 2 * c.hidden * c.vocab,
+        # Of the logits, in elements of the training type: all passes of forward and backward are 10
+        # (fp32) or 24 (bf16), and three times this, as the backward counts twice.
+        Work(
+            (MatMul(shape.tokens, c.hidden, vocab),),
+            None,
+            2 * part + 6 * logits,
+            (*gather, *(loss if tp > 1 else ())),
+        ),
+        backward_collectives=_column_backward(whole, tp, sequence_parallel),
+        # The input, its norm, the gradient of the logits.
+        saved=Kept(2 * part + logits, statistics, unfused=part if c.composite_norm else 0),
+        # Either the logits and two fp32 copies (less the gradient), or what the backward holds.
+        working=Kept(max(0, backward - logits), _FP32 * logits, copies=logits),
+    )
+
+
+def _column_backward(
+    whole: int, tp: int, sequence_parallel: bool, rows: bool = False
+) -> tuple[Collective, ...]:
+    """Collectives in the backward of a column-parallel product, and of a row-parallel behind it."""
+    if not sequence_parallel:
+        return (Collective("all_reduce", whole),) if tp > 1 else ()
+    gather, scatter = Collective("all_gather", whole), Collective("reduce_scatter", whole)
+    return (gather, scatter, gather) if rows else (scatter, gather)
+
+
+def _share(number: int, parts: int) -> int:
+    """The largest part of `number` cut into parts that differ by one at most."""
+    return -(-number // parts)

@@ -1,0 +1,85 @@
+"""How many elements of which weights a tensor-parallel rank holds."""
+
+from functools import lru_cache
+from math import prod
+from typing import NamedTuple
+
+from parallel3d.plan.layers.layout import Counts
+from parallel3d.plan.layers.placement import Model
+
+
+class Weights(NamedTuple):
+    """What one tp rank holds of layers: elements, and how many parameters they are."""
+
+    elements: float = 0.0
+    num_params: float = 0.0
+    partial: float = 0.0
+    """Elements whose gradients the tp ranks must sum."""
+    gathered: float = 0.0
+    """Elements that ZeRO-3 keeps in shards, rather than whole for being small."""
+    num_gathered: float = 0.0
+
+    def plus(self, other: "Weights", times: int = 1) -> "Weights":
+        """The sum of both, `other` taken so many times."""
+        return Weights(*(a + times * b for a, b in zip(self, other, strict=True)))
+
+
+@lru_cache(maxsize=4096)
+def _of_kind(
+    model: Model, kind: int, tp: int, sequence_parallel: bool, persistence: int
+) -> Weights:
+    """What one tp rank holds of one layer of a kind."""
+    total = Weights()
+    for param in model.kinds[kind].params:
+        numel = prod(param.shape) / (1 if param.cut_dim(tp) is None else tp)
+        partial = numel if param.is_partial(tp, sequence_parallel) else 0.0
+        large = numel > persistence
+        total = total.plus(Weights(numel, 1, partial, numel if large else 0.0, float(large)))
+    return total
+
+
+def weights_of(
+    model: Model, held: Counts, tp: int, sequence_parallel: bool, persistence: int
+) -> tuple[tuple[int, Weights], ...]:
+    """For each kind of so many layers of each: how many, and what one tp rank holds of one.
+
+    A weight that is there twice is held once.
+    """
+    found = []
+    for kind, count in enumerate(held):
+        if count:
+            one = _of_kind(model, kind, tp, sequence_parallel, persistence)
+            if (original := _tied_kind(model, kind)) is not None and held[original]:
+                copy = _copies(model, kind, tp)
+                one = one.plus(Weights(copy, 1, 0.0, copy, 1), -1)
+            found.append((count, one))
+    return tuple(found)
+
+
+@lru_cache(maxsize=4096)
+def _tied_kind(model: Model, kind: int) -> int | None:
+    """The kind that holds the original of a kind's tied weight."""
+    for _, original in model.kinds[kind].tied:
+        for layer, k in zip(model.layers, model.kind_of, strict=True):
+            if original.startswith(layer.name + "."):
+                return k
+    return None
+
+
+@lru_cache(maxsize=4096)
+def _copies(model: Model, kind: int, tp: int) -> float:
+    """Elements on a tp rank of the weights that share another's value."""
+    layer = model.kinds[kind]
+    copies = {name for name, _ in layer.tied}
+    return sum(
+        p.numel / (1 if p.cut_dim(tp) is None else tp) for p in layer.params if p.name in copies
+    )
+
+
+def tied_elsewhere(model: Model, held: Counts, tp: int) -> float:
+    """Elements of a weight that these layers hold and whose other copy is with other layers."""
+    for kind in range(len(held)):
+        original = _tied_kind(model, kind)
+        if original is not None and bool(held[kind]) != bool(held[original]):
+            return _copies(model, kind, tp)
+    return 0.0

@@ -1,0 +1,1 @@
+"""Bytes of each pipeline coordinate at its fullest moment."""

@@ -1,0 +1,149 @@
+"""What a stage holds of activations, and of gradients as they come into being."""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from parallel3d.model.spec import ParamSpec, Recompute, Shape
+from parallel3d.plan.layers.placement import Model, Part, cost_of
+
+
+class Backward(NamedTuple):
+    """A moment of a backward pass, in bytes, against all of its activations being there.
+
+    `freed`: activations that are gone by then; `working`: what its layer holds besides; `logits`:
+    by how much the model's last layer holds more or less; `gradients`: those that are there.
+    """
+
+    freed: int
+    working: int
+    logits: int
+    gradients: int
+
+    @property
+    def total(self) -> int:
+        """Bytes beyond the activations."""
+        return self.working + self.gradients - self.freed
+
+
+class Stage(NamedTuple):
+    """One stage on one tp rank, in bytes.
+
+    `saved` by one microbatch, `logits` of these by the model's last layer; `resident` at any time;
+    `hidden`: what passes between stages. `first`: the fullest moment of the first backward of a
+    step, where gradients come into being; `later`: of all others, gradients left out; `ending`: the
+    end of a forward. `produced` and `backwards`, layer by layer from the last: the elements whose
+    gradients are there when its backward is over, and the moment.
+    """
+
+    saved: int
+    logits: int
+    resident: int
+    hidden: int
+    first: Backward
+    later: Backward
+    ending: Backward
+    produced: tuple[int, ...]
+    backwards: tuple[Backward, ...]
+
+
+@lru_cache(maxsize=65536)
+def stage(
+    part: Part,
+    batch: int,
+    seq: int,
+    tp: int,
+    sequence_parallel: bool,
+    recompute: Recompute,
+    hidden_size: int,
+    element: int,
+    gradient: int,
+    classic: bool,
+    on_cpu: bool,
+) -> Stage:
+    """What a stage of these layers holds: `element` and `gradient` bytes of a number of each."""
+    model, shape = part.model, Shape(batch, seq)
+    hidden = shape.tokens * hidden_size * element // (tp if sequence_parallel else 1)
+    kept = {}
+    for kind in set(part.kinds):
+        cost = cost_of(model, kind, shape, tp, sequence_parallel, recompute)
+        held = (cost.saved, cost.working, cost.resident)
+        kept[kind] = tuple(k.bytes(element, classic, not on_cpu) for k in held)
+    freed = freed_logits = summed = 0
+    if not part.ends:
+        freed = hidden  # the executor keeps each stage's output, to go backward from it
+    narrow = element < gradient
+    firsts: list[Backward] = []
+    laters: list[Backward] = []
+    moments: list[Backward] = []
+    produced: list[int] = []
+    for kind in reversed(part.kinds):
+        saved, working, _ = kept[kind]
+        largest = largest_param(model, kind, tp)
+        summed += params(model, kind, tp)
+        logits = working if part.ends and not produced else -freed_logits
+        # A gradient comes out of autograd in the training type and is added up in `gradient`.
+        fresh = working + (element * largest if narrow else 0)
+        firsts.append(Backward(freed, fresh, logits, gradient * summed))
+        laters.append(Backward(freed, fresh + gradient * largest, logits, 0))
+        moments.append(Backward(freed, working, logits, 0))
+        produced.append(summed)
+        if part.ends and len(produced) == 1:
+            freed_logits = saved
+        freed += saved
+    saved, working, _ = kept[part.kinds[-1]]
+    return Stage(
+        freed,
+        saved if part.ends else 0,
+        sum(kept[kind][2] for kind in part.kinds),
+        hidden,
+        max(firsts, key=_total),
+        max(laters, key=_total),
+        Backward(0, working, working if part.ends else 0, 0),
+        tuple(produced),
+        tuple(moments),
+    )
+
+
+def _total(moment: Backward) -> int:
+    return moment.total
+
+
+@lru_cache(maxsize=4096)
+def params(model: Model, kind: int, tp: int) -> int:
+    """Parameters of a layer of that kind on the tp rank that holds most of it."""
+    return sum(_sizes(model, kind, tp))
+
+
+@lru_cache(maxsize=4096)
+def largest_param(model: Model, kind: int, tp: int) -> int:
+    """Elements of its largest parameter."""
+    return max(_sizes(model, kind, tp), default=0)
+
+
+@lru_cache(maxsize=4096)
+def small_params(model: Model, kind: int, tp: int, threshold: int) -> int:
+    """Elements of its parameters that have fewer than `threshold`."""
+    return sum(n for n in _sizes(model, kind, tp) if n < threshold)
+
+
+@lru_cache(maxsize=4096)
+def largest_module(model: Model, kind: int, tp: int) -> int:
+    """Elements that ZeRO-3 holds at most to have one module of it whole.
+
+    A module's parameters are gathered into one buffer and copied out of it; a single one is not.
+    """
+    modules: dict[str, list[int]] = {}
+    for spec, size in zip(model.kinds[kind].params, _sizes(model, kind, tp), strict=True):
+        modules.setdefault(spec.name.rpartition(".")[0], []).append(size)
+    return max((sum(sizes) * (2 if len(sizes) > 1 else 1) for sizes in modules.values()), default=0)
+
+
+@lru_cache(maxsize=4096)
+def _sizes(model: Model, kind: int, tp: int) -> tuple[int, ...]:
+    return tuple(size_of(spec, tp) for spec in model.kinds[kind].params)
+
+
+def size_of(spec: ParamSpec, tp: int) -> int:
+    """Elements of a parameter on the tp rank that holds most of it."""
+    dim = spec.cut_dim(tp)
+    return spec.numel if dim is None else spec.numel // spec.shape[dim] * -(-spec.shape[dim] // tp)

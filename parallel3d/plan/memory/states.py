@@ -1,0 +1,171 @@
+"""What a rank holds of weights, gradients and optimizer states under ZeRO, whatever the microbatch.
+
+The figures are those of the engine, DeepSpeed 0.19.8's stage 2 and 3 (docs/planner.md); other
+programs differ from it by the fields of their Software.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from parallel3d.plan.layers.placement import Model
+from parallel3d.plan.memory.activations import (
+    largest_module,
+    largest_param,
+    params,
+    size_of,
+    small_params,
+)
+from parallel3d.plan.setting import Setting
+
+_MASTER = 4  # bytes of a weight in fp32
+_MOMENTS = 8  # of Adam's two moments
+_SWAP_BUFFERS = 4  # DeepSpeed's offload_optimizer.buffer_count
+_PARAM_BUFFERS = 5 * 100_000_000  # elements: its offload_param.buffer_count x buffer_size
+
+
+class Sizes(NamedTuple):
+    """Elements of a coordinate's weights on one tp rank: of all, of its largest parameter, of what
+    a gather of one module holds, and of all parameters below ZeRO-3's persistence threshold."""
+
+    params: int
+    largest: int
+    module: int
+    small: int
+
+
+@lru_cache(maxsize=16384)
+def sizes(model: Model, layers: tuple[range, ...], tp: int, threshold: int) -> Sizes:
+    """Those of a coordinate that holds these layers; a tied weight counts once where both are."""
+    held = [i for part in layers for i in part]
+    kinds = {model.kind_of[i] for i in held}
+    elements = sum(params(model, model.kind_of[i], tp) for i in held)
+    names = {model.layers[i].name for i in held}
+    for i in held:
+        for copy, original in model.layers[i].tied:
+            if any(original.startswith(f"{name}.") for name in names):
+                spec = next(p for p in model.layers[i].params if p.name == copy)
+                elements -= size_of(spec, tp)
+    return Sizes(
+        elements,
+        max(largest_param(model, k, tp) for k in kinds),
+        max(largest_module(model, k, tp) for k in kinds),
+        sum(small_params(model, model.kind_of[i], tp, threshold) for i in held),
+    )
+
+
+class States(NamedTuple):
+    """Bytes on the device, but for `host` and `nvme`.
+
+    `shard`: gradients after their reduction, and `standing` whether they are there at any time (at
+    ZeRO 0 to 2 only from the reduction on). `whole`: gradients before it, if it comes once a step.
+    `buffers` are there at any time, `bucket` in all backwards where each is reduced; `reducing`:
+    what a reduction needs besides, `stepping` what the optimizer does.
+    """
+
+    weights: int
+    optimizer: int
+    shard: int
+    standing: bool
+    whole: int
+    buffers: int
+    bucket: int
+    reducing: int
+    stepping: int
+    host: int
+    nvme: int
+
+
+def states(setting: Setting, s: Sizes, on_cpu: bool) -> States:
+    """Those of a coordinate with weights of these sizes."""
+    software, buffers = setting.software, setting.buffers
+    element, gradient = setting.bytes_per_element, software.gradient_bytes
+    shards, zero3 = setting.dp * setting.cp, setting.zero_stage == 3
+    share = -(-s.params // shards) if setting.zero_stage else s.params
+    kept = (share if zero3 else s.params) * element
+    optimizer = share * (_MASTER + _MOMENTS)
+    shard = share * gradient
+    places = {"none": 0, "cpu": 0, "nvme": 0}
+    places[setting.offload_optimizer] += optimizer
+    places[setting.offload_param] += kept
+    offloads = setting.offload_optimizer != "none"
+    swaps = setting.offload_optimizer == "nvme"
+    # Where no type changes, DeepSpeed's stage 2 keeps gradients one by one, not in one buffer.
+    loose = not zero3 and element == gradient
+    host, standing, bucket = places["cpu"], 0, 0
+    content = min(buffers.reduce_bucket_size, s.params)
+    if zero3:
+        standing = buffers.reduce_bucket_size * gradient
+        # What is in the bucket is copied rank by rank, and gloo makes a copy of its own.
+        reducing = content * gradient * (1 + on_cpu)
+        if offloads:  # the reduced gradients, and the same again as the host's Adam takes them
+            host, shard = host + shard * (1 if swaps else 2), 0
+    else:
+        # Its bucket is in the training type; what is in it is copied once more, and again in fp32.
+        bucket = buffers.reduce_bucket_size * element
+        if loose and shards > 1:  # a parameter that two ranks share is whole with both
+            shard += s.largest * gradient
+        reducing = content * (element + software.reduction_bytes)
+        if offloads:  # gradients and new weights, on their way
+            host += shard + share * element + s.largest * element
+            standing = s.largest * element
+    if swaps:
+        host += _SWAP_BUFFERS * _MASTER * min(buffers.sub_group_size, share)
+        places["nvme"] += share * gradient
+    if setting.offload_param == "nvme":
+        host += (_PARAM_BUFFERS + 2 * min(buffers.sub_group_size, share)) * element
+    stepping = 0
+    if not offloads:
+        group = min(share, buffers.sub_group_size) * _MASTER
+        # What is not in one buffer is copied together; torch's Adam on a CPU makes two copies.
+        stepping = group * (zero3 or loose) + 2 * group * on_cpu
+    return States(
+        weights=kept if setting.offload_param == "none" else 0,
+        optimizer=optimizer if not offloads else 0,
+        shard=shard,
+        standing=zero3,
+        whole=s.params * gradient if setting.reduces_once or not setting.zero_stage else 0,
+        buffers=standing,
+        bucket=bucket,
+        reducing=reducing,
+        stepping=stepping,
+        host=host,
+        nvme=places["nvme"],
+    )
+
+
+class Gathered(NamedTuple):
+    """Bytes of whole weights under ZeRO-3: in a forward, in a backward, and as a forward begins."""
+
+    forward: int
+    backward: int
+    beginning: int
+
+
+def gathered(setting: Setting, s: Sizes, in_flight: int, on_cpu: bool) -> Gathered:
+    """What a coordinate gathers whose schedule has at most `in_flight` microbatches there.
+
+    DeepSpeed keeps a trace of a microbatch and fetches ahead along it. The trace is complete from
+    the second forward in a row on (of a forward alone), or where forwards and backwards take turns
+    (of both); where neither holds, in all backwards after all forwards, nothing is fetched ahead.
+    """
+    if setting.zero_stage != 3:
+        return Gathered(0, 0, 0)
+    element, buffers = setting.bytes_per_element, setting.buffers
+    if setting.dp * setting.cp == 1 and (on_cpu or setting.offload_param == "none"):
+        return Gathered(0, 0, 0)
+    module, small = s.module * element, s.small * element
+    one = module + small
+    ahead = buffers.stage3_prefetch_bucket_size
+    total = setting.num_microbatches * setting.stages_per_rank
+    in_turn = in_flight == 1 or total - in_flight >= 2
+    if not ahead:
+        again = min(s.params, buffers.stage3_max_reuse_distance // 2) * element if in_turn else 0
+        most = min(one + again, s.params * element + module)
+        return Gathered(most, most if in_turn else module, most)
+    if not in_turn and in_flight < 2:
+        return Gathered(one, module, one)
+    live = min(s.params, max(buffers.stage3_max_live_parameters, s.module)) * element
+    forward = max(min(one, s.params * element), live)
+    # What is fetched ahead comes in one buffer and is copied out of it.
+    copied = min(s.params - s.small, ahead + s.largest) * element
+    return Gathered(forward, forward if in_turn else module, forward + copied)

@@ -1,0 +1,1 @@
+"""What the planner prints, draws and writes into a config."""

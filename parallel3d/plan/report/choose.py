@@ -1,0 +1,93 @@
+"""Fills `"mesh": "plan"` with the planner's first row: a pure function, the same on every rank."""
+
+from typing import Any
+
+from parallel3d.config import RunConfig
+from parallel3d.errors import ConfigError
+from parallel3d.hardware import Hardware
+from parallel3d.plan.report.command import nothing_fits
+from parallel3d.plan.report.table import lines_of, seconds
+from parallel3d.plan.search.best_first import search
+from parallel3d.plan.search.plans import Plan, request_of
+from parallel3d.plan.search.remedy import gib
+from parallel3d.plan.setting import Setting
+
+_HEADER_ENTRY = 130  # bytes of a chunk's entry in a checkpoint file's header, about
+
+
+def choose(config: RunConfig, devices: int, hardware: Hardware) -> tuple[RunConfig, Plan]:
+    """The config with the mesh and all else that the planner chooses, and the plan it is from.
+
+    What parallel3d.plan.fix names stays as it is written. Raises ConfigError where nothing fits.
+    """
+    request = request_of(config, hardware, devices, fixed_by(config))
+    found = search(request, rows=1)
+    if not found.plans:
+        assert found.least is not None
+        raise ConfigError(f'parallel3d.mesh = "plan": {nothing_fits(found.least)}')
+    plan = found.plans[0]
+    return apply(config, plan), plan
+
+
+def fixed_by(config: RunConfig) -> dict[str, Any]:
+    """The choices that the config keeps for itself, by the planner's names."""
+    zero, pipeline = config.zero_optimization, config.pipeline
+    values: dict[str, dict[str, Any]] = {
+        "zero_stage": {"zero_stage": zero.stage},
+        "offload": {
+            "offload_optimizer": zero.offload_optimizer.device,
+            "offload_param": zero.offload_param.device,
+        },
+        "micro_batch": {"micro_batch": config.train_micro_batch_size_per_gpu},
+        "schedule": {
+            "schedule": pipeline.schedule,
+            "stages_per_rank": pipeline.stages_per_rank,
+        },
+        "recompute": {"recompute": pipeline.activation_checkpointing},
+        "gradient_reduction": {"gradient_reduction": pipeline.gradient_reduction},
+    }
+    return {
+        name: value for kept in config.parallel3d.plan.fix for name, value in values[kept].items()
+    }
+
+
+def apply(config: RunConfig, plan: Plan) -> RunConfig:
+    """The config with a plan's choices written into it, and notes that say which."""
+    s = plan.setting
+    mesh = {"pp": s.pp, "dp": s.dp, "tp": s.tp, "sequence_parallel": s.sequence_parallel}
+    raw = config.to_dict()
+    block, zero = raw["parallel3d"], raw["zero_optimization"]
+    block |= {"mesh": mesh, "plan": {}}
+    block["pipeline"] |= {
+        "schedule": s.schedule,
+        "stages_per_rank": s.stages_per_rank,
+        "activation_checkpointing": s.recompute,
+        "gradient_reduction": "per_step" if s.reduces_once else "per_microbatch",
+    }
+    zero["stage"] = s.zero_stage
+    zero["offload_optimizer"]["device"] = s.offload_optimizer
+    zero["offload_param"]["device"] = s.offload_param
+    raw["train_micro_batch_size_per_gpu"] = s.shape.batch
+    raw["gradient_accumulation_steps"] = s.num_microbatches
+    return RunConfig.from_dict(raw).with_notes(*config.notes, *notes_on(plan))
+
+
+def notes_on(plan: Plan) -> list[str]:
+    """What was planned, for the terminal."""
+    request, s = plan.request, plan.setting
+    return [
+        f'parallel3d.mesh: "plan" for {request.devices} x {request.hardware.name}:',
+        *(f"  {line}" for line in lines_of(s)),
+        f"  predicted {seconds(plan.time.seconds)} s a step, {gib(plan.memory.total)} of "
+        f"{gib(request.hardware.memory_bytes.value)} GiB on the fullest device",
+    ]
+
+
+def checkpoint_bytes(setting: Setting) -> int:
+    """About the size of a checkpoint: an fp32 master weight and two moments of each parameter.
+
+    And the headers of its files: one of each rank, with an entry for each piece of a parameter.
+    """
+    s = setting
+    num_tensors = sum(len(layer.params) - len(layer.tied) for layer in s.layers)
+    return 12 * s.num_params + 3 * _HEADER_ENTRY * (num_tensors * s.tp + s.devices)

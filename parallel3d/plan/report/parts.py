@@ -1,0 +1,55 @@
+"""The planner's second table: each row's memory and step by parts."""
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from parallel3d.plan.memory.peak import PARTS
+from parallel3d.plan.report.table import seconds, three
+from parallel3d.plan.search.plans import Plan, Request
+from parallel3d.plan.search.remedy import gib
+from parallel3d.plan.time.step import TIMES
+
+_SHORT = {
+    "gathered": "gath.", "gradients": "grads", "optimizer": "optim", "activations": "activ.",
+    "compute": "comp.", "pipeline": "pipe", "offload": "offl.",
+}  # fmt: skip
+
+
+def show(plans: tuple[Plan, ...], request: Request, console: Console) -> None:
+    """Print the parts of each plan; those that no plan has are left out.
+
+    Memory is of the fullest pipeline rank, seconds are of the busiest; TFLOP/s count what is
+    recomputed; MFU counts half of the attention, as its mask does.
+    """
+    memory = [part for part in PARTS if any(plan.memory.parts.get(part) for plan in plans)]
+    times = [part for part in TIMES if any(_shown(plan, part) != "–" for plan in plans)]
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold underline")
+    heads = [_SHORT.get(part, part) for part in (*memory, *times)]
+    for head in ("#", *heads[: len(memory)], "│", *heads[len(memory) :], "│", "TF/s hw"):
+        table.add_column(head, justify="right", no_wrap=True)
+    has_peak = request.hardware.peak(request.base.precision) is not None
+    if has_peak:
+        table.add_column("MFU causal", justify="right", no_wrap=True)
+    if request.num_tokens is not None:
+        table.add_column("dev-hours", justify="right", no_wrap=True)
+    flops = request.flops
+    for number, plan in enumerate(plans, 1):
+        sizes = [plan.memory.parts.get(part, 0) for part in memory]
+        added = flops.recomputed[plan.setting.recompute]
+        cells = [str(number), *(gib(size) if size else "–" for size in sizes), "│"]
+        cells += [_shown(plan, part) for part in times]
+        cells += ["│", three(plan.per_device(flops.full + added) / 1e12)]
+        if has_peak:
+            cells.append(f"{100 * (plan.mfu(flops.causal) or 0):.0f} %")
+        if plan.device_hours is not None:
+            cells.append(three(plan.device_hours))
+        table.add_row(*cells, style="bold" if number == 1 else "")
+    title = "by parts: GiB of the fullest rank │ seconds of the busiest │ with recomputation"
+    console.print(Text(f"\n{title}", "bold"))
+    console.print(table)
+
+
+def _shown(plan: Plan, part: str) -> str:
+    share = plan.time.parts[part]
+    return seconds(share) if share > 1e-3 * plan.time.seconds else "–"

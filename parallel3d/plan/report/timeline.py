@@ -1,0 +1,112 @@
+"""A plan as a picture: what each pipeline rank does when, and the memory of the fullest one."""
+
+import re
+from html import escape
+from itertools import accumulate
+from typing import Any
+
+from parallel3d.plan.memory.peak import saved_bytes
+from parallel3d.plan.search.plans import Plan
+from parallel3d.plan.search.remedy import gib
+from parallel3d.plan.setting import Setting
+from parallel3d.plan.time.operators import Curves
+from parallel3d.plan.time.step import step_spans
+from parallel3d.schedule.action import Op
+from parallel3d.schedule.draw import chrome_trace, figure
+from parallel3d.schedule.schedule import Spans
+
+_MOST_BOXES = 10_000  # computes that a picture can show
+_LEFT, _RIGHT, _TOP, _HEIGHT = 72, 24, 50, 130  # of the panel of memory, in pixels
+
+Points = list[tuple[float, float]]  # (seconds, bytes), in order
+
+
+def spans_of(plan: Plan, curves: Curves | None = None) -> tuple[Setting, Spans]:
+    """The simulated step, with fewer microbatches where all of them could not be drawn."""
+    s = plan.setting
+    most = max(2 * s.pp, _MOST_BOXES // (2 * s.pp * s.stages_per_rank))
+    if s.num_microbatches > most:
+        s = s.but(num_microbatches=most - (most - s.num_microbatches) % s.pp)
+    return s, step_spans(s, plan.request.hardware, curves)
+
+
+def memory_over_time(plan: Plan, setting: Setting, spans: Spans) -> tuple[float, Points]:
+    """What the fullest rank holds all the time, and its device memory as its computes end.
+
+    Activations come as a forward begins and go as its backward ends; at their most, the total is
+    that of the plan.
+    """
+    saved = saved_bytes(setting, plan.request.hardware)
+    computes = [span for span in spans[plan.memory.pp_coord] if span.action.is_compute]
+    splits = any(span.action.op == Op.W for span in computes)
+    changes = []
+    for action, start, end in computes:
+        if action.op == Op.F:
+            changes.append((start, saved[action.stage]))
+        elif action.op == (Op.W if splits else Op.B):
+            changes.append((end, -saved[action.stage]))
+    changes.sort()
+    held = [*accumulate(size for _, size in changes)]
+    base = float(plan.memory.total - max(held))
+    points = []
+    for (time, size), after in zip(changes, held, strict=True):
+        points += [(time, base + after - size), (time, base + after)]
+    return base, points
+
+
+def drawing(plan: Plan, curves: Curves | None = None, width: int = 1000) -> tuple[str, Any]:
+    """The SVG of a plan's timeline and memory, and its trace for Perfetto."""
+    setting, spans = spans_of(plan, curves)
+    s, whole = setting, plan.setting.num_microbatches
+    some = "" if s.num_microbatches == whole else f" ({s.num_microbatches} of {whole} drawn)"
+    title = (
+        f"pp {s.pp} × dp {s.dp} × tp {s.tp}, {s.schedule}, {whole} microbatches of "
+        f"{s.shape.batch}{some}"
+    )
+    above = figure([(title, spans)], width)
+    found = re.search(r'height="(\d+)"', above)
+    assert found
+    height = int(found[1])
+    below = _panel(plan, setting, spans, width)
+    total = height + _TOP + _HEIGHT + 34
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {total}" width="{width}" '
+        f'height="{total}" font-family="Helvetica, Arial, sans-serif" font-size="12" '
+        f'fill="#343a40">\n<rect width="100%" height="100%" fill="#ffffff"/>\n{above}\n'
+        f'<g transform="translate(0 {height})">\n{below}\n</g></svg>',
+        chrome_trace(spans),
+    )
+
+
+def _panel(plan: Plan, setting: Setting, spans: Spans, width: int) -> str:
+    base, points = memory_over_time(plan, setting, spans)
+    room = plan.request.hardware.memory_bytes.value
+    begin = min(span.start for rank in spans for span in rank if span.action.is_compute)
+    length = max(span.end for rank in spans for span in rank if span.action.is_compute) - begin
+    most = 1.05 * max(room, *(size for _, size in points))
+    across = (width - _LEFT - _RIGHT) / length
+
+    def at(time: float, size: float) -> str:
+        return f"{_LEFT + (time - begin) * across:.1f},{_TOP + _HEIGHT * (1 - size / most):.1f}"
+
+    end = begin + length
+    curve = " ".join(at(*point) for point in [(begin, base), *points, (end, points[-1][1])])
+    floor = f"{at(begin, 0)} {at(begin, base)} {at(end, base)} {at(end, 0)}"
+    line = at(begin, room).split(",")[1]
+    lines = [
+        f'<text x="{_LEFT}" y="20" font-size="14" font-weight="bold">device memory of rank '
+        f"{plan.memory.pp_coord}, the fullest: {escape(gib(plan.memory.total))} of "
+        f"{gib(room)} GiB</text>",
+        f'<text x="{_LEFT}" y="38" fill="#868e96">dark: the most that is there besides '
+        f"({gib(base)} GiB); light: activations in flight; line: the device's memory</text>",
+        f'<polygon points="{at(begin, base)} {curve} {at(end, base)}" fill="#ffd8a8"/>',
+        f'<polygon points="{floor}" fill="#748ffc"/>',
+        f'<line x1="{_LEFT}" x2="{width - _RIGHT}" y1="{line}" y2="{line}" stroke="#e03131" '
+        'stroke-dasharray="5 4"/>',
+        f'<text x="{_LEFT - 8}" y="{float(line) + 4:.1f}" text-anchor="end" fill="#e03131">'
+        f"{gib(room)}</text>",
+        f'<text x="{_LEFT - 8}" y="{_TOP + _HEIGHT}" text-anchor="end">0</text>',
+        f'<text x="{_LEFT}" y="{_TOP + _HEIGHT + 20}" fill="#868e96">time →, one step, '
+        f"{length:.3g} s</text>",
+    ]
+    return "\n".join(lines)

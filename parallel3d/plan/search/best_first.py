@@ -1,0 +1,300 @@
+"""The best plans of a request, without looking at all of them.
+
+Best first: a heap holds what is undecided by the least that its step can take. What comes off it is
+taken apart (a mesh with its micro batch and recomputation, then schedules and ZeRO stages, then
+offloads) until a whole plan has been simulated; when that comes off the heap, nothing undecided can
+be faster. So the rows are those of an exhaustive search, which a test compares.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from heapq import heapify, heappop, heappush, nsmallest
+from itertools import count, islice
+from typing import Any
+
+from parallel3d.model.spec import Shape
+from parallel3d.plan.memory.peak import Memory, at
+from parallel3d.plan.search import candidates, least
+from parallel3d.plan.search.candidates import Flow, Mesh, Order, State, setting_of
+from parallel3d.plan.search.least import Flight, Standing
+from parallel3d.plan.search.plans import Plan, Request
+from parallel3d.plan.search.remedy import Room, evaluate, fitting, worst
+from parallel3d.plan.search.uncollected import uncollected
+from parallel3d.plan.setting import Setting
+from parallel3d.plan.time.cost import costs_of
+from parallel3d.plan.time.curves import curves_for
+from parallel3d.plan.time.operators import Curves
+from parallel3d.plan.time.step import lower_bound, step_time
+
+TOO_LARGE = 5  # plans that would be faster than the first row, but do not fit
+_TRIED = 4  # of a mesh, to find the smallest of these
+_Choices = tuple[Flow, Order, State]
+_SAFE = 1 - 1e-9  # a bound and a simulation may round differently
+
+
+@dataclass(frozen=True)
+class Found:
+    """The rows of a search: plans that fit, fastest first, and faster ones that do not."""
+
+    plans: tuple[Plan, ...]
+    too_large: tuple[Plan, ...]
+    num_simulated: int
+    per_mesh: int
+    least: Plan | None = None
+    """Where nothing fits, the plan that needs least memory."""
+
+    @property
+    def rows(self) -> tuple[Plan, ...]:
+        """All of them, in the order of the table."""
+        return self.plans + self.too_large
+
+
+@uncollected()
+def search(
+    request: Request, rows: int = 20, per_mesh: int | None = None, curves: Curves | None = None
+) -> Found:
+    """The `rows` fastest plans that fit, at most `per_mesh` of one mesh.
+
+    By default so many that all meshes have room in the table, at least one. A plan that fits
+    without an offload is not listed with it. Raises ConfigError where no mesh is possible, or the
+    hardware's description lacks a figure.
+    """
+    candidates.check_fixed(dict(request.fixed))
+    candidates.refuse_empty(request)
+    work = _Search(request, curves or curves_for(request.hardware))
+    per_mesh = per_mesh or max(1, rows // len(work.meshes))
+    plans: list[Plan] = []
+    for plan in work.best_first(per_mesh):
+        plans.append(plan)
+        if len(plans) == rows:
+            break
+    fastest = plans[0].time.seconds if plans else float("inf")
+    too_large = tuple(work.too_large(fastest))
+    leanest = None if plans else evaluate(request, work.leanest(), curves)
+    return Found(tuple(plans), too_large, work.num_simulated, per_mesh, leanest)
+
+
+@dataclass
+class _Search:
+    """A search under way: what it has computed for few choices, for the many that share them."""
+
+    request: Request
+    curves: Curves
+    num_simulated: int = 0
+    _saved: dict[tuple[Any, ...], tuple[int, ...]] = field(default_factory=dict)
+    _passes: dict[tuple[Any, ...], float] = field(default_factory=dict)
+    _states_of: dict[Mesh, list[tuple[State, ...]]] = field(default_factory=dict)
+    _states: dict[tuple[Mesh, Order, State], Standing] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.room = Room.of(self.request.hardware)
+        # Adding up gradients depends on the ZeRO stage; without it the floor is one for all.
+        self._software = replace(self.request.base.software, gradient_bytes=0)
+        self.meshes = tuple(candidates.meshes(self.request))
+        self.floors = sorted(
+            (self._floor(flow), flow)
+            for mesh in self.meshes
+            for flow in candidates.flows(self.request, mesh)
+        )
+
+    def best_first(self, per_mesh: int) -> Iterator[Plan]:
+        """The plans that fit, fastest first; equally fast ones simplest first."""
+        serial, taken = count(), Counter[Mesh]()
+        heap: list[tuple[float, bool, Any, int, Any]] = [
+            (floor, False, (), next(serial), flow) for floor, flow in self.floors
+        ]
+        heapify(heap)
+        while heap:
+            *_, node = heappop(heap)
+            mesh = _mesh_of(node)
+            if taken[mesh] >= per_mesh:
+                continue
+            if isinstance(node, Plan):
+                taken[mesh] += 1
+                yield node
+                continue
+            for bound, plan, inner in self._inside(node):
+                order = simplicity(plan) if plan else ()
+                heappush(heap, (bound, plan is not None, order, next(serial), plan or inner))
+
+    def _inside(self, node: Any) -> Iterator[tuple[float, Plan | None, Any]]:
+        """What a node of the heap is made of, each with the least that it can take."""
+        request = self.request
+        if isinstance(node, Flow):
+            for order in candidates.orders(request, node):
+                flight = self._in_flight(node, order)
+                if flight.device > self.room.device:
+                    continue
+                for kind in self._kinds(node.mesh):
+                    left = tuple(s for s in kind if self._may_fit(node, order, s, flight))
+                    if left:
+                        bound = min(self._bound(node, order, s) for s in self._tried(left))
+                        yield bound, None, (node, order, left)
+            return
+        flow, order, (state, *others) = node
+        setting = setting_of(request, flow, order, state)
+        memory = fitting(setting, self.room, request.hardware)
+        if memory:
+            plan = self._simulated(setting, memory)
+            yield float(f"{plan.time.seconds:.9g}"), plan, None
+        left = tuple(others) if not memory or self._shares_cores else ()
+        if left:
+            bound = min(self._bound(flow, order, s) for s in self._tried(left))
+            yield bound, None, (flow, order, left)
+
+    @property
+    def _shares_cores(self) -> bool:
+        """Whether host and device are the same, so that offload may well be faster."""
+        return self.request.hardware.cores is not None
+
+    def _tried(self, states: tuple[State, ...]) -> tuple[State, ...]:
+        """Those of several offloads of one kind that may be the fastest: the first adds least."""
+        return states if self._shares_cores else states[:1]
+
+    def _kinds(self, mesh: Mesh) -> list[tuple[State, ...]]:
+        """The states of a mesh, those together that differ by their offload alone."""
+        if mesh not in self._states_of:
+            states = candidates.states(self.request, mesh)
+            self._states_of[mesh] = [
+                tuple(state for state in states if state[1:3] == (zero, once))
+                for zero, once in dict.fromkeys(state[1:3] for state in states)
+            ]
+        return self._states_of[mesh]
+
+    def _simulated(self, setting: Setting, memory: Memory) -> Plan:
+        self.num_simulated += 1
+        time = step_time(setting, self.request.hardware, self.curves)
+        return Plan(self.request, setting, memory, time)
+
+    def _bound(self, flow: Flow, order: Order, state: State) -> float:
+        setting = setting_of(self.request, flow, order, state)
+        return _SAFE * lower_bound(setting, self.request.hardware, self.curves)
+
+    def _floor(self, flow: Flow) -> float:
+        """The least that any schedule and ZeRO stage can take: the computes, evenly shared."""
+        request, mesh = self.request, flow.mesh
+        return self._flow_seconds(flow) * (
+            request.global_batch_size / mesh.dp / flow.micro_batch / mesh.pp
+        )
+
+    def _flow_seconds(self, flow: Flow) -> float:
+        """Of all layers' forward and backward, for one microbatch, without what ZeRO adds."""
+        key = (flow.mesh.tp, *flow[1:])
+        if key not in self._passes:
+            costs = costs_of(self._alone(flow), self.request.hardware, self.curves)
+            self._passes[key] = _SAFE * (sum(costs.forward[0]) + sum(costs.backward[0]))
+        return self._passes[key]
+
+    def _alone(self, flow: Flow) -> Setting:
+        """One microbatch of a flow through all layers on one tp group, on as many devices."""
+        base = self.request.base
+        return base.but(
+            shape=Shape(flow.micro_batch, base.shape.seq),
+            num_microbatches=1,
+            dp=self.request.devices // flow.mesh.tp,
+            tp=flow.mesh.tp,
+            sequence_parallel=flow.sequence_parallel,
+            recompute=flow.recompute,
+            zero_stage=0,
+            reduces_once=True,
+            offload_optimizer="none",
+            offload_param="none",
+            software=self._software,
+        )
+
+    def _may_fit(self, flow: Flow, order: Order, state: State, flight: Flight) -> bool:
+        """Whether what the first rank surely holds leaves room: necessary, not sufficient."""
+        standing = self._standing(flow, order, state)
+        needed = least.total(standing, flight, self.request.hardware)
+        return needed <= self.room.device and standing.host <= self.room.host
+
+    def _least(self, flow: Flow, order: Order, state: State) -> int:
+        """Bytes that the first rank's device surely holds."""
+        flight = self._in_flight(flow, order)
+        return least.total(self._standing(flow, order, state), flight, self.request.hardware)
+
+    def _standing(self, flow: Flow, order: Order, state: State) -> Standing:
+        """What the first rank holds whatever its microbatches."""
+        key = flow.mesh, order, state
+        if key not in self._states:
+            setting = setting_of(self.request, flow, order, state)
+            self._states[key] = least.standing_on_first(setting, self.request.hardware)
+        return self._states[key]
+
+    def _in_flight(self, flow: Flow, order: Order) -> Flight:
+        """The first rank's activations in flight."""
+        key = (flow.mesh.tp, *flow[1:])
+        if key not in self._saved:
+            self._saved[key] = least.saved_of_kinds(self._alone(flow), self.request.hardware)
+        microbatches = self.request.global_batch_size // flow.mesh.dp // flow.micro_batch
+        return least.flight_on_first(
+            self.request.base, self._saved[key], flow.mesh.pp, microbatches, order
+        )
+
+    def leanest(self) -> Setting:
+        """The setting that needs least device memory, of those whose first rank needs least."""
+        sizes: list[tuple[int, int, _Choices]] = []
+        for mesh in self.meshes:
+            flows = candidates.flows(self.request, mesh)
+            for flow in [f for f in flows if f.micro_batch == flows[0].micro_batch]:
+                for order in candidates.orders(self.request, flow):
+                    for state in candidates.states(self.request, mesh):
+                        size = self._least(flow, order, state)
+                        sizes.append((size, len(sizes), (flow, order, state)))
+        settings = [setting_of(self.request, *choices) for *_, choices in nsmallest(40, sizes)]
+        return min(settings, key=lambda s: worst(s, self.room, self.request.hardware).total)
+
+    def too_large(self, fastest: float) -> list[Plan]:
+        """Of the plans faster than `fastest`, those that come nearest to fitting, one of a mesh.
+
+        Each with the simplest ZeRO stage that shards the optimizer's state.
+        """
+        near = defaultdict[Mesh, list[tuple[int, int, _Choices]]](list)
+        for number, (floor, flow) in enumerate(self.floors):
+            if floor >= fastest:
+                break
+            if flow.mesh not in near and len(near) == 2 * TOO_LARGE:
+                continue
+            states = candidates.states(self.request, flow.mesh)
+            for state in [s for s in states if s.zero_stage][:1] or states[:1]:
+                for order in candidates.orders(self.request, flow):
+                    size = self._least(flow, order, state)
+                    near[flow.mesh].append((size, number, (flow, order, state)))
+        missed: list[tuple[int, int, Setting]] = []
+        hardware = self.request.hardware
+        for choices in near.values():
+            faster = (c for *_, c in sorted(choices) if self._bound(*c) < fastest)
+            settings = [setting_of(self.request, *c) for c in islice(faster, _TRIED)]
+            for size, i in sorted((at(s, 0, hardware).total, i) for i, s in enumerate(settings)):
+                if fitting(settings[i], self.room, hardware):
+                    continue
+                if step_time(settings[i], hardware, self.curves).seconds < fastest:
+                    missed.append((size, len(missed), settings[i]))
+                    break
+        plans = [evaluate(self.request, s, self.curves) for *_, s in nsmallest(TOO_LARGE, missed)]
+        return sorted(plans, key=lambda plan: plan.time.seconds)
+
+
+def _mesh_of(node: Any) -> Mesh:
+    """The mesh of a node of the heap: a plan, a flow, or a flow with an order and states."""
+    if isinstance(node, Plan):
+        return Mesh(node.setting.pp, node.setting.dp, node.setting.tp)
+    mesh: Mesh = (node if isinstance(node, Flow) else node[0]).mesh
+    return mesh
+
+
+def simplicity(plan: Plan) -> tuple[Any, ...]:
+    """Sorts equally fast plans: fewer stages, less offload, less tp, and so on, before more."""
+    s = plan.setting
+    flow, order, state = candidates.choices_of(s)
+    return (
+        s.pp * s.stages_per_rank,
+        state,
+        s.tp,
+        s.sequence_parallel,
+        candidates.RECOMPUTES.index(s.recompute),
+        plan.memory.total,
+        order,
+        flow.micro_batch,
+    )

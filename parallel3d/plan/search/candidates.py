@@ -1,0 +1,293 @@
+"""What there is to choose from: every way to run a request that the arithmetic allows.
+
+Meshes and whatever else the config would refuse are refused by the config's own checks; schedules
+are the files of parallel3d/schedule/schedules, with what each calls invalid left out.
+"""
+
+from collections.abc import Iterator
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
+
+from parallel3d.config import MeshConfig, checks
+from parallel3d.model.spec import Recompute, Shape
+from parallel3d.plan.search.plans import CHOICES, Request
+from parallel3d.plan.setting import Device, Setting, reduces_once
+from parallel3d.schedule import schedules
+from parallel3d.section import Problem, Problems
+
+UNEVEN = 4  # stages of a rank; more only where all stages, or all but the ends, are equally long
+RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
+DEVICES: tuple[Device, ...] = ("none", "cpu", "nvme")
+
+
+class Mesh(NamedTuple):
+    """Ranks per axis."""
+
+    pp: int
+    dp: int
+    tp: int
+
+
+class Flow(NamedTuple):
+    """How microbatches flow through a mesh, whatever the schedule."""
+
+    mesh: Mesh
+    micro_batch: int
+    recompute: Recompute
+    sequence_parallel: bool
+
+
+class Order(NamedTuple):
+    """A schedule, and the stages of each rank."""
+
+    stages_per_rank: int
+    schedule: str
+
+
+class State(NamedTuple):
+    """How weights, gradients and the optimizer's state are held; the simplest sorts first."""
+
+    num_offloads: int
+    zero_stage: int
+    reduces_once: bool
+    offload_optimizer: Device
+    offload_param: Device
+
+
+PLAIN = State(0, 0, True, "none", "none")  # nothing sharded, nothing offloaded
+
+
+def meshes(request: Request) -> Iterator[Mesh]:
+    """Every mesh of the request's devices, fewest stages and then least tp first."""
+    for pp in _divisors(request.devices):
+        for tp in _divisors(request.devices // pp):
+            mesh = Mesh(pp, request.devices // pp // tp, tp)
+            if _is_open(request, **mesh._asdict()) and not _problem(request, mesh):
+                yield mesh
+
+
+@lru_cache(maxsize=1024)
+def flows(request: Request, mesh: Mesh) -> tuple[Flow, ...]:
+    """Every micro batch, recomputation and sequence parallelism on a mesh, simplest first."""
+    return tuple(_flows(request, mesh))
+
+
+def _flows(request: Request, mesh: Mesh) -> Iterator[Flow]:
+    per_replica = request.global_batch_size // mesh.dp
+    seq = request.base.shape.seq
+    for sequence_parallel in (False, True):
+        if sequence_parallel and (mesh.tp == 1 or seq % mesh.tp):
+            continue
+        for recompute in RECOMPUTES:
+            for micro_batch in _divisors(per_replica):
+                flow = Flow(mesh, micro_batch, recompute, sequence_parallel)
+                if _is_open(request, **{k: v for k, v in flow._asdict().items() if k != "mesh"}):
+                    yield flow
+
+
+@lru_cache(maxsize=65536)
+def orders(request: Request, flow: Flow) -> tuple[Order, ...]:
+    """Every schedule that runs the flow, fewest stages first.
+
+    A pipeline of one rank has one stage: more would be the same computes in the same order.
+    """
+    return tuple(_orders(request, flow))
+
+
+def _orders(request: Request, flow: Flow) -> Iterator[Order]:
+    pp, num_layers = flow.mesh.pp, len(request.base.layers)
+    num_microbatches = request.global_batch_size // flow.mesh.dp // flow.micro_batch
+    for stages_per_rank in range(1, 1 + (1 if pp == 1 else num_layers // pp)):
+        # All layers, or all but embedding and head.
+        lengths = {num % (pp * stages_per_rank) for num in (num_layers, num_layers - 2)}
+        if stages_per_rank > UNEVEN and 0 not in lengths:
+            continue
+        for name, file in _schedules().items():
+            order = Order(stages_per_rank, name)
+            if _is_open(request, **order._asdict()) and not file.invalid(
+                pp, num_microbatches, stages_per_rank
+            ):
+                yield order
+
+
+@lru_cache(maxsize=1024)
+def states(request: Request, mesh: Mesh) -> tuple[State, ...]:
+    """Every ZeRO stage, reduction and offload that the engine has, simplest first.
+
+    On one data-parallel rank nothing is sharded: of stages 0 to 2 only 0 is taken, and gradients
+    are reduced once. Stages 1 and 2 are the same but for the reduction (docs/deepspeed.md).
+    """
+    found = []
+    once = request.fixed.get("gradient_reduction") != "per_microbatch"
+    kinds = [(0, True), (3, once)]
+    if mesh.dp > 1:
+        kinds = [(0, True), (1, True), (2, False), (3, True), (3, False)]
+        if "zero_stage" in request.fixed:  # 1 and 2 as they are written
+            kinds += [(1, False), (2, True)]
+    elif "zero_stage" in request.fixed:
+        kinds = [(stage, once or not stage) for stage in range(4)]
+    for zero_stage, once in kinds:
+        for optimizer in DEVICES:
+            for param in DEVICES:
+                if _reduces(request, zero_stage, once) and _has_offload(
+                    request, zero_stage, optimizer, param
+                ):
+                    count = DEVICES.index(optimizer) + DEVICES.index(param)
+                    state = State(count, zero_stage, once, optimizer, param)
+                    if _is_open(request, **_names_of(state)):
+                        found.append(state)
+    return tuple(sorted(found, key=lambda s: (s.num_offloads, s.zero_stage, not s.reduces_once)))
+
+
+def setting_of(request: Request, flow: Flow, order: Order, state: State) -> Setting:
+    """The Setting that these choices make."""
+    base, mesh = request.base, flow.mesh
+    # Not dataclasses.replace, which costs three times as much.
+    return Setting(
+        base.layers,
+        base.hidden_size,
+        Shape(flow.micro_batch, base.shape.seq),
+        request.global_batch_size // mesh.dp // flow.micro_batch,
+        mesh.pp,
+        mesh.dp,
+        mesh.tp,
+        flow.sequence_parallel,
+        order.schedule,
+        order.stages_per_rank,
+        flow.recompute,
+        base.precision,
+        state.zero_stage,
+        state.reduces_once,
+        state.offload_optimizer,
+        state.offload_param,
+        base.buffers,
+        base.software,
+    )
+
+
+def choices_of(setting: Setting) -> tuple[Flow, Order, State]:
+    """The choices that make a setting."""
+    mesh = Mesh(setting.pp, setting.dp, setting.tp)
+    flow = Flow(mesh, setting.shape.batch, setting.recompute, setting.sequence_parallel)
+    offloads = setting.offload_optimizer, setting.offload_param
+    count = sum(DEVICES.index(device) for device in offloads)
+    state = State(count, setting.zero_stage, setting.reduces_once, *offloads)
+    return flow, Order(setting.stages_per_rank, setting.schedule), state
+
+
+def refuse_empty(request: Request) -> None:
+    """Raise ConfigError that says why there is no mesh at all, if there is none."""
+    if next((f for m in meshes(request) for f in flows(request, m)), None) is not None:
+        return
+    fixed, devices = request.fixed, request.devices
+    asked = ", ".join(f"{name}={value}" for name, value in fixed.items())
+    mesh = Mesh(fixed.get("pp", 1), fixed.get("dp", 1), fixed.get("tp", 1))
+    size = mesh.pp * mesh.dp * mesh.tp
+    if devices % size:
+        rule = f"{asked} is a mesh of {size} ranks or a multiple, which {devices} devices are not"
+        remedy = f"use a number of devices that {size} divides, or fix less"
+    elif size == devices and (problem := _problem(request, mesh)):
+        rule, remedy = f"{problem.path} = {problem.value}: {problem.rule}", problem.remedy
+    else:
+        rule = (
+            f"no mesh of {devices} devices divides the model's heads and layers and "
+            f"{request.global_batch_size} samples a step" + (f" with {asked}" if asked else "")
+        )
+        remedy = "use another number of devices or another train_batch_size" + (
+            ", or fix less" if asked else ""
+        )
+    raise Problems([Problem("--devices", devices, rule, remedy)], "the plan")
+
+
+def check_fixed(fixed: dict[str, Any]) -> None:
+    """Raise ConfigError for a choice that there is not."""
+    allowed: dict[str, tuple[Any, ...]] = {
+        "schedule": schedules.names(),
+        "recompute": RECOMPUTES,
+        "zero_stage": (0, 1, 2, 3),
+        "gradient_reduction": ("auto", "per_step", "per_microbatch"),
+        "offload_optimizer": DEVICES,
+        "offload_param": DEVICES,
+        "sequence_parallel": (True, False),
+    }
+    problems = []
+    for name, value in fixed.items():
+        path = f"--fix {name}"
+        if name not in CHOICES:
+            known = ", ".join(CHOICES)
+            problems.append(Problem(path, value, "is no choice of the planner", f"use {known}"))
+        elif name in allowed and value not in allowed[name]:
+            words = ", ".join(str(choice) for choice in allowed[name])
+            problems.append(Problem(path, value, "is not one of its values", f"use {words}"))
+        elif name not in allowed and (type(value) is not int or value < 1):
+            problems.append(Problem(path, value, "must be a whole number", "use 1 or more"))
+    if problems:
+        raise Problems(problems, "the plan")
+
+
+@cache
+def _schedules() -> dict[str, schedules.ScheduleFile]:
+    return {name: schedules.load(name) for name in schedules.names()}
+
+
+def _is_open(request: Request, **choices: Any) -> bool:
+    """Whether none of these choices is fixed to something else."""
+    fixed = request.fixed
+    return all(fixed.get(name, value) == value for name, value in choices.items())
+
+
+def _names_of(state: State) -> dict[str, Any]:
+    return {
+        "zero_stage": state.zero_stage,
+        "offload_optimizer": state.offload_optimizer,
+        "offload_param": state.offload_param,
+    }
+
+
+def _reduces(request: Request, zero_stage: int, once: bool) -> bool:
+    """Whether gradients may be reduced so: "auto" leaves it to the ZeRO stage."""
+    mode = request.fixed.get("gradient_reduction")
+    return mode is None or zero_stage == 0 or once == reduces_once(zero_stage, mode)
+
+
+def _has_offload(request: Request, zero_stage: int, optimizer: Device, param: Device) -> bool:
+    """Whether the engine can do it (parallel3d/config/checks.py), and the machine has the place."""
+    places = {optimizer, param} - {"none"}
+    if not places:
+        return True
+    if zero_stage != 3 and (param != "none" or optimizer == "nvme"):
+        return False
+    host, config = request.hardware.host, request.config
+    if host is None or config.optimizer.params.torch_adam:
+        return False
+    # A place on disk is not the planner's to choose.
+    zero = config.zero_optimization
+    paths = {"optimizer": zero.offload_optimizer.nvme_path, "param": zero.offload_param.nvme_path}
+    has_speed = host.nvme_read is not None and host.nvme_write is not None
+    return all(
+        where != "nvme" or (has_speed and paths[what] is not None)
+        for what, where in (("optimizer", optimizer), ("param", param))
+    )
+
+
+def _problem(request: Request, mesh: Mesh) -> Problem | None:
+    """What the config would refuse the mesh for."""
+    config = request.config
+    settings = {
+        "mesh": MeshConfig(pp=mesh.pp, dp=mesh.dp, tp=mesh.tp),
+        "model": config.model,
+        "data": config.data,
+    }
+    problems = checks.find_problems(settings)
+    if mesh.pp > len(request.base.layers):
+        rule = f"is more stages than the {len(request.base.layers)} layers"
+        problems.append(Problem("pp", mesh.pp, rule, f"use {len(request.base.layers)} or less"))
+    if request.global_batch_size % mesh.dp:
+        rule = f"does not divide {request.global_batch_size} samples a step"
+        problems.append(Problem("dp", mesh.dp, rule, "use another dp or train_batch_size"))
+    return problems[0] if problems else None
+
+
+def _divisors(number: int) -> list[int]:
+    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})

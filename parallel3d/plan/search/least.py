@@ -1,0 +1,112 @@
+"""What the first pipeline rank surely holds: a test that costs little and rules most settings out.
+
+The first rank holds most microbatches in flight. What is counted here is never more than
+plan/memory/peak.py finds for it, which a test compares.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from parallel3d.hardware import Hardware
+from parallel3d.plan.layers.placement import Model, cost_of, model_of, stages_of, stages_on
+from parallel3d.plan.memory.margin import margin
+from parallel3d.plan.memory.peak import is_cpu
+from parallel3d.plan.memory.states import sizes, states
+from parallel3d.plan.search.candidates import Order
+from parallel3d.plan.setting import Setting
+from parallel3d.schedule.schedules import load
+
+
+class Standing(NamedTuple):
+    """Bytes of the first rank whatever its microbatches: on the device, and of its host share.
+
+    `gradients`: what is there besides once forwards and backwards take turns.
+    """
+
+    device: int
+    gradients: int
+    host: int
+
+
+class Flight(NamedTuple):
+    """Bytes of the first rank's microbatches in flight, and whether a forward follows a backward
+    while so many are."""
+
+    device: int
+    alternates: bool
+
+
+def total(standing: Standing, flight: Flight, hardware: Hardware) -> int:
+    """Device bytes that the first rank holds at least."""
+    tensors = standing.device + flight.device + (standing.gradients if flight.alternates else 0)
+    return tensors + margin(tensors, hardware)
+
+
+def standing_on_first(setting: Setting, hardware: Hardware) -> Standing:
+    """Of its weights and optimizer, standing buffers and gradients."""
+    cuts = stages_of(setting)
+    home = stages_on(setting.schedule, setting.pp, setting.stages_per_rank)[0]
+    size = sizes(
+        model_of(setting.layers),
+        tuple(cuts[s] for s in home),
+        setting.tp,
+        setting.buffers.stage3_param_persistence_threshold,
+    )
+    held = states(setting, size, is_cpu(hardware))
+    shard = held.shard if held.standing else 0
+    gradients = held.whole if held.whole > 0 else held.shard - shard
+    device = held.weights + held.optimizer + held.buffers + shard
+    return Standing(device, gradients, held.host)
+
+
+def saved_of_kinds(setting: Setting, hardware: Hardware) -> tuple[int, ...]:
+    """Bytes that a microbatch leaves in flight in a layer of each kind."""
+    model, shape, software = model_of(setting.layers), setting.shape, setting.software
+    split, mode = setting.sequence_parallel, setting.recompute
+    classic, fused = software.attention == "classic", not is_cpu(hardware)
+    return tuple(
+        cost_of(model, kind, shape, setting.tp, split, mode).saved.bytes(
+            setting.bytes_per_element, classic, fused
+        )
+        for kind in range(len(model.kinds))
+    )
+
+
+def flight_on_first(
+    base: Setting, saved: tuple[int, ...], pp: int, num_microbatches: int, order: Order
+) -> Flight:
+    """What its microbatches in flight leave, of which one leaves `saved` in a layer of each kind.
+
+    Where a rank has several stages, as if each in flight were of the one that saves least.
+    """
+    per_rank, name = order
+    model = model_of(base.layers)
+    least = min(
+        sum(count * saved[kind] for kind, count in counts)
+        for counts in _first(model, base, pp, per_rank, name)
+    )
+    most = _most(name, pp, num_microbatches, per_rank)
+    return Flight(least * most, most < num_microbatches * per_rank)
+
+
+@lru_cache(maxsize=16384)
+def _most(name: str, pp: int, num_microbatches: int, stages_per_rank: int) -> int:
+    return load(name).peak_in_flight(pp, num_microbatches, stages_per_rank)[0]
+
+
+_firsts: dict[tuple[int, int, int, int, str], tuple[tuple[tuple[int, int], ...], ...]] = {}
+
+
+def _first(
+    model: Model, base: Setting, pp: int, per_rank: int, name: str
+) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """The (kind, how many) of the layers of each stage of the first rank."""
+    key = id(model), base.shape.seq, pp, per_rank, name
+    if key not in _firsts:
+        cuts = stages_of(base.but(pp=pp, stages_per_rank=per_rank))
+        found = []
+        for stage in stages_on(name, pp, per_rank)[0]:
+            kinds = [model.kind_of[i] for i in cuts[stage]]
+            found.append(tuple((kind, kinds.count(kind)) for kind in set(kinds)))
+        _firsts[key] = tuple(found)
+    return _firsts[key]

@@ -1,0 +1,238 @@
+"""What is asked of the planner, and a plan: one row of its table."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Any
+
+from parallel3d.config import RunConfig
+from parallel3d.hardware import Hardware
+from parallel3d.model.spec import LayerSpec, Shape
+from parallel3d.plan.memory.peak import Memory
+from parallel3d.plan.setting import Setting
+from parallel3d.plan.time.step import StepTime
+from parallel3d.section import Problem, Problems
+
+CHOICES = (
+    "pp", "dp", "tp", "sequence_parallel", "micro_batch", "schedule", "stages_per_rank",
+    "recompute", "zero_stage", "gradient_reduction", "offload_optimizer", "offload_param",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """What to plan: a model and a global batch on so many devices.
+
+    `config`: the run, its vocabulary known. `base`: a Setting of it, whose choices are to be
+    replaced. `fixed`: choices, by the names of CHOICES, that are made already. `num_tokens`: of the
+    whole run, None where the config does not tell.
+    """
+
+    config: RunConfig
+    base: Setting
+    hardware: Hardware
+    devices: int
+    global_batch_size: int
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    num_tokens: int | None = None
+
+    @cached_property
+    def flops(self) -> "Flops":
+        """FLOPs of a step."""
+        return flops_of(self.base.layers, self.base.shape.seq) * self.global_batch_size
+
+
+@dataclass(frozen=True)
+class Flops:
+    """FLOPs of forward and backward.
+
+    `full` counts attention over all pairs of positions, `causal` over half of them; `recomputed` is
+    what each mode of recomputation adds, attention in full.
+    """
+
+    full: float
+    causal: float
+    recomputed: Mapping[str, float]
+
+    def __mul__(self, times: int) -> "Flops":
+        added = {mode: times * flops for mode, flops in self.recomputed.items()}
+        return Flops(times * self.full, times * self.causal, added)
+
+
+@lru_cache(maxsize=64)
+def flops_of(layers: tuple[LayerSpec, ...], seq: int) -> Flops:
+    """The FLOPs of one sample; the same sums as those of metrics.jsonl."""
+    full = attention = 0.0
+    recomputed = {"none": 0.0, "selective": 0.0, "full": 0.0}
+    for layer in layers:
+        cost = layer.cost(Shape(1, seq))
+        full += cost.train_flops
+        attention += 3 * cost.forward.attention.flops if cost.forward.attention else 0
+        for mode in recomputed:
+            again = layer.cost(Shape(1, seq), recompute=mode).recomputed  # type: ignore[arg-type]
+            products = sum(product.flops for product in again.matmuls)
+            recomputed[mode] += products + (again.attention.flops if again.attention else 0)
+    return Flops(full, full - attention / 2, recomputed)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One way to run what was asked: memory of its fullest rank, and time of a step.
+
+    `reason`: what does not fit and by how much, "" where all fits; `remedy`: the smallest change
+    that makes it fit.
+    """
+
+    request: Request
+    setting: Setting
+    memory: Memory
+    time: StepTime
+    reason: str = ""
+    remedy: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """Whether device, host and NVMe have room."""
+        return not self.reason
+
+    @property
+    def offload(self) -> str:
+        """What is offloaded where, in words."""
+        return offload_of(self.setting)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all devices together."""
+        return self.setting.tokens_per_step / self.time.seconds
+
+    @property
+    def days(self) -> float | None:
+        """Of the whole run, without evaluation and checkpoints; None where its length is open."""
+        tokens = self.request.num_tokens
+        return None if tokens is None else tokens / self.tokens_per_second / 86400
+
+    @property
+    def device_hours(self) -> float | None:
+        """Of the whole run."""
+        return None if self.days is None else self.days * 24 * self.request.devices
+
+    @property
+    def bubble(self) -> float:
+        """The part of a step in which the busiest rank waits for the others."""
+        return self.time.parts["bubble"] / self.time.seconds
+
+    def per_device(self, flops: float) -> float:
+        """FLOP/s of a device, if a step has so many on all of them."""
+        return flops / self.time.seconds / self.request.devices
+
+    def mfu(self, flops: float) -> float | None:
+        """The same over the device's peak; None where no source states that."""
+        peak = self.request.hardware.peak(self.setting.precision)
+        return None if peak is None else self.per_device(flops) / peak
+
+    def to_json(self) -> dict[str, Any]:
+        """The row that launch/plan.py --json prints; its keys are published and do not change."""
+        flops = self.request.flops
+        added = flops.recomputed[self.setting.recompute]
+        return {
+            **choices_json(self.setting, self.memory),
+            "fits": self.fits,
+            "reason": self.reason,
+            "remedy": self.remedy,
+            "step_seconds": self.time.seconds,
+            "time": dict(self.time.parts),
+            "tokens_per_second": self.tokens_per_second,
+            "model_tflops_per_device": self.per_device(flops.full) / 1e12,
+            "hardware_tflops_per_device": self.per_device(flops.full + added) / 1e12,
+            "mfu_full": self.mfu(flops.full),
+            "mfu_causal": self.mfu(flops.causal),
+            "days": self.days,
+            "device_hours": self.device_hours,
+        }
+
+
+def choices_json(setting: Setting, memory: Memory) -> dict[str, Any]:
+    """What is chosen, and the memory of its fullest rank, as JSON."""
+    s = setting
+    return {
+        "pp": s.pp,
+        "dp": s.dp,
+        "tp": s.tp,
+        "sequence_parallel": s.sequence_parallel,
+        "zero_stage": s.zero_stage,
+        "gradient_reduction": "per_step" if s.reduces_once else "per_microbatch",
+        "offload": offload_of(s),
+        "micro_batch": s.shape.batch,
+        "num_microbatches": s.num_microbatches,
+        "schedule": s.schedule,
+        "stages_per_rank": s.stages_per_rank,
+        "recompute": s.recompute,
+        "memory_bytes": {**memory.parts, "total": memory.total},
+        "host_bytes": memory.host,
+        "nvme_bytes": memory.nvme,
+    }
+
+
+def offload_of(setting: Setting) -> str:
+    """What is offloaded where, in words; "none" where nothing is."""
+    places = {"optimizer": setting.offload_optimizer, "parameters": setting.offload_param}
+    return ", ".join(f"{k} on {v}" for k, v in places.items() if v != "none") or "none"
+
+
+def request_of(
+    config: RunConfig, hardware: Hardware, devices: int, fixed: Mapping[str, Any] | None = None
+) -> Request:
+    """What a config asks on so many devices.
+
+    The global batch is train_batch_size; without it, what micro batch, accumulation and the
+    config's mesh make of it (a dp that is "auto" takes the devices that pp and tp leave). Raises
+    ConfigError where neither is known, where the vocabulary is not, and for bf16 on hardware that
+    has fp16 alone.
+    """
+    if devices < 1:
+        raise Problems([Problem("--devices", devices, "is no number of devices", "use 1 or more")])
+    peaks = hardware.peak_flops
+    if config.bf16.enabled and "fp16" in peaks and "bf16" not in peaks:
+        rule = f"{hardware.name} has fp16, but no bf16"
+        remedy = "use --bf16.enabled false --fp16.enabled true"
+        raise Problems([Problem("bf16.enabled", True, rule, remedy)])
+    config = with_vocabulary(config)
+    if config.is_planned:
+        assert config.train_batch_size, "the config's checks want it"
+        batch = config.train_batch_size
+    else:
+        mesh = config.mesh
+        own = devices if mesh.dp == "auto" else mesh.pp * int(mesh.dp) * mesh.tp
+        batch = config.resolve(own).global_batch_size
+    train, seq = config.train, config.data.sequence_length
+    num_tokens = train.max_tokens
+    if train.steps is not None:
+        num_tokens = train.steps * batch * seq
+    base = Setting.from_config(_on_one(config, batch))
+    return Request(config, base, hardware, devices, batch, fixed or {}, num_tokens)
+
+
+def _on_one(config: RunConfig, batch: int) -> RunConfig:
+    """The config on one device with the whole batch, for all that depends on no mesh."""
+    raw = config.to_dict()
+    raw["parallel3d"] |= {"mesh": {"pp": 1, "dp": 1, "tp": 1}, "plan": {}}
+    raw["parallel3d"]["pipeline"] = {"schedule": "gpipe"}
+    raw |= {"train_batch_size": batch, "train_micro_batch_size_per_gpu": batch}
+    raw["gradient_accumulation_steps"] = 1
+    raw["parallel3d"]["train"] |= {"steps": None, "max_tokens": None, "epochs": None}
+    raw["parallel3d"]["train"] |= {"steps": 10**9}
+    return RunConfig.from_dict(raw).resolve(1)
+
+
+def with_vocabulary(config: RunConfig) -> RunConfig:
+    """The config with a number for its vocabulary: the one that a tokenizer is to be trained to.
+
+    Raises ConfigError where it depends on a tokenizer that is not here.
+    """
+    if config.model.vocab_size != "auto":
+        return config
+    if config.data.tokenizer != "train":
+        rule = f'is that of the tokenizer "{config.data.tokenizer}", which planning does not load'
+        remedy = "write the number of its tokens"
+        raise Problems([Problem("parallel3d.model.vocab_size", "auto", rule, remedy)])
+    return config.with_vocab_size(config.data.vocab_size)

@@ -1,0 +1,194 @@
+"""Whether a setting fits, by how much it does not, and the smallest change that makes it fit."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+from itertools import count
+
+from parallel3d.hardware import Hardware
+from parallel3d.plan.memory.peak import Memory, at, fullest, per_rank
+from parallel3d.plan.search import candidates
+from parallel3d.plan.search.candidates import RECOMPUTES, Flow, Mesh, Order, State
+from parallel3d.plan.search.plans import Plan, Request
+from parallel3d.plan.setting import Setting
+from parallel3d.plan.time.curves import curves_for
+from parallel3d.plan.time.operators import Curves
+from parallel3d.plan.time.step import step_time
+
+MOST_CHANGES = 400  # settings that are tried for a remedy
+Choices = tuple[Flow, Order, State]
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes that a device has, and its share of the host."""
+
+    device: int
+    host: int
+
+    @classmethod
+    def of(cls, hardware: Hardware) -> "Room":
+        """That of a kind of hardware."""
+        host = hardware.host
+        return cls(int(hardware.memory_bytes.value), int(host.memory_bytes.value) if host else 0)
+
+    def fits(self, memory: Memory) -> bool:
+        """Whether there is room for a rank."""
+        return memory.total <= self.device and memory.host <= self.host
+
+    def reason(self, memory: Memory) -> str:
+        """What has no room, by how much, and its largest part; "" where all fits."""
+        said = []
+        if (over := memory.total - self.device) > 0:
+            part = max(memory.parts, key=lambda name: memory.parts[name])
+            said.append(
+                f"device memory: {over:,} bytes over ({gib(memory.total)} of "
+                f"{gib(self.device)} GiB on pp rank {memory.pp_coord}, "
+                f"{gib(memory.parts[part])} of them {part})"
+            )
+        if (over := memory.host - self.host) > 0:
+            said.append(
+                f"host memory: {over:,} bytes over ({gib(memory.host)} of {gib(self.host)} GiB "
+                "for each device)"
+            )
+        return "; ".join(said)
+
+
+def gib(num_bytes: float) -> str:
+    """A size in GiB, in three digits or more."""
+    size = num_bytes / 2**30
+    return f"{size:.0f}" if size >= 100 else f"{size:.1f}" if size >= 1 else f"{size:.3f}"
+
+
+def fitting(setting: Setting, room: Room, hardware: Hardware) -> Memory | None:
+    """The memory of the fullest rank if all fit; the first rank is looked at before the others."""
+    if not room.fits(at(setting, 0, hardware)):
+        return None
+    memory = worst(setting, room, hardware)
+    return memory if room.fits(memory) else None
+
+
+def worst(setting: Setting, room: Room, hardware: Hardware) -> Memory:
+    """The memory of the rank that decides: the fullest, or one whose host share is too small."""
+    memory = fullest(setting, hardware)
+    if memory.host and memory.total <= room.device:
+        return max(per_rank(setting, hardware), key=lambda m: (m.host > room.host, m.total))
+    return memory
+
+
+def evaluate(request: Request, setting: Setting, curves: Curves | None = None) -> Plan:
+    """The plan of one setting, with what to change where it does not fit."""
+    curves = curves or curves_for(request.hardware)
+    room = Room.of(request.hardware)
+    memory = worst(setting, room, request.hardware)
+    plan = Plan(request, setting, memory, step_time(setting, request.hardware, curves))
+    if room.fits(memory):
+        return plan
+    change = smallest_change(request, candidates.choices_of(setting))
+    remedy = change[0] if change else "no change nearby makes it fit; use more devices"
+    return replace(plan, reason=room.reason(memory), remedy=remedy)
+
+
+def smallest_change(request: Request, start: Choices) -> tuple[str, Choices] | None:
+    """The change that costs least and makes a setting fit, in words, and what it leads to.
+
+    Changes are tried in a fixed order of cost (see `_nearby`), several together by the sum of
+    theirs. None where none of the first MOST_CHANGES fits.
+    """
+    room, serial = Room.of(request.hardware), count()
+    meshes = frozenset(candidates.meshes(request))
+    heap = [(0, next(serial), start)]
+    seen, tried = {start}, 0
+    while heap and tried < MOST_CHANGES:
+        cost, _, choices = heappop(heap)
+        if choices != start:
+            tried += 1
+            setting = candidates.setting_of(request, *choices)
+            if fitting(setting, room, request.hardware):
+                return " + ".join(_said(start, choices)), choices
+        for extra, changed in _nearby(request, *choices):
+            if changed not in seen and _is_allowed(request, meshes, *changed):
+                seen.add(changed)
+                heappush(heap, (cost + extra, next(serial), changed))
+    return None
+
+
+def _is_allowed(
+    request: Request, meshes: frozenset[Mesh], flow: Flow, order: Order, state: State
+) -> bool:
+    return (
+        flow.mesh in meshes
+        and flow in candidates.flows(request, flow.mesh)
+        and order in candidates.orders(request, flow)
+        and state in candidates.states(request, flow.mesh)
+    )
+
+
+def _nearby(
+    request: Request, flow: Flow, order: Order, state: State
+) -> Iterator[tuple[int, Choices]]:
+    """What is one step away, with what that costs: from free to slow.
+
+    1: sequence parallelism, or a schedule that holds less. 2: selective recomputation, the next
+    ZeRO stage, the next smaller micro batch. 4: full recomputation, twice the tp. 5: twice the pp.
+    6: the optimizer to the host. 7: parameters to the host. 3 more for NVMe.
+    """
+    mesh = flow.mesh
+    if mesh.tp > 1 and not flow.sequence_parallel:
+        yield 1, (flow._replace(sequence_parallel=True), order, state)
+    for other in candidates.orders(request, flow):
+        if other.stages_per_rank <= order.stages_per_rank and other != order:
+            yield 1, (flow, other, state)
+    for recompute in RECOMPUTES[RECOMPUTES.index(flow.recompute) + 1 :]:
+        cost = 2 * RECOMPUTES.index(recompute)
+        yield cost, (flow._replace(recompute=recompute), order, state)
+    for near in candidates.states(request, mesh):
+        higher = near.zero_stage - state.zero_stage
+        if near[3:] == state[3:] and (higher > 0 or (not higher and state.reduces_once)):
+            yield 2 * max(1, higher), (flow, order, near)
+    smaller = [f.micro_batch for f in candidates.flows(request, mesh)]
+    smaller = [size for size in smaller if size < flow.micro_batch]
+    if smaller:
+        yield 2, (flow._replace(micro_batch=max(smaller)), order, state)
+    for cost, wider in (
+        (4, Mesh(mesh.pp, mesh.dp // 2, mesh.tp * 2)),
+        (5, Mesh(mesh.pp * 2, mesh.dp // 2, mesh.tp)),
+        (5, Mesh(mesh.pp * 2, mesh.dp, mesh.tp // 2)),
+    ):
+        if wider.pp * wider.dp * wider.tp == request.devices:
+            for kept in {state, _on(request, wider, state)}:
+                yield cost, (flow._replace(mesh=wider), order, kept)
+    for near in candidates.states(request, mesh):
+        more = near.num_offloads - state.num_offloads
+        if near[1:3] == state[1:3] and more == 1:
+            cost = 6 if near.offload_optimizer != state.offload_optimizer else 7
+            yield cost + 3 * ("nvme" in near[3:]), (flow, order, near)
+
+
+def _on(request: Request, mesh: Mesh, state: State) -> State:
+    """The state on another mesh, where ZeRO stages may not differ."""
+    return next((s for s in candidates.states(request, mesh) if s[1:] >= state[1:]), state)
+
+
+def _said(old: Choices, new: Choices) -> Iterator[str]:
+    """What is different, in the config's words."""
+    (was, order, state), (flow, new_order, new_state) = old, new
+    for axis in ("pp", "dp", "tp"):
+        if getattr(was.mesh, axis) != getattr(flow.mesh, axis):
+            yield f"{axis} {getattr(flow.mesh, axis)}"
+    if flow.sequence_parallel != was.sequence_parallel:
+        yield "sequence parallel"
+    if new_order != order:
+        several = f" x{new_order.stages_per_rank}" if new_order.stages_per_rank > 1 else ""
+        yield f"schedule {new_order.schedule}{several}"
+    if flow.recompute != was.recompute:
+        yield f"recompute {flow.recompute}"
+    if new_state[1:3] != state[1:3]:
+        each = "" if new_state.reduces_once else " reduced per microbatch"
+        yield f"ZeRO-{new_state.zero_stage}{each}"
+    if flow.micro_batch != was.micro_batch:
+        yield f"micro batch {flow.micro_batch}"
+    if new_state.offload_optimizer != state.offload_optimizer:
+        yield f"optimizer on {new_state.offload_optimizer}"
+    if new_state.offload_param != state.offload_param:
+        yield f"parameters on {new_state.offload_param}"

@@ -1,0 +1,247 @@
+"""Seconds of each action of a setting, part by part, and of what happens once a step.
+
+A search asks for hundreds of thousands of settings that differ in little: what layers compute, what
+data-parallel ranks move, and what stages send are each kept by what they depend on (passes.py,
+sharding.py), and put together here.
+"""
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple
+
+from parallel3d.hardware import Hardware
+from parallel3d.model.spec import Shape
+from parallel3d.plan.layers.layout import Layout, layout_of
+from parallel3d.plan.setting import BYTES, Precision, Setting
+from parallel3d.plan.time.machine import Machine, machine_of
+from parallel3d.plan.time.network import crosses, send_seconds, sharing
+from parallel3d.plan.time.operators import Curves
+from parallel3d.plan.time.passes import Pass, Passes, stage_passes
+from parallel3d.plan.time.sharding import OncePerStep, StageTransfers, Transfers, transfers_of
+from parallel3d.schedule.schedule import Action, Op
+
+
+class Parts(NamedTuple):
+    """Seconds of a rank by what it does; transfers as far as nothing hides them."""
+
+    compute: float = 0.0
+    tensor: float = 0.0
+    data: float = 0.0
+    offload: float = 0.0
+    optimizer: float = 0.0
+
+    def plus(self, other: "Parts", times: float = 1.0) -> "Parts":
+        """The sum of both, `other` taken so many times."""
+        return Parts(*(a + times * b for a, b in zip(self, other, strict=True)))
+
+
+@dataclass(eq=False)
+class Sends:
+    """Seconds from each stage to its successor, or back (0 on one device).
+
+    `seconds` [stages - 1]; `before` [stages]: their sum up to a stage.
+    """
+
+    seconds: tuple[float, ...]
+    before: tuple[float, ...]
+
+
+_NO_SENDS = Sends((), (0.0,))
+
+
+@dataclass(eq=False)
+class ActionCosts:
+    """What everything in a step costs.
+
+    `forward` and `backward` [stage classes]: of one microbatch. `before`, `reduce` and `after`
+    [coordinate classes]: once a step, before the first forward, after the coordinate's last
+    backward, and after all of these.
+    """
+
+    layout: Layout
+    forward: list[Parts]
+    backward: list[Parts]
+    sends: Sends
+    before: list[Parts]
+    reduce: list[Parts]
+    after: list[Parts]
+    both: list[float] = field(init=False)
+    """[stage classes]: of a forward and a backward together."""
+    fastest: tuple[float, float] = field(init=False)
+    """The shortest forward, and the shortest backward, of any stage."""
+    reducing: list[float] = field(init=False)
+    """[coordinate classes]: what `reduce` is together."""
+    once: float = field(init=False)
+    """What happens before and after all of them."""
+
+    def __post_init__(self) -> None:
+        self.both = [sum(f) + sum(b) for f, b in zip(self.forward, self.backward, strict=True)]
+        self.fastest = min(map(sum, self.forward)), min(map(sum, self.backward))
+        self.reducing = [*map(sum, self.reduce)]
+        self.once = max(map(sum, self.before)) + max(map(sum, self.after))
+
+    def seconds(self, action: Action) -> float:
+        """Of one action; a RECV takes none."""
+        op, stage, _ = action
+        match op:
+            case Op.F:
+                return sum(self.forward[self.layout.class_of[stage]])
+            case Op.B:
+                return sum(self.backward[self.layout.class_of[stage]])
+            case Op.I | Op.W:  # half of the products each
+                return sum(self.backward[self.layout.class_of[stage]]) / 2
+            case Op.SEND_F:
+                return self.sends.seconds[stage]
+            case Op.SEND_B:
+                return self.sends.seconds[stage - 1]
+            case _:
+                return 0.0
+
+
+def costs_of(setting: Setting, hardware: Hardware, curves: Curves) -> ActionCosts:
+    """What everything in a step of a setting costs on a machine.
+
+    Raises ConfigError where the description of the hardware lacks a figure that it takes.
+    """
+    machine = machine_of(hardware, setting.software, curves)
+    layout = layout_of(setting)
+    sends = _NO_SENDS
+    if layout.pp > 1:
+        sends = _sends(
+            layout,
+            setting.shape,
+            setting.hidden_size,
+            setting.tp,
+            setting.dp,
+            setting.cp,
+            setting.sequence_parallel,
+            setting.precision,
+            machine,
+        )
+    return _together(
+        layout,
+        stage_passes(layout, setting, machine),
+        transfers_of(layout, setting, machine),
+        sends,
+        # An interleaved schedule takes the microbatches of each of a rank's stages pp at a time
+        # (arXiv:2104.04473, section 2.2), with the next stage's to hide behind.
+        min(setting.pp, setting.num_microbatches) if setting.stages_per_rank > 1 else 1,
+        1.0 if hardware.cores is None else _program_slowdown(setting, hardware),
+        machine,
+    )
+
+
+def _program_slowdown(setting: Setting, hardware: Hardware) -> float:
+    return hardware.slowdown("overhead", sharing(setting.devices, hardware))
+
+
+@lru_cache(maxsize=16384)
+def _together(
+    layout: Layout,
+    passes: Passes,
+    transfers: Transfers,
+    sends: Sends,
+    in_a_row: int,
+    slowdown: float,
+    machine: Machine,
+) -> ActionCosts:
+    forward, backward, ahead, behind = [], [], [], []
+    for (there, back), moves in zip(passes.both, transfers.stages, strict=True):
+        parts, free = _exposed(there, moves, False, machine, slowdown)
+        forward.append(parts)
+        ahead.append(free)
+        parts, free = _exposed(back, moves, True, machine, slowdown)
+        backward.append(parts)
+        behind.append(free)
+    before, reduce, after = [], [], []
+    for classes, once in zip(layout.coords, transfers.coords, strict=True):
+        first, middle, last = _once(
+            once,
+            in_a_row * sum([ahead[c] for c in classes]),
+            in_a_row * sum([behind[c] for c in classes]),
+            machine,
+            slowdown,
+        )
+        before.append(first)
+        reduce.append(middle)
+        after.append(last)
+    return ActionCosts(layout, forward, backward, sends, before, reduce, after)
+
+
+def _exposed(
+    own: Pass, moves: StageTransfers, backward: bool, machine: Machine, slowdown: float
+) -> tuple[Parts, float]:
+    """A pass with its transfers, and the seconds behind which nothing hides even then.
+
+    Those that the program overlaps hide behind the computes.
+    """
+    software, curves = machine.software, machine.curves
+    compute = own.compute + slowdown * (curves.overhead_per_action + moves.overhead)
+    data, offload, free = moves.gather, moves.fetch, own.free
+    hideable = data if software.overlaps_gather else 0.0
+    if backward:
+        compute += moves.accumulate
+        data += moves.reduce
+        offload += moves.store
+        if software.overlaps_reduction:
+            hideable += moves.reduce
+    if hideable:
+        hidden = min(free, curves.overlap * hideable)
+        data, free = data - hidden, free - hidden
+    if offload and software.overlaps_offload:
+        hidden = min(free, curves.overlap * offload)
+        offload, free = offload - hidden, free - hidden
+    return Parts(compute, own.tensor, data, offload), free
+
+
+def _once(
+    once: OncePerStep, ahead: float, behind: float, machine: Machine, slowdown: float
+) -> tuple[Parts, Parts, Parts]:
+    """What a coordinate does once a step: before, after its last backward, and after that.
+
+    `ahead`: seconds of its first forwards behind which nothing hides; `behind`: of its last
+    backwards.
+    """
+    software, curves = machine.software, machine.curves
+    reduce, first, last = once.reduce, once.gather_before, once.gather_after
+    if software.overlaps_reduction:
+        reduce -= min(behind, curves.overlap * reduce)
+    if software.overlaps_gather:  # what comes first is waited for, the rest comes behind it
+        first -= min(ahead, curves.overlap * first)
+        last -= min(ahead, curves.overlap * last)
+    fixed = curves.overhead_per_step * slowdown
+    return (
+        Parts(0.0, 0.0, first),
+        Parts(0.0, once.tensor, reduce + once.tied),
+        Parts(0.0, 0.0, last, once.offload, once.optimizer + fixed),
+    )
+
+
+@lru_cache(maxsize=65536)
+def _sends(
+    layout: Layout,
+    shape: Shape,
+    hidden_size: int,
+    tp: int,
+    dp: int,
+    cp: int,
+    sequence_parallel: bool,
+    precision: Precision,
+    machine: Machine,
+) -> Sends:
+    cut = sequence_parallel or machine.software.scatters_sends
+    elements = shape.tokens // cp * hidden_size // (tp if cut else 1)
+    stride = tp * cp * dp
+    devices = stride * layout.pp
+    hardware, curves = machine.hardware, machine.curves
+    seconds = []
+    for here, there in layout.crossings:
+        if here == there:
+            seconds.append(0.0)
+        else:
+            leaves = crosses(stride, here, there, devices, hardware)
+            message = send_seconds(elements * BYTES[precision], leaves, hardware, curves)
+            seen = 1 - curves.overlap if machine.software.overlaps_sends else 1.0
+            seconds.append(seen * message)
+    return Sends(tuple(seconds), tuple(accumulate(seconds, initial=0.0)))

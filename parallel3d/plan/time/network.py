@@ -1,0 +1,142 @@
+"""Seconds of collectives and sends between devices, inside a node and across nodes."""
+
+from functools import lru_cache
+from math import gcd, log2
+from typing import Literal, NamedTuple
+
+from parallel3d.errors import ConfigError
+from parallel3d.hardware import Hardware, Link
+from parallel3d.plan.time.operators import Curves
+
+Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
+
+
+class Group(NamedTuple):
+    """Ranks that communicate, and how many of them share a node."""
+
+    ranks: int
+    per_node: int
+
+    @property
+    def nodes(self) -> int:
+        """Nodes that it spans."""
+        return -(-self.ranks // self.per_node)
+
+
+def group_of(ranks: int, stride: int, devices: int, hardware: Hardware) -> Group:
+    """A group of every `stride`-th device of a mesh of `devices`, as they follow one another.
+
+    Where groups do not lie evenly on the nodes, the one with the fewest members in a node counts.
+    """
+    node = used_of_node(devices, hardware)
+    if node is None or ranks == 1 or devices <= node or node % (ranks * stride) == 0:
+        return Group(ranks, ranks)
+    return Group(ranks, 1 if node % stride else gcd(ranks, node // stride))
+
+
+def crosses(stride: int, here: int, there: int, devices: int, hardware: Hardware) -> bool:
+    """Whether any message from one pipeline coordinate to another leaves its node.
+
+    `stride`: the devices of a coordinate.
+    """
+    node = used_of_node(devices, hardware)
+    if node is None or devices <= node:
+        return False
+    first, other = here * stride, there * stride
+    return any((first + i) // node != (other + i) // node for i in range(min(stride, node)))
+
+
+def node_size(hardware: Hardware) -> int | None:
+    """Devices of a node; None where all are in one."""
+    return int(hardware.devices_per_node.value) if hardware.devices_per_node else None
+
+
+@lru_cache(maxsize=4096)
+def _used(devices: int, node: int) -> int:
+    even = (n for n in range(node, node // 2, -1) if devices % n == 0)
+    return node if devices <= node else next(even, node)
+
+
+def used_of_node(devices: int, hardware: Hardware) -> int | None:
+    """Devices of each node that a mesh of so many takes: all nodes alike, if more than half full.
+
+    So 128 devices are 64 of the 72 in each of two racks.
+    """
+    node = node_size(hardware)
+    return None if node is None else _used(devices, node)
+
+
+def sharing(devices: int, hardware: Hardware) -> int:
+    """How many devices of a mesh are in one node."""
+    node = used_of_node(devices, hardware)
+    return devices if node is None else min(devices, node)
+
+
+def collective_seconds(
+    kind: Kind,
+    num_bytes: float,
+    ranks: int,
+    ranks_per_node: int,
+    hardware: Hardware,
+    curves: Curves,
+    sharers: int = 1,
+    one_ring: bool = False,
+) -> float:
+    """Seconds of one collective; `num_bytes` of the whole (gathered) tensor.
+
+    In a ring of n ranks every rank sends (n-1)/n of the bytes in an all-gather or reduce-scatter,
+    and both follow one another in an all-reduce (arXiv:1910.02054, section 7.1). Across nodes NCCL
+    runs one ring for each of the r members in a node, which enter and leave it by the network
+    interface of one member each: together they have r times the network's bandwidth, for all the
+    bytes, and the links carry as much. `sharers`: ranks among which the network's figure of one
+    device is shared. `one_ring`: a single ring, that passes each node's border by one interface.
+    """
+    if ranks == 1 or num_bytes == 0:
+        return 0.0
+    sweeps = 2 if kind == "all_reduce" else 1
+    nodes = -(-ranks // ranks_per_node)
+    moved = num_bytes * (ranks - 1) / ranks
+    seconds, waiting = 0.0, 0.0
+    if ranks_per_node > 1:
+        link = _link(hardware)
+        seconds = moved / (link.bandwidth.value * curves.link)
+        waiting = (ranks - nodes) * link.latency.value
+    if nodes > 1:
+        network = _network(hardware)
+        rings = 1 if one_ring or network.one_ring else ranks_per_node
+        rate = network.bandwidth.value * curves.network * rings / sharers
+        crowd = 1 + curves.congestion * log2(nodes)
+        seconds = max(seconds, moved / rate * crowd)
+        ring = waiting + (nodes if nodes < ranks else ranks - 1) * network.latency.value
+        # A tree is up and down again as deep as the nodes double; the node's ring feeds it.
+        inside = (ranks_per_node - 1) * _link(hardware).latency.value if ranks_per_node > 1 else 0.0
+        tree = inside + log2(nodes) * network.latency.value
+        waiting = min(ring, tree) if kind == "all_reduce" else ring
+    return sweeps * (seconds + curves.latency * waiting) + curves.overhead_per_collective
+
+
+def send_seconds(num_bytes: float, crosses: bool, hardware: Hardware, curves: Curves) -> float:
+    """Seconds of a message from one device to another; `crosses` from node to node."""
+    channel = _network(hardware) if crosses else _link(hardware)
+    share = curves.network if crosses else curves.link
+    return curves.latency * channel.latency.value + num_bytes / (channel.bandwidth.value * share)
+
+
+def _link(hardware: Hardware) -> Link:
+    if hardware.link is None:
+        raise ConfigError(
+            f"hardware {hardware.name}: nothing is known of the link between devices; add `link` "
+            f"to configs/hardware/{hardware.name}.json, or plan for one device"
+        )
+    return hardware.link
+
+
+def _network(hardware: Hardware) -> Link:
+    if hardware.network is None:
+        size = node_size(hardware)
+        most = f"at most {size} devices" if size else "one node"
+        raise ConfigError(
+            f"hardware {hardware.name}: nothing is known of the network between nodes; add "
+            f"`network` to configs/hardware/{hardware.name}.json, or plan for {most}"
+        )
+    return hardware.network

@@ -1,0 +1,225 @@
+"""Seconds of a matrix product, of attention and of memory-bound work on one device.
+
+A roofline with an efficiency that depends on the size: an operator takes the longer of what its
+FLOPs and what its bytes need, and the time of its launch. What no data sheet tells stands in
+`Curves`, one set for all devices.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from parallel3d.errors import ConfigError
+from parallel3d.hardware import Hardware
+from parallel3d.model.spec import Attention, MatMul, Work
+from parallel3d.plan.setting import BYTES, Precision, Software
+
+
+@dataclass(frozen=True)
+class Curves:
+    """How much of what hardware could do a program gets: fractions, sizes and seconds.
+
+    One set for all devices and programs, fitted on published runs (plan/time/curves.py); a machine
+    on which `launch/plan.py --calibrate` ran has its own.
+    """
+
+    datasheet: float = 0.82
+    """The highest measured FLOP/s of a product as a fraction of the data sheet's, where no
+    measurement is known."""
+    matmul: float = 0.9
+    """Fraction of the highest measured FLOP/s that an endlessly large product reaches."""
+    wave: float = 1.2e6
+    """Elements of the output whose time is lost at the end of a product: devices compute tiles in
+    waves, the last of which is not full."""
+    depth: float = 100.0
+    """Inner size (k) of a product that costs as much as starting its tiles."""
+    fp8: float = 0.85
+    """Part that products in fp8 have of what the data sheet gives fp8 over bf16."""
+    flash: float = 0.6
+    """Fraction of the highest product rate that flash attention reaches with large heads."""
+    flash_head: float = 32.0
+    """Head size with which flash attention reaches half of that."""
+    flash_backward: float = 0.85
+    """The rate of its backward pass as a fraction of its forward's."""
+    ported: float = 0.65
+    """The rate of an attention kernel for older chips as a fraction of one written for the chip."""
+    traffic: float = 0.75
+    """Fraction of the memory bandwidth that memory-bound operators reach."""
+    fused: float = 0.5
+    """Part of their traffic that is left where the program fuses those that follow one another."""
+    optimizer: float = 0.75
+    """The same for the device's optimizer."""
+    link: float = 0.75
+    """Fraction of a link's bandwidth inside a node that collectives reach."""
+    network: float = 0.75
+    """Fraction of the network's bandwidth that they reach between two nodes."""
+    congestion: float = 0.03
+    """Time that each doubling of the number of nodes adds to the network's, as a fraction."""
+    latency: float = 1.0
+    """Factor of the latencies in the description of the hardware."""
+    overlap: float = 0.7
+    """Part of a transfer that costs nothing where it runs behind computes that last longer."""
+    tensor_overlap: float = 0.7
+    """The same for tensor-parallel collectives behind matrix products."""
+    host: float = 0.8
+    """Fraction of the bandwidth to host and NVMe that offload reaches."""
+    overhead_per_operator: float = 6e-6
+    """Seconds that each operator takes to start."""
+    overhead_per_collective: float = 1e-5
+    """Seconds that the ranks of a collective take to meet."""
+    overhead_per_layer: float = 4.2e-4
+    """Seconds of the program in each layer, in each forward; twice that in a backward (0.33 ms was
+    measured for eager PyTorch at toy sizes, without the launches of kernels). A device of its own
+    computes meanwhile, so that there the longer of both counts."""
+    overhead_per_action: float = 1e-4
+    """Seconds of the program in each forward or backward of a stage."""
+    overhead_per_gather: float = 1e-5
+    """Seconds of the program for each parameter that ZeRO-3 gathers or reduces."""
+    overhead_per_message: float = 0.0
+    """The same, more, where the parameter's shards are on several ranks: between processes on
+    cores, where ranks meet slowly; a device's own network hides it."""
+    overhead_per_param: float = 1e-6
+    """Seconds of the program for each parameter once a step."""
+    overhead_per_step: float = 5e-3
+    """Seconds of the program once a step."""
+
+
+KERNELS = 8  # memory-bound operators of a layer, of which each must start
+# Times that attention scores pass to or from memory besides the products that write or read them:
+# masked softmax reads and writes, dropout reads and writes (and a mask of one byte).
+SCORE_PASSES = 4.5
+SCORE_PASSES_BACKWARD = 5.5  # dropout as forward, softmax reads two and writes one
+FLASH_BACKWARD_FLOPS = 2.5  # five products for two: arXiv:2307.08691, section 4.1
+
+
+def matmul_flops(hardware: Hardware, precision: Precision, curves: Curves) -> float:
+    """The highest FLOP/s of a matrix product: measured, or a fraction of the data sheet's.
+
+    bf16 and fp16 stand in for each other; fp8 goes by bf16, so many times faster as the data sheet
+    says, as far as products reach that. Raises ConfigError where nothing is known.
+    """
+    if precision == "fp8" and (eight := hardware.peak("fp8")) and (full := hardware.peak("bf16")):
+        return matmul_flops(hardware, "bf16", curves) * eight / full * curves.fp8
+    for dtype in {"bf16": ("bf16", "fp16"), "fp16": ("fp16", "bf16")}.get(precision, (precision,)):
+        if measured := hardware.matmul_flops.get(dtype):
+            return measured.value
+        if (peak := hardware.peak(dtype)) is not None:
+            return peak * curves.datasheet
+    known = ", ".join(sorted({*hardware.peak_flops, *hardware.matmul_flops}))
+    raise ConfigError(
+        f"hardware {hardware.name}: no FLOP/s is known for {precision}; use one of {known}, or add "
+        f'peak_flops["{precision}"] with its source to configs/hardware/{hardware.name}.json'
+    )
+
+
+def matmul_seconds(
+    product: MatMul, precision: Precision, hardware: Hardware, curves: Curves
+) -> float:
+    """Seconds of a matrix product.
+
+    FLOPs over rate, with the wave of tiles that is not full and the start of each tile added; or
+    the bytes of its three matrices over the bandwidth, if that is longer.
+    """
+    m, k, n, batch = product
+    flops = product.flops * (1 + curves.wave / (m * n * batch)) * (1 + curves.depth / k)
+    rate = matmul_flops(hardware, precision, curves) * curves.matmul
+    inputs = 1 if precision == "fp8" else BYTES[precision]
+    moved = batch * (inputs * k * (m + n) + BYTES[precision] * m * n)
+    return max(flops / rate, moved / _bandwidth(hardware)) + curves.overhead_per_operator
+
+
+def backward_products(product: MatMul) -> tuple[MatMul, MatMul]:
+    """The two products of a product's backward: the gradient of its input and of its weight."""
+    m, k, n, batch = product
+    return MatMul(m, n, k, batch), MatMul(k, m, n, batch)
+
+
+def attention_seconds(
+    attention: Attention,
+    precision: Precision,
+    hardware: Hardware,
+    curves: Curves,
+    software: Software,
+    backward: bool = False,
+) -> float:
+    """Seconds of softmax attention by the kernel that `software` has.
+
+    "flash": FLOPs at a rate of its own, half of them where the kernel leaves out what the causal
+    mask hides. "classic": two batched products, and the scores to and from memory.
+    """
+    half: Precision = "bf16" if precision == "fp8" else precision  # scores are not in fp8
+    batch, heads, _, seq, size = attention
+    if software.attention == "classic":
+        pair = (MatMul(seq, size, seq, batch * heads), MatMul(seq, seq, size, batch * heads))
+        products = tuple(p for product in pair for p in backward_products(product))
+        passes = SCORE_PASSES_BACKWARD if backward else SCORE_PASSES
+        scores = int(passes * batch * heads * seq * seq)
+        return traffic_seconds(scores, half, hardware, curves) + sum(
+            matmul_seconds(p, half, hardware, curves) for p in (products if backward else pair)
+        )
+    flops = attention.flops * (0.5 * (1 + 1 / seq) if software.causal_skips else 1.0)
+    rate = matmul_flops(hardware, half, curves) * curves.flash * size / (size + curves.flash_head)
+    if "fp8" in hardware.peak_flops and not software.hopper:
+        rate *= curves.ported
+    if backward:
+        flops, rate = flops * FLASH_BACKWARD_FLOPS, rate * curves.flash_backward
+    moved = BYTES[half] * (2 * batch * seq * size) * (heads + attention.kv_heads)
+    return max(flops / rate, moved / _bandwidth(hardware)) + curves.overhead_per_operator
+
+
+def traffic_seconds(
+    elements: int, precision: Precision, hardware: Hardware, curves: Curves
+) -> float:
+    """Seconds of memory-bound operators that read and write so many elements."""
+    return elements * BYTES[precision] / (_bandwidth(hardware) * curves.traffic)
+
+
+class WorkSeconds(NamedTuple):
+    """Seconds of a Work's operators; its collectives are not counted."""
+
+    matmuls: float
+    attention: float
+    traffic: float
+
+
+def work_seconds(
+    work: Work,
+    precision: Precision,
+    hardware: Hardware,
+    curves: Curves,
+    software: Software,
+    devices: int = 1,
+    backward: bool = False,
+) -> WorkSeconds:
+    """Seconds of a Work, or of its backward pass: twice the products and the traffic.
+
+    `devices`: how many share the machine, which matters where they are processes on its cores.
+    """
+    products: tuple[MatMul, ...] = work.matmuls
+    if backward:
+        products = tuple(p for product in products for p in backward_products(product))
+    matmuls = sum(matmul_seconds(p, precision, hardware, curves) for p in products)
+    attention = traffic = 0.0
+    if work.attention:
+        attention = attention_seconds(
+            work.attention, precision, hardware, curves, software, backward
+        )
+    if work.traffic:
+        traffic = KERNELS * curves.overhead_per_operator
+        # The loss was seldom fused: its fp32 copies of the logits pass memory one by one.
+        left = curves.fused if software.fused and work.attention else 1.0
+        traffic += left * traffic_seconds(work.traffic, precision, hardware, curves)
+        traffic *= 2 if backward else 1
+    return WorkSeconds(
+        matmuls * hardware.slowdown("matmul", devices),
+        attention * hardware.slowdown("attention", devices),
+        traffic * hardware.slowdown("traffic", devices),
+    )
+
+
+def _bandwidth(hardware: Hardware) -> float:
+    if hardware.memory_bandwidth is None:
+        raise ConfigError(
+            f"hardware {hardware.name}: memory_bandwidth is not known; add it with its source to "
+            f"configs/hardware/{hardware.name}.json"
+        )
+    return hardware.memory_bandwidth.value

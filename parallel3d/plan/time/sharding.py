@@ -1,0 +1,241 @@
+"""Seconds of what ZeRO, offload and the optimizer move and update (data-parallel ranks).
+
+Volumes are those of arXiv:1910.02054, section 7: an all-reduce of the gradients without ZeRO; a
+reduce-scatter and an all-gather of the new weights under ZeRO-1 and 2; under ZeRO-3 a
+reduce-scatter, and an all-gather of the weights for each forward and each backward.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from parallel3d.plan.layers.layout import Counts, Layout
+from parallel3d.plan.layers.placement import Model
+from parallel3d.plan.layers.weights import Weights, tied_elsewhere, weights_of
+from parallel3d.plan.setting import BYTES, Device, Precision, Setting
+from parallel3d.plan.time.machine import Machine
+from parallel3d.plan.time.network import (
+    Group,
+    Kind,
+    collective_seconds,
+    group_of,
+    node_size,
+    sharing,
+)
+from parallel3d.plan.time.offload import STATE_BYTES, fetch_seconds, to_host_seconds, update_seconds
+
+
+class Sharding(NamedTuple):
+    """What of a setting decides what its data-parallel ranks do."""
+
+    tp: int
+    dp: int
+    cp: int
+    devices: int
+    sequence_parallel: bool
+    precision: Precision
+    zero_stage: int
+    reduces_once: bool
+    offload_optimizer: Device
+    offload_param: Device
+    persistence: int
+
+    @classmethod
+    def of(cls, setting: Setting) -> "Sharding":
+        """That of a setting."""
+        return cls(
+            setting.tp,
+            setting.dp,
+            setting.cp,
+            setting.devices,
+            setting.sequence_parallel,
+            setting.precision,
+            setting.zero_stage,
+            setting.reduces_once,
+            setting.offload_optimizer,
+            setting.offload_param,
+            setting.buffers.stage3_param_persistence_threshold,
+        )
+
+
+class StageTransfers(NamedTuple):
+    """Seconds of a stage's transfers for each microbatch, before anything hides behind computes."""
+
+    gather: float = 0.0
+    """Of its weights, in each forward and in each backward."""
+    reduce: float = 0.0
+    """Of its gradients, in each backward."""
+    fetch: float = 0.0
+    """Of its weights' shards from the host, in each forward and in each backward."""
+    store: float = 0.0
+    """Of its gradients' shards to the host, in each backward."""
+    accumulate: float = 0.0
+    """Adding the gradients to those of other microbatches: no transfer, but device memory."""
+    overhead: float = 0.0
+    """Of the program, in each gather and each reduction."""
+
+
+class OncePerStep(NamedTuple):
+    """Seconds of a coordinate once a step."""
+
+    gather_before: float = 0.0
+    """Of the weights, before the first forward."""
+    reduce: float = 0.0
+    """Of the gradients, after the last backward."""
+    tensor: float = 0.0
+    """Sums of partial gradients over the tp ranks."""
+    tied: float = 0.0
+    """The sum of a tied weight's two gradients."""
+    gather_after: float = 0.0
+    """Of the new weights."""
+    optimizer: float = 0.0
+    offload: float = 0.0
+
+
+@dataclass(eq=False)
+class Transfers:
+    """What each class of stages moves for each microbatch, each class of coordinates once."""
+
+    stages: tuple[StageTransfers, ...]
+    coords: tuple[OncePerStep, ...]
+
+
+def transfers_of(layout: Layout, setting: Setting, machine: Machine) -> Transfers:
+    """The transfers of a setting; the same object where they are the same."""
+    return _transfers(layout, Sharding.of(setting), machine)
+
+
+@lru_cache(maxsize=65536)
+def _transfers(layout: Layout, sharding: Sharding, machine: Machine) -> Transfers:
+    stages = tuple(_stage(layout.model, held, sharding, machine) for held in layout.stages)
+    coords = tuple(_coord(layout, classes, sharding, machine) for classes in layout.coords)
+    return Transfers(stages, coords)
+
+
+def _group(sharding: Sharding, machine: Machine) -> Group:
+    replicas = sharding.dp * sharding.cp
+    return group_of(replicas, sharding.tp, sharding.devices, machine.hardware)
+
+
+def _collective(
+    kind: Kind, num_bytes: float, group: Group, machine: Machine, one_ring: bool = False
+) -> float:
+    return collective_seconds(
+        kind, num_bytes, *group, machine.hardware, machine.curves, one_ring=one_ring
+    )
+
+
+class _Held:
+    """What one tp rank holds of some layers, and what it costs to move."""
+
+    def __init__(self, model: Model, held: Counts, sharding: Sharding, machine: Machine) -> None:
+        small = sharding.persistence if sharding.zero_stage == 3 else -1
+        tp, sequence_parallel = sharding.tp, sharding.sequence_parallel
+        self._layers = weights_of(model, held, tp, sequence_parallel, small)
+        self._sharding, self._machine = sharding, machine
+        self.total = Weights()
+        for count, one in self._layers:
+            self.total = self.total.plus(one, count)
+
+    def gather(self, size: int) -> float:
+        """Seconds to gather the weights layer by layer, `size` bytes an element."""
+        group = _group(self._sharding, self._machine)
+        one_ring = self._machine.software.one_ring
+        return sum(
+            count * _collective("all_gather", one.gathered * size, group, self._machine, one_ring)
+            for count, one in self._layers
+        )
+
+    def reduce(self) -> float:
+        """Seconds to reduce the gradients, which lie one behind the other."""
+        kind: Kind = "reduce_scatter" if self._sharding.zero_stage else "all_reduce"
+        moved = self.total.elements * self._machine.software.reduction_bytes
+        one_ring = self._sharding.zero_stage == 3 and self._machine.software.one_ring
+        group = _group(self._sharding, self._machine)
+        return _collective(kind, moved, group, self._machine, one_ring)
+
+
+def _stage(model: Model, held: Counts, sharding: Sharding, machine: Machine) -> StageTransfers:
+    software, curves = machine.software, machine.curves
+    mine = _Held(model, held, sharding, machine)
+    weights, replicas = mine.total, sharding.dp * sharding.cp
+    each = not sharding.reduces_once
+    size = BYTES[sharding.precision]
+    gather = fetch = store = overhead = 0.0
+    if sharding.zero_stage == 3 and software.gathers == "per_microbatch":
+        gather = mine.gather(software.gather_bytes or size)
+        apart = curves.overhead_per_message if replicas > 1 else 0.0
+        handled = weights.num_params if software.handles_small else weights.num_gathered
+        overhead = handled * (curves.overhead_per_gather + apart)
+        shard = weights.elements / replicas * size
+        fetch = fetch_seconds(shard, sharding.offload_param, machine)
+    reduce = 0.0
+    if each:
+        reduce = mine.reduce()
+        if sharding.offload_optimizer != "none" and sharding.zero_stage >= 1:
+            moved = weights.elements / replicas * software.gradient_bytes
+            store = to_host_seconds(moved, machine)
+    kept = weights.elements / (replicas if each and sharding.zero_stage >= 2 else 1)
+    added = 2 * kept * software.gradient_bytes
+    return StageTransfers(
+        gather, reduce, fetch, store, _touch(added, sharding, machine, curves.traffic), overhead
+    )
+
+
+def _coord(
+    layout: Layout, classes: tuple[int, ...], sharding: Sharding, machine: Machine
+) -> OncePerStep:
+    model, software, curves = layout.model, machine.software, machine.curves
+    hardware = machine.hardware
+    held = tuple(sum(counts) for counts in zip(*(layout.stages[c] for c in classes), strict=True))
+    mine = _Held(model, held, sharding, machine)
+    weights, replicas = mine.total, sharding.dp * sharding.cp
+    zero, size = sharding.zero_stage, BYTES[sharding.precision]
+    own = weights.elements / (replicas if zero else 1)
+    before = reduce = after = tensor = tied = 0.0
+    if zero == 3 and software.gathers == "per_step":
+        before = mine.gather(software.gather_bytes or size)
+    if sharding.reduces_once:
+        reduce = mine.reduce()
+    if zero in (1, 2):
+        after = _collective(
+            "all_gather", weights.elements * size, _group(sharding, machine), machine
+        )
+    if sharding.tp > 1 and weights.partial:
+        group = group_of(sharding.tp, 1, sharding.devices, hardware)
+        moved = weights.partial * software.gradient_bytes
+        tensor = _collective("all_reduce", moved, group, machine)
+    if (elements := tied_elsewhere(model, held, sharding.tp)) > 0:
+        node = node_size(hardware)
+        pair = Group(2, 2 if node is None or sharding.devices <= node else 1)
+        tied = _collective("all_reduce", elements * software.gradient_bytes, pair, machine)
+    devices = sharing(sharding.devices, hardware)
+    optimizer = weights.num_params * curves.overhead_per_param
+    optimizer *= hardware.slowdown("overhead", devices)
+    offload = 0.0
+    if sharding.reduces_once:  # all gradients are read, and written one behind the other
+        flat = 2 * weights.elements * software.gradient_bytes
+        optimizer += _touch(flat, sharding, machine, curves.optimizer)
+    if sharding.offload_optimizer == "none":
+        if hardware.adam_params:
+            adam = own / hardware.adam_params.value * hardware.slowdown("traffic", devices)
+        else:
+            # Read and write the state, read the gradient (for its norm, too), write the weight.
+            touched = own * (2 * STATE_BYTES + 2 * software.gradient_bytes + size)
+            adam = _touch(touched, sharding, machine, curves.optimizer)
+        optimizer += adam
+    else:
+        gradients = own * software.gradient_bytes if sharding.reduces_once else 0.0
+        device = sharding.offload_optimizer
+        adam, offload = update_seconds(own, device, gradients + own * size, machine)
+        optimizer += adam * hardware.slowdown("traffic", devices)
+    return OncePerStep(before, reduce, tensor, tied, after, optimizer, offload)
+
+
+def _touch(num_bytes: float, sharding: Sharding, machine: Machine, share: float) -> float:
+    """Seconds to read or write so many bytes of device memory."""
+    bandwidth = machine.hardware.memory_bandwidth
+    if bandwidth is None:
+        return 0.0
+    slowdown = machine.hardware.slowdown("traffic", sharing(sharding.devices, machine.hardware))
+    return num_bytes / (bandwidth.value * share) * slowdown

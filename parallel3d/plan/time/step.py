@@ -1,0 +1,136 @@
+"""The time of a step: the schedule's own list, each action at its cost."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from operator import mul
+
+from parallel3d.errors import ConfigError
+from parallel3d.hardware import Hardware
+from parallel3d.plan.setting import Setting
+from parallel3d.plan.time.cost import ActionCosts, Parts, costs_of
+from parallel3d.plan.time.curves import curves_for
+from parallel3d.plan.time.makespan import ends
+from parallel3d.plan.time.operators import Curves
+from parallel3d.schedule.schedule import Spans, simulate
+from parallel3d.schedule.schedules import ScheduleFile, load, make_schedule
+
+TIMES = ("compute", "bubble", "tensor", "pipeline", "data", "offload", "optimizer")
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step, and their parts by the names of TIMES, whose sum they are.
+
+    The parts are those of the busiest pipeline coordinate. "pipeline": by how much the sends
+    between stages make the step longer. "bubble": when it waits for anything else.
+    """
+
+    seconds: float
+    parts: Mapping[str, float]
+
+
+def step_time(setting: Setting, hardware: Hardware, curves: Curves | None = None) -> StepTime:
+    """The time of a step of a setting.
+
+    Raises ConfigError for a schedule that cannot run so, or a figure that the hardware lacks.
+    """
+    check(setting)
+    costs = costs_of(setting, hardware, curves or curves_for(hardware))
+    seconds = pipeline = _step(costs, _ends(setting, costs))
+    pipeline -= (
+        _step(costs, _ends(setting, costs, sends=False)) if any(costs.sends.seconds) else seconds
+    )
+    # A long list goes on in equal steps from a short one, which can be off by some thousandths.
+    seconds, pipeline = max(seconds, _bound(costs, setting)), max(0.0, pipeline)
+    busiest = max(_busy(costs, setting.num_microbatches), key=sum)
+    parts = {**busiest._asdict(), "pipeline": pipeline}
+    parts["bubble"] = max(0.0, seconds - sum(parts.values()))
+    parts = {name: parts[name] for name in TIMES}
+    return StepTime(sum(parts.values()), parts)
+
+
+def step_spans(setting: Setting, hardware: Hardware, curves: Curves | None = None) -> Spans:
+    """When each action of the step runs, per pipeline coordinate, without what is once a step."""
+    costs = costs_of(setting, hardware, curves or curves_for(hardware))
+    sizes = setting.pp, setting.num_microbatches, setting.stages_per_rank
+    return simulate(make_schedule(setting.schedule, *sizes), costs.seconds)
+
+
+def check(setting: Setting) -> None:
+    """Raises ConfigError where the schedule cannot run so."""
+    sizes = setting.pp, setting.num_microbatches, setting.stages_per_rank
+    if reason := _file(setting.schedule).invalid(*sizes):
+        raise ConfigError(f"schedule {setting.schedule!r}: {reason}")
+
+
+def _ends(setting: Setting, costs: ActionCosts, sends: bool = True) -> list[float]:
+    sizes = setting.pp, setting.num_microbatches, setting.stages_per_rank
+    return ends(setting.schedule, *sizes, costs.seconds, sends)
+
+
+def _step(costs: ActionCosts, ends: list[float]) -> float:
+    """Seconds of a step in which each coordinate's last action ends so long after the start.
+
+    Nobody updates before all gradients are there: their norm is of the whole model.
+    """
+    classes = costs.layout.coord_class_of
+    begins = max(sum(parts) for parts in costs.before)
+    reduced = max(end + sum(costs.reduce[c]) for end, c in zip(ends, classes, strict=True))
+    return begins + reduced + max(sum(parts) for parts in costs.after)
+
+
+def _busy(costs: ActionCosts, num_microbatches: int) -> list[Parts]:
+    """What each class of coordinates does in a step."""
+    busy = []
+    for i, classes in enumerate(costs.layout.coords):
+        total = costs.before[i].plus(costs.reduce[i]).plus(costs.after[i])
+        for c in classes:
+            total = total.plus(costs.forward[c].plus(costs.backward[c]), num_microbatches)
+        busy.append(total)
+    return busy
+
+
+@cache
+def _file(schedule: str) -> ScheduleFile:
+    return load(schedule)
+
+
+def lower_bound(setting: Setting, hardware: Hardware, curves: Curves | None = None) -> float:
+    """Seconds that a step takes at least, without its list of actions: never above `step_time`.
+
+    Each coordinate must wait for the first microbatch to reach it, then do its work, and after its
+    last backward the stages before it do theirs. It also holds no more microbatches at once than
+    the schedule lets it, each for a whole way to the last stage and back. And no stage is faster
+    than the fastest, of which the schedule's own closed form knows the bubble.
+    """
+    return _bound(costs_of(setting, hardware, curves or curves_for(hardware)), setting)
+
+
+def _bound(costs: ActionCosts, setting: Setting) -> float:
+    layout, count, both = costs.layout, setting.num_microbatches, costs.both
+    sizes = layout.pp, count, setting.stages_per_rank
+    sends = costs.sends.before
+    held = _held(setting.schedule, *sizes) if sends[-1] else ()
+    reduced = 0.0
+    for outer in layout.outer:
+        work = count * sum([both[i] for i in layout.coords[outer.coord_class]])
+        if held:
+            trips = 0.0
+            for stage, inside in zip(outer.home, outer.stages_from, strict=True):
+                trips += sum(map(mul, inside, both)) + 2 * (sends[-1] - sends[stage])
+            work = max(work, count * trips / held[outer.coord])
+        work += sum(map(mul, outer.stages_before, both)) + 2 * sends[outer.home[0]]
+        reduced = max(reduced, work + costs.reducing[outer.coord_class])
+    forward, backward = costs.fastest
+    if layout.pp > 1 and forward > 0:
+        idle = _file(setting.schedule).bubble(*sizes, backward / forward)
+        busy = count * setting.stages_per_rank * (forward + backward)
+        reduced = max(reduced, busy / (1 - idle) + min(costs.reducing))
+    return reduced + costs.once
+
+
+@lru_cache(maxsize=65536)
+def _held(schedule: str, pp: int, num_microbatches: int, stages_per_rank: int) -> tuple[int, ...]:
+    """Microbatches that each coordinate holds at most."""
+    return _file(schedule).peak_in_flight(pp, num_microbatches, stages_per_rank)

@@ -1,0 +1,130 @@
+"""Architectures of published models that a table leaves blank, each with its source (floor 0)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, Literal
+
+from models.gpt import spec as gpt
+from models.llama import spec as llama
+from parallel3d.model.spec import LayerSpec
+from parallel3d.plan.setting import layers_of
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """The sizes that speed and memory depend on; None where a table and this file are silent."""
+
+    layers: int | None = None
+    hidden: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    ffn: int | None = None
+    vocab: int | None = None
+    seq: int | None = None
+    family: Literal["gpt", "llama"] = "gpt"
+    tied: bool | None = None
+    """Whether the output projection is the token embedding; None: as the family has it."""
+    dropout: float = 0.0
+    """After the attention and the MLP, and on the attention's weights."""
+
+    def filled(self, other: "Architecture") -> "Architecture":
+        """This one, its blanks filled from `other`, whose family it takes."""
+        names = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq", "tied")
+        blank = {name: getattr(other, name) for name in names if getattr(self, name) is None}
+        return replace(self, family=other.family, **blank)
+
+    @property
+    def missing(self) -> list[str]:
+        """The sizes without which nothing can be built."""
+        needed = ("layers", "hidden", "heads", "vocab", "seq")
+        return [name for name in needed if getattr(self, name) is None]
+
+    def specs(self) -> tuple[LayerSpec, ...]:
+        """Its layers; two equal architectures get the same objects."""
+        grouped = self.family == "gpt" and (self.kv_heads or self.heads) != self.heads
+        return _specs(squared_relu(self) if grouped else self)
+
+
+@lru_cache(maxsize=256)
+def _specs(model: Architecture) -> tuple[LayerSpec, ...]:
+    assert not model.missing
+    sizes: dict[str, Any] = {
+        "hidden_size": model.hidden,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.heads,
+        "vocab_size": model.vocab,
+        "max_position_embeddings": model.seq,
+        "intermediate_size": model.ffn,
+    }
+    if model.tied is not None:
+        sizes["tie_word_embeddings"] = model.tied
+    if model.family == "gpt":
+        sizes |= dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), model.dropout)
+        return layers_of(gpt.Config(family="gpt", **sizes))
+    return layers_of(llama.Config(family="llama", num_key_value_heads=model.kv_heads, **sizes))
+
+
+def _llama(layers: int, hidden: int, heads: int, kv: int, ffn: int, vocab: int) -> Architecture:
+    return Architecture(layers, hidden, heads, kv, ffn, vocab, family="llama")
+
+
+def _gpt(layers: int, hidden: int, heads: int, vocab: int) -> Architecture:
+    return Architecture(layers, hidden, heads, vocab=vocab)
+
+
+def squared_relu(model: Architecture) -> Architecture:
+    """Nemotron (squared ReLU, no gate, grouped queries) as a llama with equally many products.
+
+    Our gpt family has no grouped queries; two MLP matrices become three of two thirds the width.
+    """
+    ffn = model.ffn or 4 * (model.hidden or 0)
+    return replace(model, family="llama", ffn=2 * ffn // 3)
+
+
+GPT = Architecture(family="gpt", vocab=50304)  # GPT-2's 50,257 tokens, padded to 128's multiple
+MPT = Architecture(family="gpt")
+LLAMA = Architecture(family="llama")
+
+# The first pattern that the lower-case name of the model contains.
+KNOWN: Mapping[str, Architecture] = {
+    # meta-llama config.json; Llama 2: arXiv:2307.09288; Llama 3: arXiv:2407.21783, table 3
+    "llama 2 13b": _llama(40, 5120, 40, 40, 13824, 32000),
+    "llama2-13b": _llama(40, 5120, 40, 40, 13824, 32000),
+    "llama2-7b": _llama(32, 4096, 32, 32, 11008, 32000),
+    "llama 2 70b": _llama(80, 8192, 64, 8, 28672, 32000),
+    "llama2-70b": _llama(80, 8192, 64, 8, 28672, 32000),
+    "llama3-8b": _llama(32, 4096, 32, 8, 14336, 128256),
+    "llama3 8b": _llama(32, 4096, 32, 8, 14336, 128256),
+    "llama3-70b": _llama(80, 8192, 64, 8, 28672, 128256),
+    # allenai/OLMo-core TransformerConfig.olmo2_*; arXiv:2501.00656, table 3; 100,278 tokens padded
+    "olmo2 1b": _llama(16, 2048, 16, 16, 8192, 100352),
+    "olmo2 7b": _llama(32, 4096, 32, 32, 11008, 100352),
+    "olmo2 13b": _llama(40, 5120, 40, 40, 13824, 100352),
+    "olmo 1b": _llama(16, 2048, 16, 16, 8192, 100352),
+    "olmo 7b": _llama(32, 4096, 32, 32, 11008, 100352),
+    # NVIDIA/NeMo recipes; checked: TFLOP/s over tokens/s of the table gives 6N + 12Lhs of these
+    "gpt3-5b": _gpt(24, 4096, 32, 51200),
+    "gpt3 5b": _gpt(24, 4096, 32, 51200),
+    "gpt3-20b": _gpt(44, 6144, 48, 51200),
+    "gpt3-175b": _gpt(96, 12288, 96, 51200),
+    "gpt3 175b": _gpt(96, 12288, 96, 51200),
+    "nemotron-8b": Architecture(32, 4096, 32, vocab=256000, tied=False),
+    "nemotron-22b": Architecture(40, 6144, 48, vocab=256000, tied=False),
+    # arXiv:2402.16819, table 1 (15B) and arXiv:2406.11704, table 1 (340B)
+    "nemotron4 15b": Architecture(32, 6144, 48, 8, 24576, 256000),
+    "nemotron-340b": Architecture(96, 18432, 96, 8, 73728, 256000),
+    "nemotron4 340b": Architecture(96, 18432, 96, 8, 73728, 256000),
+    # arXiv:2210.02414, appendix B: GeGLU with 8/3 x hidden, 150,528 tokens
+    "glm-130b": _llama(70, 12288, 96, 96, 32768, 150528),
+    # EleutherAI/gpt-neox-20b config.json
+    "gpt-neox-20b": _gpt(44, 6144, 64, 50432),
+    "mpt": MPT,
+    "llama": LLAMA,
+}
+
+
+def known(name: str) -> Architecture:
+    """What is known of the model of that name; of an unknown one, that it is a GPT."""
+    lower = name.lower()
+    return next((model for part, model in KNOWN.items() if part in lower), GPT)

@@ -1,0 +1,57 @@
+"""How many FLOPs a source counts in a step, by its convention (floor 0)."""
+
+from parallel3d.errors import ConfigError
+from parallel3d.hardware import Hardware
+from parallel3d.model.spec import Shape
+from parallel3d.plan.layers.placement import cost_of, model_of
+from parallel3d.plan.setting import Precision, Setting
+
+
+def model_flops(setting: Setting) -> float:
+    """Forward and backward of a step, attention in full: 3 x the forward (arXiv:2001.08361)."""
+    return 3 * sum(_forward_flops(setting))
+
+
+def hardware_flops(setting: Setting) -> float:
+    """The same with the blocks' second forward under full recomputation.
+
+    arXiv:2104.04473, equation 3: 96 Bslh^2 (1 + s/6h + V/16lh); the head is not computed again.
+    """
+    blocks, head = _forward_flops(setting)
+    again = setting.recomputed_share if setting.recompute == "full" else 0.0
+    return (3 + again) * blocks + 3 * head
+
+
+def flops_of_step(setting: Setting, convention: str, attention: str) -> tuple[str, float] | None:
+    """The convention in words and its FLOPs of a step; None where the source states none.
+
+    "hardware" counts recomputation, "model" does not. Attention counts in full (12Lhs a token),
+    but for sources of "none", which count 2 x factor x parameters a token.
+    """
+    factor = 4 if convention.startswith("hardware") else 3
+    if not convention.startswith(("hardware", "model")):
+        return None
+    if attention.startswith("none"):
+        flops = 2 * factor * setting.num_params * setting.tokens_per_step
+        return f"2 x {factor} x parameters x tokens", flops
+    if factor == 4:
+        # Who counts recomputation counts all of it, whatever the row's own mode is said to be.
+        blocks, head = _forward_flops(setting)
+        return "hardware FLOPs, full attention", 4 * blocks + 3 * head
+    return "model FLOPs, full attention", model_flops(setting)
+
+
+def peak_of(hardware: Hardware, precision: Precision) -> float:
+    """The peak that an MFU refers to; raises ConfigError where none is known."""
+    for dtype in {"bf16": ("bf16", "fp16"), "fp16": ("fp16", "bf16")}.get(precision, (precision,)):
+        if (peak := hardware.peak(dtype)) is not None:
+            return peak
+    raise ConfigError(f"hardware {hardware.name}: no peak FLOP/s is known for {precision}")
+
+
+def _forward_flops(setting: Setting) -> tuple[float, float]:
+    """(blocks, embedding and head) of a step, over all devices."""
+    model, shape = model_of(setting.layers), Shape(1, setting.shape.seq)
+    each = [float(cost_of(model, k, shape).forward_flops) for k in range(len(model.kinds))]
+    head = each[model.kind_of[-1]] * setting.global_batch_size
+    return sum(each[k] for k in model.kind_of) * setting.global_batch_size - head, head

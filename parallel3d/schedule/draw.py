@@ -1,0 +1,235 @@
+"""Pictures of a pipeline, from Spans: a planned run and a measured one are drawn alike."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from colorsys import hls_to_rgb
+from html import escape
+from math import ceil
+from statistics import mean
+from typing import Any
+
+from parallel3d.errors import ScheduleError
+from parallel3d.schedule.action import Action, Cost, Op, Span, Spans
+from parallel3d.schedule.schedule import Schedule, bubble, validate
+
+_NAMES = {Op.F: "forward", Op.B: "backward", Op.I: "input gradient", Op.W: "weight gradient"}
+_HEAD = 8  # columns of "rank 0  "
+_HUES = {Op.F: 0.59, Op.B: 0.38, Op.I: 0.48, Op.W: 0.09}
+_LEFT, _TOP, _ROW, _PITCH = 72, 74, 30, 36  # of a panel: margins, height of a row, row to row
+
+
+def text_grid(spans: Spans, width: int = 100) -> str:
+    """One line per rank, time to the right, a `·` for each column in which the rank is idle.
+
+    Where all times are whole numbers, each unit of time has the same number of columns; a grid
+    too wide even with short labels ("F0" for "2F0", if each rank has one stage) is cut into
+    panels. Measured times are scaled to `width`.
+    """
+    spans, length = _from_zero(spans)
+    one_stage = all(s.action.stage == coord for coord, rank in enumerate(spans) for s in rank)
+    full = 1 + max(len(str(span.action)) for rank in spans for span in rank)
+    short = full - 2 if one_stage else full - 1
+    columns, packed = (width - _HEAD) / length, False  # columns per unit of time
+    if all(time.is_integer() for rank in spans for _, *times in rank for time in times):
+        packed = short <= columns < full
+        columns = int(columns) if packed else full
+
+    def labels(action: Action) -> tuple[str, ...]:
+        brief = f"{action.op}{action.microbatch}" if one_stage else str(action)
+        return (brief,) if packed else (str(action), brief, str(action.op))
+
+    rows = []
+    for rank in spans:
+        row = ""
+        for action, start, end in rank:
+            row = row.ljust(round(start * columns), "·")
+            row += _cell(labels(action), round(end * columns) - len(row))
+        rows.append(row.ljust(round(length * columns), "·"))
+
+    steps = (digit * 10.0**exponent for exponent in range(-9, 12) for digit in (1, 2, 5))
+    step = next(step for step in steps if step * columns >= 8)  # from one tick to the next
+    ruler = ""
+    for tick in range(ceil(length / step)):
+        ruler = ruler.ljust(round(tick * step * columns)) + f"{tick * step:g}"
+    heads = ["time", *(f"rank {coord}" for coord in range(len(spans)))]
+    return _panels(heads, [ruler[: len(rows[0])], *rows], width - _HEAD, step * columns)
+
+
+def _panels(heads: list[str], lines: list[str], room: int, unit: float) -> str:
+    """The lines with their heads, cut where they pass `room` into panels of whole units."""
+    panel = len(lines[-1]) if len(lines[-1]) <= room else int(max(1, room // unit) * unit)
+    return "\n\n".join(
+        "\n".join(
+            (head.ljust(_HEAD) + line[left : left + panel]).rstrip()
+            for head, line in zip(heads, lines, strict=True)
+        )
+        for left in range(0, len(lines[-1]), panel)
+    )
+
+
+def _cell(labels: tuple[str, ...], width: int) -> str:
+    """The first of the labels that fits, in exactly `width` columns, the last one a gap."""
+    for label in labels:
+        if len(label) <= width:
+            return label if len(label) == width else label.ljust(width - 1, "─") + " "
+    return "─" * width
+
+
+def svg(spans: Spans, title: str = "", width: int = 1000) -> str:
+    """A drawing of the computes: rows are ranks, colours operations, darker for later stages."""
+    return figure([(title, spans)], width)
+
+
+def figure(panels: Sequence[tuple[str, Spans]], width: int = 1000) -> str:
+    """Drawings of several (title, spans), one below the other, on one scale of time."""
+    shifted = [(title, *_from_zero(spans)) for title, spans in panels]
+    scale = (width - _LEFT - 24) / max(length for *_, length in shifted)
+    heights = [_TOP + _PITCH * len(spans) + 34 for _, spans, _ in shifted]
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {sum(heights)}" '
+        f'width="{width}" height="{sum(heights)}" font-family="Helvetica, Arial, sans-serif" '
+        'font-size="12" fill="#343a40">',
+        '<rect width="100%" height="100%" fill="#ffffff"/>',
+    ]
+    y = 0
+    for (title, spans, length), height in zip(shifted, heights, strict=True):
+        out += [*_heading(title, spans, y), *_rows(spans, length, scale, y + _TOP)]
+        out.append(f'<text x="{_LEFT}" y="{y + height - 18}" fill="#868e96">time →</text>')
+        y += height
+    return "\n".join(out) + "</svg>"
+
+
+def _heading(title: str, spans: Spans, y: int) -> Iterator[str]:
+    """The title, and the legend with the bubble below it."""
+    yield f'<text x="{_LEFT}" y="{y + 30}" font-size="17" font-weight="bold">{escape(title)}</text>'
+    yield f'<text x="{_LEFT}" y="{y + 52}">bubble {bubble(spans):.1%}</text>'
+    x = _LEFT + 110
+    present = {span.action.op for rank in spans for span in rank}
+    for op in filter(present.__contains__, _NAMES):
+        shade = _shade(op, 0.4)
+        yield f'<rect x="{x}" y="{y + 41}" width="13" height="13" rx="3" fill="{shade}"/>'
+        yield f'<text x="{x + 19}" y="{y + 52}">{_NAMES[op]}</text>'
+        x += 45 + 7 * len(_NAMES[op])
+    legend = "numbers are microbatches, darker is a later stage"
+    yield f'<text x="{x}" y="{y + 52}" fill="#868e96">{legend}</text>'
+
+
+def _rows(spans: Spans, length: float, scale: float, top: int) -> Iterator[str]:
+    """A row of boxes for each rank."""
+    num_stages = 1 + max(span.action.stage for rank in spans for span in rank)
+    for coord, rank in enumerate(spans):
+        y = top + _PITCH * coord
+        yield f'<text x="{_LEFT - 12}" y="{y + 20}" text-anchor="end">rank {coord}</text>'
+        yield (
+            f'<rect x="{_LEFT}" y="{y}" width="{length * scale:.2f}" height="{_ROW}" rx="4" '
+            'fill="#f1f3f5"/>'
+        )
+        for action, start, end in rank:
+            x0, w = _LEFT + start * scale, (end - start) * scale
+            shade = _shade(action.op, action.stage / max(1, num_stages - 1))
+            yield (
+                f'<rect x="{x0 + 0.75:.2f}" y="{y}" width="{max(0.5, w - 1.5):.2f}" '
+                f'height="{_ROW}" rx="3" fill="{shade}"><title>{action}: {start:g} to {end:g}'
+                "</title></rect>"
+            )
+            if w > 2 + 7 * len(str(action.microbatch)):
+                yield (
+                    f'<text x="{x0 + w / 2:.2f}" y="{y + 19.5}" text-anchor="middle" '
+                    f'fill="#ffffff">{action.microbatch}</text>'
+                )
+
+
+def _shade(op: Op, depth: float) -> str:
+    """The colour of an operation on a stage at `depth`, from 0 (first, light) to 1 (last, dark)."""
+    return "#" + "".join(
+        f"{round(255 * c):02x}" for c in hls_to_rgb(_HUES[op], 0.53 - 0.25 * depth, 0.5)
+    )
+
+
+def chrome_trace(spans: Spans) -> dict[str, Any]:
+    """The spans for Perfetto or chrome://tracing: a process per rank, transfers beside computes."""
+    events: list[dict[str, Any]] = []
+    for coord, rank in enumerate(spans):
+        name = {"name": f"rank {coord}"}
+        events.append({"name": "process_name", "ph": "M", "pid": coord, "args": name})
+        for number, (action, start, end) in enumerate(rank):
+            event = {
+                "name": str(action),
+                "cat": action.op.value,
+                "pid": coord,
+                "tid": 0,
+                "ts": start * 1e6,
+                "args": {"stage": action.stage, "microbatch": action.microbatch},
+            }
+            if action.is_send or action.is_receive:
+                # Transfers overlap with computes and each other, which only async events may.
+                event["id"] = f"{coord}.{number}"
+                events += [event | {"ph": "b"}, event | {"ph": "e", "ts": end * 1e6}]
+            else:
+                events.append(event | {"ph": "X", "dur": (end - start) * 1e6})
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def spans_to_json(schedule: Schedule, spans: Spans) -> dict[str, Any]:
+    """A measured run for `spans_from_json`: the schedule's name and placement, and the spans.
+
+    Times count from the first start, in seconds to the microsecond.
+    """
+    zero = min(span.start for rank in spans for span in rank)
+    return {
+        "name": schedule.name,
+        "num_microbatches": schedule.num_microbatches,
+        "pp_coord_of_stage": list(schedule.pp_coord_of_stage),
+        "spans": [
+            [[str(action), *(round(time - zero, 6) for time in times)] for action, *times in rank]
+            for rank in spans
+        ],
+    }
+
+
+def spans_from_json(data: dict[str, Any]) -> tuple[Schedule, Spans]:
+    """The schedule that ran, and its spans; raises ScheduleError for what is neither."""
+    try:
+        spans = tuple(
+            tuple(Span(Action.parse(text), float(start), float(end)) for text, start, end in rank)
+            for rank in data["spans"]
+        )
+        programs = tuple(tuple(span.action for span in rank) for rank in spans)
+        placement = tuple(map(int, data["pp_coord_of_stage"]))
+        schedule = Schedule(data["name"], int(data["num_microbatches"]), placement, programs)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ScheduleError(f"no spans.json of a profiled run: {error!r}") from None
+    validate(schedule)
+    return schedule, spans
+
+
+def mean_costs(spans: Spans) -> Cost:
+    """What a compute took on the mean of its stage's microbatches, in seconds; transfers nothing.
+
+    With it, `simulate` draws the run that was measured without its jitter.
+    """
+    seconds: dict[tuple[Op, int], list[float]] = defaultdict(list)
+    for rank in spans:
+        for action, start, end in rank:
+            seconds[action.op, action.stage].append(end - start)
+    means = {place: mean(values) for place, values in seconds.items()}
+    return lambda action: means[action.op, action.stage] if action.is_compute else 0.0
+
+
+def seconds(spans: Spans) -> float:
+    """From the start of the first compute to the end of the last."""
+    return _from_zero(spans)[1]
+
+
+def _from_zero(spans: Spans) -> tuple[Spans, float]:
+    """The computes by time, the first starting at 0, and the time at which the last one ends."""
+    computes = [[span for span in rank if span.action.is_compute] for rank in spans]
+    begin = min(span.start for rank in computes for span in rank)
+    shifted = tuple(
+        tuple(
+            s._replace(start=float(s.start - begin), end=float(s.end - begin))
+            for s in sorted(rank, key=lambda s: s.start)
+        )
+        for rank in computes
+    )
+    return shifted, max(span.end for rank in shifted for span in rank)

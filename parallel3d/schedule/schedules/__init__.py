@@ -1,0 +1,82 @@
+"""The pipeline schedules: one file each, found by file name (docs/add-a-schedule.md)."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from difflib import get_close_matches
+from importlib import import_module
+from pathlib import Path
+from typing import Protocol, cast
+
+from parallel3d.errors import ConfigError
+from parallel3d.schedule.schedule import Op, Schedule, add_communication, validate
+
+
+class Bubble(Protocol):
+    """The closed form of the idle fraction, where a backward takes `backward` forwards."""
+
+    def __call__(
+        self,
+        pp_size: int,
+        num_microbatches: int,
+        stages_per_rank: int,
+        backward: float = 2.0,
+    ) -> float: ...
+
+
+class ScheduleFile(Protocol):
+    """What a schedule file gives; all four are functions of (pp_size, num_microbatches,
+    stages_per_rank)."""
+
+    schedule: Callable[[int, int, int], Schedule]  # the computes, in order
+    invalid: Callable[[int, int, int], str | None]  # why it cannot be used, and what to do
+    bubble: Bubble  # the closed form of the idle fraction
+    peak_in_flight: Callable[[int, int, int], tuple[int, ...]]  # per rank, the closed form
+
+
+def names() -> tuple[str, ...]:
+    """The schedules there are: the files of this folder."""
+    files = Path(__file__).parent.glob("*.py")
+    return tuple(sorted(file.stem for file in files if file.stem != "__init__"))
+
+
+def load(name: str) -> ScheduleFile:
+    """The schedule file of that name; raises ConfigError, with the nearest name, without one."""
+    if name not in names():
+        nearest = get_close_matches(name, names(), n=1, cutoff=0.4)
+        hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+        raise ConfigError(f"no schedule {name!r}; {hint}there are {', '.join(names())}")
+    return cast(ScheduleFile, import_module(f"{__name__}.{name}"))
+
+
+def make_schedule(
+    name: str, pp_size: int, num_microbatches: int, stages_per_rank: int = 1
+) -> Schedule:
+    """The programs of the named schedule, with communication, validated.
+
+    Raises ConfigError for an unknown name, or a setting with which the schedule cannot run.
+    """
+    file = load(name)
+    sizes = {
+        "pp": pp_size,
+        "num_microbatches": num_microbatches,
+        "stages_per_rank": stages_per_rank,
+    }
+    for key, size in sizes.items():
+        if size < 1:
+            raise ConfigError(f"schedule {name!r}: {key}={size}; it must be 1 or more")
+    if reason := file.invalid(pp_size, num_microbatches, stages_per_rank):
+        raise ConfigError(f"schedule {name!r}: {reason}")
+    schedule = add_communication(file.schedule(pp_size, num_microbatches, stages_per_rank))
+    validate(schedule)
+    return schedule
+
+
+def make_evaluation(schedule: Schedule) -> Schedule:
+    """The forwards of a training schedule, in its order and on its placement, validated."""
+    forwards = tuple(
+        tuple(action for action in program if action.op == Op.F) for program in schedule.programs
+    )
+    name = f"{schedule.name}, forward only"
+    alone = add_communication(replace(schedule, name=name, programs=forwards))
+    validate(alone)
+    return alone

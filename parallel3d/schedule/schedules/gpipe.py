@@ -1,0 +1,35 @@
+"""GPipe: all forwards, then all backwards (arXiv:1811.06965, figure 2c).
+
+Backwards run in the order of the forwards, so that gradients add up in the same order, hence to
+the same bits, as in every other schedule here.
+"""
+
+from parallel3d.schedule.schedule import Action, Op, Schedule
+
+
+def schedule(pp_size: int, num_microbatches: int, stages_per_rank: int) -> Schedule:
+    """The computes of each rank: F of every microbatch, then B of every microbatch."""
+    programs = tuple(
+        tuple(Action(op, rank, i) for op in (Op.F, Op.B) for i in range(num_microbatches))
+        for rank in range(pp_size)
+    )
+    return Schedule("gpipe", num_microbatches, tuple(range(pp_size)), programs)
+
+
+def invalid(pp_size: int, num_microbatches: int, stages_per_rank: int) -> str | None:
+    """Why it cannot be used; any number of ranks and microbatches will do."""
+    if stages_per_rank != 1:
+        return f"stages_per_rank={stages_per_rank}; use 1, or the schedule 'interleaved'"
+    return None
+
+
+def bubble(
+    pp_size: int, num_microbatches: int, stages_per_rank: int, backward: float = 2.0
+) -> float:
+    """The idle fraction, (p-1)/(m+p-1): GPipe, section 2.3."""
+    return (pp_size - 1) / (num_microbatches + pp_size - 1)
+
+
+def peak_in_flight(pp_size: int, num_microbatches: int, stages_per_rank: int) -> tuple[int, ...]:
+    """Microbatches whose activations each rank holds at most: all of them."""
+    return (num_microbatches,) * pp_size

@@ -1,0 +1,73 @@
+"""Interleaved 1F1B: each rank holds several chunks of the model (arXiv:2104.04473, section 2.2.2).
+
+Chunk c of rank r is stage c*p + r, so a microbatch passes all ranks once per chunk and the bubble
+shrinks by the number of chunks, for more communication and activations.
+"""
+
+from parallel3d.schedule.schedule import Action, Op, Schedule
+from parallel3d.schedule.schedules.one_f_one_b import in_turn
+
+
+def schedule(pp_size: int, num_microbatches: int, stages_per_rank: int) -> Schedule:
+    """The computes of each rank: 1F1B over (chunk, microbatch), with Megatron's warm-up."""
+    forwards = order(pp_size, num_microbatches, stages_per_rank)
+    programs = tuple(
+        in_turn(
+            [Action(Op.F, chunk * pp_size + rank, i) for chunk, i in forwards],
+            [Action(Op.B, (stages_per_rank - 1 - c) * pp_size + rank, i) for c, i in forwards],
+            warmup=_warmup(rank, pp_size, num_microbatches, stages_per_rank),
+        )
+        for rank in range(pp_size)
+    )
+    placement = tuple(range(pp_size)) * stages_per_rank
+    return Schedule("interleaved", num_microbatches, placement, programs)
+
+
+def rounds(pp_size: int, num_microbatches: int) -> tuple[range, ...]:
+    """The microbatches in groups that go through one chunk after the other.
+
+    A group of p or more is back at the first rank just when that is free. Megatron wants groups of
+    exactly p; any number m >= p also works without a stall if no group is larger than the first.
+    """
+    count = max(1, num_microbatches // pp_size)
+    size, larger = divmod(num_microbatches, count)
+    starts = [i * size + min(i, larger) for i in range(count + 1)]
+    return tuple(map(range, starts, starts[1:]))
+
+
+def order(pp_size: int, num_microbatches: int, num_chunks: int) -> list[tuple[int, int]]:
+    """The (chunk, microbatch) that each rank runs forward, in order."""
+    groups = rounds(pp_size, num_microbatches)
+    return [(chunk, i) for group in groups for chunk in range(num_chunks) for i in group]
+
+
+def invalid(pp_size: int, num_microbatches: int, stages_per_rank: int) -> str | None:
+    """Why it cannot be used; any number of ranks and microbatches will do."""
+    if stages_per_rank == 1:
+        return "stages_per_rank=1; use 2 or more, or the schedule 'one_f_one_b'"
+    return None
+
+
+def bubble(
+    pp_size: int, num_microbatches: int, stages_per_rank: int, backward: float = 2.0
+) -> float:
+    """The idle fraction: (p-1)/(v*m+p-1) for m >= p; fewer microbatches wait between chunks."""
+    busy = stages_per_rank * num_microbatches
+    waiting = (stages_per_rank - 1) * max(0, pp_size - num_microbatches) + pp_size - 1
+    return waiting / (busy + waiting)
+
+
+def peak_in_flight(pp_size: int, num_microbatches: int, stages_per_rank: int) -> tuple[int, ...]:
+    """(stage, microbatch) pairs whose activations each rank holds at most: the warm-up, and one."""
+    return tuple(
+        min(
+            stages_per_rank * num_microbatches,
+            _warmup(rank, pp_size, num_microbatches, stages_per_rank) + 1,
+        )
+        for rank in range(pp_size)
+    )
+
+
+def _warmup(rank: int, pp_size: int, num_microbatches: int, num_chunks: int) -> int:
+    """All chunks but one of the first group, and two for each rank after this one."""
+    return (num_chunks - 1) * len(rounds(pp_size, num_microbatches)[0]) + 2 * (pp_size - 1 - rank)

@@ -1,0 +1,50 @@
+"""1F1B: after a warm-up one forward, one backward, in turn (PipeDream-Flush, arXiv:2006.09503).
+
+As fast as GPipe, but a rank holds activations only for the ranks after it and itself.
+"""
+
+from collections.abc import Sequence
+
+from parallel3d.schedule.schedule import Action, Op, Schedule
+
+
+def schedule(pp_size: int, num_microbatches: int, stages_per_rank: int) -> Schedule:
+    """The computes of each rank, which warms up with one forward for each rank after it."""
+    programs = tuple(
+        in_turn(
+            [Action(Op.F, rank, i) for i in range(num_microbatches)],
+            [Action(Op.B, rank, i) for i in range(num_microbatches)],
+            warmup=pp_size - 1 - rank,
+        )
+        for rank in range(pp_size)
+    )
+    return Schedule("one_f_one_b", num_microbatches, tuple(range(pp_size)), programs)
+
+
+def in_turn(
+    forwards: Sequence[Action], backwards: Sequence[Action], warmup: int
+) -> tuple[Action, ...]:
+    """`warmup` forwards, then one forward and one backward in turn, then the backwards left."""
+    warmup = min(warmup, len(forwards))
+    pairs = zip(forwards[warmup:], backwards, strict=False)
+    steady = [action for pair in pairs for action in pair]
+    return (*forwards[:warmup], *steady, *backwards[len(forwards) - warmup :])
+
+
+def invalid(pp_size: int, num_microbatches: int, stages_per_rank: int) -> str | None:
+    """Why it cannot be used; any number of ranks and microbatches will do."""
+    if stages_per_rank != 1:
+        return f"stages_per_rank={stages_per_rank}; use 1, or the schedule 'interleaved'"
+    return None
+
+
+def bubble(
+    pp_size: int, num_microbatches: int, stages_per_rank: int, backward: float = 2.0
+) -> float:
+    """The idle fraction, (p-1)/(m+p-1), as GPipe's: arXiv:2104.04473, section 2.2.1."""
+    return (pp_size - 1) / (num_microbatches + pp_size - 1)
+
+
+def peak_in_flight(pp_size: int, num_microbatches: int, stages_per_rank: int) -> tuple[int, ...]:
+    """Microbatches whose activations a rank holds at most: for itself and each rank after it."""
+    return tuple(min(num_microbatches, pp_size - rank) for rank in range(pp_size))

@@ -1,0 +1,71 @@
+"""1F1B on a V: down the ranks with the first half of the model, up again with the second.
+
+Rank r holds the stages r and 2p-1-r, so the first rank holds both ends of the model and the last
+one hands over to itself. What is held long (an early stage) is paired with what is held briefly (a
+late one), so every rank holds equally much; the placement is that of arXiv:2405.15362, the order
+below our own. Two chunks shorten the bubble, as in `interleaved`, at the memory of 1F1B.
+"""
+
+from parallel3d.schedule.schedule import Action, Op, Schedule
+
+
+def schedule(pp_size: int, num_microbatches: int, stages_per_rank: int) -> Schedule:
+    """The computes of each rank, in the order of slots, each with room for one F and then one B.
+
+    Stage s runs F of microbatch i in slot 2i + s; its B comes when the Bs of all later stages have
+    taken a slot each. Of a rank's two stages one is even and one is odd, so no slot is taken twice
+    and, once the pipeline is full, none is free.
+    """
+    last = 2 * pp_size - 1
+
+    def slot(action: Action) -> tuple[int, bool]:
+        stage = action.stage if action.op == Op.F else 2 * last - action.stage
+        return 2 * action.microbatch + stage, action.op == Op.B
+
+    programs = tuple(
+        tuple(
+            sorted(
+                (
+                    Action(op, stage, i)
+                    for op in (Op.F, Op.B)
+                    for stage in (rank, last - rank)
+                    for i in range(num_microbatches)
+                ),
+                key=slot,
+            )
+        )
+        for rank in range(pp_size)
+    )
+    placement = (*range(pp_size), *reversed(range(pp_size)))
+    return Schedule("v_shape", num_microbatches, placement, programs)
+
+
+def invalid(pp_size: int, num_microbatches: int, stages_per_rank: int) -> str | None:
+    """Why it cannot be used; any number of ranks and microbatches will do."""
+    if stages_per_rank != 2:
+        return f"stages_per_rank={stages_per_rank}; a V has two arms, use 2"
+    return None
+
+
+def bubble(
+    pp_size: int, num_microbatches: int, stages_per_rank: int, backward: float = 2.0
+) -> float:
+    """The idle fraction: each rank waits 2(p-1) times for the longer of F and B.
+
+    That is 2(p-1)/(3m+2(p-1)) where a backward takes two forwards, and never more than
+    (p-1)/(m+p-1). With fewer than p microbatches nothing else hides behind the longer of the two.
+    """
+    short, long = sorted((1.0, backward))
+    missing = max(0, pp_size - num_microbatches)
+    waiting = 2 * (pp_size - 1) * long + 2 * missing * short
+    return waiting / (2 * num_microbatches * (1.0 + backward) + waiting)
+
+
+def peak_in_flight(pp_size: int, num_microbatches: int, stages_per_rank: int) -> tuple[int, ...]:
+    """(stage, microbatch) pairs whose activations each rank holds at most: 2p on every rank.
+
+    Each is half of what a rank of 1F1B holds for a microbatch, which is p microbatches on the first
+    rank.
+    """
+    m = num_microbatches
+    return tuple(min(2 * m, m + rank + 1, 2 * pp_size) for rank in range(pp_size))

@@ -1,0 +1,68 @@
+"""Puts the parts of a run together: what every command that trains needs (floor 5)."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import models
+from parallel3d.config import RunConfig
+from parallel3d.engine import Engine, EngineSettings
+from parallel3d.mesh.mesh import Mesh
+from parallel3d.model.spec import LayerSpec, Shape
+from parallel3d.pipeline.executor import Executor
+from parallel3d.pipeline.stages import BuiltStages, build_stages
+from parallel3d.schedule.schedule import Schedule
+from parallel3d.schedule.schedules import make_evaluation, make_schedule
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """The parts of one rank: `executor` trains, `evaluator` runs the same stages forward only."""
+
+    layers: list[LayerSpec]
+    shape: Shape
+    schedule: Schedule
+    stages: BuiltStages
+    engine: Engine
+    executor: Executor
+    evaluator: Executor
+
+    @property
+    def flops_per_token(self) -> float:
+        """The model's FLOPs, forward and backward, for one token."""
+        return sum(layer.cost(self.shape).train_flops for layer in self.layers) / self.shape.tokens
+
+
+def assemble(
+    config: RunConfig, mesh: Mesh, say: Callable[[str], None] = _log.info, seed: int | None = None
+) -> Assembly:
+    """Build a resolved config's stages, engine and executors on this rank of `mesh`.
+
+    Raises ConfigError or ScheduleError for what cannot be run together.
+    """
+    layers, settings = models.layers(config.model), EngineSettings.from_config(config)
+    shape = Shape(config.micro_batch_size, config.data.sequence_length)
+    pipeline, split = config.pipeline, config.mesh.sequence_parallel
+    schedule = make_schedule(
+        pipeline.schedule, mesh.size("pp"), config.num_microbatches, pipeline.stages_per_rank
+    )
+    stages = build_stages(
+        layers,
+        schedule,
+        settings,
+        mesh,
+        shape,
+        config.train.seed if seed is None else seed,
+        pipeline.activation_checkpointing,
+        split,
+    )
+    owners = schedule.pp_coord_of_stage[0], schedule.pp_coord_of_stage[-1]
+    engine = Engine(stages.module, stages.held, settings, mesh, say, owners)
+    seq = shape.seq // (mesh.size("tp") if split else 1)
+    hidden = (shape.batch, seq, config.model.hidden_size)
+    executor, evaluator = (
+        Executor(s, mesh, engine, stages.key, hidden) for s in (schedule, make_evaluation(schedule))
+    )
+    return Assembly(layers, shape, schedule, stages, engine, executor, evaluator)

@@ -1,0 +1,156 @@
+"""Restarts: which folder is this launch's own, and whether a run dies at each (floor 5).
+
+Both are in `attempts.json` in the run's folder, which rank 0 alone reads and writes.
+"""
+
+import json
+import os
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from parallel3d.errors import TrainingError
+from parallel3d.train.stopping import Stopped
+
+FILE = "attempts.json"
+MOST_DEATHS = 3  # at one step, in a row
+_SAME_START = 10.0  # seconds by which the clock may have been set between two starts
+_TAIL = 2**20  # bytes of metrics.jsonl, far more than its last line
+
+
+def launch_identity() -> str:
+    """What stays the same when a launcher starts its ranks again: "host pid seconds" of it.
+
+    The launcher is the parent process. Other launches have other identities, except that those of
+    one shell's plain python processes are the same.
+    """
+    parent = os.getppid()
+    return f"{socket.gethostname()} {parent} {psutil.Process(parent).create_time():.0f}"
+
+
+def folder_of_this_launch(directory: Path, name: str) -> Path | None:
+    """The newest of the folders `name`, `name-2`, ... that an earlier attempt of this launch began.
+
+    Only after a restart (`Launch.restart_count`) is it to be asked for.
+    """
+    numbered = {}
+    for path in directory.glob("*") if directory.is_dir() else ():
+        if match := re.fullmatch(rf"{re.escape(name)}(?:-([1-9]\d*))?", path.name):
+            numbered[int(match[1] or 1)] = path
+    mine = launch_identity()
+    for _, path in sorted(numbered.items(), reverse=True):
+        if _is_same_launch(_Record.read(path / FILE).launch, mine):
+            return path
+    return None
+
+
+def step_reached(folder: Path) -> int:
+    """The last step in the folder's metrics.jsonl, whose last line may be torn; 0 without any."""
+    try:
+        with open(folder / "metrics.jsonl", "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
+            *lines, _ = file.read().split(b"\n")
+    except OSError:
+        return 0
+    for line in reversed(lines):
+        try:
+            return int(json.loads(line)["step"])
+        except (ValueError, TypeError, KeyError):
+            continue
+    return 0
+
+
+class Attempts:
+    """The attempts at one run, of which each leaves its death behind unless it ends clean.
+
+    `settings` are the run's; with others it has a fresh chance.
+    """
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
+        self._path = folder / FILE
+        text = json.dumps(settings, sort_keys=True)
+        self._settings = blake2b(text.encode(), digest_size=16).hexdigest()
+
+    def begin(self, step: int, restart: bool = False) -> None:
+        """Enter a new attempt; `step` is the last that the attempt before it finished.
+
+        Raises TrainingError if the last three attempts died at one step. Raises Stopped if the
+        launcher `restart`s what ended on request.
+        """
+        deaths = self.check(step, restart)
+        _Record(launch_identity(), self._settings, deaths, running=True).write(self._path)
+
+    def check(self, step: int, restart: bool = False) -> list[int]:
+        """The steps at which the last attempts died; raises as `begin` does, and enters nothing."""
+        record, launch = _Record.read(self._path), launch_identity()
+        if restart and record.stopped and _is_same_launch(record.launch, launch):
+            raise Stopped
+        deaths = record.deaths if record.settings == self._settings else []
+        if record.running and record.settings == self._settings:
+            deaths = [*deaths, step][-MOST_DEATHS:]
+        if len(deaths) == MOST_DEATHS and len(set(deaths)) == 1:
+            _Record(launch, self._settings, deaths).write(self._path)
+            raise TrainingError(
+                f"the last {MOST_DEATHS} attempts at this run all died after step {deaths[-1]}, in "
+                f"step {deaths[-1] + 1}: it is not started again. Look into the log for what "
+                "happened there; then change the config, or remove "
+                f"{self._path} to try once more"
+            )
+        return deaths
+
+    def end(self, stopped: bool = False) -> None:
+        """Leave clean, done or `stopped` on request: the deaths are forgotten."""
+        _Record(launch_identity(), self._settings, stopped=stopped).write(self._path)
+
+
+@dataclass
+class _Record:
+    """The contents of attempts.json."""
+
+    launch: str = ""
+    settings: str = ""
+    deaths: list[int] = field(default_factory=list)  # the steps reached, the newest last
+    running: bool = False
+    stopped: bool = False
+
+    @classmethod
+    def read(cls, path: Path) -> "_Record":
+        """What is in the file; a new record if that is damaged or missing."""
+        try:
+            record = cls(**json.loads(path.read_bytes()))
+        except (OSError, ValueError, TypeError):
+            return cls()
+        whole = (
+            isinstance(record.launch, str)
+            and isinstance(record.settings, str)
+            and isinstance(record.deaths, list)
+            and all(type(step) is int for step in record.deaths)
+            and isinstance(record.running, bool)
+            and isinstance(record.stopped, bool)
+        )
+        return record if whole else cls()
+
+    def write(self, path: Path) -> None:
+        """Replace the file, whole or not at all."""
+        partial = path.with_name(path.name + ".tmp")
+        with open(partial, "w") as file:
+            json.dump(asdict(self), file)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+
+
+def _is_same_launch(one: str, other: str) -> bool:
+    *place, start = one.rpartition(" ")
+    *other_place, other_start = other.rpartition(" ")
+    try:
+        return place == other_place and abs(float(start) - float(other_start)) < _SAME_START
+    except ValueError:
+        return False

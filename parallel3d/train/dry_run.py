@@ -1,0 +1,115 @@
+"""Joins a run and the planner: the mesh that a config leaves open, and the dry run (floor 5)."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from parallel3d import hardware
+from parallel3d.checkpoint import room
+from parallel3d.config import RunConfig
+from parallel3d.errors import ConfigError
+from parallel3d.mesh.mesh import Launch, pick_device
+from parallel3d.plan.memory.peak import fullest
+from parallel3d.plan.report import command, table
+from parallel3d.plan.report.choose import checkpoint_bytes, choose
+from parallel3d.plan.search.plans import Plan, choices_json, request_of, with_vocabulary
+from parallel3d.plan.setting import Setting
+
+DONE, FAILED = 0, 1  # exit codes of a dry run; 1: it does not fit
+
+
+def machine_of(config: RunConfig, launch: Launch) -> hardware.Hardware:
+    """What the run is on: as the config names it, else the device's own name, else this machine.
+
+    Raises ConfigError, with what to do, where nothing is known of it.
+    """
+    if config.run.hardware != "auto":
+        return hardware.load(config.run.hardware)
+    device = pick_device(launch.local_rank)
+    if device.type != "cpu":
+        name = torch.get_device_module(device).get_device_name(device)
+        if described := hardware.recognise(name):
+            return described
+    return hardware.load(hardware.THIS_MACHINE)
+
+
+def ready(config: RunConfig, launch: Launch) -> RunConfig:
+    """The config for the ranks that were launched, its mesh planned if it asks for that.
+
+    Every rank comes to the same. Raises ConfigError.
+    """
+    if config.is_planned:
+        config, _ = choose(config, launch.world_size, machine_of(config, launch))
+    return config.resolve(launch.world_size)
+
+
+def dry_run(config: RunConfig, launch: Launch, devices: int, as_json: bool) -> int:
+    """Print what a run would be, and train nothing: mesh, memory, time, checkpoint.
+
+    `devices`: for how many; 0 for those of the config's mesh, or those launched. Rank 0 speaks.
+    Where nothing is known of the machine there is no time. Gives the exit code: 1 where it does
+    not fit.
+    """
+    mesh = None if config.is_planned else config.mesh
+    own = mesh.pp * mesh.dp * mesh.tp if mesh and isinstance(mesh.dp, int) else launch.world_size
+    devices = devices or own
+    plan: Plan | None = None
+    if config.is_planned:
+        config, plan = choose(config, devices, machine_of(config, launch))
+    else:
+        config = with_vocabulary(config).resolve(devices)
+        with _unless_unmeasured(config):
+            machine = machine_of(config, launch)
+            plan = command.as_written(config, request_of(config, machine, devices))
+    if launch.rank == 0:
+        out = command.console(as_json)
+        for note in config.notes:
+            out.print(note)
+        report = _show(config, plan, out)
+        if as_json:
+            print(json.dumps(report))
+    return FAILED if plan and not plan.fits else DONE
+
+
+@contextmanager
+def _unless_unmeasured(config: RunConfig) -> Iterator[None]:
+    """Pass over that this machine is not measured, where no hardware was asked for."""
+    try:
+        yield
+    except ConfigError:
+        if config.run.hardware != "auto" or hardware.THIS_MACHINE in hardware.names():
+            raise
+
+
+def _show(config: RunConfig, plan: Plan | None, out: Console) -> dict[str, Any]:
+    """Print it; gives what `--dry-run --json` prints."""
+    setting = plan.setting if plan else Setting.from_config(config)
+    if plan:
+        table.explain(plan, out)
+        row = plan.to_json()
+    else:
+        memory = fullest(setting)
+        out.print("\n".join(table.lines_of(setting)))
+        table.show_memory(memory, out)
+        out.print(
+            "\nhow long a step takes is not known: `python launch/plan.py --calibrate` measures "
+            "this machine; or name one, --parallel3d.run.hardware"
+        )
+        row = choices_json(setting, memory)
+    size, folder = checkpoint_bytes(setting), Path(config.run.directory)
+    lacks = room.disk_lacks(folder, size)
+    missing = f"; {folder.absolute()} has {room.shown(lacks)} too little for one" if lacks else ""
+    out.print(f"a checkpoint is about {room.shown(size)}{missing}")
+    out.print("dry run: nothing was trained")
+    return {
+        "dry_run": True,
+        "plan": row,
+        "checkpoint_bytes": size,
+        "hardware": plan.request.hardware.name if plan else None,
+        "config": config.to_dict(),
+    }

@@ -1,0 +1,220 @@
+"""Requests to stop or to save: signals, files in its folder, a launcher that is gone (floor 5).
+
+Before training a request ends the process at once, by `Stopped`; from then on (`StopRequest.hold`)
+it waits for the end of a step, where all ranks agree on it.
+"""
+
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+from parallel3d.errors import TrainingError
+from parallel3d.mesh.waiting import SharedFlag
+
+STOPPED = 3  # the exit code; scripts rely on it
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_ONE_CTRL_C = 2.0  # seconds within which SIGINTs are one
+_GRACE = 4.0  # seconds that a process has to end by itself, when nothing is trained yet
+_LOOK = 0.25  # seconds between looks at what the other ranks and the launcher do
+_SEEN = 2.0  # seconds that rank 0, which keeps the store, waits for the others to hear of it
+_DEEPSPEED = "deepspeed.launcher.launch"
+
+
+class Stopped(BaseException):
+    """A request to stop, before there is anything to save.
+
+    Not an Exception: on its way out it passes libraries that turn those into errors of theirs.
+    """
+
+
+class StopRequest:
+    """Whether somebody asked the run to stop or to save, here and (`agree`) on any rank.
+
+    `asked` is this rank's wish; `stopping` and `saving` are what all ranks agreed on. Only these
+    may decide what a rank does next, or the ranks part ways.
+    """
+
+    def __init__(self) -> None:
+        self.asked = self.stopping = self.saving = False
+        self._held = self._listening = False
+        self._since = 0.0
+        self._folder: Path | None = None
+        self._flag: SharedFlag | None = None
+        self._rank: int | None = None
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def listening(self) -> Iterator["StopRequest"]:
+        """Take SIGINT and SIGTERM for a request; a second Ctrl-C interrupts training at once.
+
+        The process must end, with exit code 3, when `Stopped` leaves the block: if it is in there
+        some seconds longer, waiting for a collective or computing in a library, it is ended.
+        """
+        self._listening = True
+        previous = [signal.signal(s, self._hear) for s in SIGNALS]
+        ear, mouth = os.pipe()
+        os.set_blocking(mouth, False)
+        # A thread hears of signals while the main thread runs no Python, and cannot handle them.
+        former = signal.set_wakeup_fd(mouth, warn_on_full_buffer=False)
+        watch = threading.Thread(target=self._watch, args=(ear,), daemon=True)
+        watch.start()
+        try:
+            yield self
+        finally:
+            with self._lock:
+                self._listening = False
+            signal.set_wakeup_fd(former)
+            os.close(mouth)  # ends the thread
+            watch.join()
+            os.close(ear)
+            # A request is one until the process ends: launchers repeat it meanwhile.
+            if not self.asked:
+                for s, handler in zip(SIGNALS, previous, strict=True):
+                    signal.signal(s, handler)
+
+    def share(self, flag: SharedFlag, rank: int) -> None:
+        """Before training, tell the other ranks by `flag`, and listen to them."""
+        self._flag, self._rank = flag, rank
+
+    def hold(self, folder: Path | None) -> None:
+        """From now on let a request wait for the end of a step.
+
+        `folder` is the run's, on the rank that is to look for the files STOP and SAVE in it; None
+        on the others. Raises Stopped if there has been a request.
+        """
+        self._folder = folder
+        self._held = True
+        if self.asked:  # an exception that was swallowed, in a destructor for example
+            self._held = False
+            raise Stopped
+
+    def flags(self) -> list[float]:
+        """This rank's wishes, to stop and to save, for a row that the ranks gather anyway."""
+        # A look is one stat, and there is none for what is known already.
+        self.asked = self.asked or self._finds("STOP")
+        return [float(self.asked), float(self.saving or self._finds("SAVE"))]
+
+    def agree(self, rows: Sequence[Sequence[float]]) -> None:
+        """Take over what any rank wishes; `rows` are all ranks' `flags()`, the same everywhere."""
+        self.stopping = self.stopping or any(row[0] for row in rows)
+        self.saving = self.saving or any(row[1] for row in rows)
+        self.asked = self.asked or self.stopping
+
+    def saved(self) -> None:
+        """The save that was asked for has begun: the file SAVE goes."""
+        if self.saving:
+            self.saving = False
+            self._remove("SAVE")
+
+    def finished(self) -> None:
+        """All is saved, or done: the files go, or they would stop the next start."""
+        self._remove("SAVE")
+        self._remove("STOP")
+
+    def part(self) -> int:
+        """Last words before training, from rank 0 alone; gives the exit code."""
+        if self._rank == 0:
+            print(
+                "stopped on request before the first step; what is prepared is kept: start again "
+                "to go on",
+                file=sys.stderr,
+                flush=True,
+            )
+        if self._flag:
+            with suppress(RuntimeError):  # nobody is left to hear it
+                self._flag.set()
+                if self._rank == 0:
+                    self._flag.wait_until_seen(_SEEN)
+        return STOPPED
+
+    def explains_loss(self) -> bool:
+        """Whether a peer that was lost before training has ended on request."""
+        with suppress(RuntimeError):
+            return not self._held and bool(self.asked or (self._flag and self._flag.is_set()))
+        return False
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if not self.asked:
+            self.asked, self._since = True, now
+            if not self._held:
+                raise Stopped
+        # torchrun hands a Ctrl-C on to ranks that have had it from the terminal.
+        elif (
+            number == signal.SIGINT
+            and now - self._since > _ONE_CTRL_C
+            and self._held
+            and self._listening
+        ):
+            raise TrainingError("interrupted a second time; nothing more is saved")
+
+    def _watch(self, ear: int) -> None:
+        """Turn what Python's handlers do not hear of into a signal, or into the process's end."""
+        deadline, launcher = None, _Launcher()
+        while True:
+            if select.select([ear], [], [], _LOOK)[0]:
+                numbers = os.read(ear, 64)
+                if not numbers:
+                    return
+                if deadline is None and any(number in SIGNALS for number in numbers):
+                    deadline = time.monotonic() + _GRACE
+                    self._tell()
+            if deadline is None:
+                if launcher.is_gone() or self._is_told():
+                    self._ask()
+            elif not self._held and time.monotonic() > deadline:
+                os._exit(self.part())
+
+    def _ask(self) -> None:
+        with self._lock:
+            if self._listening:
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+
+    def _tell(self) -> None:
+        if self._flag and not self._held:
+            with suppress(RuntimeError):
+                self._flag.set()
+
+    def _is_told(self) -> bool:
+        if self._flag is None or self._held:
+            return False
+        try:
+            return self._flag.is_set()
+        except RuntimeError:  # who keeps the store has ended, and not on request
+            self._flag = None
+            return False
+
+    def _finds(self, name: str) -> bool:
+        # Of a disk that is away for a moment it says False; Path.exists would raise.
+        return self._folder is not None and os.path.exists(self._folder / name)
+
+    def _remove(self, name: str) -> None:
+        if self._folder is not None:
+            with suppress(OSError):
+                (self._folder / name).unlink()
+
+
+class _Launcher:
+    """Sees the `deepspeed` command die: it dies of a SIGTERM without a word to the ranks."""
+
+    def __init__(self) -> None:
+        self._node: psutil.Process | None = None
+        with suppress(psutil.Error):
+            node = psutil.Process(os.getppid())
+            if _DEEPSPEED in node.cmdline():
+                self._node, self._command = node, node.ppid()
+
+    def is_gone(self) -> bool:
+        """Whether the command that started this node's launcher is dead."""
+        with suppress(psutil.Error):
+            return self._node is not None and self._node.ppid() != self._command
+        return True

@@ -1,0 +1,268 @@
+"""The step loop: batch -> executor -> engine -> metrics -> checkpoint; nothing else (floor 5)."""
+
+import math
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+import torch
+
+from parallel3d.checkpoint.save import MOST_FAILURES, Saver
+from parallel3d.checkpoint.state import Position, RunState
+from parallel3d.config import RunConfig
+from parallel3d.config.learning_rate import rate
+from parallel3d.data.batches import Batches, documents_of, first_sample, num_evaluation_batches
+from parallel3d.data.corpus import Corpus
+from parallel3d.errors import TrainingError
+from parallel3d.fault import fault_point
+from parallel3d.mesh.mesh import Mesh
+from parallel3d.pipeline.executor import Microbatch
+from parallel3d.train.assembly import Assembly
+from parallel3d.train.metrics import MetricsWriter, Progress, StepMetrics, peak_memory_bytes
+from parallel3d.train.profiler import Profiler
+from parallel3d.train.stopping import StopRequest
+
+_PATIENCE = 20.0  # seconds for a step and a save, of the 30 that deepspeed's launcher waits
+
+
+@dataclass
+class Result:
+    """What a run came to."""
+
+    steps: int = 0
+    loss: float = math.nan
+    held_out_loss: float | None = None
+    tokens_per_second: float = 0.0
+    tflops_per_device: float = 0.0
+    mfu: float | None = None
+    peak_memory_bytes: list[int] = field(default_factory=list)
+    stopped: bool = False
+
+
+class Trainer:
+    """Trains from `start` to `train.steps`, evaluating and saving on the way.
+
+    `peak_flops` are a device's (None: MFU is not reported). `writer` and `progress` are given on
+    the rank that reports, and there alone. Without a `saver` nothing is saved.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        mesh: Mesh,
+        corpus: Corpus,
+        parts: Assembly,
+        peak_flops: float | None,
+        writer: MetricsWriter | None = None,
+        progress: Progress | None = None,
+        profiler: Profiler | None = None,
+        saver: Saver | None = None,
+        stop: StopRequest | None = None,
+        start: Position | None = None,
+    ) -> None:
+        self.config, self.mesh, self.engine = config, mesh, parts.engine
+        self.executor, self.evaluator = parts.executor, parts.evaluator
+        self.flops_per_token, self.peak_flops = parts.flops_per_token, peak_flops
+        self._end_of_text = corpus.end_of_text
+        self.writer, self.progress, self.profiler = writer, progress, profiler
+        self.saver, self.stop = saver, stop or StopRequest()
+        self.position = start or Position()
+        self._state = RunState(config, corpus) if saver else None
+        self._stall: float | None = None  # of the newest save, until a line of metrics has it
+        length = config.data.sequence_length
+        self._training = Batches(corpus.train, length, config.train.seed)
+        self._held_out = Batches(corpus.held_out, length, seed=None)
+
+    def run(self) -> Result:
+        """Train; raises TrainingError on every rank if a loss or gradient is not finite.
+
+        Raises it, too, if checkpoints cannot be saved.
+        """
+        result, first = Result(steps=self.position.step), self.position.step
+        seconds = taken = 0.0  # of the steps after the first, which also warms up
+        while result.steps < self.config.num_steps and not result.stopped:
+            step = result.steps
+            fault_point("trainer.step")
+            with self.profiler.step(step) if self.profiler else nullcontext():
+                began = time.perf_counter()
+                lr = rate(self.config, step)
+                rows = self._step(step, lr)
+                taken = time.perf_counter() - began
+            seconds += taken if step > first else 0.0
+            if step == first:
+                self.mesh.set_timeouts(self.config.train.timeout_seconds)
+                self._warn_if_slow(taken)
+            self.position = self.position.after(self.config)
+            result.steps = step + 1
+            result.loss = self._mean_loss([row[0] for row in rows])
+            result.peak_memory_bytes = [int(row[1]) for row in rows]
+            result.stopped = self.stop.stopping or result.steps == self._stop_after
+            held_out = None if result.stopped else self._evaluated(result)
+            self._report(self._metrics(step, result.loss, lr, taken, rows, held_out))
+            self._save_if_due(result)
+        if self.profiler:
+            self.profiler.finish()  # of a run that was stopped among the profiled steps
+        if result.steps == first:
+            # A run that was stopped at its last step, or is done, and was started again.
+            result.held_out_loss = self.evaluate()
+            self.stop.finished()
+        else:
+            timed = max(1, result.steps - first - 1)
+            speed = self._speed(seconds / timed if seconds else taken)
+            result.tokens_per_second, result.tflops_per_device, result.mfu = speed
+        return result
+
+    def _warn_if_slow(self, step_seconds: float) -> None:
+        """Say so if a request to stop may not be served before launchers lose their patience."""
+        save_seconds = self.saver.expected_seconds() if self.saver else 0.0
+        if self.progress and step_seconds + save_seconds > _PATIENCE:
+            self.progress.say(
+                f"a step took {step_seconds:.0f} s and a save takes about {save_seconds:.0f} s: "
+                "stopped by SIGTERM, a launcher may kill this run before its state is saved (30 s "
+                "under deepspeed); put a file named STOP into the run's folder instead"
+            )
+
+    def evaluate(self) -> float | None:
+        """Mean loss of the held-out samples: the same ones on every mesh, in order.
+
+        None if somebody asks to stop meanwhile; then every rank leaves after the same batch.
+        """
+        config = self.config
+        size = config.global_batch_size
+        limit = -(-config.train.evaluate_samples // size)
+        rounds = num_evaluation_batches(self._held_out.num_samples, size, limit)
+        losses = []
+        for i in range(rounds):
+            local = self.evaluator.run(self._batch(self._held_out, i * size))
+            rows = self.mesh.gather_floats([local, *self.stop.flags()])
+            self.stop.agree([row[1:] for row in rows])
+            if self.stop.stopping:
+                return None
+            losses.append(self._mean_loss([row[0] for row in rows]))
+        return sum(losses) / rounds
+
+    @property
+    def _stop_after(self) -> int | None:
+        """The step after which to stop as if asked to, unless training is over by then."""
+        after = self.config.train.stop_after
+        return after if after is not None and after < self.config.num_steps else None
+
+    def _evaluated(self, result: Result) -> float | None:
+        """The held-out loss, after the steps that call for it."""
+        every = self.config.train.evaluate_every
+        if result.steps < self.config.num_steps and not (every and result.steps % every == 0):
+            return None
+        held_out = self.evaluate()
+        result.held_out_loss = held_out if held_out is not None else result.held_out_loss
+        result.stopped = held_out is None
+        return held_out
+
+    def _save_if_due(self, result: Result) -> None:
+        """Save after the steps that call for it; what ends the run is on disk before it ends."""
+        if self.saver is None or self._state is None:
+            return
+        self.saver.poll()
+        every, last = self.config.checkpoint.every, result.steps == self.config.num_steps
+        ends = result.stopped or last
+        if ends or self.stop.saving or (every and result.steps % every == 0):
+            self._stall = self.saver.save(self._state.at(self.position), wait=ends)
+            self.stop.saved()
+        if ends:
+            self.saver.require_saved()
+            self.stop.finished()
+
+    def _step(self, step: int, lr: float) -> list[list[float]]:
+        """One step; each rank's loss, peak memory, and wishes to stop and to save."""
+        loss = self.executor.run(self._batch(self._training, self.position.next_sample), step)
+        memory, broken = peak_memory_bytes(self.mesh.device), bool(self.saver and self.saver.broken)
+        rows = self.mesh.gather_floats([loss, memory, *self.stop.flags(), broken])
+        for rank, (local, *_) in enumerate(rows):
+            if not math.isfinite(local):
+                self._give_up(
+                    f"the loss on rank {rank} is {local} at step {step + 1}, lr {lr:.3g}; "
+                    "all ranks stop. Lower optimizer.params.lr, lengthen the warm-up, or look "
+                    "at the data of this step"
+                )
+        self.stop.agree([row[2:4] for row in rows])
+        if any(row[-1] for row in rows):
+            raise TrainingError(
+                f"{MOST_FAILURES} checkpoints in a row could not be saved; all ranks stop. The "
+                "ones before them stand: make room or mend the disk, and start again"
+            )
+        self._done = self.engine.step(lr)
+        norm = self._done.grad_norm
+        if not self._done.overflow and (not math.isfinite(norm) or norm < 0):
+            self._give_up(
+                f"the gradient norm is not finite at step {step + 1}, lr {lr:.3g}, although the "
+                "losses are; all ranks stop. Lower optimizer.params.lr, or try fp32"
+            )
+        return rows
+
+    def _give_up(self, message: str) -> NoReturn:
+        """Raise TrainingError, on all ranks; a save of earlier steps is not lost with the run."""
+        if self.saver:
+            self.saver.finish()
+        raise TrainingError(message)
+
+    def _batch(self, batches: Batches, start: int) -> list[Microbatch]:
+        """This data-parallel coordinate's microbatches of the batch from sample `start` on."""
+        config, result = self.config, []
+        for m in range(config.num_microbatches):
+            first = first_sample(
+                start,
+                m,
+                self.mesh.coord("dp"),
+                micro_batch=config.micro_batch_size,
+                num_microbatches=config.num_microbatches,
+                dp=self.mesh.size("dp"),
+            )
+            tokens, labels = batches.microbatch(first, config.micro_batch_size)
+            arrays = [tokens, labels]
+            if config.data.isolate_documents:
+                arrays.append(documents_of(tokens, self._end_of_text))
+            result.append(Microbatch(*(torch.from_numpy(x).to(self.mesh.device) for x in arrays)))
+        return result
+
+    def _mean_loss(self, locals_: list[float]) -> float:
+        """The loss over the batch; every tp rank of the last stage reports its dp share's."""
+        return sum(locals_) / (self.mesh.size("dp") * self.mesh.size("tp"))
+
+    def _speed(self, seconds: float) -> tuple[float, float, float | None]:
+        """Tokens a second of the mesh, model TFLOP/s of a device, and its share of the peak."""
+        tokens = self.config.tokens_per_step / seconds
+        flops = tokens * self.flops_per_token / self.mesh.size("world")
+        return tokens, flops / 1e12, flops / self.peak_flops if self.peak_flops else None
+
+    def _metrics(
+        self,
+        step: int,
+        loss: float,
+        lr: float,
+        seconds: float,
+        rows: list[list[float]],
+        held_out: float | None,
+    ) -> StepMetrics:
+        tokens_per_second, tflops, mfu = self._speed(seconds)
+        stall, self._stall = self._stall, None
+        return StepMetrics(
+            step=step + 1,
+            loss=loss,
+            grad_norm=self._done.grad_norm,
+            lr=lr,
+            tokens=self.position.tokens,
+            tokens_per_second=tokens_per_second,
+            tflops_per_device=tflops,
+            mfu=mfu,
+            peak_memory_bytes=int(max(row[1] for row in rows)),
+            step_seconds=seconds,
+            held_out_loss=held_out,
+            loss_scale=self._done.loss_scale if self.config.fp16.enabled else None,
+            checkpoint_stall_seconds=stall,
+        )
+
+    def _report(self, metrics: StepMetrics) -> None:
+        if self.writer:
+            self.writer.write(metrics)
+        if self.progress:
+            self.progress.show(metrics)

@@ -1,0 +1,177 @@
+"""Calibration: what a machine is measured to be is what a file says, or nothing is written."""
+
+import json
+import math
+from dataclasses import asdict
+from datetime import date
+
+import pytest
+
+from parallel3d.calibrate import describe as calibration
+from parallel3d.calibrate.curves import fit_link
+from parallel3d.calibrate.device import QUICK, Measured
+from parallel3d.calibrate.fit import fit, fit_line, typical
+from parallel3d.calibrate.steps import Timed, small_runs
+from parallel3d.errors import TrainingError
+from parallel3d.hardware import Hardware
+from parallel3d.plan.setting import Setting
+from parallel3d.plan.time.operators import Curves
+from parallel3d.plan.time.step import step_time
+
+pytestmark = pytest.mark.gloo
+
+LATENCY, BANDWIDTH = 2e-4, 1.5e9
+SIZES = [4096 * 4**i for i in range(8)]
+
+
+def figures_of(value, place=""):
+    """Every {"value", "source"} in a JSON object, with its place."""
+    if isinstance(value, dict) and "value" in value:
+        yield place, value["value"], value["source"]
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            yield from figures_of(inner, f"{place}.{name}")
+
+
+def planted(ranks, speed=1e11):
+    """What `ranks` would measure on a machine of planted figures."""
+    measured = Measured(memory_bytes=8e9, threads=1, bandwidth=2e10, adam_params=2e8)
+    measured.host_adam_params, measured.host_adam, measured.host_copy = 5e8, "an Adam", 1e10
+    shapes = [(s, s, s) for s in (64, 128, 256, 512, 1024)] + [(128, 1024, 64), (512, 64, 2048)]
+    measured.matmul = {"fp32": [(m, k, n, 1e-5 + 2 * m * k * n / speed) for m, k, n in shapes]}
+    flops = [4 * 2 * 4 * s * s * 64 for s in (64, 128, 256, 512)]
+    measured.attention = [
+        (2, 4, s, 64, f / 2e11, f / 8e10) for s, f in zip((64, 128, 256, 512), flops, strict=True)
+    ]
+    measured.traffic = [("add", 2**k, 2**k / 1e10) for k in range(16, 24)]
+    rows = {
+        kind: [(n, times * (LATENCY + n / 2 / BANDWIDTH)) for n in SIZES]
+        for kind, times in (("all_reduce", 2), ("all_gather", 1), ("reduce_scatter", 1))
+    }
+    rows["send"] = [(n, LATENCY + n / BANDWIDTH) for n in SIZES]
+    return [asdict(measured) | {"links": rows if ranks > 1 else {}} for _ in range(ranks)]
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A machine of two processes on which measuring takes no time."""
+    monkeypatch.setattr(calibration, "_devices", lambda: (False, 2))
+    monkeypatch.setattr(calibration, "_measure", lambda ranks, effort: planted(ranks))
+    runs = [(run, Timed(0.05 * (1 + run.layers) * run.ranks, 0.01)) for run in small_runs(2)]
+    monkeypatch.setattr(calibration, "_steps", lambda ranks, effort: runs)
+    return monkeypatch
+
+
+def test_a_line_is_found_in_exact_timings():
+    found = fit_line([(n, LATENCY + n / BANDWIDTH) for n in SIZES])
+    assert found == pytest.approx((LATENCY, BANDWIDTH), rel=1e-6)
+
+
+@pytest.mark.parametrize("latency", [0.0, -1e-6])
+def test_a_line_through_zero_has_no_latency(latency):
+    found = fit_line([(n, latency + n / BANDWIDTH) for n in SIZES])
+    assert found[0] == 0.0 or found[0] < 1e-12
+    assert found[1] == pytest.approx(BANDWIDTH, rel=0.2)
+    with pytest.raises(ValueError, match="two sizes"):
+        fit_line([(4096, 1.0), (4096, 1.1)])
+
+
+def test_a_link_is_found_in_the_timings_of_all_collectives():
+    # A ring of two: each sends half of the bytes once, or twice in an all-reduce.
+    bandwidth, latency = fit_link(planted(2)[0]["links"], ranks=2)
+    assert bandwidth == pytest.approx(BANDWIDTH, rel=0.01)
+    assert latency == pytest.approx(LATENCY, rel=0.02)
+
+
+def test_parameters_are_found_and_what_nothing_tells_stays():
+    sizes = (1.0, 2.0, 5.0, 10.0)
+    found = fit(
+        {"slope": 1.0, "offset": 1.0, "unseen": 7.0, "fixed": 3.0},
+        {"slope": (1e-3, 1e3), "offset": (1e-3, 1e3), "unseen": (1e-3, 1e3)},
+        lambda v: [v["slope"] * x + v["offset"] for x in sizes],
+        [4 * x + 0.5 for x in sizes],
+    )
+    assert found["slope"] == pytest.approx(4, rel=0.05)
+    assert found["offset"] == pytest.approx(0.5, rel=0.2)
+    assert found["unseen"] == pytest.approx(7)
+    assert found["fixed"] == 3.0
+    bounded = fit({"slope": 1.0}, {"slope": (0.5, 2.0)}, lambda v: [v["slope"]], [100.0])
+    assert bounded["slope"] == pytest.approx(2.0)
+
+
+def test_the_typical_ratio_is_the_geometric_mean():
+    assert typical([0.5, 2.0, math.nan, 0.0]) == pytest.approx(1.0)
+    with pytest.raises(ValueError, match="no ratio"):
+        typical([])
+
+
+def test_a_planted_machine_is_described(machine, tmp_path):
+    path, said = tmp_path / "this-machine.json", []
+    hardware = calibration.calibrate(said.append, path)
+    assert Hardware.model_validate(json.loads(path.read_text())) == hardware
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+    assert str(path) in said[-1]
+    assert hardware.matmul_flops["fp32"].value == pytest.approx(1e11, rel=0.01)
+    assert hardware.memory_bandwidth.value == 2e10
+    assert hardware.memory_bytes.value == 8e9
+    assert hardware.host.device_bandwidth.value == 1e10
+    assert "an Adam" in hardware.host.adam_params.source
+    assert hardware.link.bandwidth.value == pytest.approx(BANDWIDTH, rel=0.01)
+    assert hardware.cores.count.value == 2
+    assert hardware.cores.alone["matmul"].value == pytest.approx(1)
+    assert set(hardware.curves) == set(asdict(Curves()))
+    for place, value, source in figures_of(json.loads(path.read_text())):
+        assert value > 0, place
+        assert f"measured on {date.today()}" in source, place
+
+
+def test_processes_that_share_a_core_take_turns(machine, tmp_path):
+    hardware = calibration.calibrate(lambda text: None, tmp_path / "a.json")
+    assert hardware.slowdown("matmul", 4) == 2
+    assert hardware.slowdown("matmul", 2) == 1
+    assert hardware.slowdown("overhead", 1) == hardware.cores.alone["overhead"].value
+    assert hardware.model_copy(update={"cores": None}).slowdown("matmul", 4) == 1
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5, 8])
+def test_the_small_runs_can_run_on_any_number_of_processes(ranks):
+    runs = small_runs(ranks)
+    assert {run.ranks for run in runs} == {1, ranks}
+    assert len(set(runs)) == len(runs)
+    for run in runs:
+        assert run.config().mesh.dp == run.mesh[1]
+        assert Setting.from_config(run.config()).devices == run.ranks
+
+
+@pytest.mark.parametrize(
+    "broken", [{"bandwidth": 0.0}, {"host_copy": math.inf}, {"traffic": [("add", 64, -1.0)]}]
+)
+def test_what_cannot_be_measured_writes_nothing(machine, tmp_path, broken):
+    machine.setattr(
+        calibration, "_measure", lambda ranks, effort: [m | broken for m in planted(ranks)]
+    )
+    path = tmp_path / "this-machine.json"
+    path.write_text("as it was")
+    with pytest.raises(TrainingError, match=f"{next(iter(broken))} came out as .*nothing is"):
+        calibration.calibrate(lambda text: None, path)
+    assert path.read_text() == "as it was"
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_folder_that_is_not_there_is_named(machine, tmp_path):
+    with pytest.raises(TrainingError, match=r"cannot write .*missing.*: give a folder"):
+        calibration.calibrate(lambda text: None, tmp_path / "missing" / "this-machine.json")
+
+
+def test_this_machine_is_measured(tmp_path):
+    path = tmp_path / "this-machine.json"
+    hardware = calibration.calibrate(lambda text: None, path, QUICK)
+    found = Hardware.model_validate(json.loads(path.read_text()))
+    assert found == hardware
+    assert found.name == "this-machine"
+    assert {"fp32", "bf16"} <= set(found.matmul_flops)
+    figures = list(figures_of(json.loads(path.read_text())))
+    assert len(figures) > 12
+    assert all(value > 0 and source.startswith("measured on ") for _, value, source in figures)
+    setting = Setting.from_config(small_runs(2)[0].config())
+    assert step_time(setting, found, Curves(**found.curves)).seconds > 0

@@ -1,0 +1,267 @@
+"""Saves the training state of one mesh and loads it on others, and compares bit by bit.
+
+The reference knows nothing of our format: it is what DeepSpeed's own getters gather on the source,
+and the same getters are asked on the target.
+"""
+
+import zlib
+from contextlib import nullcontext
+from dataclasses import dataclass
+from unittest.mock import patch
+
+import deepspeed
+import torch
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from deepspeed.utils import safe_get_full_optimizer_state
+from safetensors.torch import load_file, save_file
+
+from models import layers
+from parallel3d.checkpoint import resume
+from parallel3d.checkpoint.load import load
+from parallel3d.checkpoint.manifest import verify
+from parallel3d.checkpoint.save import Saver
+from tests.engine import offloading
+from tests.models.families import small
+from tests.ranks import run_ranks
+from tests.verify import parity
+from tests.verify.parity import Case, Trainer
+
+STEPS = 2  # so that the moments are of several gradients
+MOMENTS = ("exp_avg", "exp_avg_sq")
+MODELS = {
+    "gpt": parity.config_of,
+    # Room for two stages on each of two ranks.
+    "deep": lambda case: small("gpt", num_hidden_layers=4),
+    "wide": lambda case: small("gpt", hidden_size=512, num_hidden_layers=3),
+    # Fewer key/value heads than four tp ranks, so that some ranks hold the same ones.
+    "llama": lambda case: small("llama", num_key_value_heads=2, num_hidden_layers=3),
+}
+MICROBATCHES, BATCH = 2, 8
+
+
+@dataclass(frozen=True)
+class Side:
+    """Where a state is saved or loaded: a mesh and how its training state is kept."""
+
+    mesh: tuple[int, int, int]
+    zero: int = 3
+    offload: str = "none"
+    tied: bool = True
+    model: str = "gpt"
+    schedule: str = "gpipe"
+    stages_per_rank: int = 1
+    sequence_parallel: bool = False
+    precision: str = "fp32"
+    thresholds: bool = False  # DeepSpeed's own, under which small parameters stay gathered
+
+    @property
+    def world_size(self):
+        pp, dp, tp = self.mesh
+        return pp * dp * tp
+
+    @property
+    def weights(self):
+        """What two sides must have in common."""
+        return self.model, self.tied
+
+    def __str__(self):
+        changed = [
+            "x".join(map(str, self.mesh)),
+            f"zero{self.zero}",
+            *([self.offload] if self.offload != "none" else []),
+            "tied" if self.tied else "untied",
+            *(x for x, usual in ((self.model, "gpt"), (self.schedule, "gpipe")) if x != usual),
+            *([self.precision] if self.precision != "fp32" else []),
+            *(["sp"] if self.sequence_parallel else []),
+            *(["thresholds"] if self.thresholds else []),
+        ]
+        return "-".join(changed)
+
+
+class Trained(Trainer):
+    """The parts of a run on one side."""
+
+    def __init__(self, side, folder):
+        self.side = side
+        case = Case(
+            mesh=side.mesh, zero_stage=side.zero, offload=side.offload, tied=side.tied,
+            schedule=side.schedule, stages_per_rank=side.stages_per_rank, reduction="auto",
+            sequence_parallel=side.sequence_parallel, precision=side.precision,
+            microbatches=MICROBATCHES, batch=BATCH, thresholds=side.thresholds,
+        )  # fmt: skip
+        # DeepSpeed numbers parameters and modules on from the last engine's and compares the
+        # numbers over dp, whose ranks may have had different stages before.
+        deepspeed.zero.Init.param_id = 0
+        DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
+        model = patch.object(parity, "config_of", MODELS[side.model])
+        with model, patch.object(parity, "settings_of", parity.settings_of):
+            if "nvme" in side.offload or "+" in side.offload:
+                changes = offloading.changes(side.offload, folder)
+                with offloading.use(changes):
+                    super().__init__(case)
+            else:
+                super().__init__(case)
+
+    def train(self, steps=STEPS):
+        """Train on data of this side's own, so that no two sides come to the same numbers."""
+        generator = torch.Generator().manual_seed(zlib.crc32(str(self.side).encode()))
+        for step in range(steps):
+            text = torch.randint(self.config.vocab_size, (BATCH, 17), generator=generator)
+            self.executor.run(self.microbatches(text[:, :-1], text[:, 1:]), step)
+            self.engine.step(3e-3)
+
+    def gathered(self):
+        """This tp rank's part of every master and moment: (name, copy, cut, {kind: value})."""
+        self._link_moments()
+        for held in self.engine.held:
+            values = {"master": self.engine.full_parameter(held)}
+            for kind in MOMENTS:
+                found = safe_get_full_optimizer_state(held.parameter, kind)
+                values[kind] = found.detach().reshape(held.cut.local_shape)
+            yield held.name, held.copy, held.cut, {k: v.cpu().clone() for k, v in values.items()}
+
+    def _link_moments(self):
+        """At ZeRO-1 and 2 DeepSpeed's getters see the moments of its first group of parameters
+        from its first step on, and the others' never; let them see all."""
+        optimizer = self.engine._deepspeed.optimizer
+        if hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):
+            optimizer._hp_optimizer_states_linked = False
+            optimizer._lazy_init_hp_params_optimizer_state()
+
+    def weights(self):
+        """What forward uses, by name: this tp rank's part, whole."""
+        for held in self.engine.held:
+            sharded = hasattr(held.parameter, "ds_id")
+            whole = (
+                deepspeed.zero.GatheredParameters([held.parameter]) if sharded else nullcontext()
+            )
+            with whole:
+                yield held.name, held.parameter.detach().cpu().clone()
+
+
+def state(step):
+    """What a run adds to the state in a checkpoint of this step."""
+    numbers = {"step": step, "tokens": 0, "next_sample": 0}
+    return numbers | {name: {} for name in ("config", "mesh", "corpus", "tokenizer")}
+
+
+def save_on_rank(rank, sides, root):
+    """Train and save on each side in turn; what was gathered there on one rank of each part."""
+    everything = []
+    for number, side in enumerate(sides):
+        trained = Trained(side, root)
+        trained.train()
+        parts = list(trained.gathered())
+        everything.append(parts if trained.mesh.coord("dp") == 0 else [])
+        saver = Saver(
+            trained.engine, trained.mesh, layers(trained.config), root / str(side),
+            asynchronous=number % 2 == 0,
+        )  # fmt: skip
+        saver.save(state(STEPS))
+        saver.require_saved()
+        trained.mesh.barrier()
+        trained.engine.close()
+    return everything
+
+
+def save(sides, root, timeout=200):
+    """Save on each of the sides, with a reference of it that is whole; gives the sides."""
+    for world_size in sorted({side.world_size for side in sides}):
+        mine = [side for side in sides if side.world_size == world_size]
+        ranks = run_ranks(save_on_rank, world_size, mine, root, timeout=timeout)
+        for side, parts in zip(mine, zip(*ranks, strict=True), strict=True):
+            assert verify(root / str(side) / f"step-{STEPS}") == []
+            save_file(
+                whole(part for some in parts for part in some),
+                root / str(side) / "reference.safetensors",
+            )
+    return sides
+
+
+def whole(parts):
+    """Whole tensors, from the parts that tensor and pipeline parallel ranks hold."""
+    found = {}
+    for name, copy, cut, values in parts:
+        name = "embedding.token.weight" if copy else name
+        for kind, value in values.items():
+            empty = torch.full(cut.global_shape, torch.nan)
+            place = found.setdefault(f"{name}|{kind}", empty)
+            if cut.dim is not None:
+                place = place.narrow(cut.dim, cut.start, cut.stop - cut.start)
+            missing = bool(place.isnan().all())
+            assert missing or torch.equal(place, value), f"the ranks differ in {name}'s {kind}"
+            place.copy_(value)
+    for key, tensor in found.items():
+        assert not tensor.isnan().any(), key
+    return found
+
+
+def load_on_rank(rank, cases, root):
+    """Build each target in turn and load all its sources into it, one after the other.
+
+    For each target and source: what is wrong, in words, and how many elements were compared.
+    """
+    everything = []
+    for target, sources in cases:
+        trained, results = Trained(target, root), []
+        if target.thresholds:
+            trained.train(1)  # so that some parameters are gathered, of the old shards
+        for source in sources:
+            folder = root / str(source)
+            found, _ = resume.find(folder, str(folder / f"step-{STEPS}"), trained.mesh)
+            load(
+                found.folder, found.files, found.state, trained.engine, trained.mesh,
+                layers(trained.config),
+            )  # fmt: skip
+            results.append(differences(trained, load_file(folder / "reference.safetensors")))
+        everything.append(results)
+        trained.mesh.barrier()
+        trained.engine.close()
+    return everything
+
+
+def load_all(cases, root, timeout=200):
+    """Load on each target, given with its sources: (source, target) -> what is wrong."""
+    found = {}
+    for world_size in sorted({target.world_size for target, _ in cases}):
+        mine = [(target, sources) for target, sources in cases if target.world_size == world_size]
+        ranks = run_ranks(load_on_rank, world_size, mine, root, timeout=timeout)
+        for (target, sources), results in zip(mine, zip(*ranks, strict=True), strict=True):
+            for source, by_rank in zip(sources, zip(*results, strict=True), strict=True):
+                assert all(compared > 0 for _, compared in by_rank)
+                found[source, target] = [
+                    f"rank {rank}: {text}"
+                    for rank, (wrong, _) in enumerate(by_rank)
+                    for text in wrong
+                ]
+    return found
+
+
+def differences(trained, reference):
+    """What is not bit-equal to the reference, in words; the elements that were compared."""
+    wrong, compared = [], 0
+    dtype = trained.engine.settings.dtype
+    masters = {}
+    for name, copy, cut, values in trained.gathered():
+        for kind, value in values.items():
+            expected = reference[f"{'embedding.token.weight' if copy else name}|{kind}"]
+            if cut.dim is not None:
+                expected = expected.narrow(cut.dim, cut.start, cut.stop - cut.start)
+            compared += value.numel()
+            if count := differing(value, expected):
+                wrong.append(f"{name}'s {kind}: {count} of {value.numel()} elements")
+            if kind == "master":
+                masters[name] = expected
+    for name, value in trained.weights():
+        if count := differing(value, masters.pop(name).to(dtype)):
+            wrong.append(f"what forward uses of {name}: {count} of {value.numel()} elements")
+    assert not masters
+    steps = trained.engine.states.counters()["optimizer_steps"]
+    return wrong + ([f"{steps} optimizer steps"] if steps != STEPS else []), compared
+
+
+def differing(a, b):
+    """How many elements differ in a bit."""
+    assert a.shape == b.shape and a.dtype == b.dtype, (a.shape, b.shape, a.dtype, b.dtype)
+    integers = torch.int32 if a.dtype == torch.float32 else torch.int16
+    return int((a.contiguous().view(integers) != b.contiguous().view(integers)).sum())

@@ -1,0 +1,30 @@
+"""Saves by real ranks, whose training state is small."""
+
+from models import layers
+from parallel3d.checkpoint.save import Saver
+from tests.checkpoint.resharding import Side, Trained
+from tests.ranks import run_ranks
+
+
+def saver_of(trained, folder, **settings):
+    return Saver(trained.engine, trained.mesh, layers(trained.config), folder, **settings)
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+
+PAIR = Side((1, 2, 1), 1)
+
+
+def two_ranks(rank, scenario, root, *args):
+    """A scenario with the parts of a run that has trained a little."""
+    trained = Trained(PAIR, root)
+    trained.train(1)
+    result = scenario(rank, trained, root / "checkpoints", *args)
+    trained.mesh.barrier()
+    return result
+
+
+def on_two_ranks(scenario, root, *args):
+    return run_ranks(two_ranks, 2, scenario, root, *args)

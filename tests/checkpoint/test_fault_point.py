@@ -1,0 +1,100 @@
+"""The drill misses nothing: between any two changes that a save makes on disk is a fault point."""
+
+import os
+import shutil
+import threading
+from collections import Counter
+from functools import partial
+
+import pytest
+
+from parallel3d.train.run_folder import forget_after
+from tests.checkpoint.drill import Run, check_resumed, prepared_config
+
+pytestmark = pytest.mark.drill
+
+WRITES = ("open", "mkdir", "write", "fsync", "rename", "unlink", "rmdir")
+
+
+def listen(path, rank):
+    """Write a line for every fault point, and for every change below checkpoints/, as they come."""
+    from parallel3d.checkpoint import disk
+
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    write = os.write
+
+    def say(what):
+        write(log, f"{threading.get_ident()} {what}\n".encode())
+
+    def heard(name, call):
+        def listening(target, *args, **kwargs):
+            place = os.readlink(f"/proc/self/fd/{target}") if type(target) is int else str(target)
+            reads = name == "open" and not (args and args[0] & os.O_CREAT)
+            if "/checkpoints/" in place and not reads:
+                say(f"{name} {place}")
+            return call(target, *args, **kwargs)
+
+        return listening
+
+    for name in (*WRITES, "replace", "truncate", "ftruncate", "link", "symlink"):
+        setattr(os, name, heard(name, getattr(os, name)))
+    disk.fault_point = lambda name: say(f"point {name}")
+
+
+def events_of(path):
+    """Of each thread, in order: what it did, and where."""
+    threads = {}
+    for line in path.read_text().splitlines():
+        thread, what, place = line.split(" ", 2)
+        threads.setdefault(thread, []).append((what, place))
+    path.unlink()
+    return threads.values()
+
+
+def changes_without_a_point(events):
+    """The changes that follow another one with no fault point in between; how many of each kind."""
+    bare, number = [], Counter()
+    for events_of_thread in events:
+        before = "start"
+        for what, place in events_of_thread:
+            if what != "point":
+                number[what] += 1
+                if before != "point":
+                    bare.append((what, place))
+            before = what
+    return bare, number
+
+
+def test_a_point_lies_before_every_change(tmp_path):
+    """In saves, in deletes, and as what a kill left is tidied up."""
+    run, events = Run(prepared_config(tmp_path), "one", (1, 1, 1)), tmp_path / "events"
+    ended = run.start(disturb=partial(listen, events))
+    assert ended[0].code == 0, ended[0].log
+    bare, number = changes_without_a_point(events_of(events))
+    assert bare == []
+    assert set(number) == set(WRITES)
+    # Four saves of three files and two texts of "latest", two old checkpoints deleted.
+    assert number["mkdir"] == 4 and number["rmdir"] == 2
+    assert number["open"] == 4 * 4 and number["unlink"] == 4 + 2 * 3
+    assert number["rename"] == 4 * 2 + 2
+    assert number["write"] > 4 * 4 and number["fsync"] >= 4 * 4
+    leftover = run.checkpoints / "step-9.tmp"
+    shutil.copytree(run.checkpoints / "step-4", leftover)
+    os.truncate(run.checkpoints / "step-4/state.json", 10)
+    check_resumed(run.start(disturb=partial(listen, events)), 3)
+    bare, number = changes_without_a_point(events_of(events))
+    assert bare == []
+    assert not leftover.exists() and number["rmdir"] == 1
+
+
+def test_damaged_lines_of_metrics_are_dropped_and_no_others(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    forget_after(path, 5)
+    assert not path.exists()
+    line = '{{"step": {}, "loss": 1.5}}\n'.format
+    path.write_text(line(1) + line(2) + line(3)[:-1])  # the last without its end
+    forget_after(path, 5)
+    assert path.read_text() == line(1) + line(2) + line(3)
+    path.write_text(line(1) + "{\0" + line(2) + line(3) + line(4) + line(5)[:9])
+    forget_after(path, 3)
+    assert path.read_text() == line(1) + line(3)

@@ -1,0 +1,129 @@
+"""What is saved on one mesh arrives on any other with every bit of its masters and moments.
+
+By default every ordered pair of meshes, with ZeRO stages and offloads drawn so that each pair of
+theirs appears, too; `pytest -m slow` runs all, and writes the table of docs/checkpoint.md.
+"""
+
+import time
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint.resharding import Side, load_all, save
+from tests.checkpoint.resharding_table import insert, markdown
+from tests.verify.pairwise import pairwise
+
+pytestmark = pytest.mark.usefixtures("operators")
+
+MESHES = [(1, 1, 1), (1, 4, 1), (4, 1, 1), (1, 1, 4), (2, 2, 1), (2, 1, 2), (2, 2, 2)]
+STAGES, OFFLOADS = [1, 3], ["none", "cpu"]
+ROWS = pairwise(
+    {"mesh": MESHES, "zero": STAGES, "offload": OFFLOADS, "end": ["source", "target"]},
+    lambda row: True,
+)
+SOURCES, TARGETS = (
+    [Side(row["mesh"], row["zero"], row["offload"]) for row in ROWS if row["end"] == end]
+    for end in ("source", "target")
+)
+
+
+def kinds(sides):
+    return {(side.zero, side.offload) for side in sides}
+
+
+def test_the_sample_has_every_pair():
+    """Each source is loaded on each target, so these are all pairs of each."""
+    for sides in (SOURCES, TARGETS):
+        assert sorted(side.mesh for side in sides) == sorted(MESHES)
+        assert kinds(sides) == set(product(STAGES, OFFLOADS))
+
+
+def check(found, cases):
+    assert len(found) == sum(len(sources) for _, sources in cases)
+    wrong = {f"{source} -> {target}": texts for (source, target), texts in found.items() if texts}
+    assert not wrong, wrong
+
+
+def test_every_mesh_to_every_mesh(tmp_path):
+    save(SOURCES, tmp_path)
+    cases = [(target, SOURCES) for target in TARGETS]
+    check(load_all(cases, tmp_path), cases)
+
+
+DEEP = {"model": "deep", "stages_per_rank": 2}
+LLAMA = {"model": "llama", "tied": False}
+# Of each set, any side can be loaded on any other.
+OTHERS = [
+    [  # untied; the llama family, with more tp ranks than key/value heads
+        Side((1, 1, 4), 3, **LLAMA),
+        Side((2, 1, 2), 2, sequence_parallel=True, **LLAMA),
+        Side((2, 2, 1), 1, **LLAMA),
+    ],
+    [  # several stages a rank, on any placement
+        Side((2, 2, 1), 3, schedule="interleaved", **DEEP),
+        Side((2, 1, 2), 1, schedule="v_shape", **DEEP),
+        Side((4, 1, 1), 3, model="deep", schedule="one_f_one_b"),
+    ],
+    [  # the other ZeRO stages and offloads, other precisions
+        Side((1, 4, 1), 0),
+        Side((2, 2, 1), 3, "nvme"),
+        Side((1, 2, 2), 2, "cpu", precision="bf16"),
+        Side((1, 4, 1), 3, thresholds=True, sequence_parallel=True),
+        Side((2, 1, 2), 3, "nvme", precision="bf16"),
+        Side((1, 4, 1), 3, "cpu+param-cpu", precision="bf16"),
+        Side((1, 1, 4), 0, "cpu", sequence_parallel=True),
+    ],
+]
+
+
+@pytest.mark.slow
+def test_other_models_schedules_and_stages(tmp_path):
+    """The first of each set on the second, and the two after them likewise."""
+    pairs = [tuple(sides[:2]) for sides in OTHERS] + [tuple(OTHERS[2][2:4]), OTHERS[2][1::-1]]
+    save(dict.fromkeys(source for source, _ in pairs), tmp_path)
+    cases = [(target, [source]) for source, target in pairs]
+    check(load_all(cases, tmp_path), cases)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_other_models_schedules_and_stages_in_full(tmp_path):
+    save([side for sides in OTHERS for side in sides], tmp_path, timeout=400)
+    cases = [(side, sides) for sides in OTHERS for side in sides]
+    check(load_all(cases, tmp_path, timeout=400), cases)
+
+
+ALL = {
+    tied: [Side(mesh, *kind, tied) for mesh in MESHES for kind in product(STAGES, OFFLOADS)]
+    for tied in (True, False)
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The folder in which every source is saved."""
+    root = tmp_path_factory.mktemp("resharding")
+    for mesh in MESHES:
+        save([side for side in ALL[True] + ALL[False] if side.mesh == mesh], root, timeout=600)
+    return root
+
+
+@pytest.fixture(scope="module")
+def measured(request):
+    """Collects {(source, target): wrong}, and writes the table if the command line names a file."""
+    start, found = time.monotonic(), {}
+    yield found
+    if (file := request.config.getoption("--resharding-table")) and found:
+        insert(Path(file), markdown(found, time.monotonic() - start))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "x".join(map(str, mesh)))
+def test_every_pair(mesh, tied, measured, saved):
+    cases = [(target, ALL[tied]) for target in ALL[tied] if target.mesh == mesh]
+    found = load_all(cases, saved, timeout=600)
+    measured.update(found)
+    check(found, cases)

@@ -1,0 +1,252 @@
+"""Saving on real ranks: what is in the files, what stays of older ones, what a save costs."""
+
+import json
+import threading
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from models import layers
+from parallel3d.checkpoint import disk, prune, resume
+from parallel3d.checkpoint.chunks import ChunkFile
+from parallel3d.checkpoint.load import load
+from parallel3d.checkpoint.manifest import verify
+from tests.checkpoint.resharding import Side, Trained, state
+from tests.checkpoint.saving import names, on_two_ranks, saver_of
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.usefixtures("operators")
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+# ZeRO 0 writes shares of what every rank has; tp ranks share norms; pp ranks share a tied weight.
+SIDES = [
+    Side((1, 4, 1), 0),
+    Side((2, 1, 2), 1, "cpu"),
+    Side((1, 2, 2), 3, tied=False),
+    Side((2, 2, 1), 3, "nvme", precision="bf16"),
+]
+
+
+def save_both_ways(rank, sides, root):
+    """A synchronous save, an asynchronous one, and another step while it is being written."""
+    write, moved = disk.write_file, []
+    for side in sides:
+        trained = Trained(side, root)
+        trained.train()
+        folders = root / str(side) / "waiting", root / str(side) / "behind"
+        first, second = (
+            saver_of(trained, folder, asynchronous=behind)
+            for folder, behind in zip(folders, (False, True), strict=True)
+        )
+        first.save(state(2))
+        stepped = threading.Event()
+
+        def write_later(*args, stepped=stepped):
+            assert stepped.wait(60)
+            return write(*args)
+
+        before = {name: value["master"] for name, _, _, value in trained.gathered()}
+        disk.write_file = write_later
+        second.save(state(2))
+        trained.train(1)
+        after = {name: value["master"] for name, _, _, value in trained.gathered()}
+        moved.append(all(not before[name].equal(after[name]) for name in before))
+        stepped.set()
+        second.require_saved()
+        disk.write_file = write
+        trained.mesh.barrier()
+        trained.engine.close()
+    return moved
+
+
+def test_the_asynchronous_checkpoint_is_the_synchronous_one(tmp_path):
+    """Byte for byte, although training went on; and each element is in it once."""
+    for moved in run_ranks(save_both_ways, 4, SIDES, tmp_path):
+        assert moved == [True] * len(SIDES)
+    for side in SIDES:
+        waiting, behind = (tmp_path / str(side) / way / "step-2" for way in ("waiting", "behind"))
+        assert contents(waiting) == contents(behind)
+        assert verify(behind) == []
+        shapes = json.loads((behind / "state.json").read_text())["parameters"]
+        assert sum(elements(behind).values()) == 3 * num_elements(side, shapes)
+        if side.zero == 0:
+            assert len(elements(behind)) == 4
+            assert len(set(elements(behind).values())) == 1  # this model divides by four
+
+
+def elements(folder):
+    """How many elements each file of a checkpoint holds; the headers alone are read."""
+    found = Counter()
+    for path in folder.glob("*.safetensors"):
+        with ChunkFile(path) as file:
+            assert file.chunks
+            found[path.name] = sum(chunk.box.numel for chunk in file.chunks)
+    return found
+
+
+def num_elements(side, shapes):
+    """Counted by hand: hidden 32, 3 layers, vocabulary 61, 16 places."""
+    assert side.model == "gpt"
+    block = 12 * 32 * 32 + 13 * 32
+    output = 0 if side.tied else 61 * 32
+    assert ("head.output.weight" in shapes) == (not side.tied), list(shapes)
+    return 61 * 32 + 16 * 32 + 3 * block + 2 * 32 + output
+
+
+def save_twice(rank, trained, folder):
+    """Two saves at once, the first of which is slow on rank 1; the most that wrote together."""
+    saver, write, writing, most = saver_of(trained, folder), disk.write_file, [], []
+
+    def slow(path, *args):
+        writing.append(path)
+        most.append(len({p.parent.name for p in writing}))
+        time.sleep(0.4 * (rank == 1 and path.parent.name == "step-1.tmp"))
+        entry = write(path, *args)
+        writing.remove(path)
+        return entry
+
+    disk.write_file = slow
+    stalls = [saver.save(state(step)) for step in (1, 2)]
+    busy = saver._thread is not None
+    saver.require_saved()
+    trained.mesh.barrier()
+    return stalls, max(most), busy
+
+
+def test_one_save_at_a_time(tmp_path):
+    for stalls, most, busy in on_two_ranks(save_twice, tmp_path):
+        assert most == 1 and busy
+        assert stalls[1] > 0.3  # it had to wait for the first
+    assert names(tmp_path / "checkpoints") == ["latest", "step-1", "step-2"]
+
+
+def flip_a_bit(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def damage_the_newest(rank, trained, folder, name):
+    """Saves 1 to 3, the files of 3 damaged before they are read again; then 4."""
+    said, keep_newest = [], prune.keep_newest
+    saver = saver_of(trained, folder, say=said.append)
+    for step in (1, 2):
+        saver.save(state(step))
+
+    def meanwhile(folder, keep, newest, mine, mesh):
+        if rank == 0:
+            flip_a_bit(newest / name)
+        mesh.gather_texts("", aside=True)
+        return keep_newest(folder, keep, newest, mine, mesh)
+
+    saver.finish()
+    prune.keep_newest = meanwhile
+    saver.save(state(3))
+    saver.finish()
+    trained.mesh.barrier()
+    left = names(folder)
+    prune.keep_newest = keep_newest
+    saver.save(state(4))
+    saver.require_saved()
+    trained.mesh.barrier()
+    return said, left, names(folder)
+
+
+@pytest.mark.parametrize(
+    "name", ["shard-00001-of-00002.safetensors", "state.json", "manifest.json"]
+)
+def test_older_checkpoints_stay_until_the_newer_is_verified(name, tmp_path):
+    for said, left, then in on_two_ranks(damage_the_newest, tmp_path, name):
+        (text,) = said
+        assert "CHECKPOINT NOT SAVED" in text and "step-3" in text and name in text, text
+        assert left == ["latest", "step-1", "step-2"]
+        assert then == ["latest", "step-2", "step-4"]
+    assert verify(tmp_path / "checkpoints/step-2") == []
+
+
+def save_among_leftovers(rank, trained, folder):
+    """Saves where a killed save and another history have left things."""
+    if rank == 0:
+        for name in ("step-3.tmp", "step-8.deleted", "step-7.tmp"):
+            (folder / name).mkdir(parents=True)
+            (folder / name / "junk").write_text("junk")
+    trained.mesh.barrier()
+    saver = saver_of(trained, folder, keep=3)
+    for step in (1, 2, 3, 4, 5, 5):
+        if step == 5:
+            trained.train(1)
+        saver.save(state(step))
+    saver.require_saved()
+    trained.mesh.barrier()
+    left = names(folder)
+    trained.mesh.barrier()
+    if rank == 0:
+        prune.remove_leftovers(folder)
+    return left, trained.engine.states.counters()["optimizer_steps"]
+
+
+def test_leftovers_are_no_obstacle_and_go(tmp_path):
+    folder = tmp_path / "checkpoints"
+    for left, steps in on_two_ranks(save_among_leftovers, tmp_path):
+        kept = ["step-3", "step-4", "step-5"]
+        assert left == ["latest", *kept, "step-7.tmp", "step-8.deleted"]
+        # The folder of another history under the same name was replaced.
+        assert json.loads((folder / "step-5/state.json").read_text())["optimizer_steps"] == steps
+    assert names(folder) == ["latest", *kept]
+    assert all(verify(folder / name) == [] for name in kept)
+    assert "junk" not in names(folder / "step-3")
+
+
+WIDE = Side((1, 1, 2), 3, model="wide")
+MIB = 2**20
+
+
+def peak_of(work):
+    """Bytes by which the process's memory grew at most while it did something."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    before = status("VmRSS")
+    work()
+    return status("VmHWM") - before
+
+
+def status(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+def weigh(rank, root):
+    """This rank's state in bytes, and the peaks of two saves and two loads."""
+    trained = Trained(WIDE, root)
+    trained.train(1)
+    waiting = saver_of(trained, root / "waiting", asynchronous=False)
+    behind = saver_of(trained, root / "behind")
+    waiting.save(state(0))  # what the first save imports and registers is no copy
+    peaks = [peak_of(lambda: waiting.save(state(1)))]
+    peaks.append(peak_of(lambda: (behind.save(state(1)), behind.finish())))
+
+    size = waiting.num_bytes // trained.mesh.size("world")
+    trained.mesh.barrier()
+    trained.engine.close()
+    # tp cuts rows and columns; here a rank needs whole tensors' flat halves of both ranks' files.
+    other = Trained(replace(WIDE, mesh=(1, 2, 1)), root)
+    other.train(1)
+    found, _ = resume.find(root / "waiting", 1, other.mesh)
+    args = found.folder, found.files, found.state, other.engine, other.mesh, layers(other.config)
+    load(*args)
+    peaks.append(peak_of(lambda: load(*args)))
+    return size, peaks
+
+
+def test_memory_of_save_and_load(tmp_path):
+    """A synchronous save holds a few tensors more, a load a buffer; only a copy is a copy."""
+    for size, (waiting, behind, loading) in run_ranks(weigh, 2, tmp_path):
+        assert size > 40 * MIB
+        assert waiting < 8 * MIB and loading < 16 * MIB, (waiting, loading)
+        assert 0.9 * size < behind < size + 8 * MIB, (behind, size)

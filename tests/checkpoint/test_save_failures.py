@@ -1,0 +1,194 @@
+"""What a save that fails does to training: nothing, until three in a row have failed."""
+
+import errno
+import json
+import os
+import shutil
+import threading
+import time
+
+import psutil
+import pytest
+
+from launch.train import DONE
+from parallel3d import fault
+from parallel3d.checkpoint import disk
+from parallel3d.checkpoint.manifest import verify
+from parallel3d.checkpoint.save import MOST_FAILURES
+from parallel3d.errors import TrainingError
+from tests.checkpoint.drill import changed, prepared_config
+from tests.checkpoint.resharding import state
+from tests.checkpoint.saving import names, on_two_ranks, saver_of
+from tests.train.running import folder_of, start
+
+pytestmark = pytest.mark.gloo
+
+
+def let_the_disk_be_full(full=True):
+    os.environ["PARALLEL3D_FAULT"] = "full checkpoint.before_write 1 0"
+    fault._plan.cache_clear()
+    if not full:
+        del os.environ["PARALLEL3D_FAULT"]
+
+
+def fill_the_disk(rank, trained, folder, behind):
+    """What is said and left on a disk that is full four times, then no more."""
+    said, seen = [], []
+    saver = saver_of(trained, folder, asynchronous=behind, say=said.append)
+    saver.save(state(1))
+    saver.require_saved()
+    let_the_disk_be_full()
+    for step in (2, 3, 4):
+        saver.save(state(step))
+        saver.finish()
+        seen.append((saver.broken, len(said), names(folder)))
+    with pytest.raises(TrainingError, match=r"the last checkpoint was not saved: .*No space left"):
+        saver.require_saved()
+    let_the_disk_be_full(False)
+    saver.save(state(5))
+    saver.require_saved()
+    trained.mesh.barrier()
+    return said, seen, saver.broken, names(folder)
+
+
+@pytest.mark.parametrize("behind", [True, False], ids=["asynchronous", "synchronous"])
+def test_a_full_disk_costs_only_the_checkpoint(behind, tmp_path):
+    """Only rank 0's is full; all ranks say the same, and count the same."""
+    for said, seen, broken, left in on_two_ranks(fill_the_disk, tmp_path, behind):
+        assert seen == [(number == 3, number, ["latest", "step-1"]) for number in (1, 2, 3)]
+        assert not broken and left == ["latest", "step-1", "step-5"]
+        for number, text in enumerate(said, 1):
+            assert text.startswith(f"CHECKPOINT NOT SAVED ({number} of {MOST_FAILURES} in a row)")
+            assert "No space left on device" in text and f"step-{number + 1}.tmp" in text
+        assert "tried again at the next one" in said[1] and "training stops" in said[2]
+        assert len(said) == MOST_FAILURES
+
+
+def have_no_room(rank, trained, folder):
+    """Rank 1 sees a disk on which the checkpoint does not fit."""
+    said, usage = [], shutil.disk_usage
+    saver = saver_of(trained, folder, say=said.append)
+    if rank == 1:
+        shutil.disk_usage = lambda path: usage(path)._replace(free=2**20 + saver.num_bytes - 1)
+    stall = saver.save(state(1))
+    left = names(folder)
+    shutil.disk_usage = lambda path: usage(path)._replace(free=2**20 + saver.num_bytes)
+    saver.save(state(2))
+    saver.require_saved()
+    trained.mesh.barrier()
+    return said, stall, left, names(folder), saver.num_bytes
+
+
+def test_free_space_is_looked_at_first(tmp_path):
+    for said, stall, before, after, size in on_two_ranks(have_no_room, tmp_path):
+        (text,) = said
+        assert "has no room" in text and "1 bytes are missing" in text, text
+        assert before == [] and after == ["latest", "step-2"] and stall >= 0
+        files = (tmp_path / "checkpoints/step-2").glob("*.safetensors")
+        assert size == sum(path.stat().st_size for path in files)
+
+
+def have_little_memory(rank, trained, folder):
+    """Rank 1 has no memory for a copy."""
+    said, memory, started = [], psutil.virtual_memory, []
+    start = threading.Thread.start
+    threading.Thread.start = lambda thread: (started.append(thread.name), start(thread))[1]
+    saver = saver_of(trained, folder, say=said.append)
+    if rank == 1:
+        psutil.virtual_memory = lambda: memory()._replace(available=0)
+    saver.save(state(1))
+    first = names(folder), "checkpoint" in started
+    psutil.virtual_memory = memory
+    saver.save(state(2))
+    saver.require_saved()
+    trained.mesh.barrier()
+    return said, *first, names(folder), "checkpoint" in started
+
+
+def test_without_memory_for_a_copy_training_waits(tmp_path):
+    for said, first, behind, then, behind_then in on_two_ranks(have_little_memory, tmp_path):
+        (text,) = said
+        assert "host memory lacks" in text and "checkpoint.asynchronous" in text
+        assert first == ["latest", "step-1"] and not behind  # there when `save` returned
+        assert then == ["latest", "step-1", "step-2"] and behind_then
+    assert verify(tmp_path / "checkpoints/step-1") == []
+
+
+def break_the_thread(rank, trained, folder):
+    """Rank 1's writing ends in an error that nobody has thought of."""
+    said, write = [], disk.write_file
+    saver = saver_of(trained, folder, say=said.append)
+
+    def broken(*args):
+        raise ArithmeticError("nobody has thought of it")
+
+    disk.write_file = broken if rank == 1 else write
+    saver.save(state(1))
+    deadline = time.monotonic() + 20
+    while not said and time.monotonic() < deadline:
+        saver.poll()  # as after each step
+        time.sleep(0.01)
+    disk.write_file = write
+    left = names(folder)
+    trained.mesh.barrier()
+    saver.save(state(2))
+    saver.require_saved()
+    trained.mesh.barrier()
+    return said, left, names(folder)
+
+
+def test_an_error_behind_the_training_surfaces(tmp_path):
+    for said, left, then in on_two_ranks(break_the_thread, tmp_path):
+        (text,) = said
+        assert "ArithmeticError: nobody has thought of it" in text and "rank 1" in text
+        assert left == [] and then == ["latest", "step-2"]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    return prepared_config(tmp_path_factory.mktemp("save"))
+
+
+def fill_the_disk_for_step_2(rank):
+    """Rank 1's disk is full while the first checkpoint is written."""
+    write = disk.write_file
+
+    def full(path, *args):
+        if rank == 1 and path.parent.name == "step-2.tmp":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return write(path, *args)
+
+    disk.write_file = full
+
+
+def test_training_goes_on_with_a_full_disk_and_saves_when_there_is_room(config):
+    changes = {"parallel3d.run.name": "room", "parallel3d.train.steps": 7}
+    raw = changed(config, changes | {"parallel3d.checkpoint.every": 2})
+    ranks = start(raw, (1, 2, 1), fill_the_disk_for_step_2)
+    assert [ended.code for ended in ranks] == [DONE] * 2, ranks
+    assert ranks[0].says("CHECKPOINT NOT SAVED (1 of 3 in a row)") == 1
+    assert ranks[0].says("CHECKPOINT NOT SAVED") == 1
+    assert names(folder_of(raw) / "checkpoints") == ["latest", "step-6", "step-7"]
+    lines = [json.loads(x) for x in (folder_of(raw) / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 8))
+    stalls = {line["step"]: line.get("checkpoint_stall_seconds") for line in lines}
+    # On the line after each save.
+    assert [step for step, stall in stalls.items() if stall is not None] == [3, 5, 7]
+    assert all(0 < stall < 30 for stall in stalls.values() if stall is not None)
+
+
+def fill_the_disk_for_good(rank):
+    let_the_disk_be_full()
+
+
+def test_training_stops_after_three_in_a_row(config):
+    """Only rank 0's disk is full; every rank stops at the same step with the same words."""
+    changes = {"parallel3d.run.name": "full", "parallel3d.train.steps": 30}
+    raw = changed(config, changes | {"parallel3d.checkpoint.every": 1})
+    ranks = start(raw, (1, 2, 1), fill_the_disk_for_good)
+    (error,) = {ended.error for ended in ranks}
+    assert error.startswith("TrainingError: 3 checkpoints in a row could not be saved"), ranks
+    assert ranks[0].says("CHECKPOINT NOT SAVED") == MOST_FAILURES
+    assert names(folder_of(raw) / "checkpoints") == []
+    trained = (folder_of(raw) / "metrics.jsonl").read_text().count("\n")
+    assert MOST_FAILURES <= trained <= MOST_FAILURES + 2

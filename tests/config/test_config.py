@@ -1,0 +1,166 @@
+"""ds.json is read strictly: every mistake is found at once, with path, value, rule and remedy."""
+
+import json
+
+import pytest
+from pydantic import ValidationError
+
+from parallel3d.config import RunConfig, help_text, settings
+from parallel3d.errors import ConfigError
+from parallel3d.reader import CONFIGS, apply_overrides
+from tests.config.configs import MINIMAL, error_of, raw
+
+pytestmark = pytest.mark.pure
+
+
+def test_nested_problems():
+    path = "parallel3d.data.paths = []"
+    assert path in error_of(**{"parallel3d.data.source": "text"})
+    path = "parallel3d.train.lr_schedule.warmup_steps = 11: is longer than the run of 10 steps"
+    assert path in error_of(**{"parallel3d.train.lr_schedule": {"warmup_steps": 11}})
+    path = "optimizer.params.betas.1 = 1.0: must be less than 1"
+    assert path in error_of(**{"optimizer.params.betas": [0.9, 1.0]})
+
+
+def test_all_problems_at_once():
+    """Also those between settings, where the settings are sound by themselves."""
+    message = error_of(
+        **{
+            "zero_optimisation": {},
+            "bf16": {"enabled": "yes"},
+            "parallel3d.mesh.tp": 3,
+            "parallel3d.train.steps": 1.5,
+            "parallel3d.run": {"nam": "x"},
+        }
+    )
+    assert message.startswith("5 problems")
+    for path in ("zero_optimisation", "bf16.enabled", "parallel3d.mesh.tp", "parallel3d.run.nam"):
+        assert f"\n  {path} = " in message
+
+
+def test_checks_between_settings_leave_out_what_is_broken():
+    message = error_of(**{"parallel3d.mesh": {"tp": 3, "pp": "x"}})
+    assert message.startswith("1 problem ")
+
+
+def test_config_is_frozen():
+    config = RunConfig.from_dict(raw())
+    for section, name in ((config, "gradient_clipping"), (config.mesh, "tp"), (config.model, "x")):
+        with pytest.raises(ValidationError):
+            setattr(section, name, 1)
+
+
+def test_deepspeed_writes_sizes_with_exponents_and_optimizers_in_any_case():
+    config = RunConfig.from_dict(
+        raw(**{"zero_optimization.reduce_bucket_size": 5e8, "optimizer.type": "adamw"})
+    )
+    assert config.zero_optimization.reduce_bucket_size == 500_000_000
+    assert config.optimizer.type == "AdamW"
+    assert config.optimizer.params.weight_decay == 0.0
+
+
+def test_int_where_a_float_is_expected():
+    assert RunConfig.from_dict(raw(gradient_clipping=1)).gradient_clipping == 1.0
+
+
+def test_resolve_fills_dp_and_batch():
+    config = RunConfig.from_dict(raw()).resolve(12)
+    assert (config.mesh.pp, config.mesh.dp, config.mesh.tp) == (2, 3, 2)
+    assert config.num_microbatches == 4
+    assert config.train_batch_size == config.global_batch_size == 2 * 4 * 3
+    assert config.tokens_per_step == 24 * 128
+    assert config.resolve(12) == config
+
+
+def test_auto_pp_and_tp_mean_one():
+    config = RunConfig.from_dict(raw(**{"parallel3d.mesh": {"pp": "auto", "tp": "auto"}}))
+    assert str(config.resolve(4).mesh) == "pp=1 x dp=4 x tp=1"
+
+
+@pytest.mark.parametrize(
+    ("changes", "world_size", "words"),
+    [
+        ({}, 6, ["pp=2 x tp=2 = 4 does not divide 6 processes", "start 4 processes"]),
+        ({}, 2, ["does not divide 2 processes", "start 4 processes"]),
+        (
+            {"parallel3d.mesh.dp": 2},
+            4,
+            ["mesh.dp = 2: pp=2 x dp=2 x tp=2 is 8 ranks", "start 8 processes, or set dp to 1"],
+        ),
+        (
+            {"train_batch_size": 32},
+            8,
+            ["train_batch_size = 32", "=2 x", "=4 x dp=2 = 16", "accumulation_steps = 8"],
+        ),
+    ],
+)
+def test_resolve_refuses(changes, world_size, words):
+    with pytest.raises(ConfigError) as caught:
+        RunConfig.from_dict(raw(**changes)).resolve(world_size)
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_batch_is_checked_early_where_dp_is_given():
+    assert "train_batch_size = 9" in error_of(**{"parallel3d.mesh.dp": 1, "train_batch_size": 9})
+
+
+def test_vocabulary_of_the_tokenizer():
+    config = RunConfig.from_dict(raw())
+    assert config.with_vocab_size(5000).model.vocab_size == 5000
+    larger = RunConfig.from_dict(raw(**{"parallel3d.model.vocab_size": 8192}))
+    assert larger.with_vocab_size(5000).model.vocab_size == 8192
+    with pytest.raises(ConfigError, match=r"vocab_size = 8192: .* 9000 tokens; use 9000 or more"):
+        larger.with_vocab_size(9000)
+
+
+def test_dict_round_trip():
+    config = RunConfig.from_dict(raw()).resolve(4).with_vocab_size(4096)
+    assert RunConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_every_setting_has_type_default_and_doc():
+    listed = {setting.path: setting for setting in settings()}
+    assert all(setting.doc for setting in listed.values())
+    assert listed["parallel3d.mesh.dp"].type == 'integer | "auto"'
+    assert listed["parallel3d.model.hidden_size"].default == ""
+    assert listed["parallel3d.model.hidden_size"].type == "integer"
+    assert "--zero_optimization.stage 0 | 1 | 2 | 3 (required)" in help_text()
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.json")), ids=lambda p: p.stem)
+def test_shipped_config_loads(path):
+    config = RunConfig.from_json(path.name)
+    pp, dp, tp = config.mesh.pp, config.mesh.dp, config.mesh.tp
+    resolved = config.resolve(pp * tp * (1 if dp == "auto" else dp))
+    assert resolved.global_batch_size > 0
+    assert resolved.num_steps > 0
+    again = RunConfig.from_dict(json.loads(json.dumps(resolved.to_dict())))
+    assert again.to_dict() == resolved.to_dict()
+
+
+def test_help_lists_every_setting_with_its_doc_and_default():
+    text = help_text()
+    unwrapped = " ".join(text.split())
+    for setting in settings():
+        default = f"default {setting.default}" if setting.default else "required"
+        assert f"--{setting.path} {setting.type} ({default}" in text
+        assert " ".join(setting.doc.split()) in unwrapped
+    for path in ("parallel3d.model.rope_theta", "scheduler.params.cycle_max_lr"):
+        only = next(s.only for s in settings() if s.path == path)
+        assert only in ('family "llama"', 'type "OneCycle"')
+        assert f"{only} only)" in text
+
+
+def test_overrides_reach_the_config():
+    config = RunConfig.from_json("ds.json", ["--parallel3d.mesh.tp", "2", "--bf16.enabled=true"])
+    assert config.mesh.tp == 2
+    assert config.bf16.enabled
+    with pytest.raises(ConfigError, match="the nearest one is"):
+        RunConfig.from_json("ds.json", ["--parallel3d.msh.tp", "2"])
+
+
+def test_default_config_is_unchanged_by_overrides():
+    base = raw()
+    apply_overrides(base, ["--parallel3d.mesh.tp", "4"])
+    assert RunConfig.from_dict(base).mesh.tp == 4
+    assert MINIMAL["parallel3d"]["mesh"]["tp"] == 2

@@ -1,0 +1,213 @@
+"""DeepSpeed's own keys: what is accepted and left out, old names, "auto", and batch arithmetic."""
+
+import json
+from functools import reduce
+from math import prod
+from operator import getitem
+
+import pytest
+
+from parallel3d.config import RunConfig
+from parallel3d.config.arithmetic import steps_of_epochs
+from parallel3d.config.deepspeed_keys import BY_SECTION
+from parallel3d.errors import ConfigError
+from tests.config.configs import error_of, raw
+
+pytestmark = pytest.mark.pure
+
+CYCLE = {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3, "cycle_momentum": False}
+KEYS = [
+    (f"{section}.{name}".lstrip("."), key)
+    for section, keys in BY_SECTION.items()
+    for name, key in keys.items()
+]
+
+# What Hugging Face's documentation shows for ZeRO-3, and what such files gather over time.
+REAL_WORLD = {
+    "fp16": {"enabled": "auto", "auto_cast": False, "loss_scale": 0, "loss_scale_window": 1000},
+    "bf16": {"enabled": "auto"},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto",
+                   "torch_adam": False, "adam_w_mode": True},
+    },
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto",
+                   "total_num_steps": "auto", "last_batch_iteration": -1},
+    },
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "offload_param": {"device": "cpu", "pin_memory": True},
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "sub_group_size": 1e9,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "stage3_max_live_parameters": 1e9,
+        "stage3_max_reuse_distance": 1e9,
+        "stage3_gather_16bit_weights_on_model_save": True,
+        "round_robin_gradients": False,
+    },
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "steps_per_print": 2000,
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "wall_clock_breakdown": False,
+    "prescale_gradients": False,
+    "zero_allow_untested_optimizer": True,
+    "flops_profiler": {"enabled": False, "profile_step": 1},
+    "tensorboard": {"enabled": False},
+    "activation_checkpointing": {"partition_activations": False, "number_checkpoints": None},
+    "data_types": {"grad_accum_dtype": "fp32"},
+    "communication_data_type": None,
+    "comms_logger": {"enabled": False},
+}  # fmt: skip
+
+
+def placed(path, value):
+    """The changes that put a value at a path; its section is there then."""
+    changes = {path: value}
+    if path.startswith("scheduler."):
+        changes = {"scheduler": {"type": "OneCycle", "params": dict(CYCLE)}, path: value}
+    if path == "bfloat16":  # refused only beside its new name
+        changes["bf16"] = {}
+    return changes
+
+
+@pytest.mark.parametrize(("path", "key"), KEYS, ids=[path for path, _ in KEYS])
+def test_a_key_is_left_out_where_it_is_neutral_and_else_refused_with_its_reason(path, key):
+    neutral = [*key.values, *({item: v} for item, vs in key.items.items() for v in vs)]
+    neutral += [{}, {key.switch: False}] if key.switch else []
+    for value in neutral:
+        config = RunConfig.from_dict(raw(**placed(path, value)))
+        section, _, name = path.rpartition(".")
+        assert name not in reduce(getitem, section.split(".") if section else [], config.to_dict())
+    message = error_of(**placed(path, {key.switch: True} if key.switch else "?"))
+    assert f"{path} = " in message
+    assert key.reason.partition("; ")[0] in message
+    assert key.reason.partition("; ")[2] in message
+
+
+def test_a_file_as_they_are_found():
+    file = raw(**REAL_WORLD)
+    config = RunConfig.from_dict(file).resolve(4)
+    assert file["bf16"] == {"enabled": "auto"}  # what is given is left as it is
+    assert config.train_batch_size == 8 * 1 * 1
+    assert (config.bf16.enabled, config.fp16.enabled) == (True, False)
+    assert config.optimizer.params.betas == (0.9, 0.999)
+    zero = config.zero_optimization
+    assert (zero.stage, zero.reduce_bucket_size) == (3, 64 * 64)
+    assert zero.stage3_prefetch_bucket_size == int(0.9 * 64 * 64)
+    assert zero.stage3_param_persistence_threshold == 640
+    assert config.scheduler.params.total_num_steps == 10
+    assert config.scheduler.params.warmup_max_lr == config.optimizer.params.lr == 5e-5
+    assert '"auto"' not in json.dumps(config.resolve(4).to_dict()["zero_optimization"])
+    assert RunConfig.from_dict(json.loads(json.dumps(config.to_dict()))).to_dict() == (
+        config.to_dict()
+    )
+
+
+def test_what_became_of_each_auto_is_told():
+    notes = RunConfig.from_dict(raw(**REAL_WORLD)).resolve(4).notes
+    assert any(note.startswith("bf16.enabled: auto = true unless fp16") for note in notes)
+    assert len(notes) == 15
+    assert RunConfig.from_dict(raw()).notes == ()
+
+
+@pytest.mark.parametrize(("fp16", "bf16"), [(False, True), ("auto", True), (True, False)], ids=str)
+def test_auto_bf16_never_means_fp32(fp16, bf16):
+    config = RunConfig.from_dict(raw(fp16={"enabled": fp16}, bf16={"enabled": "auto"}))
+    assert config.bf16.enabled is bf16
+    assert config.fp16.enabled is (fp16 is True)
+
+
+def test_auto_of_a_scheduler_follows_the_optimizer():
+    scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}
+    config = RunConfig.from_dict(raw(scheduler=scheduler))
+    assert config.scheduler.params.warmup_max_lr == 1e-3
+
+
+def test_auto_sizes_of_a_model_that_is_broken_say_only_that():
+    message = error_of(
+        **{"parallel3d.model.hidden_size": "64", "zero_optimization.reduce_bucket_size": "auto"}
+    )
+    assert message.startswith("1 problem ")
+
+
+def test_old_names():
+    assert RunConfig.from_dict(raw(bfloat16={"enabled": True})).bf16.enabled
+    zero = {"stage": 3, "cpu_offload": True, "cpu_offload_param": True}
+    config = RunConfig.from_dict(raw(zero_optimization=zero)).zero_optimization
+    assert (config.offload_optimizer.device, config.offload_param.device) == ("cpu", "cpu")
+    null = {"stage": 3, "offload_optimizer": None, "offload_param": None}
+    config = RunConfig.from_dict(raw(zero_optimization=null)).zero_optimization
+    assert (config.offload_optimizer.device, config.offload_param.device) == ("none", "none")
+
+
+@pytest.mark.parametrize(
+    ("batch", "micro", "accumulation", "expected"),
+    [
+        (None, 2, None, (6, 2, 1)),
+        (None, 2, 4, (24, 2, 4)),
+        (24, 2, None, (24, 2, 4)),
+        (24, None, 4, (24, 2, 4)),
+        (24, None, None, (24, 8, 1)),
+        (24, 2, 4, (24, 2, 4)),
+    ],
+)
+def test_the_batch_sizes_that_are_not_given_follow(batch, micro, accumulation, expected):
+    """As in DeepSpeed; here dp is 3."""
+    names = (
+        "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
+    )  # fmt: skip
+    given = dict(zip(names, (batch, micro, accumulation), strict=True))
+    config = RunConfig.from_dict(raw(**given)).resolve(12)
+    assert tuple(getattr(config, name) for name in names) == expected
+    assert config.global_batch_size == prod((3, config.micro_batch_size, config.num_microbatches))
+
+
+def test_a_batch_that_cannot_be_divided_so():
+    config = RunConfig.from_dict(raw(train_batch_size=20, gradient_accumulation_steps=None))
+    with pytest.raises(ConfigError, match=r"train_batch_size = 20: .*dp=3 = 6; use 18 or 24"):
+        config.resolve(12)
+
+
+def test_max_tokens_become_steps():
+    # 24 samples of 128 tokens a step
+    config = RunConfig.from_dict(raw(**{"parallel3d.train": {"max_tokens": 3 * 24 * 128 + 5}}))
+    resolved = config.resolve(12)
+    assert (resolved.train.steps, resolved.train.max_tokens, resolved.num_steps) == (3, None, 3)
+    assert config.resolve(4).train.steps == 9
+    assert RunConfig.from_dict(resolved.to_dict()).to_dict() == resolved.to_dict()
+    few = RunConfig.from_dict(raw(**{"parallel3d.train": {"max_tokens": 24 * 128 - 1}}))
+    with pytest.raises(ConfigError, match=r"max_tokens = 3071: is less than one step of 3072"):
+        few.resolve(12)
+
+
+def test_epochs_become_steps():
+    train = {"epochs": 2.5}
+    config = RunConfig.from_dict(raw(**{"parallel3d.train": train})).resolve(12)
+    assert config.train.steps is None
+    # 49 samples of 128 tokens, the last of which needs one token more: 2.5 x 49 = 122 of 24 a step
+    known = config.with_corpus(4096, 49 * 128 + 1)
+    assert (known.train.steps, known.train.epochs, known.model.vocab_size) == (5, None, 4096)
+    assert config.with_corpus(4096, 48 * 128 + 1).train.steps == 120 // 24
+    assert config.with_corpus(4096, 48 * 128).train.steps == 117 // 24
+    assert steps_of_epochs(0.29, 100, 29) == 1  # 0.29 * 100 is 28.999999999999996
+    with pytest.raises(ConfigError, match=r"epochs = 2.5: is 22 samples .* one step of 24"):
+        config.with_corpus(4096, 9 * 128 + 1)
+
+
+@pytest.mark.parametrize(
+    "train", [{"max_tokens": 3 * 24 * 128, "lr_schedule": {"warmup_steps": 4}},
+              {"epochs": 1, "lr_schedule": {"warmup_steps": 4}},
+              {"epochs": 1, "profile": {"start": 3}}]
+)  # fmt: skip
+def test_steps_are_checked_once_they_are_known(train):
+    config = RunConfig.from_dict(raw(**{"parallel3d.train": train}))
+    with pytest.raises(ConfigError, match=r"3 steps; use"):
+        config.resolve(12).with_corpus(4096, 72 * 128 + 1)

@@ -1,0 +1,88 @@
+"""Comments and trailing commas are read; everything else that is not JSON is an error."""
+
+import pytest
+
+from parallel3d.errors import ConfigError
+from parallel3d.reader import apply_overrides, find, parse, read
+
+pytestmark = pytest.mark.pure
+
+
+def test_comments_and_trailing_commas():
+    text = """// first
+    {
+      "url": "http://x/*y*/,]", // a string keeps its // and its commas
+      /* two
+         lines */
+      "list": [1, 2, /* last */ ],
+      "quote": "a \\" // b",
+    }
+    """
+    assert parse(text) == {"url": "http://x/*y*/,]", "list": [1, 2], "quote": 'a " // b'}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"a": 1,\n "b": 2,\n "a": 3}', ["'a' stands 2 times", "lines 1, 3"]),
+        ('{"a": {"b": 1, "b": 1}}', ["'b' stands 2 times"]),
+        ('{"a": NaN}', ["NaN is not JSON"]),
+        ('{"a": -Infinity}', ["-Infinity is not JSON"]),
+        ('{\n// comment\n"a" 1}', ["line 3, column 5", "':' delimiter"]),
+        ('{/* one\ntwo */ "a": tru}', ["line 2", "column 13"]),
+        ('{"a": 1e-3 # fast\n}', ["line 1", "comments //"]),
+        ('{"a": [,]}', ["line 1"]),
+        ('{"a": [1,,]}', ["line 1"]),
+        ("{,}", ["line 1"]),
+        ('{"a": 1 /* open', ["line 1"]),
+        ("{'a': 1}", ["line 1"]),
+        ("[1]", ["holds [1]", "one object"]),
+        ("", ["line 1"]),
+    ],
+)
+def test_refuses(text, words):
+    with pytest.raises(ConfigError) as caught:
+        parse(text, "ds.json")
+    assert all(word in str(caught.value) for word in ["ds.json", *words])
+
+
+def test_overrides_are_json_or_text():
+    raw = {"a": {"b": 1}}
+    apply_overrides(
+        raw, ["--a.b", "2", "--a.c=x=y", "--d", "[1, 2]", "--e=true", "--f", "-1", "--d", '"3"']
+    )
+    assert raw == {"a": {"b": 2, "c": "x=y"}, "d": "3", "e": True, "f": -1}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["--a"], ["--a has no value"]),
+        (["--a", "--b", "1"], ["--a has no value"]),
+        (["a", "1"], ["'a' sets nothing", "--dotted.path"]),
+        (["--b.c", "1"], ["--b.c", "holds 5"]),
+    ],
+)
+def test_bad_override(overrides, words):
+    with pytest.raises(ConfigError) as caught:
+        apply_overrides({"b": 5}, overrides)
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_find(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert find("ds.json").parent.name == "configs"
+    assert find("ds") == find("ds.json")
+    (tmp_path / "ds.json").write_text("{}")
+    assert find("ds.json").resolve() == tmp_path / "ds.json"
+    with pytest.raises(ConfigError, match=r"no config file 'nowhere\.json'.*ds\.json"):
+        find("nowhere.json")
+    with pytest.raises(ConfigError, match="no config file"):
+        find("nowhere/ds.json")
+
+
+def test_file_that_is_no_text(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_bytes(b"\xff\xfe{}")
+    with pytest.raises(ConfigError, match="UTF-8"):
+        read(path)

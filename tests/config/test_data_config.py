@@ -1,0 +1,87 @@
+"""The "data" section: each source's own keys and no others, told with the remedy."""
+
+import json
+
+import pytest
+
+from parallel3d.config import RunConfig
+from parallel3d.errors import ConfigError
+
+pytestmark = pytest.mark.pure
+
+PART = {"source": "text", "paths": ["a.txt"], "weight": 0.5}
+
+
+def config_of(**data):
+    model = {"family": "gpt", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    block = {"model": model, "data": {"sequence_length": 8, **data}, "train": {"steps": 1}}
+    return RunConfig.from_dict(
+        {
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"params": {"lr": 1e-3}},
+            "zero_optimization": {"stage": 1},
+            "parallel3d": block,
+        }
+    )
+
+
+GOOD = [
+    {"source": "jsonl", "paths": ["a/*.jsonl.gz"], "text_field": "body"},
+    {"source": "parquet", "paths": ["a.parquet"]},
+    {"source": "hub", "name": "owner/set", "subset": "en", "split": "train.v2"},
+    {"source": "mixture", "mixture": [PART, {"source": "python-stdlib"}]},
+    {"source": "mixture", "mixture": [{"source": "hub", "name": "x", "weight": 3.0}]},
+    {"workers": 4},
+]
+
+
+@pytest.mark.parametrize("data", GOOD)
+def test_a_config_comes_back_from_its_json(data):
+    config = config_of(**data)
+    again = RunConfig.from_dict(json.loads(json.dumps(config.to_dict())))
+    assert again.data == config.data
+    for key, value in data.items():
+        if key != "mixture":
+            found = getattr(again.data, key)
+            assert (list(found) if isinstance(found, tuple) else found) == value
+
+
+def mixture(**changes):
+    return {"source": "mixture", "mixture": [PART, {**PART, **changes}]}
+
+
+# the section, the path below data, the rule and the remedy
+BAD = [
+    ({"source": "csv"}, "source", '"jsonl"', "mixture"),
+    ({"source": "jsonl"}, "paths = []", 'required by source "jsonl"', "corpus/*.jsonl"),
+    ({"source": "parquet"}, "paths = []", 'required by source "parquet"', "corpus/*.parquet"),
+    ({"source": "hub"}, 'name = ""', 'required by source "hub"', "owner/dataset"),
+    ({"source": "mixture"}, "mixture = []", 'required by source "mixture"', '"weight": 1'),
+    ({"source": "hub", "name": "x", "paths": ["a"]}, "paths", 'not read by source "hub"', '"text"'),
+    ({"text_field": "body"}, "text_field", "not read", 'use source "jsonl" or "parquet" or "hub"'),
+    ({"name": "x"}, "name", 'not read by source "python-stdlib"', 'use source "hub"'),
+    ({"subset": "x"}, "subset", "not read", 'use source "hub"'),
+    ({"split": "test"}, "split", "not read", 'use source "hub"'),
+    ({"source": "hub", "name": "x", "split": "train[:9]"}, "split", "plain name", "write it"),
+    ({"mixture": [PART]}, "mixture", "not read", 'use source "mixture"'),
+    ({**mixture(), "paths": ["a"]}, "paths", 'not read by source "mixture"', "remove it"),
+    (mixture(weight=0.0), "mixture.1.weight", "greater than 0", "raise it"),
+    (mixture(weight=-1.0), "mixture.1.weight", "greater than 0", "raise it"),
+    (mixture(weight="1"), "mixture.1.weight", "must be a number", "without quotes"),
+    (mixture(weight=float("inf")), "mixture.1.weight", "finite", "finite number"),
+    (mixture(name="x"), "mixture.1.name", 'not read by source "text"', 'use source "hub"'),
+    (mixture(source="hub"), "mixture.1.name", 'required by source "hub"', "owner/dataset"),
+    (mixture(source="mixture"), "mixture.1.source", "must be", '"text"'),
+    (mixture(vocab_size=300), "mixture.1.vocab_size", "no setting", "did you mean"),
+    ({"source": "mixture", "mixture": [{}]}, "mixture.0.source", "is required", "add it"),
+    (mixture(wieght=1.0), "mixture.1.wieght", "no setting", 'the nearest one is "weight"'),
+    ({"workers": 0}, "workers", "greater than 0", '"auto"'),
+]
+
+
+@pytest.mark.parametrize(("data", "path", "rule", "remedy"), BAD)
+def test_a_bad_value_is_named_with_rule_and_remedy(data, path, rule, remedy):
+    with pytest.raises(ConfigError) as caught:
+        config_of(**data)
+    [line] = [x for x in str(caught.value).splitlines() if f"  parallel3d.data.{path}" in x]
+    assert rule in line and remedy in line

@@ -1,0 +1,246 @@
+"""parallel3d's tables of DeepSpeed's keys and defaults, against the installed DeepSpeed.
+
+What fails here with a new DeepSpeed is what has to become a setting or stand in deepspeed_keys.py.
+"""
+
+from itertools import cycle
+
+import pytest
+from deepspeed.compile.config import CompileConfig
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.runtime import config as deepspeed_config
+from deepspeed.runtime import lr_schedules
+from deepspeed.runtime.activation_checkpointing.config import ACT_CHKPT_DEFAULT
+from deepspeed.runtime.config import HybridEngineConfig
+from deepspeed.runtime.model_checkpointing.config import CHECKPOINT_DEFAULT_DICT
+from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+from deepspeed.runtime.swap_tensor.aio_config import AIO_DEFAULT_DICT
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from deepspeed.runtime.zero.offload_config import (
+    DeepSpeedZeroOffloadOptimizerConfig,
+    DeepSpeedZeroOffloadParamConfig,
+)
+
+from parallel3d.config import RunConfig, deepspeed, deepspeed_keys
+from parallel3d.config.scheduler import SCHEDULERS
+from parallel3d.engine.selftest import self_test
+from parallel3d.engine.settings import EngineSettings
+from parallel3d.mesh.mesh import Mesh
+from parallel3d.section import ABSENT
+from tests.config.configs import raw
+from tests.ranks import run_ranks
+from tests.verify import parity
+
+pytestmark = pytest.mark.gloo
+
+# Read by deepspeed.initialize, not by DeepSpeedConfig.
+MESH_KEYS = {"sequence_parallel_size", "data_parallel_size"}
+
+
+class Recorder(dict):
+    """A config that notes which keys DeepSpeed asks for."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.asked = set()
+
+    def get(self, key, default=None):
+        self.asked.add(key)
+        return super().get(key, default)
+
+    def __contains__(self, key):
+        self.asked.add(key)
+        return super().__contains__(key)
+
+    def keys(self):
+        return self
+
+    def __copy__(self):
+        return self
+
+
+def test_top_level_keys():
+    recorder = Recorder({"train_batch_size": 1})
+    deepspeed_config.DeepSpeedConfig(recorder)
+    known = recorder.asked | set(deepspeed_config._REMOVED_TOP_LEVEL_CONFIG_KEYS) | MESH_KEYS
+    ours = set(RunConfig.model_fields) - {"parallel3d"}
+    assert ours | set(deepspeed_keys.TOP_LEVEL) == known
+    assert not ours & set(deepspeed_keys.TOP_LEVEL)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "others", "removed"),
+    [
+        (
+            DeepSpeedZeroConfig,
+            deepspeed.ZeroConfig,
+            deepspeed_keys.ZERO,
+            deepspeed_config._REMOVED_ZERO_CONFIG_KEYS,
+        ),
+        (DeepSpeedBF16Config, deepspeed.Bf16Config, deepspeed_keys.BF16, ()),
+        (DeepSpeedFP16Config, deepspeed.Fp16Config, deepspeed_keys.FP16, ()),
+        (
+            DeepSpeedZeroOffloadOptimizerConfig,
+            deepspeed.OffloadOptimizerConfig,
+            deepspeed_keys.OFFLOAD_OPTIMIZER,
+            (),
+        ),
+        (
+            DeepSpeedZeroOffloadParamConfig,
+            deepspeed.OffloadParamConfig,
+            deepspeed_keys.OFFLOAD_PARAM,
+            (),
+        ),
+    ],
+    ids=["zero", "bf16", "fp16", "offload_optimizer", "offload_param"],
+)
+def test_section(theirs, ours, others, removed):
+    """Every key is a setting with DeepSpeed's default, or one of which the default is accepted."""
+    fields = theirs.model_fields
+    defaults = {f.alias or n: f.get_default(call_default_factory=True) for n, f in fields.items()}
+    assert set(ours.model_fields) | set(others) == set(defaults) | set(removed)
+    assert not set(ours.model_fields) & set(others)
+    for name, field in ours.model_fields.items():
+        # A block of its own stands for DeepSpeed's null: device "none".
+        if not field.is_required() and name not in ("offload_optimizer", "offload_param"):
+            assert field.default == defaults[name], name
+    for name, key in others.items():
+        if name in defaults and name != "leaf_module":  # of which the default is a list of models
+            assert key.refused(defaults[name]) is ABSENT, name
+
+
+def test_aio():
+    ours = {name: field.default for name, field in deepspeed.AioConfig.model_fields.items()}
+    neutral = {name: key.values[0] for name, key in deepspeed_keys.AIO.items()}
+    assert ours | neutral == AIO_DEFAULT_DICT
+
+
+def test_schedulers():
+    """Every parameter is a setting with DeepSpeed's default, or one accepted at it."""
+    others = deepspeed_keys.BY_SECTION["scheduler.params"]
+    for name, section in SCHEDULERS.items():
+        code = getattr(lr_schedules, name).__init__
+        names = code.__code__.co_varnames[2 : code.__code__.co_argcount]
+        defaults = dict(zip(reversed(names), reversed(code.__defaults__), strict=False))
+        ours = section.model_fields["params"].annotation.model_fields
+        assert set(ours) == set(names) - set(others), name
+        for key, default in defaults.items():
+            if key in others:
+                assert others[key].refused(default) is ABSENT, key
+            elif key != "cycle_momentum":
+                assert ours[key].default == default, key
+
+
+def test_scalar_defaults():
+    config = deepspeed_config.DeepSpeedConfig({"train_batch_size": 1})
+    assert RunConfig.model_fields["gradient_clipping"].default == config.gradient_clipping
+    for name, key in deepspeed_keys.TOP_LEVEL.items():
+        if hasattr(config, name) and not key.switch and not key.items and name != "pipeline":
+            default = getattr(config, name)
+            # DeepSpeed's own default asks for its own Adam in host memory.
+            if isinstance(default, bool | float) and name != "zero_force_ds_cpu_optimizer":
+                assert key.refused(default) is ABSENT, name
+
+
+@pytest.mark.parametrize(
+    ("name", "defaults"),
+    [
+        ("activation_checkpointing", ACT_CHKPT_DEFAULT),
+        ("checkpoint", CHECKPOINT_DEFAULT_DICT),
+        ("data_types", dict.fromkeys(("grad_accum_dtype", "param_dtype", "buffer_dtype"))),
+    ],
+)
+def test_the_defaults_in_a_block_are_accepted(name, defaults):
+    assert set(defaults) <= set(deepspeed_keys.TOP_LEVEL[name].items)
+    assert deepspeed_keys.TOP_LEVEL[name].refused(defaults) is ABSENT
+
+
+@pytest.mark.parametrize(
+    ("name", "section"), [("compile", CompileConfig), ("hybrid_engine", HybridEngineConfig)]
+)
+def test_the_switch_of_a_block_is_one(name, section):
+    switch = deepspeed_keys.TOP_LEVEL[name].switch
+    assert section.model_fields[switch].default is False
+
+
+def test_optimizers():
+    names = {"adam", "adamw", *deepspeed.OTHER_OPTIMIZERS}
+    assert names == set(deepspeed_config.DEEPSPEED_OPTIMIZERS)
+    code = DeepSpeedCPUAdam.__init__.__code__
+    known = set(code.co_varnames[2 : code.co_argcount]) - {"adamw_mode"}
+    assert known <= set(deepspeed.AdamParams.model_fields) | set(deepspeed_keys.ADAM_PARAMS)
+
+
+REDUCTIONS = ("per_microbatch", "per_step")
+# Settings of zero_optimization at another value than the default, and a stage that reads them.
+PASSED_ON = [
+    (1, {"reduce_scatter": False, "reduce_bucket_size": 100}),
+    (1, {"contiguous_gradients": False}),
+    (1, {"overlap_comm": True, "allgather_bucket_size": 16}),
+    (1, {"use_multi_rank_bucket_allreduce": False}),
+    (1, {"allgather_partitions": False}),
+    (1, {"ignore_unused_parameters": False, "parameter_alignment": True}),
+    (3, {"overlap_comm": False, "sub_group_size": 50}),
+    (3, {"stage3_prefetch_bucket_size": 0, "stage3_param_persistence_threshold": 10**6}),
+    (3, {"stage3_model_persistence_threshold": 8}),
+    (3, {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}),
+    (3, {"stage3_module_granularity_threshold": 10**6}),
+    (3, {"stage3_use_all_reduce_for_fetch_params": True}),
+    (3, {"stage3_allgather_sequential": True}),
+    (3, {"override_module_apply": False}),
+    (3, {"log_trace_cache_warnings": True, "enable_sanity_checks": True}),
+]
+
+
+def run_each(rank):
+    """The self-test with each; gives what DeepSpeed is told."""
+    mesh, told = Mesh(1, 2, 1), []
+    for (stage, options), reduction in zip(PASSED_ON, cycle(REDUCTIONS), strict=False):
+        block = {
+            "parallel3d.mesh": {},
+            "parallel3d.pipeline.gradient_reduction": reduction,
+            "zero_optimization": {"stage": stage} | options,
+        }
+        settings = EngineSettings.from_config(RunConfig.from_dict(raw(**block)).resolve(2))
+        if "stage3_param_persistence_threshold" not in options:
+            settings.zero_options["stage3_param_persistence_threshold"] = 0
+        self_test(settings, mesh)
+        told.append(settings.deepspeed_config(2)["zero_optimization"])
+    return told
+
+
+def test_what_is_passed_on_reaches_deepspeed_and_trains_to_the_same_numbers():
+    """Two steps against plain PyTorch, with each setting away from its default."""
+    for (_, options), told in zip(PASSED_ON, run_ranks(run_each, 2)[0], strict=True):
+        assert {key: told[key] for key in options} == options
+    elsewhere = {"stage", "offload_optimizer", "offload_param"}
+    here = {key for _, options in PASSED_ON for key in options}
+    assert here | elsewhere == set(deepspeed.ZeroConfig.model_fields)
+
+
+# Weights of odd sizes, so that alignment has something to do.
+ODD = parity.Case(
+    mesh=(1, 2, 1), zero_stage=1, steps=2, batch=8, model={"hidden_size": 30,
+                                                           "num_attention_heads": 3},
+)  # fmt: skip
+
+
+def train_with(rank, name):
+    """Train with a setting of zero_optimization switched on."""
+    parity.NO_THRESHOLDS[name] = True
+    return parity.train_on_rank(rank, ODD)
+
+
+def test_aligned_parameters_are_the_same():
+    assert parity.compare(ODD, run_ranks(train_with, 2, "parameter_alignment")).within(1e-5)
+
+
+def test_round_robin_gradients_are_refused_for_a_reason():
+    """Losses and norms are right, but the weights that DeepSpeed reads back are not."""
+    assert (
+        "reads fp32 weights from wrong places"
+        in deepspeed_keys.ZERO["round_robin_gradients"].reason
+    )
+    errors = parity.compare(ODD, run_ranks(train_with, 2, "round_robin_gradients"))
+    assert max(errors.loss, errors.grad_norm) < 1e-5
+    assert errors.weight > 0.1

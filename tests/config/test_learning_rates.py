@@ -1,0 +1,94 @@
+"""The learning rates against DeepSpeed's own schedulers and torch's, step by step (one process)."""
+
+import pytest
+import torch
+from deepspeed.runtime import lr_schedules
+from torch.optim import lr_scheduler
+
+from parallel3d.config import LrScheduleConfig, RunConfig
+from parallel3d.config.learning_rate import fraction, rate
+from parallel3d.config.scheduler import SCHEDULERS
+from tests.config.configs import raw
+
+pytestmark = pytest.mark.gloo
+
+STEPS = 40
+LR = 3e-3
+CASES = [
+    ("WarmupLR", {}),
+    ("WarmupLR", {"warmup_num_steps": 7, "warmup_min_lr": 1e-4, "warmup_max_lr": 2e-3}),
+    ("WarmupLR", {"warmup_num_steps": 7, "warmup_type": "linear"}),
+    ("WarmupLR", {"warmup_num_steps": 1}),
+    ("WarmupDecayLR", {"total_num_steps": 30, "warmup_num_steps": 7}),
+    ("WarmupDecayLR", {"total_num_steps": 30, "warmup_num_steps": 7, "warmup_type": "linear",
+                       "warmup_min_lr": 1e-5, "warmup_max_lr": 4e-3}),
+    ("WarmupDecayLR", {"total_num_steps": 10, "warmup_num_steps": 10, "warmup_max_lr": None}),
+    ("WarmupCosineLR", {"total_num_steps": 30, "warmup_num_steps": 7}),
+    ("WarmupCosineLR", {"total_num_steps": 30, "warmup_num_steps": 7, "warmup_min_ratio": 0.1,
+                        "cos_min_ratio": 0.2, "warmup_type": "linear"}),
+    ("WarmupCosineLR", {"total_num_steps": 5, "warmup_num_steps": 5}),
+    ("OneCycle", {"cycle_first_step_size": 8}),
+    ("OneCycle", {"cycle_first_step_size": 8, "cycle_second_step_size": 13}),
+    ("OneCycle", {"cycle_first_step_size": 8, "cycle_second_step_size": 0}),
+    ("OneCycle", {"cycle_first_step_size": 8, "decay_step_size": 3, "decay_lr_rate": 0.5}),
+    ("OneCycle", {"cycle_first_step_size": 9, "cycle_second_step_size": 12,
+                  "cycle_first_stair_count": 3, "cycle_second_stair_count": 5}),
+    ("OneCycle", {"cycle_first_step_size": 7, "cycle_first_stair_count": 4}),
+    ("LRRangeTest", {}),
+    ("LRRangeTest", {"lr_range_test_min_lr": 1e-4, "lr_range_test_step_size": 6,
+                     "lr_range_test_step_rate": 2.0}),
+    ("LRRangeTest", {"lr_range_test_step_size": 6, "lr_range_test_staircase": True}),
+]  # fmt: skip
+
+
+def adam():
+    return torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=LR)
+
+
+def rates_of(scheduler, optimizer, steps):
+    """What the optimizer of a training loop finds at each step."""
+    rates = []
+    for _ in range(steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+@pytest.mark.parametrize(("name", "params"), CASES)
+def test_deepspeeds_scheduler_block(name, params):
+    if name == "OneCycle":
+        params = {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3, "cycle_momentum": False} | params
+    optimizer = adam()
+    expected = rates_of(getattr(lr_schedules, name)(optimizer, **params), optimizer, STEPS)
+    config = RunConfig.from_dict(
+        raw(**{"optimizer.params.lr": LR, "scheduler": {"type": name, "params": params}})
+    )
+    assert [rate(config, step) for step in range(STEPS)] == pytest.approx(expected, abs=1e-15)
+
+
+def test_every_scheduler_of_deepspeed_has_its_class_and_a_case():
+    assert set(SCHEDULERS) == set(lr_schedules.VALID_LR_SCHEDULES) == {name for name, _ in CASES}
+
+
+def test_auto_length_is_the_runs():
+    block = {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_num_steps": 4}}
+    config = RunConfig.from_dict(raw(scheduler=block)).resolve(4)
+    optimizer = adam()
+    scheduler = lr_schedules.WarmupDecayLR(optimizer, 10, warmup_num_steps=4)
+    expected = rates_of(scheduler, optimizer, 10)
+    assert [rate(config, step) for step in range(10)] == pytest.approx(expected, abs=1e-15)
+
+
+def test_cosine_and_line_are_torchs_after_the_first_step():
+    """Ours reaches the floor at the last step, torch's with the step after `T_max` or `total`."""
+    n, floor = 24, 0.25
+    for kind, scheduler in (
+        ("cosine", lambda o: lr_scheduler.CosineAnnealingLR(o, n, eta_min=LR * floor)),
+        ("linear", lambda o: lr_scheduler.LinearLR(o, 1.0, floor, n)),
+    ):
+        optimizer = adam()
+        expected = rates_of(scheduler(optimizer), optimizer, n + 1)
+        schedule = LrScheduleConfig(type=kind, min_ratio=floor)
+        ours = [LR * fraction(schedule, step, n) for step in range(n)]
+        assert ours == pytest.approx(expected[1:])

@@ -1,0 +1,141 @@
+"""A build lock never hangs a run, and where nothing can be compiled torch's Adam does the work."""
+
+import logging
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+from torch.utils.file_baton import FileBaton
+
+from parallel3d.engine import operators
+from parallel3d.engine.operators import remove_stale_lock, wait_for_build
+from parallel3d.mesh.mesh import Mesh
+from tests.ranks import RanksHung, run_ranks
+from tests.verify.parity import Case, Trainer, compare
+
+pytestmark = pytest.mark.gloo
+
+
+def make_lock(directory, age):
+    lock = directory / "lock"
+    lock.touch()
+    os.utime(lock, (time.time() - age,) * 2)
+    return lock
+
+
+def test_a_dead_builds_lock_is_removed(tmp_path, caplog):
+    lock = make_lock(tmp_path, age=3600)
+    with caplog.at_level(logging.WARNING):
+        assert remove_stale_lock(tmp_path)
+    assert not lock.exists()
+    assert "stale build lock" in caplog.text and str(lock) in caplog.text
+    assert not remove_stale_lock(tmp_path)
+
+
+def test_a_young_lock_is_respected(tmp_path):
+    lock = make_lock(tmp_path, age=5)
+    assert not remove_stale_lock(tmp_path)
+    assert lock.exists()
+    assert remove_stale_lock(tmp_path, startup_seconds=1)
+
+
+def test_a_lock_on_a_network_file_system_is_given_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(operators, "_is_shared", lambda directory: True)
+    make_lock(tmp_path, age=300)
+    assert not remove_stale_lock(tmp_path)
+    make_lock(tmp_path, age=700)
+    assert remove_stale_lock(tmp_path)
+
+
+SLEEP = "import time; time.sleep(60)"
+HOLD = "import os, time; os.open('lock', os.O_RDONLY); os.chdir('/'); time.sleep(60)"
+
+
+@pytest.mark.parametrize("program", [SLEEP, HOLD], ids=["works there", "holds the lock"])
+def test_a_live_builds_lock_is_respected_and_waited_for(tmp_path, program):
+    lock = make_lock(tmp_path, age=3600)
+    builder = subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path)
+    try:
+        time.sleep(0.5)
+        assert not remove_stale_lock(tmp_path)
+        assert lock.exists()
+    finally:
+        builder.kill()
+        builder.wait()
+    start = time.monotonic()
+    wait_for_build(tmp_path)
+    assert time.monotonic() - start < 5
+    assert not lock.exists()
+
+
+def load(rank, cache, ours):
+    os.environ["TORCH_EXTENSIONS_DIR"] = cache
+    said = []
+    if ours:
+        return operators.load_cpu_adam(Mesh(1, 2, 1), said.append), said
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+
+    operators.quirks.read_cpu_quickly()
+    CPUAdamBuilder().load(verbose=False)
+
+
+@pytest.fixture
+def locked_cache(tmp_path):
+    """torch's cache of extensions as a killed build of an hour ago left it."""
+    directory = tmp_path / "cpu_adam"
+    directory.mkdir()
+    make_lock(directory, age=3600)
+    return tmp_path
+
+
+def no_compiler(builder, verbose=False):
+    raise RuntimeError("no g++ here\nand more lines")
+
+
+def load_without_compiler(rank, cache):
+    operators.CPUAdamBuilder.load = no_compiler
+    return load(rank, cache, True)
+
+
+def test_a_stale_lock_does_not_hang_a_run(locked_cache):
+    """What torch itself waits for, for ever, our start goes past: the compiler is reached."""
+    with pytest.raises(RanksHung):
+        run_ranks(load, 1, str(locked_cache), False, timeout=4, expect_hang=True)
+    assert (locked_cache / "cpu_adam" / "lock").exists()
+    (found, said), (other, _) = run_ranks(load_without_compiler, 2, str(locked_cache))
+    assert not (locked_cache / "cpu_adam" / "lock").exists()
+    assert not found and not other
+    assert said[0].startswith("compiling DeepSpeed's cpu_adam")
+    assert said[1] == (
+        "using torch's Adam on the host, because cpu_adam cannot be compiled: no g++ here"
+    )
+
+
+def test_a_build_that_dies_while_one_waits_is_noticed(tmp_path):
+    lock = make_lock(tmp_path, age=3600)
+    baton = operators._Baton(str(lock))
+    assert not baton.try_acquire()
+    baton.wait()
+    assert baton.try_acquire()
+    baton.release()
+    assert issubclass(operators._Baton, FileBaton)
+
+
+def train_without_compiler(rank, case, only_on):
+    if rank in only_on:
+        operators.CPUAdamBuilder.load = no_compiler
+    trainer = Trainer(case)
+    losses, norms = trainer.run()
+    kind = type(trainer.engine._deepspeed.optimizer.optimizer).__name__
+    return (losses, norms, trainer.weights()), kind
+
+
+@pytest.mark.parametrize("only_on", [(0, 1), (0,), (1,)])
+def test_without_a_compiler_torchs_adam_trains_the_same(only_on):
+    case = Case(mesh=(1, 2, 1), offload="cpu", steps=2, batch=8)
+    results, kinds = zip(*run_ranks(train_without_compiler, 2, case, only_on), strict=True)
+    errors = compare(case, results)
+    assert kinds == ("AdamW", "AdamW")  # all ranks alike, whoever failed
+    assert errors.within(1e-5), errors

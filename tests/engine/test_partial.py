@@ -1,0 +1,110 @@
+"""Gradients of which each tp rank has a part are summed, once a step."""
+
+import pytest
+import torch
+from torch import nn
+
+from parallel3d.engine import Engine, EngineSettings, HeldParameter, building, writing
+from parallel3d.engine import engine as engine_file
+from parallel3d.mesh.mesh import Mesh
+from parallel3d.model.spec import Init, ParamSpec
+from parallel3d.tensor.cut import Cut, cut_parameter
+from parallel3d.tensor.initialise import fill
+from tests.ranks import run_ranks
+from tests.verify.parity import NO_THRESHOLDS
+
+pytestmark = pytest.mark.gloo
+
+HIDDEN, BATCH, MICROBATCHES = 16, 2, 3
+
+
+class Weighted(nn.Module):
+    """Each tp rank adds its share of the result, with a weight that all of them hold whole."""
+
+    def __init__(self, mesh):
+        super().__init__()
+        ranks = mesh.size("tp")
+        self.share = (mesh.coord("tp") + 1) / (ranks * (ranks + 1) / 2)  # they add up to 1
+        self.weight = cut_parameter((HIDDEN, HIDDEN), None, mesh.group("tp"))
+        self.bias = cut_parameter((HIDDEN,), None, mesh.group("tp"))
+
+    def forward(self, stage, x):
+        return self.share * torch.tanh(x @ self.weight + self.bias)
+
+
+SPECS = [
+    ParamSpec("weight", (HIDDEN, HIDDEN), None, Init(std=0.3), weight_decay=True),
+    ParamSpec("bias", (HIDDEN,), None, Init(std=0.3), weight_decay=False),
+]
+
+
+def sum_partial(rank, dp, settings, partial):
+    """The gradient norms of two steps, the weights, and the all-reduces over tp in a step."""
+    mesh, calls = Mesh(1, dp, 2), []
+    with building(settings, mesh):
+        module = Weighted(mesh)
+    held = [HeldParameter(s.name, getattr(module, s.name), s, partial=partial) for s in SPECS]
+    for h in held:
+        with writing(h.parameter) as (shard, start), torch.no_grad():
+            fill(shard, start, h.spec, h.name, h.cut, 0)
+    engine = Engine(module, held, settings, mesh)
+    reduce = engine_file.all_reduce_coalesced
+
+    def counted(tensors, group):
+        calls.append(group is mesh.group("tp"))
+        reduce(tensors, group)
+
+    engine_file.all_reduce_coalesced = counted
+    x, grad = inputs()
+    norms = []
+    for _ in range(2):
+        calls.clear()
+        with engine.accumulation():
+            for m in range(MICROBATCHES):
+                here = slice(mesh.coord("dp") * BATCH, (mesh.coord("dp") + 1) * BATCH)
+                output = engine.forward(0, x[m, here].clone().requires_grad_())
+                engine.backward(output, grad[m, here].clone())
+        norms.append(engine.step(0.1).grad_norm)
+    return norms, {h.name: engine.full_parameter(h) for h in held}, sum(calls)
+
+
+def inputs():
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(2, MICROBATCHES, 2 * BATCH, HIDDEN, generator=generator)
+
+
+def plain_training(dp):
+    """The same on one process: the ranks' shares add up to the whole."""
+    weights = {}
+    for spec in SPECS:
+        flat = torch.empty(spec.numel)
+        fill(flat, 0, spec, spec.name, Cut(spec.shape, None, 0, 0, 0), 0)
+        weights[spec.name] = flat.view(spec.shape).requires_grad_()
+    adam = torch.optim.AdamW(weights.values(), lr=0.1, eps=1.0, weight_decay=0.0)
+    x, grad = inputs()[:, :, : dp * BATCH]
+    norms = []
+    for _ in range(2):
+        torch.tanh(x @ weights["weight"] + weights["bias"]).backward(grad / dp)
+        norms.append(float(nn.utils.clip_grad_norm_(weights.values(), 1e9)))
+        adam.step()
+        adam.zero_grad()
+    return norms, {name: w.detach() for name, w in weights.items()}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("reduction", ["per_step", "per_microbatch"])
+def test_partial_gradients_are_summed_over_tp_once_a_step(stage, reduction):
+    settings = EngineSettings(
+        micro_batch_size=BATCH, zero_stage=stage, gradient_reduction=reduction, eps=1.0,
+        zero_options=NO_THRESHOLDS | {"reduce_bucket_size": 2**12},
+    )  # fmt: skip
+    wanted_norms, wanted = plain_training(dp=2)
+    for norms, weights, calls in run_ranks(sum_partial, 4, 2, settings, True):
+        assert norms == pytest.approx(wanted_norms, rel=1e-5)
+        for name, value in weights.items():
+            assert torch.allclose(value, wanted[name], atol=1e-6), name
+        assert calls == 1
+    if stage == 3:
+        for norms, _, calls in run_ranks(sum_partial, 4, 2, settings, False):
+            assert norms[0] < 0.9 * wanted_norms[0]
+            assert calls == 0

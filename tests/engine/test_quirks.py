@@ -1,0 +1,240 @@
+"""The tests can fail: each takes one remedy away, and sees the fault that docs/deepspeed.md tells.
+
+With every remedy in place the same runs equal plain PyTorch (`test_with_the_remedies`).
+"""
+
+import signal
+import time
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+
+from parallel3d.engine import Engine, EngineSettings, memory
+from parallel3d.engine.quirks import core
+from parallel3d.mesh.mesh import Mesh
+from tests.ranks import RankFailed, RanksHung, run_ranks
+from tests.verify.parity import Case, Trainer, compare, train_on_rank
+
+pytestmark = pytest.mark.gloo
+
+SMALL = {"steps": 2, "batch": 8}
+PER_MICROBATCH = Case(mesh=(2, 1, 1), reduction="per_microbatch", tied=False, **SMALL)
+TIED = Case(mesh=(2, 1, 1), tied=True, **SMALL)
+UNTIED = Case(mesh=(2, 1, 1), tied=False, **SMALL)
+# An embedding alone on its stage has nothing but weight decay.
+ALONE = Case(mesh=(3, 1, 1), tied=False, model={"num_hidden_layers": 1}, **SMALL)
+
+
+def broadcast_over_the_world():  # row 1
+    core.bind_trace_check = lambda group, device: None
+
+
+def overwrite_gradients():  # row 2, ZeRO-3
+    core.start_backward = lambda engine: None
+    core.accumulate_from_zero = lambda engine: None
+
+
+def keep_the_boundary():  # row 2, ZeRO-1
+    Engine.accumulation = lambda engine: nullcontext()
+
+
+def tell_deepspeed_of_microbatches():  # row 4
+    core.accumulation_steps = lambda: 4
+    told = EngineSettings.deepspeed_config
+
+    def config(settings, dp_size):
+        config = told(settings, dp_size)
+        return config | {"train_batch_size": 4 * config["train_batch_size"]}
+
+    EngineSettings.deepspeed_config = config
+    step = Engine.step
+
+    def step_now(engine, lr):
+        engine._deepspeed.set_gradient_accumulation_boundary(True)
+        return step(engine, lr)
+
+    Engine.step = step_now
+
+
+def count_by_deepspeed():  # row 6
+    core.count_once = lambda held: None
+
+
+def no_ballast():  # row 7
+    def groups(held, ballast, weight_decay):
+        return [
+            {
+                "params": [h.parameter for h in held if h.spec.weight_decay is decays],
+                "weight_decay": weight_decay * decays,
+            }
+            for decays in (True, False)
+        ]
+
+    core.param_groups = groups
+
+
+def no_ballast_no_check():  # row 7
+    no_ballast()
+    Engine._check_groups = lambda self: None
+
+
+def ends_apart():  # row 13
+    Engine._sum_gradients = lambda self: None
+
+
+def count_both_ends():  # row 13
+    def count_once(held):
+        for h in held:
+            h.parameter.model_parallel = h.cut.counts
+
+    core.count_once = count_once
+
+
+def train_without(rank, case, take_away):
+    take_away()
+    return train_on_rank(rank, case)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        PER_MICROBATCH,
+        replace(PER_MICROBATCH, mesh=(1, 1, 1)),
+        replace(PER_MICROBATCH, zero_stage=1),
+        UNTIED,
+        replace(UNTIED, mesh=(2, 2, 1)),
+        TIED,
+        replace(TIED, reduction="per_microbatch"),
+        replace(TIED, zero_stage=1),
+        ALONE,
+    ],
+    ids=str,
+)
+def test_with_the_remedies(case):
+    errors = compare(case, run_ranks(train_on_rank, case.world_size, case))
+    assert errors.within(1e-5), errors
+
+
+@pytest.mark.parametrize(
+    ("case", "take_away", "at_least"),
+    [
+        (replace(PER_MICROBATCH, mesh=(1, 1, 1)), overwrite_gradients, 0.1),
+        (replace(PER_MICROBATCH, zero_stage=1), keep_the_boundary, 0.1),
+        (UNTIED, tell_deepspeed_of_microbatches, 0.5),
+        (UNTIED, count_by_deepspeed, 0.1),
+        (TIED, ends_apart, 0.01),
+        (replace(TIED, reduction="per_microbatch"), ends_apart, 0.01),
+        (TIED, count_both_ends, 0.01),
+        (replace(TIED, zero_stage=1), count_both_ends, 0.01),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_without_it_the_gradient_norm_is_wrong(case, take_away, at_least):
+    results = run_ranks(train_without, case.world_size, case, take_away)
+    errors = compare(case, results)
+    print(f"{take_away.__name__:32} {errors}")
+    assert errors.grad_norm > at_least, errors
+
+
+def test_a_direct_backward_overwrites_too_and_stops_on_a_cpu():
+    # On a CPU the gradients that it leaves behind cannot be given to a stream; a GPU says nothing.
+    with pytest.raises(RankFailed, match="unknown parameter type"):
+        run_ranks(train_without, 2, PER_MICROBATCH, overwrite_gradients)
+
+
+def test_without_the_bound_trace_check_the_pipeline_stops():
+    case = replace(UNTIED, mesh=(2, 2, 1))
+    with pytest.raises((RanksHung, RankFailed)) as caught:
+        run_ranks(train_without, 4, case, broadcast_over_the_world, timeout=6, expect_hang=True)
+    print(type(caught.value).__name__, str(caught.value).splitlines()[-1])
+
+
+def test_stages_without_equal_optimizer_groups_are_refused():
+    with pytest.raises(RankFailed, match="unequal numbers of optimizer groups"):
+        run_ranks(train_without, 3, ALONE, no_ballast)
+
+
+def test_unequal_optimizer_groups_give_a_wrong_norm_or_hang():
+    try:
+        results = run_ranks(
+            train_without, 3, ALONE, no_ballast_no_check, timeout=6, expect_hang=True
+        )
+    except (RanksHung, RankFailed) as stopped:
+        print(type(stopped).__name__, str(stopped).splitlines()[-1])
+    else:
+        errors = compare(ALONE, results)
+        print(errors)
+        assert errors.grad_norm > 1e-3
+
+
+def gathered_peak(rank, case, restore):
+    if not restore:
+        core.ReleaseCounters.restore = lambda self: None
+    trainer = Trainer(case)
+    parameters = [h.parameter for h in trainer.engine.held]
+    trainer.run()
+    with memory.watching(trainer.engine._deepspeed, parameters) as peaks:
+        trainer.run()
+    return peaks.gathered_elements, sum(p.ds_numel for p in parameters)
+
+
+def test_without_release_counters_the_whole_stage_stays_gathered():
+    case = replace(UNTIED, mesh=(1, 2, 1), steps=1)
+    (peak, whole), _ = run_ranks(gathered_peak, 2, case, True)
+    assert peak < whole / 5
+    (peak, whole), _ = run_ranks(gathered_peak, 2, case, False)
+    assert peak == whole
+
+
+def stopped_peer(rank, seconds):
+    import os
+
+    mesh = Mesh(2, 1, 1)
+    if seconds is not None:
+        mesh.set_timeouts(seconds)
+    mesh.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    mesh.barrier()
+
+
+def test_a_stopped_peer_is_noticed_by_short_timeouts_only():
+    start = time.monotonic()
+    with pytest.raises(RankFailed, match=r"(?i)time"):
+        run_ranks(stopped_peer, 2, 1.0)
+    assert time.monotonic() - start < 5
+    with pytest.raises(RanksHung):
+        run_ranks(stopped_peer, 2, None, timeout=4, expect_hang=True)
+
+
+def gradient(rank, microbatches, precision, in_fp32):
+    if not in_fp32:
+        core.accumulate_in_fp32 = lambda held: None
+    case = Case(precision=precision, microbatches=microbatches, steps=1, batch=64)
+    trainer = Trainer(case)
+    flat = []
+    step = trainer.engine.step
+
+    def look(lr):
+        shards = trainer.engine._deepspeed.optimizer.averaged_gradients
+        flat.extend(g.float().flatten() for group in shards.values() for g in group)
+        return step(lr)
+
+    trainer.engine.step = look
+    trainer.run()
+    return torch.cat(flat)
+
+
+def test_bf16_gradients_of_many_microbatches_need_an_fp32_sum():
+    [true] = run_ranks(gradient, 1, 1, "fp32", True)
+
+    def error(microbatches, in_fp32):
+        [found] = run_ranks(gradient, 1, microbatches, "bf16", in_fp32)
+        return float((found - true).norm() / true.norm())
+
+    one, many, without = error(1, True), error(64, True), error(64, False)
+    print(f"relative error: M=1 {one:.1e}, M=64 in fp32 {many:.1e}, in bf16 {without:.1e}")
+    assert many < 1.2 * one
+    assert without > 1.5 * many

@@ -1,0 +1,131 @@
+"""The start-up self-test passes where the engine is right, and fails loudly where it is not."""
+
+import os
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from parallel3d.engine import Engine, EngineSettings
+from parallel3d.engine.quirks import core, nvme
+from parallel3d.engine.selftest import KNOWN_GOOD, self_test
+from parallel3d.mesh.mesh import Mesh
+from tests.ranks import RankFailed, run_ranks
+from tests.verify.parity import Case, compare, train_on_rank
+
+pytestmark = pytest.mark.usefixtures("operators")
+
+MODES = [
+    {"zero_stage": stage, "offload_optimizer": offload, "offload_param": param,
+     "precision": precision, "gradient_reduction": reduction}
+    for stage, offload, param, precision, reduction in [
+        (0, "none", "none", "fp32", "per_step"), (0, "cpu", "none", "fp16", "per_microbatch"),
+        (1, "none", "none", "fp32", "per_step"), (1, "none", "none", "bf16", "per_microbatch"),
+        (1, "cpu", "none", "fp32", "per_microbatch"), (1, "none", "none", "bf16", "per_step"),
+        (2, "none", "none", "fp16", "auto"), (2, "cpu", "none", "bf16", "auto"),
+        (3, "none", "none", "fp32", "per_step"), (3, "none", "none", "fp32", "per_microbatch"),
+        (3, "none", "none", "bf16", "per_step"), (3, "cpu", "none", "fp16", "per_step"),
+        (3, "cpu", "none", "bf16", "per_microbatch"), (3, "none", "cpu", "fp32", "per_step"),
+        (3, "cpu", "cpu", "fp16", "per_microbatch"), (3, "nvme", "none", "fp32", "per_step"),
+        (3, "nvme", "nvme", "bf16", "per_microbatch"), (3, "none", "nvme", "fp16", "per_step"),
+    ]
+]  # fmt: skip
+
+
+def settings_of(mode, folder=None):
+    nvme = {"nvme_path": folder}
+    return EngineSettings(
+        micro_batch_size=1, weight_decay=0.1, **mode,
+        optimizer_options=nvme if mode.get("offload_optimizer") == "nvme" else {},
+        param_options=nvme if mode.get("offload_param") == "nvme" else {},
+    )  # fmt: skip
+
+
+def run_all(rank, shape, folder):
+    mesh, seconds = Mesh(*shape), []
+    for mode in MODES:
+        start = time.monotonic(), time.process_time()
+        self_test(settings_of(mode, folder), mesh)
+        seconds.append((time.monotonic() - start[0], time.process_time() - start[1]))
+    return seconds
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2), (3, 1, 1)], ids=str)
+def test_it_passes_in_every_mode(shape, tmp_path):
+    pp, dp, tp = shape
+    seconds = run_ranks(run_all, pp * dp * tp, shape, str(tmp_path))[0]
+    for mode, (wall, cpu) in zip(MODES, seconds, strict=True):
+        print(f"{wall:.2f} s, {cpu:.2f} s of one core: {mode}")
+    assert os.listdir(tmp_path) == []  # nothing is left on disk
+
+
+def train_afterwards(rank, case):
+    self_test(settings_of({"zero_stage": case.zero_stage}), Mesh(*case.mesh))
+    return train_on_rank(rank, case)
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_the_real_engine_is_right_after_it(zero_stage):
+    case = Case(mesh=(2, 1, 1), zero_stage=zero_stage, steps=2, batch=8)
+    errors = compare(case, run_ranks(train_afterwards, 2, case))
+    assert errors.within(1e-5), errors
+
+
+def overwrite_gradients():
+    core.start_backward = lambda engine: None
+
+
+def count_by_deepspeed():
+    core.count_once = lambda held: None
+
+
+def divide_by_microbatches():
+    core.accumulation_steps = lambda: 2
+    told = EngineSettings.deepspeed_config
+
+    def config(settings, dp_size):
+        config = told(settings, dp_size)
+        return config | {"train_batch_size": 2 * config["train_batch_size"]}
+
+    EngineSettings.deepspeed_config = config
+
+
+def skip_the_step():
+    step = Engine.step
+    Engine.step = lambda engine, lr: step(engine, 0.0)
+
+
+def leave_gradients_unaligned():
+    nvme.align_gradients = lambda: None
+
+
+def fail(rank, mode, take_away, folder):
+    take_away()
+    self_test(settings_of(mode, folder), Mesh(2, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("take_away", "mode", "says"),
+    [
+        (count_by_deepspeed, {}, "gradient norm, backward from a given loss: .* instead of"),
+        (count_by_deepspeed, {"zero_stage": 1}, "gradient norm, backward from a given loss"),
+        (divide_by_microbatches, {}, "gradient norm, backward from a given output's gradient"),
+        (skip_the_step, {}, "up.weight after the steps: off by"),
+        (leave_gradients_unaligned, {"offload_optimizer": "nvme"}, "after the steps: off by"),
+        (overwrite_gradients, {"gradient_reduction": "per_microbatch"}, "DeepSpeed"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_it_fails_loudly_without_a_remedy(take_away, mode, says, tmp_path):
+    with pytest.raises(RankFailed, match=says) as caught:
+        run_ranks(fail, 2, mode, take_away, str(tmp_path))
+    message = str(caught.value)
+    assert "TrainingError" in message
+    assert "the self-test of DeepSpeed 0." in message
+    assert KNOWN_GOOD in message
+
+
+def test_the_known_good_versions_are_those_that_are_installed():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    assert f"deepspeed{KNOWN_GOOD}" in project["project"]["dependencies"]

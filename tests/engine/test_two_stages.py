@@ -1,0 +1,103 @@
+"""Two stages of one rank take turns in one engine: ZeRO-3 holds one layer at a time."""
+
+import pytest
+import torch
+from torch import nn
+
+from parallel3d.engine import Engine, EngineSettings, HeldParameter, building, memory, writing
+from parallel3d.engine.quirks import core
+from parallel3d.mesh.mesh import Mesh
+from parallel3d.model.spec import Init, ParamSpec
+from parallel3d.tensor.initialise import fill
+from parallel3d.tensor.linear import ColumnParallelLinear
+from tests.engine.test_partial import BATCH, HIDDEN, inputs
+from tests.ranks import run_ranks
+from tests.verify.parity import NO_THRESHOLDS
+
+pytestmark = pytest.mark.gloo
+
+
+class TwoStages(nn.Module):
+    """Three layers in each of two stages of one rank."""
+
+    def __init__(self, mesh):
+        super().__init__()
+        group = mesh.group("tp")
+        self.stages = nn.ModuleList(
+            nn.ModuleList(ColumnParallelLinear(HIDDEN, HIDDEN, group) for _ in range(3))
+            for _ in range(2)
+        )
+
+    def forward(self, stage, x):
+        for layer in self.stages[stage]:
+            x = torch.tanh(layer(x))
+        return x
+
+
+ORDERS = {
+    "breadth first": [("F", s, m) for s in (0, 1) for m in range(3)]
+    + [("B", s, m) for s in (1, 0) for m in range(3)],
+    "depth first": [("F", s, m) for m in range(3) for s in (0, 1)]
+    + [("B", s, m) for m in range(3) for s in (1, 0)],
+    "mixed": [
+        ("F", 0, 0), ("F", 0, 1), ("F", 1, 0), ("F", 1, 1), ("B", 1, 0), ("F", 0, 2),
+        ("B", 1, 1), ("F", 1, 2), ("B", 0, 0), ("B", 1, 2), ("B", 0, 1), ("B", 0, 2),
+    ],
+}  # fmt: skip
+
+
+def alternate(rank, reduction, order, restore):
+    """Peaks of a step in which two stages take turns, in elements, and the norms of two steps."""
+    if not restore:
+        core.ReleaseCounters.restore = lambda counters: None
+    mesh = Mesh(1, 2, 1)
+    options = NO_THRESHOLDS | {"reduce_bucket_size": 2**12}
+    settings = EngineSettings(BATCH, gradient_reduction=reduction, eps=1.0, zero_options=options)
+    with building(settings, mesh):
+        module = TwoStages(mesh)
+    held = [
+        HeldParameter(
+            name, p, ParamSpec(name, tuple(p.ds_shape), 0, Init(std=0.3), p.ds_numel > HIDDEN)
+        )
+        for name, p in module.named_parameters()
+    ]
+    for h in held:
+        with writing(h.parameter) as (shard, start), torch.no_grad():
+            fill(shard, start, h.spec, h.name, h.cut, 0)
+    engine = Engine(module, held, settings, mesh)
+    x, grad = inputs()
+    peaks, norms = [], []
+    for _ in range(2):
+        taken, made = {}, {}
+        watched = memory.watching(engine._deepspeed, [h.parameter for h in held])
+        with watched as found, engine.accumulation():
+            for kind, stage, m in order:
+                if kind == "F":
+                    start = x[m, :BATCH].clone() if stage == 0 else made[0, m].detach()
+                    taken[stage, m] = start.requires_grad_()
+                    made[stage, m] = engine.forward(stage, start)
+                else:
+                    given = grad[m, :BATCH].clone() if stage else taken[1, m].grad
+                    engine.backward(made[stage, m], given)
+        peaks.append(found)
+        norms.append(engine.step(0.1).grad_norm)
+    return peaks[-1].gathered_elements, peaks[-1].gathered_bytes // 4, norms
+
+
+@pytest.mark.parametrize("reduction", ["per_step", "per_microbatch"])
+def test_stages_of_one_engine_take_turns(reduction):
+    layer = HIDDEN * HIDDEN + HIDDEN
+    all_norms = []
+    for order in ORDERS.values():
+        for gathered, alive, norms in run_ranks(alternate, 2, reduction, order, True):
+            assert 0 < gathered <= layer
+            assert 0 < alive <= layer
+            all_norms.append(norms)
+    assert all_norms[0][0] > 0.1
+    for norms in all_norms:
+        assert norms == pytest.approx(all_norms[0], rel=1e-5)
+
+
+def test_without_release_counters_a_whole_stage_stays_gathered():
+    (gathered, _, _), _ = run_ranks(alternate, 2, "per_step", ORDERS["breadth first"], False)
+    assert gathered >= 3 * (HIDDEN * HIDDEN + HIDDEN)

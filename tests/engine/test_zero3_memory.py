@@ -1,0 +1,127 @@
+"""ZeRO saves what it claims: bytes are counted storage by storage while real ranks train."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from parallel3d.engine import memory
+from tests.ranks import run_ranks
+from tests.verify import parity
+from tests.verify.parity import Case, Trainer
+
+pytestmark = pytest.mark.gloo
+
+FP32 = 4
+BUCKET = 2**12  # elements; DeepSpeed's own would hold every gradient of a toy model
+MODEL = {"num_hidden_layers": 6}  # three transformer layers on each of two stages
+CASE = Case(mesh=(2, 2, 1), steps=1, batch=6, microbatches=3, model=MODEL)
+MODES = ("per_step", "per_microbatch")
+
+
+@cache
+def measured(case):
+    return run_ranks(measure, 4, case)
+
+
+def measure(rank, case):
+    """What this rank holds after a batch, the peaks meanwhile, and the stage's sizes."""
+    settings = parity.settings_of(case)
+    options = settings.zero_options | {"reduce_bucket_size": BUCKET}
+    parity.settings_of = lambda case: replace(settings, zero_options=options)
+    trainer = Trainer(case)
+    engine, parameters = trainer.engine, [h.parameter for h in trainer.engine.held]
+    trainer.run()  # the first step records the order of the layers and makes Adam's moments
+    [(tokens, labels)] = parity.batches_of(case, trainer.config)
+    batch = trainer.microbatches(tokens, labels)
+    sizes = {
+        "stage": sum(_numel(p) for p in parameters),
+        "parameters": len(parameters),
+        "largest": max(_numel(p) for p in parameters),
+        "layer": max(
+            sum(_numel(p) for p in layer.parameters())
+            for layers in trainer.stages.module.stages.values()
+            for layer in layers
+        ),
+    }
+    if case.zero_stage == 3:
+        with memory.watching(engine._deepspeed, parameters) as peaks:
+            trainer.executor.run(batch)
+    else:
+        peaks = None
+        trainer.executor.run(batch)
+    held = engine.memory_bytes()
+    engine.step(1e-3)
+    return sizes, held, peaks
+
+
+def _numel(parameter):
+    return getattr(parameter, "ds_numel", parameter.numel())
+
+
+def assert_share(held, sizes, bytes_each, dp=2):
+    """`held` is 1/dp of the stage, up to the padding of each parameter."""
+    share = sizes["stage"] * bytes_each / dp
+    padding = (sizes["parameters"] + 2) * bytes_each  # and the two elements of ballast
+    assert share <= held <= share + padding, (held, share)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b"])
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_two_layers_at_most_are_gathered(schedule, checkpointing):
+    case = replace(CASE, schedule=schedule, checkpointing=checkpointing)
+    for rank, (sizes, _, peaks) in enumerate(measured(case)):
+        layer, stage = sizes["layer"], sizes["stage"]
+        print(
+            f"rank {rank}: gathered at most {peaks.gathered_elements} elements, alive "
+            f"{peaks.gathered_bytes / FP32:.0f}; a layer has {layer}, the stage {stage}"
+        )
+        assert 2 * layer < stage
+        assert 0 < peaks.gathered_elements <= 2 * layer
+        # What autograd saved lets go of the weights, too.
+        assert peaks.gathered_bytes <= 2 * layer * FP32
+
+
+def test_bytes_of_zero3_and_both_reductions():
+    found = {mode: measured(replace(CASE, reduction=mode)) for mode in MODES}
+    for mode, ranks in found.items():
+        for rank, (sizes, held, peaks) in enumerate(ranks):
+            whole = sizes["stage"] * FP32
+            print(f"{mode:15} rank {rank}: {held}, gradients at most {peaks.gradient_bytes}")
+            assert_share(held["parameters"], sizes, FP32)
+            assert_share(held["optimizer"], sizes, 3 * FP32)
+            assert_share(held["gradients"], sizes, FP32)  # after the reduction
+            if mode == "per_step":
+                assert peaks.gradient_bytes >= whole
+            else:
+                # The shards, and what waits for its bucket to be full.
+                assert peaks.gradient_bytes <= whole / 2 + 2 * BUCKET * FP32
+                assert peaks.gradient_bytes < 0.7 * whole
+    # Over the data-parallel ranks of a stage the shards make up the stage.
+    for first, second in ((0, 1), (2, 3)):
+        (sizes, a, _), (_, b, _) = found["per_step"][first], found["per_step"][second]
+        excess = a["parameters"] + b["parameters"] - sizes["stage"] * FP32
+        assert 0 <= excess <= 2 * sizes["parameters"] * FP32
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_bytes_of_zero1(mode):
+    case = replace(CASE, zero_stage=1, reduction=mode)
+    for rank, (sizes, held, _) in enumerate(measured(case)):
+        print(f"{mode:15} rank {rank}: {held}")
+        # The stage's flat buffer is padded, not each parameter.
+        assert sizes["stage"] * FP32 <= held["parameters"] <= (sizes["stage"] + 16) * FP32
+        assert_share(held["optimizer"], sizes, 3 * FP32)
+        # A parameter that lies across the cut keeps its whole gradient, one in each group.
+        share, most = sizes["stage"] * FP32 / 2, sizes["largest"] * FP32
+        assert share <= held["gradients"] <= share + 2 * most
+
+
+def test_bytes_of_bf16_and_offload():
+    """The masters and moments stay fp32; offload keeps the reduced gradients on the host, too."""
+    case = replace(CASE, precision="bf16", offload="cpu")
+    for rank, (sizes, held, _) in enumerate(measured(case)):
+        print(f"rank {rank}: {held}")
+        assert_share(held["parameters"], sizes, 2)
+        assert_share(held["optimizer"], sizes, 3 * FP32)
+        assert_share(held["gradients"], sizes, 2 * FP32)

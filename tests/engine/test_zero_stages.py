@@ -1,0 +1,105 @@
+"""ZeRO 0, 1, 2 and 3: the same numbers, and what each of them holds."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from parallel3d.engine import Engine
+from tests.ranks import run_ranks
+from tests.verify import parity
+from tests.verify.parity import Case, compare
+
+pytestmark = pytest.mark.usefixtures("operators")
+
+SMALL = {"steps": 3, "batch": 16}
+
+
+@pytest.mark.parametrize(
+    ("stage", "mesh", "reduction", "tied"),
+    [
+        (0, (1, 4, 1), "per_step", True),
+        (0, (2, 2, 1), "per_microbatch", True),
+        (0, (1, 2, 2), "per_step", False),
+        (2, (2, 2, 1), "auto", True),
+        (2, (1, 2, 2), "per_step", False),
+    ],
+    ids=str,
+)
+def test_parity(stage, mesh, reduction, tied):
+    case = Case(mesh=mesh, zero_stage=stage, reduction=reduction, tied=tied, **SMALL)
+    errors = parity.measure(case)
+    print(f"{case!s:72} {errors}")
+    assert errors.within(1e-5), errors
+
+
+def without_the_mean(rank, case):
+    Engine._average_over_replicas = lambda engine: None
+    return parity.train_on_rank(rank, case)
+
+
+def test_without_the_mean_over_replicas_the_norm_is_wrong():
+    case = Case(mesh=(1, 2, 1), zero_stage=0, **SMALL)
+    errors = compare(case, run_ranks(without_the_mean, 2, case))
+    assert errors.grad_norm > 1e-3, errors
+
+
+def test_replicas_stay_bit_for_bit_the_same():
+    case = Case(mesh=(1, 4, 1), zero_stage=0, precision="bf16", **SMALL)
+    first, *others = (weights for _, _, weights in run_ranks(parity.train_on_rank, 4, case))
+    for weights in others:
+        for (name, _, _, a), (_, _, _, b) in zip(first, weights, strict=True):
+            assert torch.equal(a, b), name
+
+
+def bytes_held(rank, case):
+    """What a rank holds at the end of a pass, the most gradients meanwhile, and its parameters."""
+    settings = parity.settings_of(case)
+    options = settings.zero_options | {"reduce_bucket_size": 2**12}
+    parity.settings_of = lambda case: replace(settings, zero_options=options)
+    trainer = parity.Trainer(case)
+    engine, parameters = trainer.engine, [h.parameter for h in trainer.engine.held]
+    trainer.run()
+    [(tokens, labels)] = parity.batches_of(case, trainer.config)
+    most, backward = [0], engine.backward
+
+    def watched(*args):
+        backward(*args)
+        most.append(engine.memory_bytes()["gradients"])
+
+    engine.backward = watched
+    trainer.executor.run(trainer.microbatches(tokens, labels))
+    numel = sum(getattr(p, "ds_numel", p.numel()) for p in parameters)
+    return engine.memory_bytes(), max(most), numel
+
+
+@cache
+def held_at(stage, reduction="auto"):
+    model = {"num_hidden_layers": 6}
+    case = Case((1, 4, 1), zero_stage=stage, reduction=reduction, steps=1, batch=16, model=model)
+    return run_ranks(bytes_held, 4, case)[0]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_each_stage_holds(stage):
+    """In units of the model's fp32 bytes, on 4 data-parallel ranks."""
+    held, most, numel = held_at(stage)
+    whole = 4 * numel
+    share = {kind: n / whole for kind, n in held.items()} | {"gradients": most / whole}
+    print(f"ZeRO-{stage}: " + ", ".join(f"{kind} {x:.2f}" for kind, x in share.items()))
+    quarter = pytest.approx(0.25, rel=0.1)
+    assert share["parameters"] == (quarter if stage == 3 else pytest.approx(1, rel=0.01))
+    assert share["optimizer"] == (
+        pytest.approx(3, rel=0.01) if stage == 0 else pytest.approx(0.75, rel=0.1)
+    )
+    if stage == 2:
+        assert share["gradients"] < 0.6
+    else:
+        assert share["gradients"] >= 1  # gathered up for the one reduction of the step
+
+
+def test_stages_1_and_2_differ_in_when_they_reduce_alone():
+    for reduction in ("per_step", "per_microbatch"):
+        (one, most_one, _), (two, most_two, _) = (held_at(s, reduction) for s in (1, 2))
+        assert one == two and most_one == most_two

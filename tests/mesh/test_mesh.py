@@ -1,0 +1,256 @@
+"""The mesh on real ranks: coordinates, groups, transfers, time-outs, and how a process is found."""
+
+import os
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from parallel3d.errors import ConfigError
+from parallel3d.mesh.mesh import AXES, Launch, Mesh
+from parallel3d.mesh.picture import draw_mesh
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.gloo
+
+VARIABLES = [
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR",
+    "MASTER_PORT", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE",
+]  # fmt: skip
+
+
+def places_on_rank(rank, sizes):
+    found = []
+    for size in sizes:
+        mesh = Mesh(*size)
+        groups = {axis: mesh.ranks(axis) for axis in (*AXES, "model", "world")}
+        ends = mesh.join_pair(0, size[0] - 1)
+        joined = None if ends is None else dist.get_process_group_ranks(ends)
+        coords = {axis: mesh.coord(axis) for axis in (*AXES, "model")}
+        lengths = {axis: mesh.size(axis) for axis in groups}
+        # The sum over a group tells who is really in it.
+        sums = {}
+        for axis in groups:
+            total = torch.tensor([2.0**rank])
+            dist.all_reduce(total, group=mesh.group(axis))
+            sums[axis] = int(total)
+        mesh.set_timeouts(50)
+        timed = [*map(mesh.group, groups), *([] if ends is None else [ends])]
+        timeouts = {g._get_backend(mesh.device).options._timeout.seconds for g in timed}
+        said = mesh.picture(), mesh.backend, timeouts
+        found.append((groups, joined, coords, lengths, sums, said))
+        mesh.barrier()
+    return found
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [(1, 1, 1)],
+        [(2, 1, 2), (1, 4, 1), (4, 1, 1)],
+        [(3, 2, 1), (1, 3, 2)],
+        [(2, 2, 2), (4, 1, 2), (1, 2, 4)],
+    ],
+    ids=str,
+)
+def test_places(sizes):
+    """tp is innermost and pp outermost: arange(ranks).reshape(pp, dp, tp)."""
+    world = int(np.prod(sizes[0]))
+    results = run_ranks(places_on_rank, world, sizes, timeout=60)
+    for number, size in enumerate(sizes):
+        grid = np.arange(world).reshape(size)
+        for rank in range(world):
+            groups, ends, coords, lengths, sums, said = results[rank][number]
+            p, d, t = (int(i[0]) for i in np.where(grid == rank))
+            assert groups == {
+                "pp": grid[:, d, t].tolist(),
+                "dp": grid[p, :, t].tolist(),
+                "tp": grid[p, d, :].tolist(),
+                "model": grid[:, d, :].flatten().tolist(),
+                "world": list(range(world)),
+            }
+            assert coords == {"pp": p, "dp": d, "tp": t, "model": p * size[2] + t}
+            assert lengths == {axis: len(ranks) for axis, ranks in groups.items()}
+            assert sums == {axis: sum(2**r for r in ranks) for axis, ranks in groups.items()}
+            owners = sorted({int(grid[0, d, t]), int(grid[-1, d, t])})
+            assert ends == (owners if p in (0, size[0] - 1) and len(owners) == 2 else None)
+            assert said == (draw_mesh(grid.tolist()), "gloo", {50})
+
+
+def transfers_on_rank(rank):
+    """Each pp coordinate sends to both its neighbours; the tensors say who sent them, and when."""
+    mesh = Mesh(3, 1, 2)
+    me, pp = mesh.coord("pp"), mesh.size("pp")
+    sends, receives = [], []
+    for peer in {(me - 1) % pp, (me + 1) % pp}:
+        for number in range(4):
+            # Two channels: tags 0 and 2, whose messages overtake each other on the way in.
+            message = torch.tensor([rank, mesh.coord("tp"), peer, number], dtype=torch.float32)
+            sends.append((mesh.isend(message, peer, tag=2 * (number % 2)), message))
+        for number in (1, 3, 0, 2):
+            buffer = torch.empty(4)
+            receives.append((mesh.irecv(buffer, peer, tag=2 * (number % 2)), peer, number, buffer))
+    for transfer, peer, number, buffer in reversed(receives):
+        transfer.wait()
+        assert buffer.tolist() == [mesh.ranks("pp")[peer], mesh.coord("tp"), me, number]
+    for transfer, _ in sends:
+        transfer.wait()
+        assert transfer.is_completed()
+    mesh.barrier()
+    return len(receives)
+
+
+def test_transfers_keep_their_order_on_each_channel():
+    assert run_ranks(transfers_on_rank, 6, timeout=60) == [8] * 6
+
+
+WAITS = {
+    "world": lambda mesh: mesh.barrier(),
+    "pair": lambda mesh: dist.all_reduce(torch.ones(1), group=mesh.join_pair(0, 1)),
+    "receive": lambda mesh: mesh.irecv(torch.empty(1), 1, 0).wait(),
+    # More than the kernel's buffers take, so that it cannot leave by itself.
+    "send": lambda mesh: mesh.isend(torch.empty(10**7), 1, 0).wait(),
+}
+
+
+def silent_peer(rank, waits):
+    mesh = Mesh(2, 1, 1)
+    mesh.join_pair(0, 1)
+    mesh.set_timeouts(0.5)
+    mesh.barrier()
+    if rank == 1:
+        time.sleep(2 + 0.5 * len(waits))
+        return []
+    waited = []
+    for what in waits:
+        start = time.monotonic()
+        with pytest.raises(RuntimeError, match="Timed out"):
+            WAITS[what](mesh)
+        waited.append(time.monotonic() - start)
+    return waited
+
+
+# Once it has given up, a group fails at once ever after; torch makes "pp" the "world" here.
+@pytest.mark.parametrize("waits", [["world", "pair"], ["receive"], ["send"]], ids=str)
+def test_a_silent_peer_is_given_up(waits):
+    """Without `set_timeouts` it would take half an hour."""
+    waited, _ = run_ranks(silent_peer, 2, waits, timeout=30)
+    assert len(waited) == len(waits)
+    assert all(0.4 < seconds < 2 for seconds in waited), waited
+
+
+def helpers_on_rank(rank):
+    mesh = Mesh(1, 2, 2)
+    # Ranks share the node's cores: OpenMP's threads would spin on each other's.
+    assert torch.get_num_threads() == max(1, os.cpu_count() // 4)
+    assert mesh.gather_floats([rank, 0.1]) == [[float(r), 0.1] for r in range(4)]
+    order = []
+    for part in range(2):
+        with mesh.one_at_a_time() as first:
+            assert first == (rank == 0)
+            order.append((time.monotonic(), part))
+            time.sleep(0.1 if first else 0)
+    mesh.close()
+    assert not dist.is_initialized()
+    mesh.close()  # once more does no harm
+    return [t for t, _ in order]
+
+
+def test_helpers_and_a_clean_end():
+    first, *others = run_ranks(helpers_on_rank, 4, timeout=60)
+    for other in others:
+        assert all(a + 0.09 < b for a, b in zip(first, other, strict=True))
+
+
+def test_one_process_needs_no_launcher():
+    code = (
+        "from parallel3d.mesh.mesh import Mesh\n"
+        "mesh = Mesh()\n"
+        "mesh.set_timeouts(5)\n"
+        "mesh.barrier()\n"
+        "sizes = [mesh.size(axis) for axis in ('pp', 'dp', 'tp', 'model', 'world')]\n"
+        "print(sizes, mesh.gather_floats([3]))\n"
+        "mesh.close()\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if k not in VARIABLES}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "[1, 1, 1, 1, 1] [[3.0]]\n"
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """Sets the launcher's variables, and no others."""
+
+    def set_variables(**variables):
+        for name in VARIABLES:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, str(value))
+
+    return set_variables
+
+
+def test_wrong_product(environment):
+    environment(RANK=0, WORLD_SIZE=8, LOCAL_RANK=0)
+    before = dist.is_initialized()
+    with pytest.raises(ConfigError, match=r"pp=2 x dp=3 x tp=1 = 6 ranks, but 8 processes"):
+        Mesh(2, 3, 1)
+    assert dist.is_initialized() == before  # nothing half-made stays behind
+
+
+SRUN = {"SLURM_PROCID": 5, "SLURM_NTASKS": 8, "SLURM_LOCALID": 1}
+
+
+def test_launch(environment):
+    environment()
+    assert Launch.from_environment() == Launch(0, 1, 0)
+    environment(RANK=3, WORLD_SIZE=4, LOCAL_RANK=1)
+    assert Launch.from_environment() == Launch(3, 4, 1, 4)  # all on one node, for all we know
+    environment(RANK=3, WORLD_SIZE=4, LOCAL_RANK=1, LOCAL_WORLD_SIZE=2)
+    assert Launch.from_environment() == Launch(3, 4, 1, 2)
+    environment(RANK=3, WORLD_SIZE=4, LOCAL_RANK=1, LOCAL_SIZE=2)
+    assert Launch.from_environment() == Launch(3, 4, 1, 2)
+    environment(**SRUN, MASTER_ADDR="node0")
+    assert Launch.from_environment() == Launch(5, 8, 1)
+    # torchrun inside an allocation: its word counts.
+    environment(**SRUN, RANK=0, WORLD_SIZE=2, LOCAL_RANK=0, MASTER_ADDR="node0")
+    assert Launch.from_environment() == Launch(0, 2, 0, 2)
+    # A batch script's shell, or a single task: one process.
+    environment(SLURM_PROCID=0, SLURM_NTASKS=1, SLURM_LOCALID=0)
+    assert Launch.from_environment() == Launch(0, 1, 0)
+    environment(**SRUN)
+    with pytest.raises(ConfigError, match=r"export MASTER_ADDR=\$\(scontrol"):
+        Launch.from_environment()
+
+
+PICTURE = """\
+mesh pp 2 × dp 2 × tp 2 = 8 ranks
+        pp 0    pp 1
+  dp 0  [0 1] → [4 5]
+  dp 1  [2 3] → [6 7]
+  → pp cuts the layers   rows: dp cuts the batch   [ ] tp cuts the matrices"""
+
+
+def grid_of(*sizes):
+    return np.arange(np.prod(sizes)).reshape(sizes).tolist()
+
+
+def test_picture():
+    assert draw_mesh(grid_of(2, 2, 2)) == PICTURE
+    assert (
+        draw_mesh(grid_of(1, 1, 1)) == "mesh pp 1 × dp 1 × tp 1 = 1 rank\n        pp 0\n  dp 0  [0]"
+    )
+
+
+def test_picture_of_a_large_mesh_stays_small():
+    lines = draw_mesh(grid_of(4, 64, 8)).splitlines()
+    assert len(lines) == 2 + 8 + 1
+    assert lines[-2] == "  dp 63  [504..511] → [1016..1023] → [1528..1535] → [2040..2047]"
+    assert max(map(len, lines)) <= 100

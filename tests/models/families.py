@@ -1,0 +1,112 @@
+"""Small models of every family found, and what a mesh computes with them."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import models
+from parallel3d.engine import EngineSettings
+from parallel3d.mesh.mesh import Mesh
+from parallel3d.model.spec import Shape
+from parallel3d.pipeline.stages import build_stages
+from parallel3d.schedule.schedules import make_schedule
+from tests.ranks import run_ranks
+
+WORLD = 4
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 61}
+
+
+def small(family, **settings):
+    """A small config of any family, with the sizes that every family has."""
+    sizes = SIZES | {"max_position_embeddings": 64} | settings
+    return models.config_class(family)(family=family, **sizes)
+
+
+def switched(family):
+    """Small configs with each of the family's switches turned, then all: name -> config."""
+    fields = models.config_class(family).model_fields
+    switches = {name: not f.default for name, f in fields.items() if f.annotation is bool}
+    found = {family: {}} | {f"{family} {n}={v}": {n: v} for n, v in switches.items()}
+    if len(switches) > 1:
+        found[f"{family} {ALL}"] = switches
+    return {name: small(family, **settings) for name, settings in found.items()}
+
+
+ALL = "all switched"
+EVERY_FAMILY = {n: c for family in models.families() for n, c in switched(family).items()}
+
+
+def weights_of(config):
+    """Whole weights by global name, far from their start: scores spread, biases and norms act."""
+    generator, found = torch.Generator().manual_seed(3), {}
+    for layer in models.layers(config):
+        copies = {name for name, _ in layer.tied}
+        for p in layer.params:
+            if p.name not in copies:
+                noise = torch.randn(p.shape, generator=generator) * 0.2
+                found[f"{layer.name}.{p.name}"] = noise + p.init.value
+    return found
+
+
+def batch_of(config, seq=16):
+    """Tokens and labels, [2, seq] each."""
+    generator = torch.Generator().manual_seed(2)
+    text = torch.randint(config.vocab_size, (2, seq + 1), generator=generator)
+    return text[:, :-1], text[:, 1:]
+
+
+def part(whole, cut):
+    """What a rank with this cut holds of a whole tensor."""
+    return whole if cut.dim is None else whole.narrow(cut.dim, cut.start, cut.stop - cut.start)
+
+
+def build(config, tp, seq=16, sequence_parallel=False, **settings):
+    """The whole model on WORLD / tp replicas, with the weights of `weights_of`, and the mesh."""
+    mesh = Mesh(1, WORLD // tp, tp)
+    schedule = make_schedule("gpipe", 1, 1)
+    built = build_stages(
+        models.layers(config), schedule, EngineSettings(2, zero_stage=1), mesh, Shape(2, seq),
+        sequence_parallel=sequence_parallel, **settings,
+    )  # fmt: skip
+    weights = weights_of(config)
+    with torch.no_grad():
+        for h in built.held:
+            h.parameter.copy_(part(weights[h.name], h.cut))
+    return built, mesh
+
+
+class Logits:
+    """What the head's output projection gives, noted on its way to the loss."""
+
+    def __init__(self, module):
+        head = list(module.stages["0"].children())[-1]
+        self.value = None
+        assert isinstance(head.output, nn.Module)
+        head.output.register_forward_hook(self.note)
+
+    def note(self, module, args, output):
+        self.value = output.detach().clone()
+
+
+def computed(config, tp, sequence_parallel=False, documents=None, seq=16):
+    """Loss, this rank's logits, and its gradients as (name, cut, value), summed where partial."""
+    built, mesh = build(config, tp, seq, sequence_parallel)
+    logits = Logits(built.module)
+    tokens, labels = batch_of(config, seq)
+    loss = built.module(0, tokens, labels, documents)
+    loss.backward()
+    gradients = []
+    for h in built.held:
+        if h.partial:
+            dist.all_reduce(h.parameter.grad, group=mesh.group("tp"))
+        gradients.append((h.name, h.cut, h.parameter.grad))
+    return loss.item(), logits.value, gradients
+
+
+def _computed_on_rank(rank, config, cases, seq):
+    return [computed(config, *case, seq=seq) for case in cases]
+
+
+def on_ranks(config, cases, seq=16):
+    """For each case (tp, sequence_parallel, documents): what `computed` gives on each rank."""
+    return list(zip(*run_ranks(_computed_on_rank, WORLD, config, cases, seq), strict=True))

@@ -1,0 +1,83 @@
+"""docs/add-a-model.md, followed to the letter in a copy of the project."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.gloo
+
+ROOT = Path(__file__).parents[2]
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_accumulation_steps": 4,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}},
+    "zero_optimization": {"stage": 3},
+    "parallel3d": {
+        "mesh": {"sequence_parallel": True},
+        "model": {
+            "family": "neox", "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+        },
+        "data": {"sequence_length": 32},
+        "train": {"steps": 10},
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    """The project with the page's files in it, and no other file changed."""
+    folder = tmp_path_factory.mktemp("copy")
+    for name in ("parallel3d", "models", "launch", "tests", "configs", "docs"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, folder)
+    page = (ROOT / "docs/add-a-model.md").read_text()
+    files = re.findall(r"```python\n# (\S+)\n(.*?)```", page, re.DOTALL)
+    assert [Path(name).name for name, _ in files] == ["spec.py", "blocks.py", "huggingface.py"]
+    for name, text in [("models/neox/__init__.py", ""), *files]:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+def run(folder, *command):
+    environment = os.environ | {"PYTHONPATH": str(folder)}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_tests_find_the_new_family(copy):
+    tests = ["tests/models/test_model.py", "tests/models/test_transformers.py"]
+    printed = run(copy, "-m", "pytest", "-n0", "-v", "-rN", "-k", "neox", *tests)
+    for name in (
+        "test_spec_describes_the_built_module[neox] PASSED",
+        "test_cost_is_what_torch_counts[neox-1] PASSED",
+        "test_cost_is_what_torch_counts[neox-2] PASSED",
+        "test_equals_transformers[neox] PASSED",
+        "test_names_and_sizes_are_those_of_transformers[neox] PASSED",
+        "test_a_document_moves_no_other[neox] PASSED",
+    ):
+        assert name in printed, printed
+    run(copy, "-m", "pytest", "-n0", "tests/test_floors.py", "tests/test_docs.py")
+    run(copy, "-m", "mypy", "models/neox")
+    run(copy, "-m", "ruff", "check", "models/neox")
+    run(copy, "-m", "ruff", "format", "--check", "models/neox")
+
+
+@pytest.mark.slow
+def test_the_new_family_trains_like_one_process(copy):
+    (copy / "neox.json").write_text(json.dumps(CONFIG))
+    meshes = "1x1x1,2x1x2"
+    command = ("launch/verify.py", "--config", "neox.json", "--meshes", meshes, "--json")
+    report = json.loads(run(copy, *command))
+    assert report["passed"] and len(report["cases"]) == 2, report

@@ -1,0 +1,142 @@
+"""Every family found: what its spec says against the modules that its blocks build."""
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+import models
+from parallel3d.model.spec import Shape
+from tests.models.families import ALL, EVERY_FAMILY, WORLD, batch_of, build, computed, part, small
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.gloo
+
+SHAPE = Shape(2, 16)
+GROUPED = {"llama, grouped": small("llama", num_key_value_heads=2, qk_norm=True)}
+
+
+def described(rank, config):
+    found = []
+    for tp in (1, 2, 4):
+        built, mesh = build(config, tp)
+        held = [(h.name, h.cut, tuple(h.parameter.shape), h.counts) for h in built.held]
+        found.append((held, sum(p.numel() for p in built.module.parameters())))
+        mesh.barrier()
+    return found
+
+
+@pytest.mark.parametrize("name", EVERY_FAMILY | GROUPED)
+def test_spec_describes_the_built_module(name):
+    config = (EVERY_FAMILY | GROUPED)[name]
+    specs = {
+        f"{layer.name}.{p.name}": p
+        for layer in models.layers(config)
+        for p in layer.params
+        if p.name not in {copy for copy, _ in layer.tied}
+    }
+    ranks = run_ranks(described, WORLD, config)
+    for tp, results in zip((1, 2, 4), zip(*ranks, strict=True), strict=True):
+        for held, unique in results:
+            assert [key for key, *_ in held] == list(specs)
+            for key, cut, shape, _ in held:
+                assert (cut.global_shape, cut.dim) == (specs[key].shape, specs[key].cut_dim(tp))
+                assert shape == cut.local_shape
+            assert unique == sum(torch.Size(shape).numel() for _, _, shape, _ in held)
+        # Over the tp group each element is counted once, and the parts make up the whole.
+        group = [held for held, _ in results[:tp]]
+        counted = sum(torch.Size(s).numel() for held in group for _, _, s, counts in held if counts)
+        assert counted == models.num_params(config)
+        for key, spec in specs.items():
+            parts = [cut for held in group for name, cut, *_ in held if name == key]
+            if spec.cut_dim(tp) is not None:
+                assert [c.start for c in parts] == [0, *(c.stop for c in parts[:-1])]
+                assert parts[-1].stop == spec.shape[spec.tp_dim]
+                unit = spec.shape[spec.tp_dim] // (spec.units or 1)
+                assert spec.units is None or all(c.start % unit == 0 for c in parts)
+
+
+def counted_flops(rank, config, tp):
+    """Forward FLOPs of each layer, and of the whole model's forward and backward, on this rank."""
+    built, _ = build(config, tp)
+    tokens, labels = batch_of(config)
+    found, x = {}, tokens
+    # Torch counts no FLOPs in its fused attention for the CPU.
+    with sdpa_kernel(SDPBackend.MATH):
+        for layer, module in zip(models.layers(config), built.module.stages["0"], strict=True):
+            with FlopCounterMode(display=False) as counter:
+                x = module(x, labels) if layer.name == "head" else module(x)
+            found[layer.name] = counter.get_total_flops()
+        with FlopCounterMode(display=False) as counter:
+            built.module(0, tokens, labels).backward()
+    return found, counter.get_total_flops()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("name", [*models.families(), *GROUPED])
+def test_cost_is_what_torch_counts(name, tp):
+    config = (EVERY_FAMILY | GROUPED)[name]
+    specs = models.layers(config)
+    group = run_ranks(counted_flops, WORLD, config, tp)[:tp]
+    for layer in specs:
+        assert layer.cost(SHAPE).forward_flops == sum(found[layer.name] for found, _ in group)
+    train = sum(layer.cost(SHAPE).train_flops for layer in specs)
+    assert train == sum(total for _, total in group)
+    assert train == 3 * sum(sum(found.values()) for found, _ in group)
+
+
+def on_every_mesh(rank, config):
+    """Loss and gradients at tp = 1, then the same on more ranks: all on this rank."""
+    cases = [(1, False), (2, False), (2, True), (4, False), (4, True)]
+    return [computed(config, *case) for case in cases]
+
+
+UNKNOWN_ELSEWHERE = [
+    n for n, c in EVERY_FAMILY.items() if ALL in n or models.huggingface(c.family) is None
+]
+
+
+@pytest.mark.parametrize("name", UNKNOWN_ELSEWHERE)
+def test_tensor_parallel_gradients_are_those_of_one_rank(name):
+    """For what test_transformers.py cannot compare: no class of transformers is like it."""
+    config = EVERY_FAMILY[name]
+    for one, *others in run_ranks(on_every_mesh, WORLD, config):
+        loss, _, gradients = one
+        whole = {key: value for key, _, value in gradients}
+        for our_loss, _, ours in others:
+            assert our_loss == pytest.approx(loss, rel=1e-5)
+            for key, cut, value in ours:
+                error = (value - part(whole[key], cut)).abs().max() / whole[key].abs().max()
+                assert error < 1e-5, f"{key}: {error:.1e}"
+
+
+def printed(rank, config):
+    return str(build(config, 4)[0].module)
+
+
+PRINTED = {
+    "gpt": (
+        "(qkv): ColumnParallelLinear((3, 32, 32), columns / 4)",
+        "(output): RowParallelLinear((32, 32), rows / 4)",
+        "(up): ColumnParallelLinear((128, 32), columns / 4)",
+        "(token): VocabParallelEmbedding((61, 32), vocabulary / 4)",
+        "(norm1): LayerNorm((32,), replicated, eps=1e-05)",
+        "(dropout): Dropout(p=0.0, split)",
+        "(dropout1): Dropout(p=0.0, replicated)",
+        "(position): Table((64, 32), replicated)",
+        "(output): VocabParallelOutput((61, 32), vocabulary / 4)",
+    ),
+    "llama, grouped": (
+        "(qkv): GroupedColumnLinear(q 4 / 4, k 2, v 2 heads of 8)",
+        "(q_norm): RMSNorm((8,), replicated, eps=1e-05)",
+        "(rotary): Rotary(8, theta=10000.0)",
+        "(gate_up): ColumnParallelLinear((2, 256, 32), columns / 4)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_a_printed_layer_says_how_it_is_cut(name):
+    text = run_ranks(printed, WORLD, (EVERY_FAMILY | GROUPED)[name])[0]
+    for line in PRINTED[name]:
+        assert line in text, f"{line} is not in\n{text}"

@@ -1,0 +1,243 @@
+"""Every family against plain transformers with the same weights: logits, loss, gradients.
+
+Transformers knows no mesh: its numbers are one process's, and ours must be them on every tp, with
+and without sequence parallelism, with documents that share a sample and without. Both are in fp32.
+"""
+
+from functools import lru_cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import models
+from models.llama.spec import RopeScaling
+from parallel3d.model.spec import ParamSpec
+from parallel3d.tensor.linear import GroupedColumnLinear
+from parallel3d.tensor.segments import Segments
+from tests.models.families import (
+    ALL,
+    EVERY_FAMILY,
+    WORLD,
+    Logits,
+    batch_of,
+    build,
+    computed,
+    on_ranks,
+    part,
+    small,
+    weights_of,
+)
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.gloo
+
+TOLERANCE = 1e-5
+SEQ = 48
+# Of a head of 8 features' four frequencies one is kept, one blended, two are slowed.
+SCALING = RopeScaling(
+    factor=4.0, low_freq_factor=0.1, high_freq_factor=1.0, original_max_position_embeddings=16
+)
+# The variants of llama below turn its switches, and more.
+VARIANTS = {n: c for n, c in EVERY_FAMILY.items() if ALL not in n and not n.startswith("llama ")}
+VARIANTS |= {
+    "grouped, tied": small("llama", num_key_value_heads=2, tie_word_embeddings=True),
+    "llama3 scaling": small("llama", num_key_value_heads=2, rope_scaling=SCALING),
+    "Qwen2, one kv head": small("llama", num_key_value_heads=1, attention_bias=True),
+    "Qwen3, wide heads": small("llama", num_key_value_heads=2, head_dim=16, qk_norm=True),
+}
+LENGTHS = ([5, 11, 1, 31], [40, 8])  # of the documents in two samples
+DOCUMENTS = torch.tensor([[i for i, n in enumerate(row) for _ in range(n)] for row in LENGTHS])
+POSITIONS = torch.tensor([[i for n in row for i in range(n)] for row in LENGTHS])
+
+
+def reference_of(config):
+    """The same model by transformers; None where its family names none or it has no such class."""
+    theirs = models.huggingface(config.family)
+    if theirs is None:
+        return None
+    try:
+        model = theirs.reference(config)
+    except ValueError:
+        return None
+    weights = theirs.to_huggingface(config, weights_of(config))
+    named = dict(model.named_parameters())
+    assert named.keys() == weights.keys()
+    with torch.no_grad():
+        for name, parameter in named.items():
+            parameter.copy_(weights[name])
+    return model
+
+
+@lru_cache(maxsize=2)
+def expected(config, isolated):
+    """Logits, loss and gradients by transformers, which is told of documents in its own way."""
+    model = reference_of(config)
+    tokens, labels = batch_of(config, SEQ)
+    options = {}
+    if isolated:
+        seen = (DOCUMENTS[:, :, None] == DOCUMENTS[:, None, :]).tril().unsqueeze(1)
+        mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+        options = {"position_ids": POSITIONS, "attention_mask": mask}
+    logits = model(tokens, **options).logits
+    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    theirs = models.huggingface(config.family)
+    return logits.detach(), loss.item(), theirs.from_huggingface(config, gradients)
+
+
+def errors(config, tp, isolated, ranks):
+    """The largest errors of logits and loss (absolute), and of each gradient (of its largest)."""
+    logits, loss, gradients = expected(config, isolated)
+    found = {}
+    for rank, (our_loss, our_logits, ours) in enumerate(ranks):
+        start, stop = (config.vocab_size * (rank % tp + i) // tp for i in (0, 1))
+        values = {
+            "logits": (our_logits - logits[..., start:stop]).abs().max(),
+            "loss": abs(our_loss - loss),
+        }
+        assert {name for name, *_ in ours} == gradients.keys()
+        for name, cut, gradient in ours:
+            whole = gradients[name]
+            values[name] = (gradient - part(whole, cut)).abs().max() / whole.abs().max()
+        found |= {name: max(found.get(name, 0.0), float(v)) for name, v in values.items()}
+    return found
+
+
+def cases(config):
+    """(tp, sequence parallel, documents): as many tp ranks as WORLD, so also more than kv heads."""
+    for tp in (1, 2, 4):
+        for sequence_parallel in (False, True)[: 1 if tp == 1 else 2]:
+            yield tp, sequence_parallel, None
+    yield 1, False, DOCUMENTS
+    yield 4, True, DOCUMENTS
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_equals_transformers(name):
+    config = VARIANTS[name]
+    if reference_of(config) is None:
+        pytest.skip("transformers has no such architecture")
+    meshes = list(cases(config))
+    for (tp, sequence_parallel, documents), ranks in zip(
+        meshes, on_ranks(config, meshes, SEQ), strict=True
+    ):
+        found = errors(config, tp, documents is not None, ranks)
+        worst = max(found, key=found.get)
+        case = f"tp={tp} sequence_parallel={sequence_parallel} isolated={documents is not None}"
+        print(f"{name:40} {case:50} logits {found['logits']:.1e} {worst} {found[worst]:.1e}")
+        assert found[worst] < TOLERANCE, f"{case}: {worst} {found[worst]:.1e}"
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_names_and_sizes_are_those_of_transformers(name):
+    config = VARIANTS[name]
+    model = reference_of(config)
+    if model is None:
+        pytest.skip("transformers has no such architecture")
+    assert model.num_parameters() == models.num_params(config)
+    theirs, weights = models.huggingface(config.family), weights_of(config)
+    back = theirs.from_huggingface(config, dict(model.state_dict()))
+    assert back.keys() == weights.keys()
+    for key, value in weights.items():
+        assert torch.equal(back[key], value), key
+
+
+def test_a_config_without_a_class_in_transformers():
+    theirs = models.huggingface("llama")
+    with pytest.raises(ValueError, match="attention_bias = true with qk_norm = true"):
+        theirs.reference(small("llama", attention_bias=True, qk_norm=True))
+    with pytest.raises(ValueError, match="num_attention_heads = 5: does not divide hidden_size=32"):
+        theirs.reference(small("llama", num_attention_heads=5, head_dim=8))
+
+
+def moved(rank, config, tp, sequence_parallel):
+    """How far each token's logits move when the second document's first token is another."""
+    found = []
+    for document in (0, 1):
+        built, _ = build(config, tp, SEQ, sequence_parallel)
+        logits, (tokens, labels) = Logits(built.module), batch_of(config, SEQ)
+        built.module(0, tokens, labels, DOCUMENTS)
+        before = logits.value
+        first = DOCUMENTS.eq(document).int().argmax(-1, keepdim=True)
+        other = tokens.scatter(1, first, (tokens.gather(1, first) + 1) % config.vocab_size)
+        built.module(0, other, labels, DOCUMENTS)
+        found.append((logits.value - before).abs().amax(-1))
+    return found
+
+
+@pytest.mark.parametrize("family", models.families())
+def test_a_document_moves_no_other(family):
+    for tp, sequence_parallel in ((1, False), (4, True)):
+        for per_rank in run_ranks(moved, WORLD, small(family), tp, sequence_parallel):
+            for document, change in enumerate(per_rank):
+                inside = document == DOCUMENTS
+                assert change[~inside].max() == 0  # exactly: not a bit of another document
+                assert change[inside].min() > 1e-3  # and every token that follows sees it
+
+
+def positions_that_go_on(patch):
+    # Learned positions show it. Rotary ones cannot: in a document all distances stay the same.
+    restart = Segments.of
+    patch.setattr(
+        Segments, "of", lambda d: restart(d)._replace(positions=torch.arange(SEQ).expand_as(d))
+    )
+
+
+def another_ranks_kv_head(patch):
+    rows = GroupedColumnLinear._rows
+
+    def wrong(self, count):
+        right = rows(self, count)
+        if right is None:
+            return None
+        start = self.group.rank() % count * self.head_size  # should be rank * count // ranks
+        return start, start + self.head_size
+
+    patch.setattr(GroupedColumnLinear, "_rows", wrong)
+
+
+def gradients_left_in_parts(patch):
+    patch.setattr(ParamSpec, "is_partial", lambda self, tp, sequence_parallel: False)
+
+
+def halves_turned_the_other_way(patch):
+    patch.setattr("parallel3d.tensor.rotary._turn", lambda x, c, s: x * c + x.roll(4, -1) * s)
+
+
+def norm_without_its_weight(patch):
+    weighted = nn.functional.rms_norm
+    patch.setattr(
+        nn.functional, "rms_norm", lambda x, shape, w, eps: weighted(x, shape, None, eps) + 0 * w
+    )
+
+
+FAULTS = {
+    positions_that_go_on: ("gpt", {"logits"}),
+    another_ranks_kv_head: ("grouped, tied", {"logits"}),
+    gradients_left_in_parts: (
+        "Qwen3, wide heads",
+        {f"blocks.0.attention.{name}" for name in ("qkv.k_weight", "q_norm.weight")},
+    ),
+    halves_turned_the_other_way: ("grouped, tied", {"logits"}),
+    norm_without_its_weight: ("grouped, tied", {"logits"}),
+}
+
+
+def faulty(rank, fault, config, case):
+    with pytest.MonkeyPatch.context() as patch:
+        fault(patch)
+        return computed(config, *case, seq=SEQ)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_planted_faults_are_found(fault):
+    """What the comparison is worth: each fault moves what it must move by far more than 1e-5."""
+    name, wrong = FAULTS[fault]
+    config = VARIANTS[name]
+    ranks = run_ranks(faulty, WORLD, fault, config, (4, False, DOCUMENTS))
+    found = errors(config, 4, True, ranks)
+    for name in wrong:
+        assert found[name] > 100 * TOLERANCE, (name, found[name])

@@ -1,0 +1,210 @@
+"""Every schedule file found, run for real at several sizes: the numbers of one process of PyTorch.
+
+Sizes with several stages on a rank, or all of them on one, are where a stage hands over to itself.
+"""
+
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from parallel3d.engine.quirks import core
+from parallel3d.errors import ScheduleError
+from parallel3d.mesh.mesh import Mesh
+from parallel3d.pipeline.executor import Executor
+from parallel3d.schedule.schedule import Action, Op, peak_in_flight, validate
+from parallel3d.schedule.schedules import load, make_evaluation, make_schedule, names
+from tests.ranks import run_ranks
+from tests.verify import reference
+from tests.verify.parity import (
+    Case,
+    Trainer,
+    batches_of,
+    compare,
+    config_of,
+    train_on_rank,
+    whole_weights,
+)
+
+pytestmark = pytest.mark.gloo
+
+LIKE_NCCL = 6  # with so many microbatches
+
+
+def cases(name, pp):
+    """The sizes for which the schedule says that it is valid, with a layer or more for a stage."""
+    for stages_per_rank in (1, 2, 3):
+        for microbatches in (1, 3, LIKE_NCCL):
+            if not load(name).invalid(pp, microbatches, stages_per_rank):
+                yield Case(
+                    mesh=(pp, 1, 1),
+                    schedule=name,
+                    stages_per_rank=stages_per_rank,
+                    microbatches=microbatches,
+                    batch=12,
+                    steps=2,
+                    zero_stage=3 if microbatches == 3 else 1,
+                    reduction="per_step" if stages_per_rank == 2 else "per_microbatch",
+                    model={"num_hidden_layers": max(3, pp * stages_per_rank - 1)},
+                )
+
+
+def behave_like_nccl(mesh):
+    """Transfers that hold up their rank until the peer is there, on one channel without tags."""
+
+    def blocking(start):
+        def transfer(tensor, pp_coord, tag):
+            start(tensor, pp_coord, 0).wait()
+            return SimpleNamespace(wait=lambda: None, is_completed=lambda: True)
+
+        return transfer
+
+    mesh.isend, mesh.irecv = blocking(mesh.isend), blocking(mesh.irecv)
+
+
+def counting(executor):
+    """Runs `executor` with a count of what it holds after each action: inputs and outputs."""
+    most = {"inputs": 0, "outputs": 0}
+
+    def watched(method):
+        def run(stage, microbatch):
+            method(stage, microbatch)
+            posted = sum(action.op is Op.RECV_F for action in executor._arriving)
+            most["inputs"] = max(most["inputs"], len(executor._inputs) - posted)
+            most["outputs"] = max(most["outputs"], len(executor._outputs))
+
+        return run
+
+    executor._run = {op: watched(method) for op, method in executor._run.items()}
+    return most
+
+
+def train_all_on_rank(rank, cases):
+    results = []
+    for case in cases:
+        trainer = Trainer(case)
+        if case.microbatches == LIKE_NCCL:
+            behave_like_nccl(trainer.mesh)
+        old = trainer.executor
+        evaluator = Executor(
+            make_evaluation(old.schedule), old.mesh, old.engine, old._key, old._hidden_shape
+        )
+        evaluator_holds = counting(evaluator)
+        start = evaluator.run(trainer.microbatches(*next(batches_of(case, trainer.config))))
+        holds = counting(trainer.executor)
+        losses, norms = trainer.run()
+        left = [
+            len(held)
+            for e in (trainer.executor, evaluator)
+            for held in (e._inputs, e._outputs, e._gradients, e._arriving, e._sending)
+        ]
+        coord = trainer.mesh.coord("pp")
+        at_most = max(peak_in_flight(trainer.executor.schedule)[coord], 1)
+        memory = coord, at_most, holds, evaluator_holds, sum(left)
+        results.append(((losses, norms, trainer.weights()), start, memory))
+        trainer.engine.close()
+    return results
+
+
+@pytest.mark.parametrize("pp", [1, 2, 4])
+@pytest.mark.parametrize("name", names())
+def test_against_one_process(name, pp):
+    """Training and evaluation, in which a rank holds no more than the schedule says."""
+    todo = list(cases(name, pp))
+    assert todo, "no size is valid"
+    ranks = run_ranks(train_all_on_rank, pp, todo)
+    for number, case in enumerate(todo):
+        trained, starts, memory = zip(*(rank[number] for rank in ranks), strict=True)
+        errors = compare(case, trained)
+        assert errors.within(1e-5), f"{case}: {errors}"
+        config = config_of(case)
+        with torch.no_grad():
+            batch = next(batches_of(case, config))
+            start = reference.forward(whole_weights(config), config, *batch)
+        assert sum(starts) == pytest.approx(float(start), rel=1e-6), case
+        for coord, at_most, holds, evaluator_holds, left in memory:
+            where = f"{case}, coordinate {coord}"
+            assert holds["outputs"] == at_most, where
+            assert holds["inputs"] <= at_most + 1, where  # one more, which its F has not taken yet
+            assert evaluator_holds["outputs"] <= case.stages_per_rank, where
+            assert left == 0, where
+
+
+def train_on_old_gradients(rank, case):
+    core.accumulate_from_zero = lambda engine: None
+    return train_on_rank(rank, case)
+
+
+@pytest.mark.parametrize(("zero_stage", "offload"), [(3, "none"), (2, "cpu")])
+def test_without_a_start_at_zero_the_last_steps_gradients_come_back(zero_stage, offload):
+    """DeepSpeed overwrites them in a rank's first backward of a step, whatever its stage."""
+    case = Case(
+        mesh=(2, 2, 1),
+        schedule="interleaved",
+        stages_per_rank=2,
+        zero_stage=zero_stage,
+        offload=offload,
+        reduction="per_microbatch",
+        steps=2,
+    )
+    assert compare(case, run_ranks(train_on_rank, 4, case)).within(1e-5)
+    assert compare(case, run_ranks(train_on_old_gradients, 4, case)).grad_norm > 0.1
+
+
+def swap_on_rank(rank, seconds):
+    """A step of a program in which the last rank wants its tensors in another order."""
+    case = Case(mesh=(2, 1, 1), schedule="v_shape", stages_per_rank=2, microbatches=2)
+    trainer = Trainer(case)
+    good = trainer.executor.schedule
+    last = list(good.programs[1])
+    i, j = (last.index(Action(op, s, 0)) for op, s in ((Op.RECV_F, 1), (Op.SEND_F, 2)))
+    last[i], last[j] = last[j], last[i]
+    bad = replace(good, programs=(good.programs[0], tuple(last)))
+    with pytest.raises(ScheduleError):
+        validate(bad)
+    old = trainer.executor
+    executor = Executor(bad, old.mesh, old.engine, old._key, old._hidden_shape)
+    trainer.mesh.set_timeouts(seconds)
+    start = time.monotonic()
+    try:
+        executor.run(trainer.microbatches(*next(batches_of(case, trainer.config))))
+    except (RuntimeError, KeyError) as error:
+        return type(error).__name__, time.monotonic() - start
+    return "nothing", 0.0
+
+
+def test_a_program_that_would_hang_is_refused_and_ends_by_the_time_out():
+    first, last = run_ranks(swap_on_rank, 2, 1.0, timeout=60)
+    assert last[0] == "KeyError"  # it has nothing to send yet
+    assert first[0] == "RuntimeError" and first[1] < 10
+
+
+def owners_on_rank(rank):
+    """The groups of some pairs of coordinates, made twice, and the sums over them."""
+    mesh = Mesh(3, 1, 2)
+    seen = []
+    for pair in ((0, 2), (2, 0), (1, 2), (1, 1)):
+        group = mesh.join_pair(*pair)
+        assert mesh.join_pair(*pair) is group
+        total = torch.tensor([2.0**rank])
+        if group is not None:
+            torch.distributed.all_reduce(total, group=group)
+        seen.append(None if group is None else int(total))
+    return seen
+
+
+def test_two_coordinates_are_joined_at_equal_dp_and_tp():
+    for rank, seen in enumerate(run_ranks(owners_on_rank, 6)):
+        pp, tp = divmod(rank, 2)
+        expected = [
+            sum(2 ** (2 * coord + tp) for coord in pair) if pp in pair and len(pair) == 2 else None
+            for pair in ({0, 2}, {0, 2}, {1, 2}, {1})
+        ]
+        assert seen == expected
+
+
+def test_a_schedule_keeps_its_placement_in_evaluation():
+    schedule = make_schedule("v_shape", 2, 3, 2)
+    assert make_evaluation(schedule).pp_coord_of_stage == (0, 1, 1, 0)

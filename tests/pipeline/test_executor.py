@@ -1,0 +1,295 @@
+"""The executor on real ranks: what it did, action by action, is what the program says."""
+
+import time
+import weakref
+from functools import lru_cache
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from parallel3d.errors import ScheduleError
+from parallel3d.pipeline.executor import Executor
+from parallel3d.schedule.schedule import Action, Op, Schedule, peak_in_flight
+from parallel3d.schedule.schedules import make_evaluation, make_schedule
+from tests.mesh.mortal import mortal
+from tests.ranks import run_ranks
+from tests.verify import reference
+from tests.verify.parity import (
+    OPTIMIZER,
+    Case,
+    Trainer,
+    batches_of,
+    config_of,
+    expected,
+    train_on_rank,
+    whole_weights,
+)
+
+pytestmark = pytest.mark.gloo
+
+DROPOUT = {"embd_pdrop": 0.1, "resid_pdrop": 0.1, "attn_pdrop": 0.1}
+
+
+def evaluator_of(trainer):
+    old = trainer.executor
+    schedule = make_evaluation(old.schedule)
+    return Executor(schedule, trainer.mesh, trainer.engine, old._key, old._hidden_shape)
+
+
+class Saved:
+    """Something that autograd keeps for the backward of one stage and microbatch."""
+
+    def __init__(self, tensor, place):
+        self.tensor, self.place = tensor, place
+
+
+def watched_step(rank, case):
+    """What a step did, and for which forwards activations were alive after each action."""
+    trainer = Trainer(case)
+    executor, mesh = trainer.executor, trainer.mesh
+    transfers, alive, saved = [], [], weakref.WeakSet()
+
+    def recording(name):
+        start = getattr(mesh, name)
+
+        def record(tensor, pp_coord, tag):
+            transfers.append((name, pp_coord, tag, tuple(tensor.shape), str(tensor.dtype)))
+            return start(tensor, pp_coord, tag)
+
+        setattr(mesh, name, record)
+
+    def watching(method):
+        def run(stage, microbatch):
+            with torch.autograd.graph.saved_tensors_hooks(
+                lambda t: keep(Saved(t, (stage, microbatch))), lambda s: s.tensor
+            ):
+                method(stage, microbatch)
+            alive.append(({s.place for s in saved}, set(executor._outputs)))
+
+        return run
+
+    def keep(entry):
+        saved.add(entry)
+        return entry
+
+    recording("isend"), recording("irecv")
+    executor._run = {op: watching(method) for op, method in executor._run.items()}
+    executor.run(trainer.microbatches(*next(batches_of(case, trainer.config))))
+    left = [executor._inputs, executor._outputs, executor._gradients, executor._arriving]
+    where = [mesh.coord(axis) for axis in ("pp", "dp", "tp")]
+    return executor.spans, transfers, alive, sum(map(len, left)), *where
+
+
+WATCHED = [
+    Case(mesh=(4, 1, 1), schedule="one_f_one_b", microbatches=6, steps=1),
+    Case(mesh=(2, 1, 2), schedule="gpipe", microbatches=3, steps=1),
+    Case(mesh=(2, 1, 1), schedule="interleaved", stages_per_rank=2, microbatches=6, steps=1),
+    Case(mesh=(2, 2, 1), schedule="v_shape", stages_per_rank=2, microbatches=6, steps=1),
+]
+
+
+@pytest.mark.parametrize("case", WATCHED, ids=str)
+def test_what_ran_is_the_program(case):
+    sizes = case.mesh[0], case.microbatches, case.stages_per_rank
+    schedule = make_schedule(case.schedule, *sizes)
+    ranks = run_ranks(watched_step, case.world_size, case)
+    shape = (case.batch // case.microbatches // case.mesh[1], 16, 32)
+    channels = {"isend": {}, "irecv": {}}
+    for spans, transfers, alive, left, coord, *place in ranks:
+        program = schedule.programs[coord]
+        assert tuple(span.action for span in spans) == program
+        assert spans[0].start == 0
+        assert all(span.start <= span.end for span in spans)
+        assert all(a.end <= b.start for a, b in pairwise(spans))
+        assert spans[-1].end > 0
+
+        # The SENDs and RECVs of the program, with the coordinate of the stage at the other end.
+        moves = [a for a in program if a.is_send or a.is_receive]
+        peers = [schedule.pp_coord_of_stage[a.other_end.stage] for a in moves]
+        calls = ["isend" if a.is_send else "irecv" for a in moves]
+        assert [t[:2] for t in transfers] == list(zip(calls, peers, strict=True))
+        assert {t[3:] for t in transfers} == {(shape, "torch.float32")}
+        for call, peer, tag, *_ in transfers:
+            ends = (coord, peer) if call == "isend" else (peer, coord)
+            channels[call].setdefault((*ends, *place), []).append(tag)
+
+        # Exactly the forwards whose backward is to come hold activations.
+        between = set()
+        for action, held in zip(program, alive, strict=True):
+            if action.op is Op.F:
+                between = between | {action[1:]}
+            elif action.op is Op.B:
+                between = between - {action[1:]}
+            assert held == (between, between), action
+        assert max(len(saved) for saved, _ in alive) == peak_in_flight(schedule)[coord]
+        assert left == 0
+    # What leaves one end of a channel arrives at the other, in the same order, each once.
+    assert channels["isend"] == channels["irecv"]
+    assert all(len(set(tags)) == len(tags) for tags in channels["isend"].values())
+
+
+@pytest.mark.parametrize("op", [Op.I, Op.W, Op.GATHER, Op.RELEASE, Op.REDUCE])
+def test_what_cannot_be_run_is_refused_at_once(op):
+    program = (Action(Op.F, 0, 0), Action(Op.B, 0, 0), Action(op, 0, 0))
+    schedule = Schedule("mine", 1, (0,), (program,))
+    mesh = SimpleNamespace(coord=lambda axis: 0)
+    with pytest.raises(ScheduleError, match=rf"mine: the executor cannot run 0{op}0"):
+        Executor(schedule, mesh, engine=None, key=None, hidden_shape=(1, 1, 1))
+
+
+def evaluate_on_rank(rank, case):
+    """Losses of a forward-only pass at the start and after training, and what it left behind."""
+    trainer = Trainer(case)
+    evaluator = evaluator_of(trainer)
+    batch = trainer.microbatches(*next(batches_of(case, trainer.config)))
+    replicas = trainer.mesh.size("dp") * trainer.mesh.size("tp")
+
+    def loss_of(executor):
+        rows = trainer.mesh.gather_floats([executor.run(batch)])
+        return sum(row[0] for row in rows) / replicas
+
+    before, first, after = trainer.weights(), loss_of(evaluator), trainer.weights()
+    same = all(torch.equal(a[-1], b[-1]) for a, b in zip(before, after, strict=True))
+    grads = [h.name for h in trainer.engine.held if h.parameter.grad is not None]
+    left = len(evaluator._inputs) + len(evaluator._outputs) + len(evaluator._sending)
+    trained, _ = trainer.run()
+    return first, same, grads, left, trained, loss_of(evaluator)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(mesh=(2, 2, 1), zero_stage=1, steps=2),
+        Case(mesh=(2, 2, 1), steps=2),
+        # A wide start, so that a mask moves the loss by far more than rounding or chance.
+        Case(mesh=(2, 1, 2), steps=1, model={"embd_pdrop": 0.5, "initializer_range": 0.1}),
+    ],
+    ids=lambda c: f"{c}{' dropout' if c.model else ''}",
+)
+def test_a_forward_only_program_evaluates(case):
+    """Against plain PyTorch; the dropout of the model is off in it, and on in training."""
+    config = config_of(case)
+    tokens, labels = next(batches_of(case, config))
+    with torch.no_grad():
+        start = float(reference.forward(whole_weights(config), config, tokens, labels))
+    for first, same, grads, left, trained, last in run_ranks(evaluate_on_rank, 4, case):
+        assert first == pytest.approx(start, rel=1e-6)
+        assert same and not grads and left == 0
+        if case.model:
+            assert abs(trained[0] - start) > 1e-3
+            continue
+        assert trained[0] == pytest.approx(start, rel=1e-6)
+        _, _, weights = expected(case.tied, case.steps, case.batch, ())
+        with torch.no_grad():
+            end = float(reference.forward(weights, config, tokens, labels))
+        assert last == pytest.approx(end, rel=1e-5)
+
+
+def train_twice(rank, case):
+    """The same training without evaluations, and with two before and two within each step."""
+    return [train_and_evaluate(case, evaluations) for evaluations in (0, 2)]
+
+
+def train_and_evaluate(case, evaluations):
+    trainer = Trainer(case)
+    evaluator = evaluator_of(trainer)
+    losses, norms = [], []
+    for step, (tokens, labels) in enumerate(batches_of(case, trainer.config)):
+        batch = trainer.microbatches(tokens, labels)
+        for _ in range(evaluations):
+            evaluator.run(batch)
+        losses.append(trainer.executor.run(batch, step))
+        for _ in range(evaluations):
+            evaluator.run(batch)  # the gradients wait for the step meanwhile
+        norms.append(trainer.engine.step(OPTIMIZER["lr"]).grad_norm)
+    weights = [w for *_, w in trainer.weights()]
+    trainer.engine.close()
+    return losses, norms, weights
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(mesh=(2, 2, 1), steps=3, checkpointing="full", model=DROPOUT),
+        Case(mesh=(2, 2, 1), steps=3, thresholds=True, schedule="one_f_one_b", model=DROPOUT),
+        Case(mesh=(2, 2, 1), steps=3, zero_stage=1, reduction="per_microbatch"),
+    ],
+    ids=lambda c: f"{c}{' thresholds' if c.thresholds else ''}{' dropout' if c.model else ''}",
+)
+def test_evaluation_does_not_change_training(case):
+    for without, among in run_ranks(train_twice, 4, case):
+        assert without[:2] == among[:2]
+        assert all(torch.equal(a, b) for a, b in zip(without[2], among[2], strict=True))
+
+
+def fail_in_the_middle(rank, case, culprit):
+    """What ended this rank's second step, and after how many seconds."""
+    trainer = Trainer(case)
+    batches = [trainer.microbatches(*b) for b in batches_of(case, trainer.config)]
+    trainer.executor.run(batches[0])
+    trainer.engine.step(OPTIMIZER["lr"])
+    if rank == culprit:
+        backward = trainer.executor._run[Op.B]
+
+        def broken(stage, microbatch):
+            if microbatch == 1:
+                raise ArithmeticError("this rank alone")
+            backward(stage, microbatch)
+
+        trainer.executor._run[Op.B] = broken
+    trainer.mesh.barrier()
+    start = time.monotonic()
+    try:
+        trainer.executor.run(batches[1], 1)
+        trainer.engine.step(OPTIMIZER["lr"])
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    return None
+
+
+RAISING = [
+    Case(mesh=(2, 2, 2), schedule="gpipe", steps=2),
+    Case(mesh=(4, 1, 1), schedule="one_f_one_b", steps=2, reduction="per_microbatch"),
+]
+
+
+@pytest.mark.parametrize("case", RAISING, ids=str)
+def test_a_rank_that_raises_ends_all(case):
+    culprit = case.world_size - 1
+    results = run_ranks(mortal, case.world_size, fail_in_the_middle, case, culprit)
+    assert results[culprit][:2] == ("ArithmeticError", "this rank alone")
+    for rank, result in enumerate(results):
+        assert result is not None, f"rank {rank} ended its step without an error"
+        assert result[2] < 15, (rank, result)
+
+
+@lru_cache
+def curve(mesh=(1, 1, 1), checkpointing="none", schedule="gpipe", dropout="all"):
+    """Losses and gradient norms of a few steps."""
+    model = {"all": DROPOUT, "replicated": DROPOUT | {"attn_pdrop": 0.0}, "none": {}}[dropout]
+    settings = {"mesh": mesh, "checkpointing": checkpointing, "schedule": schedule}
+    case = Case(steps=4, batch=16, model=model, **settings)
+    return run_ranks(train_on_rank, case.world_size, case)[0][:2]
+
+
+def test_dropout_draws_the_same_masks_on_every_pipeline():
+    losses, norms = curve()
+    for other in (
+        curve(checkpointing="full"),
+        curve(mesh=(2, 1, 1)),
+        curve(mesh=(2, 1, 1), schedule="one_f_one_b", checkpointing="full"),
+    ):
+        assert other[0] == pytest.approx(losses, rel=1e-6)
+        assert other[1] == pytest.approx(norms, rel=1e-5)
+    undropped, _ = curve(dropout="none")
+    assert min(abs(a - b) for a, b in zip(losses, undropped, strict=True)) > 1e-4
+
+
+def test_replicated_dropouts_agree_over_tensor_parallel_ranks():
+    one, two = curve(dropout="replicated"), curve(mesh=(1, 1, 2), dropout="replicated")
+    for single, double in zip(one, two, strict=True):
+        assert double == pytest.approx(single, rel=1e-5)
+    # Where activations are split the masks are each rank's own: not those of one process.
+    assert curve(mesh=(1, 1, 2))[0] != pytest.approx(curve()[0], rel=1e-5)

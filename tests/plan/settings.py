@@ -1,0 +1,99 @@
+"""What the planner's tests plan: small models, products without parameters, any setting."""
+
+from dataclasses import fields, replace
+
+from hypothesis import strategies as st
+
+from models.gpt.spec import Config
+from parallel3d import hardware
+from parallel3d.hardware import Figure, Link
+from parallel3d.model.spec import LayerCost, LayerSpec, MatMul, Recompute, Shape, Work
+from parallel3d.plan.setting import Setting, Software, layers_of
+from parallel3d.plan.time.operators import Curves
+from parallel3d.schedule.schedules import load, names
+
+A100 = hardware.load("a100-80gb")
+GPT = Config(
+    family="gpt",
+    hidden_size=1024,
+    num_hidden_layers=14,
+    num_attention_heads=16,
+    vocab_size=50304,
+    max_position_embeddings=1024,
+)
+# Nothing costs anything but the FLOPs of products.
+IDEAL = replace(
+    Curves(),
+    **{f.name: 0.0 for f in fields(Curves) if f.name.startswith("overhead")},
+    matmul=1.0,
+    wave=0.0,
+    depth=0.0,
+    latency=0.0,
+)
+
+
+def figure(value: float) -> Figure:
+    """A number for a test."""
+    return Figure(value=value, source="this test")
+
+
+def link(bandwidth: float, latency: float = 0.0) -> Link:
+    """A link for a test."""
+    return Link(bandwidth=figure(bandwidth), latency=figure(latency))
+
+
+def layer(index: int, product: MatMul) -> LayerSpec:
+    """A layer without parameters that is one product."""
+
+    def cost(
+        shape: Shape, tp: int = 1, sequence_parallel: bool = False, recompute: Recompute = "none"
+    ) -> LayerCost:
+        return LayerCost(product.flops, Work((product,)))
+
+    return LayerSpec(f"layer{index}", (), cost, "nowhere:Layer", config=product)
+
+
+def products(num_stages: int, *sizes: int) -> tuple[LayerSpec, ...]:
+    """One layer for each stage, its product's inner size taken in turn from `sizes`."""
+    return tuple(layer(i, MatMul(64, sizes[i % len(sizes)], 64)) for i in range(num_stages))
+
+
+@st.composite
+def any_setting(draw: st.DrawFn) -> Setting:
+    """A setting of a small GPT that some schedule can run, of this engine or of another program."""
+    schedule = draw(st.sampled_from(names()))
+    per_rank = draw(st.integers(1, 3))
+    pp = draw(st.sampled_from((1, 2, 3, 4)))
+    count = draw(st.integers(1, 12))
+    while load(schedule).invalid(pp, count, per_rank):
+        per_rank = per_rank % 3 + 1
+    zero = draw(st.integers(0, 3))
+    offload = st.sampled_from(("none", "cpu", "nvme") if zero else ("none",))
+    software = Software(
+        attention=draw(st.sampled_from(("flash", "classic"))),
+        gathers=draw(st.sampled_from(("per_microbatch", "per_step"))),
+        overlaps_gather=draw(st.booleans()),
+        overlaps_reduction=draw(st.booleans()),
+        overlaps_tensor=draw(st.booleans()),
+        overlaps_offload=draw(st.booleans()),
+    )
+    return Setting(
+        layers=layers_of(GPT),
+        hidden_size=GPT.hidden_size,
+        shape=Shape(draw(st.integers(1, 4)), draw(st.sampled_from((128, 1024)))),
+        num_microbatches=count,
+        pp=pp,
+        dp=draw(st.sampled_from((1, 2, 5, 8, 64))),
+        tp=draw(st.sampled_from((1, 2, 8, 16))),
+        cp=draw(st.sampled_from((1, 1, 2))),
+        sequence_parallel=draw(st.booleans()),
+        schedule=schedule,
+        stages_per_rank=per_rank,
+        recompute=draw(st.sampled_from(("none", "selective", "full"))),
+        precision=draw(st.sampled_from(("bf16", "fp16"))),
+        zero_stage=zero,
+        reduces_once=draw(st.booleans()) or zero == 0,
+        offload_optimizer=draw(offload),
+        offload_param=draw(offload) if zero == 3 else "none",
+        software=software,
+    )

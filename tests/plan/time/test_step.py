@@ -1,0 +1,185 @@
+"""The planner's step time: its parts, its lower bound, its bubble, and what must be monotone."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parallel3d import hardware
+from parallel3d.hardware import Figure, Hardware
+from parallel3d.model.spec import Shape
+from parallel3d.plan.setting import Setting
+from parallel3d.plan.time.makespan import counts, ends
+from parallel3d.plan.time.step import TIMES, lower_bound, step_spans, step_time
+from parallel3d.schedule.schedule import Action, Op, simulate
+from parallel3d.schedule.schedules import load, make_schedule, names
+from tests.plan.settings import A100, IDEAL, any_setting, figure, link, products
+
+pytestmark = pytest.mark.pure
+
+DEVICES = st.sampled_from(("V100-SXM2-32GB", "A100-SXM4-80GB", "H100-SXM5-80GB", "GB200-NVL72"))
+
+
+@given(any_setting(), DEVICES)
+@settings(deadline=None)
+def test_parts_are_the_whole_and_the_bound_is_below(setting: Setting, name: str) -> None:
+    time = step_time(setting, hardware.load(name))
+    assert tuple(time.parts) == TIMES
+    assert sum(time.parts.values()) == pytest.approx(time.seconds)
+    assert min(time.parts.values()) >= 0 and time.parts["compute"] > 0
+    assert lower_bound(setting, hardware.load(name)) <= time.seconds * (1 + 1e-9)
+    if setting.pp == 1:
+        assert time.parts["bubble"] == pytest.approx(0, abs=1e-9 * time.seconds)
+    # What happens once a step comes on top of the list of actions.
+    spans = step_spans(setting, hardware.load(name))
+    assert max(s.end for rank in spans for s in rank) <= time.seconds * (1 + 1e-9)
+
+
+def faster(described: Hardware, what: str, times: float) -> Hardware:
+    """The hardware with one figure so many times as high."""
+
+    def more(f: Figure) -> Figure:
+        return f.model_copy(update={"value": f.value * times})
+
+    change: dict[str, Any]
+    match what:
+        case "link" | "network":
+            old = getattr(described, what)
+            change = {what: old.model_copy(update={"bandwidth": more(old.bandwidth)})}
+        case "peak_flops" | "matmul_flops":
+            both = ("peak_flops", "matmul_flops")
+            change = {k: {d: more(f) for d, f in getattr(described, k).items()} for k in both}
+        case "memory_bandwidth":
+            change = {what: more(getattr(described, what))}
+        case _:
+            host = described.host
+            assert host is not None
+            change = {"host": host.model_copy(update={what: more(getattr(host, what))})}
+    return described.model_copy(update=change)
+
+
+@given(
+    any_setting(),
+    st.sampled_from(
+        (
+            "link",
+            "network",
+            "peak_flops",
+            "memory_bandwidth",
+            "device_bandwidth",
+            "adam_params",
+            "nvme_read",
+            "nvme_write",
+        )
+    ),
+    st.floats(1.01, 1e3),
+)
+@settings(deadline=None, max_examples=120)
+def test_faster_hardware_never_makes_a_step_slower(
+    setting: Setting, what: str, times: float
+) -> None:
+    better = faster(A100, what, times)
+    assert step_time(setting, better).seconds <= step_time(setting, A100).seconds * (1 + 1e-9)
+    assert lower_bound(setting, better) <= lower_bound(setting, A100) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", names())
+@given(
+    st.integers(1, 6),
+    st.integers(1, 20),
+    st.integers(1, 3),
+    st.lists(st.integers(1, 4000), min_size=1, max_size=18),
+    st.floats(1e6, 1e12),
+)
+@settings(deadline=None)
+def test_lower_bound_of_every_schedule_with_any_costs(
+    name: str, pp: int, count: int, per_rank: int, sizes: list[int], bandwidth: float
+) -> None:
+    if load(name).invalid(pp, count, per_rank):
+        return
+    setting = Setting(
+        products(pp * per_rank, *sizes),
+        64,
+        Shape(1, 64),
+        count,
+        pp=pp,
+        schedule=name,
+        stages_per_rank=per_rank,
+        zero_stage=0,
+    )
+    slow = A100.model_copy(update={"link": link(bandwidth), "devices_per_node": None})
+    spans = step_spans(setting, slow, IDEAL)
+    end = max(s.end for rank in spans for s in rank if s.action.is_compute)
+    assert step_time(setting, slow, IDEAL).seconds == pytest.approx(end)
+    assert lower_bound(setting, slow, IDEAL) <= end * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", names())
+def test_bubble_of_equal_stages_is_the_schedules_own(name: str) -> None:
+    at_once = A100.model_copy(update={"link": link(1e30), "devices_per_node": None})
+    for pp in (1, 2, 4):
+        for count in (1, 3, 4, 9, 150):
+            for per_rank in (1, 2):
+                if load(name).invalid(pp, count, per_rank):
+                    continue
+                setting = Setting(
+                    products(pp * per_rank, 512),
+                    64,
+                    Shape(1, 64),
+                    count,
+                    pp=pp,
+                    schedule=name,
+                    stages_per_rank=per_rank,
+                    zero_stage=0,
+                )
+                time = step_time(setting, at_once, IDEAL)
+                expected = load(name).bubble(pp, count, per_rank)
+                assert time.parts["bubble"] / time.seconds == pytest.approx(expected, abs=0.002)
+                bound = lower_bound(setting, at_once, IDEAL)
+                assert bound == pytest.approx(time.seconds, rel=0.002), (pp, count, per_rank)
+
+
+def test_one_rank_is_three_forwards_a_microbatch() -> None:
+    setting = Setting(products(3, 1 << 12), 64, Shape(1, 64), 5, zero_stage=0)
+    rate = A100.matmul_flops["bf16"].value
+    flops = 5 * 3 * 3 * 2 * 64 * 4096 * 64
+    fast = A100.model_copy(update={"memory_bandwidth": figure(1e30)})
+    time = step_time(setting, fast, IDEAL)
+    assert time.seconds == pytest.approx(flops / rate)
+    assert time.parts["compute"] == pytest.approx(time.seconds)
+    # Bound by memory instead: three matrices of each product, for three products.
+    slow = A100.model_copy(update={"memory_bandwidth": figure(1e6)})
+    moved = 5 * 3 * 3 * 2 * (64 * 4096 * 2 + 64 * 64)
+    assert step_time(setting, slow, IDEAL).seconds == pytest.approx(moved / 1e6)
+
+
+@pytest.mark.parametrize("name", names())
+@given(
+    st.integers(1, 8),
+    st.integers(1, 150),
+    st.integers(1, 2),
+    st.floats(0, 0.5),
+    st.floats(0, 0.3),
+)
+@settings(deadline=None, max_examples=10)
+def test_a_short_list_tells_how_long_the_long_one_is(
+    name: str, pp: int, count: int, per_rank: int, spread: float, send: float
+) -> None:
+    if load(name).invalid(pp, count, per_rank):
+        return
+
+    def cost(action: Action) -> float:
+        seconds = 1 + spread * (action.stage % 3)
+        match action.op:
+            case Op.F | Op.B:
+                return seconds if action.op == Op.F else 2 * seconds
+            case _:
+                return send if action.is_send else 0.0
+
+    whole = simulate(make_schedule(name, pp, count, per_rank), cost)
+    expected = [max(s.end for s in rank if s.action.is_compute) for rank in whole]
+    exact = counts(pp, count)[1] == count
+    assert ends(name, pp, count, per_rank, cost) == pytest.approx(
+        expected, rel=1e-9 if exact else 0.03
+    )

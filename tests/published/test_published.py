@@ -1,0 +1,181 @@
+"""Published tables become rows: conventions undone, blanks named, nonsense refused in one line."""
+
+import csv
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from parallel3d.errors import ConfigError
+from parallel3d.published.cells import COLUMNS
+from parallel3d.published.flops import model_flops
+from parallel3d.published.rows import Row, read
+
+pytestmark = pytest.mark.pure
+
+SAMPLE = Path(__file__).with_name("published_sample.csv")  # rows of published_throughput.csv
+SHARED = Path(__file__).parents[3] / "shared/data/throughput/published_throughput.csv"
+
+
+def sample() -> dict[tuple[str, str], Row]:
+    """(source, model) -> the first such row of the sample."""
+    rows: dict[tuple[str, str], Row] = {}
+    for row in read(SAMPLE)[0]:
+        rows.setdefault((row.source, row.model), row)
+    return rows
+
+
+def test_hardware_flops_are_undone_by_equation_3_of_megatron() -> None:
+    row = sample()["megatron_sc21_t1", "GPT-18.4B"]
+    batch, seq, layers, hidden, vocab = 1024, 2048, 40, 6144, 51200
+    # arXiv:2104.04473, equation 3
+    flops = 96 * batch * seq * layers * hidden**2
+    flops *= 1 + seq / (6 * hidden) + vocab / (16 * layers * hidden)
+    assert row.seconds == pytest.approx(flops / (256 * 135e12), rel=1e-9)
+    assert row.setting.recompute == "full" and row.setting.software.attention == "classic"
+
+
+def test_model_flops_do_not_count_recomputation() -> None:
+    row = sample()["megatron_core_h100_weak", "16B"]
+    batch, seq, layers, hidden, vocab = 192, 4096, 32, 6144, 131072
+    forward = 24 * layers * hidden**2 + 4 * layers * seq * hidden + 2 * hidden * vocab
+    assert model_flops(row.setting) == 3 * batch * seq * forward
+    assert row.seconds == pytest.approx(3 * batch * seq * forward / (192 * 489.1e12))
+
+
+def test_tokens_a_second_and_seconds_are_taken_before_flops() -> None:
+    rows = sample()
+    foundry = rows["llm_foundry", "MPT-7b"]
+    assert foundry.measured == "tokens/s of a device"
+    assert foundry.seconds == pytest.approx(6 * 2048 / 10475)
+    assert rows["nvidia_dgxc", "Llama 3.1 8B"].seconds == 12.27
+
+
+def test_nanotron_counts_attention_in_full_against_989_teraflops() -> None:
+    row = sample()["nanotron_playbook_best", "Llama-like 3.57B"]
+    hidden, layers, inner, seq = 3072, 28, 8192, 4096
+    forward = 2 * layers * (4 * hidden**2 + 3 * hidden * inner) + 4 * layers * seq * hidden
+    forward += 2 * hidden * 131072
+    assert row.seconds == pytest.approx(3 * forward * 256 * 4096 / (8 * 0.4668 * 989e12))
+
+
+def test_parameters_come_out_as_the_sources_state_them() -> None:
+    stated = {
+        ("megatron_sc21_t1", "GPT-145.6B"): 145.6,
+        ("megatron_core_h100_weak", "7.1B"): 7.1,  # only without tied embeddings
+        ("nanotron_playbook_best", "Llama-like 3.57B"): 3.57,  # only with tied ones
+        ("torchtitan_bench_202412", "Llama 3.1 8B"): 8.03,
+        ("nvidia_dgxc", "Nemotron4 15B"): 15.6,
+        ("llm_foundry", "MPT-30b"): 29.98,
+    }
+    rows = sample()
+    for key, billions in stated.items():
+        assert rows[key].setting.num_params / 1e9 == pytest.approx(billions, rel=0.01), key
+
+
+def test_what_blanks_were_filled_with_is_noted() -> None:
+    row = sample()["megatron_core_h100_weak", "16B"]
+    assert "micro_batch = 4" in row.notes and "recompute = none" in row.notes
+    assert any("published config" in note for note in sample()["olmo_core", "Llama3 8B"].notes)
+
+
+def test_every_row_is_used_or_left_out_with_a_reason() -> None:
+    rows, left_out = read(SAMPLE)
+    lines = [row.line for row in rows] + [out.line for out in left_out]
+    with SAMPLE.open() as file:
+        assert sorted(lines) == list(range(2, len(file.readlines()) + 1))
+    reasons = {out.source: out.reason for out in left_out}
+    assert reasons["megatron_core_h100_strong"] == "no mesh is stated"
+    assert "ANOMALY" in reasons["bigscience_gpt2_v100"]
+    assert "TPU" in reasons["palm_t3"]
+    oom = [row for row in rows if row.out_of_memory]
+    assert [row.seconds for row in oom] == [None]
+
+
+def test_clusters_are_not_the_vendors_machines() -> None:
+    jean_zay = sample()["bigscience_gpt2_v100", "GPT-52B"].hardware
+    assert jean_zay.devices_per_node and jean_zay.devices_per_node.value == 4
+    assert jean_zay.network and jean_zay.network.one_ring
+    capped = sample()["torchtitan_bench_202412", "Llama 3.1 8B"]
+    assert capped.hardware.peak("bf16") == 9.12e14 and capped.chip == "H100 500 W"
+    assert sample()["llm_foundry", "MPT-7b"].hardware.peak("bf16") == 9.89e14
+
+
+def test_programs_differ_within_a_source() -> None:
+    rows = {row.line: row for row in read(SAMPLE)[0]}
+    programs = {row.setting.software.name for row in rows.values() if row.source == "llm_foundry"}
+    assert programs == {"FSDP, PURE", "FSDP, DEFAULT"}
+    tables = [row for row in rows.values() if row.source == "megatron_sc21_t2"]
+    assert {(r.setting.zero_stage, r.setting.software.one_ring) for r in tables} == {
+        (3, True),
+        (0, False),
+    }
+
+
+def test_unknown_sources_are_groups_of_their_own(tmp_path: Path) -> None:
+    table = edited(tmp_path, lambda cells: cells.update(source_id="mine", notes=""))
+    rows, _ = read(table)
+    assert rows[0].group == "mine" and rows[0].setting.software.name == "parallel3d"
+
+
+@pytest.mark.parametrize(
+    ("column", "text", "says"),
+    [
+        ("hidden", "many", 'line 2: hidden = "many" is not a whole number above 0'),
+        ("n_gpus", "-8", 'line 2: n_gpus = "-8" is not a whole number above 0'),
+        ("n_gpus", "3.5", 'n_gpus = "3.5"'),
+        ("measured_tflops_per_gpu", "nan", 'line 2: measured_tflops_per_gpu = "nan"'),
+        ("measured_tflops_per_gpu", "0", "is not a number above 0"),
+        ("tp", "5", "tp x pp x cp x dp = 160, but there are 32 devices"),
+        ("global_batch_seqs", "511", "a batch of 511 is not microbatches of 16 on dp = 32"),
+        ("heads", "7", "heads = 7 does not divide hidden = 2304"),
+        ("gpu", "Abacus", "no hardware is described for Abacus"),
+        ("n_layers", "", "the architecture"),
+    ],
+)
+def test_nonsense_in_a_row_leaves_out_that_row_alone(
+    tmp_path: Path, column: str, text: str, says: str
+) -> None:
+    before, left_before = read(SAMPLE)
+    rows, left_out = read(edited(tmp_path, lambda cells: cells.update({column: text})))
+    assert len(rows) == len(before) - 1 and len(left_out) == len(left_before) + 1
+    assert [says in out.reason for out in left_out if out.line == 2] == [True]
+
+
+def edited(folder: Path, change: Callable[[dict[str, str]], None]) -> Path:
+    """The sample, its first row changed."""
+    with SAMPLE.open(newline="") as file:
+        cells = list(csv.DictReader(file))
+    change(cells[0])
+    path = folder / "table.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(cells[0]))
+        writer.writeheader()
+        writer.writerows(cells)
+    return path
+
+
+def test_missing_columns_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "short.csv"
+    path.write_text("source_id,gpu\nme,H100\n")
+    with pytest.raises(ConfigError, match=r"short.csv, line 1: the columns model_name, .* missing"):
+        read(path)
+
+
+def test_a_file_that_is_not_there_or_no_text_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read as a csv table"):
+        read(tmp_path / "nowhere.csv")
+    binary = tmp_path / "binary.csv"
+    binary.write_bytes(bytes(range(128, 256)))
+    with pytest.raises(ConfigError, match="give the path of a table"):
+        read(binary)
+
+
+def test_the_whole_table_is_read() -> None:
+    if not SHARED.exists():
+        pytest.skip(f"{SHARED} is not there")
+    rows, left_out = read(SHARED)
+    assert len(rows) + len(left_out) == 2116
+    assert len(left_out) == 25 and len({row.source for row in rows}) == 21
+    assert all(row.seconds is None or row.seconds > 0 for row in rows)
+    assert len(COLUMNS) == len(set(COLUMNS))

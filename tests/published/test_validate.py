@@ -1,0 +1,177 @@
+"""The planner against published runs: its statistics, its honesty, and the marks that it keeps."""
+
+import io
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from parallel3d.plan.time import curves
+from parallel3d.plan.time.operators import Curves
+from parallel3d.published.rows import read
+from parallel3d.published.statistics import Choice, constants, errors, rank_correlation, regrets
+from parallel3d.published.validate import outcomes, show, summary, validate
+
+pytestmark = pytest.mark.pure
+
+SAMPLE = Path(__file__).with_name("published_sample.csv")  # rows of published_throughput.csv
+SHARED = Path(__file__).parents[3] / "shared/data/throughput/published_throughput.csv"
+KEYS = {
+    "rows",
+    "left_out",
+    "mean_error",
+    "worst_error",
+    "bias",
+    "constant_mean_error",
+    "rank_correlation",
+    "mesh_regret",
+}
+
+
+def test_errors_are_fractions_of_what_was_measured() -> None:
+    found = errors([1.1, 1.0, 3.0], [1.0, 2.0, 2.0])
+    assert found is not None
+    assert found.mean == pytest.approx((0.1 + 0.5 + 0.5) / 3)
+    assert found.worst == pytest.approx(0.5)
+    assert found.bias == pytest.approx((0.1 - 0.5 + 0.5) / 3)
+    assert errors([], []) is None
+
+
+def test_rank_correlation_by_hand() -> None:
+    # Differences of ranks 0, -1, 1, 0: 1 - 6 x 2 / (4 x 15).
+    assert rank_correlation([1, 2, 3, 4], [10, 30, 20, 40]) == pytest.approx(0.8)
+    assert rank_correlation([1, 2, 3], [9, 5, 1]) == pytest.approx(-1)
+    # Ranks 1, 2.5, 2.5, 4 against 1, 2, 3, 4: 4.5 / sqrt(4.5 x 5).
+    assert rank_correlation([1, 5, 5, 7], [1, 2, 3, 4]) == pytest.approx(4.5 / (4.5 * 5) ** 0.5)
+    assert rank_correlation([1, 1, 1], [1, 2, 3]) is None
+    assert rank_correlation([1, 2], [1, 2]) is None
+
+
+def test_regret_is_what_the_favourite_costs_over_the_fastest() -> None:
+    def choice(task: str, mesh: int, way: int, predicted: float, measured: float) -> Choice:
+        return Choice(task, mesh, way, predicted, measured)
+
+    found = regrets(
+        [
+            choice("right", 1, 1, 5, 10), choice("right", 2, 2, 6, 12),
+            choice("wrong", 1, 1, 6, 10),
+            choice("wrong", 2, 2, 5, 12), choice("wrong", 2, 2, 5, 13),
+            choice("one mesh", 1, 1, 6, 10), choice("one mesh", 1, 2, 5, 20),
+        ]
+    )  # fmt: skip
+    assert found == pytest.approx([0.0, 0.25])  # (12 + 13) / 2 over 10
+
+
+def test_the_constant_is_that_of_the_other_groups_of_a_device() -> None:
+    runs = [("a", "x", 0.5), ("b", "x", 0.2), ("b", "x", 0.8), ("c", "x", 0.1), ("c", "y", 0.3)]
+    found = constants(runs)
+    assert found["a", "x"] == pytest.approx((0.4 * 0.1) ** 0.5)  # groups weigh equally
+    assert found["c", "x"] == pytest.approx((0.5 * 0.4) ** 0.5)
+    assert found["c", "y"] == pytest.approx((0.5 * 0.4) ** 0.5)  # nobody else has a y
+
+
+def test_each_group_has_curves_that_never_saw_it() -> None:
+    everything = curves.seen_by(None)
+    assert len(everything) == 11
+    for group in everything:
+        saw = curves.seen_by(group)
+        assert group not in saw
+        # ... and saw the very rows of all others.
+        assert saw == {name: digest for name, digest in everything.items() if name != group}
+        assert curves.without(group) != curves.fitted()
+    assert curves.without("a group of yours") == curves.fitted()
+
+
+def test_digests_are_of_the_rows_in_the_table() -> None:
+    if not SHARED.exists():
+        pytest.skip(f"{SHARED} is not there")
+    pytest.importorskip("scipy")
+    from benchmarks.fit_curves import digests, sample
+
+    assert digests(sample(read(SHARED)[0])) == curves.seen_by(None)
+
+
+def test_rows_are_predicted_with_the_curves_of_their_group() -> None:
+    rows, _ = read(SAMPLE)
+    asked: dict[str, Curves] = {}
+
+    def without(group: str) -> Curves:
+        return asked.setdefault(group, Curves(matmul=1 / (2 + len(asked))))
+
+    found = outcomes(rows, without, lambda setting, hardware, curves: curves.matmul)
+    assert len(asked) > 5
+    assert {o.predicted for o in found} == {c.matmul for c in asked.values()}
+    assert all(o.predicted == asked[o.row.group].matmul for o in found)
+
+
+@lru_cache(maxsize=1)
+def sample_report() -> dict[str, Any]:
+    return validate(SAMPLE)
+
+
+def test_the_report_has_the_keys_that_scripts_rely_on() -> None:
+    report = sample_report()
+    assert set(report) == {"sources", "groups", "overall", "memory", "left_out"}
+    assert all(set(line) >= KEYS for line in report["sources"].values())
+    assert set(report["overall"]) >= KEYS
+    counted = sum(line["rows"] + line["left_out"] for line in report["sources"].values())
+    with SAMPLE.open() as file:
+        assert counted == len(file.readlines()) - 1
+    assert all({"row", "reason"} <= set(out) for out in report["left_out"])
+    json.dumps(report)
+
+
+def test_the_marks_hold_on_transcribed_rows() -> None:
+    sources, groups = sample_report()["sources"], sample_report()["groups"]
+    # arXiv:2104.04473, tables 1 and 2 whole: ZeRO-3's collapse is the first half of table 2.
+    tables = [sources["megatron_sc21_t1"], sources["megatron_sc21_t2"]]
+    assert [table["rows"] for table in tables] == [10, 12]
+    assert sum(t["rows"] * t["mean_error"] for t in tables) / 22 <= 0.08
+    assert groups["megatron_core_h100"]["rows"] == 9
+    assert groups["megatron_core_h100"]["mean_error"] <= 0.08
+    for name in ("megatron_sc21_t1", "megatron_sc21_t2"):
+        assert sources[name]["mean_error"] < sources[name]["constant_mean_error"]
+        assert sources[name]["rank_correlation"] > 0.9
+
+
+def test_zero3_collapses_at_a_fixed_batch_as_published() -> None:
+    # 174.6B: 88 TFLOP/s on 768 devices, 44 on 1,536: twice the devices, and not a second saved.
+    rows = [row for row in read(SAMPLE)[0] if row.model == "GPT-174.6B (ZeRO-3)"]
+    seconds = {o.row.setting.devices: o.predicted for o in outcomes(rows, curves.without)}
+    assert seconds[1536] == pytest.approx(seconds[768], rel=0.1)
+    # With tp and pp the same doubling nearly halves the step.
+    rows = [row for row in read(SAMPLE)[0] if row.model == "GPT-174.6B (PTD-P)"]
+    seconds = {o.row.setting.devices: o.predicted for o in outcomes(rows, curves.without)}
+    assert seconds[1536] < 0.6 * seconds[768]
+
+
+def test_tables_name_every_source_and_every_reason() -> None:
+    report, out = sample_report(), io.StringIO()
+    show(report, Console(file=out, width=200))
+    text = out.getvalue()
+    assert all(name in text for name in report["sources"])
+    assert "no mesh is stated" in text and "all" in text
+
+
+@pytest.mark.slow
+def test_the_marks_hold_on_the_whole_table() -> None:
+    if not SHARED.exists():
+        pytest.skip(f"{SHARED} is not there")
+    rows, _ = read(SHARED)
+    found = outcomes(rows, curves.without)
+
+    def line(*groups: str) -> dict[str, Any]:
+        return summary([o for o in found if o.row.group in groups], None)
+
+    assert line("llm_foundry")["mean_error"] <= 0.12
+    assert line("nvidia")["mean_error"] <= 0.12
+    assert line("nanotron")["mean_error"] <= 0.25 and line("nanotron")["rank_correlation"] >= 0.8
+    assert line("bigscience")["mean_error"] <= 0.30
+    assert line("bigscience")["rank_correlation"] >= 0.8
+    for group in curves.seen_by(None):
+        measured = line(group)
+        if group != "single":  # one row, of one mesh
+            assert measured["mean_error"] < measured["constant_mean_error"], group

@@ -1,0 +1,184 @@
+"""The pictures, and launch/draw.py."""
+
+import json
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from parallel3d.errors import ScheduleError
+from parallel3d.schedule import draw
+from parallel3d.schedule.schedule import Action, Span, simulate, unit_cost
+from parallel3d.schedule.schedules import make_schedule
+
+pytestmark = pytest.mark.pure
+
+SCRIPT = str(Path(__file__).parents[2] / "launch" / "draw.py")
+
+
+def planned(name: str, *sizes: int):
+    return simulate(make_schedule(name, *sizes), unit_cost)
+
+
+def test_the_grid_of_gpipe() -> None:
+    assert draw.text_grid(planned("gpipe", 2, 2)).splitlines() == [
+        "time    0       2       4       6       8",
+        "rank 0  0F0 0F1 ············0B0──── 0B1────",
+        "rank 1  ····1F0 1F1 1B0──── 1B1──── ········",
+    ]
+
+
+def test_the_grid_of_4_ranks_and_8_microbatches_fits_a_terminal() -> None:
+    assert draw.text_grid(planned("one_f_one_b", 4, 8)).splitlines() == [
+        "time    0         5         10        15        20        25        30",
+        "rank 0  F0F1F2F3············B0─ F4B1─ F5B2─ F6B3─ F7B4─ ··B5─ ··B6─ ··B7─",
+        "rank 1  ··F0F1F2········B0─ F3B1─ F4B2─ F5B3─ F6B4─ F7B5─ ··B6─ ··B7─ ····",
+        "rank 2  ····F0F1····B0─ F2B1─ F3B2─ F4B3─ F5B4─ F6B5─ F7B6─ ··B7─ ········",
+        "rank 3  ······F0B0─ F1B1─ F2B2─ F3B3─ F4B4─ F5B5─ F6B6─ F7B7─ ············",
+    ]
+
+
+def test_a_wide_grid_is_cut_into_panels() -> None:
+    text = draw.text_grid(planned("interleaved", 4, 8, 2))
+    assert max(map(len, text.splitlines())) <= 100
+    panels = text.split("\n\n")
+    assert len(panels) == 3
+    rank_0 = "".join(panel.splitlines()[1][8:].ljust(88) for panel in panels)
+    assert all(f"{s}{op}{i}" in rank_0 for s in (0, 4) for op in "FB" for i in range(8))
+
+
+def test_measured_spans_are_drawn_like_planned_ones() -> None:
+    shifted = [
+        [Span(s.action, 1e9 + 0.0101 * s.start, 1e9 + 0.0101 * s.end) for s in rank]
+        for rank in planned("gpipe", 2, 2)
+    ]
+    lines = draw.text_grid(tuple(map(tuple, shifted))).splitlines()
+    assert all(len(line) <= 100 for line in lines)
+    assert [lines[1].count(label) for label in ("0F0─", "0F1─", "0B0─", "0B1─")] == [1] * 4
+    assert lines[2].startswith("rank 1  ·········") and lines[2].endswith("···")
+
+
+def test_the_svg_has_a_box_for_each_compute() -> None:
+    root = ElementTree.fromstring(draw.svg(planned("gpipe", 3, 4), title="a < b & c"))
+    titles = [element.text for element in root.iter("{http://www.w3.org/2000/svg}title")]
+    assert len(titles) == 3 * 4 * 2 and "0F0: 0 to 1" in titles
+    texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"a < b & c", "bubble 33.3%", "forward", "backward", "rank 2"} <= set(texts)
+
+
+def test_a_figure_has_its_panels_on_one_scale_of_time() -> None:
+    short, long = planned("gpipe", 2, 2), planned("gpipe", 2, 4)
+    root = ElementTree.fromstring(draw.figure([("short", short), ("long", long)]))
+    name = "{http://www.w3.org/2000/svg}"
+    texts = [element.text for element in root.iter(f"{name}text")]
+    assert texts.index("short") < texts.index("long") and texts.count("rank 1") == 2
+    boxes = [e for e in root.iter(f"{name}rect") if e.find(f"{name}title") is not None]
+    widths = {(e.find(f"{name}title").text[1], e.get("width")) for e in boxes}
+    assert sorted(op for op, _ in widths) == ["B", "F"]  # one width for each, in both
+    bottom = max(float(e.get("y")) + float(e.get("height")) for e in boxes)
+    assert bottom < float(root.get("height")) == float(root.get("viewBox").split()[3])
+
+
+def test_a_measured_run_is_read_back_and_simulated_with_its_own_means() -> None:
+    schedule = make_schedule("v_shape", 2, 3, 2)
+    spans = simulate(schedule, lambda action: {"F": 0.25, "B": 1.5}.get(action.op, 0.0))
+    late = tuple(tuple(s._replace(start=s.start + 9, end=s.end + 9) for s in r) for r in spans)
+    again, read = draw.spans_from_json(json.loads(json.dumps(draw.spans_to_json(schedule, late))))
+    assert again == schedule and read == spans
+    assert simulate(again, draw.mean_costs(read)) == spans
+    assert draw.seconds(read) == max(span.end for rank in spans for span in rank)
+
+
+@pytest.mark.parametrize("broken", [{}, {"spans": [[["0F0", 0]]]}, {"spans": [[["0B0", 0, 1]]]}])
+def test_what_is_no_measured_run_is_refused(broken: dict) -> None:
+    whole = draw.spans_to_json(make_schedule("gpipe", 1, 1), planned("gpipe", 1, 1))
+    draw.spans_from_json(whole)
+    with pytest.raises(ScheduleError):
+        draw.spans_from_json(whole | broken if broken else broken)
+
+
+def test_the_chrome_trace() -> None:
+    spans = planned("gpipe", 2, 1)
+    trace = json.loads(json.dumps(draw.chrome_trace(spans)))
+    events = trace["traceEvents"]
+    computes = {e["name"]: (e["pid"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"}
+    second = 1e6
+    assert computes == {
+        "0F0": (0, 0, second),
+        "1F0": (1, second, second),
+        "1B0": (1, 2 * second, 2 * second),
+        "0B0": (0, 4 * second, 2 * second),
+    }
+    begun, ended = ([e["id"] for e in events if e["ph"] == phase] for phase in "be")
+    assert begun == ended and len(set(begun)) == 4
+
+
+def run_script(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", [SCRIPT, *arguments])
+    with pytest.raises(SystemExit) as exit_:
+        runpy.run_path(SCRIPT, run_name="__main__")
+    return exit_.value.code
+
+
+def test_json_gives_the_schedule_as_it_runs(monkeypatch, capsys) -> None:
+    arguments = ("--schedule", "interleaved", "--pp", "2", "--microbatches", "2")
+    assert run_script(monkeypatch, *arguments, "--stages-per-rank", "2", "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    schedule = make_schedule("interleaved", 2, 2, 2)
+    programs = tuple(tuple(map(Action.parse, program)) for program in report.pop("programs"))
+    assert programs == schedule.programs
+    assert report == {
+        "name": "interleaved",
+        "num_microbatches": 2,
+        "pp_coord_of_stage": [0, 1, 0, 1],
+        "bubble": pytest.approx(1 / 5),
+        "peak_in_flight": [4, 3],
+    }
+
+
+def test_files_and_the_programs(monkeypatch, capsys, tmp_path) -> None:
+    svg, trace = tmp_path / "a.svg", tmp_path / "a.json"
+    sizes = ("--pp", "2", "--microbatches", "2", "--communication")
+    assert run_script(monkeypatch, *sizes, "--svg", str(svg), "--trace", str(trace)) == 0
+    out = capsys.readouterr().out
+    assert "rank 1  ····1F0 1F1 1B0──── 1B1──── ········" in out
+    assert "33.3%" in out and "1RECV_F0 1RECV_F1 1F0 1F1 1B0 1SEND_B0 1B1 1SEND_B1" in out
+    assert svg.read_text().startswith("<svg") and json.loads(trace.read_text())["traceEvents"]
+
+
+def test_a_measured_run_is_drawn_below_its_simulation(monkeypatch, capsys, tmp_path) -> None:
+    schedule, file, svg = make_schedule("gpipe", 2, 2), tmp_path / "spans.json", tmp_path / "a.svg"
+    file.write_text(json.dumps(draw.spans_to_json(schedule, planned("gpipe", 2, 2))))
+    assert run_script(monkeypatch, "--measured", str(file), "--svg", str(svg)) == 0
+    out = capsys.readouterr().out
+    for title in ("gpipe, simulated: 9000 ms", "gpipe, measured: 9000 ms"):
+        assert title in out and title in svg.read_text()
+    assert out.count("rank 0  0F0 0F1 ············0B0──── 0B1────") == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--schedule", "gpip"], "did you mean 'gpipe'"),
+        (["--microbatches", "0"], "num_microbatches=0"),
+        (["--pp", "two"], "invalid int value"),
+        (["--svg", "/no/such/folder/a.svg"], "cannot write"),
+        (["--measured", "/no/such/spans.json"], "name a run's profile/spans.json"),
+    ],
+)
+def test_bad_input_is_one_message_and_exit_code_2(monkeypatch, capsys, arguments, message) -> None:
+    assert run_script(monkeypatch, *arguments) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and not captured.out
+    assert "Traceback" not in captured.err
+
+
+def test_it_runs_without_torch() -> None:
+    code = "import runpy, sys; sys.modules['torch'] = sys.modules['numpy'] = None; "
+    code += f"sys.argv = ['draw.py']; runpy.run_path({SCRIPT!r}, run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "bubble          27.3%" in done.stdout

@@ -1,0 +1,178 @@
+"""Every schedule file found, on every size for which it says that it is valid."""
+
+import gc
+import random
+from collections import Counter, defaultdict
+from dataclasses import replace
+from functools import cache
+from itertools import product
+
+import pytest
+
+from parallel3d.errors import ConfigError, ScheduleError
+from parallel3d.schedule.schedule import Op, Schedule, bubble, peak_in_flight, simulate, validate
+from parallel3d.schedule.schedules import load, make_evaluation, make_schedule, names
+from tests.schedule.blocking import runs_when_blocking
+
+pytestmark = pytest.mark.pure
+
+RANKS, STAGES_PER_RANK = range(1, 9), range(1, 4)
+MICROBATCHES = (1, 2, 3, 4, 5, 7, 8, 9, 16)
+
+
+@cache
+def cases(name: str) -> tuple[tuple[tuple[int, int, int], Schedule], ...]:
+    """All sizes for which the file says it is valid, with the schedule; making it validates it."""
+    sizes = product(RANKS, MICROBATCHES, STAGES_PER_RANK)
+    gc.disable()  # a million live tuples and no cycle: collecting would take a third of the time
+    try:
+        return tuple((s, make_schedule(name, *s)) for s in sizes if not load(name).invalid(*s))
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def channels(schedule: Schedule) -> dict[tuple[int, int], dict[int, list[str]]]:
+    """What each side of each pair of ranks does on their channel, in order, seen as messages."""
+    home = schedule.pp_coord_of_stage
+    step = {Op.SEND_F: 1, Op.RECV_F: -1, Op.SEND_B: -1, Op.RECV_B: 1}
+    out: dict = defaultdict(lambda: defaultdict(list))
+    for rank, program in enumerate(schedule.programs):
+        for op, stage, microbatch in program:
+            if op in step:
+                ends = (stage, stage + step[op])
+                source, target = ends if op in (Op.SEND_F, Op.SEND_B) else ends[::-1]
+                pair = tuple(sorted((home[source], home[target])))
+                out[pair][rank].append(f"{op[-1]}{microbatch}: {source} to {target}")
+    return out
+
+
+def test_the_schedules_of_this_folder() -> None:
+    assert {"gpipe", "one_f_one_b", "interleaved", "v_shape"} <= set(names())
+    for name in names():
+        assert cases(name), name
+    for name in ("gpipe", "one_f_one_b"):
+        assert {(p, m) for (p, m, _), _ in cases(name)} == set(product(RANKS, MICROBATCHES))
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_compute_once_and_both_sides_of_a_channel_in_the_same_order(name: str) -> None:
+    for (p, m, v), schedule in cases(name):
+        assert schedule.name == name
+        assert (schedule.pp_size, schedule.num_stages) == (p, p * v)
+        assert Counter(schedule.pp_coord_of_stage) == dict.fromkeys(range(p), v)
+        for pair, sides in channels(schedule).items():
+            assert len(sides) == 2 and sides[pair[0]] == sides[pair[1]], (p, m, v)
+
+
+@pytest.mark.parametrize("name", names())
+def test_blocking_ranks_come_to_the_end(name: str) -> None:
+    for sizes, schedule in cases(name):
+        assert runs_when_blocking(schedule), sizes
+
+
+@pytest.mark.parametrize("backward", [2.0, 0.75])
+@pytest.mark.parametrize("name", names())
+def test_the_simulated_bubble_is_the_closed_form(name: str, backward: float) -> None:
+    costs = {Op.F: 1.0, Op.B: backward, Op.I: backward / 2, Op.W: backward / 2}
+    for sizes, schedule in cases(name):
+        spans = simulate(schedule, lambda action: costs.get(action.op, 0.0))
+        assert abs(bubble(spans) - load(name).bubble(*sizes, backward)) < 1e-9, sizes
+
+
+def test_the_closed_forms_are_those_of_the_papers() -> None:
+    for p, m, v in product(RANKS, MICROBATCHES, STAGES_PER_RANK):
+        assert load("gpipe").bubble(p, m, 1) == (p - 1) / (m + p - 1)
+        assert load("one_f_one_b").bubble(p, m, 1) == (p - 1) / (m + p - 1)
+        if m >= p:
+            assert load("interleaved").bubble(p, m, v) == (p - 1) / (v * m + p - 1)
+
+
+@pytest.mark.parametrize("name", names())
+def test_the_peak_in_flight_is_the_closed_form(name: str) -> None:
+    for sizes, schedule in cases(name):
+        assert peak_in_flight(schedule) == load(name).peak_in_flight(*sizes), sizes
+
+
+def test_a_v_holds_on_no_rank_more_than_1f1b_on_its_first() -> None:
+    for p, m in product(RANKS, MICROBATCHES):
+        halves = load("v_shape").peak_in_flight(p, m, 2)
+        assert max(halves) <= 2 * max(load("one_f_one_b").peak_in_flight(p, m, 1))
+        assert m < 2 * p or set(halves) == {2 * p}
+        assert load("v_shape").bubble(p, m, 2) <= load("one_f_one_b").bubble(p, m, 1)
+
+
+@pytest.mark.parametrize("name", names())
+def test_evaluation_is_the_forwards_alone_on_the_same_placement(name: str) -> None:
+    for sizes, schedule in cases(name):
+        evaluation = make_evaluation(schedule)  # validated
+        assert evaluation.pp_coord_of_stage == schedule.pp_coord_of_stage
+        for alone, program in zip(evaluation.programs, schedule.programs, strict=True):
+            computes = [action for action in alone if action.is_compute]
+            assert computes == [action for action in program if action.op == Op.F], sizes
+        assert peak_in_flight(evaluation) == (0,) * schedule.pp_size
+        assert runs_when_blocking(evaluation), sizes
+
+
+def corrupt(schedule: Schedule, kind: str, draw: random.Random) -> Schedule:
+    """The schedule with one thing wrong, or at least different."""
+    programs = [list(program) for program in schedule.programs]
+    mine = draw.choice([program for program in programs if len(program) > 1])
+    i, j = draw.sample(range(len(mine)), 2)
+    if kind == "swap sends":
+        sends = [k for k, action in enumerate(mine) if action.is_send]
+        if len(sends) > 1:
+            i, j = draw.sample(sends, 2)
+    if kind.startswith("swap"):
+        mine[i], mine[j] = mine[j], mine[i]
+    elif kind == "swap neighbours":
+        j = max(i - 1, 0)
+        mine[i], mine[j] = mine[j], mine[i]
+    elif kind == "duplicate":
+        mine.insert(j, mine[i])
+    else:
+        action = mine.pop(i)
+        if kind == "wrong rank":
+            other = draw.choice([program for program in programs if program is not mine])
+            other.insert(draw.randint(0, len(other)), action)
+        elif kind == "move":
+            mine.insert(j, action)
+    return replace(schedule, programs=tuple(map(tuple, programs)))
+
+
+KINDS = ("swap", "swap sends", "swap neighbours", "duplicate", "drop", "wrong rank", "move")
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_corrupted_schedule_is_refused_unless_it_still_runs(name: str) -> None:
+    draw = random.Random(name)
+    small = [s for (p, m, _), s in cases(name) if 2 <= p <= 4 and m <= 5]
+    verdicts = Counter()
+    for kind in KINDS * 40:
+        schedule = corrupt(draw.choice(small), kind, draw)
+        try:
+            validate(schedule)
+            accepted = True
+        except ScheduleError:
+            accepted = False
+        assert accepted == runs_when_blocking(schedule), f"{kind}\n{schedule.show()}"
+        verdicts[accepted] += 1
+    assert verdicts[True] and verdicts[False] > verdicts[True]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("gpip", 2, 2), "no schedule 'gpip'; did you mean 'gpipe'? there are gpipe, interleaved"),
+        (("gpipe", 0, 2), "schedule 'gpipe': pp=0; it must be 1 or more"),
+        (("gpipe", 2, 0), "schedule 'gpipe': num_microbatches=0; it must be 1 or more"),
+        (("gpipe", 2, 2, 2), "stages_per_rank=2; use 1, or the schedule 'interleaved'"),
+        (("one_f_one_b", 2, 2, 2), "stages_per_rank=2; use 1, or the schedule 'interleaved'"),
+        (("interleaved", 2, 2), "stages_per_rank=1; use 2 or more, or the schedule 'one_f_one_b'"),
+        (("v_shape", 2, 2, 3), "stages_per_rank=3; a V has two arms, use 2"),
+    ],
+)
+def test_what_cannot_be_made(arguments: tuple, message: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        make_schedule(*arguments)
+    assert message in str(refusal.value)

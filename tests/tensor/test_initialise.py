@@ -1,0 +1,239 @@
+"""The start of every weight: the same bits however it is cut, and never whole on a rank."""
+
+from contextlib import nullcontext
+from itertools import product
+from math import prod
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from models import layers
+from parallel3d.mesh.mesh import Mesh
+from parallel3d.model.spec import Init, ParamSpec, Shape
+from parallel3d.pipeline import stages
+from parallel3d.schedule.schedules import make_schedule
+from parallel3d.tensor.cut import Cut, even_split
+from parallel3d.tensor.initialise import fill
+from tests.ranks import run_ranks
+from tests.verify.parity import Case, Trainer, config_of, settings_of, whole_weights
+
+pytestmark = pytest.mark.gloo
+
+NORMAL = Init(std=0.02)
+
+
+def spec_of(shape, tp_dim=None, init=NORMAL):
+    return ParamSpec("weight", tuple(shape), tp_dim, init, True)
+
+
+def cut_of(shape, tp_dim, tp, rank):
+    start, stop = (0, 0) if tp_dim is None else even_split(shape[tp_dim], tp, rank)
+    return Cut(tuple(shape), tp_dim, start, stop, rank)
+
+
+def part(whole, cut):
+    return whole if cut.dim is None else whole.narrow(cut.dim, cut.start, cut.stop - cut.start)
+
+
+def whole(spec, name="weight", seed=0):
+    flat = torch.empty(spec.numel)
+    fill(flat, 0, spec, name, cut_of(spec.shape, None, 1, 0), seed)
+    return flat.view(spec.shape)
+
+
+SHAPES = [
+    (1,), (600,), (1, 7), (256, 256), (257, 300), (513, 3), (3, 300), (3, 260, 130), (2, 1, 5)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_cut_gives_the_same_bits(shape):
+    """tp cuts a dim, ZeRO cuts what is left flat, padded to equal lengths."""
+    expected = whole(spec_of(shape))
+    for tp_dim in (None, *range(max(0, len(shape) - 2), len(shape))):
+        spec = spec_of(shape, tp_dim)
+        for tp, dp in [(1, 1), (1, 3), (2, 2), (3, 1), (3, 5), (4, 4)]:
+            for rank in range(tp):
+                cut = cut_of(shape, tp_dim, tp, rank)
+                numel = prod(cut.local_shape)
+                length = -(-numel // dp)
+                shards = []
+                for i in range(dp):
+                    shards.append(torch.full((length,), torch.nan))
+                    fill(shards[-1], i * length, spec, "weight", cut, 0)
+                flat = torch.cat(shards)
+                where = (tp_dim, tp, dp, rank)
+                assert torch.equal(flat[:numel].view(cut.local_shape), part(expected, cut)), where
+                assert flat[numel:].isnan().all(), "padding is left alone"
+
+
+@st.composite
+def ranges(draw):
+    """A parameter, a cut of it, and a flat range of the cut."""
+    shape = draw(st.lists(st.integers(1, 600), min_size=1, max_size=2))
+    shape = (*draw(st.sampled_from([(), (3,)])), *shape) if len(shape) == 2 else tuple(shape)
+    tp_dim = draw(st.sampled_from([None, *range(max(0, len(shape) - 2), len(shape))]))
+    tp = draw(st.integers(1, 4))
+    cut = cut_of(shape, tp_dim, tp, draw(st.integers(0, tp - 1)))
+    start, stop = sorted(draw(st.integers(0, prod(cut.local_shape))) for _ in range(2))
+    return spec_of(shape, tp_dim), cut, start, stop
+
+
+@settings(max_examples=40, deadline=None)
+@given(ranges())
+def test_any_range_of_any_cut(example):
+    spec, cut, start, stop = example
+    out = torch.full((stop - start,), torch.nan)
+    fill(out, start, spec, "weight", cut, 0)
+    assert torch.equal(out, part(whole(spec), cut).flatten()[start:stop])
+
+
+def test_statistics():
+    values = whole(spec_of((1000, 1000))).double()
+    assert abs(values.mean()) < 5 * 0.02 / 1000
+    assert abs(values.std() / 0.02 - 1) < 5 / 1000 / 2**0.5
+    # Normal, not merely as wide: 4.55 % lie beyond two standard deviations.
+    assert abs((values.abs() > 0.04).double().mean() - 0.0455) < 5 * 0.0455**0.5 / 1000
+
+
+def test_nothing_is_drawn_twice():
+    """Other names, seeds, slabs and tiles have other numbers."""
+    fused = whole(spec_of((3, 512, 512)))
+    tiles = [
+        fused[s, i : i + 256, j : j + 256] for s in range(3) for i in (0, 256) for j in (0, 256)
+    ]
+    tiles += [whole(spec_of((256, 256)), name, seed) for name in "ab" for seed in (0, 1)]
+    correlation = torch.corrcoef(torch.stack([t.flatten() for t in tiles]))
+    assert (correlation - torch.eye(len(tiles))).abs().max() < 6 / 256
+    assert torch.equal(whole(spec_of((256, 256)), "a"), tiles[-4])
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_constants(value):
+    out = torch.full((5,), torch.nan)
+    fill(out, 6, spec_of((9,), init=Init(value=value)), "weight", cut_of((9,), None, 1, 0), 0)
+    assert out[:3].tolist() == [value] * 3
+    assert out[3:].isnan().all(), "padding is left alone"
+
+
+def test_bf16_is_the_rounded_start():
+    spec = spec_of((300, 20))
+    out = torch.empty(spec.numel, dtype=torch.bfloat16)
+    fill(out, 0, spec, "weight", cut_of(spec.shape, None, 1, 0), 0)
+    assert torch.equal(out.view(spec.shape), whole(spec).bfloat16())
+
+
+class Memory(TorchDispatchMode):
+    """Bytes of live storages made inside, the largest of them, and how many numbers were drawn."""
+
+    def __init__(self):
+        super().__init__()
+        self.live, self.peak, self.largest, self.drawn = {}, 0, 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        before = {id(a.untyped_storage()) for a in args if isinstance(a, torch.Tensor)}
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and id(out.untyped_storage()) not in before:
+            storage = out.untyped_storage()
+            self.live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+            self.live = {k: v for k, v in self.live.items() if not v[0].expired()}
+            self.peak = max(self.peak, sum(size for _, size in self.live.values()))
+            self.largest = max(self.largest, storage.nbytes())
+        if func.__name__.startswith("normal_"):
+            self.drawn += args[0].numel()
+        return out
+
+
+@pytest.mark.parametrize("tp_dim", [0, 1])
+def test_a_shard_draws_no_more_than_its_tiles(tp_dim):
+    spec, dp = spec_of((4096, 1024), tp_dim), 4
+    for rank in range(4):
+        cut = cut_of(spec.shape, tp_dim, 4, rank)
+        height, width = cut.local_shape
+        out = torch.empty(height * width // dp)
+        with Memory() as memory:
+            fill(out, len(out) + 100, spec, "weight", cut, 0)
+        band = 256 * width
+        assert memory.largest <= 4 * band
+        # The next band and tile are drawn while the last ones are still referred to.
+        assert memory.peak <= 2 * 4 * (band + 256 * 256) < 4 * spec.numel / 4
+        # Tiles are drawn whole: a band above, a band below.
+        assert len(out) <= memory.drawn <= len(out) + 2 * band
+        assert memory.drawn <= spec.numel / 8
+
+
+@pytest.mark.parametrize("shape", [(32, 32), (61, 32), (3, 32, 32), (128, 20)])
+@pytest.mark.parametrize(("tp", "dp"), [(2, 1), (1, 2), (4, 1), (1, 4), (2, 2)])
+def test_no_shard_draws_the_whole_of_a_small_parameter(shape, tp, dp):
+    spec = spec_of(shape, len(shape) - 2)
+    for tp_rank, dp_rank in product(range(tp), range(dp)):
+        cut = cut_of(shape, spec.tp_dim, tp, tp_rank)
+        out = torch.empty(-(-prod(cut.local_shape) // dp))
+        with Memory() as memory:
+            fill(out, len(out) * dp_rank, spec, "weight", cut, 0)
+        assert memory.drawn <= 0.8 * spec.numel
+
+
+def start_on_rank(rank, cases):
+    started = []
+    for case in cases:
+        trainer = Trainer(case)
+        started.append(trainer.weights())
+        trainer.mesh.barrier()
+    return started
+
+
+MODEL = {"vocab_size": 301, "num_hidden_layers": 2}  # more rows than a tile has
+
+
+@pytest.mark.parametrize(
+    ("mesh", "zero_stages"), [((1, 1, 1), [1, 3]), ((1, 2, 2), [1, 3]), ((2, 2, 2), [3])], ids=str
+)
+def test_the_start_is_the_same_on_every_mesh(mesh, zero_stages):
+    cases = [
+        Case(mesh=mesh, zero_stage=zero_stage, tied=tied, model=MODEL)
+        for zero_stage in zero_stages
+        for tied in (True, False)
+    ]
+    results = run_ranks(start_on_rank, cases[0].world_size, cases, timeout=120)
+    for number, case in enumerate(cases):
+        weights = whole_weights(config_of(case))
+        covered = set()
+        for rank_weights in results:
+            for name, cut, copy, value in rank_weights[number]:
+                expected = weights["embedding.token.weight" if copy else name]
+                assert torch.equal(value, part(expected, cut)), (str(case), name)
+                covered.add(name)
+        assert covered - {"head.output.weight"} == weights.keys() - {"head.output.weight"}
+
+
+BIG = {"hidden_size": 128, "num_hidden_layers": 4, "vocab_size": 500}
+
+
+def build_on_rank(rank, sharded):
+    case = Case(mesh=(1, 2, 1), model=BIG)
+    mesh = Mesh(*case.mesh)
+    if not sharded:
+        stages.building = lambda settings, mesh: nullcontext()
+    with Memory() as memory:
+        specs = layers(config_of(case))
+        schedule = make_schedule("gpipe", 1, 1)
+        built = stages.build_stages(specs, schedule, settings_of(case), mesh, Shape(1, 16))
+    mesh.barrier()
+    return memory.peak, memory.largest, len(built.held)
+
+
+def test_a_stage_never_exists_whole_while_it_is_built():
+    specs = layers(config_of(Case(model=BIG)))
+    sizes = [4 * p.numel for layer in specs for p in layer.params]  # a tied copy is built too
+    for peak, largest, _ in run_ranks(build_on_rank, 2, True, timeout=60):
+        print(f"built {sum(sizes):,} bytes over 2 ranks: peak {peak:,}, largest {largest:,}")
+        assert largest <= max(sizes)
+        # This rank's half, and what is being cut, until the garbage is collected.
+        assert peak <= sum(sizes) / 2 + 3 * max(sizes) < 0.8 * sum(sizes)
+    for peak, _, _ in run_ranks(build_on_rank, 2, False, timeout=60):
+        assert peak >= sum(sizes)  # without zero.Init it does

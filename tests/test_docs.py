@@ -1,0 +1,46 @@
+"""What the README shows is what the commands print."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import models
+from parallel3d.config.document import config_document
+
+pytestmark = pytest.mark.pure
+
+ROOT = Path(__file__).parents[1]
+
+
+def draw(*arguments):
+    command = [sys.executable, "launch/draw.py", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def test_the_readme_shows_the_schedule_that_draw_prints(tmp_path):
+    picture = tmp_path / "schedule.svg"
+    grid = draw("--schedule", "gpipe", "--pp", "2", "--microbatches", "4", "--svg", str(picture))
+    readme = (ROOT / "README.md").read_text()
+    for line in grid.splitlines()[:3]:
+        assert line.rstrip() in readme, line
+    assert picture.read_text() == (ROOT / "docs" / "gpipe-pp2-m4.svg").read_text()
+
+
+def test_the_files_that_the_documents_name_exist():
+    for document in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        prose = re.sub(r"`[^`]*`", "", document.read_text())
+        for target in re.findall(r"\]\(([^)]+)\)", prose):
+            if "://" not in target:
+                assert (document.parent / target).exists(), (document.name, target)
+
+
+def test_the_table_of_settings_is_what_the_command_prints(monkeypatch):
+    """Of the families that it names: one that is being added does not make it wrong."""
+    page = (ROOT / "docs" / "config.md").read_text()
+    named = [family for family in models.families() if f'"{family}"' in page]
+    assert {"gpt", "llama"} <= set(named)
+    monkeypatch.setattr(models, "families", lambda: named)
+    assert page == config_document(), "run: python -m parallel3d.config > docs/config.md"

@@ -1,0 +1,144 @@
+"""The house rules of docs/architecture.md: imports go down the floors, ranks live in the mesh."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.pure
+
+ROOT = Path(__file__).parents[1]
+FILES = sorted(
+    path.relative_to(ROOT)
+    for folder in ("parallel3d", "models", "launch")
+    for path in (ROOT / folder).rglob("*.py")
+)
+# A folder is a floor: each room may import those above it in this list, and itself without a cycle.
+ROOMS = [
+    (0, "parallel3d"),
+    (0, "parallel3d/model"),
+    (0, "models"),
+    (0, "models/*/spec.py"),
+    (0, "parallel3d/schedule"),
+    (0, "parallel3d/schedule/schedules"),
+    (0, "parallel3d/config"),
+    (0, "parallel3d/plan"),
+    (0, "parallel3d/plan/layers"),
+    (0, "parallel3d/plan/memory"),
+    (0, "parallel3d/plan/time"),
+    (0, "parallel3d/plan/search"),
+    (0, "parallel3d/plan/report"),
+    (0, "parallel3d/published"),
+    (1, "parallel3d/mesh"),
+    (2, "parallel3d/tensor"),
+    (2, "parallel3d/engine/quirks"),
+    (2, "parallel3d/engine"),
+    (2, "parallel3d/data"),
+    (3, "models/*"),
+    (4, "parallel3d/pipeline"),
+    (5, "parallel3d/checkpoint"),
+    (5, "parallel3d/train"),
+    (5, "parallel3d/verify"),
+    (5, "parallel3d/calibrate"),
+    (6, "launch"),
+]
+ORDER = {room: place for place, (_, room) in enumerate(ROOMS)}
+FLOOR = {room: floor for floor, room in ROOMS}
+MESH_ONLY = {"get_rank", "new_group", "new_subgroups"}
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+
+
+def room_of(path: Path) -> str:
+    """Its folder; a family's spec is on another floor than its blocks."""
+    if path.match("models/*/*.py"):
+        return "models/*/spec.py" if path.name in ("spec.py", "__init__.py") else "models/*"
+    return path.parent.as_posix()
+
+
+ROOM = {module_of(path): room_of(path) for path in FILES}
+
+
+def imports_of(tree: ast.AST) -> set[str]:
+    """Every module that may be imported; `from a import b` may mean the module a.b."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, "imports are absolute"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found |= {name if name in ROOM else str(node.module) for name in names}
+    return found
+
+
+@pytest.fixture(scope="module")
+def trees() -> dict[Path, ast.AST]:
+    return {path: ast.parse((ROOT / path).read_text()) for path in FILES}
+
+
+def test_every_folder_is_a_room():
+    assert set(ROOM.values()) == set(ORDER)
+
+
+def test_imports_go_down(trees):
+    for path, tree in trees.items():
+        own = room_of(path)
+        for name in imports_of(tree):
+            other = ROOM.get(name, own)
+            assert ORDER[other] <= ORDER[own], f"{path} (room {own}) imports {name} ({other})"
+
+
+def test_no_cycles(trees):
+    graph = {module_of(path): imports_of(tree) for path, tree in trees.items()}
+    done: set[str] = set()
+
+    def visit(module: str, trail: tuple[str, ...]) -> None:
+        assert module not in trail, " -> ".join([*trail, module])
+        if module in graph and module not in done:
+            for name in graph[module]:
+                visit(name, (*trail, module))
+            done.add(module)
+
+    for module in graph:
+        visit(module, ())
+
+
+def test_floor_0_has_no_torch_and_only_the_engine_has_deepspeed(trees):
+    for path, tree in trees.items():
+        packages = {name.split(".")[0] for name in imports_of(tree)}
+        if FLOOR[room_of(path)] == 0:
+            assert not packages & {"torch", "deepspeed", "transformers", "accelerate"}, path
+        if not path.is_relative_to("parallel3d/engine"):
+            assert "deepspeed" not in packages, path
+
+
+def test_floor_0_is_typed_strictly():
+    """pyproject.toml names the rooms of floor 0 to mypy, and no others."""
+    text = (ROOT / "pyproject.toml").read_text()
+    block = text.partition("# Floor 0 (")[2].partition("]")[0]
+    patterns = [re.escape(text) for text in re.findall(r'"([\w.*]+)"', block)]
+    strict = [re.compile(p.replace(r"\.\*", r"(\.[\w.]+)?") + "$") for p in patterns]
+    strict += [re.compile(r"models\.\w+\.spec$")] if '"models.*.spec"' in block else []
+    for path in FILES:
+        is_strict = any(p.match(module_of(path)) for p in strict)
+        named = path.name != "__init__.py" or is_strict
+        assert is_strict == (named and FLOOR[room_of(path)] == 0), path
+
+
+def test_ranks_live_in_the_mesh(trees):
+    for path, tree in trees.items():
+        if path == Path("parallel3d/mesh/mesh.py"):
+            continue
+        for node in ast.walk(tree):
+            name = getattr(node, "attr", getattr(node, "id", getattr(node, "value", None)))
+            assert name not in MESH_ONLY | {"RANK", "LOCAL_RANK"}, f"{path}:{node.lineno}: {name}"
+
+
+def test_no_file_over_300_lines():
+    for path in [*FILES, *(p.relative_to(ROOT) for p in (ROOT / "tests").rglob("*.py"))]:
+        assert len((ROOT / path).read_text().splitlines()) <= 300, path
+        assert path.name != "utils.py"

@@ -1,0 +1,109 @@
+"""Trains, copies all states out, loads them into a new engine, trains on: with what differs."""
+
+import json
+import pickle
+
+import torch
+
+from tests.engine import offloading
+from tests.ranks import run_ranks
+from tests.verify.parity import OPTIMIZER, Trainer, batches_of
+
+BEFORE, AFTER = 5, 3  # CPU Adam's running products are first off in the step after the fifth
+
+
+def train(trainer, first, last):
+    """Loss, gradient norm and what else a step says, of steps [first, last)."""
+    said = []
+    for step, (tokens, labels) in enumerate(batches_of(trainer.case, trainer.config)):
+        if first <= step < last:
+            loss = trainer.executor.run(trainer.microbatches(tokens, labels), step)
+            said.append((loss, trainer.engine.step(OPTIMIZER["lr"])))
+    return said
+
+
+def copy_out(engine):
+    """A copy of every tensor, block by block."""
+    copies = []
+    for index, pieces in enumerate(engine.states.blocks):
+        with engine.states.opened(index) as tensors:
+            assert len(tensors) == len(pieces)
+            copies.append([{k: t.clone() for k, t in kinds.items()} for kinds in tensors])
+    return copies
+
+
+def copy_in(engine, copies):
+    for index, block in enumerate(copies):
+        with engine.states.opened(index, write=True) as tensors:
+            for kinds, copy in zip(tensors, block, strict=True):
+                for kind, tensor in kinds.items():
+                    tensor.copy_(copy[kind])
+
+
+def load(engine, saved):
+    """All of a saved run."""
+    copies, counters = saved
+    copy_in(engine, copies)
+    engine.states.finish_loading()
+    engine.states.set_counters(json.loads(json.dumps(counters)))
+
+
+def no_finish(engine, saved):
+    copies, counters = saved
+    copy_in(engine, copies)
+    engine.states.set_counters(counters)
+
+
+def no_counters(engine, saved):
+    copies, _ = saved
+    copy_in(engine, copies)
+    engine.states.finish_loading()
+
+
+def unbroken(rank, case, settings, take_away=offloading.nothing):
+    """What the ranks save in the middle, then what they say and hold at the end."""
+    take_away()
+    with offloading.use(settings):
+        trainer = Trainer(case)
+        train(trainer, 0, BEFORE)
+        saved = copy_out(trainer.engine), trainer.engine.states.counters()
+        return pickle.dumps(saved), _end(trainer)
+
+
+def resumed(rank, case, settings, saved, how=load, take_away=offloading.nothing):
+    take_away()
+    with offloading.use(settings):
+        trainer = Trainer(case)
+        how(trainer.engine, pickle.loads(saved[rank]))
+        return _end(trainer)
+
+
+def _end(trainer):
+    said = train(trainer, BEFORE, BEFORE + AFTER)
+    end = copy_out(trainer.engine), trainer.engine.states.counters()
+    trainer.engine.close()
+    return said, *end
+
+
+def run_unbroken(case, settings, take_away=offloading.nothing):
+    """What each rank saved in the middle, and what each said and held at the end."""
+    results = run_ranks(unbroken, case.world_size, case, settings, take_away)
+    saved, ends = zip(*results, strict=True)
+    return saved, ends
+
+
+def run_resumed(case, settings, saved, how=load, take_away=offloading.nothing):
+    """What each rank says and holds at the end of a run that began, anew, from what was saved."""
+    return run_ranks(resumed, case.world_size, case, settings, saved, how, take_away)
+
+
+def differences(ends, others):
+    """What is not bitwise the same on some rank: of "said", "counters", and the kinds of state."""
+    found = set()
+    for (said, states, counters), (said2, states2, counters2) in zip(ends, others, strict=True):
+        found |= {"said"} if said != said2 else set()
+        found |= {"counters"} if counters != counters2 else set()
+        for block, block2 in zip(states, states2, strict=True):
+            for piece, piece2 in zip(block, block2, strict=True):
+                found |= {k for k, t in piece.items() if not torch.equal(t, piece2[k])}
+    return found

@@ -1,0 +1,90 @@
+"""Whole runs of launch/train.py in ranks that live on: what each said, saw and came to."""
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from unittest.mock import patch
+
+from rich.console import Console
+
+import launch.train
+from parallel3d.config import RunConfig
+from parallel3d.data.batches import Batches
+from parallel3d.engine import selftest
+from parallel3d.errors import Parallel3DError, TrainingError
+from parallel3d.mesh.mesh import Mesh
+from parallel3d.train import startup as surroundings
+from parallel3d.train.stopping import StopRequest
+from tests.ranks import run_ranks
+
+
+@dataclass
+class Ended:
+    """What one rank came to."""
+
+    code: int | None = None  # None if it raised
+    error: str = ""  # what it raised, with the name of its class
+    said: list[str] = field(default_factory=list)
+    samples: list[int] = field(default_factory=list)  # what it asked of the training samples
+
+    def says(self, text):
+        """How many lines have the text in them."""
+        return sum(text in line for line in self.said)
+
+
+def train_on_rank(rank, raw, disturb=None, *details):
+    """Everything between a config and the exit code, after `disturb` has changed something."""
+    ended, microbatch = Ended(), Batches.microbatch
+
+    class Heard(Console):
+        def print(self, *objects, **options):
+            if not self.quiet:
+                ended.said.extend(str(x) for x in objects)
+
+    def noted(self, first_sample, count):
+        if self.seed is not None:  # held-out samples have none
+            ended.samples.extend(range(first_sample, first_sample + count))
+        return microbatch(self, first_sample, count)
+
+    if disturb:
+        disturb(rank, *details)
+    with (
+        patch.object(launch.train, "Console", Heard),
+        patch.object(Batches, "microbatch", noted),
+        # What costs time and is tested elsewhere.
+        patch.object(surroundings, "peak", lambda config, mesh: ("a peak of mine", 1e12)),
+        patch.object(selftest, "self_test", lambda *args: None),
+    ):
+        try:
+            config = RunConfig.from_dict(raw).resolve(int(os.environ["WORLD_SIZE"]))
+            mesh = Mesh(config.mesh.pp, config.mesh.dp, config.mesh.tp)
+            ended.code = launch.train.train(config, mesh, StopRequest(), as_json=False)
+        except (Parallel3DError, TrainingError) as error:
+            ended.error = f"{type(error).__name__}: {error}"
+    return ended
+
+
+def start(raw, mesh, disturb=None, *details):
+    """The run of a config on a mesh (pp, dp, tp): what each rank came to."""
+    pp, dp, tp = mesh
+    raw = raw | {"parallel3d": raw["parallel3d"] | {"mesh": {"pp": pp, "tp": tp}}}
+    return run_ranks(train_on_rank, pp * dp * tp, raw, disturb, *details)
+
+
+def folder_of(raw):
+    block = raw["parallel3d"]["run"]
+    return Path(block["directory"], block["name"])
+
+
+def _all_on_rank(rank, runs):
+    return [train_on_rank(rank, *run) for run in runs]
+
+
+def start_all(runs, mesh):
+    """Runs one after the other in the same ranks, each a (config, disturb, ...): as `start`."""
+    pp, dp, tp = mesh
+    placed = [
+        (raw | {"parallel3d": raw["parallel3d"] | {"mesh": {"pp": pp, "tp": tp}}}, *rest)
+        for raw, *rest in runs
+    ]
+    return list(zip(*run_ranks(_all_on_rank, pp * dp * tp, placed), strict=True))

@@ -1,0 +1,154 @@
+"""Restarts: a launch finds its folder again, and a run that dies at one step is given up."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from parallel3d.errors import TrainingError
+from parallel3d.train import attempts
+from parallel3d.train.attempts import Attempts, folder_of_this_launch, launch_identity, step_reached
+from parallel3d.train.stopping import Stopped
+
+pytestmark = pytest.mark.pure
+
+SETTINGS = {"lr": 1e-3}
+
+
+def start(folder, step, settings=SETTINGS, **more):
+    """An attempt by a new process, which finds that the one before came to `step`."""
+    attempt = Attempts(folder, settings)
+    attempt.begin(step, **more)
+    return attempt
+
+
+def write_metrics(folder, text):
+    (folder / "metrics.jsonl").write_text(text)
+
+
+@pytest.mark.parametrize("step", [0, 7])  # 0: each dies before its first step
+def test_three_deaths_at_a_step_are_enough(tmp_path, step):
+    start(tmp_path, 0)
+    start(tmp_path, step)
+    start(tmp_path, step)
+    for _ in range(2):  # and it stays so
+        with pytest.raises(TrainingError, match=rf"3 attempts .* in step {step + 1}.*json"):
+            start(tmp_path, step)
+    (tmp_path / "attempts.json").unlink()
+    start(tmp_path, step)
+
+
+def test_other_settings_are_another_chance(tmp_path):
+    for _ in range(3):
+        start(tmp_path, 7)
+    start(tmp_path, 7, {"lr": 1e-4})  # the third death is not held against it
+    start(tmp_path, 7, {"lr": 1e-4})
+    start(tmp_path, 7, {"lr": 1e-4})
+    with pytest.raises(TrainingError):
+        start(tmp_path, 7, {"lr": 1e-4})
+    start(tmp_path, 7, {"lr": 1e-5})  # not even what was refused
+    start(tmp_path, 7, {"lr": 1e-5})
+
+
+def test_progress_is_no_reason_to_give_up(tmp_path):
+    for step in (0, 7, 7, 8, 8, 7, 7, 8):
+        start(tmp_path, step)  # would raise where it gives up
+    record = json.loads((tmp_path / attempts.FILE).read_text())
+    assert record["running"] and record["deaths"] == [7, 7, 8]
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_clean_end_forgets_deaths(tmp_path, stopped):
+    for _ in range(2):
+        start(tmp_path, 7)
+    start(tmp_path, 7).end(stopped)
+    for _ in range(3):  # the first has no death before it
+        start(tmp_path, 7)
+    with pytest.raises(TrainingError):
+        start(tmp_path, 7)
+
+
+def test_a_launcher_does_not_undo_a_stop(tmp_path):
+    start(tmp_path, 0).end(stopped=True)
+    for _ in range(2):
+        with pytest.raises(Stopped):
+            start(tmp_path, 7, restart=True)
+    # A user who starts it again means it; and so does a launcher after that.
+    start(tmp_path, 7)
+    start(tmp_path, 8, restart=True)
+
+
+DAMAGED = [
+    b"", b"{", b"[]", b"3", b"null", b"\xff\xfe", b'{"deaths": [1, 1, 1], "unknown": 1}',
+    b'{"running": true, "deaths": ["7", "7"]}', b'{"running": true, "deaths": 7}',
+    b'{"running": 1}', b'{"launch": 5}', b'{"settings": 5}', b'{"stopped": "yes"}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("contents", DAMAGED)
+def test_a_damaged_file_is_none(tmp_path, contents):
+    path = tmp_path / "attempts.json"
+    path.write_bytes(contents)
+    assert folder_of_this_launch(tmp_path.parent, tmp_path.name) is None
+    start(tmp_path, 7, restart=True)
+    assert json.loads(path.read_text())["deaths"] == []
+
+
+def test_a_kill_while_the_file_is_written_leaves_the_old_one(tmp_path, monkeypatch):
+    start(tmp_path, 0)
+    before = (tmp_path / "attempts.json").read_bytes()
+
+    def die(descriptor):
+        raise InterruptedError
+
+    monkeypatch.setattr(os, "fsync", die)
+    with pytest.raises(InterruptedError):
+        start(tmp_path, 7)
+    assert (tmp_path / "attempts.json").read_bytes() == before
+
+
+def test_the_step_reached_is_in_the_last_whole_line(tmp_path):
+    assert step_reached(tmp_path) == 0
+    for text, step in (
+        ("", 0),
+        ('{"step": 1', 0),
+        ('{"step": 1}\n', 1),
+        ('{"step": 1}\n{"step": 2}', 1),  # torn: its newline is missing
+        ('{"step": 1}\n{"step": 2}\n{"st', 2),
+        ('{"step": 1}\n{"st\n', 1),
+        ('{"step": 1}\n\n[]\n{"loss": 2}\n', 1),
+        ("".join(f'{{"step": {i}, "more": "{"x" * 100}"}}\n' for i in range(20000)), 19999),
+    ):
+        write_metrics(tmp_path, text)
+        assert step_reached(tmp_path) == step
+
+
+def test_a_launch_finds_the_newest_of_its_folders(tmp_path):
+    assert folder_of_this_launch(tmp_path / "none", "gpt") is None
+    assert folder_of_this_launch(tmp_path, "gpt") is None
+    for name in ("gpt", "gpt-2", "gpt-10", "gpt-small", "gpt-01", "xgpt"):
+        (tmp_path / name).mkdir()
+        start(tmp_path / name, 0)
+    (tmp_path / "gpt-11").mkdir()  # of somebody who has not begun
+    assert folder_of_this_launch(tmp_path, "gpt") == tmp_path / "gpt-10"
+    host, pid, began = launch_identity().split(" ")
+    for other in (
+        f"elsewhere {pid} {began}",
+        f"{host} {int(pid) + 1} {began}",
+        f"{host} {pid} {int(began) - 60}",
+    ):
+        record = json.loads((tmp_path / "gpt-10" / "attempts.json").read_text())
+        (tmp_path / "gpt-10" / "attempts.json").write_text(json.dumps(record | {"launch": other}))
+        assert folder_of_this_launch(tmp_path, "gpt") == tmp_path / "gpt-2", other
+
+
+def test_the_identity_is_the_launchers():
+    """Two ranks of one launcher have one identity, which is not this process's own."""
+    code = "from parallel3d.train.attempts import launch_identity; print(launch_identity())"
+    said = [subprocess.check_output([sys.executable, "-c", code], text=True) for _ in range(2)]
+    assert said[0] == said[1]
+    assert said[0].split(" ")[1] == str(os.getpid())
+    assert attempts._is_same_launch(said[0].strip(), said[1].strip())
+    assert launch_identity() != said[0].strip()

@@ -1,0 +1,211 @@
+"""What `train.profile` writes: traces of real ranks on one clock, that tell what really ran."""
+
+import json
+import math
+import re
+import signal
+from collections import defaultdict
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from launch.train import DONE, STOPPED
+from parallel3d.config.settings import ProfileConfig
+from parallel3d.schedule.draw import spans_from_json
+from parallel3d.schedule.schedule import Action
+from parallel3d.schedule.schedules import make_schedule
+from parallel3d.train import profiler
+from tests.ranks import run_ranks
+from tests.train.test_trainer import on_mesh, raw, run_on_rank, stop_in_step_two  # noqa: F401
+from tests.verify.parity import OPTIMIZER, Case, Trainer, batches_of
+
+pytestmark = pytest.mark.gloo
+
+CASE = Case(mesh=(2, 1, 1), schedule="v_shape", stages_per_rank=2, microbatches=3, steps=4)
+SLACK = 300.0  # microseconds between the clocks of Python and torch
+
+
+def profile_on_rank(rank, directory):
+    trainer = Trainer(CASE)
+    chosen = ProfileConfig(start=1, steps=2)
+    recorder = profiler.Profiler(chosen, trainer.mesh, trainer.executor, Path(directory))
+    for step, batch in enumerate(batches_of(CASE, trainer.config)):
+        with recorder.step(step):
+            trainer.executor.run(trainer.microbatches(*batch), step)
+            trainer.engine.step(OPTIMIZER["lr"])
+    recorder.finish()
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """The folder of a profiled training on two ranks, and the events of its timeline."""
+    run = tmp_path_factory.mktemp("profiled")
+    run_ranks(profile_on_rank, 2, str(run))
+    timeline = json.loads((run / "profile" / "timeline.json").read_text())
+    return run / "profile", timeline["traceEvents"]
+
+
+def own(events, rank):
+    """The (name, start, end) of our own spans of a rank, in their order in the file."""
+    lane = [e for e in events if (e["ph"], e["pid"], e["tid"]) == ("X", rank, 0)]
+    return [(e["name"], e["ts"], e["ts"] + e["dur"]) for e in lane]
+
+
+def test_a_lane_for_each_rank_with_its_steps_and_actions(written):
+    _, events = written
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert names == {0: "rank 0 (pp 0, dp 0, tp 0)", 1: "rank 1 (pp 1, dp 0, tp 0)"}
+    schedule = make_schedule("v_shape", 2, 3, 2)
+    for rank, program in enumerate(schedule.programs):
+        spans = own(events, rank)
+        actions = [str(action) for action in program]
+        assert [name for name, *_ in spans] == ["step 1", *actions, "step 2", *actions]
+        for first in (0, 1 + len(program)):
+            (_, begin, end), *inside = spans[first : first + 1 + len(program)]
+            assert begin - SLACK <= inside[0][1] and inside[-1][2] <= end + SLACK
+            assert all(a[2] <= b[1] + 0.01 for a, b in pairwise(inside))
+    assert min(begin for rank in (0, 1) for _, begin, _ in own(events, rank)) == 0
+
+
+def test_the_timeline_is_well_formed(written):
+    _, events = written
+    lanes = defaultdict(list)
+    for event in events:
+        assert event["pid"] in (0, 1) and isinstance(event["tid"], int)
+        if event["ph"] == "X":
+            assert math.isfinite(event["ts"]) and event["dur"] >= 0
+            lanes[event["pid"], event["tid"]].append((event["ts"], -event["dur"]))
+    assert len(lanes) >= 4  # ours and torch's of two ranks
+    named = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
+    assert named == set(lanes)
+    for lane, times in lanes.items():
+        open_until = [math.inf]
+        for start, minus in sorted(times):
+            while open_until[-1] <= start + 0.001:
+                open_until.pop()
+            slack = SLACK if lane[1] == 0 else 0.002
+            assert start - minus <= open_until[-1] + slack, f"{lane} is not nested at {start}"
+            open_until.append(start - minus)
+    ids = {(e["pid"], e["id"].split(".")[0]) for e in events if "id" in e}
+    assert ids == {(0, "0"), (1, "1")}
+    begun, ended = ([(e["id"], e["name"]) for e in events if e["ph"] == phase] for phase in "be")
+    assert begun == ended and len(set(begun)) == len(begun)
+    assert {name for _, name in begun} <= {"gloo:send", "gloo:recv"}  # the rest is nested
+
+
+def test_the_clocks_of_spans_and_of_torch_agree(written):
+    """Autograd works within our backwards alone, and in each; matrices are multiplied in each F."""
+    _, events = written
+    for rank in (0, 1):
+        computes = [(n, *times) for n, *times in own(events, rank) if re.search("[0-9][FB]", n)]
+        for kind, mark in (("F", "aten::mm"), ("B", "autograd::engine::evaluate_function")):
+            spans = [(*times,) for name, *times in computes if Action.parse(name).op == kind]
+            middles = [
+                event["ts"] + event["dur"] / 2
+                for event in events
+                if (event["ph"], event["pid"]) == ("X", rank) and event["name"].startswith(mark)
+            ]
+            assert all(any(a < middle < b for middle in middles) for a, b in spans), (rank, kind)
+            if kind == "B":
+                assert all(
+                    any(a - SLACK < middle < b + SLACK for a, b in spans) for middle in middles
+                )
+
+
+def test_the_clocks_of_the_ranks_agree(written):
+    """What a rank computes on starts after the other rank has begun to send it."""
+    _, events = written
+    sent, used = {}, []
+    for rank in (0, 1):
+        step = ""
+        for name, start, _ in own(events, rank):
+            if name.startswith("step"):
+                step = name
+                continue
+            action = Action.parse(name)
+            if action.is_send:
+                sent[step, action.other_end] = start
+            elif action.is_compute:
+                op = "RECV_F" if action.op == "F" else "RECV_B"
+                used.append(((step, Action.parse(f"{action.stage}{op}{action[2]}")), start))
+    received = [(sent[key], start) for key, start in used if key in sent]
+    assert len(received) == len(sent) > 0
+    assert all(before < after for before, after in received)
+
+
+def test_files_of_each_rank_and_of_the_last_step(written):
+    directory, events = written
+    files = {path.name for path in directory.iterdir()}
+    assert files == {"rank-0.json", "rank-1.json", "timeline.json", "timeline.svg", "spans.json"}
+    for rank in (0, 1):
+        trace = json.loads((directory / f"rank-{rank}.json").read_text())
+        products = [e for e in trace["traceEvents"] if e["name"] == "aten::mm"]
+        merged = [e for e in events if e["pid"] == rank and e["name"] == "aten::mm"]
+        assert len(products) == len(merged) > 0
+    schedule, spans = spans_from_json(json.loads((directory / "spans.json").read_text()))
+    made = make_schedule("v_shape", 2, 3, 2)
+    assert schedule == made
+    last = own(events, 1)[-len(made.programs[1]) :]
+    for (_, start, end), span in zip(last, spans[1], strict=True):
+        assert end - start == pytest.approx((span.end - span.start) * 1e6, abs=2)
+    picture = (directory / "timeline.svg").read_text()
+    assert "v_shape: step 2, measured" in picture and picture.count("<title>") == 4 * 3 * 2
+
+
+def test_another_nodes_clock_is_set_by_the_barriers(monkeypatch):
+    """Ranks 0 and 1 share a clock, although they leave barriers apart; rank 2's is 5 s ahead."""
+
+    def gather(text):
+        mine = json.loads(text)
+        far = [end + 5 for end in mine["ends"]]
+        far[0] += 60  # one barrier after which the node was slow
+        late = [end + 0.5 for end in mine["ends"]]
+        others = [
+            {"ends": late},
+            {"ends": far, "clock": "another"},
+            {"ends": [], "clock": "another"},
+        ]
+        return [text, *(json.dumps(mine | other) for other in others)]
+
+    mesh = SimpleNamespace(barrier=lambda: None, coord=lambda axis: 0, gather_texts=gather)
+    recorder = profiler.Profiler(ProfileConfig(start=0), mesh, None, Path("nowhere"))
+    seen = profiler._Step(0, 100.0, 102.0, 100.5, [("0F0", 0.0, 1.0)])
+    recorder._steps = [seen]
+    lanes = recorder._gather()
+    assert [lane.ahead for lane in lanes] == pytest.approx([0, 0, 5, 5], abs=1e-4)
+    assert lanes[2].spans(0)[0].start == pytest.approx(95.5, abs=1e-4)
+
+
+def profiled(raw, steps, start, **run):  # noqa: F811
+    config = on_mesh(raw, 2, 1, 1, steps=30, profile={"start": start, "steps": steps})
+    config["parallel3d"]["run"] |= run
+    return config
+
+
+def test_the_trainer_profiles_the_steps_that_the_config_names(raw):  # noqa: F811
+    config = profiled(raw, steps=1, start=2, tensorboard=True)
+    config["parallel3d"]["train"]["steps"] = 4
+    ranks = run_ranks(run_on_rank, 2, config)
+    directory = ranks[0][1].directory
+    assert [ended for ended, _ in ranks] == [DONE] * 2 and len(ranks[0][1].lines) == 4
+    timeline = json.loads((directory / "profile" / "timeline.json").read_text())["traceEvents"]
+    for rank in (0, 1):
+        assert [n for n, *_ in own(timeline, rank) if n.startswith("step")] == ["step 2"]
+    # Where TensorBoard's plugin looks, by the names that it knows workers by.
+    board = directory / "tensorboard"
+    (folder,) = {path.parent for path in board.rglob("*.pt.trace.json")}
+    assert folder.parent == board / "plugins" / "profile"
+    traces = {path.name.split(".")[0]: path for path in folder.iterdir()}
+    assert sorted(traces) == ["rank-0", "rank-1"]
+    assert traces["rank-1"].read_bytes() == (directory / "profile" / "rank-1.json").read_bytes()
+
+
+def test_a_run_that_is_stopped_writes_what_was_recorded(raw):  # noqa: F811
+    config = profiled(raw, steps=20, start=1)
+    ranks = run_ranks(run_on_rank, 2, config, stop_in_step_two, 1, signal.SIGTERM)
+    assert [ended for ended, _ in ranks] == [STOPPED] * 2
+    timeline = ranks[0][1].directory / "profile" / "timeline.json"
+    spans = own(json.loads(timeline.read_text())["traceEvents"], 1)
+    assert [name for name, *_ in spans if name.startswith("step")] == ["step 1"]

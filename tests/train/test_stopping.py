@@ -1,0 +1,218 @@
+"""Requests to stop and to save: heard on one rank, agreed on by all, wherever they are."""
+
+import hashlib
+import os
+import signal
+import time
+
+import pytest
+
+from parallel3d.errors import TrainingError
+from parallel3d.mesh.mesh import Mesh
+from parallel3d.mesh.waiting import SharedFlag
+from parallel3d.train import stopping
+from parallel3d.train.stopping import STOPPED, Stopped, StopRequest
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.gloo
+
+
+def send(number=signal.SIGTERM):
+    """To this process itself; returns when its handlers have run."""
+    os.kill(os.getpid(), number)
+    time.sleep(0.01)
+
+
+def ended(function, seconds):
+    """The exit code of a process that does this, and how long it took."""
+    start = time.monotonic()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(seconds)
+        try:
+            function()
+        finally:
+            os._exit(99)
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status), time.monotonic() - start
+
+
+@pytest.fixture
+def stop():
+    """A request that is held in training, with this process's handlers put back afterwards."""
+    handlers = {number: signal.getsignal(number) for number in stopping.SIGNALS}
+    with StopRequest().listening() as request:
+        request.hold(None)
+        yield request
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def wait_for_another(rank, culprit):
+    """What raises on each rank, if one gets a signal while the others wait for it."""
+    mesh = Mesh(dp=3)
+    stop = StopRequest()
+    start = time.monotonic()
+    try:
+        with stop.listening():
+            stop.share(SharedFlag("stop"), rank)
+            mesh.barrier()
+            if rank == culprit:
+                time.sleep(0.3)  # the others wait
+                send()
+            if rank == 2:
+                time.sleep(60)  # it works: it never comes
+            mesh.gather_texts("", aside=True)
+    except Stopped:
+        return stop.part(), time.monotonic() - start
+
+
+@pytest.mark.parametrize("culprit", [0, 1, 2])
+def test_one_rank_stops_those_that_wait_and_those_that_work(culprit):
+    for code, seconds in run_ranks(wait_for_another, 3, culprit):
+        assert code == STOPPED and seconds < 6
+
+
+def lose_a_peer(rank):
+    """Rank 1 hears of the request only from rank 0, after a collective that failed."""
+    mesh = Mesh(dp=2)
+    stop = StopRequest()
+    flag = SharedFlag("stop")
+    if rank == 0:
+        flag.set()
+    mesh.barrier()
+    if rank == 0:
+        return flag.wait_until_seen(10), stop.explains_loss()
+    stop.share(flag, rank)
+    return True, stop.explains_loss()
+
+
+def test_a_peer_that_was_lost_to_a_request_is_known():
+    assert run_ranks(lose_a_peer, 2) == [(True, False), (True, True)]
+
+
+def test_a_library_that_computes_is_ended():
+    """No Python runs while C computes: the process is ended for it, after its grace."""
+
+    def compute():
+        with StopRequest().listening():
+            child = os.fork()
+            if child == 0:
+                time.sleep(0.2)
+                os.kill(os.getppid(), signal.SIGTERM)
+                os._exit(0)
+            hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
+
+    stopping._GRACE, grace = 0.5, stopping._GRACE
+    try:
+        code, seconds = ended(compute, 60)
+    finally:
+        stopping._GRACE = grace
+    assert code == STOPPED and 0.5 < seconds < 10
+
+
+def test_before_training_a_signal_raises_once():
+    seen = []
+    stop = StopRequest()
+    with pytest.raises(Stopped), stop.listening():
+        try:
+            send()
+        finally:
+            send()  # the launcher repeats it while things are put in order
+            seen.append("in order")
+    assert seen == ["in order"] and stop.asked
+    for number in stopping.SIGNALS:
+        signal.signal(number, signal.default_int_handler)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_what_was_swallowed_before_training_is_raised_when_it_begins():
+    class Noisy:
+        def __del__(self):
+            send()
+
+    handlers = {number: signal.getsignal(number) for number in stopping.SIGNALS}
+    with pytest.raises(Stopped), StopRequest().listening() as stop:
+        Noisy()
+        assert stop.asked
+        stop.hold(None)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def test_handlers_are_put_back_if_nobody_asked():
+    before = [signal.getsignal(number) for number in stopping.SIGNALS]
+    with StopRequest().listening():
+        assert signal.getsignal(signal.SIGTERM) != before[1]
+    assert [signal.getsignal(number) for number in stopping.SIGNALS] == before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+@pytest.mark.parametrize("number", stopping.SIGNALS)
+def test_in_training_a_signal_waits_for_the_step(stop, number):
+    assert stop.flags() == [0.0, 0.0]
+    send(number)
+    send(number)  # torchrun repeats a Ctrl-C of the terminal
+    assert stop.flags() == [1.0, 0.0]
+    assert not stop.stopping  # until all ranks know
+    stop.agree([[0.0, 0.0], [1.0, 0.0]])
+    assert stop.stopping and not stop.saving
+
+
+def test_a_second_ctrl_c_interrupts(stop, monkeypatch):
+    send(signal.SIGINT)
+    stop._since -= 2.5  # so long ago
+    send(signal.SIGTERM)  # this one repeats itself
+    with pytest.raises(TrainingError, match="second time"):
+        send(signal.SIGINT)
+
+
+def test_another_ranks_wish_is_ours(stop):
+    stop.agree([[0.0, 0.0], [0.0, 0.0]])
+    assert not (stop.stopping or stop.saving or stop.asked)
+    stop.agree([[0.0, 1.0], [0.0, 0.0]])
+    assert (stop.stopping, stop.saving) == (False, True)
+    stop.saved()
+    assert not stop.saving
+    stop.agree([[0.0, 0.0], [1.0, 0.0]])
+    stop.agree([[0.0, 0.0], [0.0, 0.0]])  # one agreement is for ever
+    assert stop.stopping and stop.flags() == [1.0, 0.0]
+
+
+def test_the_files_are_seen_by_one_rank_and_taken_away_when_done(tmp_path, monkeypatch):
+    looks = []
+    stat = os.stat
+    watched = {tmp_path / "STOP": "STOP", tmp_path / "SAVE": "SAVE"}
+
+    def look(path, **more):
+        if path in watched:
+            looks.append(watched[path])
+        return stat(path, **more)
+
+    monkeypatch.setattr(os, "stat", look)
+    one, other = StopRequest(), StopRequest()
+    one.hold(tmp_path)
+    other.hold(None)
+
+    def step():
+        rows = [one.flags(), other.flags()]
+        one.agree(rows)
+        other.agree(rows)
+        return [(request.stopping, request.saving) for request in (one, other)]
+
+    assert step() == [(False, False)] * 2
+    assert looks == ["STOP", "SAVE"]  # one stat each a step, on one rank
+    (tmp_path / "SAVE").touch()
+    assert step() == [(False, True)] * 2
+    one.saved()
+    other.saved()
+    assert not list(tmp_path.iterdir())
+    assert step() == [(False, False)] * 2
+    (tmp_path / "STOP").touch()
+    (tmp_path / "SAVE").touch()
+    assert step() == [(True, True)] * 2
+    assert (tmp_path / "STOP").exists()  # nothing is saved yet: whoever dies now stops next time
+    one.saved()
+    one.finished()
+    other.finished()
+    assert not list(tmp_path.iterdir())

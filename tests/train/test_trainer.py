@@ -1,0 +1,300 @@
+"""The trainer on real ranks and real text, put together by launch/train.py itself."""
+
+import json
+import math
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from launch.train import DONE, train
+from parallel3d.checkpoint import disk
+from parallel3d.checkpoint.manifest import step_folders, verify
+from parallel3d.config import RunConfig
+from parallel3d.data.prepare import prepare
+from parallel3d.engine import Engine
+from parallel3d.errors import TrainingError
+from parallel3d.mesh.mesh import Mesh
+from parallel3d.pipeline.executor import Executor
+from parallel3d.train import startup as surroundings
+from parallel3d.train import trainer as trainer_module
+from parallel3d.train.stopping import STOPPED, StopRequest
+from tests.mesh.mortal import mortal
+from tests.ranks import run_ranks
+from tests.verify import reference
+
+pytestmark = pytest.mark.gloo
+
+KEYS = [
+    *("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "tflops_per_device"),
+    *("mfu", "peak_memory_bytes", "step_seconds"),
+]
+HIDDEN, LAYERS, LENGTH, VOCAB, STEPS, PEAK = 32, 3, 16, 280, 5, 2e12
+WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "that", "dog", "run", "far"]
+
+
+@pytest.fixture(scope="module")
+def raw(tmp_path_factory):
+    """A config, on a corpus that is already prepared."""
+    root = tmp_path_factory.mktemp("trainer")
+    rng = np.random.default_rng(0)
+    for i in range(40):
+        lines = [" ".join(rng.choice(WORDS, 12)) for _ in range(12)]
+        (root / f"{i}.txt").write_text("\n".join(lines))
+    sizes = {"hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "num_attention_heads": 4}
+    block = {
+        "model": {"family": "gpt", "max_position_embeddings": LENGTH, **sizes},
+        "data": {
+            "source": "text",
+            "paths": [f"{root}/*.txt"],
+            "vocab_size": VOCAB,
+            "sequence_length": LENGTH,
+            "held_out_fraction": 0.1,
+            "cache": str(root / "cache"),
+        },
+        "train": {
+            "steps": STEPS,
+            "evaluate_every": 2,
+            "evaluate_samples": 32,
+            "lr_schedule": {"type": "cosine", "warmup_steps": 2},
+            "timeout_seconds": 60,
+        },
+        "run": {"directory": str(root / "runs")},
+    }
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 2e-3, "weight_decay": 0.1}},
+        "zero_optimization": {"stage": 3},
+        "parallel3d": block,
+    }
+    prepare(RunConfig.from_dict(config).data)
+    return config
+
+
+def on_mesh(raw, pp, dp, tp, micro_batch=4, **training):
+    """The config on another mesh, with other settings of `train`, and a folder of its own."""
+    block = raw["parallel3d"] | {"mesh": {"pp": pp, "tp": tp}}
+    block |= {"train": block["train"] | training}
+    block |= {"run": block["run"] | {"name": f"{pp}x{dp}x{tp}-{time.monotonic_ns()}"}}
+    return raw | {"train_micro_batch_size_per_gpu": micro_batch, "parallel3d": block}
+
+
+def run_on_rank(rank, raw, disturb=None, *details):
+    """Everything that launch/train.py does, after `disturb` has changed something.
+
+    Gives the exit code or the error, and what was seen.
+    """
+    seen = {"run": [], "_step": [], "set_timeouts": []}
+
+    def look_at(owner, name):
+        call = getattr(owner, name)
+
+        def looked_at(*args):
+            result = call(*args)
+            seen[name].append((len(seen["_step"]), args[1:], result))
+            return result
+
+        setattr(owner, name, looked_at)
+
+    look_at(trainer_module.Trainer, "run")
+    look_at(trainer_module.Trainer, "_step")
+    look_at(Mesh, "set_timeouts")
+    surroundings.peak = lambda config, mesh: ("a peak of mine", PEAK)
+    if disturb:
+        disturb(rank, *details)
+    world_size = int(os.environ["WORLD_SIZE"])
+    config = RunConfig.from_dict(raw).resolve(world_size)
+    mesh = Mesh(config.mesh.pp, config.mesh.dp, config.mesh.tp)
+    start = time.monotonic()
+    try:
+        with StopRequest().listening() as stop:
+            ended = train(config, mesh, stop, as_json=False)
+    except Exception as error:
+        if not seen["run"] and not seen["_step"]:
+            raise  # nothing of this is meant to fail before it trains
+        ended = error if isinstance(error, TrainingError) else str(error)
+    took = time.monotonic() - start
+    result = seen["run"][0][2] if seen["run"] else None
+    timeouts = [(steps, seconds) for steps, (seconds,), _ in seen["set_timeouts"]]
+    return ended, Seen(result, Path(config.run.directory, config.run.name), timeouts, took)
+
+
+@dataclass
+class Seen:
+    """What one rank came to."""
+
+    result: trainer_module.Result | None
+    directory: Path
+    timeouts: list  # (steps done, seconds) of each time that they were shortened
+    seconds: float
+
+    @property
+    def lines(self):
+        return list(map(json.loads, (self.directory / "metrics.jsonl").read_text().splitlines()))
+
+
+def test_one_process_and_eight_tell_the_same_story(raw):
+    """Same metrics on 1x1x1 and 2x2x2; files, arithmetic and held-out loss against hand-made."""
+    corpus = prepare(RunConfig.from_dict(raw).data)
+    batch = 16
+    single = run_ranks(run_on_rank, 1, on_mesh(raw, 1, 1, 1, micro_batch=8))
+    eight = run_ranks(run_on_rank, 8, on_mesh(raw, 2, 2, 2, micro_batch=4))
+    curves = []
+    for ranks in (single, eight):
+        code, seen = ranks[0]
+        assert code == DONE
+        lines = seen.lines
+        curves.append(lines)
+        for step, line in enumerate(lines, 1):
+            evaluated = step in (2, 4, STEPS)
+            assert list(line) == KEYS + ["held_out_loss"] * evaluated
+            assert line["step"] == step
+            assert line["tokens"] == step * batch * LENGTH
+            assert math.isfinite(line["loss"]) and line["peak_memory_bytes"] > 2**20
+            # 6 x (4 + 8) h^2 a layer, 12 s h a layer, 6 h V: Kaplan et al. 2020, table 1, x 3.
+            matrices = 6 * LAYERS * 12 * HIDDEN**2 + 6 * HIDDEN * corpus.vocab_size
+            flops = matrices + LAYERS * 12 * LENGTH * HIDDEN
+            speed = batch * LENGTH / line["step_seconds"]
+            assert line["tokens_per_second"] == pytest.approx(speed)
+            assert line["tflops_per_device"] == pytest.approx(speed * flops / len(ranks) / 1e12)
+            assert line["mfu"] == pytest.approx(line["tflops_per_device"] * 1e12 / PEAK)
+        # Warm-up of two steps, then cos(60, 120, 180 degrees) from 1 down to 0.1.
+        lrs = [2e-3 * x for x in (0.5, 1.0, 0.775, 0.325, 0.1)]
+        assert [line["lr"] for line in lines] == pytest.approx(lrs)
+        for result in [seen.result for _, seen in ranks]:
+            assert (result.steps, result.stopped) == (STEPS, False)
+            assert result.loss == lines[-1]["loss"]
+            assert result.held_out_loss == lines[-1]["held_out_loss"]
+            assert len(result.peak_memory_bytes) == len(ranks)
+        by_hand = reference.held_out_loss(seen.directory, corpus, samples=32, length=LENGTH)
+        assert lines[-1]["held_out_loss"] == pytest.approx(by_hand, rel=1e-5)
+        # Once the first step is done, with the setting's value, on every rank.
+        assert all(seen.timeouts[0] == (1, 60) for _, seen in ranks)
+    for one, other in zip(*curves, strict=True):
+        for key in ("loss", "grad_norm", "held_out_loss"):
+            if key in one:
+                assert other[key] == pytest.approx(one[key], rel=1e-5), (one["step"], key)
+    assert curves[0][-1]["loss"] < curves[0][0]["loss"]
+
+
+def poison_loss(rank, culprit, value):
+    """From its third batch on, the executor of one rank reports a loss that is not finite."""
+    run, write = Executor.run, disk.write_file
+
+    def slow_write(*args):
+        time.sleep(0.3)  # the save of the step before is still under way
+        return write(*args)
+
+    disk.write_file = slow_write
+
+    def poisoned(self, batch, step=0):
+        loss = run(self, batch, step)
+        return value if rank == culprit and step >= 2 else loss
+
+    Executor.run = poisoned
+
+
+def poison_weight(rank, culprit):
+    """Before its second step, one rank's part of the last norm becomes NaN."""
+    step_of = trainer_module.Trainer._step
+
+    def poisoned(self, step, *args):
+        if rank == culprit and step == 1:
+            weight = next(h for h in self.engine.held if h.name == "head.norm.weight").parameter
+            weight.data.fill_(math.nan)
+        return step_of(self, step, *args)
+
+    trainer_module.Trainer._step = poisoned
+
+
+def poison_gradient(rank, culprit):
+    """In its second step one rank gets a gradient from the next stage that is NaN."""
+    backward, step_of = Engine.backward, trainer_module.Trainer._step
+
+    def poisoned_step(self, step, *args):
+        self.engine.poisoned = rank == culprit and step == 1
+        return step_of(self, step, *args)
+
+    def poisoned(self, output, grad=None):
+        poisoned = grad is not None and getattr(self, "poisoned", False)
+        backward(self, output, grad * math.nan if poisoned else grad)
+
+    trainer_module.Trainer._step, Engine.backward = poisoned_step, poisoned
+
+
+@pytest.mark.parametrize(
+    ("disturb", "details", "expected"),
+    [
+        # On 2x2x1 the ranks 2 and 3 hold the last stage.
+        (poison_loss, (3, math.inf), "the loss on rank 3 is inf at step 3"),
+        (poison_weight, (2,), "the loss on rank 2 is nan at step 2"),
+        (poison_gradient, (1,), "the gradient norm is not finite at step 2"),
+    ],
+    ids=["loss", "weight", "gradient"],
+)
+def test_what_is_not_finite_on_one_rank_stops_all(raw, disturb, details, expected):
+    config = on_mesh(raw, 2, 2, 1)
+    config["parallel3d"] |= {"checkpoint": {"every": 1}}
+    if disturb is poison_weight:
+        config |= {"zero_optimization": {"stage": 1}}  # whole weights, which one rank can spoil
+    ranks = run_ranks(run_on_rank, 4, config, disturb, *details)
+    messages = {str(ended) for ended, _ in ranks}
+    assert all(isinstance(ended, TrainingError) for ended, _ in ranks), messages
+    (message,) = messages  # the same words on every rank: rank 0 speaks for all
+    assert message.startswith(expected)
+    before = int(expected.rsplit(" ", 1)[1]) - 1
+    assert len(ranks[0][1].lines) == before  # they were reported, and saved
+    assert step_folders(ranks[0][1].directory / "checkpoints")[0][0] == before
+
+
+def stop_in_step_two(rank, culprit, number):
+    """One rank alone gets a signal, twice, while it is at its second step."""
+    run = Executor.run
+
+    def signalled(self, batch, step=0):
+        if rank == culprit and step == 1:
+            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), number)  # torchrun repeats a Ctrl-C at once
+        return run(self, batch, step)
+
+    Executor.run = signalled
+
+
+@pytest.mark.parametrize(("culprit", "number"), [(1, signal.SIGINT), (0, signal.SIGTERM)])
+def test_a_request_to_stop_on_one_rank_stops_all_at_one_step(raw, culprit, number):
+    config = on_mesh(raw, 2, 1, 1, steps=40)
+    ranks = run_ranks(run_on_rank, 2, config, stop_in_step_two, culprit, number)
+    assert [ended for ended, _ in ranks] == [STOPPED] * 2
+    for result in [seen.result for _, seen in ranks]:
+        assert (result.steps, result.stopped) == (2, True)
+        assert result.held_out_loss is None  # saved at once, whatever else is due
+    directory = ranks[0][1].directory
+    assert [line["step"] for line in ranks[0][1].lines] == [1, 2]
+    assert [step for step, _ in step_folders(directory / "checkpoints")] == [2]
+    assert verify(directory / "checkpoints/step-2") == []
+    assert not (directory / "weights").exists()
+
+
+def stall_in_step_two(rank, culprit):
+    """One rank is silent for long in its second step."""
+    run = Executor.run
+
+    def stalled(self, batch, step=0):
+        if rank == culprit and step == 1:
+            time.sleep(9)
+        return run(self, batch, step)
+
+    Executor.run = stalled
+
+
+def test_a_silent_rank_ends_the_others(raw):
+    config = on_mesh(raw, 2, 2, 1, timeout_seconds=2)
+    ranks = run_ranks(mortal, 4, run_on_rank, config, stall_in_step_two, 1)
+    for rank, (ended, seen) in enumerate(ranks):
+        assert isinstance(ended, str), (rank, ended)
+        assert (seen.seconds < ranks[1][1].seconds - 3) == (rank != 1), (rank, ended)

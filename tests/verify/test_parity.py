@@ -1,0 +1,154 @@
+"""The same seed and data give the same numbers on every mesh as plain transformers on one process.
+
+Each pair of settings that can go together appears in at least one case; `pytest -m slow` runs every
+model with every mesh, schedule and ZeRO stage, the other settings taking turns, and writes the
+table of docs/parity.md.
+"""
+
+import random
+import time
+from functools import cache
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from parallel3d.config import RunConfig
+from parallel3d.schedule import schedules
+from parallel3d.verify.measure import TOLERANCE, measure
+from parallel3d.verify.reference import train_reference
+from parallel3d.verify.shrink import MESHES, shrink
+from tests.verify.configs import MODELS, config_of
+from tests.verify.pairwise import draw, pairwise
+from tests.verify.parity_table import markdown
+
+pytestmark = pytest.mark.gloo
+
+BATCH = 48  # samples in a step: 1, 3 and 4 microbatches on dp 1, 2 and 4
+STAGES = {
+    name: 1 if schedules.load(name).invalid(4, 4, 1) is None else 2 for name in schedules.names()
+}
+OFFLOADS = ["none", "cpu", "nvme", "cpu+cpu", "nvme+nvme"]
+SETTINGS = {
+    "model": list(MODELS),
+    "mesh": list(MESHES),
+    "zero": [0, 1, 2, 3],
+    "offload": OFFLOADS,
+    "schedule": list(STAGES),
+    "microbatches": [1, 3, 4],
+    "reduction": ["per_step", "per_microbatch"],
+    "checkpointing": ["none", "selective", "full"],
+    "sequence_parallel": [False, True],
+    "isolate": [False, True],
+}
+
+
+def can_be(row):
+    """Whether a config with these settings is one that is not refused."""
+    stages = STAGES[row["schedule"]]
+    file = schedules.load(row["schedule"])
+    if file.invalid(row["mesh"][0], row["microbatches"], stages):
+        return False
+    offload = row["offload"]
+    return offload in ("none", "cpu") or row["zero"] == 3
+
+
+def label(row):
+    mesh = "x".join(map(str, row["mesh"]))
+    marks = [row["model"], mesh, row["schedule"], f"zero{row['zero']}", row["offload"]]
+    marks += [row["reduction"], f"ckpt-{row['checkpointing']}", f"m{row['microbatches']}"]
+    marks += ["sp"] if row["sequence_parallel"] else []
+    return " ".join([*marks, *(["isolated"] if row["isolate"] else [])])
+
+
+@pytest.fixture(scope="module")
+def reference_of(tmp_path_factory):
+    """The reference of all rows that train the same model on the same data, made once."""
+
+    @cache
+    def train(model, pp, stages_per_rank, isolate):
+        schedule = next(name for name, n in STAGES.items() if n == stages_per_rank)
+        raw = config_of(
+            model=model, schedule=schedule, stages_per_rank=stages_per_rank, isolate=isolate
+        )
+        small = shrink(RunConfig.from_dict(raw), meshes_of(pp), batch=BATCH)
+        return train_reference(small[pp, 1, 1], tmp_path_factory.mktemp("reference"))
+
+    return train
+
+
+def errors_of(row, reference_of, folder):
+    """The largest differences of one row from its reference."""
+    stages = STAGES[row["schedule"]]
+    settings = {name: value for name, value in row.items() if name != "mesh"}
+    config = RunConfig.from_dict(config_of(stages_per_rank=stages, **settings))
+    pp, _, _ = mesh = row["mesh"]
+    small = shrink(config, (*meshes_of(pp), mesh), str(folder), BATCH)[mesh]
+    return measure(small, reference_of(row["model"], pp, stages, row["isolate"]), timeout=120)
+
+
+def meshes_of(pp):
+    """Meshes for which a model is made that has layers for `pp` and heads for any tp."""
+    return (pp, 1, 1), (1, 1, 4)
+
+
+ROWS = pairwise(SETTINGS, can_be)
+
+
+def test_every_setting_appears():
+    """A setting that no row may have would be a setting that nobody tests."""
+    for name, values in SETTINGS.items():
+        assert {row[name] for row in ROWS} == set(values)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=label)
+@pytest.mark.usefixtures("operators")
+def test_parity_with_plain_transformers(row, reference_of, tmp_path):
+    errors = errors_of(row, reference_of, tmp_path)
+    print(f"{label(row):100} {errors}")
+    assert errors.within(TOLERANCE["fp32"]), errors
+
+
+def in_full():
+    """Both families x every mesh x ZeRO stage x schedule, and x offload with two schedules.
+
+    The other settings, and which of a family's models, are drawn by lot: the same on every call.
+    """
+    crossed, lot = ("mesh", "zero", "offload"), random.Random(0)
+    for family in ("gpt", "llama"):
+        own = [name for name, model in MODELS.items() if model["family"] == family]
+        for values in product(*(SETTINGS[name] for name in crossed)):
+            row = dict(zip(crossed, values, strict=True))
+            some = STAGES if row["offload"] == "none" else lot.sample(list(STAGES), 2)
+            for schedule in some:
+                drawn = draw(SETTINGS | {"model": own}, lot)
+                if can_be(drawn | row | {"schedule": schedule}):
+                    yield drawn | row | {"schedule": schedule}
+
+
+@pytest.fixture(scope="module")
+def measured(request):
+    """Collects (row, errors), and writes the table if the command line names a file for it."""
+    start, found = time.monotonic(), []
+    yield found
+    if (file := request.config.getoption("--parity-table")) and found:
+        Path(file).write_text(markdown(found, time.monotonic() - start))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", list(in_full()), ids=label)
+@pytest.mark.usefixtures("operators")
+def test_parity_in_full(row, reference_of, measured, tmp_path):
+    errors = errors_of(row, reference_of, tmp_path)
+    measured.append((row, errors))
+    print(f"{label(row):100} {errors}")
+    assert errors.within(TOLERANCE["fp32"]), errors
+
+
+def test_bf16_follows_fp32(reference_of, tmp_path):
+    """The losses of bf16 stay within 2 % of fp32's."""
+    raw = config_of(precision="bf16", microbatches=3)
+    small = shrink(RunConfig.from_dict(raw), (*meshes_of(2), (2, 2, 1)), batch=BATCH)[2, 2, 1]
+    errors = measure(small, reference_of("gpt", 2, 1, False), timeout=120)
+    print(errors)
+    assert errors.loss < 0.02

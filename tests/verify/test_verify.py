@@ -1,0 +1,140 @@
+"""`verify` keeps what could change the numbers, sees a planted fault, and says what it found."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from launch import verify as launch_verify
+from models import layers
+from parallel3d.config import RunConfig
+from parallel3d.errors import ConfigError
+from parallel3d.tensor import linear
+from parallel3d.verify import report
+from parallel3d.verify.local_ranks import run_locally
+from parallel3d.verify.measure import TOLERANCE, measure, train_and_compare
+from parallel3d.verify.reference import train_reference
+from parallel3d.verify.shrink import MESHES, parse_meshes, shrink
+from tests.verify.configs import MODELS, config_of
+
+pytestmark = pytest.mark.gloo
+
+ROOT = Path(__file__).parents[2]
+SETTINGS = {
+    "zero": 3,
+    "offload": "cpu+cpu",
+    "schedule": "interleaved",
+    "stages_per_rank": 2,
+    "reduction": "per_microbatch",
+    "checkpointing": "selective",
+    "sequence_parallel": True,
+    "isolate": True,
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_only_sizes_shrink(model):
+    config = RunConfig.from_dict(config_of(model=model, precision="bf16", **SETTINGS))
+    small = shrink(config, MESHES)
+    for (pp, dp, tp), made in small.items():
+        assert (made.mesh.pp, made.mesh.dp, made.mesh.tp) == (pp, dp, tp)
+        assert made.mesh.sequence_parallel and made.data.isolate_documents
+        assert made.pipeline == config.pipeline
+        assert made.bf16 == config.bf16
+        zero, before = made.zero_optimization, config.zero_optimization
+        assert (zero.stage, zero.offload_param) == (before.stage, before.offload_param)
+        assert zero.offload_optimizer == before.offload_optimizer
+        for name in ("family", "tie_word_embeddings", "attention_bias", "qk_norm"):
+            assert getattr(made.model, name, None) == getattr(config.model, name, None)
+        assert made.model.num_hidden_layers + 2 >= 8  # every stage of pp=4 has a layer
+        assert sum(layer.num_params for layer in layers(made.model)) < 250_000
+    first, *others = [(m.model, m.global_batch_size, m.train) for m in small.values()]
+    assert all(other == first for other in others), "one model and one data for every mesh"
+
+
+def ratio(model):
+    return model.num_attention_heads // model.num_key_value_heads
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4, 8, 16])
+def test_the_ratio_of_heads_to_key_value_heads_is_kept(kv_heads):
+    raw = config_of(model="llama")
+    raw["parallel3d"]["model"]["num_key_value_heads"] = kv_heads
+    config = RunConfig.from_dict(raw)
+    for made in shrink(config, MESHES).values():
+        assert ratio(made.model) == ratio(config.model)
+
+
+def test_meshes_are_read_or_refused():
+    assert parse_meshes("1x1x1, 2x1x4") == ((1, 1, 1), (2, 1, 4))
+    for text in ("2x2", "0x1x1", "axbxc", ""):
+        with pytest.raises(ConfigError, match="is no mesh; write pp x dp x tp"):
+            parse_meshes(text)
+
+
+def forget_a_collective(launch, raw, expected):
+    linear.all_reduce = lambda x, *rest: x
+    return train_and_compare(launch, raw, expected)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_fault_is_seen(precision, tmp_path, monkeypatch):
+    """A missing all-reduce in the backward pass of tensor parallelism."""
+    config = RunConfig.from_dict(config_of(precision=precision, zero=1))
+    small = shrink(config, ((1, 1, 2),))[1, 1, 2]
+    reference = train_reference(small, tmp_path)
+    tolerance = TOLERANCE[precision]
+    right = measure(small, reference)
+    print(right)
+    assert right.within(tolerance), right
+    results = run_locally(forget_a_collective, 2, small.to_dict(), vars(reference))
+    worst = max(max(loss, norm) for loss, norm, _ in results)
+    print(worst)
+    assert worst > tolerance, worst
+
+
+def command(*args):
+    run = [sys.executable, "launch/verify.py", *args]
+    return subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=200)
+
+
+def test_the_command():
+    done = command("--config", "ds.json", "--meshes", "1x1x1,2x1x2", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["passed"] and found["tolerance"] == 1e-5
+    assert [case["mesh"] for case in found["cases"]] == ["1x1x1", "2x1x2"]
+    for case in found["cases"]:
+        assert case.keys() == {
+            *("mesh", "schedule", "zero_stage", "offload", "passed"),
+            *("loss_error", "grad_norm_error", "weight_error"),
+        }
+        assert 0 < case["weight_error"] < 1e-5
+    assert "2x1x2" in done.stderr
+
+
+def test_what_cannot_run_is_refused():
+    done = command("--config", "ds.json", "--meshes", "2x2")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "'2x2': is no mesh" in done.stderr
+
+
+def test_a_difference_ends_with_exit_code_1(monkeypatch, capsys):
+    """As if the one process had found a gradient norm that is larger by a ten-thousandth."""
+
+    def train_a_little_off(config, folder):
+        right = train_reference(config, folder)
+        return replace(right, grad_norms=[norm * 1.0001 for norm in right.grad_norms])
+
+    monkeypatch.setattr(report, "train_reference", train_a_little_off)
+    arguments = ["--config", "ds.json", "--meshes", "1x1x1,1x2x1", "--json"]
+    monkeypatch.setattr(sys, "argv", ["verify", *arguments, "--zero_optimization.stage", "1"])
+    assert launch_verify.main() == 1
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    assert found["passed"] is False and not any(case["passed"] for case in found["cases"])
+    assert found["cases"][0]["grad_norm_error"] == pytest.approx(1e-4, rel=0.01)
+    assert printed.err.count("DIFFERS") == 2 and "NOT EQUAL" in printed.err
