@@ -36,7 +36,8 @@ from contenders import Contender, DeepSpeed, Ours, Torch, digest_of, trained, wi
 
 from parallel3d.checkpoint.room import shown
 from parallel3d.engine import Engine, EngineSettings
-from parallel3d.mesh.mesh import Launch, Mesh
+from parallel3d.mesh.launch import Launch
+from parallel3d.mesh.mesh import Mesh
 
 TIMES = ("save", "stall", "memcpy", "load", "load verified")
 _SECONDS = "{:.2f} s".format

@@ -14,7 +14,8 @@ from rich.console import Console
 
 from parallel3d.config import RunConfig, help_text
 from parallel3d.errors import Parallel3DError, TrainingError
-from parallel3d.mesh.mesh import Launch, Mesh, rank_0_first
+from parallel3d.mesh.launch import Launch, rank_0_first
+from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.waiting import SharedFlag
 from parallel3d.train.dry_run import dry_run, ready
 from parallel3d.train.stopping import STOPPED, Stopped, StopRequest

@@ -131,7 +131,7 @@ def test_floor_0_is_typed_strictly():
 
 def test_ranks_live_in_the_mesh(trees):
     for path, tree in trees.items():
-        if path == Path("parallel3d/mesh/mesh.py"):
+        if path.parent == Path("parallel3d/mesh"):
             continue
         for node in ast.walk(tree):
             name = getattr(node, "attr", getattr(node, "id", getattr(node, "value", None)))

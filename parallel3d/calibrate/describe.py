@@ -23,7 +23,7 @@ from parallel3d.calibrate.links import measure_links
 from parallel3d.calibrate.steps import Run, Timed, small_runs, time_steps
 from parallel3d.errors import TrainingError
 from parallel3d.hardware import DIRECTORY, Cores, Figure, Hardware, Host, Link, recognise
-from parallel3d.mesh.mesh import Launch, Mesh
+from parallel3d.mesh.mesh import Mesh
 from parallel3d.verify.local_ranks import run_locally
 
 NAME = "this-machine"
@@ -99,19 +99,19 @@ def _devices() -> tuple[bool, int]:
 
 
 def _measure(ranks: int, effort: Effort) -> Rows:
-    return run_locally(_on_rank, ranks, asdict(effort), timeout=600)
+    return run_locally(_on_rank, ranks, ranks, asdict(effort), timeout=600)
 
 
-def _on_rank(launch: Launch, effort: dict[str, Any]) -> dict[str, Any]:
-    mesh, how = Mesh(dp=launch.world_size, launch=launch), Effort(**effort)
+def _on_rank(rank: int, ranks: int, effort: dict[str, Any]) -> dict[str, Any]:
+    mesh, how = Mesh(dp=ranks), Effort(**effort)
     set_threads(mesh)
 
     def say(text: str) -> None:
-        if launch.rank == 0:
+        if rank == 0:
             print(f"  {text}", file=sys.stderr, flush=True)
 
     measured = measure_device(mesh, how, say)
-    measured["links"] = measure_links(mesh, how, say) if launch.world_size > 1 else {}
+    measured["links"] = measure_links(mesh, how, say) if ranks > 1 else {}
     mesh.barrier()
     return measured
 

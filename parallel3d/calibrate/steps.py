@@ -10,7 +10,7 @@ import torch
 
 from parallel3d.calibrate.device import clock_of, set_threads
 from parallel3d.config import RunConfig
-from parallel3d.mesh.mesh import Launch, Mesh
+from parallel3d.mesh.mesh import Mesh
 from parallel3d.pipeline.executor import Microbatch
 from parallel3d.train.assembly import Assembly, assemble
 
@@ -143,7 +143,7 @@ def small_runs(ranks: int) -> list[Run]:
 
 
 def time_steps(
-    launch: Launch, runs: Sequence[Sequence[Any]], steps: int, own_time: bool = False
+    rank: int, runs: Sequence[Sequence[Any]], steps: int, own_time: bool = False
 ) -> list[list[Timed]]:
     """The times of `steps` training steps of each Run; on one rank.
 
@@ -151,7 +151,7 @@ def time_steps(
     one round comes first. All take as many ranks as there are. `own_time`: of a process alone
     count what it computes, not what it waits while others do.
     """
-    built = [_build(launch, Run(*_frozen(run))) for run in runs]
+    built = [_build(Run(*_frozen(run))) for run in runs]
     taken: list[list[Timed]] = [[] for _ in runs]
     with _without_collection():
         for step in range(1 + steps):
@@ -185,8 +185,8 @@ def _frozen(run: Sequence[Any]) -> Iterator[Any]:
         yield tuple(value) if isinstance(value, list) else value
 
 
-def _build(launch: Launch, run: Run) -> tuple[Mesh, Assembly, list[Microbatch], float]:
-    config, mesh = run.config(), Mesh(*run.mesh, launch)
+def _build(run: Run) -> tuple[Mesh, Assembly, list[Microbatch], float]:
+    config, mesh = run.config(), Mesh(*run.mesh)
     set_threads(mesh)
     parts = assemble(config, mesh)
     shape = (run.microbatches, run.micro, run.seq + 1)

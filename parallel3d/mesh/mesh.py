@@ -6,10 +6,8 @@
 """
 
 import os
-import socket
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -18,62 +16,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from parallel3d import fault
 from parallel3d.errors import ConfigError
+from parallel3d.mesh.launch import STARTUP_TIMEOUT, Launch, join, pick_device
 from parallel3d.mesh.picture import draw_mesh
 from parallel3d.mesh.transfer import Transfer
 from parallel3d.mesh.waiting import wait_with_open_ears
 
 AXES = ("pp", "dp", "tp")
-_STARTUP_TIMEOUT = timedelta(minutes=30)  # data preparation and compilation happen under it
-
-
-@dataclass(frozen=True)
-class Launch:
-    """What the launcher said of this process: `deepspeed`, `torchrun`, `srun` or plain python."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int = 1
-    restart_count: int = 0  # how often torchrun has started these ranks before
-
-    @classmethod
-    def from_environment(cls) -> "Launch":
-        """Read the launcher's variables; none at all means one process."""
-        env = os.environ
-        if "RANK" in env:
-            # torchrun's name, then deepspeed's; where neither is said, all may be on this node.
-            here = env.get("LOCAL_WORLD_SIZE", env.get("LOCAL_SIZE", env["WORLD_SIZE"]))
-            local_rank, restarts = env.get("LOCAL_RANK"), env.get("TORCHELASTIC_RESTART_COUNT")
-            numbers = (env["RANK"], env["WORLD_SIZE"], local_rank or 0, here, restarts or 0)
-            return cls(*map(int, numbers))
-        if "SLURM_PROCID" in env and int(env.get("SLURM_NTASKS", 1)) > 1:
-            if "MASTER_ADDR" not in env:
-                raise ConfigError(
-                    "under srun, MASTER_ADDR is not set: set it to the first node's host name, "
-                    "`export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n1)`"
-                )
-            return cls(
-                int(env["SLURM_PROCID"]),
-                int(env["SLURM_NTASKS"]),
-                int(env["SLURM_LOCALID"]),
-                int(env.get("SLURM_NTASKS_PER_NODE", 1)),
-            )
-        return cls(0, 1, 0)
-
-
-def pick_device(local_rank: int) -> torch.device:
-    """The accelerator of this process, or the CPU where there is none."""
-    if not torch.accelerator.is_available():
-        return torch.device("cpu")
-    count = torch.accelerator.device_count()
-    if local_rank >= count:
-        raise ConfigError(
-            f"local rank {local_rank} has no device: this node shows {count}; start at most "
-            f"{count} processes here"
-        )
-    device = torch.device(torch.accelerator.current_accelerator().type, local_rank)  # type: ignore[union-attr]
-    torch.accelerator.set_device_index(local_rank)
-    return device
 
 
 class Mesh:
@@ -101,7 +49,7 @@ class Mesh:
         if self.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             # Ranks that share cores would otherwise each start a thread for every one of them.
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // launch.local_world_size))
-        _join(launch, self.device)
+        join(launch, self.device)
         self._grid = init_device_mesh(self.device.type, (pp, dp, tp), mesh_dim_names=AXES)
         model = self._grid["pp", "tp"]._flatten("model")
         self._groups = {axis: self._grid.get_group(axis) for axis in AXES}
@@ -111,7 +59,7 @@ class Mesh:
         self._groups |= {"model": model.get_group(), "world": world, "self": alone}
         # Collectives on one group must keep their order, so what runs behind training has its own.
         aside = "gloo" if self.backend != "fake" else None
-        self._aside = dist.new_group(backend=aside, timeout=_STARTUP_TIMEOUT)
+        self._aside = dist.new_group(backend=aside, timeout=STARTUP_TIMEOUT)
         self._coords = dict(zip(AXES, self._grid.get_coordinate() or (), strict=True))
         self._pairs: dict[tuple[int, int], dist.ProcessGroup | None] = {}
         self._transfer_timeout: timedelta | None = None
@@ -160,7 +108,7 @@ class Mesh:
             mine = None
             for ranks in self._grid.mesh[list(pair)].flatten(1).t().tolist():
                 # Every rank must take part in making every group, its own or not.
-                group = dist.new_group(ranks, timeout=_STARTUP_TIMEOUT)
+                group = dist.new_group(ranks, timeout=STARTUP_TIMEOUT)
                 if self.rank in ranks:
                     mine = group
             self._pairs[pair] = mine
@@ -248,52 +196,3 @@ class Mesh:
         """Leave the process group; without it torch ends the process with an abort."""
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-def rank_0_first(launch: Launch, speak: Callable[[], None]) -> None:
-    """Run `speak` on rank 0, and keep the others until it is done, or 30 s are over.
-
-    For last words that all ranks share: a launcher that sees one rank end ends the others at once.
-    """
-    if launch.rank == 0:
-        speak()
-    if launch.world_size == 1:
-        return
-    patience = timedelta(seconds=30)
-    with suppress(Exception):  # nobody can be told any more
-        if not dist.is_initialized():
-            rank, size, store = launch.rank, launch.world_size, _meet(launch, patience)
-            dist.init_process_group("gloo", None, patience, size, rank, store)
-        store = dist.distributed_c10d._get_default_store()
-        if launch.rank == 0:
-            store.set("rank 0 has spoken", "yes")
-        else:
-            store.wait(["rank 0 has spoken"], patience)
-
-
-def _join(launch: Launch, device: torch.device) -> None:
-    if dist.is_initialized():
-        return
-    backend = dist.get_default_backend_for_device(device)
-    if launch.world_size == 1 and "MASTER_ADDR" not in os.environ:
-        store: dist.Store = dist.HashStore()
-        dist.init_process_group(backend, None, _STARTUP_TIMEOUT, 1, 0, store)
-        return
-    os.environ.setdefault("MASTER_ADDR", socket.gethostname())
-    os.environ.setdefault("MASTER_PORT", "29500")
-    dist.init_process_group(
-        backend,
-        store=_meet(launch, _STARTUP_TIMEOUT),
-        rank=launch.rank,
-        world_size=launch.world_size,
-        timeout=_STARTUP_TIMEOUT,
-        device_id=device if device.type != "cpu" else None,
-    )
-
-
-def _meet(launch: Launch, patience: timedelta) -> dist.Store:
-    """The store through which the ranks find each other."""
-    store, *_ = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=patience))
-    # On one node torchrun's store outlives a restart; on several `--rdzv_backend c10d` renews it.
-    one_node = launch.local_world_size == launch.world_size
-    return dist.PrefixStore(f"attempt {launch.restart_count}", store) if one_node else store

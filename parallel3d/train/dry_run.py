@@ -13,7 +13,7 @@ from parallel3d import hardware
 from parallel3d.checkpoint import room
 from parallel3d.config import RunConfig
 from parallel3d.errors import ConfigError
-from parallel3d.mesh.mesh import Launch, pick_device
+from parallel3d.mesh.launch import Launch, pick_device
 from parallel3d.plan.memory.peak import fullest
 from parallel3d.plan.report import command, table
 from parallel3d.plan.report.choose import checkpoint_bytes, choose

@@ -11,10 +11,10 @@ from torch import Tensor
 from parallel3d.config import RunConfig
 from parallel3d.engine.operators import load_async_io, load_cpu_adam
 from parallel3d.engine.quirks.nvme import swapping_small_tensors
-from parallel3d.mesh.mesh import Launch, Mesh
+from parallel3d.mesh.mesh import Mesh
 from parallel3d.pipeline.executor import Microbatch
 from parallel3d.train.assembly import Assembly, assemble
-from parallel3d.verify.local_ranks import run_locally
+from parallel3d.verify.local_ranks import run_locally, run_warm
 from parallel3d.verify.reference import SEED, Reference, batches, first_weights
 from parallel3d.verify.shrink import BLOCK
 
@@ -59,8 +59,8 @@ def compile_operators(config: RunConfig) -> None:
         run_locally(_compile_operators, 1, config.to_dict(), timeout=1800)
 
 
-def _compile_operators(launch: Launch, raw: dict[str, Any]) -> None:
-    zero, mesh = RunConfig.from_dict(raw).zero_optimization, Mesh(launch=launch)
+def _compile_operators(rank: int, raw: dict[str, Any]) -> None:
+    zero, mesh = RunConfig.from_dict(raw).zero_optimization, Mesh()
 
     def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
@@ -78,7 +78,7 @@ def measure(config: RunConfig, reference: Reference, timeout: float = 300) -> Er
     """
     assert isinstance(config.mesh.dp, int)
     world_size = config.mesh.pp * config.mesh.dp * config.mesh.tp
-    results = run_locally(
+    results = run_warm(
         train_and_compare, world_size, config.to_dict(), vars(reference), timeout=timeout
     )
     losses, norms, weights = zip(*results, strict=True)
@@ -95,12 +95,12 @@ def _worst(errors: Any) -> float:
 
 
 def train_and_compare(
-    launch: Launch, raw: dict[str, Any], expected: dict[str, Any]
+    rank: int, raw: dict[str, Any], expected: dict[str, Any]
 ) -> tuple[float, float, dict[str, float]]:
     """On one rank: the largest relative errors of loss and norm, and those of its weights."""
     config, reference = RunConfig.from_dict(raw), Reference(**expected)
     assert isinstance(config.mesh.dp, int)
-    mesh = Mesh(config.mesh.pp, config.mesh.dp, config.mesh.tp, launch)
+    mesh = Mesh(config.mesh.pp, config.mesh.dp, config.mesh.tp)
     with swapping_small_tensors(2 * BLOCK):
         parts = assemble(config, mesh, seed=SEED)
         losses, norms = train(parts, config, mesh)

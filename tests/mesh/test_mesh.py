@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from parallel3d.errors import ConfigError
-from parallel3d.mesh.mesh import AXES, Launch, Mesh
+from parallel3d.mesh.launch import Launch
+from parallel3d.mesh.mesh import AXES, Mesh
 from parallel3d.mesh.picture import draw_mesh
 from tests.ranks import run_ranks
 

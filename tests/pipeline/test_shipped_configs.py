@@ -15,7 +15,8 @@ from parallel3d.config import RunConfig
 from parallel3d.config.learning_rate import rate
 from parallel3d.engine import EngineSettings
 from parallel3d.mesh import mesh as mesh_module
-from parallel3d.mesh.mesh import Launch, Mesh
+from parallel3d.mesh.launch import Launch
+from parallel3d.mesh.mesh import Mesh
 from parallel3d.model.spec import Shape
 from parallel3d.pipeline import stages as stages_module
 from parallel3d.pipeline.stages import build_stages

@@ -75,9 +75,9 @@ def test_meshes_are_read_or_refused():
             parse_meshes(text)
 
 
-def forget_a_collective(launch, raw, expected):
+def forget_a_collective(rank, raw, expected):
     linear.all_reduce = lambda x, *rest: x
-    return train_and_compare(launch, raw, expected)
+    return train_and_compare(rank, raw, expected)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
