@@ -76,22 +76,29 @@ def train_reference(config: RunConfig, folder: Path) -> Reference:
         model = family.reference(config.model).double().train()
     except ValueError as error:
         raise ConfigError(f"parallel3d.model: {error}") from error
-    theirs = family.to_huggingface(config.model, first_weights(config))
+    ours = first_weights(config)
+    theirs = family.to_huggingface(config.model, ours)
     missing, unexpected = model.load_state_dict(theirs, strict=False)
     tied = set(getattr(model, "all_tied_weights_keys", {}))
     assert not unexpected and set(missing) <= tied, (missing, unexpected)
-    return _train(model, family, config, folder)
+    marks = {name: torch.full_like(ours[name], decays) for name, decays in _decays(config).items()}
+    return _train(model, family, marks, config, folder)
 
 
-def _train(model: Any, family: Any, config: RunConfig, folder: Path) -> Reference:
-    decays = {
+def _decays(config: RunConfig) -> dict[str, bool]:
+    """Which weights have weight decay, by name; a tied copy is left out."""
+    return {
         f"{layer.name}.{spec.name}": spec.weight_decay
         for layer in models.layers(config.model)
         for spec in layer.params
+        if spec.name not in dict(layer.tied)
     }
+
+
+def _train(
+    model: Any, family: Any, marks: dict[str, Tensor], config: RunConfig, folder: Path
+) -> Reference:
     # Which of their parameters decay: the mapping of names, carried out on the answers.
-    ours = first_weights(config)
-    marks = {name: torch.full_like(value, decays[name]) for name, value in ours.items()}
     their_marks = family.to_huggingface(config.model, marks)
     named = dict(model.named_parameters())
     adam = config.optimizer.params
