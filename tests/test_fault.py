@@ -69,8 +69,8 @@ def test_without_a_fault_a_point_costs_next_to_nothing(monkeypatch):
     fault_point("a")
     times = []
     for _ in range(5):
-        start = time.perf_counter()
+        start = time.process_time()
         for _ in range(1000):
             fault_point("a")
-        times.append(time.perf_counter() - start)
+        times.append(time.process_time() - start)
     assert min(times) / 1000 < 5e-6  # seconds

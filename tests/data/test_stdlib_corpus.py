@@ -2,20 +2,25 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import sysconfig
+from pathlib import Path
 
 import pytest
 
 pytestmark = pytest.mark.gloo
 
 SCRIPT = """
-import json, socket, sys, time
+import json, pathlib, socket, sys, sysconfig, time
 calls = []
 def no_network(*args, **kwargs):
     calls.append(str(args))
     raise OSError("no network in this test")
 socket.socket.connect = socket.getaddrinfo = no_network
+if len(sys.argv) > 1:
+    sysconfig.get_path = lambda name: sys.argv[1]
 
 from types import SimpleNamespace
 from parallel3d.data.prepare import prepare
@@ -28,25 +33,46 @@ print(json.dumps({
 """
 
 
-def prepare_default(home):
+@pytest.fixture
+def a_part(tmp_path):
+    """Some of the library's files, in a folder that looks like its own."""
+    library = Path(sysconfig.get_path("stdlib"))
+    (tmp_path / "lib").mkdir()
+    for path in sorted(library.glob("*.py"))[:60]:
+        shutil.copy(path, tmp_path / "lib")
+    return tmp_path / "lib"
+
+
+def prepare_default(home, *library):
     environment = {"HOME": str(home), "PATH": os.environ["PATH"]}
-    command = [sys.executable, "-c", SCRIPT]
+    command = [sys.executable, "-c", SCRIPT, *map(str, library)]
     done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_the_default_corpus_cold_and_cached(tmp_path):
-    cold = prepare_default(tmp_path)
-    assert cold["calls"] == []
-    assert cold["num_tokens"] > 1_000_000 and cold["vocab_size"] == 4096
+    cold = check_cold_and_cached(tmp_path)
+    assert cold["num_tokens"] > 1_000_000
     assert 5.5 < cold["unigram_entropy"] < 7.5
+
+
+def test_a_part_of_the_default_corpus_cold_and_cached(tmp_path, a_part):
+    assert check_cold_and_cached(tmp_path, a_part)["num_documents"] == 60
+
+
+def check_cold_and_cached(tmp_path, *library):
+    """Prepare the default corpus twice; what was said the first time."""
+    cold = prepare_default(tmp_path, *library)
+    assert cold["calls"] == [] and cold["vocab_size"] == 4096
     assert cold["directory"].startswith(str(tmp_path / ".cache/parallel3d/corpora"))
     # Nothing of ours, or of the libraries', lies anywhere else.
     assert [str(path) for path in (tmp_path / ".cache").iterdir()] == [
         str(tmp_path / ".cache/parallel3d")
     ]
-    cached = prepare_default(tmp_path)
+    cached = prepare_default(tmp_path, *library)
     assert cached["heavy"] == [] and cached["cpu_seconds"] < 1.0
     assert {key: cached[key] for key in cold if key not in ("heavy", "cpu_seconds")} == {
         key: cold[key] for key in cold if key not in ("heavy", "cpu_seconds")
     }
+    return cold

@@ -4,7 +4,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -123,18 +122,17 @@ def test_where_nothing_fits_it_exits_with_1():
 
 
 def test_it_starts_in_a_second():
-    """Without torch, scipy or matplotlib; the bound is for a machine that does other things too."""
+    """Without torch, scipy or matplotlib; its own seconds, whatever else the machine does."""
     code = (
-        "import sys, runpy; sys.argv = ['plan.py', '--help']\n"
+        "import sys, runpy, time; sys.argv = ['plan.py', '--help']\n"
         f"try: runpy.run_path({PLAN!r}, run_name='__main__')\n"
         "except SystemExit: pass\n"
         "heavy = {'torch', 'scipy', 'matplotlib', 'deepspeed', 'numpy', 'transformers'}\n"
-        "print('heavy:', sorted(heavy & sys.modules.keys()))"
+        "print('heavy:', sorted(heavy & sys.modules.keys()), time.process_time())"
     )
-    start = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "heavy: []" in done.stdout, done.stdout[-500:] + done.stderr
-    assert time.perf_counter() - start < 4
+    assert float(done.stdout.split()[-1]) < 4
 
 
 PLANNED = (
@@ -145,9 +143,9 @@ PLANNED = (
 
 
 def test_a_planned_mesh_trains(tmp_path):
-    """On two ranks, with what the dry run of the same command says."""
+    """On two ranks, with what a dry run for two says."""
     place = Place(tmp_path)
-    dry = place.run(torchrun(2), *PLANNED, "--dry-run", "--json", steps=2)
+    dry = place.run(PYTHON, *PLANNED, "--dry-run", 2, "--json", steps=2)
     assert dry.returncode == DONE, dry.stderr
     said = json.loads(dry.stdout)
     assert said["dry_run"] and said["plan"]["fits"]
@@ -172,6 +170,16 @@ def test_a_planned_mesh_trains(tmp_path):
     size = sum(file.stat().st_size for file in files if file.suffix == ".safetensors")
     # It was asked for the 2048 tokens of ds.json's vocabulary or fewer: the corpus has 270.
     assert said["checkpoint_bytes"] == pytest.approx(size, rel=0.05)
+
+
+@pytest.mark.slow
+def test_a_dry_run_under_a_launcher_speaks_once(tmp_path):
+    place = Place(tmp_path)
+    dry = place.run(torchrun(2), *PLANNED, "--dry-run", "--json", steps=2)
+    alone = place.run(PYTHON, *PLANNED, "--dry-run", 2, "--json", steps=2)
+    assert dry.returncode == DONE, dry.stderr
+    assert json.loads(dry.stdout) == json.loads(alone.stdout)
+    assert dry.stderr.count("dry run: nothing was trained") == 1
 
 
 def test_a_dry_run_of_a_cluster_by_plain_python(tmp_path):

@@ -72,7 +72,10 @@ class Ranks:
 # Rank 0 prepares the corpus; rank 1 waits for it.
 @pytest.mark.parametrize(
     ("phase", "culprit", "number"),
-    [("training the tokenizer", 1, signal.SIGTERM), ("tokenising", 0, signal.SIGINT)],
+    [
+        ("training the tokenizer", 1, signal.SIGTERM),
+        pytest.param("tokenising", 0, signal.SIGINT, marks=pytest.mark.slow),
+    ],
 )
 def test_preparation_is_stopped(place, phase, culprit, number):
     ranks = Ranks(place)

@@ -67,6 +67,7 @@ def test_plain_python_gives_one_json_object(place, alone):
     assert config["train_batch_size"] == 32
 
 
+@pytest.mark.slow  # tests/train/test_resume.py has the refusal on every rank
 def test_a_name_that_exists_is_refused_where_nothing_is_to_be_resumed(place, alone):
     before = (place.root / "runs/alone/metrics.jsonl").read_bytes()
     afresh = ("--parallel3d.run.name", "alone", "--parallel3d.checkpoint.resume", "none")
@@ -96,6 +97,7 @@ def test_the_readme_command_trains_the_mesh(place, alone):
     assert "warn" not in done.stderr.lower()
 
 
+@pytest.mark.slow
 def test_deepspeed_alone_trains_one_process(place):
     name = ("--parallel3d.run.name", "deepspeed-alone")
     done = place.run(deepspeed(), *name, "--parallel3d.run.save_weights", "false", steps=1)
@@ -116,10 +118,11 @@ def test_a_bad_config_is_refused_once(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"texts"}
 
 
-def test_a_bad_corpus_is_refused_once_and_leaves_nothing(tmp_path):
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_bad_corpus_is_refused_once_and_leaves_nothing(tmp_path, ranks):
     place = Place(tmp_path)
     (tmp_path / "texts/7.txt").write_bytes(b"good until \xff")
-    done = place.run(deepspeed(2))
+    done = place.run(deepspeed(2) if ranks == 2 else PYTHON)
     assert done.returncode == BAD_INPUT, done.stderr[-4000:]
     said = done.stdout + done.stderr
     assert said.count("7.txt is not UTF-8: byte 0xff at offset 11") == 1
@@ -144,16 +147,18 @@ def test_ctrl_c_ends_a_mesh_clean(place):
         assert not OUR_TRACEBACK.search(said), said
 
 
-def test_a_rank_that_is_killed_ends_all(place):
-    mesh = ("--parallel3d.mesh.pp", 2, "--parallel3d.mesh.tp", 2)
-    with place.started(torchrun(4), *mesh, "--parallel3d.run.name", "killed") as (process, log):
-        place.wait_for_lines("killed", 2, process)
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_rank_that_is_killed_ends_all(place, count):
+    mesh = ("--parallel3d.mesh.pp", 2, "--parallel3d.mesh.tp", count // 2)
+    name = f"killed-of-{count}"
+    with place.started(torchrun(count), *mesh, "--parallel3d.run.name", name) as (process, log):
+        place.wait_for_lines(name, 2, process)
         ranks = {int(p.environ()["RANK"]): p for p in psutil.Process(process.pid).children()}
-        ranks[3].kill()
+        ranks[count - 1].kill()
         wait_until_gone(process.pid, seconds=20)
         assert process.wait() != 0
         said = log.read_text()
-        for rank in range(3):
+        for rank in range(count - 1):
             lines = re.findall(rf"^rank {rank}: .*$", said, re.MULTILINE)
             assert len(lines) == 1 and "another rank died or is silent" in lines[0], lines
         assert not OUR_TRACEBACK.search(said), said
