@@ -11,6 +11,13 @@ def pytest_configure(config):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
+def pytest_ignore_collect(collection_path, config):
+    """With `-m pure` no other file is read: to import torch takes longer than the whole tier."""
+    if config.option.markexpr != "pure" or not collection_path.name.startswith("test_"):
+        return None
+    return "mark.pure" not in collection_path.read_text() or None
+
+
 def pytest_addoption(parser):
     parser.addoption("--parity-table", help="write the table of test_parity_in_full to this file")
     parser.addoption("--resharding-table", help="write what test_every_pair found to this file")

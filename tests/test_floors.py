@@ -14,6 +14,7 @@ FILES = sorted(
     for folder in ("parallel3d", "models", "launch")
     for path in (ROOT / folder).rglob("*.py")
 )
+TESTS = sorted(path.relative_to(ROOT) for path in (ROOT / "tests").rglob("*.py"))
 # A folder is a floor: each room may import those above it in this list, and itself without a cycle.
 ROOMS = [
     (0, "parallel3d"),
@@ -59,6 +60,10 @@ def room_of(path: Path) -> str:
     return path.parent.as_posix()
 
 
+def text_of(path: Path) -> str:
+    return (ROOT / path).read_text()
+
+
 ROOM = {module_of(path): room_of(path) for path in FILES}
 
 
@@ -77,7 +82,7 @@ def imports_of(tree: ast.AST) -> set[str]:
 
 @pytest.fixture(scope="module")
 def trees() -> dict[Path, ast.AST]:
-    return {path: ast.parse((ROOT / path).read_text()) for path in FILES}
+    return {path: ast.parse(text_of(path)) for path in FILES}
 
 
 def test_every_folder_is_a_room():
@@ -138,7 +143,31 @@ def test_ranks_live_in_the_mesh(trees):
             assert name not in MESH_ONLY | {"RANK", "LOCAL_RANK"}, f"{path}:{node.lineno}: {name}"
 
 
+def test_every_test_file_has_one_tier():
+    for path in TESTS:
+        if path.name.startswith("test_"):
+            tiers = re.findall(
+                r"^pytestmark = .*mark\.(pure|gloo|drill|gpu)\b", text_of(path), re.M
+            )
+            assert len(tiers) == 1, path
+
+
+def test_what_is_pure_imports_no_torch():
+    """It may run launch/, which imports what needs torch late."""
+    imports = {module_of(path): imports_of(ast.parse(text_of(path))) for path in TESTS}
+    for path in TESTS:
+        if path.name.startswith("test_") and "mark.pure" in text_of(path):
+            names, seen = imports[module_of(path)], set[str]()
+            while helpers := names & imports.keys() - seen:
+                seen |= helpers
+                names = names.union(*map(imports.__getitem__, helpers))
+            for name in names:
+                heavy = name.split(".")[0] in ("torch", "deepspeed", "transformers")
+                is_low = FLOOR[ROOM.get(name, "parallel3d")] in (0, 6)
+                assert is_low and not heavy, f"{path} imports {name}"
+
+
 def test_no_file_over_300_lines():
-    for path in [*FILES, *(p.relative_to(ROOT) for p in (ROOT / "tests").rglob("*.py"))]:
-        assert len((ROOT / path).read_text().splitlines()) <= 300, path
+    for path in [*FILES, *TESTS]:
+        assert len(text_of(path).splitlines()) <= 300, path
         assert path.name != "utils.py"

@@ -14,7 +14,7 @@ from tests.checkpoint.resharding import Side, load_all, save
 from tests.checkpoint.resharding_table import insert, markdown
 from tests.verify.pairwise import pairwise
 
-pytestmark = pytest.mark.usefixtures("operators")
+pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("operators")]
 
 MESHES = [(1, 1, 1), (1, 4, 1), (4, 1, 1), (1, 1, 4), (2, 2, 1), (2, 1, 2), (2, 2, 2)]
 STAGES, OFFLOADS = [1, 3], ["none", "cpu"]

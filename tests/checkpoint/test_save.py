@@ -18,7 +18,7 @@ from tests.checkpoint.resharding import Side, Trained, state
 from tests.checkpoint.saving import names, on_two_ranks, saver_of
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.usefixtures("operators")
+pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("operators")]
 
 
 def contents(folder):

@@ -12,7 +12,7 @@ from tests.ranks import RankFailed, run_ranks
 from tests.verify import parity
 from tests.verify.parity import Case
 
-pytestmark = pytest.mark.usefixtures("operators")
+pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("operators")]
 
 STEPS, SMALL = 12, {"batch": 16, "precision": "fp16"}
 MESHES = [(1, 1, 1), (1, 4, 1), (1, 1, 4), (4, 1, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2)]

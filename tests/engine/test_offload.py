@@ -17,7 +17,7 @@ from tests.ranks import RankFailed, run_ranks
 from tests.verify import parity
 from tests.verify.parity import NO_THRESHOLDS, Case, compare
 
-pytestmark = pytest.mark.usefixtures("operators")
+pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("operators")]
 
 SMALL = {"steps": 3, "batch": 16}
 PIPELINE = Case(mesh=(2, 2, 1), **SMALL)

@@ -6,7 +6,7 @@ from parallel3d.engine.quirks import resume
 from tests.engine.test_states import named
 from tests.train.resuming import differences, run_resumed, run_unbroken
 
-pytestmark = pytest.mark.usefixtures("operators")
+pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("operators")]
 
 
 def running_products():

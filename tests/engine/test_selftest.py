@@ -14,7 +14,7 @@ from parallel3d.mesh.mesh import Mesh
 from tests.ranks import RankFailed, run_ranks
 from tests.verify.parity import Case, compare, train_on_rank
 
-pytestmark = pytest.mark.usefixtures("operators")
+pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("operators")]
 
 MODES = [
     {"zero_stage": stage, "offload_optimizer": offload, "offload_param": param,

@@ -19,7 +19,7 @@ from tests.train.resuming import copy_out, differences, load, run_resumed, run_u
 from tests.verify import reference
 from tests.verify.parity import OPTIMIZER, Case, Trainer, batches_of, config_of, whole_weights
 
-pytestmark = pytest.mark.usefixtures("operators")
+pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("operators")]
 
 SMALL = {"steps": resuming.BEFORE + resuming.AFTER, "batch": 8, "microbatches": 2}
 SMALL |= {"model": {"num_hidden_layers": 1}}

@@ -11,7 +11,7 @@ from tests.ranks import run_ranks
 from tests.verify import parity
 from tests.verify.parity import Case, compare
 
-pytestmark = pytest.mark.usefixtures("operators")
+pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("operators")]
 
 SMALL = {"steps": 3, "batch": 16}
 

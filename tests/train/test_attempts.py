@@ -12,7 +12,7 @@ from parallel3d.train import attempts
 from parallel3d.train.attempts import Attempts, folder_of_this_launch, launch_identity, step_reached
 from parallel3d.train.stopping import Stopped
 
-pytestmark = pytest.mark.pure
+pytestmark = pytest.mark.gloo
 
 SETTINGS = {"lr": 1e-3}
 

@@ -17,7 +17,7 @@ from parallel3d.verify.shrink import BLOCK
 from tests.counting import Counting
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.usefixtures("operators")
+pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("operators")]
 
 NO_THRESHOLDS = {
     "stage3_param_persistence_threshold": 0,
