@@ -8,6 +8,7 @@ sharding.py), and put together here.
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
+from operator import sub
 from typing import NamedTuple
 
 from parallel3d.hardware import Hardware
@@ -15,6 +16,7 @@ from parallel3d.model.spec import Shape
 from parallel3d.plan.layers.layout import Layout, layout_of
 from parallel3d.plan.setting import BYTES, Precision, Setting
 from parallel3d.plan.time.machine import Machine, machine_of
+from parallel3d.plan.time.makespan import last_passes
 from parallel3d.plan.time.network import crosses, send_seconds, sharing
 from parallel3d.plan.time.operators import Curves
 from parallel3d.plan.time.passes import Pass, Passes, stage_passes
@@ -65,6 +67,8 @@ class ActionCosts:
     sends: Sends
     before: list[Parts]
     reduce: list[Parts]
+    hideable: list[float]
+    """[coordinate classes]: how much of `reduce` a wait between the last backwards hides."""
     after: list[Parts]
     both: list[float] = field(init=False)
     """[stage classes]: of a forward and a backward together."""
@@ -72,6 +76,8 @@ class ActionCosts:
     """The shortest forward, and the shortest backward, of any stage."""
     reducing: list[float] = field(init=False)
     """[coordinate classes]: what `reduce` is together."""
+    least_reducing: float = field(init=False)
+    """The least that any of them can be, whatever a coordinate waits."""
     once: float = field(init=False)
     """What happens before and after all of them."""
 
@@ -79,6 +85,7 @@ class ActionCosts:
         self.both = [sum(f) + sum(b) for f, b in zip(self.forward, self.backward, strict=True)]
         self.fastest = min(map(sum, self.forward)), min(map(sum, self.backward))
         self.reducing = [*map(sum, self.reduce)]
+        self.least_reducing = min(map(sub, self.reducing, self.hideable))
         self.once = max(map(sum, self.before)) + max(map(sum, self.after))
 
     def seconds(self, action: Action) -> float:
@@ -124,9 +131,7 @@ def costs_of(setting: Setting, hardware: Hardware, curves: Curves) -> ActionCost
         stage_passes(layout, setting, machine),
         transfers_of(layout, setting, machine),
         sends,
-        # An interleaved schedule takes the microbatches of each of a rank's stages pp at a time
-        # (arXiv:2104.04473, section 2.2), with the next stage's to hide behind.
-        min(setting.pp, setting.num_microbatches) if setting.stages_per_rank > 1 else 1,
+        last_passes(setting.pp, setting.num_microbatches, setting.stages_per_rank),
         1.0 if hardware.cores is None else _program_slowdown(setting, hardware),
         machine,
     )
@@ -154,9 +159,9 @@ def _together(
         parts, free = _exposed(back, moves, True, machine, slowdown)
         backward.append(parts)
         behind.append(free)
-    before, reduce, after = [], [], []
+    before, reduce, hideable, after = [], [], [], []
     for classes, once in zip(layout.coords, transfers.coords, strict=True):
-        first, middle, last = _once(
+        first, middle, more, last = _once(
             once,
             in_a_row * sum([ahead[c] for c in classes]),
             in_a_row * sum([behind[c] for c in classes]),
@@ -165,8 +170,9 @@ def _together(
         )
         before.append(first)
         reduce.append(middle)
+        hideable.append(more)
         after.append(last)
-    return ActionCosts(layout, forward, backward, sends, before, reduce, after)
+    return ActionCosts(layout, forward, backward, sends, before, reduce, hideable, after)
 
 
 def _exposed(
@@ -197,16 +203,18 @@ def _exposed(
 
 def _once(
     once: OncePerStep, ahead: float, behind: float, machine: Machine, slowdown: float
-) -> tuple[Parts, Parts, Parts]:
+) -> tuple[Parts, Parts, float, Parts]:
     """What a coordinate does once a step: before, after its last backward, and after that.
 
-    `ahead`: seconds of its first forwards behind which nothing hides; `behind`: of its last
-    backwards.
+    The number is how much of the second waits would hide, too. `ahead`: seconds of its first
+    forwards behind which nothing hides; `behind`: of its last backwards.
     """
     software, curves = machine.software, machine.curves
     reduce, first, last = once.reduce, once.gather_before, once.gather_after
+    hideable = 0.0
     if software.overlaps_reduction:
-        reduce -= min(behind, curves.overlap * reduce)
+        hideable = curves.overlap * reduce - (hidden := min(behind, curves.overlap * reduce))
+        reduce -= hidden
     if software.overlaps_gather:  # what comes first is waited for, the rest comes behind it
         first -= min(ahead, curves.overlap * first)
         last -= min(ahead, curves.overlap * last)
@@ -214,6 +222,7 @@ def _once(
     return (
         Parts(0.0, 0.0, first),
         Parts(0.0, once.tensor, reduce + once.tied),
+        hideable,
         Parts(0.0, 0.0, last, once.offload, once.optimizer + fixed),
     )
 

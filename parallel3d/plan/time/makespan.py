@@ -8,6 +8,7 @@ on from there in equal steps.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from parallel3d.schedule.schedule import Action, Op
 from parallel3d.schedule.schedules import load
@@ -20,8 +21,9 @@ class Steps:
     """A schedule's sequence in numbers.
 
     `priced`: one action of each op and stage; a place in it stands for its cost. `rows`: of each
-    compute (place of its cost, coordinate, -1, place of the receive that it waits for or 0, 0); of
-    each send (place of its cost, coordinate, peer, channel, place of its receive).
+    compute (place of its cost, coordinate, -1, place of the receive that it waits for or 0, whether
+    it follows another of the coordinate's last backwards); of each send (place of its cost,
+    coordinate, peer, channel, place of its receive).
     """
 
     pp: int
@@ -31,6 +33,25 @@ class Steps:
     num_channels: int
 
 
+class End(NamedTuple):
+    """When a coordinate has done its last compute, and for how long its last backwards waited.
+
+    Those are `last_passes` of each of its stages. A wait before the first of them does not count.
+    """
+
+    seconds: float
+    waited: float
+
+
+def last_passes(pp: int, num_microbatches: int, stages_per_rank: int) -> int:
+    """The first or last microbatches of a stage behind which what happens once a step hides.
+
+    An interleaved schedule takes the microbatches of each of a rank's stages pp at a time
+    (arXiv:2104.04473, section 2.2), with the next stage's to hide behind.
+    """
+    return min(pp, num_microbatches) if stages_per_rank > 1 else 1
+
+
 def ends(
     name: str,
     pp: int,
@@ -38,8 +59,8 @@ def ends(
     stages_per_rank: int,
     cost: Callable[[Action], float],
     sends: bool = True,
-) -> list[float]:
-    """When each coordinate has done its last compute; without `sends` these take no time.
+) -> list[End]:
+    """When each coordinate is done; without `sends` these take no time.
 
     `cost` must be the same for all microbatches.
     """
@@ -49,7 +70,7 @@ def ends(
         return last
     first = _ends(steps_of(name, pp, fewer, stages_per_rank), cost, sends)
     times = (num_microbatches - more) / (more - fewer)
-    return [b + times * (b - a) for a, b in zip(first, last, strict=True)]
+    return [End(b + times * (b - a), w) for (a, _), (b, w) in zip(first, last, strict=True)]
 
 
 def counts(pp: int, num_microbatches: int) -> tuple[int, int]:
@@ -86,6 +107,9 @@ def steps_of(name: str, pp: int, num_microbatches: int, stages_per_rank: int) ->
     costs: dict[int, int] = {}
     receives: dict[int, int] = {}  # by what is sent
     channels: dict[tuple[int, int], int] = {}
+    window = stages_per_rank * last_passes(pp, num_microbatches, stages_per_rank)
+    firsts = {[n for n in program if n >= backward][-window:][0] for program in programs}
+    inside = [0] * pp
     rows = []
     for number in turns:
         place, microbatch = divmod(number, count)
@@ -99,7 +123,8 @@ def steps_of(name: str, pp: int, num_microbatches: int, stages_per_rank: int) ->
             source = comes * count + microbatch
             if op:
                 source += inner if source in splits else backward
-        rows.append((cost, coord, -1, receives[source] if source >= 0 else 0, 0))
+        rows.append((cost, coord, -1, receives[source] if source >= 0 else 0, inside[coord]))
+        inside[coord] |= number in firsts
         if 0 <= goes < size and homes[goes] != coord:
             peer = homes[goes]
             channel = channels.setdefault((min(coord, peer), max(coord, peer)), len(channels))
@@ -157,15 +182,18 @@ def _turns(programs: list[list[int]], size: int, count: int) -> list[int] | None
     return sorted((number for program in programs for number in program), key=turn)
 
 
-def _ends(steps: Steps, cost: Callable[[Action], float], sends: bool) -> list[float]:
+def _ends(steps: Steps, cost: Callable[[Action], float], sends: bool) -> list[End]:
     seconds = [cost(action) if sends or action.is_compute else 0.0 for action in steps.priced]
     free = [0.0] * steps.pp
+    waited = [0.0] * steps.pp
     over = [0.0] * (steps.num_receives + 1)
     channel_free = [0.0] * steps.num_channels
     for place, coord, peer, at, own in steps.rows:
         start = free[coord]
         if peer < 0:
             if (needed := over[at]) > start:
+                if own:
+                    waited[coord] += needed - start
                 start = needed
             free[coord] = start + seconds[place]
         else:
@@ -174,4 +202,4 @@ def _ends(steps: Steps, cost: Callable[[Action], float], sends: bool) -> list[fl
             if (earlier := channel_free[at]) > start:
                 start = earlier
             over[own] = channel_free[at] = start + seconds[place]
-    return free
+    return [*map(End, free, waited)]

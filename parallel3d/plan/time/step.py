@@ -10,7 +10,7 @@ from parallel3d.hardware import Hardware
 from parallel3d.plan.setting import Setting
 from parallel3d.plan.time.cost import ActionCosts, Parts, costs_of
 from parallel3d.plan.time.curves import curves_for
-from parallel3d.plan.time.makespan import ends
+from parallel3d.plan.time.makespan import End, ends
 from parallel3d.plan.time.operators import Curves
 from parallel3d.schedule.schedule import Spans, simulate
 from parallel3d.schedule.schedules import ScheduleFile, load, make_schedule
@@ -64,19 +64,23 @@ def check(setting: Setting) -> None:
         raise ConfigError(f"schedule {setting.schedule!r}: {reason}")
 
 
-def _ends(setting: Setting, costs: ActionCosts, sends: bool = True) -> list[float]:
+def _ends(setting: Setting, costs: ActionCosts, sends: bool = True) -> list[End]:
     sizes = setting.pp, setting.num_microbatches, setting.stages_per_rank
     return ends(setting.schedule, *sizes, costs.seconds, sends)
 
 
-def _step(costs: ActionCosts, ends: list[float]) -> float:
+def _step(costs: ActionCosts, ends: list[End]) -> float:
     """Seconds of a step in which each coordinate's last action ends so long after the start.
 
-    Nobody updates before all gradients are there: their norm is of the whole model.
+    Nobody updates before all gradients are there: their norm is of the whole model. A reduction
+    runs on while a coordinate waits between its last backwards, as it does behind these.
     """
     classes = costs.layout.coord_class_of
     begins = max(sum(parts) for parts in costs.before)
-    reduced = max(end + sum(costs.reduce[c]) for end, c in zip(ends, classes, strict=True))
+    reduced = max(
+        end.seconds + sum(costs.reduce[c]) - min(end.waited, costs.hideable[c])
+        for end, c in zip(ends, classes, strict=True)
+    )
     return begins + reduced + max(sum(parts) for parts in costs.after)
 
 
@@ -126,7 +130,7 @@ def _bound(costs: ActionCosts, setting: Setting) -> float:
     if layout.pp > 1 and forward > 0:
         idle = _file(setting.schedule).bubble(*sizes, backward / forward)
         busy = count * setting.stages_per_rank * (forward + backward)
-        reduced = max(reduced, busy / (1 - idle) + min(costs.reducing))
+        reduced = max(reduced, busy / (1 - idle) + costs.least_reducing)
     return reduced + costs.once
 
 

@@ -3,18 +3,18 @@
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from parallel3d import hardware
 from parallel3d.hardware import Figure, Hardware
 from parallel3d.model.spec import Shape
-from parallel3d.plan.setting import Setting
+from parallel3d.plan.setting import Setting, Software, layers_of
 from parallel3d.plan.time.makespan import counts, ends
 from parallel3d.plan.time.step import TIMES, lower_bound, step_spans, step_time
 from parallel3d.schedule.schedule import Action, Op, simulate
 from parallel3d.schedule.schedules import load, make_schedule, names
-from tests.plan.settings import A100, IDEAL, any_setting, figure, link, products
+from tests.plan.settings import A100, GPT, IDEAL, any_setting, figure, link, products
 
 pytestmark = pytest.mark.pure
 
@@ -59,6 +59,25 @@ def faster(described: Hardware, what: str, times: float) -> Hardware:
     return described.model_copy(update=change)
 
 
+# The first rank waits between its last backwards, so that faster products shorten what a reduction
+# hides behind and not the list: 1.7 % more on twice the FLOP/s, as long as waits hid nothing.
+WAITS = Setting(
+    layers=layers_of(GPT),
+    hidden_size=GPT.hidden_size,
+    shape=Shape(4, 1024),
+    num_microbatches=2,
+    pp=2,
+    dp=5,
+    tp=2,
+    sequence_parallel=True,
+    schedule="v_shape",
+    stages_per_rank=2,
+    recompute="selective",
+    zero_stage=0,
+    software=Software(overlaps_reduction=True, overlaps_tensor=True),
+)
+
+
 @given(
     any_setting(),
     st.sampled_from(
@@ -75,6 +94,7 @@ def faster(described: Hardware, what: str, times: float) -> Hardware:
     ),
     st.floats(1.01, 1e3),
 )
+@example(WAITS, "peak_flops", 2.0)
 @settings(deadline=None, max_examples=120)
 def test_faster_hardware_never_makes_a_step_slower(
     setting: Setting, what: str, times: float
@@ -180,6 +200,5 @@ def test_a_short_list_tells_how_long_the_long_one_is(
     whole = simulate(make_schedule(name, pp, count, per_rank), cost)
     expected = [max(s.end for s in rank if s.action.is_compute) for rank in whole]
     exact = counts(pp, count)[1] == count
-    assert ends(name, pp, count, per_rank, cost) == pytest.approx(
-        expected, rel=1e-9 if exact else 0.03
-    )
+    found = [end.seconds for end in ends(name, pp, count, per_rank, cost)]
+    assert found == pytest.approx(expected, rel=1e-9 if exact else 0.03)
