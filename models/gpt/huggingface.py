@@ -72,12 +72,10 @@ def from_huggingface(config: Config, tensors: Mapping[str, Tensor]) -> dict[str,
     """
     found: dict[str, Tensor] = {}
     for layer in layers(config):
-        copies = {copy for copy, _ in layer.tied}
-        for param in layer.params:
-            if param.name not in copies:
-                name = f"{layer.name}.{param.name}"
-                value = tensors[_their_name(name)]
-                found[name] = (value.t() if _is_linear(name) else value).reshape(param.shape)
+        for param in layer.own_params:
+            name = f"{layer.name}.{param.name}"
+            value = tensors[_their_name(name)]
+            found[name] = (value.t() if _is_linear(name) else value).reshape(param.shape)
     return found
 
 

@@ -111,8 +111,7 @@ def from_huggingface(config: Config, tensors: Mapping[str, Tensor]) -> dict[str,
     """
     found: dict[str, Tensor] = {}
     for layer in layers(config):
-        copies = {copy for copy, _ in layer.tied}
-        for name in (f"{layer.name}.{p.name}" for p in layer.params if p.name not in copies):
+        for name in (f"{layer.name}.{p.name}" for p in layer.own_params):
             if name.endswith("gate_up.weight"):
                 found[name] = torch.stack([tensors[their] for their in _gate_and_up(name)])
             else:

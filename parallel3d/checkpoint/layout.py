@@ -35,18 +35,9 @@ class Run:
 
 def parameter_shapes(layers: Sequence[LayerSpec]) -> dict[str, tuple[int, ...]]:
     """The global shape of every parameter that a checkpoint holds, by its global name."""
-    shapes = {}
-    for layer in layers:
-        copies = {name for name, _ in layer.tied}
-        for spec in layer.params:
-            if spec.name not in copies:
-                shapes[f"{layer.name}.{spec.name}"] = spec.shape
-    return shapes
-
-
-def original_names(layers: Sequence[LayerSpec]) -> dict[str, str]:
-    """The name under which the value of each tied copy is stored, by the copy's own."""
-    return {f"{layer.name}.{copy}": name for layer in layers for copy, name in layer.tied}
+    return {
+        f"{layer.name}.{spec.name}": spec.shape for layer in layers for spec in layer.own_params
+    }
 
 
 def boxes_in_whole(held: HeldParameter, start: int, stop: int) -> list[tuple[Box, int]]:

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from parallel3d.checkpoint.box import Box, overlap, overlapping
 from parallel3d.checkpoint.chunks import Chunk, ChunkFile
-from parallel3d.checkpoint.layout import boxes_in_whole, original_names, parameter_shapes
+from parallel3d.checkpoint.layout import boxes_in_whole, parameter_shapes
 from parallel3d.engine import KINDS, Engine
 from parallel3d.errors import CheckpointError
 from parallel3d.mesh.mesh import Mesh
-from parallel3d.model.spec import LayerSpec
+from parallel3d.model.spec import LayerSpec, tied_names
 
 _Index = Mapping[tuple[str, str], Sequence[tuple[Chunk, ChunkFile]]]
 
@@ -36,7 +36,7 @@ def load(
     problem = ""
     try:
         with _opened(folder, files) as index:
-            _fill(folder, engine, index, original_names(layers))
+            _fill(folder, engine, index, tied_names(layers))
     except (CheckpointError, OSError) as error:
         problem = str(error)
     if problems := [text for text in mesh.gather_texts(problem) if text]:

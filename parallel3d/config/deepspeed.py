@@ -145,6 +145,12 @@ class AioConfig(Section):
     """Submit the next requests while earlier ones are awaited."""
 
 
+def offload_in_words(optimizer: str, param: str) -> str:
+    """What is offloaded to which device, in words; "none" where nothing is."""
+    places = {"optimizer": optimizer, "parameters": param}
+    return ", ".join(f"{k} on {v}" for k, v in places.items() if v != "none") or "none"
+
+
 class ZeroConfig(Section):
     """How ZeRO shards the training state over the data-parallel ranks of a stage."""
 

@@ -2,7 +2,7 @@
 
 import textwrap
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PlainValidator, PrivateAttr, ValidationError
 
@@ -150,6 +150,11 @@ class RunConfig(Section):
     def run(self) -> OutputConfig:
         """Where the run is written."""
         return self.parallel3d.run
+
+    @property
+    def precision(self) -> Literal["fp32", "bf16", "fp16"]:
+        """The type that parameters and activations have in training."""
+        return "fp16" if self.fp16.enabled else "bf16" if self.bf16.enabled else "fp32"
 
     @property
     def micro_batch_size(self) -> int:

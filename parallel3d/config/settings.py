@@ -96,6 +96,17 @@ class PipelineConfig(Section):
     """"selective" computes the attention again in backward (arXiv:2205.05198), "full" the layer."""
 
 
+def reduces_once(zero_stage: int, gradient_reduction: str) -> bool:
+    """Whether gradients are reduced once a step, rather than after each microbatch.
+
+    "auto" means after each microbatch at ZeRO-2, whose purpose that is, and once a step at the
+    other stages. At ZeRO-0 always once: where nothing is sharded, it would save no memory.
+    """
+    automatic = "per_microbatch" if zero_stage == 2 else "per_step"
+    chosen = automatic if gradient_reduction == "auto" else gradient_reduction
+    return zero_stage == 0 or chosen == "per_step"
+
+
 class PlanConfig(Section):
     """What the planner may choose, where the mesh is "plan"."""
 

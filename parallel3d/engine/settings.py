@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from parallel3d.config import RunConfig
+from parallel3d.config.settings import reduces_once
 from parallel3d.engine.quirks import core
 from parallel3d.section import Section
 
@@ -48,7 +49,7 @@ class EngineSettings:
             zero_stage=zero.stage,
             offload_optimizer=zero.offload_optimizer.device,
             offload_param=zero.offload_param.device,
-            precision=_precision(config),
+            precision=config.precision,
             gradient_reduction=config.pipeline.gradient_reduction,
             gradient_clipping=config.gradient_clipping,
             lr=adam.lr,
@@ -79,17 +80,8 @@ class EngineSettings:
 
     @property
     def reduces_once(self) -> bool:
-        """Whether gradients are reduced once a step.
-
-        "auto" means after each microbatch at ZeRO-2, whose purpose that is, and once a step at the
-        other stages. At ZeRO-0 always once: where nothing is sharded, it would save no memory.
-        """
-        if self.zero_stage == 0:
-            return True
-        automatic = "per_microbatch" if self.zero_stage == 2 else "per_step"
-        return {"auto": automatic}.get(
-            self.gradient_reduction, self.gradient_reduction
-        ) == "per_step"
+        """Whether gradients are reduced once a step."""
+        return reduces_once(self.zero_stage, self.gradient_reduction)
 
     def deepspeed_config(self, dp_size: int) -> dict[str, Any]:
         """The config that DeepSpeed sees, which shards over `dp_size` ranks.
@@ -122,12 +114,6 @@ class EngineSettings:
             "zero_allow_untested_optimizer": True,
             "steps_per_print": None,
         }
-
-
-def _precision(config: RunConfig) -> str:
-    if config.fp16.enabled:
-        return "fp16"
-    return "bf16" if config.bf16.enabled else "fp32"
 
 
 def _options(section: Section, *exclude: str) -> dict[str, Any]:

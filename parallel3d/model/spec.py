@@ -4,11 +4,16 @@ The parameters that a layer declares are the ones that the initialiser seeds, th
 the gradient norm, the safetensors files name and the planner adds up.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal, NamedTuple, Protocol
 
 Recompute = Literal["none", "selective", "full"]
+MASTER_BYTES = 4
+"""Bytes of a trained element's master weight in fp32."""
+STATE_BYTES = MASTER_BYTES + 8
+"""Bytes of its master weight and Adam's two moments."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,13 @@ class ParamSpec:
     def numel(self) -> int:
         """Number of elements of the whole parameter."""
         return prod(self.shape)
+
+    def elements(self, tp: int) -> int:
+        """Number of its elements on the tp rank that holds most of them."""
+        dim = self.cut_dim(tp)
+        if dim is None:
+            return self.numel
+        return self.numel // self.shape[dim] * -(-self.shape[dim] // tp)
 
 
 @dataclass(frozen=True)
@@ -227,5 +239,15 @@ class LayerSpec:
     @property
     def num_params(self) -> int:
         """Parameters that this layer adds to the model: a tied copy adds none."""
+        return sum(p.numel for p in self.own_params)
+
+    @property
+    def own_params(self) -> tuple[ParamSpec, ...]:
+        """Its parameters but for tied copies, whose values belong to other layers."""
         copies = {name for name, _ in self.tied}
-        return sum(p.numel for p in self.params if p.name not in copies)
+        return tuple(p for p in self.params if p.name not in copies)
+
+
+def tied_names(layers: Iterable[LayerSpec]) -> dict[str, str]:
+    """The global name of each tied copy, and of the parameter whose value it shares."""
+    return {f"{layer.name}.{copy}": original for layer in layers for copy, original in layer.tied}

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from parallel3d.engine import EngineSettings, HeldParameter, building, writing
 from parallel3d.mesh.mesh import Mesh
-from parallel3d.model.spec import LayerSpec, Shape
+from parallel3d.model.spec import LayerSpec, Shape, tied_names
 from parallel3d.schedule.partition import partition
 from parallel3d.schedule.schedule import Schedule
 from parallel3d.tensor.context import LayerContext
@@ -100,11 +100,11 @@ def build_stages(
         modules,
         [h for n, m in modules.items() for h in _held(_spec(layers, n), m, context)],
     )
+    originals = tied_names(layers)
     for h in held:
         with writing(h.parameter) as (shard, start), torch.no_grad():
             # A second copy starts as the weight whose name it goes by elsewhere.
-            name = _original_name(layers, h.name)
-            fill(shard, start, h.spec, name, h.cut, seed)
+            fill(shard, start, h.spec, originals.get(h.name, h.name), h.cut, seed)
     by_stage = {s: [modules[layers[i].name] for i in placement[s]] for s in mine}
     inner = {layer.name for layer in layers[1:-1]}
     recompute = {m for n, m in modules.items() if n in inner and activation_checkpointing == "full"}
@@ -133,11 +133,6 @@ def _held(layer: LayerSpec, module: nn.Module, context: LayerContext) -> Iterato
         assert (cut.global_shape, cut.dim) == expected, f"{layer.name}.{name}"
         partial = spec.is_partial(tp, context.sequence_parallel)
         yield HeldParameter(f"{layer.name}.{name}", built[name], spec, partial=partial)
-
-
-def _original_name(layers: Sequence[LayerSpec], name: str) -> str:
-    pairs = {f"{layer.name}.{copy}": original for layer in layers for copy, original in layer.tied}
-    return pairs.get(name, name)
 
 
 def _tie(

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import models
 from parallel3d.config import RunConfig
+from parallel3d.config.settings import reduces_once
 from parallel3d.model.spec import LayerSpec, Recompute, Shape
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
@@ -176,7 +177,7 @@ class Setting:
             schedule=pipeline.schedule,
             stages_per_rank=pipeline.stages_per_rank,
             recompute=pipeline.activation_checkpointing,
-            precision=precision_of(config),
+            precision=config.precision,
             zero_stage=zero.stage,
             reduces_once=reduces_once(zero.stage, pipeline.gradient_reduction),
             offload_optimizer=zero.offload_optimizer.device,
@@ -193,18 +194,3 @@ class Setting:
 def layers_of(model: Any) -> tuple[LayerSpec, ...]:
     """A model's layers, made once: two settings of one model hold the same objects."""
     return tuple(models.layers(model))
-
-
-def precision_of(config: RunConfig) -> Precision:
-    """The training type that a config asks for."""
-    if config.fp16.enabled:
-        return "fp16"
-    return "bf16" if config.bf16.enabled else "fp32"
-
-
-def reduces_once(zero_stage: int, gradient_reduction: str) -> bool:
-    """Whether gradients are reduced once a step, as the engine resolves "auto"."""
-    if zero_stage == 0:
-        return True
-    automatic = "per_microbatch" if zero_stage == 2 else "per_step"
-    return {"auto": automatic}.get(gradient_reduction, gradient_reduction) == "per_step"

@@ -16,6 +16,7 @@ from parallel3d.data.corpus import Corpus
 from parallel3d.data.prepare import prepare
 from parallel3d.data.progress import shown_progress
 from parallel3d.data.sources import silent
+from parallel3d.engine import EngineSettings
 from parallel3d.errors import Parallel3DError, TrainingError
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.train.assembly import Assembly
@@ -83,7 +84,7 @@ def print_placement(
     marks = [
         f"ZeRO-{zero.stage}",
         *(f"{what} on {where}" for what, where in offloads.items() if where != "none"),
-        "bf16" if config.bf16.enabled else "fp16" if config.fp16.enabled else "fp32",
+        config.precision,
         *(["sequence parallel"] if config.mesh.sequence_parallel else []),
         *(["documents isolated"] if config.data.isolate_documents else []),
     ]
@@ -118,7 +119,7 @@ def peak(config: RunConfig, mesh: Mesh) -> tuple[str, float | None]:
     The published peak of a device that configs/hardware describes, else the fastest matmul that
     the ranks reach when all of them compute at once.
     """
-    dtype = "bf16" if config.bf16.enabled else "fp32"
+    dtype = config.precision
     if config.run.hardware != "auto":
         described = hardware.load(config.run.hardware)
     elif mesh.device.type == "cpu":
@@ -129,7 +130,7 @@ def peak(config: RunConfig, mesh: Mesh) -> tuple[str, float | None]:
     published = described.peak(dtype) if described else None
     if described and published:
         return f"{described.name}'s {dtype} peak", published
-    torch_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
+    torch_dtype = EngineSettings.from_config(config).dtype
     mesh.barrier()
     measured = mesh.gather_floats([measure_peak_flops(mesh.device, torch_dtype)])
     return "a measured matmul", sum(row[0] for row in measured) / len(measured)

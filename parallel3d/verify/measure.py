@@ -12,6 +12,7 @@ from parallel3d.config import RunConfig
 from parallel3d.engine.operators import load_async_io, load_cpu_adam
 from parallel3d.engine.quirks.nvme import swapping_small_tensors
 from parallel3d.mesh.mesh import Mesh
+from parallel3d.model.spec import tied_names
 from parallel3d.pipeline.executor import Microbatch
 from parallel3d.train.assembly import Assembly, assemble
 from parallel3d.verify.local_ranks import run_locally, run_warm
@@ -41,11 +42,6 @@ class Errors:
 
     def __str__(self) -> str:
         return f"loss {self.loss:.1e}  norm {self.grad_norm:.1e}  weights {self.weight:.1e}"
-
-
-def precision_of(config: RunConfig) -> str:
-    """The precision that a config computes in: "fp32", "bf16" or "fp16"."""
-    return "bf16" if config.bf16.enabled else "fp16" if config.fp16.enabled else "fp32"
 
 
 def compile_operators(config: RunConfig) -> None:
@@ -82,7 +78,7 @@ def measure(config: RunConfig, reference: Reference, timeout: float = 300) -> Er
         train_and_compare, world_size, config.to_dict(), vars(reference), timeout=timeout
     )
     losses, norms, weights = zip(*results, strict=True)
-    if precision_of(config) == "fp32":
+    if config.precision == "fp32":
         return Errors(_worst(losses), _worst(norms), _worst(w["largest"] for w in weights))
     off, moved = (sum(w[k] for w in weights) for k in ("squared_distance", "squared_way"))
     return Errors(_worst(losses), _worst(norms), math.sqrt(off / moved))
@@ -151,10 +147,8 @@ def weight_errors(parts: Assembly, config: RunConfig, reference: Reference) -> d
     """How far this rank's trained weights are from the reference's, and how far those went."""
     largest, squared_distance, squared_way = 0.0, 0.0, 0.0
     # Only half precision is compared by the way; in fp32 drawing the start again costs a step.
-    first = first_weights(config) if precision_of(config) != "fp32" else {}
-    originals = {
-        f"{layer.name}.{copy}": original for layer in parts.layers for copy, original in layer.tied
-    }
+    first = first_weights(config) if config.precision != "fp32" else {}
+    originals = tied_names(parts.layers)
     with safe_open(reference.weights, "pt") as file:
         for held in parts.engine.held:
             name, cut = originals.get(held.name, held.name), held.cut

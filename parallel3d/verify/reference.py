@@ -50,13 +50,11 @@ def first_weights(config: RunConfig) -> dict[str, Tensor]:
     """Every weight, whole, as the seed gives it; a tied copy is left out."""
     weights = {}
     for layer in models.layers(config.model):
-        copies = {name for name, _ in layer.tied}
-        for spec in layer.params:
-            if spec.name not in copies:
-                name = f"{layer.name}.{spec.name}"
-                flat = torch.empty(spec.numel)
-                fill(flat, 0, spec, name, Cut(spec.shape, None, 0, 0, 0), SEED)
-                weights[name] = flat.view(spec.shape)
+        for spec in layer.own_params:
+            name = f"{layer.name}.{spec.name}"
+            flat = torch.empty(spec.numel)
+            fill(flat, 0, spec, name, Cut(spec.shape, None, 0, 0, 0), SEED)
+            weights[name] = flat.view(spec.shape)
     return weights
 
 

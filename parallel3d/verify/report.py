@@ -10,7 +10,7 @@ from rich.console import Console
 import models
 from parallel3d.config import RunConfig
 from parallel3d.errors import ConfigError, TrainingError
-from parallel3d.verify.measure import TOLERANCE, Errors, compile_operators, measure, precision_of
+from parallel3d.verify.measure import TOLERANCE, Errors, compile_operators, measure
 from parallel3d.verify.reference import train_reference
 from parallel3d.verify.shrink import Sizes, shrink, why_not
 
@@ -43,7 +43,7 @@ def verify(
     except TrainingError as error:
         raise ConfigError(str(error).rstrip().splitlines()[-1]) from error
     reference = train_reference(small[runnable[0]], folder)
-    tolerance = TOLERANCE[precision_of(config)]
+    tolerance = TOLERANCE[config.precision]
     cases = []
     for mesh in runnable:
         raised = ""
@@ -82,7 +82,7 @@ def _print_head(config: RunConfig, small: RunConfig, console: Console) -> None:
     state = [
         f"ZeRO-{zero.stage}",
         f"offload {_offload(config)}",
-        precision_of(config),
+        config.precision,
         f"reduction {config.pipeline.gradient_reduction}",
     ]
     console.print("; ".join(flow))

@@ -40,11 +40,9 @@ def weights_of(config):
     """Whole weights by global name, far from their start: scores spread, biases and norms act."""
     generator, found = torch.Generator().manual_seed(3), {}
     for layer in models.layers(config):
-        copies = {name for name, _ in layer.tied}
-        for p in layer.params:
-            if p.name not in copies:
-                noise = torch.randn(p.shape, generator=generator) * 0.2
-                found[f"{layer.name}.{p.name}"] = noise + p.init.value
+        for p in layer.own_params:
+            noise = torch.randn(p.shape, generator=generator) * 0.2
+            found[f"{layer.name}.{p.name}"] = noise + p.init.value
     return found
 
 

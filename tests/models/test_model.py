@@ -30,10 +30,7 @@ def described(rank, config):
 def test_spec_describes_the_built_module(name):
     config = (EVERY_FAMILY | GROUPED)[name]
     specs = {
-        f"{layer.name}.{p.name}": p
-        for layer in models.layers(config)
-        for p in layer.params
-        if p.name not in {copy for copy, _ in layer.tied}
+        f"{layer.name}.{p.name}": p for layer in models.layers(config) for p in layer.own_params
     }
     ranks = run_ranks(described, WORLD, config)
     for tp, results in zip((1, 2, 4), zip(*ranks, strict=True), strict=True):

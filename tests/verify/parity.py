@@ -83,10 +83,7 @@ def whole_weights(config, seed=0):
     """Every weight, whole, from the seeded start."""
     weights = {}
     for layer in layers(config):
-        copies = {name for name, _ in layer.tied}
-        for spec in layer.params:
-            if spec.name in copies:
-                continue
+        for spec in layer.own_params:
             name = f"{layer.name}.{spec.name}"
             flat = torch.empty(spec.numel)
             fill(flat, 0, spec, name, Cut(spec.shape, None, 0, 0, 0), seed)

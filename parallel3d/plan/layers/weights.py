@@ -1,7 +1,6 @@
 """How many elements of which weights a tensor-parallel rank holds."""
 
 from functools import lru_cache
-from math import prod
 from typing import NamedTuple
 
 from parallel3d.plan.layers.layout import Counts
@@ -31,7 +30,7 @@ def _of_kind(
     """What one tp rank holds of one layer of a kind."""
     total = Weights()
     for param in model.kinds[kind].params:
-        numel = prod(param.shape) / (1 if param.cut_dim(tp) is None else tp)
+        numel = param.elements(tp)
         partial = numel if param.is_partial(tp, sequence_parallel) else 0.0
         large = numel > persistence
         total = total.plus(Weights(numel, 1, partial, numel if large else 0.0, float(large)))
@@ -71,9 +70,7 @@ def _copies(model: Model, kind: int, tp: int) -> float:
     """Elements on a tp rank of the weights that share another's value."""
     layer = model.kinds[kind]
     copies = {name for name, _ in layer.tied}
-    return sum(
-        p.numel / (1 if p.cut_dim(tp) is None else tp) for p in layer.params if p.name in copies
-    )
+    return sum(p.elements(tp) for p in layer.params if p.name in copies)
 
 
 def tied_elsewhere(model: Model, held: Counts, tp: int) -> float:

@@ -3,7 +3,7 @@
 from functools import lru_cache
 from typing import NamedTuple
 
-from parallel3d.model.spec import ParamSpec, Recompute, Shape
+from parallel3d.model.spec import Recompute, Shape
 from parallel3d.plan.layers.placement import Model, Part, cost_of
 
 
@@ -140,10 +140,4 @@ def largest_module(model: Model, kind: int, tp: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _sizes(model: Model, kind: int, tp: int) -> tuple[int, ...]:
-    return tuple(size_of(spec, tp) for spec in model.kinds[kind].params)
-
-
-def size_of(spec: ParamSpec, tp: int) -> int:
-    """Elements of a parameter on the tp rank that holds most of it."""
-    dim = spec.cut_dim(tp)
-    return spec.numel if dim is None else spec.numel // spec.shape[dim] * -(-spec.shape[dim] // tp)
+    return tuple(spec.elements(tp) for spec in model.kinds[kind].params)

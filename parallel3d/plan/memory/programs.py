@@ -150,10 +150,10 @@ def stages_of(model: Model, num_stages: int, placement: str, seq: int) -> tuple[
 def _elements(model: Model, kind: int, tp: int) -> int:
     """Parameters of a layer on one tp rank."""
     params = model.kinds[kind].params
-    return sum(-(-p.numel // tp) if p.cut_dim(tp) is not None else p.numel for p in params)
+    return sum(p.elements(tp) for p in params)
 
 
 def _tied(model: Model, kind: int, tp: int) -> int:
     """Those of a layer's parameters that it shares, and so are there once."""
     names = {name for name, _ in model.kinds[kind].tied}
-    return sum(-(-p.numel // tp) for p in model.kinds[kind].params if p.name in names)
+    return sum(p.elements(tp) for p in model.kinds[kind].params if p.name in names)

@@ -7,18 +7,16 @@ programs differ from it by the fields of their Software.
 from functools import lru_cache
 from typing import NamedTuple
 
+from parallel3d.model.spec import MASTER_BYTES, STATE_BYTES
 from parallel3d.plan.layers.placement import Model
 from parallel3d.plan.memory.activations import (
     largest_module,
     largest_param,
     params,
-    size_of,
     small_params,
 )
 from parallel3d.plan.setting import Setting
 
-_MASTER = 4  # bytes of a weight in fp32
-_MOMENTS = 8  # of Adam's two moments
 _SWAP_BUFFERS = 4  # DeepSpeed's offload_optimizer.buffer_count
 _PARAM_BUFFERS = 5 * 100_000_000  # elements: its offload_param.buffer_count x buffer_size
 
@@ -44,7 +42,7 @@ def sizes(model: Model, layers: tuple[range, ...], tp: int, threshold: int) -> S
         for copy, original in model.layers[i].tied:
             if any(original.startswith(f"{name}.") for name in names):
                 spec = next(p for p in model.layers[i].params if p.name == copy)
-                elements -= size_of(spec, tp)
+                elements -= spec.elements(tp)
     return Sizes(
         elements,
         max(largest_param(model, k, tp) for k in kinds),
@@ -82,7 +80,7 @@ def states(setting: Setting, s: Sizes, on_cpu: bool) -> States:
     shards, zero3 = setting.dp * setting.cp, setting.zero_stage == 3
     share = -(-s.params // shards) if setting.zero_stage else s.params
     kept = (share if zero3 else s.params) * element
-    optimizer = share * (_MASTER + _MOMENTS)
+    optimizer = share * STATE_BYTES
     shard = share * gradient
     places = {"none": 0, "cpu": 0, "nvme": 0}
     places[setting.offload_optimizer] += optimizer
@@ -109,13 +107,13 @@ def states(setting: Setting, s: Sizes, on_cpu: bool) -> States:
             host += shard + share * element + s.largest * element
             standing = s.largest * element
     if swaps:
-        host += _SWAP_BUFFERS * _MASTER * min(buffers.sub_group_size, share)
+        host += _SWAP_BUFFERS * MASTER_BYTES * min(buffers.sub_group_size, share)
         places["nvme"] += share * gradient
     if setting.offload_param == "nvme":
         host += (_PARAM_BUFFERS + 2 * min(buffers.sub_group_size, share)) * element
     stepping = 0
     if not offloads:
-        group = min(share, buffers.sub_group_size) * _MASTER
+        group = min(share, buffers.sub_group_size) * MASTER_BYTES
         # What is not in one buffer is copied together; torch's Adam on a CPU makes two copies.
         stepping = group * (zero3 or loose) + 2 * group * on_cpu
     return States(

@@ -5,6 +5,7 @@ from typing import Any
 from parallel3d.config import RunConfig
 from parallel3d.errors import ConfigError
 from parallel3d.hardware import Hardware
+from parallel3d.model.spec import STATE_BYTES
 from parallel3d.plan.report.command import nothing_fits
 from parallel3d.plan.report.table import lines_of, seconds
 from parallel3d.plan.search.best_first import search
@@ -89,5 +90,5 @@ def checkpoint_bytes(setting: Setting) -> int:
     And the headers of its files: one of each rank, with an entry for each piece of a parameter.
     """
     s = setting
-    num_tensors = sum(len(layer.params) - len(layer.tied) for layer in s.layers)
-    return 12 * s.num_params + 3 * _HEADER_ENTRY * (num_tensors * s.tp + s.devices)
+    num_tensors = sum(len(layer.own_params) for layer in s.layers)
+    return STATE_BYTES * s.num_params + 3 * _HEADER_ENTRY * (num_tensors * s.tp + s.devices)

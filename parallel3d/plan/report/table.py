@@ -7,9 +7,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from parallel3d.config.deepspeed import offload_in_words
 from parallel3d.plan.memory.peak import Memory
 from parallel3d.plan.search.best_first import Found
-from parallel3d.plan.search.plans import Plan, Request, offload_of
+from parallel3d.plan.search.plans import Plan, Request
 from parallel3d.plan.search.remedy import gib
 from parallel3d.plan.setting import Setting
 
@@ -201,7 +202,8 @@ def lines_of(setting: Setting) -> Iterator[str]:
         f"pipeline  {s.schedule}{several}, {s.num_microbatches} microbatches of {s.shape.batch}, "
         f"recompute {s.recompute}"
     )
-    yield f"state     ZeRO-{s.zero_stage}, gradients reduced {reduced}, offload: {offload_of(s)}"
+    offload = offload_in_words(s.offload_optimizer, s.offload_param)
+    yield f"state     ZeRO-{s.zero_stage}, gradients reduced {reduced}, offload: {offload}"
 
 
 def duration(days: float) -> str:

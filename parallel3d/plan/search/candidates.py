@@ -9,9 +9,10 @@ from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 from parallel3d.config import MeshConfig, checks
+from parallel3d.config.settings import reduces_once
 from parallel3d.model.spec import Recompute, Shape
 from parallel3d.plan.search.plans import CHOICES, Request
-from parallel3d.plan.setting import Device, Setting, reduces_once
+from parallel3d.plan.setting import Device, Setting
 from parallel3d.schedule import schedules
 from parallel3d.section import Problem, Problems
 
@@ -144,24 +145,24 @@ def setting_of(request: Request, flow: Flow, order: Order, state: State) -> Sett
     base, mesh = request.base, flow.mesh
     # Not dataclasses.replace, which costs three times as much.
     return Setting(
-        base.layers,
-        base.hidden_size,
-        Shape(flow.micro_batch, base.shape.seq),
-        request.global_batch_size // mesh.dp // flow.micro_batch,
-        mesh.pp,
-        mesh.dp,
-        mesh.tp,
-        flow.sequence_parallel,
-        order.schedule,
-        order.stages_per_rank,
-        flow.recompute,
-        base.precision,
-        state.zero_stage,
-        state.reduces_once,
-        state.offload_optimizer,
-        state.offload_param,
-        base.buffers,
-        base.software,
+        layers=base.layers,
+        hidden_size=base.hidden_size,
+        shape=Shape(flow.micro_batch, base.shape.seq),
+        num_microbatches=request.global_batch_size // mesh.dp // flow.micro_batch,
+        pp=mesh.pp,
+        dp=mesh.dp,
+        tp=mesh.tp,
+        sequence_parallel=flow.sequence_parallel,
+        schedule=order.schedule,
+        stages_per_rank=order.stages_per_rank,
+        recompute=flow.recompute,
+        precision=base.precision,
+        zero_stage=state.zero_stage,
+        reduces_once=state.reduces_once,
+        offload_optimizer=state.offload_optimizer,
+        offload_param=state.offload_param,
+        buffers=base.buffers,
+        software=base.software,
     )
 
 

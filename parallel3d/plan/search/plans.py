@@ -6,6 +6,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from parallel3d.config import RunConfig
+from parallel3d.config.deepspeed import offload_in_words
 from parallel3d.hardware import Hardware
 from parallel3d.model.spec import LayerSpec, Shape
 from parallel3d.plan.memory.peak import Memory
@@ -98,7 +99,7 @@ class Plan:
     @property
     def offload(self) -> str:
         """What is offloaded where, in words."""
-        return offload_of(self.setting)
+        return offload_in_words(self.setting.offload_optimizer, self.setting.offload_param)
 
     @property
     def tokens_per_second(self) -> float:
@@ -161,7 +162,7 @@ def choices_json(setting: Setting, memory: Memory) -> dict[str, Any]:
         "sequence_parallel": s.sequence_parallel,
         "zero_stage": s.zero_stage,
         "gradient_reduction": "per_step" if s.reduces_once else "per_microbatch",
-        "offload": offload_of(s),
+        "offload": offload_in_words(s.offload_optimizer, s.offload_param),
         "micro_batch": s.shape.batch,
         "num_microbatches": s.num_microbatches,
         "schedule": s.schedule,
@@ -171,12 +172,6 @@ def choices_json(setting: Setting, memory: Memory) -> dict[str, Any]:
         "host_bytes": memory.host,
         "nvme_bytes": memory.nvme,
     }
-
-
-def offload_of(setting: Setting) -> str:
-    """What is offloaded where, in words; "none" where nothing is."""
-    places = {"optimizer": setting.offload_optimizer, "parameters": setting.offload_param}
-    return ", ".join(f"{k} on {v}" for k, v in places.items() if v != "none") or "none"
 
 
 def request_of(

@@ -2,10 +2,9 @@
 
 from parallel3d.errors import ConfigError
 from parallel3d.hardware import Host
+from parallel3d.model.spec import STATE_BYTES
 from parallel3d.plan.setting import Device
 from parallel3d.plan.time.machine import Machine
-
-STATE_BYTES = 12  # of an element: master weight and two moments in fp32
 
 
 def update_seconds(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+from parallel3d.model.spec import STATE_BYTES
 from parallel3d.plan.layers.layout import Counts, Layout
 from parallel3d.plan.layers.placement import Model
 from parallel3d.plan.layers.weights import Weights, tied_elsewhere, weights_of
@@ -22,7 +23,7 @@ from parallel3d.plan.time.network import (
     node_size,
     sharing,
 )
-from parallel3d.plan.time.offload import STATE_BYTES, fetch_seconds, to_host_seconds, update_seconds
+from parallel3d.plan.time.offload import fetch_seconds, to_host_seconds, update_seconds
 
 
 class Sharding(NamedTuple):

@@ -1,0 +1,46 @@
+"""What MFU is measured against: the published peak of the type that is trained in, or a matmul."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from parallel3d import hardware
+from parallel3d.config import RunConfig
+from parallel3d.train import startup
+from tests.config.configs import raw
+
+pytestmark = pytest.mark.gloo
+
+V100 = "V100-SXM2-32GB"
+
+
+def config_in(name, **changes):
+    enabled = {} if name == "fp32" else {f"{name}.enabled": True}
+    return RunConfig.from_dict(raw(**enabled, **changes)).resolve(4)
+
+
+@pytest.mark.parametrize(("name", "chip"), [("bf16", "A100-SXM4-80GB"), ("fp16", V100)])
+def test_the_published_peak_is_that_of_the_type(name, chip):
+    config = config_in(name, **{"parallel3d.run.hardware": chip})
+    published = hardware.load(chip).peak(name)
+    assert published and startup.peak(config, None) == (f"{chip}'s {name} peak", published)
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
+def test_where_nothing_is_published_the_matmul_is_of_the_type(name, monkeypatch):
+    measured = []
+
+    def measure(device, dtype):
+        measured.append(dtype)
+        return 4.0
+
+    monkeypatch.setattr(startup, "measure_peak_flops", measure)
+    mesh = SimpleNamespace(
+        device=torch.device("cpu"),
+        barrier=lambda: None,
+        gather_floats=lambda row: [row, [2.0]],
+    )
+    assert startup.peak(config_in(name), mesh) == ("a measured matmul", 3.0)
+    types = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    assert measured == [types[name]]
