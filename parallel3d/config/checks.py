@@ -90,7 +90,7 @@ def _check_schedule(
     if gradient_accumulation_steps is None and train_batch_size is not None:
         return  # follows from dp
     sizes = mesh.pp, gradient_accumulation_steps or 1, pipeline.stages_per_rank
-    if reason := schedules.load(pipeline.schedule).invalid(*sizes):
+    if reason := schedules.why_not(pipeline.schedule, *sizes):
         names = ("pp", "microbatches", "stages_per_rank")
         given = ", ".join(f"{name}={size}" for name, size in zip(names, sizes, strict=True))
         rule, _, remedy = reason.partition("; ")

@@ -12,6 +12,7 @@ from parallel3d.engine import Engine
 from parallel3d.errors import ScheduleError
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.transfer import Transfer
+from parallel3d.schedule.action import RUNNABLE
 from parallel3d.schedule.schedule import Action, Op, Schedule, Span
 from parallel3d.tensor.dropout import RandomKey
 
@@ -58,8 +59,9 @@ class Executor:
             Op.SEND_B: self._send_backward,
             Op.RECV_B: self._receive_backward,
         }
+        assert self._run.keys() == RUNNABLE
         for action in self._program:
-            if action.op not in self._run:
+            if action.op not in RUNNABLE:
                 raise ScheduleError(f"{schedule.name}: the executor cannot run {action}")
         self._trains = any(action.op is Op.B for action in self._program)
         self.spans: list[Span] = []

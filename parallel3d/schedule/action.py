@@ -24,6 +24,11 @@ class Op(StrEnum):
     REDUCE = "REDUCE"  # the stage's gradients, over the data-parallel ranks
 
 
+# What the executor runs, and so what config and planner accept; the rest can only be drawn.
+# I and W: DeepSpeed's backward is one call for both gradients, within which ZeRO reduces them.
+# GATHER, RELEASE and REDUCE: DeepSpeed's own hooks do them, wherever F and B stand.
+RUNNABLE = frozenset({Op.F, Op.B, Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B})
+
 _NOTATION = re.compile(rf"(\d+)({'|'.join(Op)})(\d+)")
 _OTHER_END = {
     Op.SEND_F: (Op.RECV_F, +1),

@@ -15,7 +15,7 @@ from parallel3d.errors import ScheduleError
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.pipeline.executor import Executor
 from parallel3d.schedule.schedule import Action, Op, peak_in_flight, validate
-from parallel3d.schedule.schedules import load, make_evaluation, make_schedule, names
+from parallel3d.schedule.schedules import make_evaluation, make_schedule, names, why_not
 from tests.ranks import run_ranks
 from tests.verify import reference
 from tests.verify.parity import (
@@ -30,14 +30,15 @@ from tests.verify.parity import (
 
 pytestmark = pytest.mark.gloo
 
+SHIPPED = ("gpipe", "interleaved", "one_f_one_b", "v_shape")  # valid on any number of ranks
 LIKE_NCCL = 6  # with so many microbatches
 
 
 def cases(name, pp):
-    """The sizes for which the schedule says that it is valid, with a layer or more for a stage."""
+    """The sizes at which the schedule can be run, with a layer or more for a stage."""
     for stages_per_rank in (1, 2, 3):
         for microbatches in (1, 3, LIKE_NCCL):
-            if not load(name).invalid(pp, microbatches, stages_per_rank):
+            if not why_not(name, pp, microbatches, stages_per_rank):
                 yield Case(
                     mesh=(pp, 1, 1),
                     schedule=name,
@@ -113,7 +114,9 @@ def train_all_on_rank(rank, cases):
 def test_against_one_process(name, pp):
     """Training and evaluation, in which a rank holds no more than the schedule says."""
     todo = list(cases(name, pp))
-    assert todo, "no size is valid"
+    assert todo or name not in SHIPPED, "no size is valid"
+    if not todo:
+        pytest.skip(f"on {pp} ranks: {why_not(name, pp, LIKE_NCCL, 1)}")
     ranks = run_ranks(train_all_on_rank, pp, todo)
     for number, case in enumerate(todo):
         trained, starts, memory = zip(*(rank[number] for rank in ranks), strict=True)

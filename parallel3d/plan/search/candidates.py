@@ -1,11 +1,11 @@
 """What there is to choose from: every way to run a request that the arithmetic allows.
 
 Meshes and whatever else the config would refuse are refused by the config's own checks; schedules
-are the files of parallel3d/schedule/schedules, with what each calls invalid left out.
+are the files of parallel3d/schedule/schedules, where each is valid and can be run.
 """
 
 from collections.abc import Iterator
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from parallel3d.config import MeshConfig, checks
@@ -17,6 +17,7 @@ from parallel3d.schedule import schedules
 from parallel3d.section import Problem, Problems
 
 UNEVEN = 4  # stages of a rank; more only where all stages, or all but the ends, are equally long
+FEW = 4  # microbatches; a list of many more has no other ops
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 DEVICES: tuple[Device, ...] = ("none", "cpu", "nvme")
 
@@ -97,18 +98,26 @@ def orders(request: Request, flow: Flow) -> tuple[Order, ...]:
 
 def _orders(request: Request, flow: Flow) -> Iterator[Order]:
     pp, num_layers = flow.mesh.pp, len(request.base.layers)
-    num_microbatches = request.global_batch_size // flow.mesh.dp // flow.micro_batch
+    count = request.global_batch_size // flow.mesh.dp // flow.micro_batch
     for stages_per_rank in range(1, 1 + (1 if pp == 1 else num_layers // pp)):
         # All layers, or all but embedding and head.
         lengths = {num % (pp * stages_per_rank) for num in (num_layers, num_layers - 2)}
         if stages_per_rank > UNEVEN and 0 not in lengths:
             continue
-        for name, file in _schedules().items():
+        for name in schedules.names():
             order = Order(stages_per_rank, name)
-            if _is_open(request, **order._asdict()) and not file.invalid(
-                pp, num_microbatches, stages_per_rank
-            ):
+            if _is_open(request, **order._asdict()) and runs(name, pp, count, stages_per_rank):
                 yield order
+
+
+def runs(name: str, pp: int, num_microbatches: int, stages_per_rank: int) -> bool:
+    """Whether a schedule can be run, as `schedules.why_not` says; a short list tells the ops."""
+    invalid = schedules.load(name).invalid
+    if invalid(pp, num_microbatches, stages_per_rank):
+        return False
+    fewest = range(min(num_microbatches, FEW), num_microbatches + 1)
+    few = next(count for count in fewest if not invalid(pp, count, stages_per_rank))
+    return schedules.why_not(name, pp, few, stages_per_rank) is None
 
 
 @lru_cache(maxsize=1024)
@@ -177,14 +186,17 @@ def choices_of(setting: Setting) -> tuple[Flow, Order, State]:
 
 
 def refuse_empty(request: Request) -> None:
-    """Raise ConfigError that says why there is no mesh at all, if there is none."""
-    if next((f for m in meshes(request) for f in flows(request, m)), None) is not None:
+    """Raise ConfigError that says why there is no mesh, or no schedule on any, if there is none."""
+    possible = [flow for mesh in meshes(request) for flow in flows(request, mesh)]
+    if any(orders(request, flow) for flow in possible):
         return
     fixed, devices = request.fixed, request.devices
     asked = ", ".join(f"{name}={value}" for name, value in fixed.items())
     mesh = Mesh(fixed.get("pp", 1), fixed.get("dp", 1), fixed.get("tp", 1))
     size = mesh.pp * mesh.dp * mesh.tp
-    if devices % size:
+    if possible:
+        rule, remedy = f"no schedule can be run with {asked}", "fix less, or something else"
+    elif devices % size:
         rule = f"{asked} is a mesh of {size} ranks or a multiple, which {devices} devices are not"
         remedy = f"use a number of devices that {size} divides, or fix less"
     elif size == devices and (problem := _problem(request, mesh)):
@@ -224,11 +236,6 @@ def check_fixed(fixed: dict[str, Any]) -> None:
             problems.append(Problem(path, value, "must be a whole number", "use 1 or more"))
     if problems:
         raise Problems(problems, "the plan")
-
-
-@cache
-def _schedules() -> dict[str, schedules.ScheduleFile]:
-    return {name: schedules.load(name) for name in schedules.names()}
 
 
 def _is_open(request: Request, **choices: Any) -> bool:

@@ -3,11 +3,13 @@
 from collections.abc import Callable
 from dataclasses import replace
 from difflib import get_close_matches
+from functools import cache, lru_cache
 from importlib import import_module
-from pathlib import Path
+from pkgutil import iter_modules
 from typing import Protocol, cast
 
 from parallel3d.errors import ConfigError
+from parallel3d.schedule.action import RUNNABLE
 from parallel3d.schedule.schedule import Op, Schedule, add_communication, validate
 
 
@@ -35,10 +37,10 @@ class ScheduleFile(Protocol):
 
 def names() -> tuple[str, ...]:
     """The schedules there are: the files of this folder."""
-    files = Path(__file__).parent.glob("*.py")
-    return tuple(sorted(file.stem for file in files if file.stem != "__init__"))
+    return tuple(sorted(module.name for module in iter_modules(__path__)))
 
 
+@cache  # the planner asks a hundred thousand times
 def load(name: str) -> ScheduleFile:
     """The schedule file of that name; raises ConfigError, with the nearest name, without one."""
     if name not in names():
@@ -46,6 +48,29 @@ def load(name: str) -> ScheduleFile:
         hint = f"did you mean {nearest[0]!r}? " if nearest else ""
         raise ConfigError(f"no schedule {name!r}; {hint}there are {', '.join(names())}")
     return cast(ScheduleFile, import_module(f"{__name__}.{name}"))
+
+
+@lru_cache(maxsize=16384)
+def why_not(name: str, pp_size: int, num_microbatches: int, stages_per_rank: int) -> str | None:
+    """Why the named schedule cannot be run with these sizes, and what to do; None if it can.
+
+    More than `invalid` tells: a valid schedule can have ops that are drawn and simulated alone.
+    """
+    sizes = pp_size, num_microbatches, stages_per_rank
+    if reason := load(name).invalid(*sizes):
+        return reason
+    if not (others := _ops(name, *sizes) - RUNNABLE):
+        return None
+    usable = [n for n in names() if not load(n).invalid(*sizes) and _ops(n, *sizes) <= RUNNABLE]
+    remedy = f"use {' or '.join(usable or ['another schedule'])}"
+    return f"its ops {' and '.join(sorted(others))} can only be drawn and simulated; {remedy}"
+
+
+@lru_cache(maxsize=16384)
+def _ops(name: str, pp_size: int, num_microbatches: int, stages_per_rank: int) -> frozenset[Op]:
+    """The ops of a valid schedule's own list."""
+    programs = load(name).schedule(pp_size, num_microbatches, stages_per_rank).programs
+    return frozenset(action.op for program in programs for action in program)
 
 
 def make_schedule(
