@@ -88,8 +88,7 @@ def _decays(config: RunConfig) -> dict[str, bool]:
     return {
         f"{layer.name}.{spec.name}": spec.weight_decay
         for layer in models.layers(config.model)
-        for spec in layer.params
-        if spec.name not in dict(layer.tied)
+        for spec in layer.own_params
     }
 
 
