@@ -61,7 +61,7 @@ BAD = [
     ("optimizer.type", "SGD", 'must be "AdamW" or "Adam"', 'write "AdamW"'),
     ("parallel3d.mesh", "best", "block of settings", "{...}"),
     ("parallel3d.plan.fix", ["offload"], 'with mesh "plan" only', "remove it"),
-    ("parallel3d.pipeline.schedule", "zigzag", "names no file", "interleaved, one_f_one_b"),
+    ("parallel3d.pipeline.schedule", "zigzag", "names no file", "one_f_one_b"),
     ("parallel3d.pipeline.activation_checkpointing", "half", "must be", '"selective" or "full"'),
     ("parallel3d.model.family", "bert", "no model family", "gpt"),
     ("parallel3d.run.hardware", "abacus", "not described", "H100-SXM5-80GB"),

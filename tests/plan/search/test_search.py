@@ -20,6 +20,7 @@ from parallel3d.plan.search.plans import request_of
 from parallel3d.plan.search.remedy import Room, evaluate, smallest_change, worst
 from parallel3d.plan.time.curves import curves_for
 from parallel3d.plan.time.step import lower_bound, step_time
+from parallel3d.schedule.schedules import names
 from tests.plan.toy_cluster import GIB, config, machine
 
 pytestmark = pytest.mark.pure
@@ -254,7 +255,7 @@ def test_bad_requests():
         search(request_of(config(), machine(), 8, {"tp": 3}))
     for fixed, said in (
         ({"zero": 1}, "--fix zero = 1: is no choice of the planner; use pp, dp"),
-        ({"schedule": "zigzag"}, "is not one of its values; use gpipe"),
+        ({"schedule": "zigzag"}, f"is not one of its values; use {', '.join(names())}"),
         ({"pp": "two"}, "must be a whole number"),
     ):
         with pytest.raises(ConfigError, match=said):

@@ -13,7 +13,7 @@ from parallel3d.plan.setting import Setting, Software, layers_of
 from parallel3d.plan.time.makespan import counts, ends
 from parallel3d.plan.time.step import TIMES, lower_bound, step_spans, step_time
 from parallel3d.schedule.schedule import Action, Op, simulate
-from parallel3d.schedule.schedules import load, make_schedule, names
+from parallel3d.schedule.schedules import load, make_schedule, names, why_not
 from tests.plan.settings import A100, GPT, IDEAL, any_setting, figure, link, products
 
 pytestmark = pytest.mark.pure
@@ -116,7 +116,7 @@ def test_faster_hardware_never_makes_a_step_slower(
 def test_lower_bound_of_every_schedule_with_any_costs(
     name: str, pp: int, count: int, per_rank: int, sizes: list[int], bandwidth: float
 ) -> None:
-    if load(name).invalid(pp, count, per_rank):
+    if why_not(name, pp, count, per_rank):
         return
     setting = Setting(
         products(pp * per_rank, *sizes),
@@ -141,7 +141,7 @@ def test_bubble_of_equal_stages_is_the_schedules_own(name: str) -> None:
     for pp in (1, 2, 4):
         for count in (1, 3, 4, 9, 150):
             for per_rank in (1, 2):
-                if load(name).invalid(pp, count, per_rank):
+                if why_not(name, pp, count, per_rank):
                     continue
                 setting = Setting(
                     products(pp * per_rank, 512),
@@ -186,7 +186,7 @@ def test_one_rank_is_three_forwards_a_microbatch() -> None:
 def test_a_short_list_tells_how_long_the_long_one_is(
     name: str, pp: int, count: int, per_rank: int, spread: float, send: float
 ) -> None:
-    if load(name).invalid(pp, count, per_rank):
+    if why_not(name, pp, count, per_rank):
         return
 
     def cost(action: Action) -> float:
