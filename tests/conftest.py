@@ -3,9 +3,17 @@
 import os
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# A busy machine fails no example: nothing of a test is timed.
+BUSY = {"deadline": None, "database": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("default", derandomize=True, **BUSY)  # the same examples in every run
+settings.register_profile("random", derandomize=False, **BUSY)
 
 
 def pytest_configure(config):
+    slow = "slow" in config.option.markexpr.replace("not slow", "")
+    settings.load_profile("random" if slow else "default")
     # Before anything imports torch: the ranks are forked from a process that has it loaded.
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -54,9 +54,9 @@ def test_a_deep_model_is_exact_and_quick() -> None:
 def test_many_layers_on_many_stages_of_uneven_cost_take_less_than_a_second() -> None:
     draw = random.Random(0)
     costs = [draw.uniform(1e12, 2e12) for _ in range(70)]
-    start = time.perf_counter()
+    start = time.process_time()
     stages = partition(costs, 32)  # pp 8 x 4 stages per rank
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
     assert [layer for stage in stages for layer in stage] == list(range(70))
 
 
