@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from parallel3d.schedule.schedule import Action, Op
+from parallel3d.schedule.schedule import Action, Op, sequence
 from parallel3d.schedule.schedules import load
 
 SHORT = 32  # microbatches after which a pipeline of any depth has settled, but see `counts`
@@ -87,99 +87,30 @@ def counts(pp: int, num_microbatches: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=256)
 def steps_of(name: str, pp: int, num_microbatches: int, stages_per_rank: int) -> Steps:
-    """The named schedule's own sequence: what `add_communication` cuts its programs from.
-
-    The same as by `sequence`, which a test compares, in whole numbers for speed: an action is
-    (op x stages + stage) x microbatches + microbatch.
-    """
+    """The named schedule's own sequence: what `add_communication` cuts its programs from."""
     schedule = load(name).schedule(pp, num_microbatches, stages_per_rank)
-    homes, size, count = schedule.pp_coord_of_stage, schedule.num_stages, num_microbatches
-    programs = [
-        [(_OPS[op] * size + stage) * count + i for op, stage, i in program]
-        for program in schedule.programs
-    ]
-    turns = _turns(programs, size, count)
-    if turns is None:
-        _ = schedule.order  # says why no rank can go on
-        raise AssertionError("a schedule has an order, or says why not")
-    backward, inner = size * count, 2 * size * count
-    splits = {number - inner for program in programs for number in program if number >= inner}
-    costs: dict[int, int] = {}
-    receives: dict[int, int] = {}  # by what is sent
-    channels: dict[tuple[int, int], int] = {}
+    homes = schedule.pp_coord_of_stage
     window = stages_per_rank * last_passes(pp, num_microbatches, stages_per_rank)
-    firsts = {[n for n in program if n >= backward][-window:][0] for program in programs}
+    firsts = {[a for a in program if a.op != Op.F][-window:][0] for program in schedule.programs}
     inside = [0] * pp
+    costs: dict[Action, int] = {}
+    receives: dict[Action, int] = {}
+    channels: dict[tuple[int, int], int] = {}
     rows = []
-    for number in turns:
-        place, microbatch = divmod(number, count)
-        op, stage = divmod(place, size)
-        coord = homes[stage]
-        cost = costs.setdefault(place, len(costs))
-        source = -1  # what comes from another rank, and to which stage this goes
-        goes = stage + 1 if op == 0 else stage - 1 if op < 3 else size
-        comes = stage - 1 if op == 0 else stage + 1 if op < 3 else size
-        if 0 <= comes < size and homes[comes] != coord:
-            source = comes * count + microbatch
-            if op:
-                source += inner if source in splits else backward
-        rows.append((cost, coord, -1, receives[source] if source >= 0 else 0, inside[coord]))
-        inside[coord] |= number in firsts
-        if 0 <= goes < size and homes[goes] != coord:
-            peer = homes[goes]
+    for action in sequence(schedule):
+        coord = homes[action.stage]
+        cost = costs.setdefault(action._replace(microbatch=0), len(costs))
+        if action.is_send:
+            receive = action.other_end
+            peer = homes[receive.stage]
             channel = channels.setdefault((min(coord, peer), max(coord, peer)), len(channels))
-            receives[number] = len(receives) + 1
-            send = (4 + (op > 0)) * size + stage
-            cost = costs.setdefault(send, len(costs))
-            rows.append((cost, coord, peer, channel, receives[number]))
-    ops = (*_OPS, Op.SEND_F, Op.SEND_B)
-    priced = tuple(Action(ops[place // size], place % size, 0) for place in costs)
-    return Steps(pp, priced, rows, len(receives), len(channels))
-
-
-_OPS = {Op.F: 0, Op.B: 1, Op.I: 2, Op.W: 3}
-_UNITS = (1, 2, 1, 1)  # what each takes in `unit_cost`
-
-
-def _turns(programs: list[list[int]], size: int, count: int) -> list[int] | None:
-    """All computes in the order in which they end, if each takes its unit cost; None if stuck."""
-    backward, inner = size * count, 2 * size * count
-    last = (size - 1) * count
-    splits = {number - inner for program in programs for number in program if number >= inner}
-    ends = [-1] * (4 * size * count)
-    at, free = [0] * len(programs), [0] * len(programs)
-    moved = True
-    while moved:
-        moved = False
-        for coord, program in enumerate(programs):
-            start, place = free[coord], at[coord]
-            while place < len(program):
-                number = program[place]
-                if number < backward:
-                    ready = ends[number - count] if number >= count else 0
-                elif number >= inner + backward:
-                    ready = ends[number - backward]
-                else:
-                    plain = number - (inner if number >= inner else backward)
-                    ready = ends[plain]  # on this rank, so over before
-                    if ready >= 0 and plain < last:
-                        after = plain + count
-                        other = ends[after + (inner if after in splits else backward)]
-                        ready = -1 if other < 0 else max(ready, other)
-                if ready < 0:
-                    break
-                ends[number] = start = max(start, ready) + _UNITS[number // backward]
-                place += 1
-            if place > at[coord]:
-                at[coord], free[coord], moved = place, start, True
-    if any(place < len(program) for place, program in zip(at, programs, strict=True)):
-        return None
-
-    def turn(number: int) -> tuple[int, int, int]:
-        stage = number // count % size
-        return (ends[number], 0, stage) if number < backward else (ends[number], 1, -stage)
-
-    return sorted((number for program in programs for number in program), key=turn)
+            receives[receive] = len(receives) + 1
+            rows.append((cost, coord, peer, channel, receives[receive]))
+        else:
+            arrives = action._replace(op=Op.RECV_F if action.op == Op.F else Op.RECV_B)
+            rows.append((cost, coord, -1, receives.get(arrives, 0), inside[coord]))
+            inside[coord] |= action in firsts
+    return Steps(pp, tuple(costs), rows, len(receives), len(channels))
 
 
 def _ends(steps: Steps, cost: Callable[[Action], float], sends: bool) -> list[End]:
