@@ -57,28 +57,13 @@ def layout_of(setting: Setting) -> Layout:
         setting.schedule,
         setting.pp,
         setting.stages_per_rank,
-        _Cuts(setting),
     )
 
 
-class _Cuts:
-    """Finds where the stages are cut, and counts for nothing as part of a key."""
-
-    def __init__(self, setting: Setting) -> None:
-        self.setting = setting
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Cuts)
-
-    def __hash__(self) -> int:
-        return 0
-
-
 @lru_cache(maxsize=4096)
-def _layout(
-    model: Model, seq: int, schedule: str, pp: int, stages_per_rank: int, cuts: _Cuts
-) -> Layout:
-    return _placed(model, stages_of(cuts.setting), stages_on(schedule, pp, stages_per_rank))
+def _layout(model: Model, seq: int, schedule: str, pp: int, stages_per_rank: int) -> Layout:
+    cuts = stages_of(model, pp * stages_per_rank, seq)
+    return _placed(model, cuts, stages_on(schedule, pp, stages_per_rank))
 
 
 @lru_cache(maxsize=4096)

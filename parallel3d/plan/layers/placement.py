@@ -10,7 +10,6 @@ from functools import lru_cache
 from typing import Any
 
 from parallel3d.model.spec import LayerCost, LayerSpec, Recompute, Shape
-from parallel3d.plan.setting import Setting
 from parallel3d.schedule.partition import partition
 from parallel3d.schedule.schedule import Op
 from parallel3d.schedule.schedules import load
@@ -47,14 +46,9 @@ def _kind(layer: LayerSpec) -> tuple[Any, ...]:
     return layer.build, layer.params, layer.tied, layer.config
 
 
-def stages_of(setting: Setting) -> tuple[range, ...]:
-    """The layers of each stage, as pipeline/stages.py cuts them."""
-    num_stages = setting.pp * setting.stages_per_rank
-    return _stages(model_of(setting.layers), num_stages, setting.shape.seq)
-
-
 @lru_cache(maxsize=4096)
-def _stages(model: Model, num_stages: int, seq: int) -> tuple[range, ...]:
+def stages_of(model: Model, num_stages: int, seq: int) -> tuple[range, ...]:
+    """The layers of each stage, as pipeline/stages.py cuts them."""
     shape = Shape(1, seq)  # every cost is proportional to the batch, so it moves no boundary
     costs = [float(cost_of(model, k, shape).forward_flops) for k in range(len(model.kinds))]
     return partition([costs[k] for k in model.kind_of], num_stages)
@@ -77,7 +71,7 @@ _parts: dict[tuple[int, tuple[int, ...], bool], Part] = {}
 def parts_of(model: Model, num_stages: int, seq: int) -> tuple[Part, ...]:
     """The parts that a model is cut into."""
     found = []
-    for layers in _stages(model, num_stages, seq):
+    for layers in stages_of(model, num_stages, seq):
         kinds, ends = model.kind_of[layers.start : layers.stop], layers.stop == len(model.layers)
         key = id(model), kinds, ends
         found.append(_parts.setdefault(key, Part(model, kinds, ends)))

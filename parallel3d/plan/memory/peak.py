@@ -155,9 +155,10 @@ def _stage(setting: Setting, part: Part, on_cpu: bool) -> Stage:
 
 
 def _held(setting: Setting, home: tuple[int, ...], on_cpu: bool) -> tuple[Sizes, States]:
-    cuts = stages_of(setting)
+    model = model_of(setting.layers)
+    cuts = stages_of(model, setting.pp * setting.stages_per_rank, setting.shape.seq)
     size = sizes(
-        model_of(setting.layers),
+        model,
         tuple([cuts[s] for s in home]),
         setting.tp,
         setting.buffers.stage3_param_persistence_threshold,

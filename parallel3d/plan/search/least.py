@@ -44,10 +44,11 @@ def total(standing: Standing, flight: Flight, hardware: Hardware) -> int:
 
 def standing_on_first(setting: Setting, hardware: Hardware) -> Standing:
     """Of its weights and optimizer, standing buffers and gradients."""
-    cuts = stages_of(setting)
+    model, num_stages = model_of(setting.layers), setting.pp * setting.stages_per_rank
+    cuts = stages_of(model, num_stages, setting.shape.seq)
     home = stages_on(setting.schedule, setting.pp, setting.stages_per_rank)[0]
     size = sizes(
-        model_of(setting.layers),
+        model,
         tuple(cuts[s] for s in home),
         setting.tp,
         setting.buffers.stage3_param_persistence_threshold,
@@ -103,7 +104,7 @@ def _first(
     """The (kind, how many) of the layers of each stage of the first rank."""
     key = id(model), base.shape.seq, pp, per_rank, name
     if key not in _firsts:
-        cuts = stages_of(base.but(pp=pp, stages_per_rank=per_rank))
+        cuts = stages_of(model, pp * per_rank, base.shape.seq)
         found = []
         for stage in stages_on(name, pp, per_rank)[0]:
             kinds = [model.kind_of[i] for i in cuts[stage]]
