@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -41,11 +42,11 @@ def trained(
     )
     schedule = make_schedule("gpipe", 1, 1)
     layers = models.layers(config)
-    stages = build_stages(layers, schedule, settings, mesh, Shape(1, SEQ))
-    engine = Engine(stages.module, stages.held, settings, mesh)
+    stages = build_stages(layers, schedule, settings, mesh=mesh, shape=Shape(1, SEQ))
+    engine = Engine(stages.module, stages.held, settings, mesh=mesh)
     text = torch.randint(vocab, (1, SEQ + 1), device=mesh.device)
     batch = [Microbatch(text[:, :-1].contiguous(), text[:, 1:].contiguous())]
-    Executor(schedule, mesh, engine, stages.key, (1, SEQ, hidden)).run(batch)
+    Executor(schedule, mesh, engine, key=stages.key, hidden_shape=(1, SEQ, hidden)).run(batch)
     engine.step(1e-3)
     return engine, layers
 
@@ -100,7 +101,9 @@ class Ours(Contender):
         super().__init__(engine, mesh, folder)
         self.stalls = asynchronous
         self._layers, self._hashed = layers, hashed
-        self._saver = Saver(engine, mesh, layers, folder, 2, asynchronous, print, hashed)
+        self._saver = Saver(
+            engine, mesh, layers, folder=folder, asynchronous=asynchronous, say=print, hashed=hashed
+        )
 
     @property
     def loads(self) -> Mapping[str, Callable[[int], None]]:
@@ -120,12 +123,15 @@ class Ours(Contender):
     def _load_verified(self, step: int) -> None:
         found, _ = resume.find(self.folder, step, self.mesh)
         assert found is not None
-        load(found.folder, found.files, found.state, self.engine, self.mesh, self._layers)
+        self._fill(found.folder, found.files, found.state)
 
     def _load(self, step: int) -> None:
         folder = self.folder / f"step-{step}"
         files = [name for name in read_manifest(folder).files if name != "state.json"]
-        load(folder, files, read_state(folder), self.engine, self.mesh, self._layers)
+        self._fill(folder, files, read_state(folder))
+
+    def _fill(self, folder: Path, files: Sequence[str], state: Mapping[str, Any]) -> None:
+        load(folder, files, state, engine=self.engine, mesh=self.mesh, layers=self._layers)
 
 
 class Torch(Contender):

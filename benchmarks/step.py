@@ -50,9 +50,13 @@ def ours(config: Any, batch: list[Microbatch], mesh: Mesh, **settings: object) -
     size, seq = batch[0].tokens.shape
     engine_settings = EngineSettings(micro_batch_size=size, gradient_clipping=1.0, **settings)  # type: ignore[arg-type]
     schedule = make_schedule("gpipe", 1, len(batch))
-    stages = build_stages(models.layers(config), schedule, engine_settings, mesh, Shape(size, seq))
-    engine = Engine(stages.module, stages.held, engine_settings, mesh)
-    executor = Executor(schedule, mesh, engine, stages.key, (size, seq, config.hidden_size))
+    stages = build_stages(
+        models.layers(config), schedule, engine_settings, mesh=mesh, shape=Shape(size, seq)
+    )
+    engine = Engine(stages.module, stages.held, engine_settings, mesh=mesh)
+    executor = Executor(
+        schedule, mesh, engine, key=stages.key, hidden_shape=(size, seq, config.hidden_size)
+    )
 
     def step() -> None:
         executor.run(batch)

@@ -46,21 +46,23 @@ def train(config: RunConfig, mesh: Mesh, stop: StopRequest, as_json: bool) -> in
     asked, config = config, config.with_corpus(corpus.vocab_size, len(corpus.train))
     found = run_folder.find_checkpoint(config, mesh, folder, console.print)
     self_test(EngineSettings.from_config(config), mesh, console.print)
-    parts = assemble(config, mesh, console.print)
+    parts = assemble(config, mesh, say=console.print)
     startup.print_placement(console, config, parts)
     start = run_folder.restore(found, config, mesh, parts, corpus, console.print)
     config = config.resumed(start.step, start.next_sample)
     with closing(run_folder.Output(config, mesh, console, folder, start, asked)) as output:
-        keep, behind = config.checkpoint.keep, config.checkpoint.asynchronous
         saver = Saver(
-            parts.engine, mesh, parts.layers, output.checkpoints, keep, behind, console.print
-        )
+            parts.engine, mesh, parts.layers, folder=output.checkpoints,
+            keep=config.checkpoint.keep, asynchronous=config.checkpoint.asynchronous,
+            say=console.print,
+        )  # fmt: skip
         peak_name, peak_flops = startup.peak(config, mesh)
         profiler = startup.make_profiler(config, mesh, parts, output.directory)
         stop.hold(output.directory if mesh.rank == 0 else None)
         result = Trainer(
-            config, mesh, corpus, parts, peak_flops, output.writer, output.progress, profiler,
-            saver, stop, start,
+            config, mesh, corpus=corpus, parts=parts, peak_flops=peak_flops, start=start,
+            writer=output.writer, progress=output.progress, profiler=profiler, saver=saver,
+            stop=stop,
         ).run()  # fmt: skip
         output.end(result.stopped)
     if config.run.save_weights and not result.stopped:
@@ -96,7 +98,7 @@ def main() -> NoReturn:
             launch = Launch.from_environment()
             config = RunConfig.from_json(args.config, overrides)
             if args.dry_run is not None:
-                code = dry_run(config, launch, args.dry_run, args.json)
+                code = dry_run(config, launch, devices=args.dry_run, as_json=args.json)
             else:
                 config = ready(config, launch)
                 sizes = config.mesh

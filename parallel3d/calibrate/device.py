@@ -237,7 +237,9 @@ def _adam(timer: Timer, device: torch.device, cpu_adam: bool) -> float:
     parameter = torch.zeros(count, device=device, requires_grad=True)
     parameter.grad = torch.full_like(parameter, 1e-3)
     groups = [{"params": [parameter], "weight_decay": 0.1}]
-    optimizer = make_optimizer(groups, 1e-3, (0.9, 0.95), 1e-8, cpu_adam, device)
+    optimizer = make_optimizer(
+        groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, cpu_adam=cpu_adam, device=device
+    )
     return count / timer.seconds(optimizer.step)
 
 

@@ -23,6 +23,7 @@ def load(
     folder: Path,
     files: Sequence[str],
     state: Mapping[str, Any],
+    *,
     engine: Engine,
     mesh: Mesh,
     layers: Sequence[LayerSpec],

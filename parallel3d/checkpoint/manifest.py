@@ -141,7 +141,7 @@ def _parse(content: dict[str, Any]) -> Manifest:
     return Manifest(content["step"], files)
 
 
-def check_file(folder: Path, name: str, entry: Entry, progress: Progress | None = None) -> str:
+def check_file(folder: Path, name: str, entry: Entry, *, progress: Progress | None = None) -> str:
     """Why a file is not as the manifest says, read to its end; "" where it is."""
     digest, done = Digest(), 0
     buffer = memoryview(bytearray(min(_READ_BYTES, entry.size + 1)))
@@ -203,7 +203,7 @@ def verify(folder: Path, progress: Progress | None = None) -> list[Bad]:
     bad = [
         Bad(name, reason)
         for name, entry in manifest.files.items()
-        if (reason := check_file(folder, name, entry, progress))
+        if (reason := check_file(folder, name, entry, progress=progress))
     ]
     return bad or _check_contents(folder, manifest)
 

@@ -11,7 +11,7 @@ from parallel3d.mesh.mesh import Mesh
 
 
 def keep_newest(
-    folder: Path, keep: int, newest: Path, mine: Mapping[str, Entry], mesh: Mesh
+    folder: Path, keep: int, *, newest: Path, mine: Mapping[str, Entry], mesh: Mesh
 ) -> str:
     """Remove all but the newest `keep` checkpoints; what is wrong with the newest, if it is bad.
 

@@ -42,6 +42,7 @@ class Saver:
         engine: Engine,
         mesh: Mesh,
         layers: Sequence[LayerSpec],
+        *,
         folder: Path,
         keep: int = 2,
         asynchronous: bool = True,
@@ -193,7 +194,7 @@ class Saver:
             self._on_first(lambda: disk.remove_folder(partial))
             return problem
         mine = {name: Entry(answer["size"], answer["digest"])} if answer and self._hashed else {}
-        problem = prune.keep_newest(self._folder, self._keep, folder, mine, mesh)
+        problem = prune.keep_newest(self._folder, self._keep, newest=folder, mine=mine, mesh=mesh)
         if problem:
             self._on_first(lambda: prune.remove_checkpoint(folder))
         return problem

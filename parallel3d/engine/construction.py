@@ -57,6 +57,7 @@ class ModelParallelUnit:
 def building(
     settings: EngineSettings,
     mesh: Mesh,
+    *,
     say: Callable[[str], None] = _log.info,
     beside: nn.Parameter | None = None,
 ) -> AbstractContextManager[Any]:

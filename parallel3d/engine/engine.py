@@ -67,6 +67,7 @@ class Engine:
         stages: nn.Module,
         held: Sequence[HeldParameter],
         settings: EngineSettings,
+        *,
         mesh: Mesh,
         say: Callable[[str], None] = _log.info,
         owners: tuple[int, int] = (0, -1),
@@ -78,15 +79,15 @@ class Engine:
         if settings.precision != "fp32":
             core.accumulate_in_fp32(self.held)
         first = self.held[0].parameter if self.held else None
-        with building(settings, mesh, say, beside=first):
+        with building(settings, mesh, say=say, beside=first):
             ballast = core.Ballast()
         self._module = _Module(stages, ballast)
         offload = settings.offload_optimizer != "none"
         optimizer = operators.make_optimizer(
             core.param_groups(self.held, ballast, settings.weight_decay),
-            settings.lr,
-            settings.betas,
-            settings.eps,
+            lr=settings.lr,
+            betas=settings.betas,
+            eps=settings.eps,
             cpu_adam=offload and operators.load_cpu_adam(mesh, say),
             device=mesh.device,
         )

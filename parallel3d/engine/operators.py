@@ -149,6 +149,7 @@ def _load(builder: Any, say: Callable[[str], None]) -> None:
 
 def make_optimizer(
     groups: list[dict[str, Any]],
+    *,
     lr: float,
     betas: tuple[float, float],
     eps: float,

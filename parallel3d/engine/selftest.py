@@ -121,14 +121,14 @@ def _run(
     settings: EngineSettings, mesh: Mesh, say: Callable[[str], None]
 ) -> tuple[list[float], dict[str, tuple[Cut, Tensor]]]:
     inner = _inner_size(settings, mesh)
-    with building(settings, mesh, say):
+    with building(settings, mesh, say=say):
         stage = _Stage(inner, mesh)
     named = dict(stage.named_parameters())
     held = [HeldParameter(s.name, named[s.name], s) for s in _specs(inner)]
     for h in held:
         with writing(h.parameter) as (shard, start), torch.no_grad():
             fill(shard, start, h.spec, h.name, h.cut, seed=mesh.coord("pp"))
-    engine = Engine(stage, held, settings, mesh, say)
+    engine = Engine(stage, held, settings, mesh=mesh, say=say)
     try:
         norms = [_step(engine, by_loss) for by_loss in (False, True)]
         return norms, {h.name: (h.cut, engine.full_parameter(h)) for h in held}

@@ -44,6 +44,7 @@ class Executor:
         schedule: Schedule,
         mesh: Mesh,
         engine: Engine,
+        *,
         key: RandomKey,
         hidden_shape: tuple[int, ...],
     ) -> None:

@@ -74,6 +74,7 @@ def build_stages(
     layers: Sequence[LayerSpec],
     schedule: Schedule,
     settings: EngineSettings,
+    *,
     mesh: Mesh,
     shape: Shape,
     seed: int = 0,

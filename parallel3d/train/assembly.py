@@ -36,7 +36,11 @@ class Assembly:
 
 
 def assemble(
-    config: RunConfig, mesh: Mesh, say: Callable[[str], None] = _log.info, seed: int | None = None
+    config: RunConfig,
+    mesh: Mesh,
+    *,
+    say: Callable[[str], None] = _log.info,
+    seed: int | None = None,
 ) -> Assembly:
     """Build a resolved config's stages, engine and executors on this rank of `mesh`.
 
@@ -52,17 +56,18 @@ def assemble(
         layers,
         schedule,
         settings,
-        mesh,
-        shape,
-        config.train.seed if seed is None else seed,
-        pipeline.activation_checkpointing,
-        split,
+        mesh=mesh,
+        shape=shape,
+        seed=config.train.seed if seed is None else seed,
+        activation_checkpointing=pipeline.activation_checkpointing,
+        sequence_parallel=split,
     )
     owners = schedule.pp_coord_of_stage[0], schedule.pp_coord_of_stage[-1]
-    engine = Engine(stages.module, stages.held, settings, mesh, say, owners)
+    engine = Engine(stages.module, stages.held, settings, mesh=mesh, say=say, owners=owners)
     seq = shape.seq // (mesh.size("tp") if split else 1)
     hidden = (shape.batch, seq, config.model.hidden_size)
     executor, evaluator = (
-        Executor(s, mesh, engine, stages.key, hidden) for s in (schedule, make_evaluation(schedule))
+        Executor(s, mesh, engine, key=stages.key, hidden_shape=hidden)
+        for s in (schedule, make_evaluation(schedule))
     )
     return Assembly(layers, shape, schedule, stages, engine, executor, evaluator)

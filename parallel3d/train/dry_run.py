@@ -48,7 +48,7 @@ def ready(config: RunConfig, launch: Launch) -> RunConfig:
     return config.resolve(launch.world_size)
 
 
-def dry_run(config: RunConfig, launch: Launch, devices: int, as_json: bool) -> int:
+def dry_run(config: RunConfig, launch: Launch, *, devices: int, as_json: bool) -> int:
     """Print what a run would be, and train nothing: mesh, memory, time, checkpoint.
 
     `devices`: for how many; 0 for those of the config's mesh, or those launched. Rank 0 speaks.

@@ -74,6 +74,7 @@ class Profiler:
         chosen: ProfileConfig,
         mesh: Mesh,
         executor: Executor,
+        *,
         run: Path,
         tensorboard: bool = False,
     ) -> None:

@@ -96,7 +96,14 @@ def restore(
     if found is None:
         return Position()
     position = RunState(config, corpus).position_in(found.state, found.folder, say)
-    load(found.folder, found.files, found.state, parts.engine, mesh, parts.layers)
+    load(
+        found.folder,
+        found.files,
+        found.state,
+        engine=parts.engine,
+        mesh=mesh,
+        layers=parts.layers,
+    )
     return position
 
 

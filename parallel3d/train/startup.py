@@ -110,7 +110,9 @@ def make_profiler(
     if config.train.profile is None:
         return None
     tensorboard = config.run.tensorboard
-    return Profiler(config.train.profile, mesh, parts.executor, directory, tensorboard)
+    return Profiler(
+        config.train.profile, mesh, parts.executor, run=directory, tensorboard=tensorboard
+    )
 
 
 def peak(config: RunConfig, mesh: Mesh) -> tuple[str, float | None]:

@@ -51,6 +51,7 @@ class Trainer:
         self,
         config: RunConfig,
         mesh: Mesh,
+        *,
         corpus: Corpus,
         parts: Assembly,
         peak_flops: float | None,

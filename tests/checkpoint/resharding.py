@@ -154,7 +154,7 @@ def save_on_rank(rank, sides, root):
         parts = list(trained.gathered())
         everything.append(parts if trained.mesh.coord("dp") == 0 else [])
         saver = Saver(
-            trained.engine, trained.mesh, layers(trained.config), root / str(side),
+            trained.engine, trained.mesh, layers(trained.config), folder=root / str(side),
             asynchronous=number % 2 == 0,
         )  # fmt: skip
         saver.save(state(STEPS))
@@ -210,8 +210,8 @@ def load_on_rank(rank, cases, root):
             folder = root / str(source)
             found, _ = resume.find(folder, str(folder / f"step-{STEPS}"), trained.mesh)
             load(
-                found.folder, found.files, found.state, trained.engine, trained.mesh,
-                layers(trained.config),
+                found.folder, found.files, found.state,
+                engine=trained.engine, mesh=trained.mesh, layers=layers(trained.config),
             )  # fmt: skip
             results.append(differences(trained, load_file(folder / "reference.safetensors")))
         everything.append(results)

@@ -7,7 +7,7 @@ from tests.ranks import run_ranks
 
 
 def saver_of(trained, folder, **settings):
-    return Saver(trained.engine, trained.mesh, layers(trained.config), folder, **settings)
+    return Saver(trained.engine, trained.mesh, layers(trained.config), folder=folder, **settings)
 
 
 def names(folder):

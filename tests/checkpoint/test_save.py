@@ -5,6 +5,7 @@ import threading
 import time
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -140,11 +141,11 @@ def damage_the_newest(rank, trained, folder, name):
     for step in (1, 2):
         saver.save(state(step))
 
-    def meanwhile(folder, keep, newest, mine, mesh):
+    def meanwhile(folder, keep, *, newest, mine, mesh):
         if rank == 0:
             flip_a_bit(newest / name)
         mesh.gather_texts("", aside=True)
-        return keep_newest(folder, keep, newest, mine, mesh)
+        return keep_newest(folder, keep, newest=newest, mine=mine, mesh=mesh)
 
     saver.finish()
     prune.keep_newest = meanwhile
@@ -238,9 +239,12 @@ def weigh(rank, root):
     other = Trained(replace(WIDE, mesh=(1, 2, 1)), root)
     other.train(1)
     found, _ = resume.find(root / "waiting", 1, other.mesh)
-    args = found.folder, found.files, found.state, other.engine, other.mesh, layers(other.config)
-    load(*args)
-    peaks.append(peak_of(lambda: load(*args)))
+    read = partial(
+        load, found.folder, found.files, found.state,
+        engine=other.engine, mesh=other.mesh, layers=layers(other.config),
+    )  # fmt: skip
+    read()
+    peaks.append(peak_of(read))
     return size, peaks
 
 

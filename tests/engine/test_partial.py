@@ -47,7 +47,7 @@ def sum_partial(rank, dp, settings, partial):
     for h in held:
         with writing(h.parameter) as (shard, start), torch.no_grad():
             fill(shard, start, h.spec, h.name, h.cut, 0)
-    engine = Engine(module, held, settings, mesh)
+    engine = Engine(module, held, settings, mesh=mesh)
     reduce = engine_file.all_reduce_coalesced
 
     def counted(tensors, group):

@@ -64,7 +64,7 @@ def alternate(rank, reduction, order, restore):
     for h in held:
         with writing(h.parameter) as (shard, start), torch.no_grad():
             fill(shard, start, h.spec, h.name, h.cut, 0)
-    engine = Engine(module, held, settings, mesh)
+    engine = Engine(module, held, settings, mesh=mesh)
     x, grad = inputs()
     peaks, norms = [], []
     for _ in range(2):

@@ -63,8 +63,8 @@ def build(config, tp, seq=16, sequence_parallel=False, **settings):
     mesh = Mesh(1, WORLD // tp, tp)
     schedule = make_schedule("gpipe", 1, 1)
     built = build_stages(
-        models.layers(config), schedule, EngineSettings(2, zero_stage=1), mesh, Shape(2, seq),
-        sequence_parallel=sequence_parallel, **settings,
+        models.layers(config), schedule, EngineSettings(2, zero_stage=1),
+        mesh=mesh, shape=Shape(2, seq), sequence_parallel=sequence_parallel, **settings,
     )  # fmt: skip
     weights = weights_of(config)
     with torch.no_grad():

@@ -90,7 +90,11 @@ def train_all_on_rank(rank, cases):
             behave_like_nccl(trainer.mesh)
         old = trainer.executor
         evaluator = Executor(
-            make_evaluation(old.schedule), old.mesh, old.engine, old._key, old._hidden_shape
+            make_evaluation(old.schedule),
+            old.mesh,
+            old.engine,
+            key=old._key,
+            hidden_shape=old._hidden_shape,
         )
         evaluator_holds = counting(evaluator)
         start = evaluator.run(trainer.microbatches(*next(batches_of(case, trainer.config))))
@@ -168,7 +172,7 @@ def swap_on_rank(rank, seconds):
     with pytest.raises(ScheduleError):
         validate(bad)
     old = trainer.executor
-    executor = Executor(bad, old.mesh, old.engine, old._key, old._hidden_shape)
+    executor = Executor(bad, old.mesh, old.engine, key=old._key, hidden_shape=old._hidden_shape)
     trainer.mesh.set_timeouts(seconds)
     start = time.monotonic()
     try:

@@ -36,7 +36,9 @@ DROPOUT = {"embd_pdrop": 0.1, "resid_pdrop": 0.1, "attn_pdrop": 0.1}
 def evaluator_of(trainer):
     old = trainer.executor
     schedule = make_evaluation(old.schedule)
-    return Executor(schedule, trainer.mesh, trainer.engine, old._key, old._hidden_shape)
+    return Executor(
+        schedule, trainer.mesh, trainer.engine, key=old._key, hidden_shape=old._hidden_shape
+    )
 
 
 class Saved:

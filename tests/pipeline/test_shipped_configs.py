@@ -120,8 +120,8 @@ def test_layers_of_the_first_middle_and_last_rank_on_the_meta_device(name, join)
             layers,
             schedule,
             EngineSettings.from_config(config),
-            mesh,
-            shape,
+            mesh=mesh,
+            shape=shape,
             activation_checkpointing=pipeline.activation_checkpointing,
             sequence_parallel=sizes.sequence_parallel,
         )

@@ -222,7 +222,9 @@ def build_on_rank(rank, sharded):
     with Memory() as memory:
         specs = layers(config_of(case))
         schedule = make_schedule("gpipe", 1, 1)
-        built = stages.build_stages(specs, schedule, settings_of(case), mesh, Shape(1, 16))
+        built = stages.build_stages(
+            specs, schedule, settings_of(case), mesh=mesh, shape=Shape(1, 16)
+        )
     mesh.barrier()
     return memory.peak, memory.largest, len(built.held)
 

@@ -30,7 +30,7 @@ SLACK = 300.0  # microseconds between the clocks of Python and torch
 def profile_on_rank(rank, directory):
     trainer = Trainer(CASE)
     chosen = ProfileConfig(start=1, steps=2)
-    recorder = profiler.Profiler(chosen, trainer.mesh, trainer.executor, Path(directory))
+    recorder = profiler.Profiler(chosen, trainer.mesh, trainer.executor, run=Path(directory))
     for step, batch in enumerate(batches_of(CASE, trainer.config)):
         with recorder.step(step):
             trainer.executor.run(trainer.microbatches(*batch), step)
@@ -170,7 +170,7 @@ def test_another_nodes_clock_is_set_by_the_barriers(monkeypatch):
         return [text, *(json.dumps(mine | other) for other in others)]
 
     mesh = SimpleNamespace(barrier=lambda: None, coord=lambda axis: 0, gather_texts=gather)
-    recorder = profiler.Profiler(ProfileConfig(start=0), mesh, None, Path("nowhere"))
+    recorder = profiler.Profiler(ProfileConfig(start=0), mesh, None, run=Path("nowhere"))
     seen = profiler._Step(0, 100.0, 102.0, 100.5, [("0F0", 0.0, 1.0)])
     recorder._steps = [seen]
     lanes = recorder._gather()

@@ -131,17 +131,19 @@ class Trainer:
         settings = settings_of(case)
         self.micro = settings.micro_batch_size
         self.stages = build_stages(
-            layers(self.config), schedule, settings, self.mesh, Shape(self.micro, 16),
+            layers(self.config), schedule, settings, mesh=self.mesh, shape=Shape(self.micro, 16),
             activation_checkpointing=case.checkpointing,
             sequence_parallel=case.sequence_parallel,
         )  # fmt: skip
         owners = schedule.pp_coord_of_stage[0], schedule.pp_coord_of_stage[-1]
         self.engine = Engine(
-            self.stages.module, self.stages.held, settings, self.mesh, owners=owners
+            self.stages.module, self.stages.held, settings, mesh=self.mesh, owners=owners
         )
         seq = 16 // (tp if case.sequence_parallel else 1)
         hidden = (self.micro, seq, self.config.hidden_size)
-        self.executor = Executor(schedule, self.mesh, self.engine, self.stages.key, hidden)
+        self.executor = Executor(
+            schedule, self.mesh, self.engine, key=self.stages.key, hidden_shape=hidden
+        )
 
     def microbatches(self, tokens, labels):
         """This dp coordinate's share of a batch."""
