@@ -13,6 +13,7 @@ from parallel3d.checkpoint.chunks import Chunk, ChunkFile
 from parallel3d.checkpoint.layout import boxes_in_whole, parameter_shapes
 from parallel3d.engine import KINDS, Engine
 from parallel3d.errors import CheckpointError
+from parallel3d.mesh.agree import agree
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.model.spec import LayerSpec, tied_names
 
@@ -34,14 +35,15 @@ def load(
     Raises CheckpointError on all ranks if the checkpoint is of another model, or cannot be read.
     """
     check_parameters(folder, state, layers)
-    problem = ""
-    try:
-        with _opened(folder, files) as index:
-            _fill(folder, engine, index, tied_names(layers))
-    except (CheckpointError, OSError) as error:
-        problem = str(error)
-    if problems := [text for text in mesh.gather_texts(problem) if text]:
-        raise CheckpointError(problems[0])
+
+    def read() -> None:
+        try:
+            with _opened(folder, files) as index:
+                _fill(folder, engine, index, tied_names(layers))
+        except OSError as error:
+            raise CheckpointError(str(error)) from None
+
+    agree(mesh, read)
     engine.states.finish_loading()
     engine.states.set_counters({k: state[k] for k in ("optimizer_steps", "loss_scale")})
 

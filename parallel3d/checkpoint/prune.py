@@ -6,33 +6,36 @@ from pathlib import Path
 
 from parallel3d.checkpoint import disk
 from parallel3d.checkpoint.manifest import STATE, Entry, check_file, read_manifest, step_folders
-from parallel3d.errors import CheckpointError
+from parallel3d.errors import CheckpointError, TrainingError
+from parallel3d.mesh.agree import agree, on_first
 from parallel3d.mesh.mesh import Mesh
 
 
 def keep_newest(
     folder: Path, keep: int, *, newest: Path, mine: Mapping[str, Entry], mesh: Mesh
-) -> str:
-    """Remove all but the newest `keep` checkpoints; what is wrong with the newest, if it is bad.
+) -> None:
+    """Remove all but the newest `keep` checkpoints, unless the newest of them is bad.
 
     Collective, on the group that is aside. `mine`: the files of the newest that this rank wrote,
     which it reads again and compares; rank 0 does so with the manifest and the state, too. If
-    anything is bad, nothing is removed. What cannot be removed stays.
+    anything is bad, nothing is removed and TrainingError is raised on all ranks. What cannot be
+    removed stays.
     """
-    # All ranks look before any of them removes something.
-    old = [path for _, path in step_folders(folder)][keep:] if mesh.rank == 0 else []
-    counts = mesh.gather_texts(str(len(old)), aside=True)
-    if counts[0] == "0":
-        return ""
-    bad = _damage(newest, mine, with_manifest=mesh.rank == 0)
-    if problems := [text for text in mesh.gather_texts(bad, aside=True) if text]:
-        return f"{newest} cannot be read back: {problems[0]}"
-    if mesh.rank == 0:
+
+    def look() -> None:
+        if reason := _damage(newest, mine, with_manifest=mesh.rank == 0):
+            raise TrainingError(f"{newest} cannot be read back: {reason}")
+
+    def remove() -> None:
         with suppress(OSError):
-            for path in old:
-                remove_checkpoint(path)
-    mesh.gather_texts("", aside=True)
-    return ""
+            for name in old:
+                remove_checkpoint(folder / name)
+
+    # All ranks look before any of them removes something.
+    old = on_first(mesh, lambda: [path.name for _, path in step_folders(folder)][keep:])
+    if old:
+        agree(mesh, look)
+        on_first(mesh, remove)
 
 
 def _damage(newest: Path, mine: Mapping[str, Entry], with_manifest: bool) -> str:

@@ -5,7 +5,6 @@ many-th of them whole to compare its digest. What the digests do not find is loo
 a file is what its name says, lest the load fails where an older checkpoint would do.
 """
 
-import json
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from parallel3d.checkpoint.manifest import (
     step_folders,
 )
 from parallel3d.errors import CheckpointError
+from parallel3d.mesh.agree import agree, on_first
 from parallel3d.mesh.mesh import Mesh
 
 _TENSORS = ".safetensors"
@@ -56,16 +56,18 @@ def find(folder: Path, resume: int | str, mesh: Mesh) -> tuple[Found | None, lis
         return None, []
     if resume != "auto":
         path = folder / f"step-{resume}" if isinstance(resume, int) else Path(resume)
-        found, reason = _verified(path, mesh)
-        if found is None:
-            raise CheckpointError(f'parallel3d.checkpoint.resume = "{resume}": {path} {reason}')
-        return found, []
+        try:
+            return _verified(path, mesh), []
+        except CheckpointError as error:
+            setting = f'parallel3d.checkpoint.resume = "{resume}"'
+            raise CheckpointError(f"{setting}: {path} {error}") from None
     rejected: list[str] = []
-    for path in _candidates(folder, mesh):
-        found, reason = _verified(path, mesh)
-        if found is not None:
-            return found, rejected
-        rejected.append(f"{path.name} {reason}")
+    # All ranks must try the same ones.
+    for name in on_first(mesh, lambda: [path.name for _, path in step_folders(folder)]):
+        try:
+            return _verified(folder / name, mesh), rejected
+        except CheckpointError as error:
+            rejected.append(f"{name} {error}")
     return None, rejected
 
 
@@ -75,8 +77,9 @@ def set_aside(folder: Path, step: int, mesh: Mesh) -> list[str]:
     Collective. What was rejected, or lies ahead of a step that was asked for, must not be taken
     for the newest when the run is resumed again.
     """
-    renamed = []
-    if mesh.rank == 0:
+
+    def rename() -> list[str]:
+        renamed = []
         for number, path in step_folders(folder):
             if number > step:
                 aside = path.with_name(f"{path.name}.rejected")
@@ -84,30 +87,24 @@ def set_aside(folder: Path, step: int, mesh: Mesh) -> list[str]:
                     disk.remove_folder(aside)
                     disk.rename(path, aside)
                     renamed.append(aside.name)
-    names: list[str] = json.loads(mesh.gather_texts(json.dumps(renamed))[0])
-    return names
+        return renamed
+
+    return on_first(mesh, rename)
 
 
-def _candidates(folder: Path, mesh: Mesh) -> list[Path]:
-    """What rank 0 sees: all ranks must try the same ones."""
-    names = [path.name for _, path in step_folders(folder)] if mesh.rank == 0 else []
-    return [folder / name for name in json.loads(mesh.gather_texts(json.dumps(names))[0])]
+def _verified(path: Path, mesh: Mesh) -> Found:
+    """The checkpoint; CheckpointError on all ranks, in one line, unless each finds it good."""
 
+    def look() -> Found:
+        try:
+            return _look(path, mesh.rank, mesh.size("world"))
+        except CheckpointError as error:
+            problem = str(error)
+        except OSError as error:
+            problem = f"{error.strerror} ({error.filename})"
+        raise CheckpointError(f"is rejected: {problem} (seen by rank {mesh.rank})")
 
-def _verified(path: Path, mesh: Mesh) -> tuple[Found | None, str]:
-    """The checkpoint, if every rank finds it good; else one line that says why not."""
-    found, problem = None, ""
-    try:
-        found = _look(path, mesh.rank, mesh.size("world"))
-    except CheckpointError as error:
-        problem = str(error)
-    except OSError as error:
-        problem = f"{error.strerror} ({error.filename})"
-    problems = mesh.gather_texts(problem)
-    first = next((rank for rank, text in enumerate(problems) if text), None)
-    if first is None:
-        return found, ""
-    return None, f"is rejected: {problems[first]} (seen by rank {first})"
+    return agree(mesh, look)
 
 
 def _look(path: Path, rank: int, world_size: int) -> Found:

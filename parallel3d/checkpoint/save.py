@@ -9,7 +9,8 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -22,6 +23,7 @@ from parallel3d.checkpoint.chunks import header
 from parallel3d.checkpoint.manifest import FORMAT, Entry, manifest_bytes
 from parallel3d.engine import Engine
 from parallel3d.errors import TrainingError
+from parallel3d.mesh.agree import agree, gather_json, on_first
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.model.spec import LayerSpec
 
@@ -99,7 +101,7 @@ class Saver:
         if alone:
             buffer = self._copied()
             self._thread = Thread(
-                target=self._write, args=(state, _pieces(buffer)), name="checkpoint", daemon=True
+                target=self._write, args=(state, [buffer.numpy()]), name="checkpoint", daemon=True
             )
             self._thread.start()
         else:
@@ -167,37 +169,41 @@ class Saver:
     def _write(self, state: dict[str, Any], arrays: Iterable[np.ndarray]) -> None:
         """Write, agree, name; leaves in `_problem` what went wrong, on every rank the same."""
         try:
-            self._problem = self._write_all(state, arrays)
+            self._write_all(state, arrays)
+        except TrainingError as error:
+            self._problem = str(error)
         except Exception as error:  # a lost rank: training cannot go on, and shall say why
             self._lost = error
         self.seconds = time.perf_counter() - self._started
 
-    def _write_all(self, state: dict[str, Any], arrays: Iterable[np.ndarray]) -> str:
+    def _write_all(self, state: dict[str, Any], arrays: Iterable[np.ndarray]) -> None:
+        """Raises TrainingError on all ranks if it cannot be done, and leaves nothing of it."""
         step, mesh = state["step"], self._mesh
         folder, partial = self._folder / f"step-{step}", self._folder / f"step-{step}.tmp"
-        if problem := self._on_first(lambda: disk.make_folder(partial)):
-            return problem
-        name = f"shard-{mesh.rank:05d}-of-{mesh.size('world'):05d}.safetensors"
-        answer: dict[str, Any] = {}
+        remove, begun = disk.remove_folder, partial
         try:
-            if self._header:
-                entry = disk.write_file(partial / name, _with(self._header, arrays), self._hashed)
-                answer = {"name": name, "size": entry.size, "digest": entry.digest}
-        except Exception as error:  # of any kind: the other ranks wait for this one's answer
-            answer = {"problem": f"rank {mesh.rank}: {_reason(error)} ({partial / name})"}
-        answers = [json.loads(text) for text in mesh.gather_texts(json.dumps(answer), aside=True)]
-        problem = next((a["problem"] for a in answers if "problem" in a), "")
-        if not problem:
-            files = {a["name"]: Entry(a["size"], a["digest"]) for a in answers if a}
-            problem = self._on_first(lambda: self._name(state, files, partial, folder))
-        if problem:
-            self._on_first(lambda: disk.remove_folder(partial))
-            return problem
-        mine = {name: Entry(answer["size"], answer["digest"])} if answer and self._hashed else {}
-        problem = prune.keep_newest(self._folder, self._keep, newest=folder, mine=mine, mesh=mesh)
-        if problem:
-            self._on_first(lambda: prune.remove_checkpoint(folder))
-        return problem
+            self._on_first(lambda: disk.make_folder(partial))
+            mine = agree(mesh, lambda: self._write_own(partial, arrays))
+            found = gather_json(mesh, mine, aside=True)
+            files = {name: Entry(*entry) for own in found for name, entry in own.items()}
+            self._on_first(lambda: self._name(state, files, partial, folder))
+            remove, begun = prune.remove_checkpoint, folder
+            known = {name: Entry(*entry) for name, entry in mine.items() if self._hashed}
+            prune.keep_newest(self._folder, self._keep, newest=folder, mine=known, mesh=mesh)
+        except TrainingError:
+            with suppress(TrainingError):
+                self._on_first(lambda: remove(begun))
+            raise
+
+    def _write_own(self, partial: Path, arrays: Iterable[np.ndarray]) -> dict[str, Any]:
+        """Write this rank's file, if it has anything to write; its name, size and digest."""
+        if not self._header:
+            return {}
+        rank = self._mesh.rank
+        name = f"shard-{rank:05d}-of-{self._mesh.size('world'):05d}.safetensors"
+        with _reporting(partial / name, f"rank {rank}: "):
+            entry = disk.write_file(partial / name, chain([self._header], arrays), self._hashed)
+        return {name: [entry.size, entry.digest]}
 
     def _name(
         self, state: dict[str, Any], files: dict[str, Entry], partial: Path, folder: Path
@@ -214,16 +220,14 @@ class Saver:
         with suppress(OSError):  # a hint, which nothing depends on
             disk.replace_text(self._folder / "latest", f"{folder.name}\n")
 
-    def _on_first(self, work: Callable[[], None]) -> str:
-        """Have rank 0 do it; what went wrong, on every rank."""
-        problem = ""
-        if self._mesh.rank == 0:
-            try:
+    def _on_first(self, work: Callable[[], None]) -> None:
+        """Have rank 0 do it; raises TrainingError on all ranks if that cannot."""
+
+        def reported() -> None:
+            with _reporting(self._folder):
                 work()
-            except Exception as error:  # of any kind: the other ranks wait to hear of it
-                place = getattr(error, "filename", None) or self._folder
-                problem = f"{_reason(error)} ({place})"
-        return self._mesh.gather_texts(problem, aside=True)[0]
+
+        on_first(self._mesh, reported)
 
     def _conclude(self) -> None:
         if self._lost is not None:
@@ -243,16 +247,12 @@ class Saver:
         )
 
 
-def _with(head: bytes, arrays: Iterable[np.ndarray]) -> Iterator[bytes | np.ndarray]:
-    yield head
-    yield from arrays
-
-
-def _pieces(buffer: torch.Tensor) -> list[np.ndarray]:
-    return [buffer.numpy()]
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return f"{type(error).__name__}: {error}"
+@contextmanager
+def _reporting(place: Path, prefix: str = "") -> Iterator[None]:
+    """Make errors of any kind a TrainingError: the other ranks wait to hear of them."""
+    try:
+        yield
+    except Exception as error:
+        reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+        place = getattr(error, "filename", None) or place
+        raise TrainingError(f"{prefix}{reason} ({place})") from None

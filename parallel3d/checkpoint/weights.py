@@ -8,6 +8,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from parallel3d.engine import Engine
+from parallel3d.mesh.agree import gather_json
 from parallel3d.mesh.mesh import Mesh
 
 _INDEX = "model.safetensors.index.json"
@@ -36,8 +37,7 @@ def save_weights(engine: Engine, mesh: Mesh, directory: Path) -> None:
         partial = directory / f"{name}.partial"
         save_file(weights, partial, metadata={"format": "pt"})
         os.replace(partial, directory / name)
-    mine = json.dumps({n: [name, w.nbytes] for n, w in weights.items()})
-    files = [json.loads(text) for text in mesh.gather_texts(mine)]
+    files = gather_json(mesh, {n: [name, w.nbytes] for n, w in weights.items()})
     if mesh.rank == 0:
         entries = {n: entry for file in files for n, entry in file.items()}
         index = {

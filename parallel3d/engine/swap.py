@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from parallel3d.errors import ConfigError
+from parallel3d.mesh.agree import agree
 from parallel3d.mesh.mesh import Mesh
 
 _log = logging.getLogger(__name__)
@@ -29,20 +30,21 @@ def make_folder(nvme_path: str, mesh: Mesh, setting: str) -> Path:
     Collective: raises ConfigError on all ranks if one of them cannot write there. What runs that
     were killed left behind there is removed first.
     """
-    folder, problem = Path(nvme_path), ""
-    try:
-        _remove_leftovers(Path(nvme_path))
-        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=nvme_path))
-        _locks[folder] = _lock(folder)
-    except OSError as error:
-        problem = f"cannot be written on rank {mesh.rank} ({error.strerror})"
-    if problems := [p for p in mesh.gather_texts(problem) if p]:
-        remove_folder(folder)
-        raise ConfigError(
-            f'{setting} = "{nvme_path}": {problems[0]}; name a folder that exists and can be '
-            "written on every node, on its NVMe drive"
-        )
-    return folder
+
+    def make() -> Path:
+        try:
+            _remove_leftovers(Path(nvme_path))
+            folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=nvme_path))
+            _locks[folder] = _lock(folder)
+            return folder
+        except OSError as error:
+            raise ConfigError(
+                f'{setting} = "{nvme_path}": cannot be written on rank {mesh.rank} '
+                f"({error.strerror}); name a folder that exists and can be written on every node, "
+                "on its NVMe drive"
+            ) from None
+
+    return agree(mesh, make)
 
 
 def remove_folder(folder: Path) -> None:

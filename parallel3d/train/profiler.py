@@ -26,6 +26,7 @@ import torch
 from torch.profiler import profile, supported_activities
 
 from parallel3d.config.settings import ProfileConfig
+from parallel3d.mesh.agree import gather_json
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.pipeline.executor import Executor
 from parallel3d.schedule import draw
@@ -137,7 +138,7 @@ class Profiler:
         coords = [self._mesh.coord(axis) for axis in ("pp", "dp", "tp")]
         mine = {"clock": clock, "ends": ends, "coords": coords}
         mine["steps"] = [asdict(step) for step in self._steps]
-        everyone = [json.loads(text) for text in self._mesh.gather_texts(json.dumps(mine))]
+        everyone = gather_json(self._mesh, mine)
         first = {said["clock"]: said["ends"] for said in reversed(everyone)}
         zero = everyone[0]["ends"]
         lanes = []

@@ -14,11 +14,11 @@ from parallel3d.checkpoint.state import Position, RunState
 from parallel3d.config import RunConfig
 from parallel3d.data.corpus import Corpus
 from parallel3d.errors import ConfigError
+from parallel3d.mesh.agree import on_first
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.train.assembly import Assembly
 from parallel3d.train.attempts import Attempts, folder_of_this_launch, step_reached
 from parallel3d.train.metrics import MetricsWriter, Progress, require_tensorboard
-from parallel3d.train.startup import on_one
 
 
 def find_folder(config: RunConfig, mesh: Mesh) -> Path | None:
@@ -29,18 +29,18 @@ def find_folder(config: RunConfig, mesh: Mesh) -> Path | None:
     `Attempts.check` raises, so that a hopeless run does not build its model first.
     """
 
-    def work() -> str:
+    def look() -> str | None:
         if config.run.tensorboard:
             require_tensorboard()
         directory = Path(config.run.directory)
         if config.run.name == "auto":
             if not mesh.restart_count:
-                return ""
+                return None
             folder = folder_of_this_launch(directory, _name(config))
         else:
             folder = directory / config.run.name
         if folder is None or not folder.exists():
-            return ""
+            return None
         if config.checkpoint.resume == "none" and not mesh.restart_count:
             raise ConfigError(
                 f'parallel3d.run.name = "{config.run.name}": {folder} exists, and '
@@ -49,7 +49,7 @@ def find_folder(config: RunConfig, mesh: Mesh) -> Path | None:
         attempts(folder, config).check(step_reached(folder), mesh.restart_count > 0)
         return str(folder)
 
-    found = on_one(mesh, mesh.rank == 0, work)[0]
+    found = on_first(mesh, look)
     return Path(found) if found else None
 
 
@@ -131,8 +131,7 @@ class Output:
         asked: RunConfig | None = None,
     ) -> None:
         step = start.step if start else 0
-        made = on_one(mesh, mesh.rank == 0, lambda: str(folder or _make_directory(config)))
-        self.directory = Path(made[0])
+        self.directory = Path(on_first(mesh, lambda: str(folder or _make_directory(config))))
         self.checkpoints = self.directory / "checkpoints"
         self.writer: MetricsWriter | None = None
         self.progress: Progress | None = None
@@ -141,18 +140,17 @@ class Output:
         if names:
             console.print(f"resume  not part of the run any more: {', '.join(names)}")
         restart = mesh.restart_count > 0
-        on_one(mesh, mesh.rank == 0, lambda: self._begin(config, step, restart))
+        on_first(mesh, lambda: self._begin(config, step, restart))
         if mesh.rank == 0:
             self.writer = MetricsWriter(self.directory, config.run.tensorboard)
             self.progress = Progress(config.num_steps, config.steps_per_print, console)
 
-    def _begin(self, config: RunConfig, step: int, restart: bool) -> str:
+    def _begin(self, config: RunConfig, step: int, restart: bool) -> None:
         self._attempts.begin(step_reached(self.directory), restart)
         prune.remove_leftovers(self.checkpoints)
         forget_after(self.directory / "metrics.jsonl", step)
         resolved = json.dumps(config.to_dict(), indent=1)
         (self.directory / "config.json").write_text(resolved + "\n")
-        return ""
 
     def end(self, stopped: bool) -> None:
         """Note that the run ended well: done, or `stopped` with everything saved."""

@@ -1,7 +1,6 @@
 """What surrounds the step loop: the corpus on every rank, the run's folder, the closing summary."""
 
 import math
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,33 +16,12 @@ from parallel3d.data.prepare import prepare
 from parallel3d.data.progress import shown_progress
 from parallel3d.data.sources import silent
 from parallel3d.engine import EngineSettings
-from parallel3d.errors import Parallel3DError, TrainingError
+from parallel3d.mesh.agree import agree, gather_json
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.train.assembly import Assembly
 from parallel3d.train.metrics import Summary, measure_peak_flops, print_summary
 from parallel3d.train.profiler import Profiler
 from parallel3d.train.trainer import Result
-
-
-def on_one(mesh: Mesh, here: bool, work: Callable[[], str]) -> list[str]:
-    """What `work` gave on the ranks where it was done `here`, "" elsewhere, in order of ranks.
-
-    Collective. A Parallel3DError or TrainingError of one rank is raised on all. A rank that waits
-    here hears signals.
-    """
-    text = error = ""
-    kinds: dict[str, type[Exception]] = {"input": Parallel3DError, "training": TrainingError}
-    if here:
-        try:
-            text = work()
-        except Parallel3DError as caught:
-            error = f"input {caught}"
-        except TrainingError as caught:
-            error = f"training {caught}"
-    if errors := [e for e in mesh.gather_texts(error, aside=True) if e]:
-        kind, _, message = errors[0].partition(" ")
-        raise kinds[kind](message)
-    return mesh.gather_texts(text, aside=True)
 
 
 def open_corpus(config: RunConfig, mesh: Mesh, console: Console) -> Corpus:
@@ -52,13 +30,15 @@ def open_corpus(config: RunConfig, mesh: Mesh, console: Console) -> Corpus:
     Raises Parallel3DError on all ranks if it cannot be used on one.
     """
 
-    def work() -> str:
+    def prepared() -> str | None:
+        if mesh.local_rank > 0:
+            return None
         with nullcontext(silent) if console.quiet else shown_progress() as progress:
             corpus = prepare(config.data, progress)
         check_length(corpus, config.data.sequence_length, config.global_batch_size)
         return str(corpus.directory)
 
-    directories = on_one(mesh, mesh.local_rank == 0, work)
+    directories = gather_json(mesh, agree(mesh, prepared), aside=True)
     corpus = Corpus.open(directories[mesh.rank - mesh.local_rank])
     train, held_out = len(corpus.train), len(corpus.held_out)
     console.print(

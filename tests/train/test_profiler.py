@@ -157,7 +157,7 @@ def test_files_of_each_rank_and_of_the_last_step(written):
 def test_another_nodes_clock_is_set_by_the_barriers(monkeypatch):
     """Ranks 0 and 1 share a clock, although they leave barriers apart; rank 2's is 5 s ahead."""
 
-    def gather(text):
+    def gather(text, aside):
         mine = json.loads(text)
         far = [end + 5 for end in mine["ends"]]
         far[0] += 60  # one barrier after which the node was slow

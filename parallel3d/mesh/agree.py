@@ -1,0 +1,46 @@
+"""What goes wrong on one rank goes wrong on all: none is left waiting for another (floor 1)."""
+
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from parallel3d import errors
+from parallel3d.errors import Parallel3DError, TrainingError
+from parallel3d.mesh.mesh import Mesh
+
+_T = TypeVar("_T")
+
+
+def agree(mesh: Mesh, work: Callable[[], _T]) -> _T:
+    """What `work` gives on this rank, once it is done on all.
+
+    Collective, on the group that is aside: a rank that waits here hears signals. A Parallel3DError
+    or TrainingError of a rank, the first in their order, is raised on all, of the same kind and
+    with the same message.
+    """
+    problem = ""
+    try:
+        result = work()
+    except (Parallel3DError, TrainingError) as error:
+        kinds = (
+            kind.__name__ for kind in type(error).__mro__ if kind.__module__ == errors.__name__
+        )
+        problem = f"{next(kinds)} {error}"
+    if problems := [text for text in mesh.gather_texts(problem, aside=True) if text]:
+        kind, _, message = problems[0].partition(" ")
+        raise getattr(errors, kind)(message)
+    return result
+
+
+def on_first(mesh: Mesh, work: Callable[[], Any]) -> Any:
+    """What `work`, done on rank 0 alone, gives: a JSON value, on every rank.
+
+    Collective; its errors are raised as `agree` does.
+    """
+    mine = agree(mesh, lambda: work() if mesh.rank == 0 else None)
+    return gather_json(mesh, mine, aside=True)[0]
+
+
+def gather_json(mesh: Mesh, value: Any, aside: bool = False) -> list[Any]:
+    """Every rank's JSON value, in the order of global ranks; `aside` as in `Mesh.gather_texts`."""
+    return [json.loads(text) for text in mesh.gather_texts(json.dumps(value), aside)]
