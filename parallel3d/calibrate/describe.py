@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import torch
 
+from parallel3d.atomic import replace_text
 from parallel3d.calibrate.curves import fit_curves, fit_link, fit_program
 from parallel3d.calibrate.device import Effort, measure_device, set_threads
 from parallel3d.calibrate.fit import typical
@@ -209,11 +210,8 @@ def _numbers(place: str, value: Any) -> Iterator[tuple[str, float]]:
 
 
 def _write(hardware: Hardware, path: Path) -> None:
-    partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    text = hardware.model_dump_json(indent=2, exclude_none=True)
     try:
-        partial.write_text(hardware.model_dump_json(indent=2, exclude_none=True) + "\n")
-        partial.replace(path)
+        replace_text(path, f"{text}\n", shared=True)
     except OSError as error:
         raise TrainingError(f"cannot write {path}: {error}") from None
-    finally:
-        partial.unlink(missing_ok=True)

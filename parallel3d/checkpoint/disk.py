@@ -7,19 +7,27 @@ import os
 import shutil
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from parallel3d import atomic
 from parallel3d.checkpoint.manifest import Digest, Entry
 from parallel3d.fault import fault_point
 
+_POINTS = "checkpoint"  # how the names of the fault points begin
+rename = partial(atomic.rename, points=_POINTS)
+sync_folder = partial(atomic.sync_folder, points=_POINTS)
 BLOCK = 8 * 2**20  # bytes of one write, between which the process may be killed
 
 
-def write_file(path: Path, parts: Iterable[Any], hashed: bool = True) -> Entry:
+def write_file(
+    path: Path, parts: Iterable[Any], hashed: bool = True, *, synced: bool = True
+) -> Entry:
     """Write a new file of these parts, on disk when this returns; its size and digest.
 
-    Nothing is copied: host arrays are written from where they lie. Raises OSError.
+    Nothing is copied: host arrays are written from where they lie. `synced`: False leaves it to
+    the caller to have the file on disk. Raises OSError.
     """
     digest, size, begun = Digest(), 0, 0
     fault_point("checkpoint.before_create")
@@ -39,9 +47,10 @@ def write_file(path: Path, parts: Iterable[Any], hashed: bool = True) -> Entry:
                     # The disk begins with it now, and the sync waits for the rest alone.
                     os.posix_fadvise(descriptor, begun, size - begun, os.POSIX_FADV_DONTNEED)
                     begun = size
-        fault_point("checkpoint.before_fsync")
-        os.fsync(descriptor)
-        fault_point("checkpoint.after_fsync")
+        if synced:
+            fault_point("checkpoint.before_fsync")
+            os.fsync(descriptor)
+            fault_point("checkpoint.after_fsync")
     finally:
         os.close(descriptor)
     return Entry(size, digest.hexdigest())
@@ -63,25 +72,6 @@ def make_folder(path: Path) -> None:
     sync_folder(path.parent)
 
 
-def sync_folder(path: Path) -> None:
-    """Have the names in a folder on disk."""
-    fault_point("checkpoint.before_folder_fsync")
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    fault_point("checkpoint.after_folder_fsync")
-
-
-def rename(old: Path, new: Path) -> None:
-    """Give a file or folder its name, in one instant, on disk when this returns."""
-    fault_point("checkpoint.before_rename")
-    os.rename(old, new)
-    fault_point("checkpoint.after_rename")
-    sync_folder(new.parent)
-
-
 def remove_folder(path: Path) -> None:
     """Remove a folder of files, if it is there."""
     if not path.is_dir():
@@ -101,7 +91,5 @@ def remove_folder(path: Path) -> None:
 
 def replace_text(path: Path, text: str) -> None:
     """Write a small file in place of the old one, never half."""
-    partial = path.with_name(f"{path.name}.partial")
-    partial.unlink(missing_ok=True)
-    write_file(partial, [text.encode()])
-    rename(partial, path)
+    with atomic.replaced(path, points=_POINTS) as new:
+        write_file(new, [text.encode()], synced=False)

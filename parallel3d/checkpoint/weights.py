@@ -1,12 +1,12 @@
 """The trained weights as safetensors, whole, under their global names."""
 
 import json
-import os
 from pathlib import Path
 
 from safetensors.torch import save_file
 from torch import Tensor
 
+from parallel3d.atomic import replace_text, replaced
 from parallel3d.engine import Engine
 from parallel3d.mesh.agree import gather_json
 from parallel3d.mesh.mesh import Mesh
@@ -34,9 +34,8 @@ def save_weights(engine: Engine, mesh: Mesh, directory: Path) -> None:
     name = f"model-{mesh.coord('pp') + 1:05d}-of-{mesh.size('pp'):05d}.safetensors"
     if writer:
         directory.mkdir(parents=True, exist_ok=True)
-        partial = directory / f"{name}.partial"
-        save_file(weights, partial, metadata={"format": "pt"})
-        os.replace(partial, directory / name)
+        with replaced(directory / name) as partial:
+            save_file(weights, partial, metadata={"format": "pt"})
     files = gather_json(mesh, {n: [name, w.nbytes] for n, w in weights.items()})
     if mesh.rank == 0:
         entries = {n: entry for file in files for n, entry in file.items()}
@@ -44,7 +43,5 @@ def save_weights(engine: Engine, mesh: Mesh, directory: Path) -> None:
             "metadata": {"total_size": sum(size for _, size in entries.values())},
             "weight_map": {n: file for n, (file, _) in sorted(entries.items())},
         }
-        partial = directory / f"{_INDEX}.partial"
-        partial.write_text(json.dumps(index, indent=1) + "\n")
-        os.replace(partial, directory / _INDEX)
+        replace_text(directory / _INDEX, f"{json.dumps(index, indent=1)}\n")
     mesh.barrier()

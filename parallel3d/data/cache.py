@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
-from typing import IO
+
+from parallel3d.atomic import rename, sync
 
 MANIFEST = "files.json"
 
@@ -33,7 +34,7 @@ def locked(directory: Path, on_wait: Callable[[], None]) -> Iterator[None]:
     The lock file is gone afterwards. Raises OSError where it cannot be written.
     """
     directory.parent.mkdir(parents=True, exist_ok=True)
-    path = _lock_path(directory)
+    path = directory.with_name(f"{directory.name}.lock")
     file = _try_lock(path)
     if file is None:
         on_wait()
@@ -52,34 +53,18 @@ def staged(directory: Path) -> Iterator[Path]:
     What `directory` held before is replaced. To be called with the directory locked.
     """
     remove_leftovers(directory.parent)
-    partial = _partial_path(directory)
+    partial = directory.with_name(f"{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     try:
         yield partial
         _write_manifest(partial)
-        _flush(partial)
+        for path in [*partial.rglob("*"), partial]:
+            sync(path)
         shutil.rmtree(directory, ignore_errors=True)
-        partial.rename(directory)
-        _flush_one(directory.parent)
+        rename(partial, directory)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-@contextmanager
-def replaced(path: Path) -> Iterator[IO[bytes]]:
-    """Give a file that becomes `path` when the block ends, or vanishes on any error."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        with open(partial, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        partial.rename(path)
-        _flush_one(path.parent)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def is_whole(directory: Path, bits: bool = False) -> bool:
@@ -116,14 +101,6 @@ def remove_leftovers(parent: Path) -> None:
             _unlock(path, file)
 
 
-def _lock_path(directory: Path) -> Path:
-    return directory.with_name(directory.name + ".lock")
-
-
-def _partial_path(directory: Path) -> Path:
-    return directory.with_name(directory.name + ".partial")
-
-
 def _try_lock(path: Path, wait: bool = False) -> int | None:
     """Give the descriptor that holds the lock, or None if another does (or just removed it)."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -158,16 +135,3 @@ def _digest(path: Path) -> str:
         while block := file.read(2**20):
             digest.update(block)
     return digest.hexdigest()
-
-
-def _flush(directory: Path) -> None:
-    for path in [*directory.rglob("*"), directory]:
-        _flush_one(path)
-
-
-def _flush_one(path: Path) -> None:
-    file = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)

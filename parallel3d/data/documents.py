@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from parallel3d.data.cache import prune, replaced
+from parallel3d.atomic import replaced
+from parallel3d.data.cache import prune
 from parallel3d.data.rows import FileReader, Wanted
 from parallel3d.data.sources import Files, Progress, silent
 from parallel3d.errors import DataError
@@ -131,7 +132,8 @@ def _indexed(reader: FileReader, path: str, indexes: Path, progress: Progress) -
         state = os.stat(path)
         settled = started - max(state.st_mtime, state.st_ctime) > SECONDS_UNTIL_SETTLED
         if settled and _signature(reader, path) == before:
-            with replaced(index) as file:
+            indexes.mkdir(parents=True, exist_ok=True)
+            with replaced(index, shared=True) as partial, open(partial, "wb") as file:
                 np.save(file, table, allow_pickle=False)
             prune(indexes, DAYS_KEPT)
     return table

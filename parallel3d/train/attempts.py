@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 
+from parallel3d.atomic import replace_text
 from parallel3d.errors import TrainingError
 from parallel3d.train.stopping import Stopped
 
@@ -138,13 +139,7 @@ class _Record:
 
     def write(self, path: Path) -> None:
         """Replace the file, whole or not at all."""
-        partial = path.with_name(path.name + ".tmp")
-        with open(partial, "w") as file:
-            json.dump(asdict(self), file)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
+        replace_text(path, f"{json.dumps(asdict(self))}\n")
 
 
 def _is_same_launch(one: str, other: str) -> bool:

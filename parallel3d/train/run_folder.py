@@ -8,7 +8,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from parallel3d.checkpoint import disk, prune, resume
+from parallel3d.atomic import replace_text
+from parallel3d.checkpoint import prune, resume
 from parallel3d.checkpoint.load import load
 from parallel3d.checkpoint.state import Position, RunState
 from parallel3d.config import RunConfig
@@ -150,7 +151,7 @@ class Output:
         prune.remove_leftovers(self.checkpoints)
         forget_after(self.directory / "metrics.jsonl", step)
         resolved = json.dumps(config.to_dict(), indent=1)
-        (self.directory / "config.json").write_text(resolved + "\n")
+        replace_text(self.directory / "config.json", f"{resolved}\n")
 
     def end(self, stopped: bool) -> None:
         """Note that the run ended well: done, or `stopped` with everything saved."""
@@ -168,7 +169,7 @@ def forget_after(metrics: Path, step: int) -> None:
     """Drop the lines of steps that will be done again, so that each step has one line."""
     kept = [line for number, line in _whole_lines(metrics) if number <= step]
     if metrics.exists():
-        disk.replace_text(metrics, "".join(kept))
+        replace_text(metrics, "".join(kept))
 
 
 def _whole_lines(metrics: Path) -> Sequence[tuple[int, str]]:

@@ -18,6 +18,7 @@ WRITES = ("open", "mkdir", "write", "fsync", "rename", "unlink", "rmdir")
 
 def listen(path, rank):
     """Write a line for every fault point, and for every change below checkpoints/, as they come."""
+    from parallel3d import atomic
     from parallel3d.checkpoint import disk
 
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -38,7 +39,7 @@ def listen(path, rank):
 
     for name in (*WRITES, "replace", "truncate", "ftruncate", "link", "symlink"):
         setattr(os, name, heard(name, getattr(os, name)))
-    disk.fault_point = lambda name: say(f"point {name}")
+    atomic.fault_point = disk.fault_point = lambda name: say(f"point {name}")
 
 
 def events_of(path):

@@ -49,9 +49,9 @@ def save_both_ways(rank, sides, root):
         first.save(state(2))
         stepped = threading.Event()
 
-        def write_later(*args, stepped=stepped):
+        def write_later(*args, stepped=stepped, **options):
             assert stepped.wait(60)
-            return write(*args)
+            return write(*args, **options)
 
         before = {name: value["master"] for name, _, _, value in trained.gathered()}
         disk.write_file = write_later
@@ -105,11 +105,11 @@ def save_twice(rank, trained, folder):
     """Two saves at once, the first of which is slow on rank 1; the most that wrote together."""
     saver, write, writing, most = saver_of(trained, folder), disk.write_file, [], []
 
-    def slow(path, *args):
+    def slow(path, *args, **options):
         writing.append(path)
         most.append(len({p.parent.name for p in writing}))
         time.sleep(0.4 * (rank == 1 and path.parent.name == "step-1.tmp"))
-        entry = write(path, *args)
+        entry = write(path, *args, **options)
         writing.remove(path)
         return entry
 

@@ -119,7 +119,7 @@ def break_the_thread(rank, trained, folder):
     said, write = [], disk.write_file
     saver = saver_of(trained, folder, say=said.append)
 
-    def broken(*args):
+    def broken(*args, **options):
         raise ArithmeticError("nobody has thought of it")
 
     disk.write_file = broken if rank == 1 else write
@@ -153,10 +153,10 @@ def fill_the_disk_for_step_2(rank):
     """Rank 1's disk is full while the first checkpoint is written."""
     write = disk.write_file
 
-    def full(path, *args):
+    def full(path, *args, **options):
         if rank == 1 and path.parent.name == "step-2.tmp":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        return write(path, *args)
+        return write(path, *args, **options)
 
     disk.write_file = full
 

@@ -186,9 +186,9 @@ def poison_loss(rank, culprit, value):
     """From its third batch on, the executor of one rank reports a loss that is not finite."""
     run, write = Executor.run, disk.write_file
 
-    def slow_write(*args):
+    def slow_write(*args, **options):
         time.sleep(0.3)  # the save of the step before is still under way
-        return write(*args)
+        return write(*args, **options)
 
     disk.write_file = slow_write
 
