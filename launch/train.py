@@ -31,48 +31,47 @@ def train(config: RunConfig, mesh: Mesh, stop: StopRequest, as_json: bool) -> in
     from parallel3d.checkpoint.weights import save_weights
     from parallel3d.engine import EngineSettings
     from parallel3d.engine.selftest import self_test
-    from parallel3d.train import run_folder, startup
+    from parallel3d.train import report, startup
     from parallel3d.train.assembly import assemble
     from parallel3d.train.trainer import Trainer
 
     console = Console(
         stderr=True, quiet=mesh.rank != 0, highlight=False, markup=False, soft_wrap=True
     )
-    console.print(mesh.picture())
-    for note in config.notes:
-        console.print(note)
-    folder = run_folder.find_folder(config, mesh)
+    console.print(mesh.picture(), *config.notes, sep="\n")
+    folder = startup.find_folder(config, mesh)
     corpus = startup.open_corpus(config, mesh, console)
-    asked, config = config, config.with_corpus(corpus.vocab_size, len(corpus.train))
-    found = run_folder.find_checkpoint(config, mesh, folder, console.print)
+    start = startup.find_start(config, mesh, folder=folder, corpus=corpus, say=console.print)
+    config = start.config
     self_test(EngineSettings.from_config(config), mesh, console.print)
     parts = assemble(config, mesh, say=console.print)
-    startup.print_placement(console, config, parts)
-    start = run_folder.restore(found, config, mesh, parts, corpus, console.print)
-    config = config.resumed(start.step, start.next_sample)
-    with closing(run_folder.Output(config, mesh, console, folder, start, asked)) as output:
+    report.print_placement(console, config, parts)
+    startup.restore(start, mesh, parts)
+    with closing(startup.Output(start, mesh, console)) as output:
         saver = Saver(
             parts.engine, mesh, parts.layers, folder=output.checkpoints,
             keep=config.checkpoint.keep, asynchronous=config.checkpoint.asynchronous,
             say=console.print,
         )  # fmt: skip
         peak_name, peak_flops = startup.peak(config, mesh)
-        profiler = startup.make_profiler(config, mesh, parts, output.directory)
+        profiler = startup.make_profiler(config, mesh, parts=parts, directory=output.directory)
         stop.hold(output.directory if mesh.rank == 0 else None)
         result = Trainer(
-            config, mesh, corpus=corpus, parts=parts, peak_flops=peak_flops, start=start,
-            writer=output.writer, progress=output.progress, profiler=profiler, saver=saver,
-            stop=stop,
+            config, mesh, corpus=corpus, parts=parts, position=start.position,
+            peak_flops=peak_flops, writer=output.writer, progress=output.progress,
+            profiler=profiler, saver=saver, stop=stop,
         ).run()  # fmt: skip
         output.end(result.stopped)
     if config.run.save_weights and not result.stopped:
         mesh.set_timeouts(SAVING_TIMEOUT)
         save_weights(parts.engine, mesh, output.directory / "weights")
     parts.engine.close()
-    summary = startup.summarise(config, result, corpus, peak_name, output.directory)
-    startup.print_result(console, result, summary, output.directory.name)
+    summary = report.summarise(
+        config, result, corpus=corpus, peak_name=peak_name, directory=output.directory
+    )
+    report.print_summary(summary, console)
     if as_json and mesh.rank == 0:
-        print(json.dumps(startup.to_json(result, summary)))
+        print(json.dumps(summary.to_json()))
     return STOPPED if result.stopped else DONE
 
 

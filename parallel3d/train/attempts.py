@@ -22,7 +22,6 @@ from parallel3d.train.stopping import Stopped
 FILE = "attempts.json"
 MOST_DEATHS = 3  # at one step, in a row
 _SAME_START = 10.0  # seconds by which the clock may have been set between two starts
-_TAIL = 2**20  # bytes of metrics.jsonl, far more than its last line
 
 
 def launch_identity() -> str:
@@ -49,22 +48,6 @@ def folder_of_this_launch(directory: Path, name: str) -> Path | None:
         if _is_same_launch(_Record.read(path / FILE).launch, mine):
             return path
     return None
-
-
-def step_reached(folder: Path) -> int:
-    """The last step in the folder's metrics.jsonl, whose last line may be torn; 0 without any."""
-    try:
-        with open(folder / "metrics.jsonl", "rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
-            *lines, _ = file.read().split(b"\n")
-    except OSError:
-        return 0
-    for line in reversed(lines):
-        try:
-            return int(json.loads(line)["step"])
-        except (ValueError, TypeError, KeyError):
-            continue
-    return 0
 
 
 class Attempts:

@@ -28,14 +28,17 @@ def machine_of(config: RunConfig, launch: Launch) -> hardware.Hardware:
 
     Raises ConfigError, with what to do, where nothing is known of it.
     """
+    known = known_hardware(config, pick_device(launch.local_rank))
+    return known or hardware.load(hardware.THIS_MACHINE)
+
+
+def known_hardware(config: RunConfig, device: torch.device) -> hardware.Hardware | None:
+    """What the config names; else what `device` calls itself, if configs/hardware describes it."""
     if config.run.hardware != "auto":
         return hardware.load(config.run.hardware)
-    device = pick_device(launch.local_rank)
-    if device.type != "cpu":
-        name = torch.get_device_module(device).get_device_name(device)
-        if described := hardware.recognise(name):
-            return described
-    return hardware.load(hardware.THIS_MACHINE)
+    if device.type == "cpu":
+        return None
+    return hardware.recognise(torch.get_device_module(device).get_device_name(device))
 
 
 def ready(config: RunConfig, launch: Launch) -> RunConfig:

@@ -1,4 +1,4 @@
-"""What a run reports: one JSON line a step, progress on the terminal, and a closing summary.
+"""What a run reports of its steps: one JSON line each, and progress on the terminal.
 
 Nothing here knows ranks: the process that constructs a writer or a progress display is the one
 that reports.
@@ -7,10 +7,11 @@ that reports.
 import json
 import logging
 import math
+import os
 import resource
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,7 +21,11 @@ import torch
 from rich import progress
 from rich.console import Console
 
+from parallel3d.atomic import replace_text
 from parallel3d.errors import ConfigError
+
+METRICS = "metrics.jsonl"
+_TAIL = 2**20  # bytes of it, far more than its last line
 
 
 @dataclass(frozen=True)
@@ -60,15 +65,14 @@ class StepMetrics:
         for name in ("held_out_loss", "loss_scale", "checkpoint_stall_seconds"):
             if values[name] is None:
                 del values[name]
-        finite = {k: v if v is not None and math.isfinite(v) else None for k, v in values.items()}
-        return json.dumps(finite, allow_nan=False)
+        return json.dumps({k: finite(v) for k, v in values.items()}, allow_nan=False)
 
 
 class MetricsWriter:
     """Appends to <directory>/metrics.jsonl, and writes TensorBoard's files if asked to."""
 
     def __init__(self, directory: Path, tensorboard: bool = False) -> None:
-        self.path = directory / "metrics.jsonl"
+        self.path = directory / METRICS
         self._tracker = _tensorboard_tracker(directory) if tensorboard else None
         directory.mkdir(parents=True, exist_ok=True)
         self._file = self.path.open("a", encoding="utf-8")
@@ -86,6 +90,33 @@ class MetricsWriter:
         self._file.close()
         if self._tracker:
             self._tracker.finish()
+
+
+def step_reached(folder: Path) -> int:
+    """The last step in the folder's metrics.jsonl, whose last line may be torn; 0 without any."""
+    try:
+        with open(folder / METRICS, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
+            ended, _, _ = file.read().decode(errors="replace").rpartition("\n")
+    except OSError:
+        return 0
+    return next((step for step, _ in reversed(_lines(ended))), 0)
+
+
+def forget_after(metrics: Path, step: int) -> None:
+    """Drop the lines of steps that will be done again, so that each step has one line."""
+    if metrics.exists():
+        lines = _lines(metrics.read_text(errors="replace"))
+        replace_text(metrics, "".join(line for number, line in lines if number <= step))
+
+
+def _lines(text: str) -> list[tuple[int, str]]:
+    """Each line that is whole, and its step; a kill may have cut off only the end of the last."""
+    result = []
+    for line in text.split("\n"):
+        with suppress(ValueError, KeyError, TypeError):
+            result.append((int(json.loads(line)["step"]), f"{line}\n"))
+    return result
 
 
 def require_tensorboard() -> None:
@@ -136,64 +167,16 @@ class Progress:
             self._bar.update(self._task, completed=step, numbers=_numbers(metrics, brief=True))
         evaluated = metrics.held_out_loss is not None
         if evaluated or (not self._bar and (step % self._every == 0 or step in (1, last))):
-            self._print(f"step {step:>{len(str(last))}}/{last}  {_numbers(metrics)}")
+            self.say(f"step {step:>{len(str(last))}}/{last}  {_numbers(metrics)}")
 
     def say(self, text: str) -> None:
         """Show a line of text."""
-        self._print(text)
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def close(self) -> None:
         """Leave the terminal as it was."""
         if self._bar:
             self._bar.stop()
-
-    def _print(self, line: str) -> None:
-        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-
-@dataclass(frozen=True)
-class Summary:
-    """What a run ends with."""
-
-    loss: float
-    held_out_loss: float
-    unigram_entropy: float
-    """Nats per token of the best model that ignores context: what the held-out loss must beat."""
-    tokens_per_second: float
-    tflops_per_device: float
-    mfu: float | None
-    peak_name: str
-    """What the MFU is measured against, "H100-SXM5-80GB" or "a measured matmul"."""
-    peak_memory_bytes: Sequence[int]
-    """One for each rank."""
-    files: Mapping[str, Path]
-    """What each file is, and where."""
-
-    def rows(self) -> list[tuple[str, str]]:
-        """Names and values, as text."""
-        entropy = self.unigram_entropy
-        below = "below" if self.held_out_loss < entropy else "not below"
-        held_out = f"{self.held_out_loss:.4f} ({below} the unigram entropy, {entropy:.4f})"
-        memory = ", ".join(f"{size / 2**20:,.0f}" for size in self.peak_memory_bytes)
-        return [
-            *([("training loss", f"{self.loss:.4f}")] if math.isfinite(self.loss) else []),
-            *([("held-out loss", held_out)] if math.isfinite(self.held_out_loss) else []),
-            ("tokens/s", f"{self.tokens_per_second:,.0f}"),
-            ("model TFLOP/s per device", f"{self.tflops_per_device:.4g}"),
-            ("MFU", _mfu(self.mfu) + (f" of {self.peak_name}" if self.mfu is not None else "")),
-            ("peak memory of each rank, MiB", memory),
-            *((name, str(path)) for name, path in self.files.items()),
-        ]
-
-
-def print_summary(summary: Summary, console: Console | None = None) -> None:
-    """The closing lines, aligned; paths are never cut, so that they can be copied."""
-    console = console or Console(stderr=True)
-    rows = summary.rows()
-    width = max(len(name) for name, _ in rows)
-    console.print()
-    for name, value in rows:
-        console.print(f"{name:<{width}}  {value}", highlight=False, markup=False, soft_wrap=True)
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -242,11 +225,17 @@ def _numbers(metrics: StepMetrics, brief: bool = False) -> str:
     parts = [f"loss {metrics.loss:.4f}"]
     if not brief:
         parts += [f"norm {metrics.grad_norm:.3f}", f"lr {metrics.lr:.1e}"]
-    parts += [f"{metrics.tokens_per_second:,.0f} tokens/s", f"MFU {_mfu(metrics.mfu)}"]
+    parts += [f"{metrics.tokens_per_second:,.0f} tokens/s", f"MFU {percent(metrics.mfu)}"]
     if metrics.held_out_loss is not None and not brief:
         parts.insert(1, f"held-out {metrics.held_out_loss:.4f}")
     return "  ".join(parts)
 
 
-def _mfu(mfu: float | None) -> str:
-    return "-" if mfu is None else f"{100 * mfu:.1f} %"
+def finite(number: float | None) -> float | None:
+    """The number; None, as JSON has no NaN, where there is none."""
+    return number if number is not None and math.isfinite(number) else None
+
+
+def percent(share: float | None) -> str:
+    """A share of 1 as people read it; "-" where it is not known."""
+    return "-" if share is None else f"{100 * share:.1f} %"

@@ -1,14 +1,19 @@
-"""What surrounds the step loop: the corpus on every rank, the run's folder, the closing summary."""
+"""How a run begins: its corpus, the checkpoint that it goes on from, its folder (floor 5)."""
 
-import math
+import json
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
-from parallel3d import hardware
+from parallel3d.atomic import replace_text
+from parallel3d.checkpoint import prune, resume
+from parallel3d.checkpoint.load import load
+from parallel3d.checkpoint.state import Position, RunState
 from parallel3d.config import RunConfig
 from parallel3d.data.batches import check_length
 from parallel3d.data.corpus import Corpus
@@ -16,12 +21,73 @@ from parallel3d.data.prepare import prepare
 from parallel3d.data.progress import shown_progress
 from parallel3d.data.sources import silent
 from parallel3d.engine import EngineSettings
-from parallel3d.mesh.agree import agree, gather_json
+from parallel3d.errors import ConfigError
+from parallel3d.mesh.agree import agree, gather_json, on_first
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.train.assembly import Assembly
-from parallel3d.train.metrics import Summary, measure_peak_flops, print_summary
+from parallel3d.train.attempts import Attempts, folder_of_this_launch
+from parallel3d.train.dry_run import known_hardware
+from parallel3d.train.metrics import (
+    METRICS,
+    MetricsWriter,
+    Progress,
+    forget_after,
+    measure_peak_flops,
+    require_tensorboard,
+    step_reached,
+)
 from parallel3d.train.profiler import Profiler
-from parallel3d.train.trainer import Result
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins; every rank knows it before its model is built."""
+
+    config: RunConfig
+    """The final config: the corpus's vocabulary, and the number of steps from `position` on."""
+    settings: Mapping[str, Any]
+    """The config as the user gave it; an attempt with other settings is a fresh chance."""
+    folder: Path | None
+    """The folder of the earlier attempts; None for a new run."""
+    found: resume.Found | None
+    """The checkpoint to load; None where training starts afresh."""
+    position: Position
+    """The position in the run and in its data."""
+
+
+def find_folder(config: RunConfig, mesh: Mesh) -> Path | None:
+    """The folder of the run that this one goes on with; None for a new run.
+
+    A launcher that restarts all ranks gets the folder of their last attempt. Collective; raises
+    ConfigError on all ranks if a run of this name exists and is not to be resumed, and what
+    `Attempts.check` raises, so that a hopeless run builds neither corpus nor model.
+    """
+
+    def look() -> str | None:
+        if config.run.tensorboard:
+            require_tensorboard()
+        directory = Path(config.run.directory)
+        if config.run.name == "auto":
+            if not mesh.restart_count:
+                return None
+            folder = folder_of_this_launch(directory, _name(config))
+        else:
+            folder = directory / config.run.name
+        if folder is None or not folder.exists():
+            return None
+        if config.checkpoint.resume == "none" and not mesh.restart_count:
+            raise ConfigError(
+                f'parallel3d.run.name = "{config.run.name}": {folder} exists, and '
+                'checkpoint.resume = "none" starts afresh; use another name, or resume "auto"'
+            )
+        attempts = Attempts(folder, config.to_dict())
+        attempts.check(step_reached(folder), mesh.restart_count > 0)
+        return str(folder)
+
+    found = on_first(mesh, look)
+    return Path(found) if found else None
 
 
 def open_corpus(config: RunConfig, mesh: Mesh, console: Console) -> Corpus:
@@ -48,43 +114,75 @@ def open_corpus(config: RunConfig, mesh: Mesh, console: Console) -> Corpus:
     return corpus
 
 
-def print_placement(
-    console: Console,
-    config: RunConfig,
-    parts: Assembly,
-) -> None:
-    """Say how large the model is and which layers each stage runs."""
-    layers, schedule, stages = parts.layers, parts.schedule, parts.stages
-    total = sum(layer.num_params for layer in layers)
-    zero = config.zero_optimization
-    offloads = {
-        "optimizer": zero.offload_optimizer.device,
-        "parameters": zero.offload_param.device,
-    }
-    marks = [
-        f"ZeRO-{zero.stage}",
-        *(f"{what} on {where}" for what, where in offloads.items() if where != "none"),
-        config.precision,
-        *(["sequence parallel"] if config.mesh.sequence_parallel else []),
-        *(["documents isolated"] if config.data.isolate_documents else []),
-    ]
-    console.print(
-        f"model   {config.model.family}, {_count(total)} parameters; {schedule.name}, "
-        f"{schedule.num_microbatches} microbatches of {config.micro_batch_size} x "
-        f"{config.data.sequence_length} tokens"
+def find_start(
+    config: RunConfig, mesh: Mesh, *, folder: Path | None, corpus: Corpus, say: Say
+) -> Start:
+    """Where a run of this config begins, given its folder and its corpus.
+
+    Collective. Says which checkpoint it is, what was rejected and why, and what has changed since.
+    Raises ConfigError or CheckpointError on all ranks if config, corpus and checkpoint do not go
+    together, or the checkpoint that was asked for cannot be used.
+    """
+    complete = config.with_corpus(corpus.vocab_size, len(corpus.train))
+    found = _find_checkpoint(complete, mesh, folder, say)
+    position = Position()
+    if found:
+        position = RunState(complete, corpus).position_in(found.state, found.folder, say)
+    return Start(
+        config=complete.resumed(position.step, position.next_sample),
+        settings=config.to_dict(),
+        folder=folder,
+        found=found,
+        position=position,
     )
-    console.print(f"engine  {', '.join(marks)}")
-    several = schedule.num_stages > schedule.pp_size
-    for stage, placed in enumerate(stages.layers_of_stage):
-        names = [layers[i].name for i in placed]
-        shown = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
-        share = sum(layers[i].num_params for i in placed) / total
-        place = f", on pp {schedule.pp_coord_of_stage[stage]}" if several else ""
-        console.print(f"stage {stage:<3}{shown} ({100 * share:.0f} % of the parameters){place}")
+
+
+def _find_checkpoint(
+    config: RunConfig, mesh: Mesh, folder: Path | None, say: Say
+) -> resume.Found | None:
+    """The checkpoint to start from; says which, and what was rejected and why.
+
+    Collective. Raises CheckpointError on all ranks if the one that was asked for cannot be used.
+    """
+    wanted = config.checkpoint.resume
+    own = folder / "checkpoints" if folder else None
+    found: resume.Found | None = None
+    rejected: list[str] = []
+    if own and (mesh.restart_count or wanted == "auto"):
+        # After a restart the run's own newest checkpoint is further than what was asked for.
+        found, rejected = resume.find(own, "auto", mesh)
+    if found is None and wanted not in ("auto", "none"):
+        if own is None and isinstance(wanted, int):
+            raise ConfigError(
+                f"parallel3d.checkpoint.resume = {wanted}: a step is one of an existing run; set "
+                "parallel3d.run.name to it, or give the checkpoint's path"
+            )
+        found, rejected = resume.find(own or Path(), wanted, mesh)
+    for reason in rejected:
+        say(f"resume  {reason}")
+    if found:
+        say(f"resume  from {found.folder}: step {found.step} of {config.num_steps}")
+    elif folder:
+        said = "no checkpoint that can be used" if rejected else "no checkpoint"
+        say(f"resume  NOTHING TO RESUME: {folder} has {said}; starting afresh from step 0")
+    return found
+
+
+def restore(start: Start, mesh: Mesh, parts: Assembly) -> None:
+    """Bring the engine to the checkpoint of a start, if there is one; collective."""
+    if found := start.found:
+        load(
+            found.folder,
+            found.files,
+            found.state,
+            engine=parts.engine,
+            mesh=mesh,
+            layers=parts.layers,
+        )
 
 
 def make_profiler(
-    config: RunConfig, mesh: Mesh, parts: Assembly, directory: Path
+    config: RunConfig, mesh: Mesh, *, parts: Assembly, directory: Path
 ) -> Profiler | None:
     """What records the steps of train.profile, if it names any."""
     if config.train.profile is None:
@@ -102,13 +200,7 @@ def peak(config: RunConfig, mesh: Mesh) -> tuple[str, float | None]:
     the ranks reach when all of them compute at once.
     """
     dtype = config.precision
-    if config.run.hardware != "auto":
-        described = hardware.load(config.run.hardware)
-    elif mesh.device.type == "cpu":
-        described = None
-    else:
-        name = torch.get_device_module(mesh.device).get_device_name(mesh.device)
-        described = hardware.recognise(name)
+    described = known_hardware(config, mesh.device)
     published = described.peak(dtype) if described else None
     if described and published:
         return f"{described.name}'s {dtype} peak", published
@@ -118,65 +210,65 @@ def peak(config: RunConfig, mesh: Mesh) -> tuple[str, float | None]:
     return "a measured matmul", sum(row[0] for row in measured) / len(measured)
 
 
-def summarise(
-    config: RunConfig, result: Result, corpus: Corpus, peak_name: str, directory: Path
-) -> Summary:
-    """The closing summary of a run."""
-    files = {
-        "run": directory,
-        "checkpoints": directory / "checkpoints",
-        "metrics": directory / "metrics.jsonl",
-        "config": directory / "config.json",
-        "tokenizer": corpus.tokenizer_directory,
-    }
-    if config.run.save_weights and not result.stopped:
-        files["weights"] = directory / "weights"
-    return Summary(
-        loss=result.loss,
-        held_out_loss=math.nan if result.held_out_loss is None else result.held_out_loss,
-        unigram_entropy=corpus.unigram_entropy,
-        tokens_per_second=result.tokens_per_second,
-        tflops_per_device=result.tflops_per_device,
-        mfu=result.mfu,
-        peak_name=peak_name,
-        peak_memory_bytes=result.peak_memory_bytes,
-        files=files,
-    )
+class Output:
+    """The run's folder, its metrics and its progress; rank 0 alone writes.
+
+    Raises Parallel3DError on all ranks if the folder cannot be made, and TrainingError if the run
+    has ended at the same step again and again.
+    """
+
+    def __init__(self, start: Start, mesh: Mesh, console: Console) -> None:
+        config, step = start.config, start.position.step
+        self.directory = Path(on_first(mesh, lambda: str(start.folder or _make_directory(config))))
+        self.checkpoints = self.directory / "checkpoints"
+        self.writer: MetricsWriter | None = None
+        self.progress: Progress | None = None
+        self._attempts = Attempts(self.directory, start.settings)
+        if names := resume.set_aside(self.checkpoints, step, mesh):
+            console.print(f"resume  not part of the run any more: {', '.join(names)}")
+        on_first(mesh, lambda: self._begin(config, step, restart=mesh.restart_count > 0))
+        if mesh.rank == 0:
+            self.writer = MetricsWriter(self.directory, config.run.tensorboard)
+            self.progress = Progress(config.num_steps, config.steps_per_print, console)
+
+    def _begin(self, config: RunConfig, step: int, restart: bool) -> None:
+        self._attempts.begin(step_reached(self.directory), restart)
+        prune.remove_leftovers(self.checkpoints)
+        forget_after(self.directory / METRICS, step)
+        resolved = json.dumps(config.to_dict(), indent=1)
+        replace_text(self.directory / "config.json", f"{resolved}\n")
+
+    def end(self, stopped: bool) -> None:
+        """Note that the run ended well: done, or `stopped` with everything saved."""
+        if self.writer:
+            self._attempts.end(stopped)
+
+    def close(self) -> None:
+        """Close what rank 0 has open."""
+        for part in (self.writer, self.progress):
+            if part:
+                part.close()
 
 
-def print_result(console: Console, result: Result, summary: Summary, name: str) -> None:
-    """The closing table of the run `name`."""
-    if result.stopped:
-        console.print(
-            f"stopped on request after step {result.steps}, all saved; to go on: "
-            f"--parallel3d.run.name {name}"
-        )
-    print_summary(summary, console)
+def _name(config: RunConfig) -> str:
+    sizes = "x".join(str(getattr(config.mesh, axis)) for axis in ("pp", "dp", "tp"))
+    model = config.model
+    return f"{model.family}-h{model.hidden_size}-l{model.num_hidden_layers}-{sizes}"
 
 
-def to_json(result: Result, summary: Summary) -> dict[str, Any]:
-    """The closing summary as one JSON object."""
-    return {
-        "steps": result.steps,
-        "stopped": result.stopped,
-        "loss": _finite(summary.loss),
-        "held_out_loss": _finite(summary.held_out_loss),
-        "unigram_entropy": summary.unigram_entropy,
-        "tokens_per_second": summary.tokens_per_second,
-        "tflops_per_device": summary.tflops_per_device,
-        "mfu": summary.mfu,
-        "peak_memory_bytes": list(summary.peak_memory_bytes),
-        "files": {name: str(path) for name, path in summary.files.items()},
-    }
-
-
-def _finite(number: float) -> float | None:
-    """The number; None, as JSON has no NaN, where there is none."""
-    return number if math.isfinite(number) else None
-
-
-def _count(number: int) -> str:
-    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= size:
-            return f"{number / size:.3g}{unit}"
-    return str(number)
+def _make_directory(config: RunConfig) -> Path:
+    name = config.run.name if config.run.name != "auto" else _name(config)
+    for number in count(1):
+        directory = Path(config.run.directory) / (name if number == 1 else f"{name}-{number}")
+        try:
+            directory.mkdir(parents=True)
+            return directory
+        except FileExistsError:
+            if config.run.name != "auto":
+                raise ConfigError(f"{directory} was made by another run; start again") from None
+        except OSError as error:
+            raise ConfigError(
+                f'parallel3d.run.directory = "{config.run.directory}": cannot be written '
+                f"({error.strerror}); name a folder that can"
+            ) from None
+    raise AssertionError("count() does not end")

@@ -41,7 +41,7 @@ class Result:
 
 
 class Trainer:
-    """Trains from `start` to `train.steps`, evaluating and saving on the way.
+    """Trains from `position` to `train.steps`, evaluating and saving on the way.
 
     `peak_flops` are a device's (None: MFU is not reported). `writer` and `progress` are given on
     the rank that reports, and there alone. Without a `saver` nothing is saved.
@@ -60,7 +60,7 @@ class Trainer:
         profiler: Profiler | None = None,
         saver: Saver | None = None,
         stop: StopRequest | None = None,
-        start: Position | None = None,
+        position: Position | None = None,
     ) -> None:
         self.config, self.mesh, self.engine = config, mesh, parts.engine
         self.executor, self.evaluator = parts.executor, parts.evaluator
@@ -68,7 +68,7 @@ class Trainer:
         self._end_of_text = corpus.end_of_text
         self.writer, self.progress, self.profiler = writer, progress, profiler
         self.saver, self.stop = saver, stop or StopRequest()
-        self.position = start or Position()
+        self.position = position or Position()
         self._state = RunState(config, corpus) if saver else None
         self._stall: float | None = None  # of the newest save, until a line of metrics has it
         length = config.data.sequence_length

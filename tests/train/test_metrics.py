@@ -11,7 +11,9 @@ from rich.console import Console
 
 from parallel3d.errors import ConfigError
 from parallel3d.train import metrics
-from parallel3d.train.metrics import MetricsWriter, Progress, StepMetrics, Summary
+from parallel3d.train.metrics import MetricsWriter, Progress, StepMetrics
+from parallel3d.train.report import Summary, print_summary
+from parallel3d.train.trainer import Result
 
 pytestmark = pytest.mark.gloo
 
@@ -93,20 +95,23 @@ def test_terminal_has_a_bar():
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_summary(terminal):
-    summary = Summary(
+    result = Result(
         loss=3.0,
         held_out_loss=3.5,
-        unigram_entropy=6.0,
         tokens_per_second=1e4,
         tflops_per_device=0.123,
         mfu=0.5,
-        peak_name="a measured matmul",
         peak_memory_bytes=[2**20, 2**21],
+    )
+    summary = Summary(
+        result=result,
+        unigram_entropy=6.0,
+        peak_name="a measured matmul",
         files={"metrics": Path("runs/a/metrics.jsonl")},
     )
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=terminal, width=160, color_system=None)
-    metrics.print_summary(summary, console)
+    print_summary(summary, console)
     for text in (
         "3.5000 (below the unigram entropy, 6.0000)",
         "10,000",
