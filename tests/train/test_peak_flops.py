@@ -13,6 +13,9 @@ from tests.config.configs import raw
 pytestmark = pytest.mark.gloo
 
 V100 = "V100-SXM2-32GB"
+MESH = SimpleNamespace(
+    device=torch.device("cpu"), barrier=lambda: None, gather_floats=lambda row: [row, [2.0]]
+)
 
 
 def config_in(name, **changes):
@@ -24,7 +27,7 @@ def config_in(name, **changes):
 def test_the_published_peak_is_that_of_the_type(name, chip):
     config = config_in(name, **{"parallel3d.run.hardware": chip})
     published = hardware.load(chip).peak(name)
-    assert published and startup.peak(config, None) == (f"{chip}'s {name} peak", published)
+    assert published and startup.peak(config, MESH) == (f"{chip}'s {name} peak", published)
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
@@ -36,11 +39,6 @@ def test_where_nothing_is_published_the_matmul_is_of_the_type(name, monkeypatch)
         return 4.0
 
     monkeypatch.setattr(startup, "measure_peak_flops", measure)
-    mesh = SimpleNamespace(
-        device=torch.device("cpu"),
-        barrier=lambda: None,
-        gather_floats=lambda row: [row, [2.0]],
-    )
-    assert startup.peak(config_in(name), mesh) == ("a measured matmul", 3.0)
+    assert startup.peak(config_in(name), MESH) == ("a measured matmul", 3.0)
     types = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     assert measured == [types[name]]

@@ -15,7 +15,7 @@ from typing import Any
 
 from parallel3d.model.spec import Shape
 from parallel3d.plan.memory.peak import Memory, at
-from parallel3d.plan.search import candidates, least
+from parallel3d.plan.search import candidates, least, refuse
 from parallel3d.plan.search.candidates import Flow, Mesh, Order, State, setting_of
 from parallel3d.plan.search.least import Flight, Standing
 from parallel3d.plan.search.plans import Plan, Request
@@ -60,8 +60,8 @@ def search(
     without an offload is not listed with it. Raises ConfigError where no mesh is possible, or the
     hardware's description lacks a figure.
     """
-    candidates.check_fixed(dict(request.fixed))
-    candidates.refuse_empty(request)
+    refuse.check_fixed(dict(request.fixed))
+    refuse.refuse_empty(request)
     work = _Search(request, curves or curves_for(request.hardware))
     per_mesh = per_mesh or max(1, rows // len(work.meshes))
     plans: list[Plan] = []

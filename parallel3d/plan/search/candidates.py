@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 from parallel3d.config import MeshConfig, checks
 from parallel3d.config.settings import reduces_once
 from parallel3d.model.spec import Recompute, Shape
-from parallel3d.plan.search.plans import CHOICES, Request
+from parallel3d.plan.search.plans import Request
 from parallel3d.plan.setting import Device, Setting
 from parallel3d.schedule import schedules
-from parallel3d.section import Problem, Problems
+from parallel3d.section import Problem
 
 UNEVEN = 4  # stages of a rank; more only where all stages, or all but the ends, are equally long
 FEW = 4  # microbatches; a list of many more has no other ops
@@ -64,7 +64,7 @@ def meshes(request: Request) -> Iterator[Mesh]:
     for pp in _divisors(request.devices):
         for tp in _divisors(request.devices // pp):
             mesh = Mesh(pp, request.devices // pp // tp, tp)
-            if _is_open(request, **mesh._asdict()) and not _problem(request, mesh):
+            if _is_open(request, **mesh._asdict()) and not problem_of(request, mesh):
                 yield mesh
 
 
@@ -185,59 +185,6 @@ def choices_of(setting: Setting) -> tuple[Flow, Order, State]:
     return flow, Order(setting.stages_per_rank, setting.schedule), state
 
 
-def refuse_empty(request: Request) -> None:
-    """Raise ConfigError that says why there is no mesh, or no schedule on any, if there is none."""
-    possible = [flow for mesh in meshes(request) for flow in flows(request, mesh)]
-    if any(orders(request, flow) for flow in possible):
-        return
-    fixed, devices = request.fixed, request.devices
-    asked = ", ".join(f"{name}={value}" for name, value in fixed.items())
-    mesh = Mesh(fixed.get("pp", 1), fixed.get("dp", 1), fixed.get("tp", 1))
-    size = mesh.pp * mesh.dp * mesh.tp
-    if possible:
-        rule, remedy = f"no schedule can be run with {asked}", "fix less, or something else"
-    elif devices % size:
-        rule = f"{asked} is a mesh of {size} ranks or a multiple, which {devices} devices are not"
-        remedy = f"use a number of devices that {size} divides, or fix less"
-    elif size == devices and (problem := _problem(request, mesh)):
-        rule, remedy = f"{problem.path} = {problem.value}: {problem.rule}", problem.remedy
-    else:
-        rule = (
-            f"no mesh of {devices} devices divides the model's heads and layers and "
-            f"{request.global_batch_size} samples a step" + (f" with {asked}" if asked else "")
-        )
-        remedy = "use another number of devices or another train_batch_size" + (
-            ", or fix less" if asked else ""
-        )
-    raise Problems([Problem("--devices", devices, rule, remedy)], "the plan")
-
-
-def check_fixed(fixed: dict[str, Any]) -> None:
-    """Raise ConfigError for a choice that there is not."""
-    allowed: dict[str, tuple[Any, ...]] = {
-        "schedule": schedules.names(),
-        "recompute": RECOMPUTES,
-        "zero_stage": (0, 1, 2, 3),
-        "gradient_reduction": ("auto", "per_step", "per_microbatch"),
-        "offload_optimizer": DEVICES,
-        "offload_param": DEVICES,
-        "sequence_parallel": (True, False),
-    }
-    problems = []
-    for name, value in fixed.items():
-        path = f"--fix {name}"
-        if name not in CHOICES:
-            known = ", ".join(CHOICES)
-            problems.append(Problem(path, value, "is no choice of the planner", f"use {known}"))
-        elif name in allowed and value not in allowed[name]:
-            words = ", ".join(str(choice) for choice in allowed[name])
-            problems.append(Problem(path, value, "is not one of its values", f"use {words}"))
-        elif name not in allowed and (type(value) is not int or value < 1):
-            problems.append(Problem(path, value, "must be a whole number", "use 1 or more"))
-    if problems:
-        raise Problems(problems, "the plan")
-
-
 def _is_open(request: Request, **choices: Any) -> bool:
     """Whether none of these choices is fixed to something else."""
     fixed = request.fixed
@@ -278,7 +225,7 @@ def _has_offload(request: Request, zero_stage: int, optimizer: Device, param: De
     )
 
 
-def _problem(request: Request, mesh: Mesh) -> Problem | None:
+def problem_of(request: Request, mesh: Mesh) -> Problem | None:
     """What the config would refuse the mesh for."""
     config = request.config
     settings = {

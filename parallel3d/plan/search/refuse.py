@@ -1,0 +1,69 @@
+"""What of a request cannot be planned, and what to ask instead."""
+
+from typing import Any
+
+from parallel3d.plan.search.candidates import (
+    DEVICES,
+    RECOMPUTES,
+    Mesh,
+    flows,
+    meshes,
+    orders,
+    problem_of,
+)
+from parallel3d.plan.search.plans import CHOICES, Request
+from parallel3d.schedule import schedules
+from parallel3d.section import Problem, Problems
+
+
+def refuse_empty(request: Request) -> None:
+    """Raise ConfigError that says why there is no mesh, or no schedule on any, if there is none."""
+    possible = [flow for mesh in meshes(request) for flow in flows(request, mesh)]
+    if any(orders(request, flow) for flow in possible):
+        return
+    fixed, devices = request.fixed, request.devices
+    asked = ", ".join(f"{name}={value}" for name, value in fixed.items())
+    mesh = Mesh(fixed.get("pp", 1), fixed.get("dp", 1), fixed.get("tp", 1))
+    size = mesh.pp * mesh.dp * mesh.tp
+    if possible:
+        rule, remedy = f"no schedule can be run with {asked}", "fix less, or something else"
+    elif devices % size:
+        rule = f"{asked} is a mesh of {size} ranks or a multiple, which {devices} devices are not"
+        remedy = f"use a number of devices that {size} divides, or fix less"
+    elif size == devices and (problem := problem_of(request, mesh)):
+        rule, remedy = f"{problem.path} = {problem.value}: {problem.rule}", problem.remedy
+    else:
+        rule = (
+            f"no mesh of {devices} devices divides the model's heads and layers and "
+            f"{request.global_batch_size} samples a step" + (f" with {asked}" if asked else "")
+        )
+        remedy = "use another number of devices or another train_batch_size" + (
+            ", or fix less" if asked else ""
+        )
+    raise Problems([Problem("--devices", devices, rule, remedy)], "the plan")
+
+
+def check_fixed(fixed: dict[str, Any]) -> None:
+    """Raise ConfigError for a choice that there is not."""
+    allowed: dict[str, tuple[Any, ...]] = {
+        "schedule": schedules.names(),
+        "recompute": RECOMPUTES,
+        "zero_stage": (0, 1, 2, 3),
+        "gradient_reduction": ("auto", "per_step", "per_microbatch"),
+        "offload_optimizer": DEVICES,
+        "offload_param": DEVICES,
+        "sequence_parallel": (True, False),
+    }
+    problems = []
+    for name, value in fixed.items():
+        path = f"--fix {name}"
+        if name not in CHOICES:
+            known = ", ".join(CHOICES)
+            problems.append(Problem(path, value, "is no choice of the planner", f"use {known}"))
+        elif name in allowed and value not in allowed[name]:
+            words = ", ".join(str(choice) for choice in allowed[name])
+            problems.append(Problem(path, value, "is not one of its values", f"use {words}"))
+        elif name not in allowed and (type(value) is not int or value < 1):
+            problems.append(Problem(path, value, "must be a whole number", "use 1 or more"))
+    if problems:
+        raise Problems(problems, "the plan")
