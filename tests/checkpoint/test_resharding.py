@@ -1,7 +1,7 @@
 """What is saved on one mesh arrives on any other with every bit of its masters and moments.
 
-By default every ordered pair of meshes, with ZeRO stages and offloads drawn so that each pair of
-theirs appears, too; `pytest -m slow` runs all, and writes the table of docs/checkpoint.md.
+By default every ordered pair of five meshes, with ZeRO stages and offloads drawn so that each pair
+of theirs appears, too; `pytest -m slow` runs all, and writes the table of docs/checkpoint.md.
 """
 
 import time
@@ -12,19 +12,16 @@ import pytest
 
 from tests.checkpoint.resharding import Side, load_all, save
 from tests.checkpoint.resharding_table import insert, markdown
-from tests.verify.pairwise import pairwise
 
 pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("operators")]
 
 MESHES = [(1, 1, 1), (1, 4, 1), (4, 1, 1), (1, 1, 4), (2, 2, 1), (2, 1, 2), (2, 2, 2)]
+FEW = [(1, 1, 1), (1, 2, 1), (2, 1, 1), (1, 1, 2), (2, 2, 2)]
 STAGES, OFFLOADS = [1, 3], ["none", "cpu"]
-ROWS = pairwise(
-    {"mesh": MESHES, "zero": STAGES, "offload": OFFLOADS, "end": ["source", "target"]},
-    lambda row: True,
-)
+KINDS = [*product(STAGES, OFFLOADS)]
 SOURCES, TARGETS = (
-    [Side(row["mesh"], row["zero"], row["offload"]) for row in ROWS if row["end"] == end]
-    for end in ("source", "target")
+    [Side(mesh, *KINDS[(place + shift) % len(KINDS)]) for place, mesh in enumerate(FEW)]
+    for shift in (0, 2)
 )
 
 
@@ -35,8 +32,8 @@ def kinds(sides):
 def test_the_sample_has_every_pair():
     """Each source is loaded on each target, so these are all pairs of each."""
     for sides in (SOURCES, TARGETS):
-        assert sorted(side.mesh for side in sides) == sorted(MESHES)
-        assert kinds(sides) == set(product(STAGES, OFFLOADS))
+        assert sorted(side.mesh for side in sides) == sorted(FEW)
+        assert kinds(sides) == set(KINDS)
 
 
 def check(found, cases):
