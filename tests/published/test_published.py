@@ -2,6 +2,7 @@
 
 import csv
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from parallel3d.errors import ConfigError
 from parallel3d.published.cells import COLUMNS
 from parallel3d.published.flops import model_flops
-from parallel3d.published.rows import Row, read
+from parallel3d.published.rows import LeftOut, Row, read
 
 pytestmark = pytest.mark.pure
 
@@ -17,10 +18,16 @@ SAMPLE = Path(__file__).with_name("published_sample.csv")  # rows of published_t
 SHARED = Path(__file__).parents[3] / "shared/data/throughput/published_throughput.csv"
 
 
+@cache
+def read_sample() -> tuple[list[Row], list[LeftOut]]:
+    """The sample, read once."""
+    return read(SAMPLE)
+
+
 def sample() -> dict[tuple[str, str], Row]:
     """(source, model) -> the first such row of the sample."""
     rows: dict[tuple[str, str], Row] = {}
-    for row in read(SAMPLE)[0]:
+    for row in read_sample()[0]:
         rows.setdefault((row.source, row.model), row)
     return rows
 
@@ -80,7 +87,7 @@ def test_what_blanks_were_filled_with_is_noted() -> None:
 
 
 def test_every_row_is_used_or_left_out_with_a_reason() -> None:
-    rows, left_out = read(SAMPLE)
+    rows, left_out = read_sample()
     lines = [row.line for row in rows] + [out.line for out in left_out]
     with SAMPLE.open() as file:
         assert sorted(lines) == list(range(2, len(file.readlines()) + 1))
@@ -102,7 +109,7 @@ def test_clusters_are_not_the_vendors_machines() -> None:
 
 
 def test_programs_differ_within_a_source() -> None:
-    rows = {row.line: row for row in read(SAMPLE)[0]}
+    rows = {row.line: row for row in read_sample()[0]}
     programs = {row.setting.software.name for row in rows.values() if row.source == "llm_foundry"}
     assert programs == {"FSDP, PURE", "FSDP, DEFAULT"}
     tables = [row for row in rows.values() if row.source == "megatron_sc21_t2"]
@@ -136,7 +143,7 @@ def test_unknown_sources_are_groups_of_their_own(tmp_path: Path) -> None:
 def test_nonsense_in_a_row_leaves_out_that_row_alone(
     tmp_path: Path, column: str, text: str, says: str
 ) -> None:
-    before, left_before = read(SAMPLE)
+    before, left_before = read_sample()
     rows, left_out = read(edited(tmp_path, lambda cells: cells.update({column: text})))
     assert len(rows) == len(before) - 1 and len(left_out) == len(left_before) + 1
     assert [says in out.reason for out in left_out if out.line == 2] == [True]
@@ -171,6 +178,11 @@ def test_a_file_that_is_not_there_or_no_text_is_refused(tmp_path: Path) -> None:
         read(binary)
 
 
+def test_columns_have_one_name_each() -> None:
+    assert len(COLUMNS) == len(set(COLUMNS))
+
+
+@pytest.mark.slow
 def test_the_whole_table_is_read() -> None:
     if not SHARED.exists():
         pytest.skip(f"{SHARED} is not there")
@@ -178,4 +190,3 @@ def test_the_whole_table_is_read() -> None:
     assert len(rows) + len(left_out) == 2116
     assert len(left_out) == 25 and len({row.source for row in rows}) == 21
     assert all(row.seconds is None or row.seconds > 0 for row in rows)
-    assert len(COLUMNS) == len(set(COLUMNS))

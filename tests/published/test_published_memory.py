@@ -102,6 +102,7 @@ def test_what_ran_out_of_memory_does_not_fit_and_would_on_a_larger_device(rows):
     assert all(published_memory.fits(replace(row, hardware=large)) for row in lost)
 
 
+@pytest.mark.slow
 def test_the_whole_table():
     if not TABLE.exists():
         pytest.skip(f"{TABLE} is not there: only the facts in this file were checked")

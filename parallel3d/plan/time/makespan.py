@@ -93,13 +93,14 @@ def steps_of(name: str, pp: int, num_microbatches: int, stages_per_rank: int) ->
     window = stages_per_rank * last_passes(pp, num_microbatches, stages_per_rank)
     firsts = {[a for a in program if a.op != Op.F][-window:][0] for program in schedule.programs}
     inside = [0] * pp
-    costs: dict[Action, int] = {}
-    receives: dict[Action, int] = {}
+    costs: dict[tuple[Op, int], int] = {}
+    receives: dict[tuple[Op, int, int], int] = {}
     channels: dict[tuple[int, int], int] = {}
     rows = []
     for action in sequence(schedule):
-        coord = homes[action.stage]
-        cost = costs.setdefault(action._replace(microbatch=0), len(costs))
+        op, stage, microbatch = action
+        coord = homes[stage]
+        cost = costs.setdefault((op, stage), len(costs))
         if action.is_send:
             receive = action.other_end
             peer = homes[receive.stage]
@@ -107,10 +108,11 @@ def steps_of(name: str, pp: int, num_microbatches: int, stages_per_rank: int) ->
             receives[receive] = len(receives) + 1
             rows.append((cost, coord, peer, channel, receives[receive]))
         else:
-            arrives = action._replace(op=Op.RECV_F if action.op == Op.F else Op.RECV_B)
+            arrives = Op.RECV_F if op == Op.F else Op.RECV_B, stage, microbatch
             rows.append((cost, coord, -1, receives.get(arrives, 0), inside[coord]))
             inside[coord] |= action in firsts
-    return Steps(pp, tuple(costs), rows, len(receives), len(channels))
+    priced = tuple(Action(op, stage, 0) for op, stage in costs)
+    return Steps(pp, priced, rows, len(receives), len(channels))
 
 
 def _ends(steps: Steps, cost: Callable[[Action], float], sends: bool) -> list[End]:

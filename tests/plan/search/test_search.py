@@ -52,9 +52,17 @@ def best_of_each_mesh(request, rows):
 
 
 # From plenty to so little that only recomputation, ZeRO-3 and offload are left.
-@pytest.mark.parametrize("memory", [80, 7, 5, 4])
-def test_rows_are_those_of_an_exhaustive_search(memory):
-    request = request_of(config(), machine(memory * GIB), 8)
+@pytest.mark.parametrize(
+    ("devices", "batch", "layers", "memory"),
+    [
+        (4, 4, 4, 80),
+        (4, 4, 6, 3),
+        (4, 4, 6, 2),
+        *(pytest.param(8, 16, 6, memory, marks=pytest.mark.slow) for memory in (80, 7, 5, 4)),
+    ],
+)
+def test_rows_are_those_of_an_exhaustive_search(devices, batch, layers, memory):
+    request = request_of(config(batch, layers), machine(memory * GIB), devices)
     expected = best_of_each_mesh(request, 6)
     found = search(request, rows=6, per_mesh=1)
     assert len(expected) > 0
@@ -67,7 +75,7 @@ def test_rows_are_those_of_an_exhaustive_search(memory):
 
 
 def test_offload_is_looked_at_where_it_may_be_faster():
-    request = request_of(config(), machine(cores=8), 8)
+    request = request_of(config(batch=4, layers=4), machine(cores=4), 4)
     found = search(request, rows=4, per_mesh=1)
     expected = [seconds for _, seconds in best_of_each_mesh(request, 4)]
     assert [plan.time.seconds for plan in found.plans] == pytest.approx(expected, rel=1e-8)
@@ -79,7 +87,7 @@ def test_bounds_are_bounds():
     request = request_of(config(), machine(), 8)
     work = _Search(request, curves_for(request.hardware))
     floors = {flow: floor for floor, flow in work.floors}
-    for flow, order, state in [*everything(request)][::29]:
+    for flow, order, state in [*everything(request)][::97]:
         setting = setting_of(request, flow, order, state)
         seconds = step_time(setting, request.hardware).seconds
         bound = lower_bound(setting, request.hardware)
@@ -95,7 +103,7 @@ ALL = [*everything(request_of(config(), machine(), 8))]
 memories = st.integers(2 * GIB, 80 * GIB)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=20)
 @given(choices=st.sampled_from(ALL), less=memories, more=memories)
 def test_more_memory_never_fits_less(choices, less, more):
     less, more = sorted((less, more))
@@ -112,7 +120,7 @@ def test_what_fits_depends_on_memory():
     for memory in (3, 5, 80):
         request = request_of(config(), machine(memory * GIB), 8)
         room = Room.of(request.hardware)
-        settings = (setting_of(request, *choices) for choices in ALL[::17])
+        settings = (setting_of(request, *choices) for choices in ALL[::51])
         counts.append(sum(room.fits(worst(s, room, request.hardware)) for s in settings))
     assert 0 < counts[0] < counts[1] < counts[2]
 
@@ -125,9 +133,9 @@ def test_bf16_is_not_planned_for_what_has_none():
 
 
 def test_it_is_deterministic_and_simplest_first():
-    request = request_of(config(), machine(), 8)
+    request = request_of(config(batch=4), machine(), 4)
     one, two = (
-        [plan.to_json() for plan in search(request_of(config(), machine(), 8)).rows]
+        [plan.to_json() for plan in search(request_of(config(batch=4), machine(), 4)).rows]
         for _ in range(2)
     )
     assert one == two
@@ -135,6 +143,9 @@ def test_it_is_deterministic_and_simplest_first():
     times = [float(f"{plan.time.seconds:.9g}") for plan in rows]
     assert times == sorted(times)
     assert len({choices_of(plan.setting) for plan in rows}) == len(rows)
+    assert all(plan.fits and plan.setting.devices == 4 for plan in rows)
+    one_each = search(request, per_mesh=1).plans
+    assert len(one_each) == sum(1 for _ in candidates.meshes(request)) > 5
 
 
 def test_what_is_fixed_stays():
@@ -148,12 +159,20 @@ def test_what_is_fixed_stays():
     assert len(whole.plans) == 5 and len({choices_of(p.setting)[0].mesh for p in whole.plans}) == 1
 
 
-@pytest.mark.parametrize(("devices", "memory"), [(1, 6), (8, 2)])
-def test_the_smallest_change_fits(devices, memory):
+@pytest.mark.parametrize(
+    ("devices", "memory", "batch", "every"),
+    [
+        (1, 6, 4, 5),
+        (4, 2, 4, 199),
+        pytest.param(1, 6, 16, 3, marks=pytest.mark.slow),
+        pytest.param(8, 2, 16, 24, marks=pytest.mark.slow),
+    ],
+)
+def test_the_smallest_change_fits(devices, memory, batch, every):
     """For settings that are too large by little and by much; applied, what is said fits."""
-    request = request_of(config(), machine(memory * GIB), devices)
+    request = request_of(config(batch), machine(memory * GIB), devices)
     room, changed = Room.of(request.hardware), 0
-    for choices in [*everything(request)][:: 3 * devices]:
+    for choices in [*everything(request)][::every]:
         plan = evaluate(request, setting_of(request, *choices))
         assert plan.fits == room.fits(plan.memory) == (plan.remedy == "")
         if plan.fits:
@@ -167,11 +186,11 @@ def test_the_smallest_change_fits(devices, memory):
         held = worst(setting_of(request, *near), room, request.hardware)
         assert room.fits(held), words
         changed += 1
-    assert changed > 5
+    assert changed >= 5
 
 
 def test_faster_plans_that_do_not_fit_are_said_with_what_to_change():
-    found = search(request_of(config(), machine(2 * GIB), 8))
+    found = search(request_of(config(batch=4), machine(2 * GIB), 4))
     assert found.plans and found.too_large
     for plan in found.too_large:
         assert not plan.fits and plan.remedy
@@ -182,13 +201,13 @@ def test_faster_plans_that_do_not_fit_are_said_with_what_to_change():
 
 
 def test_where_nothing_fits_it_says_what_would():
-    found = search(request_of(config(), machine(GIB // 4), 8))
+    found = search(request_of(config(batch=4), machine(GIB // 4), 4))
     assert not found.plans and found.least is not None
     # What it needs suffices.
     enough = machine(found.least.memory.total, 10**12)
-    assert search(request_of(config(), enough, 8), rows=1).plans
-    with pytest.raises(ConfigError, match=r'mesh = "plan": NOTHING FITS on 8 x toy: the least is'):
-        choose(config(), 8, machine(GIB // 4))
+    assert search(request_of(config(batch=4), enough, 4), rows=1).plans
+    with pytest.raises(ConfigError, match=r'mesh = "plan": NOTHING FITS on 4 x toy: the least is'):
+        choose(config(batch=4), 4, machine(GIB // 4))
 
 
 def test_the_chosen_config_is_the_first_row():
@@ -267,6 +286,7 @@ def test_bad_requests():
         request_of(RunConfig.from_dict(raw), machine(), 8)
 
 
+@pytest.mark.slow
 def test_a_trillion_parameters_on_3072_devices():
     """The issue's bound is 10 s on one idle core; a busy machine takes longer."""
     wanted = config(batch=3072, layers=128, hidden=25600, heads=160, seq=2048)
