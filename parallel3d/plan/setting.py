@@ -1,8 +1,8 @@
 """What the planner plans: one way to run one model, as data."""
 
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import models
 from parallel3d.config import RunConfig
@@ -12,31 +12,6 @@ from parallel3d.model.spec import LayerSpec, Recompute, Shape
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 Device = Literal["none", "cpu", "nvme"]
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}  # an activation or weight outside the products
-
-
-@dataclass(frozen=True)
-class Holds:
-    """What a program holds on a device besides activations, in bytes; facts, as in Software.
-
-    `weight`, `states`, `bucket`: for each parameter; ZeRO divides the optimizer's `states` (and at
-    stage 3 weights and gradients), a `bucket` is a data-parallel reduction's own copy. Under ZeRO,
-    `partition`: more for each parameter of a rank's part, `fixed`: buffers whatever the model.
-    `logit`: the most for a logit while the loss is computed;
-    `logit_tp`: under tensor parallelism, where that differs. `placement`: how layers come to
-    stages, see published/programs_memory.py. `reports`: which rank's memory its reports give,
-    `of_device`: as the driver sees it, rather than what torch's allocator reserved.
-    """
-
-    weight: int = 2
-    states: int = 12
-    bucket: int = 0
-    partition: int = 0
-    fixed: int = 0
-    logit: int = 10
-    logit_tp: int | None = None
-    placement: Literal["equal", "greedy"] = "equal"
-    reports: Literal["first", "fullest"] = "fullest"
-    of_device: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,8 +47,6 @@ class Software:
     """Whether the tp ranks each send a part of what goes to the next stage, and gather it there."""
     one_ring: bool = False
     """ZeRO-3: whether its collectives pass from node to node by one network interface only."""
-    sequence_parallel: bool = True
-    """Whether a published run with tp > 1 cut activations along the sequence, too."""
     fused: bool = False
     """Whether memory-bound operators that follow one another are one kernel."""
     hopper: bool = True
@@ -82,8 +55,6 @@ class Software:
     """Bytes of an accumulated gradient."""
     reduction_bytes: int = 4
     """Bytes of a gradient on its way through the reduction."""
-    holds: Holds | None = None
-    """What it holds in memory; None: what this engine holds, counted in plan/memory/peak.py."""
     gather_bytes: int | None = None
     """Bytes of a weight on its way through ZeRO-3's gather; None: the training type's."""
 
@@ -110,14 +81,14 @@ class Setting:
 
     `shape`: one microbatch of one data-parallel rank. `num_microbatches`: of one pass through the
     pipeline, which is a step. `reduces_once`: gradients once a step, rather than after each
-    microbatch. `cp`: context-parallel ranks, and `recomputed_share`: the part that is recomputed of
-    what `recompute` recomputes; only published runs have these.
+    microbatch.
     """
 
     layers: tuple[LayerSpec, ...]
     hidden_size: int
     shape: Shape
     num_microbatches: int
+    _: KW_ONLY
     pp: int = 1
     dp: int = 1
     tp: int = 1
@@ -132,8 +103,16 @@ class Setting:
     offload_param: Device = "none"
     buffers: Buffers = Buffers()
     software: Software = ENGINE
-    cp: int = 1
-    recomputed_share: float = 1.0
+
+    @property
+    def cp(self) -> int:
+        """Context-parallel ranks: this engine has none, other programs may."""
+        return 1
+
+    @property
+    def recomputed_share(self) -> float:
+        """The part that is recomputed of what `recompute` recomputes."""
+        return 1.0
 
     @property
     def devices(self) -> int:
@@ -185,7 +164,7 @@ class Setting:
             buffers=Buffers(**{name: getattr(zero, name) for name in Buffers.__annotations__}),
         )
 
-    def but(self, **changes: Any) -> "Setting":
+    def but(self, **changes: Any) -> Self:
         """This setting with some fields changed."""
         return replace(self, **changes)
 

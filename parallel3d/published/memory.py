@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from parallel3d.plan.memory.margin import ALLOCATOR, CONTEXT
-from parallel3d.plan.memory.peak import Memory, per_rank
-from parallel3d.plan.setting import Holds
 from parallel3d.published import rows as published
+from parallel3d.published.program_memory import Holds, parts_of
 from parallel3d.published.rows import Row
 
 GIB = 2**30  # what the sources print as GB or GiB: each divides by 1024 three times
@@ -85,8 +84,8 @@ def compare(row: Row) -> Compared | None:
     holds = holds_of(row)
     if row.memory_gb is None or holds is None:
         return None
-    ranks = _ranks(row, holds, with_margin=False)
-    tensors = ranks[0].total if holds.reports == "first" else max(rank.total for rank in ranks)
+    ranks = [sum(parts.values()) for parts in parts_of(row.setting, holds)]
+    tensors = ranks[0] if holds.reports == "first" else max(ranks)
     return Compared(row, row.memory_gb * GIB, tensors, CONTEXT if holds.of_device else 0)
 
 
@@ -95,7 +94,7 @@ def fits(row: Row) -> bool | None:
     holds = holds_of(row)
     if holds is None:
         return None
-    fullest = max(rank.total for rank in _ranks(row, holds))
+    fullest = max(sum(parts.values()) for parts in parts_of(row.setting, holds, row.hardware))
     return fullest <= row.hardware.memory_bytes.value
 
 
@@ -108,7 +107,7 @@ def validate_memory(table: Path | str | Sequence[Row]) -> dict[str, Any]:
     """
     rows = published.read(table)[0] if isinstance(table, (Path, str)) else table
     found = [compared for row in rows if (compared := compare(row)) is not None]
-    shares = {group: _best(found, group) for group in {c.row.group for c in found}}
+    shares = {group: _best(found, group) for group in sorted({c.row.group for c in found})}
     errors = [(c.row, c.error(shares[c.row.group])) for c in found]
     judged = [(row, said) for row in rows if (said := fits(row)) is not None]
     sources: dict[str, list[float]] = defaultdict(list)
@@ -144,8 +143,3 @@ def _summary(errors: Sequence[float]) -> dict[str, Any]:
         "worst_error": max(map(abs, errors)),
         "bias": sum(errors) / len(errors),
     }
-
-
-def _ranks(row: Row, holds: Holds, with_margin: bool = True) -> tuple[Memory, ...]:
-    software = replace(row.setting.software, holds=holds)
-    return per_rank(row.setting.but(software=software), row.hardware if with_margin else None)

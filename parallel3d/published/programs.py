@@ -19,10 +19,19 @@ _CLASSIC = Software(
     fused=True,
     attention="classic",
     causal_skips=False,
-    sequence_parallel=False,
     gradient_bytes=2,
     reduction_bytes=2,
 )
+
+
+def cuts_sequence(program: Software) -> bool:
+    """Whether a program with tp > 1 cuts activations along the sequence, too (arXiv:2205.05198).
+
+    Those whose attention keeps its scores in memory are older.
+    """
+    return program.attention != "classic"
+
+
 MEGATRON_2021 = replace(
     _CLASSIC,
     # arXiv:2104.04473, section 4.2: fused scale-mask-softmax on scores in memory; section 5: full

@@ -12,12 +12,14 @@ from typing import Any, NamedTuple, get_args
 from parallel3d.errors import ConfigError
 from parallel3d.hardware import Hardware
 from parallel3d.model.spec import Recompute, Shape
-from parallel3d.plan.setting import Device, Precision, Setting
+from parallel3d.plan.setting import Device, Precision
 from parallel3d.published import clusters
 from parallel3d.published.architectures import Architecture, known
 from parallel3d.published.assumptions import program_of, source_of, supplied
 from parallel3d.published.cells import Unusable, cells_of, numbers_of
 from parallel3d.published.flops import flops_of_step, peak_of
+from parallel3d.published.programs import cuts_sequence
+from parallel3d.published.run import PublishedSetting
 
 ROWWISE = "row-wise float8 scaling, which is not modelled: taken as per-tensor scaling"
 
@@ -35,7 +37,7 @@ class Row:
     group: str
     model: str
     gpu: str
-    setting: Setting
+    setting: PublishedSetting
     hardware: Hardware
     seconds: float | None
     measured: str
@@ -141,7 +143,7 @@ def _model(name: str, numbers: dict[str, Any]) -> tuple[Architecture, list[str]]
 
 def _setting(
     source: str, cells: dict[str, str], numbers: dict[str, Any], model: Architecture
-) -> Setting:
+) -> PublishedSetting:
     devices, tp, pp, cp = (numbers.get(name) for name in ("n_gpus", "tp", "pp", "cp"))
     if devices is None:
         raise Unusable("the number of devices is not stated")
@@ -173,7 +175,7 @@ def _setting(
     if model.heads % tp:
         raise Unusable(f"tp = {tp} does not divide {model.heads} attention heads")
     program = program_of(source, cells, bool(offload))
-    return Setting(
+    return PublishedSetting(
         layers=model.specs(),
         hidden_size=model.hidden,
         shape=Shape(micro, model.seq),
@@ -182,7 +184,7 @@ def _setting(
         dp=dp,
         tp=tp,
         cp=cp,
-        sequence_parallel=tp > 1 and program.sequence_parallel,
+        sequence_parallel=tp > 1 and cuts_sequence(program),
         schedule="interleaved" if virtual > 1 and pp > 1 else "one_f_one_b" if pp > 1 else "gpipe",
         stages_per_rank=virtual if pp > 1 else 1,
         recompute=recompute,
@@ -225,7 +227,7 @@ def _precision(text: str) -> Precision:
 def _seconds(
     cells: Mapping[str, str],
     numbers: Mapping[str, float],
-    setting: Setting,
+    setting: PublishedSetting,
     hardware: Hardware,
     model: Architecture,
 ) -> tuple[str, float | None]:

@@ -10,6 +10,7 @@ from parallel3d.hardware import Figure, Link
 from parallel3d.model.spec import LayerCost, LayerSpec, MatMul, Recompute, Shape, Work
 from parallel3d.plan.setting import Setting, Software, layers_of
 from parallel3d.plan.time.operators import Curves
+from parallel3d.published.run import PublishedSetting
 from parallel3d.schedule.schedules import names, why_not
 
 A100 = hardware.load("a100-80gb")
@@ -75,7 +76,7 @@ def any_setting(draw: st.DrawFn) -> Setting:
         overlaps_tensor=draw(st.booleans()),
         overlaps_offload=draw(st.booleans()),
     )
-    return Setting(
+    return PublishedSetting(
         layers=layers_of(GPT),
         hidden_size=GPT.hidden_size,
         shape=Shape(draw(st.integers(1, 4)), draw(st.sampled_from((128, 1024)))),

@@ -9,12 +9,13 @@ import pytest
 from models.gpt.spec import Config
 from parallel3d.model.spec import Shape
 from parallel3d.plan.layers.placement import model_of
-from parallel3d.plan.memory import programs as program_memory
 from parallel3d.plan.memory.margin import ALLOCATOR, CONTEXT, margin
-from parallel3d.plan.setting import Holds, Setting, Software, layers_of
+from parallel3d.plan.setting import Setting, Software, layers_of
 from parallel3d.published import memory as published_memory
+from parallel3d.published import program_memory
 from parallel3d.published import rows as published
 from parallel3d.published.cells import COLUMNS
+from parallel3d.published.program_memory import Holds
 
 pytestmark = pytest.mark.pure
 
@@ -132,29 +133,30 @@ GPT = Config(
 )  # fmt: skip
 
 
-def setting(holds, **changes):
-    software = Software("a program", gradient_bytes=2, holds=holds)
+def parts_of(holds, **changes):
+    software = Software("a program", gradient_bytes=2)
     plain = {"pp": 1, "dp": 4, "zero_stage": 1, "schedule": "one_f_one_b"}
-    return Setting(
+    run = Setting(
         layers_of(GPT), GPT.hidden_size, Shape(2, 1024), 8, software=software, **(plain | changes)
     )
+    return program_memory.parts_of(run, holds)
 
 
 def test_states_by_hand():
     """ZeRO, arXiv:1910.02054, section 3.1: 2 + 2 + 12 bytes a parameter, 12 of them divided."""
     parameters = 14 * (12 * 1024**2 + 13 * 1024) + (51200 + 1024) * 1024 + 2 * 1024
-    (parts,) = program_memory.parts_of(setting(Holds(fixed=7, bucket=2)))
+    (parts,) = parts_of(Holds(fixed=7, bucket=2))
     assert parts["weights"] == parts["gradients"] == 2 * parameters
     assert parts["optimizer"] == 12 * -(-parameters // 4)
     assert parts["buffers"] == 7 + 2 * parameters and parts["margin"] == parts["gathered"] == 0
     assert parts["logits"] == 10 * 2 * 1024 * 51200
-    (whole,) = program_memory.parts_of(setting(Holds(), zero_stage=0))
+    (whole,) = parts_of(Holds(), zero_stage=0)
     assert whole["optimizer"] == 12 * parameters and whole["buffers"] == 0
-    (sharded,) = program_memory.parts_of(setting(Holds(4, 8), zero_stage=3))
+    (sharded,) = parts_of(Holds(4, 8), zero_stage=3)
     assert sharded["weights"] == 4 * -(-parameters // 4)
     ends, block = (2 * 51200 + 1024 + 2) * 1024, 12 * 1024**2 + 13 * 1024
     assert sharded["gathered"] == 2 * (ends + 2 * block)
-    pipeline = program_memory.parts_of(setting(Holds(4, 8), zero_stage=3, pp=2))
+    pipeline = parts_of(Holds(4, 8), zero_stage=3, pp=2)
     assert [p["gathered"] for p in pipeline] == [p["gradients"] for p in pipeline]
 
 

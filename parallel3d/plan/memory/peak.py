@@ -20,7 +20,6 @@ from parallel3d.plan.layers.placement import (
     stages_of,
     stages_on,
 )
-from parallel3d.plan.memory import programs as program_memory
 from parallel3d.plan.memory.activations import Backward, Stage, stage
 from parallel3d.plan.memory.margin import margin
 from parallel3d.plan.memory.states import Gathered, Sizes, States, gathered, sizes, states
@@ -64,16 +63,13 @@ def per_rank(setting: Setting, hardware: Hardware | None = None) -> tuple[Memory
     With a `hardware` that is a GPU there is a margin. Without one it is the tensors of a run on
     CPUs, which lack fused norms and a fused Adam.
     """
-    if setting.software.holds is not None:  # another program
-        found = enumerate(program_memory.parts_of(setting, hardware))
-        return tuple(Memory(parts, 0, 0, coord) for coord, parts in found)
     return tuple(at(setting, coord, hardware) for coord in range(setting.pp))
 
 
 def fullest(setting: Setting, hardware: Hardware | None = None) -> Memory:
     """The memory of the coordinate that needs most on its device."""
     ranks: Iterable[Memory]
-    if setting.software.holds is None and setting.stages_per_rank == 1 and not is_cpu(hardware):
+    if setting.stages_per_rank == 1 and not is_cpu(hardware):
         coords = _unlike(setting.schedule, setting.num_microbatches, _parts(setting), setting.pp)
         ranks = (at(setting, coord, hardware) for coord in coords)
     else:

@@ -77,7 +77,7 @@ def states(setting: Setting, s: Sizes, on_cpu: bool) -> States:
     """Those of a coordinate with weights of these sizes."""
     software, buffers = setting.software, setting.buffers
     element, gradient = setting.bytes_per_element, software.gradient_bytes
-    shards, zero3 = setting.dp * setting.cp, setting.zero_stage == 3
+    shards, zero3 = setting.dp, setting.zero_stage == 3
     share = -(-s.params // shards) if setting.zero_stage else s.params
     kept = (share if zero3 else s.params) * element
     optimizer = share * STATE_BYTES
@@ -149,7 +149,7 @@ def gathered(setting: Setting, s: Sizes, in_flight: int, on_cpu: bool) -> Gather
     if setting.zero_stage != 3:
         return Gathered(0, 0, 0)
     element, buffers = setting.bytes_per_element, setting.buffers
-    if setting.dp * setting.cp == 1 and (on_cpu or setting.offload_param == "none"):
+    if setting.dp == 1 and (on_cpu or setting.offload_param == "none"):
         return Gathered(0, 0, 0)
     module, small = s.module * element, s.small * element
     one = module + small

@@ -150,7 +150,7 @@ def test_zero3_never_takes_more_than_zero1(dp, m, order, machine, precision, rec
     schedule, stages_per_rank = order
     layers = gpt_of_many_modules()
     setting = Setting(
-        layers, 512, Shape(2, 256), m, pp, dp, tp, schedule=schedule,
+        layers, 512, Shape(2, 256), m, pp=pp, dp=dp, tp=tp, schedule=schedule,
         stages_per_rank=stages_per_rank, precision=precision, recompute=recompute,
         zero_stage=3, reduces_once=False, buffers=fitted(512 // tp),
     )  # fmt: skip

@@ -1,25 +1,49 @@
 """Memory of other programs than this engine, whose published runs the planner is checked against.
 
-What a program holds is in its `Software.holds`; activations are those of LayerCost, in flight as
+What a program holds besides is in a `Holds`; activations are those of LayerCost, in flight as
 the schedule has them. Formulas: ZeRO, arXiv:1910.02054, section 3.1; activations, arXiv:2205.05198.
 """
 
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from parallel3d.hardware import Hardware
-from parallel3d.model.spec import Kept, LayerCost, Shape
+from parallel3d.model.spec import STATE_BYTES, Kept, LayerCost, Shape
 from parallel3d.plan.layers.placement import Model, cost_of, in_flight, model_of, stages_on
 from parallel3d.plan.memory.margin import margin
-from parallel3d.plan.setting import Holds, Setting
+from parallel3d.plan.setting import Setting
 
 Parts = dict[str, int]
 
 
-def parts_of(setting: Setting, hardware: Hardware | None = None) -> tuple[Parts, ...]:
-    """Bytes on a device of each pipeline coordinate, by the names of memory.PARTS."""
-    holds = setting.software.holds
-    assert holds is not None, "a program whose memory is described"
+@dataclass(frozen=True)
+class Holds:
+    """What a program holds on a device besides activations, in bytes; facts, as in Software.
+
+    `weight`, `states`, `bucket`: for each parameter; ZeRO divides the optimizer's `states` (and at
+    stage 3 weights and gradients), a `bucket` is a data-parallel reduction's own copy. Under ZeRO,
+    `partition`: more for each parameter of a rank's part, `fixed`: buffers whatever the model.
+    `logit`: the most for a logit while the loss is computed;
+    `logit_tp`: under tensor parallelism, where that differs. `placement`: how layers come to
+    stages, see `stages_of`. `reports`: which rank's memory its reports give,
+    `of_device`: as the driver sees it, rather than what torch's allocator reserved.
+    """
+
+    weight: int = 2
+    states: int = STATE_BYTES
+    bucket: int = 0
+    partition: int = 0
+    fixed: int = 0
+    logit: int = 10
+    logit_tp: int | None = None
+    placement: Literal["equal", "greedy"] = "equal"
+    reports: Literal["first", "fullest"] = "fullest"
+    of_device: bool = False
+
+
+def parts_of(setting: Setting, holds: Holds, hardware: Hardware | None = None) -> tuple[Parts, ...]:
+    """Bytes on a device of each pipeline coordinate, by the names of the planner's PARTS."""
     model = model_of(setting.layers)
     num_stages = setting.pp * setting.stages_per_rank
     cuts = stages_of(model, num_stages, holds.placement, setting.shape.seq)
