@@ -19,6 +19,15 @@ def pytest_configure(config):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
+def pytest_collection_modifyitems(config, items):
+    """What is slow, or needs a GPU, runs where `-m` names it."""
+    left_out = [mark for mark in ("slow", "gpu") if mark not in config.option.markexpr]
+    unwanted = {item for item in items if any(map(item.get_closest_marker, left_out))}
+    if unwanted:
+        config.hook.pytest_deselected(items=[item for item in items if item in unwanted])
+        items[:] = [item for item in items if item not in unwanted]
+
+
 def pytest_ignore_collect(collection_path, config):
     """With `-m pure` no other file is read: to import torch takes longer than the whole tier."""
     if config.option.markexpr != "pure" or not collection_path.name.startswith("test_"):

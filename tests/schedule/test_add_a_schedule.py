@@ -23,10 +23,6 @@ PROPERTIES = [
     for name, test in vars(test_schedules).items()
     if name.startswith("test_") and "name" in signature(test).parameters
 ]
-PLANNERS = [
-    test_step.test_bubble_of_equal_stages_is_the_schedules_own,
-    test_peak.test_in_flight_is_what_the_schedules_list_has,
-]
 
 
 @pytest.mark.parametrize("name", ADDED)
@@ -35,8 +31,8 @@ def test_a_file_in_the_folder_is_tested_like_those_that_are_shipped(added, name)
     for test in PROPERTIES:
         others = {"full": False, "backward": 0.75}
         test(name, **{k: v for k, v in others.items() if k in signature(test).parameters})
-    for test in PLANNERS:
-        test(name)
+    test_step.test_bubble_of_equal_stages_is_the_schedules_own(name, (1, 3, 4))
+    test_peak.test_in_flight_is_what_the_schedules_list_has(name, (1, 2, 3), (1, 2, 3, 5))
 
 
 @pytest.mark.slow
