@@ -1,6 +1,10 @@
 """Tests run on the CPU, also where there are GPUs; `pytest -m gpu` runs those that need one."""
 
+import fcntl
 import os
+import sys
+from contextlib import contextmanager
+from unittest.mock import patch
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -17,6 +21,16 @@ def pytest_configure(config):
     # Before anything imports torch: the ranks are forked from a process that has it loaded.
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        # Tiny products on many threads spend their time waiting.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_collection_finish(session):
+    """What the ranks of tests import is loaded where they are forked from."""
+    if any(item.get_closest_marker("gloo") for item in session.items):
+        from parallel3d.verify import local_ranks
+
+        local_ranks.PRELOAD += PRELOAD
 
 
 def pytest_collection_modifyitems(config, items):
@@ -40,6 +54,10 @@ def pytest_addoption(parser):
     parser.addoption("--resharding-table", help="write what test_every_pair found to this file")
 
 
+PRELOAD = [
+    "launch.train", "parallel3d.train.trainer", "parallel3d.checkpoint.weights",
+    "parallel3d.engine.selftest", "safetensors.torch", "pytest", "hypothesis", "tests.cases",
+]  # fmt: skip
 LAUNCHERS_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
 
 
@@ -56,11 +74,52 @@ def no_launch_stays_behind():
 
 
 @pytest.fixture(scope="session")
-def operators():
-    """DeepSpeed's compiled operators: minutes where there are none yet, on no rank's time."""
-    # Only now: tests without ranks do without torch, too.
-    from parallel3d.config import RunConfig
-    from parallel3d.verify.measure import compile_operators
-    from tests.verify.configs import config_of
+def cpu_adam(request, tmp_path_factory):
+    """DeepSpeed's Adam for the host, compiled on no test's time; False where it cannot be."""
+    from parallel3d.engine.operators import load_cpu_adam
 
-    compile_operators(RunConfig.from_dict(config_of(offload="nvme+nvme")))
+    with compiling(request, tmp_path_factory) as (mesh, say):
+        return load_cpu_adam(mesh, say)
+
+
+@pytest.fixture(scope="session")
+def async_io(request, tmp_path_factory):
+    """DeepSpeed's reads and writes of NVMe, compiled on no test's time; skips where not."""
+    from parallel3d.engine.operators import load_async_io
+    from parallel3d.errors import ConfigError
+
+    with compiling(request, tmp_path_factory) as (mesh, say):
+        try:
+            load_async_io(mesh, say)
+        except ConfigError as error:
+            pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def operators(cpu_adam, async_io):
+    """All of them."""
+
+
+@contextmanager
+def compiling(request, tmp_path_factory):
+    """A mesh of this process, and a way to the terminal past pytest's capture.
+
+    One worker of xdist at a time, so that the other ones find what the first has compiled.
+    """
+    from parallel3d.mesh.mesh import Mesh
+
+    capture = request.config.pluginmanager.getplugin("capturemanager")
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if os.environ.get("PYTEST_XDIST_WORKER") else folder
+
+    def say(text):
+        with capture.global_and_fixture_disabled():
+            print(f"\n{text}", file=sys.__stderr__, flush=True)
+
+    with patch.dict(os.environ), open(folder / "operators.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        mesh = Mesh()
+        try:
+            yield mesh, say
+        finally:
+            mesh.close()

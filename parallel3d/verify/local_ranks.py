@@ -177,6 +177,8 @@ def _serve(pipe: Connection, quiet: bool) -> None:
     """Run what comes through the pipe until it is closed (a rank's whole life)."""
     import torch
 
+    from parallel3d.engine.quirks.core import number_afresh
+
     torch.set_num_threads(1)
     gc.freeze()  # DeepSpeed collects garbage as it builds an engine; what is loaded is none
     log = open(os.devnull, "w") if quiet else sys.__stderr__  # noqa: SIM115
@@ -199,6 +201,7 @@ def _serve(pipe: Connection, quiet: bool) -> None:
                 torch.distributed.destroy_process_group()
             del answer, function, args
             gc.collect()  # an engine is full of cycles
+            number_afresh()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # a clean end would wait for peers that have failed

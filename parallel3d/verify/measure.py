@@ -2,9 +2,11 @@
 
 import math
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
@@ -21,6 +23,8 @@ from parallel3d.verify.shrink import BLOCK
 
 # fp32 is equality up to rounding. In half precision the errors are those of the type itself.
 TOLERANCE = {"fp32": 1e-5, "bf16": 2e-1, "fp16": 1e-1}
+Curves = tuple[list[float], list[float]]  # each step's loss and gradient norm
+Differences = tuple[float, float, dict[str, float]]
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,11 @@ def measure(config: RunConfig, reference: Reference, timeout: float = 300) -> Er
     results = run_warm(
         train_and_compare, world_size, config.to_dict(), vars(reference), timeout=timeout
     )
+    return errors_of(config, results)
+
+
+def errors_of(config: RunConfig, results: Iterable[Differences]) -> Errors:
+    """The largest of what each rank found."""
     losses, norms, weights = zip(*results, strict=True)
     if config.precision == "fp32":
         return Errors(_worst(losses), _worst(norms), _worst(w["largest"] for w in weights))
@@ -90,23 +99,29 @@ def _worst(errors: Any) -> float:
     return max(errors) if all(map(math.isfinite, errors)) else math.inf
 
 
-def train_and_compare(
-    rank: int, raw: dict[str, Any], expected: dict[str, Any]
-) -> tuple[float, float, dict[str, float]]:
-    """On one rank: the largest relative errors of loss and norm, and those of its weights."""
+def train_and_compare(rank: int, raw: dict[str, Any], expected: dict[str, Any]) -> Differences:
+    """On one rank: train, and compare with the reference."""
     config, reference = RunConfig.from_dict(raw), Reference(**expected)
     assert isinstance(config.mesh.dp, int)
     mesh = Mesh(config.mesh.pp, config.mesh.dp, config.mesh.tp)
+    torch.set_num_threads(1)  # tiny products on many threads spend their time waiting
     with swapping_small_tensors(2 * BLOCK):
         parts = assemble(config, mesh, seed=SEED)
-        losses, norms = train(parts, config, mesh)
-    errors = weight_errors(parts, config, reference)
+        found = differences(parts, config, train(parts, config, mesh), reference)
     mesh.barrier()
     parts.engine.close()
+    return found
+
+
+def differences(
+    parts: Assembly, config: RunConfig, curves: Curves, reference: Reference
+) -> Differences:
+    """The largest relative errors of a rank's losses and norms, and those of its weights."""
+    losses, norms = curves
     return (
         _worst(relative(losses, reference.losses)),
         _worst(relative(norms, reference.grad_norms)),
-        errors,
+        weight_errors(parts, config, reference),
     )
 
 
@@ -115,11 +130,11 @@ def relative(found: list[float], expected: list[float]) -> list[float]:
     return [abs(x - y) / abs(y) for x, y in zip(found, expected, strict=True)]
 
 
-def train(parts: Assembly, config: RunConfig, mesh: Mesh) -> tuple[list[float], list[float]]:
+def train(parts: Assembly, config: RunConfig, mesh: Mesh) -> Curves:
     """Train on the reference's batches: each step's mean loss and gradient norm."""
     losses, norms = [], []
     for step, batch in enumerate(batches(config)):
-        local = parts.executor.run(_microbatches(batch, config, mesh), step)
+        local = parts.executor.run(microbatches(batch, config, mesh), step)
         everyone = mesh.gather_floats([local])
         # Every tp rank of the last stage reports the same loss.
         losses.append(sum(row[0] for row in everyone) / (mesh.size("dp") * mesh.size("tp")))
@@ -127,7 +142,7 @@ def train(parts: Assembly, config: RunConfig, mesh: Mesh) -> tuple[list[float], 
     return losses, norms
 
 
-def _microbatches(
+def microbatches(
     batch: tuple[Tensor, Tensor, Tensor | None], config: RunConfig, mesh: Mesh
 ) -> list[Microbatch]:
     """This dp coordinate's share of a global batch."""

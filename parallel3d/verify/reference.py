@@ -1,6 +1,6 @@
 """The same training by one process of plain transformers and torch: no mesh, no engine."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,22 @@ def train_reference(config: RunConfig, folder: Path) -> Reference:
     In fp64, so that what differs from it is the mesh's own rounding, not this one's too. Raises
     ConfigError for a family that transformers does not have.
     """
+    model, family = _loaded(config, first_weights(config))
+    return _train(model.train(), family, config, folder)
+
+
+def loss_of(
+    config: RunConfig, weights: Mapping[str, Tensor], tokens: Tensor, labels: Tensor
+) -> float:
+    """The mean loss of whole weights, under our names, on tokens [batch, seq]; without dropout."""
+    model, _ = _loaded(config, weights)
+    with torch.no_grad():
+        logits = model.eval()(tokens, use_cache=False).logits
+    return float(F.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+
+
+def _loaded(config: RunConfig, weights: Mapping[str, Tensor]) -> tuple[Any, Any]:
+    """A model of transformers with these weights, in fp64, and its family's module."""
     family = models.huggingface(config.model.family)
     if family is None:
         raise ConfigError(
@@ -71,31 +87,23 @@ def train_reference(config: RunConfig, folder: Path) -> Reference:
             "nothing to compare with; write one (docs/add-a-model.md)"
         )
     try:
-        model = family.reference(config.model).double().train()
+        model = family.reference(config.model).double()
     except ValueError as error:
         raise ConfigError(f"parallel3d.model: {error}") from error
-    ours = first_weights(config)
-    theirs = family.to_huggingface(config.model, ours)
+    theirs = family.to_huggingface(config.model, weights)
     missing, unexpected = model.load_state_dict(theirs, strict=False)
     tied = set(getattr(model, "all_tied_weights_keys", {}))
     assert not unexpected and set(missing) <= tied, (missing, unexpected)
-    marks = {name: torch.full_like(ours[name], decays) for name, decays in _decays(config).items()}
-    return _train(model, family, marks, config, folder)
+    return model, family
 
 
-def _decays(config: RunConfig) -> dict[str, bool]:
-    """Which weights have weight decay, by name; a tied copy is left out."""
-    return {
-        f"{layer.name}.{spec.name}": spec.weight_decay
+def _train(model: Any, family: Any, config: RunConfig, folder: Path) -> Reference:
+    # Which of their parameters decay: the mapping of names, carried out on the answers.
+    marks = {
+        f"{layer.name}.{spec.name}": torch.full(spec.shape, float(spec.weight_decay))
         for layer in models.layers(config.model)
         for spec in layer.own_params
     }
-
-
-def _train(
-    model: Any, family: Any, marks: dict[str, Tensor], config: RunConfig, folder: Path
-) -> Reference:
-    # Which of their parameters decay: the mapping of names, carried out on the answers.
     their_marks = family.to_huggingface(config.model, marks)
     named = dict(model.named_parameters())
     adam = config.optimizer.params

@@ -3,7 +3,10 @@
 What fails here with a new DeepSpeed is what has to become a setting or stand in deepspeed_keys.py.
 """
 
+from contextlib import contextmanager
+from dataclasses import replace
 from itertools import cycle
+from unittest.mock import patch
 
 import pytest
 from deepspeed.compile.config import CompileConfig
@@ -27,9 +30,9 @@ from parallel3d.engine.selftest import self_test
 from parallel3d.engine.settings import EngineSettings
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.section import ABSENT
+from parallel3d.verify.local_ranks import run_locally
+from tests.cases import Case, measure
 from tests.config.configs import raw
-from tests.ranks import run_ranks
-from tests.verify import parity
 
 pytestmark = pytest.mark.gloo
 
@@ -211,7 +214,7 @@ def run_each(rank):
 
 def test_what_is_passed_on_reaches_deepspeed_and_trains_to_the_same_numbers():
     """Two steps against plain PyTorch, with each setting away from its default."""
-    for (_, options), told in zip(PASSED_ON, run_ranks(run_each, 2)[0], strict=True):
+    for (_, options), told in zip(PASSED_ON, run_locally(run_each, 2)[0], strict=True):
         assert {key: told[key] for key in options} == options
     elsewhere = {"stage", "offload_optimizer", "offload_param"}
     here = {key for _, options in PASSED_ON for key in options}
@@ -219,20 +222,29 @@ def test_what_is_passed_on_reaches_deepspeed_and_trains_to_the_same_numbers():
 
 
 # Weights of odd sizes, so that alignment has something to do.
-ODD = parity.Case(
+ODD = Case(
     mesh=(1, 2, 1), zero_stage=1, steps=2, batch=8, model={"hidden_size": 30,
                                                            "num_attention_heads": 3},
 )  # fmt: skip
 
 
-def train_with(rank, name):
-    """Train with a setting of zero_optimization switched on."""
-    parity.NO_THRESHOLDS[name] = True
-    return parity.train_on_rank(rank, ODD)
-
-
 def test_aligned_parameters_are_the_same():
-    assert parity.compare(ODD, run_ranks(train_with, 2, "parameter_alignment")).within(1e-5)
+    aligned = {"zero_optimization.parameter_alignment": True}
+    assert measure(replace(ODD, changes=aligned)).within(1e-5)
+
+
+@contextmanager
+def round_robin():
+    read = EngineSettings.from_config
+
+    def from_config(config):
+        settings = read(config)
+        return replace(
+            settings, zero_options=settings.zero_options | {"round_robin_gradients": True}
+        )
+
+    with patch.object(EngineSettings, "from_config", from_config):
+        yield
 
 
 def test_round_robin_gradients_are_refused_for_a_reason():
@@ -241,6 +253,6 @@ def test_round_robin_gradients_are_refused_for_a_reason():
         "reads fp32 weights from wrong places"
         in deepspeed_keys.ZERO["round_robin_gradients"].reason
     )
-    errors = parity.compare(ODD, run_ranks(train_with, 2, "round_robin_gradients"))
+    errors = measure(ODD, round_robin)
     assert max(errors.loss, errors.grad_norm) < 1e-5
     assert errors.weight > 0.1

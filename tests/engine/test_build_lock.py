@@ -12,8 +12,9 @@ from torch.utils.file_baton import FileBaton
 from parallel3d.engine import operators
 from parallel3d.engine.operators import remove_stale_lock, wait_for_build
 from parallel3d.mesh.mesh import Mesh
-from tests.ranks import RanksHung, run_ranks
-from tests.verify.parity import Case, Trainer, compare
+from parallel3d.verify.local_ranks import RanksHung, run_locally
+from parallel3d.verify.measure import errors_of
+from tests.cases import Case, Trainer
 
 pytestmark = pytest.mark.gloo
 
@@ -102,9 +103,9 @@ def load_without_compiler(rank, cache):
 def test_a_stale_lock_does_not_hang_a_run(locked_cache):
     """What torch itself waits for, for ever, our start goes past: the compiler is reached."""
     with pytest.raises(RanksHung):
-        run_ranks(load, 1, str(locked_cache), False, timeout=4, expect_hang=True)
+        run_locally(load, 1, str(locked_cache), False, timeout=4, quiet=True)
     assert (locked_cache / "cpu_adam" / "lock").exists()
-    (found, said), (other, _) = run_ranks(load_without_compiler, 2, str(locked_cache))
+    (found, said), (other, _) = run_locally(load_without_compiler, 2, str(locked_cache))
     assert not (locked_cache / "cpu_adam" / "lock").exists()
     assert not found and not other
     assert said[0].startswith("compiling DeepSpeed's cpu_adam")
@@ -123,19 +124,20 @@ def test_a_build_that_dies_while_one_waits_is_noticed(tmp_path):
     assert issubclass(operators._Baton, FileBaton)
 
 
-def train_without_compiler(rank, case, only_on):
+def train_without_compiler(rank, case, reference, only_on):
     if rank in only_on:
         operators.CPUAdamBuilder.load = no_compiler
     trainer = Trainer(case)
-    losses, norms = trainer.run()
     kind = type(trainer.engine._deepspeed.optimizer.optimizer).__name__
-    return (losses, norms, trainer.weights()), kind
+    return trainer.compare(reference), kind
 
 
+@pytest.mark.usefixtures("cpu_adam")
 @pytest.mark.parametrize("only_on", [(0, 1), (0,), (1,)])
 def test_without_a_compiler_torchs_adam_trains_the_same(only_on):
     case = Case(mesh=(1, 2, 1), offload="cpu", steps=2, batch=8)
-    results, kinds = zip(*run_ranks(train_without_compiler, 2, case, only_on), strict=True)
-    errors = compare(case, results)
+    ranks = run_locally(train_without_compiler, 2, case, case.reference, only_on)
+    results, kinds = zip(*ranks, strict=True)
+    errors = errors_of(case.config, results)
     assert kinds == ("AdamW", "AdamW")  # all ranks alike, whoever failed
     assert errors.within(1e-5), errors

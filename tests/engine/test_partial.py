@@ -1,5 +1,7 @@
 """Gradients of which each tp rank has a part are summed, once a step."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from torch import nn
@@ -10,8 +12,8 @@ from parallel3d.mesh.mesh import Mesh
 from parallel3d.model.spec import Init, ParamSpec
 from parallel3d.tensor.cut import Cut, cut_parameter
 from parallel3d.tensor.initialise import fill
-from tests.ranks import run_ranks
-from tests.verify.parity import NO_THRESHOLDS
+from parallel3d.verify.local_ranks import run_warm
+from parallel3d.verify.shrink import NO_THRESHOLDS
 
 pytestmark = pytest.mark.gloo
 
@@ -54,17 +56,17 @@ def sum_partial(rank, dp, settings, partial):
         calls.append(group is mesh.group("tp"))
         reduce(tensors, group)
 
-    engine_file.all_reduce_coalesced = counted
     x, grad = inputs()
     norms = []
     for _ in range(2):
         calls.clear()
-        with engine.accumulation():
-            for m in range(MICROBATCHES):
-                here = slice(mesh.coord("dp") * BATCH, (mesh.coord("dp") + 1) * BATCH)
-                output = engine.forward(0, x[m, here].clone().requires_grad_())
-                engine.backward(output, grad[m, here].clone())
-        norms.append(engine.step(0.1).grad_norm)
+        with patch.object(engine_file, "all_reduce_coalesced", counted):
+            with engine.accumulation():
+                for m in range(MICROBATCHES):
+                    here = slice(mesh.coord("dp") * BATCH, (mesh.coord("dp") + 1) * BATCH)
+                    output = engine.forward(0, x[m, here].clone().requires_grad_())
+                    engine.backward(output, grad[m, here].clone())
+            norms.append(engine.step(0.1).grad_norm)
     return norms, {h.name: engine.full_parameter(h) for h in held}, sum(calls)
 
 
@@ -91,20 +93,29 @@ def plain_training(dp):
     return norms, {name: w.detach() for name, w in weights.items()}
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
-@pytest.mark.parametrize("reduction", ["per_step", "per_microbatch"])
+@pytest.mark.parametrize(
+    ("stage", "reduction"),
+    [
+        (0, "per_step"),
+        (1, "per_microbatch"),
+        (3, "per_step"),
+        (3, "per_microbatch"),
+        pytest.param(0, "per_microbatch", marks=pytest.mark.slow),
+        pytest.param(1, "per_step", marks=pytest.mark.slow),
+    ],
+)
 def test_partial_gradients_are_summed_over_tp_once_a_step(stage, reduction):
     settings = EngineSettings(
         micro_batch_size=BATCH, zero_stage=stage, gradient_reduction=reduction, eps=1.0,
         zero_options=NO_THRESHOLDS | {"reduce_bucket_size": 2**12},
     )  # fmt: skip
     wanted_norms, wanted = plain_training(dp=2)
-    for norms, weights, calls in run_ranks(sum_partial, 4, 2, settings, True):
+    for norms, weights, calls in run_warm(sum_partial, 4, 2, settings, True):
         assert norms == pytest.approx(wanted_norms, rel=1e-5)
         for name, value in weights.items():
             assert torch.allclose(value, wanted[name], atol=1e-6), name
         assert calls == 1
     if stage == 3:
-        for norms, _, calls in run_ranks(sum_partial, 4, 2, settings, False):
+        for norms, _, calls in run_warm(sum_partial, 4, 2, settings, False):
             assert norms[0] < 0.9 * wanted_norms[0]
             assert calls == 0

@@ -1,12 +1,13 @@
 """The tests can fail: each takes one remedy away, and sees the fault that docs/deepspeed.md tells.
 
-With every remedy in place the same runs equal plain PyTorch (`test_with_the_remedies`).
+With every remedy in place the same runs equal plain transformers (`test_with_the_remedies`).
 """
 
 import signal
 import time
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,8 +15,8 @@ import torch
 from parallel3d.engine import Engine, EngineSettings, memory
 from parallel3d.engine.quirks import core
 from parallel3d.mesh.mesh import Mesh
-from tests.ranks import RankFailed, RanksHung, run_ranks
-from tests.verify.parity import Case, Trainer, compare, train_on_rank
+from parallel3d.verify.local_ranks import RankFailed, RanksHung, run_locally, run_warm
+from tests.cases import Case, Trainer, measure
 
 pytestmark = pytest.mark.gloo
 
@@ -27,41 +28,54 @@ UNTIED = Case(mesh=(2, 1, 1), tied=False, **SMALL)
 ALONE = Case(mesh=(3, 1, 1), tied=False, model={"num_hidden_layers": 1}, **SMALL)
 
 
+@contextmanager
 def broadcast_over_the_world():  # row 1
-    core.bind_trace_check = lambda group, device: None
+    with patch.object(core, "bind_trace_check", lambda group, device: None):
+        yield
 
 
+@contextmanager
 def overwrite_gradients():  # row 2, ZeRO-3
-    core.start_backward = lambda engine: None
-    core.accumulate_from_zero = lambda engine: None
+    with (
+        patch.object(core, "start_backward", lambda engine: None),
+        patch.object(core, "accumulate_from_zero", lambda engine: None),
+    ):
+        yield
 
 
+@contextmanager
 def keep_the_boundary():  # row 2, ZeRO-1
-    Engine.accumulation = lambda engine: nullcontext()
+    with patch.object(Engine, "accumulation", lambda engine: nullcontext()):
+        yield
 
 
+@contextmanager
 def tell_deepspeed_of_microbatches():  # row 4
-    core.accumulation_steps = lambda: 4
-    told = EngineSettings.deepspeed_config
+    told, step = EngineSettings.deepspeed_config, Engine.step
 
     def config(settings, dp_size):
         config = told(settings, dp_size)
         return config | {"train_batch_size": 4 * config["train_batch_size"]}
 
-    EngineSettings.deepspeed_config = config
-    step = Engine.step
-
     def step_now(engine, lr):
         engine._deepspeed.set_gradient_accumulation_boundary(True)
         return step(engine, lr)
 
-    Engine.step = step_now
+    with (
+        patch.object(core, "accumulation_steps", lambda: 4),
+        patch.object(EngineSettings, "deepspeed_config", config),
+        patch.object(Engine, "step", step_now),
+    ):
+        yield
 
 
+@contextmanager
 def count_by_deepspeed():  # row 6
-    core.count_once = lambda held: None
+    with patch.object(core, "count_once", lambda held: None):
+        yield
 
 
+@contextmanager
 def no_ballast():  # row 7
     def groups(held, ballast, weight_decay):
         return [
@@ -72,29 +86,30 @@ def no_ballast():  # row 7
             for decays in (True, False)
         ]
 
-    core.param_groups = groups
+    with patch.object(core, "param_groups", groups):
+        yield
 
 
+@contextmanager
 def no_ballast_no_check():  # row 7
-    no_ballast()
-    Engine._check_groups = lambda self: None
+    with no_ballast(), patch.object(Engine, "_check_groups", lambda self: None):
+        yield
 
 
+@contextmanager
 def ends_apart():  # row 13
-    Engine._sum_gradients = lambda self: None
+    with patch.object(Engine, "_sum_gradients", lambda self: None):
+        yield
 
 
+@contextmanager
 def count_both_ends():  # row 13
     def count_once(held):
         for h in held:
             h.parameter.model_parallel = h.cut.counts
 
-    core.count_once = count_once
-
-
-def train_without(rank, case, take_away):
-    take_away()
-    return train_on_rank(rank, case)
+    with patch.object(core, "count_once", count_once):
+        yield
 
 
 @pytest.mark.parametrize(
@@ -113,12 +128,12 @@ def train_without(rank, case, take_away):
     ids=str,
 )
 def test_with_the_remedies(case):
-    errors = compare(case, run_ranks(train_on_rank, case.world_size, case))
+    errors = measure(case)
     assert errors.within(1e-5), errors
 
 
 @pytest.mark.parametrize(
-    ("case", "take_away", "at_least"),
+    ("case", "fault", "at_least"),
     [
         (replace(PER_MICROBATCH, mesh=(1, 1, 1)), overwrite_gradients, 0.1),
         (replace(PER_MICROBATCH, zero_stage=1), keep_the_boundary, 0.1),
@@ -131,60 +146,56 @@ def test_with_the_remedies(case):
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_without_it_the_gradient_norm_is_wrong(case, take_away, at_least):
-    results = run_ranks(train_without, case.world_size, case, take_away)
-    errors = compare(case, results)
-    print(f"{take_away.__name__:32} {errors}")
+def test_without_it_the_gradient_norm_is_wrong(case, fault, at_least):
+    errors = measure(case, fault)
+    print(f"{fault.__name__:32} {errors}")
     assert errors.grad_norm > at_least, errors
 
 
 def test_a_direct_backward_overwrites_too_and_stops_on_a_cpu():
     # On a CPU the gradients that it leaves behind cannot be given to a stream; a GPU says nothing.
     with pytest.raises(RankFailed, match="unknown parameter type"):
-        run_ranks(train_without, 2, PER_MICROBATCH, overwrite_gradients)
+        measure(PER_MICROBATCH, overwrite_gradients, run_locally)
 
 
 def test_without_the_bound_trace_check_the_pipeline_stops():
     case = replace(UNTIED, mesh=(2, 2, 1))
     with pytest.raises((RanksHung, RankFailed)) as caught:
-        run_ranks(train_without, 4, case, broadcast_over_the_world, timeout=6, expect_hang=True)
+        measure(case, broadcast_over_the_world, run_locally, timeout=6, quiet=True)
     print(type(caught.value).__name__, str(caught.value).splitlines()[-1])
 
 
 def test_stages_without_equal_optimizer_groups_are_refused():
     with pytest.raises(RankFailed, match="unequal numbers of optimizer groups"):
-        run_ranks(train_without, 3, ALONE, no_ballast)
+        measure(ALONE, no_ballast, run_locally)
 
 
 def test_unequal_optimizer_groups_give_a_wrong_norm_or_hang():
     try:
-        results = run_ranks(
-            train_without, 3, ALONE, no_ballast_no_check, timeout=6, expect_hang=True
-        )
+        errors = measure(ALONE, no_ballast_no_check, run_locally, timeout=6, quiet=True)
     except (RanksHung, RankFailed) as stopped:
         print(type(stopped).__name__, str(stopped).splitlines()[-1])
     else:
-        errors = compare(ALONE, results)
         print(errors)
         assert errors.grad_norm > 1e-3
 
 
 def gathered_peak(rank, case, restore):
-    if not restore:
-        core.ReleaseCounters.restore = lambda self: None
-    trainer = Trainer(case)
-    parameters = [h.parameter for h in trainer.engine.held]
-    trainer.run()
-    with memory.watching(trainer.engine._deepspeed, parameters) as peaks:
+    never = patch.object(core.ReleaseCounters, "restore", lambda self: None)
+    with nullcontext() if restore else never:
+        trainer = Trainer(case)
+        parameters = [h.parameter for h in trainer.engine.held]
         trainer.run()
+        with memory.watching(trainer.engine._deepspeed, parameters) as peaks:
+            trainer.run()
     return peaks.gathered_elements, sum(p.ds_numel for p in parameters)
 
 
 def test_without_release_counters_the_whole_stage_stays_gathered():
     case = replace(UNTIED, mesh=(1, 2, 1), steps=1)
-    (peak, whole), _ = run_ranks(gathered_peak, 2, case, True)
+    (peak, whole), _ = run_warm(gathered_peak, 2, case, True)
     assert peak < whole / 5
-    (peak, whole), _ = run_ranks(gathered_peak, 2, case, False)
+    (peak, whole), _ = run_warm(gathered_peak, 2, case, False)
     assert peak == whole
 
 
@@ -203,17 +214,16 @@ def stopped_peer(rank, seconds):
 def test_a_stopped_peer_is_noticed_by_short_timeouts_only():
     start = time.monotonic()
     with pytest.raises(RankFailed, match=r"(?i)time"):
-        run_ranks(stopped_peer, 2, 1.0)
+        run_locally(stopped_peer, 2, 1.0)
     assert time.monotonic() - start < 5
     with pytest.raises(RanksHung):
-        run_ranks(stopped_peer, 2, None, timeout=4, expect_hang=True)
+        run_locally(stopped_peer, 2, None, timeout=4, quiet=True)
 
 
 def gradient(rank, microbatches, precision, in_fp32):
-    if not in_fp32:
-        core.accumulate_in_fp32 = lambda held: None
-    case = Case(precision=precision, microbatches=microbatches, steps=1, batch=64)
-    trainer = Trainer(case)
+    in_their_type = patch.object(core, "accumulate_in_fp32", lambda held: None)
+    with nullcontext() if in_fp32 else in_their_type:
+        trainer = Trainer(Case(precision=precision, microbatches=microbatches, steps=1, batch=64))
     flat = []
     step = trainer.engine.step
 
@@ -228,10 +238,10 @@ def gradient(rank, microbatches, precision, in_fp32):
 
 
 def test_bf16_gradients_of_many_microbatches_need_an_fp32_sum():
-    [true] = run_ranks(gradient, 1, 1, "fp32", True)
+    [true] = run_warm(gradient, 1, 1, "fp32", True)
 
     def error(microbatches, in_fp32):
-        [found] = run_ranks(gradient, 1, microbatches, "bf16", in_fp32)
+        [found] = run_warm(gradient, 1, microbatches, "bf16", in_fp32)
         return float((found - true).norm() / true.norm())
 
     one, many, without = error(1, True), error(64, True), error(64, False)

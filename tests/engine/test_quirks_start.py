@@ -11,9 +11,9 @@ from parallel3d.engine import EngineSettings, construction
 from parallel3d.engine.quirks import core
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.pipeline import stages
+from parallel3d.verify.local_ranks import run_locally
+from tests.cases import Case, Trainer
 from tests.config.test_config import error_of
-from tests.ranks import run_ranks
-from tests.verify.parity import Case, Trainer
 
 pytestmark = pytest.mark.gloo
 
@@ -29,7 +29,7 @@ def default_decays(rank):
 
 
 def test_the_default_weight_decay_depends_on_the_optimizer():
-    [[torch_decay, deepspeed_decay]] = run_ranks(default_decays, 1)
+    [[torch_decay, deepspeed_decay]] = run_locally(default_decays, 1)
     assert torch_decay != deepspeed_decay
     assert "weight_decay" in inspect.getsource(core.param_groups)
 
@@ -45,7 +45,7 @@ def what_deepspeed_accepts(rank):
 
 
 def test_deepspeed_accepts_what_our_schema_refuses_or_resolves():
-    [[stage, bf16]] = run_ranks(what_deepspeed_accepts, 1)
+    [[stage, bf16]] = run_locally(what_deepspeed_accepts, 1)
     assert stage == 0  # asked for 3
     assert bf16 is not True
     assert "zero_optimization" in error_of(zero_optimisation={"stage": 3})
@@ -63,8 +63,8 @@ def operators_built(rank, skip):
 
 
 def test_without_the_skip_the_shared_memory_operator_is_compiled():
-    assert run_ranks(operators_built, 1, True) == [[]]
-    assert run_ranks(operators_built, 1, False) == [["shm"]]
+    assert run_locally(operators_built, 1, True) == [[]]
+    assert run_locally(operators_built, 1, False) == [["shm"]]
 
 
 def built_whole(rank, cut_at_once):
@@ -97,8 +97,8 @@ def _shard_numel(parameter):
 
 
 def test_without_zero_init_a_stage_exists_whole_while_it_is_built():
-    with_init, _ = run_ranks(built_whole, 2, True)
-    without, _ = run_ranks(built_whole, 2, False)
+    with_init, _ = run_locally(built_whole, 2, True)
+    without, _ = run_locally(built_whole, 2, False)
     assert with_init == pytest.approx(0.5, rel=0.02)
     assert without == 1
 
@@ -116,8 +116,8 @@ def dtype_made(rank, dtype):
 
 
 def test_an_explicit_fp32_makes_bf16_parameters_where_there_is_no_fp16():
-    assert run_ranks(dtype_made, 1, None) == ["torch.float32"]
-    assert run_ranks(dtype_made, 1, torch.float32) == ["torch.bfloat16"]
+    assert run_locally(dtype_made, 1, None) == ["torch.float32"]
+    assert run_locally(dtype_made, 1, torch.float32) == ["torch.bfloat16"]
 
 
 def imports(rank, without_muon):
@@ -128,11 +128,10 @@ def imports(rank, without_muon):
         del sys.modules[name]
     if not without_muon:
         core.without_muon = nullcontext
-    trainer = Trainer(Case(steps=1, batch=4))
-    trainer.run()
+    Trainer(Case(steps=1, batch=4))
     return muon in sys.modules
 
 
 def test_without_the_stand_in_muon_is_imported():
-    assert run_ranks(imports, 1, True) == [False]
-    assert run_ranks(imports, 1, False) == [True]
+    assert run_locally(imports, 1, True) == [False]
+    assert run_locally(imports, 1, False) == [True]

@@ -11,10 +11,11 @@ from parallel3d.engine import Engine, EngineSettings
 from parallel3d.engine.quirks import core, nvme
 from parallel3d.engine.selftest import KNOWN_GOOD, self_test
 from parallel3d.mesh.mesh import Mesh
-from tests.ranks import RankFailed, run_ranks
-from tests.verify.parity import Case, compare, train_on_rank
+from parallel3d.verify.local_ranks import RankFailed, run_locally, run_warm
+from parallel3d.verify.measure import errors_of
+from tests.cases import Case, compare_on_rank
 
-pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("operators")]
+pytestmark = pytest.mark.gloo
 
 MODES = [
     {"zero_stage": stage, "offload_optimizer": offload, "offload_param": param,
@@ -42,33 +43,50 @@ def settings_of(mode, folder=None):
     )  # fmt: skip
 
 
-def run_all(rank, shape, folder):
+def run_all(rank, shape, modes, folder):
     mesh, seconds = Mesh(*shape), []
-    for mode in MODES:
+    for mode in modes:
         start = time.monotonic(), time.process_time()
         self_test(settings_of(mode, folder), mesh)
         seconds.append((time.monotonic() - start[0], time.process_time() - start[1]))
     return seconds
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2), (3, 1, 1)], ids=str)
-def test_it_passes_in_every_mode(shape, tmp_path):
+@pytest.mark.usefixtures("cpu_adam")
+@pytest.mark.parametrize(
+    ("shape", "nvme"),
+    [
+        ((1, 1, 1), False),
+        ((2, 1, 1), False),
+        ((2, 1, 1), True),
+        *(
+            pytest.param(shape, nvme, marks=pytest.mark.slow)
+            for shape in [(2, 2, 2), (3, 1, 1)]
+            for nvme in (False, True)
+        ),
+    ],
+    ids=str,
+)
+def test_it_passes_in_every_mode(shape, nvme, request, tmp_path):
+    if nvme:
+        request.getfixturevalue("async_io")
     pp, dp, tp = shape
-    seconds = run_ranks(run_all, pp * dp * tp, shape, str(tmp_path))[0]
-    for mode, (wall, cpu) in zip(MODES, seconds, strict=True):
+    modes = [mode for mode in MODES if ("nvme" in mode.values()) == nvme]
+    seconds = run_warm(run_all, pp * dp * tp, shape, modes, str(tmp_path))[0]
+    for mode, (wall, cpu) in zip(modes, seconds, strict=True):
         print(f"{wall:.2f} s, {cpu:.2f} s of one core: {mode}")
     assert os.listdir(tmp_path) == []  # nothing is left on disk
 
 
-def train_afterwards(rank, case):
+def train_afterwards(rank, case, reference):
     self_test(settings_of({"zero_stage": case.zero_stage}), Mesh(*case.mesh))
-    return train_on_rank(rank, case)
+    return compare_on_rank(rank, case, reference)
 
 
 @pytest.mark.parametrize("zero_stage", [1, 3])
 def test_the_real_engine_is_right_after_it(zero_stage):
     case = Case(mesh=(2, 1, 1), zero_stage=zero_stage, steps=2, batch=8)
-    errors = compare(case, run_ranks(train_afterwards, 2, case))
+    errors = errors_of(case.config, run_warm(train_afterwards, 2, case, case.reference))
     assert errors.within(1e-5), errors
 
 
@@ -117,9 +135,11 @@ def fail(rank, mode, take_away, folder):
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_it_fails_loudly_without_a_remedy(take_away, mode, says, tmp_path):
+def test_it_fails_loudly_without_a_remedy(take_away, mode, says, request, tmp_path):
+    if "nvme" in mode.values():
+        request.getfixturevalue("async_io")
     with pytest.raises(RankFailed, match=says) as caught:
-        run_ranks(fail, 2, mode, take_away, str(tmp_path))
+        run_locally(fail, 2, mode, take_away, str(tmp_path))
     message = str(caught.value)
     assert "TrainingError" in message
     assert "the self-test of DeepSpeed 0." in message

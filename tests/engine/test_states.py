@@ -1,35 +1,46 @@
 """The engine's states: every element once, with true values; a resumed run is bitwise unbroken."""
 
-import tempfile
 from dataclasses import replace
 from functools import cache
 from itertools import product
+from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from models import huggingface
 from parallel3d.checkpoint import chunks
 from parallel3d.engine import KINDS
-from tests.engine import offloading
-from tests.engine.offloading import changes
-from tests.ranks import run_ranks
+from parallel3d.verify.local_ranks import run_warm
+from parallel3d.verify.reference import train_reference
+from tests.cases import Case, Trainer
 from tests.train import resuming
 from tests.train.resuming import copy_out, differences, load, run_resumed, run_unbroken, train
-from tests.verify import reference
-from tests.verify.parity import OPTIMIZER, Case, Trainer, batches_of, config_of, whole_weights
 
-pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("operators")]
+pytestmark = pytest.mark.gloo
 
 SMALL = {"steps": resuming.BEFORE + resuming.AFTER, "batch": 8, "microbatches": 2}
 SMALL |= {"model": {"num_hidden_layers": 1}}
 TWO = Case(mesh=(1, 2, 1), **SMALL)
-SCALED = {"fp16": {"initial_scale_power": 18, "loss_scale_window": 2, "hysteresis": 2}}
+SCALED = {
+    "fp16.initial_scale_power": 18, "fp16.loss_scale_window": 2, "fp16.hysteresis": 2,
+}  # fmt: skip
 
 
-def expected(case):
+def ready(case, request, folder):
+    """The case with what it offloads in `folder`, once its operators are compiled."""
+    if "nvme" in case.offload:
+        request.getfixturevalue("async_io")
+    if "cpu" in case.offload.split("+") or "nvme" in case.offload.split("+"):
+        request.getfixturevalue("cpu_adam")
+    return replace(case, folder=str(folder))
+
+
+def expected(case, folder):
     """Weights and moments of an AdamW of torch's own, by name."""
-    made, weights = [], whole_weights(config_of(case))
+    made, family = [], huggingface("gpt")
 
     class Kept(torch.optim.AdamW):
         def __init__(self, *args, **options):
@@ -37,42 +48,42 @@ def expected(case):
             made.append(self)
 
     with patch("torch.optim.AdamW", Kept):
-        batches = list(batches_of(case, config_of(case)))
-        _, _, weights = reference.train(weights, config_of(case), batches, OPTIMIZER)
+        found = train_reference(case.config, folder)
+    weights = family.to_huggingface(case.config.model, load_file(found.weights))
     states = {}
     for name, weight in weights.items():
         [state] = [s for p, s in made[0].state.items() if _same(p.detach().float(), weight)]
-        states[name] = {
-            "master": weight,
-            **{k: state[k].float() for k in ("exp_avg", "exp_avg_sq")},
-        }
-    return states
+        kinds = {"master": weight, **{k: state[k].float() for k in KINDS[1:]}}
+        for kind, value in kinds.items():
+            states.setdefault(kind, {})[name] = value
+    by_kind = {k: family.from_huggingface(case.config.model, v) for k, v in states.items()}
+    return {name: {k: by_kind[k][name] for k in KINDS} for name in by_kind["master"]}
 
 
 def _same(a, b):
     return a.shape == b.shape and torch.equal(a, b)
 
 
-def pieces(rank, case, settings):
+def pieces(rank, case):
     """This rank's pieces after training; its masters are what `full_parameter` gives."""
-    with offloading.use(settings):
-        trainer = Trainer(case)
-        trainer.run()
-        engine, found = trainer.engine, []
-        copies = copy_out(engine)
-        held = sum(t.nbytes for block in copies for kinds in block for t in kinds.values())
-        on_nvme = engine.settings.offload_optimizer == "nvme"
-        # Of what lies on NVMe no tensor stays in memory; small ones never leave it.
-        assert (engine.memory_bytes()["optimizer"] < held / 5) is on_nvme
-        whole = {h.name: engine.full_parameter(h).flatten().cpu() for h in engine.held}
-        for block, tensors in zip(engine.states.blocks, copies, strict=True):
-            for piece, kinds in zip(block, tensors, strict=True):
-                part = whole[piece.held.name].narrow(0, piece.start, piece.numel)
-                assert piece.numel > 0
-                assert torch.equal(kinds["master"], part)
-                found.append((piece.held.name, piece.held.cut, piece.held.copy, piece.start, kinds))
-        assert engine.states.counters() == {"optimizer_steps": case.steps, "loss_scale": None}
-        return found
+    trainer = Trainer(case)
+    trainer.run()
+    engine, found = trainer.engine, []
+    copies = copy_out(engine)
+    held = sum(t.nbytes for block in copies for kinds in block for t in kinds.values())
+    on_nvme = engine.settings.offload_optimizer == "nvme"
+    # Of what lies on NVMe no tensor stays in memory; small ones never leave it.
+    assert (engine.memory_bytes()["optimizer"] < held / 5) is on_nvme
+    whole = {h.name: engine.full_parameter(h).flatten().cpu() for h in engine.held}
+    for block, tensors in zip(engine.states.blocks, copies, strict=True):
+        for piece, kinds in zip(block, tensors, strict=True):
+            part = whole[piece.held.name].narrow(0, piece.start, piece.numel)
+            assert piece.numel > 0
+            assert torch.equal(kinds["master"], part)
+            found.append((piece.held.name, piece.held.cut, piece.held.copy, piece.start, kinds))
+    assert engine.states.counters() == {"optimizer_steps": case.steps, "loss_scale": None}
+    trainer.close()
+    return found
 
 
 def test_files_and_engine_name_the_same_kinds():
@@ -80,21 +91,21 @@ def test_files_and_engine_name_the_same_kinds():
 
 
 @pytest.mark.parametrize(
-    ("case", "offload"),
+    "case",
     [
-        (replace(TWO, zero_stage=0), "none"),
-        (replace(TWO, zero_stage=1), "none"),
-        (replace(TWO, zero_stage=2), "cpu"),
-        (replace(TWO, mesh=(1, 2, 2)), "none"),
-        (replace(TWO, mesh=(2, 1, 1)), "none"),
-        (TWO, "nvme+param-nvme"),
+        replace(TWO, zero_stage=0),
+        replace(TWO, zero_stage=1),
+        replace(TWO, zero_stage=2, offload="cpu"),
+        replace(TWO, mesh=(1, 2, 2)),
+        replace(TWO, mesh=(2, 1, 1)),
+        replace(TWO, offload="nvme+param-nvme"),
     ],
     ids=str,
 )
-def test_pieces_tile_each_part_and_hold_what_adam_has(case, offload, tmp_path):
-    settings = changes(offload, tmp_path) if "nvme" in offload else {"offload_optimizer": offload}
-    found = [piece for rank in run_ranks(pieces, case.world_size, case, settings) for piece in rank]
-    want, seen = expected(case), {}
+def test_pieces_tile_each_part_and_hold_what_adam_has(case, request, tmp_path):
+    case = ready(case, request, tmp_path)
+    found = [piece for rank in run_warm(pieces, case.world_size, case) for piece in rank]
+    want, seen = expected(case, tmp_path), {}
     for name, cut, copy, start, kinds in found:
         name = "embedding.token.weight" if copy else name
         times = seen.setdefault((name, cut.start, copy), torch.zeros(cut.local_shape).flatten())
@@ -105,7 +116,8 @@ def test_pieces_tile_each_part_and_hold_what_adam_has(case, offload, tmp_path):
                 whole = whole.narrow(cut.dim, cut.start, cut.stop - cut.start)
             part = whole.flatten()[start : start + tensor.numel()]
             error = float((tensor - part).abs().max() / whole.abs().max())
-            assert error < 1e-5, (name, kind, error)
+            # A key's bias has no gradient but rounding, of which Adam makes whole steps.
+            assert error < 2e-5, (name, kind, error)
     assert {name for name, *_ in seen} == want.keys()
     _, dp, tp = case.mesh
     for (name, *_), times in seen.items():
@@ -115,52 +127,47 @@ def test_pieces_tile_each_part_and_hold_what_adam_has(case, offload, tmp_path):
 
 
 EXACT = {
-    "zero0": (replace(TWO, zero_stage=0), "none"),
-    "zero1": (replace(TWO, zero_stage=1), "none"),
-    "zero2": (replace(TWO, zero_stage=2), "none"),
-    "zero3": (replace(TWO, mesh=(2, 2, 1)), "none"),
-    "zero3 kept gathered": (replace(TWO, thresholds=True), "none"),
-    "zero3+cpu": (TWO, "cpu"),
-    "zero3+cpu+param-cpu": (TWO, "cpu+param-cpu"),
-    "zero1+cpu": (replace(TWO, zero_stage=1), "cpu"),
-    "zero3+nvme pipelined": (replace(TWO, mesh=(1, 1, 1)), "nvme"),
-    "zero3+nvme+param-nvme": (TWO, "nvme+param-nvme"),
-    "zero1 bf16": (replace(TWO, zero_stage=1, precision="bf16"), "none"),
-    "zero3 bf16": (replace(TWO, precision="bf16"), "none"),
-    "zero3 fp16": (replace(TWO, precision="fp16"), "none"),
+    "zero0": replace(TWO, zero_stage=0),
+    "zero1": replace(TWO, zero_stage=1),
+    "zero2": replace(TWO, zero_stage=2),
+    "zero3": replace(TWO, mesh=(2, 1, 1)),
+    "zero3 kept gathered": replace(TWO, thresholds=True),
+    "zero3+cpu": replace(TWO, offload="cpu"),
+    "zero3+cpu+param-cpu": replace(TWO, offload="cpu+param-cpu"),
+    "zero1+cpu": replace(TWO, zero_stage=1, offload="cpu"),
+    # Reads and writes ahead, over several sub-groups.
+    "zero3+nvme pipelined": replace(
+        TWO,
+        mesh=(1, 1, 1),
+        offload="nvme",
+        changes={
+            f"zero_optimization.{name}": value
+            for name, value in {
+                "offload_optimizer.pipeline_read": True,
+                "offload_optimizer.pipeline_write": True,
+                "offload_optimizer.buffer_count": 12,
+                "sub_group_size": 2000,
+            }.items()
+        },
+    ),
+    "zero3+nvme+param-nvme": replace(TWO, offload="nvme+param-nvme"),
+    "zero1 bf16": replace(TWO, zero_stage=1, precision="bf16"),
+    "zero3 bf16": replace(TWO, precision="bf16"),
+    "zero3 fp16": replace(TWO, precision="fp16", changes=SCALED),
 }
-
-
-def settings_of(case, offload, folder):
-    """Settings that `Case` has no field for."""
-    settings = {} if offload == "none" else changes(offload, folder)
-    if case.zero_stage < 3 or case.thresholds:
-        settings.pop("zero_options", None)
-    return settings | (SCALED if case.precision == "fp16" else {})
-
-
-def named(name, folder):
-    """The case and the settings of a row of the table."""
-    case, offload = EXACT[name]
-    settings = settings_of(case, offload, folder)
-    if "pipelined" in name:  # reads and writes ahead, over several sub-groups
-        more = {"pipeline_read": True, "pipeline_write": True, "buffer_count": 12}
-        settings["optimizer_options"] |= more
-        settings["zero_options"] = settings["zero_options"] | {"sub_group_size": 2000}
-    return case, settings
 
 
 @cache
 def unbroken(name):
-    with tempfile.TemporaryDirectory() as folder:
-        return run_unbroken(*named(name, folder))
+    with TemporaryDirectory() as folder:
+        return run_unbroken(replace(EXACT[name], folder=folder))
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_a_resumed_run_is_bitwise_the_unbroken_one(name, tmp_path):
+def test_a_resumed_run_is_bitwise_the_unbroken_one(name, request, tmp_path):
+    case = ready(EXACT[name], request, tmp_path)
     saved, ends = unbroken(name)
-    case, settings = named(name, tmp_path)
-    assert differences(ends, run_resumed(case, settings, saved)) == set()
+    assert differences(ends, run_resumed(case, saved)) == set()
     if case.precision == "fp16":
         _, _, counters = ends[0]
         assert 0 < counters["optimizer_steps"] < case.steps
@@ -182,12 +189,15 @@ def test_a_resumed_run_is_bitwise_the_unbroken_one(name, tmp_path):
     ids=str,
 )  # fmt: skip
 def test_a_resumed_run_is_bitwise_the_unbroken_one_in_full(
-    mesh, zero_stage, precision, offload, tmp_path
+    mesh, zero_stage, precision, offload, request, tmp_path
 ):
-    case = replace(TWO, mesh=mesh, zero_stage=zero_stage, precision=precision)
-    settings = settings_of(case, offload, tmp_path)
-    saved, ends = run_unbroken(case, settings)
-    assert differences(ends, run_resumed(case, settings, saved)) == set()
+    case = replace(
+        TWO, mesh=mesh, zero_stage=zero_stage, precision=precision, offload=offload,
+        changes=SCALED if precision == "fp16" else {},
+    )  # fmt: skip
+    case = ready(case, request, tmp_path)
+    saved, ends = run_unbroken(case)
+    assert differences(ends, run_resumed(case, saved)) == set()
 
 
 @pytest.mark.parametrize(
@@ -200,36 +210,37 @@ def test_a_resumed_run_is_bitwise_the_unbroken_one_in_full(
         ("zero3 fp16", resuming.no_counters, "counters"),
     ],
 )
-def test_what_is_forgotten_is_seen(name, how, sees, tmp_path):
+def test_what_is_forgotten_is_seen(name, how, sees, request, tmp_path):
+    case = ready(EXACT[name], request, tmp_path)
     saved, ends = unbroken(name)
-    others = run_resumed(*named(name, tmp_path), saved, how)
+    others = run_resumed(case, saved, how)
     assert sees in differences(ends, others)
 
 
-def go_back(rank, case, settings):
+def go_back(rank, case):
     """What a run says, and what it says again after it was set back to its middle."""
-    with offloading.use(settings):
-        trainer = Trainer(case)
-        engine = trainer.engine
-        before = {h.name: engine.full_parameter(h) for h in engine.held}
-        for block in copy_out(engine):  # reading makes nothing up, and changes nothing
-            assert not any(kinds[k].any() for kinds in block for k in KINDS[1:])
-        assert engine.states.counters()["optimizer_steps"] == 0
-        assert all(torch.equal(engine.full_parameter(h), before[h.name]) for h in engine.held)
-        train(trainer, 0, 2)
-        saved = copy_out(engine), engine.states.counters()
-        ends = []
-        for _ in range(2):
-            load(engine, saved)
-            said = train(trainer, 2, 5)
-            ends.append((said, copy_out(engine), engine.states.counters()))
-        return ends
+    trainer = Trainer(case)
+    engine = trainer.engine
+    before = {h.name: engine.full_parameter(h) for h in engine.held}
+    for block in copy_out(engine):  # reading makes nothing up, and changes nothing
+        assert not any(kinds[k].any() for kinds in block for k in KINDS[1:])
+    assert engine.states.counters()["optimizer_steps"] == 0
+    assert all(torch.equal(engine.full_parameter(h), before[h.name]) for h in engine.held)
+    train(trainer, 0, 2)
+    saved = copy_out(engine), engine.states.counters()
+    ends = []
+    for _ in range(2):
+        load(engine, saved)
+        said = train(trainer, 2, 5)
+        ends.append((said, copy_out(engine), engine.states.counters()))
+    trainer.close()
+    return ends
 
 
 @pytest.mark.parametrize(
     "name", ["zero1+cpu", "zero3 bf16", "zero3 kept gathered", "zero3+nvme+param-nvme"]
 )
-def test_an_engine_that_has_trained_can_be_set_back(name, tmp_path):
-    case, settings = named(name, tmp_path)
-    ends = run_ranks(go_back, case.world_size, case, settings)
+def test_an_engine_that_has_trained_can_be_set_back(name, request, tmp_path):
+    case = ready(EXACT[name], request, tmp_path)
+    ends = run_warm(go_back, case.world_size, case)
     assert differences(*zip(*ends, strict=True)) == set()

@@ -1,5 +1,8 @@
 """Two stages of one rank take turns in one engine: ZeRO-3 holds one layer at a time."""
 
+from contextlib import nullcontext
+from unittest.mock import patch
+
 import pytest
 import torch
 from torch import nn
@@ -10,9 +13,9 @@ from parallel3d.mesh.mesh import Mesh
 from parallel3d.model.spec import Init, ParamSpec
 from parallel3d.tensor.initialise import fill
 from parallel3d.tensor.linear import ColumnParallelLinear
+from parallel3d.verify.local_ranks import run_warm
+from parallel3d.verify.shrink import NO_THRESHOLDS
 from tests.engine.test_partial import BATCH, HIDDEN, inputs
-from tests.ranks import run_ranks
-from tests.verify.parity import NO_THRESHOLDS
 
 pytestmark = pytest.mark.gloo
 
@@ -46,11 +49,15 @@ ORDERS = {
 }  # fmt: skip
 
 
-def alternate(rank, reduction, order, restore):
-    """Peaks of a step in which two stages take turns, in elements, and the norms of two steps."""
-    if not restore:
-        core.ReleaseCounters.restore = lambda counters: None
+def alternate_all(rank, reduction, orders, restore):
+    """For each order: peaks of a step of two stages, in elements, and the norms of two steps."""
     mesh = Mesh(1, 2, 1)
+    never = patch.object(core.ReleaseCounters, "restore", lambda counters: None)
+    with nullcontext() if restore else never:
+        return [alternate(mesh, reduction, order) for order in orders]
+
+
+def alternate(mesh, reduction, order):
     options = NO_THRESHOLDS | {"reduce_bucket_size": 2**12}
     settings = EngineSettings(BATCH, gradient_reduction=reduction, eps=1.0, zero_options=options)
     with building(settings, mesh):
@@ -81,6 +88,8 @@ def alternate(rank, reduction, order, restore):
                     engine.backward(made[stage, m], given)
         peaks.append(found)
         norms.append(engine.step(0.1).grad_norm)
+    mesh.barrier()
+    engine.close()
     return peaks[-1].gathered_elements, peaks[-1].gathered_bytes // 4, norms
 
 
@@ -88,8 +97,8 @@ def alternate(rank, reduction, order, restore):
 def test_stages_of_one_engine_take_turns(reduction):
     layer = HIDDEN * HIDDEN + HIDDEN
     all_norms = []
-    for order in ORDERS.values():
-        for gathered, alive, norms in run_ranks(alternate, 2, reduction, order, True):
+    for ranks in run_warm(alternate_all, 2, reduction, list(ORDERS.values()), True):
+        for gathered, alive, norms in ranks:
             assert 0 < gathered <= layer
             assert 0 < alive <= layer
             all_norms.append(norms)
@@ -99,5 +108,6 @@ def test_stages_of_one_engine_take_turns(reduction):
 
 
 def test_without_release_counters_a_whole_stage_stays_gathered():
-    (gathered, _, _), _ = run_ranks(alternate, 2, "per_step", ORDERS["breadth first"], False)
+    orders = [ORDERS["breadth first"]]
+    [(gathered, _, _)], _ = run_warm(alternate_all, 2, "per_step", orders, False)
     assert gathered >= 3 * (HIDDEN * HIDDEN + HIDDEN)

@@ -6,34 +6,32 @@ from functools import cache
 import pytest
 
 from parallel3d.engine import memory
-from tests.ranks import run_ranks
-from tests.verify import parity
-from tests.verify.parity import Case, Trainer
+from parallel3d.verify.local_ranks import run_warm
+from tests.cases import Case, Trainer
 
 pytestmark = pytest.mark.gloo
 
 FP32 = 4
 BUCKET = 2**12  # elements; DeepSpeed's own would hold every gradient of a toy model
 MODEL = {"num_hidden_layers": 6}  # three transformer layers on each of two stages
-CASE = Case(mesh=(2, 2, 1), steps=1, batch=6, microbatches=3, model=MODEL)
+CASE = Case(
+    mesh=(2, 2, 1), steps=1, batch=6, microbatches=3, model=MODEL,
+    changes={"zero_optimization.reduce_bucket_size": BUCKET},
+)  # fmt: skip
 MODES = ("per_step", "per_microbatch")
 
 
 @cache
 def measured(case):
-    return run_ranks(measure, 4, case)
+    return run_warm(measure, 4, case)
 
 
 def measure(rank, case):
     """What this rank holds after a batch, the peaks meanwhile, and the stage's sizes."""
-    settings = parity.settings_of(case)
-    options = settings.zero_options | {"reduce_bucket_size": BUCKET}
-    parity.settings_of = lambda case: replace(settings, zero_options=options)
     trainer = Trainer(case)
     engine, parameters = trainer.engine, [h.parameter for h in trainer.engine.held]
     trainer.run()  # the first step records the order of the layers and makes Adam's moments
-    [(tokens, labels)] = parity.batches_of(case, trainer.config)
-    batch = trainer.microbatches(tokens, labels)
+    [batch] = trainer.batches()
     sizes = {
         "stage": sum(_numel(p) for p in parameters),
         "parameters": len(parameters),
@@ -66,8 +64,15 @@ def assert_share(held, sizes, bytes_each, dp=2):
     assert share <= held <= share + padding, (held, share)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b"])
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize(
+    ("checkpointing", "schedule"),
+    [
+        ("none", "gpipe"),
+        ("full", "one_f_one_b"),
+        pytest.param("none", "one_f_one_b", marks=pytest.mark.slow),
+        pytest.param("full", "gpipe", marks=pytest.mark.slow),
+    ],
+)
 def test_two_layers_at_most_are_gathered(schedule, checkpointing):
     case = replace(CASE, schedule=schedule, checkpointing=checkpointing)
     for rank, (sizes, _, peaks) in enumerate(measured(case)):
@@ -117,6 +122,7 @@ def test_bytes_of_zero1(mode):
         assert share <= held["gradients"] <= share + 2 * most
 
 
+@pytest.mark.usefixtures("cpu_adam")
 def test_bytes_of_bf16_and_offload():
     """The masters and moments stay fp32; offload keeps the reduced gradients on the host, too."""
     case = replace(CASE, precision="bf16", offload="cpu")

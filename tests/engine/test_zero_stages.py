@@ -1,17 +1,17 @@
 """ZeRO 0, 1, 2 and 3: the same numbers, and what each of them holds."""
 
-from dataclasses import replace
+from contextlib import contextmanager
 from functools import cache
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from parallel3d.engine import Engine
-from tests.ranks import run_ranks
-from tests.verify import parity
-from tests.verify.parity import Case, compare
+from parallel3d.verify.local_ranks import run_warm
+from tests.cases import Case, Trainer, measure, train_on_rank
 
-pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("operators")]
+pytestmark = pytest.mark.gloo
 
 SMALL = {"steps": 3, "batch": 16}
 
@@ -19,35 +19,36 @@ SMALL = {"steps": 3, "batch": 16}
 @pytest.mark.parametrize(
     ("stage", "mesh", "reduction", "tied"),
     [
-        (0, (1, 4, 1), "per_step", True),
         (0, (2, 2, 1), "per_microbatch", True),
         (0, (1, 2, 2), "per_step", False),
         (2, (2, 2, 1), "auto", True),
-        (2, (1, 2, 2), "per_step", False),
+        pytest.param(0, (1, 4, 1), "per_step", True, marks=pytest.mark.slow),
+        pytest.param(2, (1, 2, 2), "per_step", False, marks=pytest.mark.slow),
     ],
     ids=str,
 )
 def test_parity(stage, mesh, reduction, tied):
     case = Case(mesh=mesh, zero_stage=stage, reduction=reduction, tied=tied, **SMALL)
-    errors = parity.measure(case)
+    errors = measure(case)
     print(f"{case!s:72} {errors}")
     assert errors.within(1e-5), errors
 
 
-def without_the_mean(rank, case):
-    Engine._average_over_replicas = lambda engine: None
-    return parity.train_on_rank(rank, case)
+@contextmanager
+def without_the_mean():
+    with patch.object(Engine, "_average_over_replicas", lambda engine: None):
+        yield
 
 
 def test_without_the_mean_over_replicas_the_norm_is_wrong():
     case = Case(mesh=(1, 2, 1), zero_stage=0, **SMALL)
-    errors = compare(case, run_ranks(without_the_mean, 2, case))
+    errors = measure(case, without_the_mean)
     assert errors.grad_norm > 1e-3, errors
 
 
 def test_replicas_stay_bit_for_bit_the_same():
-    case = Case(mesh=(1, 4, 1), zero_stage=0, precision="bf16", **SMALL)
-    first, *others = (weights for _, _, weights in run_ranks(parity.train_on_rank, 4, case))
+    case = Case(mesh=(1, 2, 1), zero_stage=0, precision="bf16", **SMALL)
+    first, *others = (weights for _, _, weights in run_warm(train_on_rank, 2, case))
     for weights in others:
         for (name, _, _, a), (_, _, _, b) in zip(first, weights, strict=True):
             assert torch.equal(a, b), name
@@ -55,13 +56,10 @@ def test_replicas_stay_bit_for_bit_the_same():
 
 def bytes_held(rank, case):
     """What a rank holds at the end of a pass, the most gradients meanwhile, and its parameters."""
-    settings = parity.settings_of(case)
-    options = settings.zero_options | {"reduce_bucket_size": 2**12}
-    parity.settings_of = lambda case: replace(settings, zero_options=options)
-    trainer = parity.Trainer(case)
+    trainer = Trainer(case)
     engine, parameters = trainer.engine, [h.parameter for h in trainer.engine.held]
     trainer.run()
-    [(tokens, labels)] = parity.batches_of(case, trainer.config)
+    [batch] = trainer.batches()
     most, backward = [0], engine.backward
 
     def watched(*args):
@@ -69,16 +67,18 @@ def bytes_held(rank, case):
         most.append(engine.memory_bytes()["gradients"])
 
     engine.backward = watched
-    trainer.executor.run(trainer.microbatches(tokens, labels))
+    trainer.executor.run(batch)
     numel = sum(getattr(p, "ds_numel", p.numel()) for p in parameters)
     return engine.memory_bytes(), max(most), numel
 
 
 @cache
 def held_at(stage, reduction="auto"):
-    model = {"num_hidden_layers": 6}
-    case = Case((1, 4, 1), zero_stage=stage, reduction=reduction, steps=1, batch=16, model=model)
-    return run_ranks(bytes_held, 4, case)[0]
+    case = Case(
+        (1, 4, 1), zero_stage=stage, reduction=reduction, steps=1, batch=16,
+        model={"num_hidden_layers": 6}, changes={"zero_optimization.reduce_bucket_size": 2**12},
+    )  # fmt: skip
+    return run_warm(bytes_held, 4, case)[0]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -1,4 +1,4 @@
-"""Ranks that die at once when they end: `run_ranks` keeps its own alive until all have reported."""
+"""Ranks that die at once when they end: `run_locally` keeps its own until all have reported."""
 
 import os
 import pickle

@@ -14,7 +14,7 @@ from parallel3d.errors import ConfigError
 from parallel3d.mesh.launch import Launch
 from parallel3d.mesh.mesh import AXES, Mesh
 from parallel3d.mesh.picture import draw_mesh
-from tests.ranks import run_ranks
+from parallel3d.verify.local_ranks import run_locally, run_warm
 
 pytestmark = pytest.mark.gloo
 
@@ -61,7 +61,7 @@ def places_on_rank(rank, sizes):
 def test_places(sizes):
     """tp is innermost and pp outermost: arange(ranks).reshape(pp, dp, tp)."""
     world = int(np.prod(sizes[0]))
-    results = run_ranks(places_on_rank, world, sizes, timeout=60)
+    results = run_warm(places_on_rank, world, sizes)
     for number, size in enumerate(sizes):
         grid = np.arange(world).reshape(size)
         for rank in range(world):
@@ -106,7 +106,7 @@ def transfers_on_rank(rank):
 
 
 def test_transfers_keep_their_order_on_each_channel():
-    assert run_ranks(transfers_on_rank, 6, timeout=60) == [8] * 6
+    assert run_warm(transfers_on_rank, 6) == [8] * 6
 
 
 WAITS = {
@@ -139,12 +139,13 @@ def silent_peer(rank, waits):
 @pytest.mark.parametrize("waits", [["world", "pair"], ["receive"], ["send"]], ids=str)
 def test_a_silent_peer_is_given_up(waits):
     """Without `set_timeouts` it would take half an hour."""
-    waited, _ = run_ranks(silent_peer, 2, waits, timeout=30)
+    waited, _ = run_locally(silent_peer, 2, waits, timeout=30)
     assert len(waited) == len(waits)
     assert all(0.4 < seconds < 2 for seconds in waited), waited
 
 
 def helpers_on_rank(rank):
+    os.environ.pop("OMP_NUM_THREADS", None)
     mesh = Mesh(1, 2, 2)
     # Ranks share the node's cores: OpenMP's threads would spin on each other's.
     assert torch.get_num_threads() == max(1, os.cpu_count() // 4)
@@ -162,7 +163,7 @@ def helpers_on_rank(rank):
 
 
 def test_helpers_and_a_clean_end():
-    first, *others = run_ranks(helpers_on_rank, 4, timeout=60)
+    first, *others = run_locally(helpers_on_rank, 4)
     for other in others:
         assert all(a + 0.09 < b for a, b in zip(first, other, strict=True))
 

@@ -4,8 +4,10 @@ Sizes with several stages on a rank, or all of them on one, are where a stage ha
 """
 
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,17 +18,10 @@ from parallel3d.mesh.mesh import Mesh
 from parallel3d.pipeline.executor import Executor
 from parallel3d.schedule.schedule import Action, Op, peak_in_flight, validate
 from parallel3d.schedule.schedules import make_evaluation, make_schedule, names, why_not
-from tests.ranks import run_ranks
-from tests.verify import reference
-from tests.verify.parity import (
-    Case,
-    Trainer,
-    batches_of,
-    compare,
-    config_of,
-    train_on_rank,
-    whole_weights,
-)
+from parallel3d.verify.local_ranks import run_locally, run_warm
+from parallel3d.verify.measure import errors_of
+from parallel3d.verify.reference import batches, first_weights, loss_of
+from tests.cases import Case, Trainer, measure
 
 pytestmark = pytest.mark.gloo
 
@@ -82,24 +77,17 @@ def counting(executor):
     return most
 
 
-def train_all_on_rank(rank, cases):
+def train_all_on_rank(rank, cases, references):
     results = []
-    for case in cases:
+    for case, reference in zip(cases, references, strict=True):
         trainer = Trainer(case)
         if case.microbatches == LIKE_NCCL:
             behave_like_nccl(trainer.mesh)
-        old = trainer.executor
-        evaluator = Executor(
-            make_evaluation(old.schedule),
-            old.mesh,
-            old.engine,
-            key=old._key,
-            hidden_shape=old._hidden_shape,
-        )
+        evaluator = trainer.evaluator
         evaluator_holds = counting(evaluator)
-        start = evaluator.run(trainer.microbatches(*next(batches_of(case, trainer.config))))
+        start = evaluator.run(trainer.batches()[0])
         holds = counting(trainer.executor)
-        losses, norms = trainer.run()
+        found = trainer.compare(reference)
         left = [
             len(held)
             for e in (trainer.executor, evaluator)
@@ -108,8 +96,8 @@ def train_all_on_rank(rank, cases):
         coord = trainer.mesh.coord("pp")
         at_most = max(peak_in_flight(trainer.executor.schedule)[coord], 1)
         memory = coord, at_most, holds, evaluator_holds, sum(left)
-        results.append(((losses, norms, trainer.weights()), start, memory))
-        trainer.engine.close()
+        results.append((found, start, memory))
+        trainer.close()
     return results
 
 
@@ -121,16 +109,14 @@ def test_against_one_process(name, pp):
     assert todo or name not in SHIPPED, "no size is valid"
     if not todo:
         pytest.skip(f"on {pp} ranks: {why_not(name, pp, LIKE_NCCL, 1)}")
-    ranks = run_ranks(train_all_on_rank, pp, todo)
+    ranks = run_warm(train_all_on_rank, pp, todo, [case.reference for case in todo])
     for number, case in enumerate(todo):
         trained, starts, memory = zip(*(rank[number] for rank in ranks), strict=True)
-        errors = compare(case, trained)
+        errors = errors_of(case.config, trained)
         assert errors.within(1e-5), f"{case}: {errors}"
-        config = config_of(case)
-        with torch.no_grad():
-            batch = next(batches_of(case, config))
-            start = reference.forward(whole_weights(config), config, *batch)
-        assert sum(starts) == pytest.approx(float(start), rel=1e-6), case
+        tokens, labels, _ = next(batches(case.config))
+        start = loss_of(case.config, first_weights(case.config), tokens, labels)
+        assert sum(starts) == pytest.approx(start, rel=1e-6), case
         for coord, at_most, holds, evaluator_holds, left in memory:
             where = f"{case}, coordinate {coord}"
             assert holds["outputs"] == at_most, where
@@ -139,25 +125,29 @@ def test_against_one_process(name, pp):
             assert left == 0, where
 
 
-def train_on_old_gradients(rank, case):
-    core.accumulate_from_zero = lambda engine: None
-    return train_on_rank(rank, case)
+@contextmanager
+def old_gradients():
+    with patch.object(core, "accumulate_from_zero", lambda engine: None):
+        yield
 
 
 @pytest.mark.parametrize(("zero_stage", "offload"), [(3, "none"), (2, "cpu")])
-def test_without_a_start_at_zero_the_last_steps_gradients_come_back(zero_stage, offload):
+def test_without_a_start_at_zero_the_last_steps_gradients_come_back(zero_stage, offload, request):
     """DeepSpeed overwrites them in a rank's first backward of a step, whatever its stage."""
+    if offload == "cpu":
+        request.getfixturevalue("cpu_adam")
     case = Case(
-        mesh=(2, 2, 1),
+        mesh=(2, 1, 1),
         schedule="interleaved",
         stages_per_rank=2,
         zero_stage=zero_stage,
         offload=offload,
         reduction="per_microbatch",
         steps=2,
+        batch=16,
     )
-    assert compare(case, run_ranks(train_on_rank, 4, case)).within(1e-5)
-    assert compare(case, run_ranks(train_on_old_gradients, 4, case)).grad_norm > 0.1
+    assert measure(case).within(1e-5)
+    assert measure(case, old_gradients).grad_norm > 0.1
 
 
 def swap_on_rank(rank, seconds):
@@ -176,14 +166,14 @@ def swap_on_rank(rank, seconds):
     trainer.mesh.set_timeouts(seconds)
     start = time.monotonic()
     try:
-        executor.run(trainer.microbatches(*next(batches_of(case, trainer.config))))
+        executor.run(trainer.batches()[0])
     except (RuntimeError, KeyError) as error:
         return type(error).__name__, time.monotonic() - start
     return "nothing", 0.0
 
 
 def test_a_program_that_would_hang_is_refused_and_ends_by_the_time_out():
-    first, last = run_ranks(swap_on_rank, 2, 1.0, timeout=60)
+    first, last = run_locally(swap_on_rank, 2, 1.0)
     assert last[0] == "KeyError"  # it has nothing to send yet
     assert first[0] == "RuntimeError" and first[1] < 10
 
@@ -203,7 +193,7 @@ def owners_on_rank(rank):
 
 
 def test_two_coordinates_are_joined_at_equal_dp_and_tp():
-    for rank, seen in enumerate(run_ranks(owners_on_rank, 6)):
+    for rank, seen in enumerate(run_warm(owners_on_rank, 6)):
         pp, tp = divmod(rank, 2)
         expected = [
             sum(2 ** (2 * coord + tp) for coord in pair) if pp in pair and len(pair) == 2 else None

@@ -8,37 +8,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from parallel3d.errors import ScheduleError
 from parallel3d.pipeline.executor import Executor
 from parallel3d.schedule.action import RUNNABLE
 from parallel3d.schedule.schedule import Action, Op, Schedule, peak_in_flight
-from parallel3d.schedule.schedules import make_evaluation, make_schedule
+from parallel3d.schedule.schedules import make_schedule
+from parallel3d.verify.local_ranks import run_locally, run_warm
+from parallel3d.verify.reference import batches, first_weights, loss_of
+from tests.cases import Case, Trainer, train_on_rank
 from tests.mesh.mortal import mortal
-from tests.ranks import run_ranks
-from tests.verify import reference
-from tests.verify.parity import (
-    OPTIMIZER,
-    Case,
-    Trainer,
-    batches_of,
-    config_of,
-    expected,
-    train_on_rank,
-    whole_weights,
-)
 
 pytestmark = pytest.mark.gloo
 
 DROPOUT = {"embd_pdrop": 0.1, "resid_pdrop": 0.1, "attn_pdrop": 0.1}
-
-
-def evaluator_of(trainer):
-    old = trainer.executor
-    schedule = make_evaluation(old.schedule)
-    return Executor(
-        schedule, trainer.mesh, trainer.engine, key=old._key, hidden_shape=old._hidden_shape
-    )
 
 
 class Saved:
@@ -79,7 +63,7 @@ def watched_step(rank, case):
 
     recording("isend"), recording("irecv")
     executor._run = {op: watching(method) for op, method in executor._run.items()}
-    executor.run(trainer.microbatches(*next(batches_of(case, trainer.config))))
+    executor.run(trainer.batches()[0])
     left = [executor._inputs, executor._outputs, executor._gradients, executor._arriving]
     where = [mesh.coord(axis) for axis in ("pp", "dp", "tp")]
     return executor.spans, transfers, alive, sum(map(len, left)), *where
@@ -97,7 +81,7 @@ WATCHED = [
 def test_what_ran_is_the_program(case):
     sizes = case.mesh[0], case.microbatches, case.stages_per_rank
     schedule = make_schedule(case.schedule, *sizes)
-    ranks = run_ranks(watched_step, case.world_size, case)
+    ranks = run_locally(watched_step, case.world_size, case)
     shape = (case.batch // case.microbatches // case.mesh[1], 16, 32)
     channels = {"isend": {}, "irecv": {}}
     for spans, transfers, alive, left, coord, *place in ranks:
@@ -145,26 +129,25 @@ def test_what_cannot_be_run_is_refused_at_once(op):
 def evaluate_on_rank(rank, case):
     """Losses of a forward-only pass at the start and after training, and what it left behind."""
     trainer = Trainer(case)
-    evaluator = evaluator_of(trainer)
-    batch = trainer.microbatches(*next(batches_of(case, trainer.config)))
+    evaluator, batch = trainer.evaluator, trainer.batches()[0]
     replicas = trainer.mesh.size("dp") * trainer.mesh.size("tp")
 
-    def loss_of(executor):
+    def mean_loss(executor):
         rows = trainer.mesh.gather_floats([executor.run(batch)])
         return sum(row[0] for row in rows) / replicas
 
-    before, first, after = trainer.weights(), loss_of(evaluator), trainer.weights()
+    before, first, after = trainer.weights(), mean_loss(evaluator), trainer.weights()
     same = all(torch.equal(a[-1], b[-1]) for a, b in zip(before, after, strict=True))
     grads = [h.name for h in trainer.engine.held if h.parameter.grad is not None]
     left = len(evaluator._inputs) + len(evaluator._outputs) + len(evaluator._sending)
     trained, _ = trainer.run()
-    return first, same, grads, left, trained, loss_of(evaluator)
+    return first, same, grads, left, trained, mean_loss(evaluator)
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        Case(mesh=(2, 2, 1), zero_stage=1, steps=2),
+        Case(mesh=(2, 1, 1), zero_stage=1, steps=2),
         Case(mesh=(2, 2, 1), steps=2),
         # A wide start, so that a mask moves the loss by far more than rounding or chance.
         Case(mesh=(2, 1, 2), steps=1, model={"embd_pdrop": 0.5, "initializer_range": 0.1}),
@@ -172,21 +155,19 @@ def evaluate_on_rank(rank, case):
     ids=lambda c: f"{c}{' dropout' if c.model else ''}",
 )
 def test_a_forward_only_program_evaluates(case):
-    """Against plain PyTorch; the dropout of the model is off in it, and on in training."""
-    config = config_of(case)
-    tokens, labels = next(batches_of(case, config))
-    with torch.no_grad():
-        start = float(reference.forward(whole_weights(config), config, tokens, labels))
-    for first, same, grads, left, trained, last in run_ranks(evaluate_on_rank, 4, case):
+    """Against transformers; the dropout of the model is off in it, and on in training."""
+    config = case.config
+    tokens, labels, _ = next(batches(config))
+    start = loss_of(config, first_weights(config), tokens, labels)
+    ranks = run_warm(evaluate_on_rank, case.world_size, case)
+    for first, same, grads, left, trained, last in ranks:
         assert first == pytest.approx(start, rel=1e-6)
         assert same and not grads and left == 0
         if case.model:
             assert abs(trained[0] - start) > 1e-3
             continue
         assert trained[0] == pytest.approx(start, rel=1e-6)
-        _, _, weights = expected(case.tied, case.steps, case.batch, ())
-        with torch.no_grad():
-            end = float(reference.forward(weights, config, tokens, labels))
+        end = loss_of(config, load_file(case.reference.weights), tokens, labels)
         assert last == pytest.approx(end, rel=1e-5)
 
 
@@ -197,32 +178,34 @@ def train_twice(rank, case):
 
 def train_and_evaluate(case, evaluations):
     trainer = Trainer(case)
-    evaluator = evaluator_of(trainer)
+    evaluator = trainer.evaluator
     losses, norms = [], []
-    for step, (tokens, labels) in enumerate(batches_of(case, trainer.config)):
-        batch = trainer.microbatches(tokens, labels)
+    for step, batch in enumerate(trainer.batches()):
         for _ in range(evaluations):
             evaluator.run(batch)
         losses.append(trainer.executor.run(batch, step))
         for _ in range(evaluations):
             evaluator.run(batch)  # the gradients wait for the step meanwhile
-        norms.append(trainer.engine.step(OPTIMIZER["lr"]).grad_norm)
+        norms.append(trainer.engine.step(trainer.lr).grad_norm)
     weights = [w for *_, w in trainer.weights()]
-    trainer.engine.close()
+    trainer.close()
     return losses, norms, weights
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        Case(mesh=(2, 2, 1), steps=3, checkpointing="full", model=DROPOUT),
-        Case(mesh=(2, 2, 1), steps=3, thresholds=True, schedule="one_f_one_b", model=DROPOUT),
-        Case(mesh=(2, 2, 1), steps=3, zero_stage=1, reduction="per_microbatch"),
+        Case(mesh=(2, 1, 1), steps=3, batch=16, checkpointing="full", model=DROPOUT),
+        Case(
+            mesh=(1, 2, 1), steps=3, batch=16, thresholds=True, schedule="one_f_one_b",
+            model=DROPOUT,
+        ),
+        Case(mesh=(2, 2, 1), steps=3, batch=16, zero_stage=1, reduction="per_microbatch"),
     ],
     ids=lambda c: f"{c}{' thresholds' if c.thresholds else ''}{' dropout' if c.model else ''}",
-)
+)  # fmt: skip
 def test_evaluation_does_not_change_training(case):
-    for without, among in run_ranks(train_twice, 4, case):
+    for without, among in run_warm(train_twice, case.world_size, case):
         assert without[:2] == among[:2]
         assert all(torch.equal(a, b) for a, b in zip(without[2], among[2], strict=True))
 
@@ -230,9 +213,9 @@ def test_evaluation_does_not_change_training(case):
 def fail_in_the_middle(rank, case, culprit):
     """What ended this rank's second step, and after how many seconds."""
     trainer = Trainer(case)
-    batches = [trainer.microbatches(*b) for b in batches_of(case, trainer.config)]
-    trainer.executor.run(batches[0])
-    trainer.engine.step(OPTIMIZER["lr"])
+    first, second = trainer.batches()
+    trainer.executor.run(first)
+    trainer.engine.step(trainer.lr)
     if rank == culprit:
         backward = trainer.executor._run[Op.B]
 
@@ -245,15 +228,15 @@ def fail_in_the_middle(rank, case, culprit):
     trainer.mesh.barrier()
     start = time.monotonic()
     try:
-        trainer.executor.run(batches[1], 1)
-        trainer.engine.step(OPTIMIZER["lr"])
+        trainer.executor.run(second, 1)
+        trainer.engine.step(trainer.lr)
     except Exception as error:
         return type(error).__name__, str(error), time.monotonic() - start
     return None
 
 
 RAISING = [
-    Case(mesh=(2, 2, 2), schedule="gpipe", steps=2),
+    Case(mesh=(2, 1, 2), schedule="gpipe", steps=2),
     Case(mesh=(4, 1, 1), schedule="one_f_one_b", steps=2, reduction="per_microbatch"),
 ]
 
@@ -261,7 +244,7 @@ RAISING = [
 @pytest.mark.parametrize("case", RAISING, ids=str)
 def test_a_rank_that_raises_ends_all(case):
     culprit = case.world_size - 1
-    results = run_ranks(mortal, case.world_size, fail_in_the_middle, case, culprit)
+    results = run_locally(mortal, case.world_size, fail_in_the_middle, case, culprit)
     assert results[culprit][:2] == ("ArithmeticError", "this rank alone")
     for rank, result in enumerate(results):
         assert result is not None, f"rank {rank} ended its step without an error"
@@ -273,8 +256,8 @@ def curve(mesh=(1, 1, 1), checkpointing="none", schedule="gpipe", dropout="all")
     """Losses and gradient norms of a few steps."""
     model = {"all": DROPOUT, "replicated": DROPOUT | {"attn_pdrop": 0.0}, "none": {}}[dropout]
     settings = {"mesh": mesh, "checkpointing": checkpointing, "schedule": schedule}
-    case = Case(steps=4, batch=16, model=model, **settings)
-    return run_ranks(train_on_rank, case.world_size, case)[0][:2]
+    case = Case(steps=3, batch=16, model=model, **settings)
+    return run_warm(train_on_rank, case.world_size, case)[0][:2]
 
 
 def test_dropout_draws_the_same_masks_on_every_pipeline():

@@ -1,6 +1,8 @@
 """Dropout masks: where they agree, where they differ, and that they come back on recomputation."""
 
+from contextlib import nullcontext
 from itertools import combinations
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from parallel3d.mesh.mesh import Mesh
 from parallel3d.pipeline.stages import Stages
 from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.dropout import Dropout, RandomKey
-from tests.ranks import run_ranks
+from parallel3d.verify.local_ranks import run_warm
 
 pytestmark = pytest.mark.gloo
 
@@ -50,7 +52,7 @@ def masks_on_rank(rank):
 
 
 def test_masks_agree_and_differ():
-    found = dict(run_ranks(masks_on_rank, 4, timeout=60))
+    found = dict(run_warm(masks_on_rank, 4, timeout=60))
     for dp in (0, 1):
         one, two = found[dp, 0], found[dp, 1]
         for name in ("replicated", "elsewhere", "step", "microbatch", "seed"):
@@ -119,20 +121,20 @@ def gradients(block, key, recompute):
 
 
 def recomputed(rank, seeded):
-    if not seeded:
-        Dropout.seed = lambda self: None
-    block, key = block_on_rank(Mesh(1, 1, 2))
-    kept, outputs = gradients(block, key, recompute=False)
-    again, same_outputs = gradients(block, key, recompute=True)
-    alike = all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))
-    block.eval()
-    plain, _ = gradients(block, key, recompute=False)
+    unseeded = patch.object(Dropout, "seed", lambda self: None)
+    with nullcontext() if seeded else unseeded:
+        block, key = block_on_rank(Mesh(1, 1, 2))
+        kept, outputs = gradients(block, key, recompute=False)
+        again, same_outputs = gradients(block, key, recompute=True)
+        alike = all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))
+        block.eval()
+        plain, _ = gradients(block, key, recompute=False)
     assert not torch.allclose(kept[0], plain[0]), "dropout changed nothing"
     return alike, [o.detach() for o in outputs], [o.detach() for o in same_outputs]
 
 
 def test_checkpointing_draws_the_same_masks():
-    (alike, one, recomputed_one), (also, two, _) = run_ranks(recomputed, 2, True, timeout=60)
+    (alike, one, recomputed_one), (also, two, _) = run_warm(recomputed, 2, True, timeout=60)
     assert alike
     assert also
     for a, b, c in zip(one, two, recomputed_one, strict=True):
@@ -141,7 +143,7 @@ def test_checkpointing_draws_the_same_masks():
 
 
 def test_without_seeding_they_would_differ():
-    (alike, *_), _ = run_ranks(recomputed, 2, False, timeout=60)
+    (alike, *_), _ = run_warm(recomputed, 2, False, timeout=60)
     assert not alike
 
 
@@ -160,7 +162,7 @@ def heads_on_rank(rank, training):
 
 
 def test_attention_drops_other_weights_on_each_tp_rank():
-    one, two = run_ranks(heads_on_rank, 2, False, timeout=60)
+    one, two = run_warm(heads_on_rank, 2, False, timeout=60)
     assert torch.equal(one, two)
-    one, two = run_ranks(heads_on_rank, 2, True, timeout=60)
+    one, two = run_warm(heads_on_rank, 2, True, timeout=60)
     assert not torch.allclose(one, two)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallel3d.tensor.segments import Segments
@@ -10,6 +10,7 @@ from parallel3d.tensor.segments import Segments
 pytestmark = pytest.mark.gloo
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(st.booleans(), min_size=9, max_size=9), min_size=1, max_size=4))
 def test_segments_by_a_slow_loop(ends):
     documents = []

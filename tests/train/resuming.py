@@ -2,12 +2,12 @@
 
 import json
 import pickle
+from contextlib import nullcontext
 
 import torch
 
-from tests.engine import offloading
-from tests.ranks import run_ranks
-from tests.verify.parity import OPTIMIZER, Trainer, batches_of
+from parallel3d.verify.local_ranks import run_warm
+from tests.cases import Trainer
 
 BEFORE, AFTER = 5, 3  # CPU Adam's running products are first off in the step after the fifth
 
@@ -15,10 +15,10 @@ BEFORE, AFTER = 5, 3  # CPU Adam's running products are first off in the step af
 def train(trainer, first, last):
     """Loss, gradient norm and what else a step says, of steps [first, last)."""
     said = []
-    for step, (tokens, labels) in enumerate(batches_of(trainer.case, trainer.config)):
+    for step, batch in enumerate(trainer.batches()):
         if first <= step < last:
-            loss = trainer.executor.run(trainer.microbatches(tokens, labels), step)
-            said.append((loss, trainer.engine.step(OPTIMIZER["lr"])))
+            loss = trainer.executor.run(batch, step)
+            said.append((loss, trainer.engine.step(trainer.lr)))
     return said
 
 
@@ -60,19 +60,17 @@ def no_counters(engine, saved):
     engine.states.finish_loading()
 
 
-def unbroken(rank, case, settings, take_away=offloading.nothing):
+def unbroken(rank, case, fault=nullcontext):
     """What the ranks save in the middle, then what they say and hold at the end."""
-    take_away()
-    with offloading.use(settings):
+    with fault():
         trainer = Trainer(case)
         train(trainer, 0, BEFORE)
         saved = copy_out(trainer.engine), trainer.engine.states.counters()
         return pickle.dumps(saved), _end(trainer)
 
 
-def resumed(rank, case, settings, saved, how=load, take_away=offloading.nothing):
-    take_away()
-    with offloading.use(settings):
+def resumed(rank, case, saved, how=load, fault=nullcontext):
+    with fault():
         trainer = Trainer(case)
         how(trainer.engine, pickle.loads(saved[rank]))
         return _end(trainer)
@@ -81,20 +79,19 @@ def resumed(rank, case, settings, saved, how=load, take_away=offloading.nothing)
 def _end(trainer):
     said = train(trainer, BEFORE, BEFORE + AFTER)
     end = copy_out(trainer.engine), trainer.engine.states.counters()
-    trainer.engine.close()
+    trainer.close()
     return said, *end
 
 
-def run_unbroken(case, settings, take_away=offloading.nothing):
+def run_unbroken(case, fault=nullcontext):
     """What each rank saved in the middle, and what each said and held at the end."""
-    results = run_ranks(unbroken, case.world_size, case, settings, take_away)
-    saved, ends = zip(*results, strict=True)
+    saved, ends = zip(*run_warm(unbroken, case.world_size, case, fault), strict=True)
     return saved, ends
 
 
-def run_resumed(case, settings, saved, how=load, take_away=offloading.nothing):
+def run_resumed(case, saved, how=load, fault=nullcontext):
     """What each rank says and holds at the end of a run that began, anew, from what was saved."""
-    return run_ranks(resumed, case.world_size, case, settings, saved, how, take_away)
+    return run_warm(resumed, case.world_size, case, saved, how, fault)
 
 
 def differences(ends, others):

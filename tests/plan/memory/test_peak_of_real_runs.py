@@ -13,18 +13,12 @@ from parallel3d.pipeline.executor import Microbatch
 from parallel3d.plan.memory.peak import per_rank
 from parallel3d.plan.setting import Setting
 from parallel3d.train.assembly import assemble
-from parallel3d.verify.shrink import BLOCK
+from parallel3d.verify.local_ranks import run_locally
+from parallel3d.verify.shrink import BLOCK, NO_THRESHOLDS
 from tests.counting import Counting
-from tests.ranks import run_ranks
 
-pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("operators")]
+pytestmark = pytest.mark.gloo
 
-NO_THRESHOLDS = {
-    "stage3_param_persistence_threshold": 0,
-    "stage3_max_live_parameters": 0,
-    "stage3_max_reuse_distance": 0,
-    "stage3_prefetch_bucket_size": 0,
-}
 # DeepSpeed's own thresholds but for one, which would keep a model this small whole for ever.
 THRESHOLDS = {"stage3_param_persistence_threshold": 1000}
 DEEP = {"hidden_size": 64, "num_hidden_layers": 6}  # with 8 samples a microbatch: activations
@@ -40,24 +34,24 @@ def deep(**kinds):
 
 # By mesh, so that the ranks of one do not change the order in which another's modules are made.
 CASES = {
-    (1, 1, 1): [
-        {},
-        {"precision": "fp32"},
-        {"zero": 1, "M": 1, **FLAT},
-    ],
     (1, 2, 1): [
         {"precision": "fp32", **deep()},
         {"thresholds": THRESHOLDS, "offload": "cpu", "bucket": 2**18, **OFTEN, **ONE, **FULL},
         {"zero": 1, **ONE, **FULL},
         {"zero": 2, **ONE, **deep()},
-        {"offload": "cpu", **OFTEN, **ONE},
     ],
-    (2, 1, 1): [
-        deep(),
-        deep(M=8, **ONE, **FULL),
-        deep(M=6, schedule="interleaved", v=2),
-    ],
+    (2, 1, 1): [deep(M=6, schedule="interleaved", v=2)],
     (1, 1, 2): [deep(sp=True, recompute="selective")],
+}
+OTHERS = {(1, 2, 1): [{"zero": 0}, {"model": LLAMA, "micro": 4}]}
+SLOW = {
+    (1, 1, 1): [
+        {},
+        {"precision": "fp32"},
+        {"zero": 1, "M": 1, **FLAT},
+    ],
+    (1, 2, 1): [{"offload": "cpu", **OFTEN, **ONE}],
+    (2, 1, 1): [deep(), deep(M=8, **ONE, **FULL)],
     (1, 4, 1): [{"zero": 1, "M": 1, "precision": "fp32", **OFTEN, **FLAT}],
     (2, 2, 1): [deep(M=6, **ONE)],
 }
@@ -69,7 +63,6 @@ MORE = {
         {"thresholds": THRESHOLDS},
         {"thresholds": THRESHOLDS, **ONE, **deep()},
         {"thresholds": {}, **ONE, **FULL},
-        {"zero": 0},
         {"zero": 0, **ONE, **FULL},
         {"zero": 1},
         {"zero": 1, "offload": "cpu"},
@@ -78,7 +71,6 @@ MORE = {
         {"offload": "cpu", "precision": "fp32", **deep()},
         {"offload": "nvme", **ONE},
         {"zero": 2, "precision": "fp16", **ONE, **deep()},
-        {"model": LLAMA, "micro": 4},
     ],
     (2, 1, 1): [
         ONE,
@@ -170,7 +162,7 @@ def compare(mesh, cases, limit):
     """Prints predicted and measured, rank by rank, and holds them against each other."""
     pp, dp, tp = mesh
     configs = [config_of(mesh, **case) for case in cases]
-    ranks = run_ranks(measure, pp * dp * tp, [c.to_dict() for c in configs], timeout=240)
+    ranks = run_locally(measure, pp * dp * tp, [c.to_dict() for c in configs])
     errors = {}
     for i, (config, case) in enumerate(zip(configs, cases, strict=True)):
         planned = per_rank(Setting.from_config(config))
@@ -212,12 +204,22 @@ def test_what_is_counted():
     assert counting.bytes == 0
 
 
-@pytest.mark.parametrize("mesh", CASES, ids=str)
-def test_peaks_are_predicted(mesh):
-    compare(mesh, CASES[mesh], limit=0.06)
+def rows(cases, limit, *marks):
+    return [pytest.param(mesh, of_mesh, limit, marks=marks) for mesh, of_mesh in cases.items()]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", MORE, ids=str)
-def test_more_peaks_are_predicted(mesh):
-    compare(mesh, MORE[mesh], limit=0.1)
+@pytest.mark.usefixtures("cpu_adam")
+@pytest.mark.parametrize(
+    ("mesh", "cases", "limit"),
+    [
+        *rows(CASES, 0.06),
+        *rows(OTHERS, 0.1),
+        *rows(SLOW, 0.06, pytest.mark.slow),
+        *rows(MORE, 0.1, pytest.mark.slow),
+    ],
+    ids=lambda value: str(value) if isinstance(value, tuple) else "",
+)
+def test_peaks_are_predicted(mesh, cases, limit, request):
+    if any("nvme" in case.get("offload", "") for case in cases):
+        request.getfixturevalue("async_io")
+    compare(mesh, cases, limit)

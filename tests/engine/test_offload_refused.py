@@ -1,0 +1,76 @@
+"""What DeepSpeed gets wrong under NVMe offload is refused; without the refusal it goes wrong."""
+
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from unittest.mock import patch
+
+import pytest
+
+from parallel3d.config.deepspeed import ZeroConfig
+from parallel3d.engine import EngineSettings
+from parallel3d.verify.local_ranks import RankFailed, run_locally
+from tests.cases import measure
+from tests.engine.test_offload import on_nvme, small
+
+pytestmark = pytest.mark.gloo
+
+NVME = {"device": "nvme", "nvme_path": "/nvme"}
+
+
+@pytest.mark.parametrize(
+    ("zero", "says"),
+    [
+        (
+            {"offload_param": NVME, "stage3_param_persistence_threshold": 10**6},
+            "keeps parameters unsharded that offload_param puts on NVMe; use at most 262144",
+        ),
+        (
+            {"offload_param": NVME, "offload_optimizer": NVME | {"fast_init": True}},
+            "starts from wrong weights",
+        ),
+        ({"offload_optimizer": NVME | {"pipeline_read": True}}, "use 8 or more"),
+        (
+            {"offload_optimizer": NVME | {"pipeline_read": True, "pipeline_write": True}},
+            "use 12 or more",
+        ),
+    ],
+)
+def test_settings_that_deepspeed_gets_wrong_are_refused(zero, says):
+    with pytest.raises(ValueError, match=says):
+        ZeroConfig(stage=3, **zero)
+
+
+@contextmanager
+def optimizer_options(**options):
+    """The engine's settings with what the config refuses."""
+    read = EngineSettings.from_config
+
+    def from_config(config):
+        settings = read(config)
+        return replace(settings, optimizer_options=settings.optimizer_options | options)
+
+    with patch.object(EngineSettings, "from_config", from_config):
+        yield
+
+
+@on_nvme
+def test_without_the_refusal_a_fast_start_is_wrong(tmp_path):
+    case = small("nvme+param-nvme", tmp_path, {"offload_param.buffer_size": 100_000})
+    errors = measure(case, partial(optimizer_options, fast_init=True), run_locally)
+    assert errors.weight > 1e-2, errors
+
+
+@on_nvme
+@pytest.mark.parametrize("buffers", [4, 7])
+def test_without_the_refusal_reading_ahead_runs_out_of_buffers(buffers, tmp_path):
+    refused = partial(optimizer_options, pipeline_read=True, buffer_count=buffers)
+    with pytest.raises(RankFailed, match="AssertionError"):
+        measure(small("nvme", tmp_path, {"sub_group_size": 8000}), refused, run_locally)
+
+
+@on_nvme
+def test_without_the_refusal_unsharded_parameters_are_not_there(tmp_path):
+    threshold = {"stage3_param_persistence_threshold": 10**5}
+    with pytest.raises(RankFailed, match=r"same dtype|size|shape"):
+        measure(small("param-nvme", tmp_path, threshold, mesh=(1, 2, 1)), run=run_locally)
