@@ -21,7 +21,7 @@ from safetensors.numpy import load_file
 
 from parallel3d.config import RunConfig
 from parallel3d.data.prepare import prepare
-from tests.ranks import run_ranks
+from parallel3d.verify.local_ranks import run_locally
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "that", "dog", "run", "far"]
 LENGTH = 16
@@ -111,7 +111,7 @@ class Run:
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(config))
         args = str(path), fault, disturb, timeout
-        return run_ranks(_process, self.num_ranks, *args, timeout=timeout + 10)
+        return run_locally(_process, self.num_ranks, *args, timeout=timeout + 10)
 
     @property
     def lines(self):

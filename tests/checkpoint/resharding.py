@@ -7,11 +7,9 @@ and the same getters are asked on the target.
 import zlib
 from contextlib import nullcontext
 from dataclasses import dataclass
-from unittest.mock import patch
 
 import deepspeed
 import torch
-from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.utils import safe_get_full_optimizer_state
 from safetensors.torch import load_file, save_file
 
@@ -20,21 +18,27 @@ from parallel3d.checkpoint import resume
 from parallel3d.checkpoint.load import load
 from parallel3d.checkpoint.manifest import verify
 from parallel3d.checkpoint.save import Saver
-from tests.engine import offloading
+from parallel3d.engine.quirks.core import number_afresh
+from parallel3d.verify.local_ranks import run_warm
+from parallel3d.verify.measure import microbatches
+from tests.cases import Case, Trainer
 from tests.models.families import small
-from tests.ranks import run_ranks
-from tests.verify import parity
-from tests.verify.parity import Case, Trainer
 
 STEPS = 2  # so that the moments are of several gradients
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def _sizes(family, **sizes):
+    return small(family, **sizes).model_dump(mode="json")
+
+
 MODELS = {
-    "gpt": parity.config_of,
+    "gpt": {},
     # Room for two stages on each of two ranks.
-    "deep": lambda case: small("gpt", num_hidden_layers=4),
-    "wide": lambda case: small("gpt", hidden_size=512, num_hidden_layers=3),
+    "deep": _sizes("gpt", num_hidden_layers=4),
+    "wide": _sizes("gpt", hidden_size=512, num_hidden_layers=3),
     # Fewer key/value heads than four tp ranks, so that some ranks hold the same ones.
-    "llama": lambda case: small("llama", num_key_value_heads=2, num_hidden_layers=3),
+    "llama": _sizes("llama", num_key_value_heads=2, num_hidden_layers=3),
 }
 MICROBATCHES, BATCH = 2, 8
 
@@ -83,31 +87,25 @@ class Trained(Trainer):
 
     def __init__(self, side, folder):
         self.side = side
-        case = Case(
-            mesh=side.mesh, zero_stage=side.zero, offload=side.offload, tied=side.tied,
-            schedule=side.schedule, stages_per_rank=side.stages_per_rank, reduction="auto",
-            sequence_parallel=side.sequence_parallel, precision=side.precision,
-            microbatches=MICROBATCHES, batch=BATCH, thresholds=side.thresholds,
+        number_afresh()  # the ranks may have had different stages before
+        super().__init__(
+            Case(
+                mesh=side.mesh, zero_stage=side.zero, offload=side.offload, folder=str(folder),
+                tied=side.tied, schedule=side.schedule, stages_per_rank=side.stages_per_rank,
+                reduction="auto", sequence_parallel=side.sequence_parallel,
+                precision=side.precision, microbatches=MICROBATCHES, batch=BATCH,
+                thresholds=side.thresholds, model=MODELS[side.model],
+            )
         )  # fmt: skip
-        # DeepSpeed numbers parameters and modules on from the last engine's and compares the
-        # numbers over dp, whose ranks may have had different stages before.
-        deepspeed.zero.Init.param_id = 0
-        DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
-        model = patch.object(parity, "config_of", MODELS[side.model])
-        with model, patch.object(parity, "settings_of", parity.settings_of):
-            if "nvme" in side.offload or "+" in side.offload:
-                changes = offloading.changes(side.offload, folder)
-                with offloading.use(changes):
-                    super().__init__(case)
-            else:
-                super().__init__(case)
 
     def train(self, steps=STEPS):
         """Train on data of this side's own, so that no two sides come to the same numbers."""
         generator = torch.Generator().manual_seed(zlib.crc32(str(self.side).encode()))
         for step in range(steps):
-            text = torch.randint(self.config.vocab_size, (BATCH, 17), generator=generator)
-            self.executor.run(self.microbatches(text[:, :-1], text[:, 1:]), step)
+            size = self.config.model.vocab_size
+            text = torch.randint(size, (BATCH, 17), generator=generator)
+            batch = text[:, :-1], text[:, 1:], None
+            self.executor.run(microbatches(batch, self.config, self.mesh), step)
             self.engine.step(3e-3)
 
     def gathered(self):
@@ -154,7 +152,7 @@ def save_on_rank(rank, sides, root):
         parts = list(trained.gathered())
         everything.append(parts if trained.mesh.coord("dp") == 0 else [])
         saver = Saver(
-            trained.engine, trained.mesh, layers(trained.config), folder=root / str(side),
+            trained.engine, trained.mesh, layers(trained.config.model), folder=root / str(side),
             asynchronous=number % 2 == 0,
         )  # fmt: skip
         saver.save(state(STEPS))
@@ -168,7 +166,7 @@ def save(sides, root, timeout=200):
     """Save on each of the sides, with a reference of it that is whole; gives the sides."""
     for world_size in sorted({side.world_size for side in sides}):
         mine = [side for side in sides if side.world_size == world_size]
-        ranks = run_ranks(save_on_rank, world_size, mine, root, timeout=timeout)
+        ranks = run_warm(save_on_rank, world_size, mine, root, timeout=timeout)
         for side, parts in zip(mine, zip(*ranks, strict=True), strict=True):
             assert verify(root / str(side) / f"step-{STEPS}") == []
             save_file(
@@ -211,7 +209,7 @@ def load_on_rank(rank, cases, root):
             found, _ = resume.find(folder, str(folder / f"step-{STEPS}"), trained.mesh)
             load(
                 found.folder, found.files, found.state,
-                engine=trained.engine, mesh=trained.mesh, layers=layers(trained.config),
+                engine=trained.engine, mesh=trained.mesh, layers=layers(trained.config.model),
             )  # fmt: skip
             results.append(differences(trained, load_file(folder / "reference.safetensors")))
         everything.append(results)
@@ -225,7 +223,7 @@ def load_all(cases, root, timeout=200):
     found = {}
     for world_size in sorted({target.world_size for target, _ in cases}):
         mine = [(target, sources) for target, sources in cases if target.world_size == world_size]
-        ranks = run_ranks(load_on_rank, world_size, mine, root, timeout=timeout)
+        ranks = run_warm(load_on_rank, world_size, mine, root, timeout=timeout)
         for (target, sources), results in zip(mine, zip(*ranks, strict=True), strict=True):
             for source, by_rank in zip(sources, zip(*results, strict=True), strict=True):
                 assert all(compared > 0 for _, compared in by_rank)

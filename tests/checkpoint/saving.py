@@ -2,12 +2,14 @@
 
 from models import layers
 from parallel3d.checkpoint.save import Saver
+from parallel3d.verify.local_ranks import run_locally
 from tests.checkpoint.resharding import Side, Trained
-from tests.ranks import run_ranks
 
 
 def saver_of(trained, folder, **settings):
-    return Saver(trained.engine, trained.mesh, layers(trained.config), folder=folder, **settings)
+    return Saver(
+        trained.engine, trained.mesh, layers(trained.config.model), folder=folder, **settings
+    )
 
 
 def names(folder):
@@ -27,4 +29,4 @@ def two_ranks(rank, scenario, root, *args):
 
 
 def on_two_ranks(scenario, root, *args):
-    return run_ranks(two_ranks, 2, scenario, root, *args)
+    return run_locally(two_ranks, 2, scenario, root, *args)

@@ -15,9 +15,9 @@ from parallel3d.checkpoint import disk, prune, resume
 from parallel3d.checkpoint.chunks import ChunkFile
 from parallel3d.checkpoint.load import load
 from parallel3d.checkpoint.manifest import verify
+from parallel3d.verify.local_ranks import run_locally
 from tests.checkpoint.resharding import Side, Trained, state
 from tests.checkpoint.saving import names, on_two_ranks, saver_of
-from tests.ranks import run_ranks
 
 pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("operators")]
 
@@ -69,7 +69,7 @@ def save_both_ways(rank, sides, root):
 
 def test_the_asynchronous_checkpoint_is_the_synchronous_one(tmp_path):
     """Byte for byte, although training went on; and each element is in it once."""
-    for moved in run_ranks(save_both_ways, 4, SIDES, tmp_path):
+    for moved in run_locally(save_both_ways, 4, SIDES, tmp_path):
         assert moved == [True] * len(SIDES)
     for side in SIDES:
         waiting, behind = (tmp_path / str(side) / way / "step-2" for way in ("waiting", "behind"))
@@ -241,7 +241,7 @@ def weigh(rank, root):
     found, _ = resume.find(root / "waiting", 1, other.mesh)
     read = partial(
         load, found.folder, found.files, found.state,
-        engine=other.engine, mesh=other.mesh, layers=layers(other.config),
+        engine=other.engine, mesh=other.mesh, layers=layers(other.config.model),
     )  # fmt: skip
     read()
     peaks.append(peak_of(read))
@@ -250,7 +250,7 @@ def weigh(rank, root):
 
 def test_memory_of_save_and_load(tmp_path):
     """A synchronous save holds a few tensors more, a load a buffer; only a copy is a copy."""
-    for size, (waiting, behind, loading) in run_ranks(weigh, 2, tmp_path):
+    for size, (waiting, behind, loading) in run_locally(weigh, 2, tmp_path):
         assert size > 40 * MIB
         assert waiting < 8 * MIB and loading < 16 * MIB, (waiting, loading)
         assert 0.9 * size < behind < size + 8 * MIB, (behind, size)

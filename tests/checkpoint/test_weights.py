@@ -6,18 +6,19 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 
 from parallel3d.checkpoint.weights import save_weights
 from parallel3d.config import RunConfig
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.train.assembly import assemble
+from parallel3d.verify.local_ranks import run_locally, run_warm
 from parallel3d.verify.reference import SEED, first_weights
 from parallel3d.verify.shrink import shrink
+from tests.cases import Case, Trainer
 from tests.mesh.mortal import mortal
-from tests.ranks import run_ranks
 from tests.verify.configs import MODELS
 from tests.verify.configs import config_of as whole_config
-from tests.verify.parity import Case, Trainer, config_of, expected, whole_weights
 
 pytestmark = pytest.mark.gloo
 
@@ -59,14 +60,13 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_what_is_read_is_what_was_trained(case, tmp_path):
     directory = tmp_path / "run" / "weights"
-    ranks = run_ranks(train_and_save, case.world_size, case, directory)
+    ranks = run_warm(train_and_save, case.world_size, case, directory)
     index, tensors = read(directory)
-    config = config_of(case)
-    whole = whole_weights(config)
+    whole = first_weights(case.config)
     assert tensors.keys() == whole.keys()
     assert ("head.output.weight" in tensors) == (not case.tied)
 
-    _, _, trained = expected(case.tied, case.steps, case.batch, tuple(sorted(case.model.items())))
+    trained = load_file(case.reference.weights)
     for name, (_, value) in tensors.items():
         assert value.dtype == torch.float32, name
         assert value.shape == whole[name].shape, name
@@ -91,7 +91,7 @@ def test_what_is_read_is_what_was_trained(case, tmp_path):
 
 def test_weights_trained_in_bf16_are_saved_in_fp32(tmp_path):
     case = Case(mesh=(1, 2, 1), precision="bf16", steps=2, batch=16)
-    run_ranks(train_and_save, 2, case, tmp_path)
+    run_warm(train_and_save, 2, case, tmp_path)
     _, tensors = read(tmp_path)
     assert {value.dtype for _, value in tensors.values()} == {torch.float32}
     # The masters, not the rounded copies that the forward reads.
@@ -119,7 +119,7 @@ def save_with_a_full_disk(rank, directory):
 
 
 def test_a_failed_write_leaves_no_index_and_fails_everywhere(tmp_path):
-    errors = run_ranks(mortal, 2, save_with_a_full_disk, tmp_path)
+    errors = run_locally(mortal, 2, save_with_a_full_disk, tmp_path)
     assert "No space left on device" in errors[1]
     assert errors[0] is not None
     assert not (tmp_path / "model.safetensors.index.json").exists()
@@ -138,7 +138,7 @@ def test_every_family_is_saved_whole(model, tmp_path):
     """On tp 4, where each rank holds the key and value weights of two heads whole."""
     config = RunConfig.from_dict(whole_config(model=model, sequence_parallel=True))
     small = shrink(config, ((1, 1, 4),))[1, 1, 4]
-    run_ranks(save_as_started, 4, small.to_dict(), str(tmp_path / "weights"), timeout=60)
+    run_warm(save_as_started, 4, small.to_dict(), str(tmp_path / "weights"), timeout=60)
     _, saved = read(tmp_path / "weights")
     whole = first_weights(small)
     assert saved.keys() == whole.keys()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.ranks import free_port
+from parallel3d.verify.local_ranks import free_port
 
 TRAIN = str(Path(__file__).parents[2] / "launch/train.py")
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "that", "dog", "run", "far"]

@@ -11,8 +11,8 @@ import time
 
 import pytest
 
+from parallel3d.verify.local_ranks import free_port
 from tests.launch.launching import PYTHON, Place, environment
-from tests.ranks import free_port
 
 pytestmark = pytest.mark.drill
 

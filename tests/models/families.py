@@ -10,7 +10,7 @@ from parallel3d.mesh.mesh import Mesh
 from parallel3d.model.spec import Shape
 from parallel3d.pipeline.stages import build_stages
 from parallel3d.schedule.schedules import make_schedule
-from tests.ranks import run_ranks
+from parallel3d.verify.local_ranks import run_warm
 
 WORLD = 4
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 61}
@@ -107,4 +107,4 @@ def _computed_on_rank(rank, config, cases, seq):
 
 def on_ranks(config, cases, seq=16):
     """For each case (tp, sequence_parallel, documents): what `computed` gives on each rank."""
-    return list(zip(*run_ranks(_computed_on_rank, WORLD, config, cases, seq), strict=True))
+    return list(zip(*run_warm(_computed_on_rank, WORLD, config, cases, seq), strict=True))

@@ -16,7 +16,7 @@ from parallel3d.mesh.mesh import Mesh
 from parallel3d.pipeline.stages import Stages
 from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.dropout import RandomKey
-from tests.ranks import run_ranks
+from parallel3d.verify.local_ranks import run_locally
 
 pytestmark = pytest.mark.gloo
 
@@ -94,6 +94,6 @@ def table_2(tp, sequence_parallel, checkpointing):
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])
 def test_activations_are_those_of_table_2(tp, sequence_parallel, checkpointing):
     expected = table_2(tp, sequence_parallel, checkpointing)
-    for held in run_ranks(kept, 2, tp, sequence_parallel, checkpointing, timeout=60):
+    for held in run_locally(kept, 2, tp, sequence_parallel, checkpointing, timeout=60):
         print(f"tp {tp} sp {sequence_parallel} {checkpointing}: {held} for {expected:.0f}")
         assert held == pytest.approx(expected, rel=0.1)

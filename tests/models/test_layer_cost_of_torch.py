@@ -24,8 +24,8 @@ from parallel3d.model.spec import Collective, Shape
 from parallel3d.pipeline.stages import Stages
 from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.dropout import RandomKey
+from parallel3d.verify.local_ranks import run_locally
 from tests.models.families import small
-from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.gloo
 
@@ -152,7 +152,7 @@ def measured(rank, tp):
 
 @pytest.fixture(scope="module", params=[1, 2])
 def ran(request):
-    return run_ranks(measured, request.param, request.param)[-1]  # the largest part of all
+    return run_locally(measured, request.param, request.param)[-1]  # the largest part of all
 
 
 def test_saved_bytes_are_those_that_autograd_keeps(ran):
@@ -250,5 +250,5 @@ def peaks(rank):
 
 
 def test_saved_and_working_are_the_peak():
-    for place, (most, said) in run_ranks(peaks, 1)[0].items():
+    for place, (most, said) in run_locally(peaks, 1)[0].items():
         assert said == pytest.approx(most, rel=0.02), place

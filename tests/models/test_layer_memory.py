@@ -14,7 +14,7 @@ from parallel3d.mesh.mesh import Mesh
 from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.dropout import RandomKey
 from parallel3d.tensor.linear import linear
-from tests.ranks import run_ranks
+from parallel3d.verify.local_ranks import run_locally
 
 pytestmark = pytest.mark.gloo
 
@@ -54,7 +54,7 @@ def shapes_of_head(rank, tp):
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_whole_vocabulary_logits_exist_on_no_rank(tp):
-    for seen in run_ranks(shapes_of_head, 4, tp, timeout=60):
+    for seen in run_locally(shapes_of_head, 4, tp, timeout=60):
         assert any(name == "mm" for name, _ in seen)
         whole = {(name, shape) for name, shape in seen if VOCAB in shape}
         assert bool(whole) == (tp == 1)  # on one rank the recorder does see them

@@ -7,8 +7,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import models
 from parallel3d.model.spec import Shape
+from parallel3d.verify.local_ranks import run_warm
 from tests.models.families import ALL, EVERY_FAMILY, WORLD, batch_of, build, computed, part, small
-from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.gloo
 
@@ -32,7 +32,7 @@ def test_spec_describes_the_built_module(name):
     specs = {
         f"{layer.name}.{p.name}": p for layer in models.layers(config) for p in layer.own_params
     }
-    ranks = run_ranks(described, WORLD, config)
+    ranks = run_warm(described, WORLD, config)
     for tp, results in zip((1, 2, 4), zip(*ranks, strict=True), strict=True):
         for held, unique in results:
             assert [key for key, *_ in held] == list(specs)
@@ -74,7 +74,7 @@ def counted_flops(rank, config, tp):
 def test_cost_is_what_torch_counts(name, tp):
     config = (EVERY_FAMILY | GROUPED)[name]
     specs = models.layers(config)
-    group = run_ranks(counted_flops, WORLD, config, tp)[:tp]
+    group = run_warm(counted_flops, WORLD, config, tp)[:tp]
     for layer in specs:
         assert layer.cost(SHAPE).forward_flops == sum(found[layer.name] for found, _ in group)
     train = sum(layer.cost(SHAPE).train_flops for layer in specs)
@@ -97,7 +97,7 @@ UNKNOWN_ELSEWHERE = [
 def test_tensor_parallel_gradients_are_those_of_one_rank(name):
     """For what test_transformers.py cannot compare: no class of transformers is like it."""
     config = EVERY_FAMILY[name]
-    for one, *others in run_ranks(on_every_mesh, WORLD, config):
+    for one, *others in run_warm(on_every_mesh, WORLD, config):
         loss, _, gradients = one
         whole = {key: value for key, _, value in gradients}
         for our_loss, _, ours in others:
@@ -134,6 +134,6 @@ PRINTED = {
 
 @pytest.mark.parametrize("name", PRINTED)
 def test_a_printed_layer_says_how_it_is_cut(name):
-    text = run_ranks(printed, WORLD, (EVERY_FAMILY | GROUPED)[name])[0]
+    text = run_warm(printed, WORLD, (EVERY_FAMILY | GROUPED)[name])[0]
     for line in PRINTED[name]:
         assert line in text, f"{line} is not in\n{text}"

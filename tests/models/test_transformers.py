@@ -16,6 +16,7 @@ from models.llama.spec import RopeScaling
 from parallel3d.model.spec import ParamSpec
 from parallel3d.tensor.linear import GroupedColumnLinear
 from parallel3d.tensor.segments import Segments
+from parallel3d.verify.local_ranks import run_locally
 from tests.models.families import (
     ALL,
     EVERY_FAMILY,
@@ -29,7 +30,6 @@ from tests.models.families import (
     small,
     weights_of,
 )
-from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.gloo
 
@@ -171,7 +171,7 @@ def moved(rank, config, tp, sequence_parallel):
 @pytest.mark.parametrize("family", models.families())
 def test_a_document_moves_no_other(family):
     for tp, sequence_parallel in ((1, False), (4, True)):
-        for per_rank in run_ranks(moved, WORLD, small(family), tp, sequence_parallel):
+        for per_rank in run_locally(moved, WORLD, small(family), tp, sequence_parallel):
             for document, change in enumerate(per_rank):
                 inside = document == DOCUMENTS
                 assert change[~inside].max() == 0  # exactly: not a bit of another document
@@ -237,7 +237,7 @@ def test_planted_faults_are_found(fault):
     """What the comparison is worth: each fault moves what it must move by far more than 1e-5."""
     name, wrong = FAULTS[fault]
     config = VARIANTS[name]
-    ranks = run_ranks(faulty, WORLD, fault, config, (4, False, DOCUMENTS))
+    ranks = run_locally(faulty, WORLD, fault, config, (4, False, DOCUMENTS))
     found = errors(config, 4, True, ranks)
     for name in wrong:
         assert found[name] > 100 * TOLERANCE, (name, found[name])

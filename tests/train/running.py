@@ -15,7 +15,7 @@ from parallel3d.errors import Parallel3DError, TrainingError
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.train import startup as surroundings
 from parallel3d.train.stopping import StopRequest
-from tests.ranks import run_ranks
+from parallel3d.verify.local_ranks import run_locally
 
 
 @dataclass
@@ -68,7 +68,7 @@ def start(raw, mesh, disturb=None, *details):
     """The run of a config on a mesh (pp, dp, tp): what each rank came to."""
     pp, dp, tp = mesh
     raw = raw | {"parallel3d": raw["parallel3d"] | {"mesh": {"pp": pp, "tp": tp}}}
-    return run_ranks(train_on_rank, pp * dp * tp, raw, disturb, *details)
+    return run_locally(train_on_rank, pp * dp * tp, raw, disturb, *details)
 
 
 def folder_of(raw):
@@ -87,4 +87,4 @@ def start_all(runs, mesh):
         (raw | {"parallel3d": raw["parallel3d"] | {"mesh": {"pp": pp, "tp": tp}}}, *rest)
         for raw, *rest in runs
     ]
-    return list(zip(*run_ranks(_all_on_rank, pp * dp * tp, placed), strict=True))
+    return list(zip(*run_locally(_all_on_rank, pp * dp * tp, placed), strict=True))

@@ -17,9 +17,9 @@ from parallel3d.schedule.draw import spans_from_json
 from parallel3d.schedule.schedule import Action
 from parallel3d.schedule.schedules import make_schedule
 from parallel3d.train import profiler
-from tests.ranks import run_ranks
+from parallel3d.verify.local_ranks import run_locally, run_warm
+from tests.cases import Case, Trainer
 from tests.train.test_trainer import on_mesh, raw, run_on_rank, stop_in_step_two  # noqa: F401
-from tests.verify.parity import OPTIMIZER, Case, Trainer, batches_of
 
 pytestmark = pytest.mark.gloo
 
@@ -31,10 +31,10 @@ def profile_on_rank(rank, directory):
     trainer = Trainer(CASE)
     chosen = ProfileConfig(start=1, steps=2)
     recorder = profiler.Profiler(chosen, trainer.mesh, trainer.executor, run=Path(directory))
-    for step, batch in enumerate(batches_of(CASE, trainer.config)):
+    for step, batch in enumerate(trainer.batches()):
         with recorder.step(step):
-            trainer.executor.run(trainer.microbatches(*batch), step)
-            trainer.engine.step(OPTIMIZER["lr"])
+            trainer.executor.run(batch, step)
+            trainer.engine.step(trainer.lr)
     recorder.finish()
 
 
@@ -42,7 +42,7 @@ def profile_on_rank(rank, directory):
 def written(tmp_path_factory):
     """The folder of a profiled training on two ranks, and the events of its timeline."""
     run = tmp_path_factory.mktemp("profiled")
-    run_ranks(profile_on_rank, 2, str(run))
+    run_warm(profile_on_rank, 2, str(run))
     timeline = json.loads((run / "profile" / "timeline.json").read_text())
     return run / "profile", timeline["traceEvents"]
 
@@ -187,7 +187,7 @@ def profiled(raw, steps, start, **run):  # noqa: F811
 def test_the_trainer_profiles_the_steps_that_the_config_names(raw):  # noqa: F811
     config = profiled(raw, steps=1, start=2, tensorboard=True)
     config["parallel3d"]["train"]["steps"] = 4
-    ranks = run_ranks(run_on_rank, 2, config)
+    ranks = run_locally(run_on_rank, 2, config)
     directory = ranks[0][1].directory
     assert [ended for ended, _ in ranks] == [DONE] * 2 and len(ranks[0][1].lines) == 4
     timeline = json.loads((directory / "profile" / "timeline.json").read_text())["traceEvents"]
@@ -204,7 +204,7 @@ def test_the_trainer_profiles_the_steps_that_the_config_names(raw):  # noqa: F81
 
 def test_a_run_that_is_stopped_writes_what_was_recorded(raw):  # noqa: F811
     config = profiled(raw, steps=20, start=1)
-    ranks = run_ranks(run_on_rank, 2, config, stop_in_step_two, 1, signal.SIGTERM)
+    ranks = run_locally(run_on_rank, 2, config, stop_in_step_two, 1, signal.SIGTERM)
     assert [ended for ended, _ in ranks] == [STOPPED] * 2
     timeline = ranks[0][1].directory / "profile" / "timeline.json"
     spans = own(json.loads(timeline.read_text())["traceEvents"], 1)

@@ -12,7 +12,7 @@ from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.waiting import SharedFlag
 from parallel3d.train import stopping
 from parallel3d.train.stopping import STOPPED, Stopped, StopRequest
-from tests.ranks import run_ranks
+from parallel3d.verify.local_ranks import run_locally
 
 pytestmark = pytest.mark.gloo
 
@@ -69,7 +69,7 @@ def wait_for_another(rank, culprit):
 
 @pytest.mark.parametrize("culprit", [0, 1, 2])
 def test_one_rank_stops_those_that_wait_and_those_that_work(culprit):
-    for code, seconds in run_ranks(wait_for_another, 3, culprit):
+    for code, seconds in run_locally(wait_for_another, 3, culprit):
         assert code == STOPPED and seconds < 6
 
 
@@ -88,7 +88,7 @@ def lose_a_peer(rank):
 
 
 def test_a_peer_that_was_lost_to_a_request_is_known():
-    assert run_ranks(lose_a_peer, 2) == [(True, False), (True, True)]
+    assert run_locally(lose_a_peer, 2) == [(True, False), (True, True)]
 
 
 def test_a_library_that_computes_is_ended():

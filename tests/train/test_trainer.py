@@ -23,9 +23,9 @@ from parallel3d.pipeline.executor import Executor
 from parallel3d.train import startup as surroundings
 from parallel3d.train import trainer as trainer_module
 from parallel3d.train.stopping import STOPPED, StopRequest
+from parallel3d.verify.local_ranks import run_locally
 from tests.mesh.mortal import mortal
-from tests.ranks import run_ranks
-from tests.verify import reference
+from tests.train.held_out import held_out_loss
 
 pytestmark = pytest.mark.gloo
 
@@ -142,8 +142,8 @@ def test_one_process_and_eight_tell_the_same_story(raw):
     """Same metrics on 1x1x1 and 2x2x2; files, arithmetic and held-out loss against hand-made."""
     corpus = prepare(RunConfig.from_dict(raw).data)
     batch = 16
-    single = run_ranks(run_on_rank, 1, on_mesh(raw, 1, 1, 1, micro_batch=8))
-    eight = run_ranks(run_on_rank, 8, on_mesh(raw, 2, 2, 2, micro_batch=4))
+    single = run_locally(run_on_rank, 1, on_mesh(raw, 1, 1, 1, micro_batch=8))
+    eight = run_locally(run_on_rank, 8, on_mesh(raw, 2, 2, 2, micro_batch=4))
     curves = []
     for ranks in (single, eight):
         code, seen = ranks[0]
@@ -171,7 +171,7 @@ def test_one_process_and_eight_tell_the_same_story(raw):
             assert result.loss == lines[-1]["loss"]
             assert result.held_out_loss == lines[-1]["held_out_loss"]
             assert len(result.peak_memory_bytes) == len(ranks)
-        by_hand = reference.held_out_loss(seen.directory, corpus, samples=32, length=LENGTH)
+        by_hand = held_out_loss(seen.directory, corpus, samples=32, length=LENGTH)
         assert lines[-1]["held_out_loss"] == pytest.approx(by_hand, rel=1e-5)
         # Once the first step is done, with the setting's value, on every rank.
         assert all(seen.timeouts[0] == (1, 60) for _, seen in ranks)
@@ -242,7 +242,7 @@ def test_what_is_not_finite_on_one_rank_stops_all(raw, disturb, details, expecte
     config["parallel3d"] |= {"checkpoint": {"every": 1}}
     if disturb is poison_weight:
         config |= {"zero_optimization": {"stage": 1}}  # whole weights, which one rank can spoil
-    ranks = run_ranks(run_on_rank, 4, config, disturb, *details)
+    ranks = run_locally(run_on_rank, 4, config, disturb, *details)
     messages = {str(ended) for ended, _ in ranks}
     assert all(isinstance(ended, TrainingError) for ended, _ in ranks), messages
     (message,) = messages  # the same words on every rank: rank 0 speaks for all
@@ -268,7 +268,7 @@ def stop_in_step_two(rank, culprit, number):
 @pytest.mark.parametrize(("culprit", "number"), [(1, signal.SIGINT), (0, signal.SIGTERM)])
 def test_a_request_to_stop_on_one_rank_stops_all_at_one_step(raw, culprit, number):
     config = on_mesh(raw, 2, 1, 1, steps=40)
-    ranks = run_ranks(run_on_rank, 2, config, stop_in_step_two, culprit, number)
+    ranks = run_locally(run_on_rank, 2, config, stop_in_step_two, culprit, number)
     assert [ended for ended, _ in ranks] == [STOPPED] * 2
     for result in [seen.result for _, seen in ranks]:
         assert (result.steps, result.stopped) == (2, True)
@@ -294,7 +294,7 @@ def stall_in_step_two(rank, culprit):
 
 def test_a_silent_rank_ends_the_others(raw):
     config = on_mesh(raw, 2, 2, 1, timeout_seconds=2)
-    ranks = run_ranks(mortal, 4, run_on_rank, config, stall_in_step_two, 1)
+    ranks = run_locally(mortal, 4, run_on_rank, config, stall_in_step_two, 1)
     for rank, (ended, seen) in enumerate(ranks):
         assert isinstance(ended, str), (rank, ended)
         assert (seen.seconds < ranks[1][1].seconds - 3) == (rank != 1), (rank, ended)
