@@ -78,7 +78,7 @@ def load(rank, cache, ours):
         return operators.load_cpu_adam(Mesh(1, 2, 1), said.append), said
     from deepspeed.ops.op_builder import CPUAdamBuilder
 
-    operators.quirks.read_cpu_quickly()
+    operators.core.read_cpu_quickly()
     CPUAdamBuilder().load(verbose=False)
 
 
