@@ -95,11 +95,6 @@ def async_io(request, tmp_path_factory):
             pytest.skip(str(error))
 
 
-@pytest.fixture(scope="session")
-def operators(cpu_adam, async_io):
-    """All of them."""
-
-
 @contextmanager
 def compiling(request, tmp_path_factory):
     """A mesh of this process, and a way to the terminal past pytest's capture.

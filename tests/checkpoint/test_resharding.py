@@ -13,7 +13,7 @@ import pytest
 from tests.checkpoint.resharding import Side, load_all, save
 from tests.checkpoint.resharding_table import insert, markdown
 
-pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("operators")]
+pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("cpu_adam")]
 
 MESHES = [(1, 1, 1), (1, 4, 1), (4, 1, 1), (1, 1, 4), (2, 2, 1), (2, 1, 2), (2, 2, 2)]
 FEW = [(1, 1, 1), (1, 2, 1), (2, 1, 1), (1, 1, 2), (2, 2, 2)]
@@ -75,6 +75,7 @@ OTHERS = [
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("async_io")
 def test_other_models_schedules_and_stages(tmp_path):
     """The first of each set on the second, and the two after them likewise."""
     pairs = [tuple(sides[:2]) for sides in OTHERS] + [tuple(OTHERS[2][2:4]), OTHERS[2][1::-1]]
@@ -85,6 +86,7 @@ def test_other_models_schedules_and_stages(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.usefixtures("async_io")
 def test_other_models_schedules_and_stages_in_full(tmp_path):
     save([side for sides in OTHERS for side in sides], tmp_path, timeout=400)
     cases = [(side, sides) for sides in OTHERS for side in sides]

@@ -19,7 +19,7 @@ from parallel3d.verify.local_ranks import run_locally
 from tests.checkpoint.resharding import Side, Trained, state
 from tests.checkpoint.saving import names, on_two_ranks, saver_of
 
-pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("operators")]
+pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("cpu_adam")]
 
 
 def contents(folder):

@@ -13,7 +13,7 @@ from parallel3d.data.prepare import prepare
 from tests.checkpoint.drill import LENGTH, changed, prepared_config
 from tests.train.running import folder_of, start, start_all
 
-pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("operators")]
+pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("cpu_adam")]
 
 HOME, BATCH = (1, 2, 1), 8
 HALF, STEPS = 4, 6
