@@ -8,7 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
+from models.common import renamed
 from models.gpt.spec import Config, layers
+from parallel3d.model.spec import named_params
 
 # Ours to theirs, in the order in which they are replaced.
 _NAMES = {
@@ -61,7 +63,7 @@ def to_huggingface(config: Config, weights: Mapping[str, Tensor]) -> dict[str, T
     for name, value in weights.items():
         if "qkv" in name:
             value = value.flatten(0, 1)  # [3, hidden, ...] -> [3 x hidden, ...]
-        found[_their_name(name)] = value.t() if _is_linear(name) else value
+        found[renamed(name, _NAMES)] = value.t() if _is_linear(name) else value
     return found
 
 
@@ -71,18 +73,10 @@ def from_huggingface(config: Config, tensors: Mapping[str, Tensor]) -> dict[str,
     Raises KeyError if one is missing; a tied output projection is left out.
     """
     found: dict[str, Tensor] = {}
-    for layer in layers(config):
-        for param in layer.own_params:
-            name = f"{layer.name}.{param.name}"
-            value = tensors[_their_name(name)]
-            found[name] = (value.t() if _is_linear(name) else value).reshape(param.shape)
+    for name, param in named_params(layers(config)).items():
+        value = tensors[renamed(name, _NAMES)]
+        found[name] = (value.t() if _is_linear(name) else value).reshape(param.shape)
     return found
-
-
-def _their_name(name: str) -> str:
-    for ours, theirs in _NAMES.items():
-        name = name.replace(ours, theirs)
-    return name
 
 
 def _is_linear(name: str) -> bool:

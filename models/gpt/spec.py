@@ -6,11 +6,11 @@ blocks.py.
 """
 
 from collections.abc import Iterable
-from math import sqrt
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from models.common import head, vocab_size, weight_inits
 from parallel3d.model.spec import Init, LayerSpec, ParamSpec
 from parallel3d.model.transformer_cost import BlockCost, EmbeddingCost, HeadCost
 from parallel3d.section import Problem, Problems, Section
@@ -70,13 +70,14 @@ class Config(Section):
 def layers(config: Config) -> list[LayerSpec]:
     """Embedding, blocks and head, first to last; raises ValueError if vocab_size is "auto"."""
     blocks = [_block(config, f"blocks.{i}") for i in range(config.num_hidden_layers)]
-    return [_embedding(config), *blocks, _head(config)]
+    cost = HeadCost(config.hidden_size, vocab_size(config), statistics=2, composite_norm=False)
+    return [_embedding(config), *blocks, head(config, _norm("norm", config.hidden_size), cost)]
 
 
 def _embedding(config: Config) -> LayerSpec:
     normal, hidden = Init(std=config.initializer_range), config.hidden_size
     params = (
-        ParamSpec("token.weight", (_vocab_size(config), hidden), 0, normal, True),
+        ParamSpec("token.weight", (vocab_size(config), hidden), 0, normal, True),
         ParamSpec("position.weight", (config.max_position_embeddings, hidden), None, normal, True),
     )
     cost = EmbeddingCost(hidden, positions=True, dropout=config.embd_pdrop > 0)
@@ -85,9 +86,7 @@ def _embedding(config: Config) -> LayerSpec:
 
 def _block(config: Config, name: str) -> LayerSpec:
     hidden, inner = config.hidden_size, config.inner_size
-    normal = Init(std=config.initializer_range)
-    # Radford et al. 2019, section 2.3: two projections per block add to the residual stream.
-    residual = Init(std=config.initializer_range / sqrt(2 * config.num_hidden_layers))
+    normal, residual = weight_inits(config)
     params = (
         *_norm("norm1", hidden),
         ParamSpec("attention.qkv.weight", (3, hidden, hidden), 1, normal, True),
@@ -119,23 +118,6 @@ def _block(config: Config, name: str) -> LayerSpec:
     return LayerSpec(name, params, cost, "models.gpt.blocks:Block", config)
 
 
-def _head(config: Config) -> LayerSpec:
-    hidden, vocab = config.hidden_size, _vocab_size(config)
-    normal = Init(std=config.initializer_range)
-    output = ParamSpec("output.weight", (vocab, hidden), 0, normal, True)
-    tied = (("output.weight", "embedding.token.weight"),) if config.tie_word_embeddings else ()
-
-    cost = HeadCost(hidden, vocab, statistics=2, composite_norm=False)
-    params = (*_norm("norm", hidden), output)
-    return LayerSpec("head", params, cost, "models.gpt.blocks:Head", config, tied)
-
-
 def _norm(name: str, size: int) -> Iterable[ParamSpec]:
     yield ParamSpec(f"{name}.weight", (size,), None, ONES, False)
     yield ParamSpec(f"{name}.bias", (size,), None, ZEROS, False)
-
-
-def _vocab_size(config: Config) -> int:
-    if config.vocab_size == "auto":
-        raise ValueError('vocab_size "auto" is not resolved; call RunConfig.with_vocab_size first')
-    return config.vocab_size

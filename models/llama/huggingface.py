@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from models.common import renamed
 from models.llama.spec import Config, layers
+from parallel3d.model.spec import named_params
 
 # Ours to theirs, in the order in which they are replaced.
 _NAMES = {
@@ -100,7 +102,7 @@ def to_huggingface(config: Config, weights: Mapping[str, Tensor]) -> dict[str, T
             for part, their in zip(value, _gate_and_up(name), strict=True):
                 found[their] = part
         else:
-            found[_their_name(name)] = value
+            found[renamed(name, _NAMES)] = value
     return found
 
 
@@ -110,23 +112,16 @@ def from_huggingface(config: Config, tensors: Mapping[str, Tensor]) -> dict[str,
     Raises KeyError if one is missing; a tied output projection is left out.
     """
     found: dict[str, Tensor] = {}
-    for layer in layers(config):
-        for name in (f"{layer.name}.{p.name}" for p in layer.own_params):
-            if name.endswith("gate_up.weight"):
-                found[name] = torch.stack([tensors[their] for their in _gate_and_up(name)])
-            else:
-                found[name] = tensors[_their_name(name)]
+    for name in named_params(layers(config)):
+        if name.endswith("gate_up.weight"):
+            found[name] = torch.stack([tensors[their] for their in _gate_and_up(name)])
+        else:
+            found[name] = tensors[renamed(name, _NAMES)]
     return found
 
 
-def _their_name(name: str) -> str:
-    for ours, theirs in _NAMES.items():
-        name = name.replace(ours, theirs)
-    return name
-
-
 def _gate_and_up(name: str) -> tuple[str, str]:
-    their = _their_name(name)
+    their = renamed(name, _NAMES)
     return their.replace("gate_up", "gate_proj"), their.replace("gate_up", "up_proj")
 
 

@@ -6,11 +6,11 @@ architecture, with norms on query and key Qwen3's. Settings bear the names of th
 """
 
 from collections.abc import Iterator
-from math import sqrt
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from models.common import head, vocab_size, weight_inits
 from parallel3d.model.spec import Init, LayerSpec, ParamSpec
 from parallel3d.model.transformer_cost import BlockCost, EmbeddingCost, HeadCost
 from parallel3d.section import Problem, Problems, Section
@@ -122,12 +122,13 @@ class Config(Section):
 def layers(config: Config) -> list[LayerSpec]:
     """Embedding, blocks and head, first to last; raises ValueError if vocab_size is "auto"."""
     blocks = [_block(config, f"blocks.{i}") for i in range(config.num_hidden_layers)]
-    return [_embedding(config), *blocks, _head(config)]
+    cost = HeadCost(config.hidden_size, vocab_size(config), statistics=1, composite_norm=True)
+    return [_embedding(config), *blocks, head(config, [_norm("norm", config.hidden_size)], cost)]
 
 
 def _embedding(config: Config) -> LayerSpec:
     normal = Init(std=config.initializer_range)
-    shape = (_vocab_size(config), config.hidden_size)
+    shape = (vocab_size(config), config.hidden_size)
     params = (ParamSpec("token.weight", shape, 0, normal, True),)
     cost = EmbeddingCost(config.hidden_size)
     return LayerSpec("embedding", params, cost, "models.llama.blocks:Embedding", config)
@@ -136,9 +137,7 @@ def _embedding(config: Config) -> LayerSpec:
 def _block(config: Config, name: str) -> LayerSpec:
     hidden, inner = config.hidden_size, config.inner_size
     queries = config.num_attention_heads * config.head_size
-    normal = Init(std=config.initializer_range)
-    # As in the gpt family: two projections per block add to the residual stream.
-    residual = Init(std=config.initializer_range / sqrt(2 * config.num_hidden_layers))
+    normal, residual = weight_inits(config)
     params = (
         _norm("norm1", hidden),
         *_qkv(config, normal),
@@ -183,25 +182,8 @@ def _qk_norms(config: Config) -> Iterator[ParamSpec]:
             yield _norm(f"attention.{name}", config.head_size, partial=True)
 
 
-def _head(config: Config) -> LayerSpec:
-    hidden, vocab = config.hidden_size, _vocab_size(config)
-    normal = Init(std=config.initializer_range)
-    output = ParamSpec("output.weight", (vocab, hidden), 0, normal, True)
-    tied = (("output.weight", "embedding.token.weight"),) if config.tie_word_embeddings else ()
-
-    cost = HeadCost(hidden, vocab, statistics=1, composite_norm=True)
-    params = (_norm("norm", hidden), output)
-    return LayerSpec("head", params, cost, "models.llama.blocks:Head", config, tied)
-
-
 def _norm(name: str, size: int, partial: bool = False) -> ParamSpec:
     return ParamSpec(f"{name}.weight", (size,), None, ONES, False, partial=partial)
-
-
-def _vocab_size(config: Config) -> int:
-    if config.vocab_size == "auto":
-        raise ValueError('vocab_size "auto" is not resolved; call RunConfig.with_vocab_size first')
-    return config.vocab_size
 
 
 def _divisor_below(number: int, limit: int) -> int:

@@ -12,7 +12,7 @@ from parallel3d.checkpoint.box import Box, boxes_of, shift
 from parallel3d.checkpoint.chunks import Chunk
 from parallel3d.engine import KINDS, Engine, HeldParameter, Piece
 from parallel3d.mesh.mesh import Mesh
-from parallel3d.model.spec import LayerSpec
+from parallel3d.model.spec import LayerSpec, named_params
 from parallel3d.tensor.cut import even_split
 
 
@@ -35,9 +35,7 @@ class Run:
 
 def parameter_shapes(layers: Sequence[LayerSpec]) -> dict[str, tuple[int, ...]]:
     """The global shape of every parameter that a checkpoint holds, by its global name."""
-    return {
-        f"{layer.name}.{spec.name}": spec.shape for layer in layers for spec in layer.own_params
-    }
+    return {name: spec.shape for name, spec in named_params(layers).items()}
 
 
 def boxes_in_whole(held: HeldParameter, start: int, stop: int) -> list[tuple[Box, int]]:

@@ -248,6 +248,11 @@ class LayerSpec:
         return tuple(p for p in self.params if p.name not in copies)
 
 
+def named_params(layers: Iterable[LayerSpec]) -> dict[str, ParamSpec]:
+    """Each parameter of a model by its global name; a tied copy is none."""
+    return {f"{layer.name}.{p.name}": p for layer in layers for p in layer.own_params}
+
+
 def tied_names(layers: Iterable[LayerSpec]) -> dict[str, str]:
     """The global name of each tied copy, and of the parameter whose value it shares."""
     return {f"{layer.name}.{copy}": original for layer in layers for copy, original in layer.tied}

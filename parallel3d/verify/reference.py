@@ -13,6 +13,7 @@ from torch import Tensor
 import models
 from parallel3d.config import RunConfig
 from parallel3d.errors import ConfigError
+from parallel3d.model.spec import named_params
 from parallel3d.tensor.cut import Cut
 from parallel3d.tensor.initialise import fill
 from parallel3d.tensor.segments import Segments
@@ -49,12 +50,10 @@ def batches(config: RunConfig) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]
 def first_weights(config: RunConfig) -> dict[str, Tensor]:
     """Every weight, whole, as the seed gives it; a tied copy is left out."""
     weights = {}
-    for layer in models.layers(config.model):
-        for spec in layer.own_params:
-            name = f"{layer.name}.{spec.name}"
-            flat = torch.empty(spec.numel)
-            fill(flat, 0, spec, name, Cut(spec.shape, None, 0, 0, 0), SEED)
-            weights[name] = flat.view(spec.shape)
+    for name, spec in named_params(models.layers(config.model)).items():
+        flat = torch.empty(spec.numel)
+        fill(flat, 0, spec, name, Cut(spec.shape, None, 0, 0, 0), SEED)
+        weights[name] = flat.view(spec.shape)
     return weights
 
 
@@ -100,9 +99,8 @@ def _loaded(config: RunConfig, weights: Mapping[str, Tensor]) -> tuple[Any, Any]
 def _train(model: Any, family: Any, config: RunConfig, folder: Path) -> Reference:
     # Which of their parameters decay: the mapping of names, carried out on the answers.
     marks = {
-        f"{layer.name}.{spec.name}": torch.full(spec.shape, float(spec.weight_decay))
-        for layer in models.layers(config.model)
-        for spec in layer.own_params
+        name: torch.full(spec.shape, float(spec.weight_decay))
+        for name, spec in named_params(models.layers(config.model)).items()
     }
     their_marks = family.to_huggingface(config.model, marks)
     named = dict(model.named_parameters())

@@ -1,0 +1,38 @@
+"""What the specs and the names of several families share, as data (floor 0, no torch)."""
+
+from collections.abc import Iterable, Mapping
+from math import sqrt
+from typing import Any
+
+from parallel3d.model.spec import CostOf, Init, LayerSpec, ParamSpec
+
+
+def vocab_size(config: Any) -> int:
+    """The number of rows of the embedding; raises ValueError while it is still "auto"."""
+    if config.vocab_size == "auto":
+        raise ValueError('vocab_size "auto" is not resolved; call RunConfig.with_vocab_size first')
+    return int(config.vocab_size)
+
+
+def weight_inits(config: Any) -> tuple[Init, Init]:
+    """How a block's weights start: the normal ones, and those that feed the residual stream.
+
+    Two projections of each block add to the residual stream (Radford et al. 2019, section 2.3).
+    """
+    std = config.initializer_range
+    return Init(std=std), Init(std=std / sqrt(2 * config.num_hidden_layers))
+
+
+def head(config: Any, norm: Iterable[ParamSpec], cost: CostOf) -> LayerSpec:
+    """The last layer: a norm, and the output projection, tied to the embedding where it says so."""
+    shape, normal = (vocab_size(config), config.hidden_size), Init(std=config.initializer_range)
+    params = (*norm, ParamSpec("output.weight", shape, 0, normal, True))
+    tied = (("output.weight", "embedding.token.weight"),) if config.tie_word_embeddings else ()
+    return LayerSpec("head", params, cost, f"models.{config.family}.blocks:Head", config, tied)
+
+
+def renamed(name: str, names: Mapping[str, str]) -> str:
+    """A parameter's name with each part that `names` knows replaced, in the order given there."""
+    for ours, theirs in names.items():
+        name = name.replace(ours, theirs)
+    return name
