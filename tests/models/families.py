@@ -1,5 +1,7 @@
 """Small models of every family found, and what a mesh computes with them."""
 
+from functools import lru_cache
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -7,10 +9,10 @@ from torch import nn
 import models
 from parallel3d.engine import EngineSettings
 from parallel3d.mesh.mesh import Mesh
-from parallel3d.model.spec import Shape
+from parallel3d.model.spec import Shape, named_params
 from parallel3d.pipeline.stages import build_stages
 from parallel3d.schedule.schedules import make_schedule
-from parallel3d.verify.local_ranks import run_warm
+from parallel3d.verify.local_ranks import run_locally
 
 WORLD = 4
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 61}
@@ -39,10 +41,8 @@ EVERY_FAMILY = {n: c for family in models.families() for n, c in switched(family
 def weights_of(config):
     """Whole weights by global name, far from their start: scores spread, biases and norms act."""
     generator, found = torch.Generator().manual_seed(3), {}
-    for layer in models.layers(config):
-        for p in layer.own_params:
-            noise = torch.randn(p.shape, generator=generator) * 0.2
-            found[f"{layer.name}.{p.name}"] = noise + p.init.value
+    for name, p in named_params(models.layers(config)).items():
+        found[name] = torch.randn(p.shape, generator=generator) * 0.2 + p.init.value
     return found
 
 
@@ -58,10 +58,15 @@ def part(whole, cut):
     return whole if cut.dim is None else whole.narrow(cut.dim, cut.start, cut.stop - cut.start)
 
 
+@lru_cache
+def mesh_of(tp):
+    """WORLD / tp replicas on tp ranks each: one mesh a process, whatever is built on it."""
+    return Mesh(1, WORLD // tp, tp)
+
+
 def build(config, tp, seq=16, sequence_parallel=False, **settings):
     """The whole model on WORLD / tp replicas, with the weights of `weights_of`, and the mesh."""
-    mesh = Mesh(1, WORLD // tp, tp)
-    schedule = make_schedule("gpipe", 1, 1)
+    mesh, schedule = mesh_of(tp), make_schedule("gpipe", 1, 1)
     built = build_stages(
         models.layers(config), schedule, EngineSettings(2, zero_stage=1),
         mesh=mesh, shape=Shape(2, seq), sequence_parallel=sequence_parallel, **settings,
@@ -101,10 +106,10 @@ def computed(config, tp, sequence_parallel=False, documents=None, seq=16):
     return loss.item(), logits.value, gradients
 
 
-def _computed_on_rank(rank, config, cases, seq):
-    return [computed(config, *case, seq=seq) for case in cases]
+def _each_on_rank(rank, function, jobs):
+    return [function(*job) for job in jobs]
 
 
-def on_ranks(config, cases, seq=16):
-    """For each case (tp, sequence_parallel, documents): what `computed` gives on each rank."""
-    return list(zip(*run_warm(_computed_on_rank, WORLD, config, cases, seq), strict=True))
+def on_ranks(function, jobs):
+    """For each job, in one start of the ranks: what `function(*job)` gives on each rank."""
+    return list(zip(*run_locally(_each_on_rank, WORLD, function, jobs), strict=True))

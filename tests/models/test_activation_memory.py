@@ -27,6 +27,9 @@ CONFIG = Config(
 )  # fmt: skip
 
 
+MESHES = [(1, False), (2, False), (2, True)]  # tp, sequence parallelism
+
+
 class Alive(TorchDispatchMode):
     """Every storage that an operator made; a view of a parameter is none."""
 
@@ -56,16 +59,16 @@ class Alive(TorchDispatchMode):
         return min(counts)
 
 
-def kept(rank, tp, sequence_parallel, checkpointing):
+def kept(mesh, sequence_parallel, checkpointing):
     """Bytes that one block's forward leaves behind, its input counted, its output not."""
-    mesh = Mesh(1, 2 // tp, tp)
     selective = checkpointing == "selective"
     context = LayerContext(mesh.group("tp"), RandomKey(0), sequence_parallel, selective)
     block = Block(CONFIG, "blocks.0", context)
     for parameter in block.parameters():
         parameter.data.normal_(0, 0.02)
     stages = Stages({0: [block]}, {block} if checkpointing == "full" else set())
-    x = torch.randn(BATCH, SEQ // (tp if sequence_parallel else 1), HIDDEN, requires_grad=True)
+    parts = mesh.size("tp") if sequence_parallel else 1
+    x = torch.randn(BATCH, SEQ // parts, HIDDEN, requires_grad=True)
     with sdpa_kernel(SDPBackend.MATH), Alive(block.parameters()) as alive:
         y = stages(0, x * 1)  # the block's input is made inside, and so it is counted
         held = alive.bytes() - y.untyped_storage().nbytes()
@@ -90,10 +93,22 @@ def table_2(tp, sequence_parallel, checkpointing):
     return token_feature * (outside + (split + attention) / tp)
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
-@pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])
-def test_activations_are_those_of_table_2(tp, sequence_parallel, checkpointing):
+CASES = [(*mesh, mode) for mesh in MESHES for mode in ("none", "selective", "full")]
+
+
+def kept_in_all(rank):
+    meshes = {tp: Mesh(1, 2 // tp, tp) for tp in (1, 2)}
+    return [kept(meshes[tp], *case) for tp, *case in CASES]
+
+
+@pytest.fixture(scope="module")
+def measured():
+    return dict(zip(CASES, zip(*run_locally(kept_in_all, 2), strict=True), strict=True))
+
+
+@pytest.mark.parametrize(("tp", "sequence_parallel", "checkpointing"), CASES)
+def test_activations_are_those_of_table_2(measured, tp, sequence_parallel, checkpointing):
     expected = table_2(tp, sequence_parallel, checkpointing)
-    for held in run_locally(kept, 2, tp, sequence_parallel, checkpointing, timeout=60):
+    for held in measured[tp, sequence_parallel, checkpointing]:
         print(f"tp {tp} sp {sequence_parallel} {checkpointing}: {held} for {expected:.0f}")
         assert held == pytest.approx(expected, rel=0.1)

@@ -13,6 +13,10 @@ import pytest
 pytestmark = pytest.mark.gloo
 
 ROOT = Path(__file__).parents[2]
+QUANTITIES = (
+    "saved", "peak", "resident", "forward_collectives", "backward_collectives", "products",
+    "flops", "traffic",
+)  # fmt: skip
 CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
     "gradient_accumulation_steps": 4,
@@ -56,19 +60,24 @@ def run(folder, *command):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_tests_find_the_new_family(copy):
-    tests = ["tests/models/test_model.py", "tests/models/test_transformers.py"]
-    printed = run(copy, "-m", "pytest", "-n0", "-v", "-rN", "-k", "neox", *tests)
+    models = ("test_model", "test_layer_cost_of_torch", "test_transformers")
+    tests = [*(f"tests/models/{name}.py" for name in models), "tests/test_floors.py"]
+    which = ("-k", "neox or test_floors or test_docs")
+    printed = run(copy, "-m", "pytest", "-n0", "-v", "-rN", *which, *tests, "tests/test_docs.py")
     for name in (
         "test_spec_describes_the_built_module[neox] PASSED",
         "test_cost_is_what_torch_counts[neox-1] PASSED",
         "test_cost_is_what_torch_counts[neox-2] PASSED",
+        *(f"test_a_layer_costs_what_it_says[neox-{name}] PASSED" for name in QUANTITIES),
+        "test_a_wrong_setting_of_a_cost_is_found[neox] PASSED",
         "test_equals_transformers[neox] PASSED",
         "test_names_and_sizes_are_those_of_transformers[neox] PASSED",
         "test_a_document_moves_no_other[neox] PASSED",
     ):
         assert name in printed, printed
-    run(copy, "-m", "pytest", "-n0", "tests/test_floors.py", "tests/test_docs.py")
+    assert "tests/test_floors.py::" in printed and "tests/test_docs.py::" in printed
     run(copy, "-m", "mypy", "models/neox")
     run(copy, "-m", "ruff", "check", "models/neox")
     run(copy, "-m", "ruff", "format", "--check", "models/neox")

@@ -1,254 +1,174 @@
-"""What a layer says that it costs one tp rank, against what torch does and keeps.
+"""What every family's layers say that they cost one tp rank, against what torch does and keeps.
 
-Saved bytes by autograd's own hooks; collectives and the matrix products' FLOPs as they run on gloo
-ranks; the most that is alive at once on the "fake" backend, whose collectives hold no memory.
+One case for each pair of a family's settings, meshes and modes; each combination of them is slow.
 """
 
-import importlib
-from math import prod
+from dataclasses import fields, is_dataclass, replace
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
 
 import models
-from parallel3d.mesh.mesh import Mesh
-from parallel3d.model.spec import Collective, Shape
-from parallel3d.pipeline.stages import Stages
-from parallel3d.tensor.context import LayerContext
-from parallel3d.tensor.dropout import RandomKey
+from parallel3d.model.spec import Attention, Kept, Work
 from parallel3d.verify.local_ranks import run_locally
-from tests.models.families import small
+from tests.models.costs import measure
 
 pytestmark = pytest.mark.gloo
 
-SHAPE = Shape(2, 64)
-SIZES = {"hidden_size": 64, "num_attention_heads": 8, "vocab_size": 1021}
-CONFIGS = {
-    "gpt": small("gpt", **SIZES),
-    "gpt, dropout": small("gpt", **SIZES, resid_pdrop=0.1, embd_pdrop=0.1),
-    "llama, grouped": small("llama", **SIZES, intermediate_size=160, num_key_value_heads=2),
-    "llama, all": small(
-        "llama", **SIZES, intermediate_size=160, qk_norm=True, attention_bias=True
-    ),
-}  # fmt: skip
-KINDS = {
-    "allreduce_": "all_reduce",
-    "_allgather_base_": "all_gather",
-    "_reduce_scatter_base_": "reduce_scatter",
-}
-MODES = [(False, "none"), (False, "selective"), (False, "full"), (True, "none"), (True, "full")]
-PLACES = {"Embedding": 0, "Block": 1, "Head": -1}
+FULL = [pytest.param((name, True), id=f"{name}-full") for name in models.families()]
+# Of the elements that operators move: those of row numbers in a look-up and the passes of a loss
+# over its logits are not counted one by one.
+TRAFFIC = {"first": 0.3, "middle": 0.1, "last": 0.3}
 
 
-def cases():
-    """Layer, and whether and how it splits the sequence and recomputes."""
-    for layer in PLACES:
-        for sequence_parallel, recompute in MODES:
-            if layer == "Block" or recompute == "none":
-                yield layer, sequence_parallel, recompute
-
-
-class Layer:
-    """One layer on a tp group, ready to run."""
-
-    def __init__(self, config, kind, group, sequence_parallel, recompute, dtype=torch.float32):
-        selective = recompute == "selective"
-        context = LayerContext(group, RandomKey(0), sequence_parallel, selective)
-        blocks = importlib.import_module(f"models.{config.family}.blocks")
-        torch.manual_seed(0)
-        self.module = getattr(blocks, kind)(config, "blocks.0", context).to(dtype)
-        for parameter in self.module.parameters():
-            parameter.data.normal_(0, 0.02)
-        seq = SHAPE.seq // group.size() if sequence_parallel else SHAPE.seq
-        self.x = torch.randn(SHAPE.batch, seq, config.hidden_size, dtype=dtype, requires_grad=True)
-        self.tokens = torch.randint(config.vocab_size, (SHAPE.batch, SHAPE.seq))
-        self.kind = kind
-        self.stages = Stages({0: [self.module]}, {self.module} if recompute == "full" else set())
-        self.run()  # tables that stay are made
-        self.cost = models.layers(config)[PLACES[kind]].cost(
-            SHAPE, group.size(), sequence_parallel, recompute
-        )
-
-    def run(self):
-        """The forward pass; the layer's input is made inside, and so it is counted."""
-        if self.kind == "Embedding":
-            return self.module(self.tokens)
-        if self.kind == "Head":
-            return self.module(self.x * 1, self.tokens)
-        return self.stages(0, self.x * 1)
-
-
-def outside(layer):
-    """Storages of what is no activation: parameters, what is fed in, tables of angles."""
-    tensors = [*layer.module.parameters(), layer.x, layer.tokens]
-    rotary = getattr(getattr(layer.module, "attention", None), "rotary", None)
-    tensors += [] if rotary is None else rotary._tables
-    return {t.untyped_storage().data_ptr() for t in tensors}
-
-
-class Collectives(TorchDispatchMode):
-    """The collectives that run, and the elements of the whole tensor of each."""
-
-    def __init__(self):
-        super().__init__()
-        self.ran = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kind = KINDS.get(func.__name__.split(".")[0])
-        if kind:
-            tensors = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
-            self.ran.append(Collective(kind, max(prod(t.shape) for t in tensors)))
-        return func(*args, **(kwargs or {}))
-
-
-def saved_bytes(layer):
-    """Bytes of the unique storages that autograd is given to keep."""
-    seen, known = {}, outside(layer)
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        seen[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        y = layer.run()
-    found = sum(size for pointer, size in seen.items() if pointer not in known)
-    y.sum().backward()  # no rank waits for a collective that another leaves out
-    return found
-
-
-def measured(rank, tp):
-    """For each config and case: saved bytes, collectives and FLOPs of forward and backward."""
-    group, found = Mesh(1, 1, tp).group("tp"), {}
-    for name, config in CONFIGS.items():
-        for case in cases():
-            layer = Layer(config, case[0], group, *case[1:])
-            with Collectives() as forward:
-                y = layer.run()
-            with Collectives() as backward:
-                y.sum().backward()
-            # Torch counts no FLOPs in its fused attention for the CPU.
-            with sdpa_kernel(SDPBackend.MATH):
-                with FlopCounterMode(display=False) as flops:
-                    y = layer.run()
-                with FlopCounterMode(display=False) as more:
-                    y.sum().backward()
-            counted = flops.get_total_flops(), more.get_total_flops()
-            bytes_of = {torch.float32: saved_bytes(layer)}
-            bytes_of[torch.bfloat16] = saved_bytes(
-                Layer(config, case[0], group, *case[1:], torch.bfloat16)
-            )
-            found[name, case] = layer.cost, forward.ran, backward.ran, counted, bytes_of
-    return found
-
-
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(
+    scope="module",
+    params=[
+        *(pytest.param((name, False), id=name) for name in models.families()),
+        *(pytest.param(*p.values, id=p.id, marks=pytest.mark.slow) for p in FULL),
+    ],
+)
 def ran(request):
-    return run_locally(measured, request.param, request.param)[-1]  # the largest part of all
-
-
-def test_saved_bytes_are_those_that_autograd_keeps(ran):
-    for place, (cost, *_, bytes_of) in ran.items():
-        for dtype, held in bytes_of.items():
-            said = cost.saved.bytes(dtype.itemsize, fused_norms=False)
-            assert said == pytest.approx(held, rel=0.01), (place, dtype)
-
-
-def test_collectives_are_those_that_run(ran):
-    for place, (cost, forward, backward, *_) in ran.items():
-        assert list(cost.forward.collectives) == forward, place
-        again = [*cost.recomputed.collectives, *cost.backward_collectives]
-        assert sorted(again) == sorted(backward), place
-
-
-def test_flops_of_a_rank_are_those_that_torch_counts(ran):
-    def flops(work):
-        inner = work.attention.flops if work.attention else 0
-        return inner + sum(product.flops for product in work.matmuls)
-
-    for place, (cost, *_, (forward, backward), _) in ran.items():
-        assert flops(cost.forward) == forward, place
-        again = flops(cost.recomputed)
-        # Of an attention in parts the last product is not computed again: nobody keeps its result.
-        again //= 2 if place[1][2] == "selective" else 1
-        assert 2 * flops(cost.forward) + again == backward, place
-
-
-class Alive(TorchDispatchMode):
-    """The bytes of the storages that are alive at each operator, what they were born as."""
-
-    def __init__(self, known):
-        super().__init__()
-        self.known, self.time, self.lives, self.living = known, 0, [], {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.tick()
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor):
-                reference = StorageWeakRef(tensor.untyped_storage())
-                if tensor.untyped_storage().data_ptr() not in self.known:
-                    born = reference, tensor.untyped_storage().nbytes(), self.time
-                    self.living.setdefault(reference.cdata, born)
-        return out
-
-    def tick(self):
-        for key, (reference, size, born) in list(self.living.items()):
-            if reference.expired():
-                self.lives.append((size, born, self.time))
-                del self.living[key]
-        self.time += 1
-
-    def most(self, start, stop, without):
-        """The most bytes alive at one of the operators [start, stop)."""
-        self.tick()
-        lives = [*self.lives]
-        lives += [
-            (n, born, stop) for key, (_, n, born) in self.living.items() if key not in without
-        ]
-        return max(
-            sum(size for size, born, died in lives if born <= time <= died)
-            for time in range(start, stop)
-        )
-
-
-def peak(layer):
-    """The most bytes alive in a forward and a backward, weights and their gradients left out."""
-    with Alive(outside(layer)) as alive:
-        y = layer.run()
-        result, middle = StorageWeakRef(y.untyped_storage()).cdata, alive.time + 1
-        y.backward(None if y.dim() == 0 else torch.ones_like(y))
-        alive.tick()
-        gradients = {
-            StorageWeakRef(p.grad.untyped_storage()).cdata for p in layer.module.parameters()
-        }
-        end = alive.time
-        forward = alive.most(0, middle, gradients)
-        return max(forward, alive.most(middle, end, gradients | {result}))
-
-
-def peaks(rank):
-    """Peak and what was said of it, for each config, tp and case; groups that send nothing."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    found = {}
-    for tp in (1, 2, 4):
-        group = dist.new_group(list(range(tp)))
-        for name, config in CONFIGS.items():
-            for case in cases():
-                layer = Layer(config, case[0], group, *case[1:])
-                said = (layer.cost.saved + layer.cost.working).bytes(4, fused_norms=False)
-                found[name, tp, case] = peak(layer), said
+    (found,) = run_locally(measure, 1, *request.param, timeout=900)
     return found
 
 
-def test_saved_and_working_are_the_peak():
-    for place, (most, said) in run_locally(peaks, 1)[0].items():
-        assert said == pytest.approx(most, rel=0.02), place
+def saved(case, cost, did):
+    """Bytes that autograd is given to keep, in both types; with classic attention, too."""
+    for dtype, size, error in (("fp32", 4, 1e-3), ("bf16", 2, 0.01)):
+        said = cost.saved.bytes(size, fused_norms=False)
+        yield said, pytest.approx(did.saved[dtype], rel=error)
+    # A CPU keeps a mask of the scores as numbers, and shared key/value heads each repeated.
+    said = cost.saved.bytes(4, classic=True, fused_norms=False) + 3 * cost.saved.dropped_scores
+    yield said, pytest.approx(did.saved["classic"], rel=0.1)
+
+
+def peak(case, cost, did):
+    """The most bytes alive at once."""
+    said = (cost.saved + cost.working).bytes(4, fused_norms=False)
+    yield said, pytest.approx(did.peak, rel=0.02)
+
+
+def resident(case, cost, did):
+    """Bytes that stay after the first microbatch."""
+    yield cost.resident.bytes(4), did.resident
+
+
+def forward_collectives(case, cost, did):
+    """Kinds and elements, in their order."""
+    yield list(cost.forward.collectives), did.collectives[0]
+
+
+def backward_collectives(case, cost, did):
+    """Kinds and elements, those of what is computed again among them."""
+    again = [*cost.recomputed.collectives, *cost.backward_collectives]
+    yield sorted(again), sorted(did.collectives[1])
+
+
+def flops(case, cost, did):
+    """Of all ranks, then of this one: forward, and backward with what is computed again."""
+    yield cost.forward_flops, did.flops
+    yield flops_of(cost.forward), did.rank_flops[0]
+    # Of an attention in parts the last product is not computed again: nobody keeps its result.
+    again = flops_of(cost.recomputed) // (2 if case.recompute == "selective" else 1)
+    yield 2 * flops_of(cost.forward) + again, did.rank_flops[1]
+
+
+def products(case, cost, did):
+    """Sizes of this rank's matrix products forward, but for those of the attention."""
+    yield sorted(p[:3] for p in cost.forward.matmuls), sorted(did.products)
+
+
+def traffic(case, cost, did):
+    """Elements that memory-bound operators move forward, and what they move again."""
+    said, (forward, backward, *again) = cost.forward.traffic, did.traffic
+    if case.place == "last":  # a loss takes its gradient in its forward
+        said, forward = 3 * said, forward + backward
+    yield said, pytest.approx(forward, rel=TRAFFIC[case.place])
+    for moved in again:  # torch stops once all that was kept is there again
+        yield cost.recomputed.traffic, pytest.approx(moved, abs=0.2 * forward)
+
+
+def flops_of(work):
+    inner = work.attention.flops if work.attention else 0
+    return inner + sum(product.flops for product in work.matmuls)
+
+
+QUANTITIES = (
+    saved, peak, resident, forward_collectives, backward_collectives, products, flops, traffic,
+)  # fmt: skip
+
+
+def wrong(case, cost, did):
+    """The quantities that a cost gives other than torch."""
+    return {
+        quantity
+        for quantity in QUANTITIES
+        if any(said != found for said, found in quantity(case, cost, did))
+    }
+
+
+@pytest.mark.parametrize("quantity", QUANTITIES, ids=lambda quantity: quantity.__name__)
+def test_a_layer_costs_what_it_says(ran, quantity):
+    for case, did in ran:
+        for said, found in quantity(case, case.cost(), did):
+            assert said == found, (case.layer.name, *case[1:], case.layer.config)
+
+
+def half(kept):
+    return Kept(*(getattr(kept, field.name) // 2 for field in fields(kept)))
+
+
+def in_forward(**changed):
+    return lambda cost: replace(cost, forward=replace(cost.forward, **changed))
+
+
+def in_recomputed(**changed):
+    return lambda cost: replace(cost, recomputed=replace(cost.recomputed, **changed))
+
+
+# A fault of what a layer says, and where it must be seen wherever it changes anything.
+FAULTS = {
+    "saved halved": (lambda cost: replace(cost, saved=half(cost.saved)), saved),
+    "working halved": (lambda cost: replace(cost, working=half(cost.working)), peak),
+    "working left out": (lambda cost: replace(cost, working=Kept()), peak),
+    "resident left out": (lambda cost: replace(cost, resident=Kept()), resident),
+    "no forward collectives": (in_forward(collectives=()), forward_collectives),
+    "collectives not again": (in_recomputed(collectives=()), backward_collectives),
+    "no backward collectives": (
+        lambda cost: replace(cost, backward_collectives=()),
+        backward_collectives,
+    ),
+    "flops twice": (lambda cost: replace(cost, forward_flops=2 * cost.forward_flops), flops),
+    "no products": (in_forward(matmuls=()), flops),
+    "no attention": (in_forward(attention=None), flops),
+    "products not again": (in_recomputed(matmuls=()), flops),
+    "attention again": (in_recomputed(attention=Attention(3, 1, 1, 64, 64)), flops),
+    "no traffic": (in_forward(traffic=0), traffic),
+    "traffic not again": (in_recomputed(traffic=0), traffic),
+    "nothing again": (lambda cost: replace(cost, recomputed=Work()), flops),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(ran, fault):
+    change, quantity = FAULTS[fault]
+    for case, did in ran:
+        cost = case.cost()
+        faulty = change(cost)
+        assert faulty == cost or quantity in wrong(case, faulty, did), (case.layer.name, *case[1:])
+
+
+def test_a_wrong_setting_of_a_cost_is_found(ran):
+    """As a new family may give it: a switch of a BlockCost turned, or a size twice what it is."""
+    for name, layer in {case.layer.build: case.layer for case, _ in ran}.items():
+        cases = [(case, did) for case, did in ran if case.layer.build == name]
+        for field in fields(layer.cost) if is_dataclass(layer.cost) else ():
+
+            def faulty(case, name=field.name):
+                value = getattr(case.layer.cost, name)
+                other = not value if isinstance(value, bool) else 2 * value
+                return case.cost(replace(case.layer.cost, **{name: other}))
+
+            changed = [(case, did) for case, did in cases if faulty(case) != case.cost()]
+            seen = [case for case, did in changed if wrong(case, faulty(case), did)]
+            assert seen or not changed, (name, field.name)

@@ -40,8 +40,12 @@ class Shapes(TorchDispatchMode):
         return out
 
 
-def shapes_of_head(rank, tp):
-    context = LayerContext(Mesh(1, 4 // tp, tp).group("tp"), RandomKey(0))
+def shapes_of_heads(rank):
+    return {tp: shapes_of_head(Mesh(1, 4 // tp, tp).group("tp")) for tp in (1, 2, 4)}
+
+
+def shapes_of_head(group):
+    context = LayerContext(group, RandomKey(0))
     head = Head(CONFIG, "head", context)
     for parameter in head.parameters():
         parameter.data.normal_()
@@ -52,9 +56,14 @@ def shapes_of_head(rank, tp):
     return shapes.seen
 
 
+@pytest.fixture(scope="module")
+def heads():
+    return run_locally(shapes_of_heads, 4)
+
+
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_whole_vocabulary_logits_exist_on_no_rank(tp):
-    for seen in run_locally(shapes_of_head, 4, tp, timeout=60):
+def test_whole_vocabulary_logits_exist_on_no_rank(heads, tp):
+    for seen in (shapes[tp] for shapes in heads):
         assert any(name == "mm" for name, _ in seen)
         whole = {(name, shape) for name, shape in seen if VOCAB in shape}
         assert bool(whole) == (tp == 1)  # on one rank the recorder does see them

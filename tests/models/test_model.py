@@ -1,22 +1,33 @@
 """Every family found: what its spec says against the modules that its blocks build."""
 
+from functools import lru_cache
+
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import models
-from parallel3d.model.spec import Shape
-from parallel3d.verify.local_ranks import run_warm
-from tests.models.families import ALL, EVERY_FAMILY, WORLD, batch_of, build, computed, part, small
+from parallel3d.model.spec import Shape, named_params
+from tests.models.families import (
+    ALL,
+    EVERY_FAMILY,
+    batch_of,
+    build,
+    computed,
+    on_ranks,
+    part,
+    small,
+)
 
 pytestmark = pytest.mark.gloo
 
 SHAPE = Shape(2, 16)
 GROUPED = {"llama, grouped": small("llama", num_key_value_heads=2, qk_norm=True)}
+CONFIGS = EVERY_FAMILY | GROUPED
 
 
-def described(rank, config):
+def described(config):
     found = []
     for tp in (1, 2, 4):
         built, mesh = build(config, tp)
@@ -26,13 +37,11 @@ def described(rank, config):
     return found
 
 
-@pytest.mark.parametrize("name", EVERY_FAMILY | GROUPED)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_spec_describes_the_built_module(name):
-    config = (EVERY_FAMILY | GROUPED)[name]
-    specs = {
-        f"{layer.name}.{p.name}": p for layer in models.layers(config) for p in layer.own_params
-    }
-    ranks = run_warm(described, WORLD, config)
+    config = CONFIGS[name]
+    specs = named_params(models.layers(config))
+    ranks = [found["described"] for found in of_family(config.family)[name]]
     for tp, results in zip((1, 2, 4), zip(*ranks, strict=True), strict=True):
         for held, unique in results:
             assert [key for key, *_ in held] == list(specs)
@@ -53,7 +62,7 @@ def test_spec_describes_the_built_module(name):
                 assert spec.units is None or all(c.start % unit == 0 for c in parts)
 
 
-def counted_flops(rank, config, tp):
+def counted_flops(config, tp):
     """Forward FLOPs of each layer, and of the whole model's forward and backward, on this rank."""
     built, _ = build(config, tp)
     tokens, labels = batch_of(config)
@@ -70,11 +79,11 @@ def counted_flops(rank, config, tp):
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("name", [*models.families(), *GROUPED])
+@pytest.mark.parametrize("name", CONFIGS)
 def test_cost_is_what_torch_counts(name, tp):
-    config = (EVERY_FAMILY | GROUPED)[name]
+    config = CONFIGS[name]
     specs = models.layers(config)
-    group = run_warm(counted_flops, WORLD, config, tp)[:tp]
+    group = [found["flops"][tp] for found in of_family(config.family)[name][:tp]]
     for layer in specs:
         assert layer.cost(SHAPE).forward_flops == sum(found[layer.name] for found, _ in group)
     train = sum(layer.cost(SHAPE).train_flops for layer in specs)
@@ -82,7 +91,7 @@ def test_cost_is_what_torch_counts(name, tp):
     assert train == 3 * sum(sum(found.values()) for found, _ in group)
 
 
-def on_every_mesh(rank, config):
+def on_every_mesh(config):
     """Loss and gradients at tp = 1, then the same on more ranks: all on this rank."""
     cases = [(1, False), (2, False), (2, True), (4, False), (4, True)]
     return [computed(config, *case) for case in cases]
@@ -96,8 +105,8 @@ UNKNOWN_ELSEWHERE = [
 @pytest.mark.parametrize("name", UNKNOWN_ELSEWHERE)
 def test_tensor_parallel_gradients_are_those_of_one_rank(name):
     """For what test_transformers.py cannot compare: no class of transformers is like it."""
-    config = EVERY_FAMILY[name]
-    for one, *others in run_warm(on_every_mesh, WORLD, config):
+    for found in of_family(CONFIGS[name].family)[name]:
+        one, *others = found["computed"]
         loss, _, gradients = one
         whole = {key: value for key, _, value in gradients}
         for our_loss, _, ours in others:
@@ -107,8 +116,20 @@ def test_tensor_parallel_gradients_are_those_of_one_rank(name):
                 assert error < 1e-5, f"{key}: {error:.1e}"
 
 
-def printed(rank, config):
-    return str(build(config, 4)[0].module)
+@lru_cache
+def of_family(family):
+    """Name -> what each rank finds of it: all that is asked of a family in one start of ranks."""
+    jobs = {name: (name, c) for name, c in CONFIGS.items() if c.family == family}
+    return dict(zip(jobs, on_ranks(studied, [*jobs.values()]), strict=True))
+
+
+def studied(name, config):
+    return {
+        "described": described(config),
+        "flops": {tp: counted_flops(config, tp) for tp in (1, 2)},
+        "computed": on_every_mesh(config) if name in UNKNOWN_ELSEWHERE else [],
+        "printed": str(build(config, 4)[0].module),
+    }
 
 
 PRINTED = {
@@ -134,6 +155,6 @@ PRINTED = {
 
 @pytest.mark.parametrize("name", PRINTED)
 def test_a_printed_layer_says_how_it_is_cut(name):
-    text = run_warm(printed, WORLD, (EVERY_FAMILY | GROUPED)[name])[0]
+    text = of_family(CONFIGS[name].family)[name][0]["printed"]
     for line in PRINTED[name]:
         assert line in text, f"{line} is not in\n{text}"

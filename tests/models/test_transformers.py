@@ -16,11 +16,9 @@ from models.llama.spec import RopeScaling
 from parallel3d.model.spec import ParamSpec
 from parallel3d.tensor.linear import GroupedColumnLinear
 from parallel3d.tensor.segments import Segments
-from parallel3d.verify.local_ranks import run_locally
 from tests.models.families import (
     ALL,
     EVERY_FAMILY,
-    WORLD,
     Logits,
     batch_of,
     build,
@@ -115,6 +113,25 @@ def cases(config):
     yield 4, True, DOCUMENTS
 
 
+@lru_cache
+def of_family(family):
+    """Name -> what each rank computes of each case: one start of ranks for a family."""
+    jobs = {
+        (name, place): (config, *case)
+        for name, config in VARIANTS.items()
+        if config.family == family and reference_of(config) is not None
+        for place, case in enumerate(cases(config))
+    }
+    found = {name: [] for name, _ in jobs}
+    for (name, _), ranks in zip(jobs, on_ranks(computed_here, [*jobs.values()]), strict=True):
+        found[name].append(ranks)
+    return found
+
+
+def computed_here(config, *case):
+    return computed(config, *case, seq=SEQ)
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_equals_transformers(name):
     config = VARIANTS[name]
@@ -122,7 +139,7 @@ def test_equals_transformers(name):
         pytest.skip("transformers has no such architecture")
     meshes = list(cases(config))
     for (tp, sequence_parallel, documents), ranks in zip(
-        meshes, on_ranks(config, meshes, SEQ), strict=True
+        meshes, of_family(config.family)[name], strict=True
     ):
         found = errors(config, tp, documents is not None, ranks)
         worst = max(found, key=found.get)
@@ -153,7 +170,7 @@ def test_a_config_without_a_class_in_transformers():
         theirs.reference(small("llama", num_attention_heads=5, head_dim=8))
 
 
-def moved(rank, config, tp, sequence_parallel):
+def moved(config, tp, sequence_parallel):
     """How far each token's logits move when the second document's first token is another."""
     found = []
     for document in (0, 1):
@@ -170,8 +187,9 @@ def moved(rank, config, tp, sequence_parallel):
 
 @pytest.mark.parametrize("family", models.families())
 def test_a_document_moves_no_other(family):
-    for tp, sequence_parallel in ((1, False), (4, True)):
-        for per_rank in run_locally(moved, WORLD, small(family), tp, sequence_parallel):
+    config = small(family)
+    for ranks in on_ranks(moved, [(config, 1, False), (config, 4, True)]):
+        for per_rank in ranks:
             for document, change in enumerate(per_rank):
                 inside = document == DOCUMENTS
                 assert change[~inside].max() == 0  # exactly: not a bit of another document
@@ -226,18 +244,23 @@ FAULTS = {
 }
 
 
-def faulty(rank, fault, config, case):
+def faulty(fault, config):
     with pytest.MonkeyPatch.context() as patch:
         fault(patch)
-        return computed(config, *case, seq=SEQ)
+        return computed(config, 4, False, DOCUMENTS, seq=SEQ)
+
+
+@pytest.fixture(scope="module")
+def with_faults():
+    jobs = [(fault, VARIANTS[name]) for fault, (name, _) in FAULTS.items()]
+    return dict(zip(FAULTS, on_ranks(faulty, jobs), strict=True))
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_planted_faults_are_found(fault):
+def test_planted_faults_are_found(with_faults, fault):
     """What the comparison is worth: each fault moves what it must move by far more than 1e-5."""
     name, wrong = FAULTS[fault]
     config = VARIANTS[name]
-    ranks = run_locally(faulty, WORLD, fault, config, (4, False, DOCUMENTS))
-    found = errors(config, 4, True, ranks)
+    found = errors(config, 4, True, with_faults[fault])
     for name in wrong:
         assert found[name] > 100 * TOLERANCE, (name, found[name])

@@ -1,0 +1,74 @@
+"""The layers of every family found, on meshes and in modes: what costs are tested for."""
+
+import itertools
+from typing import NamedTuple
+
+import models
+from parallel3d.model.spec import LayerSpec, Shape
+from tests.models.families import small
+from tests.verify.pairwise import pairwise
+
+SHAPE = Shape(2, 64)
+SIZES = {"hidden_size": 64, "num_attention_heads": 8, "vocab_size": 1021}
+MESHES = ((1, False), (2, False), (2, True), (4, False), (4, True))  # tp, sequence parallelism
+
+
+class Case(NamedTuple):
+    """One layer of a model on a mesh, in a mode."""
+
+    layer: LayerSpec
+    tp: int
+    sequence_parallel: bool
+    recompute: str
+    place: str  # "first", "middle" or "last"
+
+    def cost(self, of=None):
+        """The cost that the layer tells; or what `of` tells in its place."""
+        return (of or self.layer.cost)(SHAPE, self.tp, self.sequence_parallel, self.recompute)
+
+
+def settings_of(family):
+    """The values that the settings of a family take here, those of the mesh and the mode besides.
+
+    Each switch, each probability of dropout, and grouped queries, where the family has them.
+    """
+    found = {}
+    for name, field in models.config_class(family).model_fields.items():
+        if field.annotation is bool:
+            found[name] = (False, True)
+        elif name.endswith("_pdrop"):
+            found[name] = (0.0, 0.1)
+    if "num_key_value_heads" in models.config_class(family).model_fields:
+        found["num_key_value_heads"] = (None, 2)
+    return found | {"mesh": MESHES, "recompute": ("none", "selective", "full")}
+
+
+def cases_of(family, full=False):
+    """One case for each pair of settings, or (full) for each combination: its distinct layers."""
+    return list(dict.fromkeys(_cases(family, full)))
+
+
+def _cases(family, full):
+    settings = settings_of(family)
+
+    def config_of(row):
+        chosen = {name: row[name] for name in row if name not in ("mesh", "recompute")}
+        return small(family, **SIZES, **chosen)
+
+    def valid(row):
+        try:
+            config_of(row)
+        except ValueError:
+            return False
+        return True
+
+    product = (
+        dict(zip(settings, values, strict=True)) for values in itertools.product(*settings.values())
+    )
+    for row in filter(valid, product) if full else pairwise(settings, valid):
+        layers = models.layers(config_of(row))
+        kinds = {(layer.build, layer.cost): i for i, layer in reversed([*enumerate(layers)])}
+        for i in kinds.values():
+            place = "first" if i == 0 else "last" if i == len(layers) - 1 else "middle"
+            recompute = row["recompute"] if place == "middle" else "none"
+            yield Case(layers[i], *row["mesh"], recompute, place)
