@@ -100,19 +100,19 @@ def _devices() -> tuple[bool, int]:
 
 
 def _measure(ranks: int, effort: Effort) -> Rows:
-    return run_locally(_on_rank, ranks, ranks, asdict(effort), timeout=600)
+    return run_locally(_on_rank, ranks, ranks, effort, timeout=600)
 
 
-def _on_rank(rank: int, ranks: int, effort: dict[str, Any]) -> dict[str, Any]:
-    mesh, how = Mesh(dp=ranks), Effort(**effort)
+def _on_rank(rank: int, ranks: int, effort: Effort) -> dict[str, Any]:
+    mesh = Mesh(dp=ranks)
     set_threads(mesh)
 
     def say(text: str) -> None:
         if rank == 0:
             print(f"  {text}", file=sys.stderr, flush=True)
 
-    measured = measure_device(mesh, how, say)
-    measured["links"] = measure_links(mesh, how, say) if ranks > 1 else {}
+    measured = measure_device(mesh, effort, say)
+    measured["links"] = measure_links(mesh, effort, say) if ranks > 1 else {}
     mesh.barrier()
     return measured
 

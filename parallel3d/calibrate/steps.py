@@ -143,7 +143,7 @@ def small_runs(ranks: int) -> list[Run]:
 
 
 def time_steps(
-    rank: int, runs: Sequence[Sequence[Any]], steps: int, own_time: bool = False
+    rank: int, runs: Sequence[Run], steps: int, own_time: bool = False
 ) -> list[list[Timed]]:
     """The times of `steps` training steps of each Run; on one rank.
 
@@ -151,7 +151,7 @@ def time_steps(
     one round comes first. All take as many ranks as there are. `own_time`: of a process alone
     count what it computes, not what it waits while others do.
     """
-    built = [_build(Run(*_frozen(run))) for run in runs]
+    built = [_build(run) for run in runs]
     taken: list[list[Timed]] = [[] for _ in runs]
     with _without_collection():
         for step in range(1 + steps):
@@ -177,12 +177,6 @@ def _step(
     end = now()
     everyone = mesh.gather_floats([end - start, end - reduced])
     return Timed(max(row[0] for row in everyone), max(row[1] for row in everyone))
-
-
-def _frozen(run: Sequence[Any]) -> Iterator[Any]:
-    """A Run that has been JSON or a plain tuple."""
-    for value in run:
-        yield tuple(value) if isinstance(value, list) else value
 
 
 def _build(run: Run) -> tuple[Mesh, Assembly, list[Microbatch], float]:

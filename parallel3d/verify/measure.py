@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from parallel3d.config import RunConfig
+from parallel3d.config import RunConfig, ZeroConfig
 from parallel3d.engine.operators import load_async_io, load_cpu_adam
 from parallel3d.engine.quirks.nvme import swapping_small_tensors
 from parallel3d.mesh.mesh import Mesh
@@ -56,11 +56,11 @@ def compile_operators(config: RunConfig) -> None:
     """
     zero = config.zero_optimization
     if zero.offload_optimizer.device != "none" or zero.offload_param.device == "nvme":
-        run_locally(_compile_operators, 1, config.to_dict(), timeout=1800)
+        run_locally(_compile_operators, 1, zero, timeout=1800)
 
 
-def _compile_operators(rank: int, raw: dict[str, Any]) -> None:
-    zero, mesh = RunConfig.from_dict(raw).zero_optimization, Mesh()
+def _compile_operators(rank: int, zero: ZeroConfig) -> None:
+    mesh = Mesh()
 
     def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
@@ -78,10 +78,9 @@ def measure(config: RunConfig, reference: Reference, timeout: float = 300) -> Er
     """
     assert isinstance(config.mesh.dp, int)
     world_size = config.mesh.pp * config.mesh.dp * config.mesh.tp
-    results = run_warm(
-        train_and_compare, world_size, config.to_dict(), vars(reference), timeout=timeout
+    return errors_of(
+        config, run_warm(train_and_compare, world_size, config, reference, timeout=timeout)
     )
-    return errors_of(config, results)
 
 
 def errors_of(config: RunConfig, results: Iterable[Differences]) -> Errors:
@@ -99,9 +98,8 @@ def _worst(errors: Any) -> float:
     return max(errors) if all(map(math.isfinite, errors)) else math.inf
 
 
-def train_and_compare(rank: int, raw: dict[str, Any], expected: dict[str, Any]) -> Differences:
+def train_and_compare(rank: int, config: RunConfig, reference: Reference) -> Differences:
     """On one rank: train, and compare with the reference."""
-    config, reference = RunConfig.from_dict(raw), Reference(**expected)
     assert isinstance(config.mesh.dp, int)
     mesh = Mesh(config.mesh.pp, config.mesh.dp, config.mesh.tp)
     torch.set_num_threads(1)  # tiny products on many threads spend their time waiting

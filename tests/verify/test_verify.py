@@ -75,9 +75,9 @@ def test_meshes_are_read_or_refused():
             parse_meshes(text)
 
 
-def forget_a_collective(rank, raw, expected):
+def forget_a_collective(rank, config, reference):
     linear.all_reduce = lambda x, *rest: x
-    return train_and_compare(rank, raw, expected)
+    return train_and_compare(rank, config, reference)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -90,7 +90,7 @@ def test_a_fault_is_seen(precision, tmp_path, monkeypatch):
     right = measure(small, reference)
     print(right)
     assert right.within(tolerance), right
-    results = run_locally(forget_a_collective, 2, small.to_dict(), vars(reference))
+    results = run_locally(forget_a_collective, 2, small, reference)
     worst = max(max(loss, norm) for loss, norm, _ in results)
     print(worst)
     assert worst > tolerance, worst

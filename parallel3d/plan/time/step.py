@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from operator import mul
 
 from parallel3d.errors import ConfigError
@@ -13,7 +13,7 @@ from parallel3d.plan.time.curves import curves_for
 from parallel3d.plan.time.makespan import End, ends
 from parallel3d.plan.time.operators import Curves
 from parallel3d.schedule.schedule import Spans, simulate
-from parallel3d.schedule.schedules import ScheduleFile, load, make_schedule
+from parallel3d.schedule.schedules import load, make_schedule
 
 TIMES = ("compute", "bubble", "tensor", "pipeline", "data", "offload", "optimizer")
 
@@ -60,7 +60,7 @@ def step_spans(setting: Setting, hardware: Hardware, curves: Curves | None = Non
 def check(setting: Setting) -> None:
     """Raises ConfigError where the schedule cannot run so."""
     sizes = setting.pp, setting.num_microbatches, setting.stages_per_rank
-    if reason := _file(setting.schedule).invalid(*sizes):
+    if reason := load(setting.schedule).invalid(*sizes):
         raise ConfigError(f"schedule {setting.schedule!r}: {reason}")
 
 
@@ -95,11 +95,6 @@ def _busy(costs: ActionCosts, num_microbatches: int) -> list[Parts]:
     return busy
 
 
-@cache
-def _file(schedule: str) -> ScheduleFile:
-    return load(schedule)
-
-
 def lower_bound(setting: Setting, hardware: Hardware, curves: Curves | None = None) -> float:
     """Seconds that a step takes at least, without its list of actions: never above `step_time`.
 
@@ -128,7 +123,7 @@ def _bound(costs: ActionCosts, setting: Setting) -> float:
         reduced = max(reduced, work + costs.reducing[outer.coord_class])
     forward, backward = costs.fastest
     if layout.pp > 1 and forward > 0:
-        idle = _file(setting.schedule).bubble(*sizes, backward / forward)
+        idle = load(setting.schedule).bubble(*sizes, backward / forward)
         busy = count * setting.stages_per_rank * (forward + backward)
         reduced = max(reduced, busy / (1 - idle) + costs.least_reducing)
     return reduced + costs.once
@@ -137,4 +132,4 @@ def _bound(costs: ActionCosts, setting: Setting) -> float:
 @lru_cache(maxsize=65536)
 def _held(schedule: str, pp: int, num_microbatches: int, stages_per_rank: int) -> tuple[int, ...]:
     """Microbatches that each coordinate holds at most."""
-    return _file(schedule).peak_in_flight(pp, num_microbatches, stages_per_rank)
+    return load(schedule).peak_in_flight(pp, num_microbatches, stages_per_rank)

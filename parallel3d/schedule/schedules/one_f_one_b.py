@@ -7,6 +7,11 @@ from collections.abc import Sequence
 
 from parallel3d.schedule.schedule import Action, Op, Schedule
 
+# Valid wherever GPipe is, and as long idle (arXiv:2104.04473, section 2.2.1).
+from parallel3d.schedule.schedules.gpipe import bubble, invalid
+
+__all__ = ["bubble", "in_turn", "invalid", "peak_in_flight", "schedule"]
+
 
 def schedule(pp_size: int, num_microbatches: int, stages_per_rank: int) -> Schedule:
     """The computes of each rank, which warms up with one forward for each rank after it."""
@@ -29,20 +34,6 @@ def in_turn(
     pairs = zip(forwards[warmup:], backwards, strict=False)
     steady = [action for pair in pairs for action in pair]
     return (*forwards[:warmup], *steady, *backwards[len(forwards) - warmup :])
-
-
-def invalid(pp_size: int, num_microbatches: int, stages_per_rank: int) -> str | None:
-    """Why it cannot be used; any number of ranks and microbatches will do."""
-    if stages_per_rank != 1:
-        return f"stages_per_rank={stages_per_rank}; use 1, or the schedule 'interleaved'"
-    return None
-
-
-def bubble(
-    pp_size: int, num_microbatches: int, stages_per_rank: int, backward: float = 2.0
-) -> float:
-    """The idle fraction, (p-1)/(m+p-1), as GPipe's: arXiv:2104.04473, section 2.2.1."""
-    return (pp_size - 1) / (num_microbatches + pp_size - 1)
 
 
 def peak_in_flight(pp_size: int, num_microbatches: int, stages_per_rank: int) -> tuple[int, ...]:
