@@ -15,7 +15,7 @@ from deepspeed.runtime.swap_tensor import optimizer_utils, partitioned_param_swa
 from parallel3d.config import RunConfig
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.train.assembly import assemble
-from parallel3d.verify.local_ranks import run_warm
+from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.measure import differences, errors_of, microbatches, train
 from parallel3d.verify.reference import SEED, batches, train_reference
 from parallel3d.verify.shrink import BLOCK, NO_THRESHOLDS
@@ -184,7 +184,7 @@ def compare_on_rank(rank, case, reference, fault=nullcontext):
     return found
 
 
-def measure(case, fault=nullcontext, run=run_warm, **options):
+def measure(case, fault=nullcontext, run=run_locally, **options):
     """The largest differences of a case, under a planted fault, from plain transformers."""
     found = run(compare_on_rank, case.world_size, case, case.reference, fault, **options)
     return errors_of(case.config, found)

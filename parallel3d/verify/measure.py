@@ -17,7 +17,7 @@ from parallel3d.mesh.mesh import Mesh
 from parallel3d.model.spec import tied_names
 from parallel3d.pipeline.executor import Microbatch
 from parallel3d.train.assembly import Assembly, assemble
-from parallel3d.verify.local_ranks import run_locally, run_warm
+from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.reference import SEED, Reference, batches, first_weights
 from parallel3d.verify.shrink import BLOCK
 
@@ -79,7 +79,7 @@ def measure(config: RunConfig, reference: Reference, timeout: float = 300) -> Er
     assert isinstance(config.mesh.dp, int)
     world_size = config.mesh.pp * config.mesh.dp * config.mesh.tp
     return errors_of(
-        config, run_warm(train_and_compare, world_size, config, reference, timeout=timeout)
+        config, run_locally(train_and_compare, world_size, config, reference, timeout=timeout)
     )
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import deepspeed
 import torch
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.utils import safe_get_full_optimizer_state
 from safetensors.torch import load_file, save_file
 
@@ -18,8 +19,7 @@ from parallel3d.checkpoint import resume
 from parallel3d.checkpoint.load import load
 from parallel3d.checkpoint.manifest import verify
 from parallel3d.checkpoint.save import Saver
-from parallel3d.engine.quirks.core import number_afresh
-from parallel3d.verify.local_ranks import run_warm
+from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.measure import microbatches
 from tests.cases import Case, Trainer
 from tests.models.families import small
@@ -87,7 +87,10 @@ class Trained(Trainer):
 
     def __init__(self, side, folder):
         self.side = side
-        number_afresh()  # the ranks may have had different stages before
+        # DeepSpeed numbers parameters and modules on from the last engine's and compares the
+        # numbers over dp, whose ranks may have had different stages before.
+        deepspeed.zero.Init.param_id = 0
+        DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
         super().__init__(
             Case(
                 mesh=side.mesh, zero_stage=side.zero, offload=side.offload, folder=str(folder),
@@ -166,7 +169,7 @@ def save(sides, root, timeout=200):
     """Save on each of the sides, with a reference of it that is whole; gives the sides."""
     for world_size in sorted({side.world_size for side in sides}):
         mine = [side for side in sides if side.world_size == world_size]
-        ranks = run_warm(save_on_rank, world_size, mine, root, timeout=timeout)
+        ranks = run_locally(save_on_rank, world_size, mine, root, timeout=timeout)
         for side, parts in zip(mine, zip(*ranks, strict=True), strict=True):
             assert verify(root / str(side) / f"step-{STEPS}") == []
             save_file(
@@ -223,7 +226,7 @@ def load_all(cases, root, timeout=200):
     found = {}
     for world_size in sorted({target.world_size for target, _ in cases}):
         mine = [(target, sources) for target, sources in cases if target.world_size == world_size]
-        ranks = run_warm(load_on_rank, world_size, mine, root, timeout=timeout)
+        ranks = run_locally(load_on_rank, world_size, mine, root, timeout=timeout)
         for (target, sources), results in zip(mine, zip(*ranks, strict=True), strict=True):
             for source, by_rank in zip(sources, zip(*results, strict=True), strict=True):
                 assert all(compared > 0 for _, compared in by_rank)

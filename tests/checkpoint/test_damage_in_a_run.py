@@ -15,7 +15,7 @@ import pytest
 from parallel3d.checkpoint.resume import find
 from parallel3d.errors import CheckpointError
 from parallel3d.mesh.mesh import Mesh
-from parallel3d.verify.local_ranks import run_warm
+from parallel3d.verify.local_ranks import run_locally
 from tests.checkpoint.drill import Run, check_died, check_resumed, check_same, prepared_config
 from tests.checkpoint.folders import seal, write_manifest
 
@@ -205,7 +205,7 @@ def check_all(copies):
     """Every damage is seen, the file is named, and the older checkpoint used; how many of each."""
     pickle.loads(pickle.dumps(Exploit(copies.exploited)))
     copies.exploited.rmdir()  # it works, where it is read
-    ranks = run_warm(find_in_all, RANKS, [damage.folder for damage in copies.damages])
+    ranks = run_locally(find_in_all, RANKS, [damage.folder for damage in copies.damages])
     assert ranks[0] == ranks[1]
     detected = Counter()
     for damage, (step, rejected, messages) in zip(copies.damages, ranks[0], strict=True):
@@ -240,7 +240,7 @@ def test_sound_checkpoints_are_not_rejected(unbroken, tmp_path):
     (hint / "latest").write_text("../../step-99\0\n")  # a hint, which nothing depends on
     (hint / "step-5.tmp").mkdir()
     (hint / "step-05").mkdir()
-    for step, rejected, messages in run_warm(find_in_all, RANKS, [plain, hint])[0]:
+    for step, rejected, messages in run_locally(find_in_all, RANKS, [plain, hint])[0]:
         assert (step, rejected, messages) == (4, [], ["used step 4"] * 2)
 
 

@@ -12,7 +12,7 @@ from parallel3d.checkpoint.weights import save_weights
 from parallel3d.config import RunConfig
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.train.assembly import assemble
-from parallel3d.verify.local_ranks import run_locally, run_warm
+from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.reference import SEED, first_weights
 from parallel3d.verify.shrink import shrink
 from tests.cases import Case, Trainer
@@ -60,7 +60,7 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_what_is_read_is_what_was_trained(case, tmp_path):
     directory = tmp_path / "run" / "weights"
-    ranks = run_warm(train_and_save, case.world_size, case, directory)
+    ranks = run_locally(train_and_save, case.world_size, case, directory)
     index, tensors = read(directory)
     whole = first_weights(case.config)
     assert tensors.keys() == whole.keys()
@@ -91,7 +91,7 @@ def test_what_is_read_is_what_was_trained(case, tmp_path):
 
 def test_weights_trained_in_bf16_are_saved_in_fp32(tmp_path):
     case = Case(mesh=(1, 2, 1), precision="bf16", steps=2, batch=16)
-    run_warm(train_and_save, 2, case, tmp_path)
+    run_locally(train_and_save, 2, case, tmp_path)
     _, tensors = read(tmp_path)
     assert {value.dtype for _, value in tensors.values()} == {torch.float32}
     # The masters, not the rounded copies that the forward reads.
@@ -138,7 +138,7 @@ def test_every_family_is_saved_whole(model, tmp_path):
     """On tp 4, where each rank holds the key and value weights of two heads whole."""
     config = RunConfig.from_dict(whole_config(model=model, sequence_parallel=True))
     small = shrink(config, ((1, 1, 4),))[1, 1, 4]
-    run_warm(save_as_started, 4, small.to_dict(), str(tmp_path / "weights"), timeout=60)
+    run_locally(save_as_started, 4, small.to_dict(), str(tmp_path / "weights"), timeout=60)
     _, saved = read(tmp_path / "weights")
     whole = first_weights(small)
     assert saved.keys() == whole.keys()

@@ -9,7 +9,7 @@ import torch
 
 from parallel3d.engine import Engine
 from parallel3d.engine.quirks import fp16
-from parallel3d.verify.local_ranks import RankFailed, run_locally, run_warm
+from parallel3d.verify.local_ranks import RankFailed, run_locally
 from tests.cases import Case, Trainer
 
 pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("cpu_adam")]
@@ -61,7 +61,7 @@ def spoil_next_gradient(engine):
 
 
 def assert_follows_fp32(case):
-    ranks = run_warm(train, case.world_size, case)
+    ranks = run_locally(train, case.world_size, case)
     for rank in ranks[1:]:
         assert [(loss, result) for loss, result, _ in rank] == [(x, r) for x, r, _ in ranks[0]]
     true = case.reference
@@ -127,7 +127,7 @@ def test_it_follows_fp32_in_full(mesh, stage, fixed):
 def test_an_overflow_on_one_rank_skips_the_step_on_all(mesh, stage, offload):
     case = small(mesh, zero_stage=stage, offload=offload, steps=9)
     last = case.world_size - 1
-    ranks = run_warm(train, case.world_size, case, (2, last))
+    ranks = run_locally(train, case.world_size, case, (2, last))
     assert all([r for _, r, _ in found] == [r for _, r, _ in ranks[0]] for found in ranks)
     for found in ranks:
         results = [result for _, result, _ in found]
@@ -151,7 +151,7 @@ def keep_skipped_gradients():
 
 def test_without_forgetting_one_overflow_is_followed_by_many(cpu_adam):
     case = small(zero_stage=1, offload="cpu", steps=4)
-    [found] = run_warm(train, 1, case, (1, 0), keep_skipped_gradients)
+    [found] = run_locally(train, 1, case, (1, 0), keep_skipped_gradients)
     assert [result.overflow for _, result, _ in found] == [False, True, True, True]
 
 
@@ -198,7 +198,7 @@ def grow_before_the_step():
 
 def test_without_waiting_a_growing_scale_halves_the_gradients():
     case = small(steps=STEPS)
-    [found] = run_warm(train, 1, case, None, grow_before_the_step)
+    [found] = run_locally(train, 1, case, None, grow_before_the_step)
     ratios = [
         r.grad_norm / norm for (_, r, _), norm in zip(found, case.reference.grad_norms, strict=True)
     ]
@@ -211,7 +211,7 @@ def test_the_weights_do_not_depend_on_the_scale():
     for stage in (1, 3):
         growing = {"initial_scale_power": 8, "loss_scale_window": 1}
         [grown], [fixed] = (
-            run_warm(train, 1, small(scale=scale, more=plain, zero_stage=stage, steps=4))
+            run_locally(train, 1, small(scale=scale, more=plain, zero_stage=stage, steps=4))
             for scale in (growing, {"loss_scale": 256.0})
         )
         assert grown[-1][1].loss_scale >= 2**10 and fixed[-1][1].loss_scale == 2**8
@@ -232,12 +232,12 @@ def scale_each_rank_by_itself():
 def test_without_agreement_over_the_mesh_stages_part():
     """The one that saw the overflow skips its step, the other one takes it."""
     case = small((2, 1, 1), tied=False, steps=3)
-    first, second = run_warm(train, 2, case, (1, 1), scale_each_rank_by_itself)
+    first, second = run_locally(train, 2, case, (1, 1), scale_each_rank_by_itself)
     assert [r.applied for _, r, _ in second] == [True, False, True]
     assert [r.applied for _, r, _ in first] == [True, True, True]
 
 
 def test_outside_fp16_there_is_no_scale():
-    [(_, result, _)] = run_warm(train, 1, Case(steps=1, batch=8, precision="bf16"))[0]
+    [(_, result, _)] = run_locally(train, 1, Case(steps=1, batch=8, precision="bf16"))[0]
     assert result.loss_scale == 1 and not result.overflow
     assert isinstance(Engine.loss_scale, property)

@@ -12,7 +12,7 @@ import pytest
 from parallel3d.engine import operators, swap
 from parallel3d.engine.quirks import nvme
 from parallel3d.mesh.mesh import Mesh
-from parallel3d.verify.local_ranks import RankFailed, run_locally, run_warm
+from parallel3d.verify.local_ranks import RankFailed, run_locally
 from parallel3d.verify.measure import errors_of
 from tests.cases import Case, Trainer, measure
 
@@ -161,7 +161,7 @@ def files_and_memory(rank, case):
 def test_what_lies_on_disk_does_not_lie_in_memory_and_is_removed(tmp_path):
     case = small("nvme+param-nvme", tmp_path, mesh=(2, 2, 1), tied=False)
     seen = set()
-    ranks = run_warm(files_and_memory, 4, case)
+    ranks = run_locally(files_and_memory, 4, case)
     for rank, (folders, sizes, elements, held) in enumerate(ranks):
         kinds = {"parameters": "_param", "optimizer": "_", "gradients": "_gradient"}
         on_disk = {k: sum(n for f, n in sizes.items() if part in f) for k, part in kinds.items()}
@@ -180,7 +180,7 @@ def test_what_lies_on_disk_does_not_lie_in_memory_and_is_removed(tmp_path):
 @on_nvme
 def test_parameters_kept_in_host_memory_up_to_max_in_cpu(tmp_path):
     case = small("param-nvme", tmp_path, {"offload_param.max_in_cpu": 10**6}, mesh=(1, 2, 1))
-    for _, _, elements, held in run_warm(files_and_memory, 2, case):
+    for _, _, elements, held in run_locally(files_and_memory, 2, case):
         assert held["parameters"] >= 4 * elements
 
 
@@ -193,9 +193,9 @@ def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path):
         (folder / "a.swp").write_text("data")
     with open(alive / "lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        run_warm(make_and_remove, 2, str(tmp_path))
+        run_locally(make_and_remove, 2, str(tmp_path))
         assert sorted(os.listdir(tmp_path)) == ["parallel3d-alive", "somebody-elses"]
-    run_warm(make_and_remove, 1, str(tmp_path))
+    run_locally(make_and_remove, 1, str(tmp_path))
     assert os.listdir(tmp_path) == ["somebody-elses"]
 
 
@@ -244,7 +244,7 @@ def test_a_buffer_that_is_too_small_is_named(tmp_path):
 
 @on_nvme
 def test_the_ballast_shares_the_stages_buffers(tmp_path):
-    assert run_warm(swappers, 1, small("param-nvme", tmp_path)) == [1]
+    assert run_locally(swappers, 1, small("param-nvme", tmp_path)) == [1]
 
 
 def swappers(rank, case):

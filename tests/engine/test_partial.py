@@ -12,7 +12,7 @@ from parallel3d.mesh.mesh import Mesh
 from parallel3d.model.spec import Init, ParamSpec
 from parallel3d.tensor.cut import Cut, cut_parameter
 from parallel3d.tensor.initialise import fill
-from parallel3d.verify.local_ranks import run_warm
+from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.shrink import NO_THRESHOLDS
 
 pytestmark = pytest.mark.gloo
@@ -110,12 +110,12 @@ def test_partial_gradients_are_summed_over_tp_once_a_step(stage, reduction):
         zero_options=NO_THRESHOLDS | {"reduce_bucket_size": 2**12},
     )  # fmt: skip
     wanted_norms, wanted = plain_training(dp=2)
-    for norms, weights, calls in run_warm(sum_partial, 4, 2, settings, True):
+    for norms, weights, calls in run_locally(sum_partial, 4, 2, settings, True):
         assert norms == pytest.approx(wanted_norms, rel=1e-5)
         for name, value in weights.items():
             assert torch.allclose(value, wanted[name], atol=1e-6), name
         assert calls == 1
     if stage == 3:
-        for norms, _, calls in run_warm(sum_partial, 4, 2, settings, False):
+        for norms, _, calls in run_locally(sum_partial, 4, 2, settings, False):
             assert norms[0] < 0.9 * wanted_norms[0]
             assert calls == 0

@@ -15,7 +15,7 @@ import torch
 from parallel3d.engine import Engine, EngineSettings, memory
 from parallel3d.engine.quirks import core
 from parallel3d.mesh.mesh import Mesh
-from parallel3d.verify.local_ranks import RankFailed, RanksHung, run_locally, run_warm
+from parallel3d.verify.local_ranks import RankFailed, RanksHung, run_locally
 from tests.cases import Case, Trainer, measure
 
 pytestmark = pytest.mark.gloo
@@ -193,9 +193,9 @@ def gathered_peak(rank, case, restore):
 
 def test_without_release_counters_the_whole_stage_stays_gathered():
     case = replace(UNTIED, mesh=(1, 2, 1), steps=1)
-    (peak, whole), _ = run_warm(gathered_peak, 2, case, True)
+    (peak, whole), _ = run_locally(gathered_peak, 2, case, True)
     assert peak < whole / 5
-    (peak, whole), _ = run_warm(gathered_peak, 2, case, False)
+    (peak, whole), _ = run_locally(gathered_peak, 2, case, False)
     assert peak == whole
 
 
@@ -238,10 +238,10 @@ def gradient(rank, microbatches, precision, in_fp32):
 
 
 def test_bf16_gradients_of_many_microbatches_need_an_fp32_sum():
-    [true] = run_warm(gradient, 1, 1, "fp32", True)
+    [true] = run_locally(gradient, 1, 1, "fp32", True)
 
     def error(microbatches, in_fp32):
-        [found] = run_warm(gradient, 1, microbatches, "bf16", in_fp32)
+        [found] = run_locally(gradient, 1, microbatches, "bf16", in_fp32)
         return float((found - true).norm() / true.norm())
 
     one, many, without = error(1, True), error(64, True), error(64, False)

@@ -11,7 +11,7 @@ from parallel3d.engine import Engine, EngineSettings
 from parallel3d.engine.quirks import core, nvme
 from parallel3d.engine.selftest import KNOWN_GOOD, self_test
 from parallel3d.mesh.mesh import Mesh
-from parallel3d.verify.local_ranks import RankFailed, run_locally, run_warm
+from parallel3d.verify.local_ranks import RankFailed, run_locally
 from parallel3d.verify.measure import errors_of
 from tests.cases import Case, compare_on_rank
 
@@ -72,7 +72,7 @@ def test_it_passes_in_every_mode(shape, nvme, request, tmp_path):
         request.getfixturevalue("async_io")
     pp, dp, tp = shape
     modes = [mode for mode in MODES if ("nvme" in mode.values()) == nvme]
-    seconds = run_warm(run_all, pp * dp * tp, shape, modes, str(tmp_path))[0]
+    seconds = run_locally(run_all, pp * dp * tp, shape, modes, str(tmp_path))[0]
     for mode, (wall, cpu) in zip(modes, seconds, strict=True):
         print(f"{wall:.2f} s, {cpu:.2f} s of one core: {mode}")
     assert os.listdir(tmp_path) == []  # nothing is left on disk
@@ -86,7 +86,7 @@ def train_afterwards(rank, case, reference):
 @pytest.mark.parametrize("zero_stage", [1, 3])
 def test_the_real_engine_is_right_after_it(zero_stage):
     case = Case(mesh=(2, 1, 1), zero_stage=zero_stage, steps=2, batch=8)
-    errors = errors_of(case.config, run_warm(train_afterwards, 2, case, case.reference))
+    errors = errors_of(case.config, run_locally(train_afterwards, 2, case, case.reference))
     assert errors.within(1e-5), errors
 
 

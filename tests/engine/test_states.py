@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from models import huggingface
 from parallel3d.checkpoint import chunks
 from parallel3d.engine import KINDS
-from parallel3d.verify.local_ranks import run_warm
+from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.reference import train_reference
 from tests.cases import Case, Trainer
 from tests.train import resuming
@@ -104,7 +104,7 @@ def test_files_and_engine_name_the_same_kinds():
 )
 def test_pieces_tile_each_part_and_hold_what_adam_has(case, request, tmp_path):
     case = ready(case, request, tmp_path)
-    found = [piece for rank in run_warm(pieces, case.world_size, case) for piece in rank]
+    found = [piece for rank in run_locally(pieces, case.world_size, case) for piece in rank]
     want, seen = expected(case, tmp_path), {}
     for name, cut, copy, start, kinds in found:
         name = "embedding.token.weight" if copy else name
@@ -242,5 +242,5 @@ def go_back(rank, case):
 )
 def test_an_engine_that_has_trained_can_be_set_back(name, request, tmp_path):
     case = ready(EXACT[name], request, tmp_path)
-    ends = run_warm(go_back, case.world_size, case)
+    ends = run_locally(go_back, case.world_size, case)
     assert differences(*zip(*ends, strict=True)) == set()

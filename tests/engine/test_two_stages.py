@@ -13,7 +13,7 @@ from parallel3d.mesh.mesh import Mesh
 from parallel3d.model.spec import Init, ParamSpec
 from parallel3d.tensor.initialise import fill
 from parallel3d.tensor.linear import ColumnParallelLinear
-from parallel3d.verify.local_ranks import run_warm
+from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.shrink import NO_THRESHOLDS
 from tests.engine.test_partial import BATCH, HIDDEN, inputs
 
@@ -97,7 +97,7 @@ def alternate(mesh, reduction, order):
 def test_stages_of_one_engine_take_turns(reduction):
     layer = HIDDEN * HIDDEN + HIDDEN
     all_norms = []
-    for ranks in run_warm(alternate_all, 2, reduction, list(ORDERS.values()), True):
+    for ranks in run_locally(alternate_all, 2, reduction, list(ORDERS.values()), True):
         for gathered, alive, norms in ranks:
             assert 0 < gathered <= layer
             assert 0 < alive <= layer
@@ -109,5 +109,5 @@ def test_stages_of_one_engine_take_turns(reduction):
 
 def test_without_release_counters_a_whole_stage_stays_gathered():
     orders = [ORDERS["breadth first"]]
-    [(gathered, _, _)], _ = run_warm(alternate_all, 2, "per_step", orders, False)
+    [(gathered, _, _)], _ = run_locally(alternate_all, 2, "per_step", orders, False)
     assert gathered >= 3 * (HIDDEN * HIDDEN + HIDDEN)

@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 
 from parallel3d.engine import memory
-from parallel3d.verify.local_ranks import run_warm
+from parallel3d.verify.local_ranks import run_locally
 from tests.cases import Case, Trainer
 
 pytestmark = pytest.mark.gloo
@@ -23,7 +23,7 @@ MODES = ("per_step", "per_microbatch")
 
 @cache
 def measured(case):
-    return run_warm(measure, 4, case)
+    return run_locally(measure, 4, case)
 
 
 def measure(rank, case):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from parallel3d.engine import Engine
-from parallel3d.verify.local_ranks import run_warm
+from parallel3d.verify.local_ranks import run_locally
 from tests.cases import Case, Trainer, measure, train_on_rank
 
 pytestmark = pytest.mark.gloo
@@ -48,7 +48,7 @@ def test_without_the_mean_over_replicas_the_norm_is_wrong():
 
 def test_replicas_stay_bit_for_bit_the_same():
     case = Case(mesh=(1, 2, 1), zero_stage=0, precision="bf16", **SMALL)
-    first, *others = (weights for _, _, weights in run_warm(train_on_rank, 2, case))
+    first, *others = (weights for _, _, weights in run_locally(train_on_rank, 2, case))
     for weights in others:
         for (name, _, _, a), (_, _, _, b) in zip(first, weights, strict=True):
             assert torch.equal(a, b), name
@@ -78,7 +78,7 @@ def held_at(stage, reduction="auto"):
         (1, 4, 1), zero_stage=stage, reduction=reduction, steps=1, batch=16,
         model={"num_hidden_layers": 6}, changes={"zero_optimization.reduce_bucket_size": 2**12},
     )  # fmt: skip
-    return run_warm(bytes_held, 4, case)[0]
+    return run_locally(bytes_held, 4, case)[0]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

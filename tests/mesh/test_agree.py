@@ -5,7 +5,7 @@ import pytest
 from parallel3d.errors import ConfigError, DataError, Parallel3DError, TrainingError
 from parallel3d.mesh.agree import agree, gather_json, on_first
 from parallel3d.mesh.mesh import Mesh
-from parallel3d.verify.local_ranks import run_warm
+from parallel3d.verify.local_ranks import run_locally
 
 pytestmark = pytest.mark.gloo
 
@@ -45,7 +45,7 @@ def outcomes_on_rank(rank):
 
 
 def test_ranks_agree():
-    for rank, outcomes in enumerate(run_warm(outcomes_on_rank, 2)):
+    for rank, outcomes in enumerate(run_locally(outcomes_on_rank, 2)):
         assert outcomes == [
             rank,
             ("ConfigError", "rank 1 says: no"),

@@ -14,7 +14,7 @@ from parallel3d.errors import ConfigError
 from parallel3d.mesh.launch import Launch
 from parallel3d.mesh.mesh import AXES, Mesh
 from parallel3d.mesh.picture import draw_mesh
-from parallel3d.verify.local_ranks import run_locally, run_warm
+from parallel3d.verify.local_ranks import run_locally
 
 pytestmark = pytest.mark.gloo
 
@@ -61,7 +61,7 @@ def places_on_rank(rank, sizes):
 def test_places(sizes):
     """tp is innermost and pp outermost: arange(ranks).reshape(pp, dp, tp)."""
     world = int(np.prod(sizes[0]))
-    results = run_warm(places_on_rank, world, sizes)
+    results = run_locally(places_on_rank, world, sizes)
     for number, size in enumerate(sizes):
         grid = np.arange(world).reshape(size)
         for rank in range(world):
@@ -106,7 +106,7 @@ def transfers_on_rank(rank):
 
 
 def test_transfers_keep_their_order_on_each_channel():
-    assert run_warm(transfers_on_rank, 6) == [8] * 6
+    assert run_locally(transfers_on_rank, 6) == [8] * 6
 
 
 WAITS = {

@@ -18,7 +18,7 @@ from parallel3d.mesh.mesh import Mesh
 from parallel3d.pipeline.executor import Executor
 from parallel3d.schedule.schedule import Action, Op, peak_in_flight, validate
 from parallel3d.schedule.schedules import make_evaluation, make_schedule, names, why_not
-from parallel3d.verify.local_ranks import run_locally, run_warm
+from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.measure import errors_of
 from parallel3d.verify.reference import batches, first_weights, loss_of
 from tests.cases import Case, Trainer, measure
@@ -109,7 +109,7 @@ def test_against_one_process(name, pp):
     assert todo or name not in SHIPPED, "no size is valid"
     if not todo:
         pytest.skip(f"on {pp} ranks: {why_not(name, pp, LIKE_NCCL, 1)}")
-    ranks = run_warm(train_all_on_rank, pp, todo, [case.reference for case in todo])
+    ranks = run_locally(train_all_on_rank, pp, todo, [case.reference for case in todo])
     for number, case in enumerate(todo):
         trained, starts, memory = zip(*(rank[number] for rank in ranks), strict=True)
         errors = errors_of(case.config, trained)
@@ -193,7 +193,7 @@ def owners_on_rank(rank):
 
 
 def test_two_coordinates_are_joined_at_equal_dp_and_tp():
-    for rank, seen in enumerate(run_warm(owners_on_rank, 6)):
+    for rank, seen in enumerate(run_locally(owners_on_rank, 6)):
         pp, tp = divmod(rank, 2)
         expected = [
             sum(2 ** (2 * coord + tp) for coord in pair) if pp in pair and len(pair) == 2 else None

@@ -15,7 +15,7 @@ from parallel3d.pipeline.executor import Executor
 from parallel3d.schedule.action import RUNNABLE
 from parallel3d.schedule.schedule import Action, Op, Schedule, peak_in_flight
 from parallel3d.schedule.schedules import make_schedule
-from parallel3d.verify.local_ranks import run_locally, run_warm
+from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.reference import batches, first_weights, loss_of
 from tests.cases import Case, Trainer, train_on_rank
 from tests.mesh.mortal import mortal
@@ -159,7 +159,7 @@ def test_a_forward_only_program_evaluates(case):
     config = case.config
     tokens, labels, _ = next(batches(config))
     start = loss_of(config, first_weights(config), tokens, labels)
-    ranks = run_warm(evaluate_on_rank, case.world_size, case)
+    ranks = run_locally(evaluate_on_rank, case.world_size, case)
     for first, same, grads, left, trained, last in ranks:
         assert first == pytest.approx(start, rel=1e-6)
         assert same and not grads and left == 0
@@ -205,7 +205,7 @@ def train_and_evaluate(case, evaluations):
     ids=lambda c: f"{c}{' thresholds' if c.thresholds else ''}{' dropout' if c.model else ''}",
 )  # fmt: skip
 def test_evaluation_does_not_change_training(case):
-    for without, among in run_warm(train_twice, case.world_size, case):
+    for without, among in run_locally(train_twice, case.world_size, case):
         assert without[:2] == among[:2]
         assert all(torch.equal(a, b) for a, b in zip(without[2], among[2], strict=True))
 
@@ -257,7 +257,7 @@ def curve(mesh=(1, 1, 1), checkpointing="none", schedule="gpipe", dropout="all")
     model = {"all": DROPOUT, "replicated": DROPOUT | {"attn_pdrop": 0.0}, "none": {}}[dropout]
     settings = {"mesh": mesh, "checkpointing": checkpointing, "schedule": schedule}
     case = Case(steps=3, batch=16, model=model, **settings)
-    return run_warm(train_on_rank, case.world_size, case)[0][:2]
+    return run_locally(train_on_rank, case.world_size, case)[0][:2]
 
 
 def test_dropout_draws_the_same_masks_on_every_pipeline():

@@ -13,7 +13,7 @@ from parallel3d.mesh.mesh import Mesh
 from parallel3d.pipeline.stages import Stages
 from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.dropout import Dropout, RandomKey
-from parallel3d.verify.local_ranks import run_warm
+from parallel3d.verify.local_ranks import run_locally
 
 pytestmark = pytest.mark.gloo
 
@@ -52,7 +52,7 @@ def masks_on_rank(rank):
 
 
 def test_masks_agree_and_differ():
-    found = dict(run_warm(masks_on_rank, 4, timeout=60))
+    found = dict(run_locally(masks_on_rank, 4, timeout=60))
     for dp in (0, 1):
         one, two = found[dp, 0], found[dp, 1]
         for name in ("replicated", "elsewhere", "step", "microbatch", "seed"):
@@ -134,7 +134,7 @@ def recomputed(rank, seeded):
 
 
 def test_checkpointing_draws_the_same_masks():
-    (alike, one, recomputed_one), (also, two, _) = run_warm(recomputed, 2, True, timeout=60)
+    (alike, one, recomputed_one), (also, two, _) = run_locally(recomputed, 2, True, timeout=60)
     assert alike
     assert also
     for a, b, c in zip(one, two, recomputed_one, strict=True):
@@ -143,7 +143,7 @@ def test_checkpointing_draws_the_same_masks():
 
 
 def test_without_seeding_they_would_differ():
-    (alike, *_), _ = run_warm(recomputed, 2, False, timeout=60)
+    (alike, *_), _ = run_locally(recomputed, 2, False, timeout=60)
     assert not alike
 
 
@@ -162,7 +162,7 @@ def heads_on_rank(rank, training):
 
 
 def test_attention_drops_other_weights_on_each_tp_rank():
-    one, two = run_warm(heads_on_rank, 2, False, timeout=60)
+    one, two = run_locally(heads_on_rank, 2, False, timeout=60)
     assert torch.equal(one, two)
-    one, two = run_warm(heads_on_rank, 2, True, timeout=60)
+    one, two = run_locally(heads_on_rank, 2, True, timeout=60)
     assert not torch.allclose(one, two)

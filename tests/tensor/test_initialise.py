@@ -19,7 +19,7 @@ from parallel3d.pipeline import stages
 from parallel3d.schedule.schedules import make_schedule
 from parallel3d.tensor.cut import Cut, even_split
 from parallel3d.tensor.initialise import fill
-from parallel3d.verify.local_ranks import run_locally, run_warm
+from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.reference import first_weights
 from tests.cases import Case, Trainer
 
@@ -207,7 +207,7 @@ def test_the_start_is_the_same_on_every_mesh(mesh, zero_stages):
         for zero_stage in zero_stages
         for tied in (True, False)
     ]
-    results = run_warm(start_on_rank, cases[0].world_size, cases)
+    results = run_locally(start_on_rank, cases[0].world_size, cases)
     for number, case in enumerate(cases):
         weights = first_weights(case.config)
         covered = set()

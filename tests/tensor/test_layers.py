@@ -21,7 +21,7 @@ from parallel3d.tensor.cut import cut_of, even_split
 from parallel3d.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from parallel3d.tensor.norm import LayerNorm
 from parallel3d.tensor.vocab import VocabParallelEmbedding, vocab_parallel_cross_entropy
-from parallel3d.verify.local_ranks import RankFailed, run_locally, run_warm
+from parallel3d.verify.local_ranks import RankFailed, run_locally
 
 pytestmark = pytest.mark.gloo
 
@@ -205,7 +205,7 @@ def check_on_rank(rank, kinds, examples, dtype, meshes=((1, 4, 1), (1, 2, 2), (1
 @settings(max_examples=2, deadline=None, phases=[Phase.generate], database=None)
 @given(examples=st.lists(SIZES, min_size=10, max_size=10, unique=True))
 def test_layers_equal_their_twins(examples):
-    run_warm(check_on_rank, 4, list(CHECKS), examples, torch.float64, timeout=60)
+    run_locally(check_on_rank, 4, list(CHECKS), examples, torch.float64, timeout=60)
 
 
 EXAMPLE = Sizes(batch=2, seq=3, narrow=8, wide=13, fused=3, bias=True, seed=0)
@@ -213,7 +213,7 @@ EXAMPLE = Sizes(batch=2, seq=3, narrow=8, wide=13, fused=3, bias=True, seed=0)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_layers_in_lower_precision(dtype):
-    run_warm(check_on_rank, 2, list(CHECKS), [EXAMPLE], dtype, [(1, 1, 2)], timeout=60)
+    run_locally(check_on_rank, 2, list(CHECKS), [EXAMPLE], dtype, [(1, 1, 2)], timeout=60)
 
 
 SABOTAGES = [
@@ -250,7 +250,7 @@ def conjugates(rank):
 
 
 def test_f_and_g_are_conjugates():
-    for rank, results in enumerate(run_warm(conjugates, 4, timeout=60)):
+    for rank, results in enumerate(run_locally(conjugates, 4, timeout=60)):
         mine, total = [1.0 + rank, 10.0 + 10 * rank], [10.0, 100.0]
         assert results == [mine, total, total, mine]
 
@@ -281,4 +281,4 @@ def confident_gradients(rank):
 
 
 def test_confident_labels_still_teach_in_bf16():
-    run_warm(confident_gradients, 2, timeout=60)
+    run_locally(confident_gradients, 2, timeout=60)

@@ -15,7 +15,7 @@ from parallel3d.tensor.cut import cut_of
 from parallel3d.tensor.linear import ColumnParallelLinear, GroupedColumnLinear, RowParallelLinear
 from parallel3d.tensor.norm import LayerNorm, RMSNorm
 from parallel3d.tensor.vocab import VocabParallelEmbedding
-from parallel3d.verify.local_ranks import RankFailed, run_locally, run_warm
+from parallel3d.verify.local_ranks import RankFailed, run_locally
 
 pytestmark = pytest.mark.gloo
 
@@ -160,7 +160,7 @@ def on_rank(rank, names, fault=None):
 
 
 def test_layers_equal_their_twins():
-    run_warm(on_rank, 4, list(CHECKS), timeout=60)
+    run_locally(on_rank, 4, list(CHECKS), timeout=60)
 
 
 def gather_nothing_in_backward():

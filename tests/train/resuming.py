@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import torch
 
-from parallel3d.verify.local_ranks import run_warm
+from parallel3d.verify.local_ranks import run_locally
 from tests.cases import Trainer
 
 BEFORE, AFTER = 5, 3  # CPU Adam's running products are first off in the step after the fifth
@@ -85,13 +85,13 @@ def _end(trainer):
 
 def run_unbroken(case, fault=nullcontext):
     """What each rank saved in the middle, and what each said and held at the end."""
-    saved, ends = zip(*run_warm(unbroken, case.world_size, case, fault), strict=True)
+    saved, ends = zip(*run_locally(unbroken, case.world_size, case, fault), strict=True)
     return saved, ends
 
 
 def run_resumed(case, saved, how=load, fault=nullcontext):
     """What each rank says and holds at the end of a run that began, anew, from what was saved."""
-    return run_warm(resumed, case.world_size, case, saved, how, fault)
+    return run_locally(resumed, case.world_size, case, saved, how, fault)
 
 
 def differences(ends, others):

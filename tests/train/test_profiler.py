@@ -17,7 +17,7 @@ from parallel3d.schedule.draw import spans_from_json
 from parallel3d.schedule.schedule import Action
 from parallel3d.schedule.schedules import make_schedule
 from parallel3d.train import profiler
-from parallel3d.verify.local_ranks import run_locally, run_warm
+from parallel3d.verify.local_ranks import run_locally
 from tests.cases import Case, Trainer
 from tests.train.test_trainer import on_mesh, raw, run_on_rank, stop_in_step_two  # noqa: F401
 
@@ -42,7 +42,7 @@ def profile_on_rank(rank, directory):
 def written(tmp_path_factory):
     """The folder of a profiled training on two ranks, and the events of its timeline."""
     run = tmp_path_factory.mktemp("profiled")
-    run_warm(profile_on_rank, 2, str(run))
+    run_locally(profile_on_rank, 2, str(run))
     timeline = json.loads((run / "profile" / "timeline.json").read_text())
     return run / "profile", timeline["traceEvents"]
 

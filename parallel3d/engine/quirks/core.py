@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero import (
     parameter_offload,
-    partition_parameters,
     partitioned_param_coordinator,
 )
 from torch import nn
@@ -46,18 +45,6 @@ def bind_trace_check(group: dist.ProcessGroup, device: torch.device) -> None:
             )
 
     partitioned_param_coordinator.assert_ints_same_as_other_ranks = assert_ints_same_as_other_ranks
-
-
-def number_afresh() -> None:
-    """Number parameters and modules from zero again, once a process has no engine any more.
-
-    DeepSpeed numbers on from the last engine's, and its trace check compares the numbers of ranks
-    that may have been different stages then.
-    """
-    partition_parameters.Init.param_id = 0
-    # The default of an argument: a list that all calls count in.
-    register: Any = parameter_offload.DeepSpeedZeRoOffload._register_deepspeed_module
-    register.__defaults__[0][0] = 0
 
 
 def skip_shared_memory_operator() -> None:
