@@ -21,6 +21,7 @@ def pytest_configure(config):
     # Before anything imports torch: the ranks are forked from a process that has it loaded.
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # else a name that is no hub's is retried
         # Tiny products on many threads spend their time waiting.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
 

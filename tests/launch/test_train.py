@@ -78,12 +78,13 @@ def test_a_name_that_exists_is_refused_where_nothing_is_to_be_resumed(place, alo
     assert (place.root / "runs/alone/metrics.jsonl").read_bytes() == before
 
 
-def test_the_readme_command_trains_the_mesh(place, alone):
+@pytest.mark.parametrize("dp", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_readme_command_trains_the_mesh(place, alone, dp):
     """The main command of the README, at a few steps: the losses of one process."""
     mesh = ("--parallel3d.mesh.pp", 2, "--parallel3d.mesh.tp", 2)
-    done = place.run(deepspeed(8), *mesh)
+    done = place.run(deepspeed(4 * dp), *mesh, "--train_micro_batch_size_per_gpu", 8 // dp)
     assert done.returncode == DONE, done.stderr[-4000:]
-    run = place.root / "runs/gpt-h128-l4-2x2x2"
+    run = place.root / f"runs/gpt-h128-l4-2x{dp}x2"
     files = {"attempts.json", "checkpoints", "config.json", "metrics.jsonl", "weights"}
     assert {path.name for path in run.iterdir()} == files
     assert len(list((run / "weights").glob("model-0000?-of-00002.safetensors"))) == 2
@@ -92,7 +93,12 @@ def test_the_readme_command_trains_the_mesh(place, alone):
         assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-3)
     assert other["held_out_loss"] == pytest.approx(one["held_out_loss"], rel=1e-4)
     # What every rank knows is said once.
-    for text in ("[0 1] → [4 5]", "corpus  40 documents", "step 3/3", "training loss"):
+    for text in (
+        f"[0 1] → [{2 * dp} {2 * dp + 1}]",
+        "corpus  40 documents",
+        "step 3/3",
+        "training loss",
+    ):
         assert done.stderr.count(text) == 1, text
     assert "warn" not in done.stderr.lower()
 
@@ -132,6 +138,7 @@ def test_a_bad_corpus_is_refused_once_and_leaves_nothing(tmp_path, ranks):
     ]
 
 
+@pytest.mark.slow  # one process in a terminal, and the end of the deepspeed command, are not
 def test_ctrl_c_ends_a_mesh_clean(place):
     with place.started(deepspeed(2), "--parallel3d.run.name", "stopped") as (process, log):
         place.wait_for_lines("stopped", 2, process)

@@ -62,7 +62,7 @@ def join(monkeypatch):
     def no_memory(parameter):
         return nullcontext((parameter, 0))
 
-    monkeypatch.setattr(mesh_module, "_join", fake)
+    monkeypatch.setattr(mesh_module, "join", fake)
     monkeypatch.setattr(stages_module, "building", lambda *_: torch.device("meta"))
     monkeypatch.setattr(stages_module, "writing", no_memory)
     monkeypatch.setattr(stages_module, "fill", lambda *_: None)
