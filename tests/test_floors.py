@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -64,10 +65,16 @@ def text_of(path: Path) -> str:
     return (ROOT / path).read_text()
 
 
+@cache
+def tree_of(path: Path) -> ast.AST:
+    return ast.parse(text_of(path))
+
+
 ROOM = {module_of(path): room_of(path) for path in FILES}
 
 
-def imports_of(tree: ast.AST) -> set[str]:
+@cache
+def imports_of(tree: ast.AST) -> frozenset[str]:
     """Every module that may be imported; `from a import b` may mean the module a.b."""
     found: set[str] = set()
     for node in ast.walk(tree):
@@ -77,12 +84,12 @@ def imports_of(tree: ast.AST) -> set[str]:
             assert not node.level, "imports are absolute"
             names = [f"{node.module}.{alias.name}" for alias in node.names]
             found |= {name if name in ROOM else str(node.module) for name in names}
-    return found
+    return frozenset(found)
 
 
 @pytest.fixture(scope="module")
 def trees() -> dict[Path, ast.AST]:
-    return {path: ast.parse(text_of(path)) for path in FILES}
+    return {path: tree_of(path) for path in FILES}
 
 
 def test_every_folder_is_a_room():
@@ -154,7 +161,7 @@ def test_every_test_file_has_one_tier():
 
 def test_what_is_pure_imports_no_torch():
     """It may run launch/, which imports what needs torch late."""
-    imports = {module_of(path): imports_of(ast.parse(text_of(path))) for path in TESTS}
+    imports = {module_of(path): imports_of(tree_of(path)) for path in TESTS}
     for path in TESTS:
         if path.name.startswith("test_") and "mark.pure" in text_of(path):
             names, seen = imports[module_of(path)], set[str]()
