@@ -96,6 +96,17 @@ def async_io(request, tmp_path_factory):
             pytest.skip(str(error))
 
 
+@pytest.fixture
+def operators(request):
+    """What a test's parameters offload is compiled before its own time runs."""
+    params = getattr(request.node, "callspec", None)
+    said = str([*params.params.values()]) if params else ""
+    if "cpu" in said or "nvme" in said:
+        request.getfixturevalue("cpu_adam")
+    if "nvme" in said:
+        request.getfixturevalue("async_io")
+
+
 @contextmanager
 def compiling(request, tmp_path_factory):
     """A mesh of this process, and a way to the terminal past pytest's capture.

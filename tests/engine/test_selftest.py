@@ -52,26 +52,25 @@ def run_all(rank, shape, modes, folder):
     return seconds
 
 
-@pytest.mark.usefixtures("cpu_adam")
+@pytest.mark.usefixtures("cpu_adam", "operators")
 @pytest.mark.parametrize(
     ("shape", "nvme"),
     [
-        ((1, 1, 1), False),
-        ((2, 1, 1), False),
-        ((2, 1, 1), True),
+        ((1, 1, 1), ""),
+        ((2, 1, 1), ""),
+        ((2, 1, 1), "nvme"),
+        pytest.param((1, 1, 1), "nvme", marks=pytest.mark.slow),
         *(
             pytest.param(shape, nvme, marks=pytest.mark.slow)
             for shape in [(2, 2, 2), (3, 1, 1)]
-            for nvme in (False, True)
+            for nvme in ("", "nvme")
         ),
     ],
     ids=str,
 )
-def test_it_passes_in_every_mode(shape, nvme, request, tmp_path):
-    if nvme:
-        request.getfixturevalue("async_io")
+def test_it_passes_in_every_mode(shape, nvme, tmp_path):
     pp, dp, tp = shape
-    modes = [mode for mode in MODES if ("nvme" in mode.values()) == nvme]
+    modes = [mode for mode in MODES if ("nvme" in mode.values()) == bool(nvme)]
     seconds = run_locally(run_all, pp * dp * tp, shape, modes, str(tmp_path))[0]
     for mode, (wall, cpu) in zip(modes, seconds, strict=True):
         print(f"{wall:.2f} s, {cpu:.2f} s of one core: {mode}")
@@ -123,6 +122,7 @@ def fail(rank, mode, take_away, folder):
     self_test(settings_of(mode, folder), Mesh(2, 1, 1))
 
 
+@pytest.mark.usefixtures("operators")
 @pytest.mark.parametrize(
     ("take_away", "mode", "says"),
     [
@@ -135,9 +135,7 @@ def fail(rank, mode, take_away, folder):
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_it_fails_loudly_without_a_remedy(take_away, mode, says, request, tmp_path):
-    if "nvme" in mode.values():
-        request.getfixturevalue("async_io")
+def test_it_fails_loudly_without_a_remedy(take_away, mode, says, tmp_path):
     with pytest.raises(RankFailed, match=says) as caught:
         run_locally(fail, 2, mode, take_away, str(tmp_path))
     message = str(caught.value)

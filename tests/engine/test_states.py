@@ -19,7 +19,7 @@ from tests.cases import Case, Trainer
 from tests.train import resuming
 from tests.train.resuming import copy_out, differences, load, run_resumed, run_unbroken, train
 
-pytestmark = pytest.mark.gloo
+pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("operators")]
 
 SMALL = {"steps": resuming.BEFORE + resuming.AFTER, "batch": 8, "microbatches": 2}
 SMALL |= {"model": {"num_hidden_layers": 1}}
@@ -27,15 +27,6 @@ TWO = Case(mesh=(1, 2, 1), **SMALL)
 SCALED = {
     "fp16.initial_scale_power": 18, "fp16.loss_scale_window": 2, "fp16.hysteresis": 2,
 }  # fmt: skip
-
-
-def ready(case, request, folder):
-    """The case with what it offloads in `folder`, once its operators are compiled."""
-    if "nvme" in case.offload:
-        request.getfixturevalue("async_io")
-    if "cpu" in case.offload.split("+") or "nvme" in case.offload.split("+"):
-        request.getfixturevalue("cpu_adam")
-    return replace(case, folder=str(folder))
 
 
 def expected(case, folder):
@@ -102,8 +93,8 @@ def test_files_and_engine_name_the_same_kinds():
     ],
     ids=str,
 )
-def test_pieces_tile_each_part_and_hold_what_adam_has(case, request, tmp_path):
-    case = ready(case, request, tmp_path)
+def test_pieces_tile_each_part_and_hold_what_adam_has(case, tmp_path):
+    case = replace(case, folder=str(tmp_path))
     found = [piece for rank in run_locally(pieces, case.world_size, case) for piece in rank]
     want, seen = expected(case, tmp_path), {}
     for name, cut, copy, start, kinds in found:
@@ -164,8 +155,8 @@ def unbroken(name):
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_a_resumed_run_is_bitwise_the_unbroken_one(name, request, tmp_path):
-    case = ready(EXACT[name], request, tmp_path)
+def test_a_resumed_run_is_bitwise_the_unbroken_one(name, tmp_path):
+    case = replace(EXACT[name], folder=str(tmp_path))
     saved, ends = unbroken(name)
     assert differences(ends, run_resumed(case, saved)) == set()
     if case.precision == "fp16":
@@ -195,7 +186,7 @@ def test_a_resumed_run_is_bitwise_the_unbroken_one_in_full(
         TWO, mesh=mesh, zero_stage=zero_stage, precision=precision, offload=offload,
         changes=SCALED if precision == "fp16" else {},
     )  # fmt: skip
-    case = ready(case, request, tmp_path)
+    case = replace(case, folder=str(tmp_path))
     saved, ends = run_unbroken(case)
     assert differences(ends, run_resumed(case, saved)) == set()
 
@@ -210,8 +201,8 @@ def test_a_resumed_run_is_bitwise_the_unbroken_one_in_full(
         ("zero3 fp16", resuming.no_counters, "counters"),
     ],
 )
-def test_what_is_forgotten_is_seen(name, how, sees, request, tmp_path):
-    case = ready(EXACT[name], request, tmp_path)
+def test_what_is_forgotten_is_seen(name, how, sees, tmp_path):
+    case = replace(EXACT[name], folder=str(tmp_path))
     saved, ends = unbroken(name)
     others = run_resumed(case, saved, how)
     assert sees in differences(ends, others)
@@ -240,7 +231,7 @@ def go_back(rank, case):
 @pytest.mark.parametrize(
     "name", ["zero1+cpu", "zero3 bf16", "zero3 kept gathered", "zero3+nvme+param-nvme"]
 )
-def test_an_engine_that_has_trained_can_be_set_back(name, request, tmp_path):
-    case = ready(EXACT[name], request, tmp_path)
+def test_an_engine_that_has_trained_can_be_set_back(name, tmp_path):
+    case = replace(EXACT[name], folder=str(tmp_path))
     ends = run_locally(go_back, case.world_size, case)
     assert differences(*zip(*ends, strict=True)) == set()

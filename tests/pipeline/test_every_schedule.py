@@ -131,11 +131,10 @@ def old_gradients():
         yield
 
 
+@pytest.mark.usefixtures("operators")
 @pytest.mark.parametrize(("zero_stage", "offload"), [(3, "none"), (2, "cpu")])
-def test_without_a_start_at_zero_the_last_steps_gradients_come_back(zero_stage, offload, request):
+def test_without_a_start_at_zero_the_last_steps_gradients_come_back(zero_stage, offload):
     """DeepSpeed overwrites them in a rank's first backward of a step, whatever its stage."""
-    if offload == "cpu":
-        request.getfixturevalue("cpu_adam")
     case = Case(
         mesh=(2, 1, 1),
         schedule="interleaved",

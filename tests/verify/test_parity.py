@@ -109,16 +109,8 @@ def test_every_setting_appears():
         assert {row[name] for row in ROWS} == set(values)
 
 
-@pytest.fixture
-def operators_of(request):
-    """Has compiled what a row's offload needs, and nothing else."""
-    for device, operator in (("cpu", "cpu_adam"), ("nvme", "async_io")):
-        if device in request.getfixturevalue("row")["offload"]:
-            request.getfixturevalue(operator)
-
-
 @pytest.mark.parametrize("row", ROWS, ids=label)
-@pytest.mark.usefixtures("operators_of")
+@pytest.mark.usefixtures("operators")
 def test_parity_with_plain_transformers(row, reference_of, tmp_path):
     errors = errors_of(row, reference_of, tmp_path)
     print(f"{label(row):100} {errors}")
@@ -153,7 +145,7 @@ def measured(request):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", list(in_full()), ids=label)
-@pytest.mark.usefixtures("operators_of")
+@pytest.mark.usefixtures("operators")
 def test_parity_in_full(row, reference_of, measured, tmp_path):
     errors = errors_of(row, reference_of, tmp_path, BATCH_IN_FULL)
     measured.append((row, errors))

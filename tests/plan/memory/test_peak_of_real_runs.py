@@ -208,7 +208,7 @@ def rows(cases, limit, *marks):
     return [pytest.param(mesh, of_mesh, limit, marks=marks) for mesh, of_mesh in cases.items()]
 
 
-@pytest.mark.usefixtures("cpu_adam")
+@pytest.mark.usefixtures("operators")
 @pytest.mark.parametrize(
     ("mesh", "cases", "limit"),
     [
@@ -219,7 +219,5 @@ def rows(cases, limit, *marks):
     ],
     ids=lambda value: str(value) if isinstance(value, tuple) else "",
 )
-def test_peaks_are_predicted(mesh, cases, limit, request):
-    if any("nvme" in case.get("offload", "") for case in cases):
-        request.getfixturevalue("async_io")
+def test_peaks_are_predicted(mesh, cases, limit):
     compare(mesh, cases, limit)
