@@ -1,11 +1,10 @@
 """Directories that appear whole or not at all, whoever is killed and whoever else is writing.
 
-Beside a directory DIR, `DIR.lock` is held (flock: the kernel lets go when a process dies) while
-`DIR.partial` is filled; a rename makes it DIR. After a crash both stay; the next writer of any
-directory in the same place removes them, because it finds the lock free.
+Beside a directory DIR, the lock `DIR.lock` is held while `DIR.partial` is filled; a rename makes it
+DIR. After a crash both stay; the next writer of any directory in the same place removes them,
+because it finds the lock's holder dead.
 """
 
-import fcntl
 import json
 import os
 import shutil
@@ -16,6 +15,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from parallel3d.atomic import rename, sync
+from parallel3d.lock import Lock
 
 MANIFEST = "files.json"
 
@@ -34,16 +34,12 @@ def locked(directory: Path, on_wait: Callable[[], None]) -> Iterator[None]:
     The lock file is gone afterwards. Raises OSError where it cannot be written.
     """
     directory.parent.mkdir(parents=True, exist_ok=True)
-    path = directory.with_name(f"{directory.name}.lock")
-    file = _try_lock(path)
-    if file is None:
-        on_wait()
-    while file is None:
-        file = _try_lock(path, wait=True)
+    lock = Lock(directory.with_name(f"{directory.name}.lock"))
+    lock.wait(on_wait)
     try:
         yield
     finally:
-        _unlock(path, file)
+        lock.release()
 
 
 @contextmanager
@@ -95,32 +91,10 @@ def prune(parent: Path, days: int) -> None:
 def remove_leftovers(parent: Path) -> None:
     """Remove what killed processes left in `parent`; those at work hold their locks."""
     for path in sorted(parent.glob("*.lock")):
-        file = _try_lock(path)
-        if file is not None:
+        lock = Lock(path)
+        if lock.try_to_take() is None:
             shutil.rmtree(path.with_suffix(".partial"), ignore_errors=True)
-            _unlock(path, file)
-
-
-def _try_lock(path: Path, wait: bool = False) -> int | None:
-    """Give the descriptor that holds the lock, or None if another does (or just removed it)."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        # The last holder removes the file: a lock on a removed file keeps nobody out.
-        if os.path.samestat(os.fstat(file), os.stat(path)):
-            return file
-    except (BlockingIOError, FileNotFoundError):
-        pass
-    except BaseException:
-        os.close(file)
-        raise
-    os.close(file)
-    return None
-
-
-def _unlock(path: Path, file: int) -> None:
-    path.unlink(missing_ok=True)
-    os.close(file)
+            lock.release()
 
 
 def _write_manifest(directory: Path) -> None:
