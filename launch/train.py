@@ -3,30 +3,29 @@
 import argparse
 import json
 import os
-import re
 import sys
-import traceback
 from contextlib import closing
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-import torch.distributed as dist
 from rich.console import Console
 
 from parallel3d.config import RunConfig, help_text
 from parallel3d.errors import Parallel3DError, TrainingError
-from parallel3d.mesh.launch import Launch, rank_0_first
-from parallel3d.mesh.mesh import Mesh
-from parallel3d.mesh.waiting import SharedFlag
-from parallel3d.train.dry_run import dry_run, ready
-from parallel3d.train.stopping import STOPPED, Stopped, StopRequest
+from parallel3d.mesh.launch import Launch
+from parallel3d.train import ending
+from parallel3d.train.claim import Claim, claim, ready
+from parallel3d.train.stopping import Stopped, StopRequest
 
-DONE, FAILED, BAD_INPUT = 0, 1, 2  # exit codes; scripts rely on them, and on STOPPED
+if TYPE_CHECKING:  # torch and DeepSpeed wait for a config that is right and a folder that is ours
+    from parallel3d.mesh.mesh import Mesh
+
 SAVING_TIMEOUT = 1800.0  # seconds that a rank waits for another's disk
 
 
-def train(config: RunConfig, mesh: Mesh, stop: StopRequest, as_json: bool) -> int:
+def train(
+    config: RunConfig, mesh: "Mesh", claimed: Claim | None, stop: StopRequest, as_json: bool
+) -> int:
     """Everything between a valid config and the closing summary; gives the exit code."""
-    # Only now: what imports torch's and DeepSpeed's big parts waits for a config that is right.
     from parallel3d.checkpoint.save import Saver
     from parallel3d.checkpoint.weights import save_weights
     from parallel3d.engine import EngineSettings
@@ -39,9 +38,10 @@ def train(config: RunConfig, mesh: Mesh, stop: StopRequest, as_json: bool) -> in
         stderr=True, quiet=mesh.rank != 0, highlight=False, markup=False, soft_wrap=True
     )
     console.print(mesh.picture(), *config.notes, sep="\n")
-    folder = startup.find_folder(config, mesh)
+    place = startup.find_folder(config, mesh, claimed)
+    report.print_place(console, config, place.folder)
     corpus = startup.open_corpus(config, mesh, console)
-    start = startup.find_start(config, mesh, folder=folder, corpus=corpus, say=console.print)
+    start = startup.find_start(config, mesh, place=place, corpus=corpus, say=console.print)
     config = start.config
     self_test(EngineSettings.from_config(config), mesh, console.print)
     parts = assemble(config, mesh, say=console.print)
@@ -69,10 +69,10 @@ def train(config: RunConfig, mesh: Mesh, stop: StopRequest, as_json: bool) -> in
     summary = report.summarise(
         config, result, corpus=corpus, peak_name=peak_name, directory=output.directory
     )
-    report.print_summary(summary, console)
+    report.print_summary(summary, console, report.command_to_go_on(config, output.directory))
     if as_json and mesh.rank == 0:
         print(json.dumps(summary.to_json()))
-    return STOPPED if result.stopped else DONE
+    return ending.STOPPED if result.stopped else ending.DONE
 
 
 def main() -> NoReturn:
@@ -91,49 +91,42 @@ def main() -> NoReturn:
     )  # fmt: skip
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # deepspeed's launcher appends it
     args, overrides = parser.parse_known_args()
-    launch, stop = Launch(0, 1, 0), StopRequest()
+    launch, stop, claimed = Launch(0, 1, 0), StopRequest(), None
     try:
         with stop.listening():
             launch = Launch.from_environment()
-            config = RunConfig.from_json(args.config, overrides)
+            asked = RunConfig.from_json(args.config, overrides)
             if args.dry_run is not None:
-                code = dry_run(config, launch, devices=args.dry_run, as_json=args.json)
+                from parallel3d.train.dry_run import dry_run
+
+                code = dry_run(asked, launch, devices=args.dry_run, as_json=args.json)
             else:
-                config = ready(config, launch)
-                sizes = config.mesh
-                mesh = Mesh(sizes.pp, int(sizes.dp), sizes.tp, launch)
+                config = ready(asked, launch)
+                if launch.rank == 0:
+                    claimed = claim(asked, config, launch, ending.say)
+                from parallel3d.mesh.mesh import Mesh
+                from parallel3d.mesh.waiting import SharedFlag
+
+                mesh = Mesh(config.mesh.pp, int(config.mesh.dp), config.mesh.tp, launch)
                 stop.share(SharedFlag("stop"), mesh.rank)
-                code = train(config, mesh, stop, args.json)
+                code = train(config, mesh, claimed, stop, args.json)
                 mesh.close()
     except Stopped:
         code = stop.part()
     except (Parallel3DError, TrainingError) as error:
-        message = str(error)
-        rank_0_first(launch, lambda: print(message, file=sys.stderr, flush=True))
-        code = FAILED if isinstance(error, TrainingError) else BAD_INPUT
+        code = ending.FAILED if isinstance(error, TrainingError) else ending.BAD_INPUT
+        ending.end_all(launch, error)
     except Exception as error:
-        lost = _lost_peer(error)
-        if lost and stop.explains_loss():
-            code = stop.part()
-        else:
-            # This rank alone: its peers hear of it by losing it, and must not be waited for.
-            # In one write: the ranks share the stream.
-            sys.stderr.write(f"rank {launch.rank}: {lost or traceback.format_exc()}\n")
-            code = FAILED
+        code = ending.died(launch, error, stop.explains_loss, stop.part)
     if engine := sys.modules.get("parallel3d.engine"):
         engine.remove_swap_folders()
+    if claimed:
+        claimed.release()
+    if (text := ending.last_line(code, launch)) and launch.rank == 0:
+        ending.say(text)
     sys.stdout.flush()
-    sys.stderr.flush()
     # Not through the interpreter's end, where gloo's threads can abort the process (exit code -6).
-    os._exit(code)
-
-
-def _lost_peer(error: Exception) -> str:
-    """One line, if it is that another rank died or is silent; else ""."""
-    # gloo's errors are plain RuntimeErrors: "[<source file>] <reason>. This is typically ..."
-    text = re.sub(r"^\[[^]]*gloo/[^]]*\] ", "", str(error)).partition(". This is typically")[0]
-    is_lost = isinstance(error, dist.DistError) or text != str(error)
-    return f"another rank died or is silent; this one ends, too ({text})" if is_lost else ""
+    os._exit(ending.exit_code(code, launch))
 
 
 if __name__ == "__main__":

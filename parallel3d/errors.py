@@ -23,3 +23,17 @@ class ScheduleError(Parallel3DError):
 
 class TrainingError(RuntimeError):
     """A run that cannot go on (a non-finite loss, a lost rank); commands exit with code 1."""
+
+
+def packed(error: Exception) -> str:
+    """One of these errors as text, for another process to raise; "" for any other."""
+    kinds = (kind.__name__ for kind in type(error).__mro__ if kind.__module__ == __name__)
+    kind = next(kinds, "")
+    return f"{kind} {error}" if kind else ""
+
+
+def unpacked(text: str) -> Exception:
+    """The error that `packed` made text of."""
+    kind, _, message = text.partition(" ")
+    error: Exception = globals()[kind](message)
+    return error

@@ -1,6 +1,7 @@
 """What state.json says of a run beside its tensors, and whether another run can go on from it."""
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -93,11 +94,30 @@ class RunState:
                 "the corpus has changed since the checkpoint: sample "
                 f"{state['next_sample']:,} is not where it was, and some text may come twice or not"
             )
-        was, now = state["mesh"], self._fixed["mesh"]
-        if was != now:
-            changes = [f"{k} {was.get(k)} -> {v}" for k, v in now.items() if was.get(k) != v]
+        if changes := list(_changes(state["config"], self._fixed["config"])):
             say("changed since the checkpoint: " + ", ".join(changes))
         return Position(*(int(state[k]) for k in ("step", "tokens", "next_sample")))
+
+
+# Where a run is written and its text lies, how far it goes this time, and where it comes from.
+_NOT_SAID = {
+    *("parallel3d.run", "parallel3d.checkpoint.resume", "parallel3d.train.stop_after"),
+    *("parallel3d.data.paths", "parallel3d.data.cache"),
+}
+
+
+def _changes(was: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Each setting that differs, as "path old -> new"; what only one of the two knows is new."""
+    for name in (name for name in now if name in was):
+        path = f"{prefix}{name}"
+        there, here = was[name], now[name]
+        if path in _NOT_SAID or name == "nvme_path" or there == here:
+            continue
+        if isinstance(there, Mapping) and isinstance(here, Mapping):
+            yield from _changes(there, here, f"{path}.")
+        else:
+            shown = path.removeprefix("parallel3d.")
+            yield f"{shown} {json.dumps(there)} -> {json.dumps(here)}"
 
 
 def _mesh(config: RunConfig) -> dict[str, Any]:

@@ -193,7 +193,8 @@ class OutputConfig(Section):
     directory: str = Field(default="runs", min_length=1)
     """Folder of all runs, relative to the working directory."""
     name: str = Field(default="auto", pattern=r"^[^/\\]+$")
-    """Name of this run; "auto" is readable and never collides. A name that exists is resumed."""
+    """Name of this run; one that exists is resumed. "auto": the newest unfinished run of the same
+    config, else a new readable name."""
     tensorboard: bool = False
     """Write TensorBoard's files beside metrics.jsonl."""
     save_weights: bool = True

@@ -4,8 +4,7 @@ import json
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from parallel3d import errors
-from parallel3d.errors import Parallel3DError, TrainingError
+from parallel3d.errors import Parallel3DError, TrainingError, packed, unpacked
 from parallel3d.mesh.mesh import Mesh
 
 _T = TypeVar("_T")
@@ -22,13 +21,9 @@ def agree(mesh: Mesh, work: Callable[[], _T]) -> _T:
     try:
         result = work()
     except (Parallel3DError, TrainingError) as error:
-        kinds = (
-            kind.__name__ for kind in type(error).__mro__ if kind.__module__ == errors.__name__
-        )
-        problem = f"{next(kinds)} {error}"
+        problem = packed(error)
     if problems := [text for text in mesh.gather_texts(problem, aside=True) if text]:
-        kind, _, message = problems[0].partition(" ")
-        raise getattr(errors, kind)(message)
+        raise unpacked(problems[0])
     return result
 
 

@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from parallel3d import fault
 from parallel3d.errors import ConfigError
-from parallel3d.mesh.launch import STARTUP_TIMEOUT, Launch, join, pick_device
+from parallel3d.mesh.join import STARTUP_TIMEOUT, join, pick_device
+from parallel3d.mesh.launch import Launch
 from parallel3d.mesh.picture import draw_mesh
 from parallel3d.mesh.transfer import Transfer
 from parallel3d.mesh.waiting import wait_with_open_ears

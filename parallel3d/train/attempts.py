@@ -1,4 +1,4 @@
-"""Restarts: which folder is this launch's own, and whether a run dies at each (floor 5).
+"""Restarts: which folder is this launch's own, and whether a run dies at each (floor 5, no torch).
 
 Both are in `attempts.json` in the run's folder, which rank 0 alone reads and writes.
 """
@@ -8,6 +8,7 @@ import os
 import re
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -50,14 +51,26 @@ def folder_of_this_launch(directory: Path, name: str) -> Path | None:
     return None
 
 
+def unfinished(directory: Path, config: str) -> Path | None:
+    """The newest run in `directory` of that config that has not come to its end."""
+    found = []
+    for path in directory.glob(f"*/{FILE}"):
+        record = _Record.read(path)
+        if record.config == config and (record.running or record.stopped or record.deaths):
+            with suppress(OSError):  # it is being removed
+                found.append((path.stat().st_mtime_ns, path.parent))
+    return max(found)[1] if found else None
+
+
 class Attempts:
     """The attempts at one run, of which each leaves its death behind unless it ends clean.
 
-    `settings` are the run's; with others it has a fresh chance.
+    `settings` are the run's; with others it has a fresh chance. `config` is the digest by which
+    the same config finds it again (`unfinished`).
     """
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
-        self._path = folder / FILE
+    def __init__(self, folder: Path, settings: Mapping[str, Any], config: str = "") -> None:
+        self._path, self._config = folder / FILE, config
         text = json.dumps(settings, sort_keys=True)
         self._settings = blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -68,7 +81,7 @@ class Attempts:
         launcher `restart`s what ended on request.
         """
         deaths = self.check(step, restart)
-        _Record(launch_identity(), self._settings, deaths, running=True).write(self._path)
+        self._write(deaths, running=True)
 
     def check(self, step: int, restart: bool = False) -> list[int]:
         """The steps at which the last attempts died; raises as `begin` does, and enters nothing."""
@@ -79,7 +92,7 @@ class Attempts:
         if record.running and record.settings == self._settings:
             deaths = [*deaths, step][-MOST_DEATHS:]
         if len(deaths) == MOST_DEATHS and len(set(deaths)) == 1:
-            _Record(launch, self._settings, deaths).write(self._path)
+            self._write(deaths)
             raise TrainingError(
                 f"the last {MOST_DEATHS} attempts at this run all died after step {deaths[-1]}, in "
                 f"step {deaths[-1] + 1}: it is not started again. Look into the log for what "
@@ -90,7 +103,12 @@ class Attempts:
 
     def end(self, stopped: bool = False) -> None:
         """Leave clean, done or `stopped` on request: the deaths are forgotten."""
-        _Record(launch_identity(), self._settings, stopped=stopped).write(self._path)
+        self._write([], stopped=stopped)
+
+    def _write(self, deaths: list[int], *, running: bool = False, stopped: bool = False) -> None:
+        launch = launch_identity()
+        record = _Record(launch, self._settings, deaths, running, stopped, self._config)
+        record.write(self._path)
 
 
 @dataclass
@@ -102,6 +120,7 @@ class _Record:
     deaths: list[int] = field(default_factory=list)  # the steps reached, the newest last
     running: bool = False
     stopped: bool = False
+    config: str = ""
 
     @classmethod
     def read(cls, path: Path) -> "_Record":
@@ -117,6 +136,7 @@ class _Record:
             and all(type(step) is int for step in record.deaths)
             and isinstance(record.running, bool)
             and isinstance(record.stopped, bool)
+            and isinstance(record.config, str)
         )
         return record if whole else cls()
 

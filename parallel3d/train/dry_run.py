@@ -13,7 +13,8 @@ from parallel3d import hardware
 from parallel3d.checkpoint import room
 from parallel3d.config import RunConfig
 from parallel3d.errors import ConfigError
-from parallel3d.mesh.launch import Launch, pick_device
+from parallel3d.mesh.join import pick_device
+from parallel3d.mesh.launch import Launch
 from parallel3d.plan.memory.peak import fullest
 from parallel3d.plan.report import command, table
 from parallel3d.plan.report.choose import checkpoint_bytes, choose
@@ -39,16 +40,6 @@ def known_hardware(config: RunConfig, device: torch.device) -> hardware.Hardware
     if device.type == "cpu":
         return None
     return hardware.recognise(torch.get_device_module(device).get_device_name(device))
-
-
-def ready(config: RunConfig, launch: Launch) -> RunConfig:
-    """The config for the ranks that were launched, its mesh planned if it asks for that.
-
-    Every rank comes to the same. Raises ConfigError.
-    """
-    if config.is_planned:
-        config, _ = choose(config, launch.world_size, machine_of(config, launch))
-    return config.resolve(launch.world_size)
 
 
 def dry_run(config: RunConfig, launch: Launch, *, devices: int, as_json: bool) -> int:

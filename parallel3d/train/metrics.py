@@ -1,7 +1,6 @@
-"""What a run reports of its steps: one JSON line each, and progress on the terminal.
+"""What a run reports of its steps: one JSON line each.
 
-Nothing here knows ranks: the process that constructs a writer or a progress display is the one
-that reports.
+Nothing here knows ranks: the process that constructs a writer is the one that reports.
 """
 
 import json
@@ -11,6 +10,7 @@ import os
 import resource
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
@@ -18,14 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich import progress
-from rich.console import Console
 
-from parallel3d.atomic import replace_text
 from parallel3d.errors import ConfigError
-
-METRICS = "metrics.jsonl"
-_TAIL = 2**20  # bytes of it, far more than its last line
+from parallel3d.train.history import METRICS
 
 
 @dataclass(frozen=True)
@@ -69,54 +64,57 @@ class StepMetrics:
 
 
 class MetricsWriter:
-    """Appends to <directory>/metrics.jsonl, and writes TensorBoard's files if asked to."""
+    """Appends to <directory>/metrics.jsonl, and writes TensorBoard's files if asked to.
 
-    def __init__(self, directory: Path, tensorboard: bool = False) -> None:
-        self.path = directory / METRICS
+    A disk that is full or away is no reason for a run to end: `say` hears of it once, and the lines
+    are kept until there is room. OSError if the file cannot be made to begin with.
+    """
+
+    def __init__(
+        self, directory: Path, tensorboard: bool = False, say: Callable[[str], None] = print
+    ) -> None:
+        self.path, self._say = directory / METRICS, say
         self._tracker = _tensorboard_tracker(directory) if tensorboard else None
         directory.mkdir(parents=True, exist_ok=True)
-        self._file = self.path.open("a", encoding="utf-8")
+        self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        self._kept = b""  # what is not written yet, from where the last write was cut off
+        self._full = False
 
     def write(self, metrics: StepMetrics) -> None:
-        """Add one step; it is on disk when this returns."""
-        self._file.write(metrics.to_json() + "\n")
-        self._file.flush()
+        """Add one step; it is with the system when this returns, if the disk has room."""
+        self._kept += f"{metrics.to_json()}\n".encode()
+        self._flush()
         if self._tracker:
             values = {k: v for k, v in asdict(metrics).items() if k != "step" and v is not None}
             self._tracker.log(values, step=metrics.step)
 
     def close(self) -> None:
-        """Close the files."""
-        self._file.close()
+        """Close the files; says what of the metrics is lost if the disk is still full."""
+        self._flush()
+        if self._kept:
+            lines = self._kept.count(b"\n")
+            self._say(f"METRICS LOST: the last {lines} lines of {self.path} could not be written")
+        with suppress(OSError):
+            os.close(self._file)
         if self._tracker:
             self._tracker.finish()
 
-
-def step_reached(folder: Path) -> int:
-    """The last step in the folder's metrics.jsonl, whose last line may be torn; 0 without any."""
-    try:
-        with open(folder / METRICS, "rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
-            ended, _, _ = file.read().decode(errors="replace").rpartition("\n")
-    except OSError:
-        return 0
-    return next((step for step, _ in reversed(_lines(ended))), 0)
-
-
-def forget_after(metrics: Path, step: int) -> None:
-    """Drop the lines of steps that will be done again, so that each step has one line."""
-    if metrics.exists():
-        lines = _lines(metrics.read_text(errors="replace"))
-        replace_text(metrics, "".join(line for number, line in lines if number <= step))
-
-
-def _lines(text: str) -> list[tuple[int, str]]:
-    """Each line that is whole, and its step; a kill may have cut off only the end of the last."""
-    result = []
-    for line in text.split("\n"):
-        with suppress(ValueError, KeyError, TypeError):
-            result.append((int(json.loads(line)["step"]), f"{line}\n"))
-    return result
+    def _flush(self) -> None:
+        try:
+            while self._kept:
+                # A disk that fills takes a part of a line; the rest follows when it has room.
+                self._kept = self._kept[os.write(self._file, self._kept) :]
+        except OSError as error:
+            if not self._full:
+                self._say(
+                    f"METRICS NOT WRITTEN: {self.path} ({error.strerror}). Training goes on; the "
+                    "lines are kept in memory and written as soon as there is room"
+                )
+            self._full = True
+            return
+        if self._full:
+            self._full = False
+            self._say(f"the metrics that were kept are in {self.path} now")
 
 
 def require_tensorboard() -> None:
@@ -139,44 +137,6 @@ def _tensorboard_tracker(directory: Path) -> Any:
     tracker.main_process_only = False
     tracker.start()
     return tracker
-
-
-class Progress:
-    """Shows steps as they end: a bar on a terminal, aligned lines every `every` steps in a log."""
-
-    def __init__(self, num_steps: int, every: int = 10, console: Console | None = None) -> None:
-        self.console = console or Console(stderr=True)
-        self._num_steps, self._every = num_steps, every
-        self._bar: progress.Progress | None = None
-        if self.console.is_terminal:
-            self._bar = progress.Progress(
-                progress.TextColumn("step"),
-                progress.MofNCompleteColumn(),
-                progress.BarColumn(bar_width=24),
-                progress.TextColumn("{task.fields[numbers]}"),
-                progress.TimeRemainingColumn(),
-                console=self.console,
-            )
-            self._task = self._bar.add_task("", total=num_steps, numbers="")
-            self._bar.start()
-
-    def show(self, metrics: StepMetrics) -> None:
-        """Show a step that has ended."""
-        step, last = metrics.step, self._num_steps
-        if self._bar:
-            self._bar.update(self._task, completed=step, numbers=_numbers(metrics, brief=True))
-        evaluated = metrics.held_out_loss is not None
-        if evaluated or (not self._bar and (step % self._every == 0 or step in (1, last))):
-            self.say(f"step {step:>{len(str(last))}}/{last}  {_numbers(metrics)}")
-
-    def say(self, text: str) -> None:
-        """Show a line of text."""
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-    def close(self) -> None:
-        """Leave the terminal as it was."""
-        if self._bar:
-            self._bar.stop()
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -220,22 +180,6 @@ def _timed_matmul(left: torch.Tensor, right: torch.Tensor) -> float:
     return time.perf_counter() - start
 
 
-def _numbers(metrics: StepMetrics, brief: bool = False) -> str:
-    """What a line says of a step; `brief` leaves room for a bar on a terminal of 80 columns."""
-    parts = [f"loss {metrics.loss:.4f}"]
-    if not brief:
-        parts += [f"norm {metrics.grad_norm:.3f}", f"lr {metrics.lr:.1e}"]
-    parts += [f"{metrics.tokens_per_second:,.0f} tokens/s", f"MFU {percent(metrics.mfu)}"]
-    if metrics.held_out_loss is not None and not brief:
-        parts.insert(1, f"held-out {metrics.held_out_loss:.4f}")
-    return "  ".join(parts)
-
-
 def finite(number: float | None) -> float | None:
     """The number; None, as JSON has no NaN, where there is none."""
     return number if number is not None and math.isfinite(number) else None
-
-
-def percent(share: float | None) -> str:
-    """A share of 1 as people read it; "-" where it is not known."""
-    return "-" if share is None else f"{100 * share:.1f} %"

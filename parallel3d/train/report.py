@@ -1,17 +1,23 @@
 """What a run says of itself: its stages at the start, its results at the end (floor 5)."""
 
+import shlex
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 from rich.console import Console
 
 from parallel3d.config import RunConfig
 from parallel3d.config.deepspeed import offload_in_words
 from parallel3d.data.corpus import Corpus
 from parallel3d.train.assembly import Assembly
-from parallel3d.train.metrics import METRICS, finite, percent
+from parallel3d.train.ending import command_of_this_launch
+from parallel3d.train.history import METRICS
+from parallel3d.train.metrics import finite
+from parallel3d.train.progress import in_words, percent
 from parallel3d.train.trainer import Result
 
 
@@ -26,36 +32,61 @@ class Summary:
     """What the MFU is measured against, "H100-SXM5-80GB" or "a measured matmul"."""
     files: Mapping[str, Path]
     """What each file is, and where."""
+    seconds: float = 0.0
+    """Since this process was started."""
 
     def rows(self) -> list[tuple[str, str]]:
         """Names and values, as text."""
         result, entropy = self.result, self.unigram_entropy
-        loss, held_out = finite(result.loss), finite(result.held_out_loss)
+        mean, held_out = finite(result.mean_loss), finite(result.held_out_loss)
         below = "below" if held_out is not None and held_out < entropy else "not below"
         memory = ", ".join(f"{size / 2**20:,.0f}" for size in result.peak_memory_bytes)
         of_peak = f" of {self.peak_name}" if result.mfu is not None else ""
-        rows = {
-            "training loss": None if loss is None else f"{loss:.4f}",
-            "held-out loss": None
-            if held_out is None
-            else f"{held_out:.4f} ({below} the unigram entropy, {entropy:.4f})",
-            "tokens/s": f"{result.tokens_per_second:,.0f}",
-            "model TFLOP/s per device": f"{result.tflops_per_device:.4g}",
-            "MFU": percent(result.mfu) + of_peak,
-            "peak memory of each rank, MiB": memory,
-            **{name: str(path) for name, path in self.files.items()},
-        }
+        rows: dict[str, str | None] = {"steps": _steps(result)}
+        if result.trained:
+            rows |= {
+                "time": in_words(self.seconds),
+                "training loss": None if mean is None else f"{mean:.4f}{_spread(result)}",
+            }
+        if held_out is not None:
+            rows["held-out loss"] = f"{held_out:.4f} ({below} the unigram entropy, {entropy:.4f})"
+        if result.trained:
+            rows |= {
+                "tokens/s": f"{result.tokens_per_second:,.0f}",
+                "model TFLOP/s per device": f"{result.tflops_per_device:.4g}",
+                "MFU": percent(result.mfu) + of_peak,
+                "peak memory of each rank, MiB": memory,
+            }
+        rows |= {name: str(path) for name, path in self.files.items()}
         return [(name, text) for name, text in rows.items() if text is not None]
 
     def to_json(self) -> dict[str, Any]:
         """The closing summary as one JSON object."""
-        losses = {name: finite(getattr(self.result, name)) for name in ("loss", "held_out_loss")}
+        names = ("loss", "held_out_loss", "mean_loss", "loss_deviation")
+        losses = {name: finite(getattr(self.result, name)) for name in names}
         return {
             **asdict(self.result),
             **losses,
+            "seconds": self.seconds,
             "unigram_entropy": self.unigram_entropy,
             "files": {name: str(path) for name, path in self.files.items()},
         }
+
+
+def print_place(console: Console, config: RunConfig, folder: Path) -> None:
+    """Say where the run is written, and how it goes on if it ends early."""
+    console.print(f"run     {folder}; if it ends early, this command goes on with it:")
+    console.print(f"        {command_to_go_on(config, folder)}")
+
+
+def command_to_go_on(config: RunConfig, folder: Path) -> str:
+    """The command of this launch, with what it needs to find `folder` again."""
+    command = command_of_this_launch()
+    if config.run.name == "auto" and config.checkpoint.resume != "auto":
+        command += f" --parallel3d.run.name {shlex.quote(folder.name)}"
+    if config.checkpoint.resume != "auto":
+        command += " --parallel3d.checkpoint.resume auto"
+    return command
 
 
 def print_placement(
@@ -103,21 +134,45 @@ def summarise(
     }
     if config.run.save_weights and not result.stopped:
         files["weights"] = directory / "weights"
-    return Summary(result, corpus.unigram_entropy, peak_name, files)
+    seconds = time.time() - psutil.Process().create_time()
+    return Summary(result, corpus.unigram_entropy, peak_name, files, seconds)
 
 
-def print_summary(summary: Summary, console: Console) -> None:
-    """The closing lines, aligned; paths are never cut, so that they can be copied."""
-    if summary.result.stopped:
+def print_summary(summary: Summary, console: Console, go_on: str) -> None:
+    """The closing lines, aligned; paths are never cut, so that they can be copied.
+
+    `go_on` is the command by which a run that was stopped goes on.
+    """
+    result, run = summary.result, summary.files["run"]
+    if result.stopped:
+        console.print(f"stopped on request after step {result.steps}, all saved; to go on:")
+        console.print(f"        {go_on}")
+    elif not result.trained:
         console.print(
-            f"stopped on request after step {summary.result.steps}, all saved; to go on: "
-            f"--parallel3d.run.name {summary.files['run'].name}"
+            f"{run} is finished: it has its {result.steps} steps, and none was trained now; for "
+            "more raise parallel3d.train.steps, for another run give another parallel3d.run.name"
         )
     rows = summary.rows()
+    if result.trained and not result.stopped:
+        rows.append(("look into it", f"python launch/checkpoint.py inspect {run}"))
     width = max(len(name) for name, _ in rows)
     console.print()
     for name, value in rows:
         console.print(f"{name:<{width}}  {value}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _steps(result: Result) -> str:
+    """The steps of the run, and how many are this launch's if not all."""
+    return f"{result.steps:,}" + (
+        f", {result.trained:,} of them now" if result.trained < result.steps else ""
+    )
+
+
+def _spread(result: Result) -> str:
+    """How far the steps of a mean loss are apart, and how many they are."""
+    if result.mean_loss_of < 2:
+        return ""
+    return f" ± {result.loss_deviation:.4f} over the last {result.mean_loss_of} steps"
 
 
 def _count(number: int) -> str:

@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +24,28 @@ from parallel3d.errors import ConfigError
 from parallel3d.mesh.agree import agree, gather_json, on_first
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.train.assembly import Assembly
-from parallel3d.train.attempts import Attempts, folder_of_this_launch
+from parallel3d.train.attempts import Attempts
+from parallel3d.train.claim import Claim
 from parallel3d.train.dry_run import known_hardware
+from parallel3d.train.history import METRICS, forget_after, step_reached
 from parallel3d.train.metrics import (
-    METRICS,
     MetricsWriter,
-    Progress,
-    forget_after,
     measure_peak_flops,
     require_tensorboard,
-    step_reached,
 )
 from parallel3d.train.profiler import Profiler
+from parallel3d.train.progress import Progress
 
 Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Place:
+    """The folder of a run; the digest by which its config finds it; whether it is there already."""
+
+    folder: Path
+    digest: str
+    exists: bool
 
 
 @dataclass(frozen=True)
@@ -49,45 +56,32 @@ class Start:
     """The final config: the corpus's vocabulary, and the number of steps from `position` on."""
     settings: Mapping[str, Any]
     """The config as the user gave it; an attempt with other settings is a fresh chance."""
-    folder: Path | None
-    """The folder of the earlier attempts; None for a new run."""
+    place: Place
     found: resume.Found | None
     """The checkpoint to load; None where training starts afresh."""
     position: Position
     """The position in the run and in its data."""
 
 
-def find_folder(config: RunConfig, mesh: Mesh) -> Path | None:
-    """The folder of the run that this one goes on with; None for a new run.
+def find_folder(config: RunConfig, mesh: Mesh, claim: Claim | None) -> Place:
+    """Where the run is written, whether it is there already or not.
 
-    A launcher that restarts all ranks gets the folder of their last attempt. Collective; raises
-    ConfigError on all ranks if a run of this name exists and is not to be resumed, and what
-    `Attempts.check` raises, so that a hopeless run builds neither corpus nor model.
+    `claim` is rank 0's. Collective; raises on all ranks what `Attempts.check` raises, so that a
+    hopeless run builds neither corpus nor model.
     """
 
-    def look() -> str | None:
+    def look() -> tuple[str, str, bool]:
+        assert claim, "rank 0 claims the folder before it meets the others"
         if config.run.tensorboard:
             require_tensorboard()
-        directory = Path(config.run.directory)
-        if config.run.name == "auto":
-            if not mesh.restart_count:
-                return None
-            folder = folder_of_this_launch(directory, _name(config))
-        else:
-            folder = directory / config.run.name
-        if folder is None or not folder.exists():
-            return None
-        if config.checkpoint.resume == "none" and not mesh.restart_count:
-            raise ConfigError(
-                f'parallel3d.run.name = "{config.run.name}": {folder} exists, and '
-                'checkpoint.resume = "none" starts afresh; use another name, or resume "auto"'
-            )
-        attempts = Attempts(folder, config.to_dict())
-        attempts.check(step_reached(folder), mesh.restart_count > 0)
-        return str(folder)
+        exists = claim.folder.exists()
+        if exists:
+            attempts = Attempts(claim.folder, config.to_dict(), claim.config)
+            attempts.check(step_reached(claim.folder), mesh.restart_count > 0)
+        return str(claim.folder), claim.config, exists
 
-    found = on_first(mesh, look)
-    return Path(found) if found else None
+    folder, digest, exists = on_first(mesh, look)
+    return Place(Path(folder), digest, exists)
 
 
 def open_corpus(config: RunConfig, mesh: Mesh, console: Console) -> Corpus:
@@ -114,24 +108,22 @@ def open_corpus(config: RunConfig, mesh: Mesh, console: Console) -> Corpus:
     return corpus
 
 
-def find_start(
-    config: RunConfig, mesh: Mesh, *, folder: Path | None, corpus: Corpus, say: Say
-) -> Start:
-    """Where a run of this config begins, given its folder and its corpus.
+def find_start(config: RunConfig, mesh: Mesh, *, place: Place, corpus: Corpus, say: Say) -> Start:
+    """Where a run of this config begins, given its place and its corpus.
 
     Collective. Says which checkpoint it is, what was rejected and why, and what has changed since.
     Raises ConfigError or CheckpointError on all ranks if config, corpus and checkpoint do not go
     together, or the checkpoint that was asked for cannot be used.
     """
     complete = config.with_corpus(corpus.vocab_size, len(corpus.train))
-    found = _find_checkpoint(complete, mesh, folder, say)
+    found = _find_checkpoint(complete, mesh, place.folder if place.exists else None, say)
     position = Position()
     if found:
         position = RunState(complete, corpus).position_in(found.state, found.folder, say)
     return Start(
         config=complete.resumed(position.step, position.next_sample),
         settings=config.to_dict(),
-        folder=folder,
+        place=place,
         found=found,
         position=position,
     )
@@ -219,17 +211,18 @@ class Output:
 
     def __init__(self, start: Start, mesh: Mesh, console: Console) -> None:
         config, step = start.config, start.position.step
-        self.directory = Path(on_first(mesh, lambda: str(start.folder or _make_directory(config))))
+        self.directory = start.place.folder
         self.checkpoints = self.directory / "checkpoints"
         self.writer: MetricsWriter | None = None
         self.progress: Progress | None = None
-        self._attempts = Attempts(self.directory, start.settings)
+        self._attempts = Attempts(self.directory, start.settings, start.place.digest)
+        on_first(mesh, lambda: _make(self.directory))
         if names := resume.set_aside(self.checkpoints, step, mesh):
             console.print(f"resume  not part of the run any more: {', '.join(names)}")
         on_first(mesh, lambda: self._begin(config, step, restart=mesh.restart_count > 0))
         if mesh.rank == 0:
-            self.writer = MetricsWriter(self.directory, config.run.tensorboard)
-            self.progress = Progress(config.num_steps, config.steps_per_print, console)
+            self.progress = Progress(config.num_steps, config.steps_per_print, console, step)
+            self.writer = MetricsWriter(self.directory, config.run.tensorboard, self.progress.say)
 
     def _begin(self, config: RunConfig, step: int, restart: bool) -> None:
         self._attempts.begin(step_reached(self.directory), restart)
@@ -250,25 +243,11 @@ class Output:
                 part.close()
 
 
-def _name(config: RunConfig) -> str:
-    sizes = "x".join(str(getattr(config.mesh, axis)) for axis in ("pp", "dp", "tp"))
-    model = config.model
-    return f"{model.family}-h{model.hidden_size}-l{model.num_hidden_layers}-{sizes}"
-
-
-def _make_directory(config: RunConfig) -> Path:
-    name = config.run.name if config.run.name != "auto" else _name(config)
-    for number in count(1):
-        directory = Path(config.run.directory) / (name if number == 1 else f"{name}-{number}")
-        try:
-            directory.mkdir(parents=True)
-            return directory
-        except FileExistsError:
-            if config.run.name != "auto":
-                raise ConfigError(f"{directory} was made by another run; start again") from None
-        except OSError as error:
-            raise ConfigError(
-                f'parallel3d.run.directory = "{config.run.directory}": cannot be written '
-                f"({error.strerror}); name a folder that can"
-            ) from None
-    raise AssertionError("count() does not end")
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} cannot be made ({error.strerror}); name another with parallel3d.run.name "
+            "and parallel3d.run.directory"
+        ) from None

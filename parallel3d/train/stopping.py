@@ -14,13 +14,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import psutil
 
 from parallel3d.errors import TrainingError
-from parallel3d.mesh.waiting import SharedFlag
+from parallel3d.train.ending import STOPPED
 
-STOPPED = 3  # the exit code; scripts rely on it
+if TYPE_CHECKING:  # it needs torch, which a launch that is refused must not wait for
+    from parallel3d.mesh.waiting import SharedFlag
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _ONE_CTRL_C = 2.0  # seconds within which SIGINTs are one
 _GRACE = 4.0  # seconds that a process has to end by itself, when nothing is trained yet
@@ -81,7 +84,7 @@ class StopRequest:
                 for s, handler in zip(SIGNALS, previous, strict=True):
                     signal.signal(s, handler)
 
-    def share(self, flag: SharedFlag, rank: int) -> None:
+    def share(self, flag: "SharedFlag", rank: int) -> None:
         """Before training, tell the other ranks by `flag`, and listen to them."""
         self._flag, self._rank = flag, rank
 

@@ -2,8 +2,10 @@
 
 import math
 import time
+from collections import deque
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from statistics import fmean, stdev
 from typing import NoReturn
 
 import torch
@@ -19,10 +21,12 @@ from parallel3d.fault import fault_point
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.pipeline.executor import Microbatch
 from parallel3d.train.assembly import Assembly
-from parallel3d.train.metrics import MetricsWriter, Progress, StepMetrics, peak_memory_bytes
+from parallel3d.train.metrics import MetricsWriter, StepMetrics, peak_memory_bytes
 from parallel3d.train.profiler import Profiler
+from parallel3d.train.progress import Progress
 from parallel3d.train.stopping import StopRequest
 
+_MEAN_OF = 50  # steps, for the closing loss
 _PATIENCE = 20.0  # seconds for a step and a save, of the 30 that deepspeed's launcher waits
 
 
@@ -31,7 +35,15 @@ class Result:
     """What a run came to."""
 
     steps: int = 0
+    trained: int = 0
+    """Steps of this launch."""
     loss: float = math.nan
+    """Of the last step's batch."""
+    mean_loss: float = math.nan
+    """Over the last `mean_loss_of` steps of this launch."""
+    loss_deviation: float = math.nan
+    """The standard deviation of the loss of one of them: how far single batches are apart."""
+    mean_loss_of: int = 0
     held_out_loss: float | None = None
     tokens_per_second: float = 0.0
     tflops_per_device: float = 0.0
@@ -82,6 +94,7 @@ class Trainer:
         """
         result, first = Result(steps=self.position.step), self.position.step
         seconds = taken = 0.0  # of the steps after the first, which also warms up
+        losses: deque[float] = deque(maxlen=_MEAN_OF)
         while result.steps < self.config.num_steps and not result.stopped:
             step = result.steps
             fault_point("trainer.step")
@@ -97,6 +110,7 @@ class Trainer:
             self.position = self.position.after(self.config)
             result.steps = step + 1
             result.loss = self._mean_loss([row[0] for row in rows])
+            losses.append(result.loss)
             result.peak_memory_bytes = [int(row[1]) for row in rows]
             result.stopped = self.stop.stopping or result.steps == self._stop_after
             held_out = None if result.stopped else self._evaluated(result)
@@ -104,6 +118,7 @@ class Trainer:
             self._save_if_due(result)
         if self.profiler:
             self.profiler.finish()  # of a run that was stopped among the profiled steps
+        result.trained = result.steps - first
         if result.steps == first:
             # A run that was stopped at its last step, or is done, and was started again.
             result.held_out_loss = self.evaluate()
@@ -112,6 +127,8 @@ class Trainer:
             timed = max(1, result.steps - first - 1)
             speed = self._speed(seconds / timed if seconds else taken)
             result.tokens_per_second, result.tflops_per_device, result.mfu = speed
+            result.mean_loss, result.mean_loss_of = fmean(losses), len(losses)
+            result.loss_deviation = stdev(losses) if len(losses) > 1 else math.nan
         return result
 
     def _warn_if_slow(self, step_seconds: float) -> None:

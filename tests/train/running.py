@@ -12,8 +12,11 @@ from parallel3d.config import RunConfig
 from parallel3d.data.batches import Batches
 from parallel3d.engine import selftest
 from parallel3d.errors import Parallel3DError, TrainingError
+from parallel3d.mesh.agree import agree
+from parallel3d.mesh.launch import Launch
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.train import startup as surroundings
+from parallel3d.train.claim import claim
 from parallel3d.train.stopping import StopRequest
 from parallel3d.verify.local_ranks import run_locally
 
@@ -32,9 +35,16 @@ class Ended:
         return sum(text in line for line in self.said)
 
 
+def claim_on_first(asked, mesh, say=print):
+    """As `main` does before there is a mesh; an error of rank 0 is raised on all."""
+    launched = Launch.from_environment()
+    config = asked.resolve(launched.world_size)
+    return agree(mesh, lambda: None if mesh.rank else claim(asked, config, launched, say))
+
+
 def train_on_rank(rank, raw, disturb=None, *details):
     """Everything between a config and the exit code, after `disturb` has changed something."""
-    ended, microbatch = Ended(), Batches.microbatch
+    ended, microbatch, claimed = Ended(), Batches.microbatch, None
 
     class Heard(Console):
         def print(self, *objects, **options):
@@ -56,11 +66,16 @@ def train_on_rank(rank, raw, disturb=None, *details):
         patch.object(selftest, "self_test", lambda *args: None),
     ):
         try:
-            config = RunConfig.from_dict(raw).resolve(int(os.environ["WORLD_SIZE"]))
+            asked = RunConfig.from_dict(raw)
+            config = asked.resolve(int(os.environ["WORLD_SIZE"]))
             mesh = Mesh(config.mesh.pp, config.mesh.dp, config.mesh.tp)
-            ended.code = launch.train.train(config, mesh, StopRequest(), as_json=False)
+            claimed = claim_on_first(asked, mesh, ended.said.append)
+            ended.code = launch.train.train(config, mesh, claimed, StopRequest(), as_json=False)
         except (Parallel3DError, TrainingError) as error:
             ended.error = f"{type(error).__name__}: {error}"
+        finally:
+            if claimed:
+                claimed.release()
     return ended
 
 

@@ -1,7 +1,10 @@
 """metrics.jsonl, TensorBoard, progress and summary."""
 
+import errno
 import io
 import json
+import os
+import re
 from contextlib import closing
 from pathlib import Path
 
@@ -10,8 +13,9 @@ import torch
 from rich.console import Console
 
 from parallel3d.errors import ConfigError
-from parallel3d.train import metrics
-from parallel3d.train.metrics import MetricsWriter, Progress, StepMetrics
+from parallel3d.train import metrics, progress
+from parallel3d.train.metrics import MetricsWriter, StepMetrics
+from parallel3d.train.progress import Progress, in_words
 from parallel3d.train.report import Summary, print_summary
 from parallel3d.train.trainer import Result
 
@@ -83,7 +87,9 @@ def shown(terminal, **changes):
 
 def test_log_has_aligned_lines():
     lines = shown(terminal=False).splitlines()
-    assert [line[:10] for line in lines] == ["step  1/20", "step 10/20", "step 20/20"]
+    assert all(re.match(r"\d\d:\d\d:\d\d  step", line) for line in lines)
+    assert [line[10:20] for line in lines] == ["step  1/20", "step 10/20", "step 20/20"]
+    assert lines[1].endswith("0s elapsed, 0s left") and lines[2].endswith("0s")
     assert "loss 5.0000  norm 1.250  lr 1.0e-03  12,346 tokens/s  MFU 25.0 %" in lines[0]
 
 
@@ -93,10 +99,62 @@ def test_terminal_has_a_bar():
     assert "12,346 tokens/s" in text
 
 
+def test_what_is_left_is_told_by_the_newest_steps(monkeypatch):
+    """The first step, which also compiles, and the steps before a restart tell nothing of it."""
+    clock = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    for first in (0, 400):
+        stream = io.StringIO()
+        log = Progress(1000, every=1, console=Console(file=stream, width=160), first=first)
+        for step in range(first + 1, first + 101):
+            clock[0] += 500 if step == 1 else 2
+            log.show(step_metrics(step))
+        left = (1000 - first - 100) * 2
+        assert stream.getvalue().rstrip().endswith(f"{in_words(left)} left")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.4, "0s"), (59.6, "1m00s"), (185, "3m05s"), (7620, "2h07m"), (273600, "3d04h")],
+)
+def test_times_in_words(seconds, words):
+    assert in_words(seconds) == words
+
+
+def test_a_full_disk_keeps_the_lines_in_memory(tmp_path, monkeypatch):
+    """It takes a part of a line first, as a real one does; and there is room again later."""
+    room, said, write = [150], [], os.write
+
+    def write_while_there_is_room(file, data):
+        if not room[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        done = write(file, data[: room[0]])
+        room[0] -= done
+        return done
+
+    monkeypatch.setattr(metrics.os, "write", write_while_there_is_room)
+    with closing(MetricsWriter(tmp_path, say=said.append)) as writer:
+        for step in (1, 2, 3):
+            writer.write(step_metrics(step))
+        assert len(said) == 1 and "No space left on device). Training goes on" in said[0]
+        room[0] = 10**6
+        writer.write(step_metrics(4))
+        assert len(said) == 2
+        room[0] = 0
+        writer.write(step_metrics(5))
+    assert [json.loads(line)["step"] for line in writer.path.open()] == [1, 2, 3, 4]
+    assert said[-1].startswith("METRICS LOST: the last 1 lines")
+
+
 @pytest.mark.parametrize("terminal", [True, False])
 def test_summary(terminal):
     result = Result(
+        steps=20,
+        trained=20,
         loss=3.0,
+        mean_loss=3.1,
+        loss_deviation=0.25,
+        mean_loss_of=20,
         held_out_loss=3.5,
         tokens_per_second=1e4,
         tflops_per_device=0.123,
@@ -107,12 +165,15 @@ def test_summary(terminal):
         result=result,
         unigram_entropy=6.0,
         peak_name="a measured matmul",
-        files={"metrics": Path("runs/a/metrics.jsonl")},
+        files={"run": Path("runs/a"), "metrics": Path("runs/a/metrics.jsonl")},
+        seconds=125,
     )
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=terminal, width=160, color_system=None)
-    print_summary(summary, console)
+    print_summary(summary, console, go_on="the command")
     for text in (
+        "2m05s",
+        "3.1000 ± 0.2500 over the last 20 steps",
         "3.5000 (below the unigram entropy, 6.0000)",
         "10,000",
         "50.0 % of a measured matmul",
@@ -120,6 +181,20 @@ def test_summary(terminal):
         "runs/a/metrics.jsonl",
     ):
         assert text in stream.getvalue()
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_a_run_that_was_stopped_or_had_nothing_to_do_says_so(stopped):
+    result = Result(steps=20, trained=3 if stopped else 0, stopped=stopped, held_out_loss=3.5)
+    summary = Summary(result, 6.0, "peak", {"run": Path("runs/a")})
+    stream = io.StringIO()
+    print_summary(summary, Console(file=stream, width=160), go_on="the command")
+    text = stream.getvalue()
+    if stopped:
+        assert "stopped on request after step 20, all saved; to go on:\n        the command" in text
+    else:
+        assert "runs/a is finished: it has its 20 steps, and none was trained now" in text
+        assert "tokens/s" not in text and "3.5000" in text
 
 
 def test_peak_memory_is_a_high_water_mark():

@@ -26,13 +26,11 @@ from parallel3d.train.stopping import STOPPED, StopRequest
 from parallel3d.verify.local_ranks import run_locally
 from tests.mesh.mortal import mortal
 from tests.train.held_out import held_out_loss
+from tests.train.running import claim_on_first
+from tests.train.test_metrics import KEYS
 
 pytestmark = pytest.mark.gloo
 
-KEYS = [
-    *("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "tflops_per_device"),
-    *("mfu", "peak_memory_bytes", "step_seconds"),
-]
 HIDDEN, LAYERS, LENGTH, VOCAB, STEPS, PEAK = 32, 3, 16, 280, 5, 2e12
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "that", "dog", "run", "far"]
 
@@ -107,18 +105,20 @@ def run_on_rank(rank, raw, disturb=None, *details):
     surroundings.peak = lambda config, mesh: ("a peak of mine", PEAK)
     if disturb:
         disturb(rank, *details)
-    world_size = int(os.environ["WORLD_SIZE"])
-    config = RunConfig.from_dict(raw).resolve(world_size)
+    asked = RunConfig.from_dict(raw)
+    config = asked.resolve(int(os.environ["WORLD_SIZE"]))
     mesh = Mesh(config.mesh.pp, config.mesh.dp, config.mesh.tp)
+    claimed = claim_on_first(asked, mesh)
     start = time.monotonic()
     try:
         with StopRequest().listening() as stop:
-            ended = train(config, mesh, stop, as_json=False)
+            ended = train(config, mesh, claimed, stop, as_json=False)
     except Exception as error:
         if not seen["run"] and not seen["_step"]:
             raise  # nothing of this is meant to fail before it trains
         ended = error if isinstance(error, TrainingError) else str(error)
     took = time.monotonic() - start
+    claimed and claimed.release()
     result = seen["run"][0][2] if seen["run"] else None
     timeouts = [(steps, seconds) for steps, (seconds,), _ in seen["set_timeouts"]]
     return ended, Seen(result, Path(config.run.directory, config.run.name), timeouts, took)

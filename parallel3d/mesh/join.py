@@ -1,0 +1,101 @@
+"""How the processes of a launch find each other, and their devices (floor 1)."""
+
+import os
+import re
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from parallel3d.errors import ConfigError, packed, unpacked
+from parallel3d.mesh.launch import Launch
+
+_START = "rank 0 starts"  # in the store: "", or the error that it met before it could
+STARTUP_TIMEOUT = timedelta(minutes=30)  # data preparation and compilation happen under it
+
+
+def pick_device(local_rank: int) -> torch.device:
+    """The accelerator of this process, or the CPU where there is none."""
+    if not torch.accelerator.is_available():
+        return torch.device("cpu")
+    count = torch.accelerator.device_count()
+    if local_rank >= count:
+        raise ConfigError(
+            f"local rank {local_rank} has no device: this node shows {count}; start at most "
+            f"{count} processes here"
+        )
+    device = torch.device(torch.accelerator.current_accelerator().type, local_rank)  # type: ignore[union-attr]
+    torch.accelerator.set_device_index(local_rank)
+    return device
+
+
+def rank_0_first(launch: Launch, speak: Callable[[], None], error: Exception) -> None:
+    """Run `speak` on rank 0, and keep the others until it is done, or 30 s are over.
+
+    For the last words of an `error`: a launcher that sees one rank end ends the others at once.
+    Ranks that wait in `join` for rank 0, which alone met it, raise it there.
+    """
+    if launch.rank == 0:
+        speak()
+    if launch.world_size == 1:
+        return
+    patience = timedelta(seconds=30)
+    with suppress(Exception):  # nobody can be told any more
+        if not dist.is_initialized():
+            rank, size, store = launch.rank, launch.world_size, _meet(launch, patience)
+            if rank == 0:
+                store.set(_START, packed(error))
+            dist.init_process_group("gloo", None, patience, size, rank, store)
+        store = dist.distributed_c10d._get_default_store()
+        if launch.rank == 0:
+            store.set("rank 0 has spoken", "yes")
+        else:
+            store.wait(["rank 0 has spoken"], patience)
+
+
+def join(launch: Launch, device: torch.device) -> None:
+    """Make the process group of all processes, unless there is one.
+
+    Raises what rank 0 met on its way here, of the same kind and with the same message.
+    """
+    if dist.is_initialized():
+        return
+    backend = dist.get_default_backend_for_device(device)
+    if launch.world_size == 1 and "MASTER_ADDR" not in os.environ:
+        store: dist.Store = dist.HashStore()
+        dist.init_process_group(backend, None, STARTUP_TIMEOUT, 1, 0, store)
+        return
+    os.environ.setdefault("MASTER_ADDR", socket.gethostname())
+    os.environ.setdefault("MASTER_PORT", "29500")
+    store = _meet(launch, STARTUP_TIMEOUT)
+    if launch.rank == 0:
+        store.set(_START, "")
+    elif problem := store.get(_START).decode():
+        raise unpacked(problem)
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=STARTUP_TIMEOUT,
+        device_id=device if device.type != "cpu" else None,
+    )
+
+
+def lost_peer(error: Exception) -> str:
+    """One line, if it is that another rank died or is silent; else ""."""
+    # gloo's errors are plain RuntimeErrors: "[<source file>] <reason>. This is typically ..."
+    text = re.sub(r"^\[[^]]*gloo/[^]]*\] ", "", str(error)).partition(". This is typically")[0]
+    is_lost = isinstance(error, dist.DistError) or text != str(error)
+    return f"another rank died or is silent; this one ends, too ({text})" if is_lost else ""
+
+
+def _meet(launch: Launch, patience: timedelta) -> dist.Store:
+    """The store through which the ranks find each other."""
+    store, *_ = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=patience))
+    # On one node torchrun's store outlives a restart; on several `--rdzv_backend c10d` renews it.
+    one_node = launch.local_world_size == launch.world_size
+    return dist.PrefixStore(f"attempt {launch.restart_count}", store) if one_node else store

@@ -1,0 +1,158 @@
+"""The folder that a run is written to, claimed before anything costs time (floor 5, no torch)."""
+
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from parallel3d.config import RunConfig
+from parallel3d.errors import ConfigError
+from parallel3d.holder import Holder
+from parallel3d.lock import Held, Lock
+from parallel3d.mesh.launch import Launch
+from parallel3d.train.attempts import folder_of_this_launch, unfinished
+
+SUFFIX = ".lock"  # of a run's lock, beside its folder
+# What says where and how a run is written, and how far this time, not what is trained.
+_APART = (
+    *("steps_per_print", "wall_clock_breakdown", "flops_profiler", "comms_logger", "aio"),
+    *("tensorboard", "csv_monitor", "wandb", "comet"),
+    *(f"zero_optimization.offload_{what}.nvme_path" for what in ("optimizer", "param")),
+    *(
+        "parallel3d.run",
+        "parallel3d.checkpoint",
+        "parallel3d.data.cache",
+        "parallel3d.data.workers",
+    ),
+    *(f"parallel3d.train.{name}" for name in ("stop_after", "timeout_seconds", "profile")),
+)
+
+
+@dataclass
+class Claim:
+    """A run's folder, which no other launch writes to until `release`."""
+
+    folder: Path
+    config: str
+    """The digest of what is trained: the same config finds its unfinished run by it."""
+    lock: Lock
+    made: Path | None
+    """The directory of all runs, where it was made for this one."""
+
+    def release(self) -> None:
+        """Let another launch have it."""
+        self.lock.release()
+        if self.made:
+            with suppress(OSError):  # there is a run in it now
+                self.made.rmdir()
+
+
+def ready(config: RunConfig, launch: Launch) -> RunConfig:
+    """The config for the ranks that were launched, its mesh planned if it asks for that.
+
+    Every rank comes to the same. Raises ConfigError.
+    """
+    if config.is_planned:
+        from parallel3d.plan.report.choose import choose
+        from parallel3d.train.dry_run import machine_of
+
+        config, _ = choose(config, launch.world_size, machine_of(config, launch))
+    return config.resolve(launch.world_size)
+
+
+def digest_of(config: RunConfig) -> str:
+    """What two launches that train the same have in common, as a digest.
+
+    `config` is as it was read, before the number of processes filled anything in; where and how
+    the run is written is left out.
+    """
+    values = config.to_dict()
+    for path in _APART:
+        *blocks, name = path.split(".")
+        place: Any = values
+        for block in blocks:
+            place = place.get(block) or {}
+        place.pop(name, None)
+    return blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def claim(asked: RunConfig, config: RunConfig, launch: Launch, say: Callable[[str], None]) -> Claim:
+    """Claim the folder that a run goes on in, or a new one's name.
+
+    `asked` is the config as it was read, `config` the same for the processes that were started.
+    To be called on one process of a launch. Raises ConfigError where a living process writes to
+    the folder, or nobody can.
+    """
+    directory, same = Path(config.run.directory), digest_of(asked)
+    made = None if directory.exists() else directory
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        folder, lock = _find(config, launch, directory, same, say)
+    except OSError as error:
+        raise ConfigError(
+            f'parallel3d.run.directory = "{config.run.directory}": cannot be written '
+            f"({error.strerror}); name a folder that can"
+        ) from None
+    return Claim(folder, same, lock, made)
+
+
+def _find(
+    config: RunConfig, launch: Launch, directory: Path, same: str, say: Callable[[str], None]
+) -> tuple[Path, Lock]:
+    def lock(name: str) -> Lock:
+        return Lock(directory / f"{name}{SUFFIX}", about=same, jobs=launch.jobs)
+
+    if config.run.name != "auto":
+        folder = directory / config.run.name
+        if config.checkpoint.resume == "none" and folder.exists() and not launch.restart_count:
+            raise ConfigError(
+                f'parallel3d.run.name = "{config.run.name}": {folder} exists, and '
+                'checkpoint.resume = "none" starts afresh; use another name, or resume "auto"'
+            )
+        mine = lock(folder.name)
+        try:
+            mine.take(say)
+        except Held as error:
+            raise ConfigError(_held(folder, error.holder)) from None
+        return folder, mine
+    found = None
+    if launch.restart_count:
+        found = folder_of_this_launch(directory, name_of(config))
+    elif config.checkpoint.resume == "auto" or isinstance(config.checkpoint.resume, int):
+        found = unfinished(directory, same)
+    for number in count(1):
+        name = name_of(config) if number == 1 else f"{name_of(config)}-{number}"
+        folder = found or directory / name
+        if folder.exists() and not found:
+            continue
+        mine = lock(folder.name)
+        try:
+            mine.take(say)
+        except Held as error:
+            # Another run has the name; the same run, starting too, is not to be trained twice.
+            if found or (error.holder.about == same and config.checkpoint.resume != "none"):
+                raise ConfigError(_held(folder, error.holder)) from None
+            continue
+        if found or not folder.exists():  # another may have had it meanwhile
+            return folder, mine
+        mine.release()
+    raise AssertionError("count() does not end")
+
+
+def _held(folder: Path, holder: Holder) -> str:
+    return (
+        f"{folder} is being trained by {holder}: two launches cannot write to one run. Wait for "
+        f"it, or stop it (`touch {folder / 'STOP'}`) and start again to go on; for a second run "
+        "of the same config, --parallel3d.run.name NAME"
+    )
+
+
+def name_of(config: RunConfig) -> str:
+    """The name of a run that is given none: its model and its mesh."""
+    sizes = "x".join(str(getattr(config.mesh, axis)) for axis in ("pp", "dp", "tp"))
+    model = config.model
+    return f"{model.family}-h{model.hidden_size}-l{model.num_hidden_layers}-{sizes}"

@@ -1,0 +1,98 @@
+"""Steps as they end: a bar on a terminal, lines in a log; nothing here knows ranks (floor 5)."""
+
+import time
+from collections import deque
+
+from rich import progress
+from rich.console import Console
+
+from parallel3d.train.metrics import StepMetrics
+
+_MEAN_OF = 50  # steps, for the time that is left
+
+
+class Progress:
+    """Shows steps as they end: a bar on a terminal, aligned lines every `every` steps in a log.
+
+    A line ends with the time since the start and the time that is left by the mean of the last
+    steps; where nobody watches it begins with the time of day. `first` is the step begun at.
+    """
+
+    def __init__(
+        self, num_steps: int, every: int = 10, console: Console | None = None, first: int = 0
+    ) -> None:
+        self.console = console or Console(stderr=True)
+        self._num_steps, self._every = num_steps, every
+        self._began = time.monotonic()
+        self._ends = deque([(first, self._began)], maxlen=_MEAN_OF + 1)  # of the newest steps
+        self._bar: progress.Progress | None = None
+        if self.console.is_terminal:
+            self._bar = progress.Progress(
+                progress.TextColumn("step"),
+                progress.MofNCompleteColumn(),
+                progress.BarColumn(bar_width=16),
+                progress.TextColumn("{task.fields[numbers]}"),
+                console=self.console,
+            )
+            self._task = self._bar.add_task("", total=num_steps, completed=first, numbers="")
+            self._bar.start()
+
+    def show(self, metrics: StepMetrics) -> None:
+        """Show a step that has ended."""
+        step, last = metrics.step, self._num_steps
+        self._ends.append((step, time.monotonic()))
+        if self._bar:
+            numbers = f"{_numbers(metrics, brief=True)}  {self._times(brief=True)}"
+            self._bar.update(self._task, completed=step, numbers=numbers)
+        evaluated = metrics.held_out_loss is not None
+        if evaluated or (not self._bar and (step % self._every == 0 or step in (1, last))):
+            of_day = "" if self._bar else time.strftime("%H:%M:%S  ")
+            line = f"step {step:>{len(str(last))}}/{last}  {_numbers(metrics)}"
+            self.say(f"{of_day}{line}  {self._times()}")
+
+    def _times(self, brief: bool = False) -> str:
+        """The time since the start, and what is left."""
+        (first, began), (step, now) = self._ends[0], self._ends[-1]
+        if first == 0 and len(self._ends) > 2:
+            first, began = self._ends[1]  # the first step also warms up
+        left = in_words((self._num_steps - step) * (now - began) / max(1, step - first))
+        elapsed = in_words(now - self._began)
+        if step == self._num_steps:
+            return elapsed
+        return f"{elapsed}<{left}" if brief else f"{elapsed} elapsed, {left} left"
+
+    def say(self, text: str) -> None:
+        """Show a line of text."""
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        if self._bar:
+            self._bar.stop()
+
+
+def in_words(seconds: float) -> str:
+    """A time as people read it: 12s, 3m05s, 2h07m, 3d04h."""
+    if seconds < 59.5:
+        return f"{seconds:.0f}s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}m{rest:02}s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02}m" if hours < 24 else f"{hours // 24}d{hours % 24:02}h"
+
+
+def _numbers(metrics: StepMetrics, brief: bool = False) -> str:
+    """What a line says of a step; `brief` leaves room for a bar on a terminal of 80 columns."""
+    parts = [f"loss {metrics.loss:.4f}"]
+    if not brief:
+        parts += [f"norm {metrics.grad_norm:.3f}", f"lr {metrics.lr:.1e}"]
+    parts += [f"{metrics.tokens_per_second:,.0f} tokens/s", f"MFU {percent(metrics.mfu)}"]
+    if metrics.held_out_loss is not None and not brief:
+        parts.insert(1, f"held-out {metrics.held_out_loss:.4f}")
+    return "  ".join(parts)
+
+
+def percent(share: float | None) -> str:
+    """A share of 1 as people read it; "-" where it is not known."""
+    return "-" if share is None else f"{100 * share:.1f} %"

@@ -1,0 +1,144 @@
+"""Launches that want one run at once, through the real command."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.launch.launching import PYTHON, TRAIN, Place, environment, session, torchrun
+from tests.launch.test_restart import SMALL
+
+pytestmark = pytest.mark.drill
+
+DONE, BAD_INPUT = 0, 2
+# Another host, as far as anybody who asks can see.
+ELSEWHERE = (
+    "import runpy, socket, sys; socket.gethostname = lambda: 'node7'; "
+    "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+)
+
+
+@pytest.fixture
+def place(tmp_path):
+    return Place(tmp_path)
+
+
+def start(place, number, launcher=PYTHON, name="shared", steps=4000):
+    """So many at once; each with a file of what it says."""
+    named = ("--parallel3d.run.name", name, "--parallel3d.checkpoint.every", 5)
+    command = place.command(launcher, *SMALL, *named, steps=steps)
+    logs = [place.root / f"log-{i}.txt" for i in range(number)]
+    return [
+        (subprocess.Popen(command, cwd=place.root, env=environment(), stdout=subprocess.DEVNULL,
+                          stderr=log.open("w"), start_new_session=True), log)
+        for log in logs
+    ]  # fmt: skip
+
+
+def end(started):
+    for process, _ in started:
+        for left in session(process.pid):
+            left.kill()
+        process.wait()
+
+
+def wait_until(condition, seconds=120):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def the_one(place, started):
+    """Who trains, when all others have ended as they should."""
+    wait_until(lambda: len([p for p, _ in started if p.poll() is None]) == 1)
+    [(winner, _)] = [(p, log) for p, log in started if p.poll() is None]
+    for process, log in started:
+        said = log.read_text()
+        if process is not winner:
+            assert process.returncode == BAD_INPUT, said
+            assert re.search(rf"being trained by process {winner.pid} on ", said), said
+            assert "Traceback" not in said and said.count("\n") == 1
+    wait_until(lambda: list(place.root.glob("runs/*/checkpoints/step-*/manifest.json")))
+    return winner
+
+
+# The first guarantee of "nothing lost" that real processes alone can show.
+@pytest.mark.parametrize("name", ["shared", pytest.param("auto", marks=pytest.mark.slow)])
+def test_of_eight_launches_one_trains_and_after_its_death_the_next(place, name):
+    first = start(place, 8, name=name)
+    try:
+        os.kill(the_one(place, first).pid, signal.SIGKILL)
+        second = start(place, 2, name=name)
+        try:
+            [folder] = [path for path in (place.root / "runs").iterdir() if path.is_dir()]
+            winner = the_one(place, second)
+            (folder / "STOP").touch()
+            winner.wait(60)
+        finally:
+            end(second)
+    finally:
+        end(first)
+    assert "resume  from" in "".join(log.read_text() for _, log in second)
+    steps = [line["step"] for line in place.lines(folder.name)]
+    assert steps == list(range(1, len(steps) + 1))  # no line is lost, and none is there twice
+    assert [path.name for path in (place.root / "runs").iterdir()] == [folder.name]
+
+
+@pytest.mark.slow  # waits for 15 heartbeats; tests/test_lock.py has it with a short one
+def test_a_launch_on_another_host_hears_the_heartbeat_and_its_end(place):
+    first = start(place, 1)
+    try:
+        wait_until(lambda: (place.root / "runs/shared.lock").exists())
+        began = time.monotonic()
+        [(refused, log)] = start(place, 1, [sys.executable, "-c", ELSEWHERE])
+        assert refused.wait(60) == BAD_INPUT, log.read_text()
+        assert time.monotonic() - began < 8  # 5 s at the lock, and Python's own start
+        assert "waiting for its heartbeat, at most 30 s" in log.read_text()
+        wait_until(lambda: list(place.root.glob("runs/*/checkpoints/step-*/manifest.json")))
+    finally:
+        end(first)
+    [(after, log)] = last = start(place, 1, [sys.executable, "-c", ELSEWHERE])
+    try:
+        wait_until(lambda: "resume  from" in log.read_text())
+        (place.root / "runs/shared/STOP").touch()
+        after.wait(60)
+    finally:
+        end(last)
+
+
+@pytest.mark.slow  # tests/train/test_ending.py has the code that it gives
+def test_a_stop_under_torchrun_with_restarts_left_ends_with_0(place):
+    started = start(place, 1, [*torchrun(2), "--max-restarts=3"])
+    [(process, log)] = started
+    try:
+        wait_until(lambda: len(place.lines("shared")) >= 2)
+        (place.root / "runs/shared/STOP").touch()
+        assert process.wait(60) == DONE, log.read_text()
+    finally:
+        end(started)
+    said = log.read_text()
+    assert said.rstrip().endswith("stopped on request (exit code 3)")
+    assert said.count("mesh pp") == 1  # it was not started again
+    assert Path(TRAIN).name in said  # in the command that goes on
+
+
+@pytest.mark.slow  # tests/train/test_claim.py has the message, on one process
+def test_all_ranks_of_a_second_launch_end_with_2(place):
+    first = start(place, 1)
+    try:
+        wait_until(lambda: (place.root / "runs/shared.lock").exists())
+        [(second, log)] = started = start(place, 1, torchrun(2))
+        second.wait(60)
+        end(started)
+    finally:
+        end(first)
+    said = log.read_text()
+    assert said.count("is being trained by process") == 1, said
+    assert said.count("bad config or input: do not retry (exit code 2)") == 1
+    assert set(re.findall(r"exitcode *: *(\d+)", said)) == {"2"}, said

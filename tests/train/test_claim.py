@@ -1,0 +1,161 @@
+"""Which folder a launch writes to: the name's, the unfinished run's of its config, or a new one."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from parallel3d.config import RunConfig
+from parallel3d.errors import ConfigError
+from parallel3d.lock import Lock
+from parallel3d.mesh.launch import Launch
+from parallel3d.train import claim as claims
+from parallel3d.train.attempts import Attempts
+from parallel3d.train.claim import digest_of
+
+pytestmark = pytest.mark.gloo
+
+ROOT = Path(__file__).parents[2]
+ALONE = Launch(0, 1, 0)
+NAME = "gpt-h128-l4-1x1x1"
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "runs"
+
+
+def read(*overrides):
+    return RunConfig.from_json(str(ROOT / "configs/ds.json"), list(map(str, overrides)))
+
+
+def claim(*overrides, launch=ALONE):
+    asked = read(*overrides)
+    return claims.claim(asked, asked.resolve(launch.world_size), launch, print)
+
+
+def leave(claimed, *overrides, **end):
+    """What a launch leaves behind that came so far: dead, or ended in one of two ways."""
+    claimed.folder.mkdir(exist_ok=True)
+    attempts = Attempts(claimed.folder, read(*overrides).to_dict(), claimed.config)
+    attempts.begin(3)
+    if end:
+        attempts.end(**end)
+    claimed.release()
+
+
+@pytest.mark.parametrize("end", [{}, {"stopped": True}])
+def test_the_same_command_goes_on_with_the_newest_unfinished_run(place, end):
+    first = claim()
+    assert first.folder == Path("runs") / NAME and first.lock.path.exists()
+    leave(first, **end)
+    second = claim("--parallel3d.checkpoint.resume", "none")  # starts afresh
+    assert second.folder.name == f"{NAME}-2"
+    leave(second, **end)
+    again = claim()
+    assert again.folder == second.folder
+    leave(again, stopped=False)
+    assert claim().folder == first.folder  # the newest that has not come to its end
+
+
+def test_a_finished_run_and_another_config_are_not_gone_on_with(place):
+    leave(claim(), stopped=False)
+    another = claim()
+    assert another.folder.name == f"{NAME}-2"
+    leave(another)
+    other = claim("--optimizer.params.lr", 1e-4)
+    assert other.folder.name == f"{NAME}-3"
+    other.release()
+
+
+SAME = [
+    ("--parallel3d.run.directory", "elsewhere"), ("--parallel3d.train.stop_after", 3),
+    ("--parallel3d.checkpoint.every", 7), ("--parallel3d.data.cache", "/scratch"),
+    ("--steps_per_print", 3), ("--parallel3d.train.timeout_seconds", 9),
+]  # fmt: skip
+OTHER = [
+    ("--optimizer.params.lr", 1e-4), ("--parallel3d.train.seed", 1), ("--parallel3d.mesh.pp", 2),
+    ("--parallel3d.train.steps", 7000), ("--parallel3d.data.source", "text"),
+    ("--zero_optimization.stage", 1, "--zero_optimization.offload_optimizer.device", "none"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("overrides", [*SAME, *OTHER])
+def test_what_is_trained_makes_the_same_config_and_where_does_not(overrides):
+    more = ("--parallel3d.data.paths", '["a"]') if "text" in overrides else ()
+    assert (digest_of(read(*overrides, *more)) == digest_of(read())) == (overrides in SAME)
+
+
+def test_more_processes_go_on_with_the_same_run(place):
+    leave(claim())
+    four = claim(launch=Launch(0, 4, 0, 4))
+    assert four.folder.name == NAME
+    four.release()
+
+
+def test_a_living_launch_keeps_its_run(place):
+    held = claim()  # it has no folder yet: its corpus may take an hour
+    for name in ((), ("--parallel3d.run.name", NAME)):
+        with pytest.raises(ConfigError, match=rf"runs/{NAME} is being trained by process \d+ on"):
+            claim(*name)
+    with pytest.raises(ConfigError, match=r"for a second run of the same config, --parallel3d.run"):
+        claim()
+    others = [
+        claim("--optimizer.params.lr", 1e-4),
+        claim("--parallel3d.checkpoint.resume", "none"),
+        claim("--parallel3d.run.name", "mine"),
+    ]
+    assert [other.folder.name for other in others] == [f"{NAME}-2", f"{NAME}-3", "mine"]
+    for one in [*others, held]:
+        one.release()
+    assert not place.exists()  # nothing was trained, so nothing is left
+
+
+def test_a_run_that_lives_is_not_taken_for_one_that_died(place):
+    leave(claim())
+    held = claim()
+    with pytest.raises(ConfigError, match="is being trained by"):
+        claim()
+    held.release()
+
+
+def test_a_folder_that_cannot_be_made(place):
+    place.write_text("a file")
+    with pytest.raises(
+        ConfigError, match=r'run.directory = "runs": cannot be written \(.*\); name'
+    ):
+        claim()
+
+
+def test_a_second_launch_is_refused_before_torch_is_imported(place):
+    """In less time than torch takes to import, with exit code 2 and one line."""
+    place.mkdir()
+    held = Lock(place / "mine.lock")
+    held.take()
+    code = (
+        "import runpy, sys, os\n"
+        "def ended(code):\n print(code, 'torch' in sys.modules, flush=True); real(code)\n"
+        "real, os._exit = os._exit, ended\n"
+        f"sys.argv = ['train.py', '--config', 'ds.json', '--parallel3d.run.name', 'mine']\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        f"runpy.run_path({str(ROOT / 'launch/train.py')!r}, run_name='__main__')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == "2 False\n", done.stderr
+    assert done.stderr.count("\n") == 1 and "is being trained by process" in done.stderr
+    held.release()
+
+
+def test_a_record_of_before_is_not_taken_for_the_same_config(place):
+    claimed = claim()
+    leave(claimed)
+    path = claimed.folder / "attempts.json"
+    record = json.loads(path.read_text())
+    del record["config"]
+    path.write_text(json.dumps(record))
+    again = claim()
+    assert again.folder.name == f"{NAME}-2"
+    again.release()

@@ -1,0 +1,110 @@
+"""What a launch ends with: exit codes under each launcher, and the command that goes on."""
+
+import subprocess
+import sys
+
+import pytest
+
+from parallel3d.errors import ConfigError
+from parallel3d.mesh.launch import Launch
+from parallel3d.train import ending
+
+pytestmark = pytest.mark.gloo
+
+TORCHRUN = {
+    "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2",
+    "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_MAX_RESTARTS": "3",
+    "TORCHELASTIC_RESTART_COUNT": "1",
+}  # fmt: skip
+DEEPSPEED = {
+    "RANK": "0",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "0",
+    "LOCAL_SIZE": "2",
+    "CROSS_RANK": "0",
+}
+SLURM = {
+    "SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "1", "MASTER_ADDR": "node1",
+    "SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "2",
+}  # fmt: skip
+ALL = {name for variables in (TORCHRUN, DEEPSPEED, SLURM) for name in variables}
+
+
+@pytest.fixture
+def launch_of(monkeypatch):
+    def launch_of(variables):
+        for name in ALL | {"SLURM_NTASKS_PER_NODE"}:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        return Launch.from_environment()
+
+    return launch_of
+
+
+@pytest.mark.parametrize(
+    ("variables", "code", "ends_with", "says"),
+    [
+        ({}, 3, 3, ""),
+        ({}, 2, 2, ""),
+        (SLURM, 3, 3, ""),
+        (TORCHRUN, 3, 0, "stopped on request (exit code 3)"),
+        (TORCHRUN, 1, 1, "the run failed (exit code 1)"),
+        (TORCHRUN, 0, 0, ""),
+        (TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "3"}, 3, 3, "stopped on request (exit code 3)"),
+        (DEEPSPEED, 3, 3, "stopped on request (exit code 3)"),
+        (DEEPSPEED, 2, 2, "bad config or input: do not retry (exit code 2)"),
+    ],
+)
+def test_codes_and_last_lines(launch_of, variables, code, ends_with, says):
+    launch = launch_of(variables)
+    assert (ending.exit_code(code, launch), ending.last_line(code, launch)) == (ends_with, says)
+
+
+def test_jobs_that_are_started_again(launch_of):
+    assert launch_of(SLURM).jobs == (("slurm", "77", 2),)
+    assert launch_of(TORCHRUN).jobs == ()  # torchrun's default name is no name
+    named = launch_of(TORCHRUN | {"TORCHELASTIC_RUN_ID": "a"})
+    assert named.jobs == (("torchelastic", "a", 1),)
+
+
+BAD = [
+    ("RANK", "abc"), ("RANK", ""), ("RANK", "-1"), ("RANK", "2"), ("RANK", "1.0"),
+    ("WORLD_SIZE", None), ("WORLD_SIZE", "0"), ("WORLD_SIZE", "two"), ("LOCAL_RANK", "2"),
+    ("LOCAL_RANK", "-1"), ("LOCAL_WORLD_SIZE", "0"), ("LOCAL_WORLD_SIZE", "3"),
+    ("TORCHELASTIC_RESTART_COUNT", "x"), ("TORCHELASTIC_MAX_RESTARTS", "\u0663"),
+]  # fmt: skip
+BAD_SLURM = [("SLURM_PROCID", "9"), ("SLURM_NTASKS", "many"), ("SLURM_LOCALID", None)]
+
+
+@pytest.mark.parametrize(
+    ("good", "name", "value"),
+    [(TORCHRUN, *case) for case in BAD] + [(SLURM, *case) for case in BAD_SLURM],
+)
+def test_an_environment_that_is_no_launchers(launch_of, good, name, value):
+    variables = {k: v for k, v in (good | {name: value}).items() if v is not None}
+    with pytest.raises(ConfigError) as refused:
+        launch_of(variables)
+    said = str(refused.value)
+    assert name in said and "it must be a whole number from" in said and "unset RANK" in said
+
+
+def test_the_command_is_the_one_that_was_typed():
+    """Through a process that starts another one with the same script, as a launcher does."""
+    code = (
+        "import subprocess, sys\n"
+        "from parallel3d.train import ending\n"
+        "if sys.argv[-1] == '--local_rank=0':\n print(ending.command_of_this_launch())\n"
+        "else:\n subprocess.run([sys.executable, *sys.argv, '--local_rank=0'])\n"
+    )
+    with open("launched.py", "w") as file:
+        file.write(code)
+    words = [sys.executable, "launched.py", "--config", "a b.json"]
+    said = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    assert said == "python launched.py --config 'a b.json'\n"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(__file__).rpartition("/tests/")[0])
