@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -11,6 +10,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
+from parallel3d import suggest
 from parallel3d.section import ABSENT, Beyond, Problem, Problems, Section
 
 # The rule and the remedy of each kind of error that pydantic finds; {..} are pydantic's words.
@@ -112,10 +112,12 @@ def _problems_of(detail: ErrorDetails, raw: Any, root: type[Section]) -> Iterato
     words = detail.get("ctx", {})
     cause = words.get("error")
     if detail["type"] == "extra_forbidden":
-        yield _unknown(path, value, model, root)
+        yield from _unknown(path, value, model, root)
     elif detail["type"] == "missing":
         field = model.model_fields.get(key) if model else None
         doc = (field.description or "").split("\n")[0] if field else "the list is too short"
+        if field and field.examples:  # a block that can be pasted
+            doc = ", or ".join([f'"{key}": {json.dumps(field.examples[0])}', *field.examples[1:]])
         yield Problem(path, ABSENT, "is required", f"add it: {doc}")
     elif isinstance(cause, Problems):
         yield from (problem.under(path) for problem in cause.problems)
@@ -131,19 +133,23 @@ def _problems_of(detail: ErrorDetails, raw: Any, root: type[Section]) -> Iterato
         yield Problem(path, value, *(_format(text, words) for text in (rule, remedy)))
 
 
-def _unknown(path: str, value: Any, model: type[Section] | None, root: type[Section]) -> Problem:
-    """A key that is no setting: refused by name where it is known, else with the nearest one."""
+def _unknown(
+    path: str, value: Any, model: type[Section] | None, root: type[Section]
+) -> Iterator[Problem]:
+    """A key that is no setting: refused by name where it is known, else with what may be meant."""
     section, _, key = path.rpartition(".")
     refused = root.beyond.refused.get(section, {})
     if key in refused:
-        return Problem(path, value, *_split(refused[key]))
+        inside = root.beyond.refused.get(path, {}) if isinstance(value, dict) else {}
+        for name in inside.keys() & value.keys() if inside else ():
+            yield Problem(f"{path}.{name}", value[name], *_split(inside[name]))
+        left = {k: v for k, v in value.items() if k not in inside} if inside else value
+        if left or not inside:
+            yield Problem(path, left, *_split(refused[key]))
+        return
     known = list(model.model_fields) if model else []
-    if near := get_close_matches(key, [*known, *refused], n=1):
-        return Problem(path, value, "is no setting", f'the nearest one is "{near[0]}"')
-    elsewhere = [s.path for s in settings(root) if s.path.endswith(f".{key}")]
-    if elsewhere:
-        return Problem(path, value, "is no setting here", f"did you mean {elsewhere[0]}?")
-    return Problem(path, value, "is no setting", f"this block has: {', '.join(known)}")
+    listed = {setting.path: setting.only for setting in settings(root)}
+    yield suggest.unknown(path, value, known=known, refused=refused, listed=listed)
 
 
 def _located(loc: tuple[int | str, ...], raw: Any) -> tuple[str, Any]:

@@ -7,7 +7,7 @@ Here everything beyond comments and trailing commas is an error with its line.
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +49,15 @@ def parse(text: str, source: str = "config") -> dict[str, Any]:
     return value
 
 
-def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> None:
-    """Set values in `raw` by their dotted paths: `--a.b 2` or `--a.b=2`; the last one wins."""
+def apply_overrides(
+    raw: dict[str, Any], overrides: Sequence[str], full_path: Callable[[str], str] = str
+) -> None:
+    """Set values in `raw` by their dotted paths: `--a.b 2` or `--a.b=2`; the last one wins.
+
+    `full_path` gives the path that a shorter one stands for.
+    """
     for path, text in _pairs(overrides):
-        *sections, key = path.split(".")
+        *sections, key = full_path(path).split(".")
         block = raw
         for section in sections:
             block = block.setdefault(section, {})

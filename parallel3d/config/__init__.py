@@ -8,7 +8,8 @@ from parallel3d.config.deepspeed import (
     OptimizerConfig,
     ZeroConfig,
 )
-from parallel3d.config.run import RunConfig, help_text, settings
+from parallel3d.config.listing import help_text, settings
+from parallel3d.config.run import RunConfig
 from parallel3d.config.settings import (
     LrScheduleConfig,
     MeshConfig,

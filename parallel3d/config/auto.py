@@ -7,7 +7,7 @@ what the user of a Trainer would set there. A test compares the two.
 import json
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from parallel3d.section import ABSENT
@@ -25,6 +25,7 @@ class Rule:
     path: str
     words: str
     value: Callable[[dict[str, Any]], Any]
+    warning: str = ""  # a line more, where it may not be what is wanted
 
 
 def _constant(path: str, value: Any) -> Rule:
@@ -52,7 +53,12 @@ RULES = (
         "true unless fp16 is on: a file that leaves it open does not mean fp32",
         lambda raw: _at(raw, "fp16.enabled") is not True,
     ),
-    _constant("optimizer.params.lr", 5e-5),
+    replace(
+        _constant("optimizer.params.lr", 5e-5),
+        warning="WARNING: optimizer.params.lr = 5e-05 is Hugging Face's default for fine-tuning, "
+        "and this model is trained from scratch; name a rate, 1e-4 to 1e-3 for most sizes: "
+        "--optimizer.params.lr 3e-4",
+    ),
     _constant("optimizer.params.betas", [0.9, 0.999]),
     _constant("optimizer.params.eps", 1e-8),
     _constant("optimizer.params.weight_decay", 0.0),
@@ -71,7 +77,7 @@ RULES = (
 
 def resolve(raw: dict[str, Any]) -> list[str]:
     """Replace each "auto" that has a rule, in place; what became of them, a line for each."""
-    notes = []
+    notes, warnings = [], []
     for rule in RULES:
         section, _, key = rule.path.rpartition(".")
         block = _at(raw, section) if section else raw
@@ -85,7 +91,8 @@ def resolve(raw: dict[str, Any]) -> list[str]:
             text = json.dumps(value)
             known = rule.words if rule.words.startswith(text) else f"{text} ({rule.words})"
             notes.append(f"{rule.path}: auto = {known}")
-    return notes
+            warnings += [rule.warning] if rule.warning else []
+    return notes + warnings
 
 
 def _at(raw: Any, path: str) -> Any:

@@ -16,6 +16,7 @@ BEYOND = Beyond(
     refused={
         section: {name: key.reason for name, key in keys.items()}
         for section, keys in deepspeed_keys.BY_SECTION.items()
-    },
+    }
+    | {name: key.reasons for name, key in deepspeed_keys.TOP_LEVEL.items() if key.reasons},
     autos=[rule.path for rule in auto.RULES],
 )

@@ -194,17 +194,15 @@ def _check_lr_schedule(train: TrainConfig) -> Iterator[Problem]:
     if decay is not None and schedule.type != "wsd":
         rule = f'is not read by type "{schedule.type}"'
         yield Problem(f"{path}.decay_steps", decay, rule, 'remove it, or use type "wsd"')
-    elif train.steps is not None and schedule.warmup_steps > train.steps:
-        rule = f"is longer than the run of {train.steps} steps"
-        remedy = f"use at most {train.steps}, or raise train.steps"
-        yield Problem(f"{path}.warmup_steps", schedule.warmup_steps, rule, remedy)
-    elif train.steps is not None and schedule.warmup_steps + (decay or 0) > train.steps:
-        rule = (
-            f"and warmup_steps={schedule.warmup_steps} are longer than the run of "
-            f"{train.steps} steps"
-        )
-        remedy = f"use at most {train.steps - schedule.warmup_steps}"
-        yield Problem(f"{path}.decay_steps", decay, rule, remedy)
+    elif decay is not None and train.steps is not None:
+        # A warm-up that is longer than the run is cut (config/fitted.py).
+        warmup = min(schedule.warmup_steps, max(0, train.steps - decay))
+        if schedule.warmup_steps <= train.steps:
+            warmup = schedule.warmup_steps
+        if warmup + decay > train.steps:
+            rule = f"and warmup_steps={warmup} are longer than the run of {train.steps} steps"
+            remedy = f"use at most {max(1, train.steps - warmup)}"
+            yield Problem(f"{path}.decay_steps", decay, rule, remedy)
 
 
 def _check_scheduler(scheduler: Any, train: TrainConfig) -> Iterator[Problem]:

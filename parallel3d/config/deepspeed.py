@@ -15,6 +15,7 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 OTHER_OPTIMIZERS = ("adagrad", "lamb", "lion", "muadam", "muadamw", "musgd", "muon")
+ONE_BIT_OPTIMIZERS = ("onebitadam", "zerooneadam", "onebitlamb")
 
 
 def _optimizer_name(value: Any) -> Any:
@@ -23,7 +24,11 @@ def _optimizer_name(value: Any) -> Any:
         return value
     if value.lower() in OTHER_OPTIMIZERS:
         raise ValueError('is not yet supported by parallel3d; use "AdamW"')
-    return {"adam": "Adam", "adamw": "AdamW"}.get(value.lower(), value)
+    if value.lower() in ONE_BIT_OPTIMIZERS:
+        raise ValueError(
+            'rounds what is exchanged to one bit, and was removed from DeepSpeed 0.19; use "AdamW"'
+        )
+    return {"adam": "Adam", "adamw": "AdamW", "fusedadam": "Adam"}.get(value.lower(), value)
 
 
 def _whole_number(value: Any) -> Any:
@@ -52,7 +57,8 @@ class OptimizerConfig(Section):
     """The optimizer. As in DeepSpeed, both names mean AdamW: Adam with decoupled weight decay."""
 
     type: Annotated[Literal["AdamW", "Adam"], BeforeValidator(_optimizer_name)] = "AdamW"
-    """"AdamW" or "Adam"; DeepSpeed's "Adam" decouples weight decay too."""
+    """"AdamW" or "Adam"; DeepSpeed's "Adam" decouples weight decay too. "FusedAdam" means "Adam",
+    which is fused on devices and torch's on a CPU."""
     params: AdamParams
     """Learning rate, betas, eps and weight decay."""
 

@@ -6,12 +6,14 @@ tests/config/test_deepspeed_keys.py compares these tables, with the settings, to
 version: a key that a later DeepSpeed adds fails there until it is a setting or stands here.
 """
 
-from parallel3d.config.key import Key
+from parallel3d.config.key import ANY, Key
 
 _TIMERS = (
     *({"enabled": e} for e in (True, False)),
     *({"enabled": e, "synchronized": s} for e in (True, False) for s in (True, False)),
 )
+_LOG_LEVELS = (None, "debug", "info", "warning", "error", "critical")
+_RECOMPUTE = "parallel3d.pipeline.activation_checkpointing"
 _REMOVED = "was removed from DeepSpeed 0.19"
 _METRICS = "is not used: metrics.jsonl has loss, speed, memory and MFU of each step; remove it"
 _PROFILE = "is not used; set parallel3d.train.profile"
@@ -30,14 +32,24 @@ def _either(why: str) -> Key:
 
 TOP_LEVEL = {
     "activation_checkpointing": Key(
-        "is not used; set parallel3d.pipeline.activation_checkpointing",
+        f"is not used; set {_RECOMPUTE}",
+        # How many there are matters to contiguous_memory_optimization alone; to wait for the device
+        # at each, or to time it, changes no number.
         items={
             "partition_activations": (False,),
-            "number_checkpoints": (None,),
+            "number_checkpoints": (ANY,),
             "contiguous_memory_optimization": (False,),
-            "synchronize_checkpoint_boundary": (False,),
-            "profile": (False,),
+            "synchronize_checkpoint_boundary": (True, False),
+            "profile": (True, False),
             "cpu_checkpointing": (False,),
+        },
+        reasons={
+            "partition_activations": "is not possible: activations are not cut over tp afterwards; "
+            "set parallel3d.mesh.sequence_parallel, which keeps the part alone",
+            "contiguous_memory_optimization": "is not supported: activations have no buffer of "
+            "their own; remove it",
+            "cpu_checkpointing": "is not supported: activations stay on the device; remove it, or "
+            f'set {_RECOMPUTE} = "full", which keeps the least',
         },
     ),
     "amp": Key(f"{_REMOVED}; use bf16", switch="enabled"),
@@ -53,6 +65,7 @@ TOP_LEVEL = {
             "use_node_local_storage": (False,),
             "checkpoint_serialization": (True,),
             "writer": (None,),
+            "parallel_write": ({}, {"pipeline_stage": False}),
         },
     ),
     "comet": Key("is not supported; set parallel3d.run.tensorboard", switch="enabled"),
@@ -81,7 +94,7 @@ TOP_LEVEL = {
         "is not possible: every rank needs the new weights; remove it", (False,)
     ),
     "disable_python_gc": Key("is not used: collecting garbage stays on; remove it", (False,)),
-    "dump_state": Key("is not used: config.json in the run's folder has all; remove it", (False,)),
+    "dump_state": _either("config.json in the run's folder has all settings"),
     "eigenvalue": Key(f"{_REMOVED}; remove it", switch="enabled"),
     "elasticity": Key(f"{_REMOVED}; set train_micro_batch_size_per_gpu", switch="enabled"),
     "expert_parallel": Key(_NO_EXPERTS, switch="enabled"),
@@ -90,11 +103,21 @@ TOP_LEVEL = {
     "gradient_predivide_factor": Key(_OWN_LOOP, (1,)),
     "graph_harvesting": Key(f"{_REMOVED}; remove it", (False,)),
     "hybrid_engine": Key("is not used: it is for RLHF; remove it", switch="enabled"),
-    "log_level": Key("is not used: DeepSpeed's log is kept to errors; remove it", (None,)),
+    "log_level": Key("is not used: DeepSpeed's log is kept to errors; remove it", _LOG_LEVELS),
     "managed_gradient_accumulation": Key(_OWN_LOOP, (True,)),
-    "memory_breakdown": Key(_METRICS, (False,)),
+    "memory_breakdown": _either("metrics.jsonl has the peak memory of each step"),
     "nebula": Key(f"{_REMOVED}; remove it", switch="enabled"),
-    "pipeline": Key("is not used: DeepSpeed's own pipeline does not run; set parallel3d.pipeline"),
+    "pipeline": Key(
+        "is not used: DeepSpeed's own pipeline does not run; set parallel3d.pipeline",
+        items={
+            "stages": (None, "auto"),
+            "partition": ("best",),
+            "seed_layers": (False,),
+            "activation_checkpoint_interval": (0,),
+            "pipe_partitioned": (True,),
+            "grad_partitioned": (True,),
+        },
+    ),
     "prescale_gradients": Key(_OWN_LOOP, (False,)),
     "progressive_layer_drop": Key(f"{_REMOVED}; remove it", switch="enabled"),
     "quantize_training": Key(f"{_REMOVED}; remove it", switch="enabled"),

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 from parallel3d.config import auto
 from parallel3d.config.deepspeed_keys import BY_SECTION
-from parallel3d.config.key import Key
-from parallel3d.config.run import settings
+from parallel3d.config.key import ANY, Key
+from parallel3d.config.listing import settings
 from parallel3d.explain import Setting
 
 _INTRODUCTION = """\
@@ -18,7 +18,8 @@ command has the same list.
 A config is one JSON file. DeepSpeed's keys stand in it as in any `ds.json`, with DeepSpeed's
 meaning and defaults; everything else is in the block `"parallel3d"`, which DeepSpeed ignores.
 Comments (`//`, `/* */`) and trailing commas are allowed. Any value can be set on the command line
-by its path: `--parallel3d.mesh.tp 2`. A key that is not in these tables, a wrong type, and settings
+by its path: `--parallel3d.mesh.tp 2`; a path below `parallel3d.` needs no prefix where no key of
+DeepSpeed's has it: `--mesh.tp 2`. A key that is not in these tables, a wrong type, and settings
 that do not go together are errors, all named at once.
 
 Every key of DeepSpeed 0.19.8 stands in one of two tables: the settings, which work, or the other
@@ -37,7 +38,8 @@ _KEYS = """\
 
 These keys are no settings of parallel3d. A value in the second column says what parallel3d does
 anyway, or switches off what it does not have: it is accepted and left out. Any other value is
-refused, with the reason in the third column. The old names `bfloat16`, `cpu_offload` and
+refused, with the reason in the third column. Keys that begin with `_` are comments, in every block
+of DeepSpeed's part. The old names `bfloat16`, `cpu_offload` and
 `cpu_offload_param` are read as DeepSpeed reads them where the new ones are not there.
 """
 
@@ -71,6 +73,8 @@ def _keys() -> Iterator[tuple[str, ...]]:
         for name, key in sorted(keys.items()):
             path = f"{section}.{name}" if section else name
             yield f"`{path}`", ", ".join(_accepted(key)), key.reason
+            for item, reason in key.reasons.items():
+                yield f"`{path}.{item}`", "as above", reason
 
 
 def _accepted(key: Key) -> Iterator[str]:
@@ -79,7 +83,8 @@ def _accepted(key: Key) -> Iterator[str]:
     for value in key.values:
         yield f"`{json.dumps(value)}`"
     for item, values in key.items.items():
-        yield f"`{item}`: " + " or ".join(f"`{json.dumps(value)}`" for value in values)
+        words = ("any" if value is ANY else f"`{json.dumps(value)}`" for value in values)
+        yield f"`{item}`: " + " or ".join(words)
 
 
 def _table(head: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> str:

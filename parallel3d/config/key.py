@@ -5,20 +5,23 @@ from typing import Any
 
 from parallel3d.section import ABSENT
 
+ANY: Any = object()  # every value
+
 
 @dataclass(frozen=True)
 class Key:
     """A key that is no setting: the reason ("rule; remedy") why other values are refused.
 
     `values` are those that are accepted. Of a block, `items` are the values accepted of each key in
-    it; a
-    block with a `switch` is accepted unless the key of that name is true in it.
+    it (ANY accepts every value), and `reasons` say why others are refused where the block's reason
+    does not. A block with a `switch` is accepted unless the key of that name is true in it.
     """
 
     reason: str
     values: tuple[Any, ...] = ()
     items: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     switch: str = ""
+    reasons: dict[str, str] = field(default_factory=dict)
 
     def refused(self, value: Any) -> Any:
         """What of `value` is refused; ABSENT if nothing is."""
@@ -31,7 +34,7 @@ class Key:
         return {k: v for k, v in value.items() if not self._accepts(k, v)} or ABSENT
 
     def _accepts(self, item: str, value: Any) -> bool:
-        return any(_same(value, v) for v in self.items.get(item, ()))
+        return any(v is ANY or _same(value, v) for v in self.items.get(item, ()))
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Makes of a DeepSpeed file one that holds settings alone: no "auto", nothing neutral, no old name.
+"""Makes of a DeepSpeed file one of settings alone: no "auto", no old name, nothing neutral.
 
 What it leaves is checked strictly, so what is not accepted here is refused there, by name.
 """
@@ -21,13 +21,17 @@ _NULLABLE = ("offload_optimizer", "offload_param")
 
 
 def normalise(raw: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """A copy of the object of a ds.json in which only settings are left, and notes on "auto"."""
-    raw = deepcopy(raw)
+    """A copy of the object of a ds.json in which only settings are left, and notes on it."""
+    raw, notes = _without_comments(raw), []
+    if "zero_optimization" not in raw:
+        notes.append("zero_optimization: not there = stage 0, DeepSpeed's default: no sharding")
     zero = raw.get("zero_optimization")
     if isinstance(zero, dict):
         for name in _NULLABLE:
             if name in zero and zero[name] is None:
                 del zero[name]
+    if "steps_per_print" in raw and raw["steps_per_print"] is None:
+        del raw["steps_per_print"]
     for path, old, new, meaning in _OLD_NAMES:
         block = _block(raw, path)
         if block is not None and old in block and new not in block:
@@ -43,7 +47,22 @@ def normalise(raw: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
             left = keys[name].refused(block.pop(name))
             if left is not ABSENT:
                 block[name] = left
-    return raw, auto.resolve(raw)
+    return raw, [*notes, *auto.resolve(raw)]
+
+
+def _without_comments(raw: dict[str, Any]) -> dict[str, Any]:
+    """A copy without the keys that begin with "_", in all but the parallel3d block."""
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, list):
+            return [copied(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        return {k: copied(v) for k, v in value.items() if not k.startswith("_")}
+
+    ours = {k: deepcopy(v) for k, v in raw.items() if k == "parallel3d"}
+    theirs: dict[str, Any] = copied({k: v for k, v in raw.items() if k not in ours})
+    return theirs | ours
 
 
 def _block(raw: dict[str, Any], path: str) -> dict[str, Any] | None:

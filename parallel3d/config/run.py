@@ -1,13 +1,12 @@
 """The whole config of a run: what DeepSpeed's file holds, plus the "parallel3d" block."""
 
-import textwrap
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PlainValidator, PrivateAttr, ValidationError
 
 from parallel3d import explain, reader
-from parallel3d.config import arithmetic, checks
+from parallel3d.config import arithmetic, checks, examples
 from parallel3d.config.beyond import BEYOND
 from parallel3d.config.data import DataConfig
 from parallel3d.config.deepspeed import (
@@ -17,8 +16,9 @@ from parallel3d.config.deepspeed import (
     OptimizerConfig,
     ZeroConfig,
 )
+from parallel3d.config.fitted import fit
 from parallel3d.config.normalise import normalise
-from parallel3d.config.scheduler import TOTAL_STEPS, Scheduler, scheduler_section
+from parallel3d.config.scheduler import scheduler_section
 from parallel3d.config.settings import (
     PLAN,
     CheckpointConfig,
@@ -29,8 +29,8 @@ from parallel3d.config.settings import (
     Positive,
     TrainConfig,
 )
-from parallel3d.explain import Setting
-from parallel3d.section import Beyond, Problem, Problems, Section
+from parallel3d.config.short_paths import full_path
+from parallel3d.section import Beyond, Problem, Problems, Section, Size
 
 
 class RunConfig(Section):
@@ -47,7 +47,7 @@ class RunConfig(Section):
     """Microbatches in a step, which are the microbatches of one pass through the pipeline."""
     gradient_clipping: float = Field(default=1.0, ge=0)
     """Largest global gradient norm; 0 turns clipping off. The default is DeepSpeed's."""
-    steps_per_print: Positive = 10
+    steps_per_print: Annotated[Size, Field(gt=0)] = 10
     """Steps between two lines of progress where standard error is no terminal."""
     bf16: Bf16Config = Bf16Config()
     """Training in bfloat16; without it, training is in fp32."""
@@ -55,13 +55,13 @@ class RunConfig(Section):
     """Training in fp16 with a loss scale, where there is no bf16."""
     aio: AioConfig = AioConfig()
     """Input and output of NVMe offload."""
-    optimizer: OptimizerConfig
+    optimizer: OptimizerConfig = Field(examples=[examples.OPTIMIZER, examples.OPTIMIZER_OPTION])
     """The optimizer and its parameters."""
     scheduler: Annotated[Any, PlainValidator(scheduler_section)] = None
     """DeepSpeed's schedule of the learning rate, in place of parallel3d.train.lr_schedule."""
-    zero_optimization: ZeroConfig
-    """Sharding of the training state, and offload."""
-    parallel3d: Parallel3DConfig
+    zero_optimization: ZeroConfig = ZeroConfig(stage=0)
+    """Sharding of the training state, and offload; without the block stage 0, as in DeepSpeed."""
+    parallel3d: Parallel3DConfig = Field(examples=[examples.PARALLEL3D])
     """Everything that is not DeepSpeed's."""
 
     _notes: tuple[str, ...] = PrivateAttr(default=())
@@ -75,7 +75,7 @@ class RunConfig(Section):
         """
         file = reader.find(path)
         raw = reader.read(file)
-        reader.apply_overrides(raw, overrides)
+        reader.apply_overrides(raw, overrides, full_path)
         return cls.from_dict(raw, source=str(file))
 
     @classmethod
@@ -90,7 +90,7 @@ class RunConfig(Section):
             problems += checks.find_problems(explain.sound_settings(raw, problems, cls))
             raise Problems(problems, source) from None
         config._notes = tuple(notes)
-        return config._checked(source=source)
+        return config._fitted()._checked(source=source)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -210,7 +210,7 @@ class RunConfig(Section):
             samples = config.train.max_tokens // config.data.sequence_length
             config = config._with("train", steps=steps, max_tokens=None)
             config._max_samples = samples
-        return config._with_total_steps()._checked()
+        return config._fitted()._checked()
 
     def with_corpus(self, vocab_size: int, num_train_tokens: int) -> "RunConfig":
         """The config for a corpus: the model's vocabulary known, epochs turned to steps.
@@ -228,7 +228,7 @@ class RunConfig(Section):
             seen = arithmetic.samples_of_epochs(config.train.epochs, samples)
             config = config._with("train", steps=steps, epochs=None)
             config._max_samples = seen
-        return config._with_total_steps()._checked()
+        return config._fitted()._checked()
 
     def resumed(self, step: int, next_sample: int) -> "RunConfig":
         """The config of a run that has done `step` steps and seen `next_sample` samples.
@@ -239,7 +239,7 @@ class RunConfig(Section):
         if self._max_samples is None:
             return self
         left = max(0, self._max_samples - next_sample) // self.global_batch_size
-        return self._with("train", steps=max(1, step + left))._with_total_steps()._checked()
+        return self._with("train", steps=max(1, step + left))._fitted()._checked()
 
     def with_vocab_size(self, size: int) -> "RunConfig":
         """The config for a tokenizer of `size` tokens; the model's vocabulary may be larger."""
@@ -264,28 +264,10 @@ class RunConfig(Section):
         block = self.parallel3d.model_copy(update={section: changed})
         return self.model_copy(update={"parallel3d": block})
 
-    def _with_total_steps(self) -> "RunConfig":
-        """Its scheduler's "auto" length filled in, once the number of steps is known."""
-        chosen: Scheduler | None = self.scheduler
-        if chosen is None or getattr(chosen.params, TOTAL_STEPS, None) != "auto":
-            return self
-        if self.train.steps is None:
-            return self
-        params = chosen.params.model_copy(update={TOTAL_STEPS: self.train.steps})
-        return self.model_copy(update={"scheduler": chosen.model_copy(update={"params": params})})
-
-
-def settings() -> list[Setting]:
-    """Every setting of a ds.json, in the order of the file."""
-    return explain.settings(RunConfig)
-
-
-def help_text() -> str:
-    """Every setting with its type, default and doc, for `--help`."""
-    lines = []
-    for setting in settings():
-        default = f"default {setting.default}" if setting.default else "required"
-        only = f", {setting.only} only" if setting.only else ""
-        doc = textwrap.wrap(setting.doc, 92)
-        lines += [f"--{setting.path} {setting.type} ({default}{only})", *(f"    {x}" for x in doc)]
-    return "\n".join(lines)
+    def _fitted(self) -> "RunConfig":
+        """This config with what sets the learning rate fitted to its length, if that is known."""
+        train, scheduler, notes = fit(self.train, self.scheduler)
+        block = self.parallel3d.model_copy(update={"train": train})
+        config = self.model_copy(update={"parallel3d": block, "scheduler": scheduler})
+        config._notes = (*self._notes, *notes)
+        return config

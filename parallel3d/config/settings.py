@@ -1,5 +1,6 @@
 """The "parallel3d" block: mesh, pipeline, model, data, training and where a run is written."""
 
+import unicodedata
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -18,6 +19,7 @@ from parallel3d.schedule import schedules
 from parallel3d.section import ABSENT, Problem, Problems, Section
 
 Positive = Annotated[int, Field(gt=0)]
+_LONGEST_NAME = 100  # characters; file systems take 255 bytes, of which "-2" or a suffix need some
 PLAN: Literal["plan"] = "plan"  # in place of a mesh: the planner's first row
 Fixable = Literal[
     "zero_stage",
@@ -35,6 +37,23 @@ def _known_schedule(name: str) -> str:
     if name not in schedules.names():
         known = ", ".join(schedules.names())
         raise ValueError(f"names no file in parallel3d/schedule/schedules; use one of: {known}")
+    return name
+
+
+def _plain_name(name: str) -> str:
+    """A name that is one folder everywhere, and no option on a command line."""
+    size = len(name.encode(errors="replace"))
+    if "/" in name or "\\" in name or not name.strip():
+        raise ValueError("must be a plain name; write it without / and \\")
+    if name in (".", ".."):
+        raise ValueError("is no folder of its own; use a name with letters or digits, as in run-1")
+    if name.startswith("-"):
+        raise ValueError("begins as an option does; begin it with a letter or a digit")
+    if hidden := next((c for c in name if unicodedata.category(c)[0] in "CZ" and c != " "), ""):
+        raise ValueError(f"holds the invisible character U+{ord(hidden):04X}; write it without")
+    if len(name) > _LONGEST_NAME or size > 2 * _LONGEST_NAME:
+        long = f"is {len(name)} characters ({size} bytes) long"
+        raise ValueError(f"{long}; use at most {_LONGEST_NAME} ({2 * _LONGEST_NAME} bytes)")
     return name
 
 
@@ -192,7 +211,7 @@ class OutputConfig(Section):
 
     directory: str = Field(default="runs", min_length=1)
     """Folder of all runs, relative to the working directory."""
-    name: str = Field(default="auto", pattern=r"^[^/\\]+$")
+    name: Annotated[str, AfterValidator(_plain_name)] = "auto"
     """Name of this run; one that exists is resumed. "auto": the newest unfinished run of the same
     config, else a new readable name."""
     tensorboard: bool = False

@@ -16,8 +16,8 @@ pytestmark = pytest.mark.pure
 def test_nested_problems():
     path = "parallel3d.data.paths = []"
     assert path in error_of(**{"parallel3d.data.source": "text"})
-    path = "parallel3d.train.lr_schedule.warmup_steps = 11: is longer than the run of 10 steps"
-    assert path in error_of(**{"parallel3d.train.lr_schedule": {"warmup_steps": 11}})
+    path = "parallel3d.train.lr_schedule.warmup_steps = -1: must be at least 0"
+    assert path in error_of(**{"parallel3d.train.lr_schedule": {"warmup_steps": -1}})
     path = "optimizer.params.betas.1 = 1.0: must be less than 1"
     assert path in error_of(**{"optimizer.params.betas": [0.9, 1.0]})
 
@@ -164,3 +164,8 @@ def test_default_config_is_unchanged_by_overrides():
     apply_overrides(base, ["--parallel3d.mesh.tp", "4"])
     assert RunConfig.from_dict(base).mesh.tp == 4
     assert MINIMAL["parallel3d"]["mesh"]["tp"] == 2
+
+
+@pytest.mark.parametrize("name", ["a b", "Größe 3", "模型-1", "run.1", "1e-3", "x" * 100, "a..b"])
+def test_names_of_runs(name):
+    assert RunConfig.from_dict(raw(**{"parallel3d.run.name": name})).run.name == name

@@ -11,6 +11,7 @@ from tests.config.configs import LLAMA, REMOVED, error_of, raw
 pytestmark = pytest.mark.pure
 
 ZERO, ADAM, P3D = "zero_optimization", "optimizer.params", "parallel3d"
+NAME = f"{P3D}.run.name"
 STEPS, LR = f"{P3D}.train.steps", f"{P3D}.train.lr_schedule"
 CYCLE = {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3, "cycle_momentum": False}
 
@@ -45,7 +46,23 @@ BAD = [
     (f"{LR}.min_ratio", 1.5, "at most 1", "1 or less"),
     ("parallel3d.train.epochs", 0.0, "greater than 0", "raise it"),
     ("parallel3d.train.seed", 2**63, "less than", "lower it"),
-    ("parallel3d.run.name", "a/b", "plain name", "without /"),
+    (NAME, "a/b", "plain name", "without /"),
+    (NAME, "a\\b", "plain name", "without /"),
+    (NAME, "", "plain name", "write it without"),
+    (NAME, "  ", "plain name", "write it without"),
+    (NAME, "..", "no folder of its own", "run-1"),
+    (NAME, ".", "no folder of its own", "run-1"),
+    (NAME, "-rf", "begins as an option", "letter or a digit"),
+    (NAME, "--run", "begins as an option", "letter or a digit"),
+    (NAME, "a\nb", "invisible character U+000A", "write it without"),
+    (NAME, "a\tb", "invisible character U+0009", "write it without"),
+    (NAME, "a\0b", "invisible character U+0000", "write it without"),
+    (NAME, "a\u202eb", "invisible character U+202E", "write it without"),
+    (NAME, "a\u2028b", "invisible character U+2028", "write it without"),
+    (NAME, "a\ud800b", "invisible character U+D800", "write it without"),
+    (NAME, "x" * 101, "101 characters", "at most 100"),
+    (NAME, "模" * 100, "300 bytes", "200 bytes"),
+    (NAME, 7, "must be a string", "double quotes"),
     ("zero_optimization.reduce_bucket_size", 0.5, "must be an integer", "without quotes, point"),
     # unknown keys
     ("zero_optimisation", {"stage": 3}, "no setting", 'nearest one is "zero_optimization"'),
@@ -81,7 +98,8 @@ BAD = [
     ("wandb", {"enabled": True}, "not supported", "parallel3d.run.tensorboard"),
     ("tensorboard", {"enabled": True}, "is not used", "parallel3d.run.tensorboard"),
     ("flops_profiler", {"enabled": True}, "is not used", "parallel3d.train.profile"),
-    ("activation_checkpointing", {"cpu_checkpointing": True}, "is not used", "parallel3d.pipe"),
+    ("activation_checkpointing", {"cpu_checkpointing": True}, "stay on the device", "remove it"),
+    ("activation_checkpointing", {"partition_activations": True}, "not cut", "sequence_parallel"),
     ("communication_data_type", "bf16", "must be fp32", "remove it"),
     ("data_types", {"grad_accum_dtype": "bf16"}, "must be fp32", "remove it"),
     ("prescale_gradients", True, "reduces the gradients itself", "remove it"),
@@ -103,7 +121,6 @@ BAD = [
     ("train_batch_size", 9, "dp=1 = 8", 'use 8 or "auto"'),
     (f"{ZERO}.offload_optimizer.device", "nvme", "has no nvme_path", '"/local/nvme"'),
     (f"{ZERO}.offload_param.device", "cpu", "stage is 1", "use stage 3"),
-    (f"{LR}.warmup_steps", 11, "longer than the run of 10 steps", "use at most 10"),
     (f"{LR}.decay_steps", 5, 'not read by type "constant"', 'use type "wsd"'),
 ]  # fmt: skip
 
@@ -119,7 +136,8 @@ def check(message, path, value, rule, remedy):
     inner = next(iter(value)) if isinstance(value, dict) and value else None
     leaf = value[inner] if f"{path}.{inner} = " in message else value
     line = next(line for line in message.splitlines()[1:] if path in line)
-    assert f" = {json.dumps(leaf)}: " in line
+    shown = json.dumps(leaf)
+    assert f" = {shown if len(shown) <= 80 else f'{shown[:76]} ...'}: " in line
     assert rule in line
     assert any(choice in line for choice in remedy.split("|"))
 

@@ -11,7 +11,8 @@ from parallel3d.config import RunConfig
 from parallel3d.config.arithmetic import steps_of_epochs
 from parallel3d.config.deepspeed_keys import BY_SECTION
 from parallel3d.errors import ConfigError
-from tests.config.configs import error_of, raw
+from parallel3d.reader import apply_overrides
+from tests.config.configs import REMOVED, error_of, raw
 
 pytestmark = pytest.mark.pure
 
@@ -114,7 +115,12 @@ def test_a_file_as_they_are_found():
 def test_what_became_of_each_auto_is_told():
     notes = RunConfig.from_dict(raw(**REAL_WORLD)).resolve(4).notes
     assert any(note.startswith("bf16.enabled: auto = true unless fp16") for note in notes)
-    assert len(notes) == 15
+    assert len(notes) == 16
+    # A rate for fine-tuning, where weights are random: the last line, so that it is seen.
+    assert notes[-1].startswith("WARNING: optimizer.params.lr = 5e-05 is Hugging Face's default")
+    written = raw(**REAL_WORLD)
+    written["optimizer"]["params"]["lr"] = 3e-4
+    assert not any("WARNING" in note for note in RunConfig.from_dict(written).notes)
     assert RunConfig.from_dict(raw()).notes == ()
 
 
@@ -136,6 +142,51 @@ def test_auto_sizes_of_a_model_that_is_broken_say_only_that():
         **{"parallel3d.model.hidden_size": "64", "zero_optimization.reduce_bucket_size": "auto"}
     )
     assert message.startswith("1 problem ")
+
+
+def test_comments_of_other_peoples_files_are_left_out():
+    """At every level of DeepSpeed's part; the parallel3d block stays strict."""
+    file = raw(_comment="ours", **{"optimizer._why": {"a": 1}, "optimizer.params._lr": 5, "_x": []})
+    file["zero_optimization"]["offload_optimizer"] = {"device": "none", "_note": "none yet"}
+    assert RunConfig.from_dict(file) == RunConfig.from_dict(raw())
+    assert file["_comment"] == "ours"  # what is given is left as it is
+    assert 'parallel3d._comment = "x": is no setting' in error_of(**{"parallel3d._comment": "x"})
+
+
+def test_no_zero_optimization_is_stage_0():
+    config = RunConfig.from_dict(raw(zero_optimization=REMOVED))
+    assert config.zero_optimization.stage == 0
+    assert config.notes == (
+        "zero_optimization: not there = stage 0, DeepSpeed's default: no sharding",
+    )
+    # In a block that is there a missing stage is a slip.
+    assert "zero_optimization.stage: is required" in error_of(zero_optimization={})
+
+
+@pytest.mark.parametrize("name", ["FusedAdam", "fusedadam", "ADAM"])
+def test_fused_adam_is_adam(name):
+    assert RunConfig.from_dict(raw(**{"optimizer.type": name})).optimizer.type == "Adam"
+
+
+def test_a_missing_optimizer_is_refused_with_a_block_that_can_be_pasted():
+    message = error_of(optimizer=REMOVED)
+    pasted = message.partition("add it: ")[2].partition(", or --optimizer")[0]
+    block = json.loads(f"{{{pasted}}}")
+    assert RunConfig.from_dict(raw() | block).optimizer.params.lr == 3e-4
+    option = message.partition(", or ")[2].partition(" on the command line")[0].split()
+    file = raw(optimizer=REMOVED)
+    apply_overrides(file, option)
+    assert RunConfig.from_dict(file).optimizer.params.lr == 3e-4
+    pasted = error_of(parallel3d=REMOVED).partition("add it: ")[2]
+    RunConfig.from_dict(raw() | json.loads(f"{{{pasted}}}"))
+
+
+def test_keys_of_logging_are_accepted():
+    quiet = {"dump_state": True, "memory_breakdown": True, "log_level": "info"}
+    profile = {"profile": True, "number_checkpoints": 4, "synchronize_checkpoint_boundary": True}
+    file = raw(steps_per_print=None, activation_checkpointing=profile, **quiet)
+    assert RunConfig.from_dict(file) == RunConfig.from_dict(raw())
+    assert RunConfig.from_dict(raw(steps_per_print=1e9)).steps_per_print == 10**9
 
 
 def test_old_names():
@@ -203,8 +254,8 @@ def test_epochs_become_steps():
 
 
 @pytest.mark.parametrize(
-    "train", [{"max_tokens": 3 * 24 * 128, "lr_schedule": {"warmup_steps": 4}},
-              {"epochs": 1, "lr_schedule": {"warmup_steps": 4}},
+    "train", [{"max_tokens": 3 * 24 * 128, "lr_schedule": {"type": "wsd", "decay_steps": 4}},
+              {"epochs": 1, "lr_schedule": {"type": "wsd", "decay_steps": 4}},
               {"epochs": 1, "profile": {"start": 3}}]
 )  # fmt: skip
 def test_steps_are_checked_once_they_are_known(train):
