@@ -16,7 +16,6 @@ _LOG_LEVELS = (None, "debug", "info", "warning", "error", "critical")
 _RECOMPUTE = "parallel3d.pipeline.activation_checkpointing"
 _REMOVED = "was removed from DeepSpeed 0.19"
 _METRICS = "is not used: metrics.jsonl has loss, speed, memory and MFU of each step; remove it"
-_PROFILE = "is not used; set parallel3d.train.profile"
 _OWN_LOOP = "is not used: parallel3d divides and reduces the gradients itself; remove it"
 _CHECKPOINT = "is not used: parallel3d writes its own files; remove it"
 _FP32 = "must be fp32: gradients are added up and reduced in fp32, so that they do not depend on"
@@ -68,12 +67,9 @@ TOP_LEVEL = {
             "parallel_write": ({}, {"pipeline_stage": False}),
         },
     ),
-    "comet": Key("is not supported; set parallel3d.run.tensorboard", switch="enabled"),
-    "comms_logger": Key(_PROFILE, switch="enabled"),
     "communication_data_type": Key(f"{_FP32} the mesh; remove it", (None, "fp32")),
     "compile": Key(_NO_COMPILE, switch="deepcompile"),
     "compression_training": Key(f"{_REMOVED}; remove it"),
-    "csv_monitor": Key(_METRICS, switch="enabled"),
     "curriculum_learning": Key(f"{_REMOVED}; remove it", switch="enabled"),
     "data_efficiency": Key(
         "is not used: the order of samples is parallel3d's; remove it", switch="enabled"
@@ -98,7 +94,6 @@ TOP_LEVEL = {
     "eigenvalue": Key(f"{_REMOVED}; remove it", switch="enabled"),
     "elasticity": Key(f"{_REMOVED}; set train_micro_batch_size_per_gpu", switch="enabled"),
     "expert_parallel": Key(_NO_EXPERTS, switch="enabled"),
-    "flops_profiler": Key(_PROFILE, switch="enabled"),
     "gradient_allreduce_op": Key(_OWN_LOOP, ("mean",)),
     "gradient_predivide_factor": Key(_OWN_LOOP, (1,)),
     "graph_harvesting": Key(f"{_REMOVED}; remove it", (False,)),
@@ -133,7 +128,6 @@ TOP_LEVEL = {
         "is not used: parallel3d cuts its own layers; set parallel3d.mesh.tp",
         items={"autotp_size": (0, 1)},
     ),
-    "tensorboard": Key("is not used; set parallel3d.run.tensorboard", switch="enabled"),
     # DeepSpeed's own line is never printed, on or off.
     "timers": Key(
         _METRICS,
@@ -142,8 +136,6 @@ TOP_LEVEL = {
     "torch_autocast": Key("is not used: the whole model has one type; use bf16", switch="enabled"),
     "use_data_before_expert_parallelism": Key(_NO_EXPERTS, (False,)),
     "vocabulary_size": Key("is not used; set parallel3d.model.vocab_size", (None,)),
-    "wall_clock_breakdown": Key(_PROFILE, (False,)),
-    "wandb": Key("is not supported; set parallel3d.run.tensorboard", switch="enabled"),
     "weight_quantization": Key("is not used: it is for inference; remove it"),
     "zero_allow_untested_optimizer": _either("parallel3d brings its own optimizer, and tests it"),
     "zero_force_ds_cpu_optimizer": Key(

@@ -8,6 +8,7 @@ from typing import Any
 
 from parallel3d.config import auto
 from parallel3d.config.deepspeed_keys import BY_SECTION
+from parallel3d.config.monitors import SWITCHED
 from parallel3d.section import ABSENT
 
 # DeepSpeed reads the old name where the new one is not there: section, old, new, and what it means.
@@ -30,6 +31,10 @@ def normalise(raw: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         for name in _NULLABLE:
             if name in zero and zero[name] is None:
                 del zero[name]
+    for name in SWITCHED:
+        block = raw.get(name, ABSENT)
+        if block is None or (isinstance(block, dict) and block.get("enabled", False) is False):
+            del raw[name]
     if "steps_per_print" in raw and raw["steps_per_print"] is None:
         del raw["steps_per_print"]
     for path, old, new, meaning in _OLD_NAMES:

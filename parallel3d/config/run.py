@@ -17,6 +17,14 @@ from parallel3d.config.deepspeed import (
     ZeroConfig,
 )
 from parallel3d.config.fitted import fit
+from parallel3d.config.monitors import (
+    CometConfig,
+    CommsLoggerConfig,
+    CsvMonitorConfig,
+    FlopsProfilerConfig,
+    TensorBoardConfig,
+    WandbConfig,
+)
 from parallel3d.config.normalise import normalise
 from parallel3d.config.scheduler import scheduler_section
 from parallel3d.config.settings import (
@@ -49,6 +57,20 @@ class RunConfig(Section):
     """Largest global gradient norm; 0 turns clipping off. The default is DeepSpeed's."""
     steps_per_print: Annotated[Size, Field(gt=0)] = 10
     """Steps between two lines of progress where standard error is no terminal."""
+    wall_clock_breakdown: bool = False
+    """Print the parts of a step's time, every steps_per_print steps."""
+    flops_profiler: FlopsProfilerConfig = FlopsProfilerConfig()
+    """Print FLOPs after a step: parallel3d's own figures."""
+    comms_logger: CommsLoggerConfig = CommsLoggerConfig()
+    """Print calls and bytes of a step's communication, by group."""
+    tensorboard: TensorBoardConfig = TensorBoardConfig()
+    """TensorBoard, placed as DeepSpeed does; in the run's folder: parallel3d.run.trackers."""
+    csv_monitor: CsvMonitorConfig = CsvMonitorConfig()
+    """csv files, one a metric."""
+    wandb: WandbConfig = WandbConfig()
+    """Weights & Biases."""
+    comet: CometConfig = CometConfig()
+    """Comet."""
     bf16: Bf16Config = Bf16Config()
     """Training in bfloat16; without it, training is in fp32."""
     fp16: Fp16Config = Fp16Config()

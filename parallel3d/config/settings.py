@@ -14,6 +14,7 @@ from pydantic import (
 
 import models
 from parallel3d.config.data import DataConfig
+from parallel3d.config.monitors import Trackers
 from parallel3d.reader import CONFIGS
 from parallel3d.schedule import schedules
 from parallel3d.section import ABSENT, Problem, Problems, Section
@@ -214,8 +215,11 @@ class OutputConfig(Section):
     name: Annotated[str, AfterValidator(_plain_name)] = "auto"
     """Name of this run; one that exists is resumed. "auto": the newest unfinished run of the same
     config, else a new readable name."""
+    trackers: Trackers = ()
+    """Where metrics go beside metrics.jsonl, as ["tensorboard", "wandb"]; "tensorboard" and "csv"
+    write into the run's folder. A tracker that fails is dropped, and training goes on."""
     tensorboard: bool = False
-    """Write TensorBoard's files beside metrics.jsonl."""
+    """The same as "tensorboard" among the trackers."""
     save_weights: bool = True
     """Write the trained weights as safetensors."""
     hardware: Annotated[str, AfterValidator(_known_hardware)] = "auto"

@@ -4,7 +4,6 @@ Nothing here knows ranks: the process that constructs a writer is the one that r
 """
 
 import json
-import logging
 import math
 import os
 import resource
@@ -13,14 +12,12 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from parallel3d.errors import ConfigError
 from parallel3d.train.history import METRICS
+from parallel3d.train.trackers import Trackers
 
 
 @dataclass(frozen=True)
@@ -64,17 +61,19 @@ class StepMetrics:
 
 
 class MetricsWriter:
-    """Appends to <directory>/metrics.jsonl, and writes TensorBoard's files if asked to.
+    """Appends to <directory>/metrics.jsonl, and hands the values to `trackers`.
 
     A disk that is full or away is no reason for a run to end: `say` hears of it once, and the lines
     are kept until there is room. OSError if the file cannot be made to begin with.
     """
 
     def __init__(
-        self, directory: Path, tensorboard: bool = False, say: Callable[[str], None] = print
+        self,
+        directory: Path,
+        trackers: Trackers | None = None,
+        say: Callable[[str], None] = print,
     ) -> None:
-        self.path, self._say = directory / METRICS, say
-        self._tracker = _tensorboard_tracker(directory) if tensorboard else None
+        self.path, self._trackers, self._say = directory / METRICS, trackers, say
         directory.mkdir(parents=True, exist_ok=True)
         self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         self._kept = b""  # what is not written yet, from where the last write was cut off
@@ -84,9 +83,9 @@ class MetricsWriter:
         """Add one step; it is with the system when this returns, if the disk has room."""
         self._kept += f"{metrics.to_json()}\n".encode()
         self._flush()
-        if self._tracker:
+        if self._trackers is not None:
             values = {k: v for k, v in asdict(metrics).items() if k != "step" and v is not None}
-            self._tracker.log(values, step=metrics.step)
+            self._trackers.log(values, metrics.step)
 
     def close(self) -> None:
         """Close the files; says what of the metrics is lost if the disk is still full."""
@@ -96,8 +95,8 @@ class MetricsWriter:
             self._say(f"METRICS LOST: the last {lines} lines of {self.path} could not be written")
         with suppress(OSError):
             os.close(self._file)
-        if self._tracker:
-            self._tracker.finish()
+        if self._trackers is not None:
+            self._trackers.finish()
 
     def _flush(self) -> None:
         try:
@@ -115,28 +114,6 @@ class MetricsWriter:
         if self._full:
             self._full = False
             self._say(f"the metrics that were kept are in {self.path} now")
-
-
-def require_tensorboard() -> None:
-    """Raise ConfigError with the remedy if TensorBoard is not installed."""
-    if find_spec("tensorboard") is None:
-        raise ConfigError(
-            "parallel3d.run.tensorboard = true: the package tensorboard is not installed; "
-            "pip install tensorboard, or set it to false"
-        )
-
-
-def _tensorboard_tracker(directory: Path) -> Any:
-    require_tensorboard()
-    from accelerate import tracking
-
-    # The tracker and its logger ask accelerate's PartialState which rank this is, and setting that
-    # up would choose a device and a backend a second time; the caller has decided already.
-    tracking.logger = logging.getLogger("accelerate.tracking")
-    tracker = tracking.TensorBoardTracker(run_name="tensorboard", logging_dir=str(directory))
-    tracker.main_process_only = False
-    tracker.start()
-    return tracker
 
 
 def peak_memory_bytes(device: torch.device) -> int:

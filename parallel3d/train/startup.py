@@ -31,10 +31,10 @@ from parallel3d.train.history import METRICS, forget_after, step_reached
 from parallel3d.train.metrics import (
     MetricsWriter,
     measure_peak_flops,
-    require_tensorboard,
 )
 from parallel3d.train.profiler import Profiler
 from parallel3d.train.progress import Progress
+from parallel3d.train.trackers import Trackers, wanted
 
 Say = Callable[[str], None]
 
@@ -72,8 +72,6 @@ def find_folder(config: RunConfig, mesh: Mesh, claim: Claim | None) -> Place:
 
     def look() -> tuple[str, str, bool]:
         assert claim, "rank 0 claims the folder before it meets the others"
-        if config.run.tensorboard:
-            require_tensorboard()
         exists = claim.folder.exists()
         if exists:
             attempts = Attempts(claim.folder, config.to_dict(), claim.config)
@@ -179,7 +177,7 @@ def make_profiler(
     """What records the steps of train.profile, if it names any."""
     if config.train.profile is None:
         return None
-    tensorboard = config.run.tensorboard
+    tensorboard = "tensorboard" in wanted(config)
     return Profiler(
         config.train.profile, mesh, parts.executor, run=directory, tensorboard=tensorboard
     )
@@ -222,7 +220,8 @@ class Output:
         on_first(mesh, lambda: self._begin(config, step, restart=mesh.restart_count > 0))
         if mesh.rank == 0:
             self.progress = Progress(config.num_steps, config.steps_per_print, console, step)
-            self.writer = MetricsWriter(self.directory, config.run.tensorboard, self.progress.say)
+            trackers = Trackers(config, self.directory, step=step, say=self.progress.say)
+            self.writer = MetricsWriter(self.directory, trackers, self.progress.say)
 
     def _begin(self, config: RunConfig, step: int, restart: bool) -> None:
         self._attempts.begin(step_reached(self.directory), restart)

@@ -9,8 +9,11 @@ from itertools import cycle
 from unittest.mock import patch
 
 import pytest
+from deepspeed.comm.config import CommsLoggerConfig
 from deepspeed.compile.config import CompileConfig
+from deepspeed.monitor import config as monitor
 from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig
 from deepspeed.runtime import config as deepspeed_config
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.activation_checkpointing.config import ACT_CHKPT_DEFAULT
@@ -24,7 +27,7 @@ from deepspeed.runtime.zero.offload_config import (
     DeepSpeedZeroOffloadParamConfig,
 )
 
-from parallel3d.config import RunConfig, deepspeed, deepspeed_keys
+from parallel3d.config import RunConfig, deepspeed, deepspeed_keys, monitors
 from parallel3d.config.scheduler import SCHEDULERS
 from parallel3d.engine.selftest import self_test
 from parallel3d.engine.settings import EngineSettings
@@ -110,6 +113,37 @@ def test_section(theirs, ours, others, removed):
     for name, key in others.items():
         if name in defaults and name != "leaf_module":  # of which the default is a list of models
             assert key.refused(defaults[name]) is ABSENT, name
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        (monitor.TensorBoardConfig, monitors.TensorBoardConfig),
+        (monitor.WandbConfig, monitors.WandbConfig),
+        (monitor.CSVConfig, monitors.CsvMonitorConfig),
+        (monitor.CometConfig, monitors.CometConfig),
+        (CommsLoggerConfig, monitors.CommsLoggerConfig),
+    ],
+)
+def test_monitors(theirs, ours):
+    """Every key, with DeepSpeed's default."""
+    defaults = {name: field.default for name, field in theirs.model_fields.items()}
+    found = {name: field.default for name, field in ours.model_fields.items()}
+    assert {**found, **({"prof_ops": []} if "prof_ops" in found else {})} == defaults
+
+
+def test_flops_profiler():
+    theirs = vars(DeepSpeedFlopsProfilerConfig({}))
+    found = monitors.FlopsProfilerConfig().model_dump()
+    assert found == {name: theirs[name] for name in found} and set(theirs) == set(found)
+
+
+def test_deepspeed_is_told_of_no_monitor():
+    """Else it would open the trackers a second time."""
+    on = {name: {"enabled": True} for name in monitors.SWITCHED}
+    config = RunConfig.from_dict(raw(**on, wall_clock_breakdown=True)).resolve(4)
+    told = EngineSettings.from_config(config).deepspeed_config(1)
+    assert not set(told) & {*monitors.SWITCHED, "wall_clock_breakdown"}
 
 
 def test_aio():

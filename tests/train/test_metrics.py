@@ -12,7 +12,6 @@ import pytest
 import torch
 from rich.console import Console
 
-from parallel3d.errors import ConfigError
 from parallel3d.train import metrics, progress
 from parallel3d.train.metrics import MetricsWriter, StepMetrics
 from parallel3d.train.progress import Progress, in_words
@@ -58,22 +57,22 @@ def test_lines_are_json_with_the_published_keys(tmp_path):
     assert not (tmp_path / "run" / "tensorboard").exists()
 
 
-def test_tensorboard_reads_back(tmp_path):
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    with closing(MetricsWriter(tmp_path, tensorboard=True)) as writer:
+def test_trackers_get_what_a_line_has(tmp_path):
+    class Heard(list):
+        def log(self, values, step):
+            self.append((step, values))
+
+        def finish(self):
+            self.append("finished")
+
+    heard = Heard()
+    with closing(MetricsWriter(tmp_path, heard)) as writer:
         writer.write(step_metrics(1))
         writer.write(step_metrics(2, loss=4.0, mfu=None))
-    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 5.0), (2, 4.0)]
-    assert [e.step for e in events.Scalars("mfu")] == [1]
-
-
-def test_tensorboard_that_is_not_installed(tmp_path, monkeypatch):
-    monkeypatch.setattr(metrics, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install tensorboard"):
-        MetricsWriter(tmp_path / "run", tensorboard=True)
-    assert not (tmp_path / "run").exists()
+    (first, values), (second, others), last = heard
+    assert (first, second, last) == (1, 2, "finished")
+    assert list(values) == [key for key in KEYS if key != "step"]
+    assert others["loss"] == 4.0 and "mfu" not in others
 
 
 def shown(terminal, **changes):

@@ -1,0 +1,262 @@
+"""Trackers: what each is called with, and that none of them can end a run."""
+
+import csv
+import errno
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+from deepspeed.monitor.config import CSVConfig
+from deepspeed.monitor.csv_monitor import csvMonitor
+
+from parallel3d.config import RunConfig
+from parallel3d.train import tracker_kinds, trackers
+from parallel3d.train.tracker_kinds import CsvTracker
+from parallel3d.train.trackers import Trackers, wanted
+from tests.config.configs import raw
+
+pytestmark = pytest.mark.gloo
+
+
+def config_of(**changes):
+    return RunConfig.from_dict(raw(**changes)).resolve(4)
+
+
+class Fake:
+    """A tracker's package, of which every call is noted; `broken` names the calls that raise."""
+
+    __version__ = "99.0"
+
+    def __init__(self, broken=(), error=RuntimeError):
+        self.calls, self._broken, self._error = [], broken, error
+        self.config = self
+
+    def _note(self, name, /, *args, **options):
+        self.calls.append((name, args, options))
+        if name in self._broken:
+            raise self._error(f"{name} is down\nmore of it")
+        return self
+
+    def __getattr__(self, name):
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return lambda *args, **options: self._note(name, *args, **options)
+
+    def names(self):
+        return [name for name, _, _ in self.calls]
+
+    def options(self, name):
+        return next(options for called, _, options in self.calls if called == name)
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Puts a fake package where it is imported from."""
+    for name in ("WANDB_PROJECT", "WANDB_NAME", "WANDB_DIR", "COMET_PROJECT_NAME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def install(package, **options):
+        fake = Fake(**options)
+        monkeypatch.setitem(sys.modules, package, fake)
+        return fake
+
+    return install
+
+
+def started(tmp_path, said=None, step=0, **changes):
+    said = said if said is not None else []
+    return Trackers(config_of(**changes), tmp_path / "mine", step=step, say=said.append)
+
+
+def test_who_asks_for_what():
+    assert wanted(config_of()) == {}
+    assert wanted(config_of(**{"parallel3d.run.tensorboard": True})) == {
+        "tensorboard": "parallel3d.run.tensorboard"
+    }
+    both = config_of(
+        **{"parallel3d.run.trackers": ["csv", "wandb"], "wandb": {"enabled": True}},
+        tensorboard={"enabled": True},
+        comet={"enabled": False, "whatever": 1},
+        csv_monitor=None,
+    )
+    assert wanted(both) == {
+        "csv": "parallel3d.run.trackers", "wandb": "wandb", "tensorboard": "tensorboard",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("block", [True, False])
+def test_tensorboard_reads_back(tmp_path, block):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    if block:
+        place = {"enabled": True, "output_path": str(tmp_path / "boards"), "job_name": "job"}
+        asked, folder = {"tensorboard": place}, tmp_path / "boards" / "job"
+    else:
+        asked = {"parallel3d.run.trackers": ["tensorboard"]}
+        folder = tmp_path / "mine" / "tensorboard"
+    for first in (0, 1):  # the second goes on from step 1, of which two were seen
+        running = started(tmp_path, step=first, **asked)
+        for step in (first + 1, first + 2):
+            running.log({"loss": 5.0 - step - first}, step)
+        running.finish()
+    events = accumulator.EventAccumulator(str(folder))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 4.0), (2, 2.0), (3, 1.0)]
+
+
+def test_csv_files_are_those_that_deepspeed_writes(tmp_path, monkeypatch):
+    monkeypatch.setattr("deepspeed.comm.get_rank", lambda *args: 0)
+    place = {"enabled": True, "output_path": str(tmp_path / "ours"), "job_name": "job"}
+    ours = started(tmp_path, csv_monitor=place)
+    theirs = csvMonitor(CSVConfig(**place | {"output_path": str(tmp_path / "theirs")}))
+    for step in (1, 2):
+        values = {"loss": 1.5 * step, "lr": 1e-3, "Train/Samples/x": 3}
+        ours.log(values, step)
+        theirs.write_events([(name, value, step) for name, value in values.items()])
+    ours.finish()
+    files = sorted((tmp_path / "theirs" / "job").iterdir())
+    assert [path.name for path in files] == ["Train_Samples_x.csv", "loss.csv", "lr.csv"]
+    for path in files:
+        assert (tmp_path / "ours" / "job" / path.name).read_bytes() == path.read_bytes()
+
+
+def test_csv_rows_of_steps_to_come_are_dropped(tmp_path):
+    for first in (0, 2):
+        tracker = CsvTracker(tmp_path, first)
+        tracker.start()
+        for step in range(first + 1, first + 4):
+            tracker.log({"loss": 10 * first + step}, step)
+    with open(tmp_path / "loss.csv", newline="") as file:
+        rows = list(csv.reader(file))
+    assert rows == [["step", "loss"], ["1", "1"], ["2", "2"], ["3", "23"], ["4", "24"], ["5", "25"]]
+
+
+def test_wandb_is_called_as_deepspeed_and_as_the_list_mean_it(tmp_path, installed):
+    fake = installed("wandb")
+    block = {"enabled": True, "group": "g", "team": "t", "project": "p"}
+    running = started(tmp_path, wandb=block)
+    running.log({"loss": 1.0}, 7)
+    running.finish()
+    assert fake.names() == ["init", "update", "log", "finish"]
+    assert fake.options("init") == {
+        "project": "p", "group": "g", "entity": "t", "name": "mine", "dir": str(tmp_path / "mine"),
+    }  # fmt: skip
+    assert fake.calls[2][1:] == (({"loss": 1.0},), {"step": 7})
+    sent = fake.calls[1][1][0]
+    assert sent["parallel3d.mesh.pp"] == 2 and sent["optimizer.params.lr"] == 1e-3
+    fake = installed("wandb")
+    started(tmp_path, **{"parallel3d.run.trackers": ["wandb"]})
+    assert fake.options("init")["project"] == "parallel3d"
+
+
+def test_comet_gets_a_metric_once_in_so_many_samples_and_its_key_is_not_written(
+    tmp_path, installed
+):
+    fake = installed("comet_ml")
+    block = {"enabled": True, "project": "p", "api_key": "secret", "samples_log_interval": 16}
+    running = started(tmp_path, comet=block | {"experiment_name": "e", "online": False})
+    for step in range(1, 6):  # of 8 samples each
+        running.log({"loss": float(step)}, step)
+    running.finish()
+    assert fake.options("start") == {"project_name": "p", "api_key": "secret", "online": False}
+    assert ("set_name", ("e",), {}) in fake.calls
+    logged = [options["step"] for name, _, options in fake.calls if name == "log_metric"]
+    assert logged == [1, 3, 5]
+    assert "secret" not in str(config_of(comet=block).to_dict())
+    assert "secret" not in str(fake.calls[1:])
+
+
+ONE, TWO = {"loss": 1.0}, {"loss": 2.0}
+
+
+@pytest.mark.parametrize("call", ["init", "update", "log", "finish"])
+@pytest.mark.parametrize("error", [RuntimeError, SystemExit, OSError])
+def test_a_tracker_that_fails_is_named_once_and_dropped(tmp_path, installed, call, error):
+    fake, said = installed("wandb", broken=[call], error=error), []
+    running = started(tmp_path, said, **{"parallel3d.run.trackers": ["wandb", "csv"]})
+    for step in (1, 2, 3):
+        running.log(ONE, step)
+    running.finish()
+    (warning,) = said
+    assert warning.startswith("WARNING: parallel3d.run.trackers: wandb ")
+    assert f"{error.__name__}: {call} is down)" in warning and "more of it" not in warning
+    assert "set WANDB_MODE=offline" in warning
+    assert fake.names().count(call) == 1
+    assert len((tmp_path / "mine" / "csv" / "loss.csv").read_text().splitlines()) == 4
+
+
+def test_a_package_that_is_not_there(tmp_path, monkeypatch):
+    said = []
+    for package in ("wandb", "comet_ml", "mlflow"):
+        monkeypatch.setitem(sys.modules, package, None)  # importing it raises ImportError
+    names = ["wandb", "comet", "mlflow"]
+    running = started(tmp_path, said, **{"parallel3d.run.trackers": names})
+    running.log(ONE, 1)
+    running.finish()
+    assert running.names == [] and len(said) == 3
+    for text, package in zip(said, ("wandb", "comet_ml", "mlflow"), strict=True):
+        assert f"pip install {package}, or take it out" in text
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    said = []
+    place = {"enabled": True, "output_path": str(tmp_path / "file")}
+    running = started(tmp_path, said, csv_monitor=place, tensorboard=place)
+    running.log(ONE, 1)
+    running.finish()
+    assert sorted(text.split(":")[1] for text in said) == [" csv_monitor", " tensorboard"]
+
+
+def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
+    said, full, write = [], True, CsvTracker.log
+
+    def log(self, values, step):
+        if full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(self, values, step)
+
+    monkeypatch.setattr(CsvTracker, "log", log)
+    running = started(tmp_path, said, **{"parallel3d.run.trackers": ["csv"]})
+    running.log(ONE, 1)
+    running.log(TWO, 2)
+    assert len(said) == 1 and "No space left" in said[0] and "make room" in said[0]
+    monkeypatch.setattr(trackers, "_AGAIN", 0.0)
+    running.log(ONE, 3)  # still full
+    full = False
+    running.log(ONE, 4)
+    running.finish()
+    assert said[1:] == ["csv writes again, 3 steps late"]
+    rows = (tmp_path / "mine" / "csv" / "loss.csv").read_text().split()
+    assert rows == ["step,loss", "1,1.0", "2,2.0", "3,1.0", "4,1.0"]
+
+
+def test_every_name_of_the_list_is_a_tracker(tmp_path, monkeypatch):
+    """Each is made with arguments that accelerate's class takes; none is started."""
+    from accelerate import tracking
+
+    names = tracker_kinds.make.__globals__["_CLASSES"]
+    made = []
+    for name, cls in list(tracking.LOGGER_TYPE_TO_CLASS.items()):
+        ours = next((k for k, v in names.items() if v == name), name)
+        tracker = tracker_kinds.make(ours, config_of(), tmp_path, 0)
+        assert isinstance(tracker, cls) and tracker.main_process_only is False
+        made.append(ours)
+    allowed = RunConfig.from_dict(raw(**{"parallel3d.run.trackers": [*made, "csv"]}))
+    assert len(allowed.run.trackers) == len(made) + 1
+
+
+@pytest.mark.slow  # 15 s, of which wandb's service takes most
+@pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed")
+def test_wandb_offline(tmp_path, monkeypatch):
+    """The real one, in a process of its own, for it leaves a service running."""
+    code = (
+        "import sys; from pathlib import Path; from tests.train.test_trackers import *\n"
+        "asked = {'parallel3d.run.trackers': ['wandb']}\n"
+        "said = []; t = started(Path(sys.argv[1]), said, **asked)\n"
+        "t.log(ONE, 1); t.finish(); assert said == [], said"
+    )
+    (tmp_path / "mine").mkdir()
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=120)
+    assert list((tmp_path / "mine" / "wandb").glob("offline-run-*/*.wandb"))
