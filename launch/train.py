@@ -42,8 +42,6 @@ def train(
     report.print_place(console, config, place.folder)
     corpus = startup.open_corpus(config, mesh, console)
     start = startup.find_start(config, mesh, place=place, corpus=corpus, say=console.print)
-    for note in start.config.notes[len(config.notes) :]:  # on what the corpus decided
-        console.print(note)
     config = start.config
     self_test(EngineSettings.from_config(config), mesh, console.print)
     parts = assemble(config, mesh, say=console.print)

@@ -1,6 +1,7 @@
 """One DeepSpeed engine a rank, holding all of the rank's stages."""
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -107,6 +108,7 @@ class Engine:
         self._check_groups()
         self._finish_scale = fp16.grow_scale_after_step(self._deepspeed.optimizer)
         self._counters = core.ReleaseCounters()
+        self.step_seconds = 0.0  # of the last step
         self._deferred: core.DeferredReduction | None = None
         summed = [h.parameter for h in self.held if h.tied_across or h.partial]
         if summed and not settings.reduces_once:
@@ -200,6 +202,7 @@ class Engine:
         optimizer = self._deepspeed.optimizer
         for group in optimizer.param_groups:
             group["lr"] = lr
+        began = time.perf_counter()
         scale, last = self.loss_scale, fp16.at_last_loss_scale(optimizer)
         self._deepspeed.step()
         self._finish_scale()
@@ -207,6 +210,7 @@ class Engine:
         applied = bool(self._deepspeed.was_step_applied())
         if not applied:
             fp16.forget_skipped_gradients(optimizer)
+        self.step_seconds = time.perf_counter() - began
         overflow = self.settings.precision == "fp16" and not applied
         if overflow and last:
             raise TrainingError(

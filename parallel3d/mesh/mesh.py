@@ -77,6 +77,18 @@ class Mesh:
         """The process group that holds this rank and varies along `axis` alone."""
         return self._groups[axis]
 
+    def name_of(self, group: dist.ProcessGroup) -> str:
+        """The axis along which `group` varies, "ends" for a tied weight's owners, else "other".
+
+        An axis that holds every rank is "pp=world", as the groups are one.
+        """
+        name = group.group_name
+        axes = [axis for axis, known in self._groups.items() if known.group_name == name]
+        if len(axes) > 1:
+            axes = [axes[0], *(["world"] if "world" in axes else [])]
+        pairs = [known.group_name for known in self._pairs.values() if known is not None]
+        return "=".join(axes) or ("ends" if name in pairs else "other")
+
     def ranks(self, axis: str) -> list[int]:
         """The global ranks of `group(axis)`, in group order."""
         return dist.get_process_group_ranks(self._groups[axis])

@@ -36,7 +36,8 @@ class Executor:
     `hidden_shape` is the shape of what passes between stages: [batch, seq, hidden], or [batch,
     seq / tp, hidden] under sequence parallelism. Raises ScheduleError at once if the program holds
     an action that cannot be run. After a run, `spans` has the seconds of each action since
-    `started` (unix time); a compute starts when what it waits for is there.
+    `started` (unix time); a compute starts when what it waits for is there. At `ended` the
+    gradients are reduced.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Executor:
                 raise ScheduleError(f"{schedule.name}: the executor cannot run {action}")
         self._trains = any(action.op is Op.B for action in self._program)
         self.spans: list[Span] = []
-        self.started = 0.0
+        self.started = self.ended = 0.0
 
     def run(self, batch: list[Microbatch], step: int = 0) -> float:
         """Run the program over one batch of `num_microbatches`.
@@ -87,6 +88,7 @@ class Executor:
             self.started = time.time()
             marks = [self._timed(action) for action in self._program]
             self._finish_sends()
+        self.ended = time.time()
         loss = float(torch.stack(self._losses).sum()) if self._losses else 0.0
         self.spans = _spans(marks)
         return loss

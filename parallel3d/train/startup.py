@@ -114,6 +114,8 @@ def find_start(config: RunConfig, mesh: Mesh, *, place: Place, corpus: Corpus, s
     together, or the checkpoint that was asked for cannot be used.
     """
     complete = config.with_corpus(corpus.vocab_size, len(corpus.train))
+    for note in complete.notes[len(config.notes) :]:
+        say(note)
     found = _find_checkpoint(complete, mesh, place.folder if place.exists else None, say)
     position = Position()
     if found:

@@ -3,7 +3,7 @@
 import math
 import time
 from collections import deque
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from statistics import fmean, stdev
 from typing import NoReturn
@@ -25,6 +25,7 @@ from parallel3d.train.metrics import MetricsWriter, StepMetrics, peak_memory_byt
 from parallel3d.train.profiler import Profiler
 from parallel3d.train.progress import Progress
 from parallel3d.train.stopping import StopRequest
+from parallel3d.train.watch import watch_of
 
 _MEAN_OF = 50  # steps, for the closing loss
 _PATIENCE = 20.0  # seconds for a step and a save, of the 30 that deepspeed's launcher waits
@@ -79,6 +80,8 @@ class Trainer:
         self.flops_per_token, self.peak_flops = parts.flops_per_token, peak_flops
         self._end_of_text = corpus.end_of_text
         self.writer, self.progress, self.profiler = writer, progress, profiler
+        say = progress.say if progress else None
+        self.watch = watch_of(config, mesh, parts, say=say)
         self.saver, self.stop = saver, stop or StopRequest()
         self.position = position or Position()
         self._state = RunState(config, corpus) if saver else None
@@ -98,7 +101,10 @@ class Trainer:
         while result.steps < self.config.num_steps and not result.stopped:
             step = result.steps
             fault_point("trainer.step")
-            with self.profiler.step(step) if self.profiler else nullcontext():
+            with ExitStack() as observed:
+                for observer in (self.profiler, self.watch):
+                    if observer:
+                        observed.enter_context(observer.step(step))
                 began = time.perf_counter()
                 lr = rate(self.config, step)
                 rows = self._step(step, lr)

@@ -1,0 +1,92 @@
+"""Counts what this rank communicates while code runs: calls and bytes, by group (floor 1)."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from parallel3d.mesh.mesh import Mesh
+
+# The words in torch's names of operators, in this order, and what the operations are called.
+_NAMES = {
+    "allreduce": "all_reduce",
+    "allgather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "alltoall": "all_to_all",
+    "broadcast": "broadcast",
+    "recv": "receive",
+    "send": "send",
+    "barrier": "barrier",
+    "reduce": "reduce",
+}
+
+
+@dataclass
+class Calls:
+    """Operations of one kind on one group of `ranks` ranks.
+
+    `bytes`: of the whole messages: what an all-reduce sums, an all-gather gives, a reduce-scatter
+    takes, a send sends.
+    """
+
+    group: str
+    ranks: int
+    operation: str
+    calls: int = 0
+    bytes: int = 0
+
+
+class Traffic(TorchDispatchMode):
+    """Every operation on a group of more than one rank, DeepSpeed's and autograd's too.
+
+    All of them pass through torch's dispatcher, on whatever thread, so they are counted in this one
+    place. `operations` names those that count; none given: all.
+    """
+
+    def __init__(self, mesh: Mesh, operations: Sequence[str] = ()) -> None:
+        super().__init__()
+        self._mesh, self._operations = mesh, operations
+        self._calls: dict[tuple[str, str], Calls] = {}
+
+    @property
+    def calls(self) -> list[Calls]:
+        """What was counted, by group and operation, the most bytes first."""
+        return sorted(self._calls.values(), key=lambda c: -c.bytes)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run the operator, and count it if it communicates."""
+        if func.namespace == "c10d":
+            self._count(func._schema.name.partition("::")[2], args)
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, operator: str, args: tuple[Any, ...]) -> None:
+        operation = next((v for k, v in _NAMES.items() if k in operator), operator)
+        group = next(filter(None, map(_group, args)), None)
+        if group is None or group.size() == 1:
+            return
+        if self._operations and operation not in self._operations:
+            return
+        name = self._mesh.name_of(group)
+        found = self._calls.setdefault((name, operation), Calls(name, group.size(), operation))
+        found.calls += 1
+        found.bytes += max(sum(t.nbytes for t in _tensors(arg)) for arg in args)
+
+
+def _group(arg: Any) -> dist.ProcessGroup | None:
+    try:
+        return dist.ProcessGroup.unbox(arg)
+    except (RuntimeError, TypeError):
+        return None
+
+
+def _tensors(arg: Any) -> Iterator[Tensor]:
+    if isinstance(arg, Tensor):
+        yield arg
+    elif isinstance(arg, Iterable) and not isinstance(arg, str):
+        for item in arg:
+            yield from _tensors(item)

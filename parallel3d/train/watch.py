@@ -1,0 +1,172 @@
+"""What a run prints of single steps because DeepSpeed's keys ask for it (floor 5).
+
+`wall_clock_breakdown`: the parts of the time of a step; `flops_profiler`: FLOPs of the layers;
+`comms_logger`: calls and bytes of a step, by group. All are parallel3d's own figures: DeepSpeed's
+profilers see neither the pipeline's actions nor its microbatches.
+"""
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+
+from parallel3d.config import RunConfig
+from parallel3d.mesh.agree import gather_json
+from parallel3d.mesh.mesh import Mesh
+from parallel3d.mesh.traffic import Traffic
+from parallel3d.schedule.action import Op
+from parallel3d.train.assembly import Assembly
+
+PARTS = ("forward", "backward", "waiting", "reduction", "optimizer", "rest")
+_FORWARD, _BACKWARD = (Op.F,), (Op.B, Op.I, Op.W)
+
+
+class Watch:
+    """Observes steps on every rank and says on rank 0 what the config asks for.
+
+    Times are the mean over the ranks of a pipeline coordinate, and over the steps since the last
+    line. "waiting" is what a pipeline program leaves between its computes: receives, the bubble;
+    "reduction" what follows its last action: sums of gradients; ZeRO-3's gathering is in forward
+    and backward, for whom it is done.
+    """
+
+    def __init__(
+        self, config: RunConfig, mesh: Mesh, parts: Assembly, *, say: Callable[[str], None]
+    ) -> None:
+        self._config, self._mesh, self._parts, self._say = config, mesh, parts, say
+        self._sums, self._steps = dict.fromkeys(PARTS, 0.0), 0
+        self._first: int | None = None
+        self._counted = self._profiled = False
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Around a step, counted from 0; collective where it prints."""
+        if self._first is None:
+            self._first = number
+        logger, last = self._config.comms_logger, number + 1 == self._config.num_steps
+        # Not the first step, in which DeepSpeed also records the order of the modules.
+        count = logger.enabled and not self._counted and (number > self._first or last)
+        chosen = () if logger.prof_all else logger.prof_ops
+        traffic = Traffic(self._mesh, chosen) if count else None
+        began = time.perf_counter()
+        with traffic or nullcontext():
+            yield
+        taken = time.perf_counter() - began
+        if self._config.wall_clock_breakdown:
+            self._add(taken)
+            if last or (number + 1) % self._config.steps_per_print == 0:
+                self._show_times(number + 1)
+        if traffic:
+            self._counted = True
+            self._show_traffic(number + 1, traffic)
+        flops = self._config.flops_profiler
+        if flops.enabled and not self._profiled and number + 1 >= flops.profile_step:
+            self._profiled = True
+            self._show_flops(number + 1, taken)
+
+    def _add(self, taken: float) -> None:
+        executor, seconds = self._parts.executor, dict.fromkeys(PARTS, 0.0)
+        for span in executor.spans:
+            if span.action.op in (*_FORWARD, *_BACKWARD):
+                name = "forward" if span.action.op in _FORWARD else "backward"
+                seconds[name] += span.end - span.start
+        program = max((span.end for span in executor.spans), default=0.0)
+        seconds["waiting"] = max(0.0, program - seconds["forward"] - seconds["backward"])
+        seconds["reduction"] = max(0.0, executor.ended - executor.started - program)
+        seconds["optimizer"] = self._parts.engine.step_seconds
+        seconds["rest"] = max(0.0, taken - sum(seconds.values()))
+        for name, value in seconds.items():
+            self._sums[name] += value
+        self._steps += 1
+
+    def _show_times(self, step: int) -> None:
+        mine = [self._mesh.coord("pp"), *(s / self._steps for s in self._sums.values())]
+        rows = self._mesh.gather_floats(mine)
+        for pp in range(self._mesh.size("pp")):
+            ours = [row[1:] for row in rows if row[0] == pp]
+            means = [1e3 * sum(column) / len(ours) for column in zip(*ours, strict=True)]
+            words = " + ".join(f"{n} {ms:.1f}" for n, ms in zip(PARTS, means, strict=True))
+            place = f"pp {pp}, " if self._mesh.size("pp") > 1 else ""
+            over = f"mean of {self._steps}"
+            self._say(f"time    step {step}, {place}{over}: {sum(means):.1f} ms = {words}")
+        self._sums, self._steps = dict.fromkeys(PARTS, 0.0), 0
+
+    def _show_traffic(self, step: int, traffic: Traffic) -> None:
+        """The first rank of each pipeline coordinate; the others of a stage do the same."""
+        mesh = self._mesh
+        mine = {"at": [mesh.coord(a) for a in ("pp", "dp", "tp")]}
+        everyone = gather_json(mesh, mine | {"calls": [asdict(c) for c in traffic.calls]})
+        self._say(f"comms   step {step}, one rank of each stage; MiB of whole messages")
+        self._say("        pp  group     ranks  operation       calls          MiB")
+        for said in everyone:
+            if said["at"][1:] != [0, 0]:
+                continue
+            for c in said["calls"]:
+                self._say(
+                    f"        {said['at'][0]:<3} {c['group']:<9} {c['ranks']:>5}  "
+                    f"{c['operation']:<14} {c['calls']:>6,} {c['bytes'] / 2**20:>12,.4g}"
+                )
+            if not said["calls"]:
+                self._say(f"        {said['at'][0]:<3} nothing: every group is of one rank")
+
+    def _show_flops(self, step: int, seconds: float) -> None:
+        lines = flops_lines(self._config, self._parts, step, seconds, self._mesh.size("world"))
+        path = self._config.flops_profiler.output_file
+        if path is None or self._mesh.rank != 0:
+            for line in lines:
+                self._say(line)
+            return
+        try:
+            Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+            self._say(f"flops   written to {path}")
+        except OSError as error:
+            self._say(
+                f"WARNING: flops_profiler.output_file = {path}: {error.strerror}; not written"
+            )
+
+
+def flops_lines(
+    config: RunConfig, parts: Assembly, step: int, seconds: float, devices: int
+) -> list[str]:
+    """The table of flops_profiler for a step that took `seconds` on so many devices."""
+    kinds: dict[str, list[float]] = {}
+    for layer in parts.layers:
+        kind, flops = re.sub(r"\.\d+$", "", layer.name), layer.cost(parts.shape).forward_flops
+        found = kinds.setdefault(kind, [0.0, 0.0, 0.0])
+        for i, value in enumerate((1.0, layer.num_params, flops / parts.shape.tokens)):
+            found[i] += value
+    forward = sum(row[2] for row in kinds.values())
+    train, tokens = parts.flops_per_token, config.tokens_per_step
+    rate = train * tokens / seconds / devices / 1e12
+    lines = [
+        "flops   parallel3d's own count, which MFU uses: matrix products and attention in full,",
+        "        nothing twice that is recomputed; DeepSpeed's profiler does not run",
+        f"        step {step}: {train * tokens / 1e12:,.4g} TFLOP in {seconds:.3g} s, "
+        f"{rate:,.4g} TFLOP/s per device; a token: {forward / 1e6:,.4g} MFLOP forward, "
+        f"{train / 1e6:,.4g} with backward",
+    ]
+    if config.flops_profiler.detailed:
+        lines.append("        layer       number    parameters  MFLOP/token forward   share")
+        for kind, (number, params, of_kind) in kinds.items():
+            lines.append(
+                f"        {kind:<12}{number:>6.0f}{params:>14,.0f}{of_kind / 1e6:>21,.4g}"
+                f"{100 * of_kind / forward:>6.1f} %"
+            )
+    return lines
+
+
+def watch_of(
+    config: RunConfig, mesh: Mesh, parts: Assembly, *, say: Callable[[str], None] | None
+) -> Watch | None:
+    """What observes the steps of a run, if its config asks for any of it.
+
+    `say` is given on the rank that reports, and there alone.
+    """
+    asked = config.wall_clock_breakdown, config.flops_profiler.enabled, config.comms_logger.enabled
+    return Watch(config, mesh, parts, say=say or _silent) if any(asked) else None
+
+
+def _silent(text: str) -> None:
+    """For the ranks that do not report."""

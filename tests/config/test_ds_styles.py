@@ -1,0 +1,94 @@
+"""Other people's DeepSpeed files train with a parallel3d block added and nothing taken out."""
+
+import json
+import os
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from parallel3d.config import RunConfig
+from parallel3d.data.prepare import prepare
+from parallel3d.errors import ConfigError
+from tests.config.ds_styles import FILES, corpus_in, filled
+from tests.train.running import folder_of, start_all
+
+pytestmark = pytest.mark.gloo
+
+THEIRS = {name: json.loads(path.read_text()) for name, path in FILES.items()}
+REFUSED = {"megatron_prescaled"}  # prescale_gradients changes numbers
+OFFLOADED = ["trainer_zero2", "trainer_zero3"]
+LOGGED = "everything_logged"
+TRAINED = sorted(set(THEIRS) - REFUSED - {*OFFLOADED, LOGGED})
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    section = corpus_in(tmp_path_factory.mktemp("styles"))
+    prepare(RunConfig.from_dict(filled({}, section)).data)
+    return section
+
+
+def run(names, data):
+    """Each of them on one rank; what it came to, and its folder, by name."""
+    raws = [filled(THEIRS[name], data, name=name) for name in names]
+    ranks = start_all([(raw, stay_in, str(folder_of(raw).parent)) for raw in raws], (1, 1, 1))
+    return {
+        name: (ended, folder_of(raw))
+        for name, raw, (ended,) in zip(names, raws, ranks, strict=True)
+    }
+
+
+def stay_in(rank, folder):
+    """So that their relative output_path lies there; one thread is quickest at this size."""
+    torch.set_num_threads(1)
+    os.makedirs(folder, exist_ok=True)
+    os.chdir(folder)
+
+
+def check(ended, folder):
+    assert (ended.code, ended.error) == (0, ""), (folder.name, ended.error, ended.said)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2] and all(line["loss"] > 0 for line in lines)
+
+
+def test_they_train(data):
+    assert len({*TRAINED, *OFFLOADED}) >= 7  # of the eight styles; one is refused
+    found = run(TRAINED, data)
+    for ended, folder in found.values():
+        check(ended, folder)
+    boards = found["chat_fine_tuning"][1].parent / "boards" / "step1"
+    assert list(boards.glob("events.out.tfevents.*"))
+    assert found["megatron_bf16"][0].says("time    step") == 2
+
+
+@pytest.mark.slow  # DeepSpeed's CPU Adam is loaded, or compiled
+def test_those_of_the_hugging_face_trainer_train(data):
+    for name, (ended, folder) in run(OFFLOADED, data).items():
+        check(ended, folder)
+        assert ended.says("WARNING: optimizer.params.lr = 5e-05") == 1, name
+
+
+def test_a_file_with_everything_that_logs_trains(data):
+    ((ended, folder),) = run([LOGGED], data).values()
+    check(ended, folder)
+    for word in ("time    step 1", "time    step 2", "flops   parallel3d's own", "comms   step 2"):
+        assert ended.says(word) == 1, word
+    assert ended.says("nothing: every group is of one rank") == 1
+    assert (folder.parent / "csv" / "job" / "loss.csv").read_text().count("\n") == 3
+    assert ended.says("zero_optimization: not there = stage 0") == 1
+    if find_spec("wandb") is None:
+        assert ended.says("WARNING: wandb: wandb cannot be started and is left out") == 1
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_each_is_read_or_refused_for_what_changes_numbers_alone(name, data):
+    raw = filled(THEIRS[name], data)
+    assert THEIRS[name].keys() <= raw.keys()
+    if name in REFUSED:
+        with pytest.raises(ConfigError) as caught:
+            RunConfig.from_dict(raw)
+        (line,) = str(caught.value).splitlines()[1:]
+        assert "prescale_gradients = true: " in line
+    else:
+        RunConfig.from_dict(raw).resolve(1)
