@@ -45,7 +45,7 @@ class Summary:
         rows: dict[str, str | None] = {"steps": _steps(result)}
         if result.trained:
             rows |= {
-                "time": in_words(self.seconds),
+                "total time": in_words(self.seconds),
                 "training loss": None if mean is None else f"{mean:.4f}{_spread(result)}",
             }
         if held_out is not None:

@@ -10,12 +10,12 @@ import time
 import psutil
 import pytest
 
-from launch.train import DONE
 from parallel3d import fault
 from parallel3d.checkpoint import disk
 from parallel3d.checkpoint.manifest import verify
 from parallel3d.checkpoint.save import MOST_FAILURES
 from parallel3d.errors import TrainingError
+from parallel3d.train.ending import DONE
 from tests.checkpoint.drill import changed, prepared_config
 from tests.checkpoint.resharding import state
 from tests.checkpoint.saving import names, on_two_ranks, saver_of

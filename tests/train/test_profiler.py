@@ -11,12 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from launch.train import DONE, STOPPED
 from parallel3d.config.settings import ProfileConfig
 from parallel3d.schedule.draw import spans_from_json
 from parallel3d.schedule.schedule import Action
 from parallel3d.schedule.schedules import make_schedule
 from parallel3d.train import profiler
+from parallel3d.train.ending import DONE, STOPPED
 from parallel3d.verify.local_ranks import run_locally
 from tests.cases import Case, Trainer
 from tests.train.test_trainer import on_mesh, raw, run_on_rank, stop_in_step_two  # noqa: F401

@@ -6,10 +6,10 @@ import shutil
 
 import pytest
 
-from launch.train import DONE, STOPPED
 from parallel3d.checkpoint import resume
 from parallel3d.config import RunConfig
 from parallel3d.data.prepare import prepare
+from parallel3d.train.ending import DONE, STOPPED
 from tests.checkpoint.drill import LENGTH, changed, prepared_config
 from tests.train.running import folder_of, start, start_all
 

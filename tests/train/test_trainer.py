@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from launch.train import DONE, train
+from launch.train import train
 from parallel3d.checkpoint import disk
 from parallel3d.checkpoint.manifest import step_folders, verify
 from parallel3d.config import RunConfig
@@ -22,6 +22,7 @@ from parallel3d.mesh.mesh import Mesh
 from parallel3d.pipeline.executor import Executor
 from parallel3d.train import startup as surroundings
 from parallel3d.train import trainer as trainer_module
+from parallel3d.train.ending import DONE
 from parallel3d.train.stopping import STOPPED, StopRequest
 from parallel3d.verify.local_ranks import run_locally
 from tests.mesh.mortal import mortal
@@ -83,10 +84,7 @@ def on_mesh(raw, pp, dp, tp, micro_batch=4, **training):
 
 
 def run_on_rank(rank, raw, disturb=None, *details):
-    """Everything that launch/train.py does, after `disturb` has changed something.
-
-    Gives the exit code or the error, and what was seen.
-    """
+    """All that launch/train.py does once `disturb` is done: its exit code or error, what was seen."""
     seen = {"run": [], "_step": [], "set_timeouts": []}
 
     def look_at(owner, name):
