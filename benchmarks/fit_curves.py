@@ -6,7 +6,7 @@ Least squares of the logarithm of the step time; every group of sources weighs t
 its number of rows. One set of parameters for all devices and programs: no constant of a source.
 A weak prior holds a parameter that no row determines at its default. Writes the curves fitted on
 all groups, with which the planner plans, and for each group those that never saw it, by which
-`launch/plan.py --validate` reports that group.
+`launch/plan.py --validate` reports that group; and published/development.csv, the fitted rows.
 """
 
 import argparse
@@ -25,6 +25,7 @@ from scipy.optimize import least_squares
 from parallel3d.plan.time.curves import FILE
 from parallel3d.plan.time.operators import Curves
 from parallel3d.plan.time.step import lower_bound, step_time
+from parallel3d.published import neighbours
 from parallel3d.published.rows import ROWWISE, Row, read
 from parallel3d.published.statistics import errors
 
@@ -191,6 +192,8 @@ def main() -> None:
         result["without"][group] = {"curves": rounded(curves), "saw": digests(others)}
     if not arguments.quick or arguments.out != FILE:
         arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if arguments.out == FILE and not arguments.quick:
+        neighbours.write(rows)  # what was fitted is what the look-up beside it may know
     print(f"\n{time.perf_counter() - began:.0f} s")
 
 

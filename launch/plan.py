@@ -29,7 +29,9 @@ def main() -> int:
         if args.calibrate:
             return calibrate(args.json, console)
         if args.validate:
-            return validate(args.validate, args.json, console)
+            return validate(args.validate, args.program, args.json, console)
+        if args.program:
+            raise Parallel3DError("--program names what published runs ran; give --validate, too")
         if not args.config:
             raise Parallel3DError("--config is missing; name a config file, or one in configs/")
         config = RunConfig.from_json(args.config, overrides)
@@ -62,11 +64,11 @@ def calibrate(as_json: bool, console: Console) -> int:
     return DONE
 
 
-def validate(file: Path, as_json: bool, console: Console) -> int:
+def validate(file: Path, program: str | None, as_json: bool, console: Console) -> int:
     """Compare the planner with published runs."""
     from parallel3d.published.validate import show, validate
 
-    report: dict[str, Any] = validate(file)
+    report: dict[str, Any] = validate(file, program)
     show(report, console)
     if as_json:
         print(json.dumps(report))
@@ -91,6 +93,7 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--trace", type=Path, help="with --explain: its trace for Perfetto")
     parser.add_argument("--calibrate", action="store_true", help="measure this machine")
     parser.add_argument("--validate", type=Path, metavar="FILE.csv", help="published runs")
+    parser.add_argument("--program", metavar="NAME", help="what runs without a program in it ran")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser.parse_known_args()
 

@@ -1,5 +1,6 @@
 """Architectures of published models that a table leaves blank, each with its source (floor 0)."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -124,7 +125,65 @@ KNOWN: Mapping[str, Architecture] = {
 }
 
 
+# The same for names without blanks and punctuation, where no pattern with sizes above is found.
+_MORE: dict[str, Architecture] = {
+    # meta-llama config.json; arXiv:2407.21783, table 3 (405B)
+    "llama27b": _llama(32, 4096, 32, 32, 11008, 32000),
+    "llama213b": _llama(40, 5120, 40, 40, 13824, 32000),
+    "llama270b": _llama(80, 8192, 64, 8, 28672, 32000),
+    "llama38b": _llama(32, 4096, 32, 8, 14336, 128256),
+    "llama318b": _llama(32, 4096, 32, 8, 14336, 128256),
+    "llama370b": _llama(80, 8192, 64, 8, 28672, 128256),
+    "llama3170b": _llama(80, 8192, 64, 8, 28672, 128256),
+    "llama3370b": _llama(80, 8192, 64, 8, 28672, 128256),
+    "llama3405b": _llama(126, 16384, 128, 8, 53248, 128256),
+    "llama31405b": _llama(126, 16384, 128, 8, 53248, 128256),
+    "llama321b": replace(_llama(16, 2048, 32, 8, 8192, 128256), tied=True),
+    "llama323b": replace(_llama(28, 3072, 24, 8, 8192, 128256), tied=True),
+    # mistralai/Mistral-7B-v0.1, Qwen/Qwen2.5-*, TinyLlama config.json
+    "mistral7b": _llama(32, 4096, 32, 8, 14336, 32000),
+    "qwen257b": _llama(28, 3584, 28, 4, 18944, 152064),
+    "qwen2514b": _llama(48, 5120, 40, 8, 13824, 152064),
+    "qwen2532b": _llama(64, 5120, 40, 8, 27648, 152064),
+    "qwen2572b": _llama(80, 8192, 64, 8, 29568, 152064),
+    "tinyllama": _llama(22, 2048, 32, 4, 5632, 32000),
+    # vocabularies alone: the same tokenizer for all sizes
+    "llama2": Architecture(vocab=32000, family="llama"),
+    "llama3": Architecture(vocab=128256, family="llama"),
+    "mistral": LLAMA, "qwen": LLAMA, "codellama": LLAMA, "olmo": LLAMA, "smollm": LLAMA,
+    "bloom": MPT, "pythia": MPT, "neox": MPT, "mtnlg": MPT, "nemotron": MPT,
+}  # fmt: skip
+_MORE |= dict.fromkeys(
+    ("opt125m", "opt350m", "opt13b", "opt27b", "opt67b", "opt30b", "opt66b", "opt175b"),
+    Architecture(vocab=50272),  # facebook/opt-* config.json
+)
+# Kinds of models whose layers the families here do not have.
+_UNMODELLED: Mapping[str, str] = {
+    r"mixtral|moe\b|\d+x\d+b|\ba\d+b\b|deepseek-?v[23]|dbrx|grok|switch": "a mixture of experts",
+    r"\bt5|ul2|\bbart\b": "an encoder with a decoder",
+    r"bert\b|\bvit\b": "an encoder, whose attention is not causal",
+    r"mamba|rwkv|hyena|jamba": "no transformer, or not only one",
+}
+
+
 def known(name: str) -> Architecture:
     """What is known of the model of that name; of an unknown one, that it is a GPT."""
+    return found(name) or GPT
+
+
+def found(name: str) -> Architecture | None:
+    """What is known of the model of that name."""
     lower = name.lower()
-    return next((model for part, model in KNOWN.items() if part in lower), GPT)
+    squeezed = "".join(c for c in lower if c.isalnum())
+    sized = next((model for part, model in KNOWN.items() if part in lower), None)
+    if sized is None or sized == LLAMA:
+        # "llama38b" is a part of "llama38blarge", too, but of no model that anybody has published.
+        more = next((model for part, model in _MORE.items() if part in squeezed), None)
+        sized = more or sized
+    return sized or (GPT if "gpt" in lower else None)
+
+
+def unmodelled(name: str) -> str | None:
+    """What the model is, where it is of a kind that is not modelled."""
+    lower = name.lower()
+    return next((kind for words, kind in _UNMODELLED.items() if re.search(words, lower)), None)

@@ -122,8 +122,8 @@ def source_of(name: str) -> Source:
     return SOURCES.get(name, Source(name, Software()))
 
 
-def program_of(source: str, cells: Cells, offload: bool) -> Software:
-    """The program that a row ran, as its notes say it."""
+def program_of(source: str, cells: Cells) -> Software:
+    """The program that a row of a described source ran, as its notes say it."""
     notes, zero, pp = cells["notes"], cells["zero_stage"], cells["pp"]
     program = source_of(source).program
     if source == "megatron_sc21_t2" and zero == "3":

@@ -3,6 +3,7 @@
 A chip's file describes the vendor's own machine; a cluster may have other links, and a power cap.
 """
 
+import re
 from functools import lru_cache
 from typing import Any
 
@@ -50,39 +51,76 @@ _NEOX: dict[str, Any] = {
     "network": _network(1.25e10, 5e-6, "arXiv:2204.06745: four ConnectX-6 HCAs for eight A100")
 }
 
-# What the column `gpu` contains -> the file in configs/hardware, and what the cluster changes.
+# What the column `gpu` says -> the file in configs/hardware, and what the cluster changes. A chip's
+# name stands alone: "A100" is no part of "A1000", nor "H200" of "GH200".
 _CHIPS: tuple[tuple[str, str, dict[str, Any]], ...] = (
-    ("500W", "H100-SXM5-80GB", _capped_h100(96)),
-    ("H100 94GB", "H100-SXM5-80GB", _capped_h100(94)),
-    ("H200", "H200-SXM-141GB", {}),
-    ("H100", "H100-SXM5-80GB", {}),
-    ("GB200", "GB200-NVL72", {}),
-    ("B200", "B200-SXM-180GB", {}),
-    ("A100-SXM-40GB", "A100-SXM4-40GB", {}),
-    ("A100", "A100-SXM4-80GB", {}),
-    ("V100-SXM-32GB (DGX-2)", "V100-SXM2-32GB", _DGX2),
-    ("V100 (DGX-2)", "V100-SXM2-32GB", _DGX2),
-    ("V100-SXM-16GB", "V100-SXM2-16GB", {}),
-    ("V100", "V100-SXM2-32GB", {}),
+    (r"500w", "H100-SXM5-80GB", _capped_h100(96)),
+    (r"h100 94gb", "H100-SXM5-80GB", _capped_h100(94)),
+    (r"h200", "H200-SXM-141GB", {}),
+    (r"h100", "H100-SXM5-80GB", {}),
+    (r"gb200", "GB200-NVL72", {}),
+    (r"b200", "B200-SXM-180GB", {}),
+    (r"b300", "B300-SXM-288GB", {}),
+    (r"mi300x", "MI300X", {}),
+    (r"a100\b.*\b40 ?gb?", "A100-SXM4-40GB", {}),
+    (r"a100", "A100-SXM4-80GB", {}),
+    (r"v100-sxm-32gb \(dgx-2\)", "V100-SXM2-32GB", _DGX2),
+    (r"v100 \(dgx-2\)", "V100-SXM2-32GB", _DGX2),
+    (r"v100\b.*\b16 ?gb?", "V100-SXM2-16GB", {}),
+    (r"v100", "V100-SXM2-32GB", {}),
 )
+# Other boards of the same chips: fewer units, lower clocks, and no NVLink between all devices.
+_OTHER_BOARD = re.compile(r"pcie|nvl\b|\bmig\b|max-?q", re.IGNORECASE)
 _CLUSTERS = {
     "gptneox20b": _NEOX,
     "bigscience_1b3_v100": _JEAN_ZAY,
     "bigscience_gpt2_v100": _JEAN_ZAY,
 }
+_MEMORY = re.compile(r"\b(\d\d\d?) ?gi?b?\b", re.IGNORECASE)
 
 
-@lru_cache(maxsize=64)
-def at(source: str, gpu: str) -> Hardware | None:
-    """The hardware of a source's rows, or None for a device that no file describes (a TPU)."""
-    for part, file, changes in _CHIPS:
-        if part.lower() in gpu.lower():
-            return hardware.load(file).model_copy(update=changes | _CLUSTERS.get(source, {}))
-    return None
+@lru_cache(maxsize=1024)
+def at(source: str, gpu: str, gbps: float | None = None) -> Hardware | None:
+    """The hardware of a source's rows, or None for a device that no file describes (a TPU).
+
+    `gpu` is a name in words, or that of a file in configs/hardware. `gbps`: Gb/s of the network for
+    each device, in one direction, where a row states it.
+    """
+    found = next((load for name, load in _files() if name == gpu.lower()), None)
+    if found is None and not _OTHER_BOARD.search(gpu):
+        found = next((load for words, load in _words() if words.search(gpu)), None)
+    if found is None:
+        return None
+    file, changes = found
+    machine = hardware.load(file).model_copy(update=changes | _CLUSTERS.get(source, {}))
+    said = _MEMORY.search(gpu)
+    if said and abs(float(said.group(1)) * 1e9 / machine.memory_bytes.value - 1) > 0.1:
+        return None  # a board with another memory, such as an A100 with 64 GB
+    if gbps is None:
+        return machine
+    rate = Figure(value=gbps * 1e9 / 8, source="the row's network_gbps")
+    latency = machine.network.latency if machine.network else Figure(value=1e-5, source="assumed")
+    return machine.model_copy(update={"network": Link(bandwidth=rate, latency=latency)})
+
+
+@lru_cache(maxsize=1)
+def _files() -> tuple[tuple[str, tuple[str, dict[str, Any]]], ...]:
+    return tuple((name.lower(), (name, {})) for name in hardware.names())
+
+
+@lru_cache(maxsize=1)
+def _words() -> tuple[tuple[re.Pattern[str], tuple[str, dict[str, Any]]], ...]:
+    alone = r"(?<![a-z0-9])(?:%s)(?![0-9])"
+    return tuple(
+        (re.compile(alone % words, re.IGNORECASE), (file, changes))
+        for words, file, changes in _CHIPS
+    )
 
 
 def chip(gpu: str) -> str:
     """The chip's short name, under which the constant-efficiency baseline pools its rows."""
-    names = ("500W", "H100 94GB", "GB200", "B200", "H200", "H100", "A100", "V100")
+    names = (
+        "500W", "H100 94GB", "GB200", "B200", "B300", "H200", "H100", "A100", "V100", "MI300X"
+    )  # fmt: skip
     found = next((name for name in names if name.lower() in gpu.lower()), gpu)
     return "H100 500 W" if found in ("500W", "H100 94GB") else found

@@ -1,9 +1,11 @@
 """How many FLOPs a source counts in a step, by its convention (floor 0)."""
 
+from functools import lru_cache
+
 from parallel3d.errors import ConfigError
 from parallel3d.hardware import Hardware
 from parallel3d.model.spec import Shape
-from parallel3d.plan.layers.placement import cost_of, model_of
+from parallel3d.plan.layers.placement import Model, cost_of, model_of
 from parallel3d.plan.setting import Precision, Setting
 
 
@@ -23,22 +25,34 @@ def hardware_flops(setting: Setting) -> float:
 
 
 def flops_of_step(setting: Setting, convention: str, attention: str) -> tuple[str, float] | None:
-    """The convention in words and its FLOPs of a step; None where the source states none.
+    """The convention in words and its FLOPs of a step; None where the words are not known.
 
     "hardware" counts recomputation, "model" does not. Attention counts in full (12Lhs a token),
-    but for sources of "none", which count 2 x factor x parameters a token.
+    but for sources of "none", which count 2 x factor x parameters a token; blank: in full.
     """
     factor = 4 if convention.startswith("hardware") else 3
     if not convention.startswith(("hardware", "model")):
         return None
+    if attention and not attention.startswith(("full", "none")):
+        return None
     if attention.startswith("none"):
-        flops = 2 * factor * setting.num_params * setting.tokens_per_step
+        flops = 2 * factor * num_params(setting) * setting.tokens_per_step
         return f"2 x {factor} x parameters x tokens", flops
     if factor == 4:
         # Who counts recomputation counts all of it, whatever the row's own mode is said to be.
         blocks, head = _forward_flops(setting)
         return "hardware FLOPs, full attention", 4 * blocks + 3 * head
     return "model FLOPs, full attention", model_flops(setting)
+
+
+def num_params(setting: Setting) -> int:
+    """Parameters of the whole model, added up once for all settings of one model."""
+    return _num_params(model_of(setting.layers))
+
+
+@lru_cache(maxsize=4096)
+def _num_params(model: Model) -> int:
+    return sum(layer.num_params for layer in model.layers)
 
 
 def peak_of(hardware: Hardware, precision: Precision) -> float:

@@ -7,6 +7,7 @@ Azure both come to 15 to 17 GB/s of gathers and reductions for a node with eight
 whatever the number of nodes.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from parallel3d.plan.setting import Software
@@ -151,3 +152,43 @@ NANOTRON = Software(
     overlaps_reduction=True,
     overlaps_tensor=True,
 )
+
+# By other names, letters and digits alone: the programs whose runs stand behind a name here.
+_ALIASES: Mapping[str, Software] = {
+    "mcore": MEGATRON_CORE,
+    "nvidianemo": NEMO,
+    "maxtext": JAX,
+    "paxml": JAX,
+    "pytorchfsdp2": FSDP2,
+    "torchtitan": FSDP2,
+    "olmocore": FSDP2,
+    "fsdp": FSDP_DEFAULT,
+    "pytorchfsdp": FSDP_DEFAULT,
+    "llmfoundry": FSDP_DEFAULT,
+    "gptneox": MEGATRON_DEEPSPEED,
+}
+_BY_NAME: Mapping[str, Software] = {
+    program.name: program
+    for program in (
+        Software(), MEGATRON_2021, MEGATRON_2021_TORCH_DDP, MEGATRON_CORE, NEMO,
+        MEGATRON_DEEPSPEED, ZERO3_2021, ZERO3_2021_BLOCKING, HF_ZERO3_2021, ZERO3_2022, FSDP2,
+        FSDP2_2025, FSDP2_ASYNC_TP, FSDP_DEFAULT, FSDP_PURE, NANOTRON, JAX,
+    )
+}  # fmt: skip
+
+
+def named(text: str) -> Software | None:
+    """The program of that name, whatever its case and punctuation; None where none is described."""
+    wanted = _letters(text)
+    same = (program for name, program in _BY_NAME.items() if _letters(name) == wanted)
+    return next(same, None) or _ALIASES.get(wanted)
+
+
+def names(like: str = "") -> str:
+    """The names of all programs; first those in whose name `like` stands, quoted, for a message."""
+    found = sorted(_BY_NAME, key=lambda name: not like or _letters(like) not in _letters(name))
+    return ", ".join(f'"{name}"' for name in found)
+
+
+def _letters(text: str) -> str:
+    return "".join(c for c in text.lower() if c.isalnum())

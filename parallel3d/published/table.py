@@ -1,65 +1,133 @@
 """The outcome of a validation as tables for a terminal."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-COLUMNS = (
-    ("rows", "rows"),
-    ("left_out", "left out"),
-    ("mean_error", "mean error"),
-    ("worst_error", "worst"),
-    ("bias", "bias"),
-    ("constant_mean_error", "constant"),
-    ("rank_correlation", "rank"),
-    ("flops_rank_correlation", "of FLOP/s"),
-    ("mesh_regret", "regret"),
+_ERRORS = (
+    ("rows", "rows", "rows"),
+    ("left_out", "left out", "out"),
+    ("mean_error", "mean error", "error"),
+    ("worst_error", "worst", "worst"),
+    ("bias", "bias", "bias"),
+    ("constant_mean_error", "constant", "constant"),
+    ("neighbour_mean_error", "neighbour", "neighbour"),
 )
-COUNTS, SIGNED, PLAIN = (
-    ("rows", "left_out"),
-    ("bias",),
-    ("rank_correlation", "flops_rank_correlation"),
+_ORDER = (
+    ("rank_correlation", "rank", "rank"),
+    ("flops_rank_correlation", "of FLOP/s", "of FLOP/s"),
+    ("mesh_regret", "regret", "regret"),
 )
+_SIGNED, _PLAIN = ("bias",), ("rank_correlation", "flops_rank_correlation")
+_WIDE = 118  # columns from which one table has room for all
+_EXAMPLES = 6  # line numbers, and values, that are named
+
+Columns = Sequence[tuple[str, str, str]]  # key, title where there is room, title where not
+Lines = Mapping[str, Mapping[str, Any]]
 
 
 def show(report: Mapping[str, Any], console: Console) -> None:
-    """Prints what `validate` returned: by source, by group and over all, then what was left out."""
-    console.print(
+    """Print what `validate` returned: errors by source, by group and over all, what was assumed,
+    and what was left out, by reason."""
+    _print(
+        console,
         "Each group is predicted with curves that were fitted on the other groups only. Errors are "
-        "fractions of the measured step time; `constant` is the error of the constant efficiency "
-        "that the other groups had on that chip."
+        "fractions of the measured step time. constant: the error of the constant efficiency that "
+        "the other groups had on that chip; neighbour: of the efficiency of the three runs of other"
+        " groups most alike, without physics.",
     )
-    for name in ("sources", "groups"):
-        lines = dict(report[name])
-        if name == "groups":
-            lines["all"] = report["overall"]
-        console.print(_table(name, lines))
-    if memory := report.get("memory"):
-        figures = {name: value for name, value in memory.items() if not isinstance(value, dict)}
-        console.print("memory: " + ", ".join(f"{n} {_text(n, v)}" for n, v in figures.items()))
-    reasons: dict[tuple[str, str], list[int]] = {}
-    for out in report["left_out"]:
-        reasons.setdefault((out["source"], out["reason"]), []).append(out["row"])
-    for (source, reason), lines_left in reasons.items():
-        where = ", ".join(map(str, lines_left[:6])) + (" ..." if len(lines_left) > 6 else "")
-        console.print(f"left out: {source}, line {where}: {reason}", highlight=False)
+    total = report["overall"]
+    ends = {"all, by group": total, "all, by row": total["by_row"]}
+    for name, lines in (("source", report["sources"]), ("group", {**report["groups"], **ends})):
+        used = {title: line for title, line in lines.items() if line["rows"]}
+        if not used:
+            continue
+        if console.width >= _WIDE:
+            _print(console, _table(name, used, (*_ERRORS, *_ORDER), 1))
+        else:
+            _print(console, _table(name, used, _ERRORS, 2))
+            ordered = {t: line for t, line in used.items() if any(line[k] for k, *_ in _ORDER)}
+            if ordered:
+                _print(console, _table(name, ordered, _ORDER, 2))
+    if not total["rows"]:
+        _print(console, "No row could be used.")
+    if (memory := report["memory"])["rows"]:
+        _print(console, _memory(memory))
+    if report["assumed"]:
+        _print(console, _assumed(report["assumed"]))
+    if report["left_out"]:
+        _print(console, _left_out(report["left_out"]))
 
 
-def _table(name: str, lines: Mapping[str, Mapping[str, Any]]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column(name[:-1], no_wrap=True)
-    for _, title in COLUMNS:
-        table.add_column(title, justify="right", no_wrap=True)
+def _print(console: Console, what: str | Table) -> None:
+    """Print, wrapped at the console's width."""
+    console.print(what, highlight=False, soft_wrap=False)
+    console.print()
+
+
+def _table(name: str, lines: Lines, columns: Columns, title: int) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2 if title == 1 else 1, 0, 0))
+    table.add_column(name, no_wrap=True)
+    for column in columns:
+        table.add_column(column[title], justify="right", no_wrap=True)
     for line, values in lines.items():
-        table.add_row(line, *(_text(key, values.get(key)) for key, _ in COLUMNS))
+        table.add_row(line, *(_text(key, values.get(key)) for key, *_ in columns))
     return table
+
+
+def _memory(memory: Mapping[str, Any]) -> str:
+    lost, ran = memory["out_of_memory_rows"], memory["ran_rows"]
+    wrong = len(memory["said_to_fit"]), len(memory["ran_but_said_not_to_fit"])
+    return (
+        f"memory: {memory['rows']} rows, mean error {memory['mean_error']:.1%}, worst "
+        f"{memory['worst_error']:.1%}, bias {memory['bias']:+.1%}; said to fit: {wrong[0]} of "
+        f"{lost} that ran out of memory; said not to fit: {wrong[1]} of {ran:,} that ran"
+    )
+
+
+def _assumed(assumed: Mapping[str, Any]) -> Table:
+    """Blanks that were filled: column, rows, and the values taken, most frequent first."""
+    table = _plain(("assumed", "left"), ("rows", "right"), ("where the cell is blank", "left"))
+    for name, column in assumed.items():
+        values = sorted(column["values"].items(), key=lambda item: -item[1])
+        shown = [f"{value} in {count:,}" for value, count in values[:_EXAMPLES]]
+        table.add_row(name, f"{column['rows']:,}", _listed(shown, len(values)))
+    return table
+
+
+def _left_out(left_out: Sequence[Mapping[str, Any]]) -> Table:
+    """What was left out: rows and their lines by reason, with the first row's own words."""
+    table = _plain(("left out", "right"), ("why", "left"), ("lines", "left"))
+    rules: dict[str, list[Mapping[str, Any]]] = {}
+    for out in left_out:
+        rules.setdefault(out["rule"], []).append(out)
+    for rule, same in sorted(rules.items(), key=lambda item: -len(item[1])):
+        first = same[0]["reason"]
+        why = first if len(same) == 1 or first == rule else f"{rule}. The first: {first}"
+        lines = _listed([str(out["row"]) for out in same[:_EXAMPLES]], len(same))
+        table.add_row(f"{len(same):,}", why, lines)
+    return table
+
+
+def _plain(*columns: tuple[str, Any]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for title, justify in columns:
+        table.add_column(title, justify=justify, overflow="fold")
+    return table
+
+
+def _listed(shown: Sequence[str], count: int) -> str:
+    more = f" and {count - len(shown):,} more" if count > len(shown) else ""
+    return "; ".join(shown) + more
 
 
 def _text(key: str, value: Any) -> str:
     if value is None:
         return "-"
-    if key in COUNTS or not isinstance(value, float):
-        return str(value)
-    return f"{value:.2f}" if key in PLAIN else f"{value:+.1%}" if key in SIGNED else f"{value:.1%}"
+    if not isinstance(value, float):
+        return f"{value:,}"
+    return (
+        f"{value:.2f}" if key in _PLAIN else f"{value:+.1%}" if key in _SIGNED else f"{value:.1%}"
+    )

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from parallel3d.errors import ConfigError
-from parallel3d.published.cells import COLUMNS
+from parallel3d.published import programs, vocabulary
+from parallel3d.published.cells import COLUMNS, OPTIONAL, Unusable
 from parallel3d.published.flops import model_flops
 from parallel3d.published.rows import LeftOut, Row, read
 
@@ -92,7 +93,7 @@ def test_every_row_is_used_or_left_out_with_a_reason() -> None:
     with SAMPLE.open() as file:
         assert sorted(lines) == list(range(2, len(file.readlines()) + 1))
     reasons = {out.source: out.reason for out in left_out}
-    assert reasons["megatron_core_h100_strong"] == "no mesh is stated"
+    assert reasons["megatron_core_h100_strong"].startswith("no mesh is stated; fill tp, pp")
     assert "ANOMALY" in reasons["bigscience_gpt2_v100"]
     assert "TPU" in reasons["palm_t3"]
     oom = [row for row in rows if row.out_of_memory]
@@ -119,10 +120,100 @@ def test_programs_differ_within_a_source() -> None:
     }
 
 
-def test_unknown_sources_are_groups_of_their_own(tmp_path: Path) -> None:
+def test_an_undescribed_source_needs_a_program(tmp_path: Path) -> None:
     table = edited(tmp_path, lambda cells: cells.update(source_id="mine", notes=""))
-    rows, _ = read(table)
-    assert rows[0].group == "mine" and rows[0].setting.software.name == "parallel3d"
+    assert "the program that ran" in next(o.reason for o in read(table)[1] if o.source == "mine")
+    row = next(row for row in read(table, "megatron core")[0] if row.source == "mine")
+    assert row.group == "mine" and row.setting.software is programs.MEGATRON_CORE
+    assert row.assumed["program"] == "Megatron-Core"
+    # A described source has its own program, whatever is given for the others.
+    described = {row.source: row for row in read(table, "JAX")[0]}["olmo_core"]
+    assert described.setting.software is programs.FSDP2
+
+
+def test_optional_columns_state_what_is_otherwise_assumed(tmp_path: Path) -> None:
+    def state(cells: dict[str, str]) -> None:
+        cells |= {"program": "NeMo", "network_gbps": "100", "attention_kernel": "Flash-Attention 2"}
+        cells |= {"pp": "4", "dp": "8", "virtual_stages": "3"}
+
+    plain = read_sample()[0][0]
+    assert plain.line == 2 and plain.assumed["program"].startswith("Megatron-LM 2021")
+    assert plain.assumed["network_gbps"] == 200 and plain.setting.software.attention == "classic"
+    row = read(edited(tmp_path, state))[0][0]
+    assert row.line == 2 and not {"program", "network_gbps", "virtual_pp"} & set(row.assumed)
+    assert row.hardware.network and row.hardware.network.bandwidth.value == 12.5e9
+    software = row.setting.software
+    assert (software.name, software.attention, software.hopper) == ("NeMo", "flash", False)
+    assert (row.setting.stages_per_rank, row.setting.schedule) == (3, "interleaved")
+
+
+@pytest.mark.parametrize(
+    ("model", "words", "entries"),
+    [
+        ("Llama 3.1 8B", "as published", 128256),  # by the model's name
+        ("Llama-2-7b-hf", "", 32000),
+        ("a llama of mine", "Llama 3 tokenizer", 128256),  # by the words themselves
+        ("Qwen2.5-7B", "tiktoken", 152064),
+    ],
+)
+def test_a_vocabulary_in_words_or_blank_is_that_of_the_architecture(
+    tmp_path: Path, model: str, words: str, entries: int
+) -> None:
+    sizes = {"source_id": "mine", "model_name": model, "vocab": words, "params_b": ""}
+    row = next(
+        r for r in read(edited(tmp_path, lambda c: c.update(sizes)), "NeMo")[0] if r.line == 2
+    )
+    head = row.setting.layers[0].params[0]
+    assert row.assumed["vocab"] == entries and head.shape[0] == entries
+
+
+@pytest.mark.parametrize(("billions", "family"), [("6.74", "llama"), ("5.2", "gpt")])
+def test_the_parameters_tell_the_family_of_an_unknown_name(
+    tmp_path: Path, billions: str, family: str
+) -> None:
+    sizes = {
+        "source_id": "mine", "model_name": "Foo 7B", "params_b": billions, "n_layers": "32",
+        "hidden": "4096", "heads": "32", "kv_heads": "32", "ffn_hidden": "11008", "vocab": "32000",
+    }  # fmt: skip
+    row = next(
+        r for r in read(edited(tmp_path, lambda c: c.update(sizes)), "NeMo")[0] if r.line == 2
+    )
+    assert row.assumed["family"] == family
+    assert row.setting.num_params / 1e9 == pytest.approx(float(billions), rel=0.03)
+
+
+def test_every_program_is_found_by_its_own_name_in_any_spelling() -> None:
+    for name in programs.names().strip('"').split('", "'):
+        for text in (name, name.upper(), name.replace(" ", "_").replace("-", "")):
+            program = programs.named(text)
+            assert program is not None and program.name == name
+    assert programs.named("torchtitan") is programs.FSDP2 and programs.named("Megatron") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "precision"),
+    [
+        ("bf16/fp8", "fp8"), ("fp16 weights, fp32 Adam state", "fp16"), ("BFloat16", "bf16"),
+        ("bf16, fp32 reductions", "bf16"), ("float8 rowwise", "fp8"), ("bf16-mixed", "bf16"),
+    ],
+)  # fmt: skip
+def test_of_several_number_formats_the_narrowest_is_the_products(text: str, precision: str) -> None:
+    assert vocabulary.precision_of(text) == precision
+
+
+@pytest.mark.parametrize(
+    ("text", "stage"), [("2 (FSDP SHARD_GRAD_OP)", 2), ("ZeRO-1", 1), ("3.0", 3), ("DDP", 0)]
+)
+def test_zero_stages_in_words(text: str, stage: int) -> None:
+    assert vocabulary.zero_stage_of(text) == stage
+
+
+def test_notes_that_deny_adapters_leave_nothing_out() -> None:
+    vocabulary.refuse_adapters(
+        {"notes": "full training, no LoRA; not frozen", "source_ref": "LoRA"}
+    )
+    with pytest.raises(Unusable, match='"lora" in notes'):
+        vocabulary.refuse_adapters({"notes": "no dropout, LoRA"})
 
 
 @pytest.mark.parametrize(
@@ -152,7 +243,7 @@ def test_nonsense_in_a_row_leaves_out_that_row_alone(
 def edited(folder: Path, change: Callable[[dict[str, str]], None]) -> Path:
     """The sample, its first row changed."""
     with SAMPLE.open(newline="") as file:
-        cells = list(csv.DictReader(file))
+        cells = [row | dict.fromkeys(OPTIONAL, "") for row in csv.DictReader(file)]
     change(cells[0])
     path = folder / "table.csv"
     with path.open("w", newline="") as file:

@@ -3,23 +3,30 @@
 import csv
 import io
 import json
+from collections import Counter
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
+from scipy.stats import spearmanr
 
+from parallel3d.errors import ConfigError
+from parallel3d.hardware import Hardware
+from parallel3d.plan.setting import Setting
 from parallel3d.plan.time import curves
 from parallel3d.plan.time.operators import Curves
-from parallel3d.published.rows import read
+from parallel3d.published.rows import LeftOut, read
 from parallel3d.published.statistics import Choice, constants, errors, rank_correlation, regrets
-from parallel3d.published.validate import outcomes, show, summary, validate
+from parallel3d.published.validate import MEANS, outcomes, show, summary, validate
 
 pytestmark = pytest.mark.pure
 
 SAMPLE = Path(__file__).with_name("published_sample.csv")  # rows of published_throughput.csv
 SHARED = Path(__file__).parents[3] / "shared/data/throughput/published_throughput.csv"
+KINDS = ("predicted", "measured")
 KEYS = {
     "rows",
     "left_out",
@@ -27,6 +34,7 @@ KEYS = {
     "worst_error",
     "bias",
     "constant_mean_error",
+    "neighbour_mean_error",
     "rank_correlation",
     "mesh_regret",
 }
@@ -131,7 +139,9 @@ def report_of(table: Path) -> dict[str, Any]:
 
 def test_the_report_has_the_keys_that_scripts_rely_on(table: Path) -> None:
     report = report_of(table)
-    assert set(report) == {"sources", "groups", "overall", "memory", "left_out"}
+    assert set(report) == {
+        "sources", "groups", "overall", "memory", "assumed", "rows", "left_out",
+    }  # fmt: skip
     assert all(set(line) >= KEYS for line in report["sources"].values())
     assert set(report["overall"]) >= KEYS
     counted = sum(line["rows"] + line["left_out"] for line in report["sources"].values())
@@ -139,6 +149,90 @@ def test_the_report_has_the_keys_that_scripts_rely_on(table: Path) -> None:
         assert counted == len(file.readlines()) - 1
     assert all({"row", "reason"} <= set(out) for out in report["left_out"])
     json.dumps(report)
+
+
+def test_every_figure_follows_from_the_rows(table: Path) -> None:
+    report = json.loads(json.dumps(report_of(table)))
+    rows = report["rows"]
+    assert len(rows) == report["overall"]["rows"] == report["overall"]["by_row"]["rows"]
+
+    def mean(numbers: list[float]) -> float | None:
+        return sum(numbers) / len(numbers) if numbers else None
+
+    def line_of(own: list[dict[str, Any]]) -> dict[str, Any]:
+        """The line, by other means than the report's: numpy and scipy."""
+        predicted = np.array([row["predicted"] for row in own])
+        measured = np.array([row["measured"] for row in own])
+        off = predicted / measured - 1
+        flops = np.array([row["model_flops"] for row in own])
+        line: dict[str, Any] = {"rows": len(own)}
+        line |= {"mean_error": None, "worst_error": None, "bias": None}
+        if own:
+            line |= {"mean_error": abs(off).mean(), "worst_error": abs(off).max()}
+            line["bias"] = off.mean()
+        for name in ("constant", "neighbour"):
+            line[f"{name}_mean_error"] = mean(
+                [abs(r[name] / r["measured"] - 1) for r in own if r[name] is not None]
+            )
+        for name, work in (("rank_correlation", 1), ("flops_rank_correlation", flops)):
+            several = len(own) > 2 and len(set(work / measured)) > 1
+            found = spearmanr(work / predicted, work / measured)[0] if several else None
+            line[name] = None if found is None or np.isnan(found) else found
+        regrets = []
+        for task in {row["task"] for row in own}:
+            same = [row for row in own if row["task"] == task]
+            if len({row["mesh"] for row in same}) > 1:
+                ways = [[r for r in same if r["way"] == w] for w in {r["way"] for r in same}]
+                pairs = [tuple(mean([r[k] for r in w]) for k in KINDS) for w in ways]
+                regrets.append(min(pairs)[1] / min(pair[1] for pair in pairs) - 1)
+        return line | {"mesh_regret": mean(regrets), "mesh_sets": len(regrets)}
+
+    for kind, key in (("sources", "source"), ("groups", "group")):
+        for name, line in report[kind].items():
+            assert {**line, "left_out": 0} == {
+                key: pytest.approx(value, rel=1e-9, abs=1e-12) if value is not None else None
+                for key, value in line_of([row for row in rows if row[key] == name]).items()
+            } | {"left_out": 0}
+    assert report["overall"]["by_row"] == pytest.approx(line_of(rows), rel=1e-9, abs=1e-12)
+    for figure in MEANS:
+        each = [line[figure] for line in report["groups"].values() if line[figure] is not None]
+        assert report["overall"][figure] == pytest.approx(mean(each), rel=1e-12)
+    for source, line in report["sources"].items():
+        assert line["left_out"] == sum(out["source"] == source for out in report["left_out"])
+    for column, counted in report["assumed"].items():
+        filled = Counter(str(r["assumed"][column]) for r in rows if column in r["assumed"])
+        assert counted == {"rows": filled.total(), "values": dict(filled)}
+
+
+def test_one_row_that_the_planner_refuses_aborts_nothing() -> None:
+    rows = [row for row in read(SAMPLE)[0] if row.source == "llm_foundry"]
+    refused: list[LeftOut] = []
+
+    def predict(setting: Setting, hardware: Hardware, curves: Curves) -> float:
+        if setting is rows[0].setting:
+            raise ConfigError("hardware: has no such figure")
+        return 1.0
+
+    found = outcomes(rows, curves.without, predict, refused)
+    assert [outcome.row.line for outcome in found] == [row.line for row in rows[1:]]
+    assert [(out.line, out.reason) for out in refused] == [
+        (rows[0].line, "hardware: has no such figure")
+    ]
+    with pytest.raises(ConfigError):
+        outcomes(rows, curves.without, predict)
+
+
+@pytest.mark.parametrize("width", [80, 100, 140])
+def test_no_figure_is_cut_at_any_width(table: Path, width: int) -> None:
+    report, out = report_of(table), io.StringIO()
+    show(report, Console(file=out, width=width))
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= width and "…" not in out.getvalue()
+    line = report["overall"]
+    for figure in (line["mean_error"], line["constant_mean_error"], line["neighbour_mean_error"]):
+        assert any(f"{figure:.1%}" in text for text in lines if text.startswith("all, by group"))
+    names = [name for name, source in report["sources"].items() if source["rows"]]
+    assert all(any(text.startswith(name) for text in lines) for name in names)
 
 
 def test_the_marks_hold_on_transcribed_rows(table: Path) -> None:
@@ -170,7 +264,7 @@ def test_tables_name_every_source_and_every_reason(table: Path) -> None:
     report, out = report_of(table), io.StringIO()
     show(report, Console(file=out, width=200))
     text = out.getvalue()
-    assert all(name in text for name in report["sources"])
+    assert all(name in text for name, source in report["sources"].items() if source["rows"])
     assert "no mesh is stated" in text and "all" in text
 
 
@@ -182,7 +276,7 @@ def test_the_marks_hold_on_the_whole_table() -> None:
     found = outcomes(rows, curves.without)
 
     def line(*groups: str) -> dict[str, Any]:
-        return summary([o for o in found if o.row.group in groups], None)
+        return summary([o for o in found if o.row.group in groups])
 
     assert line("llm_foundry")["mean_error"] <= 0.12
     assert line("nvidia")["mean_error"] <= 0.12

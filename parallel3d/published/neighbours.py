@@ -1,0 +1,147 @@
+"""A look-up without physics, to be compared with: the three runs most like a row (floor 0).
+
+The runs are those on which the planner's curves were fitted, in development.csv, which
+benchmarks/fit_curves.py writes. The digests in curves.json are of the same rows.
+"""
+
+import csv
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property, lru_cache
+from heapq import nsmallest
+from math import dist, exp, log, log2
+from pathlib import Path
+
+from parallel3d.published.flops import hardware_flops, model_flops, num_params, peak_of
+from parallel3d.published.rows import Row
+
+FILE = Path(__file__).with_name("development.csv")
+NEIGHBOURS = 3
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run with a measured step, in the few figures that the look-up and the constant see.
+
+    `model_flops` and `hardware_flops`: of a device in a step, without and with recomputation.
+    `peak_flops`: of a device, in the run's number format. `recomputed`: the part of the forward
+    that is computed again.
+    """
+
+    source: str
+    line: int
+    group: str
+    chip: str
+    precision: str
+    seconds: float
+    model_flops: float
+    hardware_flops: float
+    peak_flops: float
+    params: int
+    hidden: int
+    devices: int
+    tp: int
+    pp: int
+    cp: int
+    seq: int
+    micro_batch: int
+    num_microbatches: int
+    zero_stage: int
+    recomputed: float
+    offload: int
+
+    @classmethod
+    def of(cls, row: Row) -> "Run":
+        """The run of a row with a measured time."""
+        s = row.setting
+        assert row.seconds is not None
+        return cls(
+            source=row.source,
+            line=row.line,
+            group=row.group,
+            chip=row.chip,
+            precision=s.precision,
+            seconds=row.seconds,
+            model_flops=model_flops(s) / s.devices,
+            hardware_flops=hardware_flops(s) / s.devices,
+            peak_flops=peak_of(row.hardware, s.precision),
+            params=num_params(s),
+            hidden=s.hidden_size,
+            devices=s.devices,
+            tp=s.tp,
+            pp=s.pp,
+            cp=s.cp,
+            seq=s.shape.seq,
+            micro_batch=s.shape.batch,
+            num_microbatches=s.num_microbatches,
+            zero_stage=s.zero_stage,
+            recomputed=s.recomputed_share if s.recompute == "full" else 0.0,
+            offload=int(s.offload_optimizer != "none") + int(s.offload_param != "none"),
+        )
+
+    @property
+    def efficiency(self) -> float:
+        """Model FLOP/s as a fraction of the peak."""
+        return self.model_flops / (self.peak_flops * self.seconds)
+
+    @property
+    def device(self) -> tuple[str, bool]:
+        """What a constant efficiency is of: a chip, and whether it computes in eight bits."""
+        return self.chip, self.precision == "fp8"
+
+    @cached_property
+    def features(self) -> tuple[float, ...]:
+        """By what runs are alike: a size that doubles counts as much as a ZeRO stage more."""
+        sizes = (
+            self.params, self.hidden, self.devices, self.tp, self.pp, self.cp, self.seq,
+            self.micro_batch, self.num_microbatches, self.peak_flops,
+        )  # fmt: skip
+        kinds = (self.precision == "fp8", self.zero_stage, self.recomputed, self.offload)
+        return (*map(log2, sizes), *map(float, kinds))
+
+
+@lru_cache(maxsize=1)
+def development() -> tuple[Run, ...]:
+    """The runs on which the curves were fitted."""
+    # A column holds what its field is declared to hold: int, float or str, by these names.
+    kinds = {field.name: _KINDS[str(field.type)] for field in fields(Run)}
+    with FILE.open(newline="", encoding="utf-8") as file:
+        return tuple(
+            Run(**{name: kinds[name](text) for name, text in cells.items()})
+            for cells in csv.DictReader(file)
+        )
+
+
+_KINDS = {"str": str, "int": int, "float": float, str(str): str, str(int): int, str(float): float}
+
+
+def write(rows: Iterable[Row], path: Path = FILE) -> None:
+    """Write the runs of rows with a measured time as development.csv."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(Run)], lineterminator="\n")
+        writer.writeheader()
+        for row in rows:
+            cells = asdict(Run.of(row)).items()
+            writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in cells})
+
+
+class Lookup:
+    """Step times by the efficiency of the most similar development runs of other groups."""
+
+    def __init__(self, without: str, runs: Sequence[Run] | None = None) -> None:
+        runs = development() if runs is None else runs
+        self.runs = [run for run in runs if run.group != without]
+        self.places = [run.features for run in self.runs]
+
+    def nearest(self, run: Run) -> list[Run]:
+        """The development runs most like a run, nearest first."""
+        place = run.features
+        order = nsmallest(NEIGHBOURS, range(len(self.runs)), lambda i: dist(place, self.places[i]))
+        return [self.runs[i] for i in order]
+
+    def seconds(self, run: Run) -> float | None:
+        """Of a step at the geometric mean of its neighbours' efficiencies; None without any."""
+        if not self.runs:
+            return None
+        near = [log(other.efficiency) for other in self.nearest(run)]
+        return run.model_flops / (run.peak_flops * exp(sum(near) / len(near)))

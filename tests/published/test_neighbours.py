@@ -1,0 +1,68 @@
+"""The look-up beside the planner knows what the fits saw, of other groups alone."""
+
+import hashlib
+from collections import defaultdict
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+
+import pytest
+
+from parallel3d.plan.time import curves
+from parallel3d.published.neighbours import NEIGHBOURS, Lookup, Run, development, write
+from parallel3d.published.rows import read
+
+pytestmark = pytest.mark.pure
+
+SAMPLE = Path(__file__).with_name("published_sample.csv")
+
+
+def test_the_development_runs_are_the_rows_of_the_fits_digests() -> None:
+    lines: dict[str, list[str]] = defaultdict(list)
+    for run in development():
+        lines[run.group].append(f"{run.source}:{run.line}:{run.seconds:.6g}")
+    assert len(development()) == 503
+    assert curves.seen_by(None) == {
+        group: hashlib.sha256("\n".join(sorted(text)).encode()).hexdigest()[:16]
+        for group, text in lines.items()
+    }
+
+
+def test_a_run_is_the_row_that_it_is_of() -> None:
+    rows = {(row.source, row.model, row.seconds): row for row in read(SAMPLE)[0]}
+    row = rows["megatron_sc21_t1", "GPT-18.4B", next(k[2] for k in rows if k[1] == "GPT-18.4B")]
+    run = Run.of(row)
+    shipped = [
+        r for r in development() if r.source == row.source and r.params == row.setting.num_params
+    ]
+    # The sample has other line numbers; figures in the file have six digits.
+    assert [replace(s, line=0).features for s in shipped] == [pytest.approx(run.features)]
+    assert shipped[0].efficiency == pytest.approx(run.efficiency, rel=1e-5)
+    # 135 TFLOP/s of 312 count recomputation, which model FLOPs do not: 3 of 4 forwards, or so.
+    assert run.efficiency == pytest.approx(135 / 312 * 0.75, rel=0.03)
+
+
+def test_seconds_are_those_at_the_neighbours_mean_efficiency() -> None:
+    run = development()[0]
+    # Four runs of another group at 0.1, 0.2, 0.4 and 0.9 of the peak; the last is far away.
+    others = [
+        replace(run, group="b", seconds=run.model_flops / run.peak_flops / share, tp=tp)
+        for share, tp in ((0.1, 1), (0.2, 2), (0.4, 2), (0.9, 64))
+    ]
+    lookup = Lookup(run.group, [*others, replace(run, seconds=1e-9)])
+    assert lookup.nearest(run) == others[:NEIGHBOURS]  # never one of its own group
+    mean = prod((0.1, 0.2, 0.4)) ** (1 / 3)
+    assert lookup.seconds(run) == pytest.approx(run.model_flops / run.peak_flops / mean)
+    assert Lookup("b", others).seconds(run) is None
+
+
+def test_a_group_of_ones_own_may_know_all_development_runs() -> None:
+    assert len(Lookup("a group of yours").runs) == 503
+    assert {run.group for run in Lookup("vtrain").runs} == set(curves.seen_by("vtrain"))
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    rows = [row for row in read(SAMPLE)[0] if row.seconds is not None]
+    write(rows, tmp_path / "development.csv")
+    text = (tmp_path / "development.csv").read_text().splitlines()
+    assert len(text) == len(rows) + 1 and text[0].startswith("source,line,group,chip,precision")
