@@ -151,7 +151,9 @@ _MORE: dict[str, Architecture] = {
     "llama2": Architecture(vocab=32000, family="llama"),
     "llama3": Architecture(vocab=128256, family="llama"),
     "mistral": LLAMA, "qwen": LLAMA, "codellama": LLAMA, "olmo": LLAMA, "smollm": LLAMA,
-    "bloom": MPT, "pythia": MPT, "neox": MPT, "mtnlg": MPT, "nemotron": MPT,
+    "bloom": Architecture(vocab=250880),  # bigscience/bloom config.json
+    "neox": Architecture(vocab=50432),  # EleutherAI/gpt-neox-20b config.json
+    "pythia": MPT, "mtnlg": MPT, "nemotron": MPT,
 }  # fmt: skip
 _MORE |= dict.fromkeys(
     ("opt125m", "opt350m", "opt13b", "opt27b", "opt67b", "opt30b", "opt66b", "opt175b"),

@@ -161,6 +161,8 @@ def numbers_of(line: int, cells: Mapping[str, str]) -> dict[str, Any]:
         if value is None or not 0 < value < float("inf") or (whole and value != int(value)):
             rule = f"is not {'a whole number' if whole else 'a number'} above 0"
             remedy = "correct the cell or empty it"
+            if "," in text:
+                remedy = "write a decimal point, and no separator of thousands"
             raise Unusable(f'line {line}: {name} = "{text}" {rule}; {remedy}', f"{name} {rule}")
         if value > most:
             rule = f"is above {most:,.0f}{UNITS.get(name, ', more than anybody has run')}"

@@ -7,8 +7,10 @@ Azure both come to 15 to 17 GB/s of gathers and reductions for a node with eight
 whatever the number of nodes.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
+from difflib import SequenceMatcher
 
 from parallel3d.plan.setting import Software
 
@@ -156,6 +158,7 @@ NANOTRON = Software(
 # By other names, letters and digits alone: the programs whose runs stand behind a name here.
 _ALIASES: Mapping[str, Software] = {
     "mcore": MEGATRON_CORE,
+    "megatronlmcore": MEGATRON_CORE,
     "nvidianemo": NEMO,
     "maxtext": JAX,
     "paxml": JAX,
@@ -164,7 +167,9 @@ _ALIASES: Mapping[str, Software] = {
     "olmocore": FSDP2,
     "fsdp": FSDP_DEFAULT,
     "pytorchfsdp": FSDP_DEFAULT,
+    "fsdp1": FSDP_DEFAULT,
     "llmfoundry": FSDP_DEFAULT,
+    "mosaicmlllmfoundry": FSDP_DEFAULT,
     "gptneox": MEGATRON_DEEPSPEED,
 }
 _BY_NAME: Mapping[str, Software] = {
@@ -178,16 +183,28 @@ _BY_NAME: Mapping[str, Software] = {
 
 
 def named(text: str) -> Software | None:
-    """The program of that name, whatever its case and punctuation; None where none is described."""
-    wanted = _letters(text)
-    same = (program for name, program in _BY_NAME.items() if _letters(name) == wanted)
-    return next(same, None) or _ALIASES.get(wanted)
+    """The program of that name; None where none is described.
+
+    Case and punctuation do not matter, nor do a remark in brackets and a version, where the name
+    with them is not known: "NeMo 24.07", "torchtitan (FSDP2)".
+    """
+    plain = re.sub(r"\(.*?\)", " ", text)
+    for words in (text, plain, re.sub(r"\b[vr]?\d+(\.\w+)*\s*$", " ", plain.strip())):
+        wanted = _letters(words)
+        same = (program for name, program in _BY_NAME.items() if _letters(name) == wanted)
+        if program := next(same, None) or _ALIASES.get(wanted):
+            return program
+    return None
 
 
 def names(like: str = "") -> str:
-    """The names of all programs; first those in whose name `like` stands, quoted, for a message."""
-    found = sorted(_BY_NAME, key=lambda name: not like or _letters(like) not in _letters(name))
-    return ", ".join(f'"{name}"' for name in found)
+    """The names of all programs, quoted, for a message; those most like `like` first."""
+    wanted = _letters(like)
+
+    def unlike(name: str) -> float:
+        return -SequenceMatcher(None, wanted, _letters(name)).ratio()
+
+    return ", ".join(f'"{name}"' for name in sorted(_BY_NAME, key=unlike))
 
 
 def _letters(text: str) -> str:

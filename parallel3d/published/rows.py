@@ -131,7 +131,11 @@ def _row(line: int, cells: dict[str, str], default: Software | None) -> Row:
         filled.notes.append(source_of(source).note)
     if "rowwise" in cells["precision"]:
         filled.notes.append(ROWWISE)
-    setting = setting_of(cells, filled, model, program)
+    sixteen = "bf16" if machine.peak("bf16") else "fp16"
+    setting = setting_of(cells, filled, model, program, sixteen)
+    if setting.precision == "bf16" and sixteen == "fp16":
+        rule = "the chip has no bf16"
+        raise Unusable(f"{machine.name} has no bf16; write fp16 or fp32 in precision", rule)
     filled.network(setting, machine)
     measured, seconds = seconds_of(cells, filled.numbers, setting, machine)
     out = "OOM" in cells["notes"] and seconds is None

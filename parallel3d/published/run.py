@@ -32,9 +32,12 @@ class PublishedSetting(Setting):
 
 
 def setting_of(
-    cells: Mapping[str, str], filled: Filled, model: Architecture, program: Software
+    cells: Mapping[str, str], filled: Filled, model: Architecture, program: Software, sixteen: str
 ) -> PublishedSetting:
-    """What a row ran; raises Unusable or ConfigError where it cannot have run so."""
+    """What a row ran; raises Unusable or ConfigError where it cannot have run so.
+
+    `sixteen`: the chip's number format of 16 bits, in which a row ran that states none.
+    """
     pp, dp, tp, cp = _mesh(cells, filled)
     micro, count = _batch(filled, dp)
     numbers = filled.numbers
@@ -66,7 +69,7 @@ def setting_of(
         stages_per_rank=virtual,
         recompute=recompute,
         recomputed_share=share,
-        precision=vocabulary.precision_of(filled.or_else("precision", cells["precision"], "bf16")),
+        precision=vocabulary.precision_of(filled.or_else("precision", cells["precision"], sixteen)),
         zero_stage=zero,
         reduces_once=zero < 2,
         offload_optimizer=optimizer,

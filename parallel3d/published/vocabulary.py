@@ -21,6 +21,7 @@ _ADAPTERS = re.compile(
 _FEW_BITS = re.compile(
     r"\b(nf4|fp4|int4|int8|uint4|[48][- ]?bits?|nvfp4|mxfp4|w[48]a\d+|gptq|awq|bnb|bitsandbytes)\b"
 )
+_SAYS = ("notes", "program", "model_name")  # where such words would be of the weights
 _PRECISIONS: Mapping[Precision, str] = {
     "fp8": "fp8|float8", "fp16": "fp16|(?<!b)float16", "bf16": "bf16|bfloat16",
     "fp32": "fp32|float32",
@@ -42,7 +43,7 @@ def refuse_adapters(cells: Mapping[str, str]) -> None:
         lower = text.lower().replace("_", " ")
         if name in ABOUT or lower in _NO:
             continue
-        match = _ADAPTERS.search(lower) or (name == "notes" and _FEW_BITS.search(lower))
+        match = _ADAPTERS.search(lower) or (name in _SAYS and _FEW_BITS.search(lower))
         if re.search(r"\b(q?lora|adapter|peft)", name.lower().replace("_", " ")):
             found = f"{name} = {text}"
         elif match:
@@ -112,20 +113,22 @@ _KERNELS: Mapping[str, dict[str, object]] = {
     "hopper": {"attention": "flash", "causal_skips": True, "hopper": True},
 }
 _KERNEL_NAMES: Mapping[str, str] = {
-    "classic": "classic", "eager": "classic", "naive": "classic", "unfused": "classic",
-    "fusedsoftmax": "classic", "flash": "flash", "flashattention": "flash",
-    "flash1": "ampere", "flash2": "ampere", "flashattention1": "ampere",
-    "flashattention2": "ampere", "fa1": "ampere", "fa2": "ampere", "triton": "ampere",
-    "sdpa": "ampere", "xformers": "ampere", "flash3": "hopper", "flashattention3": "hopper",
-    "fa3": "hopper", "cudnn": "hopper", "transformerengine": "hopper",
-}  # fmt: skip
+    **dict.fromkeys(("classic", "eager", "naive", "unfused", "fusedsoftmax", "math"), "classic"),
+    **dict.fromkeys(("flash", "flashattention", "flashattn"), "flash"),
+    **dict.fromkeys(("flash1", "flashattention1", "flashattn1", "fa1"), "ampere"),
+    **dict.fromkeys(("flash2", "flashattention2", "flashattn2", "fa2"), "ampere"),
+    **dict.fromkeys(("triton", "sdpa", "torchsdpa", "xformers", "memoryefficient"), "ampere"),
+    **dict.fromkeys(("flash3", "flashattention3", "flashattn3", "fa3"), "hopper"),
+    **dict.fromkeys(("cudnn", "te", "transformerengine"), "hopper"),
+}
 
 
 def with_kernel(program: Software, text: str) -> Software:
     """The program with the attention kernel that a row states; blank: its own."""
     if not text:
         return program
-    name = _KERNEL_NAMES.get(re.sub(r"v(?=\d)|[^a-z0-9]", "", text.lower()))
+    plain = re.sub(r"\(.*?\)", "", text.lower())
+    name = _KERNEL_NAMES.get(re.sub(r"v(?=\d)|[^a-z0-9]", "", plain))
     if name is None:
         _unknown("attention_kernel", text, "classic, flash, flash2, flash3, sdpa, triton or cudnn")
     changes: dict[str, object] = _KERNELS[name]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from parallel3d.errors import ConfigError
-from parallel3d.published import programs, vocabulary
-from parallel3d.published.cells import COLUMNS, OPTIONAL, Unusable
+from parallel3d.published import programs
+from parallel3d.published.cells import COLUMNS, OPTIONAL
 from parallel3d.published.flops import model_flops
 from parallel3d.published.rows import LeftOut, Row, read
 
@@ -182,38 +182,11 @@ def test_the_parameters_tell_the_family_of_an_unknown_name(
     assert row.setting.num_params / 1e9 == pytest.approx(float(billions), rel=0.03)
 
 
-def test_every_program_is_found_by_its_own_name_in_any_spelling() -> None:
-    for name in programs.names().strip('"').split('", "'):
-        for text in (name, name.upper(), name.replace(" ", "_").replace("-", "")):
-            program = programs.named(text)
-            assert program is not None and program.name == name
-    assert programs.named("torchtitan") is programs.FSDP2 and programs.named("Megatron") is None
-
-
-@pytest.mark.parametrize(
-    ("text", "precision"),
-    [
-        ("bf16/fp8", "fp8"), ("fp16 weights, fp32 Adam state", "fp16"), ("BFloat16", "bf16"),
-        ("bf16, fp32 reductions", "bf16"), ("float8 rowwise", "fp8"), ("bf16-mixed", "bf16"),
-    ],
-)  # fmt: skip
-def test_of_several_number_formats_the_narrowest_is_the_products(text: str, precision: str) -> None:
-    assert vocabulary.precision_of(text) == precision
-
-
-@pytest.mark.parametrize(
-    ("text", "stage"), [("2 (FSDP SHARD_GRAD_OP)", 2), ("ZeRO-1", 1), ("3.0", 3), ("DDP", 0)]
-)
-def test_zero_stages_in_words(text: str, stage: int) -> None:
-    assert vocabulary.zero_stage_of(text) == stage
-
-
-def test_notes_that_deny_adapters_leave_nothing_out() -> None:
-    vocabulary.refuse_adapters(
-        {"notes": "full training, no LoRA; not frozen", "source_ref": "LoRA"}
-    )
-    with pytest.raises(Unusable, match='"lora" in notes'):
-        vocabulary.refuse_adapters({"notes": "no dropout, LoRA"})
+def test_a_blank_number_format_is_one_that_the_chip_has(tmp_path: Path) -> None:
+    change = {"source_id": "mine", "precision": "", "gpu": "V100-SXM2-32GB", "params_b": ""}
+    path = edited(tmp_path, lambda cells: cells.update(change, measured_tflops_per_gpu="50"))
+    row = next(row for row in read(path, "Megatron-LM 2021")[0] if row.source == "mine")
+    assert row.setting.precision == row.assumed["precision"] == "fp16"
 
 
 @pytest.mark.parametrize(
