@@ -84,7 +84,7 @@ def on_mesh(raw, pp, dp, tp, micro_batch=4, **training):
 
 
 def run_on_rank(rank, raw, disturb=None, *details):
-    """All that launch/train.py does once `disturb` is done: its exit code or error, what was seen."""
+    """All of launch/train.py after `disturb`: the exit code or error, and what was seen."""
     seen = {"run": [], "_step": [], "set_timeouts": []}
 
     def look_at(owner, name):
