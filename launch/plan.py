@@ -14,8 +14,9 @@ from typing import Any
 from rich.console import Console
 
 from parallel3d import hardware
+from parallel3d.arguments import Parser, whole_number
 from parallel3d.config import RunConfig
-from parallel3d.errors import Parallel3DError, TrainingError
+from parallel3d.errors import ConfigError, Parallel3DError, TrainingError
 from parallel3d.plan.report import command
 
 DONE, FAILED, BAD_INPUT = 0, 1, 2  # exit codes; scripts rely on them
@@ -28,14 +29,14 @@ def main() -> int:
     try:
         if args.calibrate:
             return calibrate(args.json, console)
-        if args.validate:
+        if args.validate is not None:
             return validate(args.validate, args.program, args.json, console)
         if args.program:
             raise Parallel3DError("--program names what published runs ran; give --validate, too")
         if not args.config:
-            raise Parallel3DError("--config is missing; name a config file, or one in configs/")
+            raise ConfigError("--config: is missing; name a config file, or one in configs/")
         config = RunConfig.from_json(args.config, overrides)
-        machine = hardware.load(args.hardware or command.hardware_of(config))
+        machine = command.hardware_of(config, args.hardware)
         devices = args.devices if args.devices is not None else command.devices_of(config, machine)
         request = command.ask(config, machine, devices, args.fix)
         found = command.find(request, args.rows)
@@ -77,25 +78,38 @@ def validate(file: Path, program: str | None, as_json: bool, console: Console) -
 
 def parse_args() -> tuple[argparse.Namespace, list[str]]:
     """The command line, and what it sets in the config."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        epilog="Every value of the config can be set by its path: --train_batch_size 512.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    parser = Parser(
+        __doc__, "Every value of the config can be set by its path: --train_batch_size 512."
     )
-    parser.add_argument("--config", help="a config file, or a name in configs/")
-    parser.add_argument("--hardware", help=f"this-machine, {', '.join(hardware.names())}")
-    parser.add_argument("--devices", type=int, help="how many; else those of the config's mesh")
-    parser.add_argument("--rows", type=int, default=20, help="plans to find (20)")
-    parser.add_argument("--fix", nargs="+", default=[], metavar="NAME=VALUE", help=command.FIX)
-    parser.add_argument("--explain", type=int, metavar="N", help="show row N in detail")
-    parser.add_argument("--svg", type=Path, help="with --explain: draw its timeline to this file")
-    parser.add_argument("--trace", type=Path, help="with --explain: its trace for Perfetto")
+    parser.add_config(required=False)
+    parser.add_argument(
+        "--hardware", metavar="NAME",
+        help=f"{hardware.THIS_MACHINE}, {', '.join(hardware.names())}, or a file like theirs",
+    )  # fmt: skip
+    parser.add_argument(
+        "--devices", type=whole_number(most=command.MOST_DEVICES), metavar="N",
+        help="how many; else those of the config's mesh",
+    )  # fmt: skip
+    parser.add_argument(
+        "--rows", type=whole_number(), metavar="N",
+        help=f"rows to show; else {command.ROWS} that fit, and faster ones that do not",
+    )  # fmt: skip
+    parser.add_argument(
+        "--fix", nargs="+", action="extend", default=[], metavar="NAME=VALUE", help=command.FIX
+    )
+    parser.add_argument("--explain", type=whole_number(), metavar="N", help="show row N in detail")
+    parser.add_pictures("the timeline of --explain's row")
     parser.add_argument("--calibrate", action="store_true", help="measure this machine")
     parser.add_argument("--validate", type=Path, metavar="FILE.csv", help="published runs")
     parser.add_argument("--program", metavar="NAME", help="what runs without a program in it ran")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    return parser.parse_known_args()
+    parser.add_json()
+    args, overrides = parser.parse_known_args()
+    for flag, picture in (("--svg", args.svg), ("--trace", args.trace)):
+        if picture and not args.explain:
+            parser.error(f"{flag} = {picture}: no row is named to draw; add --explain 1")
+    if args.calibrate and args.validate:
+        parser.error("--calibrate: not with --validate; take one of them")
+    return args, overrides
 
 
 if __name__ == "__main__":

@@ -210,6 +210,8 @@ def _block(value: Section) -> Any:
 def _section_of(annotation: Any) -> type[Section] | None:
     """The section class in the annotation, if it is one (or one or null)."""
     for candidate in (annotation, *get_args(annotation)):
+        if get_origin(candidate) is Annotated:
+            candidate = get_args(candidate)[0]
         if isinstance(candidate, type) and issubclass(candidate, Section):
             return candidate
     return None
@@ -224,13 +226,17 @@ def _beside_section(annotation: Any) -> str:
 def _section_at(root: type[Section], path: str, raw: Any) -> type[Section] | None:
     """The section that stands at `path`; where there is a choice, the one that `raw` makes."""
     model: type[Section] | None = root
-    at = ""
+    at, keyed = "", False
     for name in path.split(".") if path else []:
+        if keyed:  # a key of a table of sections
+            keyed, raw = False, raw.get(name) if isinstance(raw, dict) else None
+            continue
         if name.isdigit() and isinstance(raw, list):  # an item of a list of sections
             raw = raw[int(name)]
             continue
         field = model.model_fields.get(name) if model else None
         model = _section_of(field.annotation) if field else None
+        keyed = field is not None and get_origin(field.annotation) is Mapping
         at = _join(at, name)
         raw = raw.get(name) if isinstance(raw, dict) else None
         if at in root.beyond.choices and isinstance(raw, dict):
@@ -264,6 +270,8 @@ def _type_name(annotation: Any) -> str:
         return " | ".join(_type_name(arg) for arg in args)
     if origin is tuple:
         return "[" + ", ".join("..." if a is Ellipsis else _type_name(a) for a in args) + "]"
+    if origin is Mapping:
+        return f"table of {_type_name(args[1])}"
     return {NoneType: "null", str: "string", int: "integer", float: "number", bool: "boolean"}[
         annotation
     ]

@@ -1,28 +1,90 @@
 """What a device can do at most, from configs/hardware/*.json; each figure names its source."""
 
+import json
 from collections.abc import Mapping
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from pathlib import Path
+from typing import Annotated, Any
 
-from pydantic import ValidationError
+from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, model_validator
 
 from parallel3d import explain, reader
 from parallel3d.errors import ConfigError
-from parallel3d.section import Problems, Section, Strings
+from parallel3d.section import ABSENT, Problem, Problems, Section, Strings
 
 DIRECTORY = reader.CONFIGS / "hardware"
 THIS_MACHINE = "this-machine"
 """The name of what launch/plan.py --calibrate measures."""
+DTYPES = ("fp32", "bf16", "fp16", "fp8")
+KINDS = ("matmul", "attention", "traffic", "overhead")  # of work that shared cores slow down
+# No bandwidth, rate or size is larger in SI units, no latency smaller: beyond them sums overflow.
+_LEAST, _MOST = 1e-15, 1e21
+
+
+def _plausible(value: float, info: ValidationInfo) -> float:
+    """Refuses what no device has in a file; ideal ones, made by code, may be of any speed."""
+    if info.context is None:
+        return value
+    if value <= 0:
+        rule, remedy = "must be greater than 0", "write what was measured or published"
+        raise Problems([Problem("", value, rule, remedy)])
+    if not _LEAST <= value <= _MOST:
+        rule = f"no device is so: figures are {_LEAST:g} to {_MOST:g}, in bytes, FLOPs and seconds"
+        raise Problems([Problem("", value, rule, "write it in the unit of docs/planner.md")])
+    return value
 
 
 class Figure(Section):
     """A number and where it is from."""
 
-    value: float
+    value: Annotated[float, AfterValidator(_plausible)]
     """The number, in the unit that the field's name says."""
-    source: str
+    source: str = Field(min_length=1)
     """The document that states it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_source(cls, raw: Any) -> Any:
+        if isinstance(raw, (dict, cls)):
+            return raw
+        rule, remedy = "is no figure", 'write {"value": the number, "source": "where it is from"}'
+        raise Problems([Problem("", raw, rule, remedy)])
+
+
+def _whole(figure: Figure) -> Figure:
+    if not figure.value.is_integer():
+        raise Problems([Problem("value", figure.value, "must be a whole number", "count them")])
+    return figure
+
+
+def _fraction(figure: Figure) -> Figure:
+    if figure.value > 1:
+        rule, remedy = "is a fraction", "write a number above 0 and up to 1"
+        raise Problems([Problem("value", figure.value, rule, remedy)])
+    return figure
+
+
+def _known(names: tuple[str, ...]) -> AfterValidator:
+    """Refuses a table with other keys than `names`; the nearest is named."""
+
+    def check(table: Mapping[str, Figure]) -> Mapping[str, Figure]:
+        problems = []
+        for name in table:
+            if name not in names:
+                near = get_close_matches(name, names, n=1)
+                known = f'the nearest one is "{near[0]}"' if near else f"use {', '.join(names)}"
+                problems.append(Problem(name, ABSENT, "is none of the keys here", known))
+        if problems:
+            raise Problems(problems)
+        return table
+
+    return AfterValidator(check)
+
+
+Count = Annotated[Figure, AfterValidator(_whole)]
+ByDtype = Annotated[Mapping[str, Figure], _known(DTYPES)]
 
 
 class Link(Section):
@@ -54,9 +116,9 @@ class Host(Section):
 class Cores(Section):
     """Devices that are processes on the cores of one machine."""
 
-    count: Figure
+    count: Count
     """Processes that each have an equal share of the cores for themselves."""
-    alone: Mapping[str, Figure]
+    alone: Annotated[Mapping[str, Annotated[Figure, AfterValidator(_fraction)]], _known(KINDS)]
     """Seconds of a process alone on the machine, as a fraction of those of one among `count`, by
     kind of work: "matmul", "attention", "traffic" (memory-bound), "overhead" (the program's own).
     """
@@ -71,15 +133,15 @@ class Hardware(Section):
     """Other names for it on a command line, in lower case."""
     device_names: Strings
     """Patterns of the names by which the driver calls the device."""
-    peak_flops: Mapping[str, Figure]
+    peak_flops: ByDtype
     """Dense FLOP/s by dtype ("bf16", "fp16", "fp8"); a dtype without a source is not there."""
     memory_bytes: Figure
     """Device memory as sold, 1 GB = 1e9 bytes."""
     memory_bandwidth: Figure | None = None
     """Bytes a second to and from device memory."""
-    matmul_flops: Mapping[str, Figure] = {}
+    matmul_flops: ByDtype = Field(default={})
     """The highest FLOP/s that was measured for a large matrix product, by dtype."""
-    devices_per_node: Figure | None = None
+    devices_per_node: Count | None = None
     """Devices that `link` connects; beyond them is `network`."""
     link: Link | None = None
     """Between the devices of a node (NVLink)."""
@@ -119,8 +181,16 @@ def names() -> list[str]:
     return sorted(path.stem for path in DIRECTORY.glob("*.json"))
 
 
-def load(name: str) -> Hardware:
-    """The hardware of that name or alias, in any case; raises ConfigError if none is described."""
+def load(name: str, place: str = "parallel3d.run.hardware") -> Hardware:
+    """The hardware of that name or alias, in any case, or in the file of that path.
+
+    A path ends in .json. Raises ConfigError, which says that the name stands at `place`, if none is
+    described.
+    """
+    if name.endswith(".json"):
+        if (known := name.removesuffix(".json")) not in names():
+            return _at(Path(name))
+        name = known
     wanted = name.lower()
     for known in names():
         if known.lower() == wanted:
@@ -130,25 +200,36 @@ def load(name: str) -> Hardware:
             return _read(known)
     if wanted == THIS_MACHINE:
         raise ConfigError(
-            f'hardware "{THIS_MACHINE}" is not measured yet; run '
+            f'{place} = "{THIS_MACHINE}": is not measured yet; run '
             "`python launch/plan.py --calibrate` first, on the machine that shall train"
         )
+    auto = '"auto" or ' if "." in place else ""
     raise ConfigError(
-        f'parallel3d.run.hardware = "{name}" is not described; use "auto" or one of: '
-        f"{', '.join(names())}; or add configs/hardware/{name}.json"
+        f"{place} = {json.dumps(name)}: is not described; use {auto}one of: "
+        f"{', '.join(names())}; or the path of a file like those in configs/hardware"
     )
 
 
 def _read(name: str) -> Hardware:
-    path = DIRECTORY / f"{name}.json"
-    return _parse(path, path.stat().st_mtime_ns)
+    return _at(DIRECTORY / f"{name}.json")
+
+
+def _at(path: Path) -> Hardware:
+    try:
+        written = path.stat().st_mtime_ns
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(
+            f"cannot read {path}: {why}; give the path of a file like those in configs/hardware"
+        ) from None
+    return _parse(path, written)
 
 
 @lru_cache(maxsize=64)
 def _parse(path: Path, written: int) -> Hardware:
     raw = reader.read(path)
     try:
-        return Hardware.model_validate(raw)
+        return Hardware.model_validate(raw, context="file")
     except ValidationError as error:
         raise Problems(explain.problems_in(error, raw, Hardware), str(path)) from None
 

@@ -8,6 +8,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +28,32 @@ def find(name: str) -> Path:
     path = Path(name)
     shipped = [CONFIGS / name, CONFIGS / f"{name}.json"] if path.name == name else []
     for candidate in [path, *shipped]:
-        if candidate.is_file():
-            return candidate
+        with suppress(OSError, ValueError):  # a name too long, or with a NUL
+            if candidate.is_file():
+                return candidate
     names = ", ".join(sorted(p.name for p in CONFIGS.glob("*.json")))
-    raise ConfigError(f"no config file {name!r}; give a path, or one of configs/: {names}")
+    what = ": it is a folder" if _is_folder(path) else ""
+    raise ConfigError(f"no config file {name!r}{what}; give a path, or one of configs/: {names}")
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):  # a name too long, or with a NUL
+        return False
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The object in the file; raises ConfigError with the line where it is not JSON."""
+    """The object in the file; raises ConfigError with the line where it is not JSON.
+
+    A byte order mark, which some editors write, is no part of the text.
+    """
     try:
-        return parse(path.read_text(encoding="utf-8"), str(path))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}; give a UTF-8 text file") from None
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"cannot read {path}: {why}; give a UTF-8 text file") from None
+    return parse(text, str(path))
 
 
 def parse(text: str, source: str = "config") -> dict[str, Any]:
@@ -63,7 +78,7 @@ def apply_overrides(
             block = block.setdefault(section, {})
             if not isinstance(block, dict):
                 raise ConfigError(f"--{path}: {section!r} holds {block!r}, which has no settings")
-        block[key] = _value(text)
+        block[key] = value(text)
 
 
 def _pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -80,8 +95,11 @@ def _pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
         yield path, text
 
 
-def _value(text: str) -> Any:
-    """JSON where it is JSON, else the text itself, so that names need no quotes."""
+def value(text: str) -> Any:
+    """A value as a command line has it: JSON where it is JSON, else the text itself.
+
+    So names need no quotes.
+    """
     try:
         return _load(text, "the command line")
     except ConfigError:
@@ -107,11 +125,24 @@ def _load(text: str, source: str) -> Any:
     try:
         return json.loads(clean, object_pairs_hook=unique, parse_constant=refuse_constant)
     except json.JSONDecodeError as error:
-        line = text.splitlines()[error.lineno - 1].strip() if text.strip() else ""
+        place = f"{source}, line {error.lineno}, column {error.colno}"
+        if not clean.strip():
+            raise ConfigError(f"{source}: is empty; write one object: {{...}}") from None
+        if error.pos >= len(clean.rstrip()):
+            rule = f"the text ends too early ({error.msg})"
+            raise ConfigError(f"{place}: {rule}; add what is missing, a brace or so") from None
+        line = text.split("\n")[error.lineno - 1].strip()  # lines as json counts them
+        line = line if len(line) <= 80 else f"{line[:76]} ..."
         raise ConfigError(
-            f"{source}, line {error.lineno}, column {error.colno}: {error.msg}: {line!r}; "
+            f"{place}: {error.msg}: {line!r}; "
             "write JSON (comments // and /* */ and trailing commas are allowed)"
         ) from None
+    except RecursionError:
+        raise ConfigError(f"{source}: has too many blocks in blocks; take some out") from None
+    except ConfigError:
+        raise
+    except ValueError:
+        raise ConfigError(f"{source}: a number has thousands of digits; write fewer") from None
 
 
 def _blank(match: re.Match[str]) -> str:

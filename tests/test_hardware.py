@@ -77,5 +77,5 @@ def test_recognise():
 
 
 def test_unknown_name():
-    with pytest.raises(ConfigError, match=r'"abacus" is not described; .*H100-SXM5-80GB'):
+    with pytest.raises(ConfigError, match=r'"abacus": is not described; .*H100-SXM5-80GB'):
         hardware.load("abacus")

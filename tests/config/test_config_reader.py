@@ -37,7 +37,10 @@ def test_comments_and_trailing_commas():
         ('{"a": 1 /* open', ["line 1"]),
         ("{'a': 1}", ["line 1"]),
         ("[1]", ["holds [1]", "one object"]),
-        ("", ["line 1"]),
+        ("", ["is empty", "one object"]),
+        ('{"a": {"b": 1}\n', ["line 2", "ends too early", "a brace or so"]),
+        ("[" * 100_000, ["too many blocks"]),
+        ('{"a": ' + 5000 * "9" + "}", ["thousands of digits"]),
     ],
 )
 def test_refuses(text, words):
@@ -86,3 +89,23 @@ def test_file_that_is_no_text(tmp_path):
     path.write_bytes(b"\xff\xfe{}")
     with pytest.raises(ConfigError, match="UTF-8"):
         read(path)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path):
+    file = tmp_path / "bom.json"
+    file.write_text('{"a": 1}', encoding="utf-8-sig")
+    assert read(file) == {"a": 1}
+
+
+@pytest.mark.parametrize("content", [b"\x80\xff\x00", "{}".encode("utf-16")])
+def test_what_is_no_text_is_refused(tmp_path, content):
+    file = tmp_path / "ds.json"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"cannot read .*ds.json: .*; give a UTF-8 text file"):
+        read(file)
+
+
+@pytest.mark.parametrize("name", ["a" * 5000, "a\0b", "."])
+def test_no_path_is_one_message(name):
+    with pytest.raises(ConfigError, match="no config file"):
+        find(name)

@@ -2,21 +2,26 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from parallel3d import hardware, reader
 from parallel3d.config import RunConfig
 from parallel3d.errors import ConfigError
 from parallel3d.hardware import THIS_MACHINE, Hardware
 from parallel3d.plan.report import parts, table
+from parallel3d.plan.search import refuse
 from parallel3d.plan.search.best_first import Found, search
 from parallel3d.plan.search.plans import CHOICES, Plan, Request, request_of
 from parallel3d.plan.search.remedy import evaluate, gib
 from parallel3d.plan.setting import Setting
 from parallel3d.section import Problem, Problems
 
+ROWS = 20  # plans that fit, where it is not said how many to show
+MOST_DEVICES = 10_000_000  # what divides them is looked for one by one
 FIX = f"choices that are made already: {', '.join(CHOICES)}"
 
 
@@ -28,42 +33,47 @@ def console(as_json: bool, width: int | None = None) -> Console:
     return out
 
 
-def hardware_of(config: RunConfig) -> str:
-    """The hardware that a config names, else this machine."""
-    return THIS_MACHINE if config.run.hardware == "auto" else config.run.hardware
+def hardware_of(config: RunConfig, name: str | None = None) -> Hardware:
+    """The hardware of that name, else what the config names, else this machine."""
+    if name is not None:
+        return hardware.load(name, "--hardware")
+    named = config.run.hardware
+    return hardware.load(THIS_MACHINE if named == "auto" else named)
 
 
-def devices_of(config: RunConfig, hardware: Hardware) -> int:
+def devices_of(config: RunConfig, machine: Hardware) -> int:
     """The devices of a config's mesh, else those of this machine or of one node."""
     if not config.is_planned and isinstance(config.mesh.dp, int):
         return config.mesh.pp * config.mesh.dp * config.mesh.tp
-    if hardware.cores is not None:
-        return int(hardware.cores.count.value)
-    if hardware.devices_per_node is not None:
-        return int(hardware.devices_per_node.value)
+    if machine.cores is not None:
+        return int(machine.cores.count.value)
+    if machine.devices_per_node is not None:
+        return int(machine.devices_per_node.value)
     rule, remedy = "is not known", "say how many"
     raise Problems([Problem("--devices", "", rule, remedy)], "the plan")
 
 
-def ask(config: RunConfig, hardware: Hardware, devices: int, fix: Sequence[str]) -> Request:
+def ask(config: RunConfig, machine: Hardware, devices: int, fix: Sequence[str]) -> Request:
     """The request, with what `--fix NAME=VALUE ...` fixes; raises ConfigError."""
     fixed: dict[str, Any] = {}
     for word in fix:
         name, equals, text = word.partition("=")
         if not equals:
             raise ConfigError(f"--fix {word}: has no value; write NAME=VALUE")
-        try:
-            fixed[name] = json.loads(text.lower())
-        except json.JSONDecodeError:
-            fixed[name] = text
-    return request_of(config, hardware, devices, fixed)
+        if name in fixed:
+            raise ConfigError(f"--fix {name}: stands twice; keep one of them")
+        fixed[name] = reader.value(text.lower())
+    refuse.check_fixed(fixed)
+    return request_of(config, machine, devices, fixed)
 
 
-def find(request: Request, rows: int) -> Found:
-    """The rows of a request."""
-    if rows < 1:
-        raise ConfigError(f"--rows {rows}: shows nothing; use 1 or more")
-    return search(request, rows)
+def find(request: Request, rows: int | None) -> Found:
+    """The rows of a request: so many, or 20 that fit and besides the faster ones that do not."""
+    found = search(request, rows or ROWS)
+    if rows is None:
+        return found
+    shown = found.too_large[: max(0, rows - len(found.plans))]
+    return replace(found, too_large=shown, num_hidden=len(found.too_large) - len(shown))
 
 
 def show(found: Found, request: Request, out: Console) -> None:

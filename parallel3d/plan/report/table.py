@@ -45,6 +45,8 @@ def closing(found: Found, console: Console) -> None:
     if found.plans:
         each = "the best" if found.per_mesh == 1 else f"the best {found.per_mesh}"
         tail = '--explain N shows row N; "mesh": "plan" in a config takes row 1'
+        if found.num_hidden:
+            tail += f"; without --rows {found.num_hidden} faster ones that do not fit are shown"
         console.print(
             Text(f"\n{each} of each mesh, {found.num_simulated} simulated; {tail}", "dim")
         )

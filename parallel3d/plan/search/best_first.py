@@ -19,7 +19,7 @@ from parallel3d.plan.search import candidates, least, refuse
 from parallel3d.plan.search.candidates import Flow, Mesh, Order, State, setting_of
 from parallel3d.plan.search.least import Flight, Standing
 from parallel3d.plan.search.plans import Plan, Request
-from parallel3d.plan.search.remedy import Room, evaluate, fitting, worst
+from parallel3d.plan.search.remedy import Choices, Room, evaluate, fitting, worst
 from parallel3d.plan.search.uncollected import uncollected
 from parallel3d.plan.setting import Setting
 from parallel3d.plan.time.cost import costs_of
@@ -29,7 +29,6 @@ from parallel3d.plan.time.step import lower_bound, step_time
 
 TOO_LARGE = 5  # plans that would be faster than the first row, but do not fit
 _TRIED = 4  # of a mesh, to find the smallest of these
-_Choices = tuple[Flow, Order, State]
 _SAFE = 1 - 1e-9  # a bound and a simulation may round differently
 
 
@@ -43,6 +42,7 @@ class Found:
     per_mesh: int
     least: Plan | None = None
     """Where nothing fits, the plan that needs least memory."""
+    num_hidden: int = 0  # faster plans that do not fit, for which there are not rows enough
 
     @property
     def rows(self) -> tuple[Plan, ...]:
@@ -234,7 +234,7 @@ class _Search:
 
     def leanest(self) -> Setting:
         """The setting that needs least device memory, of those whose first rank needs least."""
-        sizes: list[tuple[int, int, _Choices]] = []
+        sizes: list[tuple[int, int, Choices]] = []
         for mesh in self.meshes:
             flows = candidates.flows(self.request, mesh)
             for flow in [f for f in flows if f.micro_batch == flows[0].micro_batch]:
@@ -250,7 +250,7 @@ class _Search:
 
         Each with the simplest ZeRO stage that shards the optimizer's state.
         """
-        near = defaultdict[Mesh, list[tuple[int, int, _Choices]]](list)
+        near = defaultdict[Mesh, list[tuple[int, int, Choices]]](list)
         for number, (floor, flow) in enumerate(self.floors):
             if floor >= fastest:
                 break

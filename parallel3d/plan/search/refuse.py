@@ -1,5 +1,6 @@
 """What of a request cannot be planned, and what to ask instead."""
 
+from difflib import get_close_matches
 from typing import Any
 
 from parallel3d.plan.search.candidates import (
@@ -59,11 +60,18 @@ def check_fixed(fixed: dict[str, Any]) -> None:
         path = f"--fix {name}"
         if name not in CHOICES:
             known = ", ".join(CHOICES)
-            problems.append(Problem(path, value, "is no choice of the planner", f"use {known}"))
-        elif name in allowed and value not in allowed[name]:
-            words = ", ".join(str(choice) for choice in allowed[name])
+            near = get_close_matches(name, CHOICES, n=1)
+            remedy = f'the nearest one is "{near[0]}"' if near else f"use {known}"
+            problems.append(Problem(path, value, "is no choice of the planner", remedy))
+        elif name in allowed and not any(_same(value, choice) for choice in allowed[name]):
+            words = ", ".join(str(choice).lower() for choice in allowed[name])
             problems.append(Problem(path, value, "is not one of its values", f"use {words}"))
         elif name not in allowed and (type(value) is not int or value < 1):
             problems.append(Problem(path, value, "must be a whole number", "use 1 or more"))
     if problems:
         raise Problems(problems, "the plan")
+
+
+def _same(value: Any, choice: Any) -> bool:
+    """Whether both are one: 1, 1.0 and true are not."""
+    return type(value) is type(choice) and bool(value == choice)

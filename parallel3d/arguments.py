@@ -1,0 +1,107 @@
+"""The flags that several commands have, in one vocabulary, and one message for a wrong one."""
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+BAD_INPUT = 2  # exit code
+_MOST = 10**9  # no flag counts further
+
+_OF_ARGPARSE = (
+    (r"argument (\S+?): expected .*", r"\1: has no value; write \1 VALUE"),
+    (r"argument (\S+?): ignored explicit argument (.*)", r"\1 = \2: takes no value; write \1"),
+    (r"the following arguments are required: (.*)", r"\1: is missing; add it"),
+    (r"unrecognized arguments: (.*)", r"\1: is no argument; see --help"),
+    (r"argument (\S+?): invalid choice: (.*) \(choose from (.*)\)", r"\1 = \2: use one of \3"),
+    (r"argument (\S+?): not allowed with argument (\S+)", r"\1: not with \2; take one of them"),
+    (r"argument ([^:]+): (.*)", r"\1\2"),
+)
+
+
+class Parser(argparse.ArgumentParser):
+    """A command line: no abbreviations, its help as it is written, and one message for an error."""
+
+    def __init__(self, description: str | None, epilog: str | None = None, **options: str) -> None:
+        super().__init__(
+            description=description,
+            epilog=epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+            **options,  # type: ignore[arg-type]  # of a subcommand: prog
+        )
+
+    def error(self, message: str) -> NoReturn:
+        """End with the exit code 2 and the place, the rule and the remedy, without the usage."""
+        for pattern, said in _OF_ARGPARSE:
+            if re.fullmatch(pattern, message, re.DOTALL):
+                message = re.sub(pattern, said, message, flags=re.DOTALL)
+                break
+        print(f"{self.prog.removesuffix('.py')}: {message}", file=sys.stderr)
+        sys.exit(BAD_INPUT)
+
+    def add_config(self, required: bool = True) -> None:
+        """`--config FILE`: the file that trains."""
+        self.add_argument(
+            "--config",
+            required=required,
+            metavar="FILE",
+            help="a config file, or a name in configs/",
+        )
+
+    def add_json(self) -> None:
+        """`--json`: for scripts."""
+        self.add_argument(
+            "--json", action="store_true",
+            help="print one JSON object on standard output, all else on standard error",
+        )  # fmt: skip
+
+    def add_pictures(self, of: str) -> None:
+        """`--svg FILE` and `--trace FILE`: drawings of a timeline, `of` which the help says."""
+        self.add_argument("--svg", type=output_file, metavar="FILE", help=f"draw {of} to this file")
+        self.add_argument(
+            "--trace", type=output_file, metavar="FILE", help="write its trace for Perfetto to it"
+        )
+
+
+def whole_number(least: int = 1, most: int = _MOST) -> Callable[[str], int]:
+    """Reads a whole number from `least` to `most`."""
+
+    def read(text: str) -> int:
+        if not re.fullmatch(r"[+-]?\d+", text, re.ASCII):
+            rule, remedy = "must be a whole number", f"use {least} or more"
+        elif len(text) > 30 or int(text) > most:
+            text = text if len(text) <= 30 else f"{text[:26]} ..."
+            rule, remedy = "is too many", f"use {most:,} or less"
+        elif int(text) < least:
+            rule, remedy = "is too few", f"use {least} or more"
+        else:
+            return int(text)
+        raise argparse.ArgumentTypeError(f" = {text}: {rule}; {remedy}")
+
+    return read
+
+
+def output_file(text: str) -> Path:
+    """Reads the path of a file to write; refuses what cannot be written before any work is done."""
+    path = Path(text)
+    try:
+        folder = path.parent
+        if not text or path.is_dir():
+            rule, remedy = "is a folder", "name a file in it"
+        elif not folder.is_dir():
+            rule, remedy = f"there is no folder {str(folder)!r}", "make it, or name another one"
+        elif not os.access(path if path.exists() else folder, os.W_OK):
+            rule, remedy = "must not be written", "name another file"
+        elif "\0" in text:
+            rule, remedy = "holds a NUL", "name another file"
+        else:
+            return path
+    except (OSError, ValueError) as error:
+        rule = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        remedy = "name another file"
+    shown = text if len(text) <= 80 else f"{text[:76]} ..."
+    raise argparse.ArgumentTypeError(f' = "{shown}": {rule}; {remedy}')

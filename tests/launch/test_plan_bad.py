@@ -1,0 +1,199 @@
+"""Nonsense for launch/plan.py: exit code 2, one message, and nothing before it."""
+
+import json
+import sys
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+
+from launch import plan
+from parallel3d import hardware
+
+pytestmark = pytest.mark.pure
+
+ON_A_NODE = ("--config", "gpt2-1.5b.json", "--hardware", "a100-80gb", "--devices", "8")
+DESCRIBED = json.loads((hardware.DIRECTORY / "H100-SXM5-80GB.json").read_text())
+FIGURE = {"value": 1e12, "source": "this test"}
+
+
+@pytest.fixture
+def refused(monkeypatch, capsys):
+    """Gives what the command says to a command line that it must refuse."""
+
+    def run(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["plan.py", *arguments])
+        try:
+            code = plan.main()
+        except SystemExit as end:
+            code = end.code
+        out, said = capsys.readouterr()
+        assert (code, out) == (plan.BAD_INPUT, ""), said
+        assert said.startswith("plan: ") and said.endswith("\n") and "Traceback" not in said
+        assert said.count("\n") == 1 or "problem" in said.splitlines()[0]
+        assert "; " in said or "," in said  # a remedy
+        return said
+
+    return run
+
+
+COMMANDS = [
+    (("--devices", "abc"), "--devices = abc: must be a whole number; use 1 or more"),
+    (("--devices", "1e3"), "--devices = 1e3: must be a whole number"),
+    (("--devices", "-4"), "--devices = -4: is too few; use 1 or more"),
+    (("--devices", "0"), "--devices = 0: is too few"),
+    (("--devices", "9" * 5000), "is too many; use 10,000,000 or less"),
+    (("--devices", "1000000000000000"), "is too many; use 10,000,000 or less"),
+    (("--devices",), "--devices: has no value"),
+    (("--devices", "53"), "no mesh of 53 devices divides the model's heads"),
+    (("--rows", "0"), "--rows = 0: is too few"),
+    (("--rows", "three"), "--rows = three: must be a whole number"),
+    (("--explain", "0"), "--explain = 0: is too few"),
+    (("--explain", "-1"), "--explain = -1: is too few"),
+    (("--explain", "1.5"), "--explain = 1.5: must be a whole number"),
+    (("--svg", "row.svg"), "--svg = row.svg: no row is named to draw; add --explain 1"),
+    (("--trace", "row.json"), "--trace = row.json: no row is named to draw"),
+    (("--explain", "1", "--svg", "/"), '--svg = "/": is a folder; name a file in it'),
+    (("--explain", "1", "--svg", "/nowhere/a.svg"), "there is no folder '/nowhere'; make it"),
+    (("--explain", "1", "--trace", "/nowhere/a.json"), "--trace = \"/nowhere/a.json\": there is"),
+    (("--explain", "1", "--svg", ""), "--svg = \"\": is a folder"),
+    (("--explain", "1", "--svg", "a\0b"), "name another file"),
+    (("--fix", "pp"), "--fix pp: has no value; write NAME=VALUE"),
+    (("--fix", "pp=x"), '--fix pp = "x": must be a whole number'),
+    (("--fix", "pp=2", "--fix", "pp=4"), "--fix pp: stands twice; keep one"),
+    (("--fix", "schedul=gpipe"), 'the nearest one is "schedule"'),
+    (("--fix", "zero_stage=true"), "--fix zero_stage = true: is not one of its values"),
+    (("--fix", "zero_stage=9"), "use 0, 1, 2, 3"),
+    (("--fix", "sequence_parallel=1"), "use true, false"),
+    (("--fix", "schedule=zz"), "use gpipe, interleaved"),
+    (("--fix", "micro_batch=" + "[" * 100_000), "must be a whole number"),
+    (("--fix", "tp=3"), "tp=3 is a mesh of 3 ranks or a multiple, which 8 devices are not"),
+    (("--fix",), "--fix: has no value"),
+    (("--hardware", "abacus"), '--hardware = "abacus": is not described; use one of: A100'),
+    (("--hardware", "/"), '--hardware = "/": is not described'),
+    (("--hardware", ""), '--hardware = "": is not described'),
+    (("--hardware", "nowhere.json"), "cannot read nowhere.json: No such file"),
+    (("--hardware", "v100-32gb"), "bf16.enabled = true: V100-SXM2-32GB has fp16, but no bf16"),
+    (("--config", "gpt5.json"), "no config file 'gpt5.json'"),
+    (("--config", "/"), "no config file '/': it is a folder"),
+    (("--config", "a\0b"), "no config file"),
+    (("--calibrate", "--validate", "x.csv"), "--calibrate: not with --validate"),
+    (("--json=yes",), "--json = 'yes': takes no value"),
+    (("--nonsense", "3"), "nonsense = 3: is no setting"),
+    (("gpt2",), "'gpt2' sets nothing; write --dotted.path value"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "words"), COMMANDS)
+def test_a_bad_command_line_is_one_message(refused, arguments, words):
+    assert words in refused(*ON_A_NODE, *arguments)
+
+
+def test_a_config_must_be_named(refused):
+    assert "--config: is missing; name a config file" in refused("--hardware", "h100")
+
+
+def test_there_is_no_such_row(refused):
+    said = refused(*ON_A_NODE, "--fix", "pp=8", "tp=1", "--rows", "1", "--explain", "9")
+    assert "--explain 9: there are 1 rows; use 1 to 1" in said
+
+
+def changed(path: str, value: object) -> dict:
+    """A description in which `value` stands at the dotted path; None: nothing does."""
+    raw = deepcopy(DESCRIBED)
+    *blocks, key = path.split(".")
+    block = raw
+    for name in blocks:
+        block = block.setdefault(name, {})
+    block.pop(key, None)
+    if value is not None:
+        block[key] = value
+    return raw
+
+
+FIGURES = [
+    ("memory_bytes.value", 0, "must be greater than 0; write what was measured"),
+    ("link.latency.value", -3e-6, "link.latency.value = -3e-06: must be greater than 0"),
+    ("memory_bytes.value", True, "memory_bytes.value = true: must be a number"),
+    ("memory_bytes.value", "8e10", 'memory_bytes.value = "8e10": must be a number'),
+    ("network.latency.value", 1e300, "no device is so: figures are 1e-15 to 1e+21"),
+    ("network.bandwidth.value", 1e-300, "no device is so"),
+    ("devices_per_node.value", 7.5, "devices_per_node.value = 7.5: must be a whole number"),
+    ("memory_bytes", 8e10, 'is no figure; write {"value": the number, "source": '),
+    ("memory_bytes", None, "memory_bytes: is required; add it: Device memory"),
+    ("memory_bytes.source", "", "memory_bytes.source"),
+    ("peak_flops.bf61", FIGURE, 'peak_flops.bf61: is none of the keys here; the nearest'),
+    ("peak_flops.bf16.valeu", 1, 'valeu = 1: is no setting; the nearest one is "value"'),
+    ("memory_bandwith", FIGURE, 'the nearest one is "memory_bandwidth"'),
+    ("tpu", FIGURE, "tpu = {"),
+    ("host.nvme_reed", FIGURE, 'the nearest one is "nvme_read"'),
+    ("name", 3, "name = 3: must be a string"),
+    ("cores", {"count": FIGURE, "alone": {"matmul": FIGURE}}, "matmul.value = 1000000000000.0: is"),
+    ("curves", {"matmull": 0.8}, 'curves.matmull = 0.8: is no curve; the nearest one is "matmul"'),
+    ("curves", {"network": 1.5}, "curves.network = 1.5: must be above 0 and at most 1"),
+    ("curves", {"traffic": -0.5}, "curves.traffic = -0.5: must be above 0"),
+    ("curves", {"traffic": True}, "curves.traffic = true: must be a number"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "value", "words"), FIGURES)
+def test_a_bad_figure_is_one_message(refused, tmp_path, path, value, words):
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps(changed(path, value)))
+    assert words in refused(*ON_A_NODE, "--hardware", str(file))
+
+
+WHOLE = json.dumps(DESCRIBED, indent=1)
+FILES = {
+    "no last brace": (WHOLE.rstrip()[:-1].encode(), "the text ends too early"),
+    "no last brace, a new line": (f"{WHOLE.rstrip()[:-1]}\n".encode(), "the text ends too early"),
+    "empty": (b"", "is empty; write one object"),
+    "a list": (b"[]", "holds []; write one object"),
+    "binary": (bytes(range(256)), "give a UTF-8 text file"),
+    "UTF-16": (WHOLE.encode("utf-16"), "give a UTF-8 text file"),
+    "NaN": (WHOLE.replace("80000000000.0", "NaN").encode(), "NaN is not JSON"),
+    "infinite": (WHOLE.replace("80000000000.0", "1e400").encode(), "must be finite"),
+    "twice": (WHOLE.replace('"aliases"', '"name"').encode(), "the key 'name' stands 2 times"),
+    "deep": (b"[" * 100_000, "too many blocks in blocks"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("flag", ["--hardware", "--config"])
+def test_a_file_that_is_no_description(refused, tmp_path, name, flag):
+    content, words = FILES[name]
+    file = tmp_path / "mine.json"
+    file.write_bytes(content)
+    if flag == "--hardware" or name != "infinite":
+        assert words in refused(*ON_A_NODE, flag, str(file))
+
+
+def test_a_folder_is_no_description(refused, tmp_path):
+    (tmp_path / "mine.json").mkdir()
+    assert "Is a directory" in refused(*ON_A_NODE, "--hardware", str(tmp_path / "mine.json"))
+
+
+def test_a_file_of_ones_own_is_taken(tmp_path):
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps(changed("name", "mine")), encoding="utf-8-sig")
+    assert hardware.load(str(file)).name == "mine"
+    assert Path(hardware.DIRECTORY / "H100-SXM5-80GB.json").exists()
+    assert hardware.load("H100-SXM5-80GB.json").name == "H100-SXM5-80GB"
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_so_many_rows_are_shown_as_are_asked_for(monkeypatch, capsys, rows):
+    """Of all kinds together: five faster ones that do not fit are known here."""
+    asked = (
+        "plan.py",
+        *ON_A_NODE,
+        "--fix",
+        "dp=1",
+        "recompute=none",
+        "--json",
+        "--rows",
+        str(rows),
+    )
+    monkeypatch.setattr(sys, "argv", [*asked])
+    assert plan.main() == plan.DONE
+    assert len(json.loads(capsys.readouterr().out)["plans"]) == rows
