@@ -13,6 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
+from parallel3d import layout
 from parallel3d.errors import Parallel3DError
 
 DONE, FAILED, BAD_INPUT = 0, 1, 2  # exit codes; scripts rely on them
@@ -22,7 +23,7 @@ SHOWN_FROM = 2**28  # bytes of a checkpoint whose checking shows its progress
 def main() -> int:
     """Give the exit code: 0, 1 where something is damaged, 2 where there is no checkpoint."""
     args = parse_args()
-    console = Console(stderr=args.json, highlight=False, markup=False, soft_wrap=True)
+    console = layout.console(args.json)
     try:
         if args.command == "verify":
             return verify_all(args.path, args.json, console)

@@ -2,14 +2,14 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
+from parallel3d import layout
 from parallel3d.checkpoint.chunks import KINDS, ChunkFile
 from parallel3d.checkpoint.manifest import (
     MANIFEST,
@@ -22,6 +22,7 @@ from parallel3d.checkpoint.manifest import (
 )
 from parallel3d.checkpoint.room import shown
 from parallel3d.errors import CheckpointError
+from parallel3d.layout import Column
 
 LEFT_OVER = {
     ".tmp": "unfinished: a save under way, or one that was killed",
@@ -106,21 +107,23 @@ def describe(folder: Path) -> dict[str, Any]:
     }
 
 
-def show(found: Mapping[str, Any], console: Console) -> None:
+def show(found: Mapping[str, Any], out: Console) -> None:
     """Print a description for people."""
-    console.print(f"{found['path']}\n")
-    _print_table(console, list(_facts(found)), justify="left")
+    out.print(f"{found['path']}\n")
+    columns = [Column("", right=False), Column("", right=False, wraps=True)]
+    layout.show(out, columns, _facts(found))
+    out.print()
     rows = [
         (name, f"{tensors:,} tensors", f"{numel:,}")
         for name, tensors, numel in _layers(found["parameters"])
     ]
     total = ("in all", f"{found['num_parameters']:,} tensors", f"{found['num_elements']:,}")
-    _print_table(console, [("parameters", "", "elements"), *rows, total])
+    _print_table(out, [("parameters", "", "elements"), *rows, total])
     sizes = dict(found["bytes"])
     end, other = sizes.pop("total"), sizes.pop("other")
     rows = [(f"{_KIND_NAMES[kind]} ({kind})", shown(n), f"{n:,}") for kind, n in sizes.items()]
     rows.append(("headers, state and manifest", shown(other), f"{other:,}"))
-    _print_table(console, [("on disk", "", "bytes"), *rows, ("in all", shown(end), f"{end:,}")])
+    _print_table(out, [("on disk", "", "bytes"), *rows, ("in all", shown(end), f"{end:,}")])
     files = [
         (f["file"], f"{f['chunks']:,} chunks" if f["chunks"] else "", f"{f['bytes']:,}")
         for f in found["files"]
@@ -128,7 +131,7 @@ def show(found: Mapping[str, Any], console: Console) -> None:
     if len(files) > _MOST_FILES:
         left = len(files) - _MOST_FILES
         files[_MOST_FILES // 2 : -_MOST_FILES // 2] = [(f"... {left:,} more", "", "")]
-    _print_table(console, [("files", "", "bytes"), *files])
+    _print_table(out, [("files", "", "bytes"), *files])
 
 
 def _facts(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -176,15 +179,12 @@ def _layers(parameters: Mapping[str, list[int]]) -> Iterator[tuple[str, int, int
         yield name + span, count * len(layer), numel
 
 
-def _print_table(console: Console, rows: list[tuple[str, ...]], justify: str = "right") -> None:
-    table = Table.grid(padding=(0, 3, 0, 0))
-    table.add_column(min_width=16, overflow="fold")
-    for _ in rows[0][1:]:
-        table.add_column(justify="left" if justify == "left" else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
-    console.print()
+def _print_table(out: Console, rows: Sequence[tuple[str, ...]]) -> None:
+    """A table whose first row are its heads."""
+    heads, *rest = rows
+    columns = [Column(head, right=bool(place)) for place, head in enumerate(heads)]
+    layout.show(out, columns, rest)
+    out.print()
 
 
 def _text(value: object) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from parallel3d import hardware
+from parallel3d import hardware, layout
 from parallel3d.checkpoint import room
 from parallel3d.config import RunConfig
 from parallel3d.errors import ConfigError
@@ -61,9 +61,9 @@ def dry_run(config: RunConfig, launch: Launch, *, devices: int, as_json: bool) -
             machine = machine_of(config, launch)
             plan = command.as_written(config, request_of(config, machine, devices))
     if launch.rank == 0:
-        out = command.console(as_json)
+        out = layout.console(as_json)
         for note in config.notes:
-            out.print(note)
+            layout.say(out, note, "  ")
         report = _show(config, plan, out)
         if as_json:
             print(json.dumps(report))
@@ -88,17 +88,19 @@ def _show(config: RunConfig, plan: Plan | None, out: Console) -> dict[str, Any]:
         row = plan.to_json()
     else:
         memory = fullest(setting)
-        out.print("\n".join(table.lines_of(setting)))
+        for line in table.lines_of(setting):
+            layout.say(out, line, " " * 10)
         table.show_memory(memory, out)
-        out.print(
+        layout.say(
+            out,
             "\nhow long a step takes is not known: `python launch/plan.py --calibrate` measures "
-            "this machine; or name one, --parallel3d.run.hardware"
+            "this machine; or name one, --parallel3d.run.hardware",
         )
         row = choices_json(setting, memory)
     size, folder = checkpoint_bytes(setting), Path(config.run.directory)
     lacks = room.disk_lacks(folder, size)
     missing = f"; {folder.absolute()} has {room.shown(lacks)} too little for one" if lacks else ""
-    out.print(f"a checkpoint is about {room.shown(size)}{missing}")
+    layout.say(out, f"a checkpoint is about {room.shown(size)}{missing}")
     out.print("dry run: nothing was trained")
     return {
         "dry_run": True,

@@ -84,7 +84,7 @@ def test_inspect_json_says_what_is_in_the_newest(run, run_folder):
     assert older["step"] == 9
 
 
-@pytest.mark.parametrize("width", [80, 100])
+@pytest.mark.parametrize("width", [80, 100, 140])
 def test_inspect_for_people(run, run_folder, width, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(width))
     code, out, err = run("inspect", run_folder)

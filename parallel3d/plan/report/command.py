@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from parallel3d import hardware, reader
+from parallel3d import hardware, layout, reader
 from parallel3d.config import RunConfig
 from parallel3d.errors import ConfigError
 from parallel3d.hardware import THIS_MACHINE, Hardware
@@ -23,14 +23,6 @@ from parallel3d.section import Problem, Problems
 ROWS = 20  # plans that fit, where it is not said how many to show
 MOST_DEVICES = 10_000_000  # what divides them is looked for one by one
 FIX = f"choices that are made already: {', '.join(CHOICES)}"
-
-
-def console(as_json: bool, width: int | None = None) -> Console:
-    """Where a command prints: beside --json on standard error, and in a pipe as wide as a table."""
-    out = Console(stderr=as_json, highlight=False, markup=False, soft_wrap=True, width=width)
-    if width is None and not out.is_terminal:
-        return console(as_json, table.PIPED)
-    return out
 
 
 def hardware_of(config: RunConfig, name: str | None = None) -> Hardware:
@@ -83,7 +75,7 @@ def show(found: Found, request: Request, out: Console) -> None:
         parts.show(found.plans, request, out)
     table.closing(found, out)
     if found.least is not None:
-        out.print(nothing_fits(found.least))
+        layout.say(out, nothing_fits(found.least))
 
 
 def nothing_fits(least: Plan) -> str:

@@ -1,9 +1,12 @@
 """The planner's second table: each row's memory and step by parts."""
 
+from dataclasses import replace
+
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from parallel3d import layout
+from parallel3d.layout import Column
 from parallel3d.plan.memory.peak import PARTS
 from parallel3d.plan.report.table import seconds, three
 from parallel3d.plan.search.plans import Plan, Request
@@ -16,7 +19,7 @@ _SHORT = {
 }  # fmt: skip
 
 
-def show(plans: tuple[Plan, ...], request: Request, console: Console) -> None:
+def show(plans: tuple[Plan, ...], request: Request, out: Console) -> None:
     """Print the parts of each plan; those that no plan has are left out.
 
     Memory is of the fullest pipeline rank, seconds are of the busiest; TFLOP/s count what is
@@ -24,16 +27,16 @@ def show(plans: tuple[Plan, ...], request: Request, console: Console) -> None:
     """
     memory = [part for part in PARTS if any(plan.memory.parts.get(part) for plan in plans)]
     times = [part for part in TIMES if any(_shown(plan, part) != "–" for plan in plans)]
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold underline")
-    heads = [_SHORT.get(part, part) for part in (*memory, *times)]
-    for head in ("#", *heads[: len(memory)], "│", *heads[len(memory) :], "│", "TF/s hw"):
-        table.add_column(head, justify="right", no_wrap=True)
+    rule = Column("│", rule=True)
+    columns = [Column("#"), *(Column(_SHORT.get(part, part)) for part in memory)]
+    columns += [replace(rule, line=1), *(Column(_SHORT.get(part, part), line=1) for part in times)]
+    columns += [replace(rule, line=2), Column("TF/s hw", line=2)]
     has_peak = request.hardware.peak(request.base.precision) is not None
     if has_peak:
-        table.add_column("MFU causal", justify="right", no_wrap=True)
+        columns.append(Column("MFU causal", line=2))
     if request.num_tokens is not None:
-        table.add_column("dev-hours", justify="right", no_wrap=True)
-    flops = request.flops
+        columns.append(Column("dev-hours", line=2))
+    flops, rows = request.flops, []
     for number, plan in enumerate(plans, 1):
         sizes = [plan.memory.parts.get(part, 0) for part in memory]
         added = flops.recomputed[plan.setting.recompute]
@@ -44,10 +47,10 @@ def show(plans: tuple[Plan, ...], request: Request, console: Console) -> None:
             cells.append(f"{100 * (plan.mfu(flops.causal) or 0):.0f} %")
         if plan.device_hours is not None:
             cells.append(three(plan.device_hours))
-        table.add_row(*cells, style="bold" if number == 1 else "")
+        rows.append(cells)
     title = "by parts: GiB of the fullest rank │ seconds of the busiest │ with recomputation"
-    console.print(Text(f"\n{title}", "bold"))
-    console.print(table)
+    out.print(Text(f"\n{title}", "bold"))
+    layout.show(out, columns, rows, first="bold")
 
 
 def _shown(plan: Plan, part: str) -> str:

@@ -1,23 +1,21 @@
 """The planner's table on a terminal, and one of its rows in detail."""
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Literal
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from parallel3d import layout
 from parallel3d.config.deepspeed import offload_in_words
+from parallel3d.layout import Column
 from parallel3d.plan.memory.peak import Memory
 from parallel3d.plan.search.best_first import Found
 from parallel3d.plan.search.plans import Plan, Request
 from parallel3d.plan.search.remedy import gib
 from parallel3d.plan.setting import Setting
 
-PIPED = 132  # columns where there is no terminal to ask
 _BAR = 8  # columns of the bar of memory
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
-_WIDE = 112  # columns from which there is room for all
 _COLOURS = {
     "weights": "blue", "gathered": "cyan", "gradients": "green", "optimizer": "magenta",
     "activations": "yellow", "logits": "red", "buffers": "bright_black", "margin": "bright_black",
@@ -26,86 +24,80 @@ _COLOURS = {
 }  # fmt: skip
 
 
-def show(found: Found, request: Request, console: Console) -> None:
+def show(found: Found, request: Request, out: Console) -> None:
     """Print the rows: those that fit, and below them the faster ones that do not, with remedies."""
-    console.print(heading(request))
+    say_heading(request, out)
     if found.plans:
-        console.print(_table(found.plans, 1, request, console.width))
+        _show(found.plans, 1, request, out)
     if found.too_large:
         word = "faster, but too large" if found.plans else "too large"
-        console.print(Text(f"\n{word}", "bold"))
-        console.print(_table(found.too_large, len(found.plans) + 1, request, console.width))
+        out.print(Text(f"\n{word}", "bold"))
+        _show(found.too_large, len(found.plans) + 1, request, out)
         for number, plan in enumerate(found.too_large, len(found.plans) + 1):
-            console.print(Text(f"{number:>2}  {plan.reason}"))
-            console.print(Text(f"    smallest change: {plan.remedy}"))
+            layout.say(out, f"{number:>2}  {plan.reason}", "    ")
+            layout.say(out, f"    smallest change: {plan.remedy}", "    ")
 
 
-def closing(found: Found, console: Console) -> None:
+def closing(found: Found, out: Console) -> None:
     """Print how the rows were found and what can be done with them."""
     if found.plans:
         each = "the best" if found.per_mesh == 1 else f"the best {found.per_mesh}"
         tail = '--explain N shows row N; "mesh": "plan" in a config takes row 1'
-        if found.num_hidden:
-            tail += f"; without --rows {found.num_hidden} faster ones that do not fit are shown"
-        console.print(
-            Text(f"\n{each} of each mesh, {found.num_simulated} simulated; {tail}", "dim")
-        )
+        said = f"{each} of each mesh, {found.num_simulated} simulated; {tail}"
+        layout.say(out, Text(f"\n{said}", "dim"))
+    if found.num_hidden:
+        word = "faster ones do not fit" if found.num_hidden > 1 else "faster one does not fit"
+        layout.say(out, Text(f"{found.num_hidden} {word}; without --rows they are shown", "dim"))
 
 
-def heading(request: Request) -> Text:
-    """What was asked, in a line or two."""
+def say_heading(request: Request, out: Console) -> None:
+    """Print what was asked, in a line or two."""
     config, hardware = request.config, request.hardware
     seq, batch = request.base.shape.seq, request.global_batch_size
     tokens = "" if request.num_tokens is None else f", {count(request.num_tokens)} tokens in all"
-    text = Text(f"{config.model.family} of {count(request.base.num_params)} parameters", "bold")
-    text.append(
-        f" in {request.base.precision} on {request.devices:,} x {hardware.name}; a step of "
+    layout.say(
+        out,
+        f"{config.model.family} of {count(request.base.num_params)} parameters in "
+        f"{request.base.precision} on {request.devices:,} x {hardware.name}; a step of "
         f"{batch:,} x {seq:,} = {count(batch * seq)} tokens{tokens}",
-        "not bold",
     )
     if request.fixed:
-        fixed = ", ".join(f"{name} = {value}" for name, value in request.fixed.items())
-        text.append(f"\nfixed: {fixed}", "not bold")
-    return text
+        layout.say(out, "fixed: " + ", ".join(f"{name} = {v}" for name, v in request.fixed.items()))
 
 
-def _table(plans: tuple[Plan, ...], first: int, request: Request, width: int) -> Table:
-    wide = width >= _WIDE
-    gap = (0, 2 if wide else 1, 0, 0)
-    table = Table(box=None, padding=gap, pad_edge=False, header_style="bold underline")
+def _show(plans: tuple[Plan, ...], first: int, request: Request, out: Console) -> None:
     offloads = any(plan.offload != "none" for plan in plans)
-    unit, days = _unit(plans[0].days) if wide and plans[0].days is not None else ("", 0.0)
-    for head, justify, shown in _COLUMNS:
-        if shown == "" or (shown == "wide" and wide) or (shown == "offload" and offloads):
-            table.add_column(head, justify=justify, no_wrap=True)
+    unit, days = _unit(plans[0].days) if plans[0].days is not None else ("", 0.0)
+    columns = [c for c in _COLUMNS if offloads or c.head != "offload"]
     if days:
-        table.add_column(unit, justify="right", no_wrap=True)
-    for number, plan in enumerate(plans, first):
-        cells = _cells(number, plan, request, wide, offloads, days)
-        table.add_row(*cells, style="bold" if number == 1 else "")
-    return table
+        columns.append(Column(unit))
+    rows = [
+        [*_cells(number, plan, request, offloads, days)] for number, plan in enumerate(plans, first)
+    ]
+    layout.show(out, columns, rows, first="bold" if first == 1 else "")
 
 
-_COLUMNS: tuple[tuple[str, Literal["left", "right"], str], ...] = (
-    ("#", "right", ""),
-    ("pp×dp×tp", "left", ""),
-    ("ZeRO", "left", ""),
-    ("offload", "left", "offload"),
-    ("micro×M", "right", ""),
-    ("schedule", "left", ""),
-    ("recompute", "left", ""),
-    ("GiB", "right", ""),
-    ("of device", "left", "wide"),
-    ("s/step", "right", ""),
-    ("bubble", "right", ""),
-    ("tokens/s", "right", ""),
-    ("TFLOP/s", "right", ""),
-    ("MFU", "right", "wide"),
-)  # fmt: skip
+# What one comes for is on the first line of a row, how it is reached on the second.
+_COLUMNS = (
+    Column("#"),
+    Column("pp×dp×tp", right=False),
+    Column("ZeRO", right=False, line=1),
+    Column("offload", right=False, line=1),
+    Column("micro×M", line=1),
+    Column("schedule", right=False, line=1),
+    Column("recompute", right=False, line=1),
+    Column("GiB"),
+    Column("of device", right=False),
+    Column("s/step"),
+    Column("bubble", line=1),
+    Column("tokens/s"),
+    Column("TFLOP/s"),
+    Column("MFU"),
+)
 
 
 def _cells(
-    number: int, plan: Plan, request: Request, wide: bool, offloads: bool, days: float
+    number: int, plan: Plan, request: Request, offloads: bool, days: float
 ) -> Iterator[str | Text]:
     s = plan.setting
     several = f" ×{s.stages_per_rank}" if s.stages_per_rank > 1 else ""
@@ -124,16 +116,14 @@ def _cells(
     yield s.schedule + several
     yield "–" if s.recompute == "none" else s.recompute
     yield gib(plan.memory.total)
-    if wide:
-        yield _bar(plan.memory.total / request.hardware.memory_bytes.value)
+    yield _bar(plan.memory.total / request.hardware.memory_bytes.value)
     yield seconds(plan.time.seconds)
     yield f"{100 * plan.bubble:.1f} %"
     yield count(plan.tokens_per_second)
     flops = request.flops.full
     yield f"{plan.per_device(flops) / 1e12:.{0 if plan.per_device(flops) >= 1e13 else 2}f}"
-    if wide:
-        mfu = plan.mfu(flops)
-        yield "–" if mfu is None else f"{100 * mfu:.0f} %"
+    mfu = plan.mfu(flops)
+    yield "–" if mfu is None else f"{100 * mfu:.0f} %"
     if days:
         assert plan.days is not None
         yield three(plan.days / days)
@@ -150,37 +140,42 @@ def _bar(share: float, width: int = _BAR) -> Text:
     return text
 
 
-def explain(plan: Plan, console: Console) -> None:
+def explain(plan: Plan, out: Console) -> None:
     """Print a plan in detail: memory and time by parts, FLOP/s by each convention, the duration."""
     request, flops = plan.request, plan.request.flops
-    console.print(heading(request))
-    console.print(Text("\n".join(lines_of(plan.setting))))
-    show_memory(plan.memory, console)
-    console.print(Text("\nstep of the busiest pp rank", "bold"))
+    say_heading(request, out)
+    for line in lines_of(plan.setting):
+        layout.say(out, line, " " * 10)
+    show_memory(plan.memory, out)
+    out.print(Text("\nstep of the busiest pp rank", "bold"))
     whole = plan.time.seconds
     parts = {name: part for name, part in plan.time.parts.items() if part > 1e-6 * whole}
-    _print_parts(parts, whole, lambda part: f"{seconds(part):>8} s  ", console)
+    _print_parts(parts, whole, lambda part: f"{seconds(part):>8} s  ", out)
     added = flops.recomputed[plan.setting.recompute]
-    console.print(
+    layout.say(
+        out,
         f"\n{count(plan.tokens_per_second)} tokens/s; TFLOP/s of a device: "
         f"{plan.per_device(flops.full) / 1e12:.4g} by the model, "
-        f"{plan.per_device(flops.full + added) / 1e12:.4g} with recomputation"
+        f"{plan.per_device(flops.full + added) / 1e12:.4g} with recomputation",
     )
     if (full := plan.mfu(flops.full)) is not None:
         causal = plan.mfu(flops.causal)
-        console.print(
+        layout.say(
+            out,
             f"MFU {100 * full:.1f} % with attention in full, {100 * (causal or 0):.1f} % with its "
-            "causal half"
+            "causal half",
         )
     if plan.days is not None and plan.device_hours is not None:
-        console.print(
+        layout.say(
+            out,
             f"{count(request.num_tokens or 0)} tokens take {duration(plan.days)}, "
-            f"{three(plan.device_hours)} device-hours"
+            f"{three(plan.device_hours)} device-hours",
         )
     else:
-        console.print("how long the run takes is open: its length is in epochs of a corpus")
+        layout.say(out, "how long the run takes is open: its length is in epochs of a corpus")
     if not plan.fits:
-        console.print(Text(f"\ndoes not fit: {plan.reason}\nsmallest change: {plan.remedy}", "red"))
+        said = f"\ndoes not fit: {plan.reason}\nsmallest change: {plan.remedy}"
+        layout.say(out, Text(said, "red"))
 
 
 def show_memory(memory: Memory, console: Console) -> None:

@@ -1,0 +1,163 @@
+"""Tables and paragraphs for a terminal of any width: nothing is cut off, rows fold instead.
+
+A table that is too wide for one line gives each row a second one, and a third, below the first,
+with heads of their own.
+"""
+
+import os
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.text import Text
+
+PIPED = 132  # columns where there is no terminal to ask, nor COLUMNS
+_INDENT = 4  # of the second line of a row, at most
+_LEAST = 20  # columns that a text is wrapped to
+
+Cell = str | Text
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column: its head, its side, and on which of a row's lines it stands in a narrow table.
+
+    `wraps`: the text of a cell goes on in further lines; the last column alone may. `rule`: a line
+    between columns, which is left out where it would stand at an end.
+    """
+
+    head: str
+    right: bool = True
+    line: int = 0
+    wraps: bool = False
+    rule: bool = False
+
+
+def console(as_json: bool) -> Console:
+    """Where a command prints: beside --json on standard error.
+
+    As wide as the terminal; elsewhere as COLUMNS says, else as most tables are in one line.
+    """
+    out = Console(stderr=as_json, highlight=False, markup=False, soft_wrap=True)
+    if out.is_terminal or os.environ.get("COLUMNS", "").isdigit():
+        return out
+    out.width = PIPED
+    return out
+
+
+def show(
+    out: Console, columns: Sequence[Column], rows: Iterable[Sequence[Cell]], *, first: str = ""
+) -> None:
+    """Print a table; `first` is the style of its first row."""
+    for line in table(columns, rows, out.width, first=first):
+        out.print(line)
+
+
+def say(out: Console, text: Cell, indent: str = "") -> None:
+    """Print a paragraph, wrapped at words; its later lines begin with `indent`.
+
+    A path stays whole, so that it can be copied, even where it is longer than a line.
+    """
+    plain = text.plain if isinstance(text, Text) else text
+    style = text.style if isinstance(text, Text) else ""
+    for part in plain.split("\n"):
+        for line in _wrapped(part, out.width, indent):
+            out.print(Text(line, style))
+
+
+def table(
+    columns: Sequence[Column], rows: Iterable[Sequence[Cell]], width: int, *, first: str = ""
+) -> list[Text]:
+    """The lines of a table, heads first, none wider than `width` if no cell is.
+
+    Each row has a cell for each column. Heads that are all empty are left out.
+    """
+    cells = [[_text(cell) for cell in row] for row in rows]
+    heads = [Text(column.head, "bold underline") for column in columns]
+    widths = [max(text.cell_len for text in column) for column in zip(heads, *cells, strict=True)]
+    lines, gap = _lines(columns, widths, width)
+    found = []
+    for place, row in enumerate([heads, *cells]):
+        if place or any(column.head for column in columns if not column.rule):
+            for number, line in enumerate(lines):
+                indent = min(_INDENT, widths[0] + gap) if number else 0
+                found += _row(columns, row, line, widths, width, gap, indent)
+                if place == 1 and first:
+                    for text in found[-1:]:
+                        text.stylize_before(first)
+    return found
+
+
+def _lines(columns: Sequence[Column], widths: list[int], width: int) -> tuple[list[list[int]], int]:
+    """Which columns stand on which line of a row, and the gap between two."""
+    everything = list(range(len(columns)))
+    least = [_LEAST if c.wraps and w > _LEAST else w for c, w in zip(columns, widths, strict=True)]
+    for gap in (2, 1):
+        if _width(everything, least, gap) <= width:
+            return [everything], gap
+    gap, lines = 2, list[list[int]]()
+    for wanted in sorted({column.line for column in columns}):
+        group = [i for i in everything if columns[i].line == wanted]
+        room = width - (_INDENT if lines else 0)
+        own = _trimmed(columns, group)
+        if lines and _width(_trimmed(columns, lines[-1] + group), least, gap) <= room:
+            lines[-1] = lines[-1] + group
+        elif _width(own, least, gap) <= room:
+            lines.append(group)
+        else:
+            for i in own:
+                if (
+                    not lines
+                    or lines[-1][-1] not in own
+                    or (_width([*lines[-1], i], least, gap) > width - _INDENT)
+                ):
+                    lines.append([i])
+                else:
+                    lines[-1].append(i)
+    return [_trimmed(columns, line) for line in lines], gap
+
+
+def _trimmed(columns: Sequence[Column], line: list[int]) -> list[int]:
+    """The columns of a line without the rules at its ends."""
+    while line and columns[line[0]].rule:
+        line = line[1:]
+    while line and columns[line[-1]].rule:
+        line = line[:-1]
+    return line
+
+
+def _width(line: list[int], widths: list[int], gap: int) -> int:
+    return sum(widths[i] for i in line) + gap * (len(line) - 1)
+
+
+def _row(
+    columns: Sequence[Column], row: list[Text], line: list[int], widths: list[int],
+    width: int, gap: int, indent: int,
+) -> list[Text]:  # fmt: skip
+    """One line of a row, or several where its last cell wraps."""
+    found = Text(" " * indent)
+    for place, i in enumerate(line):
+        if place:
+            found.append(" " * gap)
+        if columns[i].wraps and len(found) + row[i].cell_len > width:
+            at = len(found)
+            first, *rest = _wrapped(row[i].plain, width - at, breaks=True)
+            return [found.append(first), *(Text(" " * at + text) for text in rest)]
+        pad = " " * (widths[i] - row[i].cell_len)
+        last = place == len(line) - 1
+        found += Text(pad) + row[i] if columns[i].right else row[i] + Text("" if last else pad)
+    return [found]
+
+
+def _text(cell: Cell) -> Text:
+    return cell if isinstance(cell, Text) else Text(cell)
+
+
+def _wrapped(text: str, width: int, indent: str = "", breaks: bool = False) -> list[str]:
+    """Cut at spaces; `breaks`: also within a word that is longer than a line."""
+    width = max(width, _LEAST)
+    return textwrap.wrap(
+        text, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=breaks,
+        drop_whitespace=True, replace_whitespace=False,
+    ) or [""]  # fmt: skip
