@@ -1,10 +1,17 @@
 """What the specs and the names of several families share, as data (floor 0, no torch)."""
 
 from collections.abc import Iterable, Mapping
-from math import sqrt
+from math import isqrt, sqrt
 from typing import Any
 
 from parallel3d.model.spec import CostOf, Init, LayerSpec, ParamSpec
+
+
+def divisor_below(number: int, limit: int) -> int:
+    """The largest divisor of `number` below `limit`, of those that are found in milliseconds."""
+    most = min(isqrt(number), 10**6)
+    divisors = (n for d in range(1, most + 1) if number % d == 0 for n in (d, number // d))
+    return max(n for n in divisors if n < limit)
 
 
 def vocab_size(config: Any) -> int:

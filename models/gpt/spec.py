@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from models.common import head, vocab_size, weight_inits
+from models.common import divisor_below, head, vocab_size, weight_inits
 from parallel3d.model.spec import Init, LayerSpec, ParamSpec
 from parallel3d.model.transformer_cost import BlockCost, EmbeddingCost, HeadCost
 from parallel3d.section import Problem, Problems, Section
@@ -60,7 +60,7 @@ class Config(Section):
     def _check(self) -> "Config":
         heads, hidden = self.num_attention_heads, self.hidden_size
         if hidden % heads:
-            near = max(n for n in range(1, heads) if hidden % n == 0)
+            near = divisor_below(hidden, heads)
             rule = f"does not divide hidden_size={hidden}"
             remedy = f"use {near} heads, or a hidden_size that is a multiple of {heads}"
             raise Problems([Problem("num_attention_heads", heads, rule, remedy)])

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from models.common import head, vocab_size, weight_inits
+from models.common import divisor_below, head, vocab_size, weight_inits
 from parallel3d.model.spec import Init, LayerSpec, ParamSpec
 from parallel3d.model.transformer_cost import BlockCost, EmbeddingCost, HeadCost
 from parallel3d.section import Problem, Problems, Section
@@ -104,7 +104,7 @@ class Config(Section):
         heads, hidden = self.num_attention_heads, self.hidden_size
         if self.head_dim is None and hidden % heads:
             rule = f"does not divide hidden_size={hidden}"
-            remedy = f"use {_divisor_below(hidden, heads)} heads, or give head_dim"
+            remedy = f"use {divisor_below(hidden, heads)} heads, or give head_dim"
             yield Problem("num_attention_heads", heads, rule, remedy)
         elif self.head_size % 2:
             rule = f"makes heads of {self.head_size} features, which rotate in pairs"
@@ -115,7 +115,7 @@ class Config(Section):
                 yield Problem("head_dim", self.head_dim, rule, f"use {self.head_dim + 1}")
         if heads % self.kv_heads:
             rule = f"does not divide num_attention_heads={heads}"
-            remedy = f"use {_divisor_below(heads, self.kv_heads)}"
+            remedy = f"use {divisor_below(heads, self.kv_heads)}"
             yield Problem("num_key_value_heads", self.kv_heads, rule, remedy)
 
 
@@ -184,8 +184,3 @@ def _qk_norms(config: Config) -> Iterator[ParamSpec]:
 
 def _norm(name: str, size: int, partial: bool = False) -> ParamSpec:
     return ParamSpec(f"{name}.weight", (size,), None, ONES, False, partial=partial)
-
-
-def _divisor_below(number: int, limit: int) -> int:
-    """The largest divisor of `number` below `limit`."""
-    return max(n for n in range(1, limit) if number % n == 0)

@@ -9,6 +9,7 @@ and values has num_key_value_heads too.
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from inspect import signature
+from math import isqrt
 from typing import Any
 
 from parallel3d.config import arithmetic
@@ -261,7 +262,8 @@ def _check_adam(optimizer: OptimizerConfig, zero_optimization: ZeroConfig) -> It
 
 
 def _divisors_of(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
+    small = [n for n in range(1, min(isqrt(number), 10**6) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
 
 
 def _divisors(number: int) -> str:

@@ -28,11 +28,16 @@ def partition(costs: Sequence[float], num_stages: int) -> tuple[range, ...]:
     for first in reversed(range(num_stages)):
         longer = {}
         for start in range(first, num_layers):
-            choices = [
-                (cost**2 + squared_costs, (end - start) ** 2 + squared_counts, (end, *ends))
-                for end, (squared_costs, squared_counts, ends) in best.items()
-                if end > start and (cost := before[end] - before[start]) <= limit
-            ]
+            if before[start] > first * limit:
+                break  # the stages before it would cost more
+            choices = []
+            for end in range(start + 1, num_layers + 1):
+                if (cost := before[end] - before[start]) > limit:
+                    break
+                if end in best:
+                    squared_costs, squared_counts, ends = best[end]
+                    counts = (end - start) ** 2 + squared_counts
+                    choices.append((cost**2 + squared_costs, counts, (end, *ends)))
             if choices:
                 longer[start] = min(choices)
         best = longer

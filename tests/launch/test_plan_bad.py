@@ -79,6 +79,10 @@ COMMANDS = [
     (("--config", "a\0b"), "no config file"),
     (("--calibrate", "--validate", "x.csv"), "--calibrate: not with --validate"),
     (("--json=yes",), "--json = 'yes': takes no value"),
+    (("--parallel3d.model.vocab_size", "1000000000000"), "lower it, or use more ranks"),
+    (("--parallel3d.model.num_hidden_layers", "1000000000"), "is more layers than can be listed"),
+    (("--gradient_accumulation_steps", "1" + 30 * "0"), "gradient_accumulation_steps = 1000"),
+    (("--parallel3d.mesh.pp", "1000000000"), "parallel3d.mesh.pp"),
     (("--nonsense", "3"), "nonsense = 3: is no setting"),
     (("gpt2",), "'gpt2' sets nothing; write --dotted.path value"),
 ]  # fmt: skip

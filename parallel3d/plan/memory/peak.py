@@ -225,14 +225,17 @@ def _passing(
 ) -> int:
     """Bytes on their way between this coordinate's stages and others'."""
     last, total = setting.pp * setting.stages_per_rank - 1, 0
+    count_of = dict(zip(home, counts, strict=True))
     for index, s, count in zip(home, stages, counts, strict=True):
-        ends = (index > 0 and index - 1 not in home) + (index < last and index + 1 not in home)
+        ends = (index > 0 and index - 1 not in count_of) + (
+            index < last and index + 1 not in count_of
+        )
         waiting = ends  # a receive is posted one compute ahead of its use
         if on_cpu:
             # gloo does not say that a message has left: each is held to the end of the step.
             waiting += ends * (setting.num_microbatches - count)
-        if index + 1 in home:
+        if index + 1 in count_of:
             # What a stage gives is what the next one takes, and is counted with both.
-            waiting -= min(count, counts[home.index(index + 1)])
+            waiting -= min(count, count_of[index + 1])
         total += waiting * s.hidden
     return total

@@ -17,7 +17,7 @@ from parallel3d.schedule import schedules
 from parallel3d.section import Problem
 
 UNEVEN = 4  # stages of a rank; more only where all stages, or all but the ends, are equally long
-FEW = 4  # microbatches; a list of many more has no other ops
+MOST_STAGES = 64  # of a rank; each has its messages, and a list of hundreds takes minutes
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 DEVICES: tuple[Device, ...] = ("none", "cpu", "nvme")
 
@@ -99,7 +99,7 @@ def orders(request: Request, flow: Flow) -> tuple[Order, ...]:
 def _orders(request: Request, flow: Flow) -> Iterator[Order]:
     pp, num_layers = flow.mesh.pp, len(request.base.layers)
     count = request.global_batch_size // flow.mesh.dp // flow.micro_batch
-    for stages_per_rank in range(1, 1 + (1 if pp == 1 else num_layers // pp)):
+    for stages_per_rank in range(1, 1 + (1 if pp == 1 else min(num_layers // pp, MOST_STAGES))):
         # All layers, or all but embedding and head.
         lengths = {num % (pp * stages_per_rank) for num in (num_layers, num_layers - 2)}
         if stages_per_rank > UNEVEN and 0 not in lengths:
@@ -111,13 +111,8 @@ def _orders(request: Request, flow: Flow) -> Iterator[Order]:
 
 
 def runs(name: str, pp: int, num_microbatches: int, stages_per_rank: int) -> bool:
-    """Whether a schedule can be run, as `schedules.why_not` says; a short list tells the ops."""
-    invalid = schedules.load(name).invalid
-    if invalid(pp, num_microbatches, stages_per_rank):
-        return False
-    fewest = range(min(num_microbatches, FEW), num_microbatches + 1)
-    few = next(count for count in fewest if not invalid(pp, count, stages_per_rank))
-    return schedules.why_not(name, pp, few, stages_per_rank) is None
+    """Whether a schedule can be run."""
+    return schedules.why_not(name, pp, num_microbatches, stages_per_rank) is None
 
 
 @lru_cache(maxsize=1024)

@@ -9,6 +9,7 @@ from parallel3d.config import RunConfig
 from parallel3d.config.deepspeed import offload_in_words
 from parallel3d.hardware import Hardware
 from parallel3d.model.spec import LayerSpec, Shape
+from parallel3d.plan.impossible import refuse_impossible
 from parallel3d.plan.memory.peak import Memory
 from parallel3d.plan.setting import Setting
 from parallel3d.plan.time.step import StepTime
@@ -181,8 +182,8 @@ def request_of(
 
     The global batch is train_batch_size; without it, what micro batch, accumulation and the
     config's mesh make of it (a dp that is "auto" takes the devices that pp and tp leave). Raises
-    ConfigError where neither is known, where the vocabulary is not, and for bf16 on hardware that
-    has fp16 alone.
+    ConfigError where neither is known, where the vocabulary is not, for sizes that no devices can
+    hold, and for bf16 on hardware that has fp16 alone.
     """
     if devices < 1:
         raise Problems([Problem("--devices", devices, "is no number of devices", "use 1 or more")])
@@ -192,6 +193,7 @@ def request_of(
         remedy = "use --bf16.enabled false --fp16.enabled true"
         raise Problems([Problem("bf16.enabled", True, rule, remedy)])
     config = with_vocabulary(config)
+    refuse_impossible(config, devices)
     if config.is_planned:
         assert config.train_batch_size, "the config's checks want it"
         batch = config.train_batch_size

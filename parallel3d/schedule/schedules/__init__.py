@@ -40,6 +40,10 @@ def names() -> tuple[str, ...]:
     return tuple(sorted(module.name for module in iter_modules(__path__)))
 
 
+_FEW = 4  # microbatches
+_MOST_STAGES = 10_000  # each is listed
+
+
 @cache  # the planner asks a hundred thousand times
 def load(name: str) -> ScheduleFile:
     """The schedule file of that name; raises ConfigError, with the nearest name, without one."""
@@ -57,6 +61,8 @@ def why_not(name: str, pp_size: int, num_microbatches: int, stages_per_rank: int
     More than `invalid` tells: a valid schedule can have ops that are drawn and simulated alone.
     """
     sizes = pp_size, num_microbatches, stages_per_rank
+    if pp_size * stages_per_rank > _MOST_STAGES:
+        return f"no model has layers for more than {_MOST_STAGES:,} stages; use fewer"
     if reason := load(name).invalid(*sizes):
         return reason
     if not (others := _ops(name, *sizes) - RUNNABLE):
@@ -68,8 +74,10 @@ def why_not(name: str, pp_size: int, num_microbatches: int, stages_per_rank: int
 
 @lru_cache(maxsize=16384)
 def _ops(name: str, pp_size: int, num_microbatches: int, stages_per_rank: int) -> frozenset[Op]:
-    """The ops of a valid schedule's own list."""
-    programs = load(name).schedule(pp_size, num_microbatches, stages_per_rank).programs
+    """The ops of a valid schedule's own list; a short one has those of a long one."""
+    file, fewest = load(name), range(min(num_microbatches, _FEW), num_microbatches + 1)
+    few = next(count for count in fewest if not file.invalid(pp_size, count, stages_per_rank))
+    programs = file.schedule(pp_size, few, stages_per_rank).programs
     return frozenset(action.op for program in programs for action in program)
 
 

@@ -1,0 +1,119 @@
+"""Refuses sizes that no machine can hold, before anything is built or even listed."""
+
+from typing import Any
+
+import models
+from parallel3d.config import RunConfig
+from parallel3d.model.spec import STATE_BYTES
+from parallel3d.plan.setting import BYTES
+from parallel3d.section import Problem, Problems
+
+MOST_LAYERS = 10_000
+"""Layers that are listed one by one; the deepest model that was published has 1,000
+(arXiv:2203.00555)."""
+MOST_MICROBATCHES = 1_000_000
+"""Microbatches of a step, each of which is an entry of every rank's program."""
+MOST_SAMPLES = 10_000_000
+"""Samples of a step, whose divisors the planner tries."""
+MOST_BYTES = 32 * 2**40
+"""Memory of one rank, device and host together, that no machine has more of (32 TiB)."""
+_TOKEN = 16  # bytes of a token and its label, int64
+
+
+def refuse_impossible(config: RunConfig, ranks: int, room: int = MOST_BYTES) -> None:
+    """Raise ConfigError for sizes that `ranks` ranks with `room` bytes each cannot hold.
+
+    `room`: what a rank has of device and host memory together. What is compared is less than any
+    schedule, ZeRO stage or recomputation needs, so that nothing is refused that could run. Takes
+    milliseconds, whatever the sizes, and needs no torch.
+    """
+    if problems := [*_counts(config)]:
+        raise Problems(problems)
+    sizes = {path: size for path, size in _least_bytes(config, ranks).items() if size}
+    if (total := sum(sizes.values())) <= room:
+        return
+    path = max(sizes, key=lambda path: sizes[path])
+    if path == "parallel3d.model":
+        name = _to_blame(config.model)
+        path, value = f"{path}.{name}", getattr(config.model, name)
+    else:
+        value = config.data.sequence_length
+    rule = (
+        f"at least {_shown(total)} for each of {ranks:,} {'rank' if ranks == 1 else 'ranks'}, "
+        f"of which none has more than {_shown(room)}"
+    )
+    raise Problems([Problem(path, value, rule, "lower it, or use more ranks")])
+
+
+def _counts(config: RunConfig) -> list[Problem]:
+    """What is too many to be listed."""
+    found = []
+
+    def check(path: str, value: Any, most: int, what: str) -> None:
+        if isinstance(value, int) and value > most:
+            rule, remedy = f"is more {what} than can be listed", f"use {most:,} or less"
+            found.append(Problem(path, value, rule, remedy))
+
+    layers = getattr(config.model, "num_hidden_layers", None)
+    check("parallel3d.model.num_hidden_layers", layers, MOST_LAYERS, "layers")
+    accumulation = config.gradient_accumulation_steps
+    check("gradient_accumulation_steps", accumulation, MOST_MICROBATCHES, "microbatches")
+    check("train_batch_size", config.train_batch_size, MOST_SAMPLES, "samples")
+    micro = config.train_micro_batch_size_per_gpu
+    check("train_micro_batch_size_per_gpu", micro, MOST_SAMPLES, "samples")
+    return found
+
+
+def _least_bytes(config: RunConfig, ranks: int) -> dict[str, int]:
+    """Bytes that some rank holds at least, on device and host, by the setting they come from."""
+    zero, element = config.zero_optimization, BYTES[config.precision]
+    split, tp, weights, optimizer = ranks, ranks, 1, 1
+    if not config.is_planned:
+        mesh = config.mesh
+        tp, split = mesh.tp, mesh.pp * mesh.tp
+        dp = mesh.dp if isinstance(mesh.dp, int) else max(1, ranks // split)
+        weights, optimizer = (dp if zero.stage == 3 else 1), (dp if zero.stage else 1)
+    params = _num_params(config)
+    states = 0
+    if zero.offload_param.device != "nvme":
+        states += params * element // (split * weights)
+    if zero.offload_optimizer.device != "nvme":
+        states += params * STATE_BYTES // (split * optimizer)
+    seq, samples = config.data.sequence_length, config.train_micro_batch_size_per_gpu or 1
+    tokens = samples * seq * _TOKEN
+    stream = samples * seq * config.model.hidden_size * element // tp  # what enters a layer
+    return {"parallel3d.model": states, "parallel3d.data.sequence_length": tokens + stream}
+
+
+def _num_params(config: RunConfig) -> int:
+    model = config.model
+    if model.vocab_size == "auto":
+        own = config.data.vocab_size if config.data.tokenizer == "train" else 1
+        model = model.model_copy(update={"vocab_size": own})
+    return models.num_params(model)
+
+
+def _to_blame(model: Any) -> str:
+    """The size to which most of the parameters are due; of equals, the largest."""
+    sizes = {
+        name: value
+        for name in type(model).model_fields
+        if type(value := getattr(model, name)) is int and value > 1
+    }
+    model = model.model_copy(update={"vocab_size": sizes.get("vocab_size", 1)})
+
+    whole = models.num_params(model)
+
+    def left(name: str) -> float:
+        half = model.model_copy(update={name: sizes[name] // 2})
+        return round(models.num_params(half) / whole, 2)
+
+    worst: str = min(sizes, key=lambda name: (left(name), -sizes[name]))
+    return worst
+
+
+def _shown(num_bytes: int) -> str:
+    for unit, size in (("PiB", 2**50), ("TiB", 2**40), ("GiB", 2**30)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:,.1f} {unit}"
+    return f"{num_bytes / 2**20:,.1f} MiB"

@@ -1,0 +1,83 @@
+"""Sizes that cannot be are refused at once; what could run is not."""
+
+import time
+
+import pytest
+
+import models
+from parallel3d.config import RunConfig
+from parallel3d.errors import ConfigError
+from parallel3d.plan.impossible import MOST_BYTES, refuse_impossible
+from parallel3d.reader import CONFIGS
+
+pytestmark = pytest.mark.pure
+
+
+def config(*settings: str, name: str = "ds.json") -> RunConfig:
+    return RunConfig.from_json(str(CONFIGS / name), settings)
+
+
+MODEL = "--parallel3d.model."
+LONG = [
+    f"--parallel3d.{name}=10000000000000"
+    for name in ("data.sequence_length", "model.max_position_embeddings")
+]
+HUGE = [
+    ((f"{MODEL}vocab_size", "1000000000000"), "parallel3d.model.vocab_size = 1000000000000: at "),
+    ((f"{MODEL}hidden_size", "4000000"), "parallel3d.model.hidden_size = 4000000: at least"),
+    ((f"{MODEL}intermediate_size", "100000000000"), "parallel3d.model.intermediate_size"),
+    ((f"{MODEL}num_hidden_layers", "1000000000"), "is more layers than can be listed; use 10,000"),
+    ((f"{MODEL}num_hidden_layers", "1" + 30 * "0"), "is more layers than can be listed"),
+    (("--gradient_accumulation_steps", "1000000000000"), "is more microbatches than can be"),
+    (("--train_micro_batch_size_per_gpu", "1000000000000"), "is more samples than can be"),
+    (LONG, "sequence_length = 10000000000000: at least"),
+]
+
+
+@pytest.mark.parametrize(("settings", "words"), HUGE)
+def test_sizes_that_cannot_be_are_refused_at_once(settings, words):
+    start = time.process_time()
+    with pytest.raises(ConfigError) as caught:
+        refuse_impossible(config(*settings), 4)
+    assert words in str(caught.value) and "; " in str(caught.value)
+    assert time.process_time() - start < 2
+
+
+@pytest.mark.parametrize("heads", ["1000000007", "999999999989"])
+def test_a_search_for_divisors_ends(heads):
+    start = time.process_time()
+    with pytest.raises(ConfigError, match="does not divide hidden_size"):
+        config(f"{MODEL}num_attention_heads", heads, f"{MODEL}hidden_size", "1000000000000")
+    assert time.process_time() - start < 2
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in CONFIGS.glob("*.json")))
+def test_what_is_shipped_is_possible_on_one_rank(name):
+    refuse_impossible(config(name=name), 1)
+
+
+def test_the_bound_is_what_the_ranks_must_hold():
+    """ZeRO-1 on one pipeline rank: fp32 weights whole, Adam's 12 bytes over dp."""
+    cut = config("--zero_optimization.stage", "1", "--parallel3d.mesh.dp", "4")
+    params = models.num_params(cut.model.model_copy(update={"vocab_size": cut.data.vocab_size}))
+    seq, hidden = cut.data.sequence_length, cut.model.hidden_size
+    samples = cut.train_micro_batch_size_per_gpu or 1
+    needed = 4 * params + 12 * params // 4 + samples * seq * (16 + 4 * hidden)
+    refuse_impossible(cut, 4, room=needed)
+    with pytest.raises(ConfigError, match=r"for each of 4 ranks, of which none has more than"):
+        refuse_impossible(cut, 4, room=needed - 1)
+    assert needed < MOST_BYTES
+
+
+def test_what_is_on_nvme_needs_no_memory():
+    sizes = (f"{MODEL}hidden_size", "4194304", "--zero_optimization.stage", "3")
+    places = ("offload_optimizer", "offload_param")
+    to_disk = [
+        word
+        for place in places
+        for key, value in (("device", "nvme"), ("nvme_path", "/tmp"))
+        for word in (f"--zero_optimization.{place}.{key}", value)
+    ]
+    with pytest.raises(ConfigError):
+        refuse_impossible(config(*sizes), 1)
+    refuse_impossible(config(*sizes, *to_disk), 1)
