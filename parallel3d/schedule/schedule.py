@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from parallel3d.errors import ScheduleError
 from parallel3d.schedule.action import Action, Cost, Op, Span, Spans, unit_cost
+from parallel3d.schedule.bubble import bubble
 
 __all__ = [
     "Action",
@@ -216,14 +217,6 @@ def simulate(schedule: Schedule, cost: Cost) -> Spans:
             end = free[coord] = over[action] = start + cost(action)
         spans[coord].append(Span(action, start, end))
     return tuple(map(tuple, spans))
-
-
-def bubble(spans: Spans) -> float:
-    """The idle fraction: 1 - busy / (ranks x makespan), counting computes only."""
-    computes = [span for rank in spans for span in rank if span.action.is_compute]
-    busy = sum(span.end - span.start for span in computes)
-    makespan = max(span.end for span in computes) - min(span.start for span in computes)
-    return 1 - busy / (len(spans) * makespan)
 
 
 def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from parallel3d.plan.time.step import TIMES
 
 _SHORT = {
     "gathered": "gath.", "gradients": "grads", "optimizer": "optim", "activations": "activ.",
-    "compute": "comp.", "pipeline": "pipe", "offload": "offl.",
+    "compute": "comp.", "bubble": "waits", "pipeline": "pipe", "offload": "offl.",
 }  # fmt: skip
 
 

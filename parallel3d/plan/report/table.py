@@ -19,7 +19,7 @@ _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _COLOURS = {
     "weights": "blue", "gathered": "cyan", "gradients": "green", "optimizer": "magenta",
     "activations": "yellow", "logits": "red", "buffers": "bright_black", "margin": "bright_black",
-    "compute": "blue", "bubble": "bright_black", "tensor": "magenta", "pipeline": "cyan",
+    "compute": "blue", "waiting": "bright_black", "tensor": "magenta", "pipeline": "cyan",
     "data": "green", "offload": "yellow", "optimizer_step": "red",
 }  # fmt: skip
 
@@ -149,8 +149,15 @@ def explain(plan: Plan, out: Console) -> None:
     show_memory(plan.memory, out)
     out.print(Text("\nstep of the busiest pp rank", "bold"))
     whole = plan.time.seconds
-    parts = {name: part for name, part in plan.time.parts.items() if part > 1e-6 * whole}
+    parts = {
+        {"bubble": "waiting"}.get(name, name): part
+        for name, part in plan.time.parts.items()
+        if part > 1e-6 * whole
+    }
     _print_parts(parts, whole, lambda part: f"{seconds(part):>8} s  ", out)
+    if plan.setting.pp > 1:
+        said = f"bubble {100 * plan.bubble:.1f} % of the time of all pp ranks in their passes"
+        layout.say(out, f"\n{said}")
     added = flops.recomputed[plan.setting.recompute]
     layout.say(
         out,

@@ -120,8 +120,8 @@ class Plan:
 
     @property
     def bubble(self) -> float:
-        """The part of a step in which the busiest rank waits for the others."""
-        return self.time.parts["bubble"] / self.time.seconds
+        """The idle fraction of all ranks' time in the passes: schedule.bubble of the step."""
+        return self.time.bubble
 
     def per_device(self, flops: float) -> float:
         """FLOP/s of a device, if a step has so many on all of them."""
@@ -143,6 +143,7 @@ class Plan:
             "remedy": self.remedy,
             "step_seconds": self.time.seconds,
             "time": dict(self.time.parts),
+            "bubble": self.bubble,
             "tokens_per_second": self.tokens_per_second,
             "model_tflops_per_device": self.per_device(flops.full) / 1e12,
             "hardware_tflops_per_device": self.per_device(flops.full + added) / 1e12,

@@ -12,6 +12,7 @@ from parallel3d.plan.time.cost import ActionCosts, Parts, costs_of
 from parallel3d.plan.time.curves import curves_for
 from parallel3d.plan.time.makespan import End, ends
 from parallel3d.plan.time.operators import Curves
+from parallel3d.schedule.bubble import idle_fraction
 from parallel3d.schedule.schedule import Spans, simulate
 from parallel3d.schedule.schedules import load, make_schedule
 
@@ -23,11 +24,13 @@ class StepTime:
     """Seconds of a step, and their parts by the names of TIMES, whose sum they are.
 
     The parts are those of the busiest pipeline coordinate. "pipeline": by how much the sends
-    between stages make the step longer. "bubble": when it waits for anything else.
+    between stages make the step longer. "bubble": the seconds in which it waits for anything else.
+    `bubble`: what schedule.bubble gives of the step's spans, of all coordinates.
     """
 
     seconds: float
     parts: Mapping[str, float]
+    bubble: float = 0.0
 
 
 def step_time(setting: Setting, hardware: Hardware, curves: Curves | None = None) -> StepTime:
@@ -37,7 +40,8 @@ def step_time(setting: Setting, hardware: Hardware, curves: Curves | None = None
     """
     check(setting)
     costs = costs_of(setting, hardware, curves or curves_for(hardware))
-    seconds = pipeline = _step(costs, _ends(setting, costs))
+    passes = _ends(setting, costs)
+    seconds = pipeline = _step(costs, passes)
     pipeline -= (
         _step(costs, _ends(setting, costs, sends=False)) if any(costs.sends.seconds) else seconds
     )
@@ -47,7 +51,7 @@ def step_time(setting: Setting, hardware: Hardware, curves: Curves | None = None
     parts = {**busiest._asdict(), "pipeline": pipeline}
     parts["bubble"] = max(0.0, seconds - sum(parts.values()))
     parts = {name: parts[name] for name in TIMES}
-    return StepTime(sum(parts.values()), parts)
+    return StepTime(sum(parts.values()), parts, _bubble(costs, setting, passes))
 
 
 def step_spans(setting: Setting, hardware: Hardware, curves: Curves | None = None) -> Spans:
@@ -82,6 +86,13 @@ def _step(costs: ActionCosts, ends: list[End]) -> float:
         for end, c in zip(ends, classes, strict=True)
     )
     return begins + reduced + max(sum(parts) for parts in costs.after)
+
+
+def _bubble(costs: ActionCosts, setting: Setting, passes: list[End]) -> float:
+    layout, both = costs.layout, costs.both
+    stages = [stage for place in layout.coord_class_of for stage in layout.coords[place]]
+    busy = setting.num_microbatches * sum(both[stage] for stage in stages)
+    return idle_fraction(busy, setting.pp, max(end.seconds for end in passes))
 
 
 def _busy(costs: ActionCosts, num_microbatches: int) -> list[Parts]:

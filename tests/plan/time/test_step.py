@@ -12,7 +12,7 @@ from parallel3d.model.spec import Shape
 from parallel3d.plan.setting import Setting, Software, layers_of
 from parallel3d.plan.time.makespan import counts, ends
 from parallel3d.plan.time.step import TIMES, lower_bound, step_spans, step_time
-from parallel3d.schedule.schedule import Action, Op, simulate
+from parallel3d.schedule.schedule import Action, Op, bubble, simulate
 from parallel3d.schedule.schedules import load, make_schedule, names, why_not
 from tests.plan.settings import A100, GPT, IDEAL, any_setting, figure, link, products
 
@@ -131,7 +131,9 @@ def test_lower_bound_of_every_schedule_with_any_costs(
     slow = A100.model_copy(update={"link": link(bandwidth), "devices_per_node": None})
     spans = step_spans(setting, slow, IDEAL)
     end = max(s.end for rank in spans for s in rank if s.action.is_compute)
-    assert step_time(setting, slow, IDEAL).seconds == pytest.approx(end)
+    time = step_time(setting, slow, IDEAL)
+    assert time.seconds == pytest.approx(end)
+    assert time.bubble == pytest.approx(bubble(spans), abs=1e-9)
     assert lower_bound(setting, slow, IDEAL) <= end * (1 + 1e-9)
 
 
