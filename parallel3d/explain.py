@@ -130,7 +130,11 @@ def _problems_of(detail: ErrorDetails, raw: Any, root: type[Section]) -> Iterato
         yield Problem(path, value, "cannot be auto", remedy)
     else:
         rule, remedy = _WORDING.get(detail["type"], (detail["msg"], "see --help"))
-        yield Problem(path, value, *(_format(text, words) for text in (rule, remedy)))
+        rule, remedy = (_format(text, words) for text in (rule, remedy))
+        field = model.model_fields.get(key) if model else None
+        if detail["type"] == "model_type" and field and field.examples:
+            remedy = f'write "{key}": {json.dumps(field.examples[0])}'
+        yield Problem(path, value, rule, remedy)
 
 
 def _unknown(
@@ -141,7 +145,7 @@ def _unknown(
     refused = root.beyond.refused.get(section, {})
     if key in refused:
         inside = root.beyond.refused.get(path, {}) if isinstance(value, dict) else {}
-        for name in inside.keys() & value.keys() if inside else ():
+        for name in [name for name in value if name in inside] if inside else ():
             yield Problem(f"{path}.{name}", value[name], *_split(inside[name]))
         left = {k: v for k, v in value.items() if k not in inside} if inside else value
         if left or not inside:

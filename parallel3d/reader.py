@@ -87,6 +87,8 @@ def _pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
         if not re.match(r"--\w", word):
             raise ConfigError(f"{word!r} sets nothing; write --dotted.path value")
         path, equals, text = word[2:].partition("=")
+        if not all(path.split(".")):
+            raise ConfigError(f"--{path} has a dot too many; write --dotted.path value")
         if not equals:
             following = next(words, None)
             if following is None or following.startswith("--"):

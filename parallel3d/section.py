@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Strict
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Strict
 
 from parallel3d.errors import ConfigError
 
@@ -76,6 +76,16 @@ def _whole(value: Any) -> Any:
 Size = Annotated[int, BeforeValidator(_whole)]
 # A JSON list, frozen; the items stay strict.
 Strings = Annotated[tuple[str, ...], Strict(False)]
+
+
+def _path_text(text: str) -> str:
+    if hidden := next((c for c in text if c < " " or c == "\x7f"), ""):
+        raise ValueError(f"holds the invisible character U+{ord(hidden):04X}; write it without")
+    return text
+
+
+# A path that can be typed: what no file system or terminal takes is seen before anything starts.
+PathText = Annotated[str, AfterValidator(_path_text)]
 
 
 def _shown(value: Any) -> str:

@@ -23,7 +23,7 @@ def unknown(
     `refused` are keys that the block refuses by name. `listed` has every setting of the file by its
     path, and which choice alone has it (`family "gpt"`; "" if all have).
     """
-    key = path.rpartition(".")[2]
+    key = path.rpartition(".")[2].lower()
     here = f"this block has: {', '.join(known)}" if known else "remove it"
     if only := listed.get(path):
         return Problem(path, value, f"is a setting of {only} alone", f"remove it; {here}")
@@ -51,7 +51,7 @@ def _elsewhere(path: str, key: str, listed: Iterable[str]) -> str:
 def _block_of_ours(path: str, listed: Iterable[str]) -> str:
     """The block of parallel3d's that a misspelled key at the top of the file means; "" if none."""
     names = {setting.split(".")[1] for setting in listed if setting.startswith(_OURS)}
-    near = get_close_matches(path, sorted(names), n=1, cutoff=_SWAPPED)
+    near = get_close_matches(path.lower(), sorted(names), n=1, cutoff=_SWAPPED)
     return _OURS + near[0] if near else ""
 
 

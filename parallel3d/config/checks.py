@@ -196,13 +196,11 @@ def _check_lr_schedule(train: TrainConfig) -> Iterator[Problem]:
         rule = f'is not read by type "{schedule.type}"'
         yield Problem(f"{path}.decay_steps", decay, rule, 'remove it, or use type "wsd"')
     elif decay is not None and train.steps is not None:
-        # A warm-up that is longer than the run is cut (config/fitted.py).
-        warmup = min(schedule.warmup_steps, max(0, train.steps - decay))
-        if schedule.warmup_steps <= train.steps:
-            warmup = schedule.warmup_steps
+        warmup = schedule.warmup_steps
         if warmup + decay > train.steps:
             rule = f"and warmup_steps={warmup} are longer than the run of {train.steps} steps"
-            remedy = f"use at most {max(1, train.steps - warmup)}"
+            left = train.steps - warmup
+            remedy = f"use at most {left}" if left > 0 else f"use {train.steps} or less for both"
             yield Problem(f"{path}.decay_steps", decay, rule, remedy)
 
 

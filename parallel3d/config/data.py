@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Strict, model_validator
 
-from parallel3d.section import Problem, Problems, Section, Strings
+from parallel3d.section import PathText, Problem, Problems, Section, Strings
 
 # Which sources read each key; what the others find there is a mistake.
 READ_BY = {
@@ -82,7 +82,7 @@ class DataConfig(Section):
     """Share of the documents that is kept for evaluation."""
     workers: Annotated[int, Field(gt=0)] | Literal["auto"] = "auto"
     """Processes that tokenise; 1 is this one with a thread per core, "auto" what is faster."""
-    cache: str = Field(default="auto", min_length=1)
+    cache: PathText = Field(default="auto", min_length=1)
     """Folder of tokenised corpora; "auto" is parallel3d in $XDG_CACHE_HOME, or in ~/.cache."""
 
     @model_validator(mode="after")

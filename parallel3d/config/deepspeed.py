@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, Strict, model_validator
 
-from parallel3d.section import Problem, Problems, Section, Size
+from parallel3d.config import examples
+from parallel3d.section import PathText, Problem, Problems, Section, Size
 
 _LEAST_ON_NVME = 2**18  # elements; DeepSpeed keeps fewer bytes than 1 MiB in host memory
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -59,7 +60,7 @@ class OptimizerConfig(Section):
     type: Annotated[Literal["AdamW", "Adam"], BeforeValidator(_optimizer_name)] = "AdamW"
     """"AdamW" or "Adam"; DeepSpeed's "Adam" decouples weight decay too. "FusedAdam" means "Adam",
     which is fused on devices and torch's on a CPU."""
-    params: AdamParams
+    params: AdamParams = Field(examples=[examples.OPTIMIZER["params"]])
     """Learning rate, betas, eps and weight decay."""
 
 
@@ -94,7 +95,7 @@ class OffloadOptimizerConfig(Section):
 
     device: Literal["none", "cpu", "nvme"] = "none"
     """"cpu" keeps moments and master weights in host memory and steps there; "nvme" on disk."""
-    nvme_path: str | None = None
+    nvme_path: PathText | None = None
     """Folder on the NVMe drive, which exists on every node, for device "nvme"."""
     pin_memory: bool = True
     """Page-locked host memory, for copies that overlap with compute."""
@@ -123,7 +124,7 @@ class OffloadParamConfig(Section):
 
     device: Literal["none", "cpu", "nvme"] = "none"
     """"cpu" keeps this rank's shards in host memory; "nvme" on disk."""
-    nvme_path: str | None = None
+    nvme_path: PathText | None = None
     """Folder on the NVMe drive, which exists on every node, for device "nvme"."""
     pin_memory: bool = True
     """Page-locked host memory, for copies that overlap with compute."""

@@ -57,7 +57,7 @@ TOP_LEVEL = {
     ),
     "bfloat16": Key('is the old name of "bf16", which is there too; remove it'),
     "checkpoint": Key(
-        _CHECKPOINT,
+        f"{_CHECKPOINT}, or set parallel3d.checkpoint",
         items={
             "tag_validation": ("Ignore", "Warn", "Fail", "IGNORE", "WARN", "FAIL"),
             "load_universal": (False,),

@@ -4,15 +4,16 @@ None of them reaches DeepSpeed: train/trackers.py opens the trackers, once, and 
 prints the rest, from parallel3d's own figures.
 """
 
+from difflib import get_close_matches
 from typing import Annotated, Literal
 
-from pydantic import Field, Strict
+from pydantic import AfterValidator, Field, Strict
 
-from parallel3d.section import Section, Strings
+from parallel3d.section import PathText, Section, Strings
 
 # Blocks that say nothing unless they are switched on.
 SWITCHED = ("tensorboard", "csv_monitor", "wandb", "comet", "flops_profiler", "comms_logger")
-Tracker = Literal[
+TRACKERS = (
     "tensorboard",
     "csv",
     "wandb",
@@ -23,8 +24,18 @@ Tracker = Literal[
     "dvclive",
     "swanlab",
     "trackio",
-]
-Trackers = Annotated[tuple[Tracker, ...], Strict(False)]
+)
+
+
+def _known_tracker(name: str) -> str:
+    if name not in TRACKERS:
+        near = get_close_matches(name.lower(), TRACKERS, n=1)
+        known = f"the nearest one is {near[0]}" if near else f"use one of: {', '.join(TRACKERS)}"
+        raise ValueError(f"names no tracker; {known}")
+    return name
+
+
+Trackers = Annotated[tuple[Annotated[str, AfterValidator(_known_tracker)], ...], Strict(False)]
 _ENABLED = "Whether the block is on; one that is off may hold anything."
 
 
@@ -32,9 +43,9 @@ class TensorBoardConfig(Section):
     """TensorBoard's files, as DeepSpeed places them: in <output_path>/<job_name>."""
 
     enabled: bool = Field(default=False, description=_ENABLED)
-    output_path: str = ""
+    output_path: PathText = ""
     """Folder, relative to the working directory."""
-    job_name: str = "DeepSpeedJobName"
+    job_name: PathText = "DeepSpeedJobName"
     """Folder in it."""
 
 
@@ -45,9 +56,9 @@ class CsvMonitorConfig(Section):
     """
 
     enabled: bool = Field(default=False, description=_ENABLED)
-    output_path: str = ""
+    output_path: PathText = ""
     """Folder, relative to the working directory."""
-    job_name: str = "DeepSpeedJobName"
+    job_name: PathText = "DeepSpeedJobName"
     """Folder in it."""
 
 
@@ -93,7 +104,7 @@ class FlopsProfilerConfig(Section):
     """The step after which it is printed, counted from 1."""
     detailed: bool = True
     """A row for each kind of layer; false: the totals."""
-    output_file: str | None = None
+    output_file: PathText | None = None
     """File to write the table to; null prints it."""
     module_depth: int = -1
     """Not used: the rows are the pipeline's layers."""

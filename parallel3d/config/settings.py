@@ -17,7 +17,7 @@ from parallel3d.config.data import DataConfig
 from parallel3d.config.monitors import Trackers
 from parallel3d.reader import CONFIGS
 from parallel3d.schedule import schedules
-from parallel3d.section import ABSENT, Problem, Problems, Section
+from parallel3d.section import ABSENT, PathText, Problem, Problems, Section
 
 Positive = Annotated[int, Field(gt=0)]
 _LONGEST_NAME = 100  # characters; file systems take 255 bytes, of which "-2" or a suffix need some
@@ -210,7 +210,7 @@ class CheckpointConfig(Section):
 class OutputConfig(Section):
     """Where a run is written: <directory>/<name>/."""
 
-    directory: str = Field(default="runs", min_length=1)
+    directory: PathText = Field(default="runs", min_length=1)
     """Folder of all runs, relative to the working directory."""
     name: Annotated[str, AfterValidator(_plain_name)] = "auto"
     """Name of this run; one that exists is resumed. "auto": the newest unfinished run of the same
