@@ -113,7 +113,11 @@ TOP_LEVEL = {
             "grad_partitioned": (True,),
         },
     ),
-    "prescale_gradients": Key(_OWN_LOOP, (False,)),
+    "prescale_gradients": Key(
+        "is not possible: parallel3d divides and reduces the gradients itself, in fp32; to divide "
+        "them before the sum would only round them differently; remove it",
+        (False,),
+    ),
     "progressive_layer_drop": Key(f"{_REMOVED}; remove it", switch="enabled"),
     "quantize_training": Key(f"{_REMOVED}; remove it", switch="enabled"),
     "seq_parallel_communication_data_type": Key(

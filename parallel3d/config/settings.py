@@ -50,6 +50,8 @@ def _plain_name(name: str) -> str:
         raise ValueError("is no folder of its own; use a name with letters or digits, as in run-1")
     if name.startswith("-"):
         raise ValueError("begins as an option does; begin it with a letter or a digit")
+    if name.endswith(".lock"):
+        raise ValueError("ends as the lock of another run does; leave the ending out")
     if hidden := next((c for c in name if unicodedata.category(c)[0] in "CZ" and c != " "), ""):
         raise ValueError(f"holds the invisible character U+{ord(hidden):04X}; write it without")
     if len(name) > _LONGEST_NAME or size > 2 * _LONGEST_NAME:
@@ -143,7 +145,8 @@ class LrScheduleConfig(Section):
     """After the warm-up: stay, or go down to min_ratio at the last step: by half a cosine, in a
     line, or ("wsd") after a stable phase as 1 - sqrt over the last decay_steps."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps over which the learning rate rises linearly from 0."""
+    """Steps over which the learning rate rises linearly from 0; where the run is shorter, it ends
+    with the run (or where the decay begins), and says so."""
     min_ratio: float = Field(default=0.1, ge=0, le=1)
     """Where "cosine", "linear" and "wsd" end."""
     decay_steps: int | None = Field(default=None, gt=0)
@@ -214,7 +217,8 @@ class OutputConfig(Section):
     """Folder of all runs, relative to the working directory."""
     name: Annotated[str, AfterValidator(_plain_name)] = "auto"
     """Name of this run; one that exists is resumed. "auto": the newest unfinished run of the same
-    config, else a new readable name."""
+    config, else a new readable name. One folder: no / and \\, not . or .., no - in front, nothing
+    invisible, no .lock at the end, 100 characters at most."""
     trackers: Trackers = ()
     """Where metrics go beside metrics.jsonl, as ["tensorboard", "wandb"]; "tensorboard" and "csv"
     write into the run's folder. A tracker that fails is dropped, and training goes on."""

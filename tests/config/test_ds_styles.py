@@ -10,7 +10,7 @@ import torch
 from parallel3d.config import RunConfig
 from parallel3d.data.prepare import prepare
 from parallel3d.errors import ConfigError
-from tests.config.ds_styles import FILES, corpus_in, filled
+from tests.config.styles import FILES, corpus_in, filled
 from tests.train.running import folder_of, start_all
 
 pytestmark = pytest.mark.gloo

@@ -7,7 +7,7 @@ import pytest
 import models
 from parallel3d.config import RunConfig
 from parallel3d.data.prepare import prepare
-from tests.config.ds_styles import SIZES, corpus_in, filled
+from tests.config.styles import SIZES, corpus_in, filled
 from tests.train.running import start
 
 pytestmark = pytest.mark.gloo
