@@ -40,6 +40,7 @@ def train(
     console.print(mesh.picture(), *config.notes, sep="\n")
     place = startup.find_folder(config, mesh, claimed)
     report.print_place(console, config, place.folder)
+    startup.check_machine(config, mesh)
     corpus = startup.open_corpus(config, mesh, console)
     start = startup.find_start(config, mesh, place=place, corpus=corpus, say=console.print)
     config = start.config
@@ -61,10 +62,10 @@ def train(
             peak_flops=peak_flops, writer=output.writer, progress=output.progress,
             profiler=profiler, saver=saver, stop=stop,
         ).run()  # fmt: skip
+        if config.run.save_weights and not result.stopped:
+            mesh.set_timeouts(SAVING_TIMEOUT)
+            save_weights(parts.engine, mesh, output.directory / "weights")
         output.end(result.stopped)
-    if config.run.save_weights and not result.stopped:
-        mesh.set_timeouts(SAVING_TIMEOUT)
-        save_weights(parts.engine, mesh, output.directory / "weights")
     parts.engine.close()
     summary = report.summarise(
         config, result, corpus=corpus, peak_name=peak_name, directory=output.directory

@@ -6,6 +6,7 @@ transformers: loss, gradient norm and weights.
 
 import argparse
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from rich.console import Console
 
 from parallel3d.config import RunConfig
 from parallel3d.errors import Parallel3DError
+from parallel3d.plan.impossible import refuse_impossible
 
 DONE, FAILED, BAD_INPUT = 0, 1, 2
 
@@ -27,6 +29,7 @@ def main() -> int:
     console = Console(stderr=args.json, highlight=False, markup=False, soft_wrap=True)
     try:
         config = RunConfig.from_json(args.config, overrides)
+        refuse_impossible(config, ranks_of(config))
         # Only now: torch and DeepSpeed wait for a config that is right.
         from parallel3d.verify.report import verify
         from parallel3d.verify.shrink import MESHES, parse_meshes
@@ -40,6 +43,12 @@ def main() -> int:
     if args.json:
         print(json.dumps(report))
     return DONE if report["passed"] else FAILED
+
+
+def ranks_of(config: RunConfig) -> int:
+    """The ranks that the config says; "auto" says one for its axis."""
+    sizes = () if config.is_planned else (config.mesh.pp, config.mesh.dp, config.mesh.tp)
+    return math.prod(size for size in sizes if isinstance(size, int))
 
 
 def parse_args() -> tuple[argparse.Namespace, list[str]]:

@@ -18,7 +18,13 @@ from parallel3d.data.documents import DAYS_KEPT, Documents
 from parallel3d.data.pool import make_shards, num_workers
 from parallel3d.data.shards import Plan, cut
 from parallel3d.data.sources import Progress
-from parallel3d.data.tokenizer import directory_digest, load_tokenizer, num_tokens, train_tokenizer
+from parallel3d.data.tokenizer import (
+    directory_digest,
+    load_tokenizer,
+    num_tokens,
+    save_tokenizer,
+    train_tokenizer,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -145,7 +151,7 @@ def _make_tokenizer(
                 tokenizer = train(
                     documents, held_out, [TRAINING_BYTES], recipe.vocab_size, progress
                 )
-            tokenizer.save_pretrained(folder)
+            save_tokenizer(tokenizer, folder)
     return load_tokenizer(directory)
 
 

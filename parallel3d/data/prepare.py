@@ -25,7 +25,7 @@ from parallel3d.data.documents import Documents, find_documents
 from parallel3d.data.mixing import whole_shares
 from parallel3d.data.sources import Progress, find_files, silent
 from parallel3d.data.split import split_documents
-from parallel3d.data.tokenizer import tokenizer_directory
+from parallel3d.data.tokenizer import save_tokenizer, tokenizer_directory
 from parallel3d.errors import DataError
 
 
@@ -103,7 +103,8 @@ def _cached_tokenizer(
     with _published(directory, progress) as folder:
         if folder:
             budgets = [TRAINING_BYTES * share / sum(shares) for share in shares]
-            train(documents, held_out, budgets, vocab_size, progress).save_pretrained(folder)
+            trained = train(documents, held_out, budgets, vocab_size, progress)
+            save_tokenizer(trained, folder)
     return directory
 
 

@@ -1,5 +1,7 @@
 """Text to token ids: a tokenizer of the user's, or a byte-level BPE trained on the corpus."""
 
+import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
@@ -75,6 +77,17 @@ def load_tokenizer(name: str | Path) -> "PreTrainedTokenizerBase":
     return tokenizer
 
 
+def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", directory: Path) -> None:
+    """Write a tokenizer's files; OSError where the disk is full."""
+    try:
+        tokenizer.save_pretrained(directory)
+    except Exception as error:
+        # The package tokenizers says what the system said in a bare Exception.
+        if found := re.search(r"\(os error (\d+)\)", str(error)):
+            raise OSError(int(found[1]), os.strerror(int(found[1])), str(directory)) from error
+        raise
+
+
 @contextmanager
 def tokenizer_directory(name: str) -> Iterator[Path]:
     """Give the directory that holds the files of the tokenizer `name`, for the block's duration.
@@ -91,7 +104,7 @@ def tokenizer_directory(name: str) -> Iterator[Path]:
         )
     else:
         with TemporaryDirectory() as folder:
-            load_tokenizer(name).save_pretrained(folder)
+            save_tokenizer(load_tokenizer(name), Path(folder))
             yield Path(folder)
 
 

@@ -12,7 +12,8 @@ import logging
 import os
 import shutil
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from parallel3d.errors import ConfigError
@@ -32,19 +33,31 @@ def make_folder(nvme_path: str, mesh: Mesh, setting: str) -> Path:
     """
 
     def make() -> Path:
-        try:
+        with _named(nvme_path, mesh, setting):
             _remove_leftovers(Path(nvme_path))
             folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=nvme_path))
             _locks[folder] = _lock(folder)
             return folder
-        except OSError as error:
-            raise ConfigError(
-                f'{setting} = "{nvme_path}": cannot be written on rank {mesh.rank} '
-                f"({error.strerror}); name a folder that exists and can be written on every node, "
-                "on its NVMe drive"
-            ) from None
 
     return agree(mesh, make)
+
+
+def check_writable(nvme_path: str, mesh: Mesh, setting: str) -> None:
+    """Raise ConfigError if this rank cannot write under `nvme_path`; nothing stays there."""
+    with _named(nvme_path, mesh, setting), tempfile.TemporaryFile(dir=nvme_path) as file:
+        file.write(b"a byte")
+
+
+@contextmanager
+def _named(nvme_path: str, mesh: Mesh, setting: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f'{setting} = "{nvme_path}": cannot be written on rank {mesh.rank} '
+            f"({error.strerror}); name a folder that exists and can be written on every node, "
+            "on its NVMe drive"
+        ) from None
 
 
 def remove_folder(folder: Path) -> None:

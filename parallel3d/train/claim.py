@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import count
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from parallel3d.config import RunConfig
@@ -14,6 +15,7 @@ from parallel3d.errors import ConfigError
 from parallel3d.holder import Holder
 from parallel3d.lock import Held, Lock
 from parallel3d.mesh.launch import Launch
+from parallel3d.plan.impossible import refuse_impossible
 from parallel3d.train.attempts import folder_of_this_launch, unfinished
 
 SUFFIX = ".lock"  # of a run's lock, beside its folder
@@ -54,8 +56,9 @@ class Claim:
 def ready(config: RunConfig, launch: Launch) -> RunConfig:
     """The config for the ranks that were launched, its mesh planned if it asks for that.
 
-    Every rank comes to the same. Raises ConfigError.
+    Every rank comes to the same. Raises ConfigError, for sizes that no machine can hold too.
     """
+    refuse_impossible(config, launch.world_size)
     if config.is_planned:
         from parallel3d.plan.report.choose import choose
         from parallel3d.train.dry_run import machine_of
@@ -92,6 +95,8 @@ def claim(asked: RunConfig, config: RunConfig, launch: Launch, say: Callable[[st
     try:
         directory.mkdir(parents=True, exist_ok=True)
         folder, lock = _find(config, launch, directory, same, say)
+        if folder.exists():
+            TemporaryFile(dir=folder).close()
     except OSError as error:
         raise ConfigError(
             f'parallel3d.run.directory = "{config.run.directory}": cannot be written '

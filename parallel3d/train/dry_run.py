@@ -15,6 +15,7 @@ from parallel3d.config import RunConfig
 from parallel3d.errors import ConfigError
 from parallel3d.mesh.join import pick_device
 from parallel3d.mesh.launch import Launch
+from parallel3d.plan.impossible import refuse_impossible
 from parallel3d.plan.memory.peak import fullest
 from parallel3d.plan.report import command, table
 from parallel3d.plan.report.choose import checkpoint_bytes, choose
@@ -52,6 +53,7 @@ def dry_run(config: RunConfig, launch: Launch, *, devices: int, as_json: bool) -
     mesh = None if config.is_planned else config.mesh
     own = mesh.pp * mesh.dp * mesh.tp if mesh and isinstance(mesh.dp, int) else launch.world_size
     devices = devices or own
+    refuse_impossible(config, devices)
     plan: Plan | None = None
     if config.is_planned:
         config, plan = choose(config, devices, machine_of(config, launch))

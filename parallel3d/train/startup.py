@@ -1,12 +1,14 @@
 """How a run begins: its corpus, the checkpoint that it goes on from, its folder (floor 5)."""
 
 import json
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+import torch
 from rich.console import Console
 
 from parallel3d.atomic import replace_text
@@ -20,9 +22,11 @@ from parallel3d.data.prepare import prepare
 from parallel3d.data.progress import shown_progress
 from parallel3d.data.sources import silent
 from parallel3d.engine import EngineSettings
+from parallel3d.engine.swap import check_writable
 from parallel3d.errors import ConfigError
 from parallel3d.mesh.agree import agree, gather_json, on_first
 from parallel3d.mesh.mesh import Mesh
+from parallel3d.plan.impossible import refuse_impossible
 from parallel3d.train.assembly import Assembly
 from parallel3d.train.attempts import Attempts
 from parallel3d.train.claim import Claim
@@ -80,6 +84,27 @@ def find_folder(config: RunConfig, mesh: Mesh, claim: Claim | None) -> Place:
 
     folder, digest, exists = on_first(mesh, look)
     return Place(Path(folder), digest, exists)
+
+
+def check_machine(config: RunConfig, mesh: Mesh) -> None:
+    """Raise ConfigError on all ranks if the run cannot fit, or its NVMe folders not be written.
+
+    Before there is a corpus or a model: what takes an hour must not be what fails.
+    """
+
+    def look() -> None:
+        host = (psutil.virtual_memory().total + psutil.swap_memory().total) // mesh.local_size
+        device = 0
+        if mesh.device.type != "cpu":
+            device = torch.get_device_module(mesh.device).mem_get_info(mesh.device)[1]
+        refuse_impossible(config, mesh.size("world"), host + device)
+        for name in ("offload_optimizer", "offload_param"):
+            section = getattr(config.zero_optimization, name)
+            if section.device == "nvme":
+                setting = f"zero_optimization.{name}.nvme_path"
+                check_writable(section.nvme_path, mesh, setting)
+
+    agree(mesh, look)
 
 
 def open_corpus(config: RunConfig, mesh: Mesh, console: Console) -> Corpus:
@@ -211,12 +236,12 @@ class Output:
 
     def __init__(self, start: Start, mesh: Mesh, console: Console) -> None:
         config, step = start.config, start.position.step
+        self._console = console
         self.directory = start.place.folder
         self.checkpoints = self.directory / "checkpoints"
         self.writer: MetricsWriter | None = None
         self.progress: Progress | None = None
         self._attempts = Attempts(self.directory, start.settings, start.place.digest)
-        on_first(mesh, lambda: _make(self.directory))
         if names := resume.set_aside(self.checkpoints, step, mesh):
             console.print(f"resume  not part of the run any more: {', '.join(names)}")
         on_first(mesh, lambda: self._begin(config, step, restart=mesh.restart_count > 0))
@@ -226,16 +251,21 @@ class Output:
             self.writer = MetricsWriter(self.directory, trackers, self.progress.say)
 
     def _begin(self, config: RunConfig, step: int, restart: bool) -> None:
-        self._attempts.begin(step_reached(self.directory), restart)
-        prune.remove_leftovers(self.checkpoints)
-        forget_after(self.directory / METRICS, step)
-        resolved = json.dumps(config.to_dict(), indent=1)
-        replace_text(self.directory / "config.json", f"{resolved}\n")
+        with _written_to(self.directory):
+            self.directory.mkdir(exist_ok=True)
+            self._attempts.begin(step_reached(self.directory), restart)
+            prune.remove_leftovers(self.checkpoints)
+            forget_after(self.directory / METRICS, step)
+            resolved = json.dumps(config.to_dict(), indent=1)
+            replace_text(self.directory / "config.json", f"{resolved}\n")
 
     def end(self, stopped: bool) -> None:
         """Note that the run ended well: done, or `stopped` with everything saved."""
         if self.writer:
-            self._attempts.end(stopped)
+            try:
+                self._attempts.end(stopped)
+            except OSError as error:
+                self._console.print(f"{self.directory} cannot be written ({error.strerror})")
 
     def close(self) -> None:
         """Close what rank 0 has open."""
@@ -244,11 +274,13 @@ class Output:
                 part.close()
 
 
-def _make(folder: Path) -> None:
+@contextmanager
+def _written_to(folder: Path) -> Iterator[None]:
+    """Raise ConfigError, with what to do, where a run's folder cannot be written."""
     try:
-        folder.mkdir(exist_ok=True)
+        yield
     except OSError as error:
         raise ConfigError(
-            f"{folder} cannot be made ({error.strerror}); name another with parallel3d.run.name "
-            "and parallel3d.run.directory"
+            f"the run's folder {folder} cannot be written ({error.strerror}); make room, or name "
+            "another with parallel3d.run.directory"
         ) from None

@@ -6,12 +6,13 @@ import os
 import shutil
 import threading
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 
 from parallel3d import fault
-from parallel3d.checkpoint import disk
+from parallel3d.checkpoint import disk, weights
 from parallel3d.checkpoint.manifest import verify
 from parallel3d.checkpoint.save import MOST_FAILURES
 from parallel3d.errors import TrainingError
@@ -192,3 +193,23 @@ def test_training_stops_after_three_in_a_row(config):
     assert names(folder_of(raw) / "checkpoints") == []
     trained = (folder_of(raw) / "metrics.jsonl").read_text().count("\n")
     assert MOST_FAILURES <= trained <= MOST_FAILURES + 2
+
+
+def fill_the_disk_at_the_end(rank):
+    def full(*args, **options):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    weights.save_file = full
+
+
+def test_weights_that_find_no_room_are_written_by_the_same_command(config):
+    name = {"parallel3d.run.name": "auto", "parallel3d.train.steps": 2}
+    raw = changed(config, name | {"parallel3d.run.save_weights": True})
+    (full,) = start(raw, (1, 1, 1), fill_the_disk_at_the_end)
+    assert full.error.startswith("TrainingError: the trained weights cannot be written to ")
+    assert "make room and start the same command again" in full.error
+    (again,) = start(raw, (1, 1, 1))
+    assert again.code == DONE and again.samples == []
+    assert again.says("has its 2 steps, and none was trained now") == 1
+    [folder] = Path(raw["parallel3d"]["run"]["directory"]).glob("gpt-*")
+    assert (folder / "weights/model.safetensors.index.json").exists()

@@ -53,6 +53,7 @@ BAD = [
     (NAME, "..", "no folder of its own", "run-1"),
     (NAME, ".", "no folder of its own", "run-1"),
     (NAME, "-rf", "begins as an option", "letter or a digit"),
+    (NAME, "first.lock", "ends as the lock of another run", "leave the ending out"),
     (NAME, "--run", "begins as an option", "letter or a digit"),
     (NAME, "a\nb", "invisible character U+000A", "write it without"),
     (NAME, "a\tb", "invisible character U+0009", "write it without"),

@@ -201,6 +201,19 @@ def test_a_cache_that_cannot_be_written(settings, folder):
         prepare(replace(settings, cache=str(folder / "a.txt")))
 
 
+def test_a_cache_that_is_full(settings, monkeypatch):
+    """The package tokenizers tells of it in an exception of no kind."""
+
+    def save(tokenizer, folder):
+        (folder / "tokenizer.json").write_text("{")
+        raise Exception("No space left on device (os error 28)")
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "save_pretrained", save)
+    with pytest.raises(DataError, match=r"cannot be written \(No space left on device\); set data"):
+        prepare(settings)
+    assert contents(Path(settings.cache)) == {"corpora": None}
+
+
 PREPARE = """
 import json, sys, time
 from pathlib import Path

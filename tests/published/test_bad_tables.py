@@ -83,6 +83,7 @@ def test_all_bad_rows_together_abort_no_validation(
 ) -> None:
     path = tmp_path / "table.csv"
     path.write_text(text_of([*(changed(case["cells"]) for case in CASES), good()]), "utf-8")
+    monkeypatch.setenv("COLUMNS", "200")
     code, out, err = validate(path, monkeypatch, capsys)
     report = json.loads(out)
     assert code == DONE and report["overall"]["rows"] == 1

@@ -159,3 +159,39 @@ def test_a_record_of_before_is_not_taken_for_the_same_config(place):
     again = claim()
     assert again.folder.name == f"{NAME}-2"
     again.release()
+
+
+IMPOSSIBLE = [
+    ("--parallel3d.model.vocab_size", 10**12), ("--parallel3d.model.hidden_size", 4 * 10**6),
+    ("--parallel3d.model.num_hidden_layers", 10**9), ("--train_micro_batch_size_per_gpu", 10**12),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("overrides", IMPOSSIBLE)
+def test_sizes_that_cannot_be_are_refused_before_there_is_a_folder(place, overrides):
+    name = overrides[0].removeprefix("--")
+    with pytest.raises(ConfigError, match=rf"{name} = {overrides[1]}: .*; (lower|use)"):
+        claims.ready(read(*overrides), ALONE)
+    assert not place.exists()
+
+
+def test_what_this_machine_lacks_is_refused_before_corpus_and_model(monkeypatch):
+    from parallel3d.mesh.mesh import Mesh
+    from parallel3d.train import startup
+
+    mesh = Mesh()
+    try:
+        startup.check_machine(read().resolve(1), mesh)
+        large = read("--parallel3d.model.hidden_size", 2**16).resolve(1)
+        with pytest.raises(
+            ConfigError, match=r"hidden_size = 65536: at least .* of which none has"
+        ):
+            startup.check_machine(large, mesh)
+        offload = ("--zero_optimization.offload_optimizer.nvme_path", "/nowhere")
+        device = ("--zero_optimization.offload_optimizer.device", "nvme")
+        with pytest.raises(
+            ConfigError, match=r'offload_optimizer.nvme_path = "/nowhere": cannot be'
+        ):
+            startup.check_machine(read(*offload, *device).resolve(1), mesh)
+    finally:
+        mesh.close()
