@@ -9,6 +9,7 @@ import json
 import sys
 from pathlib import Path
 
+from parallel3d.arguments import Parser, whole_number
 from parallel3d.errors import ConfigError, Parallel3DError
 from parallel3d.schedule import draw
 from parallel3d.schedule.schedule import (
@@ -21,6 +22,7 @@ from parallel3d.schedule.schedule import (
 )
 from parallel3d.schedule.schedules import make_schedule, names
 
+MOST = 200_000  # forwards that can be drawn in some seconds
 Panels = list[tuple[str, Spans]]  # titles and what is drawn
 
 
@@ -40,6 +42,8 @@ def main() -> int:
     except OSError as error:
         print(f"draw: cannot write: {error}", file=sys.stderr)
         return 2
+    for file in filter(None, (args.svg, args.trace)):
+        print(f"written to {file}", file=sys.stderr)
     if args.json:
         print(json.dumps(report(schedule, spans)))
         return 0
@@ -93,23 +97,35 @@ def report(schedule: Schedule, spans: Spans) -> dict[str, object]:
 
 def parse_args() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--schedule", default="gpipe", help=", ".join(names()))
-    parser.add_argument("--pp", type=int, default=4, help="ranks of the pipeline")
-    parser.add_argument("--microbatches", type=int, default=8, help="microbatches in one batch")
+    parser = Parser(__doc__)
+    parser.add_argument("--schedule", default="gpipe", metavar="NAME", help=", ".join(names()))
     parser.add_argument(
-        "--stages-per-rank", type=int, default=1, help="for interleaved 2 or more, for v_shape 2"
+        "--pp", type=whole_number(most=MOST), default=4, metavar="N", help="ranks of the pipeline"
     )
+    microbatches = parser.add_argument(
+        "--microbatches", type=whole_number(most=MOST), default=8, metavar="N",
+        help="microbatches in one step",
+    )  # fmt: skip
+    parser.add_alias(microbatches, "--num-microbatches", "--num_microbatches")
+    stages = parser.add_argument(
+        "--stages-per-rank", type=whole_number(most=MOST), default=1, metavar="N",
+        help="for interleaved 2 or more, for v_shape 2",
+    )  # fmt: skip
+    parser.add_alias(stages, "--stages_per_rank")
     parser.add_argument(
-        "--measured", type=Path, help="draw this spans.json of a profiled run (train.profile)"
-    )
+        "--measured", type=Path, metavar="FILE",
+        help="draw this spans.json of a profiled run (train.profile)",
+    )  # fmt: skip
     parser.add_argument("--communication", action="store_true", help="print sends and receives")
-    parser.add_argument("--svg", type=Path, help="write a drawing to this file")
-    parser.add_argument("--trace", type=Path, help="write a trace for Perfetto to this file")
-    parser.add_argument("--json", action="store_true", help="print the schedule as one JSON object")
-    return parser.parse_args()
+    parser.add_pictures("the timeline")
+    parser.add_json()
+    args = parser.parse_args()
+    if args.pp * args.microbatches * args.stages_per_rank > MOST:
+        parser.error(
+            f"--microbatches = {args.microbatches}: more than {MOST:,} forwards on all ranks; "
+            "use fewer of them, or of --pp or --stages-per-rank"
+        )
+    return args
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 BAD_INPUT = 2  # exit code
 _MOST = 10**9  # no flag counts further
@@ -25,23 +25,32 @@ _OF_ARGPARSE = (
 class Parser(argparse.ArgumentParser):
     """A command line: no abbreviations, its help as it is written, and one message for an error."""
 
-    def __init__(self, description: str | None, epilog: str | None = None, **options: str) -> None:
+    def __init__(self, description: str | None, epilog: str | None = None, **options: Any) -> None:
         super().__init__(
             description=description,
             epilog=epilog,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
-            **options,  # type: ignore[arg-type]  # of a subcommand: prog
+            **options,
         )
 
     def error(self, message: str) -> NoReturn:
         """End with the exit code 2 and the place, the rule and the remedy, without the usage."""
+        message = re.sub(r"^argument (--[\w-]+)(/--[\w-]+)+", r"argument \1", message)
         for pattern, said in _OF_ARGPARSE:
             if re.fullmatch(pattern, message, re.DOTALL):
                 message = re.sub(pattern, said, message, flags=re.DOTALL)
                 break
         print(f"{self.prog.removesuffix('.py')}: {message}", file=sys.stderr)
         sys.exit(BAD_INPUT)
+
+    def add_alias(self, action: argparse.Action, *flags: str) -> None:
+        """Other spellings of a flag, which the help leaves out."""
+        kind: dict[str, Any] = {"type": action.type}
+        if action.nargs == 0:
+            kind = {"action": "store_true"}
+        hidden = argparse.SUPPRESS
+        self.add_argument(*flags, dest=action.dest, default=hidden, help=hidden, **kind)
 
     def add_config(self, required: bool = True) -> None:
         """`--config FILE`: the file that trains."""

@@ -4,12 +4,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from colorsys import hls_to_rgb
 from html import escape
-from math import ceil
 from statistics import mean
 from typing import Any
 
 from parallel3d.errors import ScheduleError
 from parallel3d.schedule.action import Action, Cost, Op, Span, Spans
+from parallel3d.schedule.fold import Timeline, fold, tick_step
 from parallel3d.schedule.schedule import Schedule, bubble, validate
 
 _NAMES = {Op.F: "forward", Op.B: "backward", Op.I: "input gradient", Op.W: "weight gradient"}
@@ -23,9 +23,11 @@ def text_grid(spans: Spans, width: int = 100) -> str:
 
     Where all times are whole numbers, each unit of time has the same number of columns; a grid
     too wide even with short labels ("F0" for "2F0", if each rank has one stage) is cut into
-    panels. Measured times are scaled to `width`.
+    panels. Measured times are scaled to `width`. Of a long one the steady state is folded: the
+    ruler goes on with the true times behind it.
     """
-    spans, length = _from_zero(spans)
+    timeline = fold(*_from_zero(spans))
+    spans, length = timeline.spans, timeline.length
     one_stage = all(s.action.stage == coord for coord, rank in enumerate(spans) for s in rank)
     full = 1 + max(len(str(span.action)) for rank in spans for span in rank)
     short = full - 2 if one_stage else full - 1
@@ -44,13 +46,17 @@ def text_grid(spans: Spans, width: int = 100) -> str:
         for action, start, end in rank:
             row = row.ljust(round(start * columns), "·")
             row += _cell(labels(action), round(end * columns) - len(row))
-        rows.append(row.ljust(round(length * columns), "·"))
+        row = row.ljust(round(length * columns), "·")
+        for cut in timeline.folds:
+            at, to = (round(timeline.at(time) * columns) for time in (cut.begin, cut.end))
+            row = row[:at] + cut.label.center(to - at)[: to - at] + row[to:]
+        rows.append(row)
 
-    steps = (digit * 10.0**exponent for exponent in range(-9, 12) for digit in (1, 2, 5))
-    step = next(step for step in steps if step * columns >= 8)  # from one tick to the next
+    step = tick_step(8 / columns)
     ruler = ""
-    for tick in range(ceil(length / step)):
-        ruler = ruler.ljust(round(tick * step * columns)) + f"{tick * step:g}"
+    for time, place in timeline.ticks(step):
+        if len(ruler) < round(place * columns) or not ruler:
+            ruler = ruler.ljust(round(place * columns)) + f"{time:g}"
     heads = ["time", *(f"rank {coord}" for coord in range(len(spans)))]
     return _panels(heads, [ruler[: len(rows[0])], *rows], width - _HEAD, step * columns)
 
@@ -80,10 +86,15 @@ def svg(spans: Spans, title: str = "", width: int = 1000) -> str:
     return figure([(title, spans)], width)
 
 
-def figure(panels: Sequence[tuple[str, Spans]], width: int = 1000) -> str:
-    """Drawings of several (title, spans), one below the other, on one scale of time."""
-    shifted = [(title, *_from_zero(spans)) for title, spans in panels]
-    scale = (width - _LEFT - 24) / max(length for *_, length in shifted)
+def figure(
+    panels: Sequence[tuple[str, Spans]], width: int = 1000, idle: float | None = None
+) -> str:
+    """Drawings of several (title, spans), one below the other, on one scale of time.
+
+    `idle`: the bubble where the spans are of a part of the step alone.
+    """
+    shifted = [(title, spans, fold(*_from_zero(spans))) for title, spans in panels]
+    scale = (width - _LEFT - 24) / max(timeline.length for *_, timeline in shifted)
     heights = [_TOP + _PITCH * len(spans) + 34 for _, spans, _ in shifted]
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {sum(heights)}" '
@@ -92,17 +103,43 @@ def figure(panels: Sequence[tuple[str, Spans]], width: int = 1000) -> str:
         '<rect width="100%" height="100%" fill="#ffffff"/>',
     ]
     y = 0
-    for (title, spans, length), height in zip(shifted, heights, strict=True):
-        out += [*_heading(title, spans, y), *_rows(spans, length, scale, y + _TOP)]
-        out.append(f'<text x="{_LEFT}" y="{y + height - 18}" fill="#868e96">time →</text>')
+    for (title, spans, timeline), height in zip(shifted, heights, strict=True):
+        share = bubble(spans) if idle is None else idle
+        out += [*_heading(title, spans, share, y), *_rows(timeline, scale, y + _TOP)]
+        out += _axis(timeline, scale, y + _TOP, y + height - 18)
         y += height
     return "\n".join(out) + "</svg>"
 
 
-def _heading(title: str, spans: Spans, y: int) -> Iterator[str]:
+def timeline_of(spans: Spans) -> Timeline:
+    """What is drawn of the spans, for what is drawn beside them."""
+    return fold(*_from_zero(spans))
+
+
+def _axis(timeline: Timeline, scale: float, top: int, y: int) -> Iterator[str]:
+    """Times below the rows, and what each fold leaves out."""
+    yield f'<text x="{_LEFT - 12}" y="{y}" text-anchor="end" fill="#868e96">time</text>'
+    for time, place in timeline.ticks(tick_step(90 / scale)):
+        x = _LEFT + place * scale
+        yield (
+            f'<line x1="{x:.2f}" x2="{x:.2f}" y1="{y - 16}" y2="{y - 12}" stroke="#868e96"/>'
+            f'<text x="{x:.2f}" y="{y}" text-anchor="middle" fill="#868e96">{time:g}</text>'
+        )
+    for cut in timeline.folds:
+        x, end = (_LEFT + timeline.at(time) * scale for time in (cut.begin, cut.end))
+        yield (
+            f'<rect x="{x:.2f}" y="{top - 4}" width="{end - x:.2f}" height="{y - 12 - top}" '
+            'fill="#ffffff"/>'
+            f'<text x="{(x + end) / 2:.2f}" y="{(top + y - 20) / 2:.1f}" text-anchor="middle" '
+            f'font-size="14">{cut.label}<title>{cut.num_microbatches:,} microbatches, '
+            f"{cut.begin:.4g} to {cut.end:.4g}</title></text>"
+        )
+
+
+def _heading(title: str, spans: Spans, idle: float, y: int) -> Iterator[str]:
     """The title, and the legend with the bubble below it."""
     yield f'<text x="{_LEFT}" y="{y + 30}" font-size="17" font-weight="bold">{escape(title)}</text>'
-    yield f'<text x="{_LEFT}" y="{y + 52}">bubble {bubble(spans):.1%}</text>'
+    yield f'<text x="{_LEFT}" y="{y + 52}">bubble {idle:.1%}</text>'
     x = _LEFT + 110
     present = {span.action.op for rank in spans for span in rank}
     for op in filter(present.__contains__, _NAMES):
@@ -114,8 +151,9 @@ def _heading(title: str, spans: Spans, y: int) -> Iterator[str]:
     yield f'<text x="{x}" y="{y + 52}" fill="#868e96">{legend}</text>'
 
 
-def _rows(spans: Spans, length: float, scale: float, top: int) -> Iterator[str]:
+def _rows(timeline: Timeline, scale: float, top: int) -> Iterator[str]:
     """A row of boxes for each rank."""
+    spans, length = timeline.spans, timeline.length
     num_stages = 1 + max(span.action.stage for rank in spans for span in rank)
     for coord, rank in enumerate(spans):
         y = top + _PITCH * coord

@@ -143,9 +143,11 @@ def test_files_and_the_programs(monkeypatch, capsys, tmp_path) -> None:
     svg, trace = tmp_path / "a.svg", tmp_path / "a.json"
     sizes = ("--pp", "2", "--microbatches", "2", "--communication")
     assert run_script(monkeypatch, *sizes, "--svg", str(svg), "--trace", str(trace)) == 0
-    out = capsys.readouterr().out
+    said = capsys.readouterr()
+    out = said.out
     assert "rank 1  ····1F0 1F1 1B0──── 1B1──── ········" in out
     assert "33.3%" in out and "1RECV_F0 1RECV_F1 1F0 1F1 1B0 1SEND_B0 1B1 1SEND_B1" in out
+    assert f"written to {svg}" in said.err and f"written to {trace}" in said.err
     assert svg.read_text().startswith("<svg") and json.loads(trace.read_text())["traceEvents"]
 
 
@@ -163,9 +165,13 @@ def test_a_measured_run_is_drawn_below_its_simulation(monkeypatch, capsys, tmp_p
     ("arguments", "message"),
     [
         (["--schedule", "gpip"], "did you mean 'gpipe'"),
-        (["--microbatches", "0"], "num_microbatches=0"),
-        (["--pp", "two"], "invalid int value"),
-        (["--svg", "/no/such/folder/a.svg"], "cannot write"),
+        (["--microbatches", "0"], "--microbatches = 0: is too few; use 1 or more"),
+        (["--num_microbatches", "1e9"], "microbatches = 1e9: must be a whole number"),
+        (["--pp", "two"], "--pp = two: must be a whole number; use 1 or more"),
+        (["--pp", "1000", "--microbatches", "1000"], "more than 200,000 forwards on all ranks"),
+        (["--svg", "/no/such/folder/a.svg"], "there is no folder '/no/such/folder'; make it"),
+        (["--trace", "/"], '--trace = "/": is a folder; name a file in it'),
+        (["more"], "more: is no argument"),
         (["--measured", "/no/such/spans.json"], "name a run's profile/spans.json"),
     ],
 )

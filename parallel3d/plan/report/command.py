@@ -111,8 +111,10 @@ def explain(found: Found, number: int, svg: Path | None, trace: Path | None, out
         picture, events = drawing(plan)
         if svg:
             svg.write_text(picture, encoding="utf-8")
+            layout.say(out, f"written to {svg}")
         if trace:
             trace.write_text(json.dumps(events), encoding="utf-8")
+            layout.say(out, f"written to {trace}")
 
 
 def to_json(found: Found, request: Request) -> dict[str, Any]:

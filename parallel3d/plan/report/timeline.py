@@ -12,10 +12,10 @@ from parallel3d.plan.setting import Setting
 from parallel3d.plan.time.operators import Curves
 from parallel3d.plan.time.step import step_spans
 from parallel3d.schedule.action import Op
-from parallel3d.schedule.draw import chrome_trace, figure
+from parallel3d.schedule.draw import chrome_trace, figure, timeline_of
 from parallel3d.schedule.schedule import Spans
 
-_MOST_BOXES = 10_000  # computes that a picture can show
+_MOST_BOXES = 60_000  # computes that are simulated in some seconds; a picture folds them
 _LEFT, _RIGHT, _TOP, _HEIGHT = 72, 24, 50, 130  # of the panel of memory, in pixels
 
 Points = list[tuple[float, float]]  # (seconds, bytes), in order
@@ -63,7 +63,7 @@ def drawing(plan: Plan, curves: Curves | None = None, width: int = 1000) -> tupl
         f"pp {s.pp} × dp {s.dp} × tp {s.tp}, {s.schedule}, {whole} microbatches of "
         f"{s.shape.batch}{some}"
     )
-    above = figure([(title, spans)], width)
+    above = figure([(title, spans)], width, plan.bubble)
     found = re.search(r'height="(\d+)"', above)
     assert found
     height = int(found[1])
@@ -83,11 +83,13 @@ def _panel(plan: Plan, setting: Setting, spans: Spans, width: int) -> str:
     room = plan.request.hardware.memory_bytes.value
     begin = min(span.start for rank in spans for span in rank if span.action.is_compute)
     length = max(span.end for rank in spans for span in rank if span.action.is_compute) - begin
+    timeline = timeline_of(spans)
     most = 1.05 * max(room, *(size for _, size in points))
-    across = (width - _LEFT - _RIGHT) / length
+    across = (width - _LEFT - _RIGHT) / timeline.length
 
     def at(time: float, size: float) -> str:
-        return f"{_LEFT + (time - begin) * across:.1f},{_TOP + _HEIGHT * (1 - size / most):.1f}"
+        x = _LEFT + timeline.at(time - begin) * across
+        return f"{x:.1f},{_TOP + _HEIGHT * (1 - size / most):.1f}"
 
     end = begin + length
     curve = " ".join(at(*point) for point in [(begin, base), *points, (end, points[-1][1])])
