@@ -92,7 +92,7 @@ def _show(config: RunConfig, plan: Plan | None, out: Console) -> dict[str, Any]:
         memory = fullest(setting)
         for line in table.lines_of(setting):
             layout.say(out, line, " " * 10)
-        table.show_memory(memory, out)
+        table.show_memory(memory, setting, None, out)
         layout.say(
             out,
             "\nhow long a step takes is not known: `python launch/plan.py --calibrate` measures "

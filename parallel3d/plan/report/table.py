@@ -7,8 +7,10 @@ from rich.text import Text
 
 from parallel3d import layout
 from parallel3d.config.deepspeed import offload_in_words
+from parallel3d.hardware import Hardware
 from parallel3d.layout import Column
 from parallel3d.plan.memory.peak import Memory
+from parallel3d.plan.report import remarks
 from parallel3d.plan.search.best_first import Found
 from parallel3d.plan.search.plans import Plan, Request
 from parallel3d.plan.search.remedy import gib
@@ -146,7 +148,7 @@ def explain(plan: Plan, out: Console) -> None:
     say_heading(request, out)
     for line in lines_of(plan.setting):
         layout.say(out, line, " " * 10)
-    show_memory(plan.memory, out)
+    show_memory(plan.memory, plan.setting, request.hardware, out)
     out.print(Text("\nstep of the busiest pp rank", "bold"))
     whole = plan.time.seconds
     parts = {
@@ -185,14 +187,16 @@ def explain(plan: Plan, out: Console) -> None:
         layout.say(out, Text(said, "red"))
 
 
-def show_memory(memory: Memory, console: Console) -> None:
-    """Print the memory of the fullest rank by parts."""
+def show_memory(memory: Memory, setting: Setting, hardware: Hardware | None, out: Console) -> None:
+    """Print the memory of the fullest rank by parts, and why a large buffer is there."""
     parts = {name: size for name, size in memory.parts.items() if size}
-    console.print(Text(f"\nmemory of pp rank {memory.pp_coord}, the fullest", "bold"))
-    _print_parts(parts, memory.total, lambda size: f"{gib(size):>8} GiB", console)
+    out.print(Text(f"\nmemory of pp rank {memory.pp_coord}, the fullest", "bold"))
+    _print_parts(parts, memory.total, lambda size: f"{gib(size):>8} GiB", out)
     for name, size in (("host", memory.host), ("nvme", memory.nvme)):
         if size:
-            console.print(f"  {name:<14}{gib(size):>8} GiB for each device")
+            out.print(f"  {name:<14}{gib(size):>8} GiB for each device")
+    for remark in remarks.on_buffers(setting, memory, hardware):
+        layout.say(out, f"  {remark}", "    ")
 
 
 def lines_of(setting: Setting) -> Iterator[str]:

@@ -1,0 +1,40 @@
+"""A large buffer is named, with the key, the cause and a value that makes it small."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from parallel3d.config import RunConfig
+from parallel3d.plan.memory.peak import fullest
+from parallel3d.plan.report.remarks import largest_layer, on_buffers
+from parallel3d.plan.setting import Setting
+from parallel3d.reader import CONFIGS
+
+pytestmark = pytest.mark.pure
+
+
+def setting(*settings: str) -> Setting:
+    config = RunConfig.from_json(str(CONFIGS / "ds.json"), settings).with_vocab_size(2048)
+    return Setting.from_config(config.resolve(1))
+
+
+def test_the_default_bucket_of_a_small_model_is_nearly_all_of_its_memory():
+    of = setting()
+    memory = fullest(of)
+    (said,) = on_buffers(of, memory, None)
+    assert "1.9 GiB: DeepSpeed's reduce_bucket_size = 500,000,000 elements" in said
+    # Token table and positions, 2,048 + 128 rows of 128; a block has 12 h^2 + 13 h.
+    assert largest_layer(of) == 280_000 >= (2048 + 128) * 128 > 12 * 128**2 + 13 * 128
+    found = re.search(r"--zero_optimization.reduce_bucket_size (\d+)$", said)
+    assert found
+    lower = of.but(buffers=replace(of.buffers, reduce_bucket_size=int(found[1])))
+    # The bucket of ZeRO-3 is in fp32, there all the time.
+    saved = memory.total - fullest(lower).total
+    assert saved == pytest.approx(4 * (500_000_000 - 280_000), rel=0.01)
+    assert list(on_buffers(lower, fullest(lower), None)) == []
+
+
+def test_what_is_advised_is_taken_by_the_config():
+    lower = setting("--zero_optimization.reduce_bucket_size", "280000")
+    assert lower.buffers.reduce_bucket_size == 280_000
