@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from parallel3d import layout
+from parallel3d.arguments import Parser
 from parallel3d.errors import Parallel3DError
 
 DONE, FAILED, BAD_INPUT = 0, 1, 2  # exit codes; scripts rely on them
@@ -38,7 +39,7 @@ def inspect(args: argparse.Namespace, console: Console) -> int:
     from parallel3d.checkpoint import report
 
     found = report.describe(report.find_checkpoints(args.path)[0])
-    if args.config:
+    if args.show_config:
         print(json.dumps(found["config"], indent=2))
     elif args.json:
         print(json.dumps(found))
@@ -93,23 +94,20 @@ def verify_one(folder: Path) -> tuple[list[Any], str]:
 
 def parse_args() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
+    parser = Parser(__doc__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, help_text in (
         ("inspect", "print what is in a checkpoint; of several the newest"),
         ("verify", "read every byte and compare it with the manifest; of several all"),
     ):
         command = commands.add_parser(name, help=help_text, description=help_text)
         command.add_argument("path", type=Path, help="a folder step-N, or a run's folder")
-        command.add_argument("--json", action="store_true", help="print one JSON object")
+        command.add_json()
         if name == "inspect":
-            command.add_argument(
-                "--config", action="store_true", help="print the config of the run that wrote it"
+            shown = command.add_argument(
+                "--show-config", action="store_true", help="print the config of the run"
             )
+            command.add_alias(shown, "--config")  # elsewhere the file that trains
     return parser.parse_args()
 
 

@@ -1,10 +1,10 @@
 """Prepare the data of a config alone: `python launch/prepare.py --config ds.json [--json]`."""
 
-import argparse
 import json
 import sys
 from typing import Any
 
+from parallel3d.arguments import Parser
 from parallel3d.config import RunConfig
 from parallel3d.data.corpus import Corpus
 from parallel3d.data.prepare import prepare
@@ -16,13 +16,12 @@ DONE, BAD_INPUT, STOPPED = 0, 2, 3  # exit codes; scripts rely on them
 
 def main() -> int:
     """Give the exit code: 0, 2 where the config or the data cannot be used, 3 after Ctrl-C."""
-    parser = argparse.ArgumentParser(
-        description="Tokenise the corpus of a config into the cache, and say what is in it.",
-        epilog="Any value of the config is set by its path: --parallel3d.data.vocab_size 8192",
-        allow_abbrev=False,
+    parser = Parser(
+        "Tokenise the corpus of a config into the cache, and say what is in it.",
+        "Every value of the config can be set by its path: --parallel3d.data.vocab_size 8192",
     )
-    parser.add_argument("--config", required=True, help="a config file, or a name in configs/")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_config()
+    parser.add_json()
     args, overrides = parser.parse_known_args()
     try:
         config = RunConfig.from_json(args.config, overrides)
@@ -30,7 +29,7 @@ def main() -> int:
             corpus = prepare(config.data, progress)
         summary = describe(corpus, tokens_of_run(config, corpus))
     except Parallel3DError as error:
-        print(error, file=sys.stderr)
+        print(f"prepare: {error}", file=sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt:
         print("interrupted; what is tokenised is kept for the next time", file=sys.stderr)

@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from rich.console import Console
-
+from parallel3d import layout
+from parallel3d.arguments import Parser
 from parallel3d.config import RunConfig
 from parallel3d.errors import Parallel3DError
 from parallel3d.plan.impossible import refuse_impossible
@@ -26,7 +26,7 @@ def main() -> int:
     args, overrides = parse_args()
     # On the CPU, wherever it runs: a mesh of eight wants eight devices.
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
-    console = Console(stderr=args.json, highlight=False, markup=False, soft_wrap=True)
+    console = layout.console(args.json)
     try:
         config = RunConfig.from_json(args.config, overrides)
         refuse_impossible(config, ranks_of(config))
@@ -53,15 +53,14 @@ def ranks_of(config: RunConfig) -> int:
 
 def parse_args() -> tuple[argparse.Namespace, list[str]]:
     """The command line, and what is left of it: settings by their path."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="Any value of the config is set by its path: --zero_optimization.stage 1",
-        allow_abbrev=False,
+    parser = Parser(
+        __doc__, "Every value of the config can be set by its path: --zero_optimization.stage 1"
     )
-    parser.add_argument("--config", required=True, help="a config file, or a name in configs/")
-    parser.add_argument("--meshes", help="pp x dp x tp, as in 1x1x1,2x2x2; default: eight of them")
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
+    parser.add_config()
+    parser.add_argument(
+        "--meshes", metavar="MESHES", help="pp x dp x tp, as in 1x1x1,2x2x2; else eight of them"
+    )
+    parser.add_json()
     return parser.parse_known_args()
 
 

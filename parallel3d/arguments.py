@@ -25,7 +25,9 @@ _OF_ARGPARSE = (
 class Parser(argparse.ArgumentParser):
     """A command line: no abbreviations, its help as it is written, and one message for an error."""
 
-    def __init__(self, description: str | None, epilog: str | None = None, **options: Any) -> None:
+    def __init__(
+        self, description: str | None = None, epilog: str | None = None, **options: Any
+    ) -> None:
         super().__init__(
             description=description,
             epilog=epilog,
@@ -41,7 +43,8 @@ class Parser(argparse.ArgumentParser):
             if re.fullmatch(pattern, message, re.DOTALL):
                 message = re.sub(pattern, said, message, flags=re.DOTALL)
                 break
-        print(f"{self.prog.removesuffix('.py')}: {message}", file=sys.stderr)
+        name, *command = self.prog.split()
+        print(f"{' '.join([name.removesuffix('.py'), *command])}: {message}", file=sys.stderr)
         sys.exit(BAD_INPUT)
 
     def add_alias(self, action: argparse.Action, *flags: str) -> None:

@@ -155,7 +155,7 @@ def _facts(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "model", ", ".join([str(model.get("family", "?")), *sizes_of])
     for key in ("corpus", "tokenizer", "versions", "format"):
         yield key, _text(found[key])
-    yield "config", "--config prints it"
+    yield "config", "--show-config prints it"
 
 
 def _layers(parameters: Mapping[str, list[int]]) -> Iterator[tuple[str, int, int]]:

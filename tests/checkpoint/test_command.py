@@ -125,8 +125,9 @@ def test_equal_layers_are_one_line_and_many_files_a_few(run, tmp_path):
     assert "... 21 more" in out
 
 
-def test_the_config_comes_as_a_file_to_train_with(run, run_folder):
-    code, out, _ = run("inspect", run_folder, "--config")
+@pytest.mark.parametrize("flag", ["--show-config", "--config"])  # the second is its old name
+def test_the_config_comes_as_a_file_to_train_with(run, run_folder, flag):
+    code, out, _ = run("inspect", run_folder, flag)
     assert code == 0 and json.loads(out) == state_of(10)["config"]
 
 
