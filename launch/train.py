@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from rich.console import Console
 
+from parallel3d.arguments import Parser, whole_number
 from parallel3d.config import RunConfig, help_text
 from parallel3d.errors import Parallel3DError, TrainingError
 from parallel3d.mesh.launch import Launch
@@ -78,20 +79,7 @@ def train(
 
 def main() -> NoReturn:
     """End with the exit code; what every rank knows is said by the first alone."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        epilog="Every value of the config can be set by its path:\n\n" + help_text(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--config", required=True, help="a config file, or a name in configs/")
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
-    parser.add_argument(
-        "--dry-run", type=int, nargs="?", const=0, metavar="DEVICES",
-        help="print mesh, memory, time and checkpoint of the startup, and train nothing",
-    )  # fmt: skip
-    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # deepspeed's launcher appends it
-    args, overrides = parser.parse_known_args()
+    args, overrides = parse_args()
     launch, stop, claimed = Launch(0, 1, 0), StopRequest(), None
     try:
         with stop.listening():
@@ -128,6 +116,26 @@ def main() -> NoReturn:
     sys.stdout.flush()
     # Not through the interpreter's end, where gloo's threads can abort the process (exit code -6).
     os._exit(ending.exit_code(code, launch))
+
+
+def parse_args() -> tuple[argparse.Namespace, list[str]]:
+    """The command line, and what it sets in the config."""
+    parser = Parser(__doc__, f"Every value of the config can be set by its path:\n\n{help_text()}")
+    parser.add_config()
+    parser.add_json()
+    parser.add_argument(
+        "--dry-run", type=whole_number(0), nargs="?", const=0, metavar="DEVICES",
+        help="print mesh, memory, time and checkpoint of the startup, and train nothing",
+    )  # fmt: skip
+    parser.add_argument(
+        "--devices", type=whole_number(), metavar="N", help="with --dry-run: for how many"
+    )
+    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # deepspeed's launcher appends it
+    args, overrides = parser.parse_known_args()
+    if args.devices and args.dry_run is None:
+        parser.error(f"--devices = {args.devices}: is for a dry run; add --dry-run")
+    args.dry_run = args.devices or args.dry_run
+    return args, overrides
 
 
 if __name__ == "__main__":
