@@ -38,10 +38,8 @@ def refuse_impossible(config: RunConfig, ranks: int, room: int = MOST_BYTES) -> 
         path, value = f"{path}.{name}", getattr(config.model, name)
     else:
         value = config.data.sequence_length
-    rule = (
-        f"at least {_shown(total)} for each of {ranks:,} {'rank' if ranks == 1 else 'ranks'}, "
-        f"of which none has more than {_shown(room)}"
-    )
+    each = f"for each of {ranks:,} ranks" if ranks > 1 else "for one rank"
+    rule = f"wants at least {_shown(total)} {each}, and none has more than {_shown(room)}"
     raise Problems([Problem(path, value, rule, "lower it, or use more ranks")])
 
 

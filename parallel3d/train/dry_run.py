@@ -59,6 +59,7 @@ def dry_run(config: RunConfig, launch: Launch, *, devices: int, as_json: bool) -
         config, plan = choose(config, devices, machine_of(config, launch))
     else:
         config = with_vocabulary(config).resolve(devices)
+        refuse_impossible(config, devices)
         with _unless_unmeasured(config):
             machine = machine_of(config, launch)
             plan = command.as_written(config, request_of(config, machine, devices))
