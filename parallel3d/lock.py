@@ -56,7 +56,7 @@ class Lock:
         jobs: tuple[Job, ...] = (),
         on_lost: Callable[[str], None] = end_this_process,
     ) -> None:
-        self.path, self._jobs, self._on_lost = path, jobs, on_lost
+        self.path, self._jobs, self._on_lost = path.absolute(), jobs, on_lost
         self._mine = Holder(
             token=uuid4().hex, host=socket.gethostname(), place=place_of_this_process(),
             pid=os.getpid(), started=start_of(os.getpid()) or "", jobs=jobs, about=about,

@@ -126,6 +126,18 @@ def test_who_was_silent_for_too_long_is_told(tmp_path, quick):
     second.release()
 
 
+def test_it_stays_where_it_is_when_the_process_goes_elsewhere(tmp_path, quick, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    held = Lock(Path("run.lock"), on_lost=pytest.fail)
+    held.take()
+    (tmp_path / "below").mkdir()
+    monkeypatch.chdir("below")
+    (tmp_path / "below/run.lock").write_text("another's")
+    time.sleep(4 * lock.BEAT)
+    held.release()
+    assert [path.name for path in tmp_path.iterdir()] == ["below"]
+
+
 def test_a_file_that_vanished_is_made_again(tmp_path, quick):
     held = Lock(tmp_path / "run.lock", on_lost=pytest.fail)
     held.take()

@@ -91,12 +91,18 @@ def claim(asked: RunConfig, config: RunConfig, launch: Launch, say: Callable[[st
     the folder, or nobody can.
     """
     directory, same = Path(config.run.directory), digest_of(asked)
-    made = None if directory.exists() else directory
+    made = None if directory.exists() else directory.absolute()
     try:
         directory.mkdir(parents=True, exist_ok=True)
         folder, lock = _find(config, launch, directory, same, say)
         if folder.exists():
             TemporaryFile(dir=folder).close()
+        elif isinstance(config.checkpoint.resume, int):
+            Claim(folder, same, lock, made).release()
+            raise ConfigError(
+                f"parallel3d.checkpoint.resume = {config.checkpoint.resume}: a step is one of an "
+                "existing run; set parallel3d.run.name to it, or give the checkpoint's path"
+            )
     except OSError as error:
         raise ConfigError(
             f'parallel3d.run.directory = "{config.run.directory}": cannot be written '

@@ -169,11 +169,6 @@ def _find_checkpoint(
         # After a restart the run's own newest checkpoint is further than what was asked for.
         found, rejected = resume.find(own, "auto", mesh)
     if found is None and wanted not in ("auto", "none"):
-        if own is None and isinstance(wanted, int):
-            raise ConfigError(
-                f"parallel3d.checkpoint.resume = {wanted}: a step is one of an existing run; set "
-                "parallel3d.run.name to it, or give the checkpoint's path"
-            )
         found, rejected = resume.find(own or Path(), wanted, mesh)
     for reason in rejected:
         say(f"resume  {reason}")

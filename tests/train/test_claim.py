@@ -22,10 +22,15 @@ ALONE = Launch(0, 1, 0)
 NAME = "gpt-h128-l4-1x1x1"
 
 
+CLAIMED = []
+
+
 @pytest.fixture
 def place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    return tmp_path / "runs"
+    yield tmp_path / "runs"
+    while CLAIMED:
+        CLAIMED.pop().release()
 
 
 def read(*overrides):
@@ -34,7 +39,9 @@ def read(*overrides):
 
 def claim(*overrides, launch=ALONE):
     asked = read(*overrides)
-    return claims.claim(asked, asked.resolve(launch.world_size), launch, print)
+    claimed = claims.claim(asked, asked.resolve(launch.world_size), launch, print)
+    CLAIMED.append(claimed)
+    return claimed
 
 
 def leave(claimed, *overrides, **end):
@@ -161,6 +168,12 @@ def test_a_record_of_before_is_not_taken_for_the_same_config(place):
     again.release()
 
 
+def test_a_step_of_a_run_that_is_not_there(place):
+    with pytest.raises(ConfigError, match=r"checkpoint.resume = 3: a step is one of an exist"):
+        claim("--parallel3d.checkpoint.resume", 3)
+    assert not place.exists()
+
+
 IMPOSSIBLE = [
     ("--parallel3d.model.vocab_size", 10**12), ("--parallel3d.model.hidden_size", 4 * 10**6),
     ("--parallel3d.model.num_hidden_layers", 10**9), ("--train_micro_batch_size_per_gpu", 10**12),
@@ -183,9 +196,7 @@ def test_what_this_machine_lacks_is_refused_before_corpus_and_model(monkeypatch)
     try:
         startup.check_machine(read().resolve(1), mesh)
         large = read("--parallel3d.model.hidden_size", 2**16).resolve(1)
-        with pytest.raises(
-            ConfigError, match=r"hidden_size = 65536: at least .* of which none has"
-        ):
+        with pytest.raises(ConfigError, match=r"hidden_size = 65536: wants at least .* none"):
             startup.check_machine(large, mesh)
         offload = ("--zero_optimization.offload_optimizer.nvme_path", "/nowhere")
         device = ("--zero_optimization.offload_optimizer.device", "nvme")

@@ -1,0 +1,191 @@
+"""What a new user gets wrong, through launch/train.py: exit code 2 and one message, nothing left.
+
+In one process but for ten; hardware files and tables of published runs have tables of their own
+(test_plan_bad.py, tests/published/test_bad_tables.py), and so have DeepSpeed's keys
+(tests/config/test_bad_styles.py).
+"""
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from launch import train
+
+pytestmark = pytest.mark.gloo
+
+TRAIN = Path(__file__).parents[2] / "launch/train.py"
+BAD_INPUT = 2
+P, DATA, MODEL = "--parallel3d.", "--parallel3d.data.", "--parallel3d.model."
+NAME, DIRECTORY, CACHE = f"{P}run.name", f"{P}run.directory", f"{DATA}cache"
+OPTIMIZER = "--zero_optimization.offload_optimizer."
+BIG, HUGE = str(10**12), str(10**30)
+
+# By kind: the words on the command line (and, for a launch, the environment), and what is said.
+CASES = {
+    "name": [
+        (NAME, "..", 'run.name = "..": is no folder of its own'),
+        (NAME, ".", 'run.name = ".": is no folder of its own'),
+        (NAME, "a\nb", "holds the invisible character U+000A"),
+        (NAME, "-rf", 'run.name = "-rf": begins as an option does'),
+        (NAME, "x" * 300, "is 300 characters"),
+        (NAME, "a/b", "must be a plain name"),
+        (NAME, "../../x", "must be a plain name"),
+        (NAME, "", "must be a plain name"),
+        (NAME, "   ", "must be a plain name"),
+        (NAME, "a\tb", "holds the invisible character U+0009"),
+        (NAME, "a\u200bb", "holds the invisible character U+200B"),
+        (NAME, "mine.lock", "ends as the lock of another run does"),
+        (NAME, "é" * 101, "is 101 characters (202 bytes) long"),
+    ],
+    "size": [
+        (f"{MODEL}vocab_size", BIG, f"model.vocab_size = {BIG}: wants at least"),
+        (f"{MODEL}vocab_size", HUGE, "model.vocab_size = 1000"),
+        (f"{MODEL}hidden_size", "4000000", "model.hidden_size = 4000000: wants at least"),
+        (f"{MODEL}hidden_size", "0", "must be greater than 0; raise it"),
+        (f"{MODEL}num_hidden_layers", str(10**9), "is more layers than can be listed"),
+        (f"{MODEL}num_hidden_layers", "-1", "must be greater than 0; raise it"),
+        (f"{MODEL}num_attention_heads", str(10**9), "does not divide hidden_size=128"),
+        (f"{MODEL}hidden_size", "1e3", "must be an integer; write a whole number"),
+        ("--train_micro_batch_size_per_gpu", BIG, "is more samples than can be listed"),
+        ("--gradient_accumulation_steps", BIG, "is more microbatches than can be listed"),
+        (f"{DATA}sequence_length", BIG, "is longer than the model's max_position_embeddings"),
+        (f"{P}pipeline.stages_per_rank", BIG, "more than the 6 layers"),
+        (f"{P}mesh.pp", BIG, "more stages than the 6 layers"),
+        (f"{P}mesh.tp", str(10**9), "does not divide num_attention_heads=4"),
+        (f"{P}mesh.dp", HUGE, "ranks, but there are 1 processes"),
+        (f"{P}train.steps", "0", "must be greater than 0; raise it"),
+        (f"{P}train.epochs", "-1", "must be greater than 0; raise it"),
+        (f"{P}train.seed", str(2**70), "must be less than 9223372036854775808"),
+    ],
+    "path": [
+        (DIRECTORY, "/proc/x", 'run.directory = "/proc/x": cannot be written'),
+        (DIRECTORY, "a file", 'run.directory = "a file": cannot be written'),
+        (DIRECTORY, "a file/below", 'run.directory = "a file/below": cannot be written'),
+        (DIRECTORY, "", "run.directory"),
+        (DIRECTORY, "a\0b", "U+0000"),
+        (CACHE, "a\nb", "U+000A"),
+        ("--config", "nope.json", "no config file 'nope.json'"),
+        ("--config", ".", "is a folder"),
+        ("--config", "empty", "empty"),
+        ("--config", "cut", "cut"),
+        ("--config", "binary", "binary"),
+        (f"{MODEL}family", "../gpt", "names no model family"),
+        (f"{P}pipeline.schedule", "../gpipe", "names no file"),
+        (f"{P}run.hardware", "../x", "is not described in configs/hardware"),
+        (f"{OPTIMIZER}device", "nvme", "has no nvme_path; add"),
+        (f"{OPTIMIZER}nvme_path", "a\rb", "U+000D"),
+    ],
+    "combination": [
+        ("--fp16.enabled true --bf16.enabled true", "switch one of them off"),
+        ("--zero_optimization.stage 1 --zero_optimization.offload_param.device cpu", "use stage 3"),
+        (f"{P}train.max_tokens 10", "one thing too many"),
+        (f"{P}checkpoint.resume 3", "a step is one of an existing run"),
+        (f"{MODEL}num_attention_heads 3", "does not divide hidden_size=128"),
+        (f"{P}pipeline.schedule v_shape {P}pipeline.stages_per_rank 3", "a V has two arms, use 2"),
+        (f"{P}pipeline.schedule interleaved {P}mesh.pp 2", "use 2 or more"),
+        (f"{DATA}source mixture", "mixture"),
+        (f"{DATA}source text", "paths"),
+        (f"{DATA}source hub", "name"),
+        ("--train_batch_size 7", "use 16 or"),
+        (f"{P}run.name nobody {P}checkpoint.resume none {P}mesh.pp 2", "processes"),
+        (f"{DATA}sequence_length 4096", "use at most 128, or raise max_position_embeddings"),
+        ("--devices 8", "is for a dry run; add --dry-run"),
+        ("--dry-run --devices x", "must be a whole number"),
+    ],
+    "launch": [
+        ({"RANK": "abc", "WORLD_SIZE": "1"}, 'RANK = "abc"; it must be a whole number from 0 to 0'),
+        ({"RANK": "0"}, "WORLD_SIZE is not set, but others are"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, 'WORLD_SIZE = "0"; it must be'),
+        ({"RANK": "0", "WORLD_SIZE": "1.5"}, 'WORLD_SIZE = "1.5"; it must be'),
+        ({"RANK": "1", "WORLD_SIZE": "1"}, 'RANK = "1"; it must be'),
+        ({"RANK": "-1", "WORLD_SIZE": "1"}, 'RANK = "-1"; it must be'),
+        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "1"}, 'LOCAL_RANK = "1"'),
+        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "none"}, 'LOCAL_RANK = "none"'),
+        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "2"}, 'LOCAL_WORLD_SIZE = "2"'),
+        (
+            {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": "x"},
+            'TORCHELASTIC_RESTART_COUNT = "x"',
+        ),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}, "MASTER_ADDR is not"),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "all"}, 'SLURM_NTASKS = "all"'),
+    ],
+}
+FLAT = [
+    ({}, list(case[:-1]) if len(case) == 3 else case[0].split(), case[-1])
+    if isinstance(case[0], str)
+    else (case[0], [], case[-1])
+    for cases in CASES.values()
+    for case in cases
+]
+THROUGH_THE_COMMAND = FLAT[:: len(FLAT) // 9]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working directory with files that are no configs; no launcher's variables."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a file").write_text("text")
+    (tmp_path / "empty").touch()
+    (tmp_path / "cut").write_text('{"train_batch_size": 4,')
+    (tmp_path / "binary").write_bytes(bytes(range(256)))
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def check(code, out, said, what, folder):
+    assert code == BAD_INPUT and out == "", said
+    assert what in said, said
+    assert "Traceback" not in said and len(said) < 700
+    assert said.count("\n") == 1 or " problem" in said.splitlines()[0], said
+    assert "; " in said or ", or " in said or ", " in said  # the remedy
+    left = {path.name for path in folder.iterdir()}
+    assert left == {"a file", "empty", "cut", "binary"}
+
+
+class Ended(BaseException):
+    pass
+
+
+@pytest.mark.parametrize(("environment", "words", "what"), FLAT, ids=lambda x: str(x)[:60])
+def test_one_message(environment, words, what, folder, monkeypatch, capsys):
+    def end(code):
+        raise Ended(code)
+
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "_exit", end)
+    first = [] if "--config" in words else ["--config", "ds.json"]
+    monkeypatch.setattr(sys, "argv", ["train.py", *first, *words])
+    try:
+        train.main()
+        code = None
+    except (Ended, SystemExit) as ended:
+        code = ended.args[0]
+    check(code, *capsys.readouterr(), what, folder)
+
+
+def test_ten_of_them_through_the_command(folder):
+    def run(case):
+        environment, words, _ = case
+        if any("\0" in word for word in words):
+            words = ["--config", "nope.json"]
+        first = [] if "--config" in words else ["--config", "ds.json"]
+        return subprocess.run(
+            [sys.executable, TRAIN, *first, *words], capture_output=True, text=True,
+            env=os.environ | environment,
+        )  # fmt: skip
+
+    with ThreadPoolExecutor(2) as pool:
+        for case, done in zip(THROUGH_THE_COMMAND, pool.map(run, THROUGH_THE_COMMAND), strict=True):
+            check(done.returncode, done.stdout, done.stderr, case[2], folder)
+    assert len(THROUGH_THE_COMMAND) >= 10
+
+
+def test_there_are_enough():
+    assert all(len(cases) >= 10 for cases in CASES.values())
