@@ -24,6 +24,7 @@ from parallel3d.plan.time.operators import (
 from parallel3d.plan.time.step import step_time
 
 # What data sheets leave open is in the figures of a Hardware that is measured.
+_TRIED = "a value that the fit tries"
 _MEASURED = {
     "datasheet": 1.0,
     "link": 1.0,
@@ -107,9 +108,10 @@ def _transfer(kind: Any, size: int, ranks: int, hardware: Hardware, curves: Curv
 
 
 def _with_link(bandwidth: float, latency: float) -> Hardware:
-    one = Figure(value=1.0, source="")
+    one = Figure(value=1.0, source="none: it cancels out")
     link = Link(
-        bandwidth=Figure(value=bandwidth, source=""), latency=Figure(value=latency, source="")
+        bandwidth=Figure(value=bandwidth, source=_TRIED),
+        latency=Figure(value=latency, source=_TRIED),
     )
     return Hardware(name="", device_names=(), peak_flops={}, memory_bytes=one, link=link)
 
@@ -227,7 +229,7 @@ def _fit_updates(
 
 def _without_adam(hardware: Hardware) -> Hardware:
     assert hardware.host
-    never = Figure(value=1e18, source="")
+    never = Figure(value=1e18, source="none: no limit")
     host = hardware.host.model_copy(update={"adam_params": never})
     return hardware.model_copy(update={"adam_params": never, "host": host})
 

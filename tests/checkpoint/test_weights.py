@@ -50,7 +50,7 @@ def read(directory):
 
 CASES = [
     Case(mesh=(2, 2, 2), tied=True, steps=3),
-    Case(mesh=(2, 2, 2), tied=False, steps=3, offload="cpu"),
+    pytest.param(Case(mesh=(2, 2, 2), tied=False, steps=3, offload="cpu"), marks=pytest.mark.slow),
     Case(mesh=(1, 1, 1), zero_stage=1, steps=3),
     # Seven layers on three coordinates of the pipeline, a vocabulary that tp does not divide.
     Case(mesh=(3, 1, 2), zero_stage=1, steps=3, model={"num_hidden_layers": 5}),

@@ -45,7 +45,7 @@ def corpora(cache):
     return contents(Path(cache) / "corpora")
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_workers_and_shards_do_not_show(rows, workers, tmp_path, monkeypatch):
     prepare(replace(rows, workers=workers))
     monkeypatch.setattr(shards, "SHARD_BYTES", 10**9)
@@ -131,7 +131,7 @@ def resumed(settings):
     return seen[0] if len(seen) > 1 and seen[0] > 50 else 0
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_ctrl_c_keeps_what_is_done_and_leaves_no_process(rows, workers, workers_left):
     interrupted(replace(rows, workers=workers))
     assert workers_left() == []

@@ -116,14 +116,19 @@ def count_both_ends():  # row 13
     "case",
     [
         PER_MICROBATCH,
-        replace(PER_MICROBATCH, mesh=(1, 1, 1)),
-        replace(PER_MICROBATCH, zero_stage=1),
-        UNTIED,
         replace(UNTIED, mesh=(2, 2, 1)),
         TIED,
-        replace(TIED, reduction="per_microbatch"),
-        replace(TIED, zero_stage=1),
         ALONE,
+        *(
+            pytest.param(case, marks=pytest.mark.slow)
+            for case in (
+                replace(PER_MICROBATCH, mesh=(1, 1, 1)),
+                replace(PER_MICROBATCH, zero_stage=1),
+                UNTIED,
+                replace(TIED, reduction="per_microbatch"),
+                replace(TIED, zero_stage=1),
+            )
+        ),
     ],
     ids=str,
 )

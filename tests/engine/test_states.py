@@ -154,7 +154,14 @@ def unbroken(name):
         return run_unbroken(replace(EXACT[name], folder=folder))
 
 
-@pytest.mark.parametrize("name", EXACT)
+# One of each stage, offload and precision that keeps its state in a way of its own.
+OWN_WAYS = ["zero1", "zero3", "zero3+cpu+param-cpu", "zero3+nvme+param-nvme", "zero3 fp16"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in OWN_WAYS else pytest.mark.slow) for n in EXACT],
+)
 def test_a_resumed_run_is_bitwise_the_unbroken_one(name, tmp_path):
     case = replace(EXACT[name], folder=str(tmp_path))
     saved, ends = unbroken(name)

@@ -81,7 +81,9 @@ def held_at(stage, reduction="auto"):
     return run_locally(bytes_held, 4, case)[0]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "stage", [2, 3, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1))]
+)
 def test_what_each_stage_holds(stage):
     """In units of the model's fp32 bytes, on 4 data-parallel ranks."""
     held, most, numel = held_at(stage)
@@ -99,6 +101,7 @@ def test_what_each_stage_holds(stage):
         assert share["gradients"] >= 1  # gathered up for the one reduction of the step
 
 
+@pytest.mark.slow  # four runs on four ranks; what stage 2 holds is in the default run
 def test_stages_1_and_2_differ_in_when_they_reduce_alone():
     for reduction in ("per_step", "per_microbatch"):
         (one, most_one, _), (two, most_two, _) = (held_at(s, reduction) for s in (1, 2))

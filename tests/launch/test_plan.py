@@ -26,8 +26,9 @@ ON_A_NODE = ("--config", "gpt2-1.5b.json", "--hardware", "a100-80gb", "--devices
 def plan(*arguments, cwd=None):
     command = [sys.executable, PLAN, *map(str, arguments)]
     return subprocess.run(
-        command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=120
-    )
+        command, cwd=cwd, env=environment() | {"COLUMNS": "160"}, capture_output=True, text=True,
+        timeout=120,
+    )  # fmt: skip
 
 
 def test_the_table_and_its_json_are_the_same():
@@ -135,6 +136,7 @@ PLANNED = (
 )  # fmt: skip
 
 
+@pytest.mark.slow  # tests/train/test_claim.py plans the mesh of a start
 def test_a_planned_mesh_trains(tmp_path):
     """On two ranks, with what a dry run for two says."""
     place = Place(tmp_path)

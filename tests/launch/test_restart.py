@@ -80,11 +80,11 @@ def is_saved(place, name, step):
 
 def test_torchrun_restarts_what_was_killed(place):
     """Without a name: the restarted ranks find the folder of their own launch again."""
-    name, steps = "gpt-h32-l2-1x2x1", 120
+    name, steps = "gpt-h32-l2-1x2x1", 40
     (place.root / "runs" / name).mkdir(parents=True)  # another run has had the name
     launcher = [*torchrun(2), "--max-restarts=3"]
-    process, log = begin(place, launcher, "--parallel3d.checkpoint.every", 10, steps=steps)
-    wait_for(lambda: is_saved(place, f"{name}-2", 20), process, log)
+    process, log = begin(place, launcher, "--parallel3d.checkpoint.every", 4, steps=steps)
+    wait_for(lambda: is_saved(place, f"{name}-2", 8), process, log)
     ranks = {int(p.environ()["RANK"]): p for p in psutil.Process(process.pid).children()}
     ranks[1].kill()
     assert finish(process, log) == DONE
@@ -96,7 +96,7 @@ def test_torchrun_restarts_what_was_killed(place):
 
 def test_a_stop_file_stops_and_the_same_command_goes_on(place):
     """With a SAVE on the way, on one process."""
-    folder, steps = place.root / "runs/asked", 150
+    folder, steps = place.root / "runs/asked", 60
     arguments = ("--parallel3d.run.name", "asked", "--parallel3d.checkpoint.every", 0)
     process, log = begin(place, PYTHON, *arguments, steps=steps)
     wait_for(lambda: len(place.lines("asked")) >= 2, process, log)

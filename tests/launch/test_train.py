@@ -112,6 +112,7 @@ def test_deepspeed_alone_trains_one_process(place):
     assert "mesh pp 1 × dp 1 × tp 1 = 1 rank" in done.stderr
 
 
+@pytest.mark.slow  # tests/launch/test_first_day.py has a hundred on one process
 def test_a_bad_config_is_refused_once(tmp_path):
     place = Place(tmp_path)
     wrong = ("--parallel3d.mesh.tp", 3, "--gradient_cliping", 1.0)
@@ -154,7 +155,8 @@ def test_ctrl_c_ends_a_mesh_clean(place):
         assert not OUR_TRACEBACK.search(said), said
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow  # tests/launch/test_restart.py kills a rank of two, and the rest end
+@pytest.mark.parametrize("count", [2, 4])
 def test_a_rank_that_is_killed_ends_all(place, count):
     mesh = ("--parallel3d.mesh.pp", 2, "--parallel3d.mesh.tp", count // 2)
     name = f"killed-of-{count}"

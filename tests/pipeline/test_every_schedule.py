@@ -101,7 +101,8 @@ def train_all_on_rank(rank, cases, references):
     return results
 
 
-@pytest.mark.parametrize("pp", [1, 2, 4])
+# On one process each order is the same; on four it was never another answer than on two.
+@pytest.mark.parametrize("pp", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))])
 @pytest.mark.parametrize("name", names())
 def test_against_one_process(name, pp):
     """Training and evaluation, in which a rank holds no more than the schedule says."""

@@ -174,6 +174,21 @@ def test_a_step_of_a_run_that_is_not_there(place):
     assert not place.exists()
 
 
+def test_a_mesh_that_is_to_be_planned():
+    """Every rank comes to the planner's first row; the config is the same for any number."""
+    words = (
+        "--parallel3d.mesh", '"plan"', "--parallel3d.run.hardware", "A100-SXM4-80GB",
+        "--train_batch_size", 32, "--train_micro_batch_size_per_gpu", "null",
+        "--gradient_accumulation_steps", "null", "--bf16.enabled", "true",
+    )  # fmt: skip
+    asked = read(*words)
+    for ranks in (1, 2, 4):
+        config = claims.ready(asked, Launch(0, ranks, 0, ranks))
+        assert config.mesh.pp * config.mesh.dp * config.mesh.tp == ranks
+        assert config.global_batch_size == 32
+        assert any(f'mesh: "plan" for {ranks} x A100-SXM4-80GB' in note for note in config.notes)
+
+
 IMPOSSIBLE = [
     ("--parallel3d.model.vocab_size", 10**12), ("--parallel3d.model.hidden_size", 4 * 10**6),
     ("--parallel3d.model.num_hidden_layers", 10**9), ("--train_micro_batch_size_per_gpu", 10**12),

@@ -136,14 +136,15 @@ class Seen:
         return list(map(json.loads, (self.directory / "metrics.jsonl").read_text().splitlines()))
 
 
-def test_one_process_and_eight_tell_the_same_story(raw):
-    """Same metrics on 1x1x1 and 2x2x2; files, arithmetic and held-out loss against hand-made."""
+@pytest.mark.parametrize("dp", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_one_process_and_many_tell_the_same_story(raw, dp):
+    """Same metrics on 1x1x1 and 2 x dp x 2; files, arithmetic, held-out loss against hand-made."""
     corpus = prepare(RunConfig.from_dict(raw).data)
     batch = 16
     single = run_locally(run_on_rank, 1, on_mesh(raw, 1, 1, 1, micro_batch=8))
-    eight = run_locally(run_on_rank, 8, on_mesh(raw, 2, 2, 2, micro_batch=4))
+    many = run_locally(run_on_rank, 4 * dp, on_mesh(raw, 2, dp, 2, micro_batch=8 // dp))
     curves = []
-    for ranks in (single, eight):
+    for ranks in (single, many):
         code, seen = ranks[0]
         assert code == DONE
         lines = seen.lines

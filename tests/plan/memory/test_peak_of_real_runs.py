@@ -35,23 +35,25 @@ def deep(**kinds):
 # By mesh, so that the ranks of one do not change the order in which another's modules are made.
 CASES = {
     (1, 2, 1): [
-        {"precision": "fp32", **deep()},
         {"thresholds": THRESHOLDS, "offload": "cpu", "bucket": 2**18, **OFTEN, **ONE, **FULL},
-        {"zero": 1, **ONE, **FULL},
         {"zero": 2, **ONE, **deep()},
     ],
     (2, 1, 1): [deep(M=6, schedule="interleaved", v=2)],
-    (1, 1, 2): [deep(sp=True, recompute="selective")],
 }
-OTHERS = {(1, 2, 1): [{"zero": 0}, {"model": LLAMA, "micro": 4}]}
+OTHERS = {(1, 2, 1): [{"model": LLAMA, "micro": 4}]}
 SLOW = {
     (1, 1, 1): [
         {},
         {"precision": "fp32"},
         {"zero": 1, "M": 1, **FLAT},
     ],
-    (1, 2, 1): [{"offload": "cpu", **OFTEN, **ONE}],
+    (1, 2, 1): [
+        {"precision": "fp32", **deep()},
+        {"zero": 1, **ONE, **FULL},
+        {"offload": "cpu", **OFTEN, **ONE},
+    ],
     (2, 1, 1): [deep(), deep(M=8, **ONE, **FULL)],
+    (1, 1, 2): [deep(sp=True, recompute="selective")],
     (1, 4, 1): [{"zero": 1, "M": 1, "precision": "fp32", **OFTEN, **FLAT}],
     (2, 2, 1): [deep(M=6, **ONE)],
 }
@@ -63,6 +65,7 @@ MORE = {
         {"thresholds": THRESHOLDS},
         {"thresholds": THRESHOLDS, **ONE, **deep()},
         {"thresholds": {}, **ONE, **FULL},
+        {"zero": 0},
         {"zero": 0, **ONE, **FULL},
         {"zero": 1},
         {"zero": 1, "offload": "cpu"},
