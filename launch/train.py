@@ -127,9 +127,7 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
         "--dry-run", type=whole_number(0), nargs="?", const=0, metavar="DEVICES",
         help="print mesh, memory, time and checkpoint of the startup, and train nothing",
     )  # fmt: skip
-    parser.add_argument(
-        "--devices", type=whole_number(), metavar="N", help="with --dry-run: for how many"
-    )
+    parser.add_argument("--devices", type=whole_number(), metavar="N", help="of a dry run")
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # deepspeed's launcher appends it
     args, overrides = parser.parse_known_args()
     if args.devices and args.dry_run is None:
