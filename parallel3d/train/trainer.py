@@ -27,7 +27,7 @@ from parallel3d.train.progress import Progress
 from parallel3d.train.stopping import StopRequest
 from parallel3d.train.watch import watch_of
 
-_MEAN_OF = 50  # steps, for the closing loss
+_FEWEST, _MOST = 10, 50  # steps of the closing loss, which are a tenth of the run
 _PATIENCE = 20.0  # seconds for a step and a save, of the 30 that deepspeed's launcher waits
 
 
@@ -97,7 +97,8 @@ class Trainer:
         """
         result, first = Result(steps=self.position.step), self.position.step
         seconds = taken = 0.0  # of the steps after the first, which also warms up
-        losses: deque[float] = deque(maxlen=_MEAN_OF)
+        window = min(max(self.config.num_steps // 10, _FEWEST), _MOST)
+        losses: deque[float] = deque(maxlen=window)
         while result.steps < self.config.num_steps and not result.stopped:
             step = result.steps
             fault_point("trainer.step")

@@ -148,6 +148,7 @@ def test_one_process_and_many_tell_the_same_story(raw, dp):
         code, seen = ranks[0]
         assert code == DONE
         lines = seen.lines
+        assert seen.result.mean_loss == pytest.approx(np.mean([line["loss"] for line in lines]))
         curves.append(lines)
         for step, line in enumerate(lines, 1):
             evaluated = step in (2, 4, STEPS)
