@@ -26,7 +26,7 @@ from parallel3d.engine.swap import check_writable
 from parallel3d.errors import ConfigError
 from parallel3d.mesh.agree import agree, gather_json, on_first
 from parallel3d.mesh.mesh import Mesh
-from parallel3d.plan.impossible import refuse_impossible
+from parallel3d.plan.impossible import MOST_BYTES, refuse_impossible
 from parallel3d.train.assembly import Assembly
 from parallel3d.train.attempts import Attempts
 from parallel3d.train.claim import Claim
@@ -96,7 +96,8 @@ def check_machine(config: RunConfig, mesh: Mesh) -> None:
         host = (psutil.virtual_memory().total + psutil.swap_memory().total) // mesh.local_size
         device = 0
         if mesh.device.type != "cpu":
-            device = torch.get_device_module(mesh.device).mem_get_info(mesh.device)[1]
+            ask = getattr(torch.get_device_module(mesh.device), "mem_get_info", None)
+            device = ask(mesh.device)[1] if ask else MOST_BYTES
         refuse_impossible(config, mesh.size("world"), host + device)
         for name in ("offload_optimizer", "offload_param"):
             section = getattr(config.zero_optimization, name)
