@@ -88,6 +88,13 @@ def cpu_adam(request, tmp_path_factory):
         return load_cpu_adam(mesh, say)
 
 
+@pytest.fixture(autouse=True)
+def compiled_before_launches(request):
+    """What the default config offloads with is compiled on no launch's time: the drills go first."""
+    if request.node.get_closest_marker("drill"):
+        request.getfixturevalue("cpu_adam")
+
+
 @pytest.fixture(scope="session")
 def async_io(request, tmp_path_factory):
     """DeepSpeed's reads and writes of NVMe, compiled on no test's time; skips where not."""
