@@ -90,7 +90,7 @@ def cpu_adam(request, tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def compiled_before_launches(request):
-    """What the default config offloads with is compiled on no launch's time: the drills go first."""
+    """What the default config offloads with is compiled on no launch's time."""
     if request.node.get_closest_marker("drill"):
         request.getfixturevalue("cpu_adam")
 
