@@ -41,11 +41,6 @@ def pytest_collection_modifyitems(config, items):
     if unwanted:
         config.hook.pytest_deselected(items=[item for item in items if item in unwanted])
         items[:] = [item for item in items if item not in unwanted]
-    # The longest files first: what comes last then fills the gaps that they leave.
-    items.sort(key=lambda item: [bool(item.get_closest_marker(tier)) for tier in SHORT])
-
-
-SHORT = ("pure", "gloo")  # the tiers of short tests, the shortest first
 
 
 def pytest_ignore_collect(collection_path, config):

@@ -67,6 +67,7 @@ def save_both_ways(rank, sides, root):
     return moved
 
 
+@pytest.mark.usefixtures("cpu_adam", "async_io")
 def test_the_asynchronous_checkpoint_is_the_synchronous_one(tmp_path):
     """Byte for byte, although training went on; and each element is in it once."""
     for moved in run_locally(save_both_ways, 4, SIDES, tmp_path):
