@@ -38,7 +38,7 @@ def train(
     console = Console(
         stderr=True, quiet=mesh.rank != 0, highlight=False, markup=False, soft_wrap=True
     )
-    console.print(mesh.picture(), *config.notes, sep="\n")
+    startup.begin(config, mesh, console)
     place = startup.find_folder(config, mesh, claimed)
     report.print_place(console, config, place.folder)
     startup.check_machine(config, mesh)

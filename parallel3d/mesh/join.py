@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from parallel3d.errors import ConfigError, packed, unpacked
+from parallel3d.mesh.environment import set_allocator
 from parallel3d.mesh.launch import Launch
 
 _START = "rank 0 starts"  # in the store: "", or the error that it met before it could
@@ -19,6 +20,7 @@ STARTUP_TIMEOUT = timedelta(minutes=30)  # data preparation and compilation happ
 
 def pick_device(local_rank: int) -> torch.device:
     """The accelerator of this process, or the CPU where there is none."""
+    set_allocator()
     if not torch.accelerator.is_available():
         return torch.device("cpu")
     count = torch.accelerator.device_count()

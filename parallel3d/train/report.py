@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 from rich.console import Console
 
 from parallel3d.config import RunConfig
 from parallel3d.config.deepspeed import offload_in_words
 from parallel3d.data.corpus import Corpus
+from parallel3d.tensor.kernel import say_kernel
 from parallel3d.train.assembly import Assembly
 from parallel3d.train.ending import command_of_this_launch
 from parallel3d.train.history import METRICS
@@ -105,6 +107,8 @@ def print_placement(
         config.precision,
         *(["sequence parallel"] if config.mesh.sequence_parallel else []),
         *(["documents isolated"] if config.data.isolate_documents else []),
+        *(["TF32"] if config.train.tf32 and config.precision == "fp32" else []),
+        *(["deterministic"] if config.train.deterministic else []),
     ]
     console.print(
         f"model   {config.model.family}, {_count(total)} parameters; {schedule.name}, "
@@ -119,6 +123,8 @@ def print_placement(
         share = sum(layers[i].num_params for i in placed) / total
         place = f", on pp {schedule.pp_coord_of_stage[stage]}" if several else ""
         console.print(f"stage {stage:<3}{shown} ({100 * share:.0f} % of the parameters){place}")
+    if torch.accelerator.is_available():
+        say_kernel(stages.module, console.print)
 
 
 def summarise(

@@ -24,6 +24,7 @@ from parallel3d.data.sources import silent
 from parallel3d.engine import EngineSettings
 from parallel3d.engine.swap import check_writable
 from parallel3d.errors import ConfigError
+from parallel3d.mesh import device
 from parallel3d.mesh.agree import agree, gather_json, on_first
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.plan.impossible import MOST_BYTES, refuse_impossible
@@ -86,6 +87,12 @@ def find_folder(config: RunConfig, mesh: Mesh, claim: Claim | None) -> Place:
     return Place(Path(folder), digest, exists)
 
 
+def begin(config: RunConfig, mesh: Mesh, console: Console) -> None:
+    """Set how this process computes; say where each rank is, on what, and what was filled in."""
+    device.use(tf32=config.train.tf32, deterministic=config.train.deterministic)
+    console.print(mesh.picture(), *device.describe(mesh.device), *config.notes, sep="\n")
+
+
 def check_machine(config: RunConfig, mesh: Mesh) -> None:
     """Raise ConfigError on all ranks if the run cannot fit, or its NVMe folders not be written.
 
@@ -94,11 +101,11 @@ def check_machine(config: RunConfig, mesh: Mesh) -> None:
 
     def look() -> None:
         host = (psutil.virtual_memory().total + psutil.swap_memory().total) // mesh.local_size
-        device = 0
+        on_device = 0
         if mesh.device.type != "cpu":
             ask = getattr(torch.get_device_module(mesh.device), "mem_get_info", None)
-            device = ask(mesh.device)[1] if ask else MOST_BYTES
-        refuse_impossible(config, mesh.size("world"), host + device)
+            on_device = ask(mesh.device)[1] if ask else MOST_BYTES
+        refuse_impossible(config, mesh.size("world"), host + on_device)
         for name in ("offload_optimizer", "offload_param"):
             section = getattr(config.zero_optimization, name)
             if section.device == "nvme":
@@ -212,7 +219,8 @@ def peak(config: RunConfig, mesh: Mesh) -> tuple[str, float | None]:
     The published peak of a device that configs/hardware describes, else the fastest matmul that
     the ranks reach when all of them compute at once.
     """
-    dtype = config.precision
+    tf32 = config.train.tf32 and config.precision == "fp32" and mesh.device.type != "cpu"
+    dtype = "tf32" if tf32 else config.precision
     described = known_hardware(config, mesh.device)
     published = described.peak(dtype) if described else None
     if described and published:

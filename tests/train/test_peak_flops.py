@@ -1,5 +1,6 @@
 """What MFU is measured against: the published peak of the type that is trained in, or a matmul."""
 
+from copy import deepcopy
 from types import SimpleNamespace
 
 import pytest
@@ -42,3 +43,31 @@ def test_where_nothing_is_published_the_matmul_is_of_the_type(name, monkeypatch)
     assert startup.peak(config_in(name), MESH) == ("a measured matmul", 3.0)
     types = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     assert measured == [types[name]]
+
+
+def test_no_peak_of_fp32_is_that_of_tf32():
+    """On a device with TF32, a share of fp32's peak would be a share of something else."""
+    config = config_in("fp32", **{"parallel3d.train.tf32": True, "parallel3d.run.hardware": V100})
+    described = deepcopy(hardware.load(V100))
+    described.peak_flops["fp32"] = described.peak_flops["fp16"]
+    gpu = SimpleNamespace(**vars(MESH) | {"device": torch.device("cuda")})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(startup, "known_hardware", lambda config, device: described)
+        patch.setattr(startup, "measure_peak_flops", lambda device, dtype: 4.0)
+        assert startup.peak(config, gpu) == ("a measured matmul", 3.0)
+        assert startup.peak(config, MESH)[0] == f"{described.name}'s fp32 peak"
+
+
+def test_the_settings_of_products_reach_torch():
+    said = []
+    console = SimpleNamespace(print=lambda *text, sep: said.extend(text))
+    mesh = SimpleNamespace(**vars(MESH) | {"picture": lambda: "the mesh"})
+    on = {"parallel3d.train.tf32": True, "parallel3d.train.deterministic": True}
+    try:
+        startup.begin(config_in("fp32", **on), mesh, console)
+        assert torch.are_deterministic_algorithms_enabled()
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        startup.begin(config_in("fp32"), mesh, console)
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.get_float32_matmul_precision() == "highest" and said[0] == "the mesh"

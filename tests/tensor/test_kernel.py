@@ -1,0 +1,75 @@
+"""The kernel that is said to compute attention is the one that runs."""
+
+from itertools import product
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from parallel3d.mesh.mesh import Mesh
+from parallel3d.tensor.attention import CausalAttention
+from parallel3d.tensor.context import LayerContext
+from parallel3d.tensor.dropout import RandomKey
+from parallel3d.tensor.kernel import in_words, kernel_of, say_kernel
+from parallel3d.tensor.segments import Segments
+
+pytestmark = pytest.mark.gloo
+
+
+class Operators(TorchDispatchMode):
+    """The names of all operators that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def context():
+    mesh = Mesh()
+    yield LayerContext(mesh.group("tp"), RandomKey(0))
+    mesh.close()
+
+
+def test_it_is_the_one_that_runs_and_is_said_once(context):
+    """Against the operators that torch then calls; on a CPU, dropout alone has no fused kernel."""
+    seen = set()
+    for dropout, kv_heads, isolated, dtype in product(
+        (0.0, 0.1), (2, 4), (False, True), (torch.float32, torch.bfloat16)
+    ):
+        q = torch.randn(2, 4, 16, 8, dtype=dtype)
+        k, v = torch.randn(2, 2, kv_heads, 16, 8, dtype=dtype)
+        segments = Segments.of(torch.arange(16).div(5).long().expand(2, 16)) if isolated else None
+        attention, said = CausalAttention(dropout, "a", context), []
+        say_kernel(nn.Sequential(attention), said.append)
+        with Operators() as ran:
+            for _ in range(2):
+                attention(q, k, v, segments)
+        mask = None if segments is None else segments.mask
+        kernel = kernel_of(q, k, v, mask, dropout)
+        fused = any("flash_attention" in name for name in ran.names)
+        assert kernel == (SDPBackend.FLASH_ATTENTION if fused else SDPBackend.MATH)
+        assert said == [in_words(kernel, q, mask)]
+        seen.add((kernel, dropout))
+    assert seen == {(SDPBackend.FLASH_ATTENTION, 0.0), (SDPBackend.MATH, 0.1)}
+
+
+def test_a_warning_says_how_much_and_what_to_change():
+    q = torch.empty(1, 16, 8192, 128, device="meta")
+    mask = torch.empty(1, 1, 8192, 8192, device="meta")
+    masked = in_words(SDPBackend.MATH, q, mask)
+    assert "4,096 MiB" in masked and "isolate_documents" in masked  # 16 heads x 8192^2 x 4 bytes
+    assert "isolate" not in in_words(SDPBackend.MATH, q, None)
+    assert "WARNING" not in in_words(SDPBackend.CUDNN_ATTENTION, q, mask)
+
+
+def test_nothing_is_said_where_a_rank_has_no_attention(context):
+    said = []
+    say_kernel(nn.Linear(2, 2), said.append)
+    assert not said
