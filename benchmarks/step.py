@@ -31,6 +31,7 @@ def plain(config: Any, batch: list[Microbatch]) -> Step:
     """transformers' model with torch's AdamW, clipping and gradient accumulation."""
     model = models.huggingface(config.family).reference(config)  # type: ignore[union-attr]
     model.set_attn_implementation("sdpa")
+    model.to(batch[0].tokens.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def step() -> None:
@@ -81,9 +82,10 @@ def main() -> None:
         vocab_size=args.vocab,
         max_position_embeddings=args.seq,
     )
-    text = torch.randint(args.vocab, (args.microbatches, args.batch, args.seq + 1))
-    batch = [Microbatch(t[:, :-1].contiguous(), t[:, 1:].contiguous()) for t in text]
     mesh = Mesh()
+    shape = args.microbatches, args.batch, args.seq + 1
+    text = torch.randint(args.vocab, shape, device=mesh.device)
+    batch = [Microbatch(t[:, :-1].contiguous(), t[:, 1:].contiguous()) for t in text]
     zero = {"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0}
     contenders = {
         "plain transformers": plain(config, batch),
@@ -101,6 +103,8 @@ def main() -> None:
         for name, step in contenders.items():
             start = time.perf_counter()
             step()
+            if mesh.device.type != "cpu":
+                torch.accelerator.synchronize()
             if i >= 2:
                 times[name].append(time.perf_counter() - start)
     base = statistics.median(times["plain transformers"])

@@ -1,0 +1,16 @@
+"""Prints what was measured, as a table that docs/gpu.md can hold."""
+
+from tests.gpu import here
+
+
+def pytest_terminal_summary(terminalreporter):
+    if not here.REPORT:
+        return
+    import torch
+
+    device = torch.cuda.get_device_name() if here.COUNT else "CPU"
+    terminalreporter.section(f"measured on {here.COUNT or 'no'} GPUs ({device})")
+    terminalreporter.line(f"torch {torch.__version__}, CUDA {torch.version.cuda}")
+    width = max(len(what) for what, _ in here.REPORT)
+    for what, value in here.REPORT:
+        terminalreporter.line(f"{what:{width}}  {value}")

@@ -1,0 +1,37 @@
+"""What the tests for GPUs have to run on: several, one that all ranks share, or none.
+
+With one GPU the ranks compute on it together and talk through the host, over the backend that keeps
+NCCL's rules (`strict`); with several they talk by NCCL. With none, what needs no kernel of a GPU
+runs on the CPU, so that the tests themselves are tried before a GPU is paid for.
+"""
+
+import os
+
+import pytest
+import torch
+
+COUNT = torch.cuda.device_count()
+SHARED = COUNT == 1
+RANKS = 4 if COUNT < 2 else COUNT
+"""The most ranks that can be asked for."""
+
+if SHARED:
+    os.environ["PARALLEL3D_BACKEND"] = "strict"  # the ranks inherit it
+
+needs_gpu = pytest.mark.skipif(COUNT == 0, reason="no GPU here, and this is about its kernels")
+TOLERANCE = 1e-4 if COUNT else 1e-5  # CUDA's fp32 products round differently than a CPU's
+
+
+def enough(ranks):
+    """Skip where there are fewer devices than that."""
+    if ranks > RANKS:
+        pytest.skip(f"needs {ranks} GPUs, this machine has {COUNT}")
+
+
+REPORT = []
+"""Lines for the end of the test session: what was measured, to be kept in docs/gpu.md."""
+
+
+def report(what, value):
+    """Keep a figure for the table at the end."""
+    REPORT.append((what, value))

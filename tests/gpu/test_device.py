@@ -1,0 +1,202 @@
+"""What a device does with a step: memory, host synchronisations, kernels, clocks, speed."""
+
+import statistics
+import time
+import warnings
+
+import pytest
+import torch
+
+import models
+from benchmarks.step import ours, plain
+from parallel3d import reader
+from parallel3d.config import RunConfig
+from parallel3d.mesh.device import use
+from parallel3d.mesh.mesh import Mesh
+from parallel3d.pipeline.executor import Microbatch
+from parallel3d.plan.memory.peak import per_rank
+from parallel3d.plan.setting import Setting
+from parallel3d.tensor.kernel import kernel_of
+from parallel3d.train.assembly import assemble
+from parallel3d.verify.local_ranks import run_locally
+from tests.gpu import here
+from tests.plan.memory.test_peak_of_real_runs import config_of
+
+pytestmark = pytest.mark.gpu
+
+# Large enough on a GPU that what torch rounds up is little of it.
+MEDIUM = {
+    "hidden_size": 1024, "num_hidden_layers": 12, "num_attention_heads": 16, "vocab_size": 32768,
+    "max_position_embeddings": 1024,
+}  # fmt: skip
+SMALL = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 512}
+SIZES = {"model": MEDIUM, "seq": 1024, "micro": 2} if here.COUNT else {"model": SMALL, "seq": 32}
+
+
+def batch_of(config, mesh):
+    text = torch.randint(config.model.vocab_size, (1 + config.data.sequence_length,))
+    text = text.expand(config.micro_batch_size, -1).to(mesh.device)
+    return [Microbatch(text[:, :-1].contiguous(), text[:, 1:].contiguous())] * (
+        config.num_microbatches
+    )
+
+
+def free_bytes(rank):
+    """Of the device that this rank will have, or has; the first question makes CUDA's context."""
+    return torch.cuda.mem_get_info(rank % here.COUNT)[0] if here.COUNT else 0
+
+
+def look_at_steps(rank, config):
+    """Peak and reserved bytes, what else is gone of the device, synchronisations of a step."""
+    before = free_bytes(rank)
+    mesh = Mesh(config.mesh.pp, config.mesh.dp, config.mesh.tp)
+    parts = assemble(config, mesh)
+    batch = batch_of(config, mesh)
+
+    def step():
+        parts.executor.run(batch, 0)
+        parts.engine.step(1e-4)
+
+    for _ in range(3):
+        step()
+    found = {"peak": 0, "reserved": 0, "outside": 0, "synchronisations": {}}
+    if mesh.device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        torch.cuda.synchronize()
+        found["peak"] = torch.cuda.max_memory_allocated()
+        found["reserved"] = torch.cuda.max_memory_reserved()
+        found["outside"] = before - free_bytes(rank) - torch.cuda.memory_reserved()
+    found["synchronisations"] = counted_synchronisations(mesh.device, step)
+    mesh.barrier()
+    parts.engine.close()
+    return found
+
+
+def counted_synchronisations(device, step):
+    """How often the host waited for the device in a step, by the line that did."""
+    if device.type != "cuda":
+        step()
+        return {}
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        step()
+        torch.cuda.set_sync_debug_mode("default")
+    places = [f"{w.filename.rpartition('site-packages/')[2]}:{w.lineno}" for w in heard]
+    return {place: places.count(place) for place in sorted(set(places))}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "settings"),
+    [
+        ((1, 1, 1), {"zero": 1}),
+        ((1, 1, 1), {"zero": 3, "recompute": "full"}),
+        ((2, 1, 1), {"zero": 1, "schedule": "one_f_one_b"}),
+        ((1, 2, 1), {"zero": 3, "schedule": "one_f_one_b"}),
+        ((1, 1, 2), {"zero": 2, "sp": True, "recompute": "selective"}),
+    ],
+    ids=str,
+)
+def test_memory_and_synchronisations(mesh, settings):
+    """The planner's peak within 10 % on every rank; no synchronisation inside the passes."""
+    pp, dp, tp = mesh
+    here.enough(pp * dp * tp)
+    config = config_of(mesh, **SIZES, **settings)
+    expected = [memory.total for memory in per_rank(Setting.from_config(config))]
+    found = run_locally(look_at_steps, pp * dp * tp, config)
+    name = f"{pp}x{dp}x{tp} " + " ".join(f"{k}={v}" for k, v in settings.items())
+    for rank, row in enumerate(found):
+        # dp and tp ranks of one stage hold the same.
+        plan = expected[rank // (dp * tp)]
+        if not here.COUNT:
+            continue
+        mib = {k: f"{row[k] / 2**20:,.0f}" for k in ("peak", "reserved", "outside")}
+        here.report(
+            f"{name}, rank {rank}",
+            f"plan {plan / 2**20:,.0f} MiB, peak {mib['peak']}, reserved {mib['reserved']}, "
+            f"outside torch {mib['outside']}; synchronisations {row['synchronisations']}",
+        )
+        assert row["peak"] == pytest.approx(plan, rel=0.1)
+
+
+@here.needs_gpu
+def test_no_shipped_config_computes_attention_without_a_fused_kernel():
+    """Torch's choice for one microbatch of each config, at the mesh it ships with."""
+    unfused = []
+    for path in sorted(reader.CONFIGS.glob("*.json")):
+        config = RunConfig.from_json(str(path))
+        if config.is_planned:
+            continue
+        model, seq, tp = config.model, config.data.sequence_length, config.mesh.tp
+        heads = model.num_attention_heads
+        kv_heads = getattr(model, "kv_heads", heads)
+        size = getattr(model, "head_size", model.hidden_size // heads)
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.precision, torch.float32)
+        q, k, v = (
+            torch.empty(1, n // tp, seq, size, dtype=dtype, device="cuda")
+            for n in (heads, kv_heads, kv_heads)
+        )
+        mask = None
+        if config.data.isolate_documents:
+            mask = torch.ones(1, 1, seq, seq, dtype=torch.bool, device="cuda").tril()
+        kernel = kernel_of(q, k, v, mask, getattr(model, "attn_pdrop", 0.0)).name
+        here.report(f"attention of {path.stem}{' with a mask' if mask is not None else ''}", kernel)
+        if kernel == "MATH":
+            unfused.append(path.stem)
+    assert not unfused
+
+
+def trained_twice(rank, config):
+    """The losses of two runs of a few steps from the same weights, as bits."""
+    use(tf32=False, deterministic=True)
+    curves = []
+    for _ in range(2):
+        mesh = Mesh(config.mesh.pp, config.mesh.dp, config.mesh.tp)
+        torch.manual_seed(0)
+        parts = assemble(config, mesh, seed=0)
+        batch, losses = batch_of(config, mesh), []
+        for step in range(4):
+            losses.append(parts.executor.run(batch, step))
+            parts.engine.step(1e-3)
+        curves.append([float(loss).hex() for loss in losses])
+        mesh.barrier()
+        parts.engine.close()
+    return curves
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 1, 1), (1, 1, 2)], ids=str)
+def test_deterministic_runs_have_the_same_bits(sizes):
+    ranks = sizes[0] * sizes[1] * sizes[2]
+    here.enough(ranks)
+    for first, second in run_locally(trained_twice, ranks, config_of(sizes, **SIZES)):
+        assert first == second
+
+
+def test_speed_beside_plain_transformers():
+    """Steps in turns; the ratio goes into the table. On a GPU all of it costs less than 15 %."""
+    mesh = Mesh()
+    config = models.config_class("gpt")(family="gpt", **SIZES["model"])
+    seq = SIZES["seq"]
+    text = torch.randint(config.vocab_size, (4, 2, seq + 1), device=mesh.device)
+    batch = [Microbatch(t[:, :-1].contiguous(), t[:, 1:].contiguous()) for t in text]
+    steps = {"plain": plain(config, batch)}
+    steps |= {f"ZeRO-{z}": ours(config, batch, mesh, zero_stage=z) for z in (1, 3)}
+    times = {name: [] for name in steps}
+    for turn in range(8):
+        for name, step in steps.items():
+            start = time.perf_counter()
+            step()
+            if mesh.device.type != "cpu":
+                torch.accelerator.synchronize()
+            if turn >= 3:
+                times[name].append(time.perf_counter() - start)
+    mesh.close()
+    median = {name: statistics.median(taken) for name, taken in times.items()}
+    for name, seconds in median.items():
+        tokens = text[..., 1:].numel() / seconds
+        ratio = f"{median['plain'] / seconds:.2f} of plain transformers"
+        here.report(f"{name}, fp32, one device", f"{tokens:,.0f} tokens/s, {ratio}")
+    if here.COUNT:
+        assert median["ZeRO-1"] < 1.15 * median["plain"]
