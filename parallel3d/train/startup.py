@@ -24,7 +24,7 @@ from parallel3d.data.sources import silent
 from parallel3d.engine import EngineSettings
 from parallel3d.engine.swap import check_writable
 from parallel3d.errors import ConfigError
-from parallel3d.mesh import device
+from parallel3d.mesh import compute
 from parallel3d.mesh.agree import agree, gather_json, on_first
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.plan.impossible import MOST_BYTES, refuse_impossible
@@ -89,8 +89,8 @@ def find_folder(config: RunConfig, mesh: Mesh, claim: Claim | None) -> Place:
 
 def begin(config: RunConfig, mesh: Mesh, console: Console) -> None:
     """Set how this process computes; say where each rank is, on what, and what was filled in."""
-    device.use(tf32=config.train.tf32, deterministic=config.train.deterministic)
-    console.print(mesh.picture(), *device.describe(mesh.device), *config.notes, sep="\n")
+    compute.use(tf32=config.train.tf32, deterministic=config.train.deterministic)
+    console.print(mesh.picture(), *compute.describe(mesh.device), *config.notes, sep="\n")
 
 
 def check_machine(config: RunConfig, mesh: Mesh) -> None:

@@ -11,7 +11,7 @@ import models
 from benchmarks.step import ours, plain
 from parallel3d import reader
 from parallel3d.config import RunConfig
-from parallel3d.mesh.device import use
+from parallel3d.mesh.compute import use
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.pipeline.executor import Microbatch
 from parallel3d.plan.memory.peak import per_rank
