@@ -8,7 +8,7 @@ the tensor's.
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -88,12 +88,13 @@ class ChunkFile:
     """A safetensors file of chunks, open for reading.
 
     `chunks` gives for each chunk where its bytes begin in the file. Opening reads and checks the
-    header alone, and trusts no number in it. Reads may come from several threads.
+    header alone, and trusts no number in it; where `chunks` is given, by who has done so, it is not
+    read again. Reads may come from several threads.
     """
 
-    chunks: dict[Chunk, int]
+    chunks: Mapping[Chunk, int]
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, chunks: Mapping[Chunk, int] | None = None) -> None:
         """Raises CheckpointError for what is no safetensors file of chunks."""
         self.path = path
         try:
@@ -101,7 +102,7 @@ class ChunkFile:
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be opened: {error.strerror or error}") from None
         try:
-            self.chunks = _parse(self._descriptor, size)
+            self.chunks = _parse(self._descriptor, size) if chunks is None else chunks
         except (OSError, ValueError) as error:
             self.close()
             raise CheckpointError(

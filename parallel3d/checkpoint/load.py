@@ -1,23 +1,22 @@
 """Reads a checkpoint of any mesh straight into this mesh's shards (floor 5)."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from parallel3d.checkpoint.box import Box, overlap, overlapping
-from parallel3d.checkpoint.chunks import Chunk, ChunkFile
+from parallel3d.checkpoint.box import Box
+from parallel3d.checkpoint.chunks import ChunkFile
+from parallel3d.checkpoint.index import Index, Stored, make_index
 from parallel3d.checkpoint.layout import boxes_in_whole, parameter_shapes
+from parallel3d.checkpoint.manifest import shapes_of
 from parallel3d.engine import KINDS, Engine
 from parallel3d.errors import CheckpointError
 from parallel3d.mesh.agree import agree
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.model.spec import LayerSpec, tied_names
-
-_Index = Mapping[tuple[str, str], Sequence[tuple[Chunk, ChunkFile]]]
 
 
 def load(
@@ -31,16 +30,27 @@ def load(
 ) -> None:
     """Fill the engine with the training state in a checkpoint that has been verified.
 
-    Collective. Each rank reads the byte ranges that its own shards need, into their memory.
-    Raises CheckpointError on all ranks if the checkpoint is of another model, or cannot be read.
+    Collective. Each rank reads the byte ranges that its own shards need, into their memory, and
+    opens the files that have them, one at a time. Raises CheckpointError on all ranks if the
+    checkpoint is of another model, or cannot be read.
     """
     check_parameters(folder, state, layers)
+    shapes = shapes_of(state)
+    originals = tied_names(layers)
+    held = {piece.held.name for block in engine.states.blocks for piece in block}
+    index = make_index(folder, files, shapes, {originals.get(n, n) for n in held}, mesh)
 
     def read() -> None:
+        # Elements are counted before they are read: one that is there twice would hide a gap.
+        if twice := index.twice():
+            name, kind, box = twice
+            raise CheckpointError(
+                f"{folder} has elements of {name}'s {kind} twice, in the chunk at "
+                f"{list(box.offsets)}; use another checkpoint"
+            )
         try:
-            with _opened(folder, files) as index:
-                _fill(folder, engine, index, tied_names(layers))
-        except OSError as error:
+            _fill(folder, files, engine, index, originals)
+        except OSError as error:  # of what is offloaded to NVMe
             raise CheckpointError(str(error)) from None
 
     agree(mesh, read)
@@ -62,55 +72,50 @@ def check_parameters(folder: Path, state: Mapping[str, Any], layers: Sequence[La
             )
 
 
-@contextmanager
-def _opened(folder: Path, files: Sequence[str]) -> Iterator[_Index]:
-    """Where the chunks of each parameter and kind are."""
-    index: dict[tuple[str, str], list[tuple[Chunk, ChunkFile]]] = defaultdict(list)
-    with ExitStack() as stack:
-        for name in files:
-            file = stack.enter_context(ChunkFile(folder / name))
-            for chunk in file.chunks:
-                index[chunk.name, chunk.kind].append((chunk, file))
-        for (name, kind), stored in index.items():
-            # Elements are counted as they are read: one that is there twice would hide a gap.
-            if twice := overlapping(chunk.box for chunk, _ in stored):
-                at = list(twice[0].offsets)
-                raise CheckpointError(
-                    f"{folder} has elements of {name}'s {kind} twice, in the chunk at {at}; "
-                    "use another checkpoint"
-                )
-        yield index
-
-
-def _fill(folder: Path, engine: Engine, index: _Index, originals: Mapping[str, str]) -> None:
+def _fill(
+    folder: Path, files: Sequence[str], engine: Engine, index: Index, originals: Mapping[str, str]
+) -> None:
+    """Read block by block, and in each file by file, so that one is open at a time."""
     states = engine.states
     for number, block in enumerate(states.blocks):
         with states.opened(number, write=True) as tensors:
+            reads: dict[int, list[_Read]] = defaultdict(list)
             for piece, kinds in zip(block, tensors, strict=True):
                 name = originals.get(piece.held.name, piece.held.name)
                 stop = piece.start + piece.numel
                 for box, at in boxes_in_whole(piece.held, piece.start, stop):
                     for kind in KINDS:
                         out = kinds[kind][at : at + box.numel].view(box.shape)
-                        found = _read(index.get((name, kind), ()), box, out)
-                        if found != box.numel:
+                        found = list(index.find(name, kind, box))
+                        there = sum(stored.common.numel for stored in found)
+                        if there != box.numel:
                             raise CheckpointError(
-                                f"{folder} has {found} of {box.numel} elements of {name}'s {kind} "
+                                f"{folder} has {there} of {box.numel} elements of {name}'s {kind} "
                                 f"at {list(box.offsets)}; use another checkpoint"
                             )
+                        for stored in found:
+                            reads[stored.file].append(_Read(stored, box, out))
+            for place in sorted(reads):
+                _read(folder / files[place], reads[place])
 
 
-def _read(stored: Sequence[tuple[Chunk, ChunkFile]], box: Box, out: Tensor) -> int:
-    """Read all that is stored of a box into `out`, which has its shape; how many elements."""
-    found = 0
-    for chunk, file in stored:
-        common = overlap(chunk.box, box)
-        if common is not None:
-            target = out
+class _Read(NamedTuple):
+    """A chunk that is stored, and the box of a parameter that a part of it goes into."""
+
+    stored: Stored
+    box: Box
+    out: Tensor
+    """[*box.shape]"""
+
+
+def _read(path: Path, reads: list[_Read]) -> None:
+    """Read from one file, in the order in which the chunks lie there."""
+    places = {read.stored.chunk: read.stored.at for read in reads}
+    with ChunkFile(path, places) as file:
+        for stored, box, out in sorted(reads, key=lambda read: read.stored.at):
+            common = stored.common
             for dim, (there, here, size) in enumerate(
                 zip(common.offsets, box.offsets, common.shape, strict=True)
             ):
-                target = target.narrow(dim, there - here, size)
-            file.read(chunk, common, target)
-            found += common.numel
-    return found
+                out = out.narrow(dim, there - here, size)
+            file.read(stored.chunk, common, out)

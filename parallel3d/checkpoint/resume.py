@@ -1,12 +1,12 @@
 """Finds the checkpoint to go on from: the newest that every rank can verify, or the one asked for.
 
-The ranks share the work: each sees that all files are there with their sizes, and reads every so
-many-th of them whole to compare its digest. What the digests do not find is looked for, too: that
-a file is what its name says, lest the load fails where an older checkpoint would do.
+The ranks share the work: rank 0 sees that all files are there with their sizes, and each reads
+every so many-th of them whole to compare its digest. What the digests do not find is looked for,
+too: that a file is what its name says, lest the load fails where an older checkpoint would do.
 """
 
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from parallel3d.checkpoint import disk
 from parallel3d.checkpoint.chunks import ChunkFile
 from parallel3d.checkpoint.manifest import (
+    Entry,
     check_file,
     read_manifest,
     read_state,
@@ -95,35 +96,58 @@ def set_aside(folder: Path, step: int, mesh: Mesh) -> list[str]:
 def _verified(path: Path, mesh: Mesh) -> Found:
     """The checkpoint; CheckpointError on all ranks, in one line, unless each finds it good."""
 
-    def look() -> Found:
-        try:
-            return _look(path, mesh.rank, mesh.size("world"))
-        except CheckpointError as error:
-            problem = str(error)
-        except OSError as error:
-            problem = f"{error.strerror} ({error.filename})"
-        raise CheckpointError(f"is rejected: {problem} (seen by rank {mesh.rank})")
+    def described() -> tuple[Mapping[str, Entry], dict[str, Any]]:
+        with _rejecting(mesh.rank):
+            return _described(path)
 
-    return agree(mesh, look)
+    def look() -> None:
+        with _rejecting(mesh.rank):
+            _look(path, files, mesh.rank, mesh.size("world"))
+
+    found, state = on_first(mesh, described)
+    files = {name: Entry(*entry) for name, entry in found.items()}
+    agree(mesh, look)
+    return Found(path, tuple(name for name in sorted(files) if name.endswith(_TENSORS)), state)
 
 
-def _look(path: Path, rank: int, world_size: int) -> Found:
+@contextmanager
+def _rejecting(rank: int) -> Iterator[None]:
+    try:
+        yield
+        return
+    except CheckpointError as error:
+        problem = str(error)
+    except OSError as error:
+        problem = f"{error.strerror} ({error.filename})"
+    raise CheckpointError(f"is rejected: {problem} (seen by rank {rank})")
+
+
+def _described(path: Path) -> tuple[Mapping[str, Entry], dict[str, Any]]:
+    """The files that the manifest lists, all there with their sizes, and the state."""
     manifest = read_manifest(path)
-    for number, (name, entry) in enumerate(sorted(manifest.files.items())):
-        reason = ""
-        if number % world_size == rank:
-            reason = check_file(path, name, entry)
-            if not reason and name.endswith(_TENSORS):
-                ChunkFile(path / name).close()  # raises where it is none
-        elif (size := (path / name).stat().st_size) != entry.size:
-            reason = f"is {size} bytes, not {entry.size}"
-        if reason:
-            raise CheckpointError(f"{name} {reason}")
+    for name, entry in sorted(manifest.files.items()):
+        _check_size(path, name, entry)
     state = read_state(path)
     if state.get("step") != manifest.step:
         raise CheckpointError(f"state.json is of step {state.get('step')}, not {manifest.step}")
     shapes_of(state)
     if missing := sorted(_NEEDED - state.keys()):
         raise CheckpointError(f"state.json has no {missing[0]!r}")
-    files = tuple(name for name in sorted(manifest.files) if name.endswith(_TENSORS))
-    return Found(path, files, state)
+    return manifest.files, state
+
+
+def _look(path: Path, files: Mapping[str, Entry], rank: int, world_size: int) -> None:
+    """Read this rank's share of the files to their ends; see that they are as the manifest says."""
+    names = sorted(files)
+    for name in names[rank::world_size]:
+        if reason := check_file(path, name, files[name]):
+            raise CheckpointError(f"{name} {reason}")
+        if name.endswith(_TENSORS):
+            ChunkFile(path / name).close()  # raises where it is none
+    # Who has no share sees that the folder is there at all.
+    _check_size(path, names[rank % len(names)], files[names[rank % len(names)]])
+
+
+def _check_size(path: Path, name: str, entry: Entry) -> None:
+    if (size := (path / name).stat().st_size) != entry.size:
+        raise CheckpointError(f"{name} is {size} bytes, not {entry.size}")

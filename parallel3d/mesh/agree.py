@@ -33,7 +33,7 @@ def on_first(mesh: Mesh, work: Callable[[], Any]) -> Any:
     Collective; its errors are raised as `agree` does.
     """
     mine = agree(mesh, lambda: work() if mesh.rank == 0 else None)
-    return gather_json(mesh, mine, aside=True)[0]
+    return json.loads(mesh.broadcast_text(json.dumps(mine)))
 
 
 def gather_json(mesh: Mesh, value: Any, aside: bool = False) -> list[Any]:

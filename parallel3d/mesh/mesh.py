@@ -158,6 +158,16 @@ class Mesh:
         everyone = self._gather(padded, aside) if max(sizes) else [padded] * len(sizes)
         return [bytes(t[:n].tolist()).decode() for t, n in zip(everyone, sizes, strict=True)]
 
+    def broadcast_text(self, text: str) -> str:
+        """Rank 0's text on every rank, on the group that is aside: no rank receives it twice."""
+        length = torch.tensor([len(text.encode())])
+        wait_with_open_ears(dist.broadcast(length, 0, self._aside, async_op=True))
+        data = torch.zeros(int(length), dtype=torch.uint8)
+        if self.rank == 0:
+            data = torch.tensor(list(text.encode()), dtype=torch.uint8)
+        wait_with_open_ears(dist.broadcast(data, 0, self._aside, async_op=True))
+        return bytes(data.tolist()).decode()
+
     def _gather(self, mine: torch.Tensor, aside: bool = False) -> list[torch.Tensor]:
         everyone = [torch.empty_like(mine) for _ in range(self.size("world"))]
         if aside:

@@ -1,0 +1,48 @@
+"""The index of a checkpoint's chunks: where each is, what is there twice, what belongs nowhere."""
+
+import shutil
+
+import numpy as np
+import pytest
+
+from parallel3d.checkpoint.box import Box, overlap
+from parallel3d.checkpoint.chunks import ChunkFile
+from parallel3d.checkpoint.index import make_index
+from parallel3d.errors import CheckpointError
+from tests.checkpoint.coordinates import Coordinate
+from tests.checkpoint.folders import FIRST, KINDS, SECOND, SHAPES, write_tensors
+
+pytestmark = pytest.mark.gloo
+
+FILES = [FIRST, SECOND]
+ALONE = Coordinate((1, 1, 1), 0)
+
+
+@pytest.mark.parametrize("box", [((0, 0), (5, 2)), ((1, 1), (1, 1)), ((1, 0), (3, 1))])
+def test_it_finds_what_every_header_says(folder, box):
+    box = Box(*box)
+    index = make_index(folder, FILES, SHAPES, ["embedding.weight"], ALONE)
+    for kind in KINDS:
+        expected = set()
+        for number, name in enumerate(FILES):
+            with ChunkFile(folder / name) as file:
+                for chunk, at in file.chunks.items():
+                    if (chunk.name, chunk.kind) == ("embedding.weight", kind):
+                        common = overlap(chunk.box, box)
+                        expected |= {(number, at, chunk, common)} if common else set()
+        assert expected and set(index.find("embedding.weight", kind, box)) == expected
+    assert index.twice() is None
+    assert not list(index.find("blocks.0.norm.weight", "master", Box((0,), (4,))))  # not asked for
+
+
+def test_elements_that_are_there_twice_are_named(folder):
+    shutil.copy(folder / FIRST, folder / "again.safetensors")
+    index = make_index(folder, [*FILES, "again.safetensors"], SHAPES, list(SHAPES), ALONE)
+    assert index.twice() == ("embedding.weight", "master", Box((0, 0), (2, 2)))
+
+
+@pytest.mark.parametrize("key", ["other|master|0", "embedding.weight|master|0"])
+def test_a_chunk_of_no_parameter_is_refused(folder, key):
+    write_tensors(folder / SECOND, {key: np.ones(2, "<f4")})
+    with pytest.raises(CheckpointError, match=f"{SECOND}: '{key.split('|')[0]}.* is not of a"):
+        make_index(folder, FILES, SHAPES, list(SHAPES), ALONE)
