@@ -31,7 +31,7 @@ def pytest_collection_finish(session):
     if any(item.get_closest_marker("gloo") for item in session.items):
         from parallel3d.verify import local_ranks
 
-        local_ranks.PRELOAD += PRELOAD
+        local_ranks.PRELOAD[:] = ["tests.verify.asking", *local_ranks.PRELOAD, *PRELOAD]
 
 
 def pytest_collection_modifyitems(config, items):

@@ -4,8 +4,9 @@ import os
 
 import torch
 
-if not torch.accelerator.is_available():
-    # DeepSpeed asks at its import; without an answer it looks around and prints a warning.
+if torch.accelerator.current_accelerator() is None:  # this build of torch knows of none
+    # DeepSpeed asks at its import; without an answer it looks around and prints a warning. Where
+    # there may be one, the mesh has told it (mesh/device): an import asks no machine.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 from parallel3d.engine.construction import building, writing

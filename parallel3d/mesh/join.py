@@ -1,4 +1,4 @@
-"""How the processes of a launch find each other, and their devices (floor 1)."""
+"""How the processes of a launch find each other (floor 1)."""
 
 import os
 import re
@@ -10,28 +10,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from parallel3d.errors import ConfigError, packed, unpacked
-from parallel3d.mesh.environment import set_allocator
+from parallel3d.errors import packed, unpacked
+from parallel3d.mesh.device import claim_device, identity_of
 from parallel3d.mesh.launch import Launch
 
 _START = "rank 0 starts"  # in the store: "", or the error that it met before it could
 STARTUP_TIMEOUT = timedelta(minutes=30)  # data preparation and compilation happen under it
-
-
-def pick_device(local_rank: int) -> torch.device:
-    """The accelerator of this process, or the CPU where there is none."""
-    set_allocator()
-    if not torch.accelerator.is_available():
-        return torch.device("cpu")
-    count = torch.accelerator.device_count()
-    if local_rank >= count:
-        raise ConfigError(
-            f"local rank {local_rank} has no device: this node shows {count}; start at most "
-            f"{count} processes here"
-        )
-    device = torch.device(torch.accelerator.current_accelerator().type, local_rank)  # type: ignore[union-attr]
-    torch.accelerator.set_device_index(local_rank)
-    return device
 
 
 def rank_0_first(launch: Launch, speak: Callable[[], None], error: Exception) -> None:
@@ -77,6 +61,8 @@ def join(launch: Launch, device: torch.device) -> None:
         store.set(_START, "")
     elif problem := store.get(_START).decode():
         raise unpacked(problem)
+    if backend == "nccl":
+        claim_device(identity_of(device), launch, store)
     dist.init_process_group(
         backend,
         store=store,

@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from parallel3d import fault
 from parallel3d.errors import ConfigError
-from parallel3d.mesh.join import STARTUP_TIMEOUT, join, pick_device
+from parallel3d.mesh.device import pick_device
+from parallel3d.mesh.join import STARTUP_TIMEOUT, join
 from parallel3d.mesh.launch import Launch
 from parallel3d.mesh.picture import draw_mesh
 from parallel3d.mesh.transfer import Transfer
@@ -44,9 +45,10 @@ class Mesh:
         fault.set_rank(launch.rank)
         self.local_rank, self.local_size = launch.local_rank, launch.local_world_size
         self.restart_count = launch.restart_count
-        self.device = pick_device(launch.local_rank)
+        self.device = pick_device(launch)
         # DeepSpeed reads it wherever it wants a device index.
-        os.environ["LOCAL_RANK"] = str(launch.local_rank)
+        index = self.device.index
+        os.environ["LOCAL_RANK"] = str(launch.local_rank if index is None else index)
         if self.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             # Ranks that share cores would otherwise each start a thread for every one of them.
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // launch.local_world_size))

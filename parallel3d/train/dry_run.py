@@ -13,7 +13,7 @@ from parallel3d import hardware, layout
 from parallel3d.checkpoint import room
 from parallel3d.config import RunConfig
 from parallel3d.errors import ConfigError
-from parallel3d.mesh.join import pick_device
+from parallel3d.mesh.device import pick_device
 from parallel3d.mesh.launch import Launch
 from parallel3d.plan.impossible import refuse_impossible
 from parallel3d.plan.memory.peak import fullest
@@ -30,7 +30,7 @@ def machine_of(config: RunConfig, launch: Launch) -> hardware.Hardware:
 
     Raises ConfigError, with what to do, where nothing is known of it.
     """
-    known = known_hardware(config, pick_device(launch.local_rank))
+    known = known_hardware(config, pick_device(launch))
     return known or hardware.load(hardware.THIS_MACHINE)
 
 

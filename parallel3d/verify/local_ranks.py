@@ -1,5 +1,7 @@
 """Runs a function on ranks of this machine, forked from a server that has torch loaded.
 
+The server never asks the machine for GPUs, else its forks could use none: this process does.
+
 Four of them start in 0.12 s. Ranks that live on for the next function would save no more, and cost
 what gloo leaves behind: the event loops of process groups whose peers have let go of theirs spin.
 """
@@ -62,6 +64,9 @@ def run_locally(
     ranks that hang are not printed. All of the processes are gone when it is done. What is sent
     either way is pickled: both ends are this program.
     """
+    from parallel3d.mesh.device import settle_accelerator  # torch, which this file comes before
+
+    settle_accelerator()  # the server inherits what it settles
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     port, ranks = free_port(), []

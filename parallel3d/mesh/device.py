@@ -1,0 +1,64 @@
+"""Which accelerator a process has (floor 1)."""
+
+import os
+
+import torch
+import torch.distributed as dist
+
+from parallel3d.errors import ConfigError
+from parallel3d.mesh.environment import set_allocator
+from parallel3d.mesh.launch import Launch
+
+
+def settle_accelerator() -> str:
+    """The type of this machine's accelerators, "cpu" where there are none; DeepSpeed is told.
+
+    To ask a machine starts CUDA's driver, and what is forked from a process that has asked can use
+    no GPU. So DeepSpeed must be told, before it is imported where ranks are forked: it would ask.
+    """
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    kind = found.type if found else "cpu"
+    if kind in ("cpu", "cuda"):  # of others it knows better than we do
+        os.environ.setdefault("DS_ACCELERATOR", kind)
+    return kind
+
+
+def pick_device(launch: Launch) -> torch.device:
+    """The accelerator of this process, or the CPU where there is none.
+
+    A launcher may show each process one device alone, its own (`srun --gpus-per-task=1`).
+    """
+    set_allocator()
+    kind = settle_accelerator()
+    if kind == "cpu":
+        return torch.device("cpu")
+    count = torch.accelerator.device_count()
+    index = 0 if count == 1 else launch.local_rank
+    if index >= count:
+        raise ConfigError(
+            f"local rank {index} has no device: this node shows {count}; start at most "
+            f"{count} processes here"
+        )
+    torch.accelerator.set_device_index(index)
+    return torch.device(kind, index)
+
+
+def identity_of(device: torch.device) -> str:
+    """What no two devices of a machine have in common; "" where nothing is known of it."""
+    if device.type == "cpu":
+        return ""
+    properties = torch.get_device_module(device).get_device_properties(device)
+    return str(getattr(properties, "uuid", ""))
+
+
+def claim_device(identity: str, launch: Launch, store: dist.Store) -> None:
+    """Raise ConfigError if another rank has the device of that identity: NCCL wants one each."""
+    if not identity:
+        return
+    owner = int(store.compare_set(f"device {identity}", "", str(launch.rank)))
+    if owner != launch.rank:
+        raise ConfigError(
+            f"ranks {owner} and {launch.rank} have one device, {identity}: NCCL wants one for "
+            "each; start as many processes on a node as it has devices, or let the launcher show "
+            "each process one of its own (srun --gpus-per-task=1)"
+        )

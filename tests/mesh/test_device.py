@@ -1,0 +1,63 @@
+"""Which accelerator a process takes, on machines that this one is not."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from parallel3d.errors import ConfigError
+from parallel3d.mesh.device import claim_device, pick_device, settle_accelerator
+from parallel3d.mesh.launch import Launch
+
+pytestmark = pytest.mark.gloo
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Makes it one with so many GPUs that this process sees; gives the device that is current."""
+    chosen = []
+    accelerator = torch.accelerator
+    monkeypatch.setenv("DS_ACCELERATOR", "")  # so that what is set here is undone
+    monkeypatch.delenv("DS_ACCELERATOR")
+    monkeypatch.setattr(accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(accelerator, "set_device_index", chosen.append)
+
+    def with_devices(count):
+        monkeypatch.setattr(accelerator, "is_available", lambda: count > 0)
+        monkeypatch.setattr(accelerator, "device_count", lambda: count)
+        return chosen
+
+    return with_devices
+
+
+@pytest.mark.parametrize(("visible", "local_rank", "index"), [(8, 3, 3), (1, 3, 0), (1, 0, 0)])
+def test_each_process_takes_its_own(machine, visible, local_rank, index):
+    """`srun --gpus-per-task=1` shows each task one alone, whatever its place on the node."""
+    chosen = machine(visible)
+    device = pick_device(Launch(11, 16, local_rank, 8))
+    assert device == torch.device("cuda", index) and chosen == [index]
+    assert os.environ["DS_ACCELERATOR"] == "cuda"
+
+
+def test_more_processes_than_devices(machine):
+    machine(2)
+    with pytest.raises(ConfigError, match="local rank 3 has no device: this node shows 2; start"):
+        pick_device(Launch(3, 4, 3, 4))
+
+
+def test_without_any_it_is_the_cpu(machine, monkeypatch):
+    assert machine(0) == [] and pick_device(Launch(1, 2, 1, 2)) == torch.device("cpu")
+    assert os.environ["DS_ACCELERATOR"] == "cpu"
+    monkeypatch.setenv("DS_ACCELERATOR", "cuda")  # the user's word counts
+    assert settle_accelerator() == "cpu" and os.environ["DS_ACCELERATOR"] == "cuda"
+
+
+def test_two_ranks_that_see_one_device_are_refused_by_name():
+    """One device visible to each may be the same one: four processes on a machine of one GPU."""
+    store = dist.HashStore()
+    for rank, identity in ((0, "GPU-a"), (1, "GPU-b"), (2, ""), (3, "")):
+        claim_device(identity, Launch(rank, 8, rank), store)
+    claim_device("GPU-a", Launch(0, 8, 0), store)
+    with pytest.raises(ConfigError, match=r"ranks 0 and 4 have one device, GPU-a: .*srun"):
+        claim_device("GPU-a", Launch(4, 8, 4), store)
