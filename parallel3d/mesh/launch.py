@@ -1,7 +1,9 @@
 """What a launcher tells each process; known before torch is (floor 1)."""
 
 import os
+import re
 from dataclasses import dataclass
+from itertools import chain, islice, repeat
 
 from parallel3d.errors import ConfigError
 from parallel3d.holder import Job
@@ -42,7 +44,7 @@ class Launch:
                 _launcher(),
             )
         if "SLURM_PROCID" in os.environ and _number("SLURM_NTASKS", default=1) > 1:
-            world_size = _number("SLURM_NTASKS")
+            world_size, local_rank = _number("SLURM_NTASKS"), _number("SLURM_LOCALID")
             if "MASTER_ADDR" not in os.environ:
                 raise ConfigError(
                     "under srun, MASTER_ADDR is not set: set it to the first node's host name, "
@@ -52,7 +54,7 @@ class Launch:
                 _number("SLURM_PROCID", most=world_size - 1),
                 world_size,
                 _number("SLURM_LOCALID", most=world_size - 1),
-                _number("SLURM_NTASKS_PER_NODE", default=1, least=1),
+                _tasks_on_this_node(least=local_rank + 1, most=world_size),
                 jobs=_jobs(),
             )
         return cls(0, 1, 0, jobs=_jobs())
@@ -67,6 +69,25 @@ class Launch:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }
+
+
+def _tasks_on_this_node(least: int, most: int) -> int:
+    """How many processes Slurm started on this node, as it says; `least` where it does not say.
+
+    Of a step it says "8(x4),4": 8 on each of four nodes, 4 on the next. SLURM_NTASKS_PER_NODE is
+    there where that option was given alone, and is a limit.
+    """
+    node = _number("SLURM_NODEID", default=0)
+    for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"):
+        text = os.environ.get(name, "")
+        if not re.fullmatch(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*", text, re.ASCII):
+            continue
+        runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+        sizes = chain.from_iterable(repeat(int(size), int(times or 1)) for size, times in runs)
+        here = int(text) if "NTASKS" in name else next(islice(sizes, node, None), 0)
+        if least <= here <= most:
+            return here
+    return least
 
 
 def _jobs() -> tuple[Job, ...]:
