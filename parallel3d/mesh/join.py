@@ -13,6 +13,7 @@ import torch.distributed as dist
 from parallel3d.errors import packed, unpacked
 from parallel3d.mesh.device import claim_device, identity_of
 from parallel3d.mesh.launch import Launch
+from parallel3d.mesh.network import allow_open_files, choose_interface, connect_on_demand
 
 _START = "rank 0 starts"  # in the store: "", or the error that it met before it could
 STARTUP_TIMEOUT = timedelta(minutes=30)  # data preparation and compilation happen under it
@@ -49,6 +50,7 @@ def join(launch: Launch, device: torch.device) -> None:
     """
     if dist.is_initialized():
         return
+    allow_open_files()
     backend = dist.get_default_backend_for_device(device)
     if launch.world_size == 1 and "MASTER_ADDR" not in os.environ:
         store: dist.Store = dist.HashStore()
@@ -61,7 +63,9 @@ def join(launch: Launch, device: torch.device) -> None:
         store.set(_START, "")
     elif problem := store.get(_START).decode():
         raise unpacked(problem)
+    choose_interface(launch, store, STARTUP_TIMEOUT.total_seconds())
     if backend == "nccl":
+        connect_on_demand()
         claim_device(identity_of(device), launch, store)
     dist.init_process_group(
         backend,

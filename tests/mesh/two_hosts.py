@@ -1,0 +1,30 @@
+"""A rank of one of two hosts, whose own names stand for 127.0.1.1 as Debian's installer has it."""
+
+import json
+import os
+import socket
+import sys
+
+from parallel3d.mesh import network
+from parallel3d.mesh.mesh import Mesh
+
+
+def main():
+    """Join the other three ranks; print what all of them say, and through which interface."""
+    node, local, as_before = map(int, sys.argv[1:])
+    os.environ |= {
+        "RANK": str(2 * node + local), "WORLD_SIZE": "4", "LOCAL_RANK": str(local),
+        "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "29517",
+    }  # fmt: skip
+    assert socket.gethostbyname(socket.gethostname()) == "127.0.1.1"
+    if as_before:
+        network.interface_of = lambda address: ""
+    mesh = Mesh(1, 2, 2)
+    said = mesh.gather_texts(f"{socket.gethostname()} {local}", aside=True)
+    names = [os.environ.get(f"{library}_SOCKET_IFNAME") for library in ("GLOO", "NCCL")]
+    print(json.dumps([said, names]), flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
