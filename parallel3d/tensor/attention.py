@@ -38,7 +38,7 @@ class CausalAttention(nn.Module):
         return y.transpose(1, 2).flatten(-2)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments | None) -> Tensor:
-        self.dropout.seed()
+        self.dropout.seed(q.device)
         return F.scaled_dot_product_attention(
             q,
             k,

@@ -22,18 +22,23 @@ class RandomKey:
     step: int = 0
     microbatch: int = 0
 
-    def seed_generators(self, place: str, tp_rank: int) -> None:
-        """Seed torch's default generators for the stochastic operator that follows."""
+    def seed_generator(self, place: str, tp_rank: int, device: torch.device) -> None:
+        """Seed the device's default generator for the stochastic operator that follows."""
         text = f"{self.seed}/{self.dp_coord}/{self.step}/{self.microbatch}/{place}/{tp_rank}"
         digest = blake2b(text.encode(), digest_size=8).digest()
-        torch.manual_seed(int.from_bytes(digest, "big") >> 1)
+        seed = int.from_bytes(digest, "big") >> 1
+        # torch.manual_seed would seed the generator of every device that this process sees.
+        if device.type == "cpu":
+            torch.default_generator.manual_seed(seed)
+        else:
+            torch.get_device_module(device).manual_seed(seed)  # of the current device
 
 
 class Dropout(nn.Module):
     """Dropout at a named place, over a group that the activation is split over (None: replicated).
 
-    Seeds the default generators, so it also serves operators that draw from them by themselves
-    (`seed()` before scaled_dot_product_attention).
+    Seeds the device's default generator, so it also serves operators that draw from it by
+    themselves (`seed()` before scaled_dot_product_attention).
     """
 
     def __init__(
@@ -47,17 +52,17 @@ class Dropout(nn.Module):
         """The probability now: 0 in evaluation."""
         return self.p if self.training else 0.0
 
-    def seed(self) -> None:
-        """Make the next draw this place's own."""
+    def seed(self, device: torch.device) -> None:
+        """Make the next draw on `device` this place's own."""
         if self.active_p > 0:
             tp_rank = 0 if self.split_over is None else self.split_over.rank()
-            self.key.seed_generators(self.place, tp_rank)
+            self.key.seed_generator(self.place, tp_rank, device)
 
     def forward(self, x: Tensor) -> Tensor:
         """x of any shape -> the same shape, elements zeroed with probability p, the rest scaled."""
         if self.active_p == 0:
             return x
-        self.seed()
+        self.seed(x.device)
         # The operator of every accelerator, also on a CPU, where F.dropout keeps a float mask.
         return torch.native_dropout(x, self.p, True)[0]
 

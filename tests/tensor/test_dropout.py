@@ -87,10 +87,25 @@ def test_none_in_evaluation():
     assert dropout(x) is x
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    dropout.seed()
+    dropout.seed(x.device)
     dropout(x)
     assert torch.equal(torch.get_rng_state(), before)
     assert dropout.train().active_p == 0.5
+
+
+def test_one_generator_is_seeded(monkeypatch):
+    """The device's own, as torch.manual_seed seeds it; those of its peers are other ranks'."""
+    dropout, seeds = Dropout(0.5, "here", RandomKey(0)), []
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    monkeypatch.setattr(torch.cuda, "manual_seed", seeds.append)
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", None)
+    dropout.seed(torch.device("cuda"))
+    assert torch.equal(torch.get_rng_state(), before)
+    monkeypatch.setattr(torch, "manual_seed", None)
+    dropout.seed(torch.device("cpu"))
+    expected = torch.Generator().manual_seed(*seeds).get_state()
+    assert torch.equal(torch.get_rng_state(), expected)
 
 
 def block_on_rank(mesh):
@@ -121,7 +136,7 @@ def gradients(block, key, recompute):
 
 
 def recomputed(rank, seeded):
-    unseeded = patch.object(Dropout, "seed", lambda self: None)
+    unseeded = patch.object(Dropout, "seed", lambda self, device: None)
     with nullcontext() if seeded else unseeded:
         block, key = block_on_rank(Mesh(1, 1, 2))
         kept, outputs = gradients(block, key, recompute=False)
