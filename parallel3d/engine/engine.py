@@ -32,15 +32,22 @@ _BUCKET = 500_000_000  # DeepSpeed's own reduce_bucket_size
 class StepResult:
     """The gradient's true norm over the mesh before clipping, and whether a step was taken.
 
+    `norm` stays on the device; `grad_norm` waits for it.
+
     `overflow`: an fp16 gradient was too large for the loss scale, so every rank skipped the step
     (its norm is infinite) and the scale goes down; training goes on. `loss_scale`: what the step's
     loss was multiplied by; 1 outside fp16.
     """
 
-    grad_norm: float
+    norm: Tensor | float
     applied: bool
     overflow: bool = False
     loss_scale: float = 1.0
+
+    @cached_property
+    def grad_norm(self) -> float:
+        """The norm as a number."""
+        return float(self.norm)
 
 
 class _Module(nn.Module):
@@ -108,7 +115,7 @@ class Engine:
         self._check_groups()
         self._finish_scale = fp16.grow_scale_after_step(self._deepspeed.optimizer)
         self._counters = core.ReleaseCounters()
-        self.step_seconds = 0.0  # of the last step
+        self.timed, self.step_seconds = False, 0.0  # whether a step is, and of the last one
         self._deferred: core.DeferredReduction | None = None
         summed = [h.parameter for h in self.held if h.tied_across or h.partial]
         if summed and not settings.reduces_once:
@@ -195,14 +202,14 @@ class Engine:
         return float(self._deepspeed.optimizer.loss_scale)
 
     def step(self, lr: float) -> StepResult:
-        """Clip by the norm over the whole mesh and update the weights.
+        """Clip by the norm over the whole mesh and update the weights, or queue what does.
 
         Raises TrainingError on every rank if fp16 gradients overflow at the smallest loss scale.
         """
         optimizer = self._deepspeed.optimizer
         for group in optimizer.param_groups:
             group["lr"] = lr
-        began = time.perf_counter()
+        began = self._now()
         scale, last = self.loss_scale, fp16.at_last_loss_scale(optimizer)
         self._deepspeed.step()
         self._finish_scale()
@@ -210,7 +217,7 @@ class Engine:
         applied = bool(self._deepspeed.was_step_applied())
         if not applied:
             fp16.forget_skipped_gradients(optimizer)
-        self.step_seconds = time.perf_counter() - began
+        self.step_seconds = self._now() - began
         overflow = self.settings.precision == "fp16" and not applied
         if overflow and last:
             raise TrainingError(
@@ -218,11 +225,17 @@ class Engine:
                 "Lower optimizer.params.lr, lengthen the warm-up, or use bf16"
             )
         return StepResult(
-            grad_norm=float("nan") if norm is None else float(norm),
+            norm=float("nan") if norm is None else norm,
             applied=applied,
             overflow=overflow,
             loss_scale=scale,
         )
+
+    def _now(self) -> float:
+        """Seconds; with the device's work done, where a step is timed."""
+        if self.timed:
+            torch.get_device_module(self.mesh.device).synchronize()
+        return time.perf_counter()
 
     def full_parameter(self, held: HeldParameter) -> Tensor:
         """The fp32 value of this tp rank's part of a parameter.

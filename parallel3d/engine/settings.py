@@ -113,6 +113,8 @@ class EngineSettings:
             "zero_force_ds_cpu_optimizer": False,
             "zero_allow_untested_optimizer": True,
             "steps_per_print": None,
+            # From the third step on it would wait for the device before every forward.
+            "timers": {"throughput": {"enabled": False}},
         }
 
 

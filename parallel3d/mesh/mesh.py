@@ -140,10 +140,25 @@ class Mesh:
         if self.backend == "gloo":
             self._transfer_timeout = timedelta(seconds=seconds)
 
-    def gather_floats(self, values: Sequence[float]) -> list[list[float]]:
-        """Every rank's `values` (equally many on each), in the order of global ranks."""
-        mine = torch.tensor(values, dtype=torch.float64, device=self.device)
-        return [t.tolist() for t in self._gather(mine)]
+    def gather_floats(self, values: Sequence[float | torch.Tensor]) -> list[list[float]]:
+        """Every rank's `values` (equally many on each), in the order of global ranks.
+
+        The host waits for the device once, to read the answer; a value that is on the device yet,
+        a tensor of one element, stays there until then.
+        """
+        known = [0.0 if isinstance(v, torch.Tensor) else v for v in values]
+        pinned = self.device.type != "cpu"  # a copy of other memory would wait for the device
+        mine = torch.tensor(known, dtype=torch.float64, pin_memory=pinned)
+        mine = mine.to(self.device, non_blocking=True)
+        for place, value in zip(mine, values, strict=True):
+            if isinstance(value, torch.Tensor):
+                place.copy_(value.detach().reshape(()), non_blocking=True)
+        everyone = mine.new_empty(self.size("world") * len(known))
+        # Its name from torch 2.13 on; the older one warns there.
+        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+        gather(everyone, mine)
+        rows: list[list[float]] = everyone.view(-1, len(known)).tolist()
+        return rows
 
     def gather_texts(self, text: str, aside: bool = False) -> list[str]:
         """Every rank's text, in the order of global ranks (bytes: no pickle on the network).

@@ -1,9 +1,8 @@
 """Runs one pipeline program: the schedule's own list, action by action (floor 4)."""
 
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from parallel3d.engine import Engine
 from parallel3d.errors import ScheduleError
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.transfer import Transfer
+from parallel3d.pipeline.clock import DeviceClock
 from parallel3d.schedule.action import RUNNABLE
 from parallel3d.schedule.schedule import Action, Op, Schedule, Span
 from parallel3d.tensor.dropout import RandomKey
@@ -35,9 +35,9 @@ class Executor:
 
     `hidden_shape` is the shape of what passes between stages: [batch, seq, hidden], or [batch,
     seq / tp, hidden] under sequence parallelism. Raises ScheduleError at once if the program holds
-    an action that cannot be run. After a run, `spans` has the seconds of each action since
-    `started` (unix time); a compute starts when what it waits for is there. At `ended` the
-    gradients are reduced.
+    an action that cannot be run. A run only queues the device's work; with `timed`, for which the
+    device is waited for, `spans` has the seconds of each action since `started` (unix time); a
+    compute starts when what it waits for is there. At `ended` the gradients are reduced.
     """
 
     def __init__(
@@ -65,15 +65,18 @@ class Executor:
         for action in self._program:
             if action.op not in RUNNABLE:
                 raise ScheduleError(f"{schedule.name}: the executor cannot run {action}")
+        self._no_loss = torch.zeros((), device=mesh.device)
         self._trains = any(action.op is Op.B for action in self._program)
+        self.timed = False
         self.spans: list[Span] = []
         self.started = self.ended = 0.0
 
-    def run(self, batch: list[Microbatch], step: int = 0) -> float:
+    def run(self, batch: list[Microbatch], step: int = 0) -> Tensor:
         """Run the program over one batch of `num_microbatches`.
 
         With backward actions in the program the gradients are left summed, reduced and ready for
-        `engine.step`. Gives the mean loss on a rank that holds the last stage, 0.0 elsewhere.
+        `engine.step`. Gives the mean loss [] on a rank that holds the last stage, 0 elsewhere; it
+        stays on the device.
         """
         assert len(batch) == self.schedule.num_microbatches
         self._batch, self._key.step = batch, step
@@ -84,29 +87,20 @@ class Executor:
         self._arriving: dict[Action, Transfer] = {}
         self._sending: list[tuple[Transfer, Tensor]] = []
         self._losses: list[Tensor] = []
+        clock = DeviceClock(self.mesh.device) if self.timed else None
+        marks, self.spans = [], []
         with self.engine.accumulation() if self._trains else nullcontext():
-            self.started = time.time()
-            marks = [self._timed(action) for action in self._program]
+            for action in self._program:
+                if action.is_compute:
+                    self._wait(action)
+                start = clock.mark() if clock else None
+                self._run[action.op](action.stage, action.microbatch)
+                if clock:
+                    marks.append((action, start, clock.mark()))
             self._finish_sends()
-        self.ended = time.time()
-        loss = float(torch.stack(self._losses).sum()) if self._losses else 0.0
-        self.spans = _spans(marks)
-        return loss
-
-    def _timed(self, action: Action) -> tuple[Action, Any, Any]:
-        if action.is_compute:
-            self._wait(action)
-        start = self._mark()
-        self._run[action.op](action.stage, action.microbatch)
-        return action, start, self._mark()
-
-    def _mark(self) -> Any:
-        """Now, on the device's own clock: work is queued there long before it runs."""
-        if self.mesh.device.type == "cpu":
-            return time.perf_counter()
-        event = torch.Event(self.mesh.device, enable_timing=True)
-        event.record()
-        return event
+        if clock:
+            self.started, self.ended, self.spans = clock.spans(marks)
+        return torch.stack(self._losses).sum() if self._losses else self._no_loss
 
     def _forward(self, stage: int, microbatch: int) -> None:
         x, labels, documents = self._batch[microbatch]
@@ -188,17 +182,3 @@ class Executor:
         for work, _ in self._sending:
             work.wait()
         self._sending.clear()
-
-
-def _spans(marks: list[tuple[Action, Any, Any]]) -> list[Span]:
-    """Seconds since the program's first action."""
-    if not marks:
-        return []
-    origin = marks[0][1]
-    if isinstance(origin, float):
-        return [Span(action, start - origin, end - origin) for action, start, end in marks]
-    marks[-1][2].synchronize()
-    return [
-        Span(action, origin.elapsed_time(start) / 1e3, origin.elapsed_time(end) / 1e3)
-        for action, start, end in marks
-    ]

@@ -28,6 +28,7 @@ from torch.profiler import profile, supported_activities
 from parallel3d.config.settings import ProfileConfig
 from parallel3d.mesh.agree import gather_json
 from parallel3d.mesh.mesh import Mesh
+from parallel3d.pipeline.clock import timing
 from parallel3d.pipeline.executor import Executor
 from parallel3d.schedule import draw
 from parallel3d.schedule.schedule import Action, Span
@@ -101,7 +102,8 @@ class Profiler:
             # The device has nothing left to do, so the first action starts when it is queued.
             torch.accelerator.synchronize()
         start = time.time()
-        yield
+        with timing(self._executor):
+            yield
         spans = [(str(action), begin, end) for action, begin, end in self._executor.spans]
         self._steps.append(_Step(number, start, time.time(), self._executor.started, spans))
         if number == self._chosen[-1]:

@@ -6,21 +6,19 @@ from collections import deque
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from statistics import fmean, stdev
-from typing import NoReturn
-
-import torch
+from typing import Any, NamedTuple, NoReturn
 
 from parallel3d.checkpoint.save import MOST_FAILURES, Saver
 from parallel3d.checkpoint.state import Position, RunState
 from parallel3d.config import RunConfig
 from parallel3d.config.learning_rate import rate
-from parallel3d.data.batches import Batches, documents_of, first_sample, num_evaluation_batches
+from parallel3d.data.batches import num_evaluation_batches
 from parallel3d.data.corpus import Corpus
 from parallel3d.errors import TrainingError
 from parallel3d.fault import fault_point
 from parallel3d.mesh.mesh import Mesh
-from parallel3d.pipeline.executor import Microbatch
 from parallel3d.train.assembly import Assembly
+from parallel3d.train.feed import Feed
 from parallel3d.train.metrics import MetricsWriter, StepMetrics, peak_memory_bytes
 from parallel3d.train.profiler import Profiler
 from parallel3d.train.progress import Progress
@@ -53,6 +51,19 @@ class Result:
     stopped: bool = False
 
 
+class _Row(NamedTuple):
+    """What a rank says of a step to all others."""
+
+    loss: Any
+    """Of its part of the batch; the first two are on the device until all is gathered."""
+    norm: Any
+    memory: float
+    stop: float
+    """Whether it is asked to stop, to save, and whether it can save no more: 1 or 0."""
+    save: float
+    broken: float
+
+
 class Trainer:
     """Trains from `position` to `train.steps`, evaluating and saving on the way.
 
@@ -78,7 +89,6 @@ class Trainer:
         self.config, self.mesh, self.engine = config, mesh, parts.engine
         self.executor, self.evaluator = parts.executor, parts.evaluator
         self.flops_per_token, self.peak_flops = parts.flops_per_token, peak_flops
-        self._end_of_text = corpus.end_of_text
         self.writer, self.progress, self.profiler = writer, progress, profiler
         say = progress.say if progress else None
         self.watch = watch_of(config, mesh, parts, say=say)
@@ -86,9 +96,7 @@ class Trainer:
         self.position = position or Position()
         self._state = RunState(config, corpus) if saver else None
         self._stall: float | None = None  # of the newest save, until a line of metrics has it
-        length = config.data.sequence_length
-        self._training = Batches(corpus.train, length, config.train.seed)
-        self._held_out = Batches(corpus.held_out, length, seed=None)
+        self._feed = Feed(config, mesh, corpus)
 
     def run(self) -> Result:
         """Train; raises TrainingError on every rank if a loss or gradient is not finite.
@@ -116,9 +124,9 @@ class Trainer:
                 self._warn_if_slow(taken)
             self.position = self.position.after(self.config)
             result.steps = step + 1
-            result.loss = self._mean_loss([row[0] for row in rows])
+            result.loss = self._mean_loss([row.loss for row in rows])
             losses.append(result.loss)
-            result.peak_memory_bytes = [int(row[1]) for row in rows]
+            result.peak_memory_bytes = [int(row.memory) for row in rows]
             result.stopped = self.stop.stopping or result.steps == self._stop_after
             held_out = None if result.stopped else self._evaluated(result)
             self._report(self._metrics(step, result.loss, lr, taken, rows, held_out))
@@ -156,10 +164,10 @@ class Trainer:
         config = self.config
         size = config.global_batch_size
         limit = -(-config.train.evaluate_samples // size)
-        rounds = num_evaluation_batches(self._held_out.num_samples, size, limit)
+        rounds = num_evaluation_batches(self._feed.num_held_out, size, limit)
         losses = []
         for i in range(rounds):
-            local = self.evaluator.run(self._batch(self._held_out, i * size))
+            local = self.evaluator.run(self._feed.held_out(i * size))
             rows = self.mesh.gather_floats([local, *self.stop.flags()])
             self.stop.agree([row[1:] for row in rows])
             if self.stop.stopping:
@@ -197,27 +205,33 @@ class Trainer:
             self.saver.require_saved()
             self.stop.finished()
 
-    def _step(self, step: int, lr: float) -> list[list[float]]:
-        """One step; each rank's loss, peak memory, and wishes to stop and to save."""
-        loss = self.executor.run(self._batch(self._training, self.position.next_sample), step)
+    def _step(self, step: int, lr: float) -> list[_Row]:
+        """One step; what each rank says of it.
+
+        The device gets all of its work before the host waits for it, once, to read what it came to:
+        so a step from a loss that is not finite is taken, and nothing of it saved.
+        """
+        loss = self.executor.run(self._feed.training(self.position.next_sample), step)
+        self._done = self.engine.step(lr)
         memory, broken = peak_memory_bytes(self.mesh.device), bool(self.saver and self.saver.broken)
-        rows = self.mesh.gather_floats([loss, memory, *self.stop.flags(), broken])
-        for rank, (local, *_) in enumerate(rows):
-            if not math.isfinite(local):
+        stop, save = self.stop.flags()
+        mine = _Row(loss, self._done.norm, memory, stop, save, broken)
+        rows = [_Row(*row) for row in self.mesh.gather_floats(mine)]
+        for rank, row in enumerate(rows):
+            if not math.isfinite(row.loss):
                 self._give_up(
-                    f"the loss on rank {rank} is {local} at step {step + 1}, lr {lr:.3g}; "
+                    f"the loss on rank {rank} is {row.loss} at step {step + 1}, lr {lr:.3g}; "
                     "all ranks stop. Lower optimizer.params.lr, lengthen the warm-up, or look "
                     "at the data of this step"
                 )
-        self.stop.agree([row[2:4] for row in rows])
-        if any(row[-1] for row in rows):
+        self.stop.agree([[row.stop, row.save] for row in rows])
+        if any(row.broken for row in rows):
             raise TrainingError(
                 f"{MOST_FAILURES} checkpoints in a row could not be saved; all ranks stop. The "
                 "ones before them stand: make room or mend the disk, and start again"
             )
-        self._done = self.engine.step(lr)
-        norm = self._done.grad_norm
-        if not self._done.overflow and (not math.isfinite(norm) or norm < 0):
+        self._norm = rows[self.mesh.rank].norm
+        if not self._done.overflow and (not math.isfinite(self._norm) or self._norm < 0):
             self._give_up(
                 f"the gradient norm is not finite at step {step + 1}, lr {lr:.3g}, although the "
                 "losses are; all ranks stop. Lower optimizer.params.lr, or try fp32"
@@ -229,25 +243,6 @@ class Trainer:
         if self.saver:
             self.saver.finish()
         raise TrainingError(message)
-
-    def _batch(self, batches: Batches, start: int) -> list[Microbatch]:
-        """This data-parallel coordinate's microbatches of the batch from sample `start` on."""
-        config, result = self.config, []
-        for m in range(config.num_microbatches):
-            first = first_sample(
-                start,
-                m,
-                self.mesh.coord("dp"),
-                micro_batch=config.micro_batch_size,
-                num_microbatches=config.num_microbatches,
-                dp=self.mesh.size("dp"),
-            )
-            tokens, labels = batches.microbatch(first, config.micro_batch_size)
-            arrays = [tokens, labels]
-            if config.data.isolate_documents:
-                arrays.append(documents_of(tokens, self._end_of_text))
-            result.append(Microbatch(*(torch.from_numpy(x).to(self.mesh.device) for x in arrays)))
-        return result
 
     def _mean_loss(self, locals_: list[float]) -> float:
         """The loss over the batch; every tp rank of the last stage reports its dp share's."""
@@ -265,7 +260,7 @@ class Trainer:
         loss: float,
         lr: float,
         seconds: float,
-        rows: list[list[float]],
+        rows: list[_Row],
         held_out: float | None,
     ) -> StepMetrics:
         tokens_per_second, tflops, mfu = self._speed(seconds)
@@ -273,13 +268,13 @@ class Trainer:
         return StepMetrics(
             step=step + 1,
             loss=loss,
-            grad_norm=self._done.grad_norm,
+            grad_norm=self._norm,
             lr=lr,
             tokens=self.position.tokens,
             tokens_per_second=tokens_per_second,
             tflops_per_device=tflops,
             mfu=mfu,
-            peak_memory_bytes=int(max(row[1] for row in rows)),
+            peak_memory_bytes=int(max(row.memory for row in rows)),
             step_seconds=seconds,
             held_out_loss=held_out,
             loss_scale=self._done.loss_scale if self.config.fp16.enabled else None,

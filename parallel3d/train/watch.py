@@ -16,6 +16,7 @@ from parallel3d.config import RunConfig
 from parallel3d.mesh.agree import gather_json
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.traffic import Traffic
+from parallel3d.pipeline.clock import timing
 from parallel3d.schedule.action import Op
 from parallel3d.train.assembly import Assembly
 
@@ -51,10 +52,12 @@ class Watch:
         chosen = () if logger.prof_all else logger.prof_ops
         traffic = Traffic(self._mesh, chosen) if count else None
         began = time.perf_counter()
-        with traffic or nullcontext():
+        times = self._config.wall_clock_breakdown
+        timed = (self._parts.executor, self._parts.engine) if times else ()
+        with traffic or nullcontext(), timing(*timed):
             yield
         taken = time.perf_counter() - began
-        if self._config.wall_clock_breakdown:
+        if times:
             self._add(taken)
             if last or (number + 1) % self._config.steps_per_print == 0:
                 self._show_times(number + 1)

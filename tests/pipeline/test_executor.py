@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from parallel3d.errors import ScheduleError
+from parallel3d.pipeline.clock import timing
 from parallel3d.pipeline.executor import Executor
 from parallel3d.schedule.action import RUNNABLE
 from parallel3d.schedule.schedule import Action, Op, Schedule, peak_in_flight
@@ -63,7 +64,8 @@ def watched_step(rank, case):
 
     recording("isend"), recording("irecv")
     executor._run = {op: watching(method) for op, method in executor._run.items()}
-    executor.run(trainer.batches()[0])
+    with timing(executor):
+        executor.run(trainer.batches()[0])
     left = [executor._inputs, executor._outputs, executor._gradients, executor._arriving]
     where = [mesh.coord(axis) for axis in ("pp", "dp", "tp")]
     return executor.spans, transfers, alive, sum(map(len, left)), *where
@@ -183,7 +185,7 @@ def train_and_evaluate(case, evaluations):
     for step, batch in enumerate(trainer.batches()):
         for _ in range(evaluations):
             evaluator.run(batch)
-        losses.append(trainer.executor.run(batch, step))
+        losses.append(float(trainer.executor.run(batch, step)))
         for _ in range(evaluations):
             evaluator.run(batch)  # the gradients wait for the step meanwhile
         norms.append(trainer.engine.step(trainer.lr).grad_norm)

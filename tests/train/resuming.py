@@ -3,6 +3,7 @@
 import json
 import pickle
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 
@@ -18,7 +19,8 @@ def train(trainer, first, last):
     for step, batch in enumerate(trainer.batches()):
         if first <= step < last:
             loss = trainer.executor.run(batch, step)
-            said.append((loss, trainer.engine.step(trainer.lr)))
+            done = trainer.engine.step(trainer.lr)
+            said.append((float(loss), replace(done, norm=done.grad_norm)))
     return said
 
 

@@ -1,0 +1,84 @@
+"""When the actions of a pipeline program ran, on the device's clock and on the node's (floor 4)."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from parallel3d.schedule.schedule import Action, Span
+
+_TRIES = 5  # to read two clocks at one moment
+_CLOSE = 2e-5  # seconds between two looks at one clock that are near enough
+
+
+class Timed(Protocol):
+    """What waits for the device to tell times, if `timed` says so."""
+
+    timed: bool
+
+
+@contextmanager
+def timing(*parts: Timed) -> Iterator[None]:
+    """Let the parts time their steps meanwhile."""
+    before = [part.timed for part in parts]
+    for part in parts:
+        part.timed = True
+    try:
+        yield
+    finally:
+        for part, was in zip(parts, before, strict=True):
+            part.timed = was
+
+
+class DeviceClock:
+    """Marks moments in the order of the device's work: it is queued long before it runs.
+
+    On a CPU, whose work is done when a call returns, marks are seconds of this process.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._first_seen: float | None = None  # unix time, of an accelerator's first mark
+
+    def mark(self) -> Any:
+        """The moment at which all that was queued so far is done."""
+        if self._device.type == "cpu":
+            return time.perf_counter()
+        if self._first_seen is None:
+            self._first_seen = time.time()
+        event = torch.Event(self._device, enable_timing=True)
+        event.record()
+        return event
+
+    def spans(self, marks: list[tuple[Action, Any, Any]]) -> tuple[float, float, list[Span]]:
+        """Unix times of the first mark and of now, and each action's seconds since the former.
+
+        `marks`: actions with the marks before and after. Waits until the device is done.
+        """
+        end = self.mark()
+        first = marks[0][1] if marks else end
+        if self._device.type == "cpu":
+            started = first + _unix_minus_process_time()
+            seconds = [(action, a - first, b - first) for action, a, b in marks]
+            return started, started + end - first, [Span(*s) for s in seconds]
+        end.synchronize()
+        assert self._first_seen is not None
+        spans = [
+            Span(action, first.elapsed_time(a) / 1e3, first.elapsed_time(b) / 1e3)
+            for action, a, b in marks
+        ]
+        return self._first_seen, self._first_seen + first.elapsed_time(end) / 1e3, spans
+
+
+def _unix_minus_process_time() -> float:
+    """Unix time less `time.perf_counter`, even if the process is put aside between two looks."""
+    best, offset = float("inf"), 0.0
+    for _ in range(_TRIES):
+        before, unix, after = time.perf_counter(), time.time(), time.perf_counter()
+        if after - before < best:
+            best, offset = after - before, unix - (before + after) / 2
+        if best < _CLOSE:
+            break
+    return offset

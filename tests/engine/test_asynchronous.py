@@ -1,0 +1,114 @@
+"""Where the host waits for the device in a step, with DeepSpeed on its branches for accelerators."""
+
+from functools import cache
+
+import pytest
+
+from parallel3d.verify.local_ranks import run_locally
+from tests.asynchronous import asynchronous
+from tests.cases import Case, Trainer
+
+pytestmark = pytest.mark.gloo
+
+MICROBATCHES = 4
+OURS = {("tolist", "parallel3d/mesh/mesh.py:gather_floats"): 1}  # all that a step says, once
+ZERO = "deepspeed/runtime/zero/"
+INVALID = "bool", "deepspeed/runtime/utils.py:is_invalid_grad_norm"
+FETCH = "event.synchronize", f"{ZERO}partitioned_param_coordinator.py:_fetch_sub_module_impl"
+REDUCED = "stream.synchronize", f"{ZERO}stage3.py:independent_gradient_partition_epilogue"
+BUCKET = "event.synchronize", f"{ZERO}stage3.py:__reduce_and_partition_ipg_grads"
+OVERFLOW_12 = "item", f"{ZERO}stage_1_and_2.py:has_overflow"
+OVERFLOW_3 = "item", f"{ZERO}stage3.py:has_overflow"
+# ZeRO-3 lets the host be two gathers ahead. This model's modules gather so often a microbatch:
+GATHERS, AGAIN = 82, 30  # and with their forwards run again
+ONCE, OFTEN = {"reduction": "per_step"}, {"reduction": "per_microbatch"}
+FULL = {"checkpointing": "full"}
+
+# The norm is looked at before it is used: once, and once for each of two groups at ZeRO 0 to 2.
+NORM_12, NORM_3 = {INVALID: 3}, {INVALID: 1}
+IN_PASSES_3 = {FETCH: GATHERS * MICROBATCHES, BUCKET: 1, REDUCED: 1}
+CASES = {
+    "zero1": (1, ONCE, {}, NORM_12),
+    "zero3": (3, ONCE, IN_PASSES_3, NORM_3),
+}
+MORE = {
+    "zero0": (0, ONCE, {}, NORM_12),
+    "zero1 often": (1, OFTEN, {}, NORM_12),
+    "zero2": (2, ONCE, {}, NORM_12),
+    "zero2 often": (2, OFTEN, {}, NORM_12),
+    "zero2 bf16": (2, {"precision": "bf16"}, {}, {OVERFLOW_12: 1, **NORM_12}),
+    "zero2 fp16": (2, {"precision": "fp16"}, {}, {OVERFLOW_12: 1, **NORM_12}),
+    "zero3 often": (
+        3,
+        OFTEN,
+        {FETCH: GATHERS * MICROBATCHES, REDUCED: MICROBATCHES, BUCKET: MICROBATCHES},
+        NORM_3,
+    ),
+    "zero3 full": (
+        3,
+        FULL,
+        {FETCH: (GATHERS + AGAIN) * MICROBATCHES, BUCKET: 1, REDUCED: 1},
+        NORM_3,
+    ),
+    "zero3 bf16": (3, {"precision": "bf16"}, IN_PASSES_3, NORM_3),
+    "zero3 fp16": (3, {"precision": "fp16"}, IN_PASSES_3, {OVERFLOW_3: 1, **NORM_3}),
+}
+
+
+def steps_on_rank(rank, cases):
+    """Of each case: what its steps came to, and where the host waited in the last one.
+
+    DeepSpeed times steps from the third on. Last comes the first case on the CPU as it is.
+    """
+    with asynchronous() as waits:
+        found = [steps_of(case, waits.take) for case in cases]
+    return [*found, steps_of(cases[0], dict)]
+
+
+def steps_of(case, take):
+    trainer, said = Trainer(case), []
+    for step, batch in enumerate(trainer.batches()):
+        take()
+        loss = trainer.executor.run(batch, step)
+        in_passes = take()
+        done = trainer.engine.step(trainer.lr)
+        in_step = take()
+        rows = trainer.mesh.gather_floats([loss, done.norm])
+        said += [value for row in rows for value in row]
+    waited = in_passes, in_step, take()
+    trainer.close()
+    return said, waited
+
+
+def case_of(stage, kinds):
+    return Case(
+        mesh=(1, 2, 1), schedule="one_f_one_b", microbatches=MICROBATCHES, batch=8, steps=4,
+        zero_stage=stage, **kinds,
+    )  # fmt: skip
+
+
+@cache
+def ran(names):
+    cases = [case_of(*(CASES | MORE)[name][:2]) for name in names]
+    return run_locally(steps_on_rank, 2, cases)
+
+
+def check(table):
+    for found in ran(tuple(table)):
+        *found, (as_it_is, nothing) = found
+        assert nothing == ({}, {}, {})
+        for (name, (_, kinds, in_passes, in_step)), (said, waited) in zip(
+            table.items(), found, strict=True
+        ):
+            assert waited == (in_passes, in_step, OURS), name
+            half = kinds.get("precision", "fp32") != "fp32"
+            assert said == pytest.approx(as_it_is, rel=1e-2 if half else 1e-5), name
+
+
+def test_the_host_waits_where_zero_must_and_once_for_us():
+    check(CASES)
+
+
+@pytest.mark.slow
+def test_the_host_waits_where_zero_must_in_full():
+    check(MORE)

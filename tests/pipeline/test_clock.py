@@ -1,0 +1,76 @@
+"""Times of actions: on a busy machine, on a device with a clock of its own, and none unasked."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from parallel3d.pipeline import clock
+from parallel3d.schedule.schedule import Action, Op, Span
+from tests.cases import Case, Trainer
+
+pytestmark = pytest.mark.gloo
+
+FORWARD, BACKWARD = Action(Op.F, 0, 0), Action(Op.B, 0, 0)
+
+
+def test_a_process_that_is_put_aside_between_two_clocks(monkeypatch):
+    """Looks at the two take a microsecond, but for two in which others have the core for 0.1 s."""
+    looks, now = [], 1000.0
+
+    def look(offset):
+        nonlocal now
+        looks.append(offset)
+        now += 0.1 if len(looks) in (2, 5) else 1e-6
+        return now + offset
+
+    fake = SimpleNamespace(perf_counter=lambda: look(0.0), time=lambda: look(5e8))
+    monkeypatch.setattr(clock, "time", fake)
+    assert clock._unix_minus_process_time() == pytest.approx(5e8, abs=1e-5)
+    assert len(looks) == 9  # twice in vain
+
+
+def test_a_device_tells_its_own_times(monkeypatch):
+    """Work is queued at once, and done 10 s later; the host asks when all of it is queued."""
+    said, done = [], iter([10.0, 10.5, 10.5, 11.5, 12.0])
+
+    class Event:
+        def __init__(self, device, enable_timing):
+            said.append("event")
+            assert enable_timing
+
+        def record(self):
+            self.at = next(done)
+
+        def synchronize(self):
+            said.append(f"wait for {self.at}")
+
+        def elapsed_time(self, other):
+            return 1e3 * (other.at - self.at)
+
+    monkeypatch.setattr(torch, "Event", Event)
+    before = time.time()
+    device = clock.DeviceClock(torch.device("cuda"))
+    marks = [(action, device.mark(), device.mark()) for action in (FORWARD, BACKWARD)]
+    started, ended, spans = device.spans(marks)
+    assert said == ["event"] * 5 + ["wait for 12.0"]
+    assert before <= started <= time.time() and ended == pytest.approx(started + 2.0)
+    assert spans == [Span(FORWARD, 0.0, 0.5), Span(BACKWARD, 0.5, 1.5)]
+
+
+def test_actions_are_timed_only_while_somebody_asks():
+    trainer = Trainer(Case(microbatches=1, batch=2, steps=1))
+    executor, engine, (batch,) = trainer.executor, trainer.engine, trainer.batches()
+    with clock.timing(executor), clock.timing(executor, engine):
+        executor.run(batch)
+        assert [span.action for span in executor.spans] == [FORWARD, BACKWARD]
+        assert 0 < executor.ended - executor.started < 60
+        assert abs(executor.ended - time.time()) < 60
+        engine.step(1e-3)
+        assert engine.step_seconds > 0
+    assert not executor.timed and not engine.timed
+    executor.run(batch)
+    assert executor.spans == []
+    trainer.close()
+    trainer.mesh.close()
