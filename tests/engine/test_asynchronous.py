@@ -1,4 +1,4 @@
-"""Where the host waits for the device in a step, with DeepSpeed on its branches for accelerators."""
+"""Where the host waits for the device in a step, as DeepSpeed runs beside an accelerator."""
 
 from functools import cache
 
