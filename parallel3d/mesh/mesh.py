@@ -211,8 +211,10 @@ class Mesh:
         return torch.cat(parts, dim)
 
     def barrier(self) -> None:
-        """Wait for every rank."""
-        dist.all_reduce(torch.zeros(1, device=self.device))
+        """Wait for every rank, on the host."""
+        flag = torch.zeros(1, device=self.device)
+        dist.all_reduce(flag)
+        flag.item()  # the reduction itself returns on a device once it is queued
 
     @contextmanager
     def one_at_a_time(self) -> Iterator[bool]:
