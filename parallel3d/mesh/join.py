@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from parallel3d.errors import packed, unpacked
 from parallel3d.mesh.device import claim_device, identity_of
+from parallel3d.mesh.groups import choose_backend, options_of
 from parallel3d.mesh.launch import Launch
 from parallel3d.mesh.network import allow_open_files, choose_interface, connect_on_demand
 
@@ -51,7 +52,7 @@ def join(launch: Launch, device: torch.device) -> None:
     if dist.is_initialized():
         return
     allow_open_files()
-    backend = dist.get_default_backend_for_device(device)
+    backend = choose_backend(device)
     if launch.world_size == 1 and "MASTER_ADDR" not in os.environ:
         store: dist.Store = dist.HashStore()
         dist.init_process_group(backend, None, STARTUP_TIMEOUT, 1, 0, store)
@@ -74,6 +75,8 @@ def join(launch: Launch, device: torch.device) -> None:
         world_size=launch.world_size,
         timeout=STARTUP_TIMEOUT,
         device_id=device if device.type != "cpu" else None,
+        # An axis that holds every rank has this group, so it is as urgent as theirs.
+        pg_options=options_of(backend, STARTUP_TIMEOUT, urgent=True),
     )
 
 

@@ -12,11 +12,11 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from parallel3d import fault
 from parallel3d.errors import ConfigError
 from parallel3d.mesh.device import pick_device
+from parallel3d.mesh.groups import set_timeout, split
 from parallel3d.mesh.join import STARTUP_TIMEOUT, join
 from parallel3d.mesh.launch import Launch
 from parallel3d.mesh.picture import draw_mesh
@@ -53,19 +53,38 @@ class Mesh:
             # Ranks that share cores would otherwise each start a thread for every one of them.
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // launch.local_world_size))
         join(launch, self.device)
-        self._grid = init_device_mesh(self.device.type, (pp, dp, tp), mesh_dim_names=AXES)
-        model = self._grid["pp", "tp"]._flatten("model")
-        self._groups = {axis: self._grid.get_group(axis) for axis in AXES}
-        world = dist.group.WORLD
-        assert world is not None
-        alone = dist.new_group([self.rank], use_local_synchronization=True)
-        self._groups |= {"model": model.get_group(), "world": world, "self": alone}
+        self._grid = torch.arange(pp * dp * tp).view(pp, dp, tp)
+        place = (self._grid == self.rank).nonzero()[0].tolist()
+        self._coords = dict(zip(AXES, place, strict=True))
+        self._groups = {
+            axis: self._split(self._grid.movedim(dim, -1).flatten(0, 1), axis)
+            for dim, axis in enumerate(AXES)
+        }
+        self._groups["model"] = self._split(self._grid.transpose(0, 1).flatten(1), "model")
+        self._groups["world"] = self._split(self._grid.view(1, -1), "world")
+        self._groups["self"] = self._split(self._grid.view(-1, 1), "self")
+        # One queue for each direction: what flows back does not wait for what flows forward.
+        self._backward = self._groups["pp"]
+        if pp > 1:
+            pipes = self._grid.flatten(1).t()
+            self._backward = self._split(pipes, "pp backward", shared=False)
         # Collectives on one group must keep their order, so what runs behind training has its own.
         aside = "gloo" if self.backend != "fake" else None
         self._aside = dist.new_group(backend=aside, timeout=STARTUP_TIMEOUT)
-        self._coords = dict(zip(AXES, self._grid.get_coordinate() or (), strict=True))
         self._pairs: dict[tuple[int, int], dist.ProcessGroup | None] = {}
         self._transfer_timeout: timedelta | None = None
+
+    def _split(self, ranks: torch.Tensor, name: str, shared: bool = True) -> dist.ProcessGroup:
+        """The group of this rank's row of `ranks`.
+
+        It may be `shared` with the world where the row holds every rank.
+        """
+        group = dist.group.WORLD
+        if len(ranks) > 1 or not shared:
+            is_urgent = name[:2] in ("pp", "dp")
+            group = split(ranks.tolist(), name, STARTUP_TIMEOUT, is_urgent)
+        assert group is not None
+        return group
 
     def size(self, axis: str) -> int:
         """Number of ranks along an axis."""
@@ -85,6 +104,8 @@ class Mesh:
         An axis that holds every rank is "pp=world", as the groups are one.
         """
         name = group.group_name
+        if name == self._backward.group_name:
+            name = self._groups["pp"].group_name
         axes = [axis for axis, known in self._groups.items() if known.group_name == name]
         if len(axes) > 1:
             axes = [axes[0], *(["world"] if "world" in axes else [])]
@@ -97,20 +118,26 @@ class Mesh:
 
     @property
     def backend(self) -> str:
-        """The collectives' library: "gloo" or "nccl" ("fake": torch's stand-in for many ranks)."""
+        """The collectives' library: "gloo" or "nccl" ("strict", "fake": for tests)."""
         return str(dist.get_backend())
 
     def isend(self, tensor: torch.Tensor, pp_coord: int, tag: int) -> Transfer:
         """Start sending to the same dp and tp coordinates at another pipeline coordinate."""
-        work = dist.isend(tensor, group=self._groups["pp"], tag=tag, group_dst=pp_coord)
+        group = self._pipe(pp_coord - self._coords["pp"])
+        work = dist.isend(tensor, group=group, tag=tag, group_dst=pp_coord)
         assert work is not None
         return Transfer(work, self._transfer_timeout)
 
     def irecv(self, tensor: torch.Tensor, pp_coord: int, tag: int) -> Transfer:
         """Post a receive into `tensor` from another pipeline coordinate."""
-        work = dist.irecv(tensor, group=self._groups["pp"], tag=tag, group_src=pp_coord)
+        group = self._pipe(self._coords["pp"] - pp_coord)
+        work = dist.irecv(tensor, group=group, tag=tag, group_src=pp_coord)
         assert work is not None
         return Transfer(work, self._transfer_timeout)
+
+    def _pipe(self, step: int) -> dist.ProcessGroup:
+        """The queue of messages that go by `step` pipeline coordinates."""
+        return self._groups["pp"] if step > 0 else self._backward
 
     def join_pair(self, a: int, b: int) -> dist.ProcessGroup | None:
         """The pipeline coordinates `a` and `b` at equal dp and tp: a tied weight's two owners.
@@ -120,13 +147,8 @@ class Mesh:
         """
         pair = min(a, b), max(a, b)
         if a != b and pair not in self._pairs:
-            mine = None
-            for ranks in self._grid.mesh[list(pair)].flatten(1).t().tolist():
-                # Every rank must take part in making every group, its own or not.
-                group = dist.new_group(ranks, timeout=STARTUP_TIMEOUT)
-                if self.rank in ranks:
-                    mine = group
-            self._pairs[pair] = mine
+            ends = self._grid[list(pair)].flatten(1).t().tolist()
+            self._pairs[pair] = split(ends, "ends", STARTUP_TIMEOUT)
         return self._pairs.get(pair)
 
     def set_timeouts(self, seconds: float) -> None:
@@ -134,9 +156,9 @@ class Mesh:
 
         gloo notices a killed process at once, but a stopped one only by this timeout.
         """
-        groups = [*self._groups.values(), *self._pairs.values()]
+        groups = [*self._groups.values(), self._backward, *self._pairs.values()]
         for group in {id(g): g for g in groups if g is not None}.values():
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+            set_timeout(group, timedelta(seconds=seconds))
         if self.backend == "gloo":
             self._transfer_timeout = timedelta(seconds=seconds)
 
@@ -232,7 +254,7 @@ class Mesh:
 
     def picture(self) -> str:
         """The mesh as text: a column for each pipeline coordinate, a row for each dp coordinate."""
-        return draw_mesh(self._grid.mesh.tolist())
+        return draw_mesh(self._grid.tolist())
 
     def close(self) -> None:
         """Leave the process group; without it torch ends the process with an abort."""

@@ -1,0 +1,32 @@
+"""A process group for CPU tensors that keeps NCCL's rules, over gloo (floor 1).
+
+What gloo forgives, a GPU does not. Here, as there:
+
+- a group runs its operations one after another, in the order of their calls; sends and receives
+  stand in the same queue as collectives;
+- a send is over when its receive has come; tags match nothing (they are compared: a transfer whose
+  ends disagree is an error);
+- ranks must call a group's collectives in the same order, with the same sizes and types: each is
+  compared before it runs, and the error names the ranks and what each of them called;
+- a result is in its buffer once `wait` has returned, and NaN (-1, True) before; a buffer that is
+  sent must stay as it is until the operation is over;
+- each operation must be over within its group's time-out, counted from its call. A peer that dies
+  is not noticed before. Who waits hears no signals.
+
+A violation on one rank ends all: its message is raised from every `wait`.
+"""
+
+from parallel3d.mesh.strict.group import StrictGroup
+from parallel3d.mesh.strict.options import NAME, StrictOptions
+from parallel3d.mesh.strict.register import join_one_of, register, split_group
+from parallel3d.mesh.strict.watch import StrictError
+
+__all__ = [
+    "NAME",
+    "StrictError",
+    "StrictGroup",
+    "StrictOptions",
+    "join_one_of",
+    "register",
+    "split_group",
+]

@@ -1,0 +1,87 @@
+"""The whole stack under NCCL's rules: mesh, DeepSpeed, executor, against one process of PyTorch.
+
+With `-m slow`, the tests of other files are run again with these rules in place of gloo's.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from parallel3d.mesh.groups import BACKEND
+from parallel3d.schedule.schedules import names
+from parallel3d.verify.measure import errors_of
+from tests.cases import Case, Trainer
+from tests.mesh.strict.running import run_strictly
+
+pytestmark = pytest.mark.gloo
+
+ROOT = Path(__file__).parents[3]
+SMALL = {"microbatches": 2, "batch": 8, "steps": 2, "model": {"num_hidden_layers": 4}}
+# Each schedule and ZeRO stage once, and each axis.
+CASES = [
+    Case(mesh=(2, 2, 1), schedule="gpipe", zero_stage=0, reduction="per_microbatch", **SMALL),
+    Case(mesh=(2, 1, 2), schedule="one_f_one_b", zero_stage=1, sequence_parallel=True, **SMALL),
+    Case(mesh=(2, 2, 1), schedule="interleaved", stages_per_rank=2, zero_stage=2, **SMALL),
+    Case(
+        mesh=(2, 2, 1),
+        schedule="v_shape",
+        stages_per_rank=2,
+        zero_stage=3,
+        changes={"zero_optimization.overlap_comm": True},
+        **SMALL,
+    ),
+]
+
+
+def train_all_on_rank(rank, cases, references):
+    found = []
+    for case, reference in zip(cases, references, strict=True):
+        trainer = Trainer(case)
+        trainer.mesh.set_timeouts(60)
+        found.append(trainer.compare(reference))
+        trainer.close()
+    trainer.mesh.close()  # nothing is left pending
+    return found
+
+
+def test_parity_under_the_rules_of_nccl():
+    assert {case.schedule for case in CASES} == {*names()}
+    ranks = run_strictly(train_all_on_rank, 4, CASES, [case.reference for case in CASES])
+    for case, *found in zip(CASES, *ranks, strict=True):
+        errors = errors_of(case.config, found)
+        print(f"{case!s:72} {errors}")
+        assert errors.within(1e-5), f"{case}: {errors}"
+
+
+# What each file proves over gloo holds under NCCL's rules, too.
+FILES = {
+    "tests/verify/test_parity.py": [],
+    "tests/pipeline/test_every_schedule.py": ["ends_by_the_time_out"],  # another error's name
+    "tests/engine/test_zero_stages.py": [],
+    "tests/engine/test_two_stages.py": [],
+    "tests/tensor/test_sequence_parallel.py": [],
+    "tests/checkpoint/test_exact_resume.py": [],
+    "tests/checkpoint/test_resharding.py": [],
+    "tests/train/test_stopping.py": [],
+    "tests/launch/test_stopping.py": [],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("file", FILES)
+def test_a_file_of_tests_under_the_rules_of_nccl(file):
+    left_out = " and ".join(f"not {name}" for name in FILES[file])
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", file]
+    done = subprocess.run(
+        [*command, *(["-k", left_out] if left_out else [])],
+        cwd=ROOT,
+        env=os.environ | {BACKEND: "strict"},
+        capture_output=True,
+        text=True,
+        timeout=1800,
+    )
+    assert done.returncode == 0, done.stdout[-5000:]
