@@ -37,13 +37,16 @@ class Holder:
 
     def is_alive(self, jobs: tuple[Job, ...] = ()) -> bool | None:
         """Whether it lives; None where its heartbeat alone can tell. `jobs` are the asker's."""
+        if (self.host, self.place) == (socket.gethostname(), place_of_this_process()):
+            return start_of(self.pid) == self.started
         for kind, name, count in self.jobs:
-            # A launcher starts its processes again after it has ended them.
-            if any(mine[:2] == (kind, name) and mine[2] > count for mine in jobs):
+            # Slurm starts a job again after it has ended it. What a torchrun starts again may have
+            # the name of another's: users choose it (--rdzv-id).
+            if kind == "slurm" and any(
+                mine[:2] == (kind, name) and mine[2] > count for mine in jobs
+            ):
                 return False
-        if (self.host, self.place) != (socket.gethostname(), place_of_this_process()):
-            return None
-        return start_of(self.pid) == self.started
+        return None
 
 
 def read(path: Path) -> Holder | None:

@@ -83,14 +83,20 @@ class Lock:
             dead = self._listen(holder)
 
     def wait(self, on_wait: Callable[[], None]) -> None:
-        """Take it once nobody has it; `on_wait` is called if somebody does now."""
-        nap = 0.0
+        """Take it once nobody has it; `on_wait` is called if somebody does now, or may."""
+        nap, said = 0.0, False
+
+        def say(text: str = "") -> None:
+            nonlocal said
+            if not said:
+                said = True
+                on_wait()
+
         while True:
             try:
-                return self.take()
+                return self.take(say)
             except Held:
-                if not nap:
-                    on_wait()
+                say()
                 nap = min(2 * nap or 0.001, _NAP)
                 time.sleep(nap)
 

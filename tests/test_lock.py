@@ -112,6 +112,15 @@ def test_without_a_heartbeat_it_is_taken_after_so_many(elsewhere, monkeypatch):
     mine.release()
 
 
+def test_who_waits_for_a_silent_holder_says_so_too(elsewhere):
+    elsewhere._ended.set()
+    elsewhere._heart.join()
+    said, mine = [], Lock(elsewhere.path)
+    mine.wait(lambda: said.append("waiting"))
+    mine.release()
+    assert said == ["waiting"]
+
+
 def test_who_was_silent_for_too_long_is_told(tmp_path, quick):
     lost = []
     first = Lock(tmp_path / "run.lock", on_lost=lost.append)
@@ -154,14 +163,23 @@ DEAD = [
     (replace(ME, started="1"), ()),  # another process has the pid now
     (replace(ME, pid=2**22 + 1), ()),
     (replace(ME, host="node7", jobs=(("slurm", "5", 0),)), (("slurm", "5", 1),)),  # requeued
-    (replace(ME, jobs=(("torchelastic", "x", 1),)), (("slurm", "5", 0), ("torchelastic", "x", 2))),
+    (replace(ME, pid=2**22 + 1, jobs=(("torchelastic", "x", 1),)), (("torchelastic", "x", 2),)),
 ]
 ALIVE = [
     (ME, ()),
     (replace(ME, jobs=(("slurm", "5", 0),)), (("slurm", "5", 0),)),  # two steps of one job
     (replace(ME, jobs=(("slurm", "5", 0),)), (("slurm", "6", 1),)),
+    # Two terminals with one --rdzv-id: the second's restarts do not end the first.
+    (replace(ME, jobs=(("torchelastic", "100", 0),)), (("torchelastic", "100", 1),)),
 ]
-UNKNOWN = [(replace(ME, host="node7"), ()), (replace(ME, place="other"), ())]
+UNKNOWN = [
+    (replace(ME, host="node7"), ()),
+    (replace(ME, place="other"), ()),
+    (
+        replace(ME, host="node7", jobs=(("torchelastic", "100", 0),)),
+        (("torchelastic", "100", 1),),
+    ),
+]
 
 
 @pytest.mark.parametrize(
