@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from parallel3d.atomic import replace_text
 from parallel3d.config import RunConfig
 
 Values = Mapping[str, float]
@@ -83,10 +84,12 @@ class CsvTracker:
         """Make the folder, and drop the rows of steps to come."""
         self._folder.mkdir(parents=True, exist_ok=True)
         for path in self._folder.glob("*.csv"):
-            head, *rows = path.read_text().splitlines(keepends=True) or [""]
-            kept = [row for row in rows if _number(row) <= self._step]
-            if len(kept) < len(rows):
-                path.write_text("".join([head, *kept]), newline="")
+            text = path.read_bytes().decode(errors="replace")
+            # A disk that filled took the last line in part.
+            lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
+            kept = "".join(lines[:1] + [row for row in lines[1:] if _number(row) <= self._step])
+            if kept != text:
+                replace_text(path, kept)
 
     def log(self, values: Values, step: int) -> None:
         """Add a row to the file of each value."""

@@ -61,14 +61,14 @@ class Trackers:
         step: int = 0,
         say: Callable[[str], None] = _log.warning,
     ) -> None:
-        self._config, self._directory, self._step, self._say = config, directory, step, say
+        self._config, self._directory, self._say = config, directory, say
         self._wanted = wanted(config)
         self._running: dict[str, Any] = {}
         self._kept: dict[str, list[tuple[Values, int]]] = {}  # of those whose disk is full
         self._tried_at = 0.0
         for name in self._wanted:
             try:
-                self._running[name] = self._started(name)
+                self._running[name] = self._started(name, step)
             except (Exception, SystemExit) as error:
                 self._drop(name, "cannot be started", error)
 
@@ -110,8 +110,8 @@ class Trackers:
                 self._warn(name, "could not be closed", error, _REMEDIES.get(name, "see its log"))
         self._running.clear()
 
-    def _started(self, name: str) -> Any:
-        tracker = make(name, self._config, self._directory, self._step)
+    def _started(self, name: str, step: int) -> Any:
+        tracker = make(name, self._config, self._directory, step)
         try:
             tracker.start()
             if name not in _LOCAL:
@@ -127,7 +127,8 @@ class Trackers:
         self._tried_at = time.monotonic()
         kept = self._kept[name]
         try:
-            tracker = self._started(name)
+            # What it wrote before stays; of the first step that is kept it may have a part.
+            tracker = self._started(name, kept[0][1] - 1)
             for values, step in kept:
                 tracker.log(dict(values), step=step)
         except (Exception, SystemExit):

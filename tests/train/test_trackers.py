@@ -1,6 +1,5 @@
 """Trackers: what each is called with, and that none of them can end a run."""
 
-import csv
 import errno
 import subprocess
 import sys
@@ -120,17 +119,6 @@ def test_csv_files_are_those_that_deepspeed_writes(tmp_path, monkeypatch):
         assert (tmp_path / "ours" / "job" / path.name).read_bytes() == path.read_bytes()
 
 
-def test_csv_rows_of_steps_to_come_are_dropped(tmp_path):
-    for first in (0, 2):
-        tracker = CsvTracker(tmp_path, first)
-        tracker.start()
-        for step in range(first + 1, first + 4):
-            tracker.log({"loss": 10 * first + step}, step)
-    with open(tmp_path / "loss.csv", newline="") as file:
-        rows = list(csv.reader(file))
-    assert rows == [["step", "loss"], ["1", "1"], ["2", "2"], ["3", "23"], ["4", "24"], ["5", "25"]]
-
-
 def test_wandb_is_called_as_deepspeed_and_as_the_list_mean_it(tmp_path, installed):
     fake = installed("wandb")
     block = {"enabled": True, "group": "g", "team": "t", "project": "p"}
@@ -209,26 +197,46 @@ def test_a_folder_that_cannot_be_made(tmp_path):
 
 
 def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
-    said, full, write = [], True, CsvTracker.log
+    said, full, write = [], False, CsvTracker.log
 
     def log(self, values, step):
         if full:
+            with open(self._folder / "loss.csv", "a") as file:
+                file.write(str(step)[:1])  # as much of a row as there is room for
             raise OSError(errno.ENOSPC, "No space left on device")
         write(self, values, step)
 
     monkeypatch.setattr(CsvTracker, "log", log)
     running = started(tmp_path, said, **{"parallel3d.run.trackers": ["csv"]})
-    running.log(ONE, 1)
+    running.log(ONE, 1)  # there is room for this one
+    full = True
     running.log(TWO, 2)
+    running.log(TWO, 3)
     assert len(said) == 1 and "No space left" in said[0] and "make room" in said[0]
     monkeypatch.setattr(trackers, "_AGAIN", 0.0)
-    running.log(ONE, 3)  # still full
+    running.log(ONE, 4)  # still full
     full = False
-    running.log(ONE, 4)
+    running.log(ONE, 5)
     running.finish()
     assert said[1:] == ["csv writes again, 3 steps late"]
     rows = (tmp_path / "mine" / "csv" / "loss.csv").read_text().split()
-    assert rows == ["step,loss", "1,1.0", "2,2.0", "3,1.0", "4,1.0"]
+    assert rows == ["step,loss", "1,1.0", "2,2.0", "3,2.0", "4,1.0", "5,1.0"]
+
+
+def test_tensorboard_keeps_what_it_had_before_the_disk_was_full(tmp_path, monkeypatch):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    monkeypatch.setattr(trackers, "_AGAIN", 0.0)
+    running = started(tmp_path, **{"parallel3d.run.trackers": ["tensorboard"]})
+    running.log(ONE, 1)
+    tracker = type(running._running["tensorboard"])
+    with monkeypatch.context() as full:
+        full.setattr(tracker, "log", Fake(broken=["log"], error=OSError).log)
+        running.log(TWO, 2)
+    running.log(ONE, 3)
+    running.finish()
+    events = accumulator.EventAccumulator(str(tmp_path / "mine" / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 1.0), (2, 2.0), (3, 1.0)]
 
 
 def test_every_name_of_the_list_is_a_tracker(tmp_path, monkeypatch):
