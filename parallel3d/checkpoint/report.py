@@ -138,7 +138,7 @@ def _facts(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """A name and a text each: where the run is, what it is, and who wrote this."""
     for key in ("step", "tokens", "next_sample", "optimizer_steps"):
         yield key.replace("_", " "), _text(found[key])
-    yield "learning rate", _text(found["learning_rate"])
+    yield "learning rate", _learning_rate(found["learning_rate"])
     yield "loss scale", _text(found["loss_scale"])
     mesh = found["mesh"] if isinstance(found["mesh"], dict) else {}
     sizes = " x ".join(f"{axis} {mesh.get(axis, '?')}" for axis in ("pp", "dp", "tp"))
@@ -185,6 +185,16 @@ def _print_table(out: Console, rows: Sequence[tuple[str, ...]]) -> None:
     columns = [Column(head, right=bool(place)) for place, head in enumerate(heads)]
     layout.show(out, columns, rest)
     out.print()
+
+
+def _learning_rate(said: object) -> str:
+    """The rate that comes next; a run that is done has none."""
+    if not isinstance(said, dict) or said.keys() != {"next", "of_steps"}:
+        return _text(said)
+    steps = _text(said["of_steps"])
+    if said["next"] is None:
+        return f"the schedule of {steps} steps is over"
+    return f"{_text(said['next'])} in the next step, of {steps}"
 
 
 def _text(value: object) -> str:

@@ -131,6 +131,25 @@ def test_the_config_comes_as_a_file_to_train_with(run, run_folder, flag):
     assert code == 0 and json.loads(out) == state_of(10)["config"]
 
 
+@pytest.mark.parametrize(
+    ("rate", "said"),
+    [
+        ({"next": 1e-3, "of_steps": 1000}, "0.001 in the next step, of 1,000"),
+        ({"next": None, "of_steps": 4}, "the schedule of 4 steps is over"),
+        ({"next": "x"}, "next x"),
+        ("x", "x"),
+    ],
+)
+def test_the_learning_rate_in_words(run, tmp_path, rate, said):
+    folder = make_checkpoint(tmp_path)
+    state = json.loads((folder / "state.json").read_text()) | {"learning_rate": rate}
+    (folder / "state.json").write_text(json.dumps(state))
+    seal(folder, 10)
+    lines = run("inspect", folder)[1].splitlines()
+    assert f"learning rate    {said}" in [line.rstrip() for line in lines]
+    assert json.loads(run("inspect", folder, "--json")[1])["learning_rate"] == rate
+
+
 def test_a_state_with_odd_values_is_shown_all_the_same(run, tmp_path):
     folder = make_checkpoint(tmp_path)
     state = {"format": 1, "step": 10, "parameters": {}, "mesh": [1], "config": {"parallel3d": 3}}
