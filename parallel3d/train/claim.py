@@ -1,8 +1,8 @@
 """The folder that a run is written to, claimed before anything costs time (floor 5, no torch)."""
 
 import json
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import count
@@ -95,20 +95,37 @@ def claim(asked: RunConfig, config: RunConfig, launch: Launch, say: Callable[[st
     try:
         directory.mkdir(parents=True, exist_ok=True)
         folder, lock = _find(config, launch, directory, same, say)
-        if folder.exists():
-            TemporaryFile(dir=folder).close()
-        elif isinstance(config.checkpoint.resume, int):
-            Claim(folder, same, lock, made).release()
-            raise ConfigError(
-                f"parallel3d.checkpoint.resume = {config.checkpoint.resume}: a step is one of an "
-                "existing run; set parallel3d.run.name to it, or give the checkpoint's path"
-            )
     except OSError as error:
         raise ConfigError(
             f'parallel3d.run.directory = "{config.run.directory}": cannot be written '
             f"({error.strerror}); name a folder that can"
         ) from None
-    return Claim(folder, same, lock, made)
+    claimed = Claim(folder, same, lock, made)
+    try:
+        with written_to(folder):
+            if exists := folder.exists():
+                TemporaryFile(dir=folder).close()
+        if not exists and isinstance(config.checkpoint.resume, int):
+            raise ConfigError(
+                f"parallel3d.checkpoint.resume = {config.checkpoint.resume}: a step is one of an "
+                "existing run; set parallel3d.run.name to it, or give the checkpoint's path"
+            )
+    except ConfigError:
+        claimed.release()
+        raise
+    return claimed
+
+
+@contextmanager
+def written_to(folder: Path) -> Iterator[None]:
+    """Raise ConfigError, with what to do, where a run's folder cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"the run's folder {folder} cannot be written ({error.strerror}); make room, or name "
+            "another with parallel3d.run.directory"
+        ) from None
 
 
 def _find(

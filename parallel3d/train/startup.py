@@ -1,8 +1,8 @@
 """How a run begins: its corpus, the checkpoint that it goes on from, its folder (floor 5)."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,14 +23,13 @@ from parallel3d.data.progress import shown_progress
 from parallel3d.data.sources import silent
 from parallel3d.engine import EngineSettings
 from parallel3d.engine.swap import check_writable
-from parallel3d.errors import ConfigError
 from parallel3d.mesh import compute
 from parallel3d.mesh.agree import agree, gather_json, on_first
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.plan.impossible import MOST_BYTES, refuse_impossible
 from parallel3d.train.assembly import Assembly
 from parallel3d.train.attempts import Attempts
-from parallel3d.train.claim import Claim
+from parallel3d.train.claim import Claim, written_to
 from parallel3d.train.dry_run import known_hardware
 from parallel3d.train.history import METRICS, forget_after, step_reached
 from parallel3d.train.metrics import (
@@ -255,7 +254,7 @@ class Output:
             self.writer = MetricsWriter(self.directory, trackers, self.progress.say)
 
     def _begin(self, config: RunConfig, step: int, restart: bool) -> None:
-        with _written_to(self.directory):
+        with written_to(self.directory):
             self.directory.mkdir(exist_ok=True)
             self._attempts.begin(step_reached(self.directory), restart)
             prune.remove_leftovers(self.checkpoints)
@@ -276,15 +275,3 @@ class Output:
         for part in (self.writer, self.progress):
             if part:
                 part.close()
-
-
-@contextmanager
-def _written_to(folder: Path) -> Iterator[None]:
-    """Raise ConfigError, with what to do, where a run's folder cannot be written."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(
-            f"the run's folder {folder} cannot be written ({error.strerror}); make room, or name "
-            "another with parallel3d.run.directory"
-        ) from None

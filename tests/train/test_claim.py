@@ -137,6 +137,14 @@ def test_a_folder_that_cannot_be_made(place):
         claim()
 
 
+def test_a_folder_of_a_run_that_cannot_be_written_is_named_and_no_lock_is_left(place):
+    place.mkdir()
+    (place / "mine").write_text("a file")
+    with pytest.raises(ConfigError, match=r"^the run's folder runs/mine cannot be written \(Not a"):
+        claim("--parallel3d.run.name", "mine")
+    assert [path.name for path in place.iterdir()] == ["mine"]
+
+
 def test_a_second_launch_is_refused_before_torch_is_imported(place):
     """In less time than torch takes to import, with exit code 2 and one line."""
     place.mkdir()
