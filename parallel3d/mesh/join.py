@@ -17,6 +17,7 @@ from parallel3d.mesh.launch import Launch
 from parallel3d.mesh.network import allow_open_files, choose_interface, connect_on_demand
 
 _START = "rank 0 starts"  # in the store: "", or the error that it met before it could
+_HEARD = timedelta(seconds=5)  # that rank 0, which may keep the store, waits for the others
 STARTUP_TIMEOUT = timedelta(minutes=30)  # data preparation and compilation happen under it
 
 
@@ -38,10 +39,13 @@ def rank_0_first(launch: Launch, speak: Callable[[], None], error: Exception) ->
                 store.set(_START, packed(error))
             dist.init_process_group("gloo", None, patience, size, rank, store)
         store = dist.distributed_c10d._get_default_store()
+        heard = [f"rank {rank} has heard it" for rank in range(1, launch.world_size)]
         if launch.rank == 0:
             store.set("rank 0 has spoken", "yes")
+            store.wait(heard, _HEARD)  # who still asks when the store is gone prints a stack trace
         else:
             store.wait(["rank 0 has spoken"], patience)
+            store.set(heard[launch.rank - 1], "yes")
 
 
 def join(launch: Launch, device: torch.device) -> None:

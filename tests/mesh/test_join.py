@@ -1,0 +1,36 @@
+"""The last words of a launch: rank 0's, and nothing of torch's after them."""
+
+import os
+import time
+
+import pytest
+import torch.distributed as dist
+
+from parallel3d.errors import ConfigError
+from parallel3d.mesh.join import rank_0_first
+from parallel3d.mesh.launch import Launch
+from parallel3d.verify.local_ranks import run_locally
+from tests.mesh.mortal import mortal
+
+pytestmark = pytest.mark.gloo
+
+
+def last_words(rank, folder):
+    log = os.open(folder / f"{rank}.txt", os.O_CREAT | os.O_WRONLY)
+    os.dup2(log, 2)  # torch writes there from C++
+    if rank == 1:
+        connect = dist.init_process_group
+
+        def slow(*args):  # what a busy machine does to a rank
+            connect(*args)
+            time.sleep(0.3)
+
+        dist.init_process_group = slow
+    launch = Launch.from_environment()
+    rank_0_first(launch, lambda: os.write(2, b"no such key\n"), ConfigError("no such key"))
+
+
+def test_rank_0_keeps_the_store_until_all_have_heard_that_it_has_spoken(tmp_path):
+    run_locally(mortal, 2, last_words, tmp_path)
+    assert (tmp_path / "0.txt").read_text() == "no such key\n"
+    assert (tmp_path / "1.txt").read_text() == ""
