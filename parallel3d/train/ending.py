@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -32,7 +33,12 @@ def end_all(launch: Launch, error: Exception) -> None:
         return say(str(error))
     from parallel3d.mesh.join import rank_0_first
 
-    rank_0_first(launch, lambda: say(str(error)), error)
+    def speak() -> None:
+        say(str(error))
+        # A launcher that sees the others end first must not cut off the last line.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    rank_0_first(launch, speak, error)
 
 
 def died(

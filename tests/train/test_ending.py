@@ -1,5 +1,7 @@
 """What a launch ends with: exit codes under each launcher, and the command that goes on."""
 
+import os
+import signal
 import subprocess
 import sys
 
@@ -40,6 +42,19 @@ def launch_of(monkeypatch):
         return Launch.from_environment()
 
     return launch_of
+
+
+def test_a_launcher_does_not_cut_off_rank_0_when_the_others_have_ended(monkeypatch):
+    def others_end_first(launch, speak, error):
+        speak()
+        os.kill(os.getpid(), signal.SIGTERM)  # torchrun and deepspeed do, at the first that ends
+
+    monkeypatch.setattr("parallel3d.mesh.join.rank_0_first", others_end_first)
+    if not (child := os.fork()):
+        ending.end_all(Launch(0, 2, 0, 2), ConfigError("no such key"))
+        os._exit(ending.BAD_INPUT)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == ending.BAD_INPUT
 
 
 @pytest.mark.parametrize(
