@@ -150,7 +150,8 @@ def _find(
     found = None
     if launch.restart_count:
         found = folder_of_this_launch(directory, name_of(config))
-    elif config.checkpoint.resume == "auto" or isinstance(config.checkpoint.resume, int):
+    goes_on = config.checkpoint.resume == "auto" or isinstance(config.checkpoint.resume, int)
+    if found is None and goes_on:  # as the first attempt did, whose folder may have another name
         found = unfinished(directory, same)
     for number in count(1):
         name = name_of(config) if number == 1 else f"{name_of(config)}-{number}"

@@ -103,6 +103,17 @@ def test_more_processes_go_on_with_the_same_run(place):
     four.release()
 
 
+def test_a_restart_goes_on_with_the_run_that_its_first_attempt_went_on_with(place, monkeypatch):
+    leave(claim(launch=Launch(0, 4, 0, 4)))  # the name says four processes
+    first = claim()
+    leave(first)
+    for launcher in ("node1 77 5", "node2 78 6"):  # rank 0 may be on another node then
+        monkeypatch.setattr("parallel3d.train.attempts.launch_identity", lambda n=launcher: n)
+        again = claim(launch=Launch(0, 1, 0, restart_count=1))
+        assert again.folder == first.folder
+        leave(again, stopped=True)
+
+
 def test_a_living_launch_keeps_its_run(place):
     held = claim()  # it has no folder yet: its corpus may take an hour
     for name in ((), ("--parallel3d.run.name", NAME)):
