@@ -156,7 +156,8 @@ def print_summary(summary: Summary, console: Console, go_on: str) -> None:
     elif not result.trained:
         console.print(
             f"{run} is finished: it has its {result.steps} steps, and none was trained now; for "
-            "more raise parallel3d.train.steps, for another run give another parallel3d.run.name"
+            "more raise the one of steps, max_tokens and epochs that parallel3d.train has, for "
+            "another run give another parallel3d.run.name"
         )
     rows = summary.rows()
     if result.trained and not result.stopped:

@@ -193,6 +193,7 @@ def test_a_run_that_was_stopped_or_had_nothing_to_do_says_so(stopped):
         assert "stopped on request after step 20, all saved; to go on:\n        the command" in text
     else:
         assert "runs/a is finished: it has its 20 steps, and none was trained now" in text
+        assert "raise the one of steps, max_tokens and epochs" in text  # two are refused
         assert "tokens/s" not in text and "3.5000" in text
 
 
