@@ -31,7 +31,7 @@ def train(
     from parallel3d.checkpoint.weights import save_weights
     from parallel3d.engine import EngineSettings
     from parallel3d.engine.selftest import self_test
-    from parallel3d.train import report, startup
+    from parallel3d.train import machines, report, startup
     from parallel3d.train.assembly import assemble
     from parallel3d.train.trainer import Trainer
 
@@ -41,7 +41,7 @@ def train(
     startup.begin(config, mesh, console)
     place = startup.find_folder(config, mesh, claimed)
     report.print_place(console, config, place.folder)
-    startup.check_machine(config, mesh)
+    machines.check_machine(config, mesh, console.print)
     corpus = startup.open_corpus(config, mesh, console)
     start = startup.find_start(config, mesh, place=place, corpus=corpus, say=console.print)
     config = start.config

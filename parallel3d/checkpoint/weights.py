@@ -13,6 +13,7 @@ from parallel3d.engine import Engine
 from parallel3d.errors import TrainingError
 from parallel3d.mesh.agree import agree, gather_json
 from parallel3d.mesh.mesh import Mesh
+from parallel3d.mesh.nodes import appears
 
 _INDEX = "model.safetensors.index.json"
 
@@ -53,6 +54,9 @@ def save_weights(engine: Engine, mesh: Mesh, directory: Path) -> None:
 
     def write_index() -> None:
         if mesh.rank == 0:
+            for file in sorted({file for file, _ in entries.values()}):
+                if not appears((directory / file).is_file):
+                    raise OSError(f"{file} was written on another host, and is not here")
             replace_text(directory / _INDEX, f"{json.dumps(index, indent=1)}\n")
 
     agree(mesh, _or_end_the_run(directory, write_index))

@@ -221,7 +221,7 @@ class OutputConfig(Section):
     """Where a run is written: <directory>/<name>/."""
 
     directory: PathText = Field(default="runs", min_length=1)
-    """Folder of all runs, relative to the working directory."""
+    """Folder of all runs, relative to the working directory; one that all nodes share."""
     name: Annotated[str, AfterValidator(_plain_name)] = "auto"
     """Name of this run; one that exists is resumed. "auto": the newest unfinished run of the same
     config, else a new readable name. One folder: no / and \\, not . or .., no - in front, nothing

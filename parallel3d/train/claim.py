@@ -12,7 +12,7 @@ from typing import Any
 
 from parallel3d.config import RunConfig
 from parallel3d.errors import ConfigError
-from parallel3d.holder import Holder
+from parallel3d.holder import Holder, read
 from parallel3d.lock import Held, Lock
 from parallel3d.mesh.launch import Launch
 from parallel3d.plan.impossible import refuse_impossible
@@ -170,6 +170,12 @@ def _find(
             return folder, mine
         mine.release()
     raise AssertionError("count() does not end")
+
+
+def token_of(folder: Path) -> str:
+    """What the lock of a run's folder says that no other lock does; "" where there is none."""
+    holder = read(folder.with_name(f"{folder.name}{SUFFIX}"))
+    return holder.token if holder else ""
 
 
 def _held(folder: Path, holder: Holder) -> str:

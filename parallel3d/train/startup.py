@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-import torch
 from rich.console import Console
 
 from parallel3d.atomic import replace_text
@@ -22,22 +20,24 @@ from parallel3d.data.prepare import prepare
 from parallel3d.data.progress import shown_progress
 from parallel3d.data.sources import silent
 from parallel3d.engine import EngineSettings
-from parallel3d.engine.swap import check_writable
+from parallel3d.errors import TrainingError
 from parallel3d.mesh import compute
 from parallel3d.mesh.agree import agree, gather_json, on_first
+from parallel3d.mesh.join import STARTUP_TIMEOUT
 from parallel3d.mesh.mesh import Mesh
-from parallel3d.plan.impossible import MOST_BYTES, refuse_impossible
+from parallel3d.mesh.nodes import find_nodes
 from parallel3d.train.assembly import Assembly
 from parallel3d.train.attempts import Attempts
 from parallel3d.train.claim import Claim, written_to
 from parallel3d.train.dry_run import known_hardware
 from parallel3d.train.history import METRICS, forget_after, step_reached
+from parallel3d.train.machines import refuse_unshared
 from parallel3d.train.metrics import (
     MetricsWriter,
     measure_peak_flops,
 )
 from parallel3d.train.profiler import Profiler
-from parallel3d.train.progress import Progress
+from parallel3d.train.progress import Progress, in_words
 from parallel3d.train.trackers import Trackers, wanted
 
 Say = Callable[[str], None]
@@ -71,7 +71,7 @@ def find_folder(config: RunConfig, mesh: Mesh, claim: Claim | None) -> Place:
     """Where the run is written, whether it is there already or not.
 
     `claim` is rank 0's. Collective; raises on all ranks what `Attempts.check` raises, so that a
-    hopeless run builds neither corpus nor model.
+    hopeless run builds neither corpus nor model, and ConfigError where a node sees another folder.
     """
 
     def look() -> tuple[str, str, bool]:
@@ -83,6 +83,7 @@ def find_folder(config: RunConfig, mesh: Mesh, claim: Claim | None) -> Place:
         return str(claim.folder), claim.config, exists
 
     folder, digest, exists = on_first(mesh, look)
+    refuse_unshared(Path(folder), config.run.directory, mesh)
     return Place(Path(folder), digest, exists)
 
 
@@ -92,44 +93,35 @@ def begin(config: RunConfig, mesh: Mesh, console: Console) -> None:
     console.print(mesh.picture(), *compute.describe(mesh.device), *config.notes, sep="\n")
 
 
-def check_machine(config: RunConfig, mesh: Mesh) -> None:
-    """Raise ConfigError on all ranks if the run cannot fit, or its NVMe folders not be written.
-
-    Before there is a corpus or a model: what takes an hour must not be what fails.
-    """
-
-    def look() -> None:
-        host = (psutil.virtual_memory().total + psutil.swap_memory().total) // mesh.local_size
-        on_device = 0
-        if mesh.device.type != "cpu":
-            ask = getattr(torch.get_device_module(mesh.device), "mem_get_info", None)
-            on_device = ask(mesh.device)[1] if ask else MOST_BYTES
-        refuse_impossible(config, mesh.size("world"), host + on_device)
-        for name in ("offload_optimizer", "offload_param"):
-            section = getattr(config.zero_optimization, name)
-            if section.device == "nvme":
-                setting = f"zero_optimization.{name}.nvme_path"
-                check_writable(section.nvme_path, mesh, setting)
-
-    agree(mesh, look)
-
-
 def open_corpus(config: RunConfig, mesh: Mesh, console: Console) -> Corpus:
     """The corpus on every rank; the first rank of each node prepares it, if nobody has yet.
 
     Raises Parallel3DError on all ranks if it cannot be used on one.
     """
 
+    nodes = find_nodes(mesh)
+    first = nodes.first(mesh.rank)
+
     def prepared() -> str | None:
-        if mesh.local_rank > 0:
+        if mesh.rank != first:
             return None
         with nullcontext(silent) if console.quiet else shown_progress() as progress:
             corpus = prepare(config.data, progress)
         check_length(corpus, config.data.sequence_length, config.global_batch_size)
         return str(corpus.directory)
 
-    directories = gather_json(mesh, agree(mesh, prepared), aside=True)
-    corpus = Corpus.open(directories[mesh.rank - mesh.local_rank])
+    try:
+        directories = gather_json(mesh, agree(mesh, prepared), aside=True)
+    except RuntimeError as error:
+        if "timed out" not in str(error).lower():
+            raise
+        raise TrainingError(
+            f"rank {mesh.rank} on {nodes.hosts[mesh.rank]} has waited for "
+            f"{in_words(STARTUP_TIMEOUT.total_seconds())} for the corpus of another node: prepare "
+            "it before the run, `python launch/prepare.py --config ...` on each node, or once in a "
+            "parallel3d.data.cache that all nodes share"
+        ) from None
+    corpus = Corpus.open(directories[first])
     train, held_out = len(corpus.train), len(corpus.held_out)
     console.print(
         f"corpus  {corpus.num_documents:,} documents, {train:,} tokens + {held_out:,} held out, "

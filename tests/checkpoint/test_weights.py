@@ -125,6 +125,27 @@ def test_a_failed_write_leaves_no_index_and_fails_everywhere(tmp_path):
     assert not (tmp_path / "model.safetensors.index.json").exists()
 
 
+def save_on_two_hosts(rank, directory):
+    """Each rank's error, where the two see different folders."""
+    from parallel3d.checkpoint import weights
+
+    weights.appears = lambda look: look()
+    trainer = Trainer(Case(mesh=(2, 1, 1), steps=1, batch=16))
+    try:
+        save_weights(trainer.engine, trainer.mesh, directory / f"host{rank}")
+    except Exception as error:
+        return str(error)
+    return None
+
+
+def test_no_index_names_a_file_that_is_on_another_host(tmp_path):
+    for error in run_locally(save_on_two_hosts, 2, tmp_path):
+        assert "model-00002-of-00002.safetensors was written on another host" in error, error
+    assert [path.name for path in (tmp_path / "host0").iterdir()] == [
+        "model-00001-of-00002.safetensors"
+    ]
+
+
 def save_as_started(rank, raw, directory):
     config = RunConfig.from_dict(raw)
     mesh = Mesh(config.mesh.pp, config.mesh.dp, config.mesh.tp)

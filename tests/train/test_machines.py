@@ -1,0 +1,103 @@
+"""Runs on several machines, which are made of one: who prepares, what is refused, what is said."""
+
+import os
+import time
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+from rich.console import Console
+
+from parallel3d.config import RunConfig
+from parallel3d.errors import ConfigError, TrainingError
+from parallel3d.lock import Lock
+from parallel3d.mesh import nodes
+from parallel3d.mesh.mesh import Mesh
+from parallel3d.mesh.nodes import Nodes
+from parallel3d.train import machines, startup
+from parallel3d.verify.local_ranks import run_locally
+from tests.checkpoint.drill import prepared_config
+
+pytestmark = pytest.mark.gloo
+
+
+def test_nodes_by_what_the_machines_say():
+    cyclic = Nodes(("a", "b") * 4, ("a 1", "b 2") * 4)
+    assert [cyclic.first(rank) for rank in range(8)] == [0, 1] * 4
+    assert cyclic.torn(2) == [range(0, 2), range(2, 4), range(4, 6), range(6, 8)]
+    uneven = Nodes(("a",) * 3 + ("b",) * 5, ("a 1",) * 3 + ("b 2",) * 5)
+    assert uneven.torn(1) == [] and uneven.torn(2) == [range(2, 4)]
+    assert uneven.in_words(range(4)) == "ranks 0, 1, 2 on a and 3 on b"
+    assert uneven.are_several and not Nodes(("a", "a"), ("a 1", "a 1")).are_several
+
+
+def deal_cyclically(rank):
+    """Two nodes of two ranks each, dealt out in turn (`srun --distribution=cyclic`)."""
+    os.environ |= {"LOCAL_RANK": str(rank // 2), "LOCAL_WORLD_SIZE": "2"}
+    nodes.machine_of_this_process = lambda: f"machine {rank % 2}"
+    nodes.socket = SimpleNamespace(gethostname=lambda: f"node{rank % 2}")
+
+
+def on_two_nodes(rank, raw, root):
+    deal_cyclically(rank)
+    mesh = Mesh(1, 2, 2)
+    config = RunConfig.from_dict(raw).resolve(4)
+    said, prepared, prepare = [], [], startup.prepare
+
+    def noted(*args):
+        prepared.append(rank)
+        return prepare(*args)
+
+    startup.prepare = noted
+    machines.check_machine(config, mesh, said.append)
+    quiet = Console(quiet=True)
+    corpus = startup.open_corpus(config, mesh, quiet)
+
+    machines.appears = lambda look: look()
+    refused = {}
+    for name, shared in (("shared", True), ("apart", False)):
+        place = root / name / ("" if shared else f"node{rank % 2}")
+        place.mkdir(parents=True, exist_ok=True)
+        os.chdir(place)
+        lock = Lock(place / "runs" / "mine.lock")
+        lock.path.parent.mkdir(exist_ok=True)
+        if rank == 0:
+            lock.take()
+        folder = startup.Path("runs/mine")
+        try:
+            machines.refuse_unshared(folder, "runs", mesh)
+        except ConfigError as error:
+            refused[name] = str(error)
+        mesh.barrier()
+        lock.release()
+
+    # Last, as it leaves the group broken.
+    startup.prepare = lambda *args: time.sleep(1) if rank == 0 else prepare(*args)
+    startup.check_length = lambda *args: None
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.3), mesh._aside)
+    late = ""
+    try:
+        startup.open_corpus(config, mesh, quiet)
+    except TrainingError as error:
+        late = str(error)
+    except Exception:
+        assert rank == 0  # it finds that the others have gone
+    return said, prepared, len(corpus.train), refused, late
+
+
+def test_two_nodes_whose_ranks_are_dealt_out_in_turn(tmp_path):
+    raw = prepared_config(tmp_path)
+    results = run_locally(on_two_nodes, 4, raw, tmp_path)
+    for rank, (said, prepared, tokens, refused, late) in enumerate(results):
+        assert prepared == ([rank] if rank < 2 else [])  # once a machine, by its first rank
+        assert tokens == results[0][2] > 0
+        (text,) = said
+        assert "tp = 2 SPANS HOSTS: ranks 0 on node0 and 1 on node1, and 1 more groups" in text
+        assert list(refused) == ["apart"]
+        assert 'run.directory = "runs"' in refused["apart"]
+        assert f"{tmp_path}/apart/node1/runs on node1 (rank 1) is not" in refused["apart"]
+        assert "rank 0 on node0 writes to" in refused["apart"]
+        if rank:
+            assert f"rank {rank} on node{rank % 2} has waited for 30m00s" in late
+            assert "launch/prepare.py" in late
