@@ -40,7 +40,7 @@ class Launch:
                 local_world_size,
                 restarts := _number("TORCHELASTIC_RESTART_COUNT", default=0),
                 max(0, _number("TORCHELASTIC_MAX_RESTARTS", default=0) - restarts),
-                _jobs(),
+                jobs_of_this_process(),
                 _launcher(),
             )
         if "SLURM_PROCID" in os.environ and _number("SLURM_NTASKS", default=1) > 1:
@@ -55,9 +55,9 @@ class Launch:
                 world_size,
                 _number("SLURM_LOCALID", most=world_size - 1),
                 _tasks_on_this_node(least=local_rank + 1, most=world_size),
-                jobs=_jobs(),
+                jobs=jobs_of_this_process(),
             )
-        return cls(0, 1, 0, jobs=_jobs())
+        return cls(0, 1, 0, jobs=jobs_of_this_process())
 
     def announce(self, port: int) -> None:
         """Tell this process what a launcher would, the store on `port` of this machine."""
@@ -90,8 +90,8 @@ def _tasks_on_this_node(least: int, most: int) -> int:
     return least
 
 
-def _jobs() -> tuple[Job, ...]:
-    """The jobs that this process is part of, and how often each was started before."""
+def jobs_of_this_process() -> tuple[Job, ...]:
+    """The jobs that this process is part of, the innermost last; how often each was started."""
     names = (
         ("slurm", "SLURM_JOB_ID", "SLURM_RESTART_COUNT"),
         ("torchelastic", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),

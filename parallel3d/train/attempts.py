@@ -18,6 +18,7 @@ import psutil
 
 from parallel3d.atomic import replace_text
 from parallel3d.errors import TrainingError
+from parallel3d.mesh.launch import jobs_of_this_process
 from parallel3d.train.stopping import Stopped
 
 FILE = "attempts.json"
@@ -26,19 +27,24 @@ _SAME_START = 10.0  # seconds by which the clock may have been set between two s
 
 
 def launch_identity() -> str:
-    """What stays the same when a launcher starts its ranks again: "host pid seconds" of it.
+    """What stays the same when a launcher starts its ranks again, maybe on another host.
 
-    The launcher is the parent process. Other launches have other identities, except that those of
-    one shell's plain python processes are the same.
+    The job's own name, `torchrun --rdzv_id` or Slurm's number; else "host pid seconds" of the
+    launcher, the parent process. Other launches have other identities, except that those of one
+    shell's plain python processes, or of one Slurm job, are the same.
     """
+    if jobs := jobs_of_this_process():
+        kind, name, _ = jobs[-1]
+        return "_".join(f"{kind}:{name}".split())
     parent = os.getppid()
     return f"{socket.gethostname()} {parent} {psutil.Process(parent).create_time():.0f}"
 
 
-def folder_of_this_launch(directory: Path, name: str) -> Path | None:
+def folder_of_this_launch(directory: Path, name: str, config: str = "") -> Path | None:
     """The newest of the folders `name`, `name-2`, ... that an earlier attempt of this launch began.
 
-    Only after a restart (`Launch.restart_count`) is it to be asked for.
+    Only after a restart (`Launch.restart_count`) is it to be asked for. `config`: the digest of
+    what is trained; a run of another one is another launch's, of the same job.
     """
     numbered = {}
     for path in directory.glob("*") if directory.is_dir() else ():
@@ -46,7 +52,8 @@ def folder_of_this_launch(directory: Path, name: str) -> Path | None:
             numbered[int(match[1] or 1)] = path
     mine = launch_identity()
     for _, path in sorted(numbered.items(), reverse=True):
-        if _is_same_launch(_Record.read(path / FILE).launch, mine):
+        record = _Record.read(path / FILE)
+        if _is_same_launch(record.launch, mine) and (not config or record.config == config):
             return path
     return None
 
@@ -146,6 +153,8 @@ class _Record:
 
 
 def _is_same_launch(one: str, other: str) -> bool:
+    if one == other:
+        return True
     *place, start = one.rpartition(" ")
     *other_place, other_start = other.rpartition(" ")
     try:

@@ -149,7 +149,7 @@ def _find(
         return folder, mine
     found = None
     if launch.restart_count:
-        found = folder_of_this_launch(directory, name_of(config))
+        found = folder_of_this_launch(directory, name_of(config), same)
     goes_on = config.checkpoint.resume == "auto" or isinstance(config.checkpoint.resume, int)
     if found is None and goes_on:  # as the first attempt did, whose folder may have another name
         found = unfinished(directory, same)

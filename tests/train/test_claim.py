@@ -11,6 +11,7 @@ from parallel3d.config import RunConfig
 from parallel3d.errors import ConfigError
 from parallel3d.lock import Lock
 from parallel3d.mesh.launch import Launch
+from parallel3d.train import attempts
 from parallel3d.train import claim as claims
 from parallel3d.train.attempts import Attempts
 from parallel3d.train.claim import digest_of
@@ -240,3 +241,38 @@ def test_what_this_machine_lacks_is_refused_before_corpus_and_model(monkeypatch)
             machines.check_machine(read(*offload, *device).resolve(1), mesh, print)
     finally:
         mesh.close()
+
+
+@pytest.mark.parametrize("job", ["my-run", "none"])  # none: what torchrun says without --rdzv_id
+@pytest.mark.parametrize("resume", ["auto", "none"])
+def test_a_restart_on_another_host_goes_on_in_the_folder_of_its_launch(
+    place, monkeypatch, job, resume
+):
+    """It began a new one at step 0, without a word: rank 0 may be elsewhere after a restart."""
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
+    asked = ("--parallel3d.checkpoint.resume", resume)
+    leave(claim(*asked), *asked)
+    monkeypatch.setattr(attempts.socket, "gethostname", lambda: "elsewhere")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    again = Launch(0, 1, 0, restart_count=1)
+    if (job, resume) == ("none", "none"):  # nothing is left to know it by
+        assert claim(*asked, launch=again).folder.name == f"{NAME}-2"
+        return
+    assert claim(*asked, launch=again).folder.name == NAME
+    other = claim(*asked, "--optimizer.params.lr", 1e-4, launch=again)  # in the same job
+    assert other.folder.name == f"{NAME}-2"
+
+
+def test_jobs_whose_numbers_are_close_are_two(monkeypatch):
+    said = []
+    for kind, number in (
+        ("SLURM_JOB_ID", 77),
+        ("SLURM_JOB_ID", 78),
+        ("TORCHELASTIC_RUN_ID", "a 1"),
+    ):
+        monkeypatch.setenv(kind, str(number))
+        said.append(attempts.launch_identity())
+    assert said == ["slurm:77", "slurm:78", "torchelastic:a_1"]
+    assert not any(attempts._is_same_launch(said[0], other) for other in said[1:])
+    assert attempts._is_same_launch(said[0], said[0])
