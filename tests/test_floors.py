@@ -19,6 +19,7 @@ TESTS = sorted(path.relative_to(ROOT) for path in (ROOT / "tests").rglob("*.py")
 # A folder is a floor: each room may import those above it in this list, and itself without a cycle.
 ROOMS = [
     (0, "parallel3d"),
+    (0, "parallel3d/pulse"),
     (0, "parallel3d/model"),
     (0, "models"),
     (0, "models/*/spec.py"),

@@ -1,0 +1,197 @@
+"""Decides from the sentries' reports whether the run is over, and whose fault it is (floor 0)."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+RUNS, STOPPED, TRACED, GONE = "runs", "stopped", "traced", "gone"  # what a process is
+_LONGEST_LOOK = 1.0  # seconds: more between two looks, and this machine slept or the judge did
+_WELL = (0, 3)  # exit codes of ranks that have done what they should
+
+
+class Limits(NamedTuple):
+    """Seconds after which something is a fault."""
+
+    stopped: float = 20.0
+    """A rank is stopped (SIGSTOP), while others run."""
+    silent: float = 20.0
+    """A machine is silent."""
+    store: float = 3.0
+    """The store of the process group is gone, and no rank has ended well."""
+    left: float = 10.0
+    """A rank has ended with an error that should be that of all, and others have not."""
+
+
+class Report(NamedTuple):
+    """What a sentry says of its rank."""
+
+    host: str
+    state: str
+    doing: str
+    since: float
+    """The reporter's clock: to be compared with its other reports only."""
+    waits: bool
+    limit: float
+    """Seconds that the rank may wait for another; 0: for ever."""
+    left: int | None = None
+    """The exit code of a rank that ends by itself."""
+    reason: str = ""
+    """Why this rank alone fails."""
+
+
+@dataclass
+class _Rank:
+    report: Report
+    lost: bool = False  # nobody is left to report
+    # Seconds for which it has been so, as far as the judge was awake.
+    silent: float = 0.0
+    stopped: float = 0.0
+    same: float = 0.0  # doing the same
+    gone: float = 0.0
+
+    @property
+    def is_dead(self) -> bool:
+        return self.report.state == GONE or self.lost
+
+    @property
+    def runs(self) -> bool:
+        return self.report.state in (RUNS, TRACED) and self.report.left is None and not self.lost
+
+
+@dataclass
+class Judge:
+    """Hears every sentry, and finds what ends the run.
+
+    Times are summed up from look to look, each by a second at most: a machine that slept with all
+    that is on it accuses nobody when it wakes.
+    """
+
+    limits: Limits
+    store: str = ""
+    """The address of the process group's store."""
+    ranks: dict[int, _Rank] = field(default_factory=dict)
+    _looked: float | None = None
+    _store_gone: float | None = None
+
+    def hear(self, rank: int, report: Report) -> None:
+        """Take a report."""
+        known = self.ranks.setdefault(rank, _Rank(report))
+        if report.since != known.report.since:
+            known.same = 0.0
+        if report.state != STOPPED:
+            known.stopped = 0.0
+        known.report, known.silent, known.lost = report, 0.0, False
+
+    def lose(self, rank: int) -> None:
+        """A rank's sentry is gone; it had reported the end of its rank, or is lost with it."""
+        if self.ranks[rank].report.state != GONE:
+            self.ranks[rank].lost = True
+
+    def lose_store(self) -> None:
+        """The store does not answer."""
+        self._store_gone = self._store_gone or 0.0
+
+    def verdict(self, now: float) -> tuple[str, int | None]:
+        """Why the run is over, and the rank that is to blame; ("", None) while it goes on.
+
+        `now` is a monotonic clock's.
+        """
+        passed = min(now - self._looked, _LONGEST_LOOK) if self._looked is not None else 0.0
+        self._looked = now
+        running = [rank for rank, r in self.ranks.items() if r.runs]
+        for r in self.ranks.values():
+            r.silent += passed
+            r.same += passed
+            r.gone += passed * r.is_dead
+            # Where everything is stopped, nobody waits.
+            r.stopped += passed * (r.report.state == STOPPED and bool(running))
+        if self._store_gone is not None:
+            self._store_gone += passed
+        if not running:
+            return "", None
+        for find in (self._dead, self._failed, self._stopped, self._silent, self._late, self._left):
+            for rank, r in sorted(self.ranks.items()):
+                if text := find(r):
+                    return f"rank {rank} on {r.report.host} {text}", rank
+        return self._without_store(), None
+
+    def speakers(self, blamed: int | None) -> set[int]:
+        """The first rank of each machine that can still say something."""
+        first: dict[str, int] = {}
+        for rank, r in sorted(self.ranks.items()):
+            if r.runs and rank != blamed:
+                first.setdefault(r.report.host, rank)
+        return set(first.values())
+
+    def _dead(self, r: _Rank) -> str:
+        if r.report.left is None and r.is_dead:
+            whole = ", and its sentry with it" if r.lost else ""
+            return f"died{whole}: killed, or crashed ({_was(r)}{self._first_to_stand_still()})"
+        return ""
+
+    def _failed(self, r: _Rank) -> str:
+        return f"failed: {r.report.reason} ({_was(r)})" if r.report.reason else ""
+
+    def _stopped(self, r: _Rank) -> str:
+        if r.stopped < self.limits.stopped:
+            return ""
+        return f"has been stopped (SIGSTOP) for {r.stopped:.0f} s ({_was(r)})"
+
+    def _silent(self, r: _Rank) -> str:
+        if r.silent < self.limits.silent or not r.runs:
+            return ""
+        return (
+            f"has been silent for {r.silent:.0f} s: its machine or its network is down ({_was(r)})"
+        )
+
+    def _late(self, r: _Rank) -> str:
+        """Blames the one that stands still without waiting, else the one that waits longest."""
+        waiting = [
+            rank
+            for rank, w in self.ranks.items()
+            if w.runs and w.report.waits and 0 < w.report.limit < w.same
+        ]
+        if not waiting or r is not self._slowest():
+            return ""
+        others = [rank for rank in sorted(waiting) if self.ranks[rank] is not r]
+        who = f"; {_ranks(others)} waited" if others else ""
+        limit = self.ranks[waiting[0]].report.limit
+        return f"is late: {_was(r)} for {r.same:.0f} s{who} ({limit:.0f} s are allowed)"
+
+    def _left(self, r: _Rank) -> str:
+        code = r.report.left
+        if code is None or code in _WELL or r.gone < self.limits.left:
+            return ""
+        return f"ended with exit code {code}, and others have not ({_was(r)})"
+
+    def _without_store(self) -> str:
+        ended = any(r.report.left is not None for r in self.ranks.values())
+        if ended or self._store_gone is None or self._store_gone < self.limits.store:
+            return ""
+        return f"the store of the process group at {self.store} is gone: its keeper died"
+
+    def _slowest(self) -> _Rank | None:
+        """Who has done the same for longest among those that do not wait, or else among all."""
+        alive = [r for r in self.ranks.values() if r.report.left is None and not r.is_dead]
+        working = [r for r in alive if not r.report.waits]
+        return max(working or alive, key=lambda r: r.same, default=None)
+
+    def _first_to_stand_still(self) -> str:
+        """Of a rank that was ended since it waited for too long: whom it may have waited for."""
+        slowest = self._slowest()
+        if slowest is None or not 0 < slowest.report.limit < slowest.same:
+            return ""
+        rank = next(rank for rank, r in self.ranks.items() if r is slowest)
+        return (
+            f"; rank {rank} on {slowest.report.host} has stood still for {slowest.same:.0f} s, "
+            f"{_was(slowest)}"
+        )
+
+
+def _was(r: _Rank) -> str:
+    return f"in {r.report.doing}" if r.report.doing else "at its start"
+
+
+def _ranks(numbers: list[int]) -> str:
+    """Names at most eight."""
+    shown = ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
+    return f"rank{'s'[: len(numbers) > 1]} {shown}"

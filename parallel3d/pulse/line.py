@@ -1,0 +1,74 @@
+"""Objects as lines of JSON over TCP, between processes that know one secret (floor 0)."""
+
+import json
+import socket
+from contextlib import suppress
+from typing import Any
+
+MOST_BYTES = 2**14  # of a line: nobody's words are longer
+
+
+class Line:
+    """One end of a connection; nothing it does waits for the other end."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket, self.descriptor = connection, connection.fileno()
+        connection.setblocking(False)
+        with suppress(OSError):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._read = b""
+        self.is_open = True
+
+    def send(self, value: Any) -> None:
+        """Send one object; an end that does not read for long is no end any more."""
+        data = json.dumps(value).encode() + b"\n"
+        if not self.is_open:
+            return
+        try:
+            if self.socket.send(data) < len(data):
+                self.close()
+        except OSError:
+            self.close()
+
+    def receive(self) -> list[Any]:
+        """The objects that have come; the line is closed if the other end is gone or talks rot."""
+        try:
+            while data := self.socket.recv(MOST_BYTES):
+                self._read += data
+                if len(self._read) > MOST_BYTES and b"\n" not in self._read:
+                    break
+            self.close()
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.close()
+        *lines, self._read = self._read.split(b"\n")
+        try:
+            return [json.loads(line) for line in lines]
+        except ValueError:
+            self.close()
+            return []
+
+    def close(self) -> None:
+        """Close this end."""
+        if self.is_open:
+            self.is_open = False
+            self.socket.close()
+
+
+def connect(hosts: list[str], port: int, seconds: float = 3.0) -> socket.socket | None:
+    """A connection to the first of the hosts that answers within so many seconds each."""
+    for host in dict.fromkeys(hosts):
+        with suppress(OSError):
+            return socket.create_connection((host, port), timeout=seconds)
+    return None
+
+
+def listen() -> socket.socket:
+    """A socket that takes connections on a free port, of IPv4 and, where there is any, of IPv6."""
+    if socket.has_dualstack_ipv6():
+        with suppress(OSError):
+            return socket.create_server(
+                ("", 0), family=socket.AF_INET6, backlog=4096, dualstack_ipv6=True
+            )
+    return socket.create_server(("", 0), backlog=4096)
