@@ -2,8 +2,6 @@
 
 import argparse
 import json
-import os
-import sys
 from contextlib import closing
 from typing import TYPE_CHECKING, NoReturn
 
@@ -13,6 +11,7 @@ from parallel3d.arguments import Parser, whole_number
 from parallel3d.config import RunConfig, help_text
 from parallel3d.errors import Parallel3DError, TrainingError
 from parallel3d.mesh.launch import Launch
+from parallel3d.pulse import rank as pulse
 from parallel3d.train import ending
 from parallel3d.train.claim import Claim, claim, ready
 from parallel3d.train.stopping import Stopped, StopRequest
@@ -42,12 +41,16 @@ def train(
     place = startup.find_folder(config, mesh, claimed)
     report.print_place(console, config, place.folder)
     machines.check_machine(config, mesh, console.print)
+    pulse.doing("opening the corpus, or waiting for who prepares it")
     corpus = startup.open_corpus(config, mesh, console)
+    pulse.doing("looking for a checkpoint")
     start = startup.find_start(config, mesh, place=place, corpus=corpus, say=console.print)
     config = start.config
     self_test(EngineSettings.from_config(config), mesh, console.print)
+    pulse.doing("building the model")
     parts = assemble(config, mesh, say=console.print)
     report.print_placement(console, config, parts)
+    pulse.doing("loading the checkpoint")
     startup.restore(start, mesh, parts)
     with closing(startup.Output(start, mesh, console)) as output:
         saver = Saver(
@@ -57,7 +60,7 @@ def train(
         )  # fmt: skip
         peak_name, peak_flops = startup.peak(config, mesh)
         profiler = startup.make_profiler(config, mesh, parts=parts, directory=output.directory)
-        stop.hold(output.directory if mesh.rank == 0 else None)
+        stop.hold(output.directory if mesh.rank == 0 else None, output.close)
         result = Trainer(
             config, mesh, corpus=corpus, parts=parts, position=start.position,
             peak_flops=peak_flops, writer=output.writer, progress=output.progress,
@@ -65,6 +68,7 @@ def train(
         ).run()  # fmt: skip
         if config.run.save_weights and not result.stopped:
             mesh.set_timeouts(SAVING_TIMEOUT)
+            pulse.doing("writing the weights")
             save_weights(parts.engine, mesh, output.directory / "weights")
         output.end(result.stopped)
     parts.engine.close()
@@ -80,10 +84,12 @@ def train(
 def main() -> NoReturn:
     """End with the exit code; what every rank knows is said by the first alone."""
     args, overrides = parse_args()
-    launch, stop, claimed = Launch(0, 1, 0), StopRequest(), None
+    end = ending.Ending()
+    stop = StopRequest(end.judged)
     try:
         with stop.listening():
-            launch = Launch.from_environment()
+            end.launch = launch = Launch.from_environment()
+            claimed = None
             asked = RunConfig.from_json(args.config, overrides)
             if args.dry_run is not None:
                 from parallel3d.train.dry_run import dry_run
@@ -93,29 +99,22 @@ def main() -> NoReturn:
                 config = ready(asked, launch)
                 if launch.rank == 0:
                     claimed = claim(asked, config, launch, ending.say)
+                    end.at_end.append(claimed.release)
                 from parallel3d.mesh.mesh import Mesh
                 from parallel3d.mesh.waiting import SharedFlag
 
-                mesh = Mesh(config.mesh.pp, int(config.mesh.dp), config.mesh.tp, launch)
+                sizes = config.mesh.pp, int(config.mesh.dp), config.mesh.tp
+                mesh = Mesh(*sizes, launch, watched=True)
                 stop.share(SharedFlag("stop"), mesh.rank)
                 code = train(config, mesh, claimed, stop, args.json)
                 mesh.close()
     except Stopped:
         code = stop.part()
     except (Parallel3DError, TrainingError) as error:
-        code = ending.FAILED if isinstance(error, TrainingError) else ending.BAD_INPUT
-        ending.end_all(launch, error)
+        code = ending.end_all(end.launch, error)
     except Exception as error:
-        code = ending.died(launch, error, stop.explains_loss, stop.part)
-    if engine := sys.modules.get("parallel3d.engine"):
-        engine.remove_swap_folders()
-    if claimed:
-        claimed.release()
-    if (text := ending.last_line(code, launch)) and launch.rank == 0:
-        ending.say(text)
-    sys.stdout.flush()
-    # Not through the interpreter's end, where gloo's threads can abort the process (exit code -6).
-    os._exit(ending.exit_code(code, launch))
+        code = ending.died(end.launch, error, stop.explains_loss, stop.part)
+    end.leave(code)
 
 
 def parse_args() -> tuple[argparse.Namespace, list[str]]:

@@ -184,7 +184,7 @@ class TrainConfig(Section):
     stop_after: Positive | None = None
     """Save and stop after this step, as if asked to; learning rates stay planned for all steps."""
     timeout_seconds: int = Field(default=300, gt=0)
-    """How long a rank waits for another before the run fails, once the first step is done."""
+    """How long a rank waits for another before the run fails and names it; after the first step."""
     tf32: bool = False
     """Multiply fp32 matrices as TF32, with 10 bits of mantissa, where the device can: several times
     faster, no longer equal to a CPU within 1e-4. Nothing changes in bf16 or fp16."""

@@ -21,6 +21,7 @@ from torch.utils.file_baton import FileBaton
 from parallel3d.engine.quirks import core
 from parallel3d.errors import ConfigError
 from parallel3d.mesh.mesh import Mesh
+from parallel3d.pulse import rank as pulse
 
 _log = logging.getLogger(__name__)
 _ABOUT = {
@@ -143,6 +144,7 @@ def _load(builder: Any, say: Callable[[str], None]) -> None:
             say(f"waiting for another process that compiles DeepSpeed's {name}: {directory}")
             wait_for_build(directory)
         if not (directory / f"{name}.so").exists():
+            pulse.doing(f"compiling DeepSpeed's {name}")
             say(f"compiling DeepSpeed's {name} (once on this machine, {_ABOUT[name]})")
     builder.load(verbose=False)
 

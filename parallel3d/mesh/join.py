@@ -6,6 +6,7 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from parallel3d.mesh.device import claim_device, identity_of
 from parallel3d.mesh.groups import choose_backend, options_of
 from parallel3d.mesh.launch import Launch
 from parallel3d.mesh.network import allow_open_files, choose_interface, connect_on_demand
+from parallel3d.pulse import rank as pulse
 
 _START = "rank 0 starts"  # in the store: "", or the error that it met before it could
 _HEARD = timedelta(seconds=5)  # that rank 0, which may keep the store, waits for the others
@@ -48,9 +50,10 @@ def rank_0_first(launch: Launch, speak: Callable[[], None], error: Exception) ->
             store.set(heard[launch.rank - 1], "yes")
 
 
-def join(launch: Launch, device: torch.device) -> None:
+def join(launch: Launch, device: torch.device, watched: bool = False) -> None:
     """Make the process group of all processes, unless there is one.
 
+    `watched`: with a sentry beside each rank, before anything can wait for a rank that is dead.
     Raises what rank 0 met on its way here, of the same kind and with the same message.
     """
     if dist.is_initialized():
@@ -72,6 +75,10 @@ def join(launch: Launch, device: torch.device) -> None:
     if backend == "nccl":
         connect_on_demand()
         claim_device(identity_of(device), launch, store)
+    if watched:
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        judge = partial(store.set, "judge"), lambda: store.get("judge").decode()
+        pulse.begin(launch.rank, launch.world_size, address, *judge)
     dist.init_process_group(
         backend,
         store=store,

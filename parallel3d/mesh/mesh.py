@@ -22,19 +22,28 @@ from parallel3d.mesh.launch import Launch
 from parallel3d.mesh.picture import draw_mesh
 from parallel3d.mesh.transfer import Transfer
 from parallel3d.mesh.waiting import wait_with_open_ears
+from parallel3d.pulse import rank as pulse
 
 AXES = ("pp", "dp", "tp")
+_BACKSTOP = 15.0  # seconds that the judge has for its verdict on who is late
 
 
 class Mesh:
     """A pp x dp x tp grid of ranks with a process group along each axis.
 
     Axes: "pp", "dp", "tp", "model" (pp and tp together: the ranks that share one copy of the
-    model), "world", "self" (this rank alone). Raises ConfigError if the sizes do not multiply to
-    the number of processes.
+    model), "world", "self" (this rank alone). `watched`: with a sentry beside each rank. Raises
+    ConfigError if the sizes do not multiply to the number of processes.
     """
 
-    def __init__(self, pp: int = 1, dp: int = 1, tp: int = 1, launch: Launch | None = None) -> None:
+    def __init__(
+        self,
+        pp: int = 1,
+        dp: int = 1,
+        tp: int = 1,
+        launch: Launch | None = None,
+        watched: bool = False,
+    ) -> None:
         launch = launch or Launch.from_environment()
         if pp * dp * tp != launch.world_size:
             raise ConfigError(
@@ -52,7 +61,7 @@ class Mesh:
         if self.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             # Ranks that share cores would otherwise each start a thread for every one of them.
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // launch.local_world_size))
-        join(launch, self.device)
+        join(launch, self.device, watched)
         self._grid = torch.arange(pp * dp * tp).view(pp, dp, tp)
         place = (self._grid == self.rank).nonzero()[0].tolist()
         self._coords = dict(zip(AXES, place, strict=True))
@@ -154,14 +163,19 @@ class Mesh:
     def set_timeouts(self, seconds: float) -> None:
         """Let all communication fail after `seconds`: once training runs, silence means death.
 
-        gloo notices a killed process at once, but a stopped one only by this timeout.
+        gloo notices a killed process at once, but a stopped one only by this timeout. Of a run that
+        is watched the judge names who is late; the groups' own timeouts come after its verdict.
         """
         groups = [*self._groups.values(), self._backward, *self._pairs.values()]
+        pulse.set_limit(seconds)
+        if pulse.is_watched():
+            seconds += _BACKSTOP
         for group in {id(g): g for g in groups if g is not None}.values():
             set_timeout(group, timedelta(seconds=seconds))
         if self.backend == "gloo":
             self._transfer_timeout = timedelta(seconds=seconds)
 
+    @pulse.waiting("gathering numbers of all ranks")
     def gather_floats(self, values: Sequence[float | torch.Tensor]) -> list[list[float]]:
         """Every rank's `values` (equally many on each), in the order of global ranks.
 
@@ -232,6 +246,7 @@ class Mesh:
         parts = [t.narrow(dim, 0, int(n)) for t, n in zip(everyone, lengths, strict=True)]
         return torch.cat(parts, dim)
 
+    @pulse.waiting("at a barrier")
     def barrier(self) -> None:
         """Wait for every rank, on the host."""
         flag = torch.zeros(1, device=self.device)

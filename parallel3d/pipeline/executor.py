@@ -12,6 +12,7 @@ from parallel3d.errors import ScheduleError
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.transfer import Transfer
 from parallel3d.pipeline.clock import DeviceClock
+from parallel3d.pulse import rank as pulse
 from parallel3d.schedule.action import RUNNABLE
 from parallel3d.schedule.schedule import Action, Op, Schedule, Span
 from parallel3d.tensor.dropout import RandomKey
@@ -89,15 +90,19 @@ class Executor:
         self._losses: list[Tensor] = []
         clock = DeviceClock(self.mesh.device) if self.timed else None
         marks, self.spans = [], []
+        self._work = f"step {step + 1}" if self._trains else "an evaluation"
         with self.engine.accumulation() if self._trains else nullcontext():
             for action in self._program:
                 if action.is_compute:
                     self._wait(action)
+                pulse.doing(f"{action} of {self._work}")
                 start = clock.mark() if clock else None
                 self._run[action.op](action.stage, action.microbatch)
                 if clock:
                     marks.append((action, start, clock.mark()))
-            self._finish_sends()
+            with pulse.waiting("until its messages have left"):
+                self._finish_sends()
+            pulse.doing(f"the sums of gradients of {self._work}")
         if clock:
             self.started, self.ended, self.spans = clock.spans(marks)
         return torch.stack(self._losses).sum() if self._losses else self._no_loss
@@ -173,7 +178,8 @@ class Executor:
         op = Op.RECV_F if compute.op is Op.F else Op.RECV_B
         transfer = self._arriving.pop(compute._replace(op=op), None)
         if transfer is not None:  # None: it was made on this rank
-            transfer.wait()
+            with pulse.waiting(f"waiting for {compute._replace(op=op)}"):
+                transfer.wait()
 
     def _on_this_rank(self, stage: int) -> bool:
         return self.schedule.pp_coord_of_stage[stage] == self.mesh.coord("pp")

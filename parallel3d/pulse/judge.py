@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 RUNS, STOPPED, TRACED, GONE = "runs", "stopped", "traced", "gone"  # what a process is
-_LONGEST_LOOK = 1.0  # seconds: more between two looks, and this machine slept or the judge did
+_LONGEST_LOOK = 2.0  # seconds: more between two looks, and this machine slept or the judge did
 _WELL = (0, 3)  # exit codes of ranks that have done what they should
 
 
@@ -61,8 +61,8 @@ class _Rank:
 class Judge:
     """Hears every sentry, and finds what ends the run.
 
-    Times are summed up from look to look, each by a second at most: a machine that slept with all
-    that is on it accuses nobody when it wakes.
+    Times are summed up from look to look, each by two seconds at most: a machine that slept with
+    all that is on it accuses nobody when it wakes.
     """
 
     limits: Limits
@@ -125,23 +125,22 @@ class Judge:
     def _dead(self, r: _Rank) -> str:
         if r.report.left is None and r.is_dead:
             whole = ", and its sentry with it" if r.lost else ""
-            return f"died{whole}: killed, or crashed ({_was(r)}{self._first_to_stand_still()})"
+            return f"died {_at(r)}: killed, or crashed{whole}{self._first_to_stand_still()}"
         return ""
 
     def _failed(self, r: _Rank) -> str:
-        return f"failed: {r.report.reason} ({_was(r)})" if r.report.reason else ""
+        return f"failed {_at(r)}: {r.report.reason}" if r.report.reason else ""
 
     def _stopped(self, r: _Rank) -> str:
         if r.stopped < self.limits.stopped:
             return ""
-        return f"has been stopped (SIGSTOP) for {r.stopped:.0f} s ({_was(r)})"
+        return f"has been stopped (SIGSTOP) for {r.stopped:.0f} s {_at(r)}"
 
     def _silent(self, r: _Rank) -> str:
         if r.silent < self.limits.silent or not r.runs:
             return ""
-        return (
-            f"has been silent for {r.silent:.0f} s: its machine or its network is down ({_was(r)})"
-        )
+        silent = f"has been silent for {r.silent:.0f} s {_at(r)}"
+        return f"{silent}: its machine or its network is down"
 
     def _late(self, r: _Rank) -> str:
         """Blames the one that stands still without waiting, else the one that waits longest."""
@@ -155,13 +154,13 @@ class Judge:
         others = [rank for rank in sorted(waiting) if self.ranks[rank] is not r]
         who = f"; {_ranks(others)} waited" if others else ""
         limit = self.ranks[waiting[0]].report.limit
-        return f"is late: {_was(r)} for {r.same:.0f} s{who} ({limit:.0f} s are allowed)"
+        return f"is late: {_at(r)} for {r.same:.0f} s{who} ({limit:.0f} s are allowed)"
 
     def _left(self, r: _Rank) -> str:
         code = r.report.left
         if code is None or code in _WELL or r.gone < self.limits.left:
             return ""
-        return f"ended with exit code {code}, and others have not ({_was(r)})"
+        return f"ended with exit code {code} {_at(r)}, and others have not"
 
     def _without_store(self) -> str:
         ended = any(r.report.left is not None for r in self.ranks.values())
@@ -182,13 +181,13 @@ class Judge:
             return ""
         rank = next(rank for rank, r in self.ranks.items() if r is slowest)
         return (
-            f"; rank {rank} on {slowest.report.host} has stood still for {slowest.same:.0f} s, "
-            f"{_was(slowest)}"
+            f"; rank {rank} on {slowest.report.host} has stood still for {slowest.same:.0f} s "
+            f"{_at(slowest)}"
         )
 
 
-def _was(r: _Rank) -> str:
-    return f"in {r.report.doing}" if r.report.doing else "at its start"
+def _at(r: _Rank) -> str:
+    return f'at "{r.report.doing}"'
 
 
 def _ranks(numbers: list[int]) -> str:

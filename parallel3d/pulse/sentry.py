@@ -21,12 +21,12 @@ from parallel3d.pulse.judge import GONE, RUNS, STOPPED, TRACED, Judge, Limits, R
 from parallel3d.pulse.line import Line, connect
 from parallel3d.pulse.page import Page, Verdict
 
-LOOK = 0.5  # seconds between two looks at the rank
+LOOK = 1.0  # seconds between two looks at the rank
 BEAT = 2.0  # seconds between two reports of a rank with nothing new
 _REACH = 60.0  # seconds in which the judge must be reached
 _GRACE = 5.0  # seconds that a rank has to end itself
 _LINGER = 10.0  # seconds for which what a dead rank's sentry knows is passed on
-_LONGEST_LOOK = 1.0  # seconds: more between two looks, and this machine slept
+_LONGEST_LOOK = 2.0  # seconds: more between two looks, and this machine slept
 
 
 class Task(NamedTuple):
@@ -60,7 +60,7 @@ class Sentry:
         self._gone: float | None = None  # since when
         self._deadline: float | None = None  # for a rank that is told to end
         self._speaks = self._first = False
-        self._verdict, self._judges_rank = "", "at its start"
+        self._verdict, self._judges_rank = "", "its start"
         self._watch_parent()
         if task.listener >= 0:
             judge = Judge(self._limits, store="{}:{}".format(*task.store))
@@ -175,13 +175,13 @@ class Sentry:
             return
         fault = ""
         if not self._line.is_open:
-            fault = "died, and its sentry with it: killed, or crashed"
+            fault = f'died at "{self._judges_rank}": killed, or crashed, and its sentry with it'
         elif self._silent > self._limits.silent:
-            fault = f"has been silent for {self._silent:.0f} s: its machine or its network is down"
+            silent = f'has been silent for {self._silent:.0f} s at "{self._judges_rank}"'
+            fault = f"{silent}: its machine or its network is down"
         if fault:
             host = self._task.hosts[-1]
-            where = f"(in {self._judges_rank})"
-            self._take_verdict(f"rank 0 on {host} {fault} {where}", self._first, False)
+            self._take_verdict(f"rank 0 on {host} {fault}", self._first, False)
 
     def _take_verdict(self, text: str, speaks: bool, blamed: bool) -> None:
         if self._verdict:

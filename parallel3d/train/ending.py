@@ -4,13 +4,18 @@ import os
 import shlex
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from typing import NoReturn
 
 import psutil
 
+from parallel3d.errors import TrainingError
 from parallel3d.mesh.launch import Launch
+from parallel3d.pulse import rank as pulse
+from parallel3d.pulse.page import Verdict
 
 DONE, FAILED, BAD_INPUT, STOPPED = 0, 1, 2, 3  # exit codes; scripts rely on them
 _IN_WORDS = {
@@ -19,6 +24,7 @@ _IN_WORDS = {
     STOPPED: "stopped on request",
 }
 _COMMANDS = {"torchrun", "deepspeed"}
+_FLUSH = 3.0  # seconds for what a run has open, where another rank's fault ends it
 
 
 def say(text: str) -> None:
@@ -27,10 +33,52 @@ def say(text: str) -> None:
     sys.stderr.flush()
 
 
-def end_all(launch: Launch, error: Exception) -> None:
-    """Say on rank 0 what ends the run, and have the other ranks end too."""
+class Ending:
+    """Ends the process, from the main thread or, where that waits for ever, from another.
+
+    `launch` is set as soon as it is known, and so is what is to be done `at_end`.
+    """
+
+    def __init__(self) -> None:
+        self.launch = Launch(0, 1, 0)
+        self.at_end: list[Callable[[], None]] = []
+
+    def judged(self, verdict: Verdict, flush: Callable[[], None]) -> NoReturn:
+        """End for the fault of another rank. For a thread: nothing here waits for the main one."""
+        pulse.leave(FAILED)
+        say_verdict(verdict)
+        flushing = threading.Thread(target=flush, daemon=True)
+        flushing.start()
+        flushing.join(_FLUSH)  # what it needs may be held by the main thread
+        self.leave(FAILED)
+
+    def leave(self, code: int) -> NoReturn:
+        """End with this exit code, or the one that the launcher takes for it."""
+        pulse.leave(code)
+        if engine := sys.modules.get("parallel3d.engine"):
+            engine.remove_swap_folders()
+        for release in self.at_end:
+            release()
+        if (text := last_line(code, self.launch)) and self.launch.rank == 0:
+            say(text)
+        sys.stdout.flush()
+        # Not through the interpreter's end, where gloo's threads can abort the process (code -6).
+        os._exit(exit_code(code, self.launch))
+
+
+def say_verdict(verdict: Verdict) -> None:
+    """One line on each machine: who has ended the run, where, and what it did."""
+    if verdict.speaks:
+        say(f"{verdict.text}; the run ends")
+
+
+def end_all(launch: Launch, error: Exception) -> int:
+    """Say on rank 0 what ends the run, and have the other ranks end too; gives the exit code."""
+    code = FAILED if isinstance(error, TrainingError) else BAD_INPUT
+    pulse.leave(code)
     if launch.world_size == 1:  # without torch, which it may have come before
-        return say(str(error))
+        say(str(error))
+        return code
     from parallel3d.mesh.join import rank_0_first
 
     def speak() -> None:
@@ -39,12 +87,13 @@ def end_all(launch: Launch, error: Exception) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     rank_0_first(launch, speak, error)
+    return code
 
 
 def died(
     launch: Launch, error: Exception, explains_loss: Callable[[], bool], part: Callable[[], int]
 ) -> int:
-    """The exit code of a rank that ends alone: its peers hear of it by losing it.
+    """The exit code of a rank that ends alone: its peers hear of it from the judge.
 
     `part` gives it where a request to stop `explains_loss` of a peer.
     """
@@ -53,8 +102,19 @@ def died(
     lost = lost_peer(error)
     if lost and explains_loss():
         return part()
+    # The backend may see a loss first, but not who it was and what they did.
+    if lost and (verdict := pulse.verdict(pulse.SOON)):
+        pulse.leave(FAILED)
+        say_verdict(verdict)
+        return FAILED
+    pulse.leave(FAILED, "" if lost else _in_short(error))
     say(f"rank {launch.rank}: {lost or traceback.format_exc()}")
     return FAILED
+
+
+def _in_short(error: Exception) -> str:
+    """Its kind and the first line of what it says."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:200]
 
 
 def last_line(code: int, launch: Launch) -> str:

@@ -1,7 +1,8 @@
 """Requests to stop or to save: signals, files in its folder, a launcher that is gone (floor 5).
 
 Before training a request ends the process at once, by `Stopped`; from then on (`StopRequest.hold`)
-it waits for the end of a step, where all ranks agree on it.
+it waits for the end of a step, where all ranks agree on it. The thread that hears what the main one
+cannot, which may wait for ever for a rank that is dead, also hears the verdict on such a rank.
 """
 
 import os
@@ -10,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -19,6 +20,8 @@ from typing import TYPE_CHECKING
 import psutil
 
 from parallel3d.errors import TrainingError
+from parallel3d.pulse import rank as pulse
+from parallel3d.pulse.page import Verdict
 from parallel3d.train.ending import STOPPED
 
 if TYPE_CHECKING:  # it needs torch, which a launch that is refused must not wait for
@@ -32,6 +35,9 @@ _SEEN = 2.0  # seconds that rank 0, which keeps the store, waits for the others 
 _DEEPSPEED = "deepspeed.launcher.launch"
 
 
+OnVerdict = Callable[[Verdict, Callable[[], None]], None]
+
+
 class Stopped(BaseException):
     """A request to stop, before there is anything to save.
 
@@ -43,10 +49,12 @@ class StopRequest:
     """Whether somebody asked the run to stop or to save, here and (`agree`) on any rank.
 
     `asked` is this rank's wish; `stopping` and `saving` are what all ranks agreed on. Only these
-    may decide what a rank does next, or the ranks part ways.
+    may decide what a rank does next, or the ranks part ways. `on_verdict` hears, in a thread, that
+    the run is over for a rank's fault, and what may have to be written still; it ends the process.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_verdict: OnVerdict | None = None) -> None:
+        self._on_verdict, self._flush = on_verdict, _nothing
         self.asked = self.stopping = self.saving = False
         self._held = self._listening = False
         self._since = 0.0
@@ -88,13 +96,14 @@ class StopRequest:
         """Before training, tell the other ranks by `flag`, and listen to them."""
         self._flag, self._rank = flag, rank
 
-    def hold(self, folder: Path | None) -> None:
+    def hold(self, folder: Path | None, flush: Callable[[], None] | None = None) -> None:
         """From now on let a request wait for the end of a step.
 
         `folder` is the run's, on the rank that is to look for the files STOP and SAVE in it; None
-        on the others. Raises Stopped if there has been a request.
+        on the others. `flush` writes what a run has not written yet. Raises Stopped if there has
+        been a request.
         """
-        self._folder = folder
+        self._folder, self._flush = folder, flush or _nothing
         self._held = True
         if self.asked:  # an exception that was swallowed, in a destructor for example
             self._held = False
@@ -125,6 +134,7 @@ class StopRequest:
 
     def part(self) -> int:
         """Last words before training, from rank 0 alone; gives the exit code."""
+        pulse.leave(STOPPED)
         if self._rank == 0:
             print(
                 "stopped on request before the first step; what is prepared is kept: start again "
@@ -171,6 +181,8 @@ class StopRequest:
                 if deadline is None and any(number in SIGNALS for number in numbers):
                     deadline = time.monotonic() + _GRACE
                     self._tell()
+            if self._on_verdict and (verdict := pulse.verdict()):
+                self._on_verdict(verdict, self._flush)
             if deadline is None:
                 if launcher.is_gone() or self._is_told():
                     self._ask()
@@ -204,6 +216,10 @@ class StopRequest:
         if self._folder is not None:
             with suppress(OSError):
                 (self._folder / name).unlink()
+
+
+def _nothing() -> None:
+    """There is nothing to write."""
 
 
 class _Launcher:

@@ -17,6 +17,7 @@ from parallel3d.data.corpus import Corpus
 from parallel3d.errors import TrainingError
 from parallel3d.fault import fault_point
 from parallel3d.mesh.mesh import Mesh
+from parallel3d.pulse import rank as pulse
 from parallel3d.train.assembly import Assembly
 from parallel3d.train.feed import Feed
 from parallel3d.train.metrics import MetricsWriter, StepMetrics, peak_memory_bytes
@@ -199,6 +200,7 @@ class Trainer:
         every, last = self.config.checkpoint.every, result.steps == self.config.num_steps
         ends = result.stopped or last
         if ends or self.stop.saving or (every and result.steps % every == 0):
+            pulse.doing(f"saving step {self.position.step}")
             self._stall = self.saver.save(self._state.at(self.position), wait=ends)
             self.stop.saved()
         if ends:
@@ -211,7 +213,9 @@ class Trainer:
         The device gets all of its work before the host waits for it, once, to read what it came to:
         so a step from a loss that is not finite is taken, and nothing of it saved.
         """
+        pulse.doing(f"the batch of step {step + 1}")
         loss = self.executor.run(self._feed.training(self.position.next_sample), step)
+        pulse.doing(f"the optimizer's step {step + 1}")
         self._done = self.engine.step(lr)
         memory, broken = peak_memory_bytes(self.mesh.device), bool(self.saver and self.saver.broken)
         stop, save = self.stop.flags()

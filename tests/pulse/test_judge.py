@@ -46,7 +46,7 @@ def play():
 
 def test_who_dies_is_named_with_what_it_did(play):
     play.set(1, state=GONE)
-    said = "rank 1 on a died: killed, or crashed (in 1F0 of step 7)"
+    said = 'rank 1 on a died at "1F0 of step 7": killed, or crashed'
     assert play.run(1) == (0, 1, said)
     assert play.judge.speakers(1) == {0, 2}  # one of each machine
 
@@ -73,12 +73,12 @@ def test_an_error_of_one_is_that_of_all_or_a_fault(play):
     assert (4 <= seconds <= 5, blamed) == (
         True,
         1,
-    ) and "ended with exit code 2, and others have not" in text
+    ) and 'ended with exit code 2 at "1F0 of step 7", and others' in text
 
 
 def test_who_fails_alone_says_why(play):
     play.set(2, left=1, reason="ValueError: no")
-    said = "rank 2 on b failed: ValueError: no (in 2F0 of step 7)"
+    said = 'rank 2 on b failed at "2F0 of step 7": ValueError: no'
     assert play.run(1) == (0, 2, said)
 
 
@@ -138,7 +138,7 @@ def test_who_is_late_is_who_does_not_wait(play):
     play.set(2, doing="a gather", since=3.0, waits=True)
     seconds, blamed, text = play.run(400)
     assert blamed == 1 and 249 <= seconds <= 251
-    said = "rank 1 on a is late: in 1F0 of step 7 for 250 s; rank 0 waited (300 s are allowed)"
+    said = 'rank 1 on a is late: at "1F0 of step 7" for 250 s; rank 0 waited (300 s are allowed)'
     assert text == said
 
 
@@ -166,4 +166,4 @@ def test_who_is_ended_by_a_timeout_is_dead_of_another(play):
     play.set(1, state=GONE)
     _, blamed, text = play.run(1)
     assert blamed == 1
-    assert "; rank 2 on b has stood still for 310 s, in 2F0 of step 7)" in text
+    assert '; rank 2 on b has stood still for 310 s at "2F0 of step 7"' in text

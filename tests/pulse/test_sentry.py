@@ -37,7 +37,7 @@ def test_one_is_killed(tmp_path):
         ranks.send(signal.SIGKILL, 1)
         assert ranks.codes(SLACK) == [1, -signal.SIGKILL, 1]
         host = socket.gethostname()
-        said = [f"rank 1 on {host} died: killed, or crashed (in work 1)"]
+        said = [f'rank 1 on {host} died at "work 1": killed, or crashed']
         assert ranks.said == [said, [], []]
 
 
@@ -48,7 +48,7 @@ def test_one_is_stopped(tmp_path):
         ranks.send(signal.SIGSTOP, 0)
         assert ranks.codes(SHORT["stopped"] + SLACK) == [-signal.SIGKILL, 1]
         assert time.monotonic() - start >= SHORT["stopped"]
-        assert "rank 0 on" in ranks.said[1][0] and "has been stopped (SIGSTOP) for 2 s" in str(
+        assert "rank 0 on" in ranks.said[1][0] and "has been stopped (SIGSTOP) for " in str(
             ranks.said
         )
 
@@ -68,7 +68,7 @@ def test_the_one_with_the_judge_is_killed(tmp_path, with_sentry):
         assert ranks.codes(SLACK) == [-signal.SIGKILL, 1, 1]
         assert ranks.said[0] == ranks.said[2] == []
         [line] = ranks.said[1]
-        assert "rank 0 on" in line and "died" in line and "(in work 0)" in line
+        assert "rank 0 on" in line and 'died at "work 0"' in line
 
 
 @pytest.mark.slow
@@ -101,14 +101,17 @@ def test_the_store_is_lost(tmp_path):
 def test_one_is_late(tmp_path):
     with started(tmp_path, 3, "wait for one") as ranks:
         assert ranks.codes(5 + SLACK) == [1, 1, 1]
-        assert "rank 1 on" in ranks.said[0][0] and "is late: in 2F0 of step 7" in ranks.said[0][0]
+        assert "rank 1 on" in ranks.said[0][0] and 'is late: at "2F0 of step 7"' in ranks.said[0][0]
 
 
 @pytest.mark.slow
 def test_one_fails_alone(tmp_path):
     with started(tmp_path, 3, "fail alone") as ranks:
         assert ranks.codes(SLACK) == [1, 1, 1]
-        assert "rank 1 on" in ranks.said[0][0] and "failed: ValueError: no" in ranks.said[0][0]
+        assert (
+            "rank 1 on" in ranks.said[0][0]
+            and 'failed at "work 1": ValueError: no' in ranks.said[0][0]
+        )
 
 
 @pytest.mark.slow
