@@ -10,7 +10,7 @@ from tests.mesh.late import LateDevice
 
 pytestmark = pytest.mark.gloo
 
-LATE = 0.3  # seconds by which rank 1 comes later
+LATE = 0.2  # seconds by which rank 1 comes later
 
 
 def barrier_on_rank(rank):

@@ -20,7 +20,7 @@ from tests.mesh.strict.running import run_strictly
 
 pytestmark = pytest.mark.gloo
 
-LIMIT = 0.7  # seconds for an operation
+LIMIT = 0.6  # seconds for an operation
 SLOW = "strict,delay=0,send=0.05,all_reduce=0.05,all_gather=0.05"  # what is under way is seen
 
 
@@ -117,7 +117,7 @@ FAULTS = [
     (
         wrong_group,
         (1, 2, 2),
-        r"was not over within 0.7 s; .*rank 0 was in all_reduce 1 of 4 float32, sum on dp "
+        r"was not over within 0.6 s; .*rank 0 was in all_reduce 1 of 4 float32, sum on dp "
         r"\(ranks 0, 2\), rank 1 was in all_reduce 1 of 4 float32, sum on tp \(ranks 0, 1\), "
         r"rank 2 was in no communication, rank 3 was in no communication",
     ),
@@ -142,7 +142,7 @@ FAULTS = [
     ),
     (written_result, (1, 2, 1), r": its result's buffer was written before `wait`"),
     (pending_at_the_end, (1, 2, 1), r"all_reduce .*: it was pending as the group was destroyed"),
-    (silent_peer, (1, 2, 1), r"was not over within 0.7 s; .* rank 1 was in no communication"),
+    (silent_peer, (1, 2, 1), r"was not over within 0.6 s; .* rank 1 was in no communication"),
     (split_without_a_rank, (1, 2, 1), r"rank 0: split_group \d+ of halves into 2 .* was not over"),
 ]
 
@@ -162,13 +162,16 @@ def fault_on_rank(rank, number):
     return "nothing", 0.0
 
 
-TWICE = (wrong_type, silent_peer, split_without_a_rank)  # another one is seen the same way
+# The six faults of which each stands for a rule; the others are seen in the same ways.
+SIX = {
+    missing_wait, reused_buffer, swapped_order, wrong_group, wrong_size, world_inside_a_stage,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "number",
     [
-        pytest.param(n, id=plant.__name__, marks=[pytest.mark.slow] if plant in TWICE else [])
+        pytest.param(n, id=plant.__name__, marks=[] if plant in SIX else [pytest.mark.slow])
         for n, (plant, _, _) in enumerate(FAULTS)
     ],
 )
@@ -219,6 +222,7 @@ def killed_peer(rank):
     return time.monotonic() - start
 
 
+@pytest.mark.slow
 def test_a_killed_peer_is_not_noticed_before_the_time_is_over():
     """gloo says so at once; NCCL's kernels spin."""
     waited, _ = run_strictly(killed_peer, 2, timeout=30)

@@ -19,7 +19,7 @@ from tests.mesh.strict.running import run_strictly
 pytestmark = pytest.mark.gloo
 
 ROOT = Path(__file__).parents[3]
-SMALL = {"microbatches": 2, "batch": 8, "steps": 2, "model": {"num_hidden_layers": 4}}
+SMALL = {"microbatches": 2, "batch": 8, "steps": 1, "model": {"num_hidden_layers": 4}}
 # Each schedule and ZeRO stage once, and each axis.
 CASES = [
     Case(mesh=(2, 2, 1), schedule="gpipe", zero_stage=0, reduction="per_microbatch", **SMALL),
