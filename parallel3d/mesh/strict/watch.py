@@ -2,6 +2,7 @@
 
 import threading
 import time
+from contextlib import suppress
 from typing import Protocol
 
 import torch.distributed as dist
@@ -72,38 +73,40 @@ class Watch:
 
     def _run(self) -> None:
         while self.failure is None and not self._closed.wait(_SWEEP):
-            try:
-                self._look()
-            except RuntimeError:  # the store is gone: nobody is left to tell
-                return
+            if problem := self._told() or self._late():
+                self.blame(problem)
 
-    def _look(self) -> None:
-        with self._lock:
-            failed = self._store.check([_FAILED])
-            problem = self._store.get(_FAILED).decode() if failed else ""
-        if failed:
-            self._fail(problem)
-            return
+    def _told(self) -> str:
+        """What another rank found wrong."""
+        try:
+            with self._lock:
+                is_failed = self._store.check([_FAILED])
+                return self._store.get(_FAILED).decode() if is_failed else ""
+        except RuntimeError:  # the store is gone, and with it the rank that kept it: silence
+            return ""
+
+    def _late(self) -> str:
+        """What is wrong where an operation takes too long; long ones are told to the others."""
         now = time.monotonic()
         heads = [(group, head) for group in self.groups if (head := group.head()) is not None]
         long = [(g, op) for g, op in heads if now - op.posted > min(_LONG, op.seconds / 2)]
         said = "; ".join(f"{op} on {group}" for group, op in long)
         if said != self._said:
             self._said = said
-            with self._lock:
+            with self._lock, suppress(RuntimeError):
                 self._store.set(f"strict at {self.rank}", said)
         for group, op in long:
             if now - op.posted > op.seconds:
                 late = f"rank {self.rank}: {op} on {group} was not over within {op.seconds:g} s"
-                self.blame(f"{late}; then {self._places()}")
-                return
+                return f"{late}; then {self._places()}"
+        return ""
 
     def _places(self) -> str:
         """What each rank waits in."""
         places = []
         for rank in range(self._size):
-            key = f"strict at {rank}"
-            with self._lock:
+            key, said = f"strict at {rank}", ""
+            with self._lock, suppress(RuntimeError):
                 said = self._store.get(key).decode() if self._store.check([key]) else ""
             places.append(f"rank {rank} was in {said or 'no communication'}")
         return ", ".join(places)
