@@ -54,7 +54,7 @@ def resolved(name):
 def join(monkeypatch):
     """A function that makes this process one rank of many, on the meta device."""
 
-    def fake(launch, device):
+    def fake(launch, device, watched):
         dist.init_process_group(
             "fake", rank=launch.rank, world_size=launch.world_size, store=FakeStore()
         )
