@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from itertools import groupby
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from parallel3d.checkpoint.box import Box, boxes_of, shift
@@ -90,13 +89,3 @@ def host_arrays(engine: Engine, runs: Sequence[Run]) -> Generator[np.ndarray]:
     """The same in host memory: a copy of one at a time from a device, none from the host."""
     for tensor in live_tensors(engine, runs):
         yield tensor.detach().cpu().numpy()
-
-
-def copy_all(engine: Engine, runs: Sequence[Run], buffer: Tensor) -> None:
-    """Copy every run into one flat fp32 buffer in host memory, in order."""
-    at = 0
-    for tensor in live_tensors(engine, runs):
-        buffer[at : at + tensor.numel()].copy_(tensor, non_blocking=True)
-        at += tensor.numel()
-    if buffer.is_pinned():
-        torch.accelerator.synchronize()

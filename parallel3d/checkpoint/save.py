@@ -16,10 +16,10 @@ from threading import Thread
 from typing import Any
 
 import numpy as np
-import torch
 
 from parallel3d.checkpoint import disk, layout, prune, room
 from parallel3d.checkpoint.chunks import header
+from parallel3d.checkpoint.host_copy import HostCopy, copy_bytes
 from parallel3d.checkpoint.manifest import FORMAT, Entry, manifest_bytes
 from parallel3d.engine import Engine
 from parallel3d.errors import TrainingError
@@ -59,7 +59,7 @@ class Saver:
         chunks = [chunk for run in self._runs for chunk in run.chunks]
         self._header = header(chunks) if chunks else b""
         self._numel = sum(run.numel for run in self._runs)
-        self._buffer: torch.Tensor | None = None
+        self._buffer: HostCopy | None = None
         self._thread: Thread | None = None
         self._problem = ""  # of the newest save, the same on all ranks
         self._lost: Exception | None = None  # what the ranks did not come to an answer for
@@ -101,7 +101,7 @@ class Saver:
         if alone:
             buffer = self._copied()
             self._thread = Thread(
-                target=self._write, args=(state, [buffer.numpy()]), name="checkpoint", daemon=True
+                target=self._write, args=(state, buffer.arrays()), name="checkpoint", daemon=True
             )
             self._thread.start()
         else:
@@ -131,7 +131,7 @@ class Saver:
     def _plan(self, wait: bool) -> tuple[bool, str]:
         """Whether to write behind the training, and why nothing can be saved ("" if it can)."""
         wanted = self._asynchronous and not wait
-        new_bytes = 0 if self._buffer is not None else 4 * self._numel
+        new_bytes = 0 if self._buffer is not None else copy_bytes(self._numel)
         memory_lacks = room.memory_lacks(new_bytes, self._mesh.local_size)
         disk_lacks = room.disk_lacks(self._folder, self.num_bytes)
         rows = self._mesh.gather_floats([memory_lacks if wanted else 0, disk_lacks])
@@ -149,12 +149,11 @@ class Saver:
             )
         return wanted and not memory, ""
 
-    def _copied(self) -> torch.Tensor:
+    def _copied(self) -> HostCopy:
         if self._buffer is None:
             # It is kept: fresh memory costs more than the copy itself.
-            pinned = self._mesh.device.type != "cpu"
-            self._buffer = torch.empty(self._numel, pin_memory=pinned)
-        layout.copy_all(self._engine, self._runs, self._buffer)
+            self._buffer = HostCopy(self._numel, pinned=self._mesh.device.type != "cpu")
+        self._buffer.fill(layout.live_tensors(self._engine, self._runs))
         return self._buffer
 
     def _own_state(self) -> dict[str, Any]:

@@ -73,6 +73,11 @@ class States(NamedTuple):
     nvme: int
 
 
+def page_locked(num_bytes: int) -> int:
+    """What the host gives for so many bytes of page-locked memory: torch asks for powers of two."""
+    return 1 << (num_bytes - 1).bit_length() if num_bytes else 0
+
+
 def states(setting: Setting, s: Sizes, on_cpu: bool) -> States:
     """Those of a coordinate with weights of these sizes."""
     software, buffers = setting.software, setting.buffers
@@ -90,21 +95,36 @@ def states(setting: Setting, s: Sizes, on_cpu: bool) -> States:
     # Where no type changes, DeepSpeed's stage 2 keeps gradients one by one, not in one buffer.
     loose = not zero3 and element == gradient
     host, standing, bucket = places["cpu"], 0, 0
+
+    def locked(num_bytes: int) -> int:
+        return num_bytes if on_cpu else page_locked(num_bytes)
+
+    def in_groups(elements: int, size: int) -> int:
+        """One locked buffer for each of ZeRO-3's groups of parameters."""
+        groups, rest = divmod(elements, buffers.sub_group_size)
+        return groups * locked(buffers.sub_group_size * size) + locked(rest * size)
+
+    if setting.offload_param == "cpu":
+        host += in_groups(share, element) - share * element
     content = min(buffers.reduce_bucket_size, s.params)
     if zero3:
         standing = buffers.reduce_bucket_size * gradient
         # What is in the bucket is copied rank by rank, and gloo makes a copy of its own.
         reducing = content * gradient * (1 + on_cpu)
         if offloads:  # the reduced gradients, and the same again as the host's Adam takes them
-            host, shard = host + shard * (1 if swaps else 2), 0
+            again = 0 if swaps else in_groups(share, gradient)
+            host, shard = host + locked(shard) + again, 0
     else:
         # Its bucket is in the training type; what is in it is copied once more, and again in fp32.
         bucket = buffers.reduce_bucket_size * element
         if loose and shards > 1:  # a parameter that two ranks share is whole with both
             shard += s.largest * gradient
         reducing = content * (element + software.reduction_bytes)
-        if offloads:  # gradients and new weights, on their way
-            host += shard + share * element + s.largest * element
+        if (
+            offloads
+        ):  # gradients and new weights, on their way; of its states the masters are locked
+            host += locked(shard) + locked(share * element) + locked(s.largest * element)
+            host += locked(share * MASTER_BYTES) - share * MASTER_BYTES
             standing = s.largest * element
     if swaps:
         host += _SWAP_BUFFERS * MASTER_BYTES * min(buffers.sub_group_size, share)

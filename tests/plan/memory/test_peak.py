@@ -3,6 +3,7 @@
 import time
 from functools import cache
 from itertools import accumulate
+from math import ceil, log2
 
 import pytest
 from hypothesis import assume, given
@@ -241,6 +242,31 @@ def test_a_tied_weight_counts_once_on_one_rank_and_twice_on_two():
     split = sum(memory.parts["weights"] for memory in per_rank(two))
     assert whole == 2 * one.num_params
     assert split == 2 * (two.num_params + copy)
+
+
+def power_of_two(num_bytes):
+    return 2 ** ceil(log2(num_bytes))
+
+
+@pytest.mark.parametrize(("zero", "group"), [(3, 10**9), (3, 5_000_000), (2, 10**9)])
+def test_page_locked_memory_comes_in_powers_of_two(zero, group):
+    """Of what is on the host: gradients, what is on its way, at ZeRO-2 the masters."""
+    setting = Setting(
+        MODELS[2048, 31, False], 2048, Shape(1, 1024), 4, dp=32, zero_stage=zero, precision="bf16",
+        offload_optimizer="cpu", buffers=Buffers(sub_group_size=group),
+    )  # fmt: skip
+    share = ceil(setting.num_params / 32)
+    largest = 32_000 * 2048
+    if zero == 3:
+        full, rest = divmod(share, group)
+        locked = [4 * share, *[4 * group] * full, 4 * rest]
+        others = 8 * share + 4 * share
+    else:
+        locked = [4 * share, 4 * share, 2 * share, 2 * largest]
+        others = 8 * share
+    (memory,), (on_cpu,) = per_rank(setting, A100), per_rank(setting)
+    assert memory.host == others + sum(map(power_of_two, locked))
+    assert on_cpu.host == others + sum(locked) < memory.host < 2 * on_cpu.host
 
 
 def test_a_search_can_ask_a_hundred_thousand_times():

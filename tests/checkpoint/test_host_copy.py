@@ -1,0 +1,44 @@
+"""The copy that an asynchronous save is written from: in pieces that page-locking rounds up by
+nothing, and filled across their borders."""
+
+import random
+
+import pytest
+import torch
+
+from parallel3d.checkpoint import host_copy
+from parallel3d.checkpoint.host_copy import HostCopy, copy_bytes, piece_sizes
+
+pytestmark = pytest.mark.gloo
+
+MIB = 2**20
+
+
+def locked(num_bytes):
+    """What CUDA's allocator takes for page-locked memory: PowerOf2Ceil (CachingHostAllocator.h)."""
+    return 1 << (num_bytes - 1).bit_length()
+
+
+@pytest.mark.parametrize("gib", [0.001, 1, 2.5, 33, 33.123])
+def test_page_locked_memory_is_what_is_counted(gib):
+    """One buffer of 33 GiB takes 64."""
+    numel = int(gib * 2**28) + 1
+    pieces = piece_sizes(numel)
+    assert sum(locked(4 * size) for size in pieces) == copy_bytes(numel) < 4 * numel + MIB
+    assert copy_bytes(numel) >= 4 * numel and len(pieces) < 20
+    assert pieces == sorted(pieces, reverse=True)
+
+
+@pytest.mark.parametrize("numel", [0, 1, 63, 64, 65, 1000, 4096, 5001])
+def test_it_holds_what_it_was_filled_with(numel, monkeypatch):
+    monkeypatch.setattr(host_copy, "SMALLEST", 64)
+    draw, value, parts = random.Random(numel), torch.randn(numel), []
+    while sum(map(len, parts)) < numel:
+        start = sum(map(len, parts))
+        parts.append(value[start : start + draw.randint(1, 700)])
+    copy = HostCopy(numel, pinned=False)
+    for _ in range(2):  # it is used again
+        copy.fill(parts)
+        arrays = copy.arrays()
+        assert b"".join(array.tobytes() for array in arrays) == value.numpy().tobytes()
+    assert len(arrays) == len(piece_sizes(numel))
