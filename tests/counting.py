@@ -11,11 +11,12 @@ class Counting(TorchDispatchMode):
 
     `bytes` are alive now; `peak` is the most since `start` was called. Storages are seen as they
     come out of operators, and let go of when Python's last reference and torch's are gone, on
-    whatever thread.
+    whatever thread. `meta`: of the meta device, which has none of them, and of no other.
     """
 
-    def __init__(self):
+    def __init__(self, meta=False):
         super().__init__()
+        self.meta = meta
         self.bytes = self.peak = 0
         self._alive = {}  # by the storage's address: its size, and a reference that tells its end
 
@@ -31,7 +32,7 @@ class Counting(TorchDispatchMode):
         if isinstance(out, (tuple, list)):
             for x in out:
                 self._see(x)
-        elif isinstance(out, torch.Tensor) and out.device.type != "meta":
+        elif isinstance(out, torch.Tensor) and out.is_meta == self.meta:
             self._count(out.untyped_storage())
 
     def _count(self, storage):
