@@ -6,6 +6,7 @@ With `-m slow`, the tests of other files are run again with these rules in place
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -47,13 +48,35 @@ def train_all_on_rank(rank, cases, references):
     return found
 
 
-def test_parity_under_the_rules_of_nccl():
-    assert {case.schedule for case in CASES} == {*names()}
-    ranks = run_strictly(train_all_on_rank, 4, CASES, [case.reference for case in CASES])
-    for case, *found in zip(CASES, *ranks, strict=True):
+def check(cases, text="strict"):
+    references = [case.reference for case in cases]
+    ranks = run_strictly(train_all_on_rank, 4, cases, references, text=text)
+    for case, *found in zip(cases, *ranks, strict=True):
         errors = errors_of(case.config, found)
         print(f"{case!s:72} {errors}")
         assert errors.within(1e-5), f"{case}: {errors}"
+
+
+def test_parity_under_the_rules_of_nccl():
+    assert {case.schedule for case in CASES} == {*names()}
+    check(CASES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero_stage", range(4))
+def test_every_schedule_and_stage_with_overlap_and_long_delays(zero_stage):
+    """Reduced after each microbatch or once a step, by turns; each stage with delays of its own."""
+    cases = [
+        replace(
+            case,
+            zero_stage=zero_stage,
+            reduction="per_step" if (number + zero_stage) % 2 else "per_microbatch",
+            changes={"zero_optimization.overlap_comm": True},
+            **SMALL | {"steps": 3, "batch": 16, "microbatches": 4},
+        )
+        for number, case in enumerate(CASES)
+    ]
+    check(cases, text=f"strict,delay=0.003,seed={zero_stage}")
 
 
 # What each file proves over gloo holds under NCCL's rules, too.
@@ -63,7 +86,6 @@ FILES = {
     "tests/engine/test_zero_stages.py": [],
     "tests/engine/test_two_stages.py": [],
     "tests/tensor/test_sequence_parallel.py": [],
-    "tests/checkpoint/test_exact_resume.py": [],
     "tests/checkpoint/test_resharding.py": [],
     "tests/train/test_stopping.py": [],
     "tests/launch/test_stopping.py": [],
