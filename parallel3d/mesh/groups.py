@@ -12,25 +12,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallel3d.errors import ConfigError
 from parallel3d.mesh import strict
 
 BACKEND = "PARALLEL3D_BACKEND"  # in the environment: "strict", or nothing
 
 
 def choose_backend(device: torch.device) -> str:
-    """The device's own library; what the environment names instead, for tests on the CPU."""
+    """The device's own library; what the environment names instead, for tests."""
     # The pipeline's transfers are meant to be serialised; each rank would say that they are.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     if not (text := os.environ.get(BACKEND, "")):
         return dist.get_default_backend_for_device(device)
     options = strict.StrictOptions.from_text(text)
-    if device.type != "cpu":
-        raise ConfigError(
-            f'{BACKEND} = "{text}" is for tensors on the CPU, and this process has '
-            f'{device}: unset it, or hide the devices with CUDA_VISIBLE_DEVICES=""'
-        )
-    strict.register(options)
+    strict.register(options, device.type)
     return strict.NAME
 
 

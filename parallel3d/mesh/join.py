@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from parallel3d.errors import packed, unpacked
+from parallel3d.mesh import strict
 from parallel3d.mesh.device import claim_device, identity_of
 from parallel3d.mesh.groups import choose_backend, options_of
 from parallel3d.mesh.launch import Launch
@@ -85,7 +86,7 @@ def join(launch: Launch, device: torch.device, watched: bool = False) -> None:
         rank=launch.rank,
         world_size=launch.world_size,
         timeout=STARTUP_TIMEOUT,
-        device_id=device if device.type != "cpu" else None,
+        device_id=device if device.type != "cpu" and backend != strict.NAME else None,
         # An axis that holds every rank has this group, so it is as urgent as theirs.
         pg_options=options_of(backend, STARTUP_TIMEOUT, urgent=True),
     )

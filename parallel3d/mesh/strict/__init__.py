@@ -1,4 +1,4 @@
-"""A process group for CPU tensors that keeps NCCL's rules, over gloo (floor 1).
+"""A process group that keeps NCCL's rules, over gloo: for CPUs, or for ranks on one GPU (floor 1).
 
 What gloo forgives, a GPU does not. Here, as there:
 

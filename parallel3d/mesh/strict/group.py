@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.mesh.strict.communicator import DATA, Communicator
-from parallel3d.mesh.strict.operation import Handle, describe
+from parallel3d.mesh.strict.operation import Handle, describe, on_host
 from parallel3d.mesh.strict.options import NAME
 
 _Base: Any = dist.ProcessGroup  # as torch calls it from Python, not as its stubs have it
@@ -17,7 +17,7 @@ DEFAULT_TIMEOUT = timedelta(minutes=10)  # of a group that is split off without 
 
 
 class StrictGroup(_Base):
-    """NCCL's rules for CPU tensors (see the package)."""
+    """NCCL's rules over gloo (see the package); tensors of a device go through the host."""
 
     def __init__(self, queue: Communicator) -> None:
         super().__init__(queue.rank, len(queue.ranks))
@@ -58,7 +58,7 @@ class StrictGroup(_Base):
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Handle:
         """The ranks' sum (or what `opts` says), in place."""
         opts = opts or dist.AllreduceOptions()
-        results = [tensor.detach().clone() for tensor in tensors]
+        results = [on_host(tensor) for tensor in tensors]
         run = self._reduction(results, opts.reduceOp)
         says = f"{describe(tensors)}, {_word(opts.reduceOp)}"
         return self._all("all_reduce", says, run, [], list(zip(tensors, results, strict=True)))
@@ -67,7 +67,7 @@ class StrictGroup(_Base):
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> Handle:
         """The ranks' sum, in the root's buffer."""
-        results = [tensor.detach().clone() for tensor in tensors]
+        results = [on_host(tensor) for tensor in tensors]
         run = self._reduction(results, opts.reduceOp)
         is_root = self.rank() == opts.rootRank
         outputs = list(zip(tensors, results, strict=True)) if is_root else []
@@ -76,7 +76,7 @@ class StrictGroup(_Base):
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Handle:
         """The root's tensor on all."""
-        results = [tensor.detach().clone() for tensor in tensors]
+        results = [on_host(tensor) for tensor in tensors]
         is_root = self.rank() == opts.rootRank
 
         def run() -> None:
@@ -89,8 +89,8 @@ class StrictGroup(_Base):
 
     def allgather(self, outputs: Any, inputs: list[Tensor], opts: Any = None) -> Handle:
         """Every rank's tensor, in a list on each."""
-        pairs = [(out, torch.empty_like(out)) for out in outputs[0]]
-        given = _copy(inputs[0])
+        pairs = [(out, torch.empty_like(out, device="cpu")) for out in outputs[0]]
+        given = on_host(inputs[0])
 
         def run() -> None:
             self.queue.gloo.allgather([[result for _, result in pairs]], [given]).wait()
@@ -105,7 +105,7 @@ class StrictGroup(_Base):
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> Handle:
         """Several such gathers as one operation."""
-        results, given = [_copy(out) for out in outputs], [_copy(tensor) for tensor in inputs]
+        results, given = [on_host(out) for out in outputs], [on_host(tensor) for tensor in inputs]
 
         def run() -> None:
             for result, tensor in zip(results, given, strict=True):
@@ -148,7 +148,7 @@ class StrictGroup(_Base):
 
     def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Handle:
         """Over when the receive has come."""
-        copy = _copy(tensors[0])
+        copy = on_host(tensors[0])
         what = f"{describe(tensors)}, tag {tag}"
         return self.queue.post(
             f"send of {what}",
@@ -160,7 +160,7 @@ class StrictGroup(_Base):
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Handle:
         """From that rank; NCCL knows no receive from any."""
-        result = _copy(tensors[0])
+        result = on_host(tensors[0])
         what = f"{describe(tensors)}, tag {tag}"
         return self.queue.post(
             f"receive of {what}",
@@ -200,7 +200,8 @@ class StrictGroup(_Base):
         self, outputs: list[Tensor], whole: list[Tensor], inputs: list[Tensor], opts: Any
     ) -> Handle:
         op = (opts or dist.ReduceScatterOptions()).reduceOp
-        results, sums = [torch.empty_like(out) for out in outputs], [_copy(t) for t in whole]
+        results = [torch.empty_like(out, device="cpu") for out in outputs]
+        sums = [on_host(tensor) for tensor in whole]
         reduce = self._reduction(sums, op)
 
         def run() -> None:
@@ -225,10 +226,6 @@ class StrictGroup(_Base):
                     tensor.div_(self.size())
 
         return run
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
 def _word(op: Any) -> str:

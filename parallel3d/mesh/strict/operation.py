@@ -72,7 +72,7 @@ class Operation:
         outputs, self._outputs = self._outputs, []
         with torch.no_grad():
             for buffer, result in outputs:
-                if not torch.equal(_bits(buffer), _bits(_poison(torch.empty_like(result)))):
+                if not torch.equal(_bits(buffer), _bits(_poison(torch.empty_like(buffer)))):
                     return "its result's buffer was written before `wait`"
                 buffer.copy_(result)
         return ""
@@ -110,6 +110,12 @@ class Handle(dist.Work):
         return self._operation.is_over and self._operation.error is None
 
 
+def on_host(tensor: Tensor) -> Tensor:
+    """A copy that gloo can move, whatever device the tensor is on; the host waits for it."""
+    plain = tensor.detach().contiguous()
+    return plain.to("cpu", copy=True)
+
+
 def describe(tensors: Sequence[Tensor]) -> str:
     """Elements and types, as in "12 float32"."""
     sizes: dict[str, int] = {}
@@ -127,5 +133,5 @@ def _poison(tensor: Tensor) -> Tensor:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """A copy, in which NaNs are equal."""
-    return tensor.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+    """A copy on the host, in which NaNs are equal."""
+    return on_host(tensor).view(-1).view(torch.uint8)

@@ -13,8 +13,11 @@ from parallel3d.mesh.strict.options import NAME, StrictOptions
 from parallel3d.mesh.strict.watch import Watch
 
 
-def register(options: StrictOptions) -> None:
-    """Make "strict" a backend of torch's; groups made from now on have these `options`."""
+def register(options: StrictOptions, device: str = "cpu") -> None:
+    """Make "strict" a backend of torch's, for the CPU and this type of `device`.
+
+    Groups that are made from now on have these `options`.
+    """
     watch: Watch | None = None
 
     def create(made: Any, _: Any) -> StrictGroup:
@@ -32,7 +35,7 @@ def register(options: StrictOptions) -> None:
         )
         return StrictGroup(queue)
 
-    dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
+    dist.Backend.register_backend(NAME, create, extended_api=True, devices=sorted({"cpu", device}))
 
 
 def split_group(

@@ -248,7 +248,14 @@ def test_another_backend_is_refused(monkeypatch, text):
         choose_backend(torch.device("cpu"))
 
 
-def test_strict_is_for_the_cpu_alone(monkeypatch):
+def test_ranks_on_one_device_may_take_it(monkeypatch):
+    """NCCL would refuse them; their tensors go through the host."""
+    registered = {}
+    monkeypatch.setattr(
+        dist.Backend,
+        "register_backend",
+        lambda name, create, **options: registered.update({name: options["devices"]}),
+    )
     monkeypatch.setenv("PARALLEL3D_BACKEND", "strict")
-    with pytest.raises(ConfigError, match="this process has cuda:1: unset it"):
-        choose_backend(torch.device("cuda", 1))
+    assert choose_backend(torch.device("cuda", 0)) == "strict"
+    assert registered == {"strict": ["cpu", "cuda"]}
