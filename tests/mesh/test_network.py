@@ -6,16 +6,18 @@ import resource
 import subprocess
 import sys
 import time
+from math import ceil, log2
 from threading import Thread
 
 import pytest
 import torch.distributed as dist
 
-from parallel3d.mesh import network
+from parallel3d.mesh import join, network
 from parallel3d.mesh.agree import on_first
 from parallel3d.mesh.launch import Launch
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.verify.local_ranks import run_locally
+from tests.mesh.counting_store import CountingStore
 
 pytestmark = pytest.mark.gloo
 
@@ -48,12 +50,14 @@ AWAY, AT_HOME = {"node0": "10.0.0.2"}, {"node0": "127.0.1.1", "10.0.0.2": "10.0.
 
 def test_where_the_hosts_own_name_leads_nowhere(hosts):
     """The node of the master finds the way by what comes from elsewhere."""
-    store = dist.HashStore()
+    store = CountingStore(dist.HashStore())
     away = hosts(Launch(1, 2, 0, 1), store, own_name="127.0.1.1", towards=AWAY)
     assert away == ["ib0", "=ib0"]
     at_home = hosts(Launch(0, 2, 0, 1), store, own_name="127.0.1.1", towards=AT_HOME)
     assert at_home == ["eth1", "=eth1"]
     assert hosts(Launch(1, 2, 0, 1), dist.HashStore(), own_name="", towards=AWAY) == away
+    # However many ranks there are: each says that it is there, one a node its address.
+    assert store.counts == {"set": 1, "add": 3, "check": 1, "get": 1}
 
 
 def test_the_masters_node_waits_for_another(hosts):
@@ -98,9 +102,11 @@ def test_the_addresses_of_this_machine():
 
 
 def aside_on_demand(rank, on_demand):
-    """Sockets that a mesh of six takes, after its group aside was used in each way."""
+    """Sockets and store operations of a mesh of six, after its group aside was used in each way."""
     soft, hard = 128, min(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    meet, stores = join._meet, []
+    join._meet = lambda *args: stores.append(CountingStore(meet(*args))) or stores[0]
     if on_demand:
         network.connect_on_demand()
     mesh = Mesh(1, 6, 1)
@@ -108,15 +114,23 @@ def aside_on_demand(rank, on_demand):
     assert on_first(mesh, lambda: {"rank": mesh.rank}) == {"rank": 0}
     files = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
     sockets = sum("socket" in os.readlink(file) for file in files if os.path.islink(file))
+    counts = stores[0].counts.copy()
     mesh.barrier()
-    return sockets, resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    return sockets, counts, resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
 
 
 def test_ranks_that_talk_are_connected_and_others_are_not():
-    """gloo beside NCCL is a ring and a tree; and the limit of open files is raised to the most."""
+    """gloo beside NCCL is a ring and a tree, by sockets and by what a rank reads of the others.
+
+    Of N ranks it reads two neighbours' addresses and a tree's, log N; not N. And the limit of open
+    files is raised to the most.
+    """
     each, some = (run_locally(aside_on_demand, 6, on_demand) for on_demand in (False, True))
-    assert all(raised for _, raised in each + some)
-    assert all(a < b for (a, _), (b, _) in zip(some, each, strict=True)), (each, some)
+    assert all(raised for _, _, raised in each + some)
+    for (all_sockets, all_counts, _), (sockets, counts, _) in zip(each, some, strict=True):
+        assert sockets < all_sockets, (each, some)
+        assert counts["get"] <= 1 + 2 + ceil(log2(6)) < all_counts["get"], (each, some)
+        assert counts["set"] == all_counts["set"] <= 8, (each, some)
 
 
 @pytest.fixture
