@@ -49,7 +49,7 @@ ROOMS = [
 ]
 ORDER = {room: place for place, (_, room) in enumerate(ROOMS)}
 FLOOR = {room: floor for floor, room in ROOMS}
-MESH_ONLY = {"get_rank", "new_group", "new_subgroups"}
+MESH_ONLY = {"get_rank", "new_group", "new_subgroups", "split_group", "PARALLEL3D_BACKEND"}
 
 
 def module_of(path: Path) -> str:

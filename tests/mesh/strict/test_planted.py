@@ -117,5 +117,5 @@ def test_without_a_fault_nothing_is_found():
 def test_a_fault_of_the_executor_is_named(number):
     _, pattern = FAULTS[number]
     case = replace(CASE, microbatches=4)
-    said = set(run_strictly(train_on_rank, 4, case, number, text="strict,send=0.01", timeout=60))
+    said = set(run_strictly(train_on_rank, 4, case, number, text="strict,send=0.05", timeout=60))
     assert len(said) == 1 and re.search(pattern, said.copy().pop()), said
