@@ -9,6 +9,8 @@ from typing import Any
 from parallel3d.pulse.judge import GONE, Judge, Report
 from parallel3d.pulse.line import Line, connect
 
+_LOOK = 0.5  # seconds between two looks at all ranks, where there is nothing new
+
 
 class Court:
     """Takes the lines of all sentries but its own, and answers them.
@@ -35,6 +37,7 @@ class Court:
         self._lines: dict[Line, int | None] = {}
         self._verdict = ""
         self._blamed: int | None = None
+        self._next = 0.0
         listener.setblocking(False)
         selector.register(listener, selectors.EVENT_READ, self._take)
 
@@ -72,9 +75,13 @@ class Court:
                 self._answer(line, said)
 
     def sit(self, now: float) -> None:
-        """Find the verdict, if it is time for one, and tell everybody; once."""
-        if self._verdict:
+        """Find the verdict, if it is time for one, and tell everybody; once.
+
+        It takes time for each rank, so it is not sought at each message of one.
+        """
+        if self._verdict or not (self._judge.news or now >= self._next):
             return
+        self._next = now + _LOOK
         self._verdict, self._blamed = self._judge.verdict(now)
         if not self._verdict:
             return

@@ -69,12 +69,16 @@ class Judge:
     store: str = ""
     """The address of the process group's store."""
     ranks: dict[int, _Rank] = field(default_factory=dict)
+    news: bool = False
+    """Whether something has happened since the last verdict that may change it at once."""
     _looked: float | None = None
     _store_gone: float | None = None
 
     def hear(self, rank: int, report: Report) -> None:
         """Take a report."""
         known = self.ranks.setdefault(rank, _Rank(report))
+        new, old = report, known.report
+        self.news |= (new.state, new.left, new.reason) != (old.state, old.left, old.reason)
         if report.since != known.report.since:
             known.same = 0.0
         if report.state != STOPPED:
@@ -84,7 +88,7 @@ class Judge:
     def lose(self, rank: int) -> None:
         """A rank's sentry is gone; it had reported the end of its rank, or is lost with it."""
         if self.ranks[rank].report.state != GONE:
-            self.ranks[rank].lost = True
+            self.ranks[rank].lost = self.news = True
 
     def lose_store(self) -> None:
         """The store does not answer."""
@@ -96,23 +100,26 @@ class Judge:
         `now` is a monotonic clock's.
         """
         passed = min(now - self._looked, _LONGEST_LOOK) if self._looked is not None else 0.0
-        self._looked = now
+        self._looked, self.news = now, False
         running = [rank for rank, r in self.ranks.items() if r.runs]
         for r in self.ranks.values():
             r.silent += passed
             r.same += passed
             r.gone += passed * r.is_dead
             # Where everything is stopped, nobody waits.
-            r.stopped += passed * (r.report.state == STOPPED and bool(running))
+            r.stopped = r.stopped + passed * (r.report.state == STOPPED) if running else 0.0
         if self._store_gone is not None:
             self._store_gone += passed
         if not running:
             return "", None
-        for find in (self._dead, self._failed, self._stopped, self._silent, self._late, self._left):
-            for rank, r in sorted(self.ranks.items()):
+        ranks = sorted(self.ranks.items())
+        for find in (self._dead, self._failed, self._stopped, self._silent, self._left):
+            for rank, r in ranks:
                 if text := find(r):
                     return f"rank {rank} on {r.report.host} {text}", rank
-        return self._without_store(), None
+        if store := self._without_store():
+            return store, None
+        return self._late()
 
     def speakers(self, blamed: int | None) -> set[int]:
         """The first rank of each machine that can still say something."""
@@ -142,19 +149,21 @@ class Judge:
         silent = f"has been silent for {r.silent:.0f} s {_at(r)}"
         return f"{silent}: its machine or its network is down"
 
-    def _late(self, r: _Rank) -> str:
+    def _late(self) -> tuple[str, int | None]:
         """Blames the one that stands still without waiting, else the one that waits longest."""
         waiting = [
             rank
             for rank, w in self.ranks.items()
-            if w.runs and w.report.waits and 0 < w.report.limit < w.same
+            if w.report.waits and 0 < w.report.limit < w.same and w.runs
         ]
-        if not waiting or r is not self._slowest():
-            return ""
-        others = [rank for rank in sorted(waiting) if self.ranks[rank] is not r]
+        slowest = self._slowest() if waiting else None
+        if slowest is None:
+            return "", None
+        r, limit = self.ranks[slowest], self.ranks[waiting[0]].report.limit
+        others = [rank for rank in sorted(waiting) if rank != slowest]
         who = f"; {_ranks(others)} waited" if others else ""
-        limit = self.ranks[waiting[0]].report.limit
-        return f"is late: {_at(r)} for {r.same:.0f} s{who} ({limit:.0f} s are allowed)"
+        late = f"is late: {_at(r)} for {r.same:.0f} s{who} ({limit:.0f} s are allowed)"
+        return f"rank {slowest} on {r.report.host} {late}", slowest
 
     def _left(self, r: _Rank) -> str:
         code = r.report.left
@@ -168,22 +177,20 @@ class Judge:
             return ""
         return f"the store of the process group at {self.store} is gone: its keeper died"
 
-    def _slowest(self) -> _Rank | None:
+    def _slowest(self) -> int | None:
         """Who has done the same for longest among those that do not wait, or else among all."""
-        alive = [r for r in self.ranks.values() if r.report.left is None and not r.is_dead]
-        working = [r for r in alive if not r.report.waits]
-        return max(working or alive, key=lambda r: r.same, default=None)
+        ranks = self.ranks
+        alive = [n for n, r in ranks.items() if r.report.left is None and not r.is_dead]
+        working = [n for n in alive if not ranks[n].report.waits]
+        return max(working or alive, key=lambda n: ranks[n].same, default=None)
 
     def _first_to_stand_still(self) -> str:
         """Of a rank that was ended since it waited for too long: whom it may have waited for."""
         slowest = self._slowest()
-        if slowest is None or not 0 < slowest.report.limit < slowest.same:
+        if slowest is None or not 0 < self.ranks[slowest].report.limit < self.ranks[slowest].same:
             return ""
-        rank = next(rank for rank, r in self.ranks.items() if r is slowest)
-        return (
-            f"; rank {rank} on {slowest.report.host} has stood still for {slowest.same:.0f} s "
-            f"{_at(slowest)}"
-        )
+        r = self.ranks[slowest]
+        return f"; rank {slowest} on {r.report.host} has stood still for {r.same:.0f} s {_at(r)}"
 
 
 def _at(r: _Rank) -> str:

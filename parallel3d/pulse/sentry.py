@@ -56,7 +56,7 @@ class Sentry:
         self._line: Line | None = None
         self._court: Court | None = None
         self._sent: Report | None = None
-        self._beat = self._silent = 0.0
+        self._beat = self._silent = self._next = 0.0
         self._gone: float | None = None  # since when
         self._deadline: float | None = None  # for a rank that is told to end
         self._speaks = self._first = False
@@ -76,10 +76,12 @@ class Sentry:
     def run(self) -> None:
         """Until the rank is gone, and whoever must know of it does."""
         while not self._is_done():
-            for key, _ in self._selector.select(LOOK):
+            for key, _ in self._selector.select(max(0.0, self._next - time.monotonic())):
                 key.data()
             now = time.monotonic()
-            self._report(now)
+            if now >= self._next:
+                self._next = now + LOOK
+                self._report(now)
             if self._court:
                 self._court.sit(now)
             else:
@@ -91,9 +93,12 @@ class Sentry:
         """Wake at once when it ends, where the system can do that."""
         with suppress(AttributeError, OSError):
             descriptor = os.pidfd_open(self._task.parent)
-            self._selector.register(
-                descriptor, selectors.EVENT_READ, lambda: self._selector.unregister(descriptor)
-            )
+
+            def ends() -> None:
+                self._selector.unregister(descriptor)
+                self._next = 0.0
+
+            self._selector.register(descriptor, selectors.EVENT_READ, ends)
 
     def _state(self) -> str:
         if os.getppid() != self._task.parent:

@@ -21,8 +21,8 @@ NO_FAULT = 9.0  # seconds, more than twice the longest limit
 SLACK = 5.0  # seconds for processes that share two cores
 
 
-def started(folder, number, does="sleep"):
-    ranks = Ranks(folder, number, does, **SHORT)
+def started(folder, number, does="sleep", **limits):
+    ranks = Ranks(folder, number, does, **(SHORT | limits))
     ranks.wait_until_watched()
     return ranks
 
@@ -47,7 +47,7 @@ def test_one_is_stopped(tmp_path):
         start = time.monotonic()
         ranks.send(signal.SIGSTOP, 0)
         assert ranks.codes(SHORT["stopped"] + SLACK) == [-signal.SIGKILL, 1]
-        assert time.monotonic() - start >= SHORT["stopped"]
+        assert time.monotonic() - start > SHORT["stopped"] - 1  # a look
         assert "rank 0 on" in ranks.said[1][0] and "has been stopped (SIGSTOP) for " in str(
             ranks.said
         )
@@ -69,6 +69,17 @@ def test_the_one_with_the_judge_is_killed(tmp_path, with_sentry):
         assert ranks.said[0] == ranks.said[2] == []
         [line] = ranks.said[1]
         assert "rank 0 on" in line and 'died at "work 0"' in line
+
+
+@pytest.mark.slow
+def test_one_is_killed_with_its_sentry(tmp_path):
+    with started(tmp_path, 3) as ranks:
+        sentry = sentry_of(ranks.processes[2])
+        sentry.suspend()  # or it would pass its last words on
+        ranks.send(signal.SIGKILL, 2)
+        sentry.kill()
+        assert ranks.codes(SLACK) == [1, 1, -signal.SIGKILL]
+        assert "rank 2 on" in ranks.said[0][0] and "and its sentry with it" in ranks.said[0][0]
 
 
 @pytest.mark.slow
@@ -144,7 +155,7 @@ def test_native_code_that_holds_the_interpreter_is_no_fault(tmp_path):
 @pytest.mark.parametrize("with_sentries", [True, False])
 def test_a_job_that_is_stopped_and_goes_on_is_no_fault(tmp_path, with_sentries):
     """Ctrl-Z, a scheduler that suspends: all processes, or the ranks alone."""
-    with started(tmp_path, 3) as ranks:
+    with started(tmp_path, 3, stopped=6.0) as ranks:  # they wake one after the other
         processes = [psutil.Process(process.pid) for process in ranks.processes]
         if with_sentries:
             processes += [sentry_of(process) for process in ranks.processes]
@@ -154,7 +165,7 @@ def test_a_job_that_is_stopped_and_goes_on_is_no_fault(tmp_path, with_sentries):
         for process in processes:
             process.resume()
             time.sleep(0.1)
-        assert ranks.codes(NO_FAULT) == [None, None, None]
+        assert ranks.codes(NO_FAULT) == [None, None, None], ranks.said
         assert ranks.said == [[], [], []]
 
 
