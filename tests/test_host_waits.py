@@ -40,6 +40,7 @@ START = {
     "parallel3d/mesh/mesh.py:Mesh.barrier": "it is what it is for",
     "parallel3d/mesh/mesh.py:Mesh.one_at_a_time": "what one rank makes is there for the next",
     "parallel3d/mesh/mesh.py:Mesh.gather_texts": "a text of each rank, at the start and at saves",
+    "parallel3d/mesh/mesh.py:Mesh.broadcast_text": "a text of one rank, at the start",
     "parallel3d/mesh/mesh.py:Mesh.all_gather": "whole weights, for tests and for their export",
     "parallel3d/engine/quirks/core.py:bind_trace_check.assert_ints_same_as_other_ranks": (
         "in the first step, which records the order of the layers"
@@ -52,12 +53,16 @@ START = {
 }
 SAVE = {
     "parallel3d/checkpoint/layout.py:host_arrays": "a copy of the state, in host memory",
-    "parallel3d/checkpoint/layout.py:copy_all": "training goes on when the copy is whole",
+    "parallel3d/checkpoint/host_copy.py:HostCopy.fill": "training goes on when the copy is whole",
     "parallel3d/checkpoint/weights.py:save_weights": "at the end of a run",
     "parallel3d/engine/engine.py:Engine.full_parameter": "one at a time, to export or compare",
 }
 # Names alone: what they are asked of is the host's.
 HOSTS = {
+    "parallel3d/mesh/device.py:claim_device": "an answer of the store",
+    "parallel3d/mesh/join.py:join": "a port",
+    "parallel3d/mesh/mesh.py:Mesh.__init__": "ranks of the mesh",
+    "parallel3d/mesh/mesh.py:Mesh._split": "ranks of the mesh",
     "parallel3d/mesh/mesh.py:Mesh.join_pair": "ranks of the mesh",
     "parallel3d/mesh/mesh.py:Mesh.picture": "ranks of the mesh",
     "parallel3d/pipeline/stages.py:place_layers": "FLOPs by formula",
@@ -69,10 +74,10 @@ HOSTS = {
     "parallel3d/engine/states.py:States.set_counters": "of a checkpoint's file",
     "parallel3d/engine/states.py:States._is_swapped": "DeepSpeed's flag",
     "parallel3d/checkpoint/chunks.py:Chunk.from_key": "words of a file's header",
+    "parallel3d/checkpoint/host_copy.py:HostCopy.arrays": "host memory that was copied into",
+    "parallel3d/checkpoint/index.py:Index.find": "a table of numpy's",
+    "parallel3d/checkpoint/index.py:_boxes": "a table of numpy's",
     "parallel3d/checkpoint/chunks.py:ChunkFile._fill": "host memory that a file is read into",
-    "parallel3d/checkpoint/save.py:Saver.__init__": "gathered rows",
-    "parallel3d/checkpoint/save.py:Saver._plan": "gathered rows",
-    "parallel3d/checkpoint/save.py:Saver.save": "host memory that the state was copied into",
     **dict.fromkeys(
         (
             f"models/{family}/blocks.py:{layer}.__init__"
