@@ -64,7 +64,7 @@ def the_one(place, started):
             assert process.returncode == BAD_INPUT, said
             assert re.search(rf"being trained by process {winner.pid} on ", said), said
             assert "Traceback" not in said and said.count("\n") == 1
-    wait_until(lambda: list(place.root.glob("runs/*/checkpoints/step-*/manifest.json")))
+    wait_until(lambda: list(place.root.glob("runs/*/checkpoints/step-*[0-9]/manifest.json")))
     return winner
 
 
@@ -84,7 +84,8 @@ def test_of_eight_launches_one_trains_and_after_its_death_the_next(place, name):
             end(second)
     finally:
         end(first)
-    assert "resume  from" in "".join(log.read_text() for _, log in second)
+    said = "".join(log.read_text() for _, log in second)
+    assert "resume  from" in said, said
     steps = [line["step"] for line in place.lines(folder.name)]
     assert steps == list(range(1, len(steps) + 1))  # no line is lost, and none is there twice
     assert [path.name for path in (place.root / "runs").iterdir()] == [folder.name]
@@ -100,7 +101,7 @@ def test_a_launch_on_another_host_hears_the_heartbeat_and_its_end(place):
         assert refused.wait(60) == BAD_INPUT, log.read_text()
         assert time.monotonic() - began < 8  # 5 s at the lock, and Python's own start
         assert "waiting for its heartbeat, at most 30 s" in log.read_text()
-        wait_until(lambda: list(place.root.glob("runs/*/checkpoints/step-*/manifest.json")))
+        wait_until(lambda: list(place.root.glob("runs/*/checkpoints/step-*[0-9]/manifest.json")))
     finally:
         end(first)
     [(after, log)] = last = start(place, 1, [sys.executable, "-c", ELSEWHERE])
