@@ -80,6 +80,7 @@ def join(launch: Launch, device: torch.device, watched: bool = False) -> None:
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         judge = partial(store.set, "judge"), lambda: store.get("judge").decode()
         pulse.begin(launch.rank, launch.world_size, address, *judge)
+        pulse.doing("making the process groups")
     dist.init_process_group(
         backend,
         store=store,

@@ -136,7 +136,9 @@ class Judge:
         return ""
 
     def _failed(self, r: _Rank) -> str:
-        return f"failed {_at(r)}: {r.report.reason}" if r.report.reason else ""
+        if not r.report.reason:
+            return ""
+        return f"failed {_at(r)}: {r.report.reason}{self._first_to_stand_still()}"
 
     def _stopped(self, r: _Rank) -> str:
         if r.stopped < self.limits.stopped:

@@ -107,7 +107,7 @@ def died(
         pulse.leave(FAILED)
         say_verdict(verdict)
         return FAILED
-    pulse.leave(FAILED, "" if lost else _in_short(error))
+    pulse.leave(FAILED, _in_short(error))
     say(f"rank {launch.rank}: {lost or traceback.format_exc()}")
     return FAILED
 

@@ -33,9 +33,14 @@ def config(tmp_path_factory):
     return config
 
 
-def strike(rank, at, number, limits, ask=False):
-    """Where rank 1 says that it does `at`, it gets a signal, and the others wait for ever."""
+def strike(rank, at, number, limits, ask=False, backend=""):
+    """Where rank 1 says that it does `at`, it gets a signal, and the others wait for ever.
+
+    With a `backend` these wait in its own collectives.
+    """
     pulse.LIMITS, doing = limits, pulse.doing
+    if backend:
+        os.environ["PARALLEL3D_BACKEND"] = backend
 
     def do(text, waits=False):
         doing(text, waits)
@@ -43,6 +48,8 @@ def strike(rank, at, number, limits, ask=False):
             return
         if rank == 1:
             os.kill(os.getpid(), number)
+        if backend:
+            return
         if ask:
             threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
         time.sleep(1000)
@@ -78,6 +85,7 @@ def test_one_is_stopped_in_training(config):
 @pytest.mark.parametrize(
     "at",
     [
+        "making the process groups",
         "opening the corpus",
         "building the model",
         "the batch of step 1",
@@ -102,6 +110,17 @@ def test_one_is_stopped_and_the_others_are_asked_to_stop(config):
     line, waited = struck(config, "asked", "0F0 of step 1", signal.SIGSTOP, limits, ask=True)
     assert "has been stopped (SIGSTOP) for 2" in line
     assert waited < KILLED_WITHIN and time.monotonic() - start < 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["gloo", "strict"])
+@pytest.mark.parametrize("mesh", [(1, 2, 1), (2, 1, 1)], ids=["dp", "pp"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_in_the_waits_of_a_backend(config, backend, mesh, number):
+    at = "1F1 of step 2" if mesh[0] == 2 else "0F1 of step 2"
+    name = f"{backend}-{mesh[0]}-{number}"
+    line, waited = struck(config, name, at, number, mesh=mesh, backend=backend)
+    assert f'at "{at}"' in line and waited < KILLED_WITHIN
 
 
 @pytest.mark.slow

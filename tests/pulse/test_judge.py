@@ -157,13 +157,14 @@ def test_without_a_limit_nobody_is_late(play):
     assert play.run(3000) is None
 
 
-def test_who_is_ended_by_a_timeout_is_dead_of_another(play):
-    """NCCL's own watchdog aborts the process that waited, where no wait of ours was passed."""
+@pytest.mark.parametrize("end", [{"state": GONE}, {"left": 1, "reason": "Timed out"}])
+def test_who_is_ended_by_a_timeout_has_waited_for_another(play, end):
+    """NCCL's watchdog aborts a process that waits where nothing of ours sees it; gloo's raises."""
     play.set(0, since=5.0)
     play.set(2, since=2.0)
     play.run(310)
     play.set(0, since=6.0)
-    play.set(1, state=GONE)
+    play.set(1, **end)
     _, blamed, text = play.run(1)
     assert blamed == 1
     assert '; rank 2 on b has stood still for 310 s at "2F0 of step 7"' in text
