@@ -38,6 +38,7 @@ ROOMS = [
     (2, "parallel3d/tensor"),
     (2, "parallel3d/engine/quirks"),
     (2, "parallel3d/engine"),
+    (2, "parallel3d/data/foreign"),
     (2, "parallel3d/data"),
     (3, "models/*"),
     (4, "parallel3d/pipeline"),

@@ -41,7 +41,7 @@ class RunState:
         self._config = config
         self._fixed: dict[str, Any] = {
             "config": config.to_dict(),
-            "corpus": corpus.directory.name,
+            "corpus": corpus.key,
             "tokenizer": _tokenizer_digest(corpus.tokenizer_directory),
             "versions": {name: version(name) for name in ("parallel3d", "torch", "deepspeed")},
             "mesh": _mesh(config),

@@ -124,7 +124,7 @@ def _check_tp_of_vocabulary(mesh: MeshConfig, model: Any) -> Iterator[Problem]:
 
 
 def _check_trained_vocabulary(data: DataConfig, model: Any) -> Iterator[Problem]:
-    if data.tokenizer == "train":
+    if data.has_own_size:
         yield from _check_vocabulary(data.vocab_size, model)
 
 

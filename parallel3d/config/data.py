@@ -1,18 +1,28 @@
 """The "data" section: the corpus or mixture, its tokenizer, and how it is cut into samples."""
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, Strict, model_validator
 
-from parallel3d.section import PathText, Problem, Problems, Section, Strings
+from parallel3d.section import ABSENT, PathText, Problem, Problems, Section, Strings
 
+# Files of token ids that another program wrote: by Megatron-LM, by datatrove, flat arrays.
+OF_IDS = ("megatron", "datatrove", "tokens")
+Source = Literal[
+    "python-stdlib", "text", "jsonl", "parquet", "hub", "megatron", "datatrove", "tokens"
+]
+TokenDtype = Literal["auto", "uint8", "uint16", "int16", "uint32", "int32", "int64"]
 # Which sources read each key; what the others find there is a mistake.
 READ_BY = {
-    "paths": ("text", "jsonl", "parquet"),
+    "paths": ("text", "jsonl", "parquet", *OF_IDS),
     "text_field": ("jsonl", "parquet", "hub"),
     "name": ("hub",),
     "subset": ("hub",),
     "split": ("hub",),
+    "token_field": ("parquet", "hub"),
+    "token_dtype": ("datatrove", "tokens"),
+    "check_ids": ("parquet", "hub", *OF_IDS),
     "mixture": ("mixture",),
 }
 # What the error says to add where a source lacks the key that it cannot do without.
@@ -20,6 +30,9 @@ NEEDS = {
     "text": ("paths", '"paths": ["corpus/*.txt"]'),
     "jsonl": ("paths", '"paths": ["corpus/*.jsonl"]'),
     "parquet": ("paths", '"paths": ["corpus/*.parquet"]'),
+    "megatron": ("paths", '"paths": ["corpus_text_document"]'),
+    "datatrove": ("paths", '"paths": ["corpus/*.ds"]'),
+    "tokens": ("paths", '"paths": ["corpus/*.npy"]'),
     "hub": ("name", '"name": "owner/dataset" or a folder'),
     "mixture": ("mixture", '"mixture": [{"source": "text", "paths": ["a/*.txt"], "weight": 1}]'),
 }
@@ -28,7 +41,7 @@ NEEDS = {
 class PartConfig(Section):
     """One part of a mixture: a source, and its share of the samples."""
 
-    source: Literal["python-stdlib", "text", "jsonl", "parquet", "hub"]
+    source: Source
     """As data.source."""
     paths: Strings = ()
     """As data.paths."""
@@ -40,6 +53,12 @@ class PartConfig(Section):
     """As data.subset."""
     split: str = Field(default="train", pattern=r"^[\w.\-]+$")
     """As data.split."""
+    token_field: str | None = Field(default=None, min_length=1)
+    """As data.token_field."""
+    token_dtype: TokenDtype = "auto"
+    """As data.token_dtype."""
+    check_ids: Literal["full", "sample"] = "full"
+    """As data.check_ids."""
     weight: float = Field(default=1.0, gt=0)
     """Share of the samples, relative to the other parts' weights."""
 
@@ -52,12 +71,15 @@ class PartConfig(Section):
 class DataConfig(Section):
     """The corpus or mixture, its tokenizer, and how it is cut into samples."""
 
-    source: Literal["python-stdlib", "text", "jsonl", "parquet", "hub", "mixture"] = "python-stdlib"
+    source: Source | Literal["mixture"] = "python-stdlib"
     """"python-stdlib" is the running interpreter's standard library; "text", "jsonl" and "parquet"
-    read `paths`; "hub" loads `name` with the datasets library; "mixture" mixes several."""
+    read `paths`; "hub" loads `name` with the datasets library; "mixture" mixes several. Token ids
+    of other programs stay where they are: "megatron" reads .bin with .idx, "datatrove" .ds,
+    "tokens" flat arrays (.npy, .bin of llm.c, or without a header)."""
     paths: Strings = ()
     """Files and globs ("folder/**/*.txt"), for "text" (each file is a document), "jsonl" (each
-    line; .gz, .bz2 and .zst are unpacked) and "parquet" (each row)."""
+    line; .gz, .bz2 and .zst are unpacked), "parquet" (each row) and files of token ids; for
+    "megatron" with or without .bin."""
     text_field: str = Field(default="text", min_length=1)
     """Field or column that holds a document's text, for "jsonl", "parquet" and "hub"."""
     name: str = ""
@@ -66,13 +88,25 @@ class DataConfig(Section):
     """Which configuration of the data set `name`; null if it has only one."""
     split: str = Field(default="train", pattern=r"^[\w.\-]+$")
     """Which split of the data set `name`."""
+    token_field: str | None = Field(default=None, min_length=1)
+    """Column that holds a document's token ids, for "parquet" and "hub", in place of text_field."""
+    token_dtype: TokenDtype = "auto"
+    """What "datatrove" and "tokens" hold where the file does not say; "auto" is uint16, or uint32
+    for a vocabulary above 65536."""
+    check_ids: Literal["full", "sample"] = "full"
+    """Reads all token ids of other programs once to find those beyond the vocabulary, or those of
+    256 documents a file; flat arrays are always read in full."""
+    end_of_text_id: int | None = Field(default=None, ge=0)
+    """Id that ends documents of token ids; null is the tokenizer's, which it must be."""
     mixture: Annotated[tuple[PartConfig, ...], Strict(False)] = ()
     """For source "mixture": [{"source": ..., "paths": ..., "weight": 0.7}, ...]; each part has the
     keys of its source, and a weight."""
     tokenizer: str = Field(default="train", min_length=1)
-    """"train" trains a byte-level BPE on the corpus; else a folder or name for AutoTokenizer."""
+    """"train" trains a byte-level BPE on the corpus; else a folder or name for AutoTokenizer;
+    "none" where the corpus is token ids alone: vocab_size and end_of_text_id then say it all."""
     vocab_size: int = Field(default=4096, ge=257)
-    """Tokens that tokenizer "train" makes; 256 bytes and the end of text are the least."""
+    """Tokens that tokenizer "train" makes; 256 bytes and the end of text are the least. The ids
+    that there are without a tokenizer."""
     sequence_length: int = Field(gt=0)
     """Tokens in a sample."""
     isolate_documents: bool = False
@@ -88,7 +122,43 @@ class DataConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> "DataConfig":
         _check_source(self)
+        if found := list(_check_tokenizer(self)):
+            raise Problems(found)
         return self
+
+    @property
+    def has_own_size(self) -> bool:
+        """Whether the tokenizer's size is `vocab_size`: it is trained to it, or there is none."""
+        return self.tokenizer in ("train", "none")
+
+
+def holds_ids(section: PartConfig | DataConfig) -> bool:
+    """Say whether a source that is no mixture gives token ids, not text."""
+    return section.source in OF_IDS or section.token_field is not None
+
+
+def _check_tokenizer(data: DataConfig) -> Iterator[Problem]:
+    """Give what is wrong with the tokenizer for the kinds of sources that there are."""
+    parts = data.mixture if data.source == "mixture" else (data,)
+    ids, text = (any(holds_ids(part) == kind for part in parts) for kind in (True, False))
+    end, remedy = data.end_of_text_id, 'write "vocab_size" and "end_of_text_id" of the ids'
+    if data.tokenizer == "train" and ids:
+        rule = "cannot be trained on token ids"
+        remedy = 'give the tokenizer that made them, or "none" with vocab_size and end_of_text_id'
+        yield Problem("tokenizer", "train", rule, remedy)
+    if data.tokenizer == "none" and text:
+        rule = "leaves text without a tokenizer"
+        yield Problem("tokenizer", "none", rule, 'give one, or "train"')
+    elif data.tokenizer == "none" and end is None:
+        yield Problem("end_of_text_id", None, 'is required by tokenizer "none"', remedy)
+    elif data.tokenizer == "none" and "vocab_size" not in data.model_fields_set:
+        yield Problem("vocab_size", ABSENT, 'is required by tokenizer "none"', remedy)
+    elif data.tokenizer == "none" and end is not None and end >= data.vocab_size:
+        rule = f"is beyond vocab_size={data.vocab_size}"
+        yield Problem("end_of_text_id", end, rule, "use a smaller one, or raise vocab_size")
+    if end is not None and not ids:
+        rule, remedy = "is read of token ids alone", "remove it: the tokenizer of text has its own"
+        yield Problem("end_of_text_id", end, rule, remedy)
 
 
 def _check_source(section: PartConfig | DataConfig) -> None:

@@ -52,7 +52,7 @@ class Recipe:
         """Give the name of the corpus in the cache: a digest of contents, not of names or times."""
         trained = f"trained to {self.vocab_size}"
         parts = [FORMAT, directory_digest(self.tokenizer) if self.tokenizer else trained]
-        return digest_of(*parts, *contents_of(self.documents, self.held_out))
+        return digest_of(*parts, *contents_of(self.documents.table, self.held_out))
 
 
 def build(
@@ -187,9 +187,9 @@ def copy_tokenizer(source: Path, target: Path) -> None:
     shutil.copytree(source, target, ignore=shutil.ignore_patterns(MANIFEST))
 
 
-def contents_of(documents: Documents, held_out: np.ndarray) -> list[str]:
+def contents_of(table: np.ndarray, held_out: np.ndarray) -> list[str]:
     """Give what tells the training and held-out contents from all others, in their order."""
-    digests = documents.table["digest"]
+    digests = table["digest"]
     parts = [digests[~held_out], digests[held_out]]
     return [str(part) for d in parts for part in (len(d), blake2b(d.tobytes()).hexdigest())]
 

@@ -11,17 +11,20 @@ A corpus is a directory, `<cache>/corpora/<key>/`:
     tokenizer/    the tokenizer, as Hugging Face saves it
     meta.json     counts, vocabulary, entropy
 
+A corpus that another program tokenised has no tokens.bin: `tokenised` says what in its place.
 A mixture is a directory beside its parts, with tokenizer/ and a meta.json that names them.
 """
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from parallel3d.data.cache import is_whole
+from parallel3d.data.foreign.spans import Spans, check_sizes
 from parallel3d.data.rows import FileReader
 from parallel3d.errors import DataError
 
@@ -32,7 +35,7 @@ PLACE = np.dtype([("file", "<i4"), ("row", "<i8")])
 class TokenStream:
     """Documents one after the other: tokens [num_tokens], bounds int64 [num_documents + 1]."""
 
-    tokens: np.ndarray
+    tokens: np.ndarray | Spans
     bounds: np.ndarray
 
     def __len__(self) -> int:
@@ -77,6 +80,8 @@ class Corpus:
     its context. A model that has learnt anything about order has a held-out loss below it. Of a
     mixture, the frequencies are weighted as its samples are.
     `parts` are the corpora of a mixture, with their `labels`; otherwise there are none.
+    `key` stands for the contents, wherever they lie; `found` is what was seen of another program's
+    ids: how they were checked, and how many.
     """
 
     directory: Path
@@ -87,6 +92,8 @@ class Corpus:
     held_out: TokenStream | Mixture
     parts: tuple["Corpus", ...] = ()
     labels: tuple[str, ...] = ()
+    key: str = ""
+    found: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def open(cls, directory: str | Path) -> "Corpus":
@@ -99,6 +106,7 @@ class Corpus:
             raise DataError(f"{directory} holds no whole corpus; run launch/prepare.py again")
         meta = json.loads((directory / "meta.json").read_text())
         given = {name: meta[name] for name in ("vocab_size", "end_of_text", "unigram_entropy")}
+        given |= {"key": meta.get("key", directory.name), "found": meta.get("found", {})}
         if "mixture" in meta:
             parts = tuple(cls.open(directory.parent / part["corpus"]) for part in meta["mixture"])
             weights = tuple(part["weight"] for part in meta["mixture"])
@@ -110,14 +118,14 @@ class Corpus:
                 labels=tuple(part["label"] for part in meta["mixture"]),
                 **given,
             )
-        tokens = np.asarray(np.memmap(directory / "tokens.bin", dtype=meta["dtype"], mode="r"))
         bounds = np.asarray(np.memmap(directory / "bounds.bin", dtype=np.int64, mode="r"))
         num_train = meta["num_train_documents"]
         cut = int(bounds[num_train])
+        train, held_out = _tokens(directory, meta, bounds)
         return cls(
             directory=directory,
-            train=TokenStream(tokens[:cut], bounds[: num_train + 1]),
-            held_out=TokenStream(tokens[cut:], bounds[num_train:] - cut),
+            train=TokenStream(train, bounds[: num_train + 1]),
+            held_out=TokenStream(held_out, bounds[num_train:] - cut),
             **given,
         )
 
@@ -171,6 +179,7 @@ class Corpus:
             "num_held_out_tokens": len(self.held_out),
             "vocab_size": self.vocab_size,
             "unigram_entropy": self.unigram_entropy,
+            **self.found,
         }
         if isinstance(self.train, Mixture):
             summary["mixture"] = [
@@ -186,6 +195,31 @@ class Corpus:
         names = json.loads((self.directory / "names.json").read_text())
         name = names["names"][place["file"]]
         return FileReader(names["kind"], "", name, "").place(int(place["row"]))
+
+
+def _tokens(
+    directory: Path, meta: Mapping[str, Any], bounds: np.ndarray
+) -> list[np.ndarray] | list[Spans]:
+    """Give the ids of the training and the held-out part."""
+    num_train, dtype = meta["num_train_documents"], np.dtype(meta["dtype"])
+    if "files" not in meta:
+        tokens = np.asarray(np.memmap(directory / "tokens.bin", dtype=dtype, mode="r"))
+        return np.split(tokens, [int(bounds[num_train])])
+    check_sizes(meta["files"])
+    places = np.load(directory / "places.npy", mmap_mode="r", allow_pickle=False)["file"]
+    starts = np.memmap(directory / "starts.bin", dtype=np.int64, mode="r")
+    last = len(places)
+    return [
+        Spans(
+            files=meta["files"],
+            places=places[first:end],
+            starts=starts[first:end],
+            bounds=bounds[first : end + 1],
+            end_of_text=meta["end_of_text"],
+            dtype=dtype,
+        )
+        for first, end in ((0, num_train), (num_train, last))
+    ]
 
 
 def check_ids(tokens: np.ndarray, vocab_size: int, name: str) -> None:

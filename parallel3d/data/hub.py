@@ -36,7 +36,23 @@ def arrow_files(
     )
 
 
-def _load(name: str, subset: str | None, split: str, place: str) -> "Dataset":
+def arrow_files_of_parquet(paths: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Give paths of the Arrow files in which `datasets` keeps parquet files, and their names.
+
+    Raises DataError if they cannot be loaded.
+    """
+    place = f"data.paths: {paths[0]!r}" + (f" and {len(paths) - 1} more" if paths[1:] else "")
+    table = _load("parquet", None, "train", place, list(paths))
+    files = tuple(file["filename"] for file in table.cache_files)
+    if not files:
+        raise DataError(f"{place} has no rows; leave it out")
+    name = paths[0] if not paths[1:] else "parquet"
+    return files, tuple(f"{name} ({Path(path).name})" for path in files)
+
+
+def _load(
+    name: str, subset: str | None, split: str, place: str, files: list[str] | None = None
+) -> "Dataset":
     import datasets
 
     folder = Path(name).expanduser()
@@ -51,6 +67,8 @@ def _load(name: str, subset: str | None, split: str, place: str) -> "Dataset":
             if isinstance(saved, datasets.DatasetDict) and split not in saved:
                 raise ValueError(f"it has the splits {', '.join(saved)}")
             return saved[split] if isinstance(saved, datasets.DatasetDict) else saved
+        if files:
+            return datasets.load_dataset(name, data_files=files, split=split)
         return datasets.load_dataset(str(folder) if folder.is_dir() else name, subset, split=split)
     # Broad, because what goes wrong inside comes as it is: network, file format, unknown names.
     except Exception as error:

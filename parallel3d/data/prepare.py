@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from parallel3d.config.data import DataConfig, PartConfig
+from parallel3d.config.data import DataConfig, PartConfig, holds_ids
 from parallel3d.data.build import (
     FORMAT,
     TRAINING_BYTES,
@@ -25,6 +25,7 @@ from parallel3d.data.documents import Documents, find_documents
 from parallel3d.data.mixing import whole_shares
 from parallel3d.data.sources import Progress, find_files, silent
 from parallel3d.data.split import split_documents
+from parallel3d.data.tokenised import Tokenised, TokenRecipe, find_tokens, vocabulary_of
 from parallel3d.data.tokenizer import save_tokenizer, tokenizer_directory
 from parallel3d.errors import DataError
 
@@ -40,10 +41,10 @@ def prepare(config: DataConfig, progress: Progress = silent) -> Corpus:
     cache = cache_root(config.cache)
     if config.source == "mixture":
         return _prepare_mixture(config, cache, progress)
-    documents = find_documents(find_files(config), cache, progress)
+    documents = _find(config, config, cache, progress)
     [held_out] = split_documents([documents.table["digest"]], config.held_out_fraction)
     with _given_tokenizer(config) as tokenizer:
-        recipe = Recipe(documents, held_out, tokenizer, config.vocab_size)
+        recipe = _recipe(documents, held_out, tokenizer, config.vocab_size)
         return _cached(cache, recipe, config.workers, progress)
 
 
@@ -54,31 +55,56 @@ def _prepare_mixture(config: DataConfig, cache: Path, progress: Progress) -> Cor
     documents = []
     for number, part in enumerate(parts):
         try:
-            documents.append(find_documents(find_files(part), cache, shown[number]))
+            documents.append(_find(part, config, cache, shown[number]))
         except DataError as error:
             raise DataError(f"data.mixture.{number}: {error}") from error
     digests = [part.table["digest"] for part in documents]
     held_out = split_documents(digests, config.held_out_fraction)
     shares = whole_shares([part.weight for part in parts])
     with _given_tokenizer(config) as given:
-        tokenizer = given or _cached_tokenizer(
-            cache, documents, held_out, shares, config.vocab_size, progress
-        )
+        tokenizer = given
+        if config.tokenizer == "train":
+            text = [part for part in documents if isinstance(part, Documents)]
+            tokenizer = _cached_tokenizer(
+                cache, text, held_out, shares, config.vocab_size, progress
+            )
         corpora = [
             _cached(
-                cache, Recipe(documents[i], held_out[i], tokenizer, 0), config.workers, shown[i]
+                cache, _recipe(documents[i], held_out[i], tokenizer, 0), config.workers, shown[i]
             )
             for i in range(len(parts))
         ]
     return _cached_mixture(cache, corpora, [_label(part) for part in parts], shares, progress)
 
 
-def _cached(cache: Path, recipe: Recipe, workers: int | str, progress: Progress) -> Corpus:
+def _find(
+    section: DataConfig | PartConfig, config: DataConfig, cache: Path, progress: Progress
+) -> Documents | Tokenised:
+    """Find the documents of a source that is no mixture, of text or of token ids."""
+    if not holds_ids(section):
+        return find_documents(find_files(section), cache, progress)
+    with _given_tokenizer(config) as tokenizer:
+        return find_tokens(section, vocabulary_of(config, tokenizer), cache, progress)
+
+
+def _recipe(
+    found: Documents | Tokenised, held_out: np.ndarray, tokenizer: Path | None, vocab_size: int
+) -> Recipe | TokenRecipe:
+    if isinstance(found, Tokenised):
+        return TokenRecipe(found, held_out, tokenizer)
+    return Recipe(found, held_out, tokenizer, vocab_size)
+
+
+def _cached(
+    cache: Path, recipe: Recipe | TokenRecipe, workers: int | str, progress: Progress
+) -> Corpus:
     directory = cache / "corpora" / recipe.key()
     unfinished = cache / "unfinished" / directory.name
     with _published(directory, progress) as folder:
-        if folder:
+        if folder and isinstance(recipe, Recipe):
             build(folder, unfinished, recipe, workers, progress)
+        elif folder and isinstance(recipe, TokenRecipe):
+            recipe.fill(folder)
     if folder:
         # Only now: until the corpus is whole, its shards are all there is.
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -98,7 +124,7 @@ def _cached_tokenizer(
     """Give the tokenizer of a mixture, trained on as much of each part as its share says."""
     key: list[object] = [FORMAT, vocab_size, *shares]
     for part, apart in zip(documents, held_out, strict=True):
-        key += contents_of(part, apart)
+        key += contents_of(part.table, apart)
     directory = cache / "tokenizers" / digest_of(*key)
     with _published(directory, progress) as folder:
         if folder:
@@ -127,9 +153,17 @@ def _cached_mixture(
                 weight * corpus.counts() / corpus.counts().sum()
                 for weight, corpus in zip(weights, corpora, strict=True)
             )
+            # The names of files that lie elsewhere do not count, nor do those of the parts.
+            keys = [
+                part
+                if corpus.key == part["corpus"]
+                else {**part, "corpus": corpus.key, "label": ""}
+                for part, corpus in zip(parts, corpora, strict=True)
+            ]
             meta = {
                 "end_of_text": corpora[0].end_of_text,
                 "format": FORMAT,
+                "key": digest_of(FORMAT, json.dumps(keys)),
                 "mixture": parts,
                 "unigram_entropy": entropy(np.asarray(frequencies)),
                 "vocab_size": corpora[0].vocab_size,
@@ -168,8 +202,9 @@ def _published(directory: Path, progress: Progress) -> Iterator[Path | None]:
 
 
 def _given_tokenizer(config: DataConfig) -> AbstractContextManager[Path | None]:
-    """Give the directory of the tokenizer that is named, None where one is to be trained."""
-    return nullcontext() if config.tokenizer == "train" else tokenizer_directory(config.tokenizer)
+    """Give the directory of the tokenizer that is named; None where one is trained, or none is."""
+    given = config.tokenizer not in ("train", "none")
+    return tokenizer_directory(config.tokenizer) if given else nullcontext()
 
 
 def _of_part(progress: Progress, number: int, num_parts: int) -> Progress:

@@ -86,7 +86,7 @@ def _least_bytes(config: RunConfig, ranks: int) -> dict[str, int]:
 def _num_params(config: RunConfig) -> int:
     model = config.model
     if model.vocab_size == "auto":
-        own = config.data.vocab_size if config.data.tokenizer == "train" else 1
+        own = config.data.vocab_size if config.data.has_own_size else 1
         model = model.model_copy(update={"vocab_size": own})
     return models.num_params(model)
 

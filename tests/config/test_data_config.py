@@ -10,6 +10,8 @@ from parallel3d.errors import ConfigError
 pytestmark = pytest.mark.pure
 
 PART = {"source": "text", "paths": ["a.txt"], "weight": 0.5}
+IDS = {"source": "megatron", "paths": ["a"]}
+NO_TOKENIZER = {"tokenizer": "none", "vocab_size": 50257, "end_of_text_id": 50256}
 
 
 def config_of(**data):
@@ -32,6 +34,11 @@ GOOD = [
     {"source": "mixture", "mixture": [PART, {"source": "python-stdlib"}]},
     {"source": "mixture", "mixture": [{"source": "hub", "name": "x", "weight": 3.0}]},
     {"workers": 4},
+    {"source": "megatron", "paths": ["a_text_document"], "tokenizer": "gpt2"},
+    {"source": "datatrove", "paths": ["a/*.ds"], **NO_TOKENIZER, "check_ids": "sample"},
+    {"source": "tokens", "paths": ["a.npy"], **NO_TOKENIZER, "token_dtype": "uint32"},
+    {"source": "parquet", "paths": ["a"], "token_field": "input_ids", **NO_TOKENIZER},
+    {"source": "mixture", "mixture": [PART, IDS], "tokenizer": "gpt2", "end_of_text_id": 9},
 ]
 
 
@@ -75,6 +82,31 @@ BAD = [
     (mixture(vocab_size=300), "mixture.1.vocab_size", "no setting", "did you mean"),
     ({"source": "mixture", "mixture": [{}]}, "mixture.0.source", "is required", "add it"),
     (mixture(wieght=1.0), "mixture.1.wieght", "no setting", 'the nearest one is "weight"'),
+    ({"source": "megatron"}, "paths = []", 'required by source "megatron"', "text_document"),
+    (IDS, 'tokenizer = "train"', "cannot be trained on token ids", '"none" with vocab_size'),
+    (
+        {"source": "mixture", "mixture": [PART, IDS]},
+        'tokenizer = "train"',
+        "cannot be trained on token ids",
+        "give the tokenizer",
+    ),
+    ({**IDS, "tokenizer": "none"}, "end_of_text_id", 'required by tokenizer "none"', "vocab_size"),
+    (
+        {**IDS, "tokenizer": "none", "end_of_text_id": 0},
+        "vocab_size",
+        'required by tokenizer "none"',
+        "write",
+    ),
+    (
+        {**IDS, **NO_TOKENIZER, "end_of_text_id": 50257},
+        "end_of_text_id",
+        "beyond vocab_size=50257",
+        "smaller",
+    ),
+    (NO_TOKENIZER, 'tokenizer = "none"', "leaves text without a tokenizer", 'or "train"'),
+    ({"end_of_text_id": 0}, "end_of_text_id", "read of token ids alone", "remove it"),
+    ({"token_dtype": "uint16"}, "token_dtype", "not read", 'use source "datatrove" or "tokens"'),
+    ({"check_ids": "sample"}, "check_ids", "not read", '"megatron"'),
     ({"workers": 0}, "workers", "greater than 0", '"auto"'),
 ]
 

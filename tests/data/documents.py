@@ -17,6 +17,7 @@ class Settings:
     name: str = ""
     subset: str | None = None
     split: str = "train"
+    token_field: str | None = None
     weight: float = 1.0
     mixture: tuple["Settings", ...] = ()
     tokenizer: str = "train"

@@ -189,6 +189,7 @@ def test_a_mixture_from_end_to_end(mixture):
     assert np.array_equal(tokens[:, 1:], labels[:, :-1])
     again = Corpus.open(str(corpus.directory))
     assert again.summary() == corpus.summary()
+    assert corpus.key == corpus.directory.name  # which checkpoints from before hold
     described = corpus.summary()["mixture"]
     assert [part["weight"] for part in described] == [0.75, 0.25]
     assert [part["num_documents"] for part in described] == [20, 61]

@@ -25,7 +25,7 @@ if len(sys.argv) > 1:
 from types import SimpleNamespace
 from parallel3d.data.prepare import prepare
 corpus = prepare(SimpleNamespace(
-    source="python-stdlib", paths=(), tokenizer="train", vocab_size=4096,
+    source="python-stdlib", token_field=None, paths=(), tokenizer="train", vocab_size=4096,
     held_out_fraction=0.01, workers="auto", cache="auto"))
 print(json.dumps({
     **corpus.summary(), "calls": calls, "cpu_seconds": time.process_time(),

@@ -229,7 +229,7 @@ def with_vocabulary(config: RunConfig) -> RunConfig:
     """
     if config.model.vocab_size != "auto":
         return config
-    if config.data.tokenizer != "train":
+    if not config.data.has_own_size:
         rule = f'is that of the tokenizer "{config.data.tokenizer}", which planning does not load'
         remedy = "write the number of its tokens"
         raise Problems([Problem("parallel3d.model.vocab_size", "auto", rule, remedy)])

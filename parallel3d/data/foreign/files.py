@@ -1,0 +1,113 @@
+"""A file of token ids: where its documents are, and how ids are read from it."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from parallel3d.errors import DataError
+
+# What a file of ids may hold, by the name that configs and messages give it.
+INTEGERS = {
+    name: np.dtype(name).newbyteorder("<")
+    for name in ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
+}
+# Ids that are read at a time: 16 MB as uint32.
+BLOCK = 2**22
+
+
+@dataclass(frozen=True, eq=False)
+class TokenFile:
+    """One file of `num_tokens` ids of `dtype`, which begin at the byte `offset`.
+
+    Document i is the `lengths[i]` ids from the `starts[i]`-th on, both int64 [documents]; its last
+    id may be an end-of-text. None where the file does not say: there an end-of-text ends each.
+    `size` is the whole file's, in bytes; `name` is what messages call it.
+    """
+
+    path: str
+    name: str
+    dtype: np.dtype
+    offset: int
+    num_tokens: int
+    size: int
+    starts: np.ndarray | None = None
+    lengths: np.ndarray | None = None
+
+
+def num_bytes(path: str) -> int:
+    """Give a file's size; raises DataError if it cannot be read, or is empty."""
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+    except OSError as error:
+        raise unreadable(path, error) from error
+    if not size:
+        raise DataError(f"{path} is empty (0 bytes); write it again, or leave it out of data.paths")
+    return size
+
+
+def open_ids(path: str, name: str) -> BinaryIO:
+    """Open a file for `read_ids`; raises DataError where it cannot be read."""
+    try:
+        return open(path, "rb", buffering=0)
+    except OSError as error:
+        raise unreadable(name, error) from error
+
+
+def unreadable(path: str, error: OSError) -> DataError:
+    """Give the error for a file that the system does not let us read."""
+    reason = error.strerror or error
+    return DataError(f"{path} cannot be read ({reason}); make it readable, or leave it out")
+
+
+def flat(path: str, dtype: np.dtype, offset: int = 0, **bounds: Any) -> TokenFile:
+    """Give the file whose ids of `dtype` go from the byte `offset` to its end."""
+    size = num_bytes(path)
+    num_tokens, rest = divmod(size - offset, dtype.itemsize)
+    if num_tokens < 1 or rest:
+        raise DataError(
+            f"{path} has {size - offset:,} bytes of ids, no whole number of {dtype.name}; it is cut"
+            " short, or data.token_dtype is another one"
+        )
+    return TokenFile(path, path, dtype, offset, num_tokens, size, **bounds)
+
+
+def read_ids(file: BinaryIO, name: str, *, dtype: np.dtype, start: int, count: int) -> np.ndarray:
+    """Give the `count` ids from the byte `start` on, of an open file; any thread may ask.
+
+    Raises DataError where the file has fewer: a map of it would end the process there.
+    """
+    ids = np.empty(count, dtype)
+    view = ids.view(np.uint8).data
+    done = 0
+    while done < len(view):
+        try:
+            got = os.preadv(file.fileno(), [view[done : done + 2**30]], start + done)
+        except OSError as error:
+            raise unreadable(name, error) from error
+        if not got:
+            raise DataError(
+                f"{name} has {os.fstat(file.fileno()).st_size:,} bytes, and ids up to byte"
+                f" {start + len(view):,} belong to its documents: it shrank since it was prepared;"
+                " write it again"
+            )
+        done += got
+    return ids
+
+
+def blocks(file: TokenFile, start: int = 0, count: int | None = None) -> Iterator[np.ndarray]:
+    """Give `count` ids of the file (None: all), from the `start`-th on, a block at a time."""
+    end = file.num_tokens if count is None else start + count
+    size = file.dtype.itemsize
+    with open_ids(file.path, file.name) as opened:
+        for first in range(start, end, BLOCK):
+            yield read_ids(
+                opened,
+                file.name,
+                dtype=file.dtype,
+                start=file.offset + first * size,
+                count=min(BLOCK, end - first),
+            )
