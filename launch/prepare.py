@@ -1,4 +1,7 @@
-"""Prepare the data of a config alone: `python launch/prepare.py --config ds.json [--json]`."""
+"""Prepare the data of a config alone: `python launch/prepare.py --config ds.json [--json]`.
+
+`--to megatron PREFIX` writes it for Megatron-LM, too.
+"""
 
 import json
 import sys
@@ -7,11 +10,13 @@ from typing import Any
 from parallel3d.arguments import Parser
 from parallel3d.config import RunConfig
 from parallel3d.data.corpus import Corpus
+from parallel3d.data.export import export_megatron
 from parallel3d.data.prepare import prepare
 from parallel3d.data.progress import shown_progress
 from parallel3d.errors import Parallel3DError
 
 DONE, BAD_INPUT, STOPPED = 0, 2, 3  # exit codes; scripts rely on them
+LISTS = ("mixture", "written")  # of the summary
 
 
 def main() -> int:
@@ -22,12 +27,21 @@ def main() -> int:
     )
     parser.add_config()
     parser.add_json()
+    parser.add_argument(
+        "--to", nargs=2, metavar=("megatron", "PREFIX"),
+        help="write it to PREFIX.bin and PREFIX.idx as Megatron-LM reads them, too",
+    )  # fmt: skip
     args, overrides = parser.parse_known_args()
+    if args.to and args.to[0] != "megatron":
+        parser.error(f"--to = {args.to[0]}: is no format that is written; use megatron")
     try:
         config = RunConfig.from_json(args.config, overrides)
         with shown_progress() as progress:
             corpus = prepare(config.data, progress)
+            written = export_megatron(corpus, args.to[1], progress) if args.to else []
         summary = describe(corpus, tokens_of_run(config, corpus))
+        if written:
+            summary["written"] = written
     except Parallel3DError as error:
         print(f"prepare: {error}", file=sys.stderr)
         return BAD_INPUT
@@ -67,7 +81,7 @@ def describe(corpus: Corpus, tokens: float | None) -> dict[str, Any]:
 def as_text(summary: dict[str, Any]) -> str:
     """Give the summary a value a line, and a mixture as a table."""
     mixture = summary.get("mixture", ())
-    lines = [f"{name:<24}{_shown(x)}" for name, x in summary.items() if name != "mixture"]
+    lines = [f"{name:<24}{_shown(x)}" for name, x in summary.items() if name not in LISTS]
     if mixture:
         columns = ["weight", "num_documents", "num_tokens", "epochs"]
         width = max(len("mixture"), *(len(part["label"]) for part in mixture))
@@ -75,6 +89,12 @@ def as_text(summary: dict[str, Any]) -> str:
         for part in mixture:
             cells = "".join(f"{_shown(part[name]):>16}" for name in columns)
             lines.append(f"{part['label']:<{width}}{cells}")
+        for part in mixture:
+            if "check_ids" in part:
+                read = f"{part['num_checked_ids']:,} ids read"
+                lines += ["", f"{part['label']}: check_ids {part['check_ids']}, {read}"]
+    for pair in summary.get("written", ()):
+        lines += ["", *(f"{name:<24}{_shown(x)}" for name, x in pair.items())]
     if summary["epochs"] is None:
         lines += ["", "epochs are known once parallel3d.mesh.dp or train_batch_size is a number"]
     return "\n".join(lines)
