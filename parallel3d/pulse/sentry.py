@@ -146,7 +146,9 @@ class Sentry:
                 connection.setblocking(True)
                 connection.settimeout(3.0)
                 with suppress(OSError, ValueError, TypeError, KeyError):
-                    if json.loads(connection.recv(2**12).split(b"\n")[0])["token"] == task.token:
+                    # It stays there to be read, as a verdict may stand behind it.
+                    greeting = connection.recv(2**12, socket.MSG_PEEK).partition(b"\n")[0]
+                    if json.loads(greeting)["token"] == task.token:
                         connection.setblocking(False)
                         self._page.is_watched = True
                         self._line, self._sent, self._beat = line, report, now + BEAT

@@ -146,6 +146,7 @@ def wait_for_one(rank):
 
 def fail_alone(rank):
     if rank == 1:
+        time.sleep(2)
         pulse.leave(1, "ValueError: no")
         os._exit(1)
     time.sleep(1000)

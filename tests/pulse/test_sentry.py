@@ -4,6 +4,7 @@ The main thread of each waits for ever, as in a collective of NCCL; the ranks ha
 """
 
 import ctypes
+import json
 import os
 import signal
 import socket
@@ -12,6 +13,7 @@ import time
 import psutil
 import pytest
 
+from parallel3d.pulse import rank as pulse
 from tests.pulse.ranks import Ranks
 
 pytestmark = pytest.mark.pure
@@ -205,3 +207,23 @@ def test_strangers_are_not_heard(tmp_path):
         assert ranks.codes(3) == [None, None]
         ranks.send(signal.SIGKILL, 1)
         assert ranks.codes(SLACK) == [1, -signal.SIGKILL]
+
+
+def test_a_verdict_that_comes_with_the_greeting_is_heard(monkeypatch):
+    """As by a rank whose sentry reaches the judge when the run is over."""
+    monkeypatch.setattr(pulse, "_page", None)
+    with socket.create_server(("127.0.0.1", 0)) as judge:
+        address = json.dumps(["secret", ["127.0.0.1"], judge.getsockname()[1]])
+        pulse.begin(1, 2, ("127.0.0.1", 1), lambda text: None, lambda: address)
+        pulse.leave(1)  # this process is not to be ended
+        greeting = {"token": "secret", "doing": "", "speaks": False}
+        verdict = {"token": "secret", "verdict": "it is over", "speaks": True, "blamed": False}
+        line, _ = judge.accept()
+        with line:
+            line.sendall(f"{json.dumps(greeting)}\n{json.dumps(verdict)}\n".encode())
+            said = pulse.verdict(20)
+        for sentry in psutil.Process().children():
+            if "pulse.sentry" in " ".join(sentry.cmdline()):
+                sentry.kill()
+                sentry.wait()
+        assert said == ("it is over", True)
