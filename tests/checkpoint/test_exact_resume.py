@@ -8,6 +8,9 @@ import random
 
 import pytest
 
+from parallel3d.config import RunConfig
+from parallel3d.data.export import export_megatron
+from parallel3d.data.prepare import prepare
 from tests.checkpoint.drill import (
     LENGTH,
     Run,
@@ -142,3 +145,15 @@ def test_other_settings(config, cpu_adam, variant):
     if "fp16" in settings:
         scales = [line["loss_scale"] for line in run.lines]
         assert len(set(scales[2:])) > 1, "the scale does not move after the kill"
+
+
+@pytest.mark.slow  # tests/data/foreign/ compares the samples themselves
+def test_with_ids_of_another_program(config, cpu_adam, tmp_path):
+    corpus = prepare(RunConfig.from_dict(config).data)
+    export_megatron(corpus, str(tmp_path / "ids"))
+    data = {name: config["parallel3d"]["data"][name] for name in ("sequence_length", "cache")}
+    data |= {"source": "megatron", "paths": [str(tmp_path / "ids")], "held_out_fraction": 0.1}
+    data |= {"tokenizer": "none", "vocab_size": corpus.vocab_size}
+    data |= {"end_of_text_id": corpus.end_of_text}
+    ids = {**config, "parallel3d": {**config["parallel3d"], "data": data}}
+    check(ids, "ids", (2, 1, 1), **ZERO["zero1"], **synchronous())
