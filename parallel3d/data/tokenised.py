@@ -16,6 +16,7 @@ import os
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,10 @@ class TokenRecipe:
 
     def key(self) -> str:
         """Give the name of the corpus in the cache, by its contents and its files."""
-        files = [(f.path, f.size, f.offset, f.dtype.str) for f in self.tokens.files]
+        files = [
+            (os.path.abspath(file.path), file.size, file.offset, file.dtype.str)
+            for file in self.tokens.files
+        ]
         return digest_of(self.content(), self.tokens.found["check_ids"], *files)
 
     def fill(self, folder: Path) -> None:
@@ -142,7 +146,7 @@ def find_tokens(
     file is untouched. Raises DataError for what cannot be used.
     """
     files = _files(section, vocabulary)
-    total = max(1, sum(file.num_tokens for file in files) // MEGA)
+    total = ceil(sum(file.num_tokens for file in files) / MEGA)
     tables, done = [], 0
     counts = np.zeros(vocabulary.size, dtype=np.int64)
     found: dict[str, Any] = {
@@ -160,7 +164,7 @@ def find_tokens(
 
         checked = _indexed(file, section, vocabulary, cache / "indexes", on_ids)
         done += file.num_tokens
-        progress("checking ids (M)", done // MEGA if done < total * MEGA else total, total)
+        progress("checking ids (M)", min(ceil(done / MEGA), total), total)
         table = np.zeros(len(checked.rows), dtype=ENTRY)
         table["file"], table["row"] = number, checked.rows
         table["offset"], table["num_bytes"] = checked.starts, 4 * checked.lengths

@@ -62,6 +62,7 @@ def check(file: TokenFile, vocabulary: Vocabulary, *, sample: bool, on_ids: OnId
         starts, lengths = _ends(file, vocabulary, on_ids)
     else:
         starts, lengths = file.starts, file.lengths.astype(np.int64)
+    num_all = len(lengths)
     rows = np.flatnonzero(lengths) + 1
     starts, lengths = starts[rows - 1], lengths[rows - 1].copy()
     look = _Look(file, vocabulary, rows, starts)
@@ -72,7 +73,10 @@ def check(file: TokenFile, vocabulary: Vocabulary, *, sample: bool, on_ids: OnId
         digests = _read_all(look, lengths, on_ids)
     kept = lengths > 0
     look.counts[vocabulary.end_of_text] += look.num_documents - look.num_ended
-    num_empty = 0 if file.lengths is None else len(file.lengths) - int(kept.sum())
+    num_empty = num_all - int(kept.sum())
+    if file.starts is None and lengths[0] == 0:
+        # In llm.c's files it begins the first document.
+        num_empty -= 1
     return Checked(
         rows=rows[kept],
         starts=starts[kept],

@@ -132,6 +132,12 @@ def test_empty_documents_are_left_out_and_counted(tmp_path):
     corpus = prepare(config_of("datatrove", writers.datatrove(tmp_path / "a.ds", documents)))
     check_streams(corpus)
     assert corpus.summary()["num_empty_documents"] == 4
+    # Where an end-of-text begins the file, it ends no document.
+    for bare in ([], [[END]]):
+        path = writers.raw(tmp_path / "a.npy", [*bare, *ENDED[:20], [END], *ENDED[20:], [END]])
+        corpus = prepare(config_of("tokens", path))
+        assert corpus.summary()["num_empty_documents"] == 2
+        check_streams(corpus)
     ids = np.concatenate(ENDED)
     assert corpus.counts().tolist() == np.bincount(ids, minlength=SIZE).tolist()
 
