@@ -6,6 +6,7 @@ import pytest
 
 from parallel3d.config import RunConfig
 from parallel3d.errors import ConfigError
+from parallel3d.plan.search.plans import with_vocabulary
 
 pytestmark = pytest.mark.pure
 
@@ -51,6 +52,14 @@ def test_a_config_comes_back_from_its_json(data):
         if key != "mixture":
             found = getattr(again.data, key)
             assert (list(found) if isinstance(found, tuple) else found) == value
+
+
+def test_without_a_tokenizer_the_vocabulary_is_known():
+    config = config_of(**IDS, **NO_TOKENIZER)
+    assert config.model.vocab_size == "auto"
+    assert with_vocabulary(config).model.vocab_size == 50257
+    with pytest.raises(ConfigError, match="planning does not load"):
+        with_vocabulary(config_of(**IDS, tokenizer="gpt2"))
 
 
 def mixture(**changes):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from parallel3d.config.data import DataConfig
-from parallel3d.data.batches import Batches
+from parallel3d.data.batches import Batches, first_sample
 from parallel3d.data.corpus import Corpus, TokenStream
 from parallel3d.data.foreign import check, files
 from parallel3d.data.prepare import prepare
@@ -107,6 +107,29 @@ def test_a_format_gives_the_documents_the_samples_and_the_counts(name, tmp_path)
     # Read where it lies: nothing in the cache is as large, and the files are as they were.
     assert not (corpus.directory / "tokens.bin").exists()
     assert {file: file.read_bytes() for file in before} == before
+
+
+def test_every_sample_once_over_changing_meshes_and_formats(tmp_path):
+    """Over dp 2 -> 1 -> 4, each with another batch size and the ids in another format."""
+    expected = Batches(by_hand()[0], 8, seed=1)
+    seen, start = [], 0
+    for name, dp, micro_batch, num_steps in (
+        ("megatron int32", 2, 3, 4),
+        ("raw", 1, 5, 3),
+        ("datatrove, no ends", 4, 2, None),
+    ):
+        (folder := tmp_path / name).mkdir()
+        batches = Batches(prepare(config_of(*FORMATS[name](folder))).train, 8, seed=1)
+        split = {"micro_batch": micro_batch, "num_microbatches": 2, "dp": dp}
+        size = 2 * dp * micro_batch
+        for _ in range(num_steps or (expected.num_samples - start) // size):
+            for place in np.ndindex(2, dp):
+                first = first_sample(start, *place, **split)
+                seen += batches.microbatch(first, micro_batch)[0].tolist()
+            start += size
+    assert start > expected.num_samples - size
+    assert sorted(seen) == sorted(expected.microbatch(0, start)[0].tolist())
+    assert len({tuple(sample) for sample in seen}) > 0.9 * start
 
 
 def test_the_key_is_that_of_the_ids_in_whatever_files(tmp_path):
