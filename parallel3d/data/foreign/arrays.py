@@ -61,7 +61,9 @@ def _read_numpy(path: str, file: BinaryIO, size: int) -> TokenFile:
             f"{path} holds {dtype}, big-endian; write it again as {dtype.newbyteorder('<')}"
         )
     _check_size(path, file.tell(), shape[0], dtype, size)
-    return TokenFile(path, path, dtype, file.tell(), shape[0], size)
+    return TokenFile(
+        path=path, name=path, dtype=dtype, offset=file.tell(), num_tokens=shape[0], size=size
+    )
 
 
 def _read_llm_c(path: str, magic: int, version: int, count: int, size: int) -> TokenFile:
@@ -77,7 +79,8 @@ def _read_llm_c(path: str, magic: int, version: int, count: int, size: int) -> T
             " that is known; write it with an llm.c of that version"
         )
     _check_size(path, HEADER, count, INTEGERS[name], size)
-    return TokenFile(path, path, INTEGERS[name], HEADER, count, size)
+    dtype = INTEGERS[name]
+    return TokenFile(path=path, name=path, dtype=dtype, offset=HEADER, num_tokens=count, size=size)
 
 
 def _check_size(path: str, offset: int, count: int, dtype: np.dtype, size: int) -> None:

@@ -45,7 +45,16 @@ def read(path: str, dtype: np.dtype) -> TokenFile:
     ends = ends.astype(np.int64)
     starts = np.concatenate([[0], ends[:-1]])
     kind = INTEGERS[f"uint{8 * width}"]
-    return TokenFile(path, path, kind, 0, last, size, starts, ends - starts)
+    return TokenFile(
+        path=path,
+        name=path,
+        dtype=kind,
+        offset=0,
+        num_tokens=last,
+        size=size,
+        starts=starts,
+        lengths=ends - starts,
+    )
 
 
 def _metadata(path: str) -> tuple[int | None, int]:

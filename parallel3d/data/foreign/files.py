@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 
@@ -63,16 +63,16 @@ def unreadable(path: str, error: OSError) -> DataError:
     return DataError(f"{path} cannot be read ({reason}); make it readable, or leave it out")
 
 
-def flat(path: str, dtype: np.dtype, offset: int = 0, **bounds: Any) -> TokenFile:
-    """Give the file whose ids of `dtype` go from the byte `offset` to its end."""
+def flat(path: str, dtype: np.dtype) -> TokenFile:
+    """Give the file that holds ids of `dtype` and nothing else."""
     size = num_bytes(path)
-    num_tokens, rest = divmod(size - offset, dtype.itemsize)
+    num_tokens, rest = divmod(size, dtype.itemsize)
     if num_tokens < 1 or rest:
         raise DataError(
-            f"{path} has {size - offset:,} bytes of ids, no whole number of {dtype.name}; it is cut"
+            f"{path} has {size:,} bytes, no whole number of {dtype.name}; it is cut"
             " short, or data.token_dtype is another one"
         )
-    return TokenFile(path, path, dtype, offset, num_tokens, size, **bounds)
+    return TokenFile(path=path, name=path, dtype=dtype, offset=0, num_tokens=num_tokens, size=size)
 
 
 def read_ids(file: BinaryIO, name: str, *, dtype: np.dtype, start: int, count: int) -> np.ndarray:

@@ -15,6 +15,7 @@ A sequence is a document, or one of its sentences.
 
 import os
 import struct
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -45,25 +46,41 @@ def read(path: str) -> TokenFile:
     with open(index, "rb") as file:
         head = file.read(64)
     if head.startswith(MAGIC):
-        dtype, lengths, first_bytes, documents = _read(index, head, total)
+        found = _read(index, head, total)
     elif head.startswith(OLD_MAGIC):
-        dtype, lengths, first_bytes, documents = _read_old(index, head, total)
+        found = _read_old(index, head, total)
     else:
         raise DataError(
             f"{index} begins with {head[:9]!r}, neither {MAGIC!r} nor {OLD_MAGIC!r}: it is no index"
             ' of Megatron-LM; use the data.source of its format, such as "tokens"'
         )
-    _check(index, lengths, first_bytes, documents, path, size, dtype)
-    ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    of_documents = ends[documents[1:]] - ends[documents[:-1]]
-    # A document of no sequence begins nowhere.
-    starts = np.append(first_bytes, 0)[documents[:-1]] // dtype.itemsize
-    return TokenFile(path, path, dtype, 0, size // dtype.itemsize, size, starts, of_documents)
+    _check(index, found, path, size)
+    documents, itemsize = found.documents, found.dtype.itemsize
+    ends = np.concatenate([[0], np.cumsum(found.lengths, dtype=np.int64)])
+    return TokenFile(
+        path=path,
+        name=path,
+        dtype=found.dtype,
+        offset=0,
+        num_tokens=size // itemsize,
+        size=size,
+        # A document of no sequence begins nowhere.
+        starts=np.append(found.first_bytes, 0)[documents[:-1]] // itemsize,
+        lengths=ends[documents[1:]] - ends[documents[:-1]],
+    )
 
 
-def _read(
-    index: str, head: bytes, total: int
-) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
+@dataclass(frozen=True, eq=False)
+class _Index:
+    """Of each sequence its ids and its first byte; of each document its first sequence; and S."""
+
+    dtype: np.dtype
+    lengths: np.ndarray
+    first_bytes: np.ndarray
+    documents: np.ndarray
+
+
+def _read(index: str, head: bytes, total: int) -> _Index:
     layout = struct.Struct("<9sQBQQ")
     if total < layout.size:
         raise _cut_short(index, total, layout.size)
@@ -78,19 +95,15 @@ def _read(
     if total != whole:
         raise _cut_short(index, total, whole)
     at = layout.size
-    lengths = _column(index, np.dtype("<i4"), at, num_sequences)
-    first_bytes = _column(index, INT64, at + 4 * num_sequences, num_sequences)
-    return (
-        dtype,
-        lengths,
-        first_bytes,
-        _column(index, INT64, at + 12 * num_sequences, num_documents),
+    return _Index(
+        dtype=dtype,
+        lengths=_column(index, np.dtype("<i4"), at, num_sequences),
+        first_bytes=_column(index, INT64, at + 4 * num_sequences, num_sequences),
+        documents=_column(index, INT64, at + 12 * num_sequences, num_documents),
     )
 
 
-def _read_old(
-    index: str, head: bytes, total: int
-) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
+def _read_old(index: str, head: bytes, total: int) -> _Index:
     layout = struct.Struct("<8s6Q")
     if total < layout.size:
         raise _cut_short(index, total, layout.size)
@@ -113,7 +126,7 @@ def _read_old(
             " text again"
         )
     documents = _column(index, INT64, whole - 8 * num_documents, num_documents)
-    return dtype, lengths, firsts[:-1] * size, documents
+    return _Index(dtype=dtype, lengths=lengths, first_bytes=firsts[:-1] * size, documents=documents)
 
 
 def _dtype(index: str, version: int, code: int) -> np.dtype:
@@ -131,17 +144,10 @@ def _dtype(index: str, version: int, code: int) -> np.dtype:
     return INTEGERS[CODES[code]]
 
 
-def _check(
-    index: str,
-    lengths: np.ndarray,
-    first_bytes: np.ndarray,
-    documents: np.ndarray,
-    path: str,
-    size: int,
-    dtype: np.dtype,
-) -> None:
+def _check(index: str, found: _Index, path: str, size: int) -> None:
     """Raise DataError unless the index is one of `path`, and its documents lie in one piece."""
-    count = len(lengths)
+    lengths, first_bytes, documents = found.lengths, found.first_bytes, found.documents
+    count, dtype = len(lengths), found.dtype
     if not count:
         raise DataError(f"{index} has no sequence; preprocess the text again, or leave it out")
     if documents[:1].tolist() != [0] or documents[-1] != count or (np.diff(documents) < 0).any():
@@ -158,7 +164,9 @@ def _check(
             " damaged; preprocess the text again"
         )
     if (last := int(ends.max())) != size:
-        which = "is cut short, or grew another index" if last > size else "holds more than it says"
+        which = "holds more than it says"
+        if last > size:
+            which = "is cut short, or belongs to another index"
         raise DataError(
             f"{index}: sequence {int(ends.argmax()):,} ends at byte {last:,} of {path}, which has"
             f" {size:,}: that {which}; copy both again"

@@ -59,6 +59,24 @@ def test_a_damaged_pair_of_megatron(damage, message, tmp_path):
     refused(config_of("megatron", path), message, tmp_path)
 
 
+OLD_PAIRS = [
+    (lambda b, i: cut(b), r"a\.idx: sequence \d+ ends at byte .* of .*a\.bin.* is cut short"),
+    (lambda b, i: cut(i), r"a\.idx has .* bytes, and .* by its header: it is cut short"),
+    (lambda b, i: cut(i, i.stat().st_size - 40), r"a\.idx has 40 bytes, and 56 by its header"),
+    (lambda b, i: patched(i, 8, b"\2"), r"a\.idx has version 2, and 1 is the one that is known"),
+    (lambda b, i: patched(i, 16, b"\7"), r"a\.idx has the dtype 7, which holds no ids"),
+    (lambda b, i: patched(i, 24, b"\2"), r"and 2 bytes an id of int32: its items are no lists"),
+    (lambda b, i: patched(i, 56 + 8 * NUM + 16, b"\1\1"), r"its sizes are not those between"),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), OLD_PAIRS)
+def test_a_damaged_pair_of_the_older_index(damage, message, tmp_path):
+    path = writers.old_megatron(tmp_path / "a.bin", ENDED)
+    damage(path, path.with_suffix(".idx"))
+    refused(config_of("megatron", path), message, tmp_path)
+
+
 def refused(config, message, folder):
     with pytest.raises(DataError, match=message):
         prepare(config)
