@@ -8,7 +8,7 @@ from parallel3d.model.spec import STATE_BYTES
 from parallel3d.plan.setting import BYTES
 from parallel3d.section import Problem, Problems
 
-MOST_LAYERS = 10_000
+MOST_LAYERS = 2_000
 """Layers that are listed one by one; the deepest model that was published has 1,000
 (arXiv:2203.00555)."""
 MOST_MICROBATCHES = 1_000_000

@@ -26,7 +26,7 @@ HUGE = [
     ((f"{MODEL}vocab_size", "1000000000000"), "parallel3d.model.vocab_size = 1000000000000: wants"),
     ((f"{MODEL}hidden_size", "4000000"), "parallel3d.model.hidden_size = 4000000: wants at least"),
     ((f"{MODEL}intermediate_size", "100000000000"), "parallel3d.model.intermediate_size"),
-    ((f"{MODEL}num_hidden_layers", "1000000000"), "is more layers than can be listed; use 10,000"),
+    ((f"{MODEL}num_hidden_layers", "1000000000"), "is more layers than can be listed; use 2,000"),
     ((f"{MODEL}num_hidden_layers", "1" + 30 * "0"), "is more layers than can be listed"),
     (("--gradient_accumulation_steps", "1000000000000"), "is more microbatches than can be"),
     (("--train_micro_batch_size_per_gpu", "1000000000000"), "is more samples than can be"),
