@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -36,6 +37,7 @@ _DEEPSPEED = "deepspeed.launcher.launch"
 
 
 OnVerdict = Callable[[Verdict, Callable[[], None]], None]
+_Tell = Callable[["sys.UnraisableHookArgs"], object]
 
 
 class Stopped(BaseException):
@@ -56,7 +58,7 @@ class StopRequest:
     def __init__(self, on_verdict: OnVerdict | None = None) -> None:
         self._on_verdict, self._flush = on_verdict, _nothing
         self.asked = self.stopping = self.saving = False
-        self._held = self._listening = False
+        self._held = self._listening = self._swallowed = False
         self._since = 0.0
         self._folder: Path | None = None
         self._flag: SharedFlag | None = None
@@ -78,9 +80,11 @@ class StopRequest:
         former = signal.set_wakeup_fd(mouth, warn_on_full_buffer=False)
         watch = threading.Thread(target=self._watch, args=(ear,), daemon=True)
         watch.start()
+        told, sys.unraisablehook = sys.unraisablehook, partial(self._hear_again, sys.unraisablehook)
         try:
             yield self
         finally:
+            sys.unraisablehook = told
             with self._lock:
                 self._listening = False
             signal.set_wakeup_fd(former)
@@ -170,6 +174,13 @@ class StopRequest:
         ):
             raise TrainingError("interrupted a second time; nothing more is saved")
 
+    def _hear_again(self, tell: _Tell, swallowed: "sys.UnraisableHookArgs") -> None:
+        """Take note of a Stopped that went no further: it was raised in a destructor."""
+        if isinstance(swallowed.exc_value, Stopped):
+            self._swallowed = True
+        else:
+            tell(swallowed)
+
     def _watch(self, ear: int) -> None:
         """Turn what Python's handlers do not hear of into a signal, or into the process's end."""
         deadline, launcher = None, _Launcher()
@@ -183,6 +194,9 @@ class StopRequest:
                     self._tell()
             if self._on_verdict and (verdict := pulse.verdict()):
                 self._on_verdict(verdict, self._flush)
+            if self._swallowed:
+                self._swallowed = self.asked = False
+                self._ask()
             if deadline is None:
                 if launcher.is_gone() or self._is_told():
                     self._ask()

@@ -24,6 +24,13 @@ PP, DP, TP = SIZES
 START = timedelta(minutes=30)
 
 
+@pytest.fixture(autouse=True)
+def nothing_joined():
+    """A test before may have left its mesh of one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 @pytest.fixture
 def world():
     """1,024 ranks, of which this process is one."""

@@ -79,8 +79,15 @@ def release(module):
     return values, sum(not s.expired() for s in storages)
 
 
-def make_layers():
-    context = LayerContext(Mesh().group("tp"), RandomKey(0))
+@pytest.fixture
+def mesh():
+    made = Mesh()
+    yield made
+    made.close()
+
+
+def make_layers(mesh):
+    context = LayerContext(mesh.group("tp"), RandomKey(0))
     layers = [
         Embedding(CONFIG, "e", context),
         Block(CONFIG, "b", context),
@@ -96,14 +103,14 @@ def plain(x, weight):
     return F.linear(x, weight.flatten(0, -2))
 
 
-def test_no_layer_keeps_a_released_weight_alive(monkeypatch):
+def test_no_layer_keeps_a_released_weight_alive(monkeypatch, mesh):
     """A view that autograd saves would hold the gathered weights until the backward pass."""
     tokens = torch.randint(VOCAB, (2, 5))
 
     def alive():
         torch.manual_seed(0)
         held, x = [], tokens
-        layers = make_layers()
+        layers = make_layers(mesh)
         for layer in layers:
             x = layer(x, tokens) if isinstance(layer, Head) else layer(x)
             held.append(release(layer))

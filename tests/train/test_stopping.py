@@ -3,6 +3,7 @@
 import hashlib
 import os
 import signal
+import sys
 import time
 
 import pytest
@@ -125,12 +126,26 @@ def test_before_training_a_signal_raises_once():
         signal.signal(number, signal.default_int_handler)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_what_was_swallowed_before_training_is_raised_when_it_begins():
-    class Noisy:
-        def __del__(self):
-            send()
+class Noisy:
+    """Hears of a request where what is raised goes no further."""
 
+    def __del__(self):
+        send()
+
+
+def test_what_a_destructor_swallows_is_raised_again(capfd):
+    """And no traceback is printed of what was swallowed."""
+    handlers = {number: signal.getsignal(number) for number in stopping.SIGNALS}
+    told = sys.unraisablehook
+    with pytest.raises(Stopped), StopRequest().listening():
+        Noisy()
+        time.sleep(20)
+    assert sys.unraisablehook == told and not capfd.readouterr().err
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def test_what_was_swallowed_before_training_is_raised_when_it_begins():
     handlers = {number: signal.getsignal(number) for number in stopping.SIGNALS}
     with pytest.raises(Stopped), StopRequest().listening() as stop:
         Noisy()
