@@ -39,7 +39,7 @@ def strike(rank, at, number, limits, ask=False, backend=""):
     With a `backend` these wait in its own collectives.
     """
     pulse.LIMITS, doing = limits, pulse.doing
-    if backend:
+    if backend == "strict":
         os.environ["PARALLEL3D_BACKEND"] = backend
 
     def do(text, waits=False):
