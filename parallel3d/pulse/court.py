@@ -44,7 +44,12 @@ class Court:
     @property
     def is_empty(self) -> bool:
         """Whether every sentry has come and gone."""
-        return not self._awaited and all(rank is None for rank in self._lines.values())
+        return not self._awaited and self.is_alone
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no sentry is there now; some may never have come."""
+        return all(rank is None for rank in self._lines.values())
 
     def watch_store(self, host: str, port: int) -> None:
         """Hear of it when the process group's store at an address goes.

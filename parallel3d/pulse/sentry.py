@@ -215,8 +215,9 @@ class Sentry:
         waited = time.monotonic() - self._gone
         if self._court:
             # While others run, there is something to judge.
-            # Those that are still to come must hear of it, too.
-            return self._court.is_empty or (bool(self._verdict) and waited > _REACH)
+            # Those that are still to come must hear of it, too; but they may never come.
+            nobody = bool(self._verdict) or self._court.is_alone
+            return self._court.is_empty or (nobody and waited > _REACH)
         if self._line is None:
             return self._page.left is not None or bool(self._verdict) or waited > _LINGER
         return not self._line.is_open or waited > _LINGER

@@ -8,6 +8,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 
 import psutil
@@ -227,3 +229,25 @@ def test_a_verdict_that_comes_with_the_greeting_is_heard(monkeypatch):
                 sentry.kill()
                 sentry.wait()
         assert said == ("it is over", True)
+
+
+ALONE = """
+import os, socket, sys
+from parallel3d.pulse import rank as pulse
+store = socket.create_server(("127.0.0.1", 0))
+pulse.begin(0, 2, store.getsockname(), lambda text: None, lambda: "")
+input()
+"""
+
+
+@pytest.mark.slow
+def test_the_judge_does_not_wait_for_ranks_that_never_come():
+    """For longer than they may take to reach it; else it would outlive its launch for ever."""
+    with subprocess.Popen([sys.executable, "-c", ALONE], stdin=subprocess.PIPE) as rank:
+        deadline = time.monotonic() + 20
+        while not (sentries := psutil.Process(rank.pid).children()):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        rank.kill()
+    assert psutil.wait_procs(sentries, timeout=5)[1]  # one of them might yet come
+    assert not psutil.wait_procs(sentries, timeout=70)[1]
