@@ -42,6 +42,7 @@ class Case:
     offload: str = "none"  # "cpu", "nvme", "param-cpu", "param-nvme", or two joined by "+"
     folder: str = ""  # for what is offloaded to NVMe
     reduction: str = "per_step"
+    weights: str = "per_microbatch"
     checkpointing: str = "none"
     sequence_parallel: bool = False
     tied: bool = True
@@ -63,6 +64,7 @@ class Case:
         offload = "" if self.offload == "none" else f"+{self.offload}"
         return (
             f"{mesh} {self.schedule} zero{self.zero_stage}{offload} {self.reduction} "
+            f"{'' if self.weights == 'per_microbatch' else f'weights-{self.weights} '}"
             f"ckpt-{self.checkpointing} {'sp ' if self.sequence_parallel else ''}"
             f"{'tied' if self.tied else 'untied'} m{self.microbatches}"
             f"{' ' + self.precision if self.precision != 'fp32' else ''}"
@@ -78,6 +80,7 @@ class Case:
                 "schedule": self.schedule,
                 "stages_per_rank": self.stages_per_rank,
                 "gradient_reduction": self.reduction,
+                "weights": self.weights,
                 "activation_checkpointing": self.checkpointing,
             },
             "model": GPT | {"tie_word_embeddings": self.tied} | self.model,

@@ -114,6 +114,10 @@ class PipelineConfig(Section):
     gradient_reduction: Literal["auto", "per_step", "per_microbatch"] = "auto"
     """Reduce gradients once a step, or after each microbatch (less memory, more traffic); "auto"
     means after each microbatch at ZeRO-2, and once a step at the other stages."""
+    weights: Literal["per_microbatch", "per_pass", "per_step"] = "per_microbatch"
+    """ZeRO-3: gather a stage's weights in each forward and backward (least memory); once for all
+    its forwards and once for all its backwards ("per_pass": once, where these overlap or nothing
+    else stands between them); or once a step."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """"selective" computes the attention again in backward (arXiv:2205.05198), "full" the layer."""
 

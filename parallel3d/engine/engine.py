@@ -2,8 +2,8 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -11,13 +11,14 @@ from typing import Any
 
 import deepspeed
 import torch
-import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
 
 from parallel3d.engine import operators, swap
 from parallel3d.engine.construction import ModelParallelUnit, building, swap_folder
+from parallel3d.engine.gathering import GatheredWeights, Layers
 from parallel3d.engine.quirks import core, fp16, nvme, resume
+from parallel3d.engine.reduction import Reduction
 from parallel3d.engine.settings import EngineSettings
 from parallel3d.engine.states import States
 from parallel3d.errors import ConfigError, TrainingError
@@ -25,7 +26,6 @@ from parallel3d.mesh.mesh import Mesh
 from parallel3d.tensor.held import HeldParameter
 
 _log = logging.getLogger(__name__)
-_BUCKET = 500_000_000  # DeepSpeed's own reduce_bucket_size
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,9 @@ class Engine:
     """Forward, backward, gradient reduction, clipping and step of this rank's stages.
 
     `stages(stage, *inputs)` runs one stage; `held` names its parameters; `owners` are the pipeline
-    coordinates of the first and the last stage, whose weights may be tied. Raises ConfigError if
-    the stages cannot be run together.
+    coordinates of the first and the last stage, whose weights may be tied; `layers` are those of
+    each stage, which `gather`, `release` and `reduce` go by (None: there is stage 0 alone). Raises
+    ConfigError if the stages cannot be run together.
     """
 
     def __init__(
@@ -79,9 +80,10 @@ class Engine:
         mesh: Mesh,
         say: Callable[[str], None] = _log.info,
         owners: tuple[int, int] = (0, -1),
+        layers: Layers | None = None,
     ) -> None:
         self.held, self.settings, self.mesh = tuple(held), settings, mesh
-        self._owners = mesh.join_pair(*(coord % mesh.size("pp") for coord in owners))
+        pair = mesh.join_pair(*(coord % mesh.size("pp") for coord in owners))
         core.bind_trace_check(mesh.group("dp"), mesh.device)
         core.count_once(self.held)
         if settings.precision != "fp32":
@@ -116,29 +118,65 @@ class Engine:
         self._finish_scale = fp16.grow_scale_after_step(self._deepspeed.optimizer)
         self._counters = core.ReleaseCounters()
         self.timed, self.step_seconds = False, 0.0  # whether a step is, and of the last one
-        self._deferred: core.DeferredReduction | None = None
-        summed = [h.parameter for h in self.held if h.tied_across or h.partial]
-        if summed and not settings.reduces_once:
-            self._deferred = core.DeferredReduction(self._deepspeed, summed)
+        layers = {0: [stages]} if layers is None else layers
+        self._weights = GatheredWeights(self._deepspeed, layers) if settings.holds_weights else None
+        self._reduction = Reduction(
+            self._deepspeed, self.held, layers, settings=settings, mesh=mesh, owners=pair
+        )
+
+    def gather(self, stage: int) -> None:
+        """Start to gather a stage's weights; those of ZeRO-3 that a program gathers."""
+        if self._weights:
+            self._weights.gather(stage)
+
+    def wait_for_weights(self, stage: int) -> None:
+        """Have the weights there that `gather` has sent for."""
+        if self._weights:
+            self._weights.wait(stage)
+
+    def release(self, stage: int) -> None:
+        """Let go of a stage's gathered weights."""
+        if self._weights:
+            self._weights.release(stage)
+
+    def reduce(self, stage: int) -> None:
+        """Reduce a stage's gradients, all of which are there."""
+        self._reduction.reduce(stage)
+
+    def accumulation(self) -> AbstractContextManager[None]:
+        """One step's forwards and backwards; on leaving, the gradients are summed and reduced."""
+        return self._reduction.accumulation()
 
     def forward(self, stage: int, *inputs: Tensor | None) -> Tensor:
         """Run a stage for training."""
         if not self._module.training:
             self._module.train()
-        output: Tensor = self._deepspeed(stage, *inputs)
-        self._counters.save(self._module, stage)
-        return output
+        return self._run(stage, *inputs, hooks=not self.settings.runs_without_hooks)
 
     def evaluate(self, stage: int, *inputs: Tensor | None) -> Tensor:
         """Run a stage without dropout and without gradients."""
         if self._module.training:
             self._module.eval()
+        hooks = self.settings.shards_parameters and self._weights is None
         with torch.no_grad():
-            output: Tensor = self._deepspeed(stage, *inputs)
+            return self._run(stage, *inputs, hooks=hooks)
+
+    def _run(self, stage: int, *inputs: Tensor | None, hooks: bool) -> Tensor:
+        self.wait_for_weights(stage)
+        if not hooks:
+            output: Tensor = self._module.stages(stage, *inputs)
+            return output
+        output = self._deepspeed(stage, *inputs)
+        if self._module.training and self._weights is None:
+            self._counters.save(self._module, stage)
         return output
 
     def backward(self, output: Tensor, grad: Tensor | None = None) -> None:
         """Backward from a stage's output, given its gradient; from the loss, given none."""
+        if self.settings.runs_without_hooks:
+            scaled = self._deepspeed.optimizer.scale_if_loss(output) if grad is None else output
+            scaled.backward(grad)
+            return
         core.start_backward(self._deepspeed)
         self._counters.restore()
         if grad is None:
@@ -146,55 +184,6 @@ class Engine:
         else:
             fp16.expect_scaled_gradient(self._deepspeed)
             output.backward(grad)
-
-    @contextmanager
-    def accumulation(self) -> Iterator[None]:
-        """One step's forwards and backwards; on leaving, the gradients are summed and reduced."""
-        if self.settings.reduces_once:
-            with self._deepspeed.coalesce_grad_reduction():
-                try:
-                    yield
-                except BaseException:
-                    core.abandon_coalescing(self._deepspeed)
-                    raise
-                self._sum_gradients()
-            return
-        core.accumulate_from_zero(self._deepspeed)
-        # DeepSpeed may take any backward for the last: it copies gradients to an offloaded
-        # optimizer at the end of the step, when we say so.
-        self._deepspeed.set_gradient_accumulation_boundary(False)
-        yield
-        if self._deferred is not None:
-            self._deferred.put_back()
-            self._sum_gradients()
-            self._deferred.flush()
-        self._deepspeed.set_gradient_accumulation_boundary(True)
-        self._deepspeed.optimizer.finalize_gradient_accumulation_boundary()
-
-    def _sum_gradients(self) -> None:
-        """Sum what is partial over tp and what is tied over its owners, before ZeRO cuts it."""
-        partial = [_grad(h) for h in self.held if h.partial]
-        if partial and self.mesh.size("tp") > 1:
-            all_reduce_coalesced(partial, self.mesh.group("tp"))
-        tied = [_grad(h) for h in self.held if h.tied_across]
-        if tied:
-            assert self._owners is not None
-            all_reduce_coalesced(tied, self._owners)
-        if self.settings.zero_stage == 0 and self.mesh.size("dp") > 1:
-            self._average_over_replicas()
-
-    def _average_over_replicas(self) -> None:
-        """ZeRO-0: the mean over dp, in buckets of the size that the other stages reduce in."""
-        limit = self.settings.zero_options.get("reduce_bucket_size", _BUCKET)
-        bucket: list[Tensor] = []
-        for held in self.held:
-            grad = _grad(held).div_(self.mesh.size("dp"))
-            if bucket and sum(g.numel() for g in bucket) + grad.numel() > limit:
-                all_reduce_coalesced(bucket, self.mesh.group("dp"))
-                bucket = []
-            bucket.append(grad)
-        if bucket:
-            all_reduce_coalesced(bucket, self.mesh.group("dp"))
 
     @property
     def loss_scale(self) -> float:
@@ -283,17 +272,3 @@ class Engine:
                 f"zero_optimization.sub_group_size cuts the stages into unequal numbers of "
                 f"optimizer groups ({sorted(set(counts))}); make it larger"
             )
-
-
-def _grad(held: HeldParameter) -> Tensor:
-    grad = held.parameter.grad
-    assert grad is not None, f"{held.name} has no gradient"
-    return grad
-
-
-def all_reduce_coalesced(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Sum tensors of one type over a group, in place, in one all-reduce."""
-    flat = torch.cat([t.reshape(-1) for t in tensors])
-    dist.all_reduce(flat, group=group)
-    for tensor, total in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
-        tensor.copy_(total.view_as(tensor))

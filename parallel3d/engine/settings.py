@@ -8,6 +8,7 @@ import torch
 from parallel3d.config import RunConfig
 from parallel3d.config.settings import reduces_once
 from parallel3d.engine.quirks import core
+from parallel3d.schedule.sharding import Weights
 from parallel3d.section import Section
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -28,6 +29,7 @@ class EngineSettings:
     offload_param: str = "none"
     precision: str = "fp32"
     gradient_reduction: str = "per_step"
+    weights: Weights = "per_microbatch"
     gradient_clipping: float = 0.0
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
@@ -51,6 +53,7 @@ class EngineSettings:
             offload_param=zero.offload_param.device,
             precision=config.precision,
             gradient_reduction=config.pipeline.gradient_reduction,
+            weights=config.pipeline.weights,
             gradient_clipping=config.gradient_clipping,
             lr=adam.lr,
             betas=adam.betas,
@@ -82,6 +85,16 @@ class EngineSettings:
     def reduces_once(self) -> bool:
         """Whether gradients are reduced once a step."""
         return reduces_once(self.zero_stage, self.gradient_reduction)
+
+    @property
+    def holds_weights(self) -> bool:
+        """Whether ZeRO-3's weights are gathered by the program, not by DeepSpeed's hooks."""
+        return self.shards_parameters and self.weights != "per_microbatch"
+
+    @property
+    def runs_without_hooks(self) -> bool:
+        """Whether passes need nothing of DeepSpeed: no gather and no reduction happens in them."""
+        return self.reduces_once and (self.holds_weights or not self.shards_parameters)
 
     def deepspeed_config(self, dp_size: int) -> dict[str, Any]:
         """The config that DeepSpeed sees, which shards over `dp_size` ranks.

@@ -62,6 +62,9 @@ class Executor:
             Op.RECV_F: self._receive_forward,
             Op.SEND_B: self._send_backward,
             Op.RECV_B: self._receive_backward,
+            Op.GATHER: lambda stage, _: engine.gather(stage),
+            Op.RELEASE: lambda stage, _: engine.release(stage),
+            Op.REDUCE: lambda stage, _: engine.reduce(stage),
         }
         assert self._run.keys() == RUNNABLE
         for action in self._program:
@@ -191,6 +194,7 @@ class Executor:
         if transfer is not None:  # None: it was made on this rank
             with pulse.waiting(f"waiting for {compute._replace(op=op)}"):
                 transfer.wait()
+        self.engine.wait_for_weights(compute.stage)
 
     def _on_this_rank(self, stage: int) -> bool:
         return self.schedule.pp_coord_of_stage[stage] == self.mesh.coord("pp")

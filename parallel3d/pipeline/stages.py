@@ -35,6 +35,11 @@ class Stages(nn.Module):
         self.stages = nn.ModuleDict({str(s): nn.ModuleList(ls) for s, ls in layers.items()})
         self._recompute = recompute
 
+    @property
+    def layers(self) -> dict[int, list[nn.Module]]:
+        """The layers of each stage, in order."""
+        return {int(stage): list(held.children()) for stage, held in self.stages.items()}
+
     def forward(
         self, stage: int, x: Tensor, labels: Tensor | None = None, documents: Tensor | None = None
     ) -> Tensor:

@@ -26,8 +26,8 @@ class Op(StrEnum):
 
 # What the executor runs, and so what config and planner accept; the rest can only be drawn.
 # I and W: DeepSpeed's backward is one call for both gradients, within which ZeRO reduces them.
-# GATHER, RELEASE and REDUCE: DeepSpeed's own hooks do them, wherever F and B stand.
-RUNNABLE = frozenset({Op.F, Op.B, Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B})
+# GATHER, RELEASE and REDUCE: where a program has none, DeepSpeed's hooks do them in F and B.
+RUNNABLE = frozenset(Op) - {Op.I, Op.W}
 
 _NOTATION = re.compile(rf"(\d+)({'|'.join(Op)})(\d+)")
 _OTHER_END = {

@@ -4,7 +4,7 @@
 `add_communication` ask it, so a schedule file writes the order of its computes and nothing else.
 """
 
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
@@ -14,6 +14,8 @@ from typing import NoReturn
 from parallel3d.errors import ScheduleError
 from parallel3d.schedule.action import Action, Cost, Op, Span, Spans, unit_cost
 from parallel3d.schedule.bubble import bubble
+from parallel3d.schedule.sharding import SHARDING, Weights, gathers, problems, with_sharding
+from parallel3d.schedule.simulate import times_of
 
 __all__ = [
     "Action",
@@ -22,6 +24,7 @@ __all__ = [
     "Span",
     "Spans",
     "add_communication",
+    "add_sharding",
     "bubble",
     "needs",
     "peak_in_flight",
@@ -67,6 +70,11 @@ class Schedule:
         return any(action.is_compute and action.op != Op.F for action in self.actions)
 
     @cached_property
+    def gather_of(self) -> dict[Action, Action]:
+        """The GATHER that gives each compute its weights, where programs gather them."""
+        return gathers(self.programs)
+
+    @cached_property
     def order(self) -> tuple[tuple[int, Action, tuple[Action, ...]], ...]:
         """All (coordinate, action, what it needs) in an order in which blocking ranks can run.
 
@@ -88,6 +96,12 @@ class Schedule:
 
 def needs(action: Action, schedule: Schedule) -> tuple[Action, ...]:
     """The actions that must be over before this one starts: the one rule of every schedule."""
+    weights = schedule.gather_of.get(action)
+    return (*_data(action, schedule), weights) if weights else _data(action, schedule)
+
+
+def _data(action: Action, schedule: Schedule) -> tuple[Action, ...]:
+    """The actions that give what this one works on, but for the weights."""
     op, stage, microbatch = action
     match op:
         case Op.F if stage == 0:
@@ -148,10 +162,12 @@ def validate(schedule: Schedule) -> None:
                 _refuse(schedule, f"{action}: there is no such stage or microbatch", action)
             if (home := schedule.pp_coord_of_stage[action.stage]) != coord:
                 _refuse(schedule, f"{action} is on rank {coord}; its stage is on {home}", action)
+        for problem, action in problems(program):
+            _refuse(schedule, problem, action)
     expected = _expected(schedule)
     counts = Counter(chain.from_iterable(schedule.programs))
     for action, count in counts.items():
-        if action.op in (Op.GATHER, Op.RELEASE, Op.REDUCE):
+        if action.op in SHARDING:
             continue
         if action not in expected:
             _refuse(schedule, f"{action} has no purpose: nothing uses what it gives", action)
@@ -175,6 +191,14 @@ def add_communication(schedule: Schedule, cost: Cost = unit_cost) -> Schedule:
     return replace(schedule, programs=tuple(map(tuple, programs)))
 
 
+def add_sharding(schedule: Schedule, weights: Weights, reduces_once: bool) -> Schedule:
+    """The same programs with GATHER, RELEASE and REDUCE among them (`with_sharding`), validated."""
+    programs = tuple(with_sharding(p, weights, reduces_once) for p in schedule.programs)
+    whole = replace(schedule, programs=programs)
+    validate(whole)
+    return whole
+
+
 def sequence(schedule: Schedule, cost: Cost = unit_cost) -> Iterator[Action]:
     """All computes in the order in which they end in `simulate`, each with its SEND behind it."""
 
@@ -193,30 +217,8 @@ def sequence(schedule: Schedule, cost: Cost = unit_cost) -> Iterator[Action]:
 
 
 def simulate(schedule: Schedule, cost: Cost) -> Spans:
-    """When each action runs, per pipeline coordinate, if action `a` takes `cost(a)` seconds.
-
-    A compute starts when its rank is free and what it needs is there. Transfers do not hold up
-    computes: one starts when both sides have come to it and their channel is free, and takes the
-    cost of its SEND. The Span of a SEND is the transfer; that of a RECV begins where it is posted.
-    """
-    free = [0.0] * schedule.pp_size
-    channel_free: dict[tuple[int, int], float] = defaultdict(float)
-    over: dict[Action, float] = {}
-    spans: list[list[Span]] = [[] for _ in schedule.programs]
-    for coord, action, needed in schedule.order:
-        start = free[coord]
-        if action.is_send:
-            receive = action.other_end
-            peer = schedule.pp_coord_of_stage[receive.stage]
-            channel = (min(coord, peer), max(coord, peer))
-            start = max(start, free[peer], channel_free[channel])
-            end = channel_free[channel] = over[receive] = start + cost(action)
-            spans[peer].append(Span(receive, free[peer], end))
-        else:
-            start = max((start, *map(over.__getitem__, needed)))
-            end = free[coord] = over[action] = start + cost(action)
-        spans[coord].append(Span(action, start, end))
-    return tuple(map(tuple, spans))
+    """When each action runs, per coordinate, if action `a` takes `cost(a)` seconds: `times_of`."""
+    return times_of(schedule.order, schedule.pp_coord_of_stage, schedule.pp_size, cost)
 
 
 def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:

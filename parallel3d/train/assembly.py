@@ -11,7 +11,7 @@ from parallel3d.mesh.mesh import Mesh
 from parallel3d.model.spec import LayerSpec, Shape
 from parallel3d.pipeline.executor import Executor
 from parallel3d.pipeline.stages import BuiltStages, build_stages
-from parallel3d.schedule.schedule import Schedule
+from parallel3d.schedule.schedule import Schedule, add_sharding
 from parallel3d.schedule.schedules import make_evaluation, make_schedule
 
 _log = logging.getLogger(__name__)
@@ -52,6 +52,9 @@ def assemble(
     schedule = make_schedule(
         pipeline.schedule, mesh.size("pp"), config.num_microbatches, pipeline.stages_per_rank
     )
+    weights = settings.weights if settings.holds_weights else "per_microbatch"
+    training = add_sharding(schedule, weights, settings.reduces_once)
+    evaluation = add_sharding(make_evaluation(schedule), weights, False)
     stages = build_stages(
         layers,
         schedule,
@@ -63,11 +66,19 @@ def assemble(
         sequence_parallel=split,
     )
     owners = schedule.pp_coord_of_stage[0], schedule.pp_coord_of_stage[-1]
-    engine = Engine(stages.module, stages.held, settings, mesh=mesh, say=say, owners=owners)
+    engine = Engine(
+        stages.module,
+        stages.held,
+        settings,
+        mesh=mesh,
+        say=say,
+        owners=owners,
+        layers=stages.module.layers,
+    )
     seq = shape.seq // (mesh.size("tp") if split else 1)
     hidden = (shape.batch, seq, config.model.hidden_size)
     executor, evaluator = (
         Executor(s, mesh, engine, key=stages.key, hidden_shape=hidden)
-        for s in (schedule, make_evaluation(schedule))
+        for s in (training, evaluation)
     )
-    return Assembly(layers, shape, schedule, stages, engine, executor, evaluator)
+    return Assembly(layers, shape, training, stages, engine, executor, evaluator)

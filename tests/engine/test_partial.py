@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from parallel3d.engine import Engine, EngineSettings, HeldParameter, building, writing
-from parallel3d.engine import engine as engine_file
+from parallel3d.engine import reduction as reduction_file
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.model.spec import Init, ParamSpec
 from parallel3d.tensor.cut import Cut, cut_parameter
@@ -50,7 +50,7 @@ def sum_partial(rank, dp, settings, partial):
         with writing(h.parameter) as (shard, start), torch.no_grad():
             fill(shard, start, h.spec, h.name, h.cut, 0)
     engine = Engine(module, held, settings, mesh=mesh)
-    reduce = engine_file.all_reduce_coalesced
+    reduce = reduction_file.all_reduce_coalesced
 
     def counted(tensors, group):
         calls.append(group is mesh.group("tp"))
@@ -60,7 +60,7 @@ def sum_partial(rank, dp, settings, partial):
     norms = []
     for _ in range(2):
         calls.clear()
-        with patch.object(engine_file, "all_reduce_coalesced", counted):
+        with patch.object(reduction_file, "all_reduce_coalesced", counted):
             with engine.accumulation():
                 for m in range(MICROBATCHES):
                     here = slice(mesh.coord("dp") * BATCH, (mesh.coord("dp") + 1) * BATCH)

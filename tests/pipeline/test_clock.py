@@ -77,4 +77,6 @@ def timed_steps(rank):
 
 
 def test_actions_are_timed_only_while_somebody_asks():
-    assert run_locally(timed_steps, 1) == [([FORWARD, BACKWARD], [])]
+    assert run_locally(timed_steps, 1) == [
+        ([FORWARD, BACKWARD, BACKWARD._replace(op=Op.REDUCE)], [])
+    ]

@@ -14,7 +14,13 @@ from parallel3d.errors import ScheduleError
 from parallel3d.pipeline.clock import timing
 from parallel3d.pipeline.executor import Executor
 from parallel3d.schedule.action import RUNNABLE
-from parallel3d.schedule.schedule import Action, Op, Schedule, peak_in_flight
+from parallel3d.schedule.schedule import (
+    Action,
+    Op,
+    Schedule,
+    add_sharding,
+    peak_in_flight,
+)
 from parallel3d.schedule.schedules import make_schedule
 from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.reference import batches, first_weights, loss_of
@@ -74,15 +80,18 @@ def watched_step(rank, case):
 WATCHED = [
     Case(mesh=(4, 1, 1), schedule="one_f_one_b", microbatches=6, steps=1),
     Case(mesh=(2, 1, 2), schedule="gpipe", microbatches=3, steps=1),
-    Case(mesh=(2, 1, 1), schedule="interleaved", stages_per_rank=2, microbatches=6, steps=1),
+    Case(
+        mesh=(2, 1, 1), schedule="interleaved", stages_per_rank=2, microbatches=6, steps=1,
+        weights="per_pass",
+    ),
     Case(mesh=(2, 2, 1), schedule="v_shape", stages_per_rank=2, microbatches=6, steps=1),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", WATCHED, ids=str)
 def test_what_ran_is_the_program(case):
     sizes = case.mesh[0], case.microbatches, case.stages_per_rank
-    schedule = make_schedule(case.schedule, *sizes)
+    schedule = add_sharding(make_schedule(case.schedule, *sizes), case.weights, True)
     ranks = run_locally(watched_step, case.world_size, case)
     shape = (case.batch // case.microbatches // case.mesh[1], 16, 32)
     channels = {"isend": {}, "irecv": {}}

@@ -1,0 +1,75 @@
+"""Weights that ZeRO-3 keeps gathered for more than one microbatch, stage by stage.
+
+DeepSpeed gathers a module's weights in hooks around its forward and backward, for each microbatch
+anew. Where the program says when (GATHER, RELEASE), its hooks are taken away, and with them their
+price in Python; what is gathered is DeepSpeed's own parameters, by its own collective.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from torch import nn
+
+Layers = Mapping[int, Sequence[nn.Module]]  # of each stage of a rank
+
+
+class GatheredWeights:
+    """Gathers and releases the weights of whole stages.
+
+    A weight that two stages of a rank share stays as long as one of them is gathered. What
+    DeepSpeed keeps whole all the time (below `stage3_param_persistence_threshold`) is not released.
+    """
+
+    def __init__(self, engine: Any, layers: Layers) -> None:
+        self._layers = {
+            stage: [list(dict.fromkeys(layer.parameters())) for layer in of_stage]
+            for stage, of_stage in layers.items()
+        }
+        self._coming: dict[int, list[Any]] = {}
+        self._holders: Counter[nn.Parameter] = Counter()
+        self._gathered: set[int] = set()
+        engine.optimizer.parameter_offload._remove_module_hooks()
+
+    def gather(self, stage: int) -> None:
+        """Start to gather a stage's weights, one collective a layer; collective over dp."""
+        assert stage not in self._gathered, f"stage {stage} is gathered"
+        self._gathered.add(stage)
+        self._coming[stage] = handles = []
+        for parameters in self._layers[stage]:
+            todo = [p for p in parameters if not self._holders[p] and _is_cut(p)]
+            if todo:
+                handle = todo[0].all_gather_coalesced(todo)  # type: ignore[attr-defined]
+                if swapped := [p for p in todo if _on_nvme(p)]:
+                    handle.wait()  # for what it was read into are the next layer's buffers
+                    swapped[0].nvme_swapper.remove_partition_and_release_buffers(swapped)  # type: ignore[attr-defined]
+                else:
+                    handles.append(handle)
+            self._holders.update(parameters)
+
+    def wait(self, stage: int) -> None:
+        """Have a stage's weights there for what is computed, or queued, from here on."""
+        assert stage in self._gathered, f"stage {stage} has no weights: no GATHER before it"
+        for handle in self._coming.pop(stage, ()):
+            handle.wait()
+
+    def release(self, stage: int) -> None:
+        """Free a stage's weights; the shards stay."""
+        self.wait(stage)
+        self._gathered.discard(stage)
+        for parameters in self._layers[stage]:
+            for parameter in parameters:
+                self._holders[parameter] -= 1
+                if not self._holders[parameter] and not parameter.ds_persist:  # type: ignore[attr-defined]
+                    parameter.partition()  # type: ignore[attr-defined]
+
+
+def _is_cut(parameter: nn.Parameter) -> bool:
+    return bool(parameter.ds_status is ZeroParamStatus.NOT_AVAILABLE)  # type: ignore[attr-defined]
+
+
+def _on_nvme(parameter: nn.Parameter) -> bool:
+    shard = parameter.ds_tensor  # type: ignore[attr-defined]
+    return getattr(shard, "final_location", None) is OffloadDeviceEnum.nvme

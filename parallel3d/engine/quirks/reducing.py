@@ -1,0 +1,58 @@
+"""DeepSpeed 0.19.8's reductions without its hooks, when the program says so.
+
+Gradients that are reduced once a step need none of what DeepSpeed does in each backward: they add
+up in `param.grad`, as autograd leaves them. Its hooks, two dozen calls a parameter and microbatch,
+are taken away, and what they would have called at the end is called here, for the parameters given.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+
+def remove_gradient_hooks(optimizer: Any) -> None:
+    """Take DeepSpeed's hooks off the parameters' gradients."""
+    for hook in optimizer._grad_acc_hooks:
+        hook.remove()
+
+
+def begin(engine: Any) -> None:
+    """Let what is reduced from here on be the step's whole gradient."""
+    engine.set_gradient_accumulation_boundary(True)
+    engine.optimizer.set_gradient_accumulation_boundary(True)
+
+
+def reduce_now(engine: Any, parameters: Iterable[nn.Parameter]) -> None:
+    """Reduce the gradients of these parameters; they are let go of, and this rank's part is kept.
+
+    Inside `coalesce_grad_reduction`, too, which reduces the others at its end (ZeRO-3 alone).
+    """
+    optimizer = engine.optimizer
+    coalescing, boundary = (
+        optimizer._coalesce_grad_reduction,
+        optimizer.is_gradient_accumulation_boundary(),
+    )
+    optimizer._coalesce_grad_reduction = False
+    optimizer.set_gradient_accumulation_boundary(True)
+    if hasattr(optimizer, "fp16_groups"):
+        for parameter in parameters:
+            optimizer.reduce_ready_partitions_and_remove_grads(parameter)
+        for dtype in list(optimizer.ipg_buckets):
+            # What is in the buckets would else wait until they are full, or the step is over.
+            optimizer._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(dtype)
+    else:
+        wanted = {id(parameter) for parameter in parameters}
+        optimizer.setup_buckets()
+        for group, members in enumerate(optimizer.bit16_groups):
+            for parameter in members:
+                if id(parameter) in wanted:
+                    optimizer.reduce_ready_partitions_and_remove_grads(parameter, group)
+        optimizer.reduce_ipg_grads()
+    optimizer._coalesce_grad_reduction = coalescing
+    optimizer.set_gradient_accumulation_boundary(boundary)
+
+
+def finish(engine: Any) -> None:
+    """All is reduced: leave the gradients where `step` looks for them."""
+    engine.optimizer.overlapping_partition_gradients_reduce_epilogue()

@@ -1,0 +1,151 @@
+"""When and how the gradients of a rank's stages are summed over the mesh."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from parallel3d.engine.gathering import Layers
+from parallel3d.engine.quirks import core, reducing
+from parallel3d.engine.settings import EngineSettings
+from parallel3d.mesh.mesh import Mesh
+from parallel3d.tensor.held import HeldParameter
+
+_BUCKET = 500_000_000  # DeepSpeed's own reduce_bucket_size
+
+
+class Reduction:
+    """Sums a step's gradients: over tp what is partial, over its owners what is tied, over dp all.
+
+    Once a step: a stage's by `reduce(stage)`, when its last one is there, and on leaving
+    `accumulation` what is left: weights that two stages share, and stages nobody reduced. Or after
+    each microbatch, in DeepSpeed's hooks, but for what is partial or tied. `owners` are the ranks
+    that hold the first and the last stage.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        held: Sequence[HeldParameter],
+        layers: Layers,
+        *,
+        settings: EngineSettings,
+        mesh: Mesh,
+        owners: dist.ProcessGroup | None,
+    ) -> None:
+        self._deepspeed, self._held, self._settings = engine, tuple(held), settings
+        self._mesh, self._owners = mesh, owners
+        self._of_stage = _complete_with(layers, self._held)
+        self._waiting: dict[int, HeldParameter] = {}  # of this step, not yet reduced
+        self._deferred: core.DeferredReduction | None = None
+        summed = [h.parameter for h in self._held if h.tied_across or h.partial]
+        if summed and not settings.reduces_once:
+            self._deferred = core.DeferredReduction(engine, summed)
+        if settings.runs_without_hooks:
+            reducing.remove_gradient_hooks(engine.optimizer)
+
+    @contextmanager
+    def accumulation(self) -> Iterator[None]:
+        """One step's forwards and backwards; on leaving, the gradients are summed and reduced."""
+        if not self._settings.reduces_once:
+            yield from self._each_microbatch()
+            return
+        self._waiting = {id(h.parameter): h for h in self._held}
+        if self._settings.runs_without_hooks:
+            reducing.begin(self._deepspeed)
+            yield
+            self._reduce(list(self._waiting.values()))
+            reducing.finish(self._deepspeed)
+            return
+        with self._deepspeed.coalesce_grad_reduction():
+            try:
+                yield
+            except BaseException:
+                core.abandon_coalescing(self._deepspeed)
+                raise
+            self._sum(self._waiting.values())
+
+    def reduce(self, stage: int) -> None:
+        """Reduce what a stage's last backward has completed; collective over dp, and over tp."""
+        assert self._settings.reduces_once, "DeepSpeed reduces after each microbatch"
+        self._reduce(self._of_stage[stage])
+
+    def _reduce(self, held: Sequence[HeldParameter]) -> None:
+        self._sum(held)
+        reducing.reduce_now(self._deepspeed, [h.parameter for h in held])
+        for h in held:
+            self._waiting.pop(id(h.parameter), None)
+
+    def _each_microbatch(self) -> Iterator[None]:
+        core.accumulate_from_zero(self._deepspeed)
+        # DeepSpeed may take any backward for the last: it copies gradients to an offloaded
+        # optimizer at the end of the step, when we say so.
+        self._deepspeed.set_gradient_accumulation_boundary(False)
+        yield
+        if self._deferred is not None:
+            self._deferred.put_back()
+            self._sum(self._held)
+            self._deferred.flush()
+        self._deepspeed.set_gradient_accumulation_boundary(True)
+        self._deepspeed.optimizer.finalize_gradient_accumulation_boundary()
+
+    def _sum(self, held: Iterable[HeldParameter]) -> None:
+        """Sum what is partial over tp and what is tied over its owners, before ZeRO cuts it."""
+        held = list(held)
+        partial = [_grad(h) for h in held if h.partial]
+        if partial and self._mesh.size("tp") > 1:
+            all_reduce_coalesced(partial, self._mesh.group("tp"))
+        tied = [_grad(h) for h in held if h.tied_across]
+        if tied:
+            assert self._owners is not None
+            all_reduce_coalesced(tied, self._owners)
+        if self._settings.zero_stage == 0 and self._mesh.size("dp") > 1:
+            self._average_over_replicas(held)
+
+    def _average_over_replicas(self, held: Iterable[HeldParameter]) -> None:
+        """ZeRO-0: the mean over dp, in buckets of the size that the other stages reduce in."""
+        limit = self._settings.zero_options.get("reduce_bucket_size", _BUCKET)
+        bucket: list[Tensor] = []
+        for h in held:
+            grad = _grad(h).div_(self._mesh.size("dp"))
+            if bucket and sum(g.numel() for g in bucket) + grad.numel() > limit:
+                all_reduce_coalesced(bucket, self._mesh.group("dp"))
+                bucket = []
+            bucket.append(grad)
+        if bucket:
+            all_reduce_coalesced(bucket, self._mesh.group("dp"))
+
+
+def _complete_with(
+    layers: Layers, held: Sequence[HeldParameter]
+) -> dict[int, tuple[HeldParameter, ...]]:
+    """What a stage's own backwards complete: not the weights that another stage has, too."""
+    of_stage = {
+        stage: {p for layer in of_stage for p in layer.parameters()}
+        for stage, of_stage in layers.items()
+    }
+    uses: Counter[nn.Parameter] = Counter(p for ps in of_stage.values() for p in ps)
+    return {
+        stage: tuple(
+            h for h in held if h.parameter in ps and uses[h.parameter] == 1 and not h.tied_across
+        )
+        for stage, ps in of_stage.items()
+    }
+
+
+def _grad(held: HeldParameter) -> Tensor:
+    grad = held.parameter.grad
+    assert grad is not None, f"{held.name} has no gradient"
+    return grad
+
+
+def all_reduce_coalesced(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Sum tensors of one type over a group, in place, in one all-reduce."""
+    flat = torch.cat([t.reshape(-1) for t in tensors])
+    dist.all_reduce(flat, group=group)
+    for tensor, total in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+        tensor.copy_(total.view_as(tensor))

@@ -1,0 +1,41 @@
+"""Breadth-first: all microbatches through one stage before the next (arXiv:2211.05953).
+
+Stage c*p + r is chunk c of rank r, as in `interleaved`, with its bubble; but a rank is done with a
+stage's forwards before it begins the next one's. So weights that are gathered for one pass are used
+by all microbatches and let go of, and a stage's gradients are complete as early as can be.
+"""
+
+from parallel3d.schedule.schedule import Action, Op, Schedule
+
+
+def schedule(pp_size: int, num_microbatches: int, stages_per_rank: int) -> Schedule:
+    """The computes of each rank: its chunks forwards, then backwards, each for all microbatches."""
+    chunks, microbatches = range(stages_per_rank), range(num_microbatches)
+    passes = [(Op.F, chunk) for chunk in chunks] + [(Op.B, chunk) for chunk in reversed(chunks)]
+    programs = tuple(
+        tuple(Action(op, chunk * pp_size + rank, i) for op, chunk in passes for i in microbatches)
+        for rank in range(pp_size)
+    )
+    placement = tuple(range(pp_size)) * stages_per_rank
+    return Schedule("breadth_first", num_microbatches, placement, programs)
+
+
+def invalid(pp_size: int, num_microbatches: int, stages_per_rank: int) -> str | None:
+    """Why it cannot be used; any number of ranks and microbatches will do."""
+    if stages_per_rank == 1:
+        return "stages_per_rank=1; use 2 or more, or the schedule 'gpipe', which it then is"
+    return None
+
+
+def bubble(
+    pp_size: int, num_microbatches: int, stages_per_rank: int, backward: float = 2.0
+) -> float:
+    """The idle fraction: (p-1)/(v*m+p-1) for m >= p; fewer microbatches wait between chunks."""
+    busy = stages_per_rank * num_microbatches
+    waiting = (stages_per_rank - 1) * max(0, pp_size - num_microbatches) + pp_size - 1
+    return waiting / (busy + waiting)
+
+
+def peak_in_flight(pp_size: int, num_microbatches: int, stages_per_rank: int) -> tuple[int, ...]:
+    """(stage, microbatch) pairs whose activations each rank holds at most: all of them."""
+    return (stages_per_rank * num_microbatches,) * pp_size

@@ -1,0 +1,158 @@
+"""When a rank gathers, releases and reduces what ZeRO has cut, as actions of its program.
+
+A schedule file writes computes. Where ZeRO-3's weights stay gathered for more than one microbatch,
+and where gradients are reduced once a step, GATHER, RELEASE and REDUCE stand among them, so that
+they are drawn, validated, simulated and run like the rest. They hold up no compute but those that
+need what they give.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal, NamedTuple
+
+from parallel3d.schedule.action import Action, Op
+
+Weights = Literal["per_microbatch", "per_pass", "per_step"]
+SHARDING = frozenset({Op.GATHER, Op.RELEASE, Op.REDUCE})
+_USES_WEIGHTS = frozenset({Op.F, Op.B, Op.I})  # W needs a stage's input and gradient alone
+_GIVES_GRADIENT = frozenset({Op.B, Op.W})
+Program = tuple[Action, ...]
+
+
+class _Window(NamedTuple):
+    """The computes, by their index in a program, over which a stage stays gathered."""
+
+    first: int
+    last: int
+    stage: int
+
+
+def with_sharding(program: Program, weights: Weights, reduces_once: bool) -> Program:
+    """A rank's program with what its ZeRO stage asks for.
+
+    `weights`: "per_microbatch" leaves gathering to F and B; "per_pass" gathers a stage before its
+    first forward and releases it after its last, and the same for its backwards; where the two
+    passes overlap, and for "per_step", it stays from its first forward to its last backward. A
+    GATHER stands where the stage before it begins, so that the weights come while that computes,
+    and no more than these two are held where stages do not take turns. `reduces_once`: a REDUCE
+    follows a stage's last gradient.
+    """
+    before: dict[int, list[Action]] = {}
+    after: dict[int, list[Action]] = {}
+    if reduces_once:
+        for index in _last_uses(program, _GIVES_GRADIENT).values():
+            after.setdefault(index, []).append(program[index]._replace(op=Op.REDUCE))
+    if weights != "per_microbatch":
+        windows = sorted(_windows(program, weights))
+        free: dict[int, int] = {}  # where a stage's earlier window is over
+        for i, (first, last, stage) in enumerate(windows):
+            ahead = max(windows[max(i - 1, 0)].first, free.get(stage, 0))
+            free[stage] = last + 1
+            before.setdefault(ahead, []).append(program[first]._replace(op=Op.GATHER))
+            after.setdefault(last, []).insert(0, program[last]._replace(op=Op.RELEASE))
+    whole = (
+        each
+        for index, action in enumerate(program)
+        for each in (*before.get(index, ()), action, *after.get(index, ()))
+    )
+    return _without_vain_releases(tuple(whole))
+
+
+def _without_vain_releases(program: Program) -> Program:
+    """Nothing is released that is gathered again before the next compute."""
+    vain: set[int] = set()
+    released: dict[int, int] = {}
+    for index, action in enumerate(program):
+        if action.op is Op.RELEASE:
+            released[action.stage] = index
+        elif action.op is Op.GATHER and action.stage in released:
+            vain |= {released.pop(action.stage), index}
+        elif action.is_compute:
+            released.clear()
+    return tuple(action for index, action in enumerate(program) if index not in vain)
+
+
+def gathers(programs: Iterable[Program]) -> dict[Action, Action]:
+    """The GATHER that gives each compute its weights; none where weights are not gathered ahead."""
+    found: dict[Action, Action] = {}
+    for program in programs:
+        held: dict[int, Action] = {}
+        for action in program:
+            if action.op is Op.GATHER:
+                held[action.stage] = action
+            elif action.op is Op.RELEASE:
+                held.pop(action.stage, None)
+            elif action.op in _USES_WEIGHTS and action.stage in held:
+                found[action] = held[action.stage]
+    return found
+
+
+def problems(program: Program) -> Iterator[tuple[str, Action]]:
+    """What is wrong with the GATHERs, RELEASEs and REDUCEs of a program, and where."""
+    held: set[int] = set()
+    gathered = {a.stage for a in program if a.op is Op.GATHER}
+    final = _last_uses(program, _GIVES_GRADIENT)
+    reduced: set[int] = set()
+    for index, action in enumerate(program):
+        op, stage = action.op, action.stage
+        if op is Op.GATHER:
+            if stage in held:
+                yield f"{action} gathers what is gathered", action
+            held.add(stage)
+        elif op is Op.RELEASE:
+            if stage not in held:
+                yield f"{action} releases what is not gathered", action
+            held.discard(stage)
+        elif op is Op.REDUCE:
+            if stage in reduced:
+                yield f"{action} reduces a second time", action
+            if index < final.get(stage, len(program)):
+                yield f"{action} comes before the stage's last gradient", action
+            reduced.add(stage)
+        elif op in _USES_WEIGHTS and stage in gathered - held:
+            yield f"{action} has no weights: they are gathered later, or released", action
+    for action in program:
+        if action.stage in held and action.op is Op.GATHER:
+            yield f"{action} is never released", action
+    if reduced:
+        for stage in sorted(final.keys() - reduced):
+            yield f"stage {stage} has no REDUCE", program[final[stage]]
+
+
+def most_gathered(program: Program) -> tuple[int, ...]:
+    """The stages whose weights a rank holds, with those on their way, when it holds most of them;
+    empty where it gathers for each microbatch."""
+    held: list[int] = []
+    most: tuple[int, ...] = ()
+    for action in program:
+        if action.op is Op.GATHER:
+            held.append(action.stage)
+            most = max(most, tuple(held), key=len)
+        elif action.op is Op.RELEASE:
+            held.remove(action.stage)
+    return most
+
+
+def _last_uses(program: Sequence[Action], ops: frozenset[Op]) -> dict[int, int]:
+    """The index of each stage's last action of these kinds."""
+    return {action.stage: i for i, action in enumerate(program) if action.op in ops}
+
+
+def _windows(program: Program, weights: Weights) -> Iterator[_Window]:
+    uses: dict[int, list[int]] = {}
+    for index, action in enumerate(program):
+        if action.op in _USES_WEIGHTS:
+            uses.setdefault(action.stage, []).append(index)
+    for stage, indices in uses.items():
+        forwards = [i for i in indices if program[i].op is Op.F]
+        backwards = [i for i in indices if program[i].op is not Op.F]
+        if weights == "per_pass" and backwards and _computes_between(program, forwards, backwards):
+            yield _Window(forwards[0], forwards[-1], stage)
+            yield _Window(backwards[0], backwards[-1], stage)
+        else:
+            yield _Window(indices[0], indices[-1], stage)
+
+
+def _computes_between(program: Program, forwards: list[int], backwards: list[int]) -> bool:
+    """Whether a stage's passes do not overlap, and other stages' computes stand between them."""
+    between = program[forwards[-1] + 1 : backwards[0]]
+    return forwards[-1] < backwards[0] and any(action.is_compute for action in between)

@@ -1,0 +1,130 @@
+"""Weights that stay gathered for a pass or a step: the same numbers for a fraction of the bytes."""
+
+from dataclasses import replace
+from math import prod
+
+import pytest
+import torch
+
+from parallel3d.mesh.traffic import Traffic
+from parallel3d.schedule.action import Op
+from parallel3d.schedule.sharding import most_gathered
+from parallel3d.verify.local_ranks import run_locally
+from tests.cases import Case, Trainer, measure
+
+pytestmark = pytest.mark.gloo
+
+BREADTH = Case(
+    mesh=(1, 2, 1), schedule="breadth_first", stages_per_rank=4, weights="per_pass",
+    model={"num_hidden_layers": 6}, steps=2,
+)  # fmt: skip
+MOVES = ("all_gather", "reduce_scatter")
+GPIPE = Case(mesh=(2, 2, 1), weights="per_pass", steps=2)
+
+
+def second_step(rank, case):
+    """Bytes gathered and reduced in a step, and how many parameters this rank has."""
+    trainer = Trainer(case)
+    first, second = trainer.batches()
+    trainer.executor.run(first)
+    trainer.engine.step(trainer.lr)
+    with Traffic(trainer.mesh) as traffic:
+        trainer.executor.run(second, 1)
+    moved = {c.operation: c.bytes for c in traffic.calls if c.operation in MOVES}
+    numel = sum(prod(h.cut.local_shape) for h in trainer.engine.held)
+    trainer.close()
+    return moved, numel
+
+
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", [GPIPE, BREADTH], ids=str)
+def test_bytes_of_a_step_do_not_grow_with_its_microbatches(case, precision):
+    """Weights at most twice, gradients (fp32) once: 8 bytes a parameter and step in bf16."""
+    size = {"fp32": 4, "bf16": 2}[precision]
+    counts = []
+    for microbatches in (2, 16):
+        one = replace(case, microbatches=microbatches, batch=64, precision=precision)
+        counts.append(run_locally(second_step, one.world_size, one))
+    for (few, numel), (many, _) in zip(*counts, strict=True):
+        assert few == many
+        assert few.keys() == set(MOVES)
+        passes = 1 if case is GPIPE else 2  # gpipe's passes follow each other: held over both
+        assert few["all_gather"] <= passes * size * numel
+        assert few["reduce_scatter"] == 4 * numel
+
+
+def test_each_microbatch_costs_a_gather_each_way_without():
+    case = replace(GPIPE, weights="per_microbatch")
+    for moved, numel in run_locally(second_step, 4, case):
+        assert moved["all_gather"] > 7 * 4 * numel  # four microbatches, forward and backward
+
+
+def peak_of_stages(rank, case):
+    """The most parameters gathered after any action, and those of the two largest stages."""
+    trainer = Trainer(case)
+    layers = trainer.stages.module.layers
+    most = [0]
+
+    def watched(method):
+        def run(stage, microbatch):
+            method(stage, microbatch)
+            trainer.engine.wait_for_weights(stage) if method is gather else None
+            held = {id(p): p.numel() for ps in layers.values() for m in ps for p in m.parameters()}
+            most[0] = max(most[0], sum(held.values()))
+
+        return run
+
+    gather = trainer.executor._run[Op.GATHER]
+    trainer.executor._run = {op: watched(m) for op, m in trainer.executor._run.items()}
+    trainer.executor.run(trainer.batches()[0])
+    sizes = [sum(h.ds_numel for m in ms for h in m.parameters()) for ms in layers.values()]
+    expected = most_gathered(trainer.executor.schedule.programs[trainer.mesh.coord("pp")])
+    left = sum(p.numel() for p in trainer.stages.module.parameters())
+    trainer.close()
+    return most[0], sorted(sizes), len(expected), left
+
+
+def test_breadth_first_holds_two_stages_weights_at_most():
+    case = replace(BREADTH, tied=False, steps=1)
+    for most, sizes, expected, left in run_locally(peak_of_stages, 2, case):
+        assert expected == 2 and len(sizes) == 4
+        assert max(sizes) < most <= sum(sizes[-2:]) < sum(sizes)
+        assert left == 0  # all is let go of
+
+
+EQUAL = [
+    Case(mesh=(2, 2, 1), weights="per_step", schedule="one_f_one_b"),
+    Case(mesh=(1, 2, 2), weights="per_step", sequence_parallel=True, checkpointing="full"),
+    Case(mesh=(2, 1, 1), weights="per_pass", schedule="breadth_first", stages_per_rank=2),
+    replace(BREADTH, steps=3, offload="cpu+param-cpu", checkpointing="selective"),
+    Case(mesh=(1, 2, 1), weights="per_step", reduction="per_microbatch", thresholds=True),
+]
+
+
+@pytest.mark.usefixtures("operators")
+@pytest.mark.parametrize("case", EQUAL, ids=str)
+def test_against_one_process(case):
+    errors = measure(case)
+    assert errors.within(1e-5), errors
+
+
+def numbers(rank, cases):
+    """Losses and norms of each case's clipped steps, and one rank's weights."""
+    found = []
+    for case in cases:
+        trainer = Trainer(case)
+        losses, norms = trainer.run()
+        found.append((losses, norms, [w for *_, w in trainer.weights()]))
+        trainer.close()
+    return found
+
+
+def test_losses_norms_and_clipped_weights_are_those_of_gathering_each_time():
+    """To the bit on one mesh: what is gathered is the same, and gradients add up alike."""
+    one = Case(mesh=(1, 2, 1), schedule="breadth_first", stages_per_rank=3, microbatches=4)
+    cases = [replace(one, weights=w) for w in ("per_microbatch", "per_pass", "per_step")]
+    for (losses, norms, weights), *others in run_locally(numbers, 2, cases):
+        for their_losses, their_norms, theirs in others:
+            assert their_losses == losses
+            assert their_norms == pytest.approx(norms, rel=1e-6)
+            assert all(torch.equal(a, b) for a, b in zip(weights, theirs, strict=True))
