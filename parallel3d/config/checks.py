@@ -15,6 +15,7 @@ from typing import Any
 from parallel3d.config import arithmetic
 from parallel3d.config.data import DataConfig
 from parallel3d.config.deepspeed import Bf16Config, Fp16Config, OptimizerConfig, ZeroConfig
+from parallel3d.config.pipeline_checks import check_reduction, check_schedule
 from parallel3d.config.settings import (
     PLAN,
     LrScheduleConfig,
@@ -23,7 +24,6 @@ from parallel3d.config.settings import (
     PlanConfig,
     TrainConfig,
 )
-from parallel3d.schedule import schedules
 from parallel3d.section import ABSENT, Problem
 
 _signature = cache(signature)  # the planner asks for thousands of meshes
@@ -80,24 +80,6 @@ def _check_layers(mesh: MeshConfig, pipeline: PipelineConfig, model: Any) -> Ite
             rule = f"is {mesh.pp * per_rank} stages on pp={mesh.pp} ranks, more than {layers}"
             remedy = f"use {num_layers // mesh.pp} or less"
             yield Problem("parallel3d.pipeline.stages_per_rank", per_rank, rule, remedy)
-
-
-def _check_schedule(
-    mesh: MeshConfig,
-    pipeline: PipelineConfig,
-    train_batch_size: int | None,
-    gradient_accumulation_steps: int | None,
-) -> Iterator[Problem]:
-    if gradient_accumulation_steps is None and train_batch_size is not None:
-        return  # follows from dp
-    sizes = mesh.pp, gradient_accumulation_steps or 1, pipeline.stages_per_rank
-    if reason := schedules.why_not(pipeline.schedule, *sizes):
-        names = ("pp", "microbatches", "stages_per_rank")
-        given = ", ".join(f"{name}={size}" for name, size in zip(names, sizes, strict=True))
-        rule, _, remedy = reason.partition("; ")
-        remedy = remedy or "use another schedule"
-        rule = f"cannot run with {given}" if rule in given else f"cannot run: {rule}"
-        yield Problem("parallel3d.pipeline.schedule", pipeline.schedule, rule, remedy)
 
 
 def _check_sequence_parallel(mesh: MeshConfig, data: DataConfig) -> Iterator[Problem]:
@@ -278,7 +260,8 @@ CHECKS: tuple[Callable[..., Iterator[Problem]], ...] = (
     _check_key_value_heads,
     _check_inner_size,
     _check_layers,
-    _check_schedule,
+    check_schedule,
+    check_reduction,
     _check_sequence,
     _check_sequence_parallel,
     _check_tp_of_vocabulary,

@@ -40,13 +40,15 @@ class GatheredWeights:
         self._coming[stage] = handles = []
         for parameters in self._layers[stage]:
             todo = [p for p in parameters if not self._holders[p] and _is_cut(p)]
-            if todo:
-                handle = todo[0].all_gather_coalesced(todo)  # type: ignore[attr-defined]
-                if swapped := [p for p in todo if _on_nvme(p)]:
-                    handle.wait()  # for what it was read into are the next layer's buffers
-                    swapped[0].nvme_swapper.remove_partition_and_release_buffers(swapped)  # type: ignore[attr-defined]
-                else:
-                    handles.append(handle)
+            swapped = [p for p in todo if _on_nvme(p)]
+            if there := [p for p in todo if not _on_nvme(p)]:
+                handles.append(there[0].all_gather_coalesced(there))  # type: ignore[attr-defined]
+            while swapped:  # what they are read into are a few buffers for all
+                swapper: Any = swapped[0].nvme_swapper  # type: ignore[attr-defined]
+                few = swapped[: max(1, swapper.available_swap_in_buffers())]
+                few[0].all_gather_coalesced(few).wait()  # type: ignore[attr-defined]
+                swapper.remove_partition_and_release_buffers(few)
+                del swapped[: len(few)]
             self._holders.update(parameters)
 
     def wait(self, stage: int) -> None:

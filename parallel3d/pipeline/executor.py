@@ -13,9 +13,9 @@ from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.transfer import Transfer
 from parallel3d.pipeline.clock import DeviceClock
 from parallel3d.pulse import rank as pulse
-from parallel3d.schedule.action import RUNNABLE
 from parallel3d.schedule.schedule import Action, Op, Schedule, Span
 from parallel3d.tensor.dropout import RandomKey
+from parallel3d.tensor.held_back import WeightGradients, held_back
 
 _Key = tuple[int, int]  # stage, microbatch
 
@@ -36,10 +36,11 @@ class Executor:
     """Runs `schedule`'s program of this rank for one batch after another.
 
     `hidden_shape` is the shape of what passes between stages: [batch, seq, hidden], or [batch,
-    seq / tp, hidden] under sequence parallelism. Raises ScheduleError at once if the program holds
-    an action that cannot be run. A run only queues the device's work; with `timed`, for which the
-    device is waited for, `spans` has the seconds of each action since `started` (unix time); a
-    compute starts when what it waits for is there. At `ended` the gradients are reduced.
+    seq / tp, hidden] under sequence parallelism. Raises ScheduleError at once if the program splits
+    backwards whose gradients are reduced in them. A run only queues the device's work; with
+    `timed`, for which the device is waited for, `spans` has the seconds of each action since
+    `started` (unix time); a compute starts when what it waits for is there. At `ended` the
+    gradients are reduced.
     """
 
     def __init__(
@@ -58,6 +59,8 @@ class Executor:
         self._run: dict[Op, Callable[[int, int], None]] = {
             Op.F: self._forward,
             Op.B: self._backward,
+            Op.I: self._input_gradient,
+            Op.W: self._weight_gradient,
             Op.SEND_F: self._send_forward,
             Op.RECV_F: self._receive_forward,
             Op.SEND_B: self._send_backward,
@@ -66,12 +69,15 @@ class Executor:
             Op.RELEASE: lambda stage, _: engine.release(stage),
             Op.REDUCE: lambda stage, _: engine.reduce(stage),
         }
-        assert self._run.keys() == RUNNABLE
-        for action in self._program:
-            if action.op not in RUNNABLE:
-                raise ScheduleError(f"{schedule.name}: the executor cannot run {action}")
+        assert self._run.keys() == set(Op)
+        split = next((action for action in self._program if action.op is Op.W), None)
+        if split and not engine.settings.reduces_once:
+            raise ScheduleError(
+                f"{schedule.name}: {split} needs gradients that are reduced once a step, not in "
+                "each backward"
+            )
         self._no_loss = torch.zeros((), device=mesh.device)
-        self._trains = any(action.op is Op.B for action in self._program)
+        self._trains = schedule.has_backward
         self.token_losses: Tensor | None = None
         self.timed = False
         self.spans: list[Span] = []
@@ -91,6 +97,7 @@ class Executor:
         self._inputs: dict[_Key, Tensor] = {}
         self._outputs: dict[_Key, Tensor] = {}
         self._gradients: dict[_Key, Tensor] = {}
+        self._held_back: dict[_Key, WeightGradients] = {}
         self._arriving: dict[Action, Transfer] = {}
         self._sending: list[tuple[Transfer, Tensor]] = []
         self._losses: list[Tensor] = []
@@ -152,6 +159,14 @@ class Executor:
             assert grad is not None
             self._gradients[stage - 1, microbatch] = grad
 
+    def _input_gradient(self, stage: int, microbatch: int) -> None:
+        with held_back() as products:
+            self._backward(stage, microbatch)
+        self._held_back[stage, microbatch] = products
+
+    def _weight_gradient(self, stage: int, microbatch: int) -> None:
+        self._held_back.pop((stage, microbatch)).make()
+
     def _send_forward(self, stage: int, microbatch: int) -> None:
         take = self._outputs.__getitem__ if self._trains else self._outputs.pop
         self._send(take((stage, microbatch)).detach(), Action(Op.SEND_F, stage, microbatch))
@@ -194,7 +209,8 @@ class Executor:
         if transfer is not None:  # None: it was made on this rank
             with pulse.waiting(f"waiting for {compute._replace(op=op)}"):
                 transfer.wait()
-        self.engine.wait_for_weights(compute.stage)
+        if compute.op is not Op.W:
+            self.engine.wait_for_weights(compute.stage)
 
     def _on_this_rank(self, stage: int) -> bool:
         return self.schedule.pp_coord_of_stage[stage] == self.mesh.coord("pp")

@@ -24,11 +24,6 @@ class Op(StrEnum):
     REDUCE = "REDUCE"  # the stage's gradients, over the data-parallel ranks
 
 
-# What the executor runs, and so what config and planner accept; the rest can only be drawn.
-# I and W: DeepSpeed's backward is one call for both gradients, within which ZeRO reduces them.
-# GATHER, RELEASE and REDUCE: where a program has none, DeepSpeed's hooks do them in F and B.
-RUNNABLE = frozenset(Op) - {Op.I, Op.W}
-
 _NOTATION = re.compile(rf"(\d+)({'|'.join(Op)})(\d+)")
 _OTHER_END = {
     Op.SEND_F: (Op.RECV_F, +1),

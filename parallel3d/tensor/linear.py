@@ -4,7 +4,8 @@ Under sequence parallelism (arXiv:2205.05198, section 4.2.2) their activations o
 [..., seq / tp, size] instead of replicated.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from parallel3d.tensor.collectives import (
     reduce_scatter_sequence,
 )
 from parallel3d.tensor.cut import cut_of, cut_parameter
+from parallel3d.tensor.held_back import now_or_later
 
 
 class _Linear(torch.autograd.Function):
@@ -31,6 +33,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
+        ctx.weight = weight  # recomputation saves another tensor in its place
         return x @ weight.flatten(0, -2).t()  # [..., fused * out]
 
     @staticmethod
@@ -40,7 +43,8 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_x = grad @ weight.flatten(0, -2)
         if ctx.needs_input_grad[1]:
-            grad_weight = _weight_gradient(grad, x).view(weight.shape)
+            shape = weight.shape
+            grad_weight = now_or_later(ctx.weight, lambda: _weight_gradient(grad, x).view(shape))
         return grad_x, grad_weight
 
 
@@ -71,6 +75,7 @@ class _ColumnLinear(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x, *weights)
         ctx.group, ctx.sequence_parallel, ctx.rows = group, sequence_parallel, rows
+        ctx.weights = weights
         whole = all_gather_sequence(x, group) if sequence_parallel else x
         return tuple(whole @ _used(w, r).t() for w, r in zip(weights, rows, strict=True))
 
@@ -86,15 +91,13 @@ class _ColumnLinear(torch.autograd.Function):
             assert grad_x is not None
             reduce = reduce_scatter_sequence if ctx.sequence_parallel else all_reduce
             grad_x = reduce(grad_x, ctx.group)
-        whole = all_gather_sequence(x, ctx.group) if ctx.sequence_parallel else x
-        grad_weights = []
-        for grad, weight, rows in zip(grads, weights, ctx.rows, strict=True):
-            used = _weight_gradient(grad, whole)
-            if rows is not None:
-                padded = used.new_zeros(weight.shape)
-                padded[slice(*rows)] = used
-                used = padded
-            grad_weights.append(used.view(weight.shape))
+        gather = cache(lambda: all_gather_sequence(x, ctx.group) if ctx.sequence_parallel else x)
+        grad_weights = [
+            now_or_later(parameter, partial(_gradient_of_rows, grad, gather, weight.shape, rows))
+            for parameter, grad, weight, rows in zip(
+                ctx.weights, grads, weights, ctx.rows, strict=True
+            )
+        ]
         return grad_x, None, None, None, *grad_weights
 
 
@@ -106,6 +109,18 @@ def _used(weight: Tensor, rows: Rows) -> Tensor:
 def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     """[..., out] and [..., in] -> [out, in]."""
     return grad.flatten(0, -2).t() @ x.flatten(0, -2)
+
+
+def _gradient_of_rows(
+    grad: Tensor, x: Callable[[], Tensor], shape: torch.Size, rows: Rows
+) -> Tensor:
+    """The gradient of a weight of this shape, zero but for the rows that are used."""
+    used = _weight_gradient(grad, x())
+    if rows is None:
+        return used.view(shape)
+    padded = used.new_zeros(shape)
+    padded[slice(*rows)] = used
+    return padded
 
 
 def column_linear(

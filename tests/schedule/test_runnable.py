@@ -1,4 +1,4 @@
-"""A schedule whose backward is split is drawn; config and planner leave it alone."""
+"""A schedule whose backward is split: what config and planner make of it, how it is drawn."""
 
 import runpy
 import sys
@@ -12,19 +12,18 @@ from parallel3d.plan.search import candidates
 from parallel3d.plan.search.best_first import search
 from parallel3d.plan.search.plans import request_of
 from parallel3d.schedule import schedules
-from parallel3d.schedule.action import RUNNABLE, Op
 from tests.plan.toy_cluster import config, machine
-from tests.schedule.conftest import forget
 
 pytestmark = [pytest.mark.pure, pytest.mark.usefixtures("added")]
 
 DRAW = Path(__file__).parents[2] / "launch" / "draw.py"
 
 
-def on_two_ranks(schedule: str, microbatches: int) -> RunConfig:
+def on_two_ranks(schedule: str, microbatches: int, stage: int = 3, **pipeline) -> RunConfig:
     raw = config().to_dict()
+    raw["zero_optimization"]["stage"] = stage
     raw |= {"train_batch_size": 16, "gradient_accumulation_steps": microbatches}
-    raw["parallel3d"] |= {"mesh": {"pp": 2}, "pipeline": {"schedule": schedule}}
+    raw["parallel3d"] |= {"mesh": {"pp": 2}, "pipeline": {"schedule": schedule} | pipeline}
     return RunConfig.from_dict(raw).resolve(2)
 
 
@@ -34,39 +33,35 @@ def ordered(request) -> set[str]:
     return {order.schedule for flow in flows for order in candidates.orders(request, flow)}
 
 
-def test_the_config_refuses_it_with_one_message() -> None:
-    assert on_two_ranks("one_by_one", 4).pipeline.schedule == "one_by_one"
+def test_a_split_backward_needs_gradients_reduced_once_a_step() -> None:
+    """Asked of the file, by its ops: of one that was added, too."""
+    split = {name for name in schedules.names() if schedules.splits_backward(name)}
+    assert split == {"zb_h1", "zero_bubble", "zb_v"}
+    assert on_two_ranks("zb_h1", 4).pipeline.schedule == "zb_h1"
     with pytest.raises(ConfigError) as refusal:
-        on_two_ranks("zb_h1", 4)
-    assert str(refusal.value).endswith(
-        'parallel3d.pipeline.schedule = "zb_h1": cannot run: its ops I and W can only be drawn and '
-        "simulated; use gpipe or one_by_one or one_f_one_b"
-    )
+        on_two_ranks("zb_h1", 4, gradient_reduction="per_microbatch")
+    said = """"per_microbatch": schedule 'zb_h1' makes weight gradients apart, which add up until"""
+    assert f"parallel3d.pipeline.gradient_reduction = {said} the step" in str(refusal.value)
+    with pytest.raises(ConfigError, match='= "auto": is after each microbatch at ZeRO-2, but sch'):
+        on_two_ranks("zb_h1", 4, stage=2)
     with pytest.raises(ConfigError, match="num_microbatches=1 on pp=2; use 2 or more"):
         on_two_ranks("zb_h1", 1)
 
 
-def test_the_planner_has_what_can_be_run_and_nothing_else(monkeypatch) -> None:
+def test_the_planner_has_every_schedule_and_splits_only_what_is_reduced_once() -> None:
     request = request_of(config(), machine(), 4)
-    runnable = set(schedules.names()) - {"zb_h1"}
-    assert ordered(request) == runnable
-    with pytest.raises(ConfigError, match="no schedule can be run with schedule=zb_h1; fix less"):
-        search(request_of(config(), machine(), 4, {"schedule": "zb_h1"}))
-    found = search(request_of(config(), machine(), 4, {"schedule": "one_by_one"}), rows=2)
-    assert {plan.setting.schedule for plan in found.plans} == {"one_by_one"}
-    # It is the ops that keep it out.
-    monkeypatch.setattr(schedules, "RUNNABLE", RUNNABLE | {Op.I, Op.W})
-    forget()
-    assert ordered(request_of(config(), machine(), 4)) == runnable | {"zb_h1"}
+    assert ordered(request) == set(schedules.names())
+    for name in ("one_by_one", "zb_h1"):
+        found = search(request_of(config(), machine(), 4, {"schedule": name}), rows=8)
+        assert {plan.setting.schedule for plan in found.plans} == {name}
+        once = {plan.setting.reduces_once for plan in found.plans}
+        assert once == ({True} if name == "zb_h1" else {True, False})
 
 
-def test_the_planner_knows_from_a_short_list_what_the_whole_one_says() -> None:
-    """Also where a schedule is not valid for so few microbatches."""
-    for name in schedules.names():
-        for pp, count, per_rank in ((1, 1, 1), (4, 3, 1), (4, 40, 1), (4, 40, 2), (8, 8, 2)):
-            sizes = pp, count, per_rank
-            expected = schedules.why_not(name, *sizes) is None
-            assert candidates.runs(name, *sizes) == expected, (name, sizes)
+def test_a_second_reading_of_the_paper_is_the_shipped_schedule() -> None:
+    second, shipped = schedules.load("zb_h1"), schedules.load("zero_bubble")
+    for pp, count in ((1, 1), (2, 2), (3, 7), (4, 4), (8, 11)):
+        assert second.schedule(pp, count, 1).programs == shipped.schedule(pp, count, 1).programs
 
 
 def test_it_is_drawn(monkeypatch, capsys) -> None:

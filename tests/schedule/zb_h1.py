@@ -1,7 +1,7 @@
 """ZB-H1: 1F1B with the backward in two parts, of which the second fills the bubble.
 
-Our own reading of arXiv:2401.10241, section 3.1. A schedule file that is valid and can be drawn,
-but not run: the tests put it beside the schedules that are shipped.
+Our own reading of arXiv:2401.10241, section 3.1, older than the `zero_bubble` that is shipped and
+written apart from it: the tests put it beside the shipped ones, and compare the two.
 """
 
 from collections.abc import Iterator

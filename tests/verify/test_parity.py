@@ -26,12 +26,12 @@ pytestmark = pytest.mark.gloo
 
 BATCH = 24  # samples in a step: 1, 2 and 3 microbatches on dp 1, 2 and 4
 BATCH_IN_FULL = 48  # 1, 3 and 4 microbatches
-# The fewest stages a rank with which each can be run; what cannot be run at all is left out.
+# The stages a rank with which each is run: several where it interleaves them.
 STAGES = {
     name: stages
     for name in schedules.names()
     for stages in (3, 2, 1)
-    if schedules.why_not(name, 4, 4, stages) is None
+    if schedules.why_not(name, 4, 8, stages) is None
 }
 # Every two axes; the table in full has every mesh of `verify`, and one row here has all three.
 FEW = [(1, 1, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2)]
@@ -44,6 +44,7 @@ SETTINGS = {
     "schedule": list(STAGES),
     "microbatches": [1, 2, 3],
     "reduction": ["per_step", "per_microbatch"],
+    "weights": ["per_microbatch", "per_pass", "per_step"],
     "checkpointing": ["none", "selective", "full"],
     "sequence_parallel": [False, True],
     "isolate": [False, True],
@@ -55,6 +56,9 @@ def can_be(row):
     stages = STAGES[row["schedule"]]
     if schedules.why_not(row["schedule"], row["mesh"][0], row["microbatches"], stages):
         return False
+    each = row["reduction"] == "per_microbatch" and row["zero"] > 0
+    if schedules.splits_backward(row["schedule"]) and each:
+        return False
     offload = row["offload"]
     return offload in ("none", "cpu") or row["zero"] == 3
 
@@ -63,6 +67,7 @@ def label(row):
     mesh = "x".join(map(str, row["mesh"]))
     marks = [row["model"], mesh, row["schedule"], f"zero{row['zero']}", row["offload"]]
     marks += [row["reduction"], f"ckpt-{row['checkpointing']}", f"m{row['microbatches']}"]
+    marks += [f"weights-{row['weights']}"] if row["zero"] == 3 else []
     marks += ["sp"] if row["sequence_parallel"] else []
     return " ".join([*marks, *(["isolated"] if row["isolate"] else [])])
 
@@ -102,7 +107,8 @@ def meshes_of(pp):
 
 ALL_AXES = {
     "model": "llama", "mesh": (2, 2, 2), "zero": 3, "offload": "cpu", "schedule": "v_shape",
-    "microbatches": 3, "reduction": "per_step", "checkpointing": "selective",
+    "microbatches": 3, "reduction": "per_step", "weights": "per_pass",
+    "checkpointing": "selective",
     "sequence_parallel": True, "isolate": True,
 }  # fmt: skip
 # Parameters on the host and the optimizer alone on NVMe: tests/engine/test_offload.py.

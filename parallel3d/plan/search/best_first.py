@@ -126,7 +126,7 @@ class _Search:
                 flight = self._in_flight(node, order)
                 if flight.device > self.room.device:
                     continue
-                for kind in self._kinds(node.mesh):
+                for kind in self._kinds(node.mesh, order):
                     left = tuple(s for s in kind if self._may_fit(node, order, s, flight))
                     if left:
                         bound = min(self._bound(node, order, s) for s in self._tried(left))
@@ -152,15 +152,15 @@ class _Search:
         """Those of several offloads of one kind that may be the fastest: the first adds least."""
         return states if self._shares_cores else states[:1]
 
-    def _kinds(self, mesh: Mesh) -> list[tuple[State, ...]]:
-        """The states of a mesh, those together that differ by their offload alone."""
+    def _kinds(self, mesh: Mesh, order: Order) -> list[tuple[State, ...]]:
+        """The states that go with an order, those together that differ by their offload alone."""
         if mesh not in self._states_of:
             states = candidates.states(self.request, mesh)
             self._states_of[mesh] = [
                 tuple(state for state in states if state[1:3] == (zero, once))
                 for zero, once in dict.fromkeys(state[1:3] for state in states)
             ]
-        return self._states_of[mesh]
+        return [k for k in self._states_of[mesh] if candidates.go_together(order, k[0])]
 
     def _simulated(self, setting: Setting, memory: Memory) -> Plan:
         self.num_simulated += 1
@@ -238,8 +238,8 @@ class _Search:
         for mesh in self.meshes:
             flows = candidates.flows(self.request, mesh)
             for flow in [f for f in flows if f.micro_batch == flows[0].micro_batch]:
-                for order in candidates.orders(self.request, flow):
-                    for state in candidates.states(self.request, mesh):
+                for state in candidates.states(self.request, mesh):
+                    for order in candidates.orders(self.request, flow, state):
                         size = self._least(flow, order, state)
                         sizes.append((size, len(sizes), (flow, order, state)))
         settings = [setting_of(self.request, *choices) for *_, choices in nsmallest(40, sizes)]
@@ -258,7 +258,7 @@ class _Search:
                 continue
             states = candidates.states(self.request, flow.mesh)
             for state in [s for s in states if s.zero_stage][:1] or states[:1]:
-                for order in candidates.orders(self.request, flow):
+                for order in candidates.orders(self.request, flow, state):
                     size = self._least(flow, order, state)
                     near[flow.mesh].append((size, number, (flow, order, state)))
         missed: list[tuple[int, int, Setting]] = []

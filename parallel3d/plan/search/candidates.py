@@ -87,12 +87,17 @@ def _flows(request: Request, mesh: Mesh) -> Iterator[Flow]:
                     yield flow
 
 
-@lru_cache(maxsize=65536)
-def orders(request: Request, flow: Flow) -> tuple[Order, ...]:
-    """Every schedule that runs the flow, fewest stages first.
+def orders(request: Request, flow: Flow, state: "State | None" = None) -> tuple[Order, ...]:
+    """Every schedule that runs the flow, fewest stages first; with a `state`, if one is given.
 
     A pipeline of one rank has one stage: more would be the same computes in the same order.
     """
+    found = _all_orders(request, flow)
+    return found if state is None else tuple(o for o in found if go_together(o, state))
+
+
+@lru_cache(maxsize=65536)
+def _all_orders(request: Request, flow: Flow) -> tuple[Order, ...]:
     return tuple(_orders(request, flow))
 
 
@@ -113,6 +118,11 @@ def _orders(request: Request, flow: Flow) -> Iterator[Order]:
 def runs(name: str, pp: int, num_microbatches: int, stages_per_rank: int) -> bool:
     """Whether a schedule can be run."""
     return schedules.why_not(name, pp, num_microbatches, stages_per_rank) is None
+
+
+def go_together(order: Order, state: State) -> bool:
+    """Whether a schedule can be run with a ZeRO stage's reductions."""
+    return state.reduces_once or not schedules.splits_backward(order.schedule)
 
 
 @lru_cache(maxsize=1024)

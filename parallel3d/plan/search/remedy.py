@@ -121,6 +121,7 @@ def _is_allowed(
         and flow in candidates.flows(request, flow.mesh)
         and order in candidates.orders(request, flow)
         and state in candidates.states(request, flow.mesh)
+        and candidates.go_together(order, state)
     )
 
 

@@ -72,6 +72,10 @@ class ActionCosts:
     after: list[Parts]
     both: list[float] = field(init=False)
     """[stage classes]: of a forward and a backward together."""
+    alone: list[float] = field(init=False)
+    """[stage classes]: of a forward."""
+    there_and_back: list[float] = field(init=False)
+    """[stage classes]: of a forward and the part of a backward that the stage before waits for."""
     fastest: tuple[float, float] = field(init=False)
     """The shortest forward, and the shortest backward, of any stage."""
     reducing: list[float] = field(init=False)
@@ -83,6 +87,10 @@ class ActionCosts:
 
     def __post_init__(self) -> None:
         self.both = [sum(f) + sum(b) for f, b in zip(self.forward, self.backward, strict=True)]
+        self.alone = [*map(sum, self.forward)]
+        self.there_and_back = [
+            f + (both - f) / 2 for f, both in zip(self.alone, self.both, strict=True)
+        ]
         self.fastest = min(map(sum, self.forward)), min(map(sum, self.backward))
         self.reducing = [*map(sum, self.reduce)]
         self.least_reducing = min(map(sub, self.reducing, self.hideable))

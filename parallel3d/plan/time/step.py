@@ -14,7 +14,7 @@ from parallel3d.plan.time.makespan import End, ends
 from parallel3d.plan.time.operators import Curves
 from parallel3d.schedule.bubble import idle_fraction
 from parallel3d.schedule.schedule import Spans, simulate
-from parallel3d.schedule.schedules import load, make_schedule
+from parallel3d.schedule.schedules import load, make_schedule, splits_backward
 
 TIMES = ("compute", "bubble", "tensor", "pipeline", "data", "offload", "optimizer")
 
@@ -112,7 +112,8 @@ def lower_bound(setting: Setting, hardware: Hardware, curves: Curves | None = No
     Each coordinate must wait for the first microbatch to reach it, then do its work, and after its
     last backward the stages before it do theirs. It also holds no more microbatches at once than
     the schedule lets it, each for a whole way to the last stage and back. And no stage is faster
-    than the fastest, of which the schedule's own closed form knows the bubble.
+    than the fastest, of which the schedule's own closed form knows the bubble. Where backwards are
+    split, nobody waits for the weights' half.
     """
     return _bound(costs_of(setting, hardware, curves or curves_for(hardware)), setting)
 
@@ -121,6 +122,9 @@ def _bound(costs: ActionCosts, setting: Setting) -> float:
     layout, count, both = costs.layout, setting.num_microbatches, costs.both
     sizes = layout.pp, count, setting.stages_per_rank
     sends = costs.sends.before
+    split = splits_backward(setting.schedule)
+    way, around = (costs.there_and_back, costs.alone) if split else (both, both)
+    back = 1 if split else 2
     held = _held(setting.schedule, *sizes) if sends[-1] else ()
     reduced = 0.0
     for outer in layout.outer:
@@ -128,9 +132,9 @@ def _bound(costs: ActionCosts, setting: Setting) -> float:
         if held:
             trips = 0.0
             for stage, inside in zip(outer.home, outer.stages_from, strict=True):
-                trips += sum(map(mul, inside, both)) + 2 * (sends[-1] - sends[stage])
+                trips += sum(map(mul, inside, way)) + 2 * (sends[-1] - sends[stage])
             work = max(work, count * trips / held[outer.coord])
-        work += sum(map(mul, outer.stages_before, both)) + 2 * sends[outer.home[0]]
+        work += sum(map(mul, outer.stages_before, around)) + back * sends[outer.home[0]]
         reduced = max(reduced, work + costs.reducing[outer.coord_class])
     forward, backward = costs.fastest
     if layout.pp > 1 and forward > 0:

@@ -5,11 +5,11 @@ from dataclasses import replace
 from difflib import get_close_matches
 from functools import cache, lru_cache
 from importlib import import_module
+from itertools import product
 from pkgutil import iter_modules
 from typing import Protocol, cast
 
 from parallel3d.errors import ConfigError
-from parallel3d.schedule.action import RUNNABLE
 from parallel3d.schedule.schedule import Op, Schedule, add_communication, validate
 
 
@@ -40,7 +40,6 @@ def names() -> tuple[str, ...]:
     return tuple(sorted(module.name for module in iter_modules(__path__)))
 
 
-_FEW = 4  # microbatches
 _MOST_STAGES = 10_000  # each is listed
 
 
@@ -56,29 +55,25 @@ def load(name: str) -> ScheduleFile:
 
 @lru_cache(maxsize=16384)
 def why_not(name: str, pp_size: int, num_microbatches: int, stages_per_rank: int) -> str | None:
-    """Why the named schedule cannot be run with these sizes, and what to do; None if it can.
-
-    More than `invalid` tells: a valid schedule can have ops that are drawn and simulated alone.
-    """
-    sizes = pp_size, num_microbatches, stages_per_rank
+    """Why the named schedule cannot be run with these sizes, and what to do; None if it can."""
     if pp_size * stages_per_rank > _MOST_STAGES:
         return f"no model has layers for more than {_MOST_STAGES:,} stages; use fewer"
-    if reason := load(name).invalid(*sizes):
-        return reason
-    if not (others := _ops(name, *sizes) - RUNNABLE):
-        return None
-    usable = [n for n in names() if not load(n).invalid(*sizes) and _ops(n, *sizes) <= RUNNABLE]
-    remedy = f"use {' or '.join(usable or ['another schedule'])}"
-    return f"its ops {' and '.join(sorted(others))} can only be drawn and simulated; {remedy}"
+    return load(name).invalid(pp_size, num_microbatches, stages_per_rank)
 
 
-@lru_cache(maxsize=16384)
-def _ops(name: str, pp_size: int, num_microbatches: int, stages_per_rank: int) -> frozenset[Op]:
-    """The ops of a valid schedule's own list; a short one has those of a long one."""
-    file, fewest = load(name), range(min(num_microbatches, _FEW), num_microbatches + 1)
-    few = next(count for count in fewest if not file.invalid(pp_size, count, stages_per_rank))
-    programs = file.schedule(pp_size, few, stages_per_rank).programs
-    return frozenset(action.op for program in programs for action in program)
+@cache
+def splits_backward(name: str) -> bool:
+    """Whether the named schedule makes the weights' gradients apart (I and W instead of B).
+
+    They then add up until the step: gradients cannot be reduced in each backward.
+    """
+    file = load(name)
+    sizes = next(
+        (pp, count, per_rank)
+        for pp, count, per_rank in product((2, 1, 3, 4), range(1, 17), (1, 2, 3, 4))
+        if not file.invalid(pp, count, per_rank)
+    )
+    return any(action.op is Op.W for action in file.schedule(*sizes).actions)
 
 
 def make_schedule(

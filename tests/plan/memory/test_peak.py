@@ -201,7 +201,7 @@ def test_in_flight_is_what_the_schedules_list_has(name, ranks, microbatches):
                     stages = stages_on(name, pp, per_rank_)[coord]
                     for sizes in ((1, 1, 1), (9, 3, 1), (1, 3, 9), (2, 5, 3)):
                         weight = dict(zip(stages, sizes, strict=False))
-                        change = {Op.F: 1, Op.B: -1}
+                        change = {Op.F: 1, Op.B: -1, Op.W: -1}
                         steps = (change.get(a.op, 0) * weight[a.stage] for a in program)
                         predicted = max(
                             sum(n * weight[s] for n, s in zip(counts, stages, strict=True))

@@ -1,0 +1,41 @@
+"""What a config's pipeline section must hold together with the rest."""
+
+from collections.abc import Iterator
+
+from parallel3d.config.deepspeed import ZeroConfig
+from parallel3d.config.settings import MeshConfig, PipelineConfig, reduces_once
+from parallel3d.schedule import schedules
+from parallel3d.section import Problem
+
+
+def check_schedule(
+    mesh: MeshConfig,
+    pipeline: PipelineConfig,
+    train_batch_size: int | None,
+    gradient_accumulation_steps: int | None,
+) -> Iterator[Problem]:
+    """The schedule can be run with these sizes, as far as they are known."""
+    if gradient_accumulation_steps is None and train_batch_size is not None:
+        return  # follows from dp
+    sizes = mesh.pp, gradient_accumulation_steps or 1, pipeline.stages_per_rank
+    if reason := schedules.why_not(pipeline.schedule, *sizes):
+        names = ("pp", "microbatches", "stages_per_rank")
+        given = ", ".join(f"{name}={size}" for name, size in zip(names, sizes, strict=True))
+        rule, _, remedy = reason.partition("; ")
+        remedy = remedy or "use another schedule"
+        rule = f"cannot run with {given}" if rule in given else f"cannot run: {rule}"
+        yield Problem("parallel3d.pipeline.schedule", pipeline.schedule, rule, remedy)
+
+
+def check_reduction(pipeline: PipelineConfig, zero_optimization: ZeroConfig) -> Iterator[Problem]:
+    """A schedule that makes weight gradients apart has them reduced once a step."""
+    chosen = pipeline.gradient_reduction
+    if schedules.splits_backward(pipeline.schedule) and not reduces_once(
+        zero_optimization.stage, chosen
+    ):
+        rule = f"is after each microbatch at ZeRO-{zero_optimization.stage}, but "
+        rule = (
+            f"{rule if chosen == 'auto' else ''}schedule {pipeline.schedule!r} makes weight "
+            "gradients apart, which add up until the step"
+        )
+        yield Problem("parallel3d.pipeline.gradient_reduction", chosen, rule, 'use "per_step"')

@@ -1,0 +1,73 @@
+"""Weight gradients that are made after the backward pass: zero-bubble's W (arXiv:2401.10241).
+
+While they are held back, the backward of a linear layer gives its input's gradient and notes what
+its weight's needs: the input and the gradient of the output, but not the weight. So a stage before
+gets its gradient in half the time, and the product is made when its rank would else be idle.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+_Product = Callable[[], Tensor]
+
+
+class WeightGradients:
+    """Products that are still to be made, each with the parameter whose gradient it adds to."""
+
+    def __init__(self) -> None:
+        self._products: list[tuple[Tensor, _Product]] = []
+
+    def add(self, parameter: Tensor, product: _Product) -> None:
+        """Note a product; it holds on to what it is made of."""
+        self._products.append((parameter, product))
+
+    @torch.no_grad()
+    def make(self) -> None:
+        """Make all of them, in the order of the backward pass, letting go of each."""
+        self._products.reverse()
+        while self._products:
+            parameter, product = self._products.pop()
+            _accumulate(parameter, product())
+
+
+# Autograd runs backwards of a device in a thread of its own, so this is no thread's.
+_collecting: WeightGradients | None = None
+
+
+@contextmanager
+def held_back() -> Iterator[WeightGradients]:
+    """Within it, backwards hold the weight gradients of linear layers back, and collect them."""
+    global _collecting
+    assert _collecting is None
+    _collecting = WeightGradients()
+    try:
+        yield _collecting
+    finally:
+        _collecting = None
+
+
+def now_or_later(parameter: Tensor, product: _Product) -> Tensor | None:
+    """The gradient that `product` makes; None, and made later, where gradients are held back."""
+    if _collecting is None:
+        return product()
+    _collecting.add(parameter, product)
+    return None
+
+
+def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
+    """Add to `parameter.grad`, as autograd would: in the type that the parameter asks for."""
+    if parameter.grad is not None:
+        parameter.grad.add_(gradient)
+        return
+    gradient = gradient.to(parameter.grad_dtype or gradient.dtype)
+    if parameter.shape == gradient.shape:
+        parameter.grad = gradient
+        return
+    # ZeRO-3 has released the parameter, and torch wants a gradient to have its shape.
+    released = parameter.data
+    parameter.data = gradient.new_empty(1, dtype=released.dtype).expand(gradient.shape)
+    parameter.grad = gradient
+    parameter.data = released

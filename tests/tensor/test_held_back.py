@@ -1,0 +1,99 @@
+"""Weight gradients that are made after the backward pass are those that it would have made."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from parallel3d.mesh.mesh import Mesh
+from parallel3d.tensor.held_back import held_back
+from parallel3d.tensor.linear import (
+    ColumnParallelLinear,
+    GroupedColumnLinear,
+    RowParallelLinear,
+    linear,
+)
+from parallel3d.verify.local_ranks import run_locally
+
+pytestmark = pytest.mark.gloo
+
+SIZE = 8
+
+
+class Block(nn.Module):
+    """One of each linear layer, with a weight that is no linear layer's."""
+
+    def __init__(self, group, sequence_parallel):
+        super().__init__()
+        split = {"sequence_parallel": sequence_parallel}
+        self.scale = nn.Parameter(torch.ones(SIZE))
+        self.up = ColumnParallelLinear(SIZE, 2 * SIZE, group, **split)
+        self.down = RowParallelLinear(2 * SIZE, SIZE, group, **split)
+        self.heads = GroupedColumnLinear(SIZE, {"q": 2, "k": 1}, 4, group, bias=True, **split)
+
+    def forward(self, x):
+        """x [batch, seq, size] or its part of the sequence -> [batch, seq, features]."""
+        x = self.down(torch.tanh(self.up(x * self.scale)))
+        return torch.cat([y.flatten(-2) for y in self.heads(x)], dim=-1)
+
+
+def gradients(rank, size, sequence_parallel, recompute, dtype):
+    """Gradients after two microbatches: made in the backward, and held back; the input's, too."""
+    group = Mesh(1, 1, size).group("tp")
+    torch.manual_seed(rank)
+    block = Block(group, sequence_parallel).to(dtype)
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+        parameter.grad_dtype = torch.float32
+    xs = [torch.randn(2, 4, SIZE, dtype=dtype) for _ in range(2)]
+    found = []
+    for apart in (False, True):
+        block.zero_grad(set_to_none=True)
+        inputs, waiting, early = [], [], []
+        for x in xs:
+            x = x.clone().requires_grad_()
+            y = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
+            with held_back() as products:
+                if apart:
+                    y.float().square().sum().backward()
+            if not apart:
+                y.float().square().sum().backward()
+            early.append({n for n, p in block.named_parameters() if p.grad is None})
+            inputs.append(x.grad)
+            waiting.append(products)
+        for products in waiting:
+            products.make()
+        found.append((inputs, {n: p.grad for n, p in block.named_parameters()}, early))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("size", "sequence_parallel", "recompute", "dtype"),
+    [(1, False, False, torch.float32), (2, True, True, torch.bfloat16)],
+    ids=str,
+)
+def test_to_the_bit(size, sequence_parallel, recompute, dtype):
+    ranks = run_locally(gradients, size, size, sequence_parallel, recompute, dtype)
+    for (inputs, at_once, _), (their_inputs, later, early) in ranks:
+        assert all(torch.equal(a, b) for a, b in zip(inputs, their_inputs, strict=True))
+        assert at_once.keys() == later.keys()
+        for name, gradient in at_once.items():
+            assert gradient.dtype == later[name].dtype == torch.float32
+            assert torch.equal(gradient, later[name]), name
+        # Before they are made the linear layers' weights have none, and all others do.
+        weights = {name for name in at_once if name.endswith("weight")}
+        assert early == [weights, weights]
+
+
+def test_a_released_parameter_takes_its_whole_gradient():
+    """As ZeRO-3 leaves it between a stage's last input gradient and its weights' gradients."""
+    layer = nn.Parameter(torch.randn(3, SIZE))
+    x = torch.randn(5, SIZE, requires_grad=True)
+    whole = layer.data
+    with held_back() as products:
+        linear(x, layer).sum().backward()
+    layer.data = torch.empty(0)
+    products.make()
+    assert layer.shape == (0,)
+    assert torch.allclose(layer.grad, torch.ones(5, 3).t() @ x.detach())
+    layer.data = whole
