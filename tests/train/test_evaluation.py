@@ -1,5 +1,9 @@
-"""What a run says where nothing is held out: of validation sets alone, or nothing."""
+"""What a run says of sets beside the held-out text, of a mixture's parts, or of none at all."""
 
+import json
+from itertools import combinations
+
+import numpy as np
 import pytest
 
 from parallel3d.config import RunConfig
@@ -42,3 +46,55 @@ def test_nothing_to_evaluate(raw):  # noqa: F811
     assert ended == DONE
     assert [list(line) for line in seen.lines] == [KEYS, KEYS]
     assert seen.result.validation == {}
+
+
+@pytest.fixture(scope="module")
+def mixed(raw, tmp_path_factory):  # noqa: F811
+    """A mixture of the texts, 1 : 3, with rows of quite other words."""
+    root, rng = tmp_path_factory.mktemp("mixed"), np.random.default_rng(1)
+    lines = [json.dumps({"text": " ".join(rng.choice([*"xyz0123"], 90))}) for _ in range(60)]
+    (root / "rows.jsonl").write_text("\n".join(lines))
+    rows = {"source": "jsonl", "paths": [f"{root}/rows.jsonl"], "weight": 3}
+    texts = {"source": "text", "paths": raw["parallel3d"]["data"]["paths"]}
+    changes = {"source": "mixture", "paths": [], "mixture": [texts, rows], "validation": {}}
+    config = with_data(raw, held_out_fraction=0.2, **changes)
+    prepare(RunConfig.from_dict(config).data)
+    return config
+
+
+def last_line(config, pp, dp):
+    """The last line of metrics.jsonl, and the run's folder."""
+    settings = {"steps": 1, "evaluate_samples": 21, "evaluate_every": 0}
+    config = on_mesh(config, pp, dp, 1, micro_batch=4 // dp, **settings)
+    ranks = run_locally(run_on_rank, pp * dp, config)
+    assert [ended for ended, _ in ranks] == [DONE] * (pp * dp)
+    return ranks[0][1].lines[-1], ranks[0][1].directory
+
+
+@pytest.fixture(scope="module")
+def alone(mixed):
+    return last_line(mixed, 1, 1)
+
+
+def test_each_part_of_a_mixture_is_evaluated_by_itself(mixed, alone):
+    """By plain transformers, on the text of the part and with the weights of the run."""
+    line, directory = alone
+    assert list(line["validation"]) == ["held_out", "mixture.0", "mixture.1"]
+    assert line["held_out_loss"] == line["validation"]["held_out"]["loss"]
+    for number, part in enumerate(prepare(RunConfig.from_dict(mixed).data).parts):
+        found = line["validation"][f"mixture.{number}"]
+        mean, error = held_out_loss(directory, part, samples=21, length=LENGTH)
+        assert found["loss"] == pytest.approx(mean, rel=1e-5), number
+        assert found["standard_error"] == pytest.approx(error, rel=1e-4), number
+        assert found["tokens"] == 21 * LENGTH
+
+
+@pytest.mark.parametrize(("pp", "dp"), [(1, 2), (2, 1)])
+def test_the_parts_of_a_mixture_are_the_same_on_two_ranks(mixed, alone, pp, dp):
+    line, _ = last_line(mixed, pp, dp)
+    expected = alone[0]["validation"]
+    assert list(line["validation"]) == list(expected)
+    losses = [found["loss"] for found in expected.values()]
+    assert min(abs(a - b) for a, b in combinations(losses, 2)) > 1e-3, "they are told apart"
+    for name, found in line["validation"].items():
+        assert found == pytest.approx(expected[name], rel=1e-5), name
