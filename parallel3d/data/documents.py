@@ -26,7 +26,7 @@ ENTRY = np.dtype(
 )
 ROWS_PER_CHUNK = 2**14
 # Part of an index's name: raise it when what is found in the same file changes.
-INDEX_FORMAT = 3
+INDEX_FORMAT = 4
 # A file that changed so lately may change again within its clock's tick, unseen.
 SECONDS_UNTIL_SETTLED = 2.0
 DAYS_KEPT = 30

@@ -1,13 +1,14 @@
 """The text in a line of JSON, and what is said of one that has none."""
 
 import json
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from parallel3d.data.pieces import Unusable, check_utf8
 
 NOT_JSON, NO_FIELD, NOT_TEXT = "not JSON", "no such field", "not a string"
-SURROGATE = "half of a surrogate pair"
+SURROGATE, REPEATED = "half of a surrogate pair", "repeated key"
 
 
 def text_of(line: bytes, place: str, field: str) -> bytes:
@@ -19,16 +20,19 @@ def text_of(line: bytes, place: str, field: str) -> bytes:
         return b""
     characters = check_utf8(line, place)
     try:
-        value = json.loads(characters.rstrip(" \t\r\n"))
+        value = DECODER.decode(characters.rstrip(" \t\r\n"))
     except (ValueError, RecursionError) as error:
         reason = getattr(error, "msg", None) or "nested too deeply"
         column = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
         raise not_json(f"{place} is not JSON: {reason}{column}", field) from None
     if not isinstance(value, dict):
         raise not_json(f"{place} is {json_type(value)}, not an object", field)
-    text = _find(value, field)
-    if text is _NONE:
+    found = list(_places(value, field, repeated(place, field)))
+    if not found:
         raise no_field(place, field, value)
+    if len(found) > 1:
+        raise repeated(place, field)
+    text = found[0]
     if not isinstance(text, str):
         raise not_text(place, field, json_type(text))
     try:
@@ -38,20 +42,48 @@ def text_of(line: bytes, place: str, field: str) -> bytes:
         raise surrogate(place, field, half) from None
 
 
-_NONE = object()
+class _Repeating(dict[str, Any]):
+    """An object in which the keys `repeated` come more than once."""
+
+    repeated: set[str]
 
 
-def _find(value: dict[str, Any], field: str) -> Any:
-    if field in value or "." not in field:
-        return value.get(field, _NONE)
-    keys = field.split(".")
-    for count in range(1, len(keys)):
-        inner = value.get(".".join(keys[:count]))
-        if isinstance(inner, dict):
-            found = _find(inner, ".".join(keys[count:]))
-            if found is not _NONE:
-                return found
-    return _NONE
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) == len(pairs):
+        return found
+    repeating = _Repeating(found)
+    repeating.repeated = {
+        key for key, count in Counter(key for key, _ in pairs).items() if count > 1
+    }
+    return repeating
+
+
+DECODER = json.JSONDecoder(object_pairs_hook=_object)
+
+
+def leads_to(key: str, field: str) -> bool:
+    """Say whether a key is a field, or of an object that may have it: "meta" of "meta.text"."""
+    return key == field or field.startswith(f"{key}.")
+
+
+def _places(value: dict[str, Any], field: str, twice: Unusable) -> Iterator[Any]:
+    """Give what stands where the field may be, in the order of the line.
+
+    In an object, what comes after a field of just that name does not count. `long_json` decides
+    the same without knowing what comes later. Raises `twice` where a key on the way is repeated.
+    """
+    if isinstance(value, _Repeating) and any(leads_to(key, field) for key in value.repeated):
+        raise twice
+    if "." not in field:
+        yield from [value[field]] if field in value else []
+        return
+    for key, inner in value.items():
+        if key == field:
+            yield inner
+            return
+        if isinstance(inner, dict) and leads_to(key, field):
+            yield from _places(inner, field[len(key) + 1 :], twice)
 
 
 def not_json(what: str, field: str) -> Unusable:
@@ -71,6 +103,15 @@ def not_text(place: str, field: str, kind: str) -> Unusable:
         reason,
         f'{place}: field "{field}" is {kind}, not a string; mend or remove the line, or set'
         " text_field to the field that holds the text",
+    )
+
+
+def repeated(place: str, field: str) -> Unusable:
+    """Give the error for a field of which there is more than one."""
+    return Unusable(
+        REPEATED,
+        f'{place}: field "{field}", or an object that it may be in, comes twice; leave one of them'
+        " in the line, or remove it",
     )
 
 

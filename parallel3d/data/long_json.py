@@ -5,7 +5,14 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 
-from parallel3d.data.json_line import no_field, not_json, not_text, surrogate
+from parallel3d.data.json_line import (
+    leads_to,
+    no_field,
+    not_json,
+    not_text,
+    repeated,
+    surrogate,
+)
 from parallel3d.data.pieces import NOT_UTF8, Unusable
 
 # What a string may hold, whole escapes and whole surrogate pairs alone, without backtracking.
@@ -52,6 +59,7 @@ class LongObject:
 
     def _object(self, field: str | None, outermost: bool = False) -> Iterator[bytes]:
         """Read an object, and give the text of the field in it."""
+        seen: set[str] = set()  # of the keys that may lead to the field
         self._at += 1
         if self._look() == b"}":
             self._at += 1
@@ -64,17 +72,20 @@ class LongObject:
                 self._names.append(key)
             self._expect(b":", "Expecting ':' delimiter")
             kind = self._look()
+            leads = field is not None and leads_to(key, field)
+            if leads and (key in seen or (key == field and self._found)):
+                raise repeated(self._place, self._field)
             if field is not None and key == field:
                 if kind != b'"':
                     raise not_text(self._place, self._field, TYPES.get(kind, "a number"))
-                if self._found:
-                    raise self._wrong(f'the field "{self._field}" comes twice')
                 self._found = True
                 yield from self._string()
-            elif field and kind == b"{" and not self._found and field.startswith(f"{key}."):
+            elif field is not None and leads and kind == b"{" and field not in seen:
                 yield from self._object(field[len(key) + 1 :])
             else:
                 self._skip(kind)
+            if leads:
+                seen.add(key)
             if self._expect(b",}", "Expecting ',' delimiter") == b"}":
                 return
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
+from parallel3d.data.json_line import text_of
 from parallel3d.data.long_json import LongObject
 from parallel3d.data.pieces import Unusable
 from parallel3d.errors import DataError
@@ -115,6 +116,57 @@ def test_half_of_a_surrogate_pair_matters_in_the_text_alone(tmp_path, small, nam
     with pytest.raises(DataError, match=message) as caught:
         found("jsonl", [tmp_path / "a.jsonl"])
     assert str(caught.value).encode()
+
+
+TWICE = {
+    "a field": ("text", '{"text": "a", "text": "b"}'),
+    "an object": ("meta.text", '{"meta": {"text": "a"}, "meta": {"text": "b"}}'),
+    "an object, then a number": ("meta.text", '{"meta": {"text": "a"}, "meta": 3}'),
+    "within one": ("meta.text", '{"meta": {"text": "a", "text": "b"}}'),
+    "a path, then a name": ("meta.text", '{"meta": {"text": "a"}, "meta.text": "b"}'),
+    "two paths": ("a.b.c", '{"a": {"b.c": "a"}, "a.b": {"c": "b"}}'),
+}
+
+
+@pytest.mark.parametrize("long", [False, True])
+@pytest.mark.parametrize("name", TWICE)
+def test_a_key_that_comes_twice_on_the_way_to_the_text_is_refused(tmp_path, small, name, long):
+    field, line = TWICE[name]
+    line = f'{line[:-1]}, "z": "{LONG}"}}' if long else line
+    (tmp_path / "a.jsonl").write_text(line + "\n", encoding="utf-8")
+    message = (
+        rf'a\.jsonl, line 1: field "{field}", or an object that it may be in, comes twice; leave'
+    )
+    with pytest.raises(DataError, match=message):
+        found("jsonl", [tmp_path / "a.jsonl"], text_field=field)
+
+
+def test_other_keys_may_come_twice(tmp_path, small):
+    line = '{"id": 1, "id": 2, "meta": {"id": 1, "id": 2, "text": "a"}%s}'
+    lines = [line % "", line % f', "z": "{LONG}"']
+    (tmp_path / "a.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    assert texts_of(found("jsonl", [tmp_path / "a.jsonl"], text_field="meta.text")) == ["a", "a"]
+
+
+def objects(inner):
+    """Objects as JSON text, in which keys come twice, too."""
+    keys = st.sampled_from(["a", "b", "a.b", "b.c", "a.b.c", "c"])
+    pairs = st.lists(st.tuples(keys, inner), max_size=3)
+    return pairs.map(lambda all_of: "{" + ", ".join(f'"{k}": {v}' for k, v in all_of) + "}")
+
+
+@settings(max_examples=300)
+@given(objects(st.recursive(st.sampled_from(['"x"', '"y"', "1"]), objects, max_leaves=8)))
+def test_long_lines_are_judged_as_short_ones(line):
+    def outcome(read):
+        try:
+            return read()
+        except Unusable:
+            return "refused"
+
+    short = outcome(lambda: text_of(line.encode(), "line 1", "a.b.c"))
+    blocks = [line[i : i + 5].encode() for i in range(0, len(line), 5)]
+    assert outcome(lambda: b"".join(LongObject(blocks, "line 1", "a.b.c").text())) == short
 
 
 JSON = st.recursive(
