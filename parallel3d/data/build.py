@@ -23,6 +23,7 @@ from parallel3d.data.sources import Progress
 from parallel3d.data.statistics import save_held_out
 from parallel3d.data.tokenizer import (
     directory_digest,
+    is_backend_enough,
     load_tokenizer,
     lost_share,
     num_tokens,
@@ -81,7 +82,17 @@ def build(
         prune(work.parent, DAYS_KEPT)
     tokenizer = _make_tokenizer(work / "tokenizer", recipe, progress)
     end_of_text = tokenizer.eos_token_id
-    plan = Plan(work, documents, held_out, bounds, num_tokens(tokenizer), end_of_text)
+    plan = Plan(
+        work=work,
+        documents=documents,
+        held_out=held_out,
+        bounds=bounds,
+        vocab_size=num_tokens(tokenizer),
+        end_of_text=end_of_text,
+        # Of one process nothing is gained: transformers is there already.
+        backend_only=num_workers(workers, len(bounds) - 1) > 1
+        and is_backend_enough(tokenizer, work / "tokenizer"),
+    )
     plan.save()
     lost = lost_share(tokenizer, _excerpts(documents))
     if lost > LOST:

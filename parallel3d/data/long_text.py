@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from parallel3d.data.tokenizer import encode
+from parallel3d.data.tokenizer import Backend, encode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,7 +36,7 @@ AT_ONCE = 4
 class LongText:
     """Encodes long texts with a tokenizer; `num_uncertain` pieces may not end as in the whole."""
 
-    tokenizer: "PreTrainedTokenizerBase"
+    tokenizer: "PreTrainedTokenizerBase | Backend"
     num_uncertain: int = 0
 
     def __post_init__(self) -> None:
@@ -125,14 +125,7 @@ class LongText:
         return self._continued
 
 
-@dataclass(frozen=True)
-class Continued:
-    """A tokenizer that adds nothing before a text, as `tokenizer.encode` takes one."""
-
-    backend_tokenizer: Any
-
-
-def continued(tokenizer: "PreTrainedTokenizerBase") -> Any:
+def continued(tokenizer: "PreTrainedTokenizerBase | Backend") -> Any:
     """Give the tokenizer for the middle of a text: without the space that some put before it."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -140,7 +133,7 @@ def continued(tokenizer: "PreTrainedTokenizerBase") -> Any:
     changed = type(backend).from_str(json.dumps(_without_prefix(json.loads(backend.to_str()))))
     # Scores that went through text may differ in their last bit, and so decide ties otherwise.
     changed.model = backend.model
-    return Continued(changed)
+    return Backend(changed)
 
 
 def _without_prefix(part: Any) -> Any:

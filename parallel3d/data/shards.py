@@ -15,8 +15,11 @@ there: the folder's name is that of the corpus, so no other setting finds it.
 """
 
 import json
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,21 +30,24 @@ from parallel3d.data.corpus import check_ids
 from parallel3d.data.documents import Documents
 from parallel3d.data.long_text import LongText
 from parallel3d.data.sources import Files
-from parallel3d.data.tokenizer import encode, load_tokenizer
+from parallel3d.data.tokenizer import Backend, encode, load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# A few seconds of one core's work: what is lost at most when a preparation is killed.
-SHARD_BYTES = 16 * 2**20
-BATCH_BYTES = 2**20
+# A few seconds of one core's work: what is lost at most when a preparation is killed. Of a small
+# corpus an eighth, but no crumbs: workers have something to share.
+SHARD_BYTES, SMALL_SHARD_BYTES = 16 * 2**20, 3 * 2**20
+PARTS = 8
+BATCH_BYTES = 2**19
 
 
 @dataclass(frozen=True)
 class Plan:
     """What there is to do: documents, which of them are held out, and where shards begin.
 
-    `bounds` are the first documents of the shards, and the number of documents.
+    `bounds` are the first documents of the shards, and the number of documents. `backend_only`:
+    the tokenizer is encoded with as well without transformers, which take seconds to import.
     """
 
     work: Path
@@ -50,6 +56,7 @@ class Plan:
     bounds: list[int]
     vocab_size: int
     end_of_text: int
+    backend_only: bool = False
 
     def save(self) -> None:
         """Write the plan where a worker finds it."""
@@ -60,6 +67,7 @@ class Plan:
             "bounds": self.bounds,
             "vocab_size": self.vocab_size,
             "end_of_text": self.end_of_text,
+            "backend_only": self.backend_only,
         }
         (self.work / "plan.json").write_text(json.dumps(settings))
 
@@ -84,9 +92,10 @@ class Plan:
         """Number of shards."""
         return len(self.bounds) - 1
 
-    def tokenizer(self) -> "PreTrainedTokenizerBase":
-        """Load the tokenizer."""
-        return load_tokenizer(self.work / "tokenizer")
+    def tokenizer(self) -> "PreTrainedTokenizerBase | Backend":
+        """Load the tokenizer, as `encode` takes it."""
+        directory = self.work / "tokenizer"
+        return Backend.load(directory) if self.backend_only else load_tokenizer(directory)
 
     def shard(self, number: int) -> Path:
         """Give the folder of a shard."""
@@ -109,21 +118,24 @@ class Plan:
 
 
 def cut(num_bytes: np.ndarray) -> list[int]:
-    """Give the bounds of shards of SHARD_BYTES each, or of the one document that is larger."""
+    """Give the bounds of shards of equal size, or of the one document that is larger.
+
+    The size follows from the text alone: a preparation that was killed is gone on with by any
+    number of workers.
+    """
     ends = np.cumsum(num_bytes)
+    size = min(max(int(ends[-1]) // PARTS, SMALL_SHARD_BYTES), SHARD_BYTES)
     bounds = [0]
     while bounds[-1] < len(ends):
         before = ends[bounds[-1] - 1] if bounds[-1] else 0
-        bounds.append(
-            max(bounds[-1] + 1, int(np.searchsorted(ends, before + SHARD_BYTES, side="right")))
-        )
+        bounds.append(max(bounds[-1] + 1, int(np.searchsorted(ends, before + size, side="right"))))
     return bounds
 
 
 def make_shard(
     plan: Plan,
     number: int,
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: "PreTrainedTokenizerBase | Backend",
     on_documents: Callable[[int], None],
 ) -> None:
     """Tokenise one shard and publish it; `on_documents` hears how many documents are done more.
@@ -142,7 +154,7 @@ def _fill(
     folder: Path,
     plan: Plan,
     number: int,
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: "PreTrainedTokenizerBase | Backend",
     on_documents: Callable[[int], None],
 ) -> None:
     first, last = plan.bounds[number : number + 2]
@@ -156,16 +168,18 @@ def _fill(
                 np.array([*ids, plan.end_of_text] if is_last else ids, dtype=np.int64)
                 for ids, is_last in batch
             ]
-            together = np.concatenate(tokens)
+            together, before = np.concatenate(tokens), len(lengths)
             if together.max(initial=0) >= plan.vocab_size:
                 # Names are looked up only where one is needed.
-                for index, ids in enumerate(tokens, start=first + len(lengths)):
+                for index, ids in enumerate(tokens, start=first + before):
                     check_ids(ids, plan.vocab_size, plan.documents.name(index))
             counts += np.bincount(together, minlength=plan.vocab_size)
-            before = len(lengths)
+            whole = plan.held_out[first + before : first + before + len(batch)]
+            apart = np.repeat(whole, [len(ids) for ids in tokens])
+            stored = together.astype(plan.dtype)
+            stored[~apart].tofile(train)
+            stored[apart].tofile(held_out)
             for ids, (_, is_last) in zip(tokens, batch, strict=True):
-                apart = plan.held_out[first + len(lengths)]
-                ids.astype(plan.dtype).tofile(held_out if apart else train)
                 length += len(ids)
                 if is_last:
                     lengths.append(length)
@@ -182,26 +196,40 @@ def _encoded(
     """Give the ids of documents first .. last - 1, about BATCH_BYTES of text at a time.
 
     Those of a long document come in pieces; with each, whether it is the document's last one.
+    One batch is encoded in a thread while the next one is read and the one before is written.
     """
+    pieces = documents.pieces(np.arange(first, last))
+    with ThreadPoolExecutor(1) as thread:
+        ahead: deque[Future[list[list[int]]]] = deque()
+        for texts, start in chain(_batches(pieces), [([], "")]):
+            if texts:
+                ahead.append(thread.submit(encode, long.tokenizer, texts))
+            # A tokenizer cannot be used by two threads: before a long text, as at the end, the
+            # thread is done.
+            while len(ahead) > (1 if texts and not start else 0):
+                yield [(ids, True) for ids in ahead.popleft().result()]
+            if start:
+                found = None
+                for ids in long.ids(_rest(start, pieces)):
+                    if found is not None:
+                        yield [(found, False)]
+                    found = ids
+                yield [(found or [], True)]
+
+
+def _batches(pieces: Iterator[tuple[str, bool]]) -> Iterator[tuple[list[str], str]]:
+    """Give documents together, and the first piece of a long one if that is what comes next."""
     texts: list[str] = []
     size = 0
-    pieces = documents.pieces(np.arange(first, last))
     for text, is_last in pieces:
         if is_last:
             texts.append(text)
             size += len(text)
-        if texts and (size >= BATCH_BYTES or not is_last):
-            yield [(ids, True) for ids in encode(long.tokenizer, texts)]
+        if size >= BATCH_BYTES or not is_last:
+            yield texts, "" if is_last else text
             texts, size = [], 0
-        if not is_last:
-            found = None
-            for ids in long.ids(_rest(text, pieces)):
-                if found is not None:
-                    yield [(found, False)]
-                found = ids
-            yield [(found or [], True)]
     if texts:
-        yield [(ids, True) for ids in encode(long.tokenizer, texts)]
+        yield texts, ""
 
 
 def _rest(text: str, pieces: Iterator[tuple[str, bool]]) -> Iterator[str]:

@@ -12,9 +12,9 @@ import pytest
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from parallel3d.data import build, long_text
-from parallel3d.data.long_text import Continued, LongText
+from parallel3d.data.long_text import LongText
 from parallel3d.data.prepare import prepare
-from parallel3d.data.tokenizer import encode
+from parallel3d.data.tokenizer import Backend, encode
 from tests.data.documents import Settings, found
 
 pytestmark = pytest.mark.gloo
@@ -102,7 +102,7 @@ KINDS = {
 
 @cache
 def tokenizer(kind):
-    return Continued(KINDS[kind]())
+    return Backend(KINDS[kind]())
 
 
 def texts(size):

@@ -2,20 +2,24 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from threading import Event
 
 import numpy as np
 import psutil
 import pytest
 
 from parallel3d.data import pool, shards
+from parallel3d.data.documents import Documents
 from parallel3d.data.prepare import prepare
 from parallel3d.data.shards import cut
+from parallel3d.data.tokenizer import is_backend_enough, load_tokenizer
 from parallel3d.errors import DataError
 from tests.data.documents import Settings, contents
 
@@ -56,10 +60,54 @@ def test_workers_and_shards_do_not_show(rows, workers, tmp_path, monkeypatch):
 
 def test_shards_are_cut_by_size_and_hold_every_document():
     assert cut(np.array([SHARD_BYTES] * 3)) == [0, 3]
-    size = shards.SHARD_BYTES
-    assert cut(np.array([size, 1, size - 1, 1])) == [0, 1, 3, 4]
-    assert cut(np.array([1, 5 * size, 1])) == [0, 1, 2, 3]
-    assert cut(np.array([size + 1])) == [0, 1]
+    size, rest = shards.SHARD_BYTES, [shards.SHARD_BYTES] * 8
+    assert cut(np.array([size, 1, size - 1, 1, *rest])) == [0, 1, 3, *range(4, 13)]
+    assert cut(np.array([1, 5 * size, 1, *rest])) == [0, 1, 2, *range(3, 12)]
+    assert cut(np.array([size + 1, *rest])) == [0, *range(1, 10)]
+    # Workers have something to share of a small corpus, too, but no crumbs.
+    assert cut(np.array([2**19] * 24)) == [*range(0, 30, 6)]
+    assert cut(np.array([2**19] * 8)) == [0, 6, 8]
+
+
+def test_a_batch_is_read_while_the_one_before_is_encoded(rows, monkeypatch):
+    read, begun, encode, original = Event(), [], shards.encode, Documents.pieces
+
+    def pieces(self, indices):
+        for piece in original(self, indices):
+            if begun:
+                read.set()
+            yield piece
+
+    def encode_late(tokenizer, texts):
+        begun.append(texts)
+        assert read.wait(20), "nothing is read meanwhile"
+        return encode(tokenizer, texts)
+
+    monkeypatch.setattr(shards, "SHARD_BYTES", 10**9)
+    monkeypatch.setattr(shards, "BATCH_BYTES", 3000)
+    monkeypatch.setattr(shards, "encode", encode_late)
+    monkeypatch.setattr(Documents, "pieces", pieces)
+    prepare(rows)
+    assert len(begun) > 5
+
+
+def test_a_worker_needs_no_transformers_where_they_change_nothing(rows, tmp_path, monkeypatch):
+    """They take seconds to import. Where they would change a tokenizer, workers have them."""
+    tokenizer = prepare(rows).tokenizer_directory
+    assert is_backend_enough(load_tokenizer(tokenizer), tokenizer)
+    changed = tmp_path / "changed"
+    shutil.copytree(tokenizer, changed)
+    path = changed / "tokenizer.json"
+    settings = json.loads(path.read_text())
+    settings["pre_tokenizer"]["add_prefix_space"] = True
+    path.write_text(json.dumps(settings))
+    assert not is_backend_enough(load_tokenizer(tokenizer), changed)
+    path.unlink()
+    assert not is_backend_enough(load_tokenizer(tokenizer), changed)
+    imported = "import sys, parallel3d.data.worker; from parallel3d.data.tokenizer import Backend\n"
+    imported += f"Backend.load(__import__('pathlib').Path({str(tokenizer)!r}))\n"
+    imported += "print({'torch', 'transformers', 'pydantic'} & set(sys.modules))"
+    assert subprocess.check_output([sys.executable, "-c", imported], text=True) == "set()\n"
 
 
 PREPARE = """
