@@ -86,8 +86,10 @@ class RunState:
                     f"{path}: {what} was {there} and is {here}: the run would lose its place in "
                     f"the data; set it back to {there}, or start a new run with another run.name"
                 )
-        # First: a tokenizer trained on another training part differs for that reason.
-        if state.get("split", 1) != SPLIT_FORMAT:
+        # First: a tokenizer trained on another training part differs for that reason. A corpus has
+        # its name from what is held out of it, too: under the same name both rules agree.
+        same_corpus = state["corpus"] == self._fixed["corpus"]
+        if state.get("split", 1) != SPLIT_FORMAT and not same_corpus:
             raise CheckpointError(
                 f"{path} is of a parallel3d that held out other documents (split "
                 f"{state.get('split', 1)}, now {SPLIT_FORMAT}): it was trained on text that would "
@@ -99,7 +101,7 @@ class RunState:
                 f"{path} was trained on another tokenizer: its tokens have other meanings; set "
                 "data.tokenizer back, or start a new run with another run.name"
             )
-        if state["corpus"] != self._fixed["corpus"]:
+        if not same_corpus:
             say(
                 "the corpus has changed since the checkpoint: sample "
                 f"{state['next_sample']:,} is not where it was, some text may come twice or not, "

@@ -150,8 +150,8 @@ class DataConfig(Section):
     stops at a document's end."""
     held_out_fraction: Annotated[float, Field(ge=0, lt=0.5)] | Literal["auto"] = "auto"
     """Share of the text, by size, that is kept for evaluation, as whole documents of all sizes; 0:
-    none. "auto" is 5 %, or as much as 64 documents are (of fewer than 1,280; 10 % at most), and
-    128 MiB at most (of 2.5 GiB and more)."""
+    none. "auto" is 5 %, or as much as 64 documents are (of fewer than 1,280; 10 % at most, or 20 %
+    up to 256 KiB), and 128 MiB at most (of 2.5 GiB and more)."""
     held_out_seed: int = Field(default=0, ge=0, lt=2**63)
     """Another number holds out other documents, as a check that it does not matter which."""
     validation: Mapping[str, ValidationConfig] = {}

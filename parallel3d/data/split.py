@@ -14,11 +14,14 @@ from parallel3d.data.order import mix
 from parallel3d.errors import DataError
 
 # Of what a checkpoint was trained on: raise it when the same corpus is split in another way.
-SPLIT_FORMAT = 2
+SPLIT_FORMAT = 3
 Fraction = float | Literal["auto"]
 # What fraction "auto" is: a share of the text, of few documents more, of very large corpora less.
 AUTO_SHARE = 0.05
 AUTO_DOCUMENTS, AUTO_MOST = 64, 0.1
+# Of little text twice as much: up to 64 samples of 1,024 tokens, at 4 bytes each. Not of the run's
+# own length: with that, what is held out would change, and losses could not be compared.
+AUTO_SAMPLES, AUTO_MOST_OF_LITTLE = 64 * 1024 * 4, 0.2
 AUTO_BYTES = 2**27
 # A larger part of what is held out than this would decide the loss by itself.
 LARGEST_PART = 1 / 8
@@ -38,15 +41,18 @@ def split_documents(
     not all. A document that is, with its copies, larger than an eighth of that, and than four
     medians, trains. Of the others a share of at most 2 `fraction`, or (1 + `fraction`) / 2, is held
     out: where nearly all text is in large documents that is fewer bytes than `fraction`.
-    What is held out of one part is held out of all: copies of a document fall on one side. "auto"
-    is 5 %, or as much more (up to 10 %) as 64 documents are, and 128 MiB at most; 0 holds out none.
+    What is held out of one part is held out of all: copies of a document fall on one side. So one
+    that is too large, with its copies, in any part, trains in all (unless a part has no others).
+    "auto" is 5 %, or as much more as 64 documents are, up to 10 % or, if that is less than 256 KiB,
+    up to 20 %, and 128 MiB at most; 0 holds out none.
     Raises DataError if a part has fewer than two distinct contents, or nothing left to train on.
     """
     if fraction == 0:
         return [np.zeros(len(table), dtype=bool) for table in tables]
     ranks = _ranks(np.concatenate([table["digest"] for table in tables]), seed)
     parts = np.split(ranks, np.cumsum([len(table) for table in tables])[:-1])
-    apart = np.zeros(ranks.max() + 1, dtype=bool)
+    apart, large = np.zeros((2, ranks.max() + 1), dtype=bool)
+    found = []
     for number, (part, table) in enumerate(zip(parts, tables, strict=True)):
         contents, first, copies = np.unique(part, return_index=True, return_counts=True)
         if len(contents) < 2:
@@ -56,7 +62,16 @@ def split_documents(
                 " documents with different text (for example, cut one file in two), or set"
                 " data.held_out_fraction to 0"
             )
-        apart[contents[_chosen(table["num_bytes"][first], copies, fraction)]] = True
+        sizes = table["num_bytes"][first]
+        # All copies fall on one side; a page in many documents may be much of the text.
+        wanted = _wanted(sizes * copies, fraction)
+        eligible = _eligible(sizes * copies, wanted)
+        large[contents[~eligible]] = True
+        found.append((contents, sizes, copies, wanted, eligible))
+    for contents, sizes, copies, wanted, eligible in found:
+        everywhere = eligible & ~large[contents]
+        candidates = np.flatnonzero(everywhere if everywhere.any() else eligible)
+        apart[contents[_chosen(sizes, copies, wanted, candidates)]] = True
     held_out = [apart[part] for part in parts]
     for number, part in enumerate(held_out):
         if part.all():
@@ -76,22 +91,31 @@ def num_common(digests: np.ndarray, others: np.ndarray) -> int:
     return sum(tuple(pair) in pairs for pair in here.tolist())
 
 
-def _chosen(num_bytes: np.ndarray, copies: np.ndarray, fraction: Fraction) -> np.ndarray:
-    """Give the indices of the contents that are held out.
+def _wanted(num_bytes: np.ndarray, fraction: Fraction) -> float:
+    """Give how many bytes to hold out of distinct contents of these sizes [n]."""
+    total = int(num_bytes.sum())
+    if fraction != "auto":
+        return fraction * total
+    most = max(AUTO_MOST * total, min(AUTO_MOST_OF_LITTLE * total, AUTO_SAMPLES))
+    by_number = min(AUTO_DOCUMENTS / len(num_bytes) * total, most)
+    return min(max(AUTO_SHARE * total, by_number), AUTO_BYTES)
+
+
+def _eligible(num_bytes: np.ndarray, wanted: float) -> np.ndarray:
+    """Say of contents of these sizes [n] which ones are not too large to hold out: bool [n]."""
+    limit = max(LARGEST_PART * wanted, MEDIANS * np.median(num_bytes))
+    return np.asarray(num_bytes <= limit)
+
+
+def _chosen(
+    num_bytes: np.ndarray, copies: np.ndarray, wanted: float, eligible: np.ndarray
+) -> np.ndarray:
+    """Give the indices of the contents that are held out, of those at the indices `eligible`.
 
     Of sizes [n], and numbers of copies [n], in the order of hashes.
     """
-    # All copies fall on one side; a page that stands in many documents may be much of the text.
     with_copies = num_bytes * copies
     total = int(with_copies.sum())
-    if fraction == "auto":
-        by_number = min(AUTO_DOCUMENTS / len(num_bytes), AUTO_MOST)
-        wanted = min(max(AUTO_SHARE, by_number) * total, AUTO_BYTES)
-    else:
-        wanted = fraction * total
-    eligible = np.flatnonzero(
-        with_copies <= max(LARGEST_PART * wanted, MEDIANS * np.median(with_copies))
-    )
     part = wanted / max(1, total)
     share = wanted / max(1, int(with_copies[eligible].sum()))
     share = max(min(share, MOST_SHARES * part, (1 + part) / 2), 1 / len(eligible))

@@ -13,15 +13,15 @@ from tests.data.documents import table_of
 pytestmark = pytest.mark.gloo
 
 
-def table_with(sizes):
+def table_with(sizes, first=0):
     """Documents of these sizes, all of them different."""
-    rows = [(0, 0, 0, size, digest(b"%d" % i)) for i, size in enumerate(sizes)]
+    rows = [(0, 0, 0, size, digest(b"%d" % i)) for i, size in enumerate(sizes, start=first)]
     return np.array(rows, ENTRY)
 
 
 @pytest.mark.parametrize(
     ("fraction", "expected"),
-    [(0.0, 0), (0.01, 1), (0.3, 3), (0.99, 9), (1.0, 9), ("auto", 1)],
+    [(0.0, 0), (0.01, 1), (0.3, 3), (0.99, 9), (1.0, 9), ("auto", 2)],
 )
 def test_both_parts_have_a_document(fraction, expected):
     [held_out] = split_documents([table_of(*"abcdefghij")], fraction)
@@ -73,7 +73,13 @@ def test_auto_is_a_share_of_small_corpora_and_a_bound_for_large_ones():
 
     assert held_out([1000] * 2000)[0] == 100  # 5 %
     assert held_out([1000] * 700)[0] == 64
-    assert held_out([1000] * 300)[0] == 30  # a tenth at most
+    assert held_out([4000] * 640) == (64, 256_000)
+    # Where a tenth is less than 64 samples are: up to 20 %.
+    assert held_out([1000] * 320)[0] == 64
+    assert held_out([1000] * 200)[0] == 40
+    assert held_out([4000] * 500)[0] == 64
+    assert held_out([8000] * 250) == (33, 264_000)  # 64 samples, 256 KiB
+    assert held_out([40_000] * 300)[0] == 30  # a tenth is more than they are
     assert held_out([2**26] * 2000) == (2, 2**27)  # 125 GB
     few = held_out([2**20] * 20)
     assert few[0] in (1, 2)
@@ -90,7 +96,8 @@ def test_documents_of_every_size_are_trained_on(sizes, fraction):
     """
     table, small = table_with(sizes), np.asarray(sizes) == 1000
     [held_out] = split_documents([table], fraction)
-    share = max(0.05, min(64 / len(sizes), 0.1)) if fraction == "auto" else fraction
+    most = 0.1 if sum(sizes) > 2.6e6 else 0.2
+    share = max(0.05, min(64 / len(sizes), most)) if fraction == "auto" else fraction
     expected = min(2 * share, (1 + share) / 2) * small.sum()
     assert 1 <= held_out[small].sum() <= expected + 1
     assert (~held_out[~small]).any()
@@ -140,6 +147,42 @@ def test_what_is_held_out_of_one_part_is_held_out_of_all():
         split_documents([table_of(*texts), table_of(*apart[:2])], 0.2)
     with pytest.raises(DataError, match=r"data\.mixture\.1 has 1 documents, 1 of them distinct"):
         split_documents([table_of(*texts), table_of(texts[0])], 0.2)
+
+
+@pytest.mark.parametrize("fraction", ["auto", 0.1])
+def test_a_page_of_which_one_part_is_full_is_held_out_of_none(fraction):
+    """In the other it stands once; held out there, it would be most of what is held out here."""
+    one = table_with(range(600, 1200))
+    page = one[-1:]
+    full = np.concatenate([table_with(range(600, 1200), first=1000), *[page] * 599])
+    for seed in range(40):
+        held_out = split_documents([one, full], fraction, seed)
+        assert not held_out[0][-1] and not held_out[1][600:].any(), seed
+        for table, apart in zip([one, full], held_out, strict=True):
+            assert 0.04 < table["num_bytes"][apart].sum() / table["num_bytes"].sum() < 0.13, seed
+
+
+def test_where_all_of_a_part_is_too_large_in_another_something_is_held_out():
+    pages = table_with([1000] * 2)
+    full = np.concatenate([table_with([1000] * 60, first=10), *[pages] * 60])
+    held_out = split_documents([full, pages], 0.1)
+    assert held_out[1].sum() == 1 and 60 < held_out[0].sum() < 90
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 30), min_size=2, max_size=60), min_size=2, max_size=3),
+    st.sampled_from([0.05, 0.3, "auto"]),
+    st.integers(0, 3),
+)
+def test_no_text_is_held_out_of_one_part_and_trained_on_in_another(parts, fraction, seed):
+    tables = [table_of(*("x" * n for n in part)) for part in parts]
+    try:
+        held_out = split_documents(tables, fraction, seed)
+    except DataError:
+        return
+    apart = [set(np.array(part)[held]) for part, held in zip(parts, held_out, strict=True)]
+    trained = [set(np.array(part)[~held]) for part, held in zip(parts, held_out, strict=True)]
+    assert all(apart) and not set.union(*apart) & set.union(*trained)
 
 
 def test_one_distinct_document_cannot_be_split():

@@ -151,7 +151,7 @@ def test_length_in_steps_stays(config):
 
 
 def split_in_another_way(rank):
-    state.SPLIT_FORMAT = 3
+    state.SPLIT_FORMAT = 4
 
 
 def test_another_run_is_refused_by_name(config, half):
@@ -175,7 +175,7 @@ def test_another_run_is_refused_by_name(config, half):
     # part differs, too, and is not the reason.
     another = copied(half, config, "refused-split", parallel3d__data__vocab_size=270)
     runs.append((another, split_in_another_way))
-    refusals["held out other documents (split 2, now 3)"] = {}
+    refusals["held out other documents (split 3, now 4)"] = {}
     for expected, ranks in zip(refusals, start_all(runs, HOME), strict=True):
         errors = {ended.error for ended in ranks}
         (error,) = errors

@@ -1,0 +1,58 @@
+"""What a checkpoint says of its run, and which one may go on with it."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from parallel3d.checkpoint.state import Position, RunState
+from parallel3d.config import RunConfig
+from parallel3d.data.prepare import prepare
+from parallel3d.errors import CheckpointError
+
+pytestmark = pytest.mark.gloo
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    root = tmp_path_factory.mktemp("state")
+    for i in range(6):
+        (root / f"{i}.txt").write_text(f"text {i}\n" * 20)
+    data = {"source": "text", "paths": [f"{root}/*.txt"], "vocab_size": 270, "sequence_length": 8}
+    config = RunConfig.from_dict(
+        {
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+            "parallel3d": {
+                "model": {
+                    "family": "gpt",
+                    "hidden_size": 8,
+                    "num_hidden_layers": 1,
+                    "num_attention_heads": 1,
+                },
+                "data": data | {"cache": str(root / "cache"), "held_out_fraction": 0.3},
+                "train": {"steps": 4},
+            },
+        }
+    ).resolve(1)
+    return config, prepare(config.data)
+
+
+@pytest.mark.parametrize("split", [None, 2])
+def test_another_rule_of_holding_out_matters_where_it_gave_another_corpus(run, split):
+    """The corpus's name stands for what is held out of it, too."""
+    config, corpus = run
+    now, said = RunState(config, corpus), []
+    saved = now.at(Position(2, 16, 2)) | {"split": split}
+    if split is None:
+        del saved["split"]
+    assert now.position_in(saved, Path("step-2"), said.append) == Position(2, 16, 2)
+    moved = RunState(config, replace(corpus, key="another"))
+    with pytest.raises(
+        CheckpointError, match=rf"step-2 .* \(split {split or 1}, now \d\): .*name$"
+    ):
+        moved.position_in(saved, Path("step-2"), said.append)
+    # By the same rule another corpus may be gone on with, and is told.
+    assert not said
+    moved.position_in(now.at(Position(2, 16, 2)), Path("step-2"), said.append)
+    assert "the corpus has changed since the checkpoint" in said[0]
