@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import models
 from tests.test_floors import FILES, ROOT, room_of, tree_of
 
 pytestmark = pytest.mark.pure
@@ -87,7 +88,7 @@ HOSTS = {
     **dict.fromkeys(
         (
             f"models/{family}/blocks.py:{layer}.__init__"
-            for family in ("gpt", "llama")
+            for family in models.families()
             for layer in ("Embedding", "Head")
         ),
         "the vocabulary's size",

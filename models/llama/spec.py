@@ -159,7 +159,7 @@ def _block(config: Config, name: str) -> LayerSpec:
         statistics=1,
         composite_norm=True,
         qkv_bias=config.attention_bias,
-        rotary=True,
+        rotary=config.head_size,
         qk_norm=config.qk_norm,
     )
     return LayerSpec(name, params, cost, "models.llama.blocks:Block", config)

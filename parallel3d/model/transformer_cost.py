@@ -27,11 +27,13 @@ _FP32, _INT64 = 4, 8  # bytes of a norm's statistic or a logsumexp, of a row num
 class BlockCost:
     """The cost of a pre-norm block: attention, then an MLP, each added to the residual stream.
 
-    `gated`: the MLP has three matrices (SwiGLU, arXiv:2002.05202) instead of two. `fused_qkv`: one
+    `gated`: the MLP has three matrices (SwiGLU, arXiv:2002.05202) instead of two. `relu`: the MLP's
+    function is a ReLU, whose backward needs its result, and not what it is of. `fused_qkv`: one
     product gives queries, keys and values. `statistics`: numbers a token that a norm keeps, 2 for
     LayerNorm, 1 for RMSNorm, of which torch has no fused kernel on a CPU (`composite_norm`).
-    `biases`: of every product. `dropout`: of what is added to the residual stream. `parallel`: the
-    MLP reads the block's input, too, beside the attention (as in GPT-NeoX, arXiv:2204.06745).
+    `biases`: of every product. `rotary`: features of each head that turn. `dropout`: of what is
+    added to the residual stream. `parallel`: the MLP reads the block's input, too, beside the
+    attention (as in GPT-NeoX, arXiv:2204.06745).
     """
 
     hidden: int
@@ -40,12 +42,13 @@ class BlockCost:
     kv_heads: int
     head_size: int
     gated: bool = False
+    relu: bool = False
     fused_qkv: bool = False
     statistics: int = 2
     composite_norm: bool = False
     biases: bool = False
     qkv_bias: bool = False
-    rotary: bool = False
+    rotary: int = 0
     qk_norm: bool = False
     dropout: bool = False
     attention_dropout: bool = False
@@ -111,16 +114,17 @@ def _block(
     forward = _block_forward(c, shape, tp, sequence_parallel, whole, part)
     kept, attention = _block_kept(c, shape, tp, part)
     # Beyond what was kept there are at most: at the product that ends the MLP the gradients of its
-    # result and its input; after SwiGLU's product those of both factors; at a gather its parts
-    # besides, and in the first product of the MLP the whole gradient of its input, too.
+    # result and its input; after SwiGLU's product those of both factors; those on both sides of a
+    # ReLU, which has its result until then; at a gather its parts besides, and in the first product
+    # of the MLP the whole gradient of its input, too.
     grads = part * (2 if c.dropout else 1)
     forward_sum = part * (2 if c.parallel else 1)  # what is kept by none before the MLP's result
     if sequence_parallel:
         moments = [part + whole + inner, max(grads, forward_sum) + 2 * whole]
-        moments.append(2 * part + 2 * whole - (2 if c.gated else 1) * inner)
+        moments.append(2 * part + 2 * whole - (2 if c.gated else 0 if c.relu else 1) * inner)
     else:
         moments = [grads + inner, forward_sum + part]
-    if c.gated:
+    if c.gated or c.relu:
         moments.append(part + 2 * inner)
     peak = Kept(max(moments), -part if c.dropout else 0)  # a mask is gone by then
     saved, working, recomputed = kept + attention, peak, Work()
@@ -144,7 +148,7 @@ def _block(
         _column_backward(whole, tp, sequence_parallel, rows=True) * 2,
         saved,
         working,
-        Kept(2 * shape.seq * c.head_size) if c.rotary else Kept(),
+        Kept(2 * shape.seq * c.rotary),
     )
 
 
@@ -155,10 +159,9 @@ def _block_kept(c: BlockCost, shape: Shape, tp: int, part: int) -> tuple[Kept, K
     inner = tokens * _share(c.inner, tp)
     # The block's input, its norm, their sum with the attention's result, and its norm; query, key,
     # value and what the attention gives; what enters the activation function and what leaves it
-    # (SwiGLU: both factors' products, the function of the one, their product).
-    elements = (
-        (3 if c.parallel else 4) * part + 2 * queries + 2 * keys + (4 if c.gated else 2) * inner
-    )
+    # (SwiGLU: both factors' products, the function of the one, their product; ReLU: the latter).
+    elements = (3 if c.parallel else 4) * part + 2 * queries + 2 * keys
+    elements += (4 if c.gated else 1 if c.relu else 2) * inner
     if c.fused_qkv and c.rotary:  # value keeps what it is a part of, besides turned query and key
         elements += queries + keys
     normed, statistics = 2 * part, 2 * c.statistics * (part // c.hidden)
@@ -189,8 +192,8 @@ def _block_forward(
         traffic += 2 * 2 * part + 2 * inner
     if c.biases or c.qkv_bias:
         traffic += 2 * (heads + shape.tokens * c.head_size * _share(c.kv_heads, tp))
-    if c.rotary:  # x cos + turned x sin, in five operators
-        traffic += 11 * heads
+    if c.rotary:  # x cos + turned x sin, in five operators; then together with what does not turn
+        traffic += 11 * heads * c.rotary // c.head_size + (c.rotary < c.head_size) * 2 * heads
     if c.qk_norm:
         traffic += 2 * heads
     if tp > 1:  # copies of what enters a collective or leaves it

@@ -34,7 +34,9 @@ class FrequencyScaling:
 class Rotary(nn.Module):
     """Turns queries and keys by their positions, so that their products tell distances.
 
-    It holds no parameter and no buffer: angles are fp32 on every device and under any precision.
+    Of a head wider than `size` the first `size` features turn, and the others stay as they are
+    (as in GPT-NeoX, arXiv:2204.06745, section 2.1). It holds no parameter and no buffer: angles are
+    fp32 on every device and under any precision.
     """
 
     def __init__(self, size: int, theta: float, scaling: FrequencyScaling | None = None) -> None:
@@ -43,7 +45,7 @@ class Rotary(nn.Module):
         self._tables: tuple[Tensor, Tensor] | None = None
 
     def forward(self, q: Tensor, k: Tensor, positions: Tensor | None = None) -> tuple[Tensor, ...]:
-        """q, k [batch, heads, seq, size] -> the same; `positions` [batch, seq], or 0, 1, ...
+        """q, k [batch, heads, seq, head size] -> the same; `positions` [batch, seq], or 0, 1, ...
 
         Positions are below seq. Angles become cos and sin in fp32 and are rounded to q's type.
         """
@@ -60,7 +62,7 @@ class Rotary(nn.Module):
         return frequencies if self.scaling is None else self.scaling(frequencies)
 
     def _cos_sin(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Of positions 0, 1, ... for x [..., seq, size]: [seq, size] each, kept for the next x."""
+        """Of positions 0, 1, ... for x [..., seq, any]: [seq, size] each, kept for the next x."""
         seq, kept = x.shape[-2], self._tables
         stale = kept is None or len(kept[0]) != seq
         if stale or kept is None or (kept[0].device, kept[0].dtype) != (x.device, x.dtype):
@@ -76,5 +78,11 @@ class Rotary(nn.Module):
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    size = cos.shape[-1]
+    if x.shape[-1] > size:
+        parts = _turn(x[..., :size], cos, sin), x[..., size:]
+        # In memory [batch, seq, heads, size] as x is: then what the attention gives is so, too, and
+        # no copy of it is made and kept.
+        return torch.cat([part.transpose(1, 2) for part in parts], -1).transpose(1, 2)
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat((-second, first), -1) * sin

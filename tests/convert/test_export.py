@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
 
 import models
 from models.llama.spec import RopeScaling
@@ -29,6 +30,7 @@ GROUPED = {"num_key_value_heads": 2, "max_position_embeddings": 64}
 MODELS = {
     "GPT2LMHeadModel": small("gpt"),
     "GPT2LMHeadModel, untied": small("gpt", tie_word_embeddings=False),
+    "GPTNeoXForCausalLM": small("neox"),
     "LlamaForCausalLM, grouped, tied": small("llama", tie_word_embeddings=True, **GROUPED),
     "LlamaForCausalLM, scaled": small("llama", rope_scaling=SCALING),
     "MistralForCausalLM": small("llama", head_dim=16, **GROUPED),
@@ -56,7 +58,7 @@ def test_every_architecture_is_proved(name, tmp_path):
     # And by what the test knows of the weights.
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     theirs = models.huggingface(config.family).to_huggingface(config, weights_of(config))
-    found = dict(model.named_parameters())
+    found = revert_weight_conversion(model, dict(model.named_parameters()))
     assert found.keys() == theirs.keys() and proof.tensors == len(theirs)
     assert all(torch.equal(found[n], value) for n, value in theirs.items())
     assert "held-out loss | 2.7500 nats" in (tmp_path / "out/README.md").read_text()

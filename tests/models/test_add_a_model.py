@@ -25,7 +25,7 @@ CONFIG = {
     "parallel3d": {
         "mesh": {"sequence_parallel": True},
         "model": {
-            "family": "neox", "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+            "family": "opt", "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
         },
         "data": {"sequence_length": 32},
         "train": {"steps": 10},
@@ -44,7 +44,7 @@ def copy(tmp_path_factory):
     page = (ROOT / "docs/add-a-model.md").read_text()
     files = re.findall(r"```python\n# (\S+)\n(.*?)```", page, re.DOTALL)
     assert [Path(name).name for name, _ in files] == ["spec.py", "blocks.py", "huggingface.py"]
-    for name, text in [("models/neox/__init__.py", ""), *files]:
+    for name, text in [("models/opt/__init__.py", ""), *files]:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
     return folder
@@ -63,30 +63,32 @@ def run(folder, *command):
 @pytest.mark.timeout(900)
 def test_the_tests_find_the_new_family(copy):
     models = ("test_model", "test_layer_cost_of_torch", "test_transformers")
-    tests = [*(f"tests/models/{name}.py" for name in models), "tests/test_floors.py"]
-    which = ("-k", "neox or test_floors or test_docs")
-    printed = run(copy, "-m", "pytest", "-n0", "-v", "-rN", *which, *tests, "tests/test_docs.py")
+    tests = [f"tests/models/{name}.py" for name in models]
+    tests += [f"tests/test_{name}.py" for name in ("floors", "docs", "host_waits")]
+    which = ("-k", "opt or test_floors or test_docs or test_host_waits")
+    printed = run(copy, "-m", "pytest", "-n0", "-v", "-rN", *which, *tests)
     for name in (
-        "test_spec_describes_the_built_module[neox] PASSED",
-        "test_cost_is_what_torch_counts[neox-1] PASSED",
-        "test_cost_is_what_torch_counts[neox-2] PASSED",
-        *(f"test_a_layer_costs_what_it_says[neox-{name}] PASSED" for name in QUANTITIES),
-        "test_a_wrong_setting_of_a_cost_is_found[neox] PASSED",
-        "test_equals_transformers[neox] PASSED",
-        "test_names_and_sizes_are_those_of_transformers[neox] PASSED",
-        "test_a_document_moves_no_other[neox] PASSED",
+        "test_spec_describes_the_built_module[opt] PASSED",
+        "test_cost_is_what_torch_counts[opt-1] PASSED",
+        "test_cost_is_what_torch_counts[opt-2] PASSED",
+        *(f"test_a_layer_costs_what_it_says[opt-{name}] PASSED" for name in QUANTITIES),
+        "test_a_wrong_setting_of_a_cost_is_found[opt] PASSED",
+        "test_equals_transformers[opt] PASSED",
+        "test_names_and_sizes_are_those_of_transformers[opt] PASSED",
+        "test_a_document_moves_no_other[opt] PASSED",
     ):
         assert name in printed, printed
-    assert "tests/test_floors.py::" in printed and "tests/test_docs.py::" in printed
-    run(copy, "-m", "mypy", "models/neox")
-    run(copy, "-m", "ruff", "check", "models/neox")
-    run(copy, "-m", "ruff", "format", "--check", "models/neox")
+    for name in ("floors", "docs", "host_waits"):
+        assert f"tests/test_{name}.py::" in printed
+    run(copy, "-m", "mypy", "models/opt")
+    run(copy, "-m", "ruff", "check", "models/opt")
+    run(copy, "-m", "ruff", "format", "--check", "models/opt")
 
 
 @pytest.mark.slow
 def test_the_new_family_trains_like_one_process(copy):
-    (copy / "neox.json").write_text(json.dumps(CONFIG))
+    (copy / "opt.json").write_text(json.dumps(CONFIG))
     meshes = "1x1x1,2x1x2"
-    command = ("launch/verify.py", "--config", "neox.json", "--meshes", meshes, "--json")
+    command = ("launch/verify.py", "--config", "opt.json", "--meshes", meshes, "--json")
     report = json.loads(run(copy, *command))
     assert report["passed"] and len(report["cases"]) == 2, report

@@ -34,7 +34,8 @@ def ran(request):
 
 def saved(case, cost, did):
     """Bytes that autograd is given to keep, in both types; with classic attention, too."""
-    for dtype, size, error in (("fp32", 4, 1e-3), ("bf16", 2, 0.01)):
+    # A CPU keeps statistics of a LayerNorm in bf16, too.
+    for dtype, size, error in (("fp32", 4, 1e-3), ("bf16", 2, 0.015)):
         said = cost.saved.bytes(size, fused_norms=False)
         yield said, pytest.approx(did.saved[dtype], rel=error)
     # A CPU keeps a mask of the scores as numbers, and shared key/value heads each repeated.

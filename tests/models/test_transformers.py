@@ -44,6 +44,7 @@ VARIANTS |= {
     "llama3 scaling": small("llama", num_key_value_heads=2, rope_scaling=SCALING),
     "Qwen2, one kv head": small("llama", num_key_value_heads=1, attention_bias=True),
     "Qwen3, wide heads": small("llama", num_key_value_heads=2, head_dim=16, qk_norm=True),
+    "GPT-NeoX, whole heads turn": small("neox", rotary_pct=1.0, activation="gelu_fast"),
 }
 LENGTHS = ([5, 11, 1, 31], [40, 8])  # of the documents in two samples
 DOCUMENTS = torch.tensor([[i for i, n in enumerate(row) for _ in range(n)] for row in LENGTHS])

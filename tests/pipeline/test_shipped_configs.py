@@ -35,6 +35,8 @@ PUBLISHED = {
     "llama-8b": (8.03e9, 4e6, 32),
     "llama-70b": (70.6e9, 8e6, 512),
     "qwen3-0.6b": (0.596e9, 0.5e6, 8),
+    "pythia-70m": (70.4e6, 2e6, 8),
+    "pythia-1.4b": (1.4146e9, 2e6, 64),
 }
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.json") if path.stem != "ds")
 

@@ -1,0 +1,105 @@
+"""The GPT-NeoX family on tensor-parallel layers: heads that rotate in part, attention beside MLP.
+
+Black et al., arXiv:2204.06745; Biderman et al., arXiv:2304.01373.
+"""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.neox.spec import Config
+from parallel3d.tensor.attention import CausalAttention
+from parallel3d.tensor.context import LayerContext
+from parallel3d.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from parallel3d.tensor.norm import LayerNorm
+from parallel3d.tensor.output import VocabParallelOutput
+from parallel3d.tensor.rotary import Rotary
+from parallel3d.tensor.segments import Segments
+from parallel3d.tensor.vocab import VocabParallelEmbedding
+
+
+class Embedding(nn.Module):
+    """Token embedding; positions enter in the attention."""
+
+    def __init__(self, config: Config, name: str, context: LayerContext) -> None:
+        super().__init__()
+        self.token = VocabParallelEmbedding(
+            int(config.vocab_size), config.hidden_size, context.group, context.sequence_parallel
+        )
+
+    def forward(self, tokens: Tensor, segments: Segments | None = None) -> Tensor:
+        """tokens [batch, seq] -> [batch, seq, hidden], or this rank's part of the sequence."""
+        vectors: Tensor = self.token(tokens)
+        return vectors
+
+
+class Attention(nn.Module):
+    """Causal self-attention; each tp rank computes its share of the heads."""
+
+    def __init__(self, config: Config, name: str, context: LayerContext) -> None:
+        super().__init__()
+        size, group, split = config.hidden_size, context.group, context.sequence_parallel
+        heads, self.head_size = config.num_attention_heads, config.head_size
+        self.qkv = ColumnParallelLinear(size, size, group, fused=3, sequence_parallel=split)
+        self.rotary = Rotary(config.rotary_size, config.rotary_emb_base)
+        self.core = CausalAttention(
+            0.0, f"{name}.attention", context, heads=(heads, heads), head_size=self.head_size
+        )
+        self.output = RowParallelLinear(size, size, group, sequence_parallel=split)
+
+    def forward(self, x: Tensor, segments: Segments | None = None) -> Tensor:
+        """x [batch, seq, hidden], or its part of the sequence -> the same shape."""
+        qkv = self.qkv(x).unflatten(-1, (3, -1, self.head_size))  # [batch, seq, 3, heads/tp, size]
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [batch, heads/tp, seq, size]
+        q, k = self.rotary(q, k, None if segments is None else segments.positions)
+        return self.output(self.core(q, k, v, segments))  # [batch, seq, hidden]
+
+
+class MLP(nn.Module):
+    """Two linear layers around a GELU; each tp rank computes its share of the inner features."""
+
+    def __init__(self, config: Config, context: LayerContext) -> None:
+        super().__init__()
+        size, inner = config.hidden_size, config.inner_size
+        group, split = context.group, context.sequence_parallel
+        self.up = ColumnParallelLinear(size, inner, group, sequence_parallel=split)
+        self.down = RowParallelLinear(inner, size, group, sequence_parallel=split)
+        self.approximate = "none" if config.activation == "gelu" else "tanh"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [batch, seq, hidden], or its part of the sequence -> the same shape."""
+        return self.down(F.gelu(self.up(x), approximate=self.approximate))
+
+
+class Block(nn.Module):
+    """One transformer layer: attention and MLP side by side, or one after the other."""
+
+    def __init__(self, config: Config, name: str, context: LayerContext) -> None:
+        super().__init__()
+        size, eps, group = config.hidden_size, config.layer_norm_eps, context.group
+        self.norm1, self.norm2 = LayerNorm(size, group, eps), LayerNorm(size, group, eps)
+        self.attention = Attention(config, name, context)
+        self.mlp = MLP(config, context)
+        self.parallel = config.use_parallel_residual
+
+    def forward(self, x: Tensor, segments: Segments | None = None) -> Tensor:
+        """x [batch, seq, hidden], or its part of the sequence -> the same shape."""
+        if self.parallel:
+            return x + self.attention(self.norm1(x), segments) + self.mlp(self.norm2(x))
+        x = x + self.attention(self.norm1(x), segments)
+        return x + self.mlp(self.norm2(x))
+
+
+class Head(nn.Module):
+    """Final norm, logits and loss."""
+
+    def __init__(self, config: Config, name: str, context: LayerContext) -> None:
+        super().__init__()
+        self.norm = LayerNorm(config.hidden_size, context.group, config.layer_norm_eps)
+        self.output = VocabParallelOutput(int(config.vocab_size), config.hidden_size, context)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        """x [batch, seq, hidden], or its part; labels [batch, seq] -> the mean loss in nats, [].
+
+        In evaluation the loss of each token, [batch, seq].
+        """
+        return self.output.loss(self.output(self.norm(x)), labels)

@@ -1,0 +1,106 @@
+"""The GPT-NeoX family in transformers: a reference model, and weights by the names in its files.
+
+`GPTNeoXForCausalLM` keeps query, key and value of one head together: [heads x 3 x size, hidden].
+In its files the output projection is embed_out, which newer versions call lm_head in memory.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from models.common import class_named, renamed
+from models.neox.spec import Config, layers
+from parallel3d.model.spec import named_params
+
+# Ours to theirs, in the order in which they are replaced.
+_NAMES = {
+    "embedding.token": "gpt_neox.embed_in",
+    "head.norm": "gpt_neox.final_layer_norm",
+    "head.output": "embed_out",
+    "blocks": "gpt_neox.layers",
+    "norm1": "input_layernorm",
+    "norm2": "post_attention_layernorm",
+    "attention.qkv": "attention.query_key_value",
+    "attention.output": "attention.dense",
+    "mlp.up": "mlp.dense_h_to_4h",
+    "mlp.down": "mlp.dense_4h_to_h",
+}
+
+
+def architecture(config: Config, end_of_text: int | None = None, name: str | None = None) -> Any:
+    """The `GPTNeoXConfig` of the same architecture; its `architectures` names the class.
+
+    `end_of_text`: the id that comes before and after each document. `name`: the class that is
+    wanted; raises ValueError for one that this architecture is not.
+    """
+    from transformers import GPTNeoXConfig
+
+    kind: Any = GPTNeoXConfig
+    return kind(
+        architectures=[class_named(name, "GPTNeoXForCausalLM")],
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        num_hidden_layers=config.num_hidden_layers,
+        num_attention_heads=config.num_attention_heads,
+        intermediate_size=config.inner_size,
+        hidden_act=config.activation,
+        max_position_embeddings=config.max_position_embeddings,
+        layer_norm_eps=config.layer_norm_eps,
+        initializer_range=config.initializer_range,
+        use_parallel_residual=config.use_parallel_residual,
+        tie_word_embeddings=config.tie_word_embeddings,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": config.rotary_emb_base,
+            "partial_rotary_factor": config.rotary_pct,
+        },
+        attention_bias=True,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        bos_token_id=end_of_text,
+        eos_token_id=end_of_text,
+    )
+
+
+def reference(config: Config) -> Any:
+    """A `GPTNeoXForCausalLM` of the same architecture, in fp32 and with weights of its own.
+
+    Its parameters bear the names that they have in files.
+    """
+    from transformers import GPTNeoXForCausalLM
+
+    settings = architecture(config)
+    settings._attn_implementation = "eager"
+    model = GPTNeoXForCausalLM(settings).float()
+    if "lm_head" in model._modules:
+        model.embed_out = model._modules.pop("lm_head")
+        object.__setattr__(model, "lm_head", model.embed_out)  # for its forward; no module's name
+    return model
+
+
+def to_huggingface(config: Config, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Whole tensors under our global names -> the same under those of transformers.
+
+    Each by itself: they may come one at a time. A tied output projection is named in neither.
+    """
+    heads, found = config.num_attention_heads, {}
+    for name, value in weights.items():
+        if "qkv" in name:  # [3, heads x size, ...] -> [heads x 3 x size, ...]
+            value = value.unflatten(1, (heads, -1)).transpose(0, 1).flatten(0, 2)
+        found[renamed(name, _NAMES)] = value
+    return found
+
+
+def from_huggingface(config: Config, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The inverse: weights, or gradients, under our global names.
+
+    Raises KeyError if one is missing; a tied output projection is left out.
+    """
+    heads, found = config.num_attention_heads, {}
+    for name in named_params(layers(config)):
+        value = tensors[renamed(name, _NAMES)]
+        if "qkv" in name:  # [heads x 3 x size, ...] -> [3, heads x size, ...]
+            value = value.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(1, 2)
+        found[name] = value
+    return found

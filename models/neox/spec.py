@@ -1,0 +1,137 @@
+"""The GPT-NeoX family as data: its settings, its layers' parameters, and what they cost.
+
+Black et al., arXiv:2204.06745 (GPT-NeoX-20B), and Biderman et al., arXiv:2304.01373 (Pythia).
+Settings bear the names of the configs of both on the hub; the modules that are built from them are
+in blocks.py.
+"""
+
+from collections.abc import Iterable
+from math import ceil
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from models.common import divisor_below, head, vocab_size, weight_inits
+from parallel3d.model.spec import Init, LayerSpec, ParamSpec
+from parallel3d.model.transformer_cost import BlockCost, EmbeddingCost, HeadCost
+from parallel3d.section import Problem, Problems, Section
+
+Positive = Annotated[int, Field(gt=0)]
+ZEROS, ONES = Init(), Init(value=1.0)
+
+
+class Config(Section):
+    """The settings of one GPT-NeoX model."""
+
+    family: Literal["neox"]
+    """The model family: the name of a folder in models/."""
+    hidden_size: Positive
+    """Width of the residual stream."""
+    num_hidden_layers: Positive
+    """Number of transformer blocks; the embedding and the head are layers of their own."""
+    num_attention_heads: Positive
+    """Attention heads per block; divides hidden_size, and tp divides it."""
+    vocab_size: Positive | Literal["auto"] = "auto"
+    """Rows of the embedding; "auto" takes the tokenizer's."""
+    max_position_embeddings: Positive = 2048
+    """The longest sequence that the model is meant to read; it costs no parameters."""
+    intermediate_size: Positive | None = None
+    """Inner width of the MLP; null means 4 x hidden_size."""
+    activation: Literal["gelu", "gelu_fast", "gelu_new"] = "gelu"
+    """The MLP's non-linearity: GELU, exact or (the other two) by its tanh approximation."""
+    use_parallel_residual: bool = True
+    """Whether the MLP reads the block's input, as the attention does, or the sum of the two."""
+    rotary_pct: float = Field(default=0.25, gt=0, le=1)
+    """The share of each head's features that rotate, the first ones."""
+    rotary_emb_base: float = Field(default=10_000.0, gt=0)
+    """Base of the rotary frequencies."""
+    layer_norm_eps: float = Field(default=1e-5, gt=0)
+    """Added to the variance in every LayerNorm."""
+    initializer_range: float = Field(default=0.02, gt=0)
+    """Standard deviation of weights; those that feed the residual get 1/sqrt(2 x layers) of it."""
+    tie_word_embeddings: bool = False
+    """Whether the output projection is the token embedding."""
+
+    @property
+    def inner_size(self) -> int:
+        """Inner width of the MLP, resolved."""
+        return self.intermediate_size or 4 * self.hidden_size
+
+    @property
+    def head_size(self) -> int:
+        """Width of one head."""
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def rotary_size(self) -> int:
+        """Features of each head that rotate, rounded down as in transformers."""
+        return int(self.head_size * self.rotary_pct)
+
+    @model_validator(mode="after")
+    def _check(self) -> "Config":
+        heads, hidden = self.num_attention_heads, self.hidden_size
+        if hidden % heads:
+            rule = f"does not divide hidden_size={hidden}"
+            near = divisor_below(hidden, heads)
+            remedy = f"use {near} heads, or a hidden_size that is a multiple of {heads}"
+            raise Problems([Problem("num_attention_heads", heads, rule, remedy)])
+        size, turning = self.head_size, self.rotary_size
+        if size < 2:
+            rule = "makes heads of 1 feature, of which none can rotate: they do so in pairs"
+            raise Problems([Problem("num_attention_heads", heads, rule, f"use {heads // 2} heads")])
+        if turning % 2 or not turning:
+            rule = f"makes {turning} of a head's {size} features rotate, which they do in pairs"
+            pairs = turning // 2 + 1 if turning < size else turning // 2
+            remedy = f"use {ceil(2 * pairs / size * 10**4) / 10**4:g}"
+            raise Problems([Problem("rotary_pct", self.rotary_pct, rule, remedy)])
+        return self
+
+
+def layers(config: Config) -> list[LayerSpec]:
+    """Embedding, blocks and head, first to last; raises ValueError if vocab_size is "auto"."""
+    blocks = [_block(config, f"blocks.{i}") for i in range(config.num_hidden_layers)]
+    cost = HeadCost(config.hidden_size, vocab_size(config))
+    return [_embedding(config), *blocks, head(config, _norm("norm", config.hidden_size), cost)]
+
+
+def _embedding(config: Config) -> LayerSpec:
+    shape = (vocab_size(config), config.hidden_size)
+    token = ParamSpec("token.weight", shape, 0, Init(std=config.initializer_range), True)
+    cost = EmbeddingCost(config.hidden_size)
+    return LayerSpec("embedding", (token,), cost, "models.neox.blocks:Embedding", config)
+
+
+def _block(config: Config, name: str) -> LayerSpec:
+    hidden, inner = config.hidden_size, config.inner_size
+    normal, residual = weight_inits(config)
+    params = (
+        *_norm("norm1", hidden),
+        ParamSpec("attention.qkv.weight", (3, hidden, hidden), 1, normal, True),
+        ParamSpec("attention.qkv.bias", (3, hidden), 1, ZEROS, False),
+        ParamSpec("attention.output.weight", (hidden, hidden), 1, residual, True),
+        ParamSpec("attention.output.bias", (hidden,), None, ZEROS, False),
+        *_norm("norm2", hidden),
+        ParamSpec("mlp.up.weight", (inner, hidden), 0, normal, True),
+        ParamSpec("mlp.up.bias", (inner,), 0, ZEROS, False),
+        ParamSpec("mlp.down.weight", (hidden, inner), 1, residual, True),
+        ParamSpec("mlp.down.bias", (hidden,), None, ZEROS, False),
+    )
+
+    heads = config.num_attention_heads
+    cost = BlockCost(
+        hidden,
+        inner,
+        heads,
+        kv_heads=heads,
+        head_size=config.head_size,
+        fused_qkv=True,
+        biases=True,
+        rotary=config.rotary_size,
+        parallel=config.use_parallel_residual,
+    )
+    return LayerSpec(name, params, cost, "models.neox.blocks:Block", config)
+
+
+def _norm(name: str, size: int) -> Iterable[ParamSpec]:
+    yield ParamSpec(f"{name}.weight", (size,), None, ONES, False)
+    yield ParamSpec(f"{name}.bias", (size,), None, ZEROS, False)
