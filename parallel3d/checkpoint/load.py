@@ -41,13 +41,7 @@ def load(
     index = make_index(folder, files, shapes, {originals.get(n, n) for n in held}, mesh)
 
     def read() -> None:
-        # Elements are counted before they are read: one that is there twice would hide a gap.
-        if twice := index.twice():
-            name, kind, box = twice
-            raise CheckpointError(
-                f"{folder} has elements of {name}'s {kind} twice, in the chunk at "
-                f"{list(box.offsets)}; use another checkpoint"
-            )
+        refuse_twice(folder, index)
         try:
             _fill(folder, files, engine, index, originals)
         except OSError as error:  # of what is offloaded to NVMe
@@ -72,6 +66,19 @@ def check_parameters(folder: Path, state: Mapping[str, Any], layers: Sequence[La
             )
 
 
+def refuse_twice(folder: Path, index: Index) -> None:
+    """Raise CheckpointError for elements that are there twice.
+
+    Elements are counted before they are read, and these would hide a gap.
+    """
+    if twice := index.twice():
+        name, kind, box = twice
+        raise CheckpointError(
+            f"{folder} has elements of {name}'s {kind} twice, in the chunk at "
+            f"{list(box.offsets)}; use another checkpoint"
+        )
+
+
 def _fill(
     folder: Path, files: Sequence[str], engine: Engine, index: Index, originals: Mapping[str, str]
 ) -> None:
@@ -79,27 +86,18 @@ def _fill(
     states = engine.states
     for number, block in enumerate(states.blocks):
         with states.opened(number, write=True) as tensors:
-            reads: dict[int, list[_Read]] = defaultdict(list)
+            reads: Reads = defaultdict(list)
             for piece, kinds in zip(block, tensors, strict=True):
                 name = originals.get(piece.held.name, piece.held.name)
                 stop = piece.start + piece.numel
                 for box, at in boxes_in_whole(piece.held, piece.start, stop):
                     for kind in KINDS:
                         out = kinds[kind][at : at + box.numel].view(box.shape)
-                        found = list(index.find(name, kind, box))
-                        there = sum(stored.common.numel for stored in found)
-                        if there != box.numel:
-                            raise CheckpointError(
-                                f"{folder} has {there} of {box.numel} elements of {name}'s {kind} "
-                                f"at {list(box.offsets)}; use another checkpoint"
-                            )
-                        for stored in found:
-                            reads[stored.file].append(_Read(stored, box, out))
-            for place in sorted(reads):
-                _read(folder / files[place], reads[place])
+                        add_reads(reads, index, name, kind, box, out, folder=folder)
+            read_all(folder, files, reads)
 
 
-class _Read(NamedTuple):
+class Read(NamedTuple):
     """A chunk that is stored, and the box of a parameter that a part of it goes into."""
 
     stored: Stored
@@ -108,7 +106,32 @@ class _Read(NamedTuple):
     """[*box.shape]"""
 
 
-def _read(path: Path, reads: list[_Read]) -> None:
+Reads = dict[int, list[Read]]
+"""What is read of each file, by the file's number."""
+
+
+def add_reads(
+    reads: Reads, index: Index, name: str, kind: str, box: Box, out: Tensor, *, folder: Path
+) -> None:
+    """Add what fills `out` [*box.shape]; CheckpointError where some of it is not there."""
+    found = list(index.find(name, kind, box))
+    there = sum(stored.common.numel for stored in found)
+    if there != box.numel:
+        raise CheckpointError(
+            f"{folder} has {there} of {box.numel} elements of {name}'s {kind} at "
+            f"{list(box.offsets)}; use another checkpoint"
+        )
+    for stored in found:
+        reads[stored.file].append(Read(stored, box, out))
+
+
+def read_all(folder: Path, files: Sequence[str], reads: Reads) -> None:
+    """Read file by file, so that one is open at a time."""
+    for place in sorted(reads):
+        _read(folder / files[place], reads[place])
+
+
+def _read(path: Path, reads: list[Read]) -> None:
     """Read from one file, in the order in which the chunks lie there."""
     places = {read.stored.chunk: read.stored.at for read in reads}
     with ChunkFile(path, places) as file:

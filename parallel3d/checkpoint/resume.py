@@ -58,7 +58,7 @@ def find(folder: Path, resume: int | str, mesh: Mesh) -> tuple[Found | None, lis
     if resume != "auto":
         path = folder / f"step-{resume}" if isinstance(resume, int) else Path(resume)
         try:
-            return _verified(path, mesh), []
+            return verified(path, mesh), []
         except CheckpointError as error:
             setting = f'parallel3d.checkpoint.resume = "{resume}"'
             raise CheckpointError(f"{setting}: {path} {error}") from None
@@ -66,7 +66,7 @@ def find(folder: Path, resume: int | str, mesh: Mesh) -> tuple[Found | None, lis
     # All ranks must try the same ones.
     for name in on_first(mesh, lambda: [path.name for _, path in step_folders(folder)]):
         try:
-            return _verified(folder / name, mesh), rejected
+            return verified(folder / name, mesh), rejected
         except CheckpointError as error:
             rejected.append(f"{name} {error}")
     return None, rejected
@@ -93,8 +93,11 @@ def set_aside(folder: Path, step: int, mesh: Mesh) -> list[str]:
     return on_first(mesh, rename)
 
 
-def _verified(path: Path, mesh: Mesh) -> Found:
-    """The checkpoint; CheckpointError on all ranks, in one line, unless each finds it good."""
+def verified(path: Path, mesh: Mesh) -> Found:
+    """The checkpoint in a folder that every rank can read; collective.
+
+    CheckpointError on all ranks, in one line without the folder, unless each finds it good.
+    """
 
     def described() -> tuple[Mapping[str, Entry], dict[str, Any]]:
         with _rejecting(mesh.rank):

@@ -11,6 +11,7 @@ if torch.accelerator.current_accelerator() is None:  # this build of torch knows
 
 from parallel3d.engine.construction import building, writing
 from parallel3d.engine.engine import Engine, StepResult
+from parallel3d.engine.forward import ForwardEngine, forward_settings
 from parallel3d.engine.settings import EngineSettings
 from parallel3d.engine.states import KINDS, Piece, States
 from parallel3d.engine.swap import remove_folders as remove_swap_folders
@@ -20,11 +21,13 @@ __all__ = [
     "KINDS",
     "Engine",
     "EngineSettings",
+    "ForwardEngine",
     "HeldParameter",
     "Piece",
     "States",
     "StepResult",
     "building",
+    "forward_settings",
     "remove_swap_folders",
     "writing",
 ]

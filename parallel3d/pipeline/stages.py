@@ -84,16 +84,17 @@ def build_stages(
     *,
     mesh: Mesh,
     shape: Shape,
-    seed: int = 0,
+    seed: int | None = 0,
     activation_checkpointing: str = "none",
     sequence_parallel: bool = False,
 ) -> BuiltStages:
     """Make this rank's stages and give every weight its start.
 
     A weight's start depends on `seed`, its global name and its place alone, so it is the same bits
-    on every mesh. Under ZeRO-3 no stage exists whole on a rank at any time.
+    on every mesh. Without a seed the weights are left as memory has them, for whoever reads them.
+    Under ZeRO-3 no stage exists whole on a rank at any time.
     """
-    key = RandomKey(seed, mesh.coord("dp"))
+    key = RandomKey(seed or 0, mesh.coord("dp"))
     selective = activation_checkpointing == "selective"
     context = LayerContext(mesh.group("tp"), key, sequence_parallel, selective)
     placement = place_layers(layers, schedule.num_stages, shape)
@@ -110,6 +111,8 @@ def build_stages(
     )
     originals = tied_names(layers)
     for h in held:
+        if seed is None:
+            break
         with writing(h.parameter) as (shard, start), torch.no_grad():
             # A second copy starts as the weight whose name it goes by elsewhere.
             fill(shard, start, h.spec, originals.get(h.name, h.name), h.cut, seed)

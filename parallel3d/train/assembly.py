@@ -46,24 +46,9 @@ def assemble(
 
     Raises ConfigError or ScheduleError for what cannot be run together.
     """
-    layers, settings = models.layers(config.model), EngineSettings.from_config(config)
-    shape = Shape(config.micro_batch_size, config.data.sequence_length)
-    pipeline, split = config.pipeline, config.mesh.sequence_parallel
-    schedule = make_schedule(
-        pipeline.schedule, mesh.size("pp"), config.num_microbatches, pipeline.stages_per_rank
-    )
-    weights = settings.weights if settings.holds_weights else "per_microbatch"
-    training = add_sharding(schedule, weights, settings.reduces_once)
-    evaluation = add_sharding(make_evaluation(schedule), weights, False)
-    stages = build_stages(
-        layers,
-        schedule,
-        settings,
-        mesh=mesh,
-        shape=shape,
-        seed=config.train.seed if seed is None else seed,
-        activation_checkpointing=pipeline.activation_checkpointing,
-        sequence_parallel=split,
+    settings = EngineSettings.from_config(config)
+    layers, shape, schedule, stages = build(
+        config, mesh, settings, seed=config.train.seed if seed is None else seed
     )
     owners = schedule.pp_coord_of_stage[0], schedule.pp_coord_of_stage[-1]
     engine = Engine(
@@ -75,10 +60,42 @@ def assemble(
         owners=owners,
         layers=stages.module.layers,
     )
-    seq = shape.seq // (mesh.size("tp") if split else 1)
-    hidden = (shape.batch, seq, config.model.hidden_size)
+    weights = settings.weights if settings.holds_weights else "per_microbatch"
+    training = add_sharding(schedule, weights, settings.reduces_once)
     executor, evaluator = (
-        Executor(s, mesh, engine, key=stages.key, hidden_shape=hidden)
-        for s in (training, evaluation)
+        Executor(s, mesh, engine, key=stages.key, hidden_shape=hidden_shape(config))
+        for s in (training, add_sharding(make_evaluation(schedule), weights, False))
     )
     return Assembly(layers, shape, training, stages, engine, executor, evaluator)
+
+
+def build(
+    config: RunConfig, mesh: Mesh, settings: EngineSettings, *, seed: int | None
+) -> tuple[list[LayerSpec], Shape, Schedule, BuiltStages]:
+    """The layers of a resolved config, and this rank's stages; without a seed their weights wait.
+
+    Raises ConfigError or ScheduleError for what cannot be run together.
+    """
+    layers, pipeline = models.layers(config.model), config.pipeline
+    shape = Shape(config.micro_batch_size, config.data.sequence_length)
+    schedule = make_schedule(
+        pipeline.schedule, mesh.size("pp"), config.num_microbatches, pipeline.stages_per_rank
+    )
+    stages = build_stages(
+        layers,
+        schedule,
+        settings,
+        mesh=mesh,
+        shape=shape,
+        seed=seed,
+        activation_checkpointing=pipeline.activation_checkpointing,
+        sequence_parallel=config.mesh.sequence_parallel,
+    )
+    return layers, shape, schedule, stages
+
+
+def hidden_shape(config: RunConfig) -> tuple[int, int, int]:
+    """What passes between stages: [batch, seq, hidden], or its part under sequence parallelism."""
+    parts = config.mesh.tp if config.mesh.sequence_parallel else 1
+    seq = config.data.sequence_length // parts
+    return config.micro_batch_size, seq, config.model.hidden_size

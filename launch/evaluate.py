@@ -1,0 +1,105 @@
+"""Evaluates a checkpoint: `python launch/evaluate.py runs/first`, or under deepspeed or torchrun.
+
+PATH is a run's folder, of which it takes the newest checkpoint, or that of a checkpoint, step-N.
+Without --config it is evaluated by its own: the held-out text and every validation set.
+"""
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from parallel3d import layout
+from parallel3d.arguments import Parser, whole_number
+from parallel3d.config import help_text
+from parallel3d.errors import Parallel3DError, TrainingError
+from parallel3d.mesh.launch import Launch
+from parallel3d.train import ending
+from parallel3d.train.claim import ready
+from parallel3d.train.stopping import Stopped, StopRequest
+
+if TYPE_CHECKING:
+    from parallel3d.data.evaluation import SetLoss
+
+SHOWN = ("loss", "standard_error", "tokens", "perplexity", "bits_per_byte")  # of each set in JSON
+
+
+def main() -> NoReturn:
+    """End with the exit code; what every rank knows is said by the first alone."""
+    args, overrides = parse_args()
+    end = ending.Ending()
+    stop = StopRequest(end.judged)
+    try:
+        with stop.listening():
+            end.launch = launch = Launch.from_environment()
+            code = evaluate(args, overrides, launch, stop)
+    except Stopped:
+        code = stop.part()
+    except (Parallel3DError, TrainingError) as error:
+        code = ending.end_all(end.launch, error)
+    except Exception as error:
+        code = ending.died(end.launch, error, stop.explains_loss, stop.part)
+    end.leave(code)
+
+
+def evaluate(
+    args: argparse.Namespace, overrides: list[str], launch: Launch, stop: StopRequest
+) -> int:
+    """Evaluate, and print what it came to; gives the exit code."""
+    from parallel3d.train.evaluation_config import checkpoint_in, evaluation_config
+
+    checkpoint = checkpoint_in(args.path)
+    asked = evaluation_config(
+        checkpoint, launch, file=args.config, overrides=overrides, samples=args.samples
+    )
+    config = ready(asked, launch)
+    from parallel3d.mesh.mesh import Mesh
+    from parallel3d.mesh.waiting import SharedFlag
+    from parallel3d.train.evaluate import evaluate as losses_of
+
+    mesh = Mesh(config.mesh.pp, int(config.mesh.dp), config.mesh.tp, launch, watched=True)
+    stop.share(SharedFlag("stop"), mesh.rank)
+    console = layout.console(True)
+    console.quiet = mesh.rank != 0
+    losses = losses_of(config, mesh, checkpoint, stop, console)
+    if losses is not None and mesh.rank == 0:
+        if args.json:
+            print(json.dumps({"sets": {name: numbers(loss) for name, loss in losses.items()}}))
+        else:
+            width = max(map(len, losses))
+            for name, loss in losses.items():
+                print(f"{name:<{width}}  {loss.in_words()}")
+    mesh.close()
+    return ending.STOPPED if losses is None else ending.DONE
+
+
+def numbers(loss: "SetLoss") -> dict[str, Any]:
+    """What `--json` says of a set; null for what is not finite, or not known."""
+    found = loss.to_json() | {"perplexity": loss.perplexity}
+    return {k: x if (x := found[k]) is not None and math.isfinite(x) else None for k in SHOWN}
+
+
+def number_of_samples(text: str) -> int:
+    """Reads "all", or a whole number."""
+    from parallel3d.train.evaluation_config import ALL
+
+    return ALL if text == "all" else whole_number()(text)
+
+
+def parse_args() -> tuple[argparse.Namespace, list[str]]:
+    """The command line, and what it sets in the config."""
+    parser = Parser(__doc__, f"Every value of the config can be set by its path:\n\n{help_text()}")
+    parser.add_argument("path", type=Path, metavar="PATH", help="a run, or a checkpoint")
+    parser.add_config(required=False)
+    parser.add_argument(
+        "--samples", type=number_of_samples, metavar="N",
+        help="of each set, or all (train.evaluate_samples of the config)",
+    )  # fmt: skip
+    parser.add_json()
+    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # deepspeed's launcher appends it
+    return parser.parse_known_args()
+
+
+if __name__ == "__main__":
+    main()

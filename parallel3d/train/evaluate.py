@@ -1,0 +1,101 @@
+"""Evaluates a checkpoint as the trainer evaluates its model, on any mesh (floor 5)."""
+
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import cast
+
+from rich.console import Console
+
+from parallel3d.checkpoint import resume
+from parallel3d.checkpoint.manifest import TOKENIZER, tokenizer_digest
+from parallel3d.checkpoint.weights import load_weights
+from parallel3d.config import RunConfig
+from parallel3d.data.corpus import Corpus
+from parallel3d.data.split import SPLIT_FORMAT
+from parallel3d.engine import Engine, EngineSettings, ForwardEngine, forward_settings
+from parallel3d.errors import CheckpointError, ConfigError
+from parallel3d.mesh.agree import on_first
+from parallel3d.mesh.mesh import Mesh
+from parallel3d.pipeline.executor import Executor
+from parallel3d.pulse import rank as pulse
+from parallel3d.schedule.schedules import make_evaluation
+from parallel3d.train import opening, startup
+from parallel3d.train.assembly import build, hidden_shape
+from parallel3d.train.evaluation import Evaluation, Losses, evaluated
+from parallel3d.train.feed import Feed
+from parallel3d.train.stopping import StopRequest
+
+
+def evaluate(
+    config: RunConfig, mesh: Mesh, checkpoint: Path, stop: StopRequest, console: Console
+) -> Losses | None:
+    """The loss of each set of a resolved config by the weights of a checkpoint; collective.
+
+    Nothing is written beside the checkpoint, and no optimizer's state is read or made. None where
+    somebody asked to stop. Raises ConfigError where there is nothing to evaluate, CheckpointError
+    where the checkpoint cannot be used.
+    """
+    startup.begin(config, mesh, console)
+    pulse.doing("opening the corpus, or waiting for who prepares it")
+    corpus = opening.open_corpus(config, mesh, console)
+    if not evaluated(corpus):
+        raise ConfigError(
+            "nothing is held out (parallel3d.data.held_out_fraction = 0), and there is no "
+            'validation set; add one: --data.validation \'{"mine": {"source": "text", "paths": '
+            '["mine/*.txt"]}}\''
+        )
+    config = config.with_corpus(corpus.vocab_size, len(corpus.train))
+    pulse.doing("comparing the checkpoint's hashes")
+    folder = Path(on_first(mesh, lambda: str(checkpoint)))
+    try:
+        found = resume.verified(folder, mesh)
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder} {error}; use another checkpoint") from None
+    refuse_other_text(found, corpus, console.print)
+    pulse.doing("building the model")
+    settings = forward_settings(EngineSettings.from_config(config))
+    layers, _, schedule, stages = build(config, mesh, settings, seed=None)
+    pulse.doing("reading the weights")
+    load_weights(found, stages.held, mesh, layers=layers)
+    console.print(f"weights of {found.folder}")
+    with (
+        closing(ForwardEngine(stages.module, settings, mesh)) as engine,
+        closing(Feed(config, mesh, corpus, schedule)) as feed,
+    ):
+        evaluator = Executor(
+            make_evaluation(schedule),
+            mesh,
+            cast(Engine, engine),  # a program without backwards asks no more of it
+            key=stages.key,
+            hidden_shape=hidden_shape(config),
+        )
+        stop.hold(None)
+        evaluation = Evaluation(
+            config, mesh, corpus=corpus, feed=feed, evaluator=evaluator, stop=stop
+        )
+        return evaluation.run()
+
+
+def refuse_other_text(found: resume.Found, corpus: Corpus, say: Callable[[str], None]) -> None:
+    """Raise CheckpointError if this corpus's ids, or what is held out, are not the checkpoint's.
+
+    Says where the text is another one: some of what is held out may have been trained on.
+    """
+    folder, state = found.folder, found.state
+    if state["tokenizer"] != tokenizer_digest(corpus.tokenizer_directory):
+        own = folder / TOKENIZER
+        remedy = f"add --data.tokenizer {own}" if own.is_dir() else "set data.tokenizer back"
+        raise CheckpointError(
+            f"{folder} was trained on another tokenizer: its tokens have other meanings; {remedy}"
+        )
+    if state.get("split", 1) != SPLIT_FORMAT and len(corpus.held_out):
+        raise CheckpointError(
+            f"{folder} is of a parallel3d that held out other documents: it was trained on text "
+            "that is held out now; add --data.held_out_fraction 0, and evaluate validation sets"
+        )
+    if state["corpus"] != corpus.key:
+        say(
+            "WARNING: the corpus is not the one that the checkpoint was trained on; some of what "
+            "is held out now may have been trained on"
+        )

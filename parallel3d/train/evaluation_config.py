@@ -1,0 +1,114 @@
+"""The config of an evaluation: a checkpoint's own, or another file's, for the ranks there are."""
+
+import json
+from collections.abc import Iterator, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from parallel3d import reader
+from parallel3d.checkpoint.manifest import STATE, read_state
+from parallel3d.checkpoint.report import find_checkpoints
+from parallel3d.config import RunConfig
+from parallel3d.config.short_paths import full_path
+from parallel3d.errors import CheckpointError, ConfigError
+from parallel3d.mesh.launch import Launch
+
+ALL = 10**12  # more samples than there are
+
+
+def checkpoint_in(path: Path) -> Path:
+    """The folder of the checkpoint that a path means: itself, or the newest of a run.
+
+    Raises CheckpointError where there is none, and for a folder of transformers.
+    """
+    try:
+        return find_checkpoints(path)[0]
+    except CheckpointError:
+        if any(path.glob("*.safetensors")):
+            raise CheckpointError(
+                f"{path}: is a model's folder without a checkpoint, of which evaluate.py reads "
+                "none; give the run that it came from, or one of its checkpoints"
+            ) from None
+        raise
+
+
+def evaluation_config(
+    checkpoint: Path,
+    launch: Launch,
+    *,
+    file: str | None = None,
+    overrides: Sequence[str] = (),
+    samples: int | None = None,
+) -> RunConfig:
+    """The config that a checkpoint is evaluated by, before it is resolved.
+
+    It is that of its run, or of `file`, with `overrides`; `samples` takes the place of
+    train.evaluate_samples. One process is a mesh of 1 x 1 x 1; of a run's own config on more or
+    fewer ranks than it had, dp takes what pp and tp leave. Raises ConfigError, for a `file` of
+    another model as well.
+    """
+    theirs = read_state(checkpoint).get("config")
+    if not isinstance(theirs, dict):
+        raise CheckpointError(f"{checkpoint / STATE}: has no config; use another checkpoint")
+    raw = reader.read(reader.find(file)) if file else json.loads(json.dumps(theirs))
+    mesh = _mesh_of(raw)
+    reader.apply_overrides(raw, overrides, full_path)
+    asked = {axis for axis, size in _mesh_of(raw).items() if size != mesh.get(axis)}
+    _place(raw, launch.world_size, asked, is_theirs=file is None)
+    if samples is not None:
+        reader.apply_overrides(raw, ["--parallel3d.train.evaluate_samples", str(samples)])
+    config = RunConfig.from_dict(raw, file or str(checkpoint / STATE))
+    trained = RunConfig.from_dict(theirs, str(checkpoint / STATE))
+    for name, there, here in _differing(trained.model, config.model):
+        raise ConfigError(
+            f"parallel3d.model.{name} = {here}: {checkpoint} was trained with {there}; "
+            "give the model as it was trained, or leave --config out"
+        )
+    return config
+
+
+def _mesh_of(raw: dict[str, Any]) -> dict[str, Any]:
+    """The block of the mesh; an empty one where it is "plan", or wrong, which is said later."""
+    block = raw.get("parallel3d")
+    mesh = block.get("mesh") if isinstance(block, dict) else None
+    return dict(mesh) if isinstance(mesh, dict) else {}
+
+
+def _size(mesh: dict[str, Any]) -> int | None:
+    """The ranks of a mesh, where its three sizes are known."""
+    sizes = [s for axis in ("pp", "dp", "tp") if isinstance(s := mesh.get(axis), int)]
+    return prod(sizes) if len(sizes) == 3 else None
+
+
+def _place(raw: dict[str, Any], world_size: int, asked: set[str], is_theirs: bool) -> None:
+    """Set the mesh of `raw` for so many ranks, but for the axes that the command line has set."""
+    mesh, block = _mesh_of(raw), raw.get("parallel3d")
+    if not mesh or not isinstance(block, dict):
+        return
+    changed: dict[str, Any] = {}
+    if world_size == 1:
+        changed = {"pp": 1, "dp": "auto", "tp": 1}
+        pipeline = block.get("pipeline")
+        if isinstance(pipeline, dict) and "pp" not in asked:
+            # Which stages there are on one rank changes nothing.
+            block["pipeline"] = pipeline | {"schedule": "gpipe", "stages_per_rank": 1}
+    elif is_theirs and _size(mesh) != world_size:
+        changed = {"dp": "auto"}
+    changed = {axis: size for axis, size in changed.items() if axis not in asked}
+    block["mesh"] = mesh | changed
+    given = [raw.get(n) for n in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")]
+    if "dp" in changed and all(isinstance(number, int) for number in given):
+        raw.pop("train_batch_size", None)  # it was for another dp
+
+
+def _differing(trained: Any, ours: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Each setting of the model that would change its numbers: name, theirs, ours."""
+    if trained.family != ours.family:
+        yield "family", trained.family, ours.family
+        return
+    for name in type(trained).model_fields:
+        there, here = getattr(trained, name), getattr(ours, name)
+        # The corpus may have yet to say how large the vocabulary is.
+        if there != here and not name.endswith("_pdrop") and here != "auto":
+            yield name, there, here
