@@ -56,7 +56,7 @@ def train(
         saver = Saver(
             parts.engine, mesh, parts.layers, folder=output.checkpoints,
             keep=config.checkpoint.keep, asynchronous=config.checkpoint.asynchronous,
-            say=console.print, tokenizer=start.tokenizer,
+            say=console.print, tokenizer=start.tokenizer, always=config.checkpoint.at,
         )  # fmt: skip
         peak_name, peak_flops = startup.peak(config, mesh)
         profiler = startup.make_profiler(config, mesh, parts=parts, directory=output.directory)

@@ -1,6 +1,6 @@
 """Removes old checkpoints, once the newest is known to be good."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,14 +12,15 @@ from parallel3d.mesh.mesh import Mesh
 
 
 def keep_newest(
-    folder: Path, keep: int, *, newest: Path, mine: Mapping[str, Entry], mesh: Mesh
-) -> None:
+    folder: Path, keep: int, *, newest: Path, mine: Mapping[str, Entry], mesh: Mesh,
+    always: Collection[int] = (),
+) -> None:  # fmt: skip
     """Remove all but the newest `keep` checkpoints, unless the newest of them is bad.
 
-    Collective, on the group that is aside. `mine`: the files of the newest that this rank wrote,
-    which it reads again and compares; rank 0 does so with the manifest and the state, too. If
-    anything is bad, nothing is removed and TrainingError is raised on all ranks. What cannot be
-    removed stays.
+    Those of the steps `always` stay, and are not counted. Collective, on the group that is aside.
+    `mine`: the files of the newest that this rank wrote, which it reads again and compares; rank 0
+    does so with the manifest and the state, too. If anything is bad, nothing is removed and
+    TrainingError is raised on all ranks. What cannot be removed stays.
     """
 
     def look() -> None:
@@ -32,7 +33,9 @@ def keep_newest(
                 remove_checkpoint(folder / name)
 
     # All ranks look before any of them removes something.
-    old = on_first(mesh, lambda: [path.name for _, path in step_folders(folder)][keep:])
+    old = on_first(
+        mesh, lambda: [p.name for n, p in step_folders(folder) if n not in always][keep:]
+    )
     if old:
         agree(mesh, look)
         on_first(mesh, remove)

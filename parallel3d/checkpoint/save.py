@@ -34,6 +34,8 @@ MOST_FAILURES = 3  # saves in a row that may fail before training stops
 class Saver:
     """Writes checkpoints into `folder`, the same one on every rank, and keeps the newest few.
 
+    `always`: steps whose checkpoints are kept besides.
+
     `asynchronous`: training goes on while a copy of the state is written. `say` tells the user; on
     one rank alone. A save that fails, on a full disk for instance, leaves the earlier checkpoints
     as they are and is tried again at the next interval. The folder `tokenizer` goes into each.
@@ -47,6 +49,7 @@ class Saver:
         *,
         folder: Path,
         keep: int = 2,
+        always: Sequence[int] = (),
         asynchronous: bool = True,
         say: Callable[[str], None] = _log.warning,
         hashed: bool = True,
@@ -55,6 +58,7 @@ class Saver:
         self._tokenizer = tokenizer
         self._engine, self._mesh, self._folder = engine, mesh, folder
         self._keep, self._asynchronous, self._say = keep, asynchronous, say
+        self._always = always
         self._hashed = hashed
         self._shapes = layout.parameter_shapes(layers)
         self._runs = layout.runs_to_write(engine, mesh)
@@ -190,7 +194,9 @@ class Saver:
             self._on_first(lambda: self._name(state, files, partial, folder))
             remove, begun = prune.remove_checkpoint, folder
             known = {name: Entry(*entry) for name, entry in mine.items() if self._hashed}
-            prune.keep_newest(self._folder, self._keep, newest=folder, mine=known, mesh=mesh)
+            prune.keep_newest(
+                self._folder, self._keep, newest=folder, mine=known, mesh=mesh, always=self._always
+            )
         except TrainingError:
             with suppress(TrainingError):
                 self._on_first(lambda: remove(begun))

@@ -216,6 +216,9 @@ class CheckpointConfig(Section):
     stopped. 0: only then."""
     keep: int = Field(default=2, ge=2)
     """Newest checkpoints that are kept; an older one goes once the newer ones are verified."""
+    at: Annotated[tuple[Positive, ...], Strict(False)] = ()
+    """Steps after which there is a checkpoint too, which is kept besides: where other runs begin,
+    by its path as their `resume`."""
     asynchronous: bool = True
     """Copy the state to host memory and write it while training goes on; false: training waits."""
     resume: Annotated[int | str, BeforeValidator(_resume_point)] = "auto"

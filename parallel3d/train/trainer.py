@@ -198,9 +198,10 @@ class Trainer:
         if self.saver is None or self._state is None:
             return
         self.saver.poll()
-        every, last = self.config.checkpoint.every, result.steps == self.config.num_steps
+        wanted, last = self.config.checkpoint, result.steps == self.config.num_steps
+        is_due = result.steps in wanted.at or (wanted.every and result.steps % wanted.every == 0)
         ends = result.stopped or last
-        if ends or self.stop.saving or (every and result.steps % every == 0):
+        if ends or self.stop.saving or is_due:
             pulse.doing(f"saving step {self.position.step}")
             self._stall = self.saver.save(self._state.at(self.position), wait=ends)
             self.stop.saved()

@@ -143,11 +143,11 @@ def damage_the_newest(rank, trained, folder, name):
     for step in (1, 2):
         saver.save(state(step))
 
-    def meanwhile(folder, keep, *, newest, mine, mesh):
+    def meanwhile(folder, keep, *, newest, mine, mesh, **settings):
         if rank == 0:
             flip_a_bit(newest / name)
         mesh.gather_texts("", aside=True)
-        return keep_newest(folder, keep, newest=newest, mine=mine, mesh=mesh)
+        return keep_newest(folder, keep, newest=newest, mine=mine, mesh=mesh, **settings)
 
     saver.finish()
     prune.keep_newest = meanwhile
@@ -181,7 +181,7 @@ def save_among_leftovers(rank, trained, folder):
             (folder / name).mkdir(parents=True)
             (folder / name / "junk").write_text("junk")
     trained.mesh.barrier()
-    saver = saver_of(trained, folder, keep=3)
+    saver = saver_of(trained, folder, keep=3, always=(1, 9))
     for step in (1, 2, 3, 4, 5, 5):
         if step == 5:
             trained.train(1)
@@ -198,7 +198,7 @@ def save_among_leftovers(rank, trained, folder):
 def test_leftovers_are_no_obstacle_and_go(tmp_path):
     folder = tmp_path / "checkpoints"
     for left, steps in on_two_ranks(save_among_leftovers, tmp_path):
-        kept = ["step-3", "step-4", "step-5"]
+        kept = ["step-1", "step-3", "step-4", "step-5"]
         assert left == ["latest", *kept, "step-7.tmp", "step-8.deleted"]
         # The folder of another history under the same name was replaced.
         assert json.loads((folder / "step-5/state.json").read_text())["optimizer_steps"] == steps
