@@ -1,16 +1,14 @@
 """The folder that a run is written to, claimed before anything costs time (floor 5, no torch)."""
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from hashlib import blake2b
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any
 
 from parallel3d.config import RunConfig
+from parallel3d.config.digest import digest_of
 from parallel3d.errors import ConfigError
 from parallel3d.holder import Holder, read
 from parallel3d.lock import Held, Lock
@@ -19,21 +17,6 @@ from parallel3d.plan.impossible import refuse_impossible
 from parallel3d.train.attempts import folder_of_this_launch, unfinished
 
 SUFFIX = ".lock"  # of a run's lock, beside its folder
-# What says where and how a run is written, and how far this time, not what is trained.
-_APART = (
-    *("steps_per_print", "wall_clock_breakdown", "flops_profiler", "comms_logger", "aio"),
-    *("tensorboard", "csv_monitor", "wandb", "comet"),
-    *(f"zero_optimization.offload_{what}.nvme_path" for what in ("optimizer", "param")),
-    *(
-        "parallel3d.run",
-        "parallel3d.checkpoint",
-        "parallel3d.data.cache",
-        "parallel3d.data.workers",
-        "parallel3d.data.read_ahead",
-        "parallel3d.data.remote_cache_bytes",
-    ),
-    *(f"parallel3d.train.{name}" for name in ("stop_after", "timeout_seconds", "profile")),
-)
 
 
 @dataclass
@@ -67,22 +50,6 @@ def ready(config: RunConfig, launch: Launch) -> RunConfig:
 
         config, _ = choose(config, launch.world_size, machine_of(config, launch))
     return config.resolve(launch.world_size)
-
-
-def digest_of(config: RunConfig) -> str:
-    """What two launches that train the same have in common, as a digest.
-
-    `config` is as it was read, before the number of processes filled anything in; where and how
-    the run is written is left out.
-    """
-    values = config.to_dict()
-    for path in _APART:
-        *blocks, name = path.split(".")
-        place: Any = values
-        for block in blocks:
-            place = place.get(block) or {}
-        place.pop(name, None)
-    return blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def claim(asked: RunConfig, config: RunConfig, launch: Launch, say: Callable[[str], None]) -> Claim:

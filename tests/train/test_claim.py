@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from parallel3d.config import RunConfig
+from parallel3d.config.digest import digest_of
 from parallel3d.errors import ConfigError
 from parallel3d.lock import Lock
 from parallel3d.mesh.launch import Launch
 from parallel3d.train import attempts
 from parallel3d.train import claim as claims
 from parallel3d.train.attempts import Attempts
-from parallel3d.train.claim import digest_of
 
 pytestmark = pytest.mark.gloo
 

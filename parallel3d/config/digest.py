@@ -1,0 +1,47 @@
+"""What is trained, as a digest: the same of two configs that train the same (floor 0)."""
+
+import json
+from collections.abc import Iterable
+from hashlib import blake2b
+from typing import Any
+
+from parallel3d.config.run import RunConfig
+
+# What says where and how a run is written, and how far this time, not what is trained.
+_APART = (
+    *("steps_per_print", "wall_clock_breakdown", "flops_profiler", "comms_logger", "aio"),
+    *("tensorboard", "csv_monitor", "wandb", "comet"),
+    *(f"zero_optimization.offload_{what}.nvme_path" for what in ("optimizer", "param")),
+    *(
+        "parallel3d.run",
+        "parallel3d.checkpoint",
+        "parallel3d.data.cache",
+        "parallel3d.data.workers",
+        "parallel3d.data.read_ahead",
+        "parallel3d.data.remote_cache_bytes",
+    ),
+    *(f"parallel3d.train.{name}" for name in ("stop_after", "timeout_seconds", "profile")),
+)
+PLACED = (
+    *("zero_optimization", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
+    *("parallel3d.mesh", "parallel3d.plan", "parallel3d.pipeline"),
+)
+"""How a run is spread over devices and what is offloaded, which changes no number beyond rounding;
+the global batch is train_batch_size."""
+
+
+def digest_of(config: RunConfig, also: Iterable[str] = ()) -> str:
+    """What two launches that train the same have in common, as a digest.
+
+    Where and how the run is written is left out, and the dotted paths of `also`. Of a config as it
+    was read, before the number of processes filled anything in, it tells meshes apart.
+    """
+    values = config.to_dict()
+    for path in (*_APART, *also):
+        *blocks, name = path.split(".")
+        place: Any = values
+        for block in blocks:
+            place = place.get(block) or {}
+        if isinstance(place, dict):
+            place.pop(name, None)
+    return blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=16).hexdigest()
