@@ -1,5 +1,7 @@
-"""Scaling laws: fits them to tables of runs, and forecasts from them runs that are to come.
+"""Scaling laws: plans and runs ladders, fits laws to runs, and forecasts runs that are to come.
 
+python launch/scale.py plan --ladder configs/ladders/cpu.json
+python launch/scale.py run --ladder configs/ladders/cpu.json --parallel 2
 python launch/scale.py fit runs.csv
 python launch/scale.py predict --fit fit.json --flops 1e24 --register
 """
@@ -12,18 +14,53 @@ from parallel3d import layout
 from parallel3d.arguments import Parser
 from parallel3d.errors import Parallel3DError
 from parallel3d.scaling import command
+from parallel3d.scaling.ladder import command as ladders
 
-DONE, BAD_INPUT = 0, 2  # exit codes; scripts rely on them
+DONE, BAD_INPUT = 0, 2  # exit codes; scripts rely on them; of `run` also 1 and 3
 
 
 def main() -> int:
     """Give the exit code: 0, or 2 for input that tells no law."""
     args = parse_args()
     try:
-        return predict(args) if args.command == "predict" else fit(args)
+        return {"plan": plan, "run": run, "fit": fit, "predict": predict}[args.command](args)
     except (Parallel3DError, OSError) as error:
         print(f"scale: {error}", file=sys.stderr)
         return BAD_INPUT
+
+
+def plan(args: argparse.Namespace) -> int:
+    """Print a ladder's runs with sizes, tokens, FLOPs, mesh, memory and hours; write nothing."""
+    from parallel3d.scaling.ladder.plan import ladder_of
+    from parallel3d.scaling.ladder.show import show, to_json
+
+    console = layout.console(args.json)
+    ladder = ladder_of(args.ladder)
+    show(ladder, console)
+    if args.json:
+        print(json.dumps(to_json(ladder)))
+    return DONE
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train what of a ladder is not finished; 1 where a run failed, 3 where it was stopped."""
+    from parallel3d.scaling.ladder.execute import execute
+    from parallel3d.scaling.ladder.show import show, to_json
+
+    console = layout.console(args.json)
+    if args.emit:
+        from parallel3d.scaling.ladder import slurm
+        from parallel3d.scaling.ladder.plan import ladder_of
+
+        code, ladder = DONE, ladder_of(args.ladder)
+        files = slurm.write(ladder)
+        console.print(f"written: {', '.join(map(str, files))}; submit with {files[-1]}")
+    else:
+        code, ladder = execute(args.ladder, args.parallel, console)
+    show(ladder, console)
+    if args.json:
+        print(json.dumps(to_json(ladder)))
+    return code
 
 
 def fit(args: argparse.Namespace) -> int:
@@ -60,6 +97,8 @@ def parse_args() -> argparse.Namespace:
     parser = Parser(__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, add, words in (
+        ("plan", ladders.add_plan, "print the runs of a ladder, and what they take"),
+        ("run", ladders.add_run, "train the runs of a ladder that are not finished"),
         ("fit", command.add_fit, "fit a law to runs"),
         ("predict", command.add_predict, "forecast a run from a fit"),
     ):

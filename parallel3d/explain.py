@@ -279,7 +279,9 @@ def _type_name(annotation: Any) -> str:
         return " | ".join(_type_name(arg) for arg in args)
     if origin is tuple:
         return "[" + ", ".join("..." if a is Ellipsis else _type_name(a) for a in args) + "]"
-    if origin is Mapping:
+    if annotation is Any:
+        return "any value"
+    if origin in (Mapping, dict):
         return f"table of {_type_name(args[1])}"
     return {NoneType: "null", str: "string", int: "integer", float: "number", bool: "boolean"}[
         annotation

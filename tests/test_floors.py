@@ -34,6 +34,7 @@ ROOMS = [
     (0, "parallel3d/plan/report"),
     (0, "parallel3d/published"),
     (0, "parallel3d/scaling"),
+    (0, "parallel3d/scaling/ladder"),
     (1, "parallel3d/mesh/strict"),
     (1, "parallel3d/mesh"),
     (2, "parallel3d/tensor"),

@@ -100,7 +100,7 @@ def settings(folder: Path) -> dict[str, str]:
     found: dict[str, dict[str, None]] = {}
     for path in _folders(folder):
         try:
-            config = _config(path)
+            config = config_of(path)
         except NoEnd:
             continue
         train, schedule, data = config.train, config.train.lr_schedule, config.data
@@ -132,7 +132,8 @@ def _few(values: list[str]) -> str:
     return shown if len(values) <= 8 else f"{shown} and {len(values) - 8} more"
 
 
-def _config(path: Path) -> RunConfig:
+def config_of(path: Path) -> RunConfig:
+    """The resolved config in a run's folder; NoEnd where it has none that can be used."""
     try:
         raw = json.loads((path / CONFIG).read_text(encoding="utf-8"))
         config = RunConfig.from_dict(raw, source=str(path / CONFIG))
@@ -151,10 +152,10 @@ def _folders(folder: Path) -> list[Path]:
 
 
 def _row(path: Path) -> dict[str, Any]:
-    config = _config(path)
+    config = config_of(path)
     steps, counted = config.train.steps, count(config.model)
     per_token = models.train_flops_per_token(config.model, config.data.sequence_length)
-    last = _last_line(path / METRICS)
+    last = last_line(path / METRICS)
     if steps is None or last["step"] < steps:
         raise NoEnd(f"it has no end: step {last['step']} of {steps or 'no known number'}")
     if "held_out_loss" not in last:
@@ -176,8 +177,8 @@ def _row(path: Path) -> dict[str, Any]:
     return row
 
 
-def _last_line(path: Path) -> dict[str, Any]:
-    """The last line that is whole; a kill may have cut off the end of the file."""
+def last_line(path: Path) -> dict[str, Any]:
+    """The last line of metrics.jsonl that is whole; a kill may have cut off the end. NoEnd."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))

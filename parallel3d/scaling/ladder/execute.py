@@ -1,0 +1,109 @@
+"""The command `run`: the corpus, the runs, the forecasts, the held-out runs (floor 0)."""
+
+import json
+import subprocess
+import sys
+
+from rich.console import Console
+
+from parallel3d import layout
+from parallel3d.atomic import replace_text
+from parallel3d.errors import ConfigError
+from parallel3d.lock import Held, Lock
+from parallel3d.scaling.ladder import oath
+from parallel3d.scaling.ladder.expand import Run
+from parallel3d.scaling.ladder.plan import Ladder, ladder_of
+from parallel3d.scaling.ladder.process import TRAIN
+from parallel3d.scaling.ladder.progress import Display
+from parallel3d.scaling.ladder.runner import STOPPED, Runner
+from parallel3d.scaling.ladder.state import CORPUS
+
+DONE, FAILED = 0, 1  # exit codes; scripts rely on them
+LOCK = "ladder.lock"
+
+
+def execute(name: str, parallel: int, out: Console) -> tuple[int, Ladder]:
+    """Run what of a ladder is not finished; the exit code, and the ladder as it then stands.
+
+    Codes: 0, 1 where a run failed, 3 where it was stopped on request with all saved. Raises
+    ConfigError for what makes no ladder, and where another process runs this one.
+    """
+    ladder = ladder_of(name)
+    ladder.directory.mkdir(parents=True, exist_ok=True)
+    lock = Lock(ladder.directory / LOCK, about=str(ladder.file))
+    try:
+        lock.take(lambda text: layout.say(out, text))
+    except Held as error:
+        raise ConfigError(
+            f"{ladder.directory}: its ladder is being run by {error.holder}; wait for its end, or "
+            "stop it"
+        ) from None
+    try:
+        code = _execute(ladder, parallel, out)
+    finally:
+        lock.release()
+    return code, ladder_of(name)
+
+
+def _execute(ladder: Ladder, parallel: int, out: Console) -> int:
+    ladder.write_configs()
+    finished = [rung.run.name for rung in ladder.rungs if rung.state.name == "finished"]
+    todo = [run for run in _needed(ladder) if run.name not in finished]
+    with Display(out, len(ladder.rungs), len(finished)) as display:
+        runner = Runner(ladder, parallel, display)
+        with runner.listening():
+            if todo and not (ladder.directory / CORPUS).exists():
+                display.say("preparing the corpus")
+                _prepare(ladder)
+            runner.run([run for run in todo if run.kind != "held-out"])
+            held = [run for run in todo if run.kind == "held-out"]
+            if held and not runner.is_stopped:
+                _forecast(ladder, held, runner, display)
+                runner.run([run for run in held if run.name not in runner.failed])
+    if runner.is_stopped:
+        layout.say(out, "stopped on request, all saved; start again to go on")
+        return STOPPED
+    for name, why in runner.failed.items():
+        layout.say(out, f"FAILED {name}: {why}", "  ")
+    return FAILED if runner.failed else DONE
+
+
+def _needed(ladder: Ladder) -> list[Run]:
+    """All runs but the trunks that no unfinished fork needs any more."""
+    unfinished = {
+        rung.run.trunk for rung in ladder.rungs if rung.run.trunk and rung.state.name != "finished"
+    }
+    return [r.run for r in ladder.rungs if r.run.kind != "trunk" or r.run.name in unfinished]
+
+
+def _prepare(ladder: Ladder) -> None:
+    """Tokenise the corpus once, before runs of it start side by side, and count it."""
+    run = ladder.rungs[0].run
+    config = ladder.config_file(run)
+    command = [sys.executable, str(TRAIN.with_name("prepare.py")), "--config", str(config)]
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=False)
+    if done.returncode == STOPPED:
+        return
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or ["it said nothing"]
+        raise ConfigError(f"the corpus cannot be prepared: {said[-1]}")
+    summary = json.loads(done.stdout)
+    found = {"training_tokens": round(run.tokens / summary["epochs"]), "summary": summary}
+    replace_text(ladder.directory / CORPUS, f"{json.dumps(found, indent=1)}\n")
+
+
+def _forecast(ladder: Ladder, held: list[Run], runner: Runner, display: Display) -> None:
+    """Register the forecasts of the held-out runs; one without is not started."""
+    for run in held:
+        if runner.failed and not ladder.forecast_file(run).exists():
+            others = ", ".join(runner.failed)
+            runner.failed[run.name] = f"not started: its forecast waits for {others}"
+            continue
+        try:
+            made = oath.register(ladder, run)
+        except ConfigError as error:
+            runner.failed[run.name] = f"not started: no forecast can be registered: {error}"
+            continue
+        if made and made.loss is not None:
+            file = ladder.forecast_file(run)
+            display.say(f"{run.name}: forecast {made.loss:.4f}, registered in {file}")

@@ -1,0 +1,232 @@
+"""The ladder file: sizes x budgets, and what all of its runs share (floor 0)."""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BeforeValidator,
+    Field,
+    PlainValidator,
+    Strict,
+    ValidationError,
+    model_validator,
+)
+
+from parallel3d import explain, reader
+from parallel3d.scaling.ladder.settings import LAWS
+from parallel3d.section import PathText, Problem, Problems, Section
+
+Positive = Annotated[int, Field(gt=0)]
+Numbers = Annotated[tuple[Annotated[float, Field(gt=0)], ...], Strict(False)]
+BUDGETS = ("flops", "tokens_per_param", "tokens")
+
+
+def _size(value: Any) -> Any:
+    """A number is the target of the rule of widths and depths."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return {"params": value} if is_number else value
+
+
+def _base(value: Any) -> Any:
+    if not isinstance(value, (str, dict)):
+        raise ValueError("must be a config; write its file's name, or the block {...}")
+    return value
+
+
+def _mesh(value: Any) -> Any:
+    if value is not None and value != "plan" and not isinstance(value, dict):
+        raise ValueError('is no mesh; write {"pp": 1, "dp": 1, "tp": 1}, or "plan"')
+    return value
+
+
+def _law_or_number(value: Any) -> Any:
+    if isinstance(value, str) and value not in LAWS:
+        known = ", ".join(LAWS)
+        raise ValueError(f"is no law of learning rate and batch size; use {known}, or a number")
+    if not isinstance(value, str) and (
+        isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0
+    ):
+        raise ValueError(f"must be a number above 0; write one, or a law: {', '.join(LAWS)}")
+    return value
+
+
+Mesh = Annotated[Any, PlainValidator(_mesh)]
+
+
+class SizeConfig(Section):
+    """One size of model; a bare number means its `params`."""
+
+    params: Annotated[float, Field(gt=0)] | None = None
+    """Parameters of the blocks that the rule of widths and depths comes as near to as it can."""
+    model: dict[str, Any] = Field(default={})
+    """Settings of the model, as in parallel3d.model, in place of the rule's."""
+    seeds: Annotated[tuple[int, ...], Strict(False)] | None = None
+    """Seeds of this size's runs; null: the ladder's."""
+    budgets: Numbers = ()
+    """Those of the ladder's budgets that this size is trained on; none named: all."""
+    mesh: Mesh = None
+    """As the ladder's; null: that."""
+    devices: Positive | None = None
+    """As the ladder's; null: that."""
+
+
+class BudgetConfig(Section):
+    """How long each size is trained; one of the three."""
+
+    flops: Numbers = ()
+    """FLOPs of each run: 6ND, N with the head (IsoFLOP)."""
+    tokens_per_param: Numbers = ()
+    """Tokens for each parameter, N with the head."""
+    tokens: Numbers = ()
+    """Tokens."""
+
+    @property
+    def kind(self) -> str:
+        """Which of the three is given."""
+        return next(name for name in BUDGETS if getattr(self, name))
+
+    @model_validator(mode="after")
+    def _check(self) -> "BudgetConfig":
+        given = [name for name in BUDGETS if getattr(self, name)]
+        if len(given) != 1:
+            rule = f"{' and '.join(given) or 'none'} is given; a budget is one of three things"
+            remedy = f"give one of {', '.join(BUDGETS)}"
+            raise Problems(
+                [Problem("", {name: getattr(self, name) for name in given}, rule, remedy)]
+            )
+        return self
+
+
+class HyperparametersConfig(Section):
+    """Batch size and learning rate of each run: by a law's name, or a number for all."""
+
+    learning_rate: Annotated[float | str, PlainValidator(_law_or_number)] = "step-law"
+    """Peak learning rate: "olmo", "step-law", or a number."""
+    learning_rate_factor: float = Field(default=1.0, gt=0)
+    """Times the law's; the laws are of sizes from 1e7 parameters on."""
+    batch_tokens: Annotated[float | str, PlainValidator(_law_or_number)] = "step-law"
+    """Tokens of a step: "olmo", "step-law", or a number."""
+
+
+class ScheduleConfig(Section):
+    """The learning rate over a run."""
+
+    type: Literal["cosine", "forks"] = "cosine"
+    """"cosine": down to min_ratio at each run's own end. "forks": a trunk of constant rate for each
+    size, from whose checkpoints a fork cools down (1 - sqrt) to each budget's end."""
+    min_ratio: float = Field(default=0.1, ge=0, le=1)
+    """Where it ends, as a fraction of the learning rate."""
+    cooldown: float = Field(default=0.2, gt=0, lt=1)
+    """Share of a budget's steps that its fork has."""
+    warmup: float = Field(default=0.1, ge=0, le=1)
+    """Longest warm-up as a share of a run's tokens (of forks: of the shortest's); it is never of
+    more tokens than the model has parameters."""
+
+
+class HeldOutConfig(Section):
+    """A run that no law is fitted on: its loss is forecast, and the forecast registered before."""
+
+    size: Annotated[SizeConfig, BeforeValidator(_size)]
+    """As one of sizes."""
+    flops: Annotated[float, Field(gt=0)] | None = None
+    """As a budget's; give this, or tokens."""
+    tokens: Annotated[float, Field(gt=0)] | None = None
+    """As a budget's."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "HeldOutConfig":
+        if (self.flops is None) == (self.tokens is None):
+            rule, remedy = "has to have one budget", 'give "flops" or "tokens"'
+            raise Problems([Problem("flops", self.flops, rule, remedy)])
+        return self
+
+
+class LadderConfig(Section):
+    """A ladder: sizes x budgets of one family, on one corpus."""
+
+    base: Annotated[Any, PlainValidator(_base)]
+    """What all runs share: a run's config without sizes and length, or its file's name, relative to
+    the ladder's folder."""
+    directory: PathText = Field(min_length=1)
+    """Folder of the runs, relative to the working directory; of this ladder alone."""
+    sizes: Annotated[tuple[Annotated[SizeConfig, BeforeValidator(_size)], ...], Strict(False)]
+    """The models: numbers, {"params": ...}, or {"model": {"hidden_size": ..., ...}}."""
+    aspect_ratio: float = Field(default=64, gt=0)
+    """hidden_size / num_hidden_layers that the rule keeps to as it can."""
+    head_size: Positive = 64
+    """Width of an attention head; hidden_size is a multiple of it."""
+    mlp_ratio: Annotated[float, Field(gt=0)] | None = None
+    """intermediate_size / hidden_size; null: the family's."""
+    budgets: BudgetConfig
+    """How long each size is trained."""
+    hyperparameters: HyperparametersConfig = HyperparametersConfig()
+    """Batch size and learning rate."""
+    schedule: ScheduleConfig = ScheduleConfig()
+    """The learning rate over a run."""
+    seeds: Annotated[tuple[int, ...], Strict(False)] = (0,)
+    """Every run once for each: the noise of the loss."""
+    held_out: Annotated[tuple[HeldOutConfig, ...], Strict(False)] = ()
+    """Runs to be forecast, after all others."""
+    mesh: Mesh = None
+    """Mesh of each run, or "plan"; null: the base's."""
+    devices: Positive = 1
+    """Devices for each run whose mesh is planned, or has dp "auto"."""
+    unique_tokens: Positive | None = None
+    """Training tokens of the corpus; null: as `run` counts them when it prepares it."""
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether each size has a trunk, and its budgets are forks of it."""
+        return self.schedule.type == "forks"
+
+    @model_validator(mode="after")
+    def _check(self) -> "LadderConfig":
+        if found := [*self._problems()]:
+            raise Problems(found)
+        return self
+
+    def _problems(self) -> Iterator[Problem]:
+        if len(self.sizes) < 2:
+            rule, remedy = "one size tells no law of sizes", "give two or more"
+            yield Problem("sizes", _plain(self.sizes), rule, remedy)
+        kind = self.budgets.kind
+        budgets = getattr(self.budgets, kind)
+        if len(set(budgets)) < 2:
+            rule = "all budgets are equal" if len(budgets) > 1 else "is one budget"
+            yield Problem(f"budgets.{kind}", list(budgets), rule, "give two or more that differ")
+        elif any(a == b for a, b in pairwise(sorted(budgets))):
+            rule = "has a budget twice"
+            yield Problem(f"budgets.{kind}", list(budgets), rule, "leave one out; see seeds")
+        for i, size in enumerate(self.sizes):
+            if other := [b for b in size.budgets if b not in budgets]:
+                rule, remedy = f"is none of budgets.{kind}", f"use some of {list(budgets)}"
+                yield Problem(f"sizes.{i}.budgets", other[0], rule, remedy)
+        own = [(f"sizes.{i}.seeds", size.seeds) for i, size in enumerate(self.sizes)]
+        for path, seeds in [("seeds", self.seeds), *own]:
+            if seeds is not None and (not seeds or len(set(seeds)) < len(seeds)):
+                rule, remedy = "must be seeds that differ", "write [0], or [0, 1]"
+                yield Problem(path, list(seeds), rule, remedy)
+
+
+def _plain(sizes: tuple[SizeConfig, ...]) -> list[Any]:
+    return [size.params or size.model for size in sizes]
+
+
+def load(name: str) -> tuple[LadderConfig, dict[str, Any], Path]:
+    """The ladder in a file (or in configs/ under that name), its base config, and the file.
+
+    Raises ConfigError that lists all that is wrong.
+    """
+    file = reader.find(name)
+    raw = reader.read(file)
+    try:
+        ladder = LadderConfig.model_validate(raw)
+    except ValidationError as error:
+        raise Problems(explain.problems_in(error, raw, LadderConfig), str(file)) from None
+    base = ladder.base
+    if isinstance(base, str):
+        beside = file.parent / base
+        base = reader.read(beside if beside.is_file() else reader.find(base))
+    return ladder, dict(base), file

@@ -1,0 +1,119 @@
+"""Widths and depths: the model of each size of a ladder (floor 0)."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+import models
+from parallel3d import explain
+from parallel3d.scaling import runs
+from parallel3d.scaling.ladder.file import LadderConfig, SizeConfig
+from parallel3d.section import ABSENT, Problem, Problems
+
+SHAPE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
+_MOST_WIDTHS = 4096  # heads that the rule tries
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Parameters of a model, by part: [embedding], [head], [transformer: the blocks].
+
+    A head that is tied to the embedding counts as a head too, for its product with each token.
+    """
+
+    embedding: int
+    head: int
+    transformer: int
+
+    @property
+    def with_head(self) -> int:
+        """N of the laws: blocks and head."""
+        return self.transformer + self.head
+
+
+def count(model: Any) -> Counts:
+    """The parameters of a model of any family; its vocabulary must be known."""
+    found = runs.count(model)
+    head = found["with_head"] - found["transformer"]
+    return Counts(models.layers(model)[0].num_params, head, found["transformer"])
+
+
+def model_of(ladder: LadderConfig, size: SizeConfig, base: Mapping[str, Any], path: str) -> Any:
+    """The model's settings for a size, over those of the base; `path` is the size's in the file.
+
+    Raises ConfigError where the size names no model.
+    """
+    if ladder.mlp_ratio is None and base.get("intermediate_size") is not None:
+        rule, remedy = "would be the same at every size", "remove it, and give mlp_ratio"
+        at = "base.parallel3d.model.intermediate_size"
+        raise Problems([Problem(at, base["intermediate_size"], rule, remedy)])
+    shared = {key: value for key, value in base.items() if key not in SHAPE}
+    own = dict(size.model)
+    if size.params is not None:
+        if clash := sorted(own.keys() & set(SHAPE[:3])):
+            rule, remedy = "is the rule's where params is given", "leave one of them out"
+            raise Problems([Problem(f"{path}.model.{clash[0]}", own[clash[0]], rule, remedy)])
+        return _nearest(ladder, size.params, {**shared, **own}, path)
+    missing = [key for key in SHAPE[:2] if key not in own]
+    if missing:
+        rule, remedy = "is missing", "give it, or params in place of the model"
+        raise Problems([Problem(f"{path}.model.{missing[0]}", ABSENT, rule, remedy)])
+    width = own["hidden_size"]
+    if "num_attention_heads" not in own and isinstance(width, int) and width > 0:
+        if width % ladder.head_size:
+            below = max(1, width // ladder.head_size) * ladder.head_size
+            rule = f"is no multiple of head_size={ladder.head_size}"
+            remedy = f"use {below} or {below + ladder.head_size}, or give num_attention_heads"
+            raise Problems([Problem(f"{path}.model.hidden_size", width, rule, remedy)])
+        own["num_attention_heads"] = width // ladder.head_size
+    return _checked({**shared, **_inner(ladder, width), **own}, path)
+
+
+def _nearest(ladder: LadderConfig, target: float, shared: dict[str, Any], path: str) -> Any:
+    """The width (a multiple of head_size) and depth by the aspect rule that come nearest."""
+    best: tuple[float, Any] | None = None
+    for heads in range(1, _MOST_WIDTHS):
+        width = heads * ladder.head_size
+        shape = {
+            "hidden_size": width,
+            "num_attention_heads": heads,
+            "num_hidden_layers": max(1, round(width / ladder.aspect_ratio)),
+        }
+        model = _checked({**shared, **shape, **_inner(ladder, width)}, path)
+        found = count(model).transformer
+        off = abs(math.log(found / target))
+        if best is None or off < best[0]:
+            best = off, model
+        if found > target:
+            break
+    assert best
+    if best[0] > math.log(2):
+        rule = f"the nearest that aspect_ratio and head_size={ladder.head_size} allow has "
+        rule += f"{count(best[1]).transformer:,}"
+        remedy = "use that, a smaller head_size, or give the model's own sizes"
+        raise Problems([Problem(f"{path}.params", target, rule, remedy)])
+    return best[1]
+
+
+def _inner(ladder: LadderConfig, width: Any) -> dict[str, Any]:
+    ratio = ladder.mlp_ratio
+    return {} if ratio is None else {"intermediate_size": max(1, round(ratio * width))}
+
+
+def _checked(raw: dict[str, Any], path: str) -> Any:
+    family = raw.get("family")
+    if family not in models.families():
+        rule, remedy = "names no model family", f"use one of: {', '.join(models.families())}"
+        value = ABSENT if family is None else family
+        raise Problems([Problem("base.parallel3d.model.family", value, rule, remedy)])
+    kind = models.config_class(family)
+    try:
+        return kind.model_validate(raw)
+    except ValidationError as error:
+        found = explain.problems_in(error, raw, kind)
+        raise Problems(
+            [problem.under(f"{path}.model") for problem in found], "the ladder"
+        ) from None

@@ -1,0 +1,114 @@
+"""Writes what is not finished of a ladder as Slurm job arrays (floor 0)."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from shlex import quote
+
+from parallel3d.scaling.ladder.expand import Run
+from parallel3d.scaling.ladder.plan import Ladder
+from parallel3d.scaling.ladder.process import LOGS, TRAIN
+
+SUBMIT = "submit.sh"
+_JOB = """\
+#!/bin/bash
+# Add what your cluster asks for (account, partition, time): here, or to sbatch.
+#SBATCH --job-name={name}
+#SBATCH --array=0-{last}
+#SBATCH --ntasks={ranks}
+#SBATCH --output={logs}/%x-%a.log
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=TERM@120
+# A run that is stopped saves its state and goes on when it is submitted again.
+CONFIGS=({configs})
+RESUME=({resume})
+CONFIG=${{CONFIGS[$SLURM_ARRAY_TASK_ID]}}
+FROM=${{RESUME[$SLURM_ARRAY_TASK_ID]}}
+{before}export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n1)
+export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
+FOLDER=$(dirname "$(dirname "$CONFIG")")/$(basename "$CONFIG" .json)
+if compgen -G "$FOLDER/checkpoints/step-*/manifest.json" > /dev/null; then FROM=auto; fi
+srun python {train} --config "$CONFIG" --parallel3d.checkpoint.resume "$FROM"
+"""
+_FORECAST = """\
+FORECASTS=({forecasts})
+PARAMS=({params})
+TOKENS=({tokens})
+FORECAST=${{FORECASTS[$SLURM_ARRAY_TASK_ID]}}
+if [ ! -e "$FORECAST" ]; then
+  python {scale} fit {directory} --out {directory} --no-report || exit 2
+  python {scale} predict --fit {directory}/fit.json --params ${{PARAMS[$SLURM_ARRAY_TASK_ID]}} \\
+    --tokens ${{TOKENS[$SLURM_ARRAY_TASK_ID]}} --register "$FORECAST" || exit 2
+fi
+"""
+
+
+def write(ladder: Ladder) -> list[Path]:
+    """Write a job array for each kind of run and number of ranks, and submit.sh, which chains them.
+
+    Trunks first, then what laws are fitted on, then the held-out runs, each after its forecast.
+    Gives the files, submit.sh last.
+    """
+    ladder.write_configs()
+    (ladder.directory / LOGS).mkdir(exist_ok=True)
+    stages, files = [], []
+    for kind in ("trunk", "fit", "held-out"):
+        jobs = []
+        for ranks, runs in _by_ranks(ladder, kind):
+            path = ladder.directory / f"{kind}-{ranks}.sbatch"
+            path.write_text(_script(ladder, kind, ranks, runs), encoding="utf-8")
+            jobs.append(path)
+        files += jobs
+        stages.append(jobs)
+    submit = ladder.directory / SUBMIT
+    submit.write_text("\n".join([*_chain(stages), ""]), encoding="utf-8")
+    submit.chmod(0o755)
+    return [*files, submit]
+
+
+def _by_ranks(ladder: Ladder, kind: str) -> Iterator[tuple[int, list[Run]]]:
+    runs = [
+        rung.run for rung in ladder.rungs
+        if rung.run.kind == kind and rung.state.name != "finished"
+    ]  # fmt: skip
+    for ranks in sorted({run.devices for run in runs}):
+        yield ranks, [run for run in runs if run.devices == ranks]
+
+
+def _script(ladder: Ladder, kind: str, ranks: int, runs: Sequence[Run]) -> str:
+    directory = ladder.directory.absolute()
+    before = ""
+    if kind == "held-out":
+        before = _FORECAST.format(
+            forecasts=_words(ladder.forecast_file(run).absolute() for run in runs),
+            params=_words(run.counts.with_head for run in runs),
+            tokens=_words(run.tokens for run in runs),
+            scale=quote(str(TRAIN.with_name("scale.py"))), directory=quote(str(directory)),
+        )  # fmt: skip
+    return _JOB.format(
+        name=f"{directory.name}-{kind}", last=len(runs) - 1, ranks=ranks, before=before,
+        logs=directory / LOGS, train=quote(str(TRAIN)),
+        configs=_words(ladder.config_file(run).absolute() for run in runs),
+        resume=_words(run.config.checkpoint.resume for run in runs),
+    )  # fmt: skip
+
+
+def _words(values: Iterable[object]) -> str:
+    return " ".join(quote(str(value)) for value in values)
+
+
+def _chain(stages: Sequence[Sequence[Path]]) -> Iterator[str]:
+    """The submissions, each stage after those before it."""
+    yield "#!/bin/bash"
+    yield "# Submits the ladder from the folder that it was written in: paths of runs are relative."
+    yield "set -e"
+    yield f"cd {quote(str(Path.cwd()))}"
+    after = ""
+    for number, jobs in enumerate(stages):
+        names = []
+        for place, job in enumerate(jobs):
+            name = f"job_{number}_{place}"
+            yield f"{name}=$(sbatch --parsable {after}{quote(str(job.absolute()))})"
+            names.append(f"${name}")
+        if names:
+            after = f"--dependency=afterok:{':'.join(names)} "

@@ -1,0 +1,81 @@
+"""How far each run of a ladder has come, by what is in its folder (floor 0)."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from parallel3d.config.digest import PLACED, digest_of
+from parallel3d.errors import ConfigError
+from parallel3d.scaling.ladder.expand import Run
+from parallel3d.scaling.runs import CONFIG, METRICS, NoEnd, config_of, last_line
+
+# What training fills in besides the mesh: the tokens that a tokenizer came out with.
+_APART = (*PLACED, "parallel3d.data.vocab_size")
+CORPUS = "corpus.json"  # of a ladder's directory: what was counted as its corpus was prepared
+
+
+@dataclass(frozen=True)
+class State:
+    """`name`: "new", "unfinished" or "finished"; steps done; held-out loss and its error."""
+
+    name: str
+    step: int = 0
+    loss: float | None = None
+    standard_error: float | None = None
+
+
+def state_of(run: Run) -> State:
+    """How far a run has come; finished only where its config is the ladder's.
+
+    Two configs are the same whatever their paths, mesh and offload. Raises ConfigError where the
+    run's folder holds another config's.
+    """
+    if not (run.folder / CONFIG).exists():
+        return State("new")
+    try:
+        own = config_of(run.folder)
+    except NoEnd as why:
+        raise ConfigError(f"{run.folder}: {why}; remove it") from None
+    if digest_of(own, _APART) != digest_of(run.config, _APART):
+        changed = ", ".join(_changes(own.to_dict(), run.config.to_dict())) or "its settings"
+        raise ConfigError(
+            f"{run.folder}: is of another config than the ladder's run of that name ({changed}); "
+            "remove it, or give the ladder another directory"
+        )
+    try:
+        last = last_line(run.folder / METRICS)
+    except NoEnd:
+        return State("unfinished")
+    step = int(last["step"])
+    if step < run.steps or ("held_out_loss" not in last and run.kind != "trunk"):
+        return State("unfinished", step)
+    found = (last.get("validation") or {}).get("held_out") or {}
+    return State("finished", step, last.get("held_out_loss"), found.get("standard_error"))
+
+
+def checkpoints(run: Run) -> list[Path]:
+    """The whole checkpoints of a run."""
+    return sorted((run.folder / "checkpoints").glob("step-*/manifest.json"))
+
+
+def _changes(was: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """The settings that tell two configs apart, as "path: old -> new"."""
+    for name in now:
+        path = f"{prefix}{name}"
+        there, here = was.get(name), now[name]
+        if there == here or path in (*_APART, "parallel3d.run", "parallel3d.checkpoint"):
+            continue
+        if isinstance(there, Mapping) and isinstance(here, Mapping):
+            yield from _changes(there, here, f"{path}.")
+        else:
+            yield f"{path}: {json.dumps(there)} -> {json.dumps(here)}"
+
+
+def unique_tokens(directory: Path) -> int | None:
+    """Training tokens of the ladder's corpus, as they were counted when it was prepared."""
+    try:
+        return int(json.loads((directory / CORPUS).read_text())["training_tokens"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

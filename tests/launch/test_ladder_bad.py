@@ -1,0 +1,149 @@
+"""Ladders that cannot be: exit code 2, and a message with place, value, rule and remedy."""
+
+import copy
+import json
+import sys
+
+import pytest
+
+from launch import scale
+from tests.scaling.ladder.cases import micro, write
+
+pytestmark = pytest.mark.pure
+
+SMALL = {"model": {"hidden_size": 16, "num_hidden_layers": 1}}
+BASE = micro("runs")["base"]
+
+
+def base(**changes):
+    """The base with changes by dotted paths below "parallel3d", or of its own keys."""
+    changed = copy.deepcopy(BASE)
+    for key, value in changes.items():
+        *blocks, name = key.split("__")
+        place = changed
+        for block in blocks:
+            place = place.setdefault(block, {})
+        place[name] = value
+    return changed
+
+
+def sized(**model):
+    return [SMALL, {"model": {"hidden_size": 32, "num_hidden_layers": 1} | model}]
+
+
+LADDERS = {
+    "one size": ({"sizes": [SMALL]}, "sizes = [", "one size tells no law of sizes; give two"),
+    "one budget": ({"budgets": {"flops": [1e9]}}, "budgets.flops = [", "is one budget; give two"),
+    "equal budgets": (
+        {"budgets": {"tokens": [512, 512]}},
+        "budgets.tokens = [512.0, 512.0]", "all budgets are equal",
+    ),
+    "two kinds of budgets": (
+        {"budgets": {"tokens": [512], "flops": [1e9]}}, "budgets = ", "give one of flops",
+    ),
+    "no budgets": ({"budgets": {}}, "budgets = ", "none is given"),
+    "an unknown law": (
+        {"hyperparameters": {"learning_rate": "chinchilla"}},
+        'hyperparameters.learning_rate = "chinchilla"', "use olmo, step-law, or a number",
+    ),
+    "heads that do not divide": (
+        {"sizes": sized(num_attention_heads=3)},
+        "sizes.1.model.num_attention_heads = 3", "does not divide hidden_size=32; use ",
+    ),
+    "a width without whole heads": (
+        {"sizes": sized(hidden_size=36)},
+        "sizes.1.model.hidden_size = 36", "is no multiple of head_size=8; use 32 or 40",
+    ),
+    "a size between those of the rule": (
+        {"sizes": [1e3, 1e6], "head_size": 64}, "sizes.0.params = 1000", "smaller head_size",
+    ),
+    "the same size twice": ({"sizes": [SMALL, SMALL]}, "two of them are the same", "leave one"),
+    "a smallest run that does not fit": (
+        {
+            "base": base(parallel3d__run={"hardware": "V100-SXM2-16GB"}),
+            "sizes": [6e10, 9e10], "head_size": 128,
+        },
+        "the ladder has runs that cannot be: 6", "use",
+    ),
+    "tp that does not divide": (
+        {"mesh": {"pp": 1, "dp": 1, "tp": 3}}, "parallel3d.mesh.tp = 3", "does not divide",
+    ),
+    "no mesh": ({"mesh": 4}, "mesh = 4", 'write {"pp": 1, "dp": 1, "tp": 1}, or "plan"'),
+    "an unknown key": ({"budget": {}}, "budget", "budgets"),
+    "a length of its own": (
+        {"base": base(parallel3d__train={"steps": 5})},
+        "base.parallel3d.train.steps = 5", "is the ladder's to say; remove it",
+    ),
+    "an unknown family": (
+        {"base": base(parallel3d__model={"family": "lama"})}, '.family = "lama"', "names no model",
+    ),
+    "no vocabulary": (
+        {"base": base(parallel3d__data={"sequence_length": 16, "tokenizer": "gpt2"})},
+        'vocab_size = "auto"', "must be a number, the same for all sizes; write it",
+    ),
+    "a fixed inner width": (
+        {
+            "base": base(parallel3d__model={"family": "llama", "intermediate_size": 64}),
+            "mlp_ratio": None,
+        },
+        "model.intermediate_size = 64", "would be the same at every size; remove it, and give mlp",
+    ),
+    "a held-out run without a budget": (
+        {"held_out": [{"size": SMALL}]}, "held_out.0.flops", 'give "flops" or "tokens"',
+    ),
+    "a size of another budget": (
+        {"sizes": [SMALL, SMALL | {"budgets": [7]}]},
+        "sizes.1.budgets = 7", "is none of budgets.tokens",
+    ),
+    "seeds twice": ({"seeds": [1, 1]}, "seeds = [1, 1]", "must be seeds that differ; write [0]"),
+    "no base": ({"base": {"optimizer": {}}}, 'base: has no block "parallel3d"', "write both"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def refused(monkeypatch, capsys, tmp_path):
+    """Gives what the command says where it must refuse."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["scale.py", *map(str, arguments)])
+        try:
+            code = scale.main()
+        except SystemExit as end:
+            code = end.code
+        out, said = capsys.readouterr()
+        assert (code, out) == (2, ""), said
+        assert said.startswith("scale") and "Traceback" not in said and "; " in said
+        assert not (tmp_path / "runs").exists()
+        return said
+
+    return run
+
+
+@pytest.mark.parametrize("name", LADDERS)
+def test_a_ladder_that_cannot_be_is_refused(refused, tmp_path, name):
+    changes, place, rule = LADDERS[name]
+    said = refused("plan", "--ladder", write(tmp_path, **changes), "--json")
+    assert place in said and rule in said, said
+
+
+def test_run_refuses_the_same(refused, tmp_path):
+    said = refused("run", "--ladder", write(tmp_path, sizes=[SMALL]), "--parallel", 2)
+    assert "one size tells no law" in said
+    assert "--parallel = 0" in refused("run", "--ladder", "ladder.json", "--parallel", 0)
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"base": 1', "{}", '{"base": {}, "base": {}}'])
+def test_what_is_no_ladder_is_refused(refused, tmp_path, text):
+    (tmp_path / "bad.json").write_text(text)
+    refused("plan", "--ladder", tmp_path / "bad.json")
+    assert "no config file" in refused("plan", "--ladder", tmp_path / "none.json")
+
+
+def test_comments_are_accepted(monkeypatch, capsys, tmp_path):
+    file = write(tmp_path)
+    text = json.dumps(json.loads(file.read_text()), indent=1)
+    file.write_text(text.replace("{", "{  // a comment", 1).replace("\n}", ",\n}"))
+    monkeypatch.setattr(sys, "argv", ["scale.py", "plan", "--ladder", str(file), "--json"])
+    assert scale.main() == 0
+    assert len(json.loads(capsys.readouterr().out)["runs"]) == 4

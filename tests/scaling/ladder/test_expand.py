@@ -1,0 +1,201 @@
+"""From a ladder file to complete configs: sizes, budgets, settings, schedules."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from parallel3d.config import RunConfig
+from parallel3d.config.learning_rate import rate
+from parallel3d.scaling.ladder import slurm
+from parallel3d.scaling.ladder.plan import ladder_of
+from parallel3d.scaling.ladder.show import to_json
+from tests.scaling.ladder.cases import runs_by_name, write
+
+pytestmark = pytest.mark.pure
+
+VOCAB, SEQ = 300, 16
+
+
+def llama(width, layers, inner):
+    """Llama's arithmetic: its blocks, and its head with the last norm."""
+    blocks = layers * (4 * width**2 + 3 * width * inner + 2 * width)
+    return blocks, VOCAB * width + width
+
+
+def test_budgets_of_flops_give_each_size_its_tokens(tmp_path):
+    runs = runs_by_name(tmp_path, budgets={"flops": [1e9, 4e9]})
+    assert list(runs) == ["2.59k-c1e9", "2.59k-c4e9", "10.3k-c1e9", "10.3k-c4e9"]
+    for run in runs.values():
+        width = run.config.model.hidden_size
+        blocks, head = llama(width, 1, 2 * width)
+        assert (run.counts.transformer, run.counts.head) == (blocks, head)
+        assert run.counts.embedding == VOCAB * width
+        budget = 4e9 if "c4e9" in run.name else 1e9
+        # As near as whole steps of 64 tokens come.
+        assert run.tokens % 64 == 0
+        assert abs(run.tokens - budget / (6 * (blocks + head))) <= 32
+        assert run.flops == 6 * (blocks + head) * run.tokens
+        attention = 3 * 4 * SEQ * width  # scores and values, forward and backward
+        assert run.exact_flops == pytest.approx(run.flops + attention * run.tokens, rel=0.02)
+        assert run.config.train_batch_size == 4 and run.config.data.sequence_length == SEQ
+
+
+def test_budgets_of_tokens_for_each_parameter(tmp_path):
+    for run in runs_by_name(tmp_path, budgets={"tokens_per_param": [1, 2.5]}).values():
+        ratio = 2.5 if run.name.endswith("2.5x") else 1
+        assert abs(run.tokens - ratio * run.counts.with_head) <= 32
+
+
+def test_a_number_of_parameters_finds_width_and_depth(tmp_path):
+    targets = [20e3, 300e3, 4e6]
+    runs = runs_by_name(
+        tmp_path, sizes=targets, aspect_ratio=24, head_size=16, budgets={"tokens": [512, 1024]}
+    )
+    models = {run.config.model: run.counts.transformer for run in runs.values()}
+    for target, (model, found) in zip(targets, models.items(), strict=True):
+        assert model.hidden_size == 16 * model.num_attention_heads
+        assert model.num_hidden_layers == max(1, round(model.hidden_size / 24))
+        assert model.intermediate_size == 2 * model.hidden_size
+        for other in (model.hidden_size - 16, model.hidden_size + 16):  # no width is nearer
+            blocks, _ = llama(other, max(1, round(other / 24)), 2 * other)
+            assert other == 0 or abs(blocks / target - 1) >= 0.9 * abs(found / target - 1)
+
+
+def test_named_laws_are_those_of_their_sources(tmp_path):
+    """The numbers by hand, from OLMo-core's code and from arXiv:2503.04715."""
+    size = {"model": {"hidden_size": 768, "num_hidden_layers": 12}}
+    sizes = [{"model": {"hidden_size": 256, "num_hidden_layers": 4}}, size]
+    for law in ("olmo", "step-law"):
+        settings = {"learning_rate": law, "batch_tokens": law}
+        runs = runs_by_name(
+            tmp_path, sizes=sizes, head_size=64, budgets={"tokens": [1e9, 2e9]},
+            hyperparameters=settings,
+        )  # fmt: skip
+        run = list(runs.values())[-1]
+        n, d = run.counts.transformer, 2e9
+        if law == "olmo":
+            n += run.counts.head
+            lr, batch = 0.0047 * (n / 108e6) ** (-1 / 3), 2048 * 160 * (n / 108e6) ** (2 / 3)
+        else:
+            lr, batch = 1.79 * n**-0.713 * d**0.307, 0.58 * d**0.571
+        assert run.config.optimizer.params.lr == pytest.approx(lr, rel=1e-3)
+        assert run.batch_tokens == pytest.approx(batch, abs=SEQ / 2)
+
+
+def test_the_cosine_ends_with_its_own_run_after_a_short_warm_up(tmp_path):
+    for run in runs_by_name(tmp_path, budgets={"tokens": [2048, 512000]}).values():
+        config, peak = run.config, 0.01
+        warmup = config.train.lr_schedule.warmup_steps
+        assert warmup * run.batch_tokens <= min(run.counts.with_head, 0.1 * run.tokens)
+        assert rate(config, run.steps - 1) == pytest.approx(0.1 * peak)
+        assert rate(config, warmup) == pytest.approx(peak, rel=0.05)
+        assert config.train.evaluate_samples > 10**9  # all that there are
+
+
+def test_one_trunk_serves_the_forks_of_all_budgets(tmp_path):
+    runs = runs_by_name(
+        tmp_path, schedule={"type": "forks", "cooldown": 0.25}, budgets={"tokens": [6400, 64000]}
+    )
+    trunks = [run for run in runs.values() if run.kind == "trunk"]
+    forks = [run for run in runs.values() if run.trunk]
+    assert len(trunks) == 2 and len(forks) == 4
+    for trunk in trunks:
+        own = [fork for fork in forks if fork.trunk == trunk.name]
+        assert trunk.config.checkpoint.at == tuple(fork.steps_done for fork in own)
+        assert trunk.steps == max(fork.steps_done for fork in own)
+        for fork in own:
+            config = fork.config
+            assert fork.steps_done == fork.steps - config.train.lr_schedule.decay_steps
+            assert fork.own_share == pytest.approx(0.25)
+            begin = trunk.folder / f"checkpoints/step-{fork.steps_done}"
+            assert config.checkpoint.resume == str(begin)
+            # The rate of the fork until it begins is the trunk's at every step.
+            for step in range(fork.steps_done):
+                assert rate(config, step) == rate(trunk.config, step)
+            assert rate(config, fork.steps - 1) == pytest.approx(0.1 * 0.01)
+
+
+def test_seeds_budgets_and_meshes_of_one_size(tmp_path):
+    first = {
+        "model": {"hidden_size": 16, "num_hidden_layers": 1},
+        "seeds": [0, 7], "budgets": [512], "mesh": {"pp": 1, "dp": 2, "tp": 1},
+    }  # fmt: skip
+    second = {"model": {"hidden_size": 32, "num_hidden_layers": 1}}
+    held = [{"size": {"model": {"hidden_size": 64, "num_hidden_layers": 2}}, "tokens": 9e4}]
+    file = write(tmp_path, sizes=[first, second], held_out=held)
+    found = to_json(ladder_of(str(file)))
+    rows = {row["name"]: row for row in found["runs"]}
+    assert [row["seed"] for row in rows.values()] == [0, 7, 0, 0, 0]
+    assert [row["mesh"] for row in rows.values()] == ["1x2x1"] * 2 + ["1x1x1"] * 3
+    assert [row["kind"] for row in rows.values()] == ["fit"] * 4 + ["held-out"]
+    assert set(found["total"]) >= {"runs", "tokens", "flops", "device_hours", "warnings"}
+    keys = {"name", "params", "tokens", "flops", "mesh", "hours", "state", "loss", "standard_error"}
+    assert all(set(row) >= keys and row["state"] == "new" for row in rows.values())
+    params = {"embedding", "head", "transformer"}
+    assert all(set(row["params"]) == params for row in rows.values())
+
+
+def test_repeats_of_the_corpus_are_counted_and_warned_of(tmp_path):
+    file = write(tmp_path, budgets={"tokens": [1024, 6400]}, unique_tokens=1280)
+    ladder = ladder_of(str(file))
+    assert [row["repeats"] for row in to_json(ladder)["runs"]] == [0.8, 5.0] * 2
+    (warning,) = [text for text in ladder.warnings if "more than 4 times" in text]
+    assert warning.startswith("2 runs read the corpus of 1,280 tokens")
+
+
+def test_a_mesh_that_is_planned_is_the_planners(tmp_path):
+    base = json.loads(write(tmp_path).read_text())["base"]
+    base["parallel3d"] |= {"mesh": "plan", "run": {"hardware": "A100-SXM4-80GB"}}
+    base["bf16"] = {"enabled": True}
+    found = to_json(ladder_of(str(write(tmp_path, base=base, devices=2))))
+    for row in found["runs"]:
+        pp, dp, tp = map(int, row["mesh"].split("x"))
+        assert pp * dp * tp == 2 and row["hours"] > 0 and row["memory_bytes"] > 0
+    assert found["total"]["device_hours"] > 0
+
+
+def test_the_configs_are_what_training_reads(tmp_path):
+    ladder = ladder_of(str(write(tmp_path)))
+    ladder.write_configs()
+    for rung in ladder.rungs:
+        read = RunConfig.from_json(str(ladder.config_file(rung.run)))
+        assert read.to_dict() == rung.run.config.to_dict()
+        assert read.resolve(1).num_steps == rung.run.steps
+
+
+def test_slurm_arrays_name_every_run_once_and_follow_each_other(tmp_path):
+    held = [{"size": {"model": {"hidden_size": 64, "num_hidden_layers": 1}}, "tokens": 64000}]
+    sizes = [
+        {"model": {"hidden_size": 16, "num_hidden_layers": 1}},
+        {"model": {"hidden_size": 32, "num_hidden_layers": 1}, "mesh": {"dp": 2}},
+    ]
+    file = write(tmp_path, sizes=sizes, held_out=held, schedule={"type": "forks"})
+    ladder = ladder_of(str(file))
+    *files, submit = slurm.write(ladder)
+    names = ["trunk-1", "trunk-2", "fit-1", "fit-2", "held-out-1"]
+    assert [path.stem for path in files] == names
+    texts = {path.stem: path.read_text() for path in files}
+    for rung in ladder.rungs:
+        config = str(ladder.config_file(rung.run))
+        (only,) = [stem for stem, text in texts.items() if config in text]
+        assert only == f"{rung.run.kind}-{rung.run.devices}"
+        assert f"#SBATCH --ntasks={rung.run.devices}\n" in texts[only]
+    assert "#SBATCH --array=0-1\n" in texts["fit-1"]
+    assert "step-" in texts["fit-1"] and "--register" in texts["held-out-1"]
+    for path in (*files, submit):
+        assert subprocess.run(["bash", "-n", path], check=False).returncode == 0
+    # With a stand-in for sbatch: what is submitted, and after what.
+    calls = tmp_path / "calls"
+    script = f'#!/bin/bash\necho "$@" >> {calls}\nwc -l < {calls}\n'
+    (tmp_path / "sbatch").write_text(script)
+    (tmp_path / "sbatch").chmod(0o755)
+    env = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    subprocess.run([submit], env=env, check=True)
+    made = [line.split() for line in calls.read_text().splitlines()]
+    assert [Path(call[-1]).stem for call in made] == names
+    after = [next((w for w in call if w.startswith("--dep")), "") for call in made]
+    one, two = "--dependency=afterok:1:2", "--dependency=afterok:3:4"
+    assert after == ["", "", one, one, two]

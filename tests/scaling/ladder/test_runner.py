@@ -1,0 +1,209 @@
+"""A ladder's runs as processes, with a stand-in for training: order, failures, stops."""
+
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from parallel3d.errors import ConfigError
+from parallel3d.scaling.ladder import execute as execution
+from parallel3d.scaling.ladder import oath, process
+from parallel3d.scaling.ladder.execute import execute
+from parallel3d.scaling.ladder.plan import ladder_of
+from parallel3d.scaling.ladder.state import state_of
+from tests.scaling.ladder.cases import micro, write
+
+pytestmark = pytest.mark.pure
+
+NAMES = ["2.59k-d512", "2.59k-d1.02k", "10.3k-d512", "10.3k-d1.02k"]
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """Where a ladder's runs are stand-ins."""
+    for name in ("train.py", "prepare.py"):
+        shutil.copy(Path(__file__).with_name("stand_in.py"), tmp_path / name)
+    monkeypatch.setattr(process, "TRAIN", tmp_path / "train.py")
+    monkeypatch.setattr(execution, "TRAIN", tmp_path / "train.py")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    (tmp_path / "runs").mkdir()
+    return tmp_path
+
+
+def run(file, parallel=2):
+    """The exit code, the rows' states, and what was said."""
+    out = Console(file=(file.parent / "said.txt").open("w"), width=300)
+    code, ladder = execute(str(file), parallel, out)
+    out.file.close()
+    states = {rung.run.name: rung.state.name for rung in ladder.rungs}
+    return code, states, (file.parent / "said.txt").read_text()
+
+
+def started(place):
+    return [json.loads(line) for line in (place / "runs/started").read_text().splitlines()]
+
+
+def test_every_run_is_trained_once_and_a_second_start_does_nothing(place):
+    file = write(place)
+    code, states, said = run(file)
+    assert code == 0 and states == dict.fromkeys(NAMES, "finished"), said
+    lines = started(place)
+    assert sorted(line[0] for line in lines) == sorted(NAMES)
+    assert {line[1] for line in lines} == {"auto"}
+    assert {line[2] for line in lines} == {str(max(1, os.cpu_count() // 2))}
+    assert "held-out loss" in said and "± 0.01" in said
+    corpus = json.loads((place / "runs/corpus.json").read_text())
+    assert corpus["training_tokens"] == 10_000
+    assert run(file)[:2] == (0, states) and started(place) == lines
+
+
+def test_a_failed_run_is_named_and_the_rest_goes_on(place):
+    (place / f"runs/{NAMES[2]}.fails").touch()
+    code, states, said = run(write(place))
+    assert code == 1
+    assert states == {name: "unfinished" if name == NAMES[2] else "finished" for name in NAMES}
+    line = f"FAILED {NAMES[2]}: exit code 1: train: the loss on rank 0 is nan; see "
+    assert line in " ".join(said.split())
+    (place / f"runs/{NAMES[2]}.fails").unlink()
+    assert run(write(place))[:2] == (0, dict.fromkeys(NAMES, "finished"))
+    assert len(started(place)) == 5
+
+
+def test_a_request_to_stop_stops_all_and_the_next_start_goes_on(place):
+    for name in NAMES[2:]:  # the longest are the first
+        (place / f"runs/{name}.waits").touch()
+
+    def ask():
+        while len(list((place / "runs").glob("*/metrics.jsonl"))) < 2:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    asker = threading.Thread(target=ask)
+    asker.start()
+    before = signal.getsignal(signal.SIGTERM)
+    code, states, said = run(write(place))
+    asker.join()
+    assert code == 3 and signal.getsignal(signal.SIGTERM) == before
+    assert "stopping 2 runs" in said and "stopped on request" in said
+    assert sorted(states.values()) == ["new", "new", "unfinished", "unfinished"]
+    for name in NAMES[2:]:
+        (place / f"runs/{name}.waits").unlink()
+    assert run(write(place))[:2] == (0, dict.fromkeys(NAMES, "finished"))
+    assert len(started(place)) == 6
+
+
+def test_forks_wait_for_their_trunk_and_begin_at_its_checkpoints(place):
+    file = write(place, schedule={"type": "forks"}, budgets={"tokens": [3200, 6400]})
+    code, states, said = run(file)
+    assert code == 0 and set(states.values()) == {"finished"}, said
+    times = {line[0]: line[4] for line in started(place)}
+    for rung in ladder_of(str(file)).rungs:
+        if rung.run.trunk:
+            assert times[rung.run.trunk] < times[rung.run.name]
+            resume = next(line[1] for line in started(place) if line[0] == rung.run.name)
+            assert resume == str(rung.run.config.checkpoint.resume)
+            assert rung.run.folder.parent == place / "runs"
+        else:  # where no fit of the folder looks for points
+            assert rung.run.folder.parent == place / "runs/trunks"
+    # A fork whose own checkpoints are there goes on with these.
+    fork = next(r.run for r in ladder_of(str(file)).rungs if r.run.trunk)
+    text = (fork.folder / "metrics.jsonl").read_text().splitlines()[0]
+    (fork.folder / "metrics.jsonl").write_text(f"{text}\n")
+    assert run(file)[0] == 0
+    assert started(place)[-1][:2] == [fork.name, "auto"]
+
+
+def test_a_failed_trunk_fails_its_forks(place):
+    file = write(place, schedule={"type": "forks"}, budgets={"tokens": [3200, 6400]})
+    trunk = next(r.run.name for r in ladder_of(str(file)).rungs if r.run.kind == "trunk")
+    (place / f"runs/{trunk}.fails").touch()
+    code, states, said = run(file)
+    assert code == 1
+    assert said.count(f"its trunk {trunk} came to no end") == 4  # as it happens, and at the end
+    assert sum(state == "finished" for state in states.values()) == 3
+
+
+SIZES = [{"model": {"hidden_size": h, "num_hidden_layers": 1}} for h in (16, 32, 64)]
+HELD = [{"size": {"model": {"hidden_size": 96, "num_hidden_layers": 1}}, "tokens": 64000}]
+
+
+def test_a_held_out_run_starts_after_its_forecast_is_registered(place, monkeypatch):
+    pytest.importorskip("scipy")
+    monkeypatch.setattr(oath, "DRAWS", 20)
+    budgets = {"tokens": [640, 1280, 2560]}
+    file = write(place, sizes=SIZES, budgets=budgets, held_out=HELD)
+    (place / "runs/2.59k-d640.fails").touch()
+    code, states, said = run(file)
+    held = next(name for name in states if name.startswith("held-out"))
+    assert code == 1 and states[held] == "new"
+    assert "not started: its forecast waits for 2.59k-d640" in " ".join(said.split())
+    (place / "runs/2.59k-d640.fails").unlink()
+    code, states, said = run(file)
+    assert code == 0 and set(states.values()) == {"finished"}, said
+    (sworn,) = (place / "runs").glob("forecast-held-out-*.json")
+    made = json.loads(sworn.read_text())
+    ladder = ladder_of(str(file))
+    held_run = next(rung.run for rung in ladder.rungs if rung.run.kind == "held-out")
+    assert made["params"] == held_run.counts.with_head and made["tokens"] == held_run.tokens
+    assert made["points"] == 9
+    assert sworn.stat().st_mtime <= held_run.folder.stat().st_mtime
+    assert oath.register(ladder, held_run) is None  # never again
+
+
+def test_a_held_out_run_that_cannot_be_forecast_is_not_started(place):
+    code, states, said = run(write(place, held_out=HELD))
+    assert code == 1
+    assert sorted(states.values()) == ["finished"] * 4 + ["new"]
+    assert "no forecast can be registered: " in " ".join(said.split())
+
+
+def test_devices_are_dealt_out(place, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    assert run(write(place))[0] == 0
+    assert {line[3] for line in started(place)} == {"4", "7"}
+    (place / "other").mkdir()
+    with pytest.raises(ConfigError, match="is for 4 devices, and this machine shows 2"):
+        run(write(place / "other", mesh={"dp": 4}))
+
+
+def test_a_finished_run_is_the_same_on_another_mesh_and_not_with_another_rate(place):
+    file = write(place)
+    assert run(file)[0] == 0
+    base = micro(place)["base"]
+    base["zero_optimization"] = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    other = ladder_of(str(write(place, base=base, mesh={"pp": 1, "dp": 2, "tp": 1})))
+    assert {rung.state.name for rung in other.rungs} == {"finished"}
+    changed = {"learning_rate": 0.02, "batch_tokens": 64}
+    with pytest.raises(ConfigError, match=r"optimizer.params.lr: 0.01 -> 0.02\); remove it, or"):
+        ladder_of(str(write(place, hyperparameters=changed)))
+
+
+def test_one_ladder_is_run_once_at_a_time(place):
+    file = write(place)
+    lock = execution.Lock(place / "runs" / execution.LOCK)
+    lock.take()
+    try:
+        with pytest.raises(ConfigError, match="its ladder is being run by"):
+            run(file)
+    finally:
+        lock.release()
+
+
+def test_a_folder_that_a_kill_left_half_written(place):
+    file = write(place)
+    assert run(file)[0] == 0
+    (one, *_) = (rung.run for rung in ladder_of(str(file)).rungs)
+    with (one.folder / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 9')
+    assert state_of(one).name == "finished"
+    (one.folder / "metrics.jsonl").write_text("")
+    assert state_of(one).name == "unfinished"
+    (one.folder / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"config.json cannot be used .*; remove it"):
+        state_of(one)
