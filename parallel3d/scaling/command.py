@@ -3,11 +3,13 @@
 import argparse
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from parallel3d.arguments import Parser, whole_number
 from parallel3d.atomic import replace_text
@@ -17,7 +19,7 @@ from parallel3d.scaling.estimator import Estimator
 from parallel3d.scaling.fit import fit_law
 from parallel3d.scaling.forecast import Forecast
 from parallel3d.scaling.laws import LAWS
-from parallel3d.scaling.points import FLAGS, NAMES, Points, points_of
+from parallel3d.scaling.points import FLAGS, NAMES, Dropped, Points, points_of
 from parallel3d.scaling.profile import METHODS
 from parallel3d.scaling.result import Fit, Stored, finite
 from parallel3d.scaling.runs import COUNTS, read_runs
@@ -74,7 +76,7 @@ def add_fit(parser: Parser) -> None:
     parser.add_argument("--seed", type=whole_number(least=0), default=0, help="of the resamples")
     parser.add_argument(
         "--forecasts", type=Path, nargs="+", action="extend", default=[], metavar="FILE",
-        help="registered forecasts, to be held against these runs",
+        help="registered forecasts, to be held against their runs, which are not fitted",
     )  # fmt: skip
     parser.add_argument(
         "--out", type=Path, default=Path(), metavar="FOLDER",
@@ -176,16 +178,25 @@ def fit(args: argparse.Namespace) -> Fit:
         if find_spec(package) is None:
             raise ConfigError(NO_EXTRA.format(package))
     found = points(args, source(args.source))
+    held = forecast.judged(args.forecasts, found)
+    found = without(found, held)
     estimator = Estimator(args.estimator, args.delta, args.weighted)
     result = _fit(args, found, estimator, brief=False)
     counted = {found.columns.get("params", "C / 6D"): _short(result)}
     for name in compared(args):
         other = replace(found, params=found.others[name])
         counted[name] = _short(_fit(args, other, estimator, brief=True))
-    held = forecast.judged(args.forecasts, found)
     chosen = {"n_counts": next(iter(counted)), "n_compared": counted}
     source_said = {"table": str(args.source), "where": args.where, "forecasts": held}
     return replace(result, diagnostics={**result.diagnostics, **chosen, **source_said})
+
+
+def without(found: Points, held: Sequence[Mapping[str, Any]]) -> Points:
+    """The points without the runs of forecasts: a law is tested on what it never saw."""
+    of = {line["row"]: line["file"] for line in held if line["row"] is not None}
+    dropped = [Dropped(row, f"held out: {file} is its forecast") for row, file in of.items()]
+    keep = np.array([name not in of for name in found.names])
+    return replace(found.take(keep), dropped=(*found.dropped, *dropped))
 
 
 def _fit(args: argparse.Namespace, found: Points, estimator: Estimator, brief: bool) -> Fit:

@@ -149,7 +149,8 @@ def _with_scatter(fit: Stored, losses: Array) -> Array:
 
 def register(path: Path, made: Forecast, fit: Stored) -> None:
     """Write the forecast to a new file; ConfigError where the file, or the run, exists already."""
-    same = _same_run(fit.params, fit.tokens, made.params, made.tokens)
+    known = np.concatenate([np.column_stack([fit.params, fit.tokens]), fit.held_out])
+    same = _same_run(known[:, 0], known[:, 1], made.params, made.tokens)
     if np.any(same):
         raise ConfigError(
             f"--register {path}: a run of N = {made.params:.4g} and D = {made.tokens:.4g} is among "

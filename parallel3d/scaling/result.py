@@ -98,6 +98,8 @@ class Stored:
     params: Array
     tokens: Array
     flops: Array
+    held_out: Array
+    """N and D of runs that were there, and not fitted for a forecast of theirs: [runs, 2]."""
 
     @classmethod
     def read(cls, path: Path) -> "Stored":
@@ -105,12 +107,15 @@ class Stored:
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
             data = raw["data"]
+            sworn = raw.get("diagnostics", {}).get("forecasts", ())
+            held = [[x["params"], x["tokens"]] for x in sworn if x["loss"] is not None]
             return cls(
                 path, str(raw["law"]), str(raw["estimator"]),
                 {str(k): float(v) for k, v in raw["parameters"].items()},
                 {str(k): np.array(v, dtype=float) for k, v in raw["samples"].items()},
                 np.array(raw["scatter"], dtype=float), str(data["sha256"]),
-                *(np.array(data[k], dtype=float) for k in ("params", "tokens", "flops")),
+                np.array(data["params"], dtype=float), np.array(data["tokens"], dtype=float),
+                np.array(data["flops"], dtype=float), np.array(held, dtype=float).reshape(-1, 2),
             )  # fmt: skip
         except OSError as problem:
             why = problem.strerror or str(problem)

@@ -85,6 +85,11 @@ def test_a_forecast_is_registered_once_and_held_against_its_run(scaled, fitted, 
         (line,) = json.loads(out)["diagnostics"]["forecasts"]
         assert (line["held"], line["row"], line["loss"]) == (held, "line 32", truth)
         assert line["error"] == pytest.approx(made["loss"] / truth - 1)
+        fit = json.loads(out)  # of the others alone
+        assert fit["points"] == len(runs) and fit["parameters"] == report["parameters"]
+        assert fit["dropped"][-1] == {
+            "row": "line 32", "reason": "held out: sworn.json is its forecast"
+        }  # fmt: skip
         words = "the interval held" if held else "the interval DID NOT HOLD"
         assert words in " ".join(said.split())
     code, out, said = scaled(*RUN, "--register", "late.json")
