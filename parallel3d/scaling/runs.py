@@ -20,6 +20,8 @@ CONFIG, METRICS = "config.json", "metrics.jsonl"
 COUNTS = ("with_head", "transformer", "total")
 """How a run's parameters are counted, each a column; N is the first unless a flag names another."""
 ERROR = "held_out_standard_error"
+ALL = 10**12
+"""Held-out samples of an evaluation: more than there are, so all."""
 _TAIL = 2**20  # bytes of metrics.jsonl, far more than its last line
 _MOST_POINTS = 300  # of a curve that is drawn
 
@@ -120,10 +122,14 @@ def settings(folder: Path) -> dict[str, str]:
             ("betas, weight decay", f"{list(adam.betas)}, {adam.weight_decay}"),
             ("precision", config.precision),
             ("seeds", train.seed),
-            ("held-out samples", train.evaluate_samples),
+            ("held-out samples", _samples(train.evaluate_samples)),
         ):  # fmt: skip
             found.setdefault(name, {})[str(value)] = None
     return {name: _few(list(values)) for name, values in found.items()}
+
+
+def _samples(count: int) -> str:
+    return "all" if count >= ALL else str(count)
 
 
 def _few(values: list[str]) -> str:

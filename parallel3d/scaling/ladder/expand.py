@@ -17,10 +17,9 @@ from parallel3d.scaling.ladder.file import HeldOutConfig, LadderConfig, SizeConf
 from parallel3d.scaling.ladder.settings import LAWS, Power
 from parallel3d.scaling.ladder.sizes import Counts, count, model_of
 from parallel3d.scaling.points import FLOPS_PER_PARAM_AND_TOKEN
+from parallel3d.scaling.runs import ALL
 
 CONFIGS, TRUNKS = "configs", "trunks"  # folders of a ladder's directory
-ALL = 10**12
-"""Held-out samples of an evaluation: more than there are, so all."""
 _SIX = FLOPS_PER_PARAM_AND_TOKEN
 
 
