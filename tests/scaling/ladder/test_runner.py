@@ -4,18 +4,23 @@ import json
 import os
 import shutil
 import signal
+import sys
 import threading
 import time
+from io import StringIO
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from launch import scale
 from parallel3d.errors import ConfigError
 from parallel3d.scaling.ladder import execute as execution
 from parallel3d.scaling.ladder import oath, process
 from parallel3d.scaling.ladder.execute import execute
 from parallel3d.scaling.ladder.plan import ladder_of
+from parallel3d.scaling.ladder.process import Process
+from parallel3d.scaling.ladder.progress import Display
 from parallel3d.scaling.ladder.state import state_of
 from tests.scaling.ladder.cases import micro, write
 
@@ -207,3 +212,47 @@ def test_a_folder_that_a_kill_left_half_written(place):
     (one.folder / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"config.json cannot be used .*; remove it"):
         state_of(one)
+
+
+def test_the_commands_print_one_object_with_the_same_keys(place, monkeypatch, capsys):
+    def scaled(*arguments):
+        monkeypatch.setattr(sys, "argv", ["scale.py", *map(str, arguments), "--json"])
+        code = scale.main()
+        out, said = capsys.readouterr()
+        return code, json.loads(out), said
+
+    file = write(place)
+    before = scaled("plan", "--ladder", file)
+    emitted = scaled("run", "--ladder", file, "--emit", "slurm")
+    assert emitted[:2] == before[:2] and "submit with" in emitted[2]
+    assert not (place / "runs/started").exists()
+    code, after, said = scaled("run", "--ladder", file, "--parallel", 3)
+    assert (before[0], code) == (0, 0) and said.count(": started") == 4
+    assert [row.keys() for row in after["runs"]] == [row.keys() for row in before[1]["runs"]]
+    changed = {"state", "loss", "standard_error", "repeats"}
+    for was, now in zip(before[1]["runs"], after["runs"], strict=True):
+        assert {key for key in now if now[key] != was[key]} == changed
+        assert (was["state"], now["state"], now["standard_error"]) == ("new", "finished", 0.01)
+    assert after["total"]["finished"] == 4
+    (place / "runs" / f"{NAMES[0]}.fails").touch()
+    shutil.rmtree(place / "runs" / NAMES[0])
+    assert scaled("run", "--ladder", file)[0] == 1
+
+
+def test_on_a_terminal_there_are_bars(place, monkeypatch):
+    """The runs that train, each with its steps and its loss, and all of them."""
+    monkeypatch.setenv("TERM", "xterm-256color")
+    file = write(place)
+    assert run(file)[0] == 0
+    one = ladder_of(str(file)).rungs[0].run
+    lines = (one.folder / "metrics.jsonl").read_text().splitlines()
+    (one.folder / "metrics.jsonl").write_text(f"{lines[0]}\n")
+    said = StringIO()
+    with Display(Console(file=said, force_terminal=True, width=100), 4, 3) as display:
+        display.began(one)
+        display.look([Process(one, None, place / "log", ())])
+        display._bars.refresh()
+        during = said.getvalue()
+        display.ended(one, is_finished=True)
+    assert one.name in during and f"1/{one.steps}" in during and "loss " in during
+    assert "3/4" in during and "4/4" in said.getvalue()
