@@ -60,10 +60,17 @@ LADDERS = {
     "the same size twice": ({"sizes": [SMALL, SMALL]}, "two of them are the same", "leave one"),
     "a smallest run that does not fit": (
         {
-            "base": base(parallel3d__run={"hardware": "V100-SXM2-16GB"}),
-            "sizes": [6e10, 9e10], "head_size": 128,
+            "base": base(parallel3d__run={"hardware": "V100-SXM2-16GB"}, fp16={"enabled": True}),
+            "sizes": [6e9, 9e9], "head_size": 128,
         },
-        "the ladder has runs that cannot be: 6", "use",
+        "the ladder has runs that cannot be: 5.76G-d512: ", "does not fit on 1 x V100-SXM2-16GB: ",
+    ),
+    "a smallest run for which there is no plan": (
+        {
+            "base": base(parallel3d__run={"hardware": "V100-SXM2-16GB"}, fp16={"enabled": True}),
+            "sizes": [6e10, 9e10], "head_size": 128, "mesh": "plan", "devices": 2,
+        },
+        "the ladder has runs that cannot be: 6", "NOTHING FITS on 2 x V100-SXM2-16GB: the least is",
     ),
     "tp that does not divide": (
         {"mesh": {"pp": 1, "dp": 1, "tp": 3}}, "parallel3d.mesh.tp = 3", "does not divide",

@@ -49,7 +49,13 @@ def state_of(run: Run) -> State:
     except NoEnd:
         return State("unfinished")
     step = int(last["step"])
-    if step < run.steps or ("held_out_loss" not in last and run.kind != "trunk"):
+    if step < run.steps:
+        return State("unfinished", step)
+    if run.kind == "trunk":  # its loss at a constant rate is nobody's
+        saved = {path.parent.name for path in checkpoints(run)}
+        needed = {f"step-{at}" for at in run.config.checkpoint.at}
+        return State("finished" if needed <= saved else "unfinished", step)
+    if "held_out_loss" not in last:
         return State("unfinished", step)
     found = (last.get("validation") or {}).get("held_out") or {}
     return State("finished", step, last.get("held_out_loss"), found.get("standard_error"))

@@ -116,6 +116,10 @@ def test_forks_wait_for_their_trunk_and_begin_at_its_checkpoints(place):
             assert rung.run.folder.parent == place / "runs"
         else:  # where no fit of the folder looks for points
             assert rung.run.folder.parent == place / "runs/trunks"
+            assert rung.state.name == "finished" and rung.state.loss is None
+            first = rung.run.folder / f"checkpoints/step-{rung.run.config.checkpoint.at[0]}"
+            shutil.rmtree(first)  # a save that a kill has prevented
+            assert state_of(rung.run).name == "unfinished"
     # A fork whose own checkpoints are there goes on with these.
     fork = next(r.run for r in ladder_of(str(file)).rungs if r.run.trunk)
     text = (fork.folder / "metrics.jsonl").read_text().splitlines()[0]
