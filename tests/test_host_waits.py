@@ -84,7 +84,7 @@ HOSTS = {
     "parallel3d/convert/layout.py:bytes_of": "words of a command line",
     "parallel3d/checkpoint/index.py:Index.find": "a table of numpy's",
     "parallel3d/checkpoint/index.py:_boxes": "a table of numpy's",
-    "parallel3d/checkpoint/chunks.py:ChunkFile._fill": "host memory that a file is read into",
+    "parallel3d/checkpoint/arrays.py:ArrayFile._fill": "host memory that a file is read into",
     **dict.fromkeys(
         (
             f"models/{family}/blocks.py:{layer}.__init__"

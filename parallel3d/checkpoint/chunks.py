@@ -14,21 +14,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from parallel3d.checkpoint.arrays import ArrayFile
 from parallel3d.checkpoint.box import Box, inside
-from parallel3d.checkpoint.files import is_count, open_file, parse_object
+from parallel3d.checkpoint.files import is_count, parse_object
 from parallel3d.errors import CheckpointError
 
 Dims = tuple[int, ...]
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
-STAGING_BYTES = 8 * 2**20
-# Reading over a gap is cheaper than one more call to the system, up to about here.
-GAP_BYTES = 64 * 2**10
 
 _ITEM = 4  # bytes of an fp32 number
 _MAX_DIMS = 16
@@ -103,11 +100,13 @@ class ChunkFile:
         """Raises CheckpointError for what is no safetensors file of chunks."""
         self.path = path
         try:
-            self._descriptor, size = open_file(path)
+            self._file = ArrayFile(path)
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be opened: {error.strerror or error}") from None
         try:
-            self.chunks = _parse(self._descriptor, size) if chunks is None else chunks
+            self.chunks = (
+                _parse(self._file.descriptor, self._file.size) if chunks is None else chunks
+            )
         except (OSError, ValueError) as error:
             self.close()
             raise CheckpointError(
@@ -124,59 +123,11 @@ class ChunkFile:
         assert inside(box, chunk.box), f"{box} is not inside {chunk}"
         assert out.dtype == torch.float32 and tuple(out.shape) == box.shape, f"{out.shape} {box}"
         offsets = tuple(map(int.__sub__, box.offsets, chunk.box.offsets))
-        # Not torch.empty: deterministic torch fills it, and only what is touched costs memory.
-        staging = torch.from_numpy(np.empty(min(STAGING_BYTES // _ITEM, chunk.box.numel), "f4"))
-        self._read(self.chunks[chunk], chunk.box.shape, offsets, out.detach(), staging)
-
-    def _read(self, at: int, shape: Dims, offsets: Dims, out: Tensor, staging: Tensor) -> None:
-        """Fill `out` with the part at `offsets` of an array of `shape` that is stored from `at`."""
-        if out.numel() == 0:
-            return
-        whole_rows = tuple(out.shape[1:]) == shape[1:]
-        row_bytes = _ITEM * prod(shape[1:])
-        at += offsets[0] * row_bytes if shape else 0
-        if whole_rows and out.device.type == "cpu" and out.is_contiguous():
-            self._fill(out, at)
-            return
-        if not shape:
-            self._fill(staging[:1], at)
-            out.copy_(staging[0])
-            return
-        gap = 0 if whole_rows else row_bytes - _ITEM * out[0].numel()
-        rows_at_once = _ITEM * len(staging) // row_bytes
-        if len(shape) > 1 and (len(out) == 1 or gap > GAP_BYTES or rows_at_once == 0):
-            for row, part in enumerate(out):
-                self._read(at + row * row_bytes, shape[1:], offsets[1:], part, staging)
-            return
-        for first in range(0, len(out), rows_at_once):
-            part = out[first : first + rows_at_once]
-            rows = staging[: len(part) * row_bytes // _ITEM].view(len(part), *shape[1:])
-            self._fill(rows, at + first * row_bytes)
-            for dim, offset in enumerate(offsets[1:], start=1):
-                rows = rows.narrow(dim, offset, part.shape[dim])
-            part.copy_(rows)
-
-    def _fill(self, out: Tensor, at: int) -> None:
-        """Read a contiguous tensor of the host from where its bytes begin."""
-        memory = out.view(-1).numpy().data.cast("B")
-        done = 0
-        while done < len(memory):  # one call gives 2 GiB at most
-            try:
-                count = os.preadv(self._descriptor, [memory[done:]], at + done)
-            except OSError as error:
-                raise CheckpointError(f"{self.path}: cannot be read: {error.strerror}") from None
-            if count == 0:
-                raise CheckpointError(
-                    f"{self.path}: ends at byte {at + done:,}, "
-                    f"{len(memory) - done:,} bytes too early; use another checkpoint"
-                )
-            done += count
+        self._file.read(self.chunks[chunk], chunk.box.shape, offsets, out, torch.float32)
 
     def close(self) -> None:
         """Close the file; twice does no harm."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-        self._descriptor = -1
+        self._file.close()
 
     def __enter__(self) -> "ChunkFile":
         return self

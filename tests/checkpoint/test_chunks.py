@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from parallel3d.checkpoint import chunks as module
+from parallel3d.checkpoint import arrays as module
 from parallel3d.checkpoint.box import Box
 from parallel3d.checkpoint.chunks import Chunk, ChunkFile, header
 from parallel3d.errors import CheckpointError

@@ -1,0 +1,90 @@
+"""Reads boxes of arrays that lie in a file, row-major, straight into tensors."""
+
+import os
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from parallel3d.checkpoint.files import open_file
+from parallel3d.errors import CheckpointError
+
+STAGING_BYTES = 8 * 2**20
+# Reading over a gap is cheaper than one more call to the system, up to about here.
+GAP_BYTES = 64 * 2**10
+
+Dims = tuple[int, ...]
+
+
+class ArrayFile:
+    """A file open for reading, whose arrays others know the places of. Reads may be concurrent."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError."""
+        self.path = path
+        self.descriptor, self.size = open_file(path)
+
+    def read(self, at: int, shape: Dims, offsets: Dims, out: Tensor, dtype: torch.dtype) -> None:
+        """Fill `out` with the box at `offsets` of an array [*shape] of `dtype` stored from `at`.
+
+        out: of any type, strides and device. What is contiguous in the file and in the host's
+        memory, and of one type, is read straight into it, the rest through a buffer of at most
+        8 MiB. Raises CheckpointError where the file ends too early or cannot be read.
+        """
+        item = dtype.itemsize
+        # Not torch.empty: deterministic torch fills it, and only what is touched costs memory.
+        staging = torch.from_numpy(np.empty(min(STAGING_BYTES, item * prod(shape)), "u1"))
+        self._read(at, shape, offsets, out.detach(), staging.view(dtype))
+
+    def _read(self, at: int, shape: Dims, offsets: Dims, out: Tensor, staging: Tensor) -> None:
+        if out.numel() == 0:
+            return
+        item = staging.element_size()
+        whole_rows = tuple(out.shape[1:]) == shape[1:]
+        row_bytes = item * prod(shape[1:])
+        at += offsets[0] * row_bytes if shape else 0
+        direct = out.device.type == "cpu" and out.is_contiguous() and out.dtype == staging.dtype
+        if whole_rows and direct:
+            self._fill(out, at)
+            return
+        if not shape:
+            self._fill(staging[:1], at)
+            out.copy_(staging[0])
+            return
+        gap = 0 if whole_rows else row_bytes - item * out[0].numel()
+        rows_at_once = item * len(staging) // row_bytes
+        if len(shape) > 1 and (len(out) == 1 or gap > GAP_BYTES or rows_at_once == 0):
+            for row, part in enumerate(out):
+                self._read(at + row * row_bytes, shape[1:], offsets[1:], part, staging)
+            return
+        for first in range(0, len(out), rows_at_once):
+            part = out[first : first + rows_at_once]
+            rows = staging[: len(part) * row_bytes // item].view(len(part), *shape[1:])
+            self._fill(rows, at + first * row_bytes)
+            for dim, offset in enumerate(offsets[1:], start=1):
+                rows = rows.narrow(dim, offset, part.shape[dim])
+            part.copy_(rows)
+
+    def _fill(self, out: Tensor, at: int) -> None:
+        """Read a contiguous tensor of the host from where its bytes begin."""
+        memory = out.view(-1).view(torch.uint8).numpy().data.cast("B")
+        done = 0
+        while done < len(memory):  # one call gives 2 GiB at most
+            try:
+                count = os.preadv(self.descriptor, [memory[done:]], at + done)
+            except OSError as error:
+                raise CheckpointError(f"{self.path}: cannot be read: {error.strerror}") from None
+            if count == 0:
+                raise CheckpointError(
+                    f"{self.path}: ends at byte {at + done:,}, "
+                    f"{len(memory) - done:,} bytes too early; use another checkpoint"
+                )
+            done += count
+
+    def close(self) -> None:
+        """Close the file; twice does no harm."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+        self.descriptor = -1
