@@ -4,7 +4,30 @@ from collections.abc import Iterable, Mapping
 from math import isqrt, sqrt
 from typing import Any
 
+from pydantic import Field
+
 from parallel3d.model.spec import CostOf, Init, LayerSpec, ParamSpec
+from parallel3d.section import PathText, Section
+
+
+class Pretrained(Section):
+    """The published model that the first weights are of, as it was found."""
+
+    folder: PathText = Field(min_length=1)
+    """The folder; of a model on the hub its name there."""
+    weights: str | None = None
+    """What tells the folder's weights from others."""
+    revision: str | None = None
+    """Which commit of the hub's; null of a folder."""
+
+
+class ModelSection(Section):
+    """What the settings of every family that can be imported have in common."""
+
+    from_pretrained: Pretrained | str | None = None
+    """A folder of transformers (config.json and safetensors), or a model's name on the Hugging Face
+    hub ("owner/name", "owner/name@revision"), whose weights training starts from; the sizes in this
+    block are then those of its config.json, and may be left out. A block: what was found."""
 
 
 def divisor_below(number: int, limit: int) -> int:

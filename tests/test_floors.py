@@ -45,6 +45,7 @@ ROOMS = [
     (3, "models/*"),
     (4, "parallel3d/pipeline"),
     (5, "parallel3d/checkpoint"),
+    (5, "parallel3d/pretrained"),
     (5, "parallel3d/train"),
     (5, "parallel3d/convert"),
     (5, "parallel3d/verify"),
@@ -63,7 +64,8 @@ def module_of(path: Path) -> str:
 def room_of(path: Path) -> str:
     """Its folder; a family's spec is on another floor than its blocks."""
     if path.match("models/*/*.py"):
-        return "models/*/spec.py" if path.name in ("spec.py", "__init__.py") else "models/*"
+        is_low = path.name in ("spec.py", "pretrained.py", "__init__.py")
+        return "models/*/spec.py" if is_low else "models/*"
     return path.parent.as_posix()
 
 
@@ -140,7 +142,8 @@ def test_floor_0_is_typed_strictly():
     block = text.partition("# Floor 0 (")[2].partition("]")[0]
     patterns = [re.escape(text) for text in re.findall(r'"([\w.*]+)"', block)]
     strict = [re.compile(p.replace(r"\.\*", r"(\.[\w.]+)?") + "$") for p in patterns]
-    strict += [re.compile(r"models\.\w+\.spec$")] if '"models.*.spec"' in block else []
+    for name in ("spec", "pretrained"):
+        strict += [re.compile(rf"models\.\w+\.{name}$")] if f'"models.*.{name}"' in block else []
     for path in FILES:
         is_strict = any(p.match(module_of(path)) for p in strict)
         named = path.name != "__init__.py" or is_strict

@@ -3,6 +3,7 @@
 `GPT2LMHeadModel` keeps its linear weights as [in, out], and query, key and value as one.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from models.common import class_named, renamed
 from models.gpt.spec import Config, layers
+from models.pretrained import Part
 from parallel3d.model.spec import named_params
 
 # Ours to theirs, in the order in which they are replaced.
@@ -26,6 +28,11 @@ _NAMES = {
     "mlp.up": "mlp.c_fc",
     "mlp.down": "mlp.c_proj",
 }
+
+# A folder of the model without its head has the names without it.
+PREFIX = "transformer."
+# Masks that old versions saved with the weights.
+BUFFERS = re.compile(r"h\.\d+\.attn\.(masked_)?bias")
 
 
 def architecture(config: Config, end_of_text: int | None = None, name: str | None = None) -> Any:
@@ -89,6 +96,17 @@ def from_huggingface(config: Config, tensors: Mapping[str, Tensor]) -> dict[str,
         value = tensors[renamed(name, _NAMES)]
         found[name] = (value.t() if _is_linear(name) else value).reshape(param.shape)
     return found
+
+
+def parts(config: Config, name: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
+    """Where transformers keeps one of our parameters, of this shape."""
+    their = renamed(name, _NAMES)
+    if "qkv" in name and _is_linear(name):
+        three, out, inner = shape
+        return (Part(their, (inner, three, out), (1, 2, 0)),)
+    if _is_linear(name):
+        return (Part(their, (shape[1], shape[0]), (1, 0)),)
+    return (Part(their, shape, tuple(range(len(shape)))),)
 
 
 def _is_linear(name: str) -> bool:

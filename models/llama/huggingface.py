@@ -4,6 +4,7 @@ Without biases and norms on the heads a config is a `LlamaForCausalLM`, or a `Mi
 where that is asked for; with the biases a `Qwen2ForCausalLM`, with the norms a `Qwen3ForCausalLM`.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from models.common import class_named, renamed
 from models.llama.spec import Config, layers
+from models.pretrained import Part
 from parallel3d.model.spec import named_params
 
 # Ours to theirs, in the order in which they are replaced.
@@ -33,6 +35,11 @@ _NAMES = {
     "norm1": "input_layernorm",
     "norm2": "post_attention_layernorm",
 }
+
+# A folder of the model without its head has the names without it.
+PREFIX = "model."
+# Frequencies that old versions saved with the weights.
+BUFFERS = re.compile(r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
 
 def architecture(config: Config, end_of_text: int | None = None, name: str | None = None) -> Any:
@@ -128,6 +135,14 @@ def from_huggingface(config: Config, tensors: Mapping[str, Tensor]) -> dict[str,
         else:
             found[name] = tensors[renamed(name, _NAMES)]
     return found
+
+
+def parts(config: Config, name: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
+    """Where transformers keeps one of our parameters, of this shape."""
+    if name.endswith("gate_up.weight"):
+        both = enumerate(_gate_and_up(name))
+        return tuple(Part(their, shape[1:], (0, 1), index) for index, their in both)
+    return (Part(renamed(name, _NAMES), shape, tuple(range(len(shape)))),)
 
 
 def _gate_and_up(name: str) -> tuple[str, str]:

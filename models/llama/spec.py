@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from models.common import divisor_below, head, vocab_size, weight_inits
+from models.common import ModelSection, divisor_below, head, vocab_size, weight_inits
 from parallel3d.model.spec import Init, LayerSpec, ParamSpec
 from parallel3d.model.transformer_cost import BlockCost, EmbeddingCost, HeadCost
 from parallel3d.section import Problem, Problems, Section
@@ -42,7 +42,7 @@ class RopeScaling(Section):
         return self
 
 
-class Config(Section):
+class Config(ModelSection):
     """The settings of one Llama-like model."""
 
     family: Literal["llama"]

@@ -115,6 +115,8 @@ def _check_vocabulary(tokenizer_size: int, model: Any) -> Iterator[Problem]:
     if size != "auto" and size < tokenizer_size:
         rule = f"is smaller than the tokenizer's {tokenizer_size} tokens"
         remedy = f'use {tokenizer_size} or more, or "auto"'
+        if getattr(model, "from_pretrained", None):
+            remedy = "use the tokenizer that the model was trained with, data.tokenizer"
         yield Problem("parallel3d.model.vocab_size", size, rule, remedy)
 
 

@@ -1,12 +1,14 @@
 """Makes of a DeepSpeed file one of settings alone: no "auto", no old name, nothing neutral.
 
+A model that is published is completed first: an "auto" may be a function of its sizes.
+
 What it leaves is checked strictly, so what is not accepted here is refused there, by name.
 """
 
 from copy import deepcopy
 from typing import Any
 
-from parallel3d.config import auto
+from parallel3d.config import auto, pretrained
 from parallel3d.config.deepspeed_keys import BY_SECTION
 from parallel3d.config.monitors import SWITCHED
 from parallel3d.section import ABSENT
@@ -52,6 +54,7 @@ def normalise(raw: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
             left = keys[name].refused(block.pop(name))
             if left is not ABSENT:
                 block[name] = left
+    notes += pretrained.fill(raw)
     return raw, [*notes, *auto.resolve(raw)]
 
 

@@ -20,6 +20,8 @@ from parallel3d.engine import EngineSettings
 from parallel3d.mesh import compute
 from parallel3d.mesh.agree import on_first
 from parallel3d.mesh.mesh import Mesh
+from parallel3d.pretrained.load import find_weights, load_weights
+from parallel3d.pretrained.tokenizer import remark
 from parallel3d.train.assembly import Assembly
 from parallel3d.train.attempts import Attempts
 from parallel3d.train.claim import Claim, written_to
@@ -61,6 +63,8 @@ class Start:
     """The position in the run and in its data."""
     tokenizer: Path | None
     """The folder of what the ids mean; None of ids alone."""
+    pretrained: Path | None = None
+    """The folder of the model whose weights training starts from, without a checkpoint."""
 
 
 def find_folder(config: RunConfig, mesh: Mesh, claim: Claim | None) -> Place:
@@ -104,6 +108,7 @@ def find_start(config: RunConfig, mesh: Mesh, *, place: Place, corpus: Corpus, s
     position = Position()
     if found:
         position = RunState(complete, corpus).position_in(found.state, found.folder, say)
+    pretrained = None if found else _find_pretrained(complete, mesh, tokenizer, say)
     return Start(
         config=complete.resumed(position.step, position.next_sample),
         settings=config.to_dict(),
@@ -111,7 +116,21 @@ def find_start(config: RunConfig, mesh: Mesh, *, place: Place, corpus: Corpus, s
         found=found,
         position=position,
         tokenizer=tokenizer if any(tokenizer.iterdir()) else None,
+        pretrained=pretrained,
     )
+
+
+def _find_pretrained(config: RunConfig, mesh: Mesh, tokenizer: Path, say: Say) -> Path | None:
+    """The folder of model.from_pretrained, if there is one; says so, and of its tokenizer."""
+    origin = getattr(config.model, "from_pretrained", None)
+    if origin is None:
+        return None
+    folder = find_weights(config.model, mesh)
+    at = f" at {origin.revision}" if origin.revision else ""
+    say(f"weights of {origin.folder}{at}")
+    if said := on_first(mesh, lambda: remark(folder, tokenizer, origin.folder)):
+        say(said)
+    return folder
 
 
 def _find_checkpoint(
@@ -141,7 +160,15 @@ def _find_checkpoint(
 
 
 def restore(start: Start, mesh: Mesh, parts: Assembly) -> None:
-    """Bring the engine to the checkpoint of a start, if there is one; collective."""
+    """Bring the engine to a start's checkpoint, or published weights, if any; collective."""
+    if start.pretrained:
+        load_weights(
+            start.pretrained,
+            start.config.model,
+            engine=parts.engine,
+            mesh=mesh,
+            layers=parts.layers,
+        )
     if found := start.found:
         load(
             found.folder,

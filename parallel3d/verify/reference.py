@@ -64,7 +64,7 @@ def train_reference(config: RunConfig, folder: Path) -> Reference:
     ConfigError for a family that transformers does not have.
     """
     model, family = _loaded(config, first_weights(config))
-    return _train(model.train(), family, config, folder)
+    return train_model(model.train(), family, config, folder)
 
 
 def loss_of(
@@ -103,7 +103,8 @@ def _loaded(config: RunConfig, weights: Mapping[str, Tensor]) -> tuple[Any, Any]
     return model, family
 
 
-def _train(model: Any, family: Any, config: RunConfig, folder: Path) -> Reference:
+def train_model(model: Any, family: Any, config: RunConfig, folder: Path) -> Reference:
+    """Train a model of transformers by torch's AdamW on `batches`; its family names its weights."""
     # Which of their parameters decay: the mapping of names, carried out on the answers.
     marks = {
         name: torch.full(spec.shape, float(spec.weight_decay))

@@ -92,7 +92,7 @@ FILES = {
         ("train", {"steps": 5}, "no setting here", "did you mean parallel3d.train?"),
         ("lr", 0.001, "no setting here", "did you mean optimizer.params.lr?"),
         ("parallel3d.train_batch_size", 8, "no setting here", "outside the block"),
-        ("parallel3d.model", LLAMA | {"embd_pdrop": 0.1}, 'of family "gpt" alone', "has: family"),
+        ("parallel3d.model", LLAMA | {"embd_pdrop": 0.1}, 'of family "gpt" alone', "has: from_"),
         ("parallel3d.model.rope_theta", 10000.0, 'of family "llama" alone', "this block has"),
     ],
     "name": [

@@ -86,7 +86,9 @@ def test_a_block_in_the_wrong_place_is_named_with_the_right_one():
 def test_what_only_another_family_has():
     said = error_of(**{"parallel3d.model": LLAMA | {"embd_pdrop": 0.1}})
     line = next(line for line in said.splitlines() if "embd_pdrop" in line)
-    assert 'is a setting of family "gpt" alone; remove it; this block has: family, ' in line
+    assert (
+        'is a setting of family "gpt" alone; remove it; this block has: from_pretrained, ' in line
+    )
     assert line.count("embd_pdrop") == 1 and "rms_norm_eps" in line
     said = error_of(scheduler={"type": "WarmupLR", "params": {"cycle_max_lr": 1e-3}})
     assert 'cycle_max_lr = 0.001: is a setting of type "OneCycle" alone' in said

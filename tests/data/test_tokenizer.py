@@ -12,7 +12,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from parallel3d.data import build, network
+from parallel3d import network
+from parallel3d.data import build
 from parallel3d.data import tokenizer as module
 from parallel3d.data.prepare import prepare
 from parallel3d.data.tokenizer import (

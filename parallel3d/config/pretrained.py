@@ -1,0 +1,218 @@
+"""`parallel3d.model.from_pretrained`: the "model" block that a published model's folder fixes.
+
+When a config is read, config.json alone is: the folder's name becomes a record of what was found,
+and the block beside it is complete. So a resolved config, and a run that is resumed, say which
+weights they began from, and read nothing of the folder again.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from models import pretrained
+from parallel3d.errors import ConfigError
+from parallel3d.network import why_unreachable
+from parallel3d.section import Problem, Problems
+
+KEY = "from_pretrained"
+_PATH = f"parallel3d.model.{KEY}"
+_DOWNLOAD = "download it where there is a network, and give that folder"
+_MOST_BYTES = 2**24  # of a config.json
+_SAMPLE = 2**16  # bytes of a file of weights that its digest reads, at each end
+# What a config needs of a model on the hub; its weights are fetched when they are loaded.
+SETTINGS = (
+    *("config.json", "generation_config.json", "*tokenizer*", "*.model", "merges.txt"),
+    *("vocab.*", "special_tokens_map.json", "added_tokens.json", "chat_template*"),
+)
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+
+
+def fill(raw: dict[str, Any]) -> list[str]:
+    """Complete the "model" block of a ds.json, in place, if it names a folder; notes on it.
+
+    Raises ConfigError for a folder that is none, a model that no family can be, and settings that
+    contradict it.
+    """
+    block = raw.get("parallel3d")
+    model = block.get("model") if isinstance(block, dict) else None
+    name = model.get(KEY) if isinstance(model, dict) else None
+    if not (isinstance(block, dict) and isinstance(model, dict) and isinstance(name, str)):
+        return []
+    folder, record = _found(name)
+    data = block.get("data")
+    length = data.get("sequence_length") if isinstance(data, dict) else None
+    config = read_config(folder)
+    fixed = derived(folder, config, length if type(length) is int else None)
+    chosen = {key: value for key, value in model.items() if key != KEY}
+    if problems := list(_contradictions(chosen, fixed, folder)):
+        raise Problems(problems)
+    block["model"] = {**chosen, **fixed, KEY: record}
+    return [f"model: {_described(fixed)}, of {name}", *_dropouts(config, fixed, chosen)]
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The object in a folder's config.json. Raises ConfigError."""
+    path = folder / "config.json"
+    try:
+        with open(path, "rb") as file:
+            found = json.loads(file.read(_MOST_BYTES))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: is missing; name a folder that transformers can load") from None
+    except (OSError, ValueError, RecursionError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not JSON"
+        raise ConfigError(f"{path}: cannot be read: {why}; download it again") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path}: is not one object; download it again")
+    return found
+
+
+def derived(folder: Path, config: Mapping[str, Any], length: int | None = None) -> dict[str, Any]:
+    """The "model" block of a folder's config.json; raises Problems that name its fields."""
+    path = folder / "config.json"
+    try:
+        return pretrained.model_block(config, length)
+    except Problems as error:
+        found = [Problem(f"{path}: {p.path}", p.value, p.rule, p.remedy) for p in error.problems]
+        raise Problems(found, str(folder)) from None
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The folder's files of weights: the shards that its index names, or the single one.
+
+    Raises ConfigError where there is none, or not every one, and for weights that are pickled.
+    """
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            names = sorted(name for name in shards if Path(name).name == name)
+            if len(names) < len(shards):
+                raise ValueError("it names a file of another folder")
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ConfigError(f"{index}: is no index ({error}); download it again") from None
+        for name in names:
+            if not (folder / name).is_file():
+                raise ConfigError(f"{folder / name}: is missing, and in the index; download it")
+        return [folder / name for name in names]
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    if pickled := sorted([*folder.glob("*.bin"), *folder.glob("*.pt*"), *folder.glob("*.ckpt")]):
+        raise ConfigError(
+            f"{folder} has its weights as {pickled[0].name}, which is pickled and never read; "
+            'convert it where you trust it: python -c "from transformers import AutoModelFor'
+            f"CausalLM as M; M.from_pretrained('{folder}').save_pretrained('{folder}-safe')\""
+        )
+    raise ConfigError(f"{folder}: has no model.safetensors, and no index of shards; download it")
+
+
+def digest_of(folder: Path) -> str:
+    """What tells a folder's weights from others: headers, and samples of the data at both ends.
+
+    It takes milliseconds, and so is no proof that every byte is the same. Raises ConfigError.
+    """
+    digest = blake2b(digest_size=16)
+    for path in weight_files(folder):
+        with open(path, "rb") as file:
+            start = file.read(8)
+            header = int.from_bytes(start, "little")
+            size = path.stat().st_size
+            digest.update(f"{path.name}\0{size}\0".encode() + start)
+            digest.update(file.read(min(header, size) + _SAMPLE))
+            file.seek(max(0, size - _SAMPLE))
+            digest.update(file.read(_SAMPLE))
+    return digest.hexdigest()
+
+
+def _found(name: str) -> tuple[Path, dict[str, Any]]:
+    """A folder of this machine, or what the hub has under a name; and what is recorded of it."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        folder = path.resolve()
+        return folder, {"folder": str(folder), "weights": digest_of(folder)}
+    if path.exists():
+        rule, remedy = "is a file", f"name its folder, {str(path.parent)!r}"
+        raise Problems([Problem(_PATH, name, rule, remedy)])
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        rule, remedy = "is no folder", "name one that holds config.json, or a model on the hub"
+        raise Problems([Problem(_PATH, name, rule, remedy)])
+    owner, _, revision = name.partition("@")
+    folder = downloaded(owner, revision or None, SETTINGS)
+    return folder, {"folder": owner, "revision": folder.name}
+
+
+def downloaded(name: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
+    """The folder in which the hub's cache holds these files of a model; fetched, if need be.
+
+    Its name is the revision's. Raises ConfigError at once where the hub cannot be asked.
+    """
+    why = why_unreachable()
+    if why and not (_hub_cache() / f"models--{name.replace('/', '--')}").is_dir():
+        rule = f"is no folder here, and the hub cannot be asked: {why}"
+        raise Problems([Problem(_PATH, name, rule, _DOWNLOAD)])
+    # After the question: to import it takes a second.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
+
+    disable_progress_bars()
+    try:
+        found = snapshot_download(
+            name, revision=revision, allow_patterns=list(patterns), local_files_only=bool(why)
+        )
+    # Broad: what goes wrong comes as it is, of the network, of the name, of the disk.
+    except Exception as error:
+        lines = str(error).strip().splitlines()
+        reason = why or (lines[0] if lines else type(error).__name__)
+        rule = f"cannot be had of the hub, or of its cache here ({reason})"
+        raise Problems([Problem(_PATH, name, rule, _DOWNLOAD)]) from None
+    finally:
+        enable_progress_bars()
+    return Path(found)
+
+
+def _hub_cache() -> Path:
+    """Where huggingface_hub keeps what it has fetched, by its own rule."""
+    home = os.environ.get("HF_HOME") or Path(
+        os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface"
+    )
+    return Path(os.environ.get("HF_HUB_CACHE") or Path(home, "hub")).expanduser()
+
+
+def _contradictions(
+    chosen: Mapping[str, Any], fixed: Mapping[str, Any], folder: Path
+) -> Iterator[Problem]:
+    remedy = (
+        f"remove it (on the command line: --parallel3d.model '{json.dumps({KEY: str(folder)})}')"
+    )
+    for key, value in chosen.items():
+        if key not in fixed or value == "auto":
+            continue
+        there = fixed[key]
+        # Null stands for a size that is derived; for a block it means that there is none.
+        if value is None and not isinstance(there, Mapping):
+            continue
+        if isinstance(value, Mapping) and isinstance(there, Mapping):
+            same = all(there.get(name) == item for name, item in value.items())
+        else:
+            same = value == there and isinstance(value, bool) == isinstance(there, bool)
+        if not same:
+            rule = f"contradicts {folder / 'config.json'}, by which it is {json.dumps(there)}"
+            yield Problem(f"parallel3d.model.{key}", value, rule, remedy)
+
+
+def _described(fixed: Mapping[str, Any]) -> str:
+    names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+    words = dict(zip(names, ("layers", "hidden size", "heads", "vocabulary"), strict=True))
+    sizes = ", ".join(f"{words[name]} {fixed.get(name)}" for name in names)
+    return f"{fixed['family']}, {sizes}"
+
+
+def _dropouts(
+    config: Mapping[str, Any], fixed: Mapping[str, Any], chosen: Mapping[str, Any]
+) -> Iterator[str]:
+    """What the folder's training had, and this one does not have unless it says so."""
+    for ours, theirs in pretrained.free_settings(fixed["family"]).items():
+        if "drop" in ours and ours not in chosen and config.get(theirs):
+            yield f"model.{ours}: 0, unless it is set; {theirs} is {config[theirs]} in config.json"

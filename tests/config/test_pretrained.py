@@ -1,0 +1,256 @@
+"""model.from_pretrained: the block that a folder's config.json fixes, and what is refused."""
+
+import json
+import os
+import time
+
+import pytest
+
+import models
+from parallel3d.config import RunConfig
+from parallel3d.config import pretrained as module
+from parallel3d.errors import ConfigError
+from tests.config.configs import error_of, raw
+
+pytestmark = pytest.mark.pure
+
+# As transformers 5 writes them, without what says nothing of the architecture.
+GPT2 = {
+    "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 64, "n_head": 16,
+    "n_layer": 4, "n_positions": 128, "vocab_size": 5000, "n_inner": None, "resid_pdrop": 0.1,
+    "activation_function": "gelu_new", "scale_attn_weights": True, "summary_type": "cls_index",
+    "task_specific_params": {"text-generation": {"max_length": 50}}, "bos_token_id": 50256,
+}  # fmt: skip
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 96,
+    "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 16,
+    "num_key_value_heads": 8, "vocab_size": 5000, "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5, "rope_theta": 5e5, "rope_scaling": None, "hidden_act": "silu",
+    "attention_bias": False, "mlp_bias": False, "head_dim": 6, "pretraining_tp": 1,
+    "torch_dtype": "bfloat16", "tie_word_embeddings": False, "is_llama_config": True,
+}  # fmt: skip
+LLAMA3 = {
+    "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256, "rope_type": "llama3",
+}  # fmt: skip
+MISTRAL = LLAMA | {
+    "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 256,
+}  # fmt: skip
+QWEN2 = LLAMA | {
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "sliding_window": 64,
+    "use_sliding_window": False, "max_window_layers": 2, "is_llama_config": None,
+}  # fmt: skip
+QWEN3 = QWEN2 | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+
+
+def published(folder, config, weights=("model.safetensors",)):
+    """A folder with this config.json, and files of weights without a tensor."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    for name in weights:
+        (folder / name).write_bytes((2).to_bytes(8, "little") + b"{}")
+    return folder
+
+
+def config_of(folder, **changes):
+    return RunConfig.from_dict(
+        raw(**{"parallel3d.model": {"from_pretrained": str(folder)}}, **changes)
+    )
+
+
+def refused(folder, **changes):
+    return error_of(**{"parallel3d.model": {"from_pretrained": str(folder)}} | changes)
+
+
+@pytest.mark.parametrize(
+    ("config", "fixed"),
+    [
+        (GPT2, {"family": "gpt", "inner_size": 256, "tie_word_embeddings": True}),
+        (GPT2 | {"n_inner": 96, "tie_word_embeddings": False}, {"inner_size": 96}),
+        (LLAMA, {"family": "llama", "rope_theta": 5e5, "kv_heads": 8, "qk_norm": False}),
+        (LLAMA | {"num_key_value_heads": None}, {"kv_heads": 16}),
+        (LLAMA | {"rope_scaling": LLAMA3}, {"max_position_embeddings": 512}),
+        (LLAMA | {"rope_scaling": {"type": "default"}}, {"rope_scaling": None}),
+        (
+            LLAMA | {"rope_parameters": LLAMA3 | {"rope_theta": 7e5}, "rope_theta": None},
+            {"rope_theta": 7e5},
+        ),
+        (MISTRAL, {"max_position_embeddings": 256, "attention_bias": False}),
+        (MISTRAL | {"sliding_window": None}, {"max_position_embeddings": 512}),
+        (QWEN2, {"attention_bias": True, "max_position_embeddings": 512}),
+        (QWEN2 | {"layer_types": ["full_attention"] * 4}, {"qk_norm": False}),
+        (QWEN3 | {"head_dim": 128}, {"qk_norm": True, "head_size": 128, "attention_bias": False}),
+    ],
+)
+def test_config_json_gives_the_model_block(config, fixed, tmp_path):
+    model = config_of(published(tmp_path / "model", config)).model
+    assert {name: getattr(model, name) for name in fixed} == fixed
+    assert model.vocab_size == 5000 and model.num_hidden_layers == 4
+    if model.family == "llama" and model.rope_scaling:
+        assert model.rope_scaling.model_dump() == LLAMA3
+    assert models.num_params(model) > 0
+
+
+REFUSED = [
+    (GPT2 | {"activation_function": "relu"}, 'activation_function = "relu": is not GELU'),
+    (GPT2 | {"scale_attn_weights": False}, "scale_attn_weights = false"),
+    (GPT2 | {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = true"),
+    (GPT2 | {"add_cross_attention": True}, "add_cross_attention = true"),
+    (GPT2 | {"architectures": ["GPT2DoubleHeadsModel"]}, "architectures = "),
+    (LLAMA | {"architectures": ["LlamaForSequenceClassification"]}, "architectures = "),
+    (LLAMA | {"hidden_act": "gelu"}, 'hidden_act = "gelu": is not SiLU'),
+    (LLAMA | {"attention_bias": True}, "attention_bias = true: gives query, key, value and output"),
+    (QWEN3 | {"attention_bias": True}, "attention_bias = true"),
+    (LLAMA | {"mlp_bias": True}, "mlp_bias = true: gives the MLP biases"),
+    (LLAMA | {"rope_interleaved": True}, "rope_interleaved = true"),
+    (LLAMA | {"attention_dropout": 0.1}, "attention_dropout = 0.1: is dropout"),
+    (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5: rotates a part"),
+    *(
+        (LLAMA | {"rope_scaling": {key: kind, "factor": 2.0}}, f'{{"{key}": "{kind}"')
+        for key, kind in (
+            ("type", "linear"), ("rope_type", "yarn"), ("rope_type", "dynamic"),
+            ("rope_type", "longrope"), ("type", "mrope"),
+        )
+    ),
+    (LLAMA | {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "has no low_freq_factor"),
+    (LLAMA | {"rope_scaling": LLAMA3 | {"more": 1}}, "has more, which is unknown"),
+    (LLAMA | {"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters = "),
+    (MISTRAL | {"sliding_window": 64}, "sliding_window = 64: hides the beginning of samples of"),
+    (QWEN2 | {"use_sliding_window": True}, "sliding_window = 64: hides the beginning"),
+    (QWEN3 | {"layer_types": ["sliding_attention"] * 4}, "sliding_window = 64: hides"),
+    (QWEN3 | {"layer_types": ["linear_attention"] * 4}, "layer_types = "),
+    (LLAMA | {"num_local_experts": 8}, "num_local_experts = 8: makes a mixture of experts"),
+    (LLAMA | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0: caps the scores"),
+    (LLAMA | {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0: caps the logits"),
+    (LLAMA | {"quantization_config": {"bits": 4}}, "quantization_config = "),
+    (LLAMA | {"auto_map": {"AutoModel": "x.Y"}}, "auto_map = "),
+    (LLAMA | {"embedding_multiplier": 12.0}, "embedding_multiplier = 12.0: is unknown here"),
+    (LLAMA | {"model_type": "gemma2"}, 'model_type = "gemma2": is none of those'),
+    (LLAMA | {"model_type": "mixtral", "num_local_experts": 8}, "num_local_experts = 8"),
+    (LLAMA | {"model_type": "gpt_oss", "sliding_window": 128}, "sliding_window = 128: makes"),
+    ({"model_type": "llama"}, "hidden_size: is missing; add it"),
+    ({}, "model_type: is none of those that can be trained here; use a model of one of the types"),
+    (LLAMA | {"hidden_size": "96"}, 'model.hidden_size = "96": must be an integer'),
+    (LLAMA | {"num_key_value_heads": 5}, "num_key_value_heads = 5: does not divide"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "said"), REFUSED)
+def test_what_is_not_supported_is_refused_by_its_field(config, said, tmp_path):
+    folder = published(tmp_path / "model", config)
+    found = refused(folder)
+    assert said in found, found
+    assert f"{folder / 'config.json'}: " in found or "parallel3d.model." in found
+    assert "; " in found.splitlines()[1], "a remedy"
+
+
+def test_all_that_is_not_supported_is_said_at_once(tmp_path):
+    folder = published(tmp_path / "model", LLAMA | {"hidden_act": "relu", "mlp_bias": True})
+    assert refused(folder).startswith("2 problems in ")
+
+
+def test_what_contradicts_is_an_error_that_names_both(tmp_path):
+    folder = published(tmp_path / "model", LLAMA | {"rope_scaling": LLAMA3})
+    said = refused(
+        folder,
+        **{
+            "parallel3d.model.family": "gpt",
+            "parallel3d.model.hidden_size": 64,
+            "parallel3d.model.rope_scaling": None,
+            "parallel3d.model.qk_norm": 0,
+        },
+    )
+    path = f"contradicts {folder / 'config.json'}, by which it is"
+    assert said.startswith("4 problems")
+    assert f"parallel3d.model.hidden_size = 64: {path} 96; remove it" in said
+    assert f'parallel3d.model.family = "gpt": {path} "llama"' in said
+    assert f'parallel3d.model.rope_scaling = null: {path} {{"rope_type"' in said
+    same = {"family": "llama", "hidden_size": 96, "vocab_size": "auto", "head_dim": None}
+    same |= {"rope_scaling": {"factor": 8.0}, "initializer_range": 0.01}
+    config = config_of(folder, **{f"parallel3d.model.{name}": x for name, x in same.items()})
+    assert config.model.vocab_size == 5000 and config.model.initializer_range == 0.01
+
+
+def test_dropout_is_the_users_and_the_folders_is_said(tmp_path):
+    folder = published(tmp_path / "model", GPT2)
+    config = config_of(folder)
+    assert config.model.resid_pdrop == 0.0
+    assert (
+        "model.resid_pdrop: 0, unless it is set; resid_pdrop is 0.1 in config.json" in config.notes
+    )
+    config = config_of(folder, **{"parallel3d.model.resid_pdrop": 0.2})
+    assert config.model.resid_pdrop == 0.2 and not any("pdrop" in note for note in config.notes)
+
+
+def test_a_resolved_config_reads_nothing_of_the_folder(tmp_path):
+    folder = published(tmp_path / "model", LLAMA)
+    config = config_of(folder)
+    origin = config.model.from_pretrained
+    assert origin.folder == str(folder) and len(origin.weights) == 32 and not origin.revision
+    os.rename(folder, tmp_path / "gone")
+    assert RunConfig.from_dict(config.to_dict()).to_dict() == config.to_dict()
+    assert "is no folder; name one that holds config.json" in refused(folder)
+
+
+def test_other_weights_are_told_apart(tmp_path):
+    first = module.digest_of(published(tmp_path / "model", LLAMA))
+    path = tmp_path / "model/model.safetensors"
+    path.write_bytes(path.read_bytes() + b"1234")
+    second = module.digest_of(tmp_path / "model")
+    path.write_bytes(path.read_bytes()[:-1] + b"5")
+    assert len({first, second, module.digest_of(tmp_path / "model")}) == 3
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ((), "has no model.safetensors, and no index of shards"),
+        (
+            ("pytorch_model.bin",),
+            "has its weights as pytorch_model.bin, which is pickled and never",
+        ),
+    ],
+)
+def test_weights_that_cannot_be_read_are_refused_at_once(files, said, tmp_path):
+    found = refused(published(tmp_path / "model", LLAMA, files))
+    assert said in found and ("save_pretrained" in found) == bool(files)
+
+
+def test_an_index_names_its_shards(tmp_path):
+    folder = published(tmp_path / "model", LLAMA, ("a.safetensors",))
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}))
+    assert "b.safetensors: is missing, and in the index" in refused(folder)
+    index.write_text(json.dumps({"weight_map": {"x": "../a.safetensors"}}))
+    assert "it names a file of another folder" in refused(folder)
+    index.write_text("[]")
+    assert "is no index" in refused(folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("{", "it is not JSON"), ("[]", "is not one object")], ids=["cut", "list"]
+)
+def test_a_config_json_that_is_none(text, said, tmp_path):
+    folder = published(tmp_path / "model", LLAMA)
+    (folder / "config.json").write_text(text)
+    assert said in refused(folder)
+    (folder / "config.json").unlink()
+    assert "config.json: is missing" in refused(folder)
+    assert "is a file; name its folder" in refused(folder / "model.safetensors")
+
+
+def test_without_a_network_the_answer_comes_within_a_second(monkeypatch):
+    monkeypatch.setattr(module, "why_unreachable", lambda: "no answer of mine")
+    begin = time.monotonic()
+    said = refused("nobody/nothing-9@main")
+    assert time.monotonic() - begin < 1
+    assert "is no folder here, and the hub cannot be asked: no answer of mine" in said
+
+
+def test_a_tokenizer_that_outgrows_the_vocabulary_is_said(tmp_path):
+    config = config_of(published(tmp_path / "model", LLAMA)).resolve(4)
+    with pytest.raises(
+        ConfigError, match="vocab_size = 5000: is smaller than the tokenizer's 5001"
+    ):
+        config.with_corpus(5001, 10**6)
+    assert config.with_corpus(4000, 10**6).model.vocab_size == 5000

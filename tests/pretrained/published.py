@@ -1,0 +1,71 @@
+"""Small models of every class that can be imported, as transformers saves them; nothing is ours."""
+
+import torch
+import transformers
+
+from tests.cases import ADAM
+
+SIZES = {
+    "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 61,
+    "intermediate_size": 56, "max_position_embeddings": 64,
+}  # fmt: skip
+GROUPED = SIZES | {"num_key_value_heads": 2}
+GPT2 = {
+    "n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": 61, "n_positions": 64,
+    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 50_000.0, "factor": 4.0, "low_freq_factor": 0.1,
+    "high_freq_factor": 1.0, "original_max_position_embeddings": 16,
+}  # fmt: skip
+# Each class of config with the settings of one model.
+MODELS = {
+    "gpt2": ("GPT2Config", GPT2),
+    "gpt2 untied": ("GPT2Config", GPT2 | {"tie_word_embeddings": False, "n_inner": 72}),
+    "llama2": ("LlamaConfig", SIZES),
+    "llama3": ("LlamaConfig", GROUPED | {"rope_parameters": LLAMA3}),
+    "mistral": ("MistralConfig", GROUPED | {"head_dim": 16, "sliding_window": 32}),
+    "qwen2": ("Qwen2Config", GROUPED | {"rms_norm_eps": 1e-5}),
+    "qwen3": ("Qwen3Config", GROUPED | {"head_dim": 16, "tie_word_embeddings": True}),
+    "smollm2": ("LlamaConfig", GROUPED | {"tie_word_embeddings": True}),
+}
+
+
+def save(name, folder, dtype=torch.float32, **how):
+    """Write one of MODELS with random weights, far from their start: biases and norms act."""
+    kind, settings = MODELS[name]
+    config = getattr(transformers, kind)(**settings)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for path, parameter in model.named_parameters():
+            is_scale = parameter.ndim == 1 and path.endswith("weight")
+            noise = torch.randn(parameter.shape, generator=generator) * 0.1
+            parameter.copy_(noise + float(is_scale))
+    model.to(dtype).save_pretrained(folder, **how)
+    return folder
+
+
+def run_config(folder, **changes):
+    """The object of a ds.json that trains on from a folder."""
+    block = {
+        "model": {"from_pretrained": str(folder)},
+        "data": {"sequence_length": 16, "tokenizer": "somebody's"},
+        "train": {"steps": 5},
+    }
+    raw = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        # Of a bias on keys, whose gradient is 0, Adam sees rounding alone: it is to stay below eps.
+        "gradient_clipping": 0.02,
+        "optimizer": {"type": "AdamW", "params": dict(ADAM)},
+        "zero_optimization": {"stage": 3},
+        "parallel3d": block,
+    }
+    for path, value in changes.items():
+        *sections, key = path.split(".")
+        place = raw
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[key] = value
+    return raw

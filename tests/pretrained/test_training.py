@@ -1,0 +1,105 @@
+"""Training on from a published model: the losses and weights of plain transformers."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import models
+from parallel3d.config import RunConfig
+from parallel3d.mesh.mesh import Mesh
+from parallel3d.pretrained.load import find_weights, load_weights
+from parallel3d.train.assembly import assemble
+from parallel3d.verify.local_ranks import run_locally
+from parallel3d.verify.measure import differences, errors_of, train
+from parallel3d.verify.reference import train_model
+from parallel3d.verify.shrink import NO_THRESHOLDS
+from tests.models.families import part
+from tests.pretrained.published import MODELS, run_config, save
+
+pytestmark = pytest.mark.gloo
+
+
+def config_on(folder, mesh, **changes):
+    """The resolved config of a run on a mesh (pp, dp, tp), of the same global batch on all."""
+    pp, dp, tp = mesh
+    sizes = {"parallel3d.mesh": {"pp": pp, "dp": dp, "tp": tp}, "train_batch_size": 8}
+    raw = run_config(folder, **sizes, **changes)
+    raw["train_micro_batch_size_per_gpu"] = 8 // (2 * dp)
+    raw["zero_optimization"] = NO_THRESHOLDS | raw["zero_optimization"]
+    return RunConfig.from_dict(raw).resolve(pp * dp * tp)
+
+
+def started(config):
+    mesh = Mesh(config.mesh.pp, config.mesh.dp, config.mesh.tp)
+    parts = assemble(config, mesh)
+    folder = find_weights(config.model, mesh)
+    load_weights(folder, config.model, engine=parts.engine, mesh=mesh, layers=parts.layers)
+    return mesh, parts
+
+
+def train_on_rank(rank, config, reference):
+    mesh, parts = started(config)
+    found = differences(parts, config, train(parts, config, mesh), reference)
+    mesh.barrier()
+    parts.engine.close()
+    return found
+
+
+def largest_errors(folder, mesh, tmp_path, **changes):
+    config = config_on(folder, mesh, **changes)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    family = models.huggingface(config.model.family)
+    reference = train_model(theirs.double().train(), family, config, tmp_path)
+    pp, dp, tp = mesh
+    return errors_of(config, run_locally(train_on_rank, pp * dp * tp, config, reference))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama3"])
+def test_training_on_is_that_of_transformers(name, tmp_path):
+    errors = largest_errors(save(name, tmp_path / "model"), (1, 1, 1), tmp_path)
+    assert errors.within(1e-5), errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2), (1, 1, 4)], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_training_on_from_each_architecture_on_each_mesh(name, mesh, tmp_path):
+    errors = largest_errors(save(name, tmp_path / "model"), mesh, tmp_path)
+    print(name, mesh, errors)
+    assert errors.within(1e-5), errors
+
+
+def held_on_rank(rank, configs):
+    """What each rank holds once its weights are loaded: name, cut, value."""
+    found = []
+    for config in configs:
+        mesh, parts = started(config)
+        found.append(
+            [(h.name, h.cut, parts.engine.full_parameter(h).cpu()) for h in parts.engine.held]
+        )
+        mesh.barrier()
+        parts.engine.close()
+    return found
+
+
+MESHES = [((2, 1, 2), 0, "none"), ((1, 2, 2), 1, "none"), ((1, 2, 2), 3, "cpu")]
+
+
+@pytest.mark.usefixtures("cpu_adam")
+def test_every_shard_has_its_elements_exactly(tmp_path):
+    """From bfloat16, which fp32 masters hold to the bit; at ZeRO 0, 1, and 3 with offload."""
+    folder = save("qwen3", tmp_path / "model", torch.bfloat16)
+    configs = []
+    for mesh, stage, offload in MESHES:
+        zero = {"stage": stage} | ({"offload_optimizer": {"device": offload}} if stage else {})
+        configs.append(config_on(folder, mesh, **{"zero_optimization": zero}))
+    theirs = {n: v.float() for n, v in load_file(folder / "model.safetensors").items()}
+    family = models.huggingface(configs[0].model.family)
+    wanted = family.from_huggingface(configs[0].model, theirs)
+    for rank in run_locally(held_on_rank, 4, configs):
+        for held in rank:
+            assert held
+            for name, cut, value in held:
+                original = name if name in wanted else "embedding.token.weight"  # it is tied
+                assert torch.equal(value, part(wanted[original], cut)), name
