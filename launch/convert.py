@@ -1,19 +1,24 @@
-"""Turns checkpoints into folders of transformers: `python launch/convert.py export CHECKPOINT`.
+"""Turns checkpoints into folders of transformers, and published models into starts for training.
 
-CHECKPOINT is a run's folder, or one of a checkpoint, step-N; of several it is the newest. No ranks
-and no GPU are needed. What was written is read back and compared before it has its name.
+`python launch/convert.py export CHECKPOINT --to OUT` takes a run's folder, or one of a checkpoint,
+step-N; of several it is the newest. `import DIR --to OUT` is for `model.from_pretrained`.
+No ranks and no GPU are needed. What was written is read back and compared before it has its name.
 """
 
 import argparse
 import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from parallel3d import layout
 from parallel3d.arguments import Parser
 from parallel3d.errors import Parallel3DError, TrainingError
+
+if TYPE_CHECKING:  # torch waits for a command line that is right
+    from parallel3d.convert.read_back import Proof
 
 DONE, FAILED, BAD_INPUT = 0, 1, 2  # exit codes; scripts rely on them
 DTYPES = ("fp32", "bf16", "fp16")
@@ -23,7 +28,8 @@ def main() -> int:
     """Give the exit code: 0, 1 where a check fails or the disk is full, 2 for a wrong input."""
     args = parse_args()
     try:
-        return export(args, layout.console(args.json))
+        command = {"export": export, "import": import_}[args.command]
+        return command(args, layout.console(args.json))
     except TrainingError as error:
         code = FAILED
         print(f"convert: {error}", file=sys.stderr)
@@ -49,10 +55,32 @@ def export(args: argparse.Namespace, console: Console) -> int:
         about = source.about(args.tokenizer, args.architecture)
         files = Layout(source.config.model, TYPES[args.dtype], size)
         proof = conversion.export(source, about, files, args.to, progress)
-    console.print(
-        f"{proof.architecture}, {proof.tensors:,} tensors, {proof.bytes:,} bytes in {args.dtype}, "
-        f"of {source.folder}"
-    )
+    say(proof, f"in {args.dtype}, of {source.folder}", args, console)
+    return DONE if proof.ok else FAILED
+
+
+def import_(args: argparse.Namespace, console: Console) -> int:
+    """Write a published model as a start for training, and say what was proved of it."""
+    from parallel3d.convert import export as conversion
+    from parallel3d.convert.importing import import_folder
+    from parallel3d.convert.layout import bytes_of
+    from parallel3d.data.progress import shown_progress
+
+    conversion.check_new(args.to)
+    size = bytes_of(args.shard_size)
+    conversion.quiet()
+    with shown_progress() as progress:
+        proof = import_folder(args.folder, args.to, shard_bytes=size, progress=progress)
+    say(proof, f"of {args.folder}", args, console)
+    if proof.ok:
+        model = json.dumps({"from_pretrained": str(args.to)})
+        console.print(f"start training from it with --parallel3d.model '{model}'")
+    return DONE if proof.ok else FAILED
+
+
+def say(proof: "Proof", of: str, args: argparse.Namespace, console: Console) -> None:
+    """Print what was proved, what was not compared, and what differs."""
+    console.print(f"{proof.architecture}, {proof.tensors:,} tensors, {proof.bytes:,} bytes {of}")
     rows = [("proved", what) for what in proof.checked]
     rows += [("not compared", what) for what in proof.left_out]
     rows += [("DIFFERS", what) for what in proof.differs]
@@ -62,7 +90,6 @@ def export(args: argparse.Namespace, console: Console) -> int:
     if args.json:
         keys = ("ok", "architecture", "tensors", "bytes", "checked", "differs", "left_out")
         print(json.dumps({key: getattr(proof, key) for key in keys}))
-    return DONE if proof.ok else FAILED
 
 
 def parse_args() -> argparse.Namespace:
@@ -88,6 +115,18 @@ def parse_args() -> argparse.Namespace:
     )
     command.add_argument(
         "--tokenizer", type=Path, metavar="FOLDER", help="where it is not where the run found it"
+    )
+    command.add_json()
+    text = "read a folder of transformers, and write it as model.from_pretrained takes it"
+    command = commands.add_parser("import", help=text, description=text)
+    command.add_argument(
+        "folder", type=Path, metavar="DIR", help="with config.json and safetensors"
+    )
+    command.add_argument(
+        "--to", type=Path, required=True, metavar="OUT", help="a folder that is new, or empty"
+    )
+    command.add_argument(
+        "--shard-size", default="5GB", metavar="SIZE", help="most bytes of a file (5GB)"
     )
     command.add_json()
     return parser.parse_args()

@@ -144,6 +144,12 @@ def model_block(config: Mapping[str, Any], length: int | None = None) -> dict[st
     return block
 
 
+def class_of(config: Mapping[str, Any]) -> str:
+    """The language model of transformers that a config.json which can be trained here is of."""
+    kind = str(config["model_type"])
+    return next(str(m.MODEL_TYPES[kind][0]) for m in _families() if kind in m.MODEL_TYPES)
+
+
 def free_settings(family: str) -> Mapping[str, str]:
     """Which settings of a family stay the user's, and by which field a config.json has them."""
     module = _family(family)

@@ -1,11 +1,13 @@
 """A checkpoint as a folder of transformers, which is read back before it has its name."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from parallel3d.checkpoint.room import disk_lacks, shown
 from parallel3d.convert.card import About, write_rest
 from parallel3d.convert.files import Writer, create, publish, remove
 from parallel3d.convert.layout import Layout
+from parallel3d.convert.logits import Read
 from parallel3d.convert.read_back import Proof, read_back
 from parallel3d.convert.source import Source
 from parallel3d.data.sources import Progress
@@ -32,22 +34,35 @@ def export(source: Source, about: About, layout: Layout, to: Path, progress: Pro
     One tensor at a time is in memory. Where a check fails, nothing is left. Raises ConfigError
     where `to` is not empty or transformers has no such class, TrainingError where the disk is full.
     """
-    to = to.resolve()  # "." has no name beside which another could stand
-    check_new(to)
     try:
         if layout.refusal:
             raise ValueError(layout.refusal)
         about.settings(layout)
     except ValueError as error:
         raise ConfigError(f"{source.folder}: {error}") from None
+
+    def write(folder: Path) -> Proof:
+        write_tensors(source.read, layout, folder, progress)
+        write_rest(folder, about, layout)
+        return read_back(folder, source, about, layout, progress)
+
+    return made(to, layout, write)
+
+
+def made(to: Path, layout: Layout, write: Callable[[Path], Proof]) -> Proof:
+    """Have a folder with the layout's files written and proved, and give it its name if it holds.
+
+    Else nothing is left. Raises ConfigError where `to` is not empty, TrainingError where the disk
+    is full.
+    """
+    to = to.resolve()  # "." has no name beside which another could stand
+    check_new(to)
     unfinished = to.with_name(f"{to.name}.partial")
     try:
         if lacks := disk_lacks(to.parent, layout.total_size):
             raise OSError(f"the disk has {shown(lacks)} too little room")
         create(unfinished, layout)
-        write_tensors(source, layout, unfinished, progress)
-        write_rest(unfinished, about, layout)
-        proof = read_back(unfinished, source, about, layout, progress)
+        proof = write(unfinished)
         if proof.ok:
             publish(unfinished, to)
     except OSError as error:
@@ -59,13 +74,16 @@ def export(source: Source, about: About, layout: Layout, to: Path, progress: Pro
     return proof
 
 
-def write_tensors(source: Source, layout: Layout, folder: Path, progress: Progress) -> None:
-    """Write every weight at its place in a folder that `create` has made. Raises OSError."""
+def write_tensors(read: Read, layout: Layout, folder: Path, progress: Progress) -> None:
+    """Write every weight at its place in a folder that `create` has made. Raises OSError.
+
+    `read` gives a parameter by our name, whole.
+    """
     writer = Writer(folder, layout)
     try:
         for done, name in enumerate(layout.names):
             progress("writing (tensors)", done, len(layout.names))
-            for theirs, tensor in layout.converted(name, source.read(name)).items():
+            for theirs, tensor in layout.converted(name, read(name)).items():
                 writer.write(theirs, tensor)
     except BaseException:
         writer.close(synced=False)

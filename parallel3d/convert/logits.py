@@ -1,5 +1,6 @@
 """The logits of a sample by our modules and by transformers, in one process on the host."""
 
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -10,19 +11,19 @@ from torch import Tensor, nn
 
 import models
 from parallel3d.convert.layout import Layout
-from parallel3d.convert.source import Source
 from parallel3d.model.spec import LayerSpec, tied_names
 from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.dropout import RandomKey
 
+Read = Callable[[str], Tensor]  # a parameter by our name, whole, in fp32
 MOST_TOKENS = 256  # of a sample: far enough for rotations to tell
 
 
 @torch.no_grad()
-def most_apart(folder: Path, source: Source, layout: Layout) -> tuple[float, float]:
+def most_apart(folder: Path, read: Read, layout: Layout) -> tuple[float, float]:
     """How far the logits of a folder are from ours at most, and the largest of ours.
 
-    Both in fp32; ours by a checkpoint's weights as the layout's type rounds them.
+    Both in fp32; ours by the weights that `read` gives, as the layout's type rounds them.
     """
     from transformers import AutoModelForCausalLM
 
@@ -30,7 +31,7 @@ def most_apart(folder: Path, source: Source, layout: Layout) -> tuple[float, flo
     length = min(MOST_TOKENS, config.max_position_embeddings)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(config.vocab_size, (1, length), generator=generator)
-    ours = _logits(source, layout, tokens)
+    ours = _logits(read, layout, tokens)
     model: Any = AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=torch.float32,
@@ -42,7 +43,7 @@ def most_apart(folder: Path, source: Source, layout: Layout) -> tuple[float, flo
     return float((ours - theirs).abs().max()), float(ours.abs().max())
 
 
-def _logits(source: Source, layout: Layout, tokens: Tensor) -> Tensor:
+def _logits(read: Read, layout: Layout, tokens: Tensor) -> Tensor:
     """By the modules that train, layer after layer; one of them has its weights at a time."""
     layers = models.layers(layout.config)
     originals = tied_names(layers)
@@ -51,8 +52,8 @@ def _logits(source: Source, layout: Layout, tokens: Tensor) -> Tensor:
     context = LayerContext(alone(0, 1), RandomKey(0, 0))
     x = tokens
     for layer in layers[:-1]:
-        x = _built(layer, context, source, layout, originals)(x, None)
-    head: Any = _built(layers[-1], context, source, layout, originals)
+        x = _built(layer, context, read, layout, originals)(x, None)
+    head: Any = _built(layers[-1], context, read, layout, originals)
     found: list[Tensor] = []
     head.output.register_forward_hook(lambda module, args, output: found.append(output))
     head(x, tokens)
@@ -62,15 +63,15 @@ def _logits(source: Source, layout: Layout, tokens: Tensor) -> Tensor:
 def _built(
     layer: LayerSpec,
     context: LayerContext,
-    source: Source,
+    read: Read,
     layout: Layout,
     originals: dict[str, str],
 ) -> nn.Module:
-    """A layer with the weights of the checkpoint."""
+    """A layer with its weights."""
     place, _, name = layer.build.partition(":")
     module: nn.Module = getattr(import_module(place), name)(layer.config, layer.name, context)
     for name, parameter in module.named_parameters():
         full = f"{layer.name}.{name}"
-        value = source.read(originals.get(full, full))
+        value = read(originals.get(full, full))
         parameter.copy_(value.to(layout.dtype))
     return module.eval()

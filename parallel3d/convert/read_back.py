@@ -1,6 +1,6 @@
 """What was written, as others read it, against the checkpoint: what holds, and what differs."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,16 @@ from torch import Tensor
 
 from parallel3d.convert.card import About, tokenizer_files
 from parallel3d.convert.layout import INDEX, Layout
-from parallel3d.convert.logits import most_apart
+from parallel3d.convert.logits import Read, most_apart
 from parallel3d.convert.source import Source
 from parallel3d.data.sources import Progress
 
 TOLERANCE = 1e-4  # of logits in fp32, relative to the largest where that is above 1
 MOST_BYTES = 800 * 2**20  # of a model in fp32 whose logits are compared, which takes it twice
 SAMPLE = "def main():\n    print('1234', \"naïve\")\n\n<|endoftext|> The quick fox, in 1999.  "
+LOGITS = f"logits against parallel3d's own modules, within {TOLERANCE:g}"
+LARGE = f"logits: in fp32 the model is larger than {MOST_BYTES >> 20} MiB"
+Check = Callable[[], Iterator[str]]
 # The version is this one's, and the name the folder's.
 _NOT_COMPARED = ("_name_or_path", "transformers_version")
 
@@ -50,12 +53,12 @@ def read_back(
     settings = about.settings(layout)
     name = settings.architectures[0]
     count = len(layout.places)
-    checks: dict[str, Callable[[], Iterator[str]]] = {
+    checks: dict[str, Check] = {
         f"names, shapes, type and values of {count} tensors against the checkpoint": lambda: (
-            _tensors(folder, source, layout, progress)
+            tensors_differ(folder, layout, _converted(source, layout), progress)
         ),
         "config.json and generation_config.json": lambda: _config(folder, about, settings),
-        f"{name} loads with nothing missing, unexpected or mismatched": lambda: _loading(
+        f"{name} loads with nothing missing, unexpected or mismatched": lambda: loading_differs(
             folder, name
         ),
     }
@@ -64,12 +67,24 @@ def read_back(
         left_out.append("tokenizer: there is none")
     else:
         checks["tokenizer"] = lambda: _tokenizer(folder, about)
-    if 4 * sum(torch.Size(place.shape).numel() for place in layout.places.values()) > MOST_BYTES:
-        left_out.append(f"logits: in fp32 the model is larger than {MOST_BYTES >> 20} MiB")
+    if is_large(layout):
+        left_out.append(LARGE)
     else:
-        checks[f"logits against parallel3d's own modules, within {TOLERANCE:g}"] = lambda: _logits(
-            folder, source, layout
-        )
+        checks[LOGITS] = lambda: logits_differ(folder, source.read, layout)
+    return prove(name, layout, checks, left_out)
+
+
+def is_large(layout: Layout) -> bool:
+    """Whether the model is too large for its logits to be compared."""
+    sizes = (torch.Size(place.shape).numel() for place in layout.places.values())
+    return 4 * sum(sizes) > MOST_BYTES
+
+
+def prove(name: str, layout: Layout, checks: Mapping[str, Check], left_out: Iterable[str]) -> Proof:
+    """What came of the checks of a model of class `name`, each of which gives what differs.
+
+    What cannot be loaded differs; nothing is raised for it.
+    """
     checked, differs = [], []
     for what, check in checks.items():
         try:
@@ -82,11 +97,22 @@ def read_back(
             differs += found
         else:
             checked.append(what)
-    return Proof(name, count, layout.total_size, tuple(checked), tuple(differs), tuple(left_out))
+    done = tuple(checked), tuple(differs), tuple(left_out)
+    return Proof(name, len(layout.places), layout.total_size, *done)
 
 
-def _tensors(folder: Path, source: Source, layout: Layout, progress: Progress) -> Iterator[str]:
-    """Each tensor in the order of the layers, then what is there and should not be."""
+def _converted(source: Source, layout: Layout) -> Iterator[tuple[str, Tensor]]:
+    for name in layout.names:
+        yield from layout.converted(name, source.read(name)).items()
+
+
+def tensors_differ(
+    folder: Path, layout: Layout, wanted: Iterable[tuple[str, Tensor]], progress: Progress
+) -> Iterator[str]:
+    """What differs of a folder's shards and tensors from those that are `wanted`, by name.
+
+    These come in any order, each of them once, and of the layout's type.
+    """
     files = {path.name for path in folder.glob("*.safetensors")}
     for file in sorted(files ^ layout.files.keys()):
         yield f"{file}: {'is not one of the shards' if file in files else 'is missing'}"
@@ -103,16 +129,15 @@ def _tensors(folder: Path, source: Source, layout: Layout, progress: Progress) -
             continue
         for name in sorted(there[file] - set(layout.files[file])):
             yield f"{file}: {name} should not be in it"
-    for done, ours in enumerate(layout.names):
-        progress("reading back (tensors)", done, len(layout.names))
-        for name, value in layout.converted(ours, source.read(ours)).items():
-            file = layout.places[name].file
-            if file in there and name not in there[file]:
-                yield f"{file}: {name} is missing"
-            elif file in there:
-                # Opened anew, so that what is mapped of it is let go of.
-                with safe_open(folder / file, "pt") as opened:
-                    yield from _difference(f"{file}: {name}", opened.get_tensor(name), value)
+    for done, (name, value) in enumerate(wanted):
+        progress("reading back (tensors)", done, len(layout.places))
+        file = layout.places[name].file
+        if file in there and name not in there[file]:
+            yield f"{file}: {name} is missing"
+        elif file in there:
+            # Opened anew, so that what is mapped of it is let go of.
+            with safe_open(folder / file, "pt") as opened:
+                yield from _difference(f"{file}: {name}", opened.get_tensor(name), value)
 
 
 def _difference(what: str, found: Tensor, wanted: Tensor) -> Iterator[str]:
@@ -144,7 +169,7 @@ def _config(folder: Path, about: About, settings: Any) -> Iterator[str]:
             yield f"generation_config.json: {key} is {there}, not {about.end_of_text}"
 
 
-def _loading(folder: Path, name: str) -> Iterator[str]:
+def loading_differs(folder: Path, name: str) -> Iterator[str]:
     """By transformers' own report; on the meta device, which takes no memory."""
     from transformers import AutoModelForCausalLM
 
@@ -177,7 +202,8 @@ def _tokenizer(folder: Path, about: About) -> Iterator[str]:
         yield "tokenizer: a file is missing"
 
 
-def _logits(folder: Path, source: Source, layout: Layout) -> Iterator[str]:
-    apart, largest = most_apart(folder, source, layout)
+def logits_differ(folder: Path, read: Read, layout: Layout) -> Iterator[str]:
+    """Whether a folder's logits of a sample are further than TOLERANCE from ours."""
+    apart, largest = most_apart(folder, read, layout)
     if not apart <= TOLERANCE * max(1.0, largest):  # a NaN is not
         yield f"logits: are up to {apart:.2g} apart, of {largest:.2g}"

@@ -15,8 +15,12 @@ DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 class Stored(NamedTuple):
-    """A tensor in a file: where its bytes begin, its shape, and its type by safetensors' name."""
+    """A tensor in a file: its name there, where its bytes begin, its shape, and its type.
 
+    The type bears safetensors' name.
+    """
+
+    name: str
     file: ArrayFile
     at: int
     shape: tuple[int, ...]
@@ -49,5 +53,5 @@ def _parse(file: ArrayFile) -> dict[str, Stored]:
         dtype = DTYPES.get(entry["dtype"])
         if dtype and end - first != dtype.itemsize * prod(shape):
             raise ValueError(f"{name[:80]!r} has {end - first:,} bytes for the shape {shape}")
-        found[name] = Stored(file, 8 + length + first, tuple(shape), str(entry["dtype"]))
+        found[name] = Stored(name, file, 8 + length + first, tuple(shape), str(entry["dtype"]))
     return found

@@ -21,8 +21,8 @@ def run(tmp_path):
 
 @pytest.fixture
 def command(monkeypatch, capsys):
-    def command(*words):
-        monkeypatch.setattr(sys, "argv", ["launch/convert.py", "export", *map(str, words)])
+    def command(*words, does="export"):
+        monkeypatch.setattr(sys, "argv", ["launch/convert.py", does, *map(str, words)])
         code = convert.main()
         return code, *capsys.readouterr()
 
@@ -90,3 +90,40 @@ def test_a_wrong_input_is_2(words, said, run, command):
     assert (code, printed) == (BAD_INPUT, "")
     assert said in errors and "Traceback" not in errors
     assert not (run / "out").exists()
+
+
+def test_a_published_model_becomes_a_start(run, command, tmp_path):
+    assert command(run, "--to", tmp_path / "model", "--dtype", "bf16")[0] == DONE
+    code, printed, _ = command(tmp_path / "model", "--to", tmp_path / "start", does="import")
+    assert code == DONE and printed.startswith("GPT2LMHeadModel, 28 tensors, ")
+    assert printed.count("proved  ") == 4
+    start = json.dumps({"from_pretrained": str(tmp_path / "start")})
+    assert f"--parallel3d.model '{start}'" in printed.replace("\n", "")
+    code, printed, _ = command(
+        tmp_path / "start", "--to", tmp_path / "again", "--json", does="import"
+    )
+    found = json.loads(printed)
+    assert code == DONE and found["ok"] and found["tensors"] == 28 and found["differs"] == []
+    names = {path.name for path in (tmp_path / "model").iterdir()}
+    for name in names:
+        files = [(tmp_path / where / name).read_bytes() for where in ("model", "start", "again")]
+        assert len({*files}) == 1, name
+
+
+def test_an_import_that_fails_is_1_and_a_wrong_folder_2(run, command, tmp_path, monkeypatch):
+    assert command(run, "--to", tmp_path / "model")[0] == DONE
+    family = models.huggingface("gpt")
+    right = family.to_huggingface
+
+    def negative(config, weights):
+        return {name: -value for name, value in right(config, weights).items()}
+
+    monkeypatch.setattr(family, "to_huggingface", negative)
+    words = tmp_path / "model", "--to", tmp_path / "start"
+    code, printed, _ = command(*words, "--json", does="import")
+    found = json.loads(printed)
+    assert code == FAILED and not found["ok"] and "has other values" in found["differs"][0]
+    (tmp_path / "model/model.safetensors").rename(tmp_path / "model/pytorch_model.bin")
+    code, printed, errors = command(*words, does="import")
+    assert (code, printed) == (BAD_INPUT, "") and "which is pickled and never read" in errors
+    assert not (tmp_path / "start").exists() and not (tmp_path / "start.partial").exists()

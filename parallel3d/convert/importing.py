@@ -1,0 +1,99 @@
+"""A published model's folder as a start for training: the same weights, and proved to be so."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from safetensors import safe_open
+from torch import Tensor
+
+import models
+from models import pretrained
+from parallel3d.config.pretrained import derived, read_config
+from parallel3d.convert.card import CARD, CONFIG, GENERATION, tokenizer_files
+from parallel3d.convert.export import made, write_tensors
+from parallel3d.convert.layout import SHARD_BYTES, Layout
+from parallel3d.convert.read_back import (
+    LARGE,
+    LOGITS,
+    Check,
+    Proof,
+    is_large,
+    loading_differs,
+    logits_differ,
+    prove,
+    tensors_differ,
+)
+from parallel3d.data.sources import Progress, silent
+from parallel3d.errors import ConfigError
+from parallel3d.pretrained.weights import Weights
+
+
+def import_folder(
+    folder: Path, to: Path, *, shard_bytes: int = SHARD_BYTES, progress: Progress = silent
+) -> Proof:
+    """Read a folder of transformers by our names, and write it as `model.from_pretrained` takes it.
+
+    One tensor at a time is in memory; each has the type that it had. What was only there for old
+    versions goes: masks, a tied weight's copy. Where a check fails, nothing is left. Raises
+    ConfigError for a model that cannot be trained here, CheckpointError where a file is damaged,
+    TrainingError where the disk is full.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: is no folder; name one that holds config.json")
+    found = read_config(folder)
+    block = derived(folder, found)
+    config = models.config_class(block["family"]).model_validate(block)
+    with Weights(folder, config) as weights:
+        weights.check_tied()
+        layout = Layout(config, weights.dtype, shard_bytes)
+
+        def write(out: Path) -> Proof:
+            write_tensors(weights.whole, layout, out, progress)
+            for path in _beside(folder):
+                shutil.copyfile(path, out / path.name)
+            return _proof(folder, out, weights, layout, progress)
+
+        return made(to, layout, write)
+
+
+def _proof(folder: Path, out: Path, weights: Weights, layout: Layout, progress: Progress) -> Proof:
+    """What was written against the folder itself, and our modules against transformers' class."""
+    name = pretrained.class_of(read_config(folder))
+    count = len(layout.places)
+    checks: dict[str, Check] = {
+        f"names, shapes, type and values of {count} tensors against {folder}": lambda: (
+            tensors_differ(out, layout, _stored(weights, layout), progress)
+        ),
+        "config.json, tokenizer and all else beside the weights": lambda: _rest(folder, out),
+        f"{name} loads with nothing missing, unexpected or mismatched": lambda: loading_differs(
+            out, name
+        ),
+    }
+    left_out = [] if tokenizer_files(folder) else ["tokenizer: there is none"]
+    if is_large(layout):
+        left_out.append(LARGE)
+    else:
+        checks[LOGITS] = lambda: logits_differ(out, weights.whole, layout)
+    return prove(name, layout, checks, left_out)
+
+
+def _stored(weights: Weights, layout: Layout) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the folder that is the model's, as the library of safetensors reads it."""
+    for name, stored in weights.stored.items():
+        # Opened anew, so that what is mapped of it is let go of.
+        with safe_open(stored.file.path, "pt") as opened:
+            yield name, opened.get_tensor(stored.name).to(layout.dtype)
+
+
+def _beside(folder: Path) -> list[Path]:
+    """The files that go along with the weights."""
+    others = (folder / name for name in (CONFIG, GENERATION, CARD, "LICENSE", "LICENSE.txt"))
+    return [*(path for path in others if path.is_file()), *tokenizer_files(folder)]
+
+
+def _rest(folder: Path, out: Path) -> Iterator[str]:
+    for path in _beside(folder):
+        there = out / path.name
+        if not there.is_file() or there.read_bytes() != path.read_bytes():
+            yield f"{path.name}: is not that of {folder}"
