@@ -247,6 +247,26 @@ def test_without_a_network_the_answer_comes_within_a_second(monkeypatch):
     assert "is no folder here, and the hub cannot be asked: no answer of mine" in said
 
 
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def test_a_model_of_the_hub_is_recorded_with_its_commit(tmp_path, monkeypatch):
+    """From the hub's own cache, which is read without a network, too."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(module, "why_unreachable", lambda: "no answer of mine")
+    cached = tmp_path / "models--somebody--small"
+    for folder in ("refs", "snapshots"):
+        (cached / folder).mkdir(parents=True)
+    (cached / "refs/main").write_text(COMMIT)
+    published(cached / "snapshots" / COMMIT, LLAMA, ())
+    for name in ("somebody/small", "somebody/small@main", f"somebody/small@{COMMIT}"):
+        origin = config_of(name).model.from_pretrained
+        assert (origin.folder, origin.revision) == ("somebody/small", COMMIT)
+        assert origin.weights is None, "of which the commit says all"
+    said = refused("somebody/small@other")
+    assert "cannot be had of the hub, or of its cache here (no answer of mine)" in said
+
+
 def test_a_tokenizer_that_outgrows_the_vocabulary_is_said(tmp_path):
     config = config_of(published(tmp_path / "model", LLAMA)).resolve(4)
     with pytest.raises(
