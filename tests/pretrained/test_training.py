@@ -62,9 +62,8 @@ def largest_errors(folder, mesh, tmp_path, **changes):
     return errors_of(config, run_locally(train_on_rank, pp * dp * tp, config, reference))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama3"])
-def test_training_on_is_that_of_transformers(name, tmp_path):
-    errors = largest_errors(save(name, tmp_path / "model"), (1, 1, 1), tmp_path)
+def test_training_on_is_that_of_transformers(tmp_path):
+    errors = largest_errors(save("gpt2", tmp_path / "model"), (1, 1, 1), tmp_path)
     assert errors.within(1e-5), errors
 
 
@@ -90,12 +89,12 @@ def held_on_rank(rank, configs):
     return found
 
 
-MESHES = [((2, 1, 2), 0, "none"), ((1, 2, 2), 1, "none"), ((1, 2, 2), 3, "cpu")]
+MESHES = [((2, 1, 2), 0, "none"), ((1, 2, 2), 3, "cpu")]
 
 
 @pytest.mark.usefixtures("cpu_adam")
 def test_every_shard_has_its_elements_exactly(tmp_path):
-    """From bfloat16, which fp32 masters hold to the bit; at ZeRO 0, 1, and 3 with offload."""
+    """From bfloat16, which fp32 masters hold to the bit; at ZeRO 0, and 3 with offload."""
     folder = save("qwen3", tmp_path / "model", torch.bfloat16)
     configs = []
     for mesh, stage, offload in MESHES:
