@@ -69,7 +69,7 @@ class GatheredWeights:
 
 
 def _is_cut(parameter: nn.Parameter) -> bool:
-    return bool(parameter.ds_status is ZeroParamStatus.NOT_AVAILABLE)  # type: ignore[attr-defined]
+    return parameter.ds_status is ZeroParamStatus.NOT_AVAILABLE  # type: ignore[attr-defined]
 
 
 def _on_nvme(parameter: nn.Parameter) -> bool:

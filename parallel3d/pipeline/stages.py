@@ -33,12 +33,7 @@ class Stages(nn.Module):
     def __init__(self, layers: dict[int, list[nn.Module]], recompute: set[nn.Module]) -> None:
         super().__init__()
         self.stages = nn.ModuleDict({str(s): nn.ModuleList(ls) for s, ls in layers.items()})
-        self._recompute = recompute
-
-    @property
-    def layers(self) -> dict[int, list[nn.Module]]:
-        """The layers of each stage, in order."""
-        return {int(stage): list(held.children()) for stage, held in self.stages.items()}
+        self.layers, self._recompute = layers, recompute
 
     def forward(
         self, stage: int, x: Tensor, labels: Tensor | None = None, documents: Tensor | None = None
