@@ -8,6 +8,7 @@ import models
 from parallel3d.config import RunConfig
 from parallel3d.config.settings import reduces_once
 from parallel3d.model.spec import LayerSpec, Recompute, Shape
+from parallel3d.schedule.sharding import Weights
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 Device = Literal["none", "cpu", "nvme"]
@@ -31,8 +32,6 @@ class Software:
     """ZeRO-3: whether parameters that are too small to be sharded cost the program's time, too.
     DeepSpeed's hooks do: a step of ds.json on two ranks takes 0.70 s with its threshold, 0.84 with
     0, and 0.34 at ZeRO-1."""
-    gathers: Literal["per_microbatch", "per_step"] = "per_microbatch"
-    """ZeRO-3: whether weights are gathered for every microbatch or once a step."""
     overlaps_gather: bool = False
     """ZeRO-3: whether gathers run behind computes."""
     overlaps_reduction: bool = False
@@ -81,7 +80,7 @@ class Setting:
 
     `shape`: one microbatch of one data-parallel rank. `num_microbatches`: of one pass through the
     pipeline, which is a step. `reduces_once`: gradients once a step, rather than after each
-    microbatch.
+    microbatch. `weights`: for how long ZeRO-3's stay gathered (schedule/sharding.py).
     """
 
     layers: tuple[LayerSpec, ...]
@@ -99,6 +98,7 @@ class Setting:
     precision: Precision = "bf16"
     zero_stage: int = 3
     reduces_once: bool = True
+    weights: Weights = "per_microbatch"
     offload_optimizer: Device = "none"
     offload_param: Device = "none"
     buffers: Buffers = Buffers()
@@ -108,6 +108,11 @@ class Setting:
     def cp(self) -> int:
         """Context-parallel ranks: this engine has none, other programs may."""
         return 1
+
+    @property
+    def holds_weights(self) -> bool:
+        """Whether ZeRO-3's weights stay gathered for more than one microbatch."""
+        return self.zero_stage == 3 and self.weights != "per_microbatch"
 
     @property
     def recomputed_share(self) -> float:
@@ -159,6 +164,7 @@ class Setting:
             precision=config.precision,
             zero_stage=zero.stage,
             reduces_once=reduces_once(zero.stage, pipeline.gradient_reduction),
+            weights=pipeline.weights,
             offload_optimizer=zero.offload_optimizer.device,
             offload_param=zero.offload_param.device,
             buffers=Buffers(**{name: getattr(zero, name) for name in Buffers.__annotations__}),

@@ -1,6 +1,7 @@
 """What the planner's tests plan: small models, products without parameters, any setting."""
 
 from dataclasses import fields, replace
+from typing import get_args
 
 from hypothesis import strategies as st
 
@@ -12,6 +13,7 @@ from parallel3d.plan.setting import Setting, Software, layers_of
 from parallel3d.plan.time.operators import Curves
 from parallel3d.published.run import PublishedSetting
 from parallel3d.schedule.schedules import names, why_not
+from parallel3d.schedule.sharding import Weights
 
 A100 = hardware.load("a100-80gb")
 GPT = Config(
@@ -70,7 +72,6 @@ def any_setting(draw: st.DrawFn) -> Setting:
     offload = st.sampled_from(("none", "cpu", "nvme") if zero else ("none",))
     software = Software(
         attention=draw(st.sampled_from(("flash", "classic"))),
-        gathers=draw(st.sampled_from(("per_microbatch", "per_step"))),
         overlaps_gather=draw(st.booleans()),
         overlaps_reduction=draw(st.booleans()),
         overlaps_tensor=draw(st.booleans()),
@@ -92,6 +93,7 @@ def any_setting(draw: st.DrawFn) -> Setting:
         precision=draw(st.sampled_from(("bf16", "fp16"))),
         zero_stage=zero,
         reduces_once=draw(st.booleans()) or zero == 0,
+        weights=draw(st.sampled_from(get_args(Weights))),
         offload_optimizer=draw(offload),
         offload_param=draw(offload) if zero == 3 else "none",
         software=software,

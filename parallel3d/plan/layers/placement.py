@@ -111,14 +111,20 @@ def in_flight(
     With several stages on a rank no one moment need be the worst for stages of any size, so it
     gives the counts of all moments that can be: those before a backward.
     """
-    file = load(schedule)
-    most = file.peak_in_flight(pp, num_microbatches, stages_per_rank)
     if stages_per_rank == 1:
+        most = load(schedule).peak_in_flight(pp, num_microbatches, 1)
         return tuple(((n,),) for n in most)
-    few = _few(pp, num_microbatches)
-    if file.peak_in_flight(pp, few, stages_per_rank) != most:
-        few = num_microbatches
+    few = few_microbatches(schedule, pp, num_microbatches, stages_per_rank)
     return _counted(schedule, pp, few, stages_per_rank)
+
+
+@lru_cache(maxsize=16384)
+def few_microbatches(schedule: str, pp: int, num_microbatches: int, stages_per_rank: int) -> int:
+    """So few microbatches whose list holds as much in flight as that of all; or all of them."""
+    most = load(schedule).peak_in_flight
+    few = _few(pp, num_microbatches)
+    same = most(pp, few, stages_per_rank) == most(pp, num_microbatches, stages_per_rank)
+    return few if same else num_microbatches
 
 
 def _few(pp: int, num_microbatches: int) -> int:

@@ -127,6 +127,13 @@ def small_params(model: Model, kind: int, tp: int, threshold: int) -> int:
 
 
 @lru_cache(maxsize=4096)
+def copied_params(model: Model, kind: int, tp: int, threshold: int) -> int:
+    """Elements of its parameters from `threshold` on, if there are several: gathered together."""
+    large = [n for n in _sizes(model, kind, tp) if n >= threshold]
+    return sum(large) if len(large) > 1 else 0
+
+
+@lru_cache(maxsize=4096)
 def largest_module(model: Model, kind: int, tp: int) -> int:
     """Elements that ZeRO-3 holds at most to have one module of it whole.
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from parallel3d.model.spec import MASTER_BYTES, STATE_BYTES
 from parallel3d.plan.layers.placement import Model
 from parallel3d.plan.memory.activations import (
+    copied_params,
     largest_module,
     largest_param,
     params,
@@ -23,12 +24,14 @@ _PARAM_BUFFERS = 5 * 100_000_000  # elements: its offload_param.buffer_count x b
 
 class Sizes(NamedTuple):
     """Elements of a coordinate's weights on one tp rank: of all, of its largest parameter, of what
-    a gather of one module holds, and of all parameters below ZeRO-3's persistence threshold."""
+    a gather of one module holds, of all parameters below ZeRO-3's persistence threshold, and of
+    those that a gather of their whole layer copies."""
 
     params: int
     largest: int
     module: int
     small: int
+    copied: int
 
 
 @lru_cache(maxsize=16384)
@@ -48,6 +51,7 @@ def sizes(model: Model, layers: tuple[range, ...], tp: int, threshold: int) -> S
         max(largest_param(model, k, tp) for k in kinds),
         max(largest_module(model, k, tp) for k in kinds),
         sum(small_params(model, model.kind_of[i], tp, threshold) for i in held),
+        sum(copied_params(model, model.kind_of[i], tp, threshold) for i in held),
     )
 
 
@@ -149,41 +153,3 @@ def states(setting: Setting, s: Sizes, on_cpu: bool) -> States:
         host=host,
         nvme=places["nvme"],
     )
-
-
-class Gathered(NamedTuple):
-    """Bytes of whole weights under ZeRO-3: in a forward, in a backward, and as a forward begins."""
-
-    forward: int
-    backward: int
-    beginning: int
-
-
-def gathered(setting: Setting, s: Sizes, in_flight: int, on_cpu: bool) -> Gathered:
-    """What a coordinate gathers whose schedule has at most `in_flight` microbatches there.
-
-    DeepSpeed keeps a trace of a microbatch and fetches ahead along it. The trace is complete from
-    the second forward in a row on (of a forward alone), or where forwards and backwards take turns
-    (of both); where neither holds, in all backwards after all forwards, nothing is fetched ahead.
-    """
-    if setting.zero_stage != 3:
-        return Gathered(0, 0, 0)
-    element, buffers = setting.bytes_per_element, setting.buffers
-    if setting.dp == 1 and (on_cpu or setting.offload_param == "none"):
-        return Gathered(0, 0, 0)
-    module, small = s.module * element, s.small * element
-    one = module + small
-    ahead = buffers.stage3_prefetch_bucket_size
-    total = setting.num_microbatches * setting.stages_per_rank
-    in_turn = in_flight == 1 or total - in_flight >= 2
-    if not ahead:
-        again = min(s.params, buffers.stage3_max_reuse_distance // 2) * element if in_turn else 0
-        most = min(one + again, s.params * element + module)
-        return Gathered(most, most if in_turn else module, most)
-    if not in_turn and in_flight < 2:
-        return Gathered(one, module, one)
-    live = min(s.params, max(buffers.stage3_max_live_parameters, s.module)) * element
-    forward = max(min(one, s.params * element), live)
-    # What is fetched ahead comes in one buffer and is copied out of it.
-    copied = min(s.params - s.small, ahead + s.largest) * element
-    return Gathered(forward, forward if in_turn else module, forward + copied)

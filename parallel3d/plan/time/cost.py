@@ -228,7 +228,7 @@ def _once(
         last -= min(ahead, curves.overlap * last)
     fixed = curves.overhead_per_step * slowdown
     return (
-        Parts(0.0, 0.0, first),
+        Parts(0.0, 0.0, first, once.fetch_before),
         Parts(0.0, once.tensor, reduce + once.tied),
         hideable,
         Parts(0.0, 0.0, last, once.offload, once.optimizer + fixed),

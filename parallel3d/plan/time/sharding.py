@@ -2,7 +2,8 @@
 
 Volumes are those of arXiv:1910.02054, section 7: an all-reduce of the gradients without ZeRO; a
 reduce-scatter and an all-gather of the new weights under ZeRO-1 and 2; under ZeRO-3 a
-reduce-scatter, and an all-gather of the weights for each forward and each backward.
+reduce-scatter, and an all-gather of the weights for each forward and each backward, or once or
+twice a step where they stay gathered.
 """
 
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from parallel3d.model.spec import STATE_BYTES
 from parallel3d.plan.layers.layout import Counts, Layout
 from parallel3d.plan.layers.placement import Model
 from parallel3d.plan.layers.weights import Weights, tied_elsewhere, weights_of
+from parallel3d.plan.layers.windows import windows
 from parallel3d.plan.setting import BYTES, Device, Precision, Setting
 from parallel3d.plan.time.machine import Machine
 from parallel3d.plan.time.network import (
@@ -37,6 +39,8 @@ class Sharding(NamedTuple):
     precision: Precision
     zero_stage: int
     reduces_once: bool
+    gathers: tuple[int, ...]
+    """How often each of a coordinate's stages is gathered in a step; () where each pass does."""
     offload_optimizer: Device
     offload_param: Device
     persistence: int
@@ -53,10 +57,24 @@ class Sharding(NamedTuple):
             setting.precision,
             setting.zero_stage,
             setting.reduces_once,
+            _gathers(setting) if setting.holds_weights else (),
             setting.offload_optimizer,
             setting.offload_param,
             setting.buffers.stage3_param_persistence_threshold,
         )
+
+
+def _gathers(setting: Setting) -> tuple[int, ...]:
+    if setting.weights == "per_step" or setting.stages_per_rank == 1:
+        return (1,) * setting.stages_per_rank
+    coords = windows(
+        setting.schedule,
+        setting.pp,
+        setting.num_microbatches,
+        setting.stages_per_rank,
+        setting.weights,
+    )
+    return tuple(map(max, zip(*(coord.times for coord in coords), strict=True)))
 
 
 class StageTransfers(NamedTuple):
@@ -80,7 +98,9 @@ class OncePerStep(NamedTuple):
     """Seconds of a coordinate once a step."""
 
     gather_before: float = 0.0
-    """Of the weights, before the first forward."""
+    """Of the weights, before the first forward; all of a step's, where they stay gathered."""
+    fetch_before: float = 0.0
+    """Of their shards from the host."""
     reduce: float = 0.0
     """Of the gradients, after the last backward."""
     tensor: float = 0.0
@@ -163,7 +183,7 @@ def _stage(model: Model, held: Counts, sharding: Sharding, machine: Machine) -> 
     each = not sharding.reduces_once
     size = BYTES[sharding.precision]
     gather = fetch = store = overhead = 0.0
-    if sharding.zero_stage == 3 and software.gathers == "per_microbatch":
+    if sharding.zero_stage == 3 and not sharding.gathers:
         gather = mine.gather(software.gather_bytes or size)
         apart = curves.overhead_per_message if replicas > 1 else 0.0
         handled = weights.num_params if software.handles_small else weights.num_gathered
@@ -193,9 +213,12 @@ def _coord(
     weights, replicas = mine.total, sharding.dp * sharding.cp
     zero, size = sharding.zero_stage, BYTES[sharding.precision]
     own = weights.elements / (replicas if zero else 1)
-    before = reduce = after = tensor = tied = 0.0
-    if zero == 3 and software.gathers == "per_step":
-        before = mine.gather(software.gather_bytes or size)
+    before = fetch = reduce = after = tensor = tied = 0.0
+    for times, place in zip(sharding.gathers, classes, strict=False):
+        stage = _Held(model, layout.stages[place], sharding, machine)
+        before += times * stage.gather(software.gather_bytes or size)
+        shard = stage.total.elements / replicas * size
+        fetch += times * fetch_seconds(shard, sharding.offload_param, machine)
     if sharding.reduces_once:
         reduce = mine.reduce()
     if zero in (1, 2):
@@ -230,7 +253,7 @@ def _coord(
         device = sharding.offload_optimizer
         adam, offload = update_seconds(own, device, gradients + own * size, machine)
         optimizer += adam * hardware.slowdown("traffic", devices)
-    return OncePerStep(before, reduce, tensor, tied, after, optimizer, offload)
+    return OncePerStep(before, fetch, reduce, tensor, tied, after, optimizer, offload)
 
 
 def _touch(num_bytes: float, sharding: Sharding, machine: Machine, share: float) -> float:

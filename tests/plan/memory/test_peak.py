@@ -4,6 +4,7 @@ import time
 from functools import cache
 from itertools import accumulate
 from math import ceil, log2
+from typing import get_args
 
 import pytest
 from hypothesis import assume, given
@@ -20,6 +21,7 @@ from parallel3d.schedule.action import Op
 from parallel3d.schedule.partition import partition
 from parallel3d.schedule.schedule import peak_in_flight
 from parallel3d.schedule.schedules import make_schedule, names, why_not
+from parallel3d.schedule.sharding import Weights
 
 pytestmark = pytest.mark.pure
 
@@ -40,7 +42,14 @@ MODELS = {
     (size, blocks, tied): gpt(size, blocks, tied=tied)
     for size, blocks, tied in ((256, 6, True), (1024, 14, True), (2048, 31, False))
 }
-ORDERS = [("gpipe", 1), ("one_f_one_b", 1), ("v_shape", 2), ("interleaved", 2), ("interleaved", 3)]
+ORDERS = [
+    ("gpipe", 1),
+    ("one_f_one_b", 1),
+    ("v_shape", 2),
+    ("interleaved", 2),
+    ("interleaved", 3),
+    ("breadth_first", 3),
+]
 
 
 @st.composite
@@ -63,6 +72,7 @@ def settings(draw, **fixed):
         "precision": draw(st.sampled_from(["fp32", "bf16"])),
         "zero_stage": (zero := draw(st.integers(0, 3))),
         "reduces_once": zero == 0 or draw(st.booleans()),
+        "weights": draw(st.sampled_from(get_args(Weights))),
         "offload_optimizer": draw(
             st.sampled_from(["none", "cpu", "nvme"][: 1 if zero == 0 else 3])
         ),

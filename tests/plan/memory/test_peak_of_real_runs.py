@@ -26,6 +26,8 @@ LLAMA = {"family": "llama", "num_attention_heads": 8, "num_key_value_heads": 2}
 FULL, FLAT = {"recompute": "full"}, {"micro": 1, "seq": 32, "recompute": "full"}
 ONE = {"schedule": "one_f_one_b"}
 OFTEN = {"reduction": "per_microbatch"}
+STEP, PASS = {"weights": "per_step"}, {"weights": "per_pass"}
+BREADTH = {"schedule": "breadth_first", "v": 2}
 
 
 def deep(**kinds):
@@ -37,6 +39,7 @@ CASES = {
     (1, 2, 1): [
         {"thresholds": THRESHOLDS, "offload": "cpu", "bucket": 2**18, **OFTEN, **ONE, **FULL},
         {"zero": 2, **ONE, **deep()},
+        {**PASS, **BREADTH, **OFTEN, "offload": "cpu+cpu", **FLAT},
     ],
     (2, 1, 1): [deep(M=6, schedule="interleaved", v=2)],
 }
@@ -51,11 +54,20 @@ SLOW = {
         {"precision": "fp32", **deep()},
         {"zero": 1, **ONE, **FULL},
         {"offload": "cpu", **OFTEN, **ONE},
+        STEP,
+        {**STEP, **OFTEN},
+        {**STEP, **OFTEN, "offload": "cpu", **FLAT},
+        {**PASS, **BREADTH, "precision": "fp32"},
+        {**BREADTH, **FULL},
     ],
     (2, 1, 1): [deep(), deep(M=8, **ONE, **FULL)],
     (1, 1, 2): [deep(sp=True, recompute="selective")],
     (1, 4, 1): [{"zero": 1, "M": 1, "precision": "fp32", **OFTEN, **FLAT}],
-    (2, 2, 1): [deep(M=6, **ONE)],
+    (2, 2, 1): [
+        deep(M=6, **ONE),
+        deep(M=6, **PASS, schedule="interleaved", v=2),
+        deep(**PASS, **BREADTH),
+    ],
 }
 MORE = {
     (1, 1, 1): [{"zero": 1, **FULL}, deep(**ONE)],
@@ -71,6 +83,8 @@ MORE = {
         {"zero": 1, "offload": "cpu"},
         {"zero": 2, "offload": "cpu"},
         {"offload": "cpu+cpu"},
+        {**STEP, "offload": "cpu+cpu", **FULL},
+        {**STEP, "thresholds": THRESHOLDS, **ONE, **FULL},
         {"offload": "cpu", "precision": "fp32", **deep()},
         {"offload": "nvme", **ONE},
         {"zero": 2, "precision": "fp16", **ONE, **deep()},
@@ -80,6 +94,7 @@ MORE = {
         deep(M=8, **ONE),
         deep(M=6, schedule="v_shape", v=2),
         deep(M=6, schedule="interleaved", v=3),
+        deep(M=6, **BREADTH),
     ],
     (1, 1, 2): [{}, {"sp": True}, {"sp": True, **FULL}, {"model": LLAMA, "micro": 4, **ONE}],
     (4, 1, 1): [deep(M=8, **ONE)],
@@ -92,7 +107,7 @@ MORE = {
 def config_of(
     mesh, zero=3, offload="none", schedule="gpipe", v=1, M=4, micro=2, seq=64, reduction="auto",
     recompute="none", sp=False, precision="bf16", model=None, thresholds=NO_THRESHOLDS,
-    bucket=2**16,
+    bucket=2**16, weights="per_microbatch",
 ):  # fmt: skip
     """What a user would write, resolved."""
     pp, dp, tp = mesh
@@ -120,6 +135,7 @@ def config_of(
                 "schedule": schedule,
                 "stages_per_rank": v,
                 "gradient_reduction": reduction,
+                "weights": weights,
                 "activation_checkpointing": recompute,
             },
             "model": sizes | (model or {}),

@@ -1,5 +1,6 @@
 """The planner's step time: its parts, its lower bound, its bubble, and what must be monotone."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -209,3 +210,35 @@ def test_a_short_list_tells_how_long_the_long_one_is(
     exact = counts(pp, count)[1] == count
     found = [end.seconds for end in ends(name, pp, count, per_rank, cost)]
     assert found == pytest.approx(expected, rel=1e-9 if exact else 0.03)
+
+
+@given(any_setting())
+@settings(max_examples=20)
+def test_weights_that_stay_gathered_never_take_longer(setting: Setting) -> None:
+    """The search goes by it, of this engine, whose gathers hide behind nothing."""
+    setting = setting.but(zero_stage=3, software=Software())
+    seconds = [
+        step_time(setting.but(weights=weights), A100).seconds
+        for weights in ("per_step", "per_pass", "per_microbatch")
+    ]
+    for less, more in pairwise(seconds):
+        assert less <= more * (1 + 1e-9)
+
+
+def test_gathers_of_a_step_do_not_grow_with_its_microbatches() -> None:
+    few = Setting(
+        layers_of(GPT), GPT.hidden_size, Shape(1, 1024), 4, pp=2, dp=8, stages_per_rank=4,
+        schedule="breadth_first",
+    )  # fmt: skip
+
+    def data(weights: str, count: int) -> float:
+        setting = few.but(weights=weights, num_microbatches=count)
+        return step_time(setting, A100).parts["data"]
+
+    gather = (data("per_microbatch", 16) - data("per_microbatch", 4)) / (2 * 12)
+    reduction = data("per_microbatch", 4) - 2 * 4 * gather
+    for count in (4, 16):
+        assert data("per_step", count) == pytest.approx(reduction + gather)
+        # The first two of a rank's four stages are gathered twice.
+        again = (data("per_pass", count) - reduction - gather) / gather
+        assert 0.3 < again < 0.7

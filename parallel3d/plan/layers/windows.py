@@ -1,0 +1,145 @@
+"""When a pipeline coordinate's stages are gathered, and when their gradients are there in whole.
+
+That is where ZeRO-3's weights stay gathered, and gradients are reduced once a step. It is read from
+the schedule's own list with its GATHERs and RELEASEs (schedule/sharding.py), for so few
+microbatches that what follows repeats what was.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from parallel3d.plan.layers.placement import Counts, few_microbatches, stages_on
+from parallel3d.schedule.action import Action, Op
+from parallel3d.schedule.schedules import load
+from parallel3d.schedule.sharding import Weights, with_sharding
+
+Held = tuple[int, ...]  # some of a coordinate's stages, by place
+
+
+class Arrival(NamedTuple):
+    """A stage's weights are waited for: for which stage, and whether in a forward.
+
+    `flight` [stages]: microbatches in flight then. `held`: what is gathered, that stage too.
+    """
+
+    place: int
+    forward: bool
+    flight: Counts
+    held: Held
+
+
+@dataclass(frozen=True)
+class Windows:
+    """What a coordinate gathers in a step.
+
+    `times` [stages]: how often each stage. `forward` and `backward` [stages]: what is gathered in
+    any of its forwards and backwards. `arrivals`: all of them, in order.
+    """
+
+    times: tuple[int, ...]
+    forward: tuple[frozenset[Held], ...]
+    backward: tuple[frozenset[Held], ...]
+    arrivals: tuple[Arrival, ...]
+
+
+class Gradients(NamedTuple):
+    """A stage's gradients, which its first backward begins and a reduction behind its last ends.
+
+    `first` and `last`: microbatches in flight of each stage before the one and after the other;
+    `beside` and `left`: the other stages whose gradients are whole meanwhile. `forward`: those
+    whose are in any of its forwards.
+    """
+
+    first: Counts
+    beside: Held
+    last: Counts
+    left: Held
+    forward: frozenset[Held]
+
+
+_ALONE = frozenset({(0,)})
+_ONE_STAGE = Windows((1,), (_ALONE,), (_ALONE,), (Arrival(0, True, (0,), (0,)),))
+
+
+def windows(
+    schedule: str, pp: int, num_microbatches: int, stages_per_rank: int, weights: Weights
+) -> tuple[Windows, ...]:
+    """Those of each coordinate. A rank's only stage is gathered once a step: nothing of another
+    comes between its passes."""
+    if stages_per_rank == 1:
+        return (_ONE_STAGE,) * pp
+    few = few_microbatches(schedule, pp, num_microbatches, stages_per_rank)
+    return _windows(schedule, pp, few, stages_per_rank, weights)
+
+
+@lru_cache(maxsize=1024)
+def _windows(
+    schedule: str, pp: int, num_microbatches: int, stages_per_rank: int, weights: Weights
+) -> tuple[Windows, ...]:
+    programs = load(schedule).schedule(pp, num_microbatches, stages_per_rank).programs
+    homes = stages_on(schedule, pp, stages_per_rank)
+    return tuple(
+        _of(with_sharding(program, weights, False), home)
+        for program, home in zip(programs, homes, strict=True)
+    )
+
+
+def _of(program: tuple[Action, ...], home: tuple[int, ...]) -> Windows:
+    times, counts = [0] * len(home), [0] * len(home)
+    passes: dict[bool, list[set[Held]]] = {there: [set() for _ in home] for there in (True, False)}
+    held: set[int] = set()
+    coming: set[int] = set()
+    arrivals = []
+    for op, stage, _ in program:
+        place = home.index(stage)
+        if op == Op.GATHER:
+            times[place] += 1
+            held.add(place)
+            coming.add(place)
+        elif op == Op.RELEASE:
+            held.discard(place)
+        elif op != Op.W:
+            now = tuple(sorted(held))
+            if place in coming:
+                coming.discard(place)
+                arrivals.append(Arrival(place, op == Op.F, tuple(counts), now))
+            passes[op == Op.F][place].add(now)
+        if op in (Op.F, Op.B, Op.W):
+            counts[place] += 1 if op == Op.F else -1
+    forward, backward = (tuple(map(frozenset, passes[there])) for there in (True, False))
+    return Windows(tuple(times), forward, backward, tuple(arrivals))
+
+
+@lru_cache(maxsize=1024)
+def gradients(
+    schedule: str, pp: int, num_microbatches: int, stages_per_rank: int
+) -> tuple[tuple[Gradients, ...], ...]:
+    """Those of each coordinate's stages."""
+    few = few_microbatches(schedule, pp, num_microbatches, stages_per_rank)
+    programs = load(schedule).schedule(pp, few, stages_per_rank).programs
+    homes = stages_on(schedule, pp, stages_per_rank)
+    return tuple(map(_gradients, programs, homes))
+
+
+def _gradients(program: tuple[Action, ...], home: tuple[int, ...]) -> tuple[Gradients, ...]:
+    place_of = {stage: place for place, stage in enumerate(home)}
+    last = {action.stage: i for i, action in enumerate(program) if action.op in (Op.B, Op.W)}
+    counts, whole = [0] * len(home), set[int]()
+    forward: list[set[Held]] = [set() for _ in home]
+    begun: dict[int, tuple[Counts, Held]] = {}
+    ended: dict[int, tuple[Counts, Held]] = {}
+    for i, (op, stage, _) in enumerate(program):
+        place = place_of[stage]
+        if op == Op.F:
+            forward[place].add(tuple(sorted(whole)))
+        elif place not in whole:
+            begun[place] = tuple(counts), tuple(sorted(whole))
+            whole.add(place)
+        if op != Op.I:
+            counts[place] += 1 if op == Op.F else -1
+        if i == last[stage]:
+            whole.discard(place)
+            ended[place] = tuple(counts), tuple(sorted(whole))
+    places = range(len(home))
+    return tuple(Gradients(*begun[p], *ended[p], frozenset(forward[p])) for p in places)

@@ -1,0 +1,102 @@
+"""Bytes of whole weights under ZeRO-3: as DeepSpeed's hooks gather them, or as the program does."""
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from parallel3d.plan.layers.windows import Held, Windows
+from parallel3d.plan.memory.states import Sizes
+from parallel3d.plan.setting import Setting
+
+SizesOf = Callable[[Held], Sizes]  # of some of a coordinate's stages, by place
+
+
+class Gathered(NamedTuple):
+    """Bytes in a stage's forwards, in its backwards, as a forward begins, and behind its last
+    backward, where its gradients are reduced."""
+
+    forward: int
+    backward: int
+    beginning: int
+    reducing: int = 0
+
+
+def gathered(setting: Setting, s: Sizes, in_flight: int, on_cpu: bool) -> Gathered:
+    """What a coordinate gathers whose schedule has at most `in_flight` microbatches there.
+
+    DeepSpeed keeps a trace of a microbatch and fetches ahead along it. The trace is complete from
+    the second forward in a row on (of a forward alone), or where forwards and backwards take turns
+    (of both); where neither holds, in all backwards after all forwards, nothing is fetched ahead.
+    """
+    if not _gathers(setting, on_cpu):
+        return Gathered(0, 0, 0)
+    element, buffers = setting.bytes_per_element, setting.buffers
+    module, small = s.module * element, s.small * element
+    one = module + small
+    ahead = buffers.stage3_prefetch_bucket_size
+    total = setting.num_microbatches * setting.stages_per_rank
+    in_turn = in_flight == 1 or total - in_flight >= 2
+    if not ahead:
+        again = min(s.params, buffers.stage3_max_reuse_distance // 2) * element if in_turn else 0
+        most = min(one + again, s.params * element + module)
+        return Gathered(most, most if in_turn else module, most)
+    if not in_turn and in_flight < 2:
+        return Gathered(one, module, one)
+    live = min(s.params, max(buffers.stage3_max_live_parameters, s.module)) * element
+    forward = max(min(one, s.params * element), live)
+    # What is fetched ahead comes in one buffer and is copied out of it.
+    copied = min(s.params - s.small, ahead + s.largest) * element
+    return Gathered(forward, forward if in_turn else module, forward + copied)
+
+
+def held_of(setting: Setting, windows: Windows, sizes_of: SizesOf, on_cpu: bool) -> list[Gathered]:
+    """What each stage of a coordinate finds where the program gathers."""
+    total = _Total(setting, sizes_of, on_cpu)
+
+    def most(those: Iterable[Held]) -> int:
+        return max(map(total, those))
+
+    found = []
+    for place, (there, back) in enumerate(zip(windows.forward, windows.backward, strict=True)):
+        others = {tuple(p for p in places if p != place) for places in back}
+        found.append(Gathered(most(there), most(back), most(there), most(others)))
+    return found
+
+
+def arriving(
+    setting: Setting, windows: Windows, sizes_of: SizesOf, on_cpu: bool
+) -> tuple[int, ...]:
+    """What is there at each of the windows' arrivals.
+
+    A layer's weights come in one buffer and are copied out of it, but for a single one; a stage's
+    buffers go together. What one process has whole is neither.
+    """
+    total, element = _Total(setting, sizes_of, on_cpu), setting.bytes_per_element
+    copies = setting.dp > 1
+    return tuple(
+        total(arrival.held) + copies * sizes_of((arrival.place,)).copied * element
+        for arrival in windows.arrivals
+    )
+
+
+class _Total:
+    """Bytes of some of a coordinate's stages, with what is too small to be cut of all of them."""
+
+    def __init__(self, setting: Setting, sizes_of: SizesOf, on_cpu: bool) -> None:
+        self._setting, self._sizes_of = setting, sizes_of
+        self._gathers = _gathers(setting, on_cpu)
+
+    def __call__(self, places: Held) -> int:
+        if not self._gathers:
+            return 0
+        every = self._sizes_of(tuple(range(self._setting.stages_per_rank)))
+        if not places:
+            return every.small * self._setting.bytes_per_element
+        own = self._sizes_of(places)
+        return (own.params + every.small - own.small) * self._setting.bytes_per_element
+
+
+def _gathers(setting: Setting, on_cpu: bool) -> bool:
+    """Whether weights are elsewhere, or cut; a single rank's shard on the device is the whole."""
+    if setting.zero_stage != 3:
+        return False
+    return setting.dp > 1 or not (on_cpu or setting.offload_param == "none")

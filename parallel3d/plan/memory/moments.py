@@ -1,0 +1,162 @@
+"""What a rank of a pipeline coordinate holds at the moments of a step that may be its fullest.
+
+They are: as weights arrive that the program gathers, as a forward begins, as it ends, in a stage's
+first backward, in a later one, in a reduction, and in the optimizer's step.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from operator import mul
+
+from parallel3d.plan.layers.placement import Counts, in_flight, model_of, stages_of
+from parallel3d.plan.layers.windows import Gradients, Held, gradients, windows
+from parallel3d.plan.memory.activations import Backward, Stage
+from parallel3d.plan.memory.gathered import Gathered, arriving, gathered, held_of
+from parallel3d.plan.memory.states import Sizes, States, sizes, states
+from parallel3d.plan.setting import Setting
+
+_TOKEN = 16  # bytes of a token and its label, int64
+# Bytes of gathered weights, gradients, activations, logits and buffers at one moment.
+Moment = tuple[int, int, int, int, int]
+
+
+@dataclass(eq=False)
+class Rank:
+    """A rank of a pipeline coordinate, with the stages `home`, each of which holds `stages`."""
+
+    setting: Setting
+    coord: int
+    home: tuple[int, ...]
+    stages: tuple[Stage, ...]
+    on_cpu: bool
+    held: States = field(init=False)
+    """What it holds whatever the moment."""
+
+    def __post_init__(self) -> None:
+        s = self.setting
+        self._places: Held = tuple(range(len(self.home)))
+        self._order = s.schedule, s.pp, s.num_microbatches, s.stages_per_rank
+        self._flight = in_flight(*self._order)[self.coord]
+        self._every = self._sizes(self._places)
+        self.held = states(s, self._every, self.on_cpu)
+        self._shard = self.held.shard if self.held.standing else 0
+        self._always = s.num_microbatches * s.shape.tokens * _TOKEN
+        self._always += sum([stage.resident for stage in self.stages])
+
+    def moments(self) -> Iterator[Moment]:
+        """All of them."""
+        held, always = self.held, self._always
+        reduced = held.buffers + held.bucket + held.reducing
+        yield 0, held.shard, always, 0, held.buffers + held.stepping
+        own: tuple[Gradients | None, ...] = (None,) * len(self.home)
+        if held.whole > 0 and len(self.home) > 1:
+            own = gradients(*self._order)[self.coord]
+        else:
+            yield 0, held.whole + held.shard, always, 0, reduced
+        if self.setting.holds_weights:
+            coming = windows(*self._order, self.setting.weights)[self.coord]
+            sums = arriving(self.setting, coming, self._sizes, self.on_cpu)
+            for arrival, num_bytes in zip(coming.arrivals, sums, strict=True):
+                body, logits = self._activations(arrival.flight)
+                there = self._shard if arrival.forward or held.whole else held.shard
+                yield num_bytes, there, body, logits, held.buffers
+            weights = held_of(self.setting, coming, self._sizes, self.on_cpu)
+        else:
+            most = max(map(sum, self._flight))
+            weights = [gathered(self.setting, self._every, most, self.on_cpu)] * len(self.home)
+        for place, (whole, its) in enumerate(zip(weights, own, strict=True)):
+            yield from self._of_stage(place, whole, its)
+            if its:
+                body, logits = self._activations(its.last)
+                there = self._whole((*its.left, place)) + held.shard
+                yield whole.reducing, there, body, logits, reduced
+
+    def _of_stage(self, place: int, weights: Gathered, own: Gradients | None) -> Iterator[Moment]:
+        """Those of one stage's passes; `own` where its gradients are reduced as they are there."""
+        held, s, once = self.held, self.stages[place], self.held.whole > 0
+        buffers = held.buffers if once or held.standing else held.buffers + held.bucket
+        counts = self._most(place)
+        # Whether a forward comes after a backward, and so finds its gradients.
+        alternates = sum(counts) < self.setting.num_microbatches * len(self.stages)
+        before = self._shard
+        if alternates and own:
+            before += max(map(self._whole, own.forward))
+        elif alternates:
+            before += held.whole if once else held.shard - self._shard
+        at = self._in_flight(counts)
+        yield at(s.ending, weights.forward, before, held.buffers)
+        beginning = Backward(s.saved, 0, -s.logits, 0)
+        yield at(beginning, weights.beginning, before, held.buffers)
+        if once and not alternates:
+            # Gradients come into being while activations go.
+            there, first = self._shard + s.first.gradients, at
+            if own:
+                there += self._whole(own.beside)
+                first = self._in_flight(own.first)
+            yield first(s.first, weights.backward, there, buffers)
+        else:
+            yield at(s.later, weights.backward, before, buffers)
+        if not once:
+            # The first full bucket is reduced, and makes the shards where there are none.
+            full = bisect_left(s.produced, self.setting.buffers.reduce_bucket_size)
+            at_full = s.backwards[min(full, len(s.backwards) - 1)]
+            yield at(at_full, weights.backward, held.shard, buffers + held.reducing)
+
+    def _sizes(self, places: Held) -> Sizes:
+        """Of some of the coordinate's stages."""
+        s = self.setting
+        model = model_of(s.layers)
+        cuts = stages_of(model, s.pp * s.stages_per_rank, s.shape.seq)
+        threshold = s.buffers.stage3_param_persistence_threshold
+        return sizes(model, tuple([cuts[self.home[p]] for p in places]), s.tp, threshold)
+
+    def _whole(self, places: Held) -> int:
+        """Bytes of some stages' gradients before their reduction."""
+        if not places:
+            return 0
+        return self._sizes(tuple(sorted(places))).params * self.setting.software.gradient_bytes
+
+    def _activations(self, counts: Counts) -> tuple[int, int]:
+        """Bytes of so many microbatches in flight in each stage: without logits, and these."""
+        logits = sum(map(mul, counts, [stage.logits for stage in self.stages]))
+        saved = sum(map(mul, counts, [stage.saved for stage in self.stages])) - logits
+        return self._always + saved + self._passing(counts), logits
+
+    def _in_flight(self, counts: Counts) -> Callable[[Backward, int, int, int], Moment]:
+        """The moment of a pass with so many microbatches in flight, by what else is there."""
+        body, logits = self._activations(counts)
+
+        def moment(m: Backward, whole: int, gradients: int, buffers: int) -> Moment:
+            freed, working, more, _ = m
+            return whole, gradients, body + working - freed - more, logits + more, buffers
+
+        return moment
+
+    def _most(self, place: int) -> Counts:
+        """The counts that hold most, of those with a microbatch in the stage of that place."""
+        if len(self._flight) == 1:
+            return self._flight[0]
+        saved = [stage.saved for stage in self.stages]
+        # Its own backward is not before its own forward.
+        possible = [counts for counts in self._flight if counts[place]]
+        return max(possible, key=lambda counts: sum(map(mul, counts, saved)))
+
+    def _passing(self, counts: Counts) -> int:
+        """Bytes on their way between this coordinate's stages and others'."""
+        s, total = self.setting, 0
+        last = s.pp * s.stages_per_rank - 1
+        count_of = dict(zip(self.home, counts, strict=True))
+        for index, stage, count in zip(self.home, self.stages, counts, strict=True):
+            ends = (index > 0 and index - 1 not in count_of) + (
+                index < last and index + 1 not in count_of
+            )
+            waiting = ends  # a receive is posted one compute ahead of its use
+            if self.on_cpu:
+                # gloo does not say that a message has left: each is held to the end of the step.
+                waiting += ends * (s.num_microbatches - count)
+            if index + 1 in count_of:
+                # What a stage gives is what the next one takes, and is counted with both.
+                waiting -= min(count, count_of[index + 1])
+            total += waiting * stage.hidden
+        return total
