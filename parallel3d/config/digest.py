@@ -7,7 +7,7 @@ from typing import Any
 
 from parallel3d.config.run import RunConfig
 
-# What says where and how a run is written, and how far this time, not what is trained.
+# What says where and how a run is written, how far this time, and how fast, not what is trained.
 _APART = (
     *("steps_per_print", "wall_clock_breakdown", "flops_profiler", "comms_logger", "aio"),
     *("tensorboard", "csv_monitor", "wandb", "comet"),
@@ -15,6 +15,7 @@ _APART = (
     *(
         "parallel3d.run",
         "parallel3d.checkpoint",
+        "parallel3d.pipeline.weights",
         "parallel3d.data.cache",
         "parallel3d.data.workers",
         "parallel3d.data.read_ahead",

@@ -17,6 +17,7 @@ from parallel3d.config.data import DataConfig
 from parallel3d.config.monitors import Trackers
 from parallel3d.reader import CONFIGS
 from parallel3d.schedule import schedules
+from parallel3d.schedule.sharding import Weights
 from parallel3d.section import ABSENT, PathText, Problem, Problems, Section
 
 Positive = Annotated[int, Field(gt=0)]
@@ -114,10 +115,12 @@ class PipelineConfig(Section):
     gradient_reduction: Literal["auto", "per_step", "per_microbatch"] = "auto"
     """Reduce gradients once a step, or after each microbatch (less memory, more traffic); "auto"
     means after each microbatch at ZeRO-2, and once a step at the other stages."""
-    weights: Literal["per_microbatch", "per_pass", "per_step"] = "per_microbatch"
+    weights: Literal["auto", "per_microbatch", "per_pass", "per_step"] = "auto"
     """ZeRO-3: gather a stage's weights in each forward and backward (least memory); once for all
     its forwards and once for all its backwards ("per_pass": once, where these overlap or nothing
-    else stands between them); or once a step."""
+    else stands between them); or once a step. "auto": per_step if the planner finds room for it on
+    the fullest device; else, and with offload_param, per_pass if there is room or it takes no more
+    than per_microbatch; else that, also where the device's memory is not known."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """"selective" computes the attention again in backward (arXiv:2205.05198), "full" the layer."""
 
@@ -131,6 +134,13 @@ def reduces_once(zero_stage: int, gradient_reduction: str) -> bool:
     automatic = "per_microbatch" if zero_stage == 2 else "per_step"
     chosen = automatic if gradient_reduction == "auto" else gradient_reduction
     return zero_stage == 0 or chosen == "per_step"
+
+
+def gathered_for(weights: str) -> Weights:
+    """For how long ZeRO-3's weights stay gathered: "auto", of which nobody has asked the planner
+    (plan/report/choose.py), means "per_microbatch"."""
+    known: dict[str, Weights] = {"per_pass": "per_pass", "per_step": "per_step"}
+    return known.get(weights, "per_microbatch")
 
 
 class PlanConfig(Section):

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from parallel3d.config import RunConfig
-from parallel3d.config.settings import reduces_once
+from parallel3d.config.settings import gathered_for, reduces_once
 from parallel3d.engine.quirks import core
 from parallel3d.schedule.sharding import Weights
 from parallel3d.section import Section
@@ -53,7 +53,7 @@ class EngineSettings:
             offload_param=zero.offload_param.device,
             precision=config.precision,
             gradient_reduction=config.pipeline.gradient_reduction,
-            weights=config.pipeline.weights,
+            weights=gathered_for(config.pipeline.weights),
             gradient_clipping=config.gradient_clipping,
             lr=adam.lr,
             betas=adam.betas,

@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 
 import models
 from parallel3d.config import RunConfig
-from parallel3d.config.settings import reduces_once
+from parallel3d.config.settings import gathered_for, reduces_once
 from parallel3d.model.spec import LayerSpec, Recompute, Shape
 from parallel3d.schedule.sharding import Weights
 
@@ -164,7 +164,7 @@ class Setting:
             precision=config.precision,
             zero_stage=zero.stage,
             reduces_once=reduces_once(zero.stage, pipeline.gradient_reduction),
-            weights=pipeline.weights,
+            weights=gathered_for(pipeline.weights),
             offload_optimizer=zero.offload_optimizer.device,
             offload_param=zero.offload_param.device,
             buffers=Buffers(**{name: getattr(zero, name) for name in Buffers.__annotations__}),

@@ -18,7 +18,13 @@ from parallel3d.mesh.launch import Launch
 from parallel3d.plan.impossible import refuse_impossible
 from parallel3d.plan.memory.peak import fullest
 from parallel3d.plan.report import command, table
-from parallel3d.plan.report.choose import checkpoint_bytes, choose
+from parallel3d.plan.report.choose import (
+    checkpoint_bytes,
+    choose,
+    leaves_weights_open,
+    weights_for,
+    with_weights,
+)
 from parallel3d.plan.search.plans import Plan, choices_json, request_of, with_vocabulary
 from parallel3d.plan.setting import Setting
 
@@ -43,6 +49,14 @@ def known_hardware(config: RunConfig, device: torch.device) -> hardware.Hardware
     return hardware.recognise(torch.get_device_module(device).get_device_name(device))
 
 
+def described(config: RunConfig, device: torch.device) -> hardware.Hardware | None:
+    """What is known of what the run is on, this machine's measured figures last."""
+    known = known_hardware(config, device)
+    if known is None and hardware.THIS_MACHINE in hardware.names():
+        return hardware.load(hardware.THIS_MACHINE)
+    return known
+
+
 def dry_run(config: RunConfig, launch: Launch, *, devices: int, as_json: bool) -> int:
     """Print what a run would be, and train nothing: mesh, memory, time, checkpoint.
 
@@ -60,6 +74,9 @@ def dry_run(config: RunConfig, launch: Launch, *, devices: int, as_json: bool) -
     else:
         config = with_vocabulary(config).resolve(devices)
         refuse_impossible(config, devices)
+        if leaves_weights_open(config):
+            known = described(config, pick_device(launch))
+            config = with_weights(config, *weights_for(config, known))
         with _unless_unmeasured(config):
             machine = machine_of(config, launch)
             plan = command.as_written(config, request_of(config, machine, devices))

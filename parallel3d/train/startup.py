@@ -20,12 +20,13 @@ from parallel3d.engine import EngineSettings
 from parallel3d.mesh import compute
 from parallel3d.mesh.agree import on_first
 from parallel3d.mesh.mesh import Mesh
+from parallel3d.plan.report.choose import leaves_weights_open, weights_for, with_weights
 from parallel3d.pretrained.load import find_weights, load_weights
 from parallel3d.pretrained.tokenizer import remark
 from parallel3d.train.assembly import Assembly
 from parallel3d.train.attempts import Attempts
 from parallel3d.train.claim import Claim, written_to
-from parallel3d.train.dry_run import known_hardware
+from parallel3d.train.dry_run import described, known_hardware
 from parallel3d.train.history import METRICS, forget_after, step_reached
 from parallel3d.train.machines import refuse_unshared
 from parallel3d.train.metrics import (
@@ -102,6 +103,11 @@ def find_start(config: RunConfig, mesh: Mesh, *, place: Place, corpus: Corpus, s
     """
     tokenizer = corpus.tokenizer_directory
     complete = config.with_corpus(corpus.vocab_size, len(corpus.train))
+    if leaves_weights_open(complete):
+        # By rank 0's device: ranks on unlike ones need one program all the same.
+        known = described(complete, mesh.device)
+        chosen = on_first(mesh, lambda: weights_for(complete, known))
+        complete = with_weights(complete, *chosen)
     for note in complete.notes[len(config.notes) :]:
         say(note)
     found = _find_checkpoint(complete, mesh, place.folder if place.exists else None, say)

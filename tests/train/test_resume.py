@@ -71,10 +71,11 @@ def steps_saved(raw):
     return sorted(path.name for path in (folder_of(raw) / "checkpoints").glob("step-*"))
 
 
+HARDWARE = "parallel3d__run__hardware"  # whose memory decides for how long weights are gathered
 OTHERS = [
     ((2, 1, 1), {"zero_optimization__stage": 1}),
     ((1, 1, 2), {"zero_optimization__offload_optimizer": {"device": "cpu"}}),
-    ((2, 2, 1), {"parallel3d__pipeline__schedule": "one_f_one_b"}),
+    ((2, 2, 1), {"parallel3d__pipeline__schedule": "one_f_one_b", HARDWARE: "A100-SXM4-80GB"}),
 ]
 
 
@@ -93,6 +94,7 @@ def test_another_mesh_goes_on_with_the_same_losses(config, half, stayed, mesh, c
     ranks = start(raw, mesh)
     assert [ended.code for ended in ranks] == [DONE] * len(ranks), ranks
     assert ranks[0].says("changed since the checkpoint: ") == 1
+    assert ranks[0].says('weights: "auto" is per_step') == (HARDWARE in changes)
     assert seen_by_all(ranks) == list(range(HALF * BATCH, STEPS * BATCH))
     assert [line["step"] for line in lines(raw)] == list(range(1, STEPS + 1))
     for ours, theirs in zip(lines(raw), stayed, strict=True):

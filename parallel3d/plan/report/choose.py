@@ -1,4 +1,4 @@
-"""Fills `"mesh": "plan"` with the planner's first row: a pure function, the same on every rank."""
+"""Fills in what a config leaves to the planner: pure functions, the same on every rank."""
 
 from typing import Any
 
@@ -11,7 +11,9 @@ from parallel3d.plan.report.table import lines_of, seconds
 from parallel3d.plan.search.best_first import search
 from parallel3d.plan.search.plans import Plan, request_of
 from parallel3d.plan.search.remedy import gib
+from parallel3d.plan.search.weights import choose_weights
 from parallel3d.plan.setting import Setting
+from parallel3d.schedule.sharding import Weights
 
 _HEADER_ENTRY = 130  # bytes of a chunk's entry in a checkpoint file's header, about
 
@@ -28,6 +30,32 @@ def choose(config: RunConfig, devices: int, hardware: Hardware) -> tuple[RunConf
         raise ConfigError(f'parallel3d.mesh = "plan": {nothing_fits(found.least)}')
     plan = found.plans[0]
     return apply(config, plan), plan
+
+
+def leaves_weights_open(config: RunConfig) -> bool:
+    """Whether parallel3d.pipeline.weights is "auto", at ZeRO-3, which alone asks for it."""
+    return config.zero_optimization.stage == 3 and config.pipeline.weights == "auto"
+
+
+def weights_for(config: RunConfig, hardware: Hardware | None) -> tuple[Weights, str]:
+    """For how long a resolved config's weights stay gathered, and the note that says why.
+
+    By the memory of `hardware`; None: it is not known. The vocabulary must be.
+    """
+    weights: Weights = "per_microbatch"
+    why = "how much memory a device has is not known"
+    if hardware is not None:
+        weights, memory = choose_weights(Setting.from_config(config), hardware)
+        room = gib(hardware.memory_bytes.value)
+        why = f"{gib(memory.total)} of {room} GiB on the fullest device, as planned"
+    return weights, f'parallel3d.pipeline.weights: "auto" is {weights} ({why})'
+
+
+def with_weights(config: RunConfig, weights: str, note: str) -> RunConfig:
+    """The config with its weights chosen, and the note that says so."""
+    pipeline = config.pipeline.model_copy(update={"weights": weights})
+    block = config.parallel3d.model_copy(update={"pipeline": pipeline})
+    return config.model_copy(update={"parallel3d": block}).with_notes(*config.notes, note)
 
 
 def fixed_by(config: RunConfig) -> dict[str, Any]:

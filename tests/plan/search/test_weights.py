@@ -1,0 +1,77 @@
+"""For how long ZeRO-3's weights stay gathered, where a config leaves it to the planner."""
+
+import pytest
+
+from parallel3d.plan.report.choose import leaves_weights_open, weights_for, with_weights
+from parallel3d.plan.search.remedy import Room, gib, worst
+from parallel3d.plan.search.weights import choose_weights
+from parallel3d.plan.setting import Setting
+from tests.plan.toy_cluster import GIB, config, machine
+
+pytestmark = pytest.mark.pure
+
+LEAN = {
+    "reduce_bucket_size": 1_000_000,
+    "stage3_prefetch_bucket_size": 0,
+    "stage3_max_reuse_distance": 0,
+}
+
+
+def resolved(zero=3, offload="none", **pipeline):
+    """On 8 devices, two pipeline ranks of four stages each."""
+    raw = config(layers=14).to_dict()
+    raw["zero_optimization"] = LEAN | {"stage": zero, "offload_param": {"device": offload}}
+    if offload != "none":
+        raw["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    raw["train_micro_batch_size_per_gpu"] = 1
+    raw["parallel3d"]["mesh"] = {"pp": 2, "dp": 4, "tp": 1}
+    raw["parallel3d"]["pipeline"] = {"schedule": "breadth_first", "stages_per_rank": 4} | pipeline
+    return type(config()).from_dict(raw).resolve(8)
+
+
+def needs(given, way):
+    setting = Setting.from_config(given).but(weights=way)
+    return worst(setting, Room(0, 0), machine()).total
+
+
+def test_the_fastest_is_taken_for_which_there_is_room():
+    given = resolved()
+    assert given.pipeline.weights == "auto" and leaves_weights_open(given)
+    step, passes, each = (needs(given, way) for way in ("per_step", "per_pass", "per_microbatch"))
+    assert step > passes > each
+    setting = Setting.from_config(given)
+    for memory, way, total in (
+        (step, "per_step", step), (step - 1, "per_pass", passes), (passes, "per_pass", passes),
+        (passes - 1, "per_microbatch", each), (each - 1, "per_microbatch", each),
+    ):  # fmt: skip
+        chosen, planned = choose_weights(setting, machine(memory))
+        assert (chosen, planned.total) == (way, total)
+
+
+def test_who_offloads_parameters_does_not_get_them_all_back():
+    given = resolved(offload="cpu")
+    assert choose_weights(Setting.from_config(given), machine())[0] == "per_pass"
+
+
+def test_it_is_said_and_written():
+    given = resolved()
+    weights, note = weights_for(given, machine(80 * GIB))
+    total = gib(needs(given, "per_step"))
+    assert note == (
+        f'parallel3d.pipeline.weights: "auto" is per_step ({total} of 80.0 GiB on the fullest '
+        "device, as planned)"
+    )
+    whole = with_weights(given, weights, note)
+    assert whole.to_dict()["parallel3d"]["pipeline"]["weights"] == "per_step"
+    assert whole.notes == (*given.notes, note) and not leaves_weights_open(whole)
+
+
+def test_without_a_machine_it_is_the_least():
+    weights, note = weights_for(resolved(), None)
+    assert weights == "per_microbatch" == Setting.from_config(resolved()).weights
+    assert "is not known" in note
+
+
+def test_it_is_asked_of_zero_3_alone_and_where_nothing_is_said():
+    assert not leaves_weights_open(resolved(zero=1))
+    assert not leaves_weights_open(resolved(weights="per_pass"))
