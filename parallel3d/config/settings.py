@@ -30,6 +30,7 @@ Fixable = Literal[
     "schedule",
     "recompute",
     "gradient_reduction",
+    "weights",
 ]
 # pp and tp cannot be derived from the number of processes, so their "auto" means 1.
 OneIfAuto = Annotated[Positive, BeforeValidator(lambda value: 1 if value == "auto" else value)]
@@ -148,8 +149,8 @@ class PlanConfig(Section):
 
     fix: Annotated[tuple[Fixable, ...], Strict(False)] = ()
     """What stays as it is written here; all else is the planner's: mesh, micro batch, schedule and
-    stages_per_rank, gradient_reduction, activation_checkpointing ("recompute"), ZeRO stage, offload
-    and sequence parallelism."""
+    stages_per_rank, gradient_reduction, weights, activation_checkpointing ("recompute"), ZeRO
+    stage, offload and sequence parallelism."""
 
 
 class LrScheduleConfig(Section):

@@ -46,11 +46,12 @@ class Windows:
 class Gradients(NamedTuple):
     """A stage's gradients, which its first backward begins and a reduction behind its last ends.
 
-    `first` and `last`: microbatches in flight of each stage before the one and after the other;
-    `beside` and `left`: the other stages whose gradients are whole meanwhile. `forward`: those
-    whose are in any of its forwards.
+    `arrival`, `first` and `last`: microbatches in flight of each stage before its first forward,
+    before its first backward and after its last; `beside` and `left`: the other stages whose
+    gradients are whole at the latter two. `forward`: those whose are in any of its forwards.
     """
 
+    arrival: Counts
     first: Counts
     beside: Held
     last: Counts
@@ -70,6 +71,8 @@ def windows(
     if stages_per_rank == 1:
         return (_ONE_STAGE,) * pp
     few = few_microbatches(schedule, pp, num_microbatches, stages_per_rank)
+    if weights == "per_step":
+        return _whole_step(schedule, pp, few, stages_per_rank)
     return _windows(schedule, pp, few, stages_per_rank, weights)
 
 
@@ -83,6 +86,20 @@ def _windows(
         _of(with_sharding(program, weights, False), home)
         for program, home in zip(programs, homes, strict=True)
     )
+
+
+@lru_cache(maxsize=1024)
+def _whole_step(
+    schedule: str, pp: int, num_microbatches: int, stages_per_rank: int
+) -> tuple[Windows, ...]:
+    """All stages, from their first forward on: as if the ones before it were all there."""
+    places = tuple(range(stages_per_rank))
+    found = []
+    for own in gradients(schedule, pp, num_microbatches, stages_per_rank):
+        every = (frozenset({places}),) * stages_per_rank
+        arrivals = [Arrival(p, True, own[p].arrival, places[: p + 2]) for p in places]
+        found.append(Windows((1,) * stages_per_rank, every, every, tuple(arrivals)))
+    return tuple(found)
 
 
 def _of(program: tuple[Action, ...], home: tuple[int, ...]) -> Windows:
@@ -127,11 +144,13 @@ def _gradients(program: tuple[Action, ...], home: tuple[int, ...]) -> tuple[Grad
     last = {action.stage: i for i, action in enumerate(program) if action.op in (Op.B, Op.W)}
     counts, whole = [0] * len(home), set[int]()
     forward: list[set[Held]] = [set() for _ in home]
+    arrival: dict[int, Counts] = {}
     begun: dict[int, tuple[Counts, Held]] = {}
     ended: dict[int, tuple[Counts, Held]] = {}
     for i, (op, stage, _) in enumerate(program):
         place = place_of[stage]
         if op == Op.F:
+            arrival.setdefault(place, tuple(counts))
             forward[place].add(tuple(sorted(whole)))
         elif place not in whole:
             begun[place] = tuple(counts), tuple(sorted(whole))
@@ -142,4 +161,4 @@ def _gradients(program: tuple[Action, ...], home: tuple[int, ...]) -> tuple[Grad
             whole.discard(place)
             ended[place] = tuple(counts), tuple(sorted(whole))
     places = range(len(home))
-    return tuple(Gradients(*begun[p], *ended[p], frozenset(forward[p])) for p in places)
+    return tuple(Gradients(arrival[p], *begun[p], *ended[p], frozenset(forward[p])) for p in places)

@@ -38,6 +38,8 @@ class Rank:
         self._places: Held = tuple(range(len(self.home)))
         self._order = s.schedule, s.pp, s.num_microbatches, s.stages_per_rank
         self._flight = in_flight(*self._order)[self.coord]
+        self._known: dict[Held, Sizes] = {}
+        self._in: dict[Counts, tuple[int, int]] = {}
         self._every = self._sizes(self._places)
         self.held = states(s, self._every, self.on_cpu)
         self._shard = self.held.shard if self.held.standing else 0
@@ -105,11 +107,14 @@ class Rank:
 
     def _sizes(self, places: Held) -> Sizes:
         """Of some of the coordinate's stages."""
-        s = self.setting
-        model = model_of(s.layers)
-        cuts = stages_of(model, s.pp * s.stages_per_rank, s.shape.seq)
-        threshold = s.buffers.stage3_param_persistence_threshold
-        return sizes(model, tuple([cuts[self.home[p]] for p in places]), s.tp, threshold)
+        if places not in self._known:
+            s = self.setting
+            model = model_of(s.layers)
+            cuts = stages_of(model, s.pp * s.stages_per_rank, s.shape.seq)
+            held = tuple([cuts[self.home[p]] for p in places])
+            threshold = s.buffers.stage3_param_persistence_threshold
+            self._known[places] = sizes(model, held, s.tp, threshold)
+        return self._known[places]
 
     def _whole(self, places: Held) -> int:
         """Bytes of some stages' gradients before their reduction."""
@@ -119,9 +124,11 @@ class Rank:
 
     def _activations(self, counts: Counts) -> tuple[int, int]:
         """Bytes of so many microbatches in flight in each stage: without logits, and these."""
-        logits = sum(map(mul, counts, [stage.logits for stage in self.stages]))
-        saved = sum(map(mul, counts, [stage.saved for stage in self.stages])) - logits
-        return self._always + saved + self._passing(counts), logits
+        if counts not in self._in:
+            logits = sum(map(mul, counts, [stage.logits for stage in self.stages]))
+            saved = sum(map(mul, counts, [stage.saved for stage in self.stages])) - logits
+            self._in[counts] = self._always + saved + self._passing(counts), logits
+        return self._in[counts]
 
     def _in_flight(self, counts: Counts) -> Callable[[Backward, int, int, int], Moment]:
         """The moment of a pass with so many microbatches in flight, by what else is there."""

@@ -74,6 +74,7 @@ def fixed_by(config: RunConfig) -> dict[str, Any]:
         },
         "recompute": {"recompute": pipeline.activation_checkpointing},
         "gradient_reduction": {"gradient_reduction": pipeline.gradient_reduction},
+        "weights": {"weights": pipeline.weights},
     }
     return {
         name: value for kept in config.parallel3d.plan.fix for name, value in values[kept].items()
@@ -92,6 +93,7 @@ def apply(config: RunConfig, plan: Plan) -> RunConfig:
         "stages_per_rank": s.stages_per_rank,
         "activation_checkpointing": s.recompute,
         "gradient_reduction": "per_step" if s.reduces_once else "per_microbatch",
+        "weights": s.weights if s.zero_stage == 3 else config.pipeline.weights,
     }
     zero["stage"] = s.zero_stage
     zero["offload_optimizer"]["device"] = s.offload_optimizer

@@ -211,6 +211,9 @@ def lines_of(setting: Setting) -> Iterator[str]:
         f"recompute {s.recompute}"
     )
     offload = offload_in_words(s.offload_optimizer, s.offload_param)
+    held = {"per_step": "once a step", "per_pass": "for each pass"}
+    if s.zero_stage == 3:
+        reduced += f", weights gathered {held.get(s.weights, 'for each microbatch')}"
     yield f"state     ZeRO-{s.zero_stage}, gradients reduced {reduced}, offload: {offload}"
 
 

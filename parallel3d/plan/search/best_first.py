@@ -17,9 +17,11 @@ from parallel3d.model.spec import Shape
 from parallel3d.plan.memory.peak import Memory, at
 from parallel3d.plan.search import candidates, least, refuse
 from parallel3d.plan.search.candidates import Flow, Mesh, Order, State, setting_of
+from parallel3d.plan.search.kinds import kinds
 from parallel3d.plan.search.least import Flight, Standing
 from parallel3d.plan.search.plans import Plan, Request
 from parallel3d.plan.search.remedy import Choices, Room, evaluate, fitting, worst
+from parallel3d.plan.search.simplicity import simplicity
 from parallel3d.plan.search.uncollected import uncollected
 from parallel3d.plan.setting import Setting
 from parallel3d.plan.time.cost import costs_of
@@ -84,7 +86,6 @@ class _Search:
     num_simulated: int = 0
     _saved: dict[tuple[Any, ...], tuple[int, ...]] = field(default_factory=dict)
     _passes: dict[tuple[Any, ...], float] = field(default_factory=dict)
-    _states_of: dict[Mesh, list[tuple[State, ...]]] = field(default_factory=dict)
     _states: dict[tuple[Mesh, Order, State], Standing] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -126,22 +127,37 @@ class _Search:
                 flight = self._in_flight(node, order)
                 if flight.device > self.room.device:
                     continue
-                for kind in self._kinds(node.mesh, order):
-                    left = tuple(s for s in kind if self._may_fit(node, order, s, flight))
-                    if left:
-                        bound = min(self._bound(node, order, s) for s in self._tried(left))
-                        yield bound, None, (node, order, left)
+                for kind, then in kinds(self.request, node.mesh):
+                    if not candidates.go_together(order, kind[0]):
+                        continue
+                    yield from self._opened(node, order, kind, then)
             return
-        flow, order, (state, *others) = node
+        flow, order, (state, *others), then = node
         setting = setting_of(request, flow, order, state)
         memory = fitting(setting, self.room, request.hardware)
         if memory:
             plan = self._simulated(setting, memory)
             yield float(f"{plan.time.seconds:.9g}"), plan, None
+        else:
+            yield from self._opened(flow, order, then, ())
+            others = [*candidates.leaner(request, order, state)[:1], *others]
         left = tuple(others) if not memory or self._shares_cores else ()
         if left:
             bound = min(self._bound(flow, order, s) for s in self._tried(left))
-            yield bound, None, (flow, order, left)
+            yield bound, None, (flow, order, left, ())
+
+    def _opened(
+        self, flow: Flow, order: Order, kind: tuple[State, ...], then: tuple[State, ...]
+    ) -> Iterator[tuple[float, Plan | None, Any]]:
+        """A node of the states of a kind, and one of `then` unless the first of them may fit."""
+        flight = self._in_flight(flow, order)
+        left = tuple(s for s in kind if self._may_fit(flow, order, s, flight))
+        if left:
+            waits = then if left[0] == kind[0] else ()
+            bound = min(self._bound(flow, order, s) for s in self._tried(left))
+            yield bound, None, (flow, order, left, waits)
+        if then and not (left and waits):
+            yield from self._opened(flow, order, then, ())
 
     @property
     def _shares_cores(self) -> bool:
@@ -149,18 +165,13 @@ class _Search:
         return self.request.hardware.cores is not None
 
     def _tried(self, states: tuple[State, ...]) -> tuple[State, ...]:
-        """Those of several offloads of one kind that may be the fastest: the first adds least."""
-        return states if self._shares_cores else states[:1]
+        """Those of several offloads of one kind that may be the fastest: the first adds least.
 
-    def _kinds(self, mesh: Mesh, order: Order) -> list[tuple[State, ...]]:
-        """The states that go with an order, those together that differ by their offload alone."""
-        if mesh not in self._states_of:
-            states = candidates.states(self.request, mesh)
-            self._states_of[mesh] = [
-                tuple(state for state in states if state[1:3] == (zero, once))
-                for zero, once in dict.fromkeys(state[1:3] for state in states)
-            ]
-        return [k for k in self._states_of[mesh] if candidates.go_together(order, k[0])]
+        But where its weights are gathered more often, so that they fit, the next may be faster.
+        """
+        if self._shares_cores:
+            return states
+        return states[: 1 + (states[0].zero_stage == 3 and len(states) > 1)]
 
     def _simulated(self, setting: Setting, memory: Memory) -> Plan:
         self.num_simulated += 1
@@ -242,7 +253,11 @@ class _Search:
                     for order in candidates.orders(self.request, flow, state):
                         size = self._least(flow, order, state)
                         sizes.append((size, len(sizes), (flow, order, state)))
-        settings = [setting_of(self.request, *choices) for *_, choices in nsmallest(40, sizes)]
+        settings = [
+            setting_of(self.request, flow, order, kept)
+            for *_, (flow, order, state) in nsmallest(40, sizes)
+            for kept in (state, *candidates.leaner(self.request, order, state))[-2:]
+        ]
         return min(settings, key=lambda s: worst(s, self.room, self.request.hardware).total)
 
     def too_large(self, fastest: float) -> list[Plan]:
@@ -282,19 +297,3 @@ def _mesh_of(node: Any) -> Mesh:
         return Mesh(node.setting.pp, node.setting.dp, node.setting.tp)
     mesh: Mesh = (node if isinstance(node, Flow) else node[0]).mesh
     return mesh
-
-
-def simplicity(plan: Plan) -> tuple[Any, ...]:
-    """Sorts equally fast plans: fewer stages, less offload, less tp, and so on, before more."""
-    s = plan.setting
-    flow, order, state = candidates.choices_of(s)
-    return (
-        s.pp * s.stages_per_rank,
-        state,
-        s.tp,
-        s.sequence_parallel,
-        candidates.RECOMPUTES.index(s.recompute),
-        plan.memory.total,
-        order,
-        flow.micro_batch,
-    )

@@ -14,12 +14,14 @@ from parallel3d.model.spec import Recompute, Shape
 from parallel3d.plan.search.plans import Request
 from parallel3d.plan.setting import Device, Setting
 from parallel3d.schedule import schedules
+from parallel3d.schedule.sharding import Weights
 from parallel3d.section import Problem
 
 UNEVEN = 4  # stages of a rank; more only where all stages, or all but the ends, are equally long
 MOST_STAGES = 64  # of a rank; each has its messages, and a list of hundreds takes minutes
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 DEVICES: tuple[Device, ...] = ("none", "cpu", "nvme")
+WEIGHTS: tuple[Weights, ...] = ("per_step", "per_pass", "per_microbatch")  # fastest first
 
 
 class Mesh(NamedTuple):
@@ -54,6 +56,7 @@ class State(NamedTuple):
     reduces_once: bool
     offload_optimizer: Device
     offload_param: Device
+    weights: Weights = "per_microbatch"  # of ZeRO-3 alone
 
 
 PLAIN = State(0, 0, True, "none", "none")  # nothing sharded, nothing offloaded
@@ -130,7 +133,8 @@ def states(request: Request, mesh: Mesh) -> tuple[State, ...]:
     """Every ZeRO stage, reduction and offload that the engine has, simplest first.
 
     On one data-parallel rank nothing is sharded: of stages 0 to 2 only 0 is taken, and gradients
-    are reduced once. Stages 1 and 2 are the same but for the reduction (docs/deepspeed.md).
+    are reduced once. Stages 1 and 2 are the same but for the reduction (docs/deepspeed.md). Of the
+    times that ZeRO-3's weights may stay gathered it has the fastest: `leaner` gives the others.
     """
     found = []
     once = request.fixed.get("gradient_reduction") != "per_microbatch"
@@ -148,10 +152,51 @@ def states(request: Request, mesh: Mesh) -> tuple[State, ...]:
                     request, zero_stage, optimizer, param
                 ):
                     count = DEVICES.index(optimizer) + DEVICES.index(param)
-                    state = State(count, zero_stage, once, optimizer, param)
+                    way = ways(request, zero_stage, param)[0]
+                    state = State(count, zero_stage, once, optimizer, param, way)
                     if _is_open(request, **_names_of(state)):
                         found.append(state)
     return tuple(sorted(found, key=lambda s: (s.num_offloads, s.zero_stage, not s.reduces_once)))
+
+
+def ways(request: Request, zero_stage: int, offload_param: Device) -> tuple[Weights, ...]:
+    """For how long weights may stay gathered, the fastest first.
+
+    Who offloads parameters wants them off the device: "per_step" is not for them. But
+    "per_microbatch" fetches them from the host for each microbatch twice, so there is "per_pass".
+    """
+    if zero_stage != 3:
+        return ("per_microbatch",)
+    fixed = request.fixed.get("weights", "auto")
+    if fixed != "auto":
+        return (fixed,)
+    return gathered_longest(offload_param)
+
+
+def gathered_longest(offload_param: Device) -> tuple[Weights, ...]:
+    """The same where nothing is fixed, at ZeRO-3."""
+    return WEIGHTS if offload_param == "none" else WEIGHTS[1:]
+
+
+def leaner(request: Request, order: Order, state: State) -> tuple[State, ...]:
+    """The same state with weights that are gathered for less long, the fastest first.
+
+    A rank's only stage is gathered as long per pass as per step.
+    """
+    all_ways = ways(request, state.zero_stage, state.offload_param)
+    less = all_ways[all_ways.index(state.weights) + 1 :]
+    return tuple(
+        state._replace(weights=way)
+        for way in less
+        if order.stages_per_rank > 1 or (way, state.weights) != ("per_pass", "per_step")
+    )
+
+
+def has_state(request: Request, mesh: Mesh, state: State) -> bool:
+    """Whether the mesh has the state, or it is a leaner one of those."""
+    all_ways = ways(request, state.zero_stage, state.offload_param)
+    fastest = state._replace(weights=all_ways[0])
+    return state.weights in all_ways and fastest in states(request, mesh)
 
 
 def setting_of(request: Request, flow: Flow, order: Order, state: State) -> Setting:
@@ -173,6 +218,7 @@ def setting_of(request: Request, flow: Flow, order: Order, state: State) -> Sett
         precision=base.precision,
         zero_stage=state.zero_stage,
         reduces_once=state.reduces_once,
+        weights=state.weights,
         offload_optimizer=state.offload_optimizer,
         offload_param=state.offload_param,
         buffers=base.buffers,
@@ -186,7 +232,8 @@ def choices_of(setting: Setting) -> tuple[Flow, Order, State]:
     flow = Flow(mesh, setting.shape.batch, setting.recompute, setting.sequence_parallel)
     offloads = setting.offload_optimizer, setting.offload_param
     count = sum(DEVICES.index(device) for device in offloads)
-    state = State(count, setting.zero_stage, setting.reduces_once, *offloads)
+    weights: Weights = setting.weights if setting.zero_stage == 3 else "per_microbatch"
+    state = State(count, setting.zero_stage, setting.reduces_once, *offloads, weights)
     return flow, Order(setting.stages_per_rank, setting.schedule), state
 
 

@@ -17,7 +17,8 @@ from parallel3d.section import Problem, Problems
 
 CHOICES = (
     "pp", "dp", "tp", "sequence_parallel", "micro_batch", "schedule", "stages_per_rank",
-    "recompute", "zero_stage", "gradient_reduction", "offload_optimizer", "offload_param",
+    "recompute", "zero_stage", "gradient_reduction", "weights", "offload_optimizer",
+    "offload_param",
 )  # fmt: skip
 
 
@@ -164,6 +165,7 @@ def choices_json(setting: Setting, memory: Memory) -> dict[str, Any]:
         "sequence_parallel": s.sequence_parallel,
         "zero_stage": s.zero_stage,
         "gradient_reduction": "per_step" if s.reduces_once else "per_microbatch",
+        "weights": s.weights if s.zero_stage == 3 else None,
         "offload": offload_in_words(s.offload_optimizer, s.offload_param),
         "micro_batch": s.shape.batch,
         "num_microbatches": s.num_microbatches,

@@ -6,6 +6,7 @@ from typing import Any
 from parallel3d.plan.search.candidates import (
     DEVICES,
     RECOMPUTES,
+    WEIGHTS,
     Mesh,
     flows,
     meshes,
@@ -51,6 +52,7 @@ def check_fixed(fixed: dict[str, Any]) -> None:
         "recompute": RECOMPUTES,
         "zero_stage": (0, 1, 2, 3),
         "gradient_reduction": ("auto", "per_step", "per_microbatch"),
+        "weights": ("auto", *WEIGHTS),
         "offload_optimizer": DEVICES,
         "offload_param": DEVICES,
         "sequence_parallel": (True, False),

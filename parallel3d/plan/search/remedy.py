@@ -120,7 +120,7 @@ def _is_allowed(
         flow.mesh in meshes
         and flow in candidates.flows(request, flow.mesh)
         and order in candidates.orders(request, flow)
-        and state in candidates.states(request, flow.mesh)
+        and candidates.has_state(request, flow.mesh, state)
         and candidates.go_together(order, state)
     )
 
@@ -130,9 +130,10 @@ def _nearby(
 ) -> Iterator[tuple[int, Choices]]:
     """What is one step away, with what that costs: from free to slow.
 
-    1: sequence parallelism, or a schedule that holds less. 2: selective recomputation, the next
-    ZeRO stage, the next smaller micro batch. 4: full recomputation, twice the tp. 5: twice the pp.
-    6: the optimizer to the host. 7: parameters to the host. 3 more for NVMe.
+    1: sequence parallelism, a schedule that holds less, or weights gathered for less long. 2:
+    selective recomputation, the next ZeRO stage, the next smaller micro batch. 4: full
+    recomputation, twice the tp. 5: twice the pp. 6: the optimizer to the host. 7: parameters to the
+    host. 3 more for NVMe.
     """
     mesh = flow.mesh
     if mesh.tp > 1 and not flow.sequence_parallel:
@@ -140,12 +141,14 @@ def _nearby(
     for other in candidates.orders(request, flow):
         if other.stages_per_rank <= order.stages_per_rank and other != order:
             yield 1, (flow, other, state)
+    for less in candidates.leaner(request, order, state)[:1]:
+        yield 1, (flow, order, less)
     for recompute in RECOMPUTES[RECOMPUTES.index(flow.recompute) + 1 :]:
         cost = 2 * RECOMPUTES.index(recompute)
         yield cost, (flow._replace(recompute=recompute), order, state)
     for near in candidates.states(request, mesh):
         higher = near.zero_stage - state.zero_stage
-        if near[3:] == state[3:] and (higher > 0 or (not higher and state.reduces_once)):
+        if near[3:5] == state[3:5] and (higher > 0 or (not higher and state.reduces_once)):
             yield 2 * max(1, higher), (flow, order, near)
     smaller = [f.micro_batch for f in candidates.flows(request, mesh)]
     smaller = [size for size in smaller if size < flow.micro_batch]
@@ -163,7 +166,9 @@ def _nearby(
         more = near.num_offloads - state.num_offloads
         if near[1:3] == state[1:3] and more == 1:
             cost = 6 if near.offload_optimizer != state.offload_optimizer else 7
-            yield cost + 3 * ("nvme" in near[3:]), (flow, order, near)
+            if state.weights in candidates.ways(request, near.zero_stage, near.offload_param):
+                near = near._replace(weights=state.weights)
+            yield cost + 3 * ("nvme" in near[3:5]), (flow, order, near)
 
 
 def _on(request: Request, mesh: Mesh, state: State) -> State:
@@ -187,6 +192,9 @@ def _said(old: Choices, new: Choices) -> Iterator[str]:
     if new_state[1:3] != state[1:3]:
         each = "" if new_state.reduces_once else " reduced per microbatch"
         yield f"ZeRO-{new_state.zero_stage}{each}"
+    kept = state.weights if state.zero_stage == 3 else candidates.WEIGHTS[0]
+    if new_state.zero_stage == 3 and new_state.weights != kept:
+        yield f"weights {new_state.weights}"
     if flow.micro_batch != was.micro_batch:
         yield f"micro batch {flow.micro_batch}"
     if new_state.offload_optimizer != state.offload_optimizer:

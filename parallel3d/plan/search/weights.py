@@ -2,6 +2,7 @@
 
 from parallel3d.hardware import Hardware
 from parallel3d.plan.memory.peak import Memory
+from parallel3d.plan.search.candidates import gathered_longest
 from parallel3d.plan.search.remedy import Room, worst
 from parallel3d.plan.setting import Setting
 from parallel3d.schedule.sharding import Weights
@@ -10,15 +11,11 @@ from parallel3d.schedule.sharding import Weights
 def choose_weights(setting: Setting, hardware: Hardware) -> tuple[Weights, Memory]:
     """The fastest way for which there is room, and the memory of its fullest rank.
 
-    "per_step", then "per_pass"; where neither fits, what holds less of "per_pass" and
-    "per_microbatch". Who offloads parameters wants them off the device: "per_step" is not for
-    them. But "per_microbatch" would fetch them from the host for each microbatch twice, so
-    "per_pass" is tried all the same.
+    "per_step" (with no offload of parameters, see candidates.ways), then "per_pass"; where neither
+    fits, what holds less of "per_pass" and "per_microbatch".
     """
     room = Room.of(hardware)
-    ways: list[Weights] = ["per_step", "per_pass", "per_microbatch"]
-    if setting.offload_param != "none":
-        ways.remove("per_step")
+    ways = gathered_longest(setting.offload_param)
     tried = {way: worst(setting.but(weights=way), room, hardware) for way in ways}
     for way, memory in tried.items():
         if room.fits(memory):

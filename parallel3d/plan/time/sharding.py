@@ -219,6 +219,9 @@ def _coord(
         before += times * stage.gather(software.gather_bytes or size)
         shard = stage.total.elements / replicas * size
         fetch += times * fetch_seconds(shard, sharding.offload_param, machine)
+    if sharding.gathers:  # what is too small to be cut comes once more after a step, together
+        kept = (weights.elements - weights.gathered) * size
+        after = _collective("all_gather", kept, _group(sharding, machine), machine)
     if sharding.reduces_once:
         reduce = mine.reduce()
     if zero in (1, 2):

@@ -3,6 +3,8 @@
 import pytest
 
 from parallel3d.plan.report.choose import leaves_weights_open, weights_for, with_weights
+from parallel3d.plan.search.best_first import search
+from parallel3d.plan.search.plans import request_of
 from parallel3d.plan.search.remedy import Room, gib, worst
 from parallel3d.plan.search.weights import choose_weights
 from parallel3d.plan.setting import Setting
@@ -75,3 +77,20 @@ def test_without_a_machine_it_is_the_least():
 def test_it_is_asked_of_zero_3_alone_and_where_nothing_is_said():
     assert not leaves_weights_open(resolved(zero=1))
     assert not leaves_weights_open(resolved(weights="per_pass"))
+
+
+def test_the_search_takes_what_fits():
+    given = {
+        "zero_stage": 3, "pp": 2, "dp": 4, "tp": 1, "offload_optimizer": "none", "micro_batch": 1,
+        "schedule": "breadth_first", "stages_per_rank": 4, "recompute": "none",
+        "gradient_reduction": "per_step", "offload_param": "none",
+    }  # fmt: skip
+    wanted = config(layers=14, zero_optimization=LEAN | {"stage": 3})
+
+    def first(memory):
+        return search(request_of(wanted, machine(memory), 8, given), rows=1).plans[0].setting
+
+    roomy = first(80 * GIB)
+    for way in ("per_step", "per_pass", "per_microbatch"):
+        total = worst(roomy.but(weights=way), Room(0, 0), machine()).total
+        assert first(total) == roomy.but(weights=way)

@@ -215,12 +215,15 @@ def test_a_short_list_tells_how_long_the_long_one_is(
 @given(any_setting())
 @settings(max_examples=20)
 def test_weights_that_stay_gathered_never_take_longer(setting: Setting) -> None:
-    """The search goes by it, of this engine, whose gathers hide behind nothing."""
-    setting = setting.but(zero_stage=3, software=Software())
+    """And never less than ZeRO-1 or 2 reducing as often. The search goes by both, of this engine,
+    whose gathers hide behind nothing."""
+    setting = setting.but(zero_stage=3, offload_optimizer="none", software=Software())
     seconds = [
         step_time(setting.but(weights=weights), A100).seconds
         for weights in ("per_step", "per_pass", "per_microbatch")
     ]
+    below = setting.but(zero_stage=1 if setting.reduces_once else 2, offload_param="none")
+    seconds.insert(0, step_time(below, A100).seconds)
     for less, more in pairwise(seconds):
         assert less <= more * (1 + 1e-9)
 
@@ -238,7 +241,8 @@ def test_gathers_of_a_step_do_not_grow_with_its_microbatches() -> None:
     gather = (data("per_microbatch", 16) - data("per_microbatch", 4)) / (2 * 12)
     reduction = data("per_microbatch", 4) - 2 * 4 * gather
     for count in (4, 16):
-        assert data("per_step", count) == pytest.approx(reduction + gather)
+        # Norms and biases, which per_microbatch keeps whole, come along once a step.
+        assert data("per_step", count) == pytest.approx(reduction + gather, rel=0.005)
         # The first two of a rank's four stages are gathered twice.
         again = (data("per_pass", count) - reduction - gather) / gather
         assert 0.3 < again < 0.7

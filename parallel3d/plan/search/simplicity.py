@@ -1,0 +1,22 @@
+"""Which of equally fast plans comes first."""
+
+from typing import Any
+
+from parallel3d.plan.search import candidates
+from parallel3d.plan.search.plans import Plan
+
+
+def simplicity(plan: Plan) -> tuple[Any, ...]:
+    """Sorts equally fast plans: fewer stages, less offload, less tp, and so on, before more."""
+    s = plan.setting
+    flow, order, state = candidates.choices_of(s)
+    return (
+        s.pp * s.stages_per_rank,
+        state,
+        s.tp,
+        s.sequence_parallel,
+        candidates.RECOMPUTES.index(s.recompute),
+        plan.memory.total,
+        order,
+        flow.micro_batch,
+    )
