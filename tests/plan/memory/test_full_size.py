@@ -76,6 +76,9 @@ class MetaEngine:
     def backward(self, output, gradient=None):
         output.backward(gradient)
 
+    def wait_for_weights(self, stage):
+        pass
+
     def accumulation(self):
         return nullcontext()
 
