@@ -4,6 +4,7 @@
 In its files the output projection is embed_out, which newer versions call lm_head in memory.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from models.common import class_named, renamed
 from models.neox.spec import Config, layers
+from models.pretrained import Part
 from parallel3d.model.spec import named_params
 
 # Ours to theirs, in the order in which they are replaced.
@@ -26,6 +28,11 @@ _NAMES = {
     "mlp.up": "mlp.dense_h_to_4h",
     "mlp.down": "mlp.dense_4h_to_h",
 }
+
+# A folder of the model without its head has the names without it.
+PREFIX = "gpt_neox."
+# Masks and frequencies that old versions saved with the weights.
+BUFFERS = re.compile(r"layers\.\d+\.attention\.((masked_)?bias|rotary_emb\.inv_freq)")
 
 
 def architecture(config: Config, end_of_text: int | None = None, name: str | None = None) -> Any:
@@ -72,7 +79,11 @@ def reference(config: Config) -> Any:
 
     settings = architecture(config)
     settings._attn_implementation = "eager"
-    model = GPTNeoXForCausalLM(settings).float()
+    return named_as_in_files(GPTNeoXForCausalLM(settings).float())
+
+
+def named_as_in_files(model: Any) -> Any:
+    """A `GPTNeoXForCausalLM`, whose parameters then bear the names that they have in files."""
     if "lm_head" in model._modules:
         model.embed_out = model._modules.pop("lm_head")
         object.__setattr__(model, "lm_head", model.embed_out)  # for its forward; no module's name
@@ -104,3 +115,13 @@ def from_huggingface(config: Config, tensors: Mapping[str, Tensor]) -> dict[str,
             value = value.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(1, 2)
         found[name] = value
     return found
+
+
+def parts(config: Config, name: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
+    """Where transformers keeps one of our parameters, of this shape."""
+    their = renamed(name, _NAMES)
+    if "qkv" in name:  # [3, heads x size, ...] of [heads x 3 x size, ...]
+        three, _, *rest = shape
+        theirs = (config.num_attention_heads, three, config.head_size, *rest)
+        return (Part(their, theirs, (1, 0, *range(2, len(theirs)))),)
+    return (Part(their, shape, tuple(range(len(shape)))),)

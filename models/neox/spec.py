@@ -11,16 +11,16 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from models.common import divisor_below, head, vocab_size, weight_inits
+from models.common import ModelSection, divisor_below, head, vocab_size, weight_inits
 from parallel3d.model.spec import Init, LayerSpec, ParamSpec
 from parallel3d.model.transformer_cost import BlockCost, EmbeddingCost, HeadCost
-from parallel3d.section import Problem, Problems, Section
+from parallel3d.section import Problem, Problems
 
 Positive = Annotated[int, Field(gt=0)]
 ZEROS, ONES = Init(), Init(value=1.0)
 
 
-class Config(Section):
+class Config(ModelSection):
     """The settings of one GPT-NeoX model."""
 
     family: Literal["neox"]

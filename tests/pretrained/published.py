@@ -18,6 +18,7 @@ LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 50_000.0, "factor": 4.0, "low_freq_factor": 0.1,
     "high_freq_factor": 1.0, "original_max_position_embeddings": 16,
 }  # fmt: skip
+ROPE = {"rope_type": "default", "rope_theta": 20_000.0, "partial_rotary_factor": 0.5}
 # Each class of config with the settings of one model.
 MODELS = {
     "gpt2": ("GPT2Config", GPT2),
@@ -28,6 +29,17 @@ MODELS = {
     "qwen2": ("Qwen2Config", GROUPED | {"rms_norm_eps": 1e-5}),
     "qwen3": ("Qwen3Config", GROUPED | {"head_dim": 16, "tie_word_embeddings": True}),
     "smollm2": ("LlamaConfig", GROUPED | {"tie_word_embeddings": True}),
+    "pythia": ("GPTNeoXConfig", SIZES),
+    "neox one after the other": (
+        "GPTNeoXConfig",
+        SIZES
+        | {
+            "use_parallel_residual": False,
+            "tie_word_embeddings": True,
+            "rope_parameters": ROPE,
+            "hidden_act": "gelu_new",
+        },
+    ),
 }
 
 

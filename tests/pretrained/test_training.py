@@ -57,6 +57,8 @@ def largest_errors(folder, mesh, tmp_path, **changes):
     config = config_on(folder, mesh, **changes)
     theirs = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     family = models.huggingface(config.model.family)
+    if name_as_in_files := getattr(family, "named_as_in_files", None):
+        theirs = name_as_in_files(theirs)
     reference = train_model(theirs.double().train(), family, config, tmp_path)
     pp, dp, tp = mesh
     return errors_of(config, run_locally(train_on_rank, pp * dp * tp, config, reference))

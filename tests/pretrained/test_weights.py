@@ -47,7 +47,7 @@ def test_imported_and_exported_is_bit_equal(name, folders):
     assert all(torch.equal(back[name], value) for name, value in theirs.items())
 
 
-@pytest.mark.parametrize("name", ["gpt2", "qwen2"])
+@pytest.mark.parametrize("name", ["gpt2", "qwen2", "pythia"])
 @given(st.data())
 def test_any_box_is_what_a_slice_of_the_whole_is(name, folders, data):
     with opened(folders[name]) as weights:
@@ -82,6 +82,16 @@ def test_shards_half_precision_and_bare_names_are_one_model(folders, tmp_path):
     save_file(names | {"lm_head.weight": names["wte.weight"] * 2}, bare / "model.safetensors")
     with opened(bare) as weights, pytest.raises(ConfigError, match="tie_word_embeddings = true"):
         weights.check_tied()
+
+
+def test_what_old_versions_saved_of_neox_beside_its_weights_is_passed_over(folders, tmp_path):
+    tensors = load_file(folders["pythia"] / "model.safetensors")
+    for name in ("bias", "masked_bias", "rotary_emb.inv_freq"):
+        tensors[f"gpt_neox.layers.2.attention.{name}"] = torch.ones(1)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((folders["pythia"] / "config.json").read_bytes())
+    with opened(tmp_path) as weights:
+        assert len(weights.stored) == len(weights.names) == len(tensors) - 3
 
 
 def test_a_rank_reads_its_own_bytes_and_no_others(folders, monkeypatch):

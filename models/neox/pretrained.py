@@ -1,0 +1,60 @@
+"""The config.json of GPT-NeoX and Pythia as the "model" block of the family (floor 0)."""
+
+from typing import Any
+
+from models.pretrained import Fields
+
+MODEL_TYPES = {"gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXModel")}
+FREE = {"initializer_range": "initializer_range"}
+_TANH = "gelu_pytorch_tanh"  # another name of "gelu_new"
+
+
+def model_block(fields: Fields) -> dict[str, Any]:
+    """The settings that a config.json fixes; what is refused is noted in `fields`."""
+    base, share = _rope(fields)
+    activation = fields.take("hidden_act", "gelu")
+    gelu = "is neither GELU nor its tanh approximation"
+    fields.only("hidden_act", "gelu", "gelu_fast", "gelu_new", _TANH, rule=gelu)
+    bare = "leaves out the biases of query, key, value and output, which the family always has"
+    fields.only("attention_bias", True, rule=bare)
+    for name in ("attention_dropout", "hidden_dropout"):
+        fields.only(name, 0, 0.0, rule="is dropout, which the family does not have")
+    # Of classifiers, and of those which of several roles it has; a decoder it is in each.
+    fields.ignore(*FREE.values(), "classifier_dropout", "is_decoder")
+    return {
+        "family": "neox",
+        "hidden_size": fields.take("hidden_size"),
+        "num_hidden_layers": fields.take("num_hidden_layers"),
+        "num_attention_heads": fields.take("num_attention_heads"),
+        "intermediate_size": fields.take("intermediate_size"),
+        "vocab_size": fields.take("vocab_size"),
+        "max_position_embeddings": fields.take("max_position_embeddings", 2048),
+        "activation": "gelu_new" if activation == _TANH else activation,
+        "use_parallel_residual": fields.take("use_parallel_residual", True),
+        "rotary_pct": share,
+        "rotary_emb_base": base,
+        "layer_norm_eps": fields.take("layer_norm_eps", 1e-5),
+        "tie_word_embeddings": fields.take("tie_word_embeddings", False),
+    }
+
+
+def _rope(fields: Fields) -> tuple[Any, Any]:
+    """The base of the rotary frequencies, and the share of each head that rotates."""
+    base, share = fields.take("rotary_emb_base", 10_000.0), fields.take("rotary_pct", 0.25)
+    # Of the two blocks the older one counts where both are there, as in transformers.
+    where = "rope_scaling" if fields.take("rope_scaling", None) else "rope_parameters"
+    rope = fields.take(where, {})
+    fields.ignore("rope_parameters")
+    if not isinstance(rope, dict):
+        fields.refuse(where, "is no block")
+        return base, share
+    rope = dict(rope)
+    base, share = rope.pop("rope_theta", base), rope.pop("partial_rotary_factor", share)
+    kinds = rope.pop("rope_type", None), rope.pop("type", None)
+    kind = kinds[0] or kinds[1] or "default"
+    if kind != "default":
+        rule = f'scales rotations by the rule "{kind}", which the family does not have'
+        fields.refuse(where, rule, 'use a model with "default"')
+    elif more := sorted(rope):
+        fields.refuse(where, f"has {more[0]}, which is unknown here")
+    return base, share
