@@ -69,7 +69,9 @@ class ArrayFile:
 
     def _fill(self, out: Tensor, at: int) -> None:
         """Read a contiguous tensor of the host from where its bytes begin."""
-        memory = out.view(-1).view(torch.uint8).numpy().data.cast("B")
+        # Not view(-1): a contiguous tensor of one element may have any stride.
+        flat = out.as_strided((out.numel(),), (1,))
+        memory = flat.view(torch.uint8).numpy().data.cast("B")
         done = 0
         while done < len(memory):  # one call gives 2 GiB at most
             try:

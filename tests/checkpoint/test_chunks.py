@@ -7,7 +7,7 @@ from threading import Thread
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import save_file
@@ -44,7 +44,11 @@ def memory(sizes, order, spread):
     return whole, view.permute([order.index(dim) for dim in range(len(order))])
 
 
+ALONE = (1,), Box((0,), (1,)), [0], True  # one element, whose stride says nothing
+
+
 @settings(deadline=None)
+@example(ALONE, 8 * 2**20, 64 * 2**10)
 @given(parts(), st.sampled_from([8, 40, 8 * 2**20]), st.sampled_from([0, 16, 64 * 2**10]))
 def test_a_part_is_read_as_numpy_slices_it(tmp_path_factory, part, staging, gap):
     shape, box, order, spread = part

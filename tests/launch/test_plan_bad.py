@@ -65,7 +65,7 @@ COMMANDS = [
     (("--fix", "zero_stage=true"), "--fix zero_stage = true: is not one of its values"),
     (("--fix", "zero_stage=9"), "use 0, 1, 2, 3"),
     (("--fix", "sequence_parallel=1"), "use true, false"),
-    (("--fix", "schedule=zz"), "use gpipe, interleaved"),
+    (("--fix", "schedule=zz"), "use breadth_first, gpipe, interleaved"),
     (("--fix", "micro_batch=" + "[" * 100_000), "must be a whole number"),
     (("--fix", "tp=3"), "tp=3 is a mesh of 3 ranks or a multiple, which 8 devices are not"),
     (("--fix",), "--fix: has no value"),

@@ -13,7 +13,7 @@ import pytest
 
 from parallel3d.config.settings import ProfileConfig
 from parallel3d.schedule.draw import spans_from_json
-from parallel3d.schedule.schedule import Action
+from parallel3d.schedule.schedule import Action, add_sharding
 from parallel3d.schedule.schedules import make_schedule
 from parallel3d.train import profiler
 from parallel3d.train.ending import DONE, STOPPED
@@ -57,7 +57,7 @@ def test_a_lane_for_each_rank_with_its_steps_and_actions(written):
     _, events = written
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert names == {0: "rank 0 (pp 0, dp 0, tp 0)", 1: "rank 1 (pp 1, dp 0, tp 0)"}
-    schedule = make_schedule("v_shape", 2, 3, 2)
+    schedule = add_sharding(make_schedule("v_shape", 2, 3, 2), "per_microbatch", True)
     for rank, program in enumerate(schedule.programs):
         spans = own(events, rank)
         actions = [str(action) for action in program]
@@ -150,7 +150,7 @@ def test_files_of_each_rank_and_of_the_last_step(written):
         merged = [e for e in events if e["pid"] == rank and e["name"] == "aten::mm"]
         assert len(products) == len(merged) > 0
     schedule, spans = spans_from_json(json.loads((directory / "spans.json").read_text()))
-    made = make_schedule("v_shape", 2, 3, 2)
+    made = add_sharding(make_schedule("v_shape", 2, 3, 2), "per_microbatch", True)
     assert schedule == made
     last = own(events, 1)[-len(made.programs[1]) :]
     for (_, start, end), span in zip(last, spans[1], strict=True):

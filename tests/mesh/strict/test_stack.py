@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from parallel3d.mesh.groups import BACKEND
-from parallel3d.schedule.schedules import names
+from parallel3d.schedule.schedules import names, splits_backward
 from parallel3d.verify.measure import errors_of
 from tests.cases import Case, Trainer
 from tests.mesh.strict.running import run_strictly
@@ -34,7 +34,15 @@ CASES = [
         changes={"zero_optimization.overlap_comm": True},
         **SMALL,
     ),
-]
+    Case(
+        mesh=(2, 2, 1), schedule="breadth_first", stages_per_rank=2, weights="per_pass", **SMALL
+    ),
+    Case(mesh=(2, 2, 1), schedule="zero_bubble", weights="per_step", **SMALL),
+    Case(
+        mesh=(2, 1, 2), schedule="zb_v", stages_per_rank=2, weights="per_microbatch",
+        **SMALL | {"microbatches": 4},
+    ),
+]  # fmt: skip
 
 
 def train_all_on_rank(rank, cases, references):
@@ -70,7 +78,11 @@ def test_every_schedule_and_stage_with_overlap_and_long_delays(zero_stage):
         replace(
             case,
             zero_stage=zero_stage,
-            reduction="per_step" if (number + zero_stage) % 2 else "per_microbatch",
+            reduction=(
+                "per_step"
+                if (number + zero_stage) % 2 or splits_backward(case.schedule)
+                else "per_microbatch"
+            ),
             changes={"zero_optimization.overlap_comm": True},
             **SMALL | {"steps": 3, "batch": 16, "microbatches": 4},
         )
