@@ -8,6 +8,7 @@ are taken away, and what they would have called at the end is called here, for t
 from collections.abc import Iterable
 from typing import Any
 
+from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 
@@ -44,6 +45,9 @@ def reduce_now(engine: Any, parameters: Iterable[nn.Parameter]) -> None:
     else:
         wanted = {id(parameter) for parameter in parameters}
         optimizer.setup_buckets()
+        if optimizer.overlap_comm and not get_accelerator().resolves_data_dependency():
+            # The stage before is being reduced out of the bucket that this one is copied into.
+            get_accelerator().current_stream().wait_stream(optimizer.reduction_stream)
         for group, members in enumerate(optimizer.bit16_groups):
             for parameter in members:
                 if id(parameter) in wanted:

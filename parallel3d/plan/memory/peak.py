@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from parallel3d.hardware import Hardware
+from parallel3d.model.spec import Recompute
 from parallel3d.plan.layers.placement import Part, in_flight, model_of, parts_of, stages_on
 from parallel3d.plan.memory.activations import Stage, stage
 from parallel3d.plan.memory.margin import margin
 from parallel3d.plan.memory.moments import Rank
 from parallel3d.plan.setting import Setting
+from parallel3d.schedule.schedules import splits_backward
 
 PARTS = (
     "weights",
@@ -117,13 +119,16 @@ def _parts(setting: Setting) -> tuple[Part, ...]:
 
 def _stage(setting: Setting, part: Part, on_cpu: bool) -> Stage:
     software, shape = setting.software, setting.shape
+    # From I to W the inputs of all linear layers are held, whatever was computed again for I.
+    kept = setting.recompute == "full" and splits_backward(setting.schedule)
+    recompute: Recompute = "none" if kept else setting.recompute
     return stage(
         part,
         shape.batch,
         shape.seq,
         setting.tp,
         setting.sequence_parallel,
-        setting.recompute,
+        recompute,
         setting.hidden_size,
         setting.bytes_per_element,
         software.gradient_bytes,

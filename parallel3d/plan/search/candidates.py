@@ -91,10 +91,7 @@ def _flows(request: Request, mesh: Mesh) -> Iterator[Flow]:
 
 
 def orders(request: Request, flow: Flow, state: "State | None" = None) -> tuple[Order, ...]:
-    """Every schedule that runs the flow, fewest stages first; with a `state`, if one is given.
-
-    A pipeline of one rank has one stage: more would be the same computes in the same order.
-    """
+    """Every schedule that runs the flow, fewest stages first; with a `state`, if one is given."""
     found = _all_orders(request, flow)
     return found if state is None else tuple(o for o in found if go_together(o, state))
 
@@ -107,6 +104,7 @@ def _all_orders(request: Request, flow: Flow) -> tuple[Order, ...]:
 def _orders(request: Request, flow: Flow) -> Iterator[Order]:
     pp, num_layers = flow.mesh.pp, len(request.base.layers)
     count = request.global_batch_size // flow.mesh.dp // flow.micro_batch
+    # A pipeline of one rank has one stage: more would be the same computes in the same order.
     for stages_per_rank in range(1, 1 + (1 if pp == 1 else min(num_layers // pp, MOST_STAGES))):
         # All layers, or all but embedding and head.
         lengths = {num % (pp * stages_per_rank) for num in (num_layers, num_layers - 2)}
@@ -114,6 +112,8 @@ def _orders(request: Request, flow: Flow) -> Iterator[Order]:
             continue
         for name in schedules.names():
             order = Order(stages_per_rank, name)
+            if flow.recompute == "full" and schedules.splits_backward(name):
+                continue  # what W needs is kept, whatever is computed again
             if _is_open(request, **order._asdict()) and runs(name, pp, count, stages_per_rank):
                 yield order
 

@@ -1,0 +1,40 @@
+"""Memory where backwards are split: what W needs is held from I on."""
+
+import pytest
+
+from models.gpt.spec import Config
+from parallel3d.model.spec import Shape
+from parallel3d.plan.memory.peak import per_rank
+from parallel3d.plan.search import candidates
+from parallel3d.plan.search.plans import request_of
+from parallel3d.plan.setting import Setting, layers_of
+from parallel3d.schedule.schedules import splits_backward
+from tests.plan.toy_cluster import config, machine
+
+pytestmark = pytest.mark.pure
+
+
+def test_full_recomputation_saves_nothing_where_weight_gradients_wait():
+    """What W needs of a linear layer is its input, and the gradient of what it gave."""
+    model = Config(
+        family="gpt", hidden_size=64, num_hidden_layers=6, num_attention_heads=4, vocab_size=256,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    base = Setting(
+        layers_of(model), 64, Shape(32, 64), 4, pp=2, schedule="zero_bubble", zero_stage=1
+    )
+    none, full = (per_rank(base.but(recompute=kind)) for kind in ("none", "full"))
+    assert [m.parts["activations"] for m in full] == [m.parts["activations"] for m in none]
+    whole = per_rank(base.but(schedule="one_f_one_b", recompute="full"))
+    assert full[0].parts["activations"] > 2 * whole[0].parts["activations"]
+
+
+def test_the_planner_does_not_propose_both():
+    request = request_of(config(), machine(), 4)
+    seen = {
+        (flow.recompute, splits_backward(order.schedule))
+        for mesh in candidates.meshes(request)
+        for flow in candidates.flows(request, mesh)
+        for order in candidates.orders(request, flow)
+    }
+    assert ("full", True) not in seen and {("none", True), ("full", False)} <= seen
