@@ -36,7 +36,7 @@ raw = {
             "vocab_size": common.VOCAB,
             "tie_word_embeddings": False,
         },
-        "data": {"sequence_length": common.SEQ, "tokenizer": "none"},
+        "data": {"sequence_length": common.SEQ, "tokenizer": "theirs"},
         "train": {"steps": 100},
     },
 }
