@@ -15,6 +15,7 @@ from parallel3d.scaling.ladder.expand import Run
 TRAIN = Path(parallel3d.__file__).parent.parent / "launch" / "train.py"
 LOGS = "logs"  # of a ladder's directory: what each run said
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+_NODES = Path("/dev")
 _THREADS = "OMP_NUM_THREADS"
 _SET_PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
 
@@ -48,8 +49,8 @@ def visible_devices() -> tuple[str, ...]:
     """The accelerators of this machine that runs share; none where they train on the CPU."""
     if VISIBLE in os.environ:
         return tuple(name for name in os.environ[VISIBLE].split(",") if name.strip())
-    found = [path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*")]
-    return tuple(sorted(found, key=int))
+    # Nodes are named by the host's numbers; CUDA numbers those of a container from 0.
+    return tuple(str(place) for place, _ in enumerate(_NODES.glob("nvidia[0-9]*")))
 
 
 def start(

@@ -181,6 +181,17 @@ def test_devices_are_dealt_out(place, monkeypatch):
         run(write(place / "other", mesh={"dp": 4}))
 
 
+def test_devices_are_numbered_as_cuda_does(tmp_path, monkeypatch):
+    """In a container that has the host's GPUs 3 and 10 alone, they are 0 and 1."""
+    for name in ("nvidia3", "nvidia10", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(process, "_NODES", tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert process.visible_devices() == ("0", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    assert process.visible_devices() == ("4", "7")
+
+
 def test_a_finished_run_is_the_same_on_another_mesh_and_not_with_another_rate(place):
     file = write(place)
     assert run(file)[0] == 0
