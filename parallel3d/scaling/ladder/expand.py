@@ -147,28 +147,30 @@ def _plain(
 def _cooled(
     ladder: LadderConfig, base: Mapping[str, Any], points: Sequence[_Point], seed: int
 ) -> list[Run]:
-    """A trunk of constant rate, and a fork for each budget.
+    """A trunk of constant rate, and a fork for each budget; no trunk where all are too short.
 
-    Batch, learning rate and warm-up are the same for all: what the laws say of the longest, and
-    the warm-up of the shortest.
+    Batch and learning rate are the same for all: what the laws say of the longest. The warm-up is
+    that of the shortest fork that the trunk has.
     """
-    longest, shortest = points[-1], points[0]
+    longest, lengths = points[-1], [point.tokens for point in points]
     same = longest.settings(ladder)
     size = _short(longest.counts.transformer)
     trunk = _seeded(f"trunk-{size}", seed, ladder)
     forks = [
         _run(
             ladder, base, point, seed, name=_seeded(point.name, seed, ladder), settings=same,
-            warmup_of=shortest.tokens, trunk=trunk,
+            beside=lengths, trunk=trunk,
         )
         for point in points
     ]  # fmt: skip
-    at = sorted({fork.steps_done for fork in forks})
+    at = sorted({fork.steps_done for fork in forks if fork.trunk})
+    if not at:
+        return forks
     tokens = at[-1] * forks[-1].batch_tokens
     return [
         _run(
-            ladder, base, longest, seed, name=trunk, settings=same, warmup_of=shortest.tokens,
-            at=at, kind="trunk", tokens=tokens,
+            ladder, base, longest, seed, name=trunk, settings=same, beside=lengths, at=at,
+            kind="trunk", tokens=tokens,
         ),
         *forks,
     ]  # fmt: skip
@@ -193,10 +195,13 @@ def _held_out(
 
 def _run(
     ladder: LadderConfig, base: Mapping[str, Any], point: _Point, seed: int, *, name: str,
-    settings: tuple[float, float] | None = None, warmup_of: float | None = None, trunk: str = "",
+    settings: tuple[float, float] | None = None, beside: Sequence[float] = (), trunk: str = "",
     at: Sequence[int] = (), kind: str = "fit", tokens: float | None = None,
 ) -> Run:  # fmt: skip
-    """The run of a point; `at` are the steps of a trunk that its forks begin from."""
+    """The run of a point; `at` are the steps of a trunk that its forks begin from.
+
+    `beside`: tokens of all runs of its size and seed where these are forks.
+    """
     rate, batch_tokens = settings or point.settings(ladder)
     raw = deepcopy(dict(base))
     block = raw["parallel3d"]
@@ -205,17 +210,22 @@ def _run(
         block["mesh"] = mesh
     devices, dp = ranks_of(block.get("mesh", {}), point.size.devices or ladder.devices)
     batch = max(1, round(batch_tokens / seq / dp)) * dp
-    steps = max(1, round((tokens or point.tokens) / (batch * seq)))
-    longest = ladder.schedule.warmup * min(warmup_of or point.tokens, point.tokens)
-    warmup = int(min(point.counts.with_head, longest) / (batch * seq))
+    of_a_step = batch * seq
+    steps = _steps(tokens or point.tokens, of_a_step)
+    with_trunk = [d for d in beside if _before_cooldown(ladder, _steps(d, of_a_step))]
+    shortest = min(with_trunk, default=point.tokens)
+    warmup = int(min(point.counts.with_head, ladder.schedule.warmup * shortest) / of_a_step)
     schedule: dict[str, Any] = {"type": "cosine", "min_ratio": ladder.schedule.min_ratio}
     done = 0
+    if ladder.is_forked:  # a rate that still rises cannot come down
+        warmup = min(warmup, _before_cooldown(ladder, _steps(shortest, of_a_step)))
     if at:
         schedule = {"type": "constant"}
     elif ladder.is_forked:
-        cooldown = min(steps, max(1, ceil(ladder.schedule.cooldown * steps)))
-        done = steps - cooldown if trunk else 0
-        schedule |= {"type": "wsd", "decay_steps": cooldown}
+        before = _before_cooldown(ladder, steps)
+        warmup = min(warmup, before)
+        done = before if trunk else 0
+        schedule |= {"type": "wsd", "decay_steps": steps - before}
     trunks = Path(ladder.directory) / TRUNKS
     if trunk and not done:
         trunk = ""  # too short for one
@@ -247,6 +257,14 @@ def _run(
     return Run(
         name, config, point.counts, trained, exact, devices, kind, trunk=trunk, steps_done=done
     )
+
+
+def _steps(tokens: float, of_a_step: int) -> int:
+    return max(1, round(tokens / of_a_step))
+
+
+def _before_cooldown(ladder: LadderConfig, steps: int) -> int:
+    return steps - max(1, ceil(ladder.schedule.cooldown * steps))
 
 
 def _seeded(name: str, seed: int, ladder: LadderConfig) -> str:

@@ -118,6 +118,40 @@ def test_one_trunk_serves_the_forks_of_all_budgets(tmp_path):
             assert rate(config, fork.steps - 1) == pytest.approx(0.1 * 0.01)
 
 
+def test_a_fork_too_short_for_a_trunk_is_a_run_of_its_own(tmp_path):
+    """One step of 64 tokens has none before its cool-down; 100 steps have 80."""
+    runs = runs_by_name(tmp_path, schedule={"type": "forks"}, budgets={"tokens": [64, 6400]})
+    for trunk in (run for run in runs.values() if run.kind == "trunk"):
+        assert trunk.config.checkpoint.at == (80,) and trunk.steps == 80
+        assert trunk.config.train.lr_schedule.warmup_steps == 10  # a tenth of its shortest fork's
+        (fork,) = [run for run in runs.values() if run.trunk == trunk.name]
+        assert fork.steps_done == 80
+    short = [run for run in runs.values() if run.kind == "fit" and not run.trunk]
+    assert [run.steps for run in short] == [1, 1]
+    for run in short:
+        assert run.config.checkpoint.resume == "auto" and run.own_share == 1
+    none = runs_by_name(tmp_path, schedule={"type": "forks"}, budgets={"tokens": [63, 64.5]})
+    assert not [run for run in none.values() if run.kind == "trunk" or run.trunk]
+    assert len(none) == 4
+
+
+def test_the_warm_up_of_forks_is_over_before_the_first_cool_down(tmp_path):
+    held = [{"size": {"model": {"hidden_size": 64, "num_hidden_layers": 1}}, "tokens": 64000}]
+    schedule = {"type": "forks", "cooldown": 0.95, "warmup": 0.5}
+    runs = runs_by_name(
+        tmp_path, schedule=schedule, budgets={"tokens": [640, 6400, 64000]}, held_out=held
+    )
+    forks = [run for run in runs.values() if run.trunk]
+    assert sorted({fork.steps_done for fork in forks}) == [5, 50]
+    for fork in forks:
+        trunk = runs[fork.trunk].config
+        assert trunk.train.lr_schedule.warmup_steps == 5
+        for step in range(fork.steps_done):
+            assert rate(fork.config, step) == rate(trunk, step)
+    held_out = next(run for run in runs.values() if run.kind == "held-out")
+    assert held_out.config.train.lr_schedule.warmup_steps == 50  # of 1,000, and 950 cool down
+
+
 def test_seeds_budgets_and_meshes_of_one_size(tmp_path):
     first = {
         "model": {"hidden_size": 16, "num_hidden_layers": 1},
