@@ -103,6 +103,17 @@ LADDERS = {
         "sizes.1.budgets = 7", "is none of budgets.tokens",
     ),
     "seeds twice": ({"seeds": [1, 1]}, "seeds = [1, 1]", "must be seeds that differ; write [0]"),
+    "a width that is no number": (
+        {"sizes": sized(hidden_size="a")}, 'sizes.1.model.hidden_size = "a"', "must be an integer",
+    ),
+    "a mesh of the base that is none": (
+        {"base": base(parallel3d__mesh=5)},
+        "base.parallel3d.mesh = 5", 'must be an object, or "plan"; write {...}, or leave it out',
+    ),
+    "parameters of the optimizer that are none": (
+        {"base": base(optimizer={"type": "AdamW", "params": None})},
+        "base.optimizer.params = null", "must be an object; write {...}, or leave it out",
+    ),
     "no base": ({"base": {"optimizer": {}}}, 'base: has no block "parallel3d"', "write both"),
 }  # fmt: skip
 
@@ -132,6 +143,17 @@ def test_a_ladder_that_cannot_be_is_refused(refused, tmp_path, name):
     changes, place, rule = LADDERS[name]
     said = refused("plan", "--ladder", write(tmp_path, **changes), "--json")
     assert place in said and rule in said, said
+
+
+@pytest.mark.parametrize("value", [None, "abc", [1]])
+@pytest.mark.parametrize(
+    "path",
+    ["optimizer", *(f"parallel3d.{name}" for name in ("train", "checkpoint", "run", "mesh"))],
+)
+def test_a_block_of_the_base_that_is_no_object_is_refused(refused, tmp_path, path, value):
+    changed = base(**{path.replace(".", "__"): value})
+    said = refused("plan", "--ladder", write(tmp_path, base=changed), "--json")
+    assert f"base.{path} = {json.dumps(value)}: must be an object" in said
 
 
 def test_run_refuses_the_same(refused, tmp_path):

@@ -12,12 +12,14 @@ def shared_model(base: Mapping[str, Any], source: Path) -> dict[str, Any]:
     """The settings of the model that all sizes share, its vocabulary a number.
 
     `source` is the ladder's file, for messages. Raises ConfigError where the base has no model or
-    no length of a sample, or says what is the ladder's to say.
+    no length of a sample, says what is the ladder's to say, or has another thing for a block that
+    the ladder writes into.
     """
     block = base.get("parallel3d")
     model = block.get("model") if isinstance(block, dict) else None
     if not isinstance(block, dict) or not isinstance(model, dict):
         raise ConfigError(f'{source}: base: has no block "parallel3d" with a "model"; write both')
+    _refuse_no_objects(base, block, source)
     _refuse_own_length(block, source)
     data = block.get("data")
     seq = data.get("sequence_length") if isinstance(data, dict) else None
@@ -28,10 +30,30 @@ def shared_model(base: Mapping[str, Any], source: Path) -> dict[str, Any]:
     return {**model, "vocab_size": _vocabulary(block, model, source)}
 
 
+def _refuse_no_objects(base: Mapping[str, Any], block: Mapping[str, Any], source: Path) -> None:
+    found = [
+        (f"base.parallel3d.{key}", block[key])
+        for key in ("train", "checkpoint", "run", "mesh")
+        if key in block and not (key == "mesh" and block[key] == "plan")
+    ]
+    if "optimizer" in base:
+        optimizer = base["optimizer"]
+        found.append(("base.optimizer", optimizer))
+        if isinstance(optimizer, dict) and "params" in optimizer:
+            found.append(("base.optimizer.params", optimizer["params"]))
+    problems = []
+    for path, value in found:
+        if not isinstance(value, dict):
+            rule = "must be an object" + (', or "plan"' if path.endswith(".mesh") else "")
+            problems.append(Problem(path, value, rule, "write {...}, or leave it out"))
+    if problems:
+        raise Problems(problems, str(source))
+
+
 def _refuse_own_length(block: Mapping[str, Any], source: Path) -> None:
     train = block.get("train", {})
     for key in ("steps", "max_tokens", "epochs", "lr_schedule", "stop_after"):
-        if isinstance(train, dict) and key in train:
+        if key in train:
             rule, remedy = "is the ladder's to say", "remove it; see budgets and schedule"
             path = f"base.parallel3d.train.{key}"
             raise Problems([Problem(path, train[key], rule, remedy)], str(source))

@@ -99,8 +99,11 @@ def _nearest(ladder: LadderConfig, target: float, shared: dict[str, Any], path: 
 
 
 def _inner(ladder: LadderConfig, width: Any) -> dict[str, Any]:
+    """The inner width where the ladder gives its ratio; none of a width that is no whole number."""
     ratio = ladder.mlp_ratio
-    return {} if ratio is None else {"intermediate_size": max(1, round(ratio * width))}
+    if ratio is None or isinstance(width, bool) or not isinstance(width, int):
+        return {}
+    return {"intermediate_size": max(1, round(ratio * width))}
 
 
 def _checked(raw: dict[str, Any], path: str) -> Any:
