@@ -15,7 +15,7 @@ from parallel3d.scaling.ladder.expand import Run
 from parallel3d.scaling.ladder.plan import Ladder
 from parallel3d.scaling.ladder.process import LOGS, Process, start, visible_devices
 from parallel3d.scaling.ladder.progress import Display
-from parallel3d.scaling.ladder.state import checkpoints, state_of
+from parallel3d.scaling.ladder.state import checkpoints, resume_of, state_of
 
 STOPPED = 3  # exit code of a run that was stopped on request
 _NAP = 0.2  # seconds between two looks at the processes
@@ -107,11 +107,10 @@ class Runner:
         ranks = self._parallel * run.devices  # the same whatever runs beside: so are the bits
         count = run.devices if self._has_devices else 0
         mine, self._devices = self._devices[:count], self._devices[count:]
-        resume = "auto" if checkpoints(run) else str(run.config.checkpoint.resume)
         ladder = self._ladder
         self._running.append(
             start(
-                run, ladder.config_file(run), resume=resume, devices=mine,
+                run, ladder.config_file(run), resume=resume_of(run), devices=mine,
                 log=ladder.directory / LOGS / f"{run.name}.log",
                 threads=max(1, (os.cpu_count() or 1) // ranks),
             )

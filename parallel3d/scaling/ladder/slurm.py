@@ -7,6 +7,7 @@ from shlex import quote
 from parallel3d.scaling.ladder.expand import Run
 from parallel3d.scaling.ladder.plan import Ladder
 from parallel3d.scaling.ladder.process import LOGS, TRAIN
+from parallel3d.scaling.ladder.state import FRESH
 
 SUBMIT = "submit.sh"
 _JOB = """\
@@ -21,13 +22,18 @@ _JOB = """\
 #SBATCH --signal=TERM@120
 # A run that is stopped saves its state and goes on when it is submitted again.
 CONFIGS=({configs})
+FOLDERS=({folders})
 RESUME=({resume})
 CONFIG=${{CONFIGS[$SLURM_ARRAY_TASK_ID]}}
 FROM=${{RESUME[$SLURM_ARRAY_TASK_ID]}}
 {before}export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n1)
 export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
-FOLDER=$(dirname "$(dirname "$CONFIG")")/$(basename "$CONFIG" .json)
-if compgen -G "$FOLDER/checkpoints/step-*/manifest.json" > /dev/null; then FROM=auto; fi
+# Its newest checkpoint; by number where it began from another run's: "auto" may start it afresh.
+OWN=$(compgen -G "${{FOLDERS[$SLURM_ARRAY_TASK_ID]}}/checkpoints/step-*/manifest.json" |
+  sed -nE 's#.*/step-([0-9]+)/manifest.json$#\\1#p' | sort -n | tail -n1)
+if [ -n "$OWN" ]; then
+  case "$FROM" in {fresh}) FROM=auto ;; *) FROM=$OWN ;; esac
+fi
 srun python {train} --config "$CONFIG" --parallel3d.checkpoint.resume "$FROM"
 """
 _FORECAST = """\
@@ -88,6 +94,7 @@ def _script(ladder: Ladder, kind: str, ranks: int, runs: Sequence[Run]) -> str:
     return _JOB.format(
         name=f"{directory.name}-{kind}", last=len(runs) - 1, ranks=ranks, before=before,
         logs=directory / LOGS, train=quote(str(TRAIN)),
+        fresh="|".join(FRESH), folders=_words(run.folder.absolute() for run in runs),
         configs=_words(ladder.config_file(run).absolute() for run in runs),
         resume=_words(run.config.checkpoint.resume for run in runs),
     )  # fmt: skip

@@ -13,6 +13,7 @@ from parallel3d.scaling.runs import CONFIG, METRICS, NoEnd, config_of, last_line
 
 # What training fills in besides the mesh: the tokens that a tokenizer came out with.
 _APART = (*PLACED, "parallel3d.data.vocab_size")
+FRESH = ("auto", "none")  # checkpoint.resume of runs that begin at step 0
 CORPUS = "corpus.json"  # of a ladder's directory: what was counted as its corpus was prepared
 
 
@@ -52,18 +53,31 @@ def state_of(run: Run) -> State:
     if step < run.steps:
         return State("unfinished", step)
     if run.kind == "trunk":  # its loss at a constant rate is nobody's
-        saved = {path.parent.name for path in checkpoints(run)}
-        needed = {f"step-{at}" for at in run.config.checkpoint.at}
-        return State("finished" if needed <= saved else "unfinished", step)
+        needed = set(run.config.checkpoint.at)
+        return State("finished" if needed <= set(checkpoints(run)) else "unfinished", step)
     if "held_out_loss" not in last:
         return State("unfinished", step)
     found = (last.get("validation") or {}).get("held_out") or {}
     return State("finished", step, last.get("held_out_loss"), found.get("standard_error"))
 
 
-def checkpoints(run: Run) -> list[Path]:
-    """The whole checkpoints of a run."""
-    return sorted((run.folder / "checkpoints").glob("step-*/manifest.json"))
+def checkpoints(run: Run) -> list[int]:
+    """Steps of the run's own checkpoints that were written to their ends, rising."""
+    found = (run.folder / "checkpoints").glob("step-*/manifest.json")
+    steps = (path.parent.name.removeprefix("step-") for path in found)
+    return sorted(int(step) for step in steps if step.isdecimal())  # others were set aside
+
+
+def resume_of(run: Run) -> str:
+    """What checkpoint.resume is when the run is started now.
+
+    A run that begins from another's checkpoint goes on with its own newest by number, and is
+    refused by name where that is damaged: "auto" would start it afresh, from step 0.
+    """
+    first, own = str(run.config.checkpoint.resume), checkpoints(run)
+    if not own:
+        return first
+    return "auto" if first in FRESH else str(own[-1])
 
 
 def _changes(was: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

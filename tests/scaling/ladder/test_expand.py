@@ -1,15 +1,11 @@
 """From a ladder file to complete configs: sizes, budgets, settings, schedules."""
 
 import json
-import os
-import subprocess
-from pathlib import Path
 
 import pytest
 
 from parallel3d.config import RunConfig
 from parallel3d.config.learning_rate import rate
-from parallel3d.scaling.ladder import slurm
 from parallel3d.scaling.ladder.plan import ladder_of
 from parallel3d.scaling.ladder.show import to_json
 from tests.scaling.ladder.cases import runs_by_name, write
@@ -198,38 +194,3 @@ def test_the_configs_are_what_training_reads(tmp_path):
         read = RunConfig.from_json(str(ladder.config_file(rung.run)))
         assert read.to_dict() == rung.run.config.to_dict()
         assert read.resolve(1).num_steps == rung.run.steps
-
-
-def test_slurm_arrays_name_every_run_once_and_follow_each_other(tmp_path):
-    held = [{"size": {"model": {"hidden_size": 64, "num_hidden_layers": 1}}, "tokens": 64000}]
-    sizes = [
-        {"model": {"hidden_size": 16, "num_hidden_layers": 1}},
-        {"model": {"hidden_size": 32, "num_hidden_layers": 1}, "mesh": {"dp": 2}},
-    ]
-    file = write(tmp_path, sizes=sizes, held_out=held, schedule={"type": "forks"})
-    ladder = ladder_of(str(file))
-    *files, submit = slurm.write(ladder)
-    names = ["trunk-1", "trunk-2", "fit-1", "fit-2", "held-out-1"]
-    assert [path.stem for path in files] == names
-    texts = {path.stem: path.read_text() for path in files}
-    for rung in ladder.rungs:
-        config = str(ladder.config_file(rung.run))
-        (only,) = [stem for stem, text in texts.items() if config in text]
-        assert only == f"{rung.run.kind}-{rung.run.devices}"
-        assert f"#SBATCH --ntasks={rung.run.devices}\n" in texts[only]
-    assert "#SBATCH --array=0-1\n" in texts["fit-1"]
-    assert "step-" in texts["fit-1"] and "--register" in texts["held-out-1"]
-    for path in (*files, submit):
-        assert subprocess.run(["bash", "-n", path], check=False).returncode == 0
-    # With a stand-in for sbatch: what is submitted, and after what.
-    calls = tmp_path / "calls"
-    script = f'#!/bin/bash\necho "$@" >> {calls}\nwc -l < {calls}\n'
-    (tmp_path / "sbatch").write_text(script)
-    (tmp_path / "sbatch").chmod(0o755)
-    env = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
-    subprocess.run([submit], env=env, check=True)
-    made = [line.split() for line in calls.read_text().splitlines()]
-    assert [Path(call[-1]).stem for call in made] == names
-    after = [next((w for w in call if w.startswith("--dep")), "") for call in made]
-    one, two = "--dependency=afterok:1:2", "--dependency=afterok:3:4"
-    assert after == ["", "", one, one, two]

@@ -120,12 +120,22 @@ def test_forks_wait_for_their_trunk_and_begin_at_its_checkpoints(place):
             first = rung.run.folder / f"checkpoints/step-{rung.run.config.checkpoint.at[0]}"
             shutil.rmtree(first)  # a save that a kill has prevented
             assert state_of(rung.run).name == "unfinished"
-    # A fork whose own checkpoints are there goes on with these.
+    # A fork whose own checkpoints are there goes on with the newest of these, and with no other:
+    # "auto" would pass over a damaged one, and begin at step 0, without its trunk.
     fork = next(r.run for r in ladder_of(str(file)).rungs if r.run.trunk)
     text = (fork.folder / "metrics.jsonl").read_text().splitlines()[0]
-    (fork.folder / "metrics.jsonl").write_text(f"{text}\n")
-    assert run(file)[0] == 0
-    assert started(place)[-1][:2] == [fork.name, "auto"]
+    own = fork.folder / "checkpoints"
+    for name in ("step-9", f"step-{fork.steps}.rejected"):
+        (own / name).mkdir()
+        (own / name / "manifest.json").touch()
+    trunk = str(fork.config.checkpoint.resume)
+    for resume, gone in ((f"{fork.steps}", "step-*"), (trunk, "")):
+        (fork.folder / "metrics.jsonl").write_text(f"{text}\n")
+        assert run(file)[0] == 0
+        assert started(place)[-1][:2] == [fork.name, resume]
+        for path in own.glob(gone) if gone else ():
+            if not path.name.endswith(".rejected"):
+                shutil.rmtree(path)
 
 
 def test_a_failed_trunk_fails_its_forks(place):
