@@ -40,10 +40,15 @@ _FORECAST = """\
 FORECASTS=({forecasts})
 PARAMS=({params})
 TOKENS=({tokens})
+HELD_OUT=({held_out})
 FORECAST=${{FORECASTS[$SLURM_ARRAY_TASK_ID]}}
 if [ ! -e "$FORECAST" ]; then
-  python {scale} fit {directory} --out {directory} --no-report || exit 2
-  python {scale} predict --fit {directory}/fit.json --params ${{PARAMS[$SLURM_ARRAY_TASK_ID]}} \\
+  # No held-out run is fitted: each has its forecast before it trains. Tasks run at once.
+  OTHERS=()
+  for OTHER in "${{HELD_OUT[@]}}"; do if [ -e "$OTHER" ]; then OTHERS+=("$OTHER"); fi; done
+  FIT=${{FORECAST%.json}}-fit
+  python {scale} fit {directory} --out "$FIT" --no-report "${{OTHERS[@]/#/--forecasts=}}" || exit 2
+  python {scale} predict --fit "$FIT/fit.json" --params ${{PARAMS[$SLURM_ARRAY_TASK_ID]}} \\
     --tokens ${{TOKENS[$SLURM_ARRAY_TASK_ID]}} --register "$FORECAST" || exit 2
 fi
 """
@@ -87,6 +92,10 @@ def _script(ladder: Ladder, kind: str, ranks: int, runs: Sequence[Run]) -> str:
     if kind == "held-out":
         before = _FORECAST.format(
             forecasts=_words(ladder.forecast_file(run).absolute() for run in runs),
+            held_out=_words(
+                ladder.forecast_file(rung.run).absolute()
+                for rung in ladder.rungs if rung.run.kind == "held-out"
+            ),
             params=_words(run.counts.with_head for run in runs),
             tokens=_words(run.tokens for run in runs),
             scale=quote(str(TRAIN.with_name("scale.py"))), directory=quote(str(directory)),

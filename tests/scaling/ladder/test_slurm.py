@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from parallel3d.scaling.ladder import slurm
+from parallel3d.scaling.ladder import process, slurm
 from parallel3d.scaling.ladder.plan import ladder_of
 from tests.scaling.ladder.cases import write
 
@@ -84,3 +84,30 @@ def test_a_job_goes_on_as_its_run_does(tmp_path):
             (call,) = calls_of(tmp_path, script, task)
             assert call[call.index("--config") + 1] == str(ladder.config_file(run))
             assert call[-1] == ("20" if run.trunk else "auto")
+
+
+def test_a_forecast_leaves_the_other_held_out_runs_out(tmp_path):
+    held = [
+        {"size": {"model": {"hidden_size": 64, "num_hidden_layers": n}}, "tokens": 64000}
+        for n in (1, 2, 3)
+    ]
+    ladder = ladder_of(str(write(tmp_path, held_out=held)))
+    slurm.write(ladder)
+    script = ladder.directory / "held-out-1.sbatch"
+    runs = [rung.run for rung in ladder.rungs if rung.run.kind == "held-out"]
+    own, *others = [ladder.forecast_file(run) for run in runs]
+    outs = set()
+    for task in range(3):
+        fit, predict, _ = calls_of(tmp_path, script, task)
+        assert fit[:3] == [str(process.TRAIN.with_name("scale.py")), "fit", str(ladder.directory)]
+        assert not [word for word in fit if word.startswith("--forecasts")]  # there are none
+        folder = fit[fit.index("--out") + 1]
+        assert predict[predict.index("--fit") + 1] == f"{folder}/fit.json"
+        outs.add(folder)
+    assert len(outs) == 3  # they may run at once
+    for file in others:
+        file.touch()
+    fit, predict, _ = calls_of(tmp_path, script, 0)
+    assert fit[-2:] == [f"--forecasts={file}" for file in others]
+    assert predict[predict.index("--register") + 1] == str(own)
+    assert len(calls_of(tmp_path, script, 1)) == 1  # its forecast is there: it trains
