@@ -87,16 +87,14 @@ def weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
-            shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-            names = sorted(name for name in shards if Path(name).name == name)
-            if len(names) < len(shards):
-                raise ValueError("it names a file of another folder")
-        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ConfigError(f"{index}: is no index ({error}); download it again") from None
-        for name in names:
-            if not (folder / name).is_file():
-                raise ConfigError(f"{folder / name}: is missing, and in the index; download it")
-        return [folder / name for name in names]
+            shards = _shards(index)
+        except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+            why = "it is nested too deeply" if isinstance(error, RecursionError) else error
+            raise ConfigError(f"{index}: is no index ({why}); download it again") from None
+        for path, is_there in shards.items():
+            if not is_there:
+                raise ConfigError(f"{path}: is missing, and in the index; download it")
+        return list(shards)
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
     if pickled := sorted([*folder.glob("*.bin"), *folder.glob("*.pt*"), *folder.glob("*.ckpt")]):
@@ -106,6 +104,23 @@ def weight_files(folder: Path) -> list[Path]:
             f"CausalLM as M; M.from_pretrained('{folder}').save_pretrained('{folder}-safe')\""
         )
     raise ConfigError(f"{folder}: has no model.safetensors, and no index of shards; download it")
+
+
+def _shards(index: Path) -> dict[Path, bool]:
+    """The files that an index names, in order, and whether they are there; raises what it meets."""
+    found = {}
+    for name in sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())):
+        if Path(name).name != name or name in ("", ".."):
+            raise ValueError("it names a file of another folder")
+        shown = repr(name if len(name) <= 60 else f"{name[:60]}...")
+        if not name.isprintable():
+            raise ValueError(f"it names {shown}, which holds what cannot be typed")
+        path = index.with_name(name)
+        try:
+            found[path] = path.is_file()
+        except OSError as error:
+            raise ValueError(f"it names {shown}: {error.strerror}") from None
+    return found
 
 
 def digest_of(folder: Path) -> str:
@@ -128,16 +143,22 @@ def digest_of(folder: Path) -> str:
 
 def _found(name: str) -> tuple[Path, dict[str, Any]]:
     """A folder of this machine, or what the hub has under a name; and what is recorded of it."""
-    path = Path(name).expanduser()
-    if path.is_dir():
+    known = "name one that holds config.json, or a model on the hub"
+    try:
+        path = Path(name).expanduser()
+        is_folder, is_there = path.is_dir(), path.exists()
+    # Too long a name, a folder that may not be searched, the home of nobody.
+    except (OSError, RuntimeError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else str(error).rstrip(".")
+        raise Problems([Problem(_PATH, name, f"cannot be looked up ({why})", known)]) from None
+    if is_folder:
         folder = path.resolve()
         return folder, {"folder": str(folder), "weights": digest_of(folder)}
-    if path.exists():
+    if is_there:
         rule, remedy = "is a file", f"name its folder, {str(path.parent)!r}"
         raise Problems([Problem(_PATH, name, rule, remedy)])
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-        rule, remedy = "is no folder", "name one that holds config.json, or a model on the hub"
-        raise Problems([Problem(_PATH, name, rule, remedy)])
+        raise Problems([Problem(_PATH, name, "is no folder", known)])
     owner, _, revision = name.partition("@")
     folder = downloaded(owner, revision or None, SETTINGS)
     return folder, {"folder": owner, "revision": folder.name}
@@ -149,7 +170,7 @@ def downloaded(name: str, revision: str | None, patterns: tuple[str, ...]) -> Pa
     Its name is the revision's. Raises ConfigError at once where the hub cannot be asked.
     """
     why = why_unreachable()
-    if why and not (_hub_cache() / f"models--{name.replace('/', '--')}").is_dir():
+    if why and not os.path.isdir(_hub_cache() / f"models--{name.replace('/', '--')}"):
         rule = f"is no folder here, and the hub cannot be asked: {why}"
         raise Problems([Problem(_PATH, name, rule, _DOWNLOAD)])
     # After the question: to import it takes a second.

@@ -1,0 +1,55 @@
+"""model.from_pretrained: damaged names, config.json, indexes and shards, each refused by name."""
+
+import json
+
+import pytest
+
+from tests.config.test_pretrained import LLAMA, published, refused
+
+pytestmark = pytest.mark.pure
+
+LONG = "x" * 5000  # no file system takes such a name
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (LONG, "cannot be looked up (File name too long)"),
+        ("~no such user/x", "cannot be looked up (Could not determine home directory)"),
+        ("~\0/x", "cannot be looked up (embedded null byte)"),
+        ("/x\0y", "is no folder"),
+    ],
+    ids=["long", "user", "null", "null in a path"],
+)
+def test_a_name_that_no_folder_can_have(name, said):
+    (line,) = refused(name).splitlines()[1:]
+    assert line.startswith('  parallel3d.model.from_pretrained = "') and len(line) < 300
+    assert f"{said}; name one that holds config.json, or a model on the hub" in line
+
+
+def test_a_name_that_the_cache_of_the_hub_cannot_have(tmp_path, monkeypatch):
+    """Of 250 characters a folder can be; not so with what the cache puts before it."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    said = refused("y" * 250)
+    assert "is no folder here, and the hub cannot be asked" in said
+
+
+@pytest.mark.parametrize(
+    ("index", "said"),
+    [
+        ({"weight_map": {"a": LONG}}, f"it names '{'x' * 60}...': File name too long"),
+        ({"weight_map": {"a": "a\0.safetensors"}}, "'a\\x00.safetensors'"),
+        ({"weight_map": {"a": ""}}, "it names a file of another folder"),
+        ({"weight_map": {"a": ".."}}, "it names a file of another folder"),
+        ("[" * 100_000, "it is nested too deeply"),
+    ],
+    ids=["long", "null", "empty", "above", "nested"],
+)
+def test_an_index_of_names_that_no_shard_can_have(index, said, tmp_path):
+    folder = published(tmp_path / "model", LLAMA, ())
+    path = folder / "model.safetensors.index.json"
+    path.write_text(index if isinstance(index, str) else json.dumps(index))
+    found = refused(folder)
+    assert found.startswith(f"{path}: is no index (") and said in found and len(found) < 400
+    assert found.endswith("; download it again")
