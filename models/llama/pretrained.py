@@ -64,13 +64,19 @@ def _longest(fields: Fields) -> Any:
     window = fields.take("sliding_window", 4096 if unsaid else None)
     types = fields.take("layer_types", [])
     used = fields.take("use_sliding_window", fields.model_type == "mistral")
-    if isinstance(types, list) and any(kind != "full_attention" for kind in types):
+    if not isinstance(types, list):
+        fields.refuse("layer_types", "is no list", "use one of a kind for each layer")
+    elif any(kind != "full_attention" for kind in types):
         used = True
-        if set(types) - {"full_attention", "sliding_attention"} or window is None:
+        known = all(kind in ("full_attention", "sliding_attention") for kind in types)
+        if not known or window is None:
             fields.refuse("layer_types", "has layers that do not attend to all that is before")
     if window is None or (not used and fields.model_type in ("qwen2", "qwen3")):
         return longest
-    if not (_is_count(window) and _is_count(longest)):
+    if not _is_count(window):
+        fields.refuse("sliding_window", "is no number of tokens", "download the file again")
+        return longest
+    if not _is_count(longest):
         return longest
     if fields.length is not None and fields.length > window:
         rule = f"hides the beginning of samples of data.sequence_length={fields.length} tokens"

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.config.test_pretrained import LLAMA, published, refused
+from tests.config.test_pretrained import LLAMA, MISTRAL, published, refused
 
 pytestmark = pytest.mark.pure
 
@@ -53,3 +53,18 @@ def test_an_index_of_names_that_no_shard_can_have(index, said, tmp_path):
     found = refused(folder)
     assert found.startswith(f"{path}: is no index (") and said in found and len(found) < 400
     assert found.endswith("; download it again")
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (LLAMA | {"layer_types": [["x"]]}, 'layer_types = [["x"]]: has layers that do not attend'),
+        (MISTRAL | {"layer_types": [{}]}, "layer_types = [{}]: has layers that do not attend"),
+        (LLAMA | {"layer_types": "full_attention"}, 'layer_types = "full_attention": is no list'),
+        (MISTRAL | {"sliding_window": "a"}, 'sliding_window = "a": is no number of tokens'),
+    ],
+    ids=["list", "block", "text", "window"],
+)
+def test_fields_of_other_kinds(config, said, tmp_path):
+    folder = published(tmp_path / "model", config)
+    assert f"{folder / 'config.json'}: {said}" in refused(folder)
