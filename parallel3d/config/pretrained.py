@@ -8,6 +8,7 @@ weights they began from, and read nothing of the folder again.
 import json
 import os
 from collections.abc import Iterator, Mapping
+from errno import ENAMETOOLONG
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ KEY = "from_pretrained"
 _PATH = f"parallel3d.model.{KEY}"
 _DOWNLOAD = "download it where there is a network, and give that folder"
 _MOST_BYTES = 2**24  # of a config.json
+_MOST_HEADER = 10**8  # the limit of the safetensors library, in bytes
 _SAMPLE = 2**16  # bytes of a file of weights that its digest reads, at each end
 # What a config needs of a model on the hub; its weights are fetched when they are loaded.
 SETTINGS = (
@@ -84,11 +86,18 @@ def weight_files(folder: Path) -> list[Path]:
 
     Raises ConfigError where there is none, or not every one, and for weights that are pickled.
     """
+    try:
+        return _weight_files(folder)
+    except OSError as error:
+        raise _unreadable(Path(error.filename or folder), error) from None
+
+
+def _weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
             shards = _shards(index)
-        except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             why = "it is nested too deeply" if isinstance(error, RecursionError) else error
             raise ConfigError(f"{index}: is no index ({why}); download it again") from None
         for path, is_there in shards.items():
@@ -119,6 +128,8 @@ def _shards(index: Path) -> dict[Path, bool]:
         try:
             found[path] = path.is_file()
         except OSError as error:
+            if error.errno != ENAMETOOLONG:
+                raise
             raise ValueError(f"it names {shown}: {error.strerror}") from None
     return found
 
@@ -130,15 +141,35 @@ def digest_of(folder: Path) -> str:
     """
     digest = blake2b(digest_size=16)
     for path in weight_files(folder):
-        with open(path, "rb") as file:
-            start = file.read(8)
-            header = int.from_bytes(start, "little")
-            size = path.stat().st_size
-            digest.update(f"{path.name}\0{size}\0".encode() + start)
-            digest.update(file.read(min(header, size) + _SAMPLE))
-            file.seek(max(0, size - _SAMPLE))
-            digest.update(file.read(_SAMPLE))
+        try:
+            with open(path, "rb") as file:
+                start = file.read(8)
+                header = int.from_bytes(start, "little")
+                size = path.stat().st_size
+                _check_header(path, header, size)
+                digest.update(f"{path.name}\0{size}\0".encode() + start)
+                digest.update(file.read(header + _SAMPLE))
+                file.seek(max(0, size - _SAMPLE))
+                digest.update(file.read(_SAMPLE))
+        except OSError as error:
+            raise _unreadable(path, error) from None
     return digest.hexdigest()
+
+
+def _check_header(path: Path, header: int, size: int) -> None:
+    """Raise ConfigError for a header longer than its file of `size` bytes, or than the format's."""
+    if size < 8:
+        why = f"it has {size} bytes, and 8 come before its header"
+    elif header > min(size - 8, _MOST_HEADER):
+        why = f"its header claims {header:,} of the {size:,} bytes"
+    else:
+        return
+    raise ConfigError(f"{path}: is no sound file of safetensors ({why}); download it again")
+
+
+def _unreadable(path: Path, error: OSError) -> ConfigError:
+    why = error.strerror or error
+    return ConfigError(f"{path}: cannot be read: {why}; make it readable, or download it again")
 
 
 def _found(name: str) -> tuple[Path, dict[str, Any]]:

@@ -1,6 +1,8 @@
 """model.from_pretrained: damaged names, config.json, indexes and shards, each refused by name."""
 
+import errno
 import json
+import os
 
 import pytest
 
@@ -68,3 +70,50 @@ def test_an_index_of_names_that_no_shard_can_have(index, said, tmp_path):
 def test_fields_of_other_kinds(config, said, tmp_path):
     folder = published(tmp_path / "model", config)
     assert f"{folder / 'config.json'}: {said}" in refused(folder)
+
+
+@pytest.mark.parametrize(
+    ("start", "size", "said"),
+    [
+        (b"abc", 3, "it has 3 bytes"),
+        (b"version https://git-lfs", 130, "its header claims 2,336,927,755,350,992,246 of the 130"),
+        (int.to_bytes(123, 8, "little"), 130, "its header claims 123 of the 130 bytes"),
+        (int.to_bytes(10**8 + 1, 8, "little"), 10**9, "its header claims 100,000,001 of the 1,000"),
+    ],
+    ids=["short", "pointer", "cut", "beyond the format"],
+)
+def test_a_shard_whose_header_is_no_header(start, size, said, tmp_path):
+    path = published(tmp_path / "model", LLAMA) / "model.safetensors"
+    with open(path, "wb") as file:  # of which the disk holds what is not zero
+        file.write(start)
+        file.truncate(size)
+    found = refused(path.parent)
+    assert found.startswith(f"{path}: is no sound file of safetensors ({said}")
+    assert found.endswith("; download it again")
+
+
+def test_a_shard_that_cannot_be_read(tmp_path):
+    """Memory is a file that opens, and whose first bytes no process has."""
+    path = published(tmp_path / "model", LLAMA, ()) / "model.safetensors"
+    path.symlink_to("/proc/self/mem")
+    assert refused(path.parent) == (
+        f"{path}: cannot be read: Input/output error; make it readable, or download it again"
+    )
+
+
+def test_a_folder_that_may_not_be_searched(tmp_path, monkeypatch):
+    """Root may search every folder, so the system's answer is put in."""
+    folder = published(tmp_path / "model", LLAMA)
+    looked_up = os.stat
+
+    def stat(path, **options):
+        if str(path).startswith(f"{folder}/"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return looked_up(path, **options)
+
+    monkeypatch.setattr(os, "stat", stat)
+    said = refused(folder)
+    assert said.startswith(f"{folder}/model.safetensors")
+    assert said.endswith(
+        ": cannot be read: Permission denied; make it readable, or download it again"
+    )
