@@ -148,7 +148,9 @@ def main() -> int:
                 print(f"{name}: {found['failed']}", file=sys.stderr)
                 return 1
             runs[name].append(found)
-            print(f"round {number + 1}: {name}: {median(found['walls']):.2f} s", file=sys.stderr)
+            one = row(name, [found])
+            took = f"{one['step_seconds']:.2f} s, {one['cpu_seconds']:.2f} s of CPU"
+            print(f"round {number + 1}: {name}: {took}", file=sys.stderr, flush=True)
     rows = [row(name, found) for name, found in runs.items()]
     print(json.dumps({"mesh": args.mesh, "rows": rows}) if args.json else table(rows))
     worst = max(abs(r["loss"] / rows[0]["loss"] - 1) for r in rows)
