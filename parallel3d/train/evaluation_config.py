@@ -6,6 +6,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import models
 from parallel3d import reader
 from parallel3d.checkpoint.manifest import STATE, read_state
 from parallel3d.checkpoint.report import find_checkpoints
@@ -15,6 +16,13 @@ from parallel3d.errors import CheckpointError, ConfigError
 from parallel3d.mesh.launch import Launch
 
 ALL = 10**12  # more samples than there are
+# Sizes that a block may leave out, and the property of the model that says what they are then.
+_RESOLVED = {
+    "num_key_value_heads": "kv_heads",
+    "head_dim": "head_size",
+    "intermediate_size": "inner_size",
+}
+_TANH = {"gelu_new", "gelu_fast"}  # names of one function
 
 
 def checkpoint_in(path: Path) -> Path:
@@ -62,7 +70,8 @@ def evaluation_config(
     trained = RunConfig.from_dict(theirs, str(checkpoint / STATE))
     for name, there, here in _differing(trained.model, config.model):
         raise ConfigError(
-            f"parallel3d.model.{name} = {here}: {checkpoint} was trained with {there}; "
+            f"parallel3d.model.{name} = {json.dumps(here)}: {checkpoint} was trained with "
+            f"{json.dumps(there)}; "
             "give the model as it was trained, or leave --config out"
         )
     return config
@@ -103,12 +112,33 @@ def _place(raw: dict[str, Any], world_size: int, asked: set[str], is_theirs: boo
 
 
 def _differing(trained: Any, ours: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Each setting of the model that would change its numbers: name, theirs, ours."""
+    """Each setting of the model that would change its numbers: name, theirs, ours, as in JSON."""
     if trained.family != ours.family:
         yield "family", trained.family, ours.family
         return
-    for name in type(trained).model_fields:
-        there, here = getattr(trained, name), getattr(ours, name)
-        # The corpus may have yet to say how large the vocabulary is.
-        if there != here and not name.endswith("_pdrop") and here != "auto":
-            yield name, there, here
+    theirs, mine = (model.model_dump(mode="json") for model in (trained, ours))
+    for name, here in mine.items():
+        if not _computes_the_same(name, trained, ours):
+            yield name, theirs[name], here
+
+
+def _computes_the_same(name: str, trained: Any, ours: Any) -> bool:
+    """Whether a setting of two models of a family changes nothing of what a checkpoint computes."""
+    # Where weights begin and what is dropped is training's.
+    if name in ("from_pretrained", "initializer_range") or name.endswith("_pdrop"):
+        return True
+    there, here = getattr(trained, name), getattr(ours, name)
+    # The corpus may have yet to say how large the vocabulary is.
+    if there == here or here == "auto":
+        return True
+    if name in _RESOLVED:
+        resolved = _RESOLVED[name]
+        return bool(getattr(trained, resolved, there) == getattr(ours, resolved, here))
+    if name == "activation":
+        return bool({there, here} <= _TANH)
+    if name == "max_position_embeddings":
+        # A limit to the samples; only a table of positions has parameters for each.
+        sizes = ({name: length, "vocab_size": 1} for length in (there, here))
+        counts = {models.num_params(trained.model_copy(update=size)) for size in sizes}
+        return len(counts) == 1
+    return False

@@ -1,0 +1,77 @@
+"""Which models a config may give to evaluate a checkpoint: those of equal numbers."""
+
+import json
+
+import pytest
+
+from parallel3d.checkpoint.manifest import STATE
+from parallel3d.config import RunConfig
+from parallel3d.errors import ConfigError
+from parallel3d.mesh.launch import Launch
+from parallel3d.train.evaluation_config import evaluation_config
+from tests.config.configs import raw
+from tests.config.test_pretrained import LLAMA, published
+from tests.models.families import computed, on_ranks, small
+
+pytestmark = pytest.mark.gloo
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 5000}
+# A family, and two blocks of the same model in other words.
+EQUAL = [
+    ("gpt", {}, {"initializer_range": 0.1}),
+    ("gpt", {"intermediate_size": 128}, {}),
+    ("llama", {}, {"num_key_value_heads": 4, "head_dim": 8, "intermediate_size": 256}),
+    ("llama", {"max_position_embeddings": 128}, {"max_position_embeddings": 512}),
+    ("neox", {"activation": "gelu_new"}, {"activation": "gelu_fast"}),
+    ("neox", {}, {"max_position_embeddings": 512}),
+]
+OTHER = [
+    ("gpt", {}, {"max_position_embeddings": 512}, "max_position_embeddings = 512"),
+    ("gpt", {}, {"intermediate_size": 64}, "intermediate_size = 64: {} was trained with null"),
+    ("llama", {"rope_theta": 5e5}, {}, "rope_theta = 10000.0: {} was trained with 500000.0"),
+    ("llama", {}, {"num_key_value_heads": 2}, "num_key_value_heads = 2"),
+    ("neox", {}, {"activation": "gelu_new"}, 'activation = "gelu_new": {} was trained with "gelu"'),
+]
+
+
+def asked(tmp_path, trained, given):
+    """Evaluate a checkpoint of one model by the config of another: blocks of theirs."""
+    configs = [raw(**{"parallel3d.model": block}) for block in (trained, given)]
+    state = {"config": RunConfig.from_dict(configs[0]).to_dict()}
+    (tmp_path / STATE).write_text(json.dumps(state))
+    (tmp_path / "ds.json").write_text(json.dumps(configs[1]))
+    return evaluation_config(tmp_path, Launch(0, 1, 0), file=str(tmp_path / "ds.json")).model
+
+
+def block_of(family, settings):
+    return {"family": family, **SIZES, "max_position_embeddings": 128, **settings}
+
+
+@pytest.mark.parametrize(("family", "trained", "given"), EQUAL)
+def test_an_equal_model_in_other_words_is_taken(family, trained, given, tmp_path):
+    for here, there in ((trained, given), (given, trained)):
+        model = asked(tmp_path, block_of(family, here), block_of(family, there))
+        assert all(getattr(model, name) == value for name, value in there.items())
+
+
+@pytest.mark.slow
+def test_equal_models_give_equal_logits():
+    jobs = [(small(family, **block), 1) for family, *pair in EQUAL for block in pair]
+    losses = [ranks[0][0] for ranks in on_ranks(computed, jobs)]
+    assert losses[::2] == losses[1::2] and len(set(losses)) > 2
+
+
+def test_a_published_folder_that_has_moved(tmp_path):
+    folder = published(tmp_path / "old", LLAMA)
+    trained = RunConfig.from_dict(raw(**{"parallel3d.model": {"from_pretrained": str(folder)}}))
+    folder.rename(tmp_path / "new")
+    block = trained.model.model_dump(mode="json")
+    for given in ({"from_pretrained": str(tmp_path / "new")}, block | {"from_pretrained": None}):
+        assert asked(tmp_path, block, given).hidden_size == 96
+
+
+@pytest.mark.parametrize(("family", "trained", "given", "said"), OTHER)
+def test_another_model_is_refused(family, trained, given, said, tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        asked(tmp_path, block_of(family, trained), block_of(family, given))
+    assert str(caught.value).startswith(f"parallel3d.model.{said.format(tmp_path)}")
