@@ -1,5 +1,6 @@
 """The first weights of a run, from a published model into this mesh's shards."""
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ def find_weights(config: Any, mesh: Mesh) -> Path:
         if mesh.rank != nodes.first(mesh.rank):
             return
         folder = fetched()
-        if not folder.is_dir():
+        if not os.path.isdir(folder):
             raise ConfigError(
                 f'parallel3d.model.from_pretrained = "{folder}": is no folder any more; put it '
                 "back, or go on from a checkpoint"
