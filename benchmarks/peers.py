@@ -5,7 +5,9 @@
 The contestants are in benchmarks/contestants: DeepSpeed's pipeline with ZeRO-1, torch's pipelining
 and FSDP2 and tensor parallelism, transformers under DeepSpeed ZeRO-3, plain PyTorch in one process,
 and parallel3d in the same shapes. Ratios are to the first of a mesh and hold within one run alone.
-On CPUs whose cores all ranks keep busy bubbles hide: judge by CPU seconds.
+All begin with the same weights but parallel3d, which draws them by the same law in its own order,
+and has GELU's tanh form: its loss after some steps is compared within 1 %, the others' within
+0.01 %. On CPUs whose cores all ranks keep busy bubbles hide: judge by CPU seconds.
 """
 
 import argparse
@@ -153,9 +155,12 @@ def main() -> int:
             print(f"round {number + 1}: {name}: {took}", file=sys.stderr, flush=True)
     rows = [row(name, found) for name, found in runs.items()]
     print(json.dumps({"mesh": args.mesh, "rows": rows}) if args.json else table(rows))
-    worst = max(abs(r["loss"] / rows[0]["loss"] - 1) for r in rows)
-    if worst > 1e-4:
-        print(f"the losses differ by {worst:.1e}: not all do the same work", file=sys.stderr)
+    worst = max(
+        abs(r["loss"] / rows[0]["loss"] - 1) / (1e-2 if "parallel3d" in r["name"] else 1e-4)
+        for r in rows
+    )
+    if worst > 1:
+        print("the losses differ: not all do the same work", file=sys.stderr)
         return 1
     return 0
 
