@@ -7,6 +7,11 @@ by all microbatches and let go of, and a stage's gradients are complete as early
 
 from parallel3d.schedule.schedule import Action, Op, Schedule
 
+# One round of all microbatches waits as long as `interleaved`'s rounds do.
+from parallel3d.schedule.schedules.interleaved import bubble
+
+__all__ = ["bubble", "invalid", "peak_in_flight", "schedule"]
+
 
 def schedule(pp_size: int, num_microbatches: int, stages_per_rank: int) -> Schedule:
     """The computes of each rank: its chunks forwards, then backwards, each for all microbatches."""
@@ -25,15 +30,6 @@ def invalid(pp_size: int, num_microbatches: int, stages_per_rank: int) -> str | 
     if stages_per_rank == 1:
         return "stages_per_rank=1; use 2 or more, or the schedule 'gpipe', which it then is"
     return None
-
-
-def bubble(
-    pp_size: int, num_microbatches: int, stages_per_rank: int, backward: float = 2.0
-) -> float:
-    """The idle fraction: (p-1)/(v*m+p-1) for m >= p; fewer microbatches wait between chunks."""
-    busy = stages_per_rank * num_microbatches
-    waiting = (stages_per_rank - 1) * max(0, pp_size - num_microbatches) + pp_size - 1
-    return waiting / (busy + waiting)
 
 
 def peak_in_flight(pp_size: int, num_microbatches: int, stages_per_rank: int) -> tuple[int, ...]:
