@@ -1,1 +1,1 @@
-"""Foresight: memory, speed and the best mesh of a run before it is launched (floor 0, no torch)."""
+"""Prediction of a run's memory and speed, and search for its best mesh, before launch."""

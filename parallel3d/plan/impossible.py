@@ -1,4 +1,4 @@
-"""Refuses sizes that no machine can hold, before anything is built or even listed."""
+"""Refusal of model and batch sizes that no machine can hold, before any layer is built."""
 
 from typing import Any
 
@@ -21,11 +21,11 @@ _TOKEN = 16  # bytes of a token and its label, int64
 
 
 def refuse_impossible(config: RunConfig, ranks: int, room: int = MOST_BYTES) -> None:
-    """Raise ConfigError for sizes that `ranks` ranks with `room` bytes each cannot hold.
+    """Raise ConfigError if the config cannot fit `ranks` ranks of `room` bytes each.
 
-    `room`: what a rank has of device and host memory together. What is compared is less than any
-    schedule, ZeRO stage or recomputation needs, so that nothing is refused that could run. Takes
-    milliseconds, whatever the sizes, and needs no torch.
+    `room`: bytes of device and host memory that one rank has together. The memory compared with it
+    is less than any schedule, ZeRO stage or recomputation needs, so no config that could run is
+    refused. Takes milliseconds, whatever the sizes, and needs no torch.
     """
     if problems := [*_counts(config)]:
         raise Problems(problems)
@@ -44,7 +44,7 @@ def refuse_impossible(config: RunConfig, ranks: int, room: int = MOST_BYTES) -> 
 
 
 def _counts(config: RunConfig) -> list[Problem]:
-    """What is too many to be listed."""
+    """Problems for each count (layers, samples, microbatches) too large to be listed."""
     found = []
 
     def check(path: str, value: Any, most: int, what: str) -> None:
@@ -63,7 +63,7 @@ def _counts(config: RunConfig) -> list[Problem]:
 
 
 def _least_bytes(config: RunConfig, ranks: int) -> dict[str, int]:
-    """Bytes that some rank holds at least, on device and host, by the setting they come from."""
+    """Bytes that some rank holds at least, on device and host, by the config key they come from."""
     zero, element = config.zero_optimization, BYTES[config.precision]
     split, tp, weights, optimizer = ranks, ranks, 1, 1
     if not config.is_planned:
@@ -92,7 +92,7 @@ def _num_params(config: RunConfig) -> int:
 
 
 def _to_blame(model: Any) -> str:
-    """The size to which most of the parameters are due; of equals, the largest."""
+    """The model size that most of the parameters come from; of equals, the largest."""
     sizes = {
         name: value
         for name in type(model).model_fields

@@ -1,4 +1,4 @@
-"""What the planner plans: one way to run one model, as data."""
+"""The planner's input: one way to run one model, as data."""
 
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import lru_cache
@@ -17,10 +17,10 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}  # an activation or weight o
 
 @dataclass(frozen=True)
 class Software:
-    """What a training program does, as far as its memory and speed depend on it.
+    """A training program's properties that its memory and speed depend on.
 
-    The default is this project's engine. Others stand for the programs whose published runs the
-    planner is checked against; every field is a fact about a program, none is a fitted number.
+    The default is this project's engine. Other values stand for the programs whose published runs
+    the planner is checked against; every field is a fact about a program, none is a fitted number.
     """
 
     name: str = "parallel3d"
@@ -63,7 +63,7 @@ ENGINE = Software()
 
 @dataclass(frozen=True)
 class Buffers:
-    """DeepSpeed's sizes, in elements, under its own names."""
+    """DeepSpeed's buffer sizes, in elements, under DeepSpeed's names."""
 
     reduce_bucket_size: int = 500_000_000
     allgather_bucket_size: int = 500_000_000
@@ -76,11 +76,12 @@ class Buffers:
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to run one model.
+    """One way to run one model: its layers, batch, mesh, schedule, ZeRO stage and precision.
 
-    `shape`: one microbatch of one data-parallel rank. `num_microbatches`: of one pass through the
-    pipeline, which is a step. `reduces_once`: gradients once a step, rather than after each
-    microbatch. `weights`: for how long ZeRO-3's stay gathered (schedule/sharding.py).
+    `shape`: one microbatch of one data-parallel rank. `num_microbatches`: microbatches of one pass
+    through the pipeline, which is a step. `reduces_once`: whether gradients are reduced once a
+    step, rather than after each microbatch. `weights`: for how long ZeRO-3's weights stay gathered
+    (schedule/sharding.py).
     """
 
     layers: tuple[LayerSpec, ...]
@@ -106,7 +107,7 @@ class Setting:
 
     @property
     def cp(self) -> int:
-        """Context-parallel ranks: this engine has none, other programs may."""
+        """Number of context-parallel ranks: 1 in this engine, other programs may have more."""
         return 1
 
     @property
@@ -116,12 +117,12 @@ class Setting:
 
     @property
     def recomputed_share(self) -> float:
-        """The part that is recomputed of what `recompute` recomputes."""
+        """Fraction of the layers that are recomputed in the way `recompute` names."""
         return 1.0
 
     @property
     def devices(self) -> int:
-        """Devices of the whole mesh."""
+        """Number of devices in the whole mesh."""
         return self.pp * self.dp * self.tp * self.cp
 
     @property
@@ -136,17 +137,17 @@ class Setting:
 
     @property
     def bytes_per_element(self) -> int:
-        """Of a weight or an activation."""
+        """Bytes of one element of a weight or an activation."""
         return BYTES[self.precision]
 
     @property
     def num_params(self) -> int:
-        """Of the whole model; a tied weight counts once."""
+        """Parameters of the whole model; a tied weight counts once."""
         return sum(layer.num_params for layer in self.layers)
 
     @classmethod
     def from_config(cls, config: RunConfig) -> "Setting":
-        """What a resolved config (mesh, batch and vocabulary known) will run."""
+        """The setting of a resolved config, whose mesh, batch and vocabulary are known."""
         zero, pipeline, mesh = config.zero_optimization, config.pipeline, config.mesh
         assert isinstance(mesh.dp, int), "resolve(world_size) comes first"
         return cls(
@@ -171,11 +172,11 @@ class Setting:
         )
 
     def but(self, **changes: Any) -> Self:
-        """This setting with some fields changed."""
+        """A copy of this setting with some fields changed."""
         return replace(self, **changes)
 
 
 @lru_cache(maxsize=64)
 def layers_of(model: Any) -> tuple[LayerSpec, ...]:
-    """A model's layers, made once: two settings of one model hold the same objects."""
+    """A model's layers, made once: settings of one model share the layer objects."""
     return tuple(models.layers(model))

@@ -1,4 +1,4 @@
-"""Which stages and pipeline coordinates are alike, so that each kind is costed once."""
+"""Classes of pipeline stages and coordinates that are alike, so that each class is costed once."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -11,10 +11,11 @@ Counts = tuple[int, ...]  # of each class or kind, how many
 
 @dataclass(eq=False)
 class Outer:
-    """A coordinate that can be the slowest: no other of its class has more stages before it.
+    """A pipeline coordinate that can be the slowest: none of its class has more stages before it.
 
-    `stages_before` [classes]: how many stages of each class are before its first. `home`: its
-    stages. `stages_from` [stages of its own][classes]: stages from that one to the last.
+    `stages_before` [classes]: how many stages of each class come before the coordinate's first.
+    `home`: the coordinate's stages. `stages_from` [own stages][classes]: how many stages of each
+    class lie from that own stage to the last stage of the model.
     """
 
     coord: int
@@ -26,7 +27,7 @@ class Outer:
 
 @dataclass(eq=False)
 class Layout:
-    """The stages of a pipeline, sorted into classes of those that hold the same kinds of layers.
+    """The stages of a pipeline, sorted into classes that hold the same kinds of layers.
 
     `stages` [classes]: how many layers of each kind. `class_of` [stages]. `homes` [coordinates]:
     the stages of each, first to last. `coords` [coordinate classes]: the stage classes of each.
@@ -45,12 +46,12 @@ class Layout:
 
     @property
     def pp(self) -> int:
-        """Coordinates of the pipeline."""
+        """Number of pipeline coordinates."""
         return len(self.homes)
 
 
 def layout_of(setting: Setting) -> Layout:
-    """The layout of a setting's stages; the same object where it is the same."""
+    """The layout of a setting's stages; equal layouts are one object."""
     return _layout(
         model_of(setting.layers),
         setting.shape.seq,

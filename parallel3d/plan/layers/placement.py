@@ -1,8 +1,8 @@
-"""Where a setting's layers live, and how many microbatches each pipeline coordinate holds.
+"""Which stage holds each layer, and how many microbatches each pipeline coordinate has in flight.
 
-All of it is asked a hundred thousand times by a search, for few different answers, so answers are
-kept. A model is known by its tuple of layers itself: to compare or hash one takes far longer than
-to look up an answer.
+A search asks these functions a hundred thousand times for few different answers, so answers are
+cached. A model is identified by its tuple of layers itself: to compare or hash the layers takes far
+longer than to look up an answer.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from parallel3d.schedule.schedules import load
 
 @dataclass(eq=False)
 class Model:
-    """A model's layers, sorted into the few kinds that are alike but for their name.
+    """A model's layers, sorted into the few kinds that differ by their name alone.
 
     `kind_of` [layers]: each layer's kind. `kinds`: one layer of each.
     """
@@ -31,7 +31,7 @@ _models: dict[int, Model] = {}
 
 
 def model_of(layers: tuple[LayerSpec, ...]) -> Model:
-    """The kinds of a model's layers; the same object for the same tuple."""
+    """A model's layers sorted into kinds; one object for each tuple of layers."""
     model = _models.get(id(layers))
     if model is None:
         seen: dict[Any, int] = {}
@@ -48,16 +48,16 @@ def _kind(layer: LayerSpec) -> tuple[Any, ...]:
 
 @lru_cache(maxsize=4096)
 def stages_of(model: Model, num_stages: int, seq: int) -> tuple[range, ...]:
-    """The layers of each stage, as pipeline/stages.py cuts them."""
+    """The layers of each stage, cut as pipeline/stages.py cuts them."""
     shape = Shape(1, seq)  # every cost is proportional to the batch, so it moves no boundary
     costs = [float(cost_of(model, k, shape).forward_flops) for k in range(len(model.kinds))]
     return partition([costs[k] for k in model.kind_of], num_stages)
 
 
 class Part:
-    """The layers of a stage, by kind: one object for all stages of a model that are alike.
+    """The layers of one stage, counted by kind; stages of one model that are alike share an object.
 
-    `ends`: whether the last of them is the model's last.
+    `ends`: whether the stage's last layer is the model's last.
     """
 
     def __init__(self, model: Model, kinds: tuple[int, ...], ends: bool) -> None:
@@ -69,7 +69,7 @@ _parts: dict[tuple[int, tuple[int, ...], bool], Part] = {}
 
 @lru_cache(maxsize=4096)
 def parts_of(model: Model, num_stages: int, seq: int) -> tuple[Part, ...]:
-    """The parts that a model is cut into."""
+    """The layers of each stage, counted by kind."""
     found = []
     for layers in stages_of(model, num_stages, seq):
         kinds, ends = model.kind_of[layers.start : layers.stop], layers.stop == len(model.layers)
@@ -87,7 +87,7 @@ def cost_of(
     sequence_parallel: bool = False,
     recompute: Recompute = "none",
 ) -> LayerCost:
-    """What a layer of that kind costs."""
+    """FLOPs, bytes and activations of one layer of a kind on one tensor-parallel rank."""
     return model.kinds[kind].cost(shape, tp, sequence_parallel, recompute)
 
 
@@ -106,10 +106,11 @@ Counts = tuple[int, ...]  # microbatches in flight of each of a coordinate's sta
 def in_flight(
     schedule: str, pp: int, num_microbatches: int, stages_per_rank: int
 ) -> tuple[tuple[Counts, ...], ...]:
-    """Per coordinate, the most forwards of each of its stages whose backward is still to come.
+    """For each coordinate, the largest counts of microbatches in flight in each of its stages.
 
-    With several stages on a rank no one moment need be the worst for stages of any size, so it
-    gives the counts of all moments that can be: those before a backward.
+    A microbatch is in flight in a stage between its forward and its backward. Where a coordinate
+    has several stages, no single moment need be the worst for stages of any size, so the counts of
+    all candidate moments are given: those before a backward.
     """
     if stages_per_rank == 1:
         most = load(schedule).peak_in_flight(pp, num_microbatches, 1)
@@ -120,7 +121,7 @@ def in_flight(
 
 @lru_cache(maxsize=16384)
 def few_microbatches(schedule: str, pp: int, num_microbatches: int, stages_per_rank: int) -> int:
-    """So few microbatches whose list holds as much in flight as that of all; or all of them."""
+    """The fewest microbatches whose schedule has as much in flight as all of them would."""
     most = load(schedule).peak_in_flight
     few = _few(pp, num_microbatches)
     same = most(pp, few, stages_per_rank) == most(pp, num_microbatches, stages_per_rank)
@@ -128,10 +129,10 @@ def few_microbatches(schedule: str, pp: int, num_microbatches: int, stages_per_r
 
 
 def _few(pp: int, num_microbatches: int) -> int:
-    """So few microbatches fill the pipeline as well: what follows repeats what was.
+    """A number of microbatches that fills the pipeline; the schedule repeats itself after them.
 
-    As many go in as out of the first four groups, if they come in groups that differ by one at
-    most (see schedules/interleaved.py).
+    Microbatches enter and leave in groups that differ by at most one (see
+    schedules/interleaved.py); the number covers the first four groups.
     """
     groups, surplus = divmod(num_microbatches, pp)
     if groups <= _GROUPS:
@@ -145,7 +146,7 @@ def _few(pp: int, num_microbatches: int) -> int:
 def _counted(
     schedule: str, pp: int, num_microbatches: int, stages_per_rank: int
 ) -> tuple[tuple[Counts, ...], ...]:
-    """The counts before each run of backwards, from the schedule's own list."""
+    """Microbatches in flight before each run of backwards, from the schedule's own list."""
     programs = load(schedule).schedule(pp, num_microbatches, stages_per_rank).programs
     found = []
     for stages, program in zip(stages_on(schedule, pp, stages_per_rank), programs, strict=True):

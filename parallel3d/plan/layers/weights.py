@@ -1,4 +1,4 @@
-"""How many elements of which weights a tensor-parallel rank holds."""
+"""Elements of the weights that one tensor-parallel rank holds, by kind of layer."""
 
 from functools import lru_cache
 from typing import NamedTuple
@@ -8,7 +8,7 @@ from parallel3d.plan.layers.placement import Model
 
 
 class Weights(NamedTuple):
-    """What one tp rank holds of layers: elements, and how many parameters they are."""
+    """Elements and number of the parameters that one tensor-parallel rank holds of some layers."""
 
     elements: float = 0.0
     num_params: float = 0.0
@@ -19,7 +19,7 @@ class Weights(NamedTuple):
     num_gathered: float = 0.0
 
     def plus(self, other: "Weights", times: int = 1) -> "Weights":
-        """The sum of both, `other` taken so many times."""
+        """The sum of these weights and `times` times the `other` ones."""
         return Weights(*(a + times * b for a, b in zip(self, other, strict=True)))
 
 
@@ -27,7 +27,7 @@ class Weights(NamedTuple):
 def _of_kind(
     model: Model, kind: int, tp: int, sequence_parallel: bool, persistence: int
 ) -> Weights:
-    """What one tp rank holds of one layer of a kind."""
+    """The weights that one tensor-parallel rank holds of one layer of a kind."""
     total = Weights()
     for param in model.kinds[kind].params:
         numel = param.elements(tp)
@@ -40,9 +40,10 @@ def _of_kind(
 def weights_of(
     model: Model, held: Counts, tp: int, sequence_parallel: bool, persistence: int
 ) -> tuple[tuple[int, Weights], ...]:
-    """For each kind of so many layers of each: how many, and what one tp rank holds of one.
+    """For each kind of layer: how many layers, and the weights of one on a tensor-parallel rank.
 
-    A weight that is there twice is held once.
+    `held` [kinds]: the number of layers of each kind. A tied weight whose two copies are both among
+    these layers is counted once.
     """
     found = []
     for kind, count in enumerate(held):
@@ -57,7 +58,7 @@ def weights_of(
 
 @lru_cache(maxsize=4096)
 def _tied_kind(model: Model, kind: int) -> int | None:
-    """The kind that holds the original of a kind's tied weight."""
+    """The kind of the layer that holds the original of this kind's tied weight, or None."""
     for _, original in model.kinds[kind].tied:
         for layer, k in zip(model.layers, model.kind_of, strict=True):
             if original.startswith(layer.name + "."):
@@ -67,14 +68,14 @@ def _tied_kind(model: Model, kind: int) -> int | None:
 
 @lru_cache(maxsize=4096)
 def _copies(model: Model, kind: int, tp: int) -> float:
-    """Elements on a tp rank of the weights that share another's value."""
+    """Elements, on one tensor-parallel rank, of a kind's weights that copy another layer's."""
     layer = model.kinds[kind]
     copies = {name for name, _ in layer.tied}
     return sum(p.elements(tp) for p in layer.params if p.name in copies)
 
 
 def tied_elsewhere(model: Model, held: Counts, tp: int) -> float:
-    """Elements of a weight that these layers hold and whose other copy is with other layers."""
+    """Elements of these layers' tied weights whose other copy lies in other layers."""
     for kind in range(len(held)):
         original = _tied_kind(model, kind)
         if original is not None and bool(held[kind]) != bool(held[original]):

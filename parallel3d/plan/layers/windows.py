@@ -1,8 +1,7 @@
-"""When a pipeline coordinate's stages are gathered, and when their gradients are there in whole.
+"""When a coordinate's stage weights are gathered under ZeRO-3, and when its gradients are whole.
 
-That is where ZeRO-3's weights stay gathered, and gradients are reduced once a step. It is read from
-the schedule's own list with its GATHERs and RELEASEs (schedule/sharding.py), for so few
-microbatches that what follows repeats what was.
+Both are read from the schedule's own list with its GATHERs and RELEASEs (schedule/sharding.py), for
+the few microbatches after which the schedule repeats itself.
 """
 
 from dataclasses import dataclass
@@ -18,9 +17,11 @@ Held = tuple[int, ...]  # some of a coordinate's stages, by place
 
 
 class Arrival(NamedTuple):
-    """A stage's weights are waited for: for which stage, and whether in a forward.
+    """A moment at which a compute waits for the gathered weights of its stage.
 
-    `flight` [stages]: microbatches in flight then. `held`: what is gathered, that stage too.
+    `place`: the stage, by its place among the coordinate's stages. `forward`: whether a forward
+    waits. `flight` [stages]: microbatches in flight at that moment. `held`: the places of all
+    stages whose weights are gathered then, `place` among them.
     """
 
     place: int
@@ -31,10 +32,11 @@ class Arrival(NamedTuple):
 
 @dataclass(frozen=True)
 class Windows:
-    """What a coordinate gathers in a step.
+    """The stage weights that one pipeline coordinate gathers in a step, and when.
 
-    `times` [stages]: how often each stage. `forward` and `backward` [stages]: what is gathered in
-    any of its forwards and backwards. `arrivals`: all of them, in order.
+    `times` [stages]: gathers of each stage in a step. `forward` and `backward` [stages]: the sets
+    of stages whose weights are gathered during some forward, or backward, of that stage.
+    `arrivals`: all waits for weights, in order.
     """
 
     times: tuple[int, ...]
@@ -44,11 +46,12 @@ class Windows:
 
 
 class Gradients(NamedTuple):
-    """A stage's gradients, which its first backward begins and a reduction behind its last ends.
+    """The life of one stage's gradients, from its first backward to the reduction after its last.
 
-    `arrival`, `first` and `last`: microbatches in flight of each stage before its first forward,
-    before its first backward and after its last; `beside` and `left`: the other stages whose
-    gradients are whole at the latter two. `forward`: those whose are in any of its forwards.
+    `arrival`, `first` and `last` [stages]: microbatches in flight before the stage's first forward,
+    before its first backward and after its last backward. `beside` and `left`: the other stages
+    whose unreduced gradients exist at `first` and at `last`. `forward`: the sets of stages whose
+    unreduced gradients exist during some forward of this stage.
     """
 
     arrival: Counts
@@ -66,8 +69,10 @@ _ONE_STAGE = Windows((1,), (_ALONE,), (_ALONE,), (Arrival(0, True, (0,), (0,)),)
 def windows(
     schedule: str, pp: int, num_microbatches: int, stages_per_rank: int, weights: Weights
 ) -> tuple[Windows, ...]:
-    """Those of each coordinate. A rank's only stage is gathered once a step: nothing of another
-    comes between its passes."""
+    """The weight gathers of each pipeline coordinate in a step.
+
+    A coordinate with one stage gathers it once a step: no other stage runs between its passes.
+    """
     if stages_per_rank == 1:
         return (_ONE_STAGE,) * pp
     few = few_microbatches(schedule, pp, num_microbatches, stages_per_rank)
@@ -92,7 +97,7 @@ def _windows(
 def _whole_step(
     schedule: str, pp: int, num_microbatches: int, stages_per_rank: int
 ) -> tuple[Windows, ...]:
-    """All stages, from their first forward on: as if the ones before it were all there."""
+    """Weight gathers where each stage stays gathered from its first forward to the step's end."""
     places = tuple(range(stages_per_rank))
     found = []
     for own in gradients(schedule, pp, num_microbatches, stages_per_rank):
@@ -132,7 +137,7 @@ def _of(program: tuple[Action, ...], home: tuple[int, ...]) -> Windows:
 def gradients(
     schedule: str, pp: int, num_microbatches: int, stages_per_rank: int
 ) -> tuple[tuple[Gradients, ...], ...]:
-    """Those of each coordinate's stages."""
+    """The life of the gradients of each pipeline coordinate's stages."""
     few = few_microbatches(schedule, pp, num_microbatches, stages_per_rank)
     programs = load(schedule).schedule(pp, few, stages_per_rank).programs
     homes = stages_on(schedule, pp, stages_per_rank)

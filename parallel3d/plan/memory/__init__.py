@@ -1,1 +1,1 @@
-"""Bytes of each pipeline coordinate at its fullest moment."""
+"""Bytes that a rank of each pipeline coordinate holds at its fullest moment."""

@@ -1,4 +1,4 @@
-"""What a stage holds of activations, and of gradients as they come into being."""
+"""Bytes of activations and new gradients that a stage holds on one rank."""
 
 from functools import lru_cache
 from typing import NamedTuple
@@ -8,10 +8,11 @@ from parallel3d.plan.layers.placement import Model, Part, cost_of
 
 
 class Backward(NamedTuple):
-    """A moment of a backward pass, in bytes, against all of its activations being there.
+    """Bytes at one moment of a backward pass, relative to the moment it begins.
 
-    `freed`: activations that are gone by then; `working`: what its layer holds besides; `logits`:
-    by how much the model's last layer holds more or less; `gradients`: those that are there.
+    `freed`: bytes of activations already freed. `working`: bytes of the temporaries of the layer at
+    work. `logits`: bytes that the model's last layer holds more or less. `gradients`: bytes of the
+    gradients that exist by then.
     """
 
     freed: int
@@ -21,18 +22,19 @@ class Backward(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Bytes beyond the activations."""
+        """Bytes beyond the activations that were saved when the backward began."""
         return self.working + self.gradients - self.freed
 
 
 class Stage(NamedTuple):
-    """One stage on one tp rank, in bytes.
+    """Bytes of one stage's activations on one tensor-parallel rank, and its fullest moments.
 
-    `saved` by one microbatch, `logits` of these by the model's last layer; `resident` at any time;
-    `hidden`: what passes between stages. `first`: the fullest moment of the first backward of a
-    step, where gradients come into being; `later`: of all others, gradients left out; `ending`: the
-    end of a forward. `produced` and `backwards`, layer by layer from the last: the elements whose
-    gradients are there when its backward is over, and the moment.
+    `saved`: bytes that one microbatch leaves in flight; `logits`: the part of them in the model's
+    last layer. `resident`: bytes present at any time. `hidden`: bytes passed between stages.
+    `first`: the fullest moment of a step's first backward, in which gradients come into being;
+    `later`: of all other backwards, gradients left out; `ending`: of the end of a forward.
+    `produced` and `backwards`, layer by layer from the last: the elements whose gradients exist
+    after the layer's backward, and that moment.
     """
 
     saved: int
@@ -60,7 +62,7 @@ def stage(
     classic: bool,
     on_cpu: bool,
 ) -> Stage:
-    """What a stage of these layers holds: `element` and `gradient` bytes of a number of each."""
+    """Bytes of a stage's activations; a number has `element` bytes, a gradient `gradient`."""
     model, shape = part.model, Shape(batch, seq)
     hidden = shape.tokens * hidden_size * element // (tp if sequence_parallel else 1)
     kept = {}
@@ -110,34 +112,39 @@ def _total(moment: Backward) -> int:
 
 @lru_cache(maxsize=4096)
 def params(model: Model, kind: int, tp: int) -> int:
-    """Parameters of a layer of that kind on the tp rank that holds most of it."""
+    """Parameters of a layer of a kind, on the tensor-parallel rank that holds most of them."""
     return sum(_sizes(model, kind, tp))
 
 
 @lru_cache(maxsize=4096)
 def largest_param(model: Model, kind: int, tp: int) -> int:
-    """Elements of its largest parameter."""
+    """Elements of the largest parameter in a layer of a kind."""
     return max(_sizes(model, kind, tp), default=0)
 
 
 @lru_cache(maxsize=4096)
 def small_params(model: Model, kind: int, tp: int, threshold: int) -> int:
-    """Elements of its parameters that have fewer than `threshold`."""
+    """Elements in the parameters, of a layer of a kind, smaller than `threshold` elements."""
     return sum(n for n in _sizes(model, kind, tp) if n < threshold)
 
 
 @lru_cache(maxsize=4096)
 def copied_params(model: Model, kind: int, tp: int, threshold: int) -> int:
-    """Elements of its parameters from `threshold` on, if there are several: gathered together."""
+    """Elements copied out of the common gather buffer when a layer of a kind is gathered.
+
+    These are the parameters of `threshold` elements or more, if there are several; one alone is
+    gathered in place.
+    """
     large = [n for n in _sizes(model, kind, tp) if n >= threshold]
     return sum(large) if len(large) > 1 else 0
 
 
 @lru_cache(maxsize=4096)
 def largest_module(model: Model, kind: int, tp: int) -> int:
-    """Elements that ZeRO-3 holds at most to have one module of it whole.
+    """Elements that ZeRO-3 holds at most to gather one module in a layer of a kind.
 
-    A module's parameters are gathered into one buffer and copied out of it; a single one is not.
+    A module's parameters are gathered into one buffer and copied out of it; a single parameter is
+    not copied.
     """
     modules: dict[str, list[int]] = {}
     for spec, size in zip(model.kinds[kind].params, _sizes(model, kind, tp), strict=True):

@@ -1,4 +1,4 @@
-"""Bytes of whole weights under ZeRO-3: as DeepSpeed's hooks gather them, or as the program does."""
+"""Bytes of gathered weights under ZeRO-3, gathered by DeepSpeed's hooks or by the program."""
 
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
@@ -11,8 +11,11 @@ SizesOf = Callable[[Held], Sizes]  # of some of a coordinate's stages, by place
 
 
 class Gathered(NamedTuple):
-    """Bytes in a stage's forwards, in its backwards, as a forward begins, and behind its last
-    backward, where its gradients are reduced."""
+    """Bytes of gathered weights at the moments of a stage's step.
+
+    `forward` and `backward`: during them; `beginning`: as a forward begins; `reducing`: after the
+    stage's last backward, while its gradients are reduced.
+    """
 
     forward: int
     backward: int
@@ -21,11 +24,12 @@ class Gathered(NamedTuple):
 
 
 def gathered(setting: Setting, s: Sizes, in_flight: int, on_cpu: bool) -> Gathered:
-    """What a coordinate gathers whose schedule has at most `in_flight` microbatches there.
+    """Bytes that DeepSpeed's hooks gather on a coordinate with `in_flight` microbatches in flight.
 
-    DeepSpeed keeps a trace of a microbatch and fetches ahead along it. The trace is complete from
-    the second forward in a row on (of a forward alone), or where forwards and backwards take turns
-    (of both); where neither holds, in all backwards after all forwards, nothing is fetched ahead.
+    DeepSpeed records a trace of a microbatch and prefetches along it. The trace is complete from
+    the second consecutive forward on (of a forward alone), or where forwards and backwards
+    alternate (of both); where all backwards follow all forwards, nothing is prefetched in the
+    backwards.
     """
     if not _gathers(setting, on_cpu):
         return Gathered(0, 0, 0)
@@ -49,7 +53,7 @@ def gathered(setting: Setting, s: Sizes, in_flight: int, on_cpu: bool) -> Gather
 
 
 def held_of(setting: Setting, windows: Windows, sizes_of: SizesOf, on_cpu: bool) -> list[Gathered]:
-    """What each stage of a coordinate finds where the program gathers."""
+    """Bytes of gathered weights during each stage's passes, where the program gathers them."""
     total = _Total(setting, sizes_of, on_cpu)
 
     def most(those: Iterable[Held]) -> int:
@@ -65,10 +69,10 @@ def held_of(setting: Setting, windows: Windows, sizes_of: SizesOf, on_cpu: bool)
 def arriving(
     setting: Setting, windows: Windows, sizes_of: SizesOf, on_cpu: bool
 ) -> tuple[int, ...]:
-    """What is there at each of the windows' arrivals.
+    """Bytes of gathered weights at each arrival of `windows.arrivals`.
 
-    A layer's weights come in one buffer and are copied out of it, but for a single one; a stage's
-    buffers go together. What one process has whole is neither.
+    A layer's weights come in one buffer and are copied out of it, unless there is only one; the
+    buffers of one stage exist together. A single process has its weights whole and copies nothing.
     """
     total, element = _Total(setting, sizes_of, on_cpu), setting.bytes_per_element
     copies = setting.dp > 1
@@ -79,7 +83,7 @@ def arriving(
 
 
 class _Total:
-    """Bytes of some of a coordinate's stages, with what is too small to be cut of all of them."""
+    """Bytes of some stages' gathered weights, with all of the coordinate's uncut small ones."""
 
     def __init__(self, setting: Setting, sizes_of: SizesOf, on_cpu: bool) -> None:
         self._setting, self._sizes_of = setting, sizes_of
@@ -96,7 +100,7 @@ class _Total:
 
 
 def _gathers(setting: Setting, on_cpu: bool) -> bool:
-    """Whether weights are elsewhere, or cut; a single rank's shard on the device is the whole."""
+    """Whether weights must be fetched or gathered, being offloaded or cut over several ranks."""
     if setting.zero_stage != 3:
         return False
     return setting.dp > 1 or not (on_cpu or setting.offload_param == "none")

@@ -1,4 +1,4 @@
-"""Device memory beyond tensors (floor 0)."""
+"""Device memory that is not tensors: the CUDA context and the reserve of torch's allocator."""
 
 from parallel3d.hardware import Hardware
 
@@ -13,7 +13,7 @@ an allocator that runs out first gives back what is free."""
 
 
 def margin(tensors: int, hardware: Hardware | None) -> int:
-    """Bytes beside `tensors` bytes of tensors; none where no GPU is named."""
+    """Bytes of device memory beside `tensors` bytes of tensors; 0 where no GPU is named."""
     if hardware is None or hardware.cores is not None:
         return 0
     return CONTEXT + round(ALLOCATOR * tensors)

@@ -1,7 +1,7 @@
-"""What a rank of a pipeline coordinate holds at the moments of a step that may be its fullest.
+"""Bytes that a rank of a pipeline coordinate holds at each moment that may be the step's fullest.
 
-They are: as weights arrive that the program gathers, as a forward begins, as it ends, in a stage's
-first backward, in a later one, in a reduction, and in the optimizer's step.
+The candidate moments: as weights gathered by the program arrive, as a forward begins, as it ends,
+in a stage's first backward, in a later one, in a gradient reduction, and in the optimizer's step.
 """
 
 from bisect import bisect_left
@@ -23,7 +23,10 @@ Moment = tuple[int, int, int, int, int]
 
 @dataclass(eq=False)
 class Rank:
-    """A rank of a pipeline coordinate, with the stages `home`, each of which holds `stages`."""
+    """One rank of a pipeline coordinate, with its stages and what each of them holds.
+
+    `home`: the coordinate's stages. `stages`: the bytes that each of them holds.
+    """
 
     setting: Setting
     coord: int
@@ -47,7 +50,7 @@ class Rank:
         self._always += sum([stage.resident for stage in self.stages])
 
     def moments(self) -> Iterator[Moment]:
-        """All of them."""
+        """Every candidate for the fullest moment of a step, as bytes by part."""
         held, always = self.held, self._always
         reduced = held.buffers + held.bucket + held.reducing
         yield 0, held.shard, always, 0, held.buffers + held.stepping
@@ -75,7 +78,7 @@ class Rank:
                 yield whole.reducing, there, body, logits, reduced
 
     def _of_stage(self, place: int, weights: Gathered, own: Gradients | None) -> Iterator[Moment]:
-        """Those of one stage's passes; `own` where its gradients are reduced as they are there."""
+        """The moments of one stage's passes; `own`: its gradients, if reduced as they are made."""
         held, s, once = self.held, self.stages[place], self.held.whole > 0
         buffers = held.buffers if once or held.standing else held.buffers + held.bucket
         counts = self._most(place)
@@ -106,7 +109,7 @@ class Rank:
             yield at(at_full, weights.backward, held.shard, buffers + held.reducing)
 
     def _sizes(self, places: Held) -> Sizes:
-        """Of some of the coordinate's stages."""
+        """Elements of the weights in some of the coordinate's stages."""
         if places not in self._known:
             s = self.setting
             model = model_of(s.layers)
@@ -117,13 +120,13 @@ class Rank:
         return self._known[places]
 
     def _whole(self, places: Held) -> int:
-        """Bytes of some stages' gradients before their reduction."""
+        """Bytes of the unreduced gradients of some stages."""
         if not places:
             return 0
         return self._sizes(tuple(sorted(places))).params * self.setting.software.gradient_bytes
 
     def _activations(self, counts: Counts) -> tuple[int, int]:
-        """Bytes of so many microbatches in flight in each stage: without logits, and these."""
+        """Bytes of `counts` microbatches in flight in each stage: without logits, and of logits."""
         if counts not in self._in:
             logits = sum(map(mul, counts, [stage.logits for stage in self.stages]))
             saved = sum(map(mul, counts, [stage.saved for stage in self.stages])) - logits
@@ -131,7 +134,7 @@ class Rank:
         return self._in[counts]
 
     def _in_flight(self, counts: Counts) -> Callable[[Backward, int, int, int], Moment]:
-        """The moment of a pass with so many microbatches in flight, by what else is there."""
+        """A function that gives the moment of a pass beside `counts` microbatches in flight."""
         body, logits = self._activations(counts)
 
         def moment(m: Backward, whole: int, gradients: int, buffers: int) -> Moment:
@@ -141,7 +144,7 @@ class Rank:
         return moment
 
     def _most(self, place: int) -> Counts:
-        """The counts that hold most, of those with a microbatch in the stage of that place."""
+        """The fullest counts of microbatches in flight that include one in the stage at `place`."""
         if len(self._flight) == 1:
             return self._flight[0]
         saved = [stage.saved for stage in self.stages]
@@ -150,7 +153,7 @@ class Rank:
         return max(possible, key=lambda counts: sum(map(mul, counts, saved)))
 
     def _passing(self, counts: Counts) -> int:
-        """Bytes on their way between this coordinate's stages and others'."""
+        """Bytes being sent between this coordinate's stages and its neighbours'."""
         s, total = self.setting, 0
         last = s.pp * s.stages_per_rank - 1
         count_of = dict(zip(self.home, counts, strict=True))

@@ -1,6 +1,6 @@
-"""Device, host and NVMe memory of each pipeline coordinate, in bytes, part by part.
+"""Peak device, host and NVMe memory of each pipeline coordinate, in bytes, by part.
 
-A rank's fullest moment is looked for among those of a step that can be (moments.py).
+A rank's fullest moment is the largest of the candidate moments of a step (moments.py).
 """
 
 from collections.abc import Iterable, Mapping
@@ -32,7 +32,8 @@ PARTS = (
 class Memory:
     """Bytes that a rank of one pipeline coordinate holds at its fullest moment.
 
-    `parts`: on the device, by the names of PARTS. `host` and `nvme`: what offload puts there.
+    `parts`: bytes on the device, by the names of PARTS. `host` and `nvme`: bytes of offloaded
+    states.
     """
 
     parts: Mapping[str, int]
@@ -46,16 +47,16 @@ class Memory:
 
 
 def per_rank(setting: Setting, hardware: Hardware | None = None) -> tuple[Memory, ...]:
-    """The memory of each pipeline coordinate.
+    """The peak memory of each pipeline coordinate.
 
-    With a `hardware` that is a GPU there is a margin. Without one it is the tensors of a run on
-    CPUs, which lack fused norms and a fused Adam.
+    With a GPU as `hardware` a margin for memory beyond tensors is added. Without `hardware` the
+    bytes are the tensors of a run on CPUs, which have no fused norms and no fused Adam.
     """
     return tuple(at(setting, coord, hardware) for coord in range(setting.pp))
 
 
 def fullest(setting: Setting, hardware: Hardware | None = None) -> Memory:
-    """The memory of the coordinate that needs most on its device."""
+    """The peak memory of the pipeline coordinate that needs most on its device."""
     ranks: Iterable[Memory]
     if setting.stages_per_rank == 1 and not is_cpu(hardware):
         coords = _unlike(setting.schedule, setting.num_microbatches, _parts(setting), setting.pp)
@@ -69,10 +70,10 @@ def fullest(setting: Setting, hardware: Hardware | None = None) -> Memory:
 def _unlike(
     schedule: str, num_microbatches: int, parts: tuple[Part, ...], pp: int
 ) -> tuple[int, ...]:
-    """The coordinates of which no other has the same layers and surely as much in flight.
+    """Pipeline coordinates of which no other has the same layers and as much in flight.
 
-    One with all microbatches in flight has no gradients meanwhile, and one with all but one, or
-    with a single one, gathers as no other does.
+    A coordinate with all microbatches in flight has no gradients meanwhile, and one with all but
+    one, or with a single one, gathers as no other does.
     """
     homes = stages_on(schedule, pp, 1)
     found: dict[tuple[Part, bool, int], tuple[int, int]] = {}
@@ -85,7 +86,7 @@ def _unlike(
 
 
 def at(setting: Setting, coord: int, hardware: Hardware | None = None) -> Memory:
-    """The memory of one pipeline coordinate, under this engine."""
+    """The peak memory of one pipeline coordinate, under this engine."""
     on_cpu = is_cpu(hardware)
     home = stages_on(setting.schedule, setting.pp, setting.stages_per_rank)[coord]
     parts = _parts(setting)
@@ -103,12 +104,12 @@ def at(setting: Setting, coord: int, hardware: Hardware | None = None) -> Memory
 
 
 def saved_bytes(setting: Setting, hardware: Hardware | None = None) -> tuple[int, ...]:
-    """Bytes of activations that one microbatch leaves in flight, of each stage."""
+    """For each stage, the bytes of activations that one microbatch leaves in flight."""
     return tuple(_stage(setting, part, is_cpu(hardware)).saved for part in _parts(setting))
 
 
 def is_cpu(hardware: Hardware | None) -> bool:
-    """Whether devices are processes on a machine's cores: so they are where none is named."""
+    """Whether devices are processes on a machine's cores; so they are if no hardware is named."""
     return hardware is None or hardware.cores is not None
 
 

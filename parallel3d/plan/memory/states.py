@@ -1,7 +1,7 @@
-"""What a rank holds of weights, gradients and optimizer states under ZeRO, whatever the microbatch.
+"""Bytes of weights, gradients and optimizer states that a rank holds under ZeRO.
 
-The figures are those of the engine, DeepSpeed 0.19.8's stage 2 and 3 (docs/planner.md); other
-programs differ from it by the fields of their Software.
+They do not depend on the microbatch. The figures are those of the engine, DeepSpeed 0.19.8's stages
+2 and 3 (docs/planner.md); other programs differ from it by the fields of their Software.
 """
 
 from functools import lru_cache
@@ -23,9 +23,12 @@ _PARAM_BUFFERS = 5 * 100_000_000  # elements: its offload_param.buffer_count x b
 
 
 class Sizes(NamedTuple):
-    """Elements of a coordinate's weights on one tp rank: of all, of its largest parameter, of what
-    a gather of one module holds, of all parameters below ZeRO-3's persistence threshold, and of
-    those that a gather of their whole layer copies."""
+    """Elements of the weights of a pipeline coordinate on one tensor-parallel rank.
+
+    `params`: of all weights; `largest`: of the largest parameter; `module`: of one gathered module
+    at most; `small`: of all parameters below ZeRO-3's persistence threshold; `copied`: of the
+    parameters that a gather of a whole layer copies.
+    """
 
     params: int
     largest: int
@@ -36,7 +39,7 @@ class Sizes(NamedTuple):
 
 @lru_cache(maxsize=16384)
 def sizes(model: Model, layers: tuple[range, ...], tp: int, threshold: int) -> Sizes:
-    """Those of a coordinate that holds these layers; a tied weight counts once where both are."""
+    """Elements of the weights of a coordinate with these layers; a weight tied here counts once."""
     held = [i for part in layers for i in part]
     kinds = {model.kind_of[i] for i in held}
     elements = sum(params(model, model.kind_of[i], tp) for i in held)
@@ -56,12 +59,13 @@ def sizes(model: Model, layers: tuple[range, ...], tp: int, threshold: int) -> S
 
 
 class States(NamedTuple):
-    """Bytes on the device, but for `host` and `nvme`.
+    """Bytes of weights, gradients and optimizer states of one rank: on the device, unless named so.
 
-    `shard`: gradients after their reduction, and `standing` whether they are there at any time (at
-    ZeRO 0 to 2 only from the reduction on). `whole`: gradients before it, if it comes once a step.
-    `buffers` are there at any time, `bucket` in all backwards where each is reduced; `reducing`:
-    what a reduction needs besides, `stepping` what the optimizer does.
+    `shard`: bytes of reduced gradients; `standing`: whether these exist at any time (at ZeRO 0 to 2
+    only from the reduction on). `whole`: bytes of unreduced gradients, if they are reduced once a
+    step. `buffers`: bytes that exist at any time; `bucket`: bytes during all backwards, if each
+    reduces; `reducing`: further bytes of a reduction; `stepping`: further bytes of the optimizer's
+    step. `host` and `nvme`: bytes of offloaded states.
     """
 
     weights: int
@@ -78,12 +82,12 @@ class States(NamedTuple):
 
 
 def page_locked(num_bytes: int) -> int:
-    """What the host gives for so many bytes of page-locked memory: torch asks for powers of two."""
+    """Bytes of host memory taken by page-locked memory: torch rounds up to a power of two."""
     return 1 << (num_bytes - 1).bit_length() if num_bytes else 0
 
 
 def states(setting: Setting, s: Sizes, on_cpu: bool) -> States:
-    """Those of a coordinate with weights of these sizes."""
+    """Bytes of weights, gradients and optimizer states for weights of these sizes."""
     software, buffers = setting.software, setting.buffers
     element, gradient = setting.bytes_per_element, software.gradient_bytes
     shards, zero3 = setting.dp, setting.zero_stage == 3

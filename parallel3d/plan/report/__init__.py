@@ -1,1 +1,1 @@
-"""What the planner prints, draws and writes into a config."""
+"""Output of the planner: tables, drawings, JSON, and choices written into a config."""

@@ -1,4 +1,4 @@
-"""Fills in what a config leaves to the planner: pure functions, the same on every rank."""
+"""The planner's choices written into a config: pure functions, alike on every rank."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ _HEADER_ENTRY = 130  # bytes of a chunk's entry in a checkpoint file's header, a
 
 
 def choose(config: RunConfig, devices: int, hardware: Hardware) -> tuple[RunConfig, Plan]:
-    """The config with the mesh and all else that the planner chooses, and the plan it is from.
+    """The config with its mesh and other open choices made by the planner, and the chosen plan.
 
     What parallel3d.plan.fix names stays as it is written. Raises ConfigError where nothing fits.
     """
@@ -33,14 +33,15 @@ def choose(config: RunConfig, devices: int, hardware: Hardware) -> tuple[RunConf
 
 
 def leaves_weights_open(config: RunConfig) -> bool:
-    """Whether parallel3d.pipeline.weights is "auto", at ZeRO-3, which alone asks for it."""
+    """Whether parallel3d.pipeline.weights is "auto" at ZeRO-3, the only stage that uses it."""
     return config.zero_optimization.stage == 3 and config.pipeline.weights == "auto"
 
 
 def weights_for(config: RunConfig, hardware: Hardware | None) -> tuple[Weights, str]:
-    """For how long a resolved config's weights stay gathered, and the note that says why.
+    """For how long a resolved config's weights stay gathered, and a note that says why.
 
-    By the memory of `hardware`; None: it is not known. The vocabulary must be.
+    The choice depends on the memory of `hardware`, None where it is unknown. The vocabulary size
+    must be known.
     """
     weights: Weights = "per_microbatch"
     why = "how much memory a device has is not known"
@@ -52,14 +53,14 @@ def weights_for(config: RunConfig, hardware: Hardware | None) -> tuple[Weights, 
 
 
 def with_weights(config: RunConfig, weights: str, note: str) -> RunConfig:
-    """The config with its weights chosen, and the note that says so."""
+    """The config with parallel3d.pipeline.weights set, and the note that says so."""
     pipeline = config.pipeline.model_copy(update={"weights": weights})
     block = config.parallel3d.model_copy(update={"pipeline": pipeline})
     return config.model_copy(update={"parallel3d": block}).with_notes(*config.notes, note)
 
 
 def fixed_by(config: RunConfig) -> dict[str, Any]:
-    """The choices that the config keeps for itself, by the planner's names."""
+    """The choices that the config fixes itself, by the planner's names."""
     zero, pipeline = config.zero_optimization, config.pipeline
     values: dict[str, dict[str, Any]] = {
         "zero_stage": {"zero_stage": zero.stage},
@@ -82,7 +83,7 @@ def fixed_by(config: RunConfig) -> dict[str, Any]:
 
 
 def apply(config: RunConfig, plan: Plan) -> RunConfig:
-    """The config with a plan's choices written into it, and notes that say which."""
+    """The config with a plan's choices written into it, and notes that name them."""
     s = plan.setting
     mesh = {"pp": s.pp, "dp": s.dp, "tp": s.tp, "sequence_parallel": s.sequence_parallel}
     raw = config.to_dict()
@@ -104,7 +105,7 @@ def apply(config: RunConfig, plan: Plan) -> RunConfig:
 
 
 def notes_on(plan: Plan) -> list[str]:
-    """What was planned, for the terminal."""
+    """A plan in lines for the terminal."""
     request, s = plan.request, plan.setting
     return [
         f'parallel3d.mesh: "plan" for {request.devices} x {request.hardware.name}:',
@@ -115,9 +116,10 @@ def notes_on(plan: Plan) -> list[str]:
 
 
 def checkpoint_bytes(setting: Setting) -> int:
-    """About the size of a checkpoint: an fp32 master weight and two moments of each parameter.
+    """Approximate bytes of a checkpoint: fp32 master weight and two moments per parameter.
 
-    And the headers of its files: one of each rank, with an entry for each piece of a parameter.
+    The headers of its files are counted too: one file per rank, with an entry for each piece of a
+    parameter.
     """
     s = setting
     num_tensors = sum(len(layer.own_params) for layer in s.layers)

@@ -1,4 +1,4 @@
-"""What launch/plan.py and a dry run do with a config, step by step."""
+"""Steps of launch/plan.py and of a dry run, from a config to its rows."""
 
 import json
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ FIX = f"choices that are made already: {', '.join(CHOICES)}"
 
 
 def hardware_of(config: RunConfig, name: str | None = None) -> Hardware:
-    """The hardware of that name, else what the config names, else this machine."""
+    """The hardware called `name`, else the hardware that the config names, else this machine."""
     if name is not None:
         return hardware.load(name, "--hardware")
     named = config.run.hardware
@@ -34,7 +34,7 @@ def hardware_of(config: RunConfig, name: str | None = None) -> Hardware:
 
 
 def devices_of(config: RunConfig, machine: Hardware) -> int:
-    """The devices of a config's mesh, else those of this machine or of one node."""
+    """Number of devices in a config's mesh, else of this machine or of one node."""
     if not config.is_planned and isinstance(config.mesh.dp, int):
         return config.mesh.pp * config.mesh.dp * config.mesh.tp
     if machine.cores is not None:
@@ -46,7 +46,7 @@ def devices_of(config: RunConfig, machine: Hardware) -> int:
 
 
 def ask(config: RunConfig, machine: Hardware, devices: int, fix: Sequence[str]) -> Request:
-    """The request, with what `--fix NAME=VALUE ...` fixes; raises ConfigError."""
+    """The request of a config with the choices of `--fix NAME=VALUE ...`; raises ConfigError."""
     fixed: dict[str, Any] = {}
     for word in fix:
         name, equals, text = word.partition("=")
@@ -60,7 +60,7 @@ def ask(config: RunConfig, machine: Hardware, devices: int, fix: Sequence[str]) 
 
 
 def find(request: Request, rows: int | None) -> Found:
-    """The rows of a request: so many, or 20 that fit and besides the faster ones that do not."""
+    """The rows of a request: `rows` of them, or 20 that fit and the faster ones that do not."""
     found = search(request, rows or ROWS)
     if rows is None:
         return found
@@ -69,7 +69,7 @@ def find(request: Request, rows: int | None) -> Found:
 
 
 def show(found: Found, request: Request, out: Console) -> None:
-    """Print the table; where nothing fits, what would."""
+    """Print the planner's table, or, where no plan fits, what would make one fit."""
     table.show(found, request, out)
     if found.plans:
         parts.show(found.plans, request, out)
@@ -79,7 +79,7 @@ def show(found: Found, request: Request, out: Console) -> None:
 
 
 def nothing_fits(least: Plan) -> str:
-    """What to do where no plan fits, by the one that needs least."""
+    """What to do where no plan fits, from the plan that needs least memory."""
     request, memory = least.request, least.memory
     s, room = least.setting, request.hardware.memory_bytes.value
     over = memory.total - room
@@ -99,7 +99,7 @@ def nothing_fits(least: Plan) -> str:
 
 
 def explain(found: Found, number: int, svg: Path | None, trace: Path | None, out: Console) -> None:
-    """Print row `number` in detail, and draw it; raises ConfigError where there is none."""
+    """Print row `number` in detail and draw it; raises ConfigError if the table has no such row."""
     from parallel3d.plan.report.timeline import drawing
 
     rows = found.rows
@@ -118,7 +118,7 @@ def explain(found: Found, number: int, svg: Path | None, trace: Path | None, out
 
 
 def to_json(found: Found, request: Request) -> dict[str, Any]:
-    """What --json prints: the rows, those that do not fit behind those that do."""
+    """The JSON of launch/plan.py --json: rows that fit, then rows that do not."""
     return {
         "plans": [plan.to_json() for plan in found.rows],
         "hardware": request.hardware.name,
@@ -130,6 +130,6 @@ def to_json(found: Found, request: Request) -> dict[str, Any]:
 
 
 def as_written(config: RunConfig, request: Request) -> Plan:
-    """The plan of a resolved config as it is."""
+    """The plan of a resolved config exactly as it is written."""
     setting = Setting.from_config(config)
     return evaluate(request, setting.but(layers=request.base.layers))

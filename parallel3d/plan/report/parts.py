@@ -1,4 +1,4 @@
-"""The planner's second table: each row's memory and step by parts."""
+"""The planner's second table: the memory and step time of each row by parts."""
 
 from dataclasses import replace
 
@@ -20,10 +20,10 @@ _SHORT = {
 
 
 def show(plans: tuple[Plan, ...], request: Request, out: Console) -> None:
-    """Print the parts of each plan; those that no plan has are left out.
+    """Print the memory and step time of each plan by parts, without parts that no plan has.
 
-    Memory is of the fullest pipeline rank, seconds are of the busiest; TFLOP/s count what is
-    recomputed; MFU counts half of the attention, as its mask does.
+    Memory is of the fullest pipeline rank, seconds are of the busiest. TFLOP/s count recomputation.
+    MFU counts half of the attention, as its causal mask does.
     """
     memory = [part for part in PARTS if any(plan.memory.parts.get(part) for plan in plans)]
     times = [part for part in TIMES if any(_shown(plan, part) != "–" for plan in plans)]

@@ -1,4 +1,4 @@
-"""Large parts of the memory in words: the size of DeepSpeed's that makes them, and a better one."""
+"""Remarks on DeepSpeed's buffer sizes that take much memory, each with a better size."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,10 +20,10 @@ _SIZES = (
 
 
 def on_buffers(setting: Setting, memory: Memory, hardware: Hardware | None) -> Iterator[str]:
-    """A line for each of DeepSpeed's sizes that makes the fullest rank LARGE times larger.
+    """A line for each DeepSpeed buffer size that makes the fullest rank LARGE times larger.
 
-    What is due to a size is the difference to the same rank with a size of the model's largest
-    layer, which is as much as is reduced or gathered at once.
+    The memory due to a size is the difference from the same rank with the size set to the model's
+    largest layer, which is the most that is reduced or gathered at once.
     """
     layer = largest_layer(setting)
     for name in _SIZES:
@@ -40,7 +40,7 @@ def on_buffers(setting: Setting, memory: Memory, hardware: Hardware | None) -> I
 
 
 def largest_layer(setting: Setting) -> int:
-    """Parameters of the largest layer on a tp rank, rounded up to two digits."""
+    """Parameters of the largest layer on a tensor-parallel rank, rounded up to two digits."""
     exact = max(sum(p.elements(setting.tp) for p in layer.params) for layer in setting.layers)
     unit: int = 10 ** max(0, len(str(exact)) - 2)
     return -(-exact // unit) * unit

@@ -1,4 +1,4 @@
-"""The planner's table on a terminal, and one of its rows in detail."""
+"""The planner's table on a terminal, and the details of one row."""
 
 from collections.abc import Callable, Iterator, Mapping
 
@@ -27,7 +27,7 @@ _COLOURS = {
 
 
 def show(found: Found, request: Request, out: Console) -> None:
-    """Print the rows: those that fit, and below them the faster ones that do not, with remedies."""
+    """Print the rows that fit, and below them the faster ones that do not, with remedies."""
     say_heading(request, out)
     if found.plans:
         _show(found.plans, 1, request, out)
@@ -53,7 +53,7 @@ def closing(found: Found, out: Console) -> None:
 
 
 def say_heading(request: Request, out: Console) -> None:
-    """Print what was asked, in a line or two."""
+    """Print what was asked of the planner, in a line or two."""
     config, hardware = request.config, request.hardware
     seq, batch = request.base.shape.seq, request.global_batch_size
     tokens = "" if request.num_tokens is None else f", {count(request.num_tokens)} tokens in all"
@@ -132,7 +132,7 @@ def _cells(
 
 
 def _bar(share: float, width: int = _BAR) -> Text:
-    """A bar as long as a share of what there is; red where there is more than all of it."""
+    """A bar as long as the share of the memory in use; red above all of it."""
     if share > 1:
         return Text("█" * width + f" {share:.1f}×", "red")
     eighths = round(share * width * 8)
@@ -218,13 +218,13 @@ def lines_of(setting: Setting) -> Iterator[str]:
 
 
 def duration(days: float) -> str:
-    """A time in the unit that suits it."""
+    """A number of days as text, in the unit that suits it."""
     unit, size = _unit(days)
     return f"{three(days / size)} {unit}"
 
 
 def _unit(days: float) -> tuple[str, float]:
-    """The unit that suits a time, and how many days it is."""
+    """The unit that suits a duration, and how many days that unit lasts."""
     for unit, size in (("days", 1.0), ("hours", 1 / 24), ("minutes", 1 / 1440)):
         if days >= 2 * size:
             return unit, size
@@ -242,17 +242,17 @@ def _print_parts(
 
 
 def seconds(value: float) -> str:
-    """Seconds in three digits or more."""
+    """A number of seconds as text, with three digits or more."""
     return three(value) if value >= 0.1 else f"{value:.2g}"
 
 
 def three(value: float) -> str:
-    """A number in three digits or more: 0.123, 26.0, 1,234."""
+    """A number as text with three digits or more: 0.123, 26.0, 1,234."""
     return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}"
 
 
 def count(number: float) -> str:
-    """A number as people read it: 1.01T, 3.15M, 812."""
+    """A number as text with a suffix for its magnitude: 1.01T, 3.15M, 812."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:
             return f"{three(number / size)}{unit}"

@@ -1,4 +1,4 @@
-"""A plan as a picture: what each pipeline rank does when, and the memory of the fullest one."""
+"""A plan as a picture: each pipeline rank's actions over time, and the fullest rank's memory."""
 
 import re
 from html import escape
@@ -22,7 +22,7 @@ Points = list[tuple[float, float]]  # (seconds, bytes), in order
 
 
 def spans_of(plan: Plan, curves: Curves | None = None) -> tuple[Setting, Spans]:
-    """The simulated step, with fewer microbatches where all of them could not be drawn."""
+    """The simulated step as spans, with fewer microbatches where all could not be drawn."""
     s = plan.setting
     most = max(2 * s.pp, _MOST_BOXES // (2 * s.pp * s.stages_per_rank))
     if s.num_microbatches > most:
@@ -31,10 +31,10 @@ def spans_of(plan: Plan, curves: Curves | None = None) -> tuple[Setting, Spans]:
 
 
 def memory_over_time(plan: Plan, setting: Setting, spans: Spans) -> tuple[float, Points]:
-    """What the fullest rank holds all the time, and its device memory as its computes end.
+    """The fullest rank's constant bytes, and its device bytes at the end of each compute.
 
-    Activations come as a forward begins and go as its backward ends; at their most, the total is
-    that of the plan.
+    Activations appear as a forward begins and go as its backward ends. At their maximum the total
+    equals the plan's.
     """
     saved = saved_bytes(setting, plan.request.hardware)
     computes = [span for span in spans[plan.memory.pp_coord] if span.action.is_compute]

@@ -1,1 +1,1 @@
-"""What there is to choose from, and the best of it."""
+"""Search over meshes, schedules, ZeRO stages and recomputation for the fastest plan that fits."""

@@ -1,9 +1,9 @@
-"""The best plans of a request, without looking at all of them.
+"""Best-first search for the fastest plans of a request, without evaluating every plan.
 
-Best first: a heap holds what is undecided by the least that its step can take. What comes off it is
-taken apart (a mesh with its micro batch and recomputation, then schedules and ZeRO stages, then
-offloads) until a whole plan has been simulated; when that comes off the heap, nothing undecided can
-be faster. So the rows are those of an exhaustive search, which a test compares.
+A heap holds undecided nodes by a lower bound on the seconds of a step. The node that comes off it
+is split (a mesh with its micro batch and recomputation, then schedules and ZeRO stages, then
+offloads) until it is one plan, which is simulated. When a simulated plan comes off the heap, no
+undecided node can be faster. So the rows equal those of an exhaustive search; a test compares them.
 """
 
 from collections import Counter, defaultdict
@@ -36,7 +36,7 @@ _SAFE = 1 - 1e-9  # a bound and a simulation may round differently
 
 @dataclass(frozen=True)
 class Found:
-    """The rows of a search: plans that fit, fastest first, and faster ones that do not."""
+    """The rows of a search: plans that fit, fastest first, and faster plans that do not fit."""
 
     plans: tuple[Plan, ...]
     too_large: tuple[Plan, ...]
@@ -48,7 +48,7 @@ class Found:
 
     @property
     def rows(self) -> tuple[Plan, ...]:
-        """All of them, in the order of the table."""
+        """All plans of the search, in the order of the table."""
         return self.plans + self.too_large
 
 
@@ -58,9 +58,9 @@ def search(
 ) -> Found:
     """The `rows` fastest plans that fit, at most `per_mesh` of one mesh.
 
-    By default so many that all meshes have room in the table, at least one. A plan that fits
-    without an offload is not listed with it. Raises ConfigError where no mesh is possible, or the
-    hardware's description lacks a figure.
+    By default `per_mesh` leaves room in the table for all meshes, and is at least 1. A plan that
+    fits without an offload is not listed with that offload. Raises ConfigError where no mesh is
+    possible, or where the hardware's description lacks a figure.
     """
     refuse.check_fixed(dict(request.fixed))
     refuse.refuse_empty(request)
@@ -79,7 +79,7 @@ def search(
 
 @dataclass
 class _Search:
-    """A search under way: what it has computed for few choices, for the many that share them."""
+    """A search in progress, with results cached for choices that many plans share."""
 
     request: Request
     curves: Curves
@@ -100,7 +100,7 @@ class _Search:
         )
 
     def best_first(self, per_mesh: int) -> Iterator[Plan]:
-        """The plans that fit, fastest first; equally fast ones simplest first."""
+        """The plans that fit, fastest first; among equally fast plans the simplest first."""
         serial, taken = count(), Counter[Mesh]()
         heap: list[tuple[float, bool, Any, int, Any]] = [
             (floor, False, (), next(serial), flow) for floor, flow in self.floors
@@ -120,7 +120,7 @@ class _Search:
                 heappush(heap, (bound, plan is not None, order, next(serial), plan or inner))
 
     def _inside(self, node: Any) -> Iterator[tuple[float, Plan | None, Any]]:
-        """What a node of the heap is made of, each with the least that it can take."""
+        """The nodes that a node of the heap splits into, each with its lower bound in seconds."""
         request = self.request
         if isinstance(node, Flow):
             for order in candidates.orders(request, node):
@@ -149,7 +149,7 @@ class _Search:
     def _opened(
         self, flow: Flow, order: Order, kind: tuple[State, ...], then: tuple[State, ...]
     ) -> Iterator[tuple[float, Plan | None, Any]]:
-        """A node of the states of a kind, and one of `then` unless the first of them may fit."""
+        """A node of the states of a kind, and one of `then` unless the first of `kind` may fit."""
         flight = self._in_flight(flow, order)
         left = tuple(s for s in kind if self._may_fit(flow, order, s, flight))
         if left:
@@ -161,13 +161,13 @@ class _Search:
 
     @property
     def _shares_cores(self) -> bool:
-        """Whether host and device are the same, so that offload may well be faster."""
+        """Whether host and device are the same cores, so that offload may be faster."""
         return self.request.hardware.cores is not None
 
     def _tried(self, states: tuple[State, ...]) -> tuple[State, ...]:
-        """Those of several offloads of one kind that may be the fastest: the first adds least.
+        """The states, of offloads of one kind, that may be the fastest: the first adds least time.
 
-        But where its weights are gathered more often, so that they fit, the next may be faster.
+        Where the first must gather weights more often to fit, the next may be faster.
         """
         if self._shares_cores:
             return states
@@ -183,14 +183,14 @@ class _Search:
         return _SAFE * lower_bound(setting, self.request.hardware, self.curves)
 
     def _floor(self, flow: Flow) -> float:
-        """The least that any schedule and ZeRO stage can take: the computes, evenly shared."""
+        """Lower bound on the seconds of a flow's step: its computes, shared evenly by the ranks."""
         request, mesh = self.request, flow.mesh
         return self._flow_seconds(flow) * (
             request.global_batch_size / mesh.dp / flow.micro_batch / mesh.pp
         )
 
     def _flow_seconds(self, flow: Flow) -> float:
-        """Of all layers' forward and backward, for one microbatch, without what ZeRO adds."""
+        """Seconds of one microbatch's forward and backward through all layers, without ZeRO."""
         key = (flow.mesh.tp, *flow[1:])
         if key not in self._passes:
             costs = costs_of(self._alone(flow), self.request.hardware, self.curves)
@@ -198,7 +198,7 @@ class _Search:
         return self._passes[key]
 
     def _alone(self, flow: Flow) -> Setting:
-        """One microbatch of a flow through all layers on one tp group, on as many devices."""
+        """The setting of one microbatch of a flow on a single tensor-parallel group."""
         base = self.request.base
         return base.but(
             shape=Shape(flow.micro_batch, base.shape.seq),
@@ -215,18 +215,18 @@ class _Search:
         )
 
     def _may_fit(self, flow: Flow, order: Order, state: State, flight: Flight) -> bool:
-        """Whether what the first rank surely holds leaves room: necessary, not sufficient."""
+        """Whether the lower bound on the first rank's memory fits: necessary, not sufficient."""
         standing = self._standing(flow, order, state)
         needed = least.total(standing, flight, self.request.hardware)
         return needed <= self.room.device and standing.host <= self.room.host
 
     def _least(self, flow: Flow, order: Order, state: State) -> int:
-        """Bytes that the first rank's device surely holds."""
+        """Lower bound on the bytes of the first rank's device."""
         flight = self._in_flight(flow, order)
         return least.total(self._standing(flow, order, state), flight, self.request.hardware)
 
     def _standing(self, flow: Flow, order: Order, state: State) -> Standing:
-        """What the first rank holds whatever its microbatches."""
+        """Bytes that the first rank holds whatever its microbatches."""
         key = flow.mesh, order, state
         if key not in self._states:
             setting = setting_of(self.request, flow, order, state)
@@ -234,7 +234,7 @@ class _Search:
         return self._states[key]
 
     def _in_flight(self, flow: Flow, order: Order) -> Flight:
-        """The first rank's activations in flight."""
+        """Bytes of the first rank's activations in flight."""
         key = (flow.mesh.tp, *flow[1:])
         if key not in self._saved:
             self._saved[key] = least.saved_of_kinds(self._alone(flow), self.request.hardware)
@@ -244,7 +244,7 @@ class _Search:
         )
 
     def leanest(self) -> Setting:
-        """The setting that needs least device memory, of those whose first rank needs least."""
+        """The setting with the least device memory, among those whose first rank needs least."""
         sizes: list[tuple[int, int, Choices]] = []
         for mesh in self.meshes:
             flows = candidates.flows(self.request, mesh)
@@ -261,9 +261,10 @@ class _Search:
         return min(settings, key=lambda s: worst(s, self.room, self.request.hardware).total)
 
     def too_large(self, fastest: float) -> list[Plan]:
-        """Of the plans faster than `fastest`, those that come nearest to fitting, one of a mesh.
+        """Faster plans that do not fit, for each mesh the one that comes nearest to fitting.
 
-        Each with the simplest ZeRO stage that shards the optimizer's state.
+        Faster than `fastest` seconds a step, at the simplest ZeRO stage that shards the optimizer's
+        state.
         """
         near = defaultdict[Mesh, list[tuple[int, int, Choices]]](list)
         for number, (floor, flow) in enumerate(self.floors):

@@ -1,7 +1,7 @@
-"""What there is to choose from: every way to run a request that the arithmetic allows.
+"""Every choice of mesh, microbatch, schedule, ZeRO stage and offload that a request allows.
 
-Meshes and whatever else the config would refuse are refused by the config's own checks; schedules
-are the files of parallel3d/schedule/schedules, where each is valid and can be run.
+Meshes and other choices that the config would refuse are refused by the config's own checks;
+schedules are the files of parallel3d/schedule/schedules, where each is valid and can be run.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ WEIGHTS: tuple[Weights, ...] = ("per_step", "per_pass", "per_microbatch")  # fas
 
 
 class Mesh(NamedTuple):
-    """Ranks per axis."""
+    """Numbers of pipeline, data-parallel and tensor-parallel ranks."""
 
     pp: int
     dp: int
@@ -33,7 +33,7 @@ class Mesh(NamedTuple):
 
 
 class Flow(NamedTuple):
-    """How microbatches flow through a mesh, whatever the schedule."""
+    """A mesh with its micro batch size, recomputation and sequence parallelism; no schedule yet."""
 
     mesh: Mesh
     micro_batch: int
@@ -42,14 +42,14 @@ class Flow(NamedTuple):
 
 
 class Order(NamedTuple):
-    """A schedule, and the stages of each rank."""
+    """A schedule's name, and the number of stages on each rank."""
 
     stages_per_rank: int
     schedule: str
 
 
 class State(NamedTuple):
-    """How weights, gradients and the optimizer's state are held; the simplest sorts first."""
+    """A ZeRO stage with its reduction and offloads; the simplest sorts first."""
 
     num_offloads: int
     zero_stage: int
@@ -63,7 +63,7 @@ PLAIN = State(0, 0, True, "none", "none")  # nothing sharded, nothing offloaded
 
 
 def meshes(request: Request) -> Iterator[Mesh]:
-    """Every mesh of the request's devices, fewest stages and then least tp first."""
+    """Every mesh of the request's devices, fewest stages first, then smallest tp first."""
     for pp in _divisors(request.devices):
         for tp in _divisors(request.devices // pp):
             mesh = Mesh(pp, request.devices // pp // tp, tp)
@@ -73,7 +73,7 @@ def meshes(request: Request) -> Iterator[Mesh]:
 
 @lru_cache(maxsize=1024)
 def flows(request: Request, mesh: Mesh) -> tuple[Flow, ...]:
-    """Every micro batch, recomputation and sequence parallelism on a mesh, simplest first."""
+    """Every micro batch size, recomputation and sequence parallelism on a mesh, simplest first."""
     return tuple(_flows(request, mesh))
 
 
@@ -91,7 +91,7 @@ def _flows(request: Request, mesh: Mesh) -> Iterator[Flow]:
 
 
 def orders(request: Request, flow: Flow, state: "State | None" = None) -> tuple[Order, ...]:
-    """Every schedule that runs the flow, fewest stages first; with a `state`, if one is given."""
+    """Every schedule that can run the flow (with `state`, if given), fewest stages first."""
     found = _all_orders(request, flow)
     return found if state is None else tuple(o for o in found if go_together(o, state))
 
@@ -119,22 +119,22 @@ def _orders(request: Request, flow: Flow) -> Iterator[Order]:
 
 
 def runs(name: str, pp: int, num_microbatches: int, stages_per_rank: int) -> bool:
-    """Whether a schedule can be run."""
+    """Whether a schedule can be run with these ranks, microbatches and stages per rank."""
     return schedules.why_not(name, pp, num_microbatches, stages_per_rank) is None
 
 
 def go_together(order: Order, state: State) -> bool:
-    """Whether a schedule can be run with a ZeRO stage's reductions."""
+    """Whether a schedule can be run with a ZeRO stage's gradient reductions."""
     return state.reduces_once or not schedules.splits_backward(order.schedule)
 
 
 @lru_cache(maxsize=1024)
 def states(request: Request, mesh: Mesh) -> tuple[State, ...]:
-    """Every ZeRO stage, reduction and offload that the engine has, simplest first.
+    """Every ZeRO stage, reduction and offload that the engine supports, simplest first.
 
-    On one data-parallel rank nothing is sharded: of stages 0 to 2 only 0 is taken, and gradients
-    are reduced once. Stages 1 and 2 are the same but for the reduction (docs/deepspeed.md). Of the
-    times that ZeRO-3's weights may stay gathered it has the fastest: `leaner` gives the others.
+    On one data-parallel rank nothing is sharded: of stages 0 to 2 only 0 is listed, and gradients
+    are reduced once. Stages 1 and 2 differ in the reduction alone (docs/deepspeed.md). ZeRO-3's
+    weights stay gathered in the fastest way; `leaner` gives the other ways.
     """
     found = []
     once = request.fixed.get("gradient_reduction") != "per_microbatch"
@@ -160,10 +160,10 @@ def states(request: Request, mesh: Mesh) -> tuple[State, ...]:
 
 
 def ways(request: Request, zero_stage: int, offload_param: Device) -> tuple[Weights, ...]:
-    """For how long weights may stay gathered, the fastest first.
+    """The choices for how long weights stay gathered, the fastest first.
 
-    Who offloads parameters wants them off the device: "per_step" is not for them. But
-    "per_microbatch" fetches them from the host for each microbatch twice, so there is "per_pass".
+    With offloaded parameters "per_step" is left out, as it would keep them on the device. But
+    "per_microbatch" fetches them from the host twice for each microbatch, so "per_pass" is kept.
     """
     if zero_stage != 3:
         return ("per_microbatch",)
@@ -174,14 +174,14 @@ def ways(request: Request, zero_stage: int, offload_param: Device) -> tuple[Weig
 
 
 def gathered_longest(offload_param: Device) -> tuple[Weights, ...]:
-    """The same where nothing is fixed, at ZeRO-3."""
+    """The choices for how long ZeRO-3's weights stay gathered, if none is fixed, fastest first."""
     return WEIGHTS if offload_param == "none" else WEIGHTS[1:]
 
 
 def leaner(request: Request, order: Order, state: State) -> tuple[State, ...]:
-    """The same state with weights that are gathered for less long, the fastest first.
+    """A state's variants with weights gathered for less long, the fastest first.
 
-    A rank's only stage is gathered as long per pass as per step.
+    With one stage on a rank, "per_pass" gathers it for as long as "per_step".
     """
     all_ways = ways(request, state.zero_stage, state.offload_param)
     less = all_ways[all_ways.index(state.weights) + 1 :]
@@ -193,14 +193,14 @@ def leaner(request: Request, order: Order, state: State) -> tuple[State, ...]:
 
 
 def has_state(request: Request, mesh: Mesh, state: State) -> bool:
-    """Whether the mesh has the state, or it is a leaner one of those."""
+    """Whether a mesh offers this state, or a state of which this is a leaner variant."""
     all_ways = ways(request, state.zero_stage, state.offload_param)
     fastest = state._replace(weights=all_ways[0])
     return state.weights in all_ways and fastest in states(request, mesh)
 
 
 def setting_of(request: Request, flow: Flow, order: Order, state: State) -> Setting:
-    """The Setting that these choices make."""
+    """The Setting that a flow, an order and a state make."""
     base, mesh = request.base, flow.mesh
     # Not dataclasses.replace, which costs three times as much.
     return Setting(
@@ -227,7 +227,7 @@ def setting_of(request: Request, flow: Flow, order: Order, state: State) -> Sett
 
 
 def choices_of(setting: Setting) -> tuple[Flow, Order, State]:
-    """The choices that make a setting."""
+    """The flow, order and state of a setting."""
     mesh = Mesh(setting.pp, setting.dp, setting.tp)
     flow = Flow(mesh, setting.shape.batch, setting.recompute, setting.sequence_parallel)
     offloads = setting.offload_optimizer, setting.offload_param
@@ -238,7 +238,7 @@ def choices_of(setting: Setting) -> tuple[Flow, Order, State]:
 
 
 def _is_open(request: Request, **choices: Any) -> bool:
-    """Whether none of these choices is fixed to something else."""
+    """Whether none of these choices is fixed to another value."""
     fixed = request.fixed
     return all(fixed.get(name, value) == value for name, value in choices.items())
 
@@ -252,13 +252,13 @@ def _names_of(state: State) -> dict[str, Any]:
 
 
 def _reduces(request: Request, zero_stage: int, once: bool) -> bool:
-    """Whether gradients may be reduced so: "auto" leaves it to the ZeRO stage."""
+    """Whether gradients may be reduced once a step, or not; "auto" leaves it to the ZeRO stage."""
     mode = request.fixed.get("gradient_reduction")
     return mode is None or zero_stage == 0 or once == reduces_once(zero_stage, mode)
 
 
 def _has_offload(request: Request, zero_stage: int, optimizer: Device, param: Device) -> bool:
-    """Whether the engine can do it (parallel3d/config/checks.py), and the machine has the place."""
+    """Whether the engine supports an offload (parallel3d/config/checks.py) on this machine."""
     places = {optimizer, param} - {"none"}
     if not places:
         return True
@@ -278,7 +278,7 @@ def _has_offload(request: Request, zero_stage: int, optimizer: Device, param: De
 
 
 def problem_of(request: Request, mesh: Mesh) -> Problem | None:
-    """What the config would refuse the mesh for."""
+    """The problem for which the config would refuse a mesh, or None."""
     config = request.config
     settings = {
         "mesh": MeshConfig(pp=mesh.pp, dp=mesh.dp, tp=mesh.tp),

@@ -1,4 +1,4 @@
-"""Which of a mesh's ZeRO stages and offloads are looked at before which."""
+"""The order in which the search looks at a mesh's ZeRO stages and offloads."""
 
 from functools import lru_cache
 
@@ -10,10 +10,11 @@ Kind = tuple[State, ...]
 
 @lru_cache(maxsize=1024)
 def kinds(request: Request, mesh: Mesh) -> tuple[tuple[Kind, Kind], ...]:
-    """The states of a mesh, those together that differ by their offload alone.
+    """The states of a mesh in groups whose members differ in their offload alone.
 
-    Each with those of ZeRO-3 that reduce as often, if it is the highest stage below that: where it
-    fits as it is, they are not faster, as they gather no less, and layer by layer.
+    Each group comes with the ZeRO-3 states that reduce gradients as often, if it has the highest
+    stage below 3: where the group fits, ZeRO-3 is not faster, as it gathers no less, and layer by
+    layer.
     """
     found: dict[tuple[int, bool], Kind] = {}
     for state in states(request, mesh):

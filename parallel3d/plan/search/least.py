@@ -1,7 +1,7 @@
-"""What the first pipeline rank surely holds: a test that costs little and rules most settings out.
+"""Lower bound on the first pipeline rank's memory: a cheap test that rules out most settings.
 
-The first rank holds most microbatches in flight. What is counted here is never more than
-plan/memory/peak.py finds for it, which a test compares.
+The first rank has the most microbatches in flight. The bound is never above what
+plan/memory/peak.py finds for that rank; a test compares them.
 """
 
 from functools import lru_cache
@@ -18,9 +18,10 @@ from parallel3d.schedule.schedules import load
 
 
 class Standing(NamedTuple):
-    """Bytes of the first rank whatever its microbatches: on the device, and of its host share.
+    """Bytes that the first rank holds whatever its microbatches.
 
-    `gradients`: what is there besides once forwards and backwards take turns.
+    `device`: on the device; `gradients`: on the device besides, where forwards and backwards
+    alternate; `host`: of its share of the host.
     """
 
     device: int
@@ -29,21 +30,23 @@ class Standing(NamedTuple):
 
 
 class Flight(NamedTuple):
-    """Bytes of the first rank's microbatches in flight, and whether a forward follows a backward
-    while so many are."""
+    """Bytes of the first rank's microbatches in flight, at most.
+
+    `alternates`: whether a forward follows a backward while that many are in flight.
+    """
 
     device: int
     alternates: bool
 
 
 def total(standing: Standing, flight: Flight, hardware: Hardware) -> int:
-    """Device bytes that the first rank holds at least."""
+    """Lower bound on the device bytes of the first rank."""
     tensors = standing.device + flight.device + (standing.gradients if flight.alternates else 0)
     return tensors + margin(tensors, hardware)
 
 
 def standing_on_first(setting: Setting, hardware: Hardware) -> Standing:
-    """Of its weights and optimizer, standing buffers and gradients."""
+    """Bytes of the first rank's weights, optimizer states, buffers and gradients."""
     model, num_stages = model_of(setting.layers), setting.pp * setting.stages_per_rank
     cuts = stages_of(model, num_stages, setting.shape.seq)
     home = stages_on(setting.schedule, setting.pp, setting.stages_per_rank)[0]
@@ -61,7 +64,7 @@ def standing_on_first(setting: Setting, hardware: Hardware) -> Standing:
 
 
 def saved_of_kinds(setting: Setting, hardware: Hardware) -> tuple[int, ...]:
-    """Bytes that a microbatch leaves in flight in a layer of each kind."""
+    """For each kind of layer, the bytes that one microbatch leaves in flight in one layer."""
     model, shape, software = model_of(setting.layers), setting.shape, setting.software
     split, mode = setting.sequence_parallel, setting.recompute
     classic, fused = software.attention == "classic", not is_cpu(hardware)
@@ -76,9 +79,9 @@ def saved_of_kinds(setting: Setting, hardware: Hardware) -> tuple[int, ...]:
 def flight_on_first(
     base: Setting, saved: tuple[int, ...], pp: int, num_microbatches: int, order: Order
 ) -> Flight:
-    """What its microbatches in flight leave, of which one leaves `saved` in a layer of each kind.
+    """Bytes that the first rank's microbatches in flight hold, with `saved` bytes per kind.
 
-    Where a rank has several stages, as if each in flight were of the one that saves least.
+    Where a rank has several stages, each microbatch is counted in the stage that saves least.
     """
     per_rank, name = order
     model = model_of(base.layers)
@@ -101,7 +104,7 @@ _firsts: dict[tuple[int, int, int, int, str], tuple[tuple[tuple[int, int], ...],
 def _first(
     model: Model, base: Setting, pp: int, per_rank: int, name: str
 ) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """The (kind, how many) of the layers of each stage of the first rank."""
+    """For each stage of the first rank, the (kind, number) of its layers."""
     key = id(model), base.shape.seq, pp, per_rank, name
     if key not in _firsts:
         cuts = stages_of(model, pp * per_rank, base.shape.seq)

@@ -1,4 +1,4 @@
-"""What is asked of the planner, and a plan: one row of its table."""
+"""A request to the planner, and a plan: one row of the planner's table."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,10 +24,10 @@ CHOICES = (
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """What to plan: a model and a global batch on so many devices.
+    """What to plan: a model and a global batch on a number of devices.
 
-    `config`: the run, its vocabulary known. `base`: a Setting of it, whose choices are to be
-    replaced. `fixed`: choices, by the names of CHOICES, that are made already. `num_tokens`: of the
+    `config`: the run, its vocabulary size known. `base`: a Setting of the run, whose choices are to
+    be replaced. `fixed`: choices made already, by the names of CHOICES. `num_tokens`: tokens of the
     whole run, None where the config does not tell.
     """
 
@@ -47,10 +47,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Flops:
-    """FLOPs of forward and backward.
+    """FLOPs of a forward and a backward, counted by each convention.
 
-    `full` counts attention over all pairs of positions, `causal` over half of them; `recomputed` is
-    what each mode of recomputation adds, attention in full.
+    `full` counts attention over all pairs of positions, `causal` over half of them. `recomputed`:
+    FLOPs that each mode of recomputation adds, with attention in full.
     """
 
     full: float
@@ -64,7 +64,7 @@ class Flops:
 
 @lru_cache(maxsize=64)
 def flops_of(layers: tuple[LayerSpec, ...], seq: int) -> Flops:
-    """The FLOPs of one sample; the same sums as those of metrics.jsonl."""
+    """FLOPs of one sample; the sums of metrics.jsonl are the same."""
     full = attention = 0.0
     recomputed = {"none": 0.0, "selective": 0.0, "full": 0.0}
     for layer in layers:
@@ -80,10 +80,10 @@ def flops_of(layers: tuple[LayerSpec, ...], seq: int) -> Flops:
 
 @dataclass(frozen=True)
 class Plan:
-    """One way to run what was asked: memory of its fullest rank, and time of a step.
+    """One way to run what was requested: the memory of its fullest rank, and the time of a step.
 
-    `reason`: what does not fit and by how much, "" where all fits; `remedy`: the smallest change
-    that makes it fit.
+    `reason`: what does not fit and by how much, "" where all fits. `remedy`: the smallest change
+    that makes the plan fit.
     """
 
     request: Request
@@ -95,41 +95,41 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether device, host and NVMe have room."""
+        """Whether device, host and NVMe have room for the plan."""
         return not self.reason
 
     @property
     def offload(self) -> str:
-        """What is offloaded where, in words."""
+        """What the plan offloads where, in words."""
         return offload_in_words(self.setting.offload_optimizer, self.setting.offload_param)
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all devices together."""
+        """Tokens per second of all devices together."""
         return self.setting.tokens_per_step / self.time.seconds
 
     @property
     def days(self) -> float | None:
-        """Of the whole run, without evaluation and checkpoints; None where its length is open."""
+        """Days of the whole run without evaluation and checkpoints; None if its length is open."""
         tokens = self.request.num_tokens
         return None if tokens is None else tokens / self.tokens_per_second / 86400
 
     @property
     def device_hours(self) -> float | None:
-        """Of the whole run."""
+        """Device-hours of the whole run; None where its length is open."""
         return None if self.days is None else self.days * 24 * self.request.devices
 
     @property
     def bubble(self) -> float:
-        """The idle fraction of all ranks' time in the passes: schedule.bubble of the step."""
+        """Idle fraction of all ranks' time in a step's passes, as schedule.bubble defines it."""
         return self.time.bubble
 
     def per_device(self, flops: float) -> float:
-        """FLOP/s of a device, if a step has so many on all of them."""
+        """FLOP/s of one device, if a step takes `flops` FLOPs on all devices together."""
         return flops / self.time.seconds / self.request.devices
 
     def mfu(self, flops: float) -> float | None:
-        """The same over the device's peak; None where no source states that."""
+        """A device's FLOP/s over its peak, for `flops` FLOPs a step; None if no peak is known."""
         peak = self.request.hardware.peak(self.setting.precision)
         return None if peak is None else self.per_device(flops) / peak
 
@@ -156,7 +156,7 @@ class Plan:
 
 
 def choices_json(setting: Setting, memory: Memory) -> dict[str, Any]:
-    """What is chosen, and the memory of its fullest rank, as JSON."""
+    """The choices of a setting, and the memory of its fullest rank, as JSON."""
     s = setting
     return {
         "pp": s.pp,
@@ -181,12 +181,12 @@ def choices_json(setting: Setting, memory: Memory) -> dict[str, Any]:
 def request_of(
     config: RunConfig, hardware: Hardware, devices: int, fixed: Mapping[str, Any] | None = None
 ) -> Request:
-    """What a config asks on so many devices.
+    """The request of a config on `devices` devices.
 
-    The global batch is train_batch_size; without it, what micro batch, accumulation and the
-    config's mesh make of it (a dp that is "auto" takes the devices that pp and tp leave). Raises
-    ConfigError where neither is known, where the vocabulary is not, for sizes that no devices can
-    hold, and for bf16 on hardware that has fp16 alone.
+    The global batch is train_batch_size; without that key, it follows from micro batch,
+    accumulation and the config's mesh (a dp that is "auto" takes the devices that pp and tp leave).
+    Raises ConfigError where the global batch or the vocabulary size is unknown, for sizes that no
+    devices can hold, and for bf16 on hardware that has fp16 alone.
     """
     if devices < 1:
         raise Problems([Problem("--devices", devices, "is no number of devices", "use 1 or more")])
@@ -213,7 +213,7 @@ def request_of(
 
 
 def _on_one(config: RunConfig, batch: int) -> RunConfig:
-    """The config on one device with the whole batch, for all that depends on no mesh."""
+    """The config on one device with the whole batch, for figures that depend on no mesh."""
     raw = config.to_dict()
     raw["parallel3d"] |= {"mesh": {"pp": 1, "dp": 1, "tp": 1}, "plan": {}}
     raw["parallel3d"]["pipeline"] = {"schedule": "gpipe"}
@@ -225,9 +225,9 @@ def _on_one(config: RunConfig, batch: int) -> RunConfig:
 
 
 def with_vocabulary(config: RunConfig) -> RunConfig:
-    """The config with a number for its vocabulary: the one that a tokenizer is to be trained to.
+    """The config with a number for its vocabulary size, as a tokenizer will be trained to it.
 
-    Raises ConfigError where it depends on a tokenizer that is not here.
+    Raises ConfigError where the size depends on a tokenizer that is not on this machine.
     """
     if config.model.vocab_size != "auto":
         return config

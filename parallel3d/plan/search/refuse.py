@@ -1,4 +1,4 @@
-"""What of a request cannot be planned, and what to ask instead."""
+"""Refusals of a request that cannot be planned, with what to ask instead."""
 
 from difflib import get_close_matches
 from typing import Any
@@ -19,7 +19,7 @@ from parallel3d.section import Problem, Problems
 
 
 def refuse_empty(request: Request) -> None:
-    """Raise ConfigError that says why there is no mesh, or no schedule on any, if there is none."""
+    """Raise ConfigError if the request has no possible mesh, or no schedule on any mesh."""
     possible = [flow for mesh in meshes(request) for flow in flows(request, mesh)]
     if any(orders(request, flow) for flow in possible):
         return
@@ -46,7 +46,7 @@ def refuse_empty(request: Request) -> None:
 
 
 def check_fixed(fixed: dict[str, Any]) -> None:
-    """Raise ConfigError for a choice that there is not."""
+    """Raise ConfigError for a fixed choice that is not one of the planner's choices."""
     allowed: dict[str, tuple[Any, ...]] = {
         "schedule": schedules.names(),
         "recompute": RECOMPUTES,
@@ -75,5 +75,5 @@ def check_fixed(fixed: dict[str, Any]) -> None:
 
 
 def _same(value: Any, choice: Any) -> bool:
-    """Whether both are one: 1, 1.0 and true are not."""
+    """Whether two values are equal and of one type: 1, 1.0 and true are not."""
     return type(value) is type(choice) and bool(value == choice)

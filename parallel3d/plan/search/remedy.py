@@ -1,4 +1,4 @@
-"""Whether a setting fits, by how much it does not, and the smallest change that makes it fit."""
+"""Whether a setting fits, how many bytes it lacks, and the smallest change that makes it fit."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -21,23 +21,23 @@ Choices = tuple[Flow, Order, State]
 
 @dataclass(frozen=True)
 class Room:
-    """Bytes that a device has, and its share of the host."""
+    """Bytes of memory that one device has, and its share of the host's."""
 
     device: int
     host: int
 
     @classmethod
     def of(cls, hardware: Hardware) -> "Room":
-        """That of a kind of hardware."""
+        """The room of a kind of hardware."""
         host = hardware.host
         return cls(int(hardware.memory_bytes.value), int(host.memory_bytes.value) if host else 0)
 
     def fits(self, memory: Memory) -> bool:
-        """Whether there is room for a rank."""
+        """Whether the room holds a rank's memory."""
         return memory.total <= self.device and memory.host <= self.host
 
     def reason(self, memory: Memory) -> str:
-        """What has no room, by how much, and its largest part; "" where all fits."""
+        """The memory that has no room, by how much, and its largest part; "" where all fits."""
         said = []
         if (over := memory.total - self.device) > 0:
             part = max(memory.parts, key=lambda name: memory.parts[name])
@@ -55,13 +55,13 @@ class Room:
 
 
 def gib(num_bytes: float) -> str:
-    """A size in GiB, in three digits or more."""
+    """A number of bytes as text in GiB, with three digits or more."""
     size = num_bytes / 2**30
     return f"{size:.0f}" if size >= 100 else f"{size:.1f}" if size >= 1 else f"{size:.3f}"
 
 
 def fitting(setting: Setting, room: Room, hardware: Hardware) -> Memory | None:
-    """The memory of the fullest rank if all fit; the first rank is looked at before the others."""
+    """The memory of the fullest rank if all ranks fit, else None; the first rank is tried first."""
     if not room.fits(at(setting, 0, hardware)):
         return None
     memory = worst(setting, room, hardware)
@@ -77,7 +77,7 @@ def worst(setting: Setting, room: Room, hardware: Hardware) -> Memory:
 
 
 def evaluate(request: Request, setting: Setting, curves: Curves | None = None) -> Plan:
-    """The plan of one setting, with what to change where it does not fit."""
+    """The plan of one setting, with a remedy where it does not fit."""
     curves = curves or curves_for(request.hardware)
     room = Room.of(request.hardware)
     memory = worst(setting, room, request.hardware)
@@ -90,10 +90,10 @@ def evaluate(request: Request, setting: Setting, curves: Curves | None = None) -
 
 
 def smallest_change(request: Request, start: Choices) -> tuple[str, Choices] | None:
-    """The change that costs least and makes a setting fit, in words, and what it leads to.
+    """The cheapest change that makes a setting fit, in words, and the choices it leads to.
 
-    Changes are tried in a fixed order of cost (see `_nearby`), several together by the sum of
-    theirs. None where none of the first MOST_CHANGES fits.
+    Changes are tried in a fixed order of cost (see `_nearby`); a change of several choices costs
+    their sum. None where none of the first MOST_CHANGES fits.
     """
     room, serial = Room.of(request.hardware), count()
     meshes = frozenset(candidates.meshes(request))
@@ -128,7 +128,7 @@ def _is_allowed(
 def _nearby(
     request: Request, flow: Flow, order: Order, state: State
 ) -> Iterator[tuple[int, Choices]]:
-    """What is one step away, with what that costs: from free to slow.
+    """The choices one change away, each with its cost, from 1 (free) to 10 (slow).
 
     1: sequence parallelism, a schedule that holds less, or weights gathered for less long. 2:
     selective recomputation, the next ZeRO stage, the next smaller micro batch. 4: full
@@ -177,7 +177,7 @@ def _on(request: Request, mesh: Mesh, state: State) -> State:
 
 
 def _said(old: Choices, new: Choices) -> Iterator[str]:
-    """What is different, in the config's words."""
+    """The differences between two choices, in the config's words."""
     (was, order, state), (flow, new_order, new_state) = old, new
     for axis in ("pp", "dp", "tp"):
         if getattr(was.mesh, axis) != getattr(flow.mesh, axis):

@@ -1,4 +1,4 @@
-"""Which of equally fast plans comes first."""
+"""The order of equally fast plans, simplest first."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from parallel3d.plan.search.plans import Plan
 
 
 def simplicity(plan: Plan) -> tuple[Any, ...]:
-    """Sorts equally fast plans: fewer stages, less offload, less tp, and so on, before more."""
+    """Sort key of equally fast plans: fewer stages, less offload, smaller tp, and so on, first."""
     s = plan.setting
     flow, order, state = candidates.choices_of(s)
     return (

@@ -1,4 +1,4 @@
-"""Work that makes millions of small objects and keeps them."""
+"""Garbage collection switched off for work that makes millions of small objects and keeps them."""
 
 import gc
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Do not look for cycles of garbage meanwhile: a quarter of a large search goes into that."""
+    """Suspend Python's cyclic garbage collection, which takes a quarter of a large search."""
     was_on = gc.isenabled()
     gc.disable()
     try:

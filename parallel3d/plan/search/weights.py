@@ -1,4 +1,4 @@
-"""For how long ZeRO-3's weights stay gathered, where a config leaves it open."""
+"""Choice of how long ZeRO-3's weights stay gathered, where a config leaves it open."""
 
 from parallel3d.hardware import Hardware
 from parallel3d.plan.memory.peak import Memory
@@ -9,7 +9,7 @@ from parallel3d.schedule.sharding import Weights
 
 
 def choose_weights(setting: Setting, hardware: Hardware) -> tuple[Weights, Memory]:
-    """The fastest way for which there is room, and the memory of its fullest rank.
+    """The fastest `weights` choice that fits, and the memory of its fullest rank.
 
     "per_step" (with no offload of parameters, see candidates.ways), then "per_pass"; where neither
     fits, what holds less of "per_pass" and "per_microbatch".

@@ -1,8 +1,8 @@
-"""Seconds of each action of a setting, part by part, and of what happens once a step.
+"""Seconds of each action of a setting by part, and of the work done once a step.
 
-A search asks for hundreds of thousands of settings that differ in little: what layers compute, what
-data-parallel ranks move, and what stages send are each kept by what they depend on (passes.py,
-sharding.py), and put together here.
+A search asks for hundreds of thousands of settings that differ in little: the computes of layers,
+the transfers of data-parallel ranks and the sends of stages are each cached by what they depend on
+(passes.py, sharding.py), and combined here.
 """
 
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ from parallel3d.schedule.schedule import Action, Op
 
 
 class Parts(NamedTuple):
-    """Seconds of a rank by what it does; transfers as far as nothing hides them."""
+    """Seconds of a rank by the kind of work; transfers count only where no compute hides them."""
 
     compute: float = 0.0
     tensor: float = 0.0
@@ -34,15 +34,15 @@ class Parts(NamedTuple):
     optimizer: float = 0.0
 
     def plus(self, other: "Parts", times: float = 1.0) -> "Parts":
-        """The sum of both, `other` taken so many times."""
+        """The sum of these seconds and `times` times the `other` ones."""
         return Parts(*(a + times * b for a, b in zip(self, other, strict=True)))
 
 
 @dataclass(eq=False)
 class Sends:
-    """Seconds from each stage to its successor, or back (0 on one device).
+    """Seconds to send from each stage to its successor, or back (0 on one device).
 
-    `seconds` [stages - 1]; `before` [stages]: their sum up to a stage.
+    `seconds` [stages - 1]: of each send. `before` [stages]: the sum of the sends up to a stage.
     """
 
     seconds: tuple[float, ...]
@@ -54,11 +54,11 @@ _NO_SENDS = Sends((), (0.0,))
 
 @dataclass(eq=False)
 class ActionCosts:
-    """What everything in a step costs.
+    """Seconds of everything that happens in a step, by class of stages and coordinates.
 
     `forward` and `backward` [stage classes]: of one microbatch. `before`, `reduce` and `after`
     [coordinate classes]: once a step, before the first forward, after the coordinate's last
-    backward, and after all of these.
+    backward, and after the last backward of all coordinates.
     """
 
     layout: Layout
@@ -97,7 +97,7 @@ class ActionCosts:
         self.once = max(map(sum, self.before)) + max(map(sum, self.after))
 
     def seconds(self, action: Action) -> float:
-        """Of one action; a RECV takes none."""
+        """Seconds of one action; a receive takes none."""
         op, stage, _ = action
         match op:
             case Op.F:
@@ -115,9 +115,9 @@ class ActionCosts:
 
 
 def costs_of(setting: Setting, hardware: Hardware, curves: Curves) -> ActionCosts:
-    """What everything in a step of a setting costs on a machine.
+    """Seconds of everything that happens in a step of a setting on a machine.
 
-    Raises ConfigError where the description of the hardware lacks a figure that it takes.
+    Raises ConfigError where the description of the hardware lacks a figure that the setting needs.
     """
     machine = machine_of(hardware, setting.software, curves)
     layout = layout_of(setting)
@@ -186,9 +186,9 @@ def _together(
 def _exposed(
     own: Pass, moves: StageTransfers, backward: bool, machine: Machine, slowdown: float
 ) -> tuple[Parts, float]:
-    """A pass with its transfers, and the seconds behind which nothing hides even then.
+    """A pass with the transfers that computes do not hide, and the compute seconds still free.
 
-    Those that the program overlaps hide behind the computes.
+    Transfers that the program overlaps hide behind the computes; the free seconds hide nothing yet.
     """
     software, curves = machine.software, machine.curves
     compute = own.compute + slowdown * (curves.overhead_per_action + moves.overhead)
@@ -212,10 +212,11 @@ def _exposed(
 def _once(
     once: OncePerStep, ahead: float, behind: float, machine: Machine, slowdown: float
 ) -> tuple[Parts, Parts, float, Parts]:
-    """What a coordinate does once a step: before, after its last backward, and after that.
+    """Seconds of a coordinate's work once a step: before, after its last backward, and after all.
 
-    The number is how much of the second waits would hide, too. `ahead`: seconds of its first
-    forwards behind which nothing hides; `behind`: of its last backwards.
+    The third value is the seconds of the reduction that a wait would hide as well. `ahead`: compute
+    seconds of the coordinate's first forwards that hide nothing yet; `behind`: of its last
+    backwards.
     """
     software, curves = machine.software, machine.curves
     reduce, first, last = once.reduce, once.gather_before, once.gather_after

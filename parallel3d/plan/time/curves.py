@@ -1,4 +1,4 @@
-"""The fitted efficiency curves, and those that never saw one group of published runs (floor 0).
+"""Fitted efficiency curves: of all published runs, and with each group of runs left out.
 
 benchmarks/fit_curves.py writes curves.json; docs/planner.md has its output.
 """
@@ -30,22 +30,22 @@ def fitted() -> Curves:
 
 
 def without(group: str) -> Curves:
-    """The curves fitted on all groups but this one; those of all for a group nobody fitted."""
+    """The curves fitted on all groups but `group`; for an unknown group, those fitted on all."""
     fit = _file().get("without", {}).get(group)
     return _curves(tuple(fit["curves"].items())) if fit else fitted()
 
 
 def seen_by(group: str | None) -> Mapping[str, str]:
-    """The groups, and a digest of their rows, that the fit without `group` (None: of all) saw."""
+    """The groups used in the fit without `group` (None: of all), each with a digest of its rows."""
     file = _file()
     fit = file.get("all") if group is None else file.get("without", {}).get(group)
     return fit["saw"] if fit else {}
 
 
 def curves_for(hardware: Hardware) -> Curves:
-    """The curves measured on this very machine, or else the fitted ones.
+    """The curves measured on this machine, if it was calibrated, else the fitted ones.
 
-    Raises ConfigError for a curve that there is not, and for a value that none can have.
+    Raises ConfigError for an unknown curve, and for an impossible value.
     """
     if problems := [p for item in (hardware.curves or {}).items() if (p := _problem(*item))]:
         raise Problems(problems, f"the hardware {hardware.name}")

@@ -1,4 +1,4 @@
-"""What runs the operators, as one object for each kind, by which answers are kept."""
+"""Hardware, software and curves as one cached object, the key of cached answers."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from parallel3d.plan.time.operators import Curves
 
 @dataclass(eq=False)
 class Machine:
-    """What runs the operators: two are the same only if they are one object."""
+    """The hardware and program that run operators; equal machines are one object."""
 
     hardware: Hardware
     software: Software
@@ -21,7 +21,7 @@ _found: dict[tuple[int, int, int], tuple[Machine, Software, Curves]] = {}
 
 
 def machine_of(hardware: Hardware, software: Software, curves: Curves) -> Machine:
-    """The same object for the same hardware and equal software and curves."""
+    """The machine of this hardware, software and curves; equal arguments give one object."""
     ids = id(hardware), id(software), id(curves)
     if found := _found.get(ids):
         return found[0]

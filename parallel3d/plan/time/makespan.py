@@ -1,8 +1,8 @@
-"""When each pipeline coordinate is done, as `simulate` says it, without building the spans.
+"""The time at which each pipeline coordinate ends its step, found without building all spans.
 
-A pipeline of 64 ranks and 512 microbatches is 65,000 computes, of which all but the first and the
-last repeat those before. So a long list is timed by two short ones of the same schedule, and goes
-on from there in equal steps.
+The times are those of `simulate`. A pipeline of 64 ranks and 512 microbatches has 65,000 computes,
+of which all but the first and the last repeat earlier ones. So a long list is timed by two short
+lists of the same schedule, and extended from there in equal steps.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ SHORT = 32  # microbatches after which a pipeline of any depth has settled, but 
 
 @dataclass(eq=False)
 class Steps:
-    """A schedule's sequence in numbers.
+    """A schedule's sequence as numbers.
 
     `priced`: one action of each op and stage; a place in it stands for its cost. `rows`: of each
     compute (place of its cost, coordinate, -1, place of the receive that it waits for or 0, whether
@@ -34,9 +34,10 @@ class Steps:
 
 
 class End(NamedTuple):
-    """When a coordinate has done its last compute, and for how long its last backwards waited.
+    """The time of a coordinate's last compute, and the seconds that its last backwards waited.
 
-    Those are `last_passes` of each of its stages. A wait before the first of them does not count.
+    The last backwards are the `last_passes` of each of its stages; a wait before the first of them
+    does not count.
     """
 
     seconds: float
@@ -44,7 +45,7 @@ class End(NamedTuple):
 
 
 def last_passes(pp: int, num_microbatches: int, stages_per_rank: int) -> int:
-    """The first or last microbatches of a stage behind which what happens once a step hides.
+    """Number of a stage's first, or last, microbatches that can hide work done once a step.
 
     An interleaved schedule takes the microbatches of each of a rank's stages pp at a time
     (arXiv:2104.04473, section 2.2), with the next stage's to hide behind.
@@ -60,7 +61,7 @@ def ends(
     cost: Callable[[Action], float],
     sends: bool = True,
 ) -> list[End]:
-    """When each coordinate is done; without `sends` these take no time.
+    """The end of each coordinate's step; without `sends` a send takes no time.
 
     `cost` must be the same for all microbatches.
     """
@@ -74,10 +75,11 @@ def ends(
 
 
 def counts(pp: int, num_microbatches: int) -> tuple[int, int]:
-    """So few microbatches, and a round more, from which one can go on; or all, twice.
+    """Two numbers of microbatches, a round apart, from which the time of all is extrapolated.
 
-    A round is as many as there are ranks, because schedules run them in such groups; what is left
-    over from whole rounds is left over in both.
+    A round is as many microbatches as there are ranks, because schedules run them in such groups;
+    the remainder after whole rounds is the same in both numbers. With few microbatches both numbers
+    are all of them.
     """
     round_ = pp * -(-SHORT // pp)
     fewer = round_ + num_microbatches % round_
@@ -87,7 +89,7 @@ def counts(pp: int, num_microbatches: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=256)
 def steps_of(name: str, pp: int, num_microbatches: int, stages_per_rank: int) -> Steps:
-    """The named schedule's own sequence: what `add_communication` cuts its programs from."""
+    """The named schedule's sequence, from which `add_communication` cuts each rank's program."""
     schedule = load(name).schedule(pp, num_microbatches, stages_per_rank)
     homes = schedule.pp_coord_of_stage
     window = stages_per_rank * last_passes(pp, num_microbatches, stages_per_rank)

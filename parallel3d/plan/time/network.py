@@ -12,19 +12,19 @@ Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
 
 
 class Group(NamedTuple):
-    """Ranks that communicate, and how many of them share a node."""
+    """A group of communicating ranks: its size, and how many of them share a node."""
 
     ranks: int
     per_node: int
 
     @property
     def nodes(self) -> int:
-        """Nodes that it spans."""
+        """Number of nodes that the group spans."""
         return -(-self.ranks // self.per_node)
 
 
 def group_of(ranks: int, stride: int, devices: int, hardware: Hardware) -> Group:
-    """A group of every `stride`-th device of a mesh of `devices`, as they follow one another.
+    """The group of every `stride`-th device in a mesh of `devices` consecutive devices.
 
     Where groups do not lie evenly on the nodes, the one with the fewest members in a node counts.
     """
@@ -35,9 +35,9 @@ def group_of(ranks: int, stride: int, devices: int, hardware: Hardware) -> Group
 
 
 def crosses(stride: int, here: int, there: int, devices: int, hardware: Hardware) -> bool:
-    """Whether any message from one pipeline coordinate to another leaves its node.
+    """Whether any message from pipeline coordinate `here` to `there` leaves its node.
 
-    `stride`: the devices of a coordinate.
+    `stride`: the number of devices of one coordinate.
     """
     node = used_of_node(devices, hardware)
     if node is None or devices <= node:
@@ -47,7 +47,7 @@ def crosses(stride: int, here: int, there: int, devices: int, hardware: Hardware
 
 
 def node_size(hardware: Hardware) -> int | None:
-    """Devices of a node; None where all are in one."""
+    """Devices of a node; None where all devices are in one."""
     return int(hardware.devices_per_node.value) if hardware.devices_per_node else None
 
 
@@ -58,16 +58,16 @@ def _used(devices: int, node: int) -> int:
 
 
 def used_of_node(devices: int, hardware: Hardware) -> int | None:
-    """Devices of each node that a mesh of so many takes: all nodes alike, if more than half full.
+    """Devices of each node that a mesh of `devices` uses: equally many of each node.
 
-    So 128 devices are 64 of the 72 in each of two racks.
+    A node must be more than half full: 128 devices are 64 of the 72 in each of two racks.
     """
     node = node_size(hardware)
     return None if node is None else _used(devices, node)
 
 
 def sharing(devices: int, hardware: Hardware) -> int:
-    """How many devices of a mesh are in one node."""
+    """Number of devices of a mesh that are in one node."""
     node = used_of_node(devices, hardware)
     return devices if node is None else min(devices, node)
 
@@ -116,7 +116,7 @@ def collective_seconds(
 
 
 def send_seconds(num_bytes: float, crosses: bool, hardware: Hardware, curves: Curves) -> float:
-    """Seconds of a message from one device to another; `crosses` from node to node."""
+    """Seconds of a message between two devices; `crosses`: whether it leaves the node."""
     channel = _network(hardware) if crosses else _link(hardware)
     share = curves.network if crosses else curves.link
     return curves.latency * channel.latency.value + num_bytes / (channel.bandwidth.value * share)

@@ -1,4 +1,4 @@
-"""Seconds of what offload moves between device, host and NVMe, and of the CPU's optimizer."""
+"""Seconds of offload: transfers between device, host and NVMe, and the CPU's optimizer."""
 
 from parallel3d.errors import ConfigError
 from parallel3d.hardware import Host
@@ -10,10 +10,10 @@ from parallel3d.plan.time.machine import Machine
 def update_seconds(
     elements: float, device: Device, moved_bytes: float, machine: Machine
 ) -> tuple[float, float]:
-    """Seconds of the CPU's Adam for so many elements, and of what it moves.
+    """Seconds of the CPU's Adam for `elements` elements, and of the bytes it moves.
 
-    `moved_bytes`: gradients to the host and new weights back. With "nvme" the state is read and
-    written, too.
+    `moved_bytes`: bytes of gradients to the host and of new weights back. With "nvme" the
+    optimizer's state is read and written, too.
     """
     adam = elements / host_of(machine).adam_params.value
     moved = to_host_seconds(moved_bytes, machine)
@@ -25,7 +25,7 @@ def update_seconds(
 
 
 def fetch_seconds(num_bytes: float, device: Device, machine: Machine) -> float:
-    """Seconds until offloaded weights are on the device."""
+    """Seconds until `num_bytes` of offloaded weights are on the device."""
     if device == "none":
         return 0.0
     disk = nvme_seconds(num_bytes, machine, writes=False) if device == "nvme" else 0.0
@@ -33,12 +33,12 @@ def fetch_seconds(num_bytes: float, device: Device, machine: Machine) -> float:
 
 
 def to_host_seconds(num_bytes: float, machine: Machine) -> float:
-    """Seconds between device and host, in either direction."""
+    """Seconds to move `num_bytes` between device and host, in either direction."""
     return num_bytes / (host_of(machine).device_bandwidth.value * machine.curves.host)
 
 
 def nvme_seconds(num_bytes: float, machine: Machine, writes: bool) -> float:
-    """Seconds to read so many bytes from NVMe, and to write them if `writes`."""
+    """Seconds to read `num_bytes` from NVMe, and also to write them if `writes`."""
     host, name = host_of(machine), machine.hardware.name
     if host.nvme_read is None or host.nvme_write is None:
         raise ConfigError(
@@ -51,7 +51,7 @@ def nvme_seconds(num_bytes: float, machine: Machine, writes: bool) -> float:
 
 
 def host_of(machine: Machine) -> Host:
-    """What the device's host can do; raises ConfigError where nothing is known of it."""
+    """The figures of the device's host; raises ConfigError where none are known."""
     if machine.hardware.host is None:
         name = machine.hardware.name
         raise ConfigError(

@@ -16,10 +16,10 @@ from parallel3d.plan.setting import BYTES, Precision, Software
 
 @dataclass(frozen=True)
 class Curves:
-    """How much of what hardware could do a program gets: fractions, sizes and seconds.
+    """Fraction of the hardware's figures that programs reach, and their overheads in seconds.
 
-    One set for all devices and programs, fitted on published runs (plan/time/curves.py); a machine
-    on which `launch/plan.py --calibrate` ran has its own.
+    One set holds for all devices and programs, fitted on published runs (plan/time/curves.py); a
+    machine on which `launch/plan.py --calibrate` ran has its own.
     """
 
     datasheet: float = 0.82
@@ -94,8 +94,8 @@ FLASH_BACKWARD_FLOPS = 2.5  # five products for two: arXiv:2307.08691, section 4
 def matmul_flops(hardware: Hardware, precision: Precision, curves: Curves) -> float:
     """The highest FLOP/s of a matrix product: measured, or a fraction of the data sheet's.
 
-    bf16 and fp16 stand in for each other; fp8 goes by bf16, so many times faster as the data sheet
-    says, as far as products reach that. Raises ConfigError where nothing is known.
+    bf16 and fp16 stand in for each other. fp8 is bf16 times the data sheet's ratio of the two,
+    times the fraction of it that products reach. Raises ConfigError where nothing is known.
     """
     if precision == "fp8" and (eight := hardware.peak("fp8")) and (full := hardware.peak("bf16")):
         return matmul_flops(hardware, "bf16", curves) * eight / full * curves.fp8
@@ -128,7 +128,7 @@ def matmul_seconds(
 
 
 def backward_products(product: MatMul) -> tuple[MatMul, MatMul]:
-    """The two products of a product's backward: the gradient of its input and of its weight."""
+    """The two products of a product's backward: the gradients of its input and its weight."""
     m, k, n, batch = product
     return MatMul(m, n, k, batch), MatMul(k, m, n, batch)
 
@@ -169,12 +169,12 @@ def attention_seconds(
 def traffic_seconds(
     elements: int, precision: Precision, hardware: Hardware, curves: Curves
 ) -> float:
-    """Seconds of memory-bound operators that read and write so many elements."""
+    """Seconds of memory-bound operators that read and write `elements` elements in all."""
     return elements * BYTES[precision] / (_bandwidth(hardware) * curves.traffic)
 
 
 class WorkSeconds(NamedTuple):
-    """Seconds of a Work's operators; its collectives are not counted."""
+    """Seconds of a Work's operators, without its collectives."""
 
     matmuls: float
     attention: float
@@ -192,7 +192,8 @@ def work_seconds(
 ) -> WorkSeconds:
     """Seconds of a Work, or of its backward pass: twice the products and the traffic.
 
-    `devices`: how many share the machine, which matters where they are processes on its cores.
+    `devices`: the number of devices that share the machine, which matters where they are processes
+    on its cores.
     """
     products: tuple[MatMul, ...] = work.matmuls
     if backward:

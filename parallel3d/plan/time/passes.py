@@ -1,4 +1,4 @@
-"""Seconds of the forward and backward passes of layers and stages, transfers left out."""
+"""Seconds of the forward and backward passes of layers and stages, without transfers."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,9 +22,9 @@ COLLECTIVE = 0.12
 
 
 class Pass(NamedTuple):
-    """Seconds of one microbatch: operators, and tensor-parallel collectives that nothing hides.
+    """Seconds of one microbatch's pass: operators, and tensor-parallel collectives not hidden.
 
-    `free`: of the operators', those behind which nothing hides yet.
+    `free`: the operators' seconds that hide no collective or transfer yet.
     """
 
     compute: float = 0.0
@@ -32,19 +32,19 @@ class Pass(NamedTuple):
     free: float = 0.0
 
     def plus(self, other: "Pass", times: float) -> "Pass":
-        """The sum of both, `other` taken so many times."""
+        """The sum of these seconds and `times` times the `other` ones."""
         return Pass(*(a + times * b for a, b in zip(self, other, strict=True)))
 
 
 @dataclass(eq=False)
 class Passes:
-    """Per kind of layer or class of stages, the forward and the backward (with recomputation)."""
+    """Forward and backward (with recomputation) of each kind of layer or class of stages."""
 
     both: tuple[tuple[Pass, Pass], ...]
 
 
 def stage_passes(layout: Layout, setting: Setting, machine: Machine) -> Passes:
-    """The passes of each class of stages; the same object where they are the same."""
+    """The passes of each class of stages; equal results are one object."""
     return _sums(
         layout,
         _layers(
@@ -106,7 +106,7 @@ def _layers(
 
 
 def _units(cost: LayerCost, share: float, machine: Machine) -> tuple[float, float]:
-    """The program's time for a forward, and a backward, over that of a plain forward."""
+    """Seconds of the host program in a forward, and a backward, over those of a plain forward."""
     if machine.hardware.cores is not None:  # fitted to runs on this very machine
         return 1.0, 2 + share
     again = (*cost.backward_collectives, *cost.recomputed.collectives)
@@ -118,10 +118,10 @@ def _units(cost: LayerCost, share: float, machine: Machine) -> tuple[float, floa
 
 
 def _with_program(own: Pass, program: float, machine: Machine) -> Pass:
-    """A pass together with the program that starts its operators.
+    """A pass together with the host program that starts its operators.
 
-    On a device of its own they run while the program goes on to the next; on the program's own
-    cores they do not.
+    On a separate device operators run while the program goes on to the next one; on the program's
+    own cores they do not overlap.
     """
     waits = program
     if machine.hardware.cores is None:
@@ -131,7 +131,7 @@ def _with_program(own: Pass, program: float, machine: Machine) -> Pass:
 
 @dataclass(frozen=True)
 class _Pricing:
-    """Prices what one layer computes and communicates; `shared`: the devices of a node in use."""
+    """Pricing of one layer's computes and collectives; `shared`: devices of a node in use."""
 
     tp: int
     cp: int
@@ -165,7 +165,7 @@ class _Pricing:
         return Pass(compute, tensor - hidden, compute - hidden)
 
     def _ring(self, work: Work, backward: bool) -> float:
-        """Seconds of the keys and values (and gradients) that go round the cp ranks.
+        """Seconds to pass keys and values (and their gradients) round the context-parallel ranks.
 
         Ring attention (arXiv:2310.01889) sends them on behind the computes.
         """

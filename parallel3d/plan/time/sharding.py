@@ -1,4 +1,4 @@
-"""Seconds of what ZeRO, offload and the optimizer move and update (data-parallel ranks).
+"""Seconds of ZeRO's collectives, of offload, and of the optimizer's update.
 
 Volumes are those of arXiv:1910.02054, section 7: an all-reduce of the gradients without ZeRO; a
 reduce-scatter and an all-gather of the new weights under ZeRO-1 and 2; under ZeRO-3 a
@@ -29,7 +29,7 @@ from parallel3d.plan.time.offload import fetch_seconds, to_host_seconds, update_
 
 
 class Sharding(NamedTuple):
-    """What of a setting decides what its data-parallel ranks do."""
+    """The fields of a setting that decide what its data-parallel ranks move and update."""
 
     tp: int
     dp: int
@@ -47,7 +47,7 @@ class Sharding(NamedTuple):
 
     @classmethod
     def of(cls, setting: Setting) -> "Sharding":
-        """That of a setting."""
+        """The sharding of a setting."""
         return cls(
             setting.tp,
             setting.dp,
@@ -78,7 +78,7 @@ def _gathers(setting: Setting) -> tuple[int, ...]:
 
 
 class StageTransfers(NamedTuple):
-    """Seconds of a stage's transfers for each microbatch, before anything hides behind computes."""
+    """Seconds of a stage's transfers per microbatch, before computes hide any of them."""
 
     gather: float = 0.0
     """Of its weights, in each forward and in each backward."""
@@ -95,7 +95,7 @@ class StageTransfers(NamedTuple):
 
 
 class OncePerStep(NamedTuple):
-    """Seconds of a coordinate once a step."""
+    """Seconds of a coordinate's transfers and updates that happen once a step."""
 
     gather_before: float = 0.0
     """Of the weights, before the first forward; all of a step's, where they stay gathered."""
@@ -115,14 +115,14 @@ class OncePerStep(NamedTuple):
 
 @dataclass(eq=False)
 class Transfers:
-    """What each class of stages moves for each microbatch, each class of coordinates once."""
+    """Transfers of each class of stages per microbatch, and of coordinates per step."""
 
     stages: tuple[StageTransfers, ...]
     coords: tuple[OncePerStep, ...]
 
 
 def transfers_of(layout: Layout, setting: Setting, machine: Machine) -> Transfers:
-    """The transfers of a setting; the same object where they are the same."""
+    """The transfers of a setting; equal results are one object."""
     return _transfers(layout, Sharding.of(setting), machine)
 
 
@@ -147,7 +147,7 @@ def _collective(
 
 
 class _Held:
-    """What one tp rank holds of some layers, and what it costs to move."""
+    """The weights of some layers on one tensor-parallel rank, and the seconds to move them."""
 
     def __init__(self, model: Model, held: Counts, sharding: Sharding, machine: Machine) -> None:
         small = sharding.persistence if sharding.zero_stage == 3 else -1
@@ -159,7 +159,7 @@ class _Held:
             self.total = self.total.plus(one, count)
 
     def gather(self, size: int) -> float:
-        """Seconds to gather the weights layer by layer, `size` bytes an element."""
+        """Seconds to gather the weights layer by layer, with `size` bytes per element."""
         group = _group(self._sharding, self._machine)
         one_ring = self._machine.software.one_ring
         return sum(
@@ -168,7 +168,7 @@ class _Held:
         )
 
     def reduce(self) -> float:
-        """Seconds to reduce the gradients, which lie one behind the other."""
+        """Seconds to reduce the gradients, which lie in one contiguous buffer."""
         kind: Kind = "reduce_scatter" if self._sharding.zero_stage else "all_reduce"
         moved = self.total.elements * self._machine.software.reduction_bytes
         one_ring = self._sharding.zero_stage == 3 and self._machine.software.one_ring
@@ -260,7 +260,7 @@ def _coord(
 
 
 def _touch(num_bytes: float, sharding: Sharding, machine: Machine, share: float) -> float:
-    """Seconds to read or write so many bytes of device memory."""
+    """Seconds to read or write `num_bytes` of device memory."""
     bandwidth = machine.hardware.memory_bandwidth
     if bandwidth is None:
         return 0.0

@@ -1,4 +1,4 @@
-"""The time of a step: the schedule's own list, each action at its cost."""
+"""Seconds of a step: the schedule's own list, with each action at its cost."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,11 +21,12 @@ TIMES = ("compute", "bubble", "tensor", "pipeline", "data", "offload", "optimize
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step, and their parts by the names of TIMES, whose sum they are.
+    """Seconds of a step, and its parts by the names of TIMES, whose sum it is.
 
-    The parts are those of the busiest pipeline coordinate. "pipeline": by how much the sends
-    between stages make the step longer. "bubble": the seconds in which it waits for anything else.
-    `bubble`: what schedule.bubble gives of the step's spans, of all coordinates.
+    The parts are those of the busiest pipeline coordinate. "pipeline": seconds by which the sends
+    between stages make the step longer. "bubble": seconds in which that coordinate waits for
+    anything else. `bubble`: the idle fraction of all coordinates, as schedule.bubble finds it from
+    the step's spans.
     """
 
     seconds: float
@@ -36,7 +37,8 @@ class StepTime:
 def step_time(setting: Setting, hardware: Hardware, curves: Curves | None = None) -> StepTime:
     """The time of a step of a setting.
 
-    Raises ConfigError for a schedule that cannot run so, or a figure that the hardware lacks.
+    Raises ConfigError for a schedule that cannot run with the setting's ranks and microbatches, or
+    for a figure that the hardware lacks.
     """
     check(setting)
     costs = costs_of(setting, hardware, curves or curves_for(hardware))
@@ -55,14 +57,14 @@ def step_time(setting: Setting, hardware: Hardware, curves: Curves | None = None
 
 
 def step_spans(setting: Setting, hardware: Hardware, curves: Curves | None = None) -> Spans:
-    """When each action of the step runs, per pipeline coordinate, without what is once a step."""
+    """The span of each action of the step, per pipeline coordinate, without work once a step."""
     costs = costs_of(setting, hardware, curves or curves_for(hardware))
     sizes = setting.pp, setting.num_microbatches, setting.stages_per_rank
     return simulate(make_schedule(setting.schedule, *sizes), costs.seconds)
 
 
 def check(setting: Setting) -> None:
-    """Raises ConfigError where the schedule cannot run so."""
+    """Raise ConfigError if the schedule cannot run with the setting's ranks and microbatches."""
     sizes = setting.pp, setting.num_microbatches, setting.stages_per_rank
     if reason := load(setting.schedule).invalid(*sizes):
         raise ConfigError(f"schedule {setting.schedule!r}: {reason}")
@@ -74,10 +76,10 @@ def _ends(setting: Setting, costs: ActionCosts, sends: bool = True) -> list[End]
 
 
 def _step(costs: ActionCosts, ends: list[End]) -> float:
-    """Seconds of a step in which each coordinate's last action ends so long after the start.
+    """Seconds of a step, from the times at which the coordinates' last actions end.
 
-    Nobody updates before all gradients are there: their norm is of the whole model. A reduction
-    runs on while a coordinate waits between its last backwards, as it does behind these.
+    No rank updates before all gradients exist: their norm is of the whole model. A reduction runs
+    on while a coordinate waits between its last backwards, and behind these backwards.
     """
     classes = costs.layout.coord_class_of
     begins = max(sum(parts) for parts in costs.before)
@@ -96,7 +98,7 @@ def _bubble(costs: ActionCosts, setting: Setting, passes: list[End]) -> float:
 
 
 def _busy(costs: ActionCosts, num_microbatches: int) -> list[Parts]:
-    """What each class of coordinates does in a step."""
+    """Seconds of each class of coordinates in a step, by kind of work."""
     busy = []
     for i, classes in enumerate(costs.layout.coords):
         total = costs.before[i].plus(costs.reduce[i]).plus(costs.after[i])
@@ -107,13 +109,13 @@ def _busy(costs: ActionCosts, num_microbatches: int) -> list[Parts]:
 
 
 def lower_bound(setting: Setting, hardware: Hardware, curves: Curves | None = None) -> float:
-    """Seconds that a step takes at least, without its list of actions: never above `step_time`.
+    """Lower bound on the seconds of a step, found without its list of actions.
 
-    Each coordinate must wait for the first microbatch to reach it, then do its work, and after its
-    last backward the stages before it do theirs. It also holds no more microbatches at once than
-    the schedule lets it, each for a whole way to the last stage and back. And no stage is faster
-    than the fastest, of which the schedule's own closed form knows the bubble. Where backwards are
-    split, nobody waits for the weights' half.
+    The bound is never above `step_time`. Each coordinate must wait for the first microbatch to
+    reach it, then do its work, and after its last backward the stages before it do theirs. It also
+    holds no more microbatches at once than the schedule lets it, each for a whole way to the last
+    stage and back. And no stage is faster than the fastest, of which the schedule's own closed form
+    knows the bubble. Where backwards are split, nobody waits for the weights' half.
     """
     return _bound(costs_of(setting, hardware, curves or curves_for(hardware)), setting)
 
@@ -146,5 +148,5 @@ def _bound(costs: ActionCosts, setting: Setting) -> float:
 
 @lru_cache(maxsize=65536)
 def _held(schedule: str, pp: int, num_microbatches: int, stages_per_rank: int) -> tuple[int, ...]:
-    """Microbatches that each coordinate holds at most."""
+    """The most microbatches that each coordinate holds at once."""
     return load(schedule).peak_in_flight(pp, num_microbatches, stages_per_rank)

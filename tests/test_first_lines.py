@@ -1,0 +1,63 @@
+"""First lines of docstrings: what the page shows, and that each makes sense without its neighbours.
+
+`python docs/first_lines.py` prints the page; docs/architecture.md says how a line is to be written.
+"""
+
+import pytest
+
+from docs import first_lines
+
+pytestmark = pytest.mark.pure
+
+CLEAN = ("parallel3d/plan",)
+
+
+def line(text):
+    return first_lines.Line("a.py", "f", text)
+
+
+@pytest.mark.parametrize("room", CLEAN)
+def test_no_line_breaks_a_rule(room):
+    lines = list(first_lines.of_rooms([room]))
+    assert len(lines) > 10
+    assert [f"{at.path} {at.name}: {at.text}" for at in lines if at.problem] == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Those of each coordinate.",
+        "That of a setting.",
+        "The same where nothing is fixed.",
+        "Of the whole run.",
+        "Its largest parameter.",
+        "Prints the rows.",
+        "Bytes in a stage's forwards, in its backwards, as a forward",
+        "The bytes, and those of each stage.",
+    ],
+)
+def test_a_line_that_needs_its_neighbours_is_found(text):
+    assert line(text).problem
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Print the rows that fit.",
+        "Bytes of page-locked memory.",
+        'What is said of a model, or "".',
+        "Whether a schedule can be run.",
+    ],
+)
+def test_a_line_that_stands_alone_is_not(text):
+    assert not line(text).problem
+
+
+def test_the_page_has_files_classes_and_their_members(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["first_lines.py", "parallel3d/plan/search/remedy.py"])
+    with pytest.raises(SystemExit) as ended:
+        first_lines.main()
+    page = capsys.readouterr().out
+    assert not ended.value.code
+    assert page.startswith("parallel3d/plan/search/remedy.py\n    Whether a setting fits")
+    assert "\n    Room: " in page and "\n    Room.fits: " in page and "_nearby" not in page
