@@ -26,6 +26,7 @@ _STATES = re.compile(
     r"(Adds|Asks|Builds|Calls|Checks|Computes|Creates|Does|Draws|Ends|Fills|Finds|Gives|Goes|Holds|"
     r"Keeps|Lists|Looks|Makes|Measures|Opens|Prepares|Prints|Puts|Raises|Reads|Refuses|Removes|"
     r"Returns|Runs|Saves|Says|Sets|Shows|Sorts|Starts|Takes|Tells|Trains|Turns|Waits|Writes)\b"
+    r"(?! (of|that|by)\b)"
 )
 _ARCHAIC = re.compile(r"\b([Tt]hat|[Tt]hose) of (it|them|a|an|the|all|each|some)\b|\bwherein\b")
 

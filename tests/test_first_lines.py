@@ -9,7 +9,13 @@ from docs import first_lines
 
 pytestmark = pytest.mark.pure
 
-CLEAN = ("parallel3d/plan",)
+CLEAN = [
+    f"parallel3d/{room}"
+    for room in (
+        "calibrate", "checkpoint", "config", "convert", "data", "plan", "published", "scaling",
+        "schedule", "train",
+    )
+]  # fmt: skip
 
 
 def line(text):
@@ -47,6 +53,7 @@ def test_a_line_that_needs_its_neighbours_is_found(text):
         "Bytes of page-locked memory.",
         'What is said of a model, or "".',
         "Whether a schedule can be run.",
+        "Checks of the machines that a run is started on.",
     ],
 )
 def test_a_line_that_stands_alone_is_not(text):

@@ -1,1 +1,1 @@
-"""Measures a machine, and writes what the planner knows of it (floor 5)."""
+"""Measurement of a machine, written as the hardware file that the planner reads."""

@@ -1,4 +1,4 @@
-"""Fits the planner's curves and a link's figures to what ranks of this machine measured (floor 5).
+"""Fits of the planner's efficiency curves and link figures to measurements of this machine.
 
 What is fitted calls the planner's own formulas, so that a plan of what was measured gives what was
 measured, as far as the formulas can.
@@ -81,8 +81,7 @@ _OWN = (
 
 
 def fit_link(links: Mapping[str, Sequence[tuple[int, float]]], ranks: int) -> tuple[float, float]:
-    """Bandwidth and latency that explain the timings of all collectives best, in the planner's
-    formulas."""
+    """Bandwidth and latency that explain the timings of all collectives best."""
     gathers = [(size * (ranks - 1) / ranks, seconds) for size, seconds in links["all_gather"]]
     latency, bandwidth = fit_line(gathers)
     rows = [(kind, size, s) for kind, timed in links.items() for size, s in timed]
@@ -117,7 +116,7 @@ def _with_link(bandwidth: float, latency: float) -> Hardware:
 
 
 def fit_curves(together: Sequence[Mapping[str, Any]], hardware: Hardware, on_gpu: bool) -> Curves:
-    """The curves of matrix products, attention and memory-bound operators.
+    """Fitted efficiency curves of matrix products, attention and memory-bound operators.
 
     On a GPU the others are those of published runs.
     """
@@ -163,7 +162,7 @@ def fit_curves(together: Sequence[Mapping[str, Any]], hardware: Hardware, on_gpu
 def fit_program(
     curves: Curves, hardware: Hardware, timed: Mapping[Run, Timed]
 ) -> tuple[Curves, Hardware]:
-    """The curves with the program's own time, from the steps of small runs.
+    """The curves with the host program's own time, fitted to the steps of small runs.
 
     The hardware comes with the rates at which the whole update goes, norm and clipping included,
     for those of Adam alone, and with the factor on the program's time of a process alone.

@@ -1,4 +1,4 @@
-"""Measures this machine and writes configs/hardware/this-machine.json (floor 5).
+"""Calibration: measure this machine and write configs/hardware/this-machine.json.
 
 On a GPU node each GPU is a device. On a CPU a device is a process with its share of the cores;
 figures are of as many processes as there are shares, all of them busy.
@@ -34,7 +34,7 @@ Rows = list[dict[str, Any]]  # what each rank measured (a Measured in JSON)
 
 
 def calibrate(say: Say = print, path: Path | None = None, effort: Effort | None = None) -> Hardware:
-    """Measure this machine, write it as a Hardware (`path`), and give it; takes about a minute.
+    """Measure this machine, write the figures as a Hardware to `path`, and return them.
 
     `say` hears what is measured and what comes out. The file appears whole or not at all. Raises
     TrainingError, and writes nothing, where something that a plan needs cannot be measured.
@@ -74,7 +74,7 @@ def calibrate(say: Say = print, path: Path | None = None, effort: Effort | None 
 
 
 def summary(hardware: Hardware, left_out: Sequence[str] = ()) -> list[str]:
-    """The figures as lines of text."""
+    """The figures of a machine as lines of text."""
     assert hardware.memory_bandwidth and hardware.adam_params and hardware.host
     products = hardware.matmul_flops.items()
     lines = [

@@ -1,4 +1,4 @@
-"""Measures what one rank of this machine computes and moves, CPU or GPU (floor 5)."""
+"""Measurement of what one rank of this machine computes and moves, on CPU or GPU."""
 
 import os
 import time
@@ -32,7 +32,7 @@ _HOPELESS = 0.05  # seconds of a product of 256 x 256: no such type in this devi
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured.
+    """How long and how large the measurements are.
 
     `seconds` for each figure; operators up to the `longest` (in seconds) and the `largest` (in
     rows); Adam on so many parameters; `steps` of so many small training runs.
@@ -52,7 +52,7 @@ QUICK = Effort(0.002, 0.005, 128, 50_000, 2**20, 1, 2)  # enough to see that eve
 
 @dataclass
 class Measured:
-    """What one rank measured; lists of rows that end in seconds."""
+    """Measurements of one rank; each list has rows that end in seconds."""
 
     device_name: str = ""
     memory_bytes: float = 0.0
@@ -78,19 +78,19 @@ class Measured:
 
 
 def set_threads(mesh: Mesh) -> None:
-    """The threads that training would have: OMP_NUM_THREADS, else this process's share of cores."""
+    """Set the threads that training would have: OMP_NUM_THREADS, else a share of the cores."""
     share = (os.cpu_count() or 1) // mesh.local_size
     torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", share))))
 
 
 def clock_of(mesh: Mesh) -> Callable[[], float]:
-    """What tells the seconds of computing: a single thread's own, to which nobody else can add."""
+    """The clock that times computing on a device; on one thread, that thread's own CPU time."""
     single = mesh.device.type == "cpu" and torch.get_num_threads() == 1
     return time.thread_time if single else time.perf_counter
 
 
 class Timer:
-    """Times operators on a device, all ranks of the mesh at once."""
+    """A timer of operators on a device, for all ranks of the mesh at once."""
 
     def __init__(self, mesh: Mesh, effort: Effort) -> None:
         self.mesh, self.device, self.effort = mesh, mesh.device, effort
@@ -123,7 +123,7 @@ class Timer:
 
 
 def measure_device(mesh: Mesh, effort: Effort, say: Callable[[str], None]) -> dict[str, Any]:
-    """Everything that one rank can measure of its device, as a Measured in JSON.
+    """Measurements of this rank's device, as a Measured in JSON.
 
     Collective: the ranks measure the same things at the same time, since they may share a machine.
     """
@@ -148,7 +148,7 @@ def measure_device(mesh: Mesh, effort: Effort, say: Callable[[str], None]) -> di
 
 
 def describe(mesh: Mesh) -> tuple[str, float]:
-    """The device's name, and the bytes of memory that one rank has."""
+    """The name of a device, and the bytes of memory that one rank has."""
     if mesh.device.type == "cpu":
         return "", psutil.virtual_memory().total / mesh.local_size
     backend = torch.get_device_module(mesh.device)

@@ -1,4 +1,4 @@
-"""Fits a machine's curves to what was measured on it, by least squares (floor 5)."""
+"""Least-squares fits of a machine's curves to its measurements."""
 
 from collections.abc import Callable, Mapping, Sequence
 from math import exp, isfinite, log
@@ -75,7 +75,7 @@ def fit(
 
 
 def typical(ratios: Sequence[float]) -> float:
-    """The geometric mean; raises ValueError where there is none."""
+    """The geometric mean of some values; raises ValueError where there are none."""
     logs = [log(ratio) for ratio in ratios if ratio > 0 and isfinite(ratio)]
     if not logs:
         raise ValueError("no ratio to take the mean of")

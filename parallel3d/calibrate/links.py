@@ -1,4 +1,4 @@
-"""Measures the collectives between the ranks of this machine (floor 5)."""
+"""Timings of the collectives between the ranks of this machine."""
 
 import time
 import warnings

@@ -1,4 +1,4 @@
-"""Times training steps of the real engine on ranks of this machine (floor 5)."""
+"""Timings of training steps of the real engine on ranks of this machine."""
 
 import gc
 import time
@@ -18,7 +18,7 @@ HEAD_SIZE = 64
 
 
 class Run(NamedTuple):
-    """A small training run to time: sizes by the names that a config has for them."""
+    """A small training run to time: sizes under the names of the config's keys."""
 
     mesh: tuple[int, int, int]
     """pp, dp, tp."""
@@ -37,7 +37,7 @@ class Run(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """Processes that it takes."""
+        """Number of processes of the run."""
         pp, dp, tp = self.mesh
         return pp * dp * tp
 
@@ -98,7 +98,7 @@ class Run(NamedTuple):
 
 
 class Timed(NamedTuple):
-    """Seconds of a training step, the slowest rank's."""
+    """Seconds of a training step of a run, on its slowest rank."""
 
     seconds: float
     update: float
@@ -106,7 +106,7 @@ class Timed(NamedTuple):
 
 
 def small_runs(ranks: int) -> list[Run]:
-    """Runs whose steps tell the program's own time, one process alone and `ranks` of them.
+    """Small runs that tell the host program's own time, on one process and on `ranks` of them.
 
     Each differs from another in little: layers, microbatches, gathers, parameters, width.
     """
@@ -145,7 +145,7 @@ def small_runs(ranks: int) -> list[Run]:
 def time_steps(
     rank: int, runs: Sequence[Run], steps: int, own_time: bool = False
 ) -> list[list[Timed]]:
-    """The times of `steps` training steps of each Run; on one rank.
+    """Seconds of `steps` training steps of each Run, on this rank.
 
     The runs take turns, step by step, so that whatever disturbs the machine disturbs all alike;
     one round comes first. All take as many ranks as there are. `own_time`: of a process alone

@@ -1,1 +1,1 @@
-"""What a run leaves on disk of its model."""
+"""Checkpoints: the training state of a run on disk, written by any mesh and read by any other."""

@@ -1,4 +1,4 @@
-"""Reads boxes of arrays that lie in a file, row-major, straight into tensors."""
+"""Direct reads of boxes of row-major arrays in a file into tensors."""
 
 import os
 from math import prod
@@ -19,7 +19,10 @@ Dims = tuple[int, ...]
 
 
 class ArrayFile:
-    """A file open for reading, whose arrays others know the places of. Reads may be concurrent."""
+    """A file of arrays open for reading; reads may be concurrent.
+
+    The caller knows where each array begins.
+    """
 
     def __init__(self, path: Path) -> None:
         """Raises OSError."""

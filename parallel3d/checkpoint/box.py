@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 
 class Box(NamedTuple):
-    """A part of a tensor: where its first element is, and how far it goes, dim by dim."""
+    """A rectangular part of a tensor: its first element's index and its extent, dim by dim."""
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
 
     @property
     def numel(self) -> int:
-        """The number of its elements; 1 for a scalar."""
+        """Number of elements in the box; 1 for a scalar."""
         return prod(self.shape)
 
 
@@ -58,14 +58,14 @@ def _in_row(row: int, boxes: list[Box]) -> list[Box]:
 
 
 def overlap(a: Box, b: Box) -> Box | None:
-    """The box of the elements that are in both; None where there is none."""
+    """The box of the elements that two boxes share; None where they share none."""
     offsets = tuple(map(max, a.offsets, b.offsets))
     shape = tuple(map(lambda x, y, at: min(x, y) - at, _ends(a), _ends(b), offsets))
     return Box(offsets, shape) if all(size > 0 for size in shape) else None
 
 
 def shift(box: Box, offsets: Sequence[int]) -> Box:
-    """The box moved by `offsets`: from a part's coordinates to the whole's, say."""
+    """The box moved by `offsets`, for example from a part's coordinates to the whole tensor's."""
     return Box(tuple(x + y for x, y in zip(box.offsets, offsets, strict=True)), box.shape)
 
 
@@ -76,7 +76,7 @@ def inside(box: Box, whole: Box) -> bool:
 
 
 def overlapping(boxes: Iterable[Box]) -> tuple[Box, Box] | None:
-    """Two of the boxes that have an element in common; None where no two have.
+    """Two of the boxes that share an element; None where no two do.
 
     Boxes that a plane keeps apart are not compared: the parts of a tensor are many, and cut so that
     planes part them all.

@@ -1,4 +1,4 @@
-"""The files that hold a checkpoint's tensors: safetensors, one tensor for each chunk.
+"""Files of a checkpoint's tensors: safetensors, one tensor for each chunk.
 
 A chunk is a box of one parameter's fp32 master weight or of one of its Adam moments, in the
 coordinates of the whole parameter. Its key says which: `name|kind|offset,offset,...`; its shape is
@@ -41,12 +41,12 @@ class Chunk(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Its name in a safetensors file."""
+        """The name of the chunk in a safetensors file."""
         return f"{self.name}|{self.kind}|{','.join(map(str, self.box.offsets))}"
 
     @classmethod
     def from_key(cls, key: str, shape: Sequence[int]) -> "Chunk":
-        """The chunk of a key and its tensor's shape. Raises ValueError."""
+        """The chunk for a key and the shape of its tensor. Raises ValueError."""
         match = _KEY.fullmatch(key)
         offsets = tuple(int(x) for x in match[3].split(",") if x) if match else ()
         if match and match[2] in KINDS and len(offsets) == len(shape):
@@ -60,7 +60,7 @@ class Chunk(NamedTuple):
 
 
 def header(chunks: Sequence[Chunk]) -> bytes:
-    """What a safetensors file of these chunks begins with; their bytes follow in the same order.
+    """The header of a safetensors file of these chunks, whose bytes follow in the same order.
 
     The length of the JSON as 8 bytes, little-endian, and the JSON, padded to a multiple of 8.
     """

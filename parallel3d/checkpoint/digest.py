@@ -6,13 +6,13 @@ import xxhash
 
 
 class Digest:
-    """The 128-bit XXH3 hash of what is given to `update`, piece by piece."""
+    """The 128-bit XXH3 hash of the bytes given to `update`, piece by piece."""
 
     def __init__(self) -> None:
         self._state = xxhash.xxh3_128()
 
     def update(self, buffer: bytes | bytearray | memoryview) -> None:
-        """Take the bytes that come next."""
+        """Add the next bytes to the hash."""
         self._state.update(buffer)
 
     def hexdigest(self) -> str:
@@ -21,14 +21,14 @@ class Digest:
 
 
 def digest_of(buffer: bytes | bytearray | memoryview) -> str:
-    """The hash of one buffer, as `Digest` gives it."""
+    """The hash of one buffer, as a `Digest` fed with the buffer gives it."""
     digest = Digest()
     digest.update(buffer)
     return digest.hexdigest()
 
 
 def tokenizer_digest(directory: Path) -> str:
-    """The digest of what gives tokens their meaning, as state.json has it."""
+    """The digest of a tokenizer's meaning of tokens, as state.json stores it."""
     digest = Digest()
     # Beside it there are names of classes and versions, which differ between libraries' versions.
     whole = directory / "tokenizer.json"

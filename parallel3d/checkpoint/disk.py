@@ -1,4 +1,4 @@
-"""Writing that survives a kill and a power cut: every write, sync, rename and delete of a save.
+"""Writes that survive a kill and a power cut: every write, sync, rename and delete of a save.
 
 Each of them has a fault point, at which the kill drill ends the process.
 """
@@ -23,7 +23,7 @@ BLOCK = 8 * 2**20  # bytes of one write, between which the process may be killed
 def write_file(
     path: Path, parts: Iterable[Any], hashed: bool = True, *, synced: bool = True
 ) -> Entry:
-    """Write a new file of these parts, on disk when this returns; its size and digest.
+    """Write a new file of these parts, on disk on return; gives its size and digest.
 
     Nothing is copied: host arrays are written from where they lie. `synced`: False leaves it to
     the caller to have the file on disk. Raises OSError.
@@ -61,7 +61,7 @@ def _write_all(descriptor: int, block: memoryview) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a new folder, and all above it; what stood there before goes."""
+    """Make a new empty folder and all above it; an old one of that name is removed first."""
     fault_point("checkpoint.before_mkdir")
     if not path.parent.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -89,7 +89,7 @@ def remove_folder(path: Path) -> None:
 
 
 def copy_folder(source: Path, target: Path) -> None:
-    """Copy a small folder, on disk when this returns; what stood there before goes.
+    """Copy a small folder, on disk on return; an old one at the target is removed first.
 
     Raises OSError.
     """
@@ -105,6 +105,6 @@ def copy_folder(source: Path, target: Path) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a small file in place of the old one, never half."""
+    """Write a small file in place of the old one, whole or not at all."""
     with atomic.replaced(path, points=_POINTS) as new:
         write_file(new, [text.encode()], synced=False)

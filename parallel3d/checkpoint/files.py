@@ -1,4 +1,4 @@
-"""Opens and parses files that may be damaged, or made by somebody who means harm."""
+"""Opening and parsing of files that may be damaged or malicious."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def parse_object(data: bytes) -> dict[str, Any]:
 
 
 def is_count(value: object) -> bool:
-    """Whether a parsed value is a whole number from 0 to 2^63 - 1; true and 1.0 are none."""
+    """Whether a parsed value is a whole number from 0 to 2^63 - 1; true and 1.0 are not."""
     return type(value) is int and 0 <= value < 2**63
 
 

@@ -1,4 +1,4 @@
-"""The copy of a rank's training state from which an asynchronous checkpoint is written."""
+"""A copy of a rank's training state in host memory, from which a checkpoint is written."""
 
 from collections.abc import Iterable
 from itertools import accumulate
@@ -22,12 +22,15 @@ def piece_sizes(numel: int) -> list[int]:
 
 
 def copy_bytes(numel: int) -> int:
-    """What a copy of so many fp32 elements takes of the host's memory."""
+    """Bytes of host memory that a copy of `numel` fp32 elements takes."""
     return 4 * sum(piece_sizes(numel))
 
 
 class HostCopy:
-    """Memory for `numel` fp32 elements, page-locked if `pinned`; the last piece may have more."""
+    """Host memory for `numel` fp32 elements, page-locked if `pinned`.
+
+    The last piece may have more elements than are used.
+    """
 
     def __init__(self, numel: int, pinned: bool) -> None:
         self._pieces = [torch.empty(size, pin_memory=pinned) for size in piece_sizes(numel)]

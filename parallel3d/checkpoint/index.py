@@ -1,4 +1,4 @@
-"""Where each chunk of a checkpoint is: one index on every rank, though none reads every header.
+"""An index of where each chunk of a checkpoint is, on every rank, though none reads every header.
 
 A rank reads the headers of its share of the files, and sends the others what it found. Nothing of
 it is on disk: what is read anyway, to compare hashes, cannot disagree with the files. A rank keeps
@@ -36,7 +36,7 @@ class Stored(NamedTuple):
 
 
 class Index:
-    """The chunks of some parameters.
+    """The places of the chunks of some parameters.
 
     `rows[name]`: int64 [chunks, 1 + 2 dims + kinds], a row for each box in a file: the file's
     number, the box's offsets and shape, and where the bytes of each of KINDS begin, 0 for none.
@@ -46,7 +46,7 @@ class Index:
         self._rows = rows
 
     def twice(self) -> tuple[str, str, Box] | None:
-        """A parameter and kind of which some elements are in two chunks, and one of the two."""
+        """A parameter and kind of which two chunks share elements, and one such chunk, or None."""
         for name, rows in self._rows.items():
             seen: set[bytes] = set()  # the kinds are mostly cut alike
             for place, kind in enumerate(KINDS):
@@ -58,7 +58,7 @@ class Index:
         return None
 
     def find(self, name: str, kind: str, box: Box) -> Iterator[Stored]:
-        """What is stored of a box of a parameter's kind: each chunk that it overlaps."""
+        """The chunks that overlap a box of a parameter's kind, each with the shared box."""
         rows, dims = self._rows.get(name), len(box.shape)
         if rows is None or rows.shape[1] != 1 + 2 * dims + len(KINDS):
             return

@@ -1,4 +1,4 @@
-"""Which chunks of the training state a rank writes, and where they lie in its memory."""
+"""The chunks of the training state that each rank writes, and where they lie in its memory."""
 
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class Run:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Number of elements in the run of chunks."""
         return self.stop - self.start
 
 
@@ -38,7 +38,7 @@ def parameter_shapes(layers: Sequence[LayerSpec]) -> dict[str, tuple[int, ...]]:
 
 
 def boxes_in_whole(held: HeldParameter, start: int, stop: int) -> list[tuple[Box, int]]:
-    """The boxes of the whole parameter that elements [start, stop) of its part here are.
+    """The boxes of a whole parameter that elements [start, stop) of a rank's part fill.
 
     In order, with each the index of its first element, counted from `start`.
     """
@@ -51,7 +51,7 @@ def boxes_in_whole(held: HeldParameter, start: int, stop: int) -> list[tuple[Box
 
 
 def runs_to_write(engine: Engine, mesh: Mesh) -> list[Run]:
-    """What this rank writes, so that all ranks together write every element once.
+    """The runs of chunks that this rank writes; all ranks together write each element once.
 
     A tied weight's second copy is written by nobody, what tensor parallelism does not cut by its
     first rank, and what ZeRO does not cut in even shares by its replicas.
@@ -78,7 +78,7 @@ def _share(engine: Engine, mesh: Mesh, piece: Piece) -> tuple[int, int]:
 
 
 def live_tensors(engine: Engine, runs: Sequence[Run]) -> Iterator[Tensor]:
-    """Each run's elements where they live, one after the other; NVMe's are read for it."""
+    """The elements of each run where they live, one run after the other; NVMe is read for it."""
     for number, group in groupby(runs, key=lambda run: run.block):
         with engine.states.opened(number) as tensors:
             for run in group:
@@ -86,6 +86,6 @@ def live_tensors(engine: Engine, runs: Sequence[Run]) -> Iterator[Tensor]:
 
 
 def host_arrays(engine: Engine, runs: Sequence[Run]) -> Generator[np.ndarray]:
-    """The same in host memory: a copy of one at a time from a device, none from the host."""
+    """The elements of each run in host memory: copied from a device, in place on the host."""
     for tensor in live_tensors(engine, runs):
         yield tensor.detach().cpu().numpy()

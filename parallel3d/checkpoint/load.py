@@ -1,4 +1,4 @@
-"""Reads a checkpoint of any mesh straight into this mesh's shards (floor 5)."""
+"""Loading of a checkpoint of any mesh straight into this mesh's shards."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -67,7 +67,7 @@ def check_parameters(folder: Path, state: Mapping[str, Any], layers: Sequence[La
 
 
 def refuse_twice(folder: Path, index: Index) -> None:
-    """Raise CheckpointError for elements that are there twice.
+    """Raise CheckpointError if two chunks hold the same element.
 
     Elements are counted before they are read, and these would hide a gap.
     """
@@ -98,7 +98,7 @@ def _fill(
 
 
 class Read(NamedTuple):
-    """A chunk that is stored, and the box of a parameter that a part of it goes into."""
+    """A stored chunk, and the box of a parameter that a part of the chunk fills."""
 
     stored: Stored
     box: Box
@@ -113,7 +113,7 @@ Reads = dict[int, list[Read]]
 def add_reads(
     reads: Reads, index: Index, name: str, kind: str, box: Box, out: Tensor, *, folder: Path
 ) -> None:
-    """Add what fills `out` [*box.shape]; CheckpointError where some of it is not there."""
+    """Add the reads that fill `out` [*box.shape]; CheckpointError where an element is missing."""
     found = list(index.find(name, kind, box))
     there = sum(stored.common.numel for stored in found)
     if there != box.numel:

@@ -1,4 +1,4 @@
-"""What a checkpoint consists of, and whether it is all there: sizes and hashes of its files.
+"""The manifest of a checkpoint: its files with sizes and hashes, and whether all of them are sound.
 
 The manifest is written last, so a folder that has one was written to its end. It says how long each
 file is and gives its hash, and its own: whatever is changed, cut off, missing or swapped is seen.
@@ -34,7 +34,7 @@ Progress = Callable[[int], None]  # is told of so many more bytes
 
 
 class Entry(NamedTuple):
-    """How many bytes a file has, and their hash."""
+    """Size in bytes and hash of a file."""
 
     size: int
     digest: str
@@ -55,7 +55,7 @@ class Bad(NamedTuple):
 
 
 def manifest_bytes(step: int, files: Mapping[str, Entry]) -> bytes:
-    """The contents of manifest.json: one text for one checkpoint, to the last byte.
+    """The contents of manifest.json; equal checkpoints give equal bytes.
 
     Its own hash is that of these bytes with 32 zeros in the hash's place.
     """
@@ -120,7 +120,7 @@ def _parse(content: dict[str, Any]) -> Manifest:
 
 
 def check_file(folder: Path, name: str, entry: Entry, *, progress: Progress | None = None) -> str:
-    """Why a file is not as the manifest says, read to its end; "" where it is."""
+    """Why a file differs from its entry in the manifest, read to its end; "" where it does not."""
     digest, done = Digest(), 0
     buffer = memoryview(bytearray(min(_READ_BYTES, entry.size + 1)))
     try:
@@ -169,7 +169,7 @@ def shapes_of(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def verify(folder: Path, progress: Progress | None = None) -> list[Bad]:
-    """All that is wrong with a checkpoint; an empty list where it is sound.
+    """Every fault of a checkpoint; an empty list where it is sound.
 
     Reads every byte, in this process alone: manifest, hashes, headers, and that the chunks of all
     files are every parameter's master weight and moments, each element once.
@@ -246,7 +246,7 @@ def _untiled(what: str, shape: tuple[int, ...], boxes: dict[Box, str]) -> tuple[
 
 
 def step_folders(checkpoints: Path) -> list[tuple[int, Path]]:
-    """The folders step-N of a folder of checkpoints, the newest first; [] where there is none."""
+    """The folders step-N in a folder of checkpoints, the newest first; [] without such a folder."""
     if not checkpoints.is_dir():
         return []
     found = ((_STEP_FOLDER.fullmatch(path.name), path) for path in checkpoints.iterdir())

@@ -1,4 +1,4 @@
-"""Removes old checkpoints, once the newest is known to be good."""
+"""Removal of old checkpoints, once the newest is known to be good."""
 
 from collections.abc import Collection, Mapping
 from contextlib import suppress
@@ -56,7 +56,7 @@ def _damage(newest: Path, mine: Mapping[str, Entry], with_manifest: bool) -> str
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint, which stops being one before its first file goes."""
+    """Remove a checkpoint, in such an order that a part of it is never taken for one."""
     gone = path.with_name(f"{path.name}.deleted")
     disk.remove_folder(gone)
     disk.rename(path, gone)

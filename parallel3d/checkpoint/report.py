@@ -1,4 +1,4 @@
-"""What is in a checkpoint, for people and for scripts; and which checkpoints are in a folder."""
+"""Descriptions of checkpoints, for people and for scripts."""
 
 import re
 from collections import Counter
@@ -44,7 +44,7 @@ _MOST_FILES = 12  # that a table lists
 
 
 def find_checkpoints(path: Path) -> list[Path]:
-    """The checkpoints that a path means, the newest first: itself, or those of a run's folder.
+    """The checkpoints that a path names, newest first: one checkpoint, or all of a run.
 
     Raises CheckpointError where there is none.
     """
@@ -64,7 +64,7 @@ def find_checkpoints(path: Path) -> list[Path]:
 
 
 def find_left_over(path: Path) -> list[tuple[Path, str]]:
-    """The folders beside a run's checkpoints that are none, and why."""
+    """The folders beside a run's checkpoints that are not checkpoints, and why."""
     return [
         (found, LEFT_OVER[found.suffix])
         for folder in (path / "checkpoints", path)
@@ -74,7 +74,7 @@ def find_left_over(path: Path) -> list[tuple[Path, str]]:
 
 
 def describe(folder: Path) -> dict[str, Any]:
-    """What `inspect --json` prints. Reads the manifest, state.json and the files' headers.
+    """The object that `inspect --json` prints, from manifest, state.json and the files' headers.
 
     Raises CheckpointError where one of them is damaged; the tensors are not looked at.
     """
@@ -108,7 +108,7 @@ def describe(folder: Path) -> dict[str, Any]:
 
 
 def show(found: Mapping[str, Any], out: Console) -> None:
-    """Print a description for people."""
+    """Print the description of a checkpoint for people."""
     out.print(f"{found['path']}\n")
     columns = [Column("", right=False), Column("", right=False, wraps=True)]
     layout.show(out, columns, _facts(found))

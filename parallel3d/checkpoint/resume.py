@@ -1,4 +1,4 @@
-"""Finds the checkpoint to go on from: the newest that every rank can verify, or the one asked for.
+"""Search for the checkpoint to resume from: the newest that every rank can verify, or a named one.
 
 The ranks share the work: rank 0 sees that all files are there with their sizes, and each reads
 every so many-th of them whole to compare its digest. What the digests do not find is looked for,
@@ -42,12 +42,12 @@ class Found:
 
     @property
     def step(self) -> int:
-        """The steps that were done when it was written."""
+        """The steps that were done when the checkpoint was written."""
         return int(self.state["step"])
 
 
 def find(folder: Path, resume: int | str, mesh: Mesh) -> tuple[Found | None, list[str]]:
-    """The checkpoint that `checkpoint.resume` means, and why newer ones were rejected.
+    """The checkpoint that `checkpoint.resume` names, and why newer ones were rejected.
 
     Collective. `folder` holds the run's own checkpoints. "auto" gives None where there is none that
     can be verified; "none" always does. Raises CheckpointError on all ranks if the one that was
@@ -73,7 +73,7 @@ def find(folder: Path, resume: int | str, mesh: Mesh) -> tuple[Found | None, lis
 
 
 def set_aside(folder: Path, step: int, mesh: Mesh) -> list[str]:
-    """Take the checkpoints after `step` out of the run's history; their new names.
+    """Rename the checkpoints after `step`, which are no longer the run's; gives the new names.
 
     Collective. What was rejected, or lies ahead of a step that was asked for, must not be taken
     for the newest when the run is resumed again.

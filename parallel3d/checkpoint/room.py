@@ -1,4 +1,4 @@
-"""Whether there is room for a checkpoint: on the disk, and in host memory for a copy."""
+"""Checks of the room for a checkpoint: on the disk, and in host memory for a copy."""
 
 import os
 import shutil
@@ -15,7 +15,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def disk_lacks(folder: Path, num_bytes: int) -> int:
-    """Bytes that the disk of `folder` has too few for so many more; 0 if they fit."""
+    """Bytes by which the disk of `folder` is too small for `num_bytes` more; 0 if they fit."""
     while not folder.exists():
         folder = folder.parent
     # Names and the small files come on top.
@@ -23,7 +23,7 @@ def disk_lacks(folder: Path, num_bytes: int) -> int:
 
 
 def memory_lacks(num_bytes: int, num_ranks: int) -> int:
-    """Bytes that a rank's share of the free host memory is too small by; 0 if so many fit.
+    """Bytes by which a rank's share of free host memory is too small; 0 if `num_bytes` fit.
 
     `num_ranks` ranks of this host each need as much.
     """
@@ -42,7 +42,7 @@ def _limit() -> int:
 
 
 def seconds_to_write(folder: Path, num_bytes: int) -> float:
-    """About how long so many bytes take to be on the disk of `folder`, as this process sees it.
+    """Approximate seconds until `num_bytes` are on the disk of `folder`.
 
     By a file of 32 MiB that is written and removed; 0 where the bytes are fewer than that.
     """
@@ -58,7 +58,7 @@ def seconds_to_write(folder: Path, num_bytes: int) -> float:
 
 
 def shown(num_bytes: int) -> str:
-    """A size as people read it."""
+    """A number of bytes as text."""
     size, unit = float(num_bytes), "bytes"
     for unit in ("bytes", "KiB", "MiB", "GiB", "TiB"):
         if size < 1024 or unit == "TiB":

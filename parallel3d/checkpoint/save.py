@@ -1,4 +1,4 @@
-"""Saves the training state: all ranks write, one gives the checkpoint its name (floor 5).
+"""Saving of the training state: all ranks write, one gives the checkpoint its name.
 
 A checkpoint is written into step-N.tmp, each rank its own file; once every file is on disk and its
 digest known to rank 0, that rank writes the manifest and renames the folder. So what is called
@@ -32,7 +32,7 @@ MOST_FAILURES = 3  # saves in a row that may fail before training stops
 
 
 class Saver:
-    """Writes checkpoints into `folder`, the same one on every rank, and keeps the newest few.
+    """A writer of checkpoints into `folder`, the same on every rank, that keeps the newest few.
 
     `always`: steps whose checkpoints are kept besides.
 
@@ -79,11 +79,11 @@ class Saver:
 
     @property
     def broken(self) -> bool:
-        """Whether so many saves in a row have failed that training must stop."""
+        """Whether MOST_FAILURES saves in a row have failed, so that training must stop."""
         return self._failures >= MOST_FAILURES
 
     def expected_seconds(self) -> float:
-        """About how long a save takes until it is on disk, by a small trial. Collective."""
+        """Approximate seconds of a save until it is on disk, by a small trial. Collective."""
         try:
             mine = room.seconds_to_write(self._folder, 4 * self._numel)
         except OSError:
@@ -91,7 +91,7 @@ class Saver:
         return max(row[0] for row in self._mesh.gather_floats([mine]))
 
     def save(self, state: dict[str, Any], wait: bool = False) -> float:
-        """Save the training state of now; the seconds for which training was held up.
+        """Save the current training state; gives the seconds for which training was held up.
 
         Collective. `state` is what state.json holds beside what the saver itself knows. With `wait`
         it is on disk, or has failed, when this returns.
@@ -117,12 +117,12 @@ class Saver:
         return time.perf_counter() - start
 
     def poll(self) -> None:
-        """Take note of a save that ended behind the training."""
+        """Take note of an asynchronous save that has ended."""
         if self._thread is not None and not self._thread.is_alive():
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the save that is under way, if there is one."""
+        """Wait for the save in progress, if there is one."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

@@ -1,4 +1,4 @@
-"""What state.json says of a run beside its tensors, and whether another run can go on from it."""
+"""The contents of state.json, and whether a run can go on from those of another."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -27,7 +27,7 @@ class Position:
     next_sample: int = 0
 
     def after(self, config: RunConfig, steps: int = 1) -> "Position":
-        """The position so many steps later."""
+        """The position `steps` steps later."""
         return Position(
             self.step + steps,
             self.tokens + steps * config.tokens_per_step,
@@ -36,7 +36,7 @@ class Position:
 
 
 class RunState:
-    """Describes the state of one run; `at(position)` gives what `Saver.save` takes."""
+    """A describer of one run's state; `at(position)` gives what `Saver.save` takes."""
 
     def __init__(self, config: RunConfig, corpus: Corpus) -> None:
         self._config = config
@@ -50,7 +50,7 @@ class RunState:
         }
 
     def at(self, position: Position) -> dict[str, Any]:
-        """The state after so many steps."""
+        """The state of the run at a position."""
         done = position.step >= self._config.num_steps
         next_lr = None if done else rate(self._config, position.step)
         return {
@@ -67,7 +67,7 @@ class RunState:
     def position_in(
         self, state: Mapping[str, Any], path: Path, say: Callable[[str], None]
     ) -> Position:
-        """Where a checkpoint's run goes on in this one.
+        """The position at which this run goes on from another run's checkpoint.
 
         Says what differs and may; raises CheckpointError if samples would be lost or seen twice, or
         tokens would mean other text.

@@ -1,4 +1,4 @@
-"""Reads the weights of a checkpoint, and none of Adam's moments, into stages of any mesh."""
+"""Loading of a checkpoint's weights alone, without Adam's moments, into stages of any mesh."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ _AT_ONCE = 2**26  # elements that are read into host memory before they are put 
 def load_weights(
     found: Found, held: Sequence[HeldParameter], mesh: Mesh, *, layers: Sequence[LayerSpec]
 ) -> None:
-    """Fill this rank's parameters with what a checkpoint's fp32 masters are in their type.
+    """Fill this rank's parameters with a checkpoint's fp32 masters, cast to their own type.
 
     Collective. Each rank reads the byte ranges of its own parts. Raises CheckpointError on all
     ranks if the checkpoint is of another model, or cannot be read.

@@ -28,7 +28,7 @@ def data_parallel_size(mesh: MeshConfig, world_size: int) -> int:
 def batch_sizes(
     batch: int | None, micro: int | None, accumulation: int | None, dp: int
 ) -> tuple[int, int, int]:
-    """The three sizes, of which DeepSpeed needs one or two: batch, micro batch, accumulation.
+    """The global batch, micro batch and accumulation, of which DeepSpeed needs one or two.
 
     Batch = micro batch x accumulation x dp. Where only one is given, accumulation is 1. Raises
     ConfigError where the batch cannot be divided so.
@@ -53,7 +53,7 @@ def _share(batch: int, parts: int, words: str) -> int:
 
 
 def steps_of_tokens(max_tokens: int, tokens_per_step: int) -> int:
-    """The whole steps in so many tokens; raises ConfigError if there is none."""
+    """The whole steps in `tokens` tokens; raises ConfigError if there is none."""
     if max_tokens < tokens_per_step:
         rule = f"is less than one step of {tokens_per_step} tokens"
         remedy = f"use {tokens_per_step} or more, or a smaller batch"
@@ -62,7 +62,7 @@ def steps_of_tokens(max_tokens: int, tokens_per_step: int) -> int:
 
 
 def steps_of_epochs(epochs: float, samples: int, batch: int) -> int:
-    """The whole steps in so many passes over `samples`; raises ConfigError if there is none."""
+    """The whole steps in `epochs` passes over `samples`; raises ConfigError for none."""
     seen = samples_of_epochs(epochs, samples)
     if seen < batch:
         rule = f"is {seen} samples of the corpus's {samples}, less than one step of {batch}"
@@ -72,12 +72,12 @@ def steps_of_epochs(epochs: float, samples: int, batch: int) -> int:
 
 
 def samples_of_epochs(epochs: float, samples: int) -> int:
-    """The whole samples in so many passes over `samples`."""
+    """The whole samples in `epochs` passes over `samples`."""
     # In fractions, because 0.29 x 100 samples are 28.999999999999996 as floats.
     return int(Fraction(str(epochs)) * samples)
 
 
 def missing_batch() -> Problem:
-    """That neither the batch nor the micro batch is given."""
+    """The problem of a config that gives neither the batch nor the micro batch."""
     remedy = f"add it: samples in a microbatch, on each data-parallel rank (or {BATCH})"
     return Problem(MICRO, ABSENT, "is required", remedy)

@@ -1,4 +1,4 @@
-"""Hugging Face's "auto": the values that stand for it, before anything else reads the file.
+"""Hugging Face's "auto": the values that replace it, before anything else reads the file.
 
 By the rules of transformers' DeepSpeed integration, with the defaults of its TrainingArguments for
 what the user of a Trainer would set there. A test compares the two.
@@ -17,7 +17,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Rule:
-    """What "auto" stands for at `path`, in words and as a function of the whole file.
+    """The value that "auto" means at `path`, in words and as a function of the whole file.
 
     The function gives ABSENT where the setting is to be left out, for it is derived later.
     """
@@ -76,7 +76,7 @@ RULES = (
 
 
 def resolve(raw: dict[str, Any]) -> list[str]:
-    """Replace each "auto" that has a rule, in place; what became of them, a line for each."""
+    """Replace each "auto" that has a rule, in place; gives a line on each."""
     notes, warnings = [], []
     for rule in RULES:
         section, _, key = rule.path.rpartition(".")

@@ -1,4 +1,4 @@
-"""What the classes of a run's config do not tell of its file."""
+"""Facts about a config file that the classes of a run's config do not hold."""
 
 import models
 from parallel3d.config import auto, deepspeed_keys

@@ -1,4 +1,4 @@
-"""What must hold between settings.
+"""Rules that several settings of a config must obey together.
 
 A check names, as its parameters, the settings that it compares; it runs where all of them are sound
 by themselves. Every model family has the sizes that are compared here: num_attention_heads,
@@ -30,7 +30,7 @@ _signature = cache(signature)  # the planner asks for thousands of meshes
 
 
 def find_problems(settings: Mapping[str, Any]) -> list[Problem]:
-    """All that is wrong between the settings given."""
+    """Every broken rule between the given settings."""
     problems: list[Problem] = []
     planned = settings.get("mesh") == PLAN  # what compares the mesh waits until there is one
     settings = {k: v for k, v in settings.items() if k != "mesh" or not planned}

@@ -190,12 +190,12 @@ class DataConfig(Section):
 
 
 def holds_ids(section: PartConfig | DataConfig) -> bool:
-    """Say whether a source that is no mixture gives token ids, not text."""
+    """Whether a source that is no mixture gives token ids, not text."""
     return section.source in OF_IDS or section.token_field is not None
 
 
 def _check_tokenizer(data: DataConfig) -> Iterator[Problem]:
-    """Give what is wrong with the tokenizer for the kinds of sources that there are."""
+    """What is wrong with the tokenizer for the kinds of sources that there are."""
     parts: tuple[PartConfig | DataConfig, ...] = data.mixture
     parts = (*(parts if data.source == "mixture" else (data,)), *data.validation.values())
     ids, text = (any(holds_ids(part) == kind for part in parts) for kind in (True, False))
@@ -220,7 +220,7 @@ def _check_tokenizer(data: DataConfig) -> Iterator[Problem]:
 
 
 def _check_names(data: DataConfig) -> Iterator[Problem]:
-    """Give the validation sets whose names are not plain, or are those of the held-out text."""
+    """The validation sets whose names are not plain, or are those of the held-out text."""
     for name in data.validation:
         if not _NAME.fullmatch(name):
             rule = "must be a plain name"

@@ -1,4 +1,4 @@
-"""What is trained, as a digest: the same of two configs that train the same (floor 0)."""
+"""A digest of what a config trains: equal for two configs that train the same."""
 
 import json
 from collections.abc import Iterable
@@ -32,7 +32,7 @@ the global batch is train_batch_size."""
 
 
 def digest_of(config: RunConfig, also: Iterable[str] = ()) -> str:
-    """What two launches that train the same have in common, as a digest.
+    """The digest of what two launches that train the same have in common.
 
     Where and how the run is written is left out, and the dotted paths of `also`. Of a config as it
     was read, before the number of processes filled anything in, it tells meshes apart.

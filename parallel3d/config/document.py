@@ -1,4 +1,4 @@
-"""Writes docs/config.md: every setting, and every key of DeepSpeed."""
+"""The text of docs/config.md: every setting, and every key of DeepSpeed."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What a message gives to be pasted where a block is missing."""
+"""Examples that messages give to be pasted where a block is missing."""
 
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}}
 OPTIMIZER_OPTION = "--optimizer.params.lr 3e-4 on the command line"

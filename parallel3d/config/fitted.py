@@ -1,4 +1,4 @@
-"""Fits what sets the learning rate to the length of the run."""
+"""The learning-rate schedule fitted to the length of the run."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ _WARMUP = "parallel3d.train.lr_schedule.warmup_steps"
 
 
 def fit(train: TrainConfig, scheduler: Any) -> tuple[TrainConfig, Any, list[str]]:
-    """`train` and DeepSpeed's `scheduler` (or None) for train.steps steps, and a note on a change.
+    """`train` and DeepSpeed's `scheduler` (or None) for train.steps steps, with a note on a change.
 
     A warm-up that is longer than the run ends with it, or where the decay begins; a scheduler's
     length "auto" becomes the run's. Without train.steps nothing changes.

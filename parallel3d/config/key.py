@@ -1,4 +1,4 @@
-"""A key of DeepSpeed's that is no setting here."""
+"""A DeepSpeed key that is not a setting of parallel3d."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,11 +10,9 @@ ANY: Any = object()  # every value
 
 @dataclass(frozen=True)
 class Key:
-    """A key that is no setting: the reason ("rule; remedy") why other values are refused.
+    """A DeepSpeed key that is not a setting, with the reason why values are refused.
 
-    `values` are those that are accepted. Of a block, `items` are the values accepted of each key in
-    it (ANY accepts every value), and `reasons` say why others are refused where the block's reason
-    does not. A block with a `switch` is accepted unless the key of that name is true in it.
+    The reason reads "rule; remedy".
     """
 
     reason: str
@@ -24,7 +22,7 @@ class Key:
     reasons: dict[str, str] = field(default_factory=dict)
 
     def refused(self, value: Any) -> Any:
-        """What of `value` is refused; ABSENT if nothing is."""
+        """The part of `value` that is refused; ABSENT if nothing is."""
         if any(_same(value, v) for v in self.values):
             return ABSENT
         if not isinstance(value, dict) or not (self.switch or self.items):

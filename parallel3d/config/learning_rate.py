@@ -1,4 +1,4 @@
-"""The learning rate of each step (floor 0)."""
+"""The learning rate of each step."""
 
 from functools import singledispatch
 from math import cos, floor, log, pi, sqrt
@@ -48,7 +48,7 @@ def fraction(schedule: LrScheduleConfig, step: int, num_steps: int) -> float:
 
 @singledispatch
 def scheduled(params: Any, lr: float, step: int) -> float:
-    """What DeepSpeed's scheduler with these `params` sets for `step`, counted from 0.
+    """The learning rate that DeepSpeed's scheduler sets at `step`, counted from 0.
 
     `lr` is optimizer.params.lr. DeepSpeed calls `step()` on its scheduler after the optimizer's, so
     step 0 has the schedule's start, and step n what the formula gives for n - 1.

@@ -1,4 +1,4 @@
-"""Makes of a DeepSpeed file one of settings alone: no "auto", no old name, nothing neutral.
+"""A DeepSpeed file reduced to settings: no "auto", no old names, no keys without effect.
 
 A model that is published is completed first: an "auto" may be a function of its sizes.
 
@@ -24,7 +24,7 @@ _NULLABLE = ("offload_optimizer", "offload_param")
 
 
 def normalise(raw: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """A copy of the object of a ds.json in which only settings are left, and notes on it."""
+    """A copy of a ds.json's object in which only settings are left, and notes on it."""
     raw, notes = _without_comments(raw), []
     if "zero_optimization" not in raw:
         notes.append("zero_optimization: not there = stage 0, DeepSpeed's default: no sharding")

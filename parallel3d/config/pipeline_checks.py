@@ -1,4 +1,4 @@
-"""What a config's pipeline section must hold together with the rest."""
+"""Rules between a config's pipeline section and the rest."""
 
 from collections.abc import Iterator
 
@@ -14,7 +14,7 @@ def check_schedule(
     train_batch_size: int | None,
     gradient_accumulation_steps: int | None,
 ) -> Iterator[Problem]:
-    """The schedule can be run with these sizes, as far as they are known."""
+    """Check that the schedule can be run with the config's sizes, as far as they are known."""
     if gradient_accumulation_steps is None and train_batch_size is not None:
         return  # follows from dp
     sizes = mesh.pp, gradient_accumulation_steps or 1, pipeline.stages_per_rank
@@ -28,7 +28,7 @@ def check_schedule(
 
 
 def check_reduction(pipeline: PipelineConfig, zero_optimization: ZeroConfig) -> Iterator[Problem]:
-    """A schedule that makes weight gradients apart has them reduced once a step."""
+    """Check that a schedule with split backwards reduces gradients once a step."""
     chosen = pipeline.gradient_reduction
     if schedules.splits_backward(pipeline.schedule) and not reduces_once(
         zero_optimization.stage, chosen

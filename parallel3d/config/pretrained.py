@@ -33,7 +33,7 @@ WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 
 
 def fill(raw: dict[str, Any]) -> list[str]:
-    """Complete the "model" block of a ds.json, in place, if it names a folder; notes on it.
+    """Complete the "model" block of a ds.json in place, if it names a folder; gives notes on it.
 
     Raises ConfigError for a folder that is none, a model that no family can be, and settings that
     contradict it.
@@ -135,7 +135,7 @@ def _shards(index: Path) -> dict[Path, bool]:
 
 
 def digest_of(folder: Path) -> str:
-    """What tells a folder's weights from others: headers, and samples of the data at both ends.
+    """A digest that tells a folder's weights from others: headers, and samples of both ends.
 
     It takes milliseconds, and so is no proof that every byte is the same. Raises ConfigError.
     """
@@ -196,7 +196,7 @@ def _found(name: str) -> tuple[Path, dict[str, Any]]:
 
 
 def downloaded(name: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
-    """The folder in which the hub's cache holds these files of a model; fetched, if need be.
+    """The hub cache's folder with these files of a model, which are fetched if need be.
 
     Its name is the revision's. Raises ConfigError at once where the hub cannot be asked.
     """

@@ -120,14 +120,14 @@ class RunConfig(Section):
         return self._notes
 
     def with_notes(self, *notes: str) -> "RunConfig":
-        """This config with these notes in place of its own."""
+        """A copy of the config with these notes in place of its own."""
         config = self.model_copy()
         config._notes = notes
         return config
 
     @property
     def settings(self) -> dict[str, Any]:
-        """DeepSpeed's sections and those of the "parallel3d" block, side by side."""
+        """Settings of DeepSpeed's sections and of the "parallel3d" block, side by side."""
         return dict(self) | dict(self.parallel3d)
 
     @property
@@ -155,17 +155,17 @@ class RunConfig(Section):
 
     @property
     def data(self) -> DataConfig:
-        """The corpus."""
+        """The corpus, its tokenizer, and how it is cut into samples."""
         return self.parallel3d.data
 
     @property
     def train(self) -> TrainConfig:
-        """Length, seed, learning rate, evaluation."""
+        """Length, seed, learning rate and evaluation of the run."""
         return self.parallel3d.train
 
     @property
     def checkpoint(self) -> CheckpointConfig:
-        """Saving and resuming."""
+        """When the run saves, and what it resumes from."""
         return self.parallel3d.checkpoint
 
     @property
@@ -208,7 +208,7 @@ class RunConfig(Section):
         return self.global_batch_size * self.data.sequence_length
 
     def resolve(self, world_size: int) -> "RunConfig":
-        """The config for so many processes: mesh and batch sizes known, tokens turned to steps.
+        """The config for `world_size` processes: mesh and batch known, tokens turned to steps.
 
         Raises ConfigError if mesh or batch size do not fit, or too few tokens are asked for.
         """

@@ -30,7 +30,7 @@ class WarmupLRParams(Section):
 
 
 class WarmupDecayLRParams(WarmupLRParams):
-    """The same rise, then a line down to 0 at total_num_steps."""
+    """A rise from warmup_min_lr to warmup_max_lr, then a line to 0 at total_num_steps."""
 
     warmup_max_lr: Rate | None = 0.001
     """Learning rate after the warm-up; null means optimizer.params.lr."""

@@ -138,8 +138,10 @@ def reduces_once(zero_stage: int, gradient_reduction: str) -> bool:
 
 
 def gathered_for(weights: str) -> Weights:
-    """For how long ZeRO-3's weights stay gathered: "auto", of which nobody has asked the planner
-    (plan/report/choose.py), means "per_microbatch"."""
+    """For how long ZeRO-3's weights stay gathered, with "auto" taken for its fallback.
+
+    "auto" that nobody has had the planner resolve (plan/report/choose.py) means "per_microbatch".
+    """
     known: dict[str, Weights] = {"per_pass": "per_pass", "per_step": "per_step"}
     return known.get(weights, "per_microbatch")
 
@@ -258,7 +260,7 @@ class OutputConfig(Section):
 
 
 class Parallel3DConfig(Section):
-    """The block that DeepSpeed ignores."""
+    """The "parallel3d" block of a ds.json, which DeepSpeed ignores."""
 
     mesh: Annotated[MeshConfig | Literal["plan"], WrapValidator(_mesh_or_plan)] = MeshConfig()
     """"plan" takes the first row of launch/plan.py for so many processes, at train_batch_size."""

@@ -1,4 +1,4 @@
-"""Paths on the command line without their `parallel3d.`: `--mesh.tp 2`."""
+"""Command-line paths without their `parallel3d.` prefix: `--mesh.tp 2`."""
 
 from parallel3d.config.deepspeed_keys import TOP_LEVEL
 from parallel3d.config.settings import Parallel3DConfig

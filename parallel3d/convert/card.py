@@ -1,4 +1,4 @@
-"""What is written beside the weights: the config, what generates, the tokenizer, a model card."""
+"""Files written beside the weights: config, generation config, tokenizer, model card."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ _NOT_OF_A_TOKENIZER = {CONFIG, GENERATION}
 
 @dataclass(frozen=True)
 class About:
-    """What is known of a model beside its weights.
+    """Facts about a model that are not in its weights.
 
     `end_of_text`: the id that comes before and after each document; None where nobody knows.
     `tokenizer`: the folder of its files; None where the corpus is token ids alone.
@@ -40,7 +40,7 @@ class About:
     """The class of transformers that is wanted, where several would do."""
 
     def settings(self, layout: Layout) -> Any:
-        """The config in transformers; None where it has no class for the model.
+        """The transformers config of a model; None where transformers has no class for it.
 
         Raises ValueError where it is not the class that is wanted.
         """
@@ -54,7 +54,7 @@ class About:
 
 
 def write_rest(folder: Path, about: About, layout: Layout) -> None:
-    """Write all that is not weights into a folder of weights. Raises OSError."""
+    """Write every file except the weights into a folder of weights. Raises OSError."""
     settings = about.settings(layout)
     if settings is not None:
         from transformers import GenerationConfig
@@ -84,7 +84,7 @@ def tokenizer_files(folder: Path | None) -> list[Path]:
 
 
 def line_after(run: Path, step: int) -> dict[str, Any]:
-    """The line of a run's metrics.jsonl after a step; {} where there is none."""
+    """The line of a run's metrics.jsonl after `step` steps; {} where there is none."""
     found: dict[str, Any] = {}
     with suppress(OSError), open(run / METRICS, encoding="utf-8", errors="replace") as file:
         for text in file:

@@ -1,4 +1,4 @@
-"""A checkpoint as a folder of transformers, which is read back before it has its name."""
+"""Export of a checkpoint to a folder of transformers, read back before it gets its name."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +15,7 @@ from parallel3d.errors import ConfigError, TrainingError
 
 
 def quiet() -> None:
-    """Have transformers load without bars and remarks of its own."""
+    """Have transformers load without progress bars and remarks."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -23,13 +23,13 @@ def quiet() -> None:
 
 
 def check_new(folder: Path) -> None:
-    """Raise ConfigError unless a folder can be made here, or is there and empty."""
+    """Raise ConfigError unless `folder` can be created here, or exists and is empty."""
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise ConfigError(f"--to = {folder}: exists and is not empty; remove it, or name another")
 
 
 def export(source: Source, about: About, layout: Layout, to: Path, progress: Progress) -> Proof:
-    """Write a checkpoint's weights and what belongs to them into `to`, and read all of it back.
+    """Write a checkpoint as a folder of transformers at `to`, and read all of it back.
 
     One tensor at a time is in memory. Where a check fails, nothing is left. Raises ConfigError
     where `to` is not empty or transformers has no such class, TrainingError where the disk is full.
@@ -50,7 +50,7 @@ def export(source: Source, about: About, layout: Layout, to: Path, progress: Pro
 
 
 def made(to: Path, layout: Layout, write: Callable[[Path], Proof]) -> Proof:
-    """Have a folder with the layout's files written and proved, and give it its name if it holds.
+    """Write and prove a folder with the layout's files, and give it its name if the proof holds.
 
     Else nothing is left. Raises ConfigError where `to` is not empty, TrainingError where the disk
     is full.

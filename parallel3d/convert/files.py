@@ -1,4 +1,4 @@
-"""A folder of weights that gets its name when all of it is there and on disk."""
+"""A folder of weights that gets its name once all of its files are on disk."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ from parallel3d.mesh.nodes import appears
 
 
 class Writer:
-    """Writes tensors at their places in the files of a folder that `create` has made.
+    """A writer of tensors at their places in the files of a folder that `create` has made.
 
     Several processes may write into one folder, each its own tensors. Raises OSError.
     """
@@ -23,7 +23,7 @@ class Writer:
         self._open: dict[str, int] = {}
 
     def write(self, name: str, value: Tensor) -> None:
-        """Write a tensor of the layout's type and of its shape, contiguous and of the host."""
+        """Write a contiguous host tensor of the layout's type and of its shape."""
         place = self._layout.places[name]
         assert tuple(value.shape) == place.shape and value.dtype == self._layout.dtype, name
         data = value.view(-1).view(torch.uint8).numpy().data
@@ -33,7 +33,7 @@ class Writer:
             done += os.pwrite(descriptor, data[done:], place.start + done)
 
     def close(self, synced: bool = True) -> None:
-        """Close what this process wrote; `synced`: once it is on disk."""
+        """Close what this process wrote; with `synced`, once it is on disk."""
         try:
             if synced:
                 for descriptor in self._open.values():
@@ -86,6 +86,6 @@ def publish(folder: Path, name: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder of this program's, if it is there."""
+    """Remove a folder that this program made, if it exists."""
     if folder.is_dir():
         shutil.rmtree(folder)

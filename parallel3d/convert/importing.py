@@ -1,4 +1,4 @@
-"""A published model's folder as a start for training: the same weights, and proved to be so."""
+"""Import of a published model's folder as a start for training, proved to have equal weights."""
 
 import shutil
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ from parallel3d.pretrained.weights import Weights
 def import_folder(
     folder: Path, to: Path, *, shard_bytes: int = SHARD_BYTES, progress: Progress = silent
 ) -> Proof:
-    """Read a folder of transformers by our names, and write it as `model.from_pretrained` takes it.
+    """Read a folder of transformers, and write one that `model.from_pretrained` takes.
 
     One tensor at a time is in memory; each has the type that it had. What was only there for old
     versions goes: masks, a tied weight's copy. Where a check fails, nothing is left. Raises

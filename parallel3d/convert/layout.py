@@ -1,4 +1,4 @@
-"""Where each weight lies in a folder of transformers: a pure function of the model and the type.
+"""Places of the weights in a folder of transformers: a pure function of the model and the type.
 
 No tensor is needed for it, so ranks that hold parts of a model write into one file, and the same
 weights are the same bytes from every mesh, ZeRO stage and offload.
@@ -31,7 +31,7 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor of a `shape` lies: its file, and the bytes [start, start + size) of it."""
+    """The place of a tensor of a `shape`: its file, and its bytes [start, start + size) there."""
 
     file: str
     start: int
@@ -64,7 +64,7 @@ class Layout:
         return ""
 
     def converted(self, name: str, value: Tensor) -> dict[str, Tensor]:
-        """One of our parameters, whole -> tensors under their names, of the layout's type.
+        """A whole parameter of ours -> tensors under transformers' names, of the layout's type.
 
         Each is contiguous, where the value is not on the meta device; none is larger than it.
         """
@@ -77,7 +77,7 @@ class Layout:
 
     @cached_property
     def names(self) -> dict[str, tuple[str, ...]]:
-        """Each of our parameters, in the order of the layers -> its names in the files."""
+        """For each parameter of ours, in the order of the layers, its names in the files."""
         return {name: tuple(found) for name, found in self._meta.items()}
 
     @cached_property
@@ -94,7 +94,7 @@ class Layout:
 
     @cached_property
     def headers(self) -> dict[str, bytes]:
-        """What each file begins with."""
+        """The header of each file."""
         found = {}
         for file, names in self.files.items():
             entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -113,7 +113,7 @@ class Layout:
 
     @cached_property
     def places(self) -> dict[str, Place]:
-        """Where each tensor lies."""
+        """The place of each tensor."""
         found = {}
         for file, names in self.files.items():
             at = len(self.headers[file])
@@ -124,11 +124,11 @@ class Layout:
 
     @property
     def total_size(self) -> int:
-        """Bytes of all tensors."""
+        """Bytes of all tensors together."""
         return sum(self._sizes.values())
 
     def file_size(self, file: str) -> int:
-        """Bytes of a whole file."""
+        """Bytes of one whole file, its header included."""
         return len(self.headers[file]) + sum(self._sizes[name] for name in self.files[file])
 
     @property
@@ -161,7 +161,7 @@ class Layout:
 
 
 def bytes_of(text: str) -> int:
-    """The bytes of a size such as 5GB, in units of a thousand; raises ConfigError."""
+    """Bytes of a size in words such as 5GB, in units of a thousand; raises ConfigError."""
     match = re.fullmatch(r"(\d{1,15}) ?([KMGT]B|)", text, re.ASCII | re.IGNORECASE)
     size = int(match[1]) * _UNITS[match[2].upper()] if match else 0
     if size < 1:

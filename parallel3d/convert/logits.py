@@ -1,4 +1,4 @@
-"""The logits of a sample by our modules and by transformers, in one process on the host."""
+"""Logits of one sample by our modules and by transformers, in one process on the host."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -21,7 +21,7 @@ MOST_TOKENS = 256  # of a sample: far enough for rotations to tell
 
 @torch.no_grad()
 def most_apart(folder: Path, read: Read, layout: Layout) -> tuple[float, float]:
-    """How far the logits of a folder are from ours at most, and the largest of ours.
+    """The largest difference of a folder's logits from ours, and the largest of ours.
 
     Both in fp32; ours by the weights that `read` gives, as the layout's type rounds them.
     """

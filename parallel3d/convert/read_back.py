@@ -1,4 +1,4 @@
-"""What was written, as others read it, against the checkpoint: what holds, and what differs."""
+"""Proof that an exported folder, as other programs read it, equals its checkpoint."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ _NOT_COMPARED = ("_name_or_path", "transformers_version")
 
 @dataclass(frozen=True)
 class Proof:
-    """What was compared and held, what differs, in words, and what was not compared, and why."""
+    """The outcome of a comparison: checks that held, differences, and checks not made, with why."""
 
     architecture: str
     tensors: int
@@ -81,7 +81,7 @@ def is_large(layout: Layout) -> bool:
 
 
 def prove(name: str, layout: Layout, checks: Mapping[str, Check], left_out: Iterable[str]) -> Proof:
-    """What came of the checks of a model of class `name`, each of which gives what differs.
+    """The outcome of the checks of a model of class `name`, each of which gives its differences.
 
     What cannot be loaded differs; nothing is raised for it.
     """
@@ -109,7 +109,7 @@ def _converted(source: Source, layout: Layout) -> Iterator[tuple[str, Tensor]]:
 def tensors_differ(
     folder: Path, layout: Layout, wanted: Iterable[tuple[str, Tensor]], progress: Progress
 ) -> Iterator[str]:
-    """What differs of a folder's shards and tensors from those that are `wanted`, by name.
+    """Differences of a folder's shards and tensors from the `wanted` ones, by name.
 
     These come in any order, each of them once, and of the layout's type.
     """
@@ -170,7 +170,7 @@ def _config(folder: Path, about: About, settings: Any) -> Iterator[str]:
 
 
 def loading_differs(folder: Path, name: str) -> Iterator[str]:
-    """By transformers' own report; on the meta device, which takes no memory."""
+    """Differences in transformers' own loading report, on the meta device."""
     from transformers import AutoModelForCausalLM
 
     load: Any = AutoModelForCausalLM.from_pretrained

@@ -63,7 +63,7 @@ class Source:
             self._check(name)
 
     def read(self, name: str) -> Tensor:
-        """A parameter by our name, whole, in fp32."""
+        """A whole parameter by its name in this project, in fp32."""
         whole = torch.empty(self._shapes[name])
         for file_name, chunk, at in self._chunks[name]:
             out = whole
@@ -74,7 +74,7 @@ class Source:
         return whole
 
     def about(self, tokenizer: Path | None = None, architecture: str | None = None) -> About:
-        """What is known beside the weights; `tokenizer` is a folder to take, None: look for it.
+        """Facts about a checkpoint's model; `tokenizer`: a folder, or None to look for one.
 
         Raises CheckpointError where the tokenizer is not found, or is another one.
         """

@@ -1,1 +1,1 @@
-"""From text to samples: sources, tokenizer, corpus, order, batches (floor 2; knows no rank)."""
+"""From text to samples: sources, tokenizer, corpus, order, batches (knows no rank)."""

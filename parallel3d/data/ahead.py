@@ -1,4 +1,4 @@
-"""What will be asked for is made before it is, in a thread.
+"""Read-ahead: a thread makes values before they are asked for.
 
 One thread, so nothing of it depends on timing but time: the same calls are made with the same
 arguments, whether they are made ahead or when their result is asked for.
@@ -18,7 +18,7 @@ PATIENCE_SECONDS = 5.0
 
 
 class ReadAhead(Generic[Key, Made]):
-    """Calls `make(key)` for keys that are said to come next, in their order, in one thread.
+    """A thread that calls `make(key)` for announced keys, in their order, ahead of use.
 
     What `make` raises is raised where the key is taken, and nowhere if it never is. The thread
     starts when there is something to do ahead, and does not keep the process alive.
@@ -31,7 +31,7 @@ class ReadAhead(Generic[Key, Made]):
         self._thread: threading.Thread | None = None
 
     def take(self, key: Key, then: Sequence[Key] = ()) -> Made:
-        """Give what `make` gives for `key`, waiting if it is not made yet; `then` is made after it.
+        """The value of `make(key)`, waited for if need be; the keys `then` are made next.
 
         What was made or was to be made for other keys is let go of.
         """
@@ -55,7 +55,7 @@ class ReadAhead(Generic[Key, Made]):
             self._thread.start()
 
     def close(self) -> None:
-        """End the thread once it is done with what it is at; nothing more is made ahead."""
+        """End the thread after the value that it is making."""
         for future in self._made.values():
             future.cancel()
         self._made.clear()

@@ -16,14 +16,14 @@ from parallel3d.errors import DataError
 
 
 def num_windows(num_tokens: int, sequence_length: int) -> int:
-    """Give how many samples a stream of `num_tokens` holds."""
+    """Number of samples that a stream of `num_tokens` holds."""
     return max(0, (num_tokens - 1) // sequence_length)
 
 
 def first_sample(
     start: int, microbatch: int, dp_coord: int, *, micro_batch: int, num_microbatches: int, dp: int
 ) -> int:
-    """Give the global index of a microbatch's first sample; its others follow without a gap.
+    """The global index of a microbatch's first sample; its others follow without a gap.
 
     A step whose first sample is `start` has a global batch of B = micro_batch × num_microbatches
     × dp samples with the indices start .. start + B - 1, in whatever way B is split:
@@ -37,7 +37,7 @@ def first_sample(
 
 
 def documents_of(tokens: np.ndarray, end_of_text: int) -> np.ndarray:
-    """Give which document of its sample each token belongs to, from 0: int64 [batch, seq].
+    """For each token, the number of its document in its sample, from 0: int64 [batch, seq].
 
     A document ends with its end-of-text, so the token after one is the next document's first.
     """
@@ -46,7 +46,7 @@ def documents_of(tokens: np.ndarray, end_of_text: int) -> np.ndarray:
 
 
 class Batches:
-    """The samples of a stream or mixture by global index: shuffled each epoch, or in its order.
+    """Samples of a stream or mixture by global index, shuffled in each epoch, or in order.
 
     With a `seed` the order is that of `order.sample_index`; with None
     it is the stream's own, from its start and round again. Of a mixture, `mixing.Mixing` says
@@ -69,7 +69,7 @@ class Batches:
         self.num_samples = min(self._mixing.index_of(s, n) for s, n in enumerate(self._sizes))
 
     def microbatch(self, first_sample: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Give (tokens, labels) of samples first_sample .. first_sample + count - 1.
+        """Tokens and labels of samples first_sample .. first_sample + count - 1.
 
         Both int64 [count, sequence_length]; labels[b, t] is the token after tokens[b, t].
         """
@@ -85,7 +85,7 @@ class Batches:
         return windows[:, :-1].copy(), windows[:, 1:].copy()
 
     def windows(self, first_sample: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Give the stream of each of these samples, and where in it its tokens start: [count]."""
+        """The stream of each sample, and where in the stream its tokens start: [count]."""
         parts, places = self._mixing.assign(np.arange(first_sample, first_sample + count))
         starts = np.empty(count, dtype=np.int64)
         for part in np.unique(parts):
@@ -94,7 +94,7 @@ class Batches:
         return parts, starts
 
     def _samples(self, part: int, places: np.ndarray) -> np.ndarray:
-        """Give which windows of a stream stand at these places of its order."""
+        """Which windows of a stream stand at these places of its order."""
         if self.seed is None:
             return places % self._sizes[part]
         # Streams of equal length have orders of their own.

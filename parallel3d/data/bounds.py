@@ -1,4 +1,4 @@
-"""Where documents begin and end in a stream, of any number of documents, on the disk."""
+"""Begins and ends of documents in a stream, on the disk, for any number of documents."""
 
 from typing import Any, Literal
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 class Bounds:
-    """Bounds int64 [documents + 1] that count from the first of them, which is 0 here.
+    """Bounds int64 [documents + 1], counted from the first bound, which is 0 here.
 
     `of` is a map of the disk that counts from elsewhere. What is asked for is read and shifted; all
     of it only as an array (8 bytes a document).
@@ -22,7 +22,7 @@ class Bounds:
         return self._of[key] - self._first
 
     def searchsorted(self, places: Any, side: Literal["left", "right"] = "left") -> Any:
-        """As numpy's, of a few pages of the map."""
+        """Search as numpy's searchsorted does, reading a few pages of the map."""
         return self._of.searchsorted(np.asarray(places) + self._first, side)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What a corpus's directory is filled with: tokenizer, tokens, places, counts."""
+"""The contents of a corpus's folder: tokenizer, tokens, places, counts."""
 
 import json
 import os
@@ -48,7 +48,7 @@ LONG_RUN = re.compile("|".join(f"{kind}{{{LONG_WORD + 1},}}" for kind in KINDS))
 
 @dataclass(frozen=True)
 class Recipe:
-    """What the bytes of a corpus follow from, and nothing else.
+    """Everything that the bytes of a corpus depend on, and nothing else.
 
     `held_out` bool [documents]. `tokenizer` is a directory; None trains one of at most
     `vocab_size` tokens.
@@ -60,7 +60,7 @@ class Recipe:
     vocab_size: int
 
     def key(self) -> str:
-        """Give the name of the corpus in the cache: a digest of contents, not of names or times."""
+        """The name of the corpus in the cache: a digest of contents, not of names or times."""
         trained = f"trained to {self.vocab_size}"
         parts = [FORMAT, directory_digest(self.tokenizer) if self.tokenizer else trained]
         return digest_of(*parts, *contents_of(self.documents.table, self.held_out))
@@ -174,7 +174,7 @@ def _join(folder: Path, plan: Plan, progress: Progress) -> np.ndarray:
 def _make_tokenizer(
     directory: Path, recipe: Recipe, progress: Progress
 ) -> "PreTrainedTokenizerBase":
-    """Give the corpus's tokenizer, which `directory` then holds."""
+    """The corpus's tokenizer, which `directory` then holds."""
     if not is_whole(directory, bits=True):
         with staged(directory) as folder:
             if recipe.tokenizer:
@@ -195,7 +195,7 @@ def train(
     vocab_size: int,
     progress: Progress,
 ) -> "PreTrainedTokenizerBase":
-    """Train a tokenizer on as many bytes of each source as its budget, or on all if it has less.
+    """A tokenizer trained on a budget of bytes from each source, or on all of a smaller source.
 
     On the training parts alone: what is held out shall be new to the tokenizer too.
     """
@@ -208,7 +208,7 @@ def train(
 def _sample(
     documents: Sequence[Documents], held_out: Sequence[np.ndarray], budgets: Sequence[float]
 ) -> Iterator[str]:
-    """Give every n-th training document of each source, n such that the budget is not exceeded.
+    """Every n-th training document of each source, n such that the budget is not exceeded.
 
     Of the documents that come in pieces, all, it is an n-th of each piece, without long words.
     """
@@ -229,14 +229,14 @@ def _sample(
 
 
 def _shortened(text: str) -> str:
-    """Give a text with runs of letters, digits or signs cut to LONG_WORD characters."""
+    """A text with runs of letters, digits or signs cut to LONG_WORD characters."""
     if max(map(len, text.split()), default=0) <= LONG_WORD and " " * LONG_WORD not in text:
         return text
     return LONG_RUN.sub(lambda run: run[0][:LONG_WORD], text)
 
 
 def _excerpts(documents: Documents) -> list[str]:
-    """Give the starts of some documents."""
+    """The starts of some documents."""
     indices = np.unique(np.linspace(0, len(documents) - 1, EXCERPTS).astype(int))
     found, starts = [], True
     for text, last in documents.pieces(indices):
@@ -252,17 +252,17 @@ def copy_tokenizer(source: Path, target: Path) -> None:
 
 
 def seen(table: np.ndarray) -> dict[str, int]:
-    """Give what a summary says of the documents of a table."""
+    """The part of a corpus's summary that a table of documents gives."""
     return {"num_repeated_documents": len(table) - len(np.unique(table["digest"]))}
 
 
 def contents_of(table: np.ndarray, held_out: np.ndarray) -> list[str]:
-    """Give what tells the training and held-out contents from all others, in their order."""
+    """Digests that tell the training and held-out contents from all others, in order."""
     digests = table["digest"]
     parts = [digests[~held_out], digests[held_out]]
     return [str(part) for d in parts for part in (len(d), blake2b(d.tobytes()).hexdigest())]
 
 
 def digest_of(*parts: object) -> str:
-    """Give a name that stands for the parts."""
+    """A digest of several parts, usable as a file name."""
     return blake2b("\n".join(map(str, parts)).encode(), digest_size=16).hexdigest()

@@ -1,4 +1,4 @@
-"""Directories that appear whole or not at all, whoever is killed and whoever else is writing.
+"""Folders that appear whole or not at all, whoever is killed and whoever else is writing.
 
 Beside a directory DIR, the lock `DIR.lock` is held while `DIR.partial` is filled; a rename makes it
 DIR. After a crash both stay; the next writer of any directory in the same place removes them,
@@ -21,7 +21,7 @@ MANIFEST = "files.json"
 
 
 def cache_root(cache: str) -> Path:
-    """Give the cache's directory: "auto" is parallel3d under $XDG_CACHE_HOME or ~/.cache."""
+    """The cache's directory: "auto" is parallel3d under $XDG_CACHE_HOME or ~/.cache."""
     if cache == "auto":
         return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "parallel3d"
     return Path(cache).expanduser().absolute()
@@ -44,7 +44,7 @@ def locked(directory: Path, on_wait: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def staged(directory: Path) -> Iterator[Path]:
-    """Give an empty folder that becomes `directory` when the block ends, or vanishes on any error.
+    """An empty folder that becomes `directory` when the block ends, or vanishes on any error.
 
     What `directory` held before is replaced. To be called with the directory locked.
     """
@@ -64,7 +64,7 @@ def staged(directory: Path) -> Iterator[Path]:
 
 
 def is_whole(directory: Path, bits: bool = False) -> bool:
-    """Say whether `directory` holds each file that it was published with, at its full size.
+    """Whether `directory` holds each file that it was published with, at its full size.
 
     With `bits`, each file's contents are compared with their digest too, at the disk's speed.
     """
@@ -80,7 +80,7 @@ def is_whole(directory: Path, bits: bool = False) -> bool:
 
 
 def prune(parent: Path, days: int) -> None:
-    """Remove what in `parent` was not touched for so many days."""
+    """Remove entries of `parent` that were not touched for `days` days."""
     for path in parent.iterdir():
         # Another process may be at the same.
         with suppress(OSError):
@@ -89,7 +89,7 @@ def prune(parent: Path, days: int) -> None:
 
 
 def remove_leftovers(parent: Path) -> None:
-    """Remove what killed processes left in `parent`; those at work hold their locks."""
+    """Remove what killed processes left in `parent`; live processes hold their locks."""
     for path in sorted(parent.glob("*.lock")):
         lock = Lock(path)
         if lock.try_to_take() is None:

@@ -18,7 +18,7 @@ BATCH_BYTES = 16 * 2**20
 
 @dataclass(frozen=True)
 class Column:
-    """A file's column of texts; `field` names it, or leads into structs: "meta.text"."""
+    """One file's column of texts; `field` is its name, or a path into structs: "meta.text"."""
 
     path: str
     name: str
@@ -26,7 +26,7 @@ class Column:
     is_parquet: bool
 
     def rows(self, wanted: Sequence[int]) -> Iterator[tuple[int, bytes | memoryview | None]]:
-        """Give number and text of the rows `wanted`, which ascend; None for null.
+        """Number and text of the rows `wanted`, which ascend; None for null.
 
         Raises Unusable where the file has no such column, or one of no strings.
         """
@@ -47,7 +47,7 @@ class Column:
                 yield row, None if value is None else memoryview(value)
 
     def _chunks(self, wanted: Sequence[int]) -> Iterator[tuple[int, "pyarrow.Array"]]:
-        """Give pieces of the column, each with the number of rows before it."""
+        """Pieces of the column, each with the number of rows before it."""
         import pyarrow as pa
         from pyarrow import parquet
 
@@ -74,7 +74,7 @@ class Column:
                 first += batch.num_rows
 
     def _keys(self, schema: "pyarrow.Schema", num_rows: int) -> list[str]:
-        """Give the column's name and those of the fields that lead to the text."""
+        """The column's name and those of the fields that lead to the text."""
         import pyarrow as pa
 
         keys = _find(schema, self.field)
@@ -114,5 +114,5 @@ def _inner(column: "pyarrow.Array", keys: list[str]) -> "pyarrow.Array":
 
 
 def _between(wanted: Sequence[int], first: int, end: int) -> Sequence[int]:
-    """Give those of `wanted`, which ascend, from `first` to before `end`."""
+    """Those of `wanted`, which ascend, from `first` to before `end`."""
     return wanted[bisect_left(wanted, first) : bisect_left(wanted, end)]

@@ -39,7 +39,7 @@ PLACE = np.dtype([("file", "<i4"), ("row", "<i8")])
 
 @dataclass(frozen=True, eq=False)
 class TokenStream:
-    """Documents one after the other: tokens [num_tokens], bounds int64 [num_documents + 1]."""
+    """Documents in a row: tokens [num_tokens], bounds int64 [num_documents + 1]."""
 
     tokens: np.ndarray | Spans
     bounds: np.ndarray | Bounds
@@ -53,13 +53,13 @@ class TokenStream:
         return len(self.bounds) - 1
 
     def document(self, index: int) -> np.ndarray:
-        """Give the tokens of one document, without its end-of-text."""
+        """The tokens of one document, without its end-of-text."""
         return self.tokens[self.bounds[index] : self.bounds[index + 1] - 1]
 
 
 @dataclass(frozen=True, eq=False)
 class Mixture:
-    """Several streams, and the share of the samples that each one gives.
+    """Several token streams, and the share of the samples that each one gives.
 
     Its length is that of all its streams, which is what an epoch of a mixture means: the streams
     come round at rates of their own.
@@ -105,7 +105,7 @@ class Corpus:
 
     @classmethod
     def open(cls, directory: str | Path, remote_cache_bytes: int = 0) -> "Corpus":
-        """Open what `prepare` left in `directory`, without reading the sources again.
+        """The corpus that `prepare` left in `directory`, without reading the sources again.
 
         Ids of remote files are kept in `remote_cache_bytes` of the cache that it is in, 0: nowhere.
         Raises DataError if it is not there or not whole.
@@ -141,7 +141,7 @@ class Corpus:
         )
 
     def place(self) -> dict[str, Any]:
-        """Give as JSON what `at` opens again, in another process."""
+        """A description in JSON by which `at` opens the corpus in another process."""
         sets = {name: part.place() for name, part in self.validation.items()}
         return {
             "directory": str(self.directory),
@@ -152,7 +152,7 @@ class Corpus:
 
     @classmethod
     def at(cls, place: Mapping[str, Any], remote_cache_bytes: int = 0) -> "Corpus":
-        """Open a corpus with its validation sets; raises DataError as `open` does."""
+        """The corpus at a `place`, with its validation sets; raises DataError as `open` does."""
         sets = place["validation"].items()
         return replace(
             cls.open(place["directory"], remote_cache_bytes),
@@ -161,14 +161,14 @@ class Corpus:
         )
 
     def stream(self, part: str) -> TokenStream:
-        """Give the "train" or "held_out" part of a corpus that is no mixture."""
+        """The "train" or "held_out" part of a corpus that is no mixture."""
         stream = self.train if part == "train" else self.held_out
         assert isinstance(stream, TokenStream), "a mixture has no one stream"
         return stream
 
     @property
     def tokenizer_directory(self) -> Path:
-        """Where `AutoTokenizer.from_pretrained` finds the corpus's tokenizer."""
+        """The folder from which `AutoTokenizer.from_pretrained` loads the tokenizer."""
         return self.directory / "tokenizer"
 
     @property
@@ -182,7 +182,7 @@ class Corpus:
         return len(self.train) + len(self.held_out)
 
     def counts(self) -> np.ndarray:
-        """Give how often each id occurs in a corpus that is no mixture: int64 [vocab_size]."""
+        """How often each id occurs in a corpus that is no mixture: int64 [vocab_size]."""
         return np.load(self.directory / "counts.npy", allow_pickle=False)
 
     def check_vocabulary(self, vocab_size: int) -> None:
@@ -200,7 +200,7 @@ class Corpus:
             first += stream.num_documents
 
     def summary(self) -> dict[str, Any]:
-        """Give what a log or a command says about the corpus, and about each part of a mixture."""
+        """Facts about the corpus for a log, and about each part of a mixture."""
         summary = {
             "directory": str(self.directory),
             "tokenizer": str(self.tokenizer_directory),
@@ -224,7 +224,7 @@ class Corpus:
         return summary
 
     def name(self, index: int) -> str:
-        """Give what a document is called in messages, training documents first."""
+        """The name of a document in messages; documents are counted training ones first."""
         place = np.load(self.directory / "places.npy", mmap_mode="r", allow_pickle=False)[index]
         names = json.loads((self.directory / "names.json").read_text())
         name = names["names"][place["file"]]
@@ -234,7 +234,7 @@ class Corpus:
 def _tokens(
     directory: Path, meta: Mapping[str, Any], bounds: np.ndarray, remote_cache_bytes: int
 ) -> list[np.ndarray] | list[Spans]:
-    """Give the ids of the training and the held-out part."""
+    """The ids of the training and the held-out part."""
     num_train, dtype = meta["num_train_documents"], np.dtype(meta["dtype"])
     if "files" not in meta:
         tokens = np.asarray(np.memmap(directory / "tokens.bin", dtype=dtype, mode="r"))
@@ -260,7 +260,7 @@ def _tokens(
 def _remote(
     directory: Path, files: Sequence[Mapping[str, Any]], cache_bytes: int
 ) -> RemoteFiles | None:
-    """Give the files that are named by a URL; their blocks are kept beside all corpora."""
+    """The files that are named by a URL; their blocks are kept beside all corpora."""
     if not (sizes := {file["path"]: file["size"] for file in files if is_url(file["path"])}):
         return None
     cache = None
@@ -279,6 +279,6 @@ def check_ids(tokens: np.ndarray, vocab_size: int, name: str) -> None:
 
 
 def entropy(frequencies: np.ndarray) -> float:
-    """Give the entropy of these relative frequencies, in nats (Shannon 1948, section 6)."""
+    """The entropy of these relative frequencies, in nats (Shannon 1948, section 6)."""
     shares = frequencies[frequencies > 0] / frequencies.sum()
     return float(-(shares * np.log(shares)).sum())

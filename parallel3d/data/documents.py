@@ -1,4 +1,4 @@
-"""The documents of a source as a table, 44 bytes each: their places, sizes and digests."""
+"""A table of a source's documents, 44 bytes each: places, sizes and digests."""
 
 import os
 import time
@@ -37,7 +37,7 @@ LOOK_ON_BYTES = 256 * MEGABYTE
 
 
 class Documents:
-    """The documents of a source, in order: `table`, [n] of ENTRY, says where each one is.
+    """The documents of a source, in order; `table` [n] of ENTRY holds their places.
 
     `skips` are those that were left out.
     """
@@ -50,12 +50,12 @@ class Documents:
         return len(self.table)
 
     def name(self, index: int) -> str:
-        """Give the name of a document in messages."""
+        """The name of a document in messages."""
         entry = self.table[index]
         return _reader(self.files, int(entry["file"])).place(int(entry["row"]))
 
     def read(self, indices: Sequence[int] | np.ndarray) -> Iterator[str]:
-        """Give the texts of the documents `indices`, which ascend.
+        """Texts of the documents `indices`, which ascend.
 
         Raises DataError for a document that changed since it was found.
         """
@@ -67,7 +67,7 @@ class Documents:
                 text.clear()
 
     def pieces(self, indices: Sequence[int] | np.ndarray) -> Iterator[tuple[str, bool]]:
-        """Give the texts as `read` does, long ones in pieces: text, and whether it is the last.
+        """Texts of the documents `indices`, long ones in pieces: text, and whether it is the last.
 
         That a long document changed is raised where its last piece would come.
         """
@@ -92,7 +92,7 @@ class Documents:
                 raise DataError(f"{place} changed while the corpus was prepared; run it again")
 
     def _reader_of(self, file: int) -> FileReader:
-        """Give the file's reader; the last one is kept, since it may read on where it is."""
+        """The file's reader; the last one is kept, since it may read on where it is."""
         if self._reader is None or self._reader[0] != file:
             self._reader = file, _reader(self.files, file)
         return self._reader[1]
@@ -104,7 +104,7 @@ def find_documents(
     progress: Progress = silent,
     rule: tuple[str, float] = ("stop", 0.0),
 ) -> Documents:
-    """Give the documents of the files.
+    """The documents in some files.
 
     Every file is read once, so that what is wrong with it is known before anything is written.
     What was found in a file of many rows is kept in `cache`/indexes for as long as the file is
@@ -156,7 +156,7 @@ def find_documents(
 
 
 def digest(data: bytes) -> bytes:
-    """Give what tells one document's text from another's."""
+    """A digest that tells one document's text from another's."""
     return blake2b(data, digest_size=DIGEST_BYTES).digest()
 
 

@@ -1,4 +1,4 @@
-"""The samples that held-out text is evaluated on: the same ones on every mesh, in every run."""
+"""Samples on which held-out text is evaluated: the same on every mesh, in every run."""
 
 import math
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ _AT_ONCE = 256  # samples
 
 @dataclass(frozen=True)
 class SetLoss:
-    """What a set of samples was evaluated to."""
+    """The loss of a set of samples, with its standard error."""
 
     loss: float
     """Nats per token."""
@@ -32,11 +32,11 @@ class SetLoss:
 
     @property
     def perplexity(self) -> float:
-        """exp of the loss."""
+        """exp of the set's loss."""
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
     def to_json(self) -> dict[str, Any]:
-        """Numbers by name; None for what is not finite."""
+        """Numbers of the set's loss by name; None for a number that is not finite."""
         numbers = vars(self).items()
         return {k: v if v is not None and math.isfinite(v) else None for k, v in numbers}
 
@@ -52,12 +52,12 @@ class SetLoss:
 
 
 def held_out_samples(corpus: Corpus, sequence_length: int, most: int) -> "EvaluationSamples":
-    """Give the samples that the held-out text of a corpus is evaluated on."""
+    """The samples that the held-out text of a corpus is evaluated on."""
     return EvaluationSamples(corpus.held_out, sequence_length, most, held_out_bytes(corpus))
 
 
 class EvaluationSamples:
-    """The first `most` samples of a stream or mixture in a fixed random order, or all there are.
+    """The first `most` samples of a stream or mixture in a fixed random order.
 
     `texts` are the bytes of each document's text, of each stream, where they are known. The samples
     touch `num_documents` documents, which have ordinals here from 0 on: `tokens` int64
@@ -93,7 +93,7 @@ class EvaluationSamples:
         self.num_bytes = None if texts is None else self._bytes(texts)
 
     def documents(self, first: int, count: int) -> np.ndarray:
-        """Give the ordinal of the document of each label: int64 [count, sequence_length].
+        """The ordinal of the document of each label: int64 [count, sequence_length].
 
         Samples from `num_samples` on, which fill a batch up, are of document `num_documents`: they
         do not count.
@@ -105,7 +105,7 @@ class EvaluationSamples:
         return ordinals
 
     def loss(self, sums: np.ndarray) -> SetLoss:
-        """Give what losses of the documents, in nats, [num_documents], say of the set."""
+        """The loss of the set, from `losses` of its documents, in nats, [num_documents]."""
         mean, error = losses_per_document(sums, self.tokens)
         return SetLoss(
             loss=mean,
@@ -116,7 +116,7 @@ class EvaluationSamples:
         )
 
     def unigram_loss(self, corpus: Corpus) -> float:
-        """Give the mean loss of these tokens by the frequencies of `corpus`'s training samples.
+        """The mean loss of the set's tokens by their frequencies in `corpus`'s training text.
 
         In nats: what a model reaches that has learnt how often each token occurs and nothing of
         its context.
@@ -128,7 +128,7 @@ class EvaluationSamples:
         return total / int(self.tokens.sum())
 
     def _places(self, first: int, count: int) -> np.ndarray:
-        """Give the places of the labels' documents among those of all streams: [count, seq]."""
+        """The places of the labels' documents among those of all streams: [count, seq]."""
         parts, starts = self.batches.windows(first, count)
         labels = starts[:, None] + np.arange(1, self.batches.sequence_length + 1)
         places = np.empty(labels.shape, dtype=np.int64)
@@ -151,7 +151,7 @@ class EvaluationSamples:
 
 
 def losses_per_document(sums: np.ndarray, tokens: np.ndarray) -> tuple[float, float | None]:
-    """Give the mean loss of a token and its standard error over documents; None for one document.
+    """The mean loss of a token and its standard error over documents; None for one document.
 
     `sums` [n] is the loss of each document in nats, `tokens` [n] how many tokens of it these are.
     Tokens of one document are alike, so documents are what is sampled: the mean is a ratio of two
@@ -167,12 +167,12 @@ def losses_per_document(sums: np.ndarray, tokens: np.ndarray) -> tuple[float, fl
 
 
 def bits_per_byte(loss_sum: float, num_bytes: float | None) -> float | None:
-    """Give a loss in nats, summed over text of so many bytes, in bits a byte of it."""
+    """Bits per byte of a text, from its summed loss in nats and its size in bytes."""
     return loss_sum / math.log(2) / num_bytes if num_bytes else None
 
 
 def parts_of(corpus: Corpus) -> dict[str, Corpus]:
-    """Give the parts of a mixture by their names, "mixture.0" and so on."""
+    """The parts of a mixture by their names, "mixture.0" and so on."""
     if not isinstance(corpus.held_out, Mixture):
         return {}
     return {f"mixture.{number}": part for number, part in enumerate(corpus.parts)}

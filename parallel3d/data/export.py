@@ -1,4 +1,4 @@
-"""A corpus as files of Megatron-LM, checked by reading back before they have their names."""
+"""Export of a corpus to files of Megatron-LM, read back before they get their names."""
 
 import os
 import struct
@@ -25,7 +25,7 @@ CODE = {name: code for code, name in megatron.CODES.items()}
 def export_megatron(
     corpus: Corpus, prefix: str, progress: Progress = silent
 ) -> list[dict[str, Any]]:
-    """Write PREFIX.bin and PREFIX.idx, or of a mixture PREFIX_0 and so on; give what was written.
+    """Write PREFIX.bin and PREFIX.idx, or of a mixture PREFIX_0 and so on; gives their paths.
 
     Each document is a sequence that ends with end-of-text. Training documents come first, then
     those held out: Megatron-LM's `--split` with the two numbers of documents, which "split" gives,

@@ -18,7 +18,7 @@ SAVED = ("state.json", "dataset_dict.json")
 def arrow_files(
     name: str, subset: str | None, split: str
 ) -> tuple[tuple[str, ...], tuple[str, ...], tuple[tuple[int, int], ...]]:
-    """Give paths of the Arrow files that hold the split, in order, and their names in messages.
+    """Paths of the Arrow files that hold the split, in order, and their names in messages.
 
     `name` is a name on the hub or a folder: of jsonl, parquet, text or csv files, or one that
     `save_to_disk` wrote. `split` may be a part of one, "train[:50%]", or a sum, as `datasets`
@@ -60,7 +60,7 @@ def arrow_files(
 
 
 def _files(table: "Dataset", name: str, split: str, place: str) -> list[tuple[str, str, int]]:
-    """Give path, name and number of rows of each Arrow file of a whole split."""
+    """Path, name and number of rows of each Arrow file of a whole split."""
     paths = [file["filename"] for file in table.cache_files]
     if not len(table):
         raise DataError(f"{place}, split {split!r} has no rows; use another split")
@@ -75,7 +75,7 @@ def _files(table: "Dataset", name: str, split: str, place: str) -> list[tuple[st
 
 
 def has_split(name: str, subset: str | None, split: str) -> bool:
-    """Say whether a data set that can be loaded has a split of this name.
+    """Whether a data set that can be loaded has a split of this name.
 
     If it cannot be asked, no, with a line on standard error: a validation set may be missing.
     """
@@ -104,7 +104,7 @@ def has_split(name: str, subset: str | None, split: str) -> bool:
 
 
 def arrow_files_of_parquet(paths: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Give paths of the Arrow files in which `datasets` keeps parquet files, and their names.
+    """Paths of the Arrow files in which `datasets` caches parquet files, and their names.
 
     Raises DataError if they cannot be loaded.
     """
@@ -151,14 +151,14 @@ def _load(
 
 
 def _cached(name: str) -> Path:
-    """Give the folder in which `datasets` keeps a data set of the hub."""
+    """The folder in which `datasets` keeps a data set of the hub."""
     import datasets
 
     return Path(datasets.config.HF_DATASETS_CACHE, name.replace("/", "___"))
 
 
 def _reason(error: Exception) -> str:
-    """Give the first line of what went wrong."""
+    """The first line of what went wrong."""
     lines = str(error).strip().splitlines()
     return lines[0].rstrip(".") if lines else type(error).__name__
 

@@ -1,4 +1,4 @@
-"""The text in a line of JSON, and what is said of one that has none."""
+"""The text field of one line of JSON, and the errors of a line without it."""
 
 import json
 from collections import Counter
@@ -12,7 +12,7 @@ SURROGATE, REPEATED = "half of a surrogate pair", "repeated key"
 
 
 def text_of(line: bytes, place: str, field: str) -> bytes:
-    """Give the field's text in UTF-8; b"" for a blank line. Raises Unusable.
+    """The text of a field in a line of JSON, in UTF-8; b"" for a blank line. Raises Unusable.
 
     `field` is a key, or keys that lead into objects: "meta.text".
     """
@@ -63,12 +63,12 @@ DECODER = json.JSONDecoder(object_pairs_hook=_object)
 
 
 def leads_to(key: str, field: str) -> bool:
-    """Say whether a key is a field, or of an object that may have it: "meta" of "meta.text"."""
+    """Whether a key is the field or a step on the path to it: "meta" of "meta.text"."""
     return key == field or field.startswith(f"{key}.")
 
 
 def _places(value: dict[str, Any], field: str, twice: Unusable) -> Iterator[Any]:
-    """Give what stands where the field may be, in the order of the line.
+    """What stands where the field may be, in the order of the line.
 
     In an object, what comes after a field of just that name does not count. `long_json` decides
     the same without knowing what comes later. Raises `twice` where a key on the way is repeated.
@@ -87,17 +87,17 @@ def _places(value: dict[str, Any], field: str, twice: Unusable) -> Iterator[Any]
 
 
 def not_json(what: str, field: str) -> Unusable:
-    """Give the error for a line that is no object of JSON."""
+    """The error for a line that is no JSON object."""
     return Unusable(NOT_JSON, f'{what}; write one object a line, such as {{"{field}": "..."}}')
 
 
 def no_field(place: str, field: str, names: Iterable[str]) -> Unusable:
-    """Give the error for an object without the field, which has `names`."""
+    """The error for an object without the field, which has `names`."""
     return Unusable(NO_FIELD, f'{place} has no field "{field}"; {others(names)}')
 
 
 def not_text(place: str, field: str, kind: str) -> Unusable:
-    """Give the error for a field that holds something else."""
+    """The error for a field that holds something other than text."""
     reason = kind if kind == "null" else NOT_TEXT
     return Unusable(
         reason,
@@ -107,7 +107,7 @@ def not_text(place: str, field: str, kind: str) -> Unusable:
 
 
 def repeated(place: str, field: str) -> Unusable:
-    """Give the error for a field of which there is more than one."""
+    """The error for a field that occurs more than once."""
     return Unusable(
         REPEATED,
         f'{place}: field "{field}", or an object that it may be in, comes twice; leave one of them'
@@ -116,7 +116,7 @@ def repeated(place: str, field: str) -> Unusable:
 
 
 def surrogate(place: str, field: str, half: str) -> Unusable:
-    """Give the error for half of a surrogate pair."""
+    """The error for half of a surrogate pair."""
     return Unusable(
         SURROGATE,
         f'{place}: field "{field}" has half of a surrogate pair{half}, which UTF-8 cannot hold;'
@@ -125,13 +125,13 @@ def surrogate(place: str, field: str, half: str) -> Unusable:
 
 
 def json_type(value: object) -> str:
-    """Give what a value is called in messages."""
+    """The name of a value's JSON type in messages."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
     return "null" if value is None else names.get(type(value), "a number")
 
 
 def others(names: Iterable[str]) -> str:
-    """Give the end of a message about a field that is not there."""
+    """The end of a message about a missing field: the fields that are there."""
     shown = ", ".join(f'"{name}"' for name in list(names)[:8])
     # A terminal cannot show half of a surrogate pair.
     found = shown.encode(errors="backslashreplace").decode()

@@ -15,7 +15,7 @@ LONG_LINE = 8 * 2**20
 
 
 class Lines:
-    """The lines of a file that may be compressed; it is opened again to go back.
+    """The lines of a text file, compressed or not; going back reopens the file.
 
     `row` counts the lines that were read since the start, where nothing was passed over;
     `after_blank` says whether what was read last is a blank line, or the end of the file.
@@ -28,7 +28,7 @@ class Lines:
         self._open()
 
     def seek(self, offset: int) -> None:
-        """Go on from the byte `offset` of the text, or from its end if that is before."""
+        """Go to the byte `offset` of the text, or to its end if that is before."""
         self._starts = True
         if offset != self.position and not self._compressed:
             self._file.seek(offset)
@@ -43,7 +43,7 @@ class Lines:
             self.position += len(skipped)
 
     def read(self, limit: int = PIECE_BYTES) -> bytes:
-        """Give the line, or `limit` bytes of it; b"" at the end of the file."""
+        """The next line, or `limit` bytes of it; b"" at the end of the file."""
         line = self._readline(limit)
         self.position += len(line)
         ends = line.endswith(b"\n")
@@ -53,14 +53,14 @@ class Lines:
         return line
 
     def rest(self) -> Iterator[bytes]:
-        """Give what is left of a line whose start was read."""
+        """The rest of a line whose start was read."""
         while block := self.read():
             yield block
             if block.endswith(b"\n"):
                 return
 
     def skip(self, row: int, to_blank: bool) -> None:
-        """Read on to the end of the line `row`, or `to_blank` to the end of a blank line.
+        """Skip to the end of line `row`, or with `to_blank` to the end of a blank line.
 
         A blank line that was read already is not looked for again: the next one is another's.
         """
@@ -70,7 +70,7 @@ class Lines:
             self.read()
 
     def block(self) -> bytes:
-        """Give some bytes, whatever lines they are of; b"" at the end of the file."""
+        """Some more bytes of the file, regardless of lines; b"" at the end."""
         data = self._file.read(PIECE_BYTES)
         self.position += len(data)
         return data
@@ -83,25 +83,25 @@ class Lines:
 
 
 def whole_text(lines: Lines, place: str) -> Iterator[Piece]:
-    """Give the file as one document."""
+    """The whole file as one document."""
     remedy = ", or leave it out of data.paths"
     return document(iter(lines.block, b""), 1, 0, place, remedy)
 
 
 def text_line(first: bytes, lines: Lines, *, row: int, offset: int, place: str) -> Iterator[Piece]:
-    """Give a line of which `first` was read as a document, without its ending."""
+    """A line, whose start `first` was read, as a document, without its line ending."""
     return document(_without_ending(_line(first, lines)), row, offset, place)
 
 
 def text_block(first: bytes, lines: Lines, *, row: int, offset: int, place: str) -> Iterator[Piece]:
-    """Give the lines up to a blank one, of which `first` was read, without the last ending."""
+    """Lines up to a blank one, whose start `first` was read, without the last line ending."""
     return document(_without_ending(_until_blank(first, lines)), row, offset, place)
 
 
 def json_line(
     first: bytes, lines: Lines, *, row: int, offset: int, place: str, field: str
 ) -> Iterator[Piece]:
-    """Give the text of a line of JSON, of which `first` was read; nothing for a blank line."""
+    """The text of a line of JSON, whose start `first` was read; nothing for a blank line."""
     if row == 1:
         first = first.removeprefix(BOM)
     if len(first) < LONG_LINE - len(BOM) or first.endswith(b"\n"):

@@ -1,4 +1,4 @@
-"""The text in a line of JSON that is too long to be held: unpacked as it is read."""
+"""The text field of a line of JSON too long for memory, unpacked as it is read."""
 
 import codecs
 import json
@@ -28,7 +28,7 @@ TYPES |= {b"t": "a boolean", b"f": "a boolean"}
 
 
 class LongObject:
-    """An object of JSON that comes in `blocks`, cut anywhere; its line is called `place`."""
+    """A JSON object that arrives in `blocks`, cut anywhere; `place` names its line in messages."""
 
     def __init__(self, blocks: Iterable[bytes], place: str, field: str) -> None:
         self._blocks, self._place, self._field = iter(blocks), place, field
@@ -37,7 +37,7 @@ class LongObject:
         self._found = False
 
     def text(self) -> Iterator[bytes]:
-        """Give the field's text in UTF-8, in blocks. Raises Unusable, at the end at the latest."""
+        """The text of the field in UTF-8, in blocks. Raises Unusable, at the end at the latest."""
         kind = self._look()
         try:
             if kind != b"{":

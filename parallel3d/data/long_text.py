@@ -1,4 +1,4 @@
-"""Token ids of a text that is too long to be encoded at once: of pieces, as those of the whole.
+"""Token ids of a text too long to be encoded at once, equal to the ids of the whole text.
 
 A piece ends where the tokenizer splits the text whatever stands far before and behind. A window
 around each place is encoded: at a candidate the ids of its left and right part must be those of the
@@ -34,7 +34,7 @@ AT_ONCE = 4
 
 @dataclass
 class LongText:
-    """Encodes long texts with a tokenizer; `num_uncertain` pieces may not end as in the whole."""
+    """An encoder of long texts; `num_uncertain` pieces may end otherwise than as a whole."""
 
     tokenizer: "PreTrainedTokenizerBase | Backend"
     num_uncertain: int = 0
@@ -43,7 +43,7 @@ class LongText:
         self._continued: Any = None
 
     def ids(self, chunks: Iterable[str]) -> Iterator[list[int]]:
-        """Give the ids of a text that comes in chunks, piece by piece, with nothing added."""
+        """Ids of a text that arrives in chunks, piece by piece, with nothing added."""
         text, more, ended = "", iter(chunks), False
         tokenizer: Any = self.tokenizer
         length = PIECE
@@ -74,7 +74,7 @@ class LongText:
             text, length = text[start:], PIECE if start else 2 * length
 
     def _ends(self, text: str, length: int) -> list[int]:
-        """Give where pieces may end, the first one after about `length` characters."""
+        """Where pieces may end, the first one after about `length` characters."""
         ends: list[int] = []
         start = 0
         while len(ends) < AT_ONCE and start + length + MIDDLE + OVERLAP < len(text):
@@ -86,7 +86,7 @@ class LongText:
         return ends
 
     def _end(self, text: str, near: int) -> int | None:
-        """Give a place near another where the tokenizer splits, by what stands around it."""
+        """A place near another where the tokenizer splits, by what stands around it."""
         rest = self._rest()
         first = near - MIDDLE
         window = text[first : near + MIDDLE]
@@ -108,7 +108,7 @@ class LongText:
         return None
 
     def _encode(self, tokenizer: Any, text: str, ends: list[int]) -> Iterator[list[int] | None]:
-        """Give the ids of each piece; None where it does not end as it does within the text."""
+        """The ids of each piece; None where it does not end as it does within the text."""
         pieces = [text[a : b + OVERLAP] for a, b in zip([0, *ends], ends, strict=False)]
         beyond = [text[end : end + OVERLAP] for end in ends]
         first = encode(tokenizer, pieces[:1])
@@ -119,14 +119,14 @@ class LongText:
             yield ids[:cut] if ids[max(0, cut) :] == overlap else None
 
     def _rest(self) -> Any:
-        """Give the tokenizer for what is not a text's start."""
+        """The tokenizer for what is not a text's start."""
         if self._continued is None:
             self._continued = continued(self.tokenizer)
         return self._continued
 
 
 def continued(tokenizer: "PreTrainedTokenizerBase | Backend") -> Any:
-    """Give the tokenizer for the middle of a text: without the space that some put before it."""
+    """The tokenizer for the middle of a text, without the space that some tokenizers put first."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return tokenizer

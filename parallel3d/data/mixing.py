@@ -1,4 +1,4 @@
-"""Which part of a mixture gives each sample: a pure function of the sample's global index.
+"""The part of a mixture that gives each sample: a pure function of the sample's global index.
 
 The shares are whole numbers a_1, a_2, ... with the sum D, and a pattern of D samples is repeated.
 In it the j-th sample of part s (from 0) has its window: not before index floor(j D / a_s), not
@@ -19,7 +19,7 @@ MAX_PATTERN = 2**16
 
 
 def whole_shares(weights: Sequence[float]) -> list[int]:
-    """Give whole numbers that are to each other as the weights, read as decimals.
+    """Whole numbers in the proportions of the weights, read as decimals.
 
     Their sum is at most MAX_PATTERN: where that is too coarse, shares are rounded to that many
     parts by the largest remainders, none to 0.
@@ -40,7 +40,7 @@ def whole_shares(weights: Sequence[float]) -> list[int]:
 
 
 class Mixing:
-    """The parts of a mixture over the global indices: part and place within the part's own order.
+    """A mapping from global sample index to a part of a mixture and a place in that part.
 
     The same on every mesh, for every seed; nothing in it moves.
     """
@@ -55,13 +55,13 @@ class Mixing:
             self._before[self._part == part] = np.arange(share)
 
     def assign(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Give, for global indices [n], their parts and their places in the parts' orders."""
+        """For global indices [n], the parts and the places in the parts' own orders."""
         block, place = np.divmod(index, self.period)
         part = self._part[place]
         return part, block * self.shares[part] + self._before[place]
 
     def index_of(self, part: int, place: int) -> int:
-        """Give the global index of a place in a part's order."""
+        """The global index of a place in a part's order."""
         block, before = divmod(place, int(self.shares[part]))
         return block * self.period + int(np.flatnonzero(self._part == part)[before])
 

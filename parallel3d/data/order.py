@@ -16,7 +16,7 @@ MASK64 = 2**64 - 1
 
 
 def sample_index(seed: int, global_index: int | np.ndarray, num_samples: int) -> np.ndarray:
-    """Give the sample that stands at each global index: int64, [n] for n indices.
+    """The sample at each global index: int64, [n] for n indices.
 
     The epoch is global_index // num_samples; each epoch holds every sample once, in its own order.
     These values are part of what a checkpoint relies on: they never change.
@@ -44,7 +44,7 @@ def _feistel(value: np.ndarray, keys: np.ndarray, half_bits: int) -> np.ndarray:
 
 
 def mix(value: np.ndarray) -> np.ndarray:
-    """Give 64 well mixed bits for 64 bits: the output function of SplitMix64 (Steele 2014)."""
+    """64 well mixed bits from 64 bits: the output function of SplitMix64 (Steele 2014)."""
     value = value + np.uint64(GOLDEN)
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,4 +1,4 @@
-"""Pages of a mapped file that will be read soon, asked for together."""
+"""Prefetch of pages of a memory-mapped file that will be read soon."""
 
 import mmap
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def will_need(array: np.ndarray, starts: np.ndarray, count: int) -> None:
-    """Have the system read the `count` items from each of `starts` [n] on, if they are of a map.
+    """Ask the system to prefetch the `count` items from each of `starts` [n], if memory-mapped.
 
     It reads them while this goes on; a gather of them then waits for the disk once, not at each
     page that is not in memory. On arrays in memory it does nothing.

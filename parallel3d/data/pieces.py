@@ -1,4 +1,4 @@
-"""A document's text in pieces of bounded size, cut between characters; or what is wrong with it."""
+"""The text of a document in pieces of bounded size, cut between characters, or its flaw."""
 
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -13,7 +13,7 @@ UNREADABLE = "unreadable file"
 
 
 class Piece(NamedTuple):
-    """A piece of a document's text, in UTF-8; `last` closes the document.
+    """A piece of a document's text, in UTF-8; `last` marks the document's last piece.
 
     `row` is the document's row or line, counted from 1, `offset` the byte where that starts.
     """
@@ -25,7 +25,7 @@ class Piece(NamedTuple):
 
 
 class Flaw(NamedTuple):
-    """Why the document at `row`, or with 0 the whole file of `num_rows`, is left out."""
+    """The reason why the document at `row` is left out, or with row 0 the file of `num_rows`."""
 
     row: int
     reason: str
@@ -34,7 +34,7 @@ class Flaw(NamedTuple):
 
 
 class Unusable(DataError):
-    """A document, or a file of `num_rows`, that cannot be used, for a reason of a few words."""
+    """A document, or a file of `num_rows` documents, that cannot be used, with a short reason."""
 
     def __init__(self, reason: str, message: str, num_rows: int = 1) -> None:
         super().__init__(message)
@@ -44,7 +44,7 @@ class Unusable(DataError):
 def document(
     blocks: Iterable[bytes], row: int, offset: int, place: str, remedy: str = ""
 ) -> Iterator[Piece]:
-    """Give a text that comes in blocks, cut anywhere, as pieces; none where it is empty.
+    """The pieces of a text that arrives in blocks, cut anywhere; none for an empty text.
 
     A byte order mark before it is dropped. Raises Unusable if it is not UTF-8 or NUL bytes alone.
     """
@@ -78,7 +78,7 @@ def document(
 
 
 def short(data: bytes, row: int, offset: int, place: str) -> Iterator[Piece]:
-    """Give a text that is known to be UTF-8 as `document` does."""
+    """The pieces of a text known to be UTF-8, as `document` gives them."""
     if len(data) > PIECE_BYTES:
         yield from document([data], row, offset, place)
     elif data := data.removeprefix(BOM):
@@ -93,7 +93,7 @@ def _only_nul(place: str) -> Unusable:
 
 
 def check_utf8(data: bytes, place: str, before: int = 0, remedy: str = "") -> str:
-    """Give what follows `before` bytes of a text, decoded; raise Unusable if it is not UTF-8."""
+    """Decode the bytes after `before` bytes of a text; raise Unusable if they are not UTF-8."""
     try:
         return data.decode()
     except UnicodeDecodeError as error:
@@ -105,7 +105,7 @@ def check_utf8(data: bytes, place: str, before: int = 0, remedy: str = "") -> st
 
 
 def _cut(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """Give pieces of at most PIECE_BYTES of whole characters, each with its place."""
+    """Pieces of at most PIECE_BYTES of whole characters, each with its place."""
     start = 0
     while start < len(data):
         piece = data[start : start + PIECE_BYTES] if start or len(data) > PIECE_BYTES else data
@@ -117,7 +117,7 @@ def _cut(data: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _boundary(data: bytes) -> int:
-    """Give the length of `data` without a last character that is not whole."""
+    """The length of `data` without a last character that is not whole."""
     for back in range(1, min(3, len(data)) + 1):
         byte = data[-back]
         if byte & 0xC0 != 0x80:

@@ -1,4 +1,4 @@
-"""Worker processes that tokenise shards: each is one command that reads numbers, writes lines.
+"""Worker processes that tokenise shards; each reads shard numbers and writes lines.
 
 A worker is `python -m parallel3d.data.worker`, not a child of `multiprocessing`: that would run
 the caller's main script again, and leave its children behind when the caller is killed. A worker
@@ -24,7 +24,7 @@ CORES_FOR_THREADS = 4
 
 
 def num_workers(asked: int | str, num_shards: int) -> int:
-    """Give how many processes tokenise: 1 means this one, with a thread a core."""
+    """How many processes tokenise: 1 means this one, with a thread a core."""
     if asked != "auto":
         return min(int(asked), num_shards)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -34,7 +34,7 @@ def num_workers(asked: int | str, num_shards: int) -> int:
 def make_shards(
     plan: Plan, shards: Sequence[int], workers: int, on_documents: Callable[[int], None]
 ) -> None:
-    """Tokenise the shards; `on_documents` hears each time how many documents are done more.
+    """Tokenise the shards; `on_documents` is told the number of documents as they are done.
 
     Whatever goes wrong, all workers have ended when this returns. Raises DataError as `make_shard`
     does, and if a worker dies.

@@ -1,4 +1,4 @@
-"""From the config to a corpus or mixture, published in the cache under its content."""
+"""Preparation of a corpus or mixture from a config, published in the cache under its content."""
 
 import json
 import shutil
@@ -34,7 +34,7 @@ from parallel3d.errors import DataError
 
 
 def prepare(config: DataConfig, progress: Progress = silent) -> Corpus:
-    """Give the corpus or mixture that `config` describes, from the cache if it is there.
+    """The corpus or mixture that `config` describes, from the cache if it is there.
 
     The cache knows a corpus by its documents' contents, its tokenizer and its split, never by
     names or times, nor by the sequence length. Any number of processes may call this at once: one
@@ -145,7 +145,7 @@ def _find(
 
 
 def _with_skips(corpus: Corpus, documents: Documents | Tokenised) -> Corpus:
-    """Give the corpus with what was left out of its source this time, beside what was found."""
+    """The corpus with what was left out of its source this time, beside what was found."""
     if isinstance(documents, Tokenised):
         return corpus
     return replace(corpus, found={**corpus.found, **documents.skips.summary()})
@@ -185,7 +185,7 @@ def _cached_tokenizer(
     vocab_size: int,
     progress: Progress,
 ) -> Path:
-    """Give the tokenizer of a mixture, trained on as much of each part as its share says."""
+    """The tokenizer of a mixture, trained on as much of each part as its share says."""
     key: list[object] = [FORMAT, vocab_size, *shares]
     for part, apart in zip(documents, held_out, strict=True):
         key += contents_of(part.table, apart)
@@ -239,7 +239,7 @@ def _cached_mixture(
 
 @contextmanager
 def _published(directory: Path, progress: Progress) -> Iterator[Path | None]:
-    """Give a folder that becomes `directory`, or None if that is whole already.
+    """A folder that becomes `directory`, or None if that is whole already.
 
     Raises DataError if the cache cannot be written.
     """
@@ -266,7 +266,7 @@ def _published(directory: Path, progress: Progress) -> Iterator[Path | None]:
 
 
 def _given_tokenizer(config: DataConfig) -> AbstractContextManager[Path | None]:
-    """Give the directory of the tokenizer that is named; None where one is trained, or none is."""
+    """The directory of the tokenizer that is named; None where one is trained, or none is."""
     given = config.tokenizer not in ("train", "none")
     return tokenizer_directory(config.tokenizer) if given else nullcontext()
 
@@ -279,7 +279,7 @@ def _of_part(progress: Progress, number: int, num_parts: int) -> Progress:
 
 
 def _label(part: PartConfig) -> str:
-    """Give what a part is called where parts are listed."""
+    """What a part is called where parts are listed."""
     more = f" and {len(part.paths) - 1} more" if len(part.paths) > 1 else ""
     which = part.paths[0] + more if part.paths else part.name
     return " ".join(filter(None, [part.source, which, part.subset]))

@@ -1,4 +1,4 @@
-"""Progress for the eye: a bar on a terminal, plain lines elsewhere; always on standard error."""
+"""Progress of a preparation: a bar on a terminal, plain lines elsewhere, on standard error."""
 
 import sys
 import time
@@ -12,7 +12,7 @@ SECONDS_BETWEEN_LINES = 5.0
 
 @contextmanager
 def shown_progress() -> Iterator[Progress]:
-    """Give a `Progress` that shows itself for the block's duration."""
+    """A `Progress` that shows itself for the block's duration."""
     if sys.stderr.isatty():
         with _bars() as show:
             yield show

@@ -23,14 +23,14 @@ ALL_ROWS = range(1, 2**62)
 
 
 class Wanted(NamedTuple):
-    """Where a document stands: its row or line, counted from 1, and the byte where that starts."""
+    """The place of a wanted document: its row or line, counted from 1, and its first byte."""
 
     row: int
     offset: int
 
 
 class FileReader:
-    """The documents of one file, in order, or those that are asked for.
+    """The documents of one file, in order, or selected ones.
 
     `kind` is "whole" (the file is one document), "line", "blank_line" (documents end there),
     "jsonl", "parquet" or "arrow" (a stream file of Arrow, as `datasets` caches it), of which
@@ -44,7 +44,7 @@ class FileReader:
         self._lines: Lines | None = None
 
     def scan(self) -> Iterator[Piece | Flaw]:
-        """Give all documents; what is wrong with one, or with the file, comes in its place.
+        """All documents of the file; a flaw comes in the place of a flawed document or file.
 
         What was given of a document before its flaw does not count.
         """
@@ -73,7 +73,7 @@ class FileReader:
             yield Flaw(0, UNREADABLE, str(self._unreadable(error)))
 
     def read(self, wanted: Iterable[Wanted]) -> Iterator[Piece]:
-        """Give the documents that stand at the places `wanted`, which ascend.
+        """The documents at the places `wanted`, which ascend.
 
         One after the other costs no more than reading on; a file that has lost rows since it was
         scanned gives fewer documents, or empty ones. Raises DataError.
@@ -96,13 +96,13 @@ class FileReader:
             raise self._unreadable(error) from error
 
     def place(self, row: int) -> str:
-        """Give the name of a document in messages."""
+        """The name of a document in messages."""
         if self.kind == "whole":
             return self.name
         return f"{self.name}, {'row' if self.kind in ('parquet', 'arrow') else 'line'} {row}"
 
     def _checked(self, row: int, pieces: Iterator[Piece]) -> Iterator[Piece | Flaw]:
-        """Give the pieces of a document, or why there are none."""
+        """The pieces of a document, or why there are none."""
         found = False
         try:
             for piece in pieces:
@@ -155,7 +155,7 @@ class FileReader:
 
 
 def _one(pieces: Iterator[Piece], row: int, offset: int) -> Iterator[Piece]:
-    """Give the pieces of a document, one that is empty where it has none any more."""
+    """The pieces of a document, one that is empty where it has none any more."""
     found = None
     for found in pieces:
         yield found

@@ -1,4 +1,4 @@
-"""Tokenising piece by piece: a preparation's folder, and one shard of its tokens.
+"""Tokenising shard by shard: a preparation's folder, and one shard of its tokens.
 
 A preparation works in a folder of its own:
 
@@ -44,7 +44,7 @@ BATCH_BYTES = 2**19
 
 @dataclass(frozen=True)
 class Plan:
-    """What there is to do: documents, which of them are held out, and where shards begin.
+    """The plan of a tokenisation: documents, which of them are held out, and shard bounds.
 
     `bounds` are the first documents of the shards, and the number of documents. `backend_only`:
     the tokenizer is encoded with as well without transformers, which take seconds to import.
@@ -73,7 +73,7 @@ class Plan:
 
     @classmethod
     def open(cls, work: Path) -> "Plan":
-        """Give the plan that was saved in `work`; its arrays stay on disk."""
+        """The plan that was saved in `work`; its arrays stay on disk."""
         settings = json.loads((work / "plan.json").read_text())
         files = settings.pop("files")
         paths, names = tuple(files.pop("paths")), tuple(files.pop("names"))
@@ -98,27 +98,27 @@ class Plan:
         return Backend.load(directory) if self.backend_only else load_tokenizer(directory)
 
     def shard(self, number: int) -> Path:
-        """Give the folder of a shard."""
+        """The folder of a shard."""
         first, last = self.bounds[number : number + 2]
         return self.work / "shards" / f"{first}-{last}"
 
     def missing(self) -> list[int]:
-        """Give the shards that are not there, or not with the bits that they were written with."""
+        """Numbers of the shards that do not exist, or differ from the bits that were written."""
         return [i for i in range(self.num_shards) if not is_whole(self.shard(i), bits=True)]
 
     def num_uncertain(self) -> int:
-        """Give how many pieces of long documents may not end as in the whole."""
+        """Number of pieces of long documents that may end otherwise than as a whole."""
         counts = (self.shard(number) / "uncertain.npy" for number in range(self.num_shards))
         # A shard that was kept may be from before they were counted.
         return sum(int(np.load(path)) for path in counts if path.exists())
 
     def num_documents(self, number: int) -> int:
-        """Give the number of documents in a shard."""
+        """The number of documents in a shard."""
         return self.bounds[number + 1] - self.bounds[number]
 
 
 def cut(num_bytes: np.ndarray) -> list[int]:
-    """Give the bounds of shards of equal size, or of the one document that is larger.
+    """The bounds of shards of equal size, or of the one document that is larger.
 
     The size follows from the text alone: a preparation that was killed is gone on with by any
     number of workers.
@@ -138,7 +138,7 @@ def make_shard(
     tokenizer: "PreTrainedTokenizerBase | Backend",
     on_documents: Callable[[int], None],
 ) -> None:
-    """Tokenise one shard and publish it; `on_documents` hears how many documents are done more.
+    """Tokenise one shard and publish it; `on_documents` is told of documents as they are done.
 
     Raises DataError for a document that changed, or an id beyond the vocabulary.
     """
@@ -193,7 +193,7 @@ def _fill(
 def _encoded(
     documents: Documents, first: int, last: int, long: LongText
 ) -> Iterator[list[tuple[list[int], bool]]]:
-    """Give the ids of documents first .. last - 1, about BATCH_BYTES of text at a time.
+    """The ids of documents first .. last - 1, about BATCH_BYTES of text at a time.
 
     Those of a long document come in pieces; with each, whether it is the document's last one.
     One batch is encoded in a thread while the next one is read and the one before is written.
@@ -218,7 +218,7 @@ def _encoded(
 
 
 def _batches(pieces: Iterator[tuple[str, bool]]) -> Iterator[tuple[list[str], str]]:
-    """Give documents together, and the first piece of a long one if that is what comes next."""
+    """Documents together, and the first piece of a long one if that is what comes next."""
     texts: list[str] = []
     size = 0
     for text, is_last in pieces:
@@ -233,7 +233,7 @@ def _batches(pieces: Iterator[tuple[str, bool]]) -> Iterator[tuple[list[str], st
 
 
 def _rest(text: str, pieces: Iterator[tuple[str, bool]]) -> Iterator[str]:
-    """Give the pieces of one document, of which `text` is the first."""
+    """The pieces of one document, of which `text` is the first."""
     yield text
     for piece, is_last in pieces:
         yield piece

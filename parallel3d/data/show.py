@@ -1,4 +1,4 @@
-"""What the model will see of a corpus: samples with their documents, and what these are like."""
+"""A view of what the model will see of a corpus: samples, and statistics of their documents."""
 
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ LENGTHS = {"shortest": 0, "5%": 5, "median": 50, "95%": 95, "longest": 100}
 
 @dataclass(frozen=True)
 class Fragment:
-    """What a sample holds of a document; `text` is None where there is no tokenizer.
+    """The part of a document that is in a sample; `text` is None without a tokenizer.
 
     `begins` and `ends` say whether the document does within the sample; its end-of-text counts
     among `num_tokens`.
@@ -46,7 +46,7 @@ class Sample:
 
 
 def samples(corpus: Corpus, sequence_length: int, seed: int, count: int) -> list[Sample]:
-    """Give the first `count` samples of a run, as `Batches` gives their tokens.
+    """The first `count` samples of a run, as `Batches` gives their tokens.
 
     Raises DataError where a part is shorter than one sample.
     """
@@ -85,7 +85,7 @@ def samples(corpus: Corpus, sequence_length: int, seed: int, count: int) -> list
 
 
 def described(corpus: Corpus) -> dict[str, Any]:
-    """Give lengths, bytes per token and repeated documents of a corpus, or of each part of one."""
+    """Lengths, bytes per token and repeated documents of a corpus, or of each part of one."""
     if corpus.parts:
         parts = zip(corpus.labels, corpus.parts, strict=True)
         return {"parts": [{"part": label, **described(part)} for label, part in parts]}
@@ -106,12 +106,12 @@ def described(corpus: Corpus) -> dict[str, Any]:
 
 
 def as_json(corpus: Corpus, found: list[Sample]) -> dict[str, Any]:
-    """Give samples and description as `--json` writes them."""
+    """Samples and description as `--json` writes them."""
     return {"samples": [asdict(sample) for sample in found], "documents": described(corpus)}
 
 
 def on_terminal(corpus: Corpus, found: list[Sample], isolated: bool) -> "RenderableType":
-    """Give samples and description as a terminal shows them."""
+    """Samples and description as a terminal shows them."""
     from rich.console import Group
     from rich.padding import Padding
     from rich.rule import Rule
@@ -164,7 +164,7 @@ def _shown(value: float | None) -> str:
 
 
 def _printable(text: str) -> str:
-    """Give a text whose control characters a terminal does not obey."""
+    """A text whose control characters a terminal does not obey."""
     return "".join(c if c.isprintable() or c in "\n\t" else _escaped(c) for c in text)
 
 

@@ -1,4 +1,4 @@
-"""What was left out of a source: counted by reason, the first ones listed."""
+"""A record of the documents left out of a source: counts by reason, the first ones listed."""
 
 import json
 from collections import Counter
@@ -15,7 +15,7 @@ LEAVE_OUT = 'or set data.on_error to "skip"'
 
 
 class Listed(NamedTuple):
-    """A flaw of a file; its `message` begins with the file's `name`, `row` 0 is the whole file."""
+    """A flaw of a file; `message` begins with the file's `name`, `row` 0 means the whole file."""
 
     name: str
     row: int
@@ -25,40 +25,40 @@ class Listed(NamedTuple):
 
 @dataclass
 class Skips:
-    """What was left out so far: `counts` by reason, of which LISTED are `listed`."""
+    """The documents left out so far: `counts` by reason, and the first LISTED of them."""
 
     counts: Counter[str] = field(default_factory=Counter)
     listed: list[Listed] = field(default_factory=list)
 
     @property
     def num_flawed(self) -> int:
-        """Number of documents that cannot be used; empty ones are none."""
+        """Number of unusable documents; empty documents do not count."""
         return self.counts.total() - self.counts[EMPTY]
 
     def add(self, name: str, flaw: Flaw, dropped: int = 0) -> None:
-        """Count a flaw, and documents of its file that were `dropped` for it."""
+        """Count a flaw, and the documents of its file that were `dropped` for it."""
         self.counts[flaw.reason] += max(flaw.num_rows, dropped)
         if flaw.reason != EMPTY and len(self.listed) < LISTED:
             self.listed.append(Listed(name, flaw.row, flaw.reason, flaw.message))
 
     def join(self, other: "Skips") -> None:
-        """Count what was left out of another file or source, too."""
+        """Add the counts of another file or source."""
         self.counts.update(other.counts)
         self.listed += other.listed[: LISTED - len(self.listed)]
 
     def packed(self) -> str:
-        """Give this as text, in which the file has no name."""
+        """The record as text, in which the file has no name."""
         listed = [(x.row, x.reason, x.message.removeprefix(x.name)) for x in self.listed]
         return json.dumps([self.counts, listed])
 
     @classmethod
     def unpacked(cls, text: str, name: str) -> "Skips":
-        """Give what `packed` made text of, for a file of this name."""
+        """The record of a file called `name`, from the text that `packed` made."""
         counts, listed = json.loads(text)
         return cls(Counter(counts), [Listed(name, x[0], x[1], name + x[2]) for x in listed])
 
     def summary(self) -> dict[str, Any]:
-        """Give what a command says: counts by reason, and file, line and reason of the first."""
+        """Counts by reason, with file, line and reason of the first, as a command prints them."""
         listed = [
             {"file": x.name, "line": x.row or None, "reason": x.reason, "message": x.message}
             for x in self.listed
@@ -66,7 +66,7 @@ class Skips:
         return {"skipped": dict(sorted(self.counts.items())), "skipped_first": listed}
 
     def refuse(self) -> DataError:
-        """Give the error that says all that is listed."""
+        """The error that lists the flaws."""
         messages = list(told(self.listed))
         if len(self.listed) == 1:
             return DataError(f"{messages[0]}; {LEAVE_OUT}")
@@ -74,7 +74,7 @@ class Skips:
         return DataError("\n  ".join([count, *messages]))
 
     def check_share(self, num_documents: int, limit: float, unseen: int = 0) -> None:
-        """Raise DataError if more than `limit` of all documents cannot be used.
+        """Raise DataError if more than `limit` of all documents are unusable.
 
         `unseen` is an estimate of those in unreadable files that were not counted.
         """
@@ -89,7 +89,7 @@ class Skips:
 
 
 def told(listed: Iterable[Listed]) -> Iterable[str]:
-    """Give the messages, those of one file and reason as one."""
+    """The messages of some flaws, one message for each file and reason."""
     for (name, _), group in groupby(listed, lambda x: (x.name, x.reason)):
         first, *more = group
         rows = ", ".join(str(x.row) for x in more)

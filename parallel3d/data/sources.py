@@ -1,4 +1,4 @@
-"""Which files a source has: the standard library, globs, or a data set of the hub."""
+"""Files of a source: the standard library, globs, or a data set of the hub."""
 
 import glob
 import os
@@ -19,7 +19,7 @@ Progress = Callable[[str, int, int], None]
 
 
 def silent(phase: str, done: int, total: int) -> None:
-    """Show no progress."""
+    """A progress display that shows nothing."""
 
 
 NOT_LIBRARY = {"test", "tests", "idlelib", "site-packages", "dist-packages", "__pycache__"}
@@ -44,7 +44,7 @@ class Files:
 
 
 def find_files(config: "DataConfig | PartConfig") -> Files:
-    """Give the files of a source that is no mixture, in an order that depends on names alone.
+    """The files of a source that is no mixture, in an order that depends on names alone.
 
     Raises DataError where nothing matches, or a data set cannot be loaded.
     """
@@ -68,7 +68,7 @@ def find_files(config: "DataConfig | PartConfig") -> Files:
 
 
 def library_files(root: Path) -> list[Path]:
-    """Give the source files of the standard library at `root`, without tests, idlelib, packages."""
+    """The source files of the standard library at `root`, without tests, idlelib, packages."""
     files = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in NOT_LIBRARY]
@@ -77,7 +77,7 @@ def library_files(root: Path) -> list[Path]:
 
 
 def matching_files(paths: Iterable[str], suffix: str = "txt") -> list[str]:
-    """Give the files that `paths` (paths and globs, `**` too) name: sorted, each once.
+    """The files that `paths` (paths and globs, `**` too) name: sorted, each once.
 
     A link that leads nowhere is a file that cannot be read, not one that is not there. Raises
     DataError for a path or glob that names no file; its examples end in `suffix`.
@@ -106,7 +106,7 @@ def matching_files(paths: Iterable[str], suffix: str = "txt") -> list[str]:
 
 
 def _expand(pattern: str) -> Iterator[str]:
-    """Give what a glob names, as `glob.glob` does, but for folders that hold themselves by a link.
+    """What a glob names, as `glob.glob` does, but for folders that hold themselves by a link.
 
     Two links to their own folder are enough for `glob` never to end.
     """
@@ -122,7 +122,7 @@ def _expand(pattern: str) -> Iterator[str]:
 
 
 def _folders(folder: str, above: tuple[tuple[int, int], ...]) -> Iterator[str]:
-    """Give a folder and all below it, hidden ones left out, none within itself."""
+    """A folder and all below it, hidden ones left out, none within itself."""
     try:
         state = os.stat(folder)
         here = (state.st_dev, state.st_ino)

@@ -1,4 +1,4 @@
-"""Which documents are held out for evaluation: decided by their contents, sizes and a seed alone.
+"""The choice of held-out documents, by their contents, their sizes and a seed alone.
 
 Documents are put into strata by size, a power of two each, and of each stratum the same share of
 distinct contents is held out: those with the lowest hash of (seed, content). So what is held out is
@@ -35,7 +35,7 @@ MOST_SHARES = 2
 def split_documents(
     tables: Sequence[np.ndarray], fraction: Fraction, seed: int = 0
 ) -> list[np.ndarray]:
-    """Say which documents of each part are held out: bool [n] for a table [n] of documents.ENTRY.
+    """Which documents of each part are held out: bool [n] for a table [n] of documents.ENTRY.
 
     Of each part `fraction` is held out, counted in bytes: at least one of its distinct contents and
     not all. A document that is, with its copies, larger than an eighth of that, and than four
@@ -83,7 +83,7 @@ def split_documents(
 
 
 def num_common(digests: np.ndarray, others: np.ndarray) -> int:
-    """Give how many of the documents with these digests V16 [n] are among `others` [m], too."""
+    """Number of the documents with digests V16 [n] that are also among `others` [m]."""
     here, there = (np.ascontiguousarray(d).view("<u8").reshape(-1, 2) for d in (digests, others))
     # Halves first: few are common, and a set of all others would take much memory.
     there = there[np.isin(there[:, 0], here[:, 0])]
@@ -92,7 +92,7 @@ def num_common(digests: np.ndarray, others: np.ndarray) -> int:
 
 
 def _wanted(num_bytes: np.ndarray, fraction: Fraction) -> float:
-    """Give how many bytes to hold out of distinct contents of these sizes [n]."""
+    """How many bytes to hold out of distinct contents of these sizes [n]."""
     total = int(num_bytes.sum())
     if fraction != "auto":
         return fraction * total
@@ -110,7 +110,7 @@ def _eligible(num_bytes: np.ndarray, wanted: float) -> np.ndarray:
 def _chosen(
     num_bytes: np.ndarray, copies: np.ndarray, wanted: float, eligible: np.ndarray
 ) -> np.ndarray:
-    """Give the indices of the contents that are held out, of those at the indices `eligible`.
+    """The indices of the contents that are held out, of those at the indices `eligible`.
 
     Of sizes [n], and numbers of copies [n], in the order of hashes.
     """
@@ -131,7 +131,7 @@ def _chosen(
 
 
 def _ranks(digests: np.ndarray, seed: int) -> np.ndarray:
-    """Give each digest's place among the distinct ones in the order of `seed`: int64 [n]."""
+    """Each digest's place among the distinct ones in the order of `seed`: int64 [n]."""
     halves = np.ascontiguousarray(digests).view(">u8").reshape(-1, 2).astype(np.uint64)
     key = mix(np.array([seed], dtype=np.uint64))
     hashes = [mix(halves[:, 0] ^ key), mix(halves[:, 1] + key)]

@@ -1,4 +1,4 @@
-"""What a corpus's training and held-out text was counted to when it was prepared."""
+"""Counts of a corpus's training and held-out text, made when it was prepared."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ _AT_ONCE = 2**20  # ids
 def save_held_out(
     folder: Path, tokens: np.ndarray | Spans, vocab_size: int, texts: np.ndarray | None = None
 ) -> None:
-    """Write how often each id occurs in what is held out, and the bytes of its documents' texts."""
+    """Write how often each id occurs in held-out text, and its documents' bytes of text."""
     counts = np.zeros(vocab_size, dtype=np.int64)
     for first in range(0, len(tokens), _AT_ONCE):
         counts += np.bincount(tokens[first : first + _AT_ONCE], minlength=vocab_size)
@@ -24,7 +24,7 @@ def save_held_out(
 
 
 def train_frequencies(corpus: Corpus) -> np.ndarray:
-    """Give the share of each id in the training samples: float64 [vocab_size], all above 0.
+    """The share of each id in the training samples: float64 [vocab_size], all above 0.
 
     One is added to each id's count, so that one that training never saw has a frequency too
     (Laplace's rule of succession). Of a mixture, the frequencies weighted as its samples are. Where
@@ -40,7 +40,7 @@ def train_frequencies(corpus: Corpus) -> np.ndarray:
 
 
 def held_out_bytes(corpus: Corpus) -> tuple[np.ndarray, ...] | None:
-    """Give the bytes of each held-out document's text, of each part; None where unknown."""
+    """The bytes of each held-out document's text, of each part; None where unknown."""
     paths = [part.directory / BYTES for part in corpus.parts or (corpus,)]
     if not all(path.exists() for path in paths):
         return None

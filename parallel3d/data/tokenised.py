@@ -1,4 +1,4 @@
-"""Corpora that other programs tokenised: their files found and checked, their documents indexed.
+"""Corpora tokenised by other programs: files found and checked, documents indexed.
 
 The ids stay where they are. A corpus of them has, in its directory in the cache, in place of
 tokens.bin:
@@ -46,7 +46,7 @@ MEGA = 1_000_000
 
 @dataclass(frozen=True, eq=False)
 class Tokenised:
-    """The documents of a source of ids, in order.
+    """The documents of a source of token ids, in order.
 
     `table` [n] of documents.ENTRY: `offset` counts ids of the file, without end-of-text; num_bytes
     is that of the ids as uint32, which the digest is of.
@@ -64,19 +64,19 @@ class Tokenised:
 
 @dataclass(frozen=True, eq=False)
 class TokenRecipe:
-    """What the bytes of a corpus of ids follow from. `held_out` bool [documents]."""
+    """Everything that the bytes of a corpus of ids depend on. `held_out` bool [documents]."""
 
     tokens: Tokenised
     held_out: np.ndarray
     tokenizer: Path | None
 
     def content(self) -> str:
-        """Give the digest of the ids of both parts, whatever files of whatever format hold them."""
+        """The digest of the ids of both parts, whatever files and formats hold them."""
         vocabulary, contents = self.tokens.vocabulary, contents_of(self.tokens.table, self.held_out)
         return digest_of(FORMAT, "ids", vocabulary.size, vocabulary.end_of_text, *contents)
 
     def key(self) -> str:
-        """Give the name of the corpus in the cache, by its contents and its files."""
+        """The name of the corpus in the cache, by its contents and its files."""
         files = [
             (_place(file), file.size, file.offset, file.dtype.str) for file in self.tokens.files
         ]
@@ -137,7 +137,7 @@ class TokenRecipe:
 
 
 def vocabulary_of(config: DataConfig, tokenizer: Path | None) -> Vocabulary:
-    """Give what the ids may be, by the tokenizer and what the config says; they must agree."""
+    """The allowed ids, by the tokenizer and the config's own words; these must agree."""
     end = config.end_of_text_id
     if tokenizer is None:
         assert end is not None, "the config was checked"
@@ -155,7 +155,7 @@ def vocabulary_of(config: DataConfig, tokenizer: Path | None) -> Vocabulary:
 def find_tokens(
     section: DataConfig | PartConfig, vocabulary: Vocabulary, cache: Path, progress: Progress
 ) -> Tokenised:
-    """Give the documents of a source of ids.
+    """The documents of a source of ids.
 
     Every file is looked through once; what was found is kept in `cache`/indexes for as long as the
     file is untouched. Raises DataError for what cannot be used.
@@ -226,7 +226,7 @@ def _files(section: DataConfig | PartConfig, vocabulary: Vocabulary) -> list[Tok
 
 
 def _matching(paths: Sequence[str], suffix: str) -> list[str]:
-    """Give the files that paths, URLs and globs of either name."""
+    """The files that paths, URLs and globs of either name."""
     local = [path for path in paths if not is_url(path)]
     found = [url for path in paths if is_url(path) for url in matching(path)]
     return [*(matching_files(local, suffix) if local else ()), *sorted(set(found))]
@@ -271,7 +271,7 @@ def _settled(path: str, started: float) -> bool:
 
 
 def _signature(file: TokenFile, settings: tuple[Any, ...]) -> str:
-    """Give what stands for a file and what lies beside it, as they are now."""
+    """What stands for a file and what lies beside it, as they are now."""
     remote = is_url(file.path)
     name = file.path if remote else os.path.realpath(file.path)
     parts: list[Any] = [INDEX_FORMAT, name, *settings]

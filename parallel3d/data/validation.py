@@ -1,10 +1,10 @@
-"""Which validation sets a config has: its own, and those splits of its data sets."""
+"""The validation sets of a config: its own, and splits of its data sets."""
 
 from parallel3d.config.data import DataConfig, PartConfig
 
 
 def validation_sets(config: DataConfig) -> dict[str, PartConfig]:
-    """Give the sets by name, of data sets that have a `validation_split` that split among them.
+    """The validation sets by name; a data set's `validation_split` is one of them.
 
     Its name is "validation", of part i of a mixture "mixture.i.validation".
     """

@@ -1,4 +1,4 @@
-"""One tokenising process of `pool`: shard numbers come in a line each, JSON lines go out."""
+"""One tokenising process of `pool`: reads shard numbers, one a line, and writes lines of JSON."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from parallel3d.errors import DataError
 
 
 def main() -> None:
-    """Make the shards that are asked for, until there are no more to ask for."""
+    """Make the shards that are asked for, until the requests end."""
     # Ctrl-C goes to all; the process that started this one decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # What libraries print must not get between the lines.

@@ -1,4 +1,4 @@
-"""What the layers of a transformer cost on one tensor-parallel rank, as data (floor 0, no torch).
+"""Costs of a transformer's layers on one tensor-parallel rank, as data (no torch).
 
 A family gives a `BlockCost`, an `EmbeddingCost` and a `HeadCost` as its layers' `cost`. They count
 what parallel3d/tensor/ does and what autograd keeps of it, dropout of probability 0 left out. In

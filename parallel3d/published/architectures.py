@@ -1,4 +1,4 @@
-"""Architectures of published models that a table leaves blank, each with its source (floor 0)."""
+"""Architectures of published models that a table leaves blank, each with its source."""
 
 import re
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from parallel3d.plan.setting import layers_of
 
 @dataclass(frozen=True)
 class Architecture:
-    """The sizes that speed and memory depend on; None where a table and this file are silent."""
+    """The sizes of a model that speed and memory depend on; None where no source states one."""
 
     layers: int | None = None
     hidden: int | None = None
@@ -30,19 +30,19 @@ class Architecture:
     """After the attention and the MLP, and on the attention's weights."""
 
     def filled(self, other: "Architecture") -> "Architecture":
-        """This one, its blanks filled from `other`, whose family it takes."""
+        """A copy of the architecture, its blanks filled from `other`, whose family it takes."""
         names = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq", "tied")
         blank = {name: getattr(other, name) for name in names if getattr(self, name) is None}
         return replace(self, family=other.family, **blank)
 
     @property
     def missing(self) -> list[str]:
-        """The sizes without which nothing can be built."""
+        """The names of the sizes without which no layer can be built."""
         needed = ("layers", "hidden", "heads", "vocab", "seq")
         return [name for name in needed if getattr(self, name) is None]
 
     def specs(self) -> tuple[LayerSpec, ...]:
-        """Its layers; two equal architectures get the same objects."""
+        """The layers of the architecture; two equal architectures get the same objects."""
         grouped = self.family == "gpt" and (self.kv_heads or self.heads) != self.heads
         return _specs(squared_relu(self) if grouped else self)
 
@@ -169,12 +169,12 @@ _UNMODELLED: Mapping[str, str] = {
 
 
 def known(name: str) -> Architecture:
-    """What is known of the model of that name; of an unknown one, that it is a GPT."""
+    """The known sizes of the model called `name`; an unknown name is taken for a GPT."""
     return found(name) or GPT
 
 
 def found(name: str) -> Architecture | None:
-    """What is known of the model of that name."""
+    """The known sizes of the model called `name`, or None."""
     lower = name.lower()
     squeezed = "".join(c for c in lower if c.isalnum())
     sized = next((model for part, model in KNOWN.items() if part in lower), None)
@@ -186,6 +186,6 @@ def found(name: str) -> Architecture | None:
 
 
 def unmodelled(name: str) -> str | None:
-    """What the model is, where it is of a kind that is not modelled."""
+    """The kind of the model called `name`, if it is a kind that the planner has no model of."""
     lower = name.lower()
     return next((kind for words, kind in _UNMODELLED.items() if re.search(words, lower)), None)

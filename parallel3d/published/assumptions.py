@@ -1,4 +1,4 @@
-"""What published tables leave out and their documents, scripts or rules supply, source by source.
+"""Values that published tables leave out, and that documents, scripts or rules supply, by source.
 
 Each entry is noted on the rows that use it. None depends on what was measured.
 """
@@ -13,7 +13,7 @@ Cells = Mapping[str, str]
 
 
 class Source(NamedTuple):
-    """A source: the group it is judged in, the program it ran, and what its blanks mean."""
+    """A source of published runs: its group, the program it ran, and what its blanks mean."""
 
     group: str
     program: Software
@@ -118,7 +118,7 @@ OLMO_BATCHES = {"1b": (8, 512), "7b": (2, 1024), "8b": (2, 1024), "13b": (1, 204
 
 
 def source_of(name: str) -> Source:
-    """What is known of a source; one that nobody described is a group of its own."""
+    """The description of a source; a source that nobody described is a group of its own."""
     return SOURCES.get(name, Source(name, Software()))
 
 
@@ -147,7 +147,7 @@ def program_of(source: str, cells: Cells) -> Software:
 
 
 def supplied(source: str, cells: Cells) -> dict[str, Any]:
-    """What rules supply that go by the row: model-parallel sizes, microbatches, virtual stages."""
+    """Values that rules supply for a row: model-parallel sizes, microbatches, virtual stages."""
     if source == "megatron_readme_2021_01":
         size = int(cells["notes"].split("model-parallel size=")[1].split(";")[0])
         micro = next(n for most, n in MICROBATCHES_2021 if float(cells["params_b"]) <= most)

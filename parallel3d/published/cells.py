@@ -1,4 +1,4 @@
-"""The cells of a table of published runs, checked (floor 0)."""
+"""The cells of a table of published runs, checked."""
 
 import codecs
 import csv
@@ -44,7 +44,10 @@ _RANGE = re.compile(r"(\d+\.?\d*)-(\d+\.?\d*)(K?)", re.ASCII)
 
 
 class Unusable(Exception):
-    """Why a row cannot be used. `rule`: the same reason without what is the row's own."""
+    """The reason why a row cannot be used.
+
+    `rule`: the same reason without what is the row's own.
+    """
 
     def __init__(self, reason: str, rule: str = "") -> None:
         super().__init__(reason)
@@ -52,7 +55,7 @@ class Unusable(Exception):
 
 
 class Line(NamedTuple):
-    """A row of the file: where it stands, column -> text, and what is wrong with it as a whole."""
+    """A row of the file: its line number, its cells by column, and what is wrong with all of it."""
 
     number: int
     cells: dict[str, str]
@@ -60,7 +63,7 @@ class Line(NamedTuple):
 
 
 def cells_of(path: Path) -> list[Line]:
-    """Every row, blank lines left out.
+    """Every row of a csv table, blank lines left out.
 
     Commas, semicolons or tabs separate; UTF-8 or UTF-16, with or without a byte order mark. Raises
     ConfigError where the file cannot be read, lacks columns or holds no row.
@@ -150,7 +153,7 @@ def _line(number: int, columns: Sequence[str], row: Sequence[str]) -> Line:
 
 
 def numbers_of(line: int, cells: Mapping[str, str]) -> dict[str, Any]:
-    """The columns that hold numbers, checked; a vocabulary in words is not among them."""
+    """The columns of a row that hold numbers, checked; a vocabulary in words is not among them."""
     found: dict[str, Any] = {}
     for name, most in (*WHOLE.items(), *REAL.items()):
         text = cells[name]
@@ -174,7 +177,7 @@ def numbers_of(line: int, cells: Mapping[str, str]) -> dict[str, Any]:
 
 
 def in_words(text: str) -> bool:
-    """Whether a cell says in words what others say in a number ("Llama 3's")."""
+    """Whether a cell says in words what other rows say in a number ("Llama 3's")."""
     return bool(re.search(r"[A-Za-z]{3}", text)) and text.lower().lstrip("+-") not in _NO_NUMBERS
 
 

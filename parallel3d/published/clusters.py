@@ -1,4 +1,4 @@
-"""The machines of published runs: a chip of configs/hardware in the cluster it stood in (floor 0).
+"""The machines of published runs: a chip of configs/hardware in the cluster it stood in.
 
 A chip's file describes the vendor's own machine; a cluster may have other links, and a power cap.
 """

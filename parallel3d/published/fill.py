@@ -1,4 +1,4 @@
-"""What a row leaves blank, and what fills it: each blank is noted on the row (floor 0)."""
+"""Values that fill the blanks of a row; each filled blank is noted on the row."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -22,7 +22,7 @@ WRONG = 0.4  # how far they may be: rounded, and with or without embeddings
 
 
 def described(text: str, place: str) -> Software:
-    """The program of that name; raises Unusable where none is described, naming those that are."""
+    """The program called `name`; raises Unusable, naming the described ones, if there is none."""
     program = programs.named(text)
     if program is None:
         raise Unusable(
@@ -34,14 +34,17 @@ def described(text: str, place: str) -> Software:
 
 @dataclass
 class Filled:
-    """A row's numbers; `assumed`: column -> what a blank was filled with; `notes`: in words."""
+    """The numbers of a row with its blanks filled, and notes on the blanks.
+
+    `assumed`: column -> what a blank was filled with; `notes`: in words.
+    """
 
     numbers: dict[str, Any]
     assumed: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def or_else(self, name: str, stated: Any, default: Any) -> Any:
-        """What a row states, or what its source supplies, or the default, which is noted."""
+        """The value that a row states, else its source's, else the default, which is noted."""
         if stated not in (None, ""):
             return stated
         if name not in self.numbers:
@@ -49,7 +52,7 @@ class Filled:
         return self.numbers[name]
 
     def program(self, cells: Mapping[str, str], default: Software | None) -> Software:
-        """What the row ran, by its cell, its source or --program; raises Unusable."""
+        """The program that a row ran, by its cell, its source or --program; raises Unusable."""
         source = cells["source_id"]
         if cells["program"]:
             return described(cells["program"], "program")
@@ -65,7 +68,7 @@ class Filled:
         return default
 
     def by_source(self, cells: Mapping[str, str]) -> None:
-        """Fill blanks with what the source's documents, scripts or rules supply."""
+        """Fill the blanks of a row that its source's documents, scripts or rules supply."""
         source = cells["source_id"]
         for name, value in {**source_of(source).blanks, **_supplied(source, cells)}.items():
             if not cells.get(name, ""):
@@ -73,7 +76,7 @@ class Filled:
                 self.notes.append(f"{name} = {value}")
 
     def model(self, cells: Mapping[str, str]) -> Architecture:
-        """The model's sizes, those left blank by its name; raises Unusable where one is missing."""
+        """The sizes of a row's model, its blanks filled by the model's name; raises Unusable."""
         name = cells["model_name"]
         if kind := unmodelled(name):
             raise Unusable(f"{name} is {kind}, which is not modelled", f"{kind} is not modelled")
@@ -170,7 +173,7 @@ class Filled:
             )
 
     def network(self, setting: Setting, hardware: Hardware) -> None:
-        """Note the network that a run of several nodes is taken to have had."""
+        """Note the network that a row of several nodes is assumed to have."""
         node, network = hardware.devices_per_node, hardware.network
         if node and network and setting.devices > node.value:
             self.or_else("network_gbps", None, round(network.bandwidth.value * 8 / 1e9, 3))

@@ -1,4 +1,4 @@
-"""How many FLOPs a source counts in a step, by its convention (floor 0)."""
+"""FLOPs that a source counts in a step, by its convention."""
 
 from functools import lru_cache
 
@@ -10,12 +10,12 @@ from parallel3d.plan.setting import Precision, Setting
 
 
 def model_flops(setting: Setting) -> float:
-    """Forward and backward of a step, attention in full: 3 x the forward (arXiv:2001.08361)."""
+    """FLOPs of a step's forward and backward, attention in full: 3 x forward (arXiv:2001.08361)."""
     return 3 * sum(_forward_flops(setting))
 
 
 def hardware_flops(setting: Setting) -> float:
-    """The same with the blocks' second forward under full recomputation.
+    """FLOPs of a step with the second forward of full recomputation.
 
     arXiv:2104.04473, equation 3: 96 Bslh^2 (1 + s/6h + V/16lh); the head is not computed again.
     """
@@ -25,7 +25,7 @@ def hardware_flops(setting: Setting) -> float:
 
 
 def flops_of_step(setting: Setting, convention: str, attention: str) -> tuple[str, float] | None:
-    """The convention in words and its FLOPs of a step; None where the words are not known.
+    """The source's convention in words, and its FLOPs of a step; None for unknown words.
 
     "hardware" counts recomputation, "model" does not. Attention counts in full (12Lhs a token),
     but for sources of "none", which count 2 x factor x parameters a token; blank: in full.
@@ -56,7 +56,7 @@ def _num_params(model: Model) -> int:
 
 
 def peak_of(hardware: Hardware, precision: Precision) -> float:
-    """The peak that an MFU refers to; raises ConfigError where none is known."""
+    """The peak FLOP/s that an MFU refers to; raises ConfigError where none is known."""
     for dtype in {"bf16": ("bf16", "fp16"), "fp16": ("fp16", "bf16")}.get(precision, (precision,)):
         if (peak := hardware.peak(dtype)) is not None:
             return peak

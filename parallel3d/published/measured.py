@@ -1,4 +1,4 @@
-"""What a row measured, as seconds of a step (floor 0)."""
+"""Speed that a row of a published table measured, as seconds of a step."""
 
 from collections.abc import Mapping
 
@@ -19,7 +19,7 @@ def seconds_of(
     setting: PublishedSetting,
     hardware: Hardware,
 ) -> tuple[str, float | None]:
-    """What was measured, and the seconds of a step that follow; None where no speed is stated.
+    """The measured figure, and the seconds of a step that follow; None where no speed is stated.
 
     Raises Unusable where the convention is not known, or the chip cannot have been so fast or slow.
     """

@@ -1,4 +1,4 @@
-"""The planner's memory against the memory of published runs, those that ran out of it included."""
+"""The planner's memory compared with published runs, runs that ran out of memory included."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -62,7 +62,7 @@ _HOLDS: Mapping[str, Holds] = {
 
 
 class Compared(NamedTuple):
-    """A run's memory in bytes: as measured, and what the planner counts of tensors and besides."""
+    """A run's memory in bytes: measured, predicted of tensors, and predicted beside tensors."""
 
     row: Row
     measured: float
@@ -70,17 +70,17 @@ class Compared(NamedTuple):
     context: int
 
     def error(self, allocator: float = ALLOCATOR) -> float:
-        """Predicted over measured less 1, with that share for the allocator."""
+        """Predicted over measured memory less 1, with the allocator's share in the prediction."""
         return (self.tensors * (1 + allocator) + self.context) / self.measured - 1
 
 
 def holds_of(row: Row) -> Holds | None:
-    """What the program of a row holds; None where that is not described."""
+    """The bytes that the program of a row holds; None where the program is not described."""
     return _HOLDS.get(row.setting.software.name)
 
 
 def compare(row: Row) -> Compared | None:
-    """A row with a memory figure beside the planner's; None where there is nothing to compare."""
+    """A row's measured memory beside the planner's; None if the row has no memory figure."""
     holds = holds_of(row)
     if row.memory_gb is None or holds is None:
         return None
@@ -90,7 +90,7 @@ def compare(row: Row) -> Compared | None:
 
 
 def fits(row: Row) -> bool | None:
-    """Whether the planner would say that a row's fullest rank fits its device."""
+    """Whether the planner says that a row's fullest rank fits its device."""
     holds = holds_of(row)
     if holds is None:
         return None
@@ -99,7 +99,7 @@ def fits(row: Row) -> bool | None:
 
 
 def validate_memory(table: Path | str | Sequence[Row]) -> dict[str, Any]:
-    """How far the planner's memory is from that of published runs, over all and by source.
+    """Errors of the planner's memory on published runs, over all and by source.
 
     Errors are relative to what was measured. The one number that is fitted, the allocator's share,
     is here for each group the one that fits the *other* groups best. Raises ConfigError where the

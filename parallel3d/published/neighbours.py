@@ -1,4 +1,4 @@
-"""A look-up without physics, to be compared with: the three runs most like a row (floor 0).
+"""Prediction without physics, as a baseline: the efficiency of the three most similar runs.
 
 The runs are those on which the planner's curves were fitted, in development.csv, which
 benchmarks/fit_curves.py writes. The digests in curves.json are of the same rows.
@@ -21,7 +21,7 @@ NEIGHBOURS = 3
 
 @dataclass(frozen=True)
 class Run:
-    """A run with a measured step, in the few figures that the look-up and the constant see.
+    """A run with a measured step, in the few figures that the baselines use.
 
     `model_flops` and `hardware_flops`: of a device in a step, without and with recomputation.
     `peak_flops`: of a device, in the run's number format. `recomputed`: the part of the forward
@@ -81,17 +81,20 @@ class Run:
 
     @property
     def efficiency(self) -> float:
-        """Model FLOP/s as a fraction of the peak."""
+        """Model FLOP/s of a run as a fraction of the device's peak."""
         return self.model_flops / (self.peak_flops * self.seconds)
 
     @property
     def device(self) -> tuple[str, bool]:
-        """What a constant efficiency is of: a chip, and whether it computes in eight bits."""
+        """The chip of a run, and whether it computes in eight bits; each has one efficiency."""
         return self.chip, self.precision == "fp8"
 
     @cached_property
     def features(self) -> tuple[float, ...]:
-        """By what runs are alike: a size that doubles counts as much as a ZeRO stage more."""
+        """Coordinates of a run by which similarity is measured.
+
+        A size that doubles counts as much as a ZeRO stage more.
+        """
         sizes = (
             self.params, self.hidden, self.devices, self.tp, self.pp, self.cp, self.seq,
             self.micro_batch, self.num_microbatches, self.peak_flops,
@@ -140,7 +143,10 @@ class Lookup:
         return [self.runs[i] for i in order]
 
     def seconds(self, run: Run) -> float | None:
-        """Of a step at the geometric mean of its neighbours' efficiencies; None without any."""
+        """Seconds of a step at the mean efficiency of its nearest neighbours; None without any.
+
+        The mean is geometric.
+        """
         if not self.runs:
             return None
         near = [log(other.efficiency) for other in self.nearest(run)]

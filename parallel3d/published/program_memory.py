@@ -1,4 +1,4 @@
-"""Memory of other programs than this engine, whose published runs the planner is checked against.
+"""Memory of the other programs whose published runs the planner is checked against.
 
 What a program holds besides is in a `Holds`; activations are those of LayerCost, in flight as
 the schedule has them. Formulas: ZeRO, arXiv:1910.02054, section 3.1; activations, arXiv:2205.05198.
@@ -19,7 +19,7 @@ Parts = dict[str, int]
 
 @dataclass(frozen=True)
 class Holds:
-    """What a program holds on a device besides activations, in bytes; facts, as in Software.
+    """Bytes that a program holds on a device besides activations; facts, as in Software.
 
     `weight`, `states`, `bucket`: for each parameter; ZeRO divides the optimizer's `states` (and at
     stage 3 weights and gradients), a `bucket` is a data-parallel reduction's own copy. Under ZeRO,

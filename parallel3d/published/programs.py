@@ -1,4 +1,4 @@
-"""What the programs did whose published runs the planner is checked against (floor 0).
+"""Facts about the programs whose published runs the planner is checked against.
 
 Facts about programs, each with its document; no number in this file was fitted. One fact has no
 document but the tables themselves: that DeepSpeed's ZeRO-3 of 2021 and 2022 passed from node to
@@ -183,7 +183,7 @@ _BY_NAME: Mapping[str, Software] = {
 
 
 def named(text: str) -> Software | None:
-    """The program of that name; None where none is described.
+    """The program called `name`; None where none is described.
 
     Case and punctuation do not matter, nor do a remark in brackets and a version, where the name
     with them is not known: "NeMo 24.07", "torchtitan (FSDP2)".

@@ -1,4 +1,4 @@
-"""Published runs as settings with a measured step time: a csv table becomes rows (floor 0).
+"""Published runs as settings with a measured step time: rows of a csv table.
 
 Columns as in published_throughput.csv. Sources report TFLOP/s, MFU, tokens/s or the step's seconds;
 each convention is undone, so that all are compared as seconds of a step.
@@ -28,10 +28,9 @@ ROWWISE = "row-wise float8 scaling, which is not modelled: taken as per-tensor s
 
 @dataclass(frozen=True)
 class Row:
-    """One published run. `seconds`: of a step as measured, None where it ran out of memory.
+    """One published run, as a setting with its measured seconds of a step.
 
-    `measured`: what the source stated, and by which convention. `memory_gb`: as the source prints
-    it. `notes`: what the table left out and this program supplied.
+    `seconds`: None where the run ran out of memory.
     """
 
     line: int
@@ -50,7 +49,7 @@ class Row:
 
     @property
     def chip(self) -> str:
-        """The chip, by which the constant-efficiency baseline pools rows."""
+        """The chip of a row, by which the constant-efficiency baseline pools rows."""
         return clusters.chip(self.gpu)
 
 
@@ -67,7 +66,7 @@ class LeftOut(NamedTuple):
 
     @classmethod
     def of(cls, line: int, source: str, problem: Exception) -> "LeftOut":
-        """The row that met this problem."""
+        """The left-out row for a problem met on a line of the file."""
         reason = " ".join(str(problem).split())
         return cls(line, source, reason, getattr(problem, "rule", "") or reason)
 

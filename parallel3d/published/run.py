@@ -1,4 +1,4 @@
-"""A published run as the planner's time and memory take it (floor 0)."""
+"""A published run in the form that the planner's time and memory take."""
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
@@ -20,7 +20,7 @@ PLACEMENTS = 20_000_000  # stages x layers squared: what balancing the stages se
 
 @dataclass(frozen=True)
 class PublishedSetting(Setting):
-    """One way in which another program ran one model, with what this engine does not have.
+    """One way in which another program ran one model, with features that this engine lacks.
 
     `cp`: context-parallel ranks. `recomputed_share`: the part that is recomputed of what
     `recompute` recomputes.
@@ -34,7 +34,7 @@ class PublishedSetting(Setting):
 def setting_of(
     cells: Mapping[str, str], filled: Filled, model: Architecture, program: Software, sixteen: str
 ) -> PublishedSetting:
-    """What a row ran; raises Unusable or ConfigError where it cannot have run so.
+    """The setting of a row; raises Unusable or ConfigError where it cannot have run so.
 
     `sixteen`: the chip's number format of 16 bits, in which a row ran that states none.
     """

@@ -1,4 +1,4 @@
-"""How far predictions are off: errors, rank correlation, regret, and the constant to beat."""
+"""Measures of prediction error: errors, rank correlation, regret, and the constant to beat."""
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Errors(NamedTuple):
-    """Relative errors of predicted seconds, as fractions of the measured."""
+    """Relative errors of predicted seconds, as fractions of the measured seconds."""
 
     mean: float
     worst: float
@@ -15,7 +15,7 @@ class Errors(NamedTuple):
 
 
 def errors(predicted: Sequence[float], measured: Sequence[float]) -> Errors | None:
-    """Mean and largest absolute error, and the mean error with its sign; None of nothing."""
+    """Mean and largest absolute error, and the mean error with its sign; None without numbers."""
     signed = [(p - m) / m for p, m in zip(predicted, measured, strict=True)]
     if not signed:
         return None
@@ -53,7 +53,7 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 
 class Choice(NamedTuple):
-    """One way that a source ran a model: `task` is what was asked, `mesh` how it was done.
+    """One way in which a source ran a model: `task` is what was run, `mesh` how it was run.
 
     `way`: mesh, microbatch, recomputation and the like; runs of one way are averaged.
     """
@@ -66,7 +66,7 @@ class Choice(NamedTuple):
 
 
 def regrets(choices: Iterable[Choice]) -> list[float]:
-    """Per task with at least two meshes, how much slower the predicted best is than the best.
+    """For each task with several meshes, how much slower the predicted best is than the best.
 
     0 where the favourite is the fastest that was measured; 0.1 where it took 10 % longer.
     """

@@ -29,8 +29,10 @@ Lines = Mapping[str, Mapping[str, Any]]
 
 
 def show(report: Mapping[str, Any], console: Console) -> None:
-    """Print what `validate` returned: errors by source, by group and over all, what was assumed,
-    and what was left out, by reason."""
+    """Print the outcome of a validation.
+
+    Errors by source, by group and over all, then what was assumed and what was left out.
+    """
     _print(
         console,
         "Each group is predicted with curves that were fitted on the other groups only. Errors are "

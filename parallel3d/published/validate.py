@@ -1,4 +1,4 @@
-"""The planner against published runs: launch/plan.py --validate FILE (floor 0).
+"""The planner checked against published runs, for launch/plan.py --validate FILE.
 
 Each group of sources is predicted with curves that were fitted on the other groups only, and so are
 the two baselines beside it: a constant efficiency, and a look-up of the runs most alike.
@@ -29,7 +29,7 @@ MEANS = ("mean_error", "bias", "constant_mean_error", "neighbour_mean_error")
 
 @dataclass(frozen=True)
 class Outcome:
-    """A row and the seconds that were predicted of it: by the planner, and by two baselines."""
+    """A row, and the step seconds predicted for it by the planner and by two baselines."""
 
     row: Row
     run: Run
@@ -39,7 +39,7 @@ class Outcome:
 
     @property
     def measured(self) -> float:
-        """Seconds of a step."""
+        """Measured seconds of the row's step."""
         assert self.row.seconds is not None
         return self.row.seconds
 
@@ -134,7 +134,7 @@ def _ideal(run: Run) -> float:
 
 
 def summary(found: Sequence[Outcome]) -> dict[str, Any]:
-    """One line of the table, in which each row counts once.
+    """One line of the table of errors, in which each row counts once.
 
     `rank_correlation` is of the seconds of a step, `flops_rank_correlation` of the model FLOP/s of
     a device, which large and small models have in common.
@@ -168,7 +168,7 @@ def _mean_error(pairs: Iterable[tuple[float | None, float]]) -> float | None:
 
 
 def overall(groups: Mapping[str, Mapping[str, Any]], by_row: Mapping[str, Any]) -> dict[str, Any]:
-    """The line over all: mean errors and bias are means over the groups, each of which counts once.
+    """The line over all rows: means over the groups, each of which counts once.
 
     The worst row, the ranks and the regret are over all rows; `by_row` has all by row.
     """

@@ -1,4 +1,4 @@
-"""What the words of a table of published runs mean; a word that is not known is refused (floor 0).
+"""Meanings of the words in a table of published runs; an unknown word is refused.
 
 Nothing is taken for the nearest thing that the planner has: four-bit weights are not bf16, and
 adapters are not training.
@@ -35,7 +35,7 @@ def _unknown(column: str, text: str, known: str) -> NoReturn:
 
 
 def refuse_adapters(cells: Mapping[str, str]) -> None:
-    """Raises Unusable where a row trains a part of the weights, or weights of four or eight bits.
+    """Raise Unusable if a row trains a part of the weights, or weights of four or eight bits.
 
     It looks in every cell but those that cite the source, and at columns called after adapters.
     """
@@ -80,7 +80,7 @@ def zero_stage_of(text: str) -> int:
 
 
 def recompute_of(text: str) -> tuple[Recompute, float]:
-    """The mode, and how much of what the mode recomputes is recomputed."""
+    """The recomputation mode of a row, and the fraction of the layers that it recomputes."""
     if "per-op SAC" in text or "every other layer" in text:
         # torchtitan: every second product is computed again; every second layer is.
         return "full", 0.5
@@ -95,7 +95,7 @@ def recompute_of(text: str) -> tuple[Recompute, float]:
 
 
 def offload_of(text: str) -> tuple[Device, Device]:
-    """Where the optimizer's states and the parameters are."""
+    """The places of a row's optimizer states and parameters."""
     lower = text.lower()
     if lower in _NO:
         return "none", "none"
@@ -124,7 +124,7 @@ _KERNEL_NAMES: Mapping[str, str] = {
 
 
 def with_kernel(program: Software, text: str) -> Software:
-    """The program with the attention kernel that a row states; blank: its own."""
+    """The program with the attention kernel that a row states; blank: the program's own."""
     if not text:
         return program
     plain = re.sub(r"\(.*?\)", "", text.lower())

@@ -1,1 +1,1 @@
-"""Scaling laws: tables of runs, fits with intervals, forecasts, and their report (floor 0)."""
+"""Scaling laws: tables of runs, fits with intervals, forecasts, and their report."""

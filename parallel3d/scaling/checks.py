@@ -1,4 +1,4 @@
-"""What points must have before a law is fitted to them (floor 0)."""
+"""Conditions on the points to which a law is fitted."""
 
 import numpy as np
 
@@ -20,14 +20,14 @@ _WORDS = {
 
 
 def groups(values: Array, same: float = SAME) -> list[np.ndarray]:
-    """The indices of values that are one to within `same`, relative; ascending."""
+    """Indices of values that are equal to within `same` (relative), group by group, ascending."""
     order = np.argsort(values, kind="stable")
     cuts = np.flatnonzero(np.diff(np.log(values[order])) > same) + 1
     return np.split(order, cuts)
 
 
 def check(points: Points, law: str, num_parameters: int) -> None:
-    """Raises ConfigError where the points cannot tell the law's parameters, whatever the fit says.
+    """Raise ConfigError if the points cannot tell the law's parameters, whatever the fit says.
 
     Two sizes say nothing of a curve with three unknowns, however many runs there are of each.
     """

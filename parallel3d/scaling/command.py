@@ -1,4 +1,4 @@
-"""What launch/scale.py asks for: its flags, and what they mean (floor 0)."""
+"""Flags of launch/scale.py, and what they mean."""
 
 import argparse
 import json
@@ -31,7 +31,7 @@ NO_EXTRA = "{} is not installed; run: pip install 'parallel3d[scaling]'"
 
 
 def add_fit(parser: Parser) -> None:
-    """The flags of `fit`."""
+    """Add the flags of `fit` to a parser."""
     parser.add_argument(
         "source", type=Path, metavar="TABLE", help="a CSV, JSON or JSONL file, or a folder of runs"
     )
@@ -89,7 +89,7 @@ def add_fit(parser: Parser) -> None:
 
 
 def add_predict(parser: Parser) -> None:
-    """The flags of `predict`."""
+    """Add the flags of `predict` to a parser."""
     parser.add_argument("--fit", type=Path, required=True, metavar="FILE", help=f"a {FIT}")
     for flag, words in (
         ("--flops", "the budget; alone: of the best N and D"),
@@ -140,7 +140,7 @@ def _laws() -> str:
 
 
 def above_0(text: str) -> float:
-    """Reads a number above 0, such as 1e24."""
+    """A number above 0 from text such as 1e24."""
     try:
         value = float(text)
     except ValueError:
@@ -151,19 +151,19 @@ def above_0(text: str) -> float:
 
 
 def source(path: Path) -> Table:
-    """The table that a path means: a file, or a folder of runs."""
+    """The table at a path: a file, or a folder of runs."""
     return read_runs(path) if path.is_dir() else read(path)
 
 
 def compared(args: argparse.Namespace) -> list[str]:
-    """The columns that count parameters otherwise; of runs all that they have."""
+    """Columns that count parameters by other conventions; of runs, all that they have."""
     if args.compare_n or not args.source.is_dir():
         return list(args.compare_n)
     return [name for name in COUNTS if name != (args.params or COUNTS[0])]
 
 
 def points(args: argparse.Namespace, table: Table) -> Points:
-    """The points that the flags ask for."""
+    """The points that the flags select."""
     named: Mapping[str, str | None] = {what: getattr(args, what) for what in FLAGS}
     others = [("--compare-n", name) for name in compared(args)]
     if args.setting_column:
@@ -173,7 +173,7 @@ def points(args: argparse.Namespace, table: Table) -> Points:
 
 
 def fit(args: argparse.Namespace) -> Fit:
-    """The fit that the flags ask for; raises ConfigError where it cannot be."""
+    """The fit that the flags ask for; raises ConfigError if the points allow none."""
     for package in ("scipy", *(["matplotlib"] * (not args.no_report))):
         if find_spec(package) is None:
             raise ConfigError(NO_EXTRA.format(package))
@@ -192,7 +192,7 @@ def fit(args: argparse.Namespace) -> Fit:
 
 
 def without(found: Points, held: Sequence[Mapping[str, Any]]) -> Points:
-    """The points without the runs of forecasts: a law is tested on what it never saw."""
+    """The points without forecast runs: a law is tested on runs that it never saw."""
     of = {line["row"]: line["file"] for line in held if line["row"] is not None}
     dropped = [Dropped(row, f"held out: {file} is its forecast") for row, file in of.items()]
     keep = np.array([name not in of for name in found.names])

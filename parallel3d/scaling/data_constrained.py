@@ -1,4 +1,4 @@
-"""The data-constrained law: what repeated tokens and excess parameters are worth (floor 0).
+"""The data-constrained law: the worth of repeated tokens and of excess parameters.
 
 arXiv:2305.16264, section 3.1: a parametric law in which D and N are replaced by their worth,
 D' = U_D + U_D R_D* (1 - exp(-R_D / R_D*)), R_D = D / U_D - 1 the repeats of the U_D unique tokens,
@@ -26,9 +26,9 @@ _GRID = np.log(np.geomspace(0.1, 1e4, 8))
 
 
 class DecayModel:
-    """log(loss) by the logarithms of R_D* and R_N*; theta [batch, 2]. `base`: E, A, B, alpha, beta.
+    """The loss with decaying worth of repeated tokens, in log R_D* and log R_N*: theta [batch, 2].
 
-    Raises ConfigError where the points have no unique tokens.
+    `base`: E, A, B, alpha and beta. The model's value is log(loss).
     """
 
     def __init__(self, points: Points, base: Mapping[str, float]) -> None:
@@ -45,11 +45,11 @@ class DecayModel:
         self._excess = points.params / self._fitting - 1
 
     def value(self, theta: Array) -> Array:
-        """See Model."""
+        """log(loss) of each point [batch, points], as Model.value defines it."""
         return self.expand(theta)[0]
 
     def expand(self, theta: Array) -> tuple[Array, Array, Callable[[Array], Array]]:
-        """See Model."""
+        """log(loss), its gradient and its Hessians' sum, as Model.expand defines them."""
         base, decays = self.base, np.exp(theta)
         of_tokens = _term(base["B"], base["beta"], self._unique, self._repeats, decays[:, :1])
         of_params = _term(base["A"], base["alpha"], self._fitting, self._excess, decays[:, 1:])
@@ -66,7 +66,7 @@ class DecayModel:
 
 
 def best_params(base: Mapping[str, float], unique: Array) -> Array:
-    """The parameters for which `unique` tokens, seen once, are the best number."""
+    """The number of parameters for which `unique` tokens, seen once, are compute-optimal."""
     alpha, beta = base["alpha"], base["beta"]
     scale = (alpha * base["A"] / (beta * base["B"])) ** (1 / (alpha + beta))
     found: Array = (unique * scale) ** (beta / alpha) * scale

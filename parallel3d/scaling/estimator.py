@@ -1,4 +1,4 @@
-"""How a law is fitted to points: what is minimised, and from where (floor 0)."""
+"""Estimators of a law's parameters: the objective, and the points to start from."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -24,7 +24,7 @@ _SHRINK = 0.3  # of the threshold, from one stage of the likelihood to the next
 
 @dataclass(frozen=True)
 class Estimator:
-    """What is minimised.
+    """An objective, with the stages of its minimisation.
 
     huber: the sum of Huber losses, threshold `delta`, of log(loss) - log(law) (arXiv:2203.15556).
     likelihood: the negative log-likelihood of log(loss) under the density that is exp(-Huber) of
@@ -46,7 +46,7 @@ class Estimator:
         return words + ", weighted by 1 / standard error^2" * self.weighted
 
     def weights(self, points: Points) -> Array:
-        """One for each point, their mean 1; ConfigError where the standard errors are not known."""
+        """Weights of the points, with mean 1; ConfigError if standard errors are not known."""
         if not self.weighted:
             return np.ones(len(points))
         if points.standard_error is None:
@@ -60,7 +60,7 @@ class Estimator:
         return found
 
     def minimise(self, model: Model, start: Array, weights: Array, sharp: bool = True) -> Solution:
-        """From each start [batch, p], with weights [batch, points] or [points].
+        """Minima of the objective from starts [batch, p], weights [batch, points] or [points].
 
         Without `sharp` the steps end earlier, and the likelihood's kink is rounded off at a
         thousandth of the mean residual: enough for the draws of a bootstrap, and faster.
@@ -85,7 +85,7 @@ class Estimator:
         return Solution(found.theta, value, found.converged)
 
     def search(self, model: Model, starts: Array, weights: Array) -> Solution:
-        """The better end of each start: by the stages of `minimise`, and without them.
+        """The better minimum of each start: by the stages of `minimise`, and without them.
 
         The stages lead past shallow minima of a small delta; the lowest may be one of those.
         """
@@ -110,7 +110,7 @@ class Estimator:
         return least if sharp else np.maximum(least, 1e-3 * mean)
 
     def objective(self, model: Model, theta: Array, weights: Array) -> Array:
-        """What is minimised, [batch], for theta [batch, p]."""
+        """The objective [batch] at theta [batch, p]."""
         residual = model.target - model.value(theta)
         if self.kind != "likelihood":
             limit = np.array(math.inf if self.kind == "squares" else self.delta)
@@ -144,7 +144,7 @@ def _mean_residual(model: Model, theta: Array, weights: Array) -> Array:
 
 
 class SumModel:
-    """A law on points, in centred and scaled coordinates; the logarithm of both, or neither.
+    """A law on points, in centred and scaled coordinates, or its logarithm.
 
     theta: the logarithm of each term at the mean of its features, then the exponents times the
     spread of their features.
@@ -175,13 +175,13 @@ class SumModel:
         self.upper = np.concatenate([np.full(terms, high + 3.0), exponents[1]])
 
     def value(self, theta: Array) -> Array:
-        """See Model."""
+        """The law, or its logarithm, at each point [batch, points], as Model.value defines it."""
         total: Array = np.sum(self._terms(theta), axis=0)
         fitted: Array = np.log(total) if self._log else total
         return fitted
 
     def expand(self, theta: Array) -> tuple[Array, Array, Callable[[Array], Array]]:
-        """See Model."""
+        """Value, gradient and Hessians' sum of the law, as Model.expand defines them."""
         terms = self._terms(theta)
         total: Array = np.sum(terms, axis=0)
         shares = [term / total for term in terms] if self._log else terms
@@ -209,7 +209,7 @@ class SumModel:
         ]
 
     def natural(self, theta: Array) -> dict[str, Array]:
-        """The law's parameters [batch] at theta [batch, p]."""
+        """The law's own parameters [batch] at theta [batch, p]."""
         terms = len(self.law.coefficients)
         exponents = theta[:, terms:] / self.spread
         logs = theta[:, :terms] - exponents @ self.middle.T
@@ -217,13 +217,13 @@ class SumModel:
         return found | {name: exponents[:, j] for j, name in enumerate(self.law.exponents)}
 
     def theta(self, values: Mapping[str, float]) -> Array:
-        """The inverse of `natural`: [1, p]."""
+        """Theta [1, p] of the law's own parameters: the inverse of `natural`."""
         exponents = np.array([values[name] for name in self.law.exponents])
         logs = np.log([values[name] for name in self.law.coefficients])
         return np.concatenate([logs + self.middle @ exponents, exponents * self.spread])[None]
 
     def starts(self, weights: Array, each: int | None = None) -> Array:
-        """Variable projection: where a search over the exponents ends from each point of a grid.
+        """Starts by variable projection: ends of a search over the exponents, from a grid.
 
         The coefficients are the best for the exponents, none below 0, by least squares of the
         relative errors; so the search is of one or two dimensions, without the narrow valleys in

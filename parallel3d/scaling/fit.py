@@ -1,4 +1,4 @@
-"""Fits a sum of power laws to points, with intervals and what speaks against it (floor 0)."""
+"""Fit of a sum of power laws to points, with intervals and evidence against it."""
 
 from typing import Any
 
@@ -97,7 +97,7 @@ def _bounds(model: SumModel, theta: Array, points: Points) -> list[str]:
 
 
 def condition_of(model: Model, theta: Array, weights: Array) -> float:
-    """Of the gradients by parameter, each normalised to length 1."""
+    """Condition number of the gradients by parameter, each normalised to length 1."""
     slope = model.expand(theta)[1][0] * np.sqrt(weights)
     length = np.linalg.norm(slope, axis=1, keepdims=True)
     singular = np.linalg.svd(slope / np.maximum(length, 1e-300), compute_uv=False)
@@ -143,7 +143,7 @@ def _tells(points: Points, rows: np.ndarray, law: str, size: int) -> bool:
 
 
 def held_out(points: Points, law: Law, estimator: Estimator) -> dict[str, Any] | None:
-    """The relative errors on the largest budgets of a fit to the others; None where too few are."""
+    """Relative errors on the largest budgets of a fit to the others; None if too few are left."""
     budgets = groups(points.flops, SAME_BUDGET)
     out: list[int] = []
     while budgets and len(out) < max(1, _HELD_OUT * len(points)):
@@ -196,7 +196,7 @@ def noise_floor(points: Points) -> dict[str, Any] | None:
 
 
 def residuals(points: Points, scatter: Array) -> dict[str, Any]:
-    """The root of the mean square of log(loss) - log(law), and the largest one."""
+    """Root mean square of log(loss) - log(law), and the largest absolute value."""
     worst = int(np.argmax(np.abs(scatter)))
     return {
         "rms": float(np.sqrt(np.mean(scatter**2))),
@@ -205,7 +205,7 @@ def residuals(points: Points, scatter: Array) -> dict[str, Any]:
 
 
 def misfit(rest: dict[str, Any]) -> list[str]:
-    """What to say of residuals that no noise of training makes."""
+    """A warning about residuals that no noise of training explains."""
     if rest["rms"] < MISFIT:
         return []
     return [f"residuals of {rest['rms']:.1%} (rms): the law does not describe these runs"]

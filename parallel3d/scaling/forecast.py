@@ -1,4 +1,4 @@
-"""Forecasts of runs that are still to come: made, registered, and held against the truth (floor 0).
+"""Forecasts of future runs: made, registered, and compared with the outcome.
 
 A registered forecast is a file that is written once, before its run; nothing writes it again.
 """
@@ -42,7 +42,7 @@ class Forecast:
     beyond: float
 
     def to_json(self) -> dict[str, Any]:
-        """What `--json` prints; the keys are published and do not change."""
+        """The object that `--json` prints; its keys are published and do not change."""
         return {
             "flops": self.flops, "params": self.params, "tokens": self.tokens, "loss": self.loss,
             "intervals": dict(self.intervals),
@@ -53,7 +53,7 @@ def forecast(
     fit: Stored, *, flops: float | None = None, params: float | None = None,
     tokens: float | None = None, unique: float | None = None,
 ) -> Forecast:  # fmt: skip
-    """The loss of a run; of `flops` alone, with the best N and D.
+    """The forecast of a run's loss; with `flops` alone, at the best N and D.
 
     `unique`: tokens of the corpus, of the data-constrained law. Raises ConfigError where the fit
     says nothing of such a run.
@@ -182,13 +182,13 @@ def register(path: Path, made: Forecast, fit: Stored) -> None:
 
 
 def default_path(fit: Stored, flops: float) -> Path:
-    """A file beside the fit, named after the budget and the time."""
+    """Path of a forecast's file: beside the fit, named after the budget and the time."""
     now = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
     return fit.path.parent / f"forecast-{flops:.3g}-{now}.json"
 
 
 def judged(files: Sequence[Path], points: Points) -> list[dict[str, Any]]:
-    """Each registered forecast beside the runs that it was about: whether its interval held.
+    """Registered forecasts beside the runs that they were about: whether each interval held.
 
     A forecast without a run yet has None for row, loss, error and held; `error` is that of the
     forecast, relative to the truth. Raises ConfigError for a file that is no forecast.

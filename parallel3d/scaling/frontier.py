@@ -1,4 +1,4 @@
-"""Laws of the best runs: IsoFLOP profiles, and the envelope of all runs (floor 0).
+"""Laws of the best runs: IsoFLOP profiles, and the envelope of all runs.
 
 Both give, for budgets C, the best size, its tokens and its loss, and then power laws of these:
 N = k C^a, D = m C^b, L = E + A C^-gamma (arXiv:2203.15556, approaches 1 and 2).
@@ -66,7 +66,7 @@ FRONTIER = Law(
 def frontier_loss(
     bests: Sequence[Best], estimator: Estimator, near: Mapping[str, float] | None = None
 ) -> dict[str, float]:
-    """E, A, gamma of the best losses; empty of fewer than four budgets.
+    """E, A and gamma of the law of the best losses; empty for fewer than four budgets.
 
     `near`: values to start from, in place of a search.
     """
@@ -141,7 +141,7 @@ def fit_frontier(
 
 
 def held_out(bests: Sequence[Best], estimator: Estimator) -> dict[str, Any] | None:
-    """The error of the law of the loss, fitted to the other budgets, on the largest one's best.
+    """Error of the law of the loss on the largest budget's best, fitted to the other budgets.
 
     None where fewer than four others are left.
     """
@@ -189,7 +189,7 @@ def _methods(points: Points) -> dict[str, Any]:
 
 
 def parabola_bias(points: Points, estimator: Estimator) -> dict[str, float] | None:
-    """How far a parabola is off on these very sizes, were the loss a parametric law's.
+    """Error of a parabola on these very sizes, if the loss followed a parametric law.
 
     Where alpha and beta differ a profile is lopsided, and a parabola's vertex beside its least
     loss, the farther the wider the sizes. The parametric law is fitted to the points and put in

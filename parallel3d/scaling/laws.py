@@ -1,4 +1,4 @@
-"""The laws that are sums of power laws, and what they say of a budget (floor 0).
+"""Laws that are sums of power laws, and what they predict for a budget.
 
 Each term is log-linear: log(term k) = log(coefficient k) + features[k] . exponents.
 """
@@ -34,11 +34,11 @@ class Law:
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """Names of all that is fitted."""
+        """Names of all fitted parameters."""
         return self.coefficients + self.exponents
 
     def loss(self, values: Values, params: Array, tokens: Array) -> Array:
-        """Nats per token; `values` may be arrays [draws, 1] over points [points]."""
+        """Loss in nats per token; `values` may be arrays [draws, 1] over points [points]."""
         features = self.features(np.asarray(params), np.asarray(tokens))
         total: Array = np.zeros(())
         for k, name in enumerate(self.coefficients):

@@ -1,4 +1,4 @@
-"""Draws a fit: each picture a PNG as bytes (floor 0; matplotlib is imported late)."""
+"""Pictures of a fit, each a PNG as bytes (matplotlib is imported late)."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ _MOST = 9  # lines of one picture that can be told apart
 
 
 def pictures(fit: Fit, curves: Sequence[Curve] = ()) -> dict[str, tuple[bytes, str]]:
-    """name -> PNG and its caption, of all that the fit has something to show of."""
+    """PNG and caption, by name, of each picture for which the fit has data."""
     drawn: dict[str, Callable[[Fit], tuple[Any, str] | None]] = {
         "loss": loss, "isoflop": isoflop, "optima": optima, "residuals": residuals,
         "intervals": intervals, "held_out": held_out,
@@ -44,7 +44,7 @@ def _some(items: Sequence[Any]) -> list[Any]:
 
 
 def loss(fit: Fit) -> tuple[Any, str] | None:
-    """Loss over FLOPs, coloured by size, the law of each size through it."""
+    """A picture of loss over FLOPs, coloured by size, with the law of each size."""
     points = fit.points
     figure, axes = new()
     colour, mapped = coloured(points.params)
@@ -77,7 +77,7 @@ def loss(fit: Fit) -> tuple[Any, str] | None:
 
 
 def isoflop(fit: Fit) -> tuple[Any, str] | None:
-    """Loss over size at each budget, and the best sizes by both methods."""
+    """A picture of loss over size at each budget, with the best sizes by both methods."""
     found = _some(profiles(fit.points))
     if len(found) < 2:
         return None
@@ -114,7 +114,7 @@ def isoflop(fit: Fit) -> tuple[Any, str] | None:
 
 
 def optima(fit: Fit) -> tuple[Any, str] | None:
-    """The best size over the budget, or the best setting over the size, and the power law."""
+    """A picture of the best size over the budget, or setting over size, with the power law."""
     best = fit.diagnostics.get("best")
     if not best:
         return None
@@ -143,7 +143,7 @@ def optima(fit: Fit) -> tuple[Any, str] | None:
 
 
 def residuals(fit: Fit) -> tuple[Any, str] | None:
-    """What the law leaves, over FLOPs, and its distribution."""
+    """A picture of the law's residuals over FLOPs, and their distribution."""
     if len(fit.scatter) != len(fit.points):
         return None
     figure, (left, right) = new(2, width_ratios=[4, 1], sharey=True, height=2.9)
@@ -167,7 +167,7 @@ def residuals(fit: Fit) -> tuple[Any, str] | None:
 
 
 def intervals(fit: Fit) -> tuple[Any, str] | None:
-    """The bootstrap of each parameter, and of the exponents of the best N and D."""
+    """A picture of each parameter's bootstrap, and of the exponents of the best N and D."""
     drawn = dict(fit.samples)
     drawn |= {f"{name} ~ C^": values for name, values in fit.optimal_samples.items()}
     values = dict(fit.parameters) | {f"{k} ~ C^": v for k, v in fit.optimal.items()}
@@ -211,7 +211,7 @@ def intervals(fit: Fit) -> tuple[Any, str] | None:
 
 
 def held_out(fit: Fit) -> tuple[Any, str] | None:
-    """Prediction against truth, of the largest budgets and of forecasts."""
+    """A picture of predicted against true loss, of the largest budgets and of forecasts."""
     held = fit.diagnostics.get("held_out")
     sworn = [one for one in fit.diagnostics.get("forecasts", ()) if one["loss"] is not None]
     if not sworn and len(held["rows"] if held else ()) < 2:
@@ -245,7 +245,7 @@ def held_out(fit: Fit) -> tuple[Any, str] | None:
 
 
 def loss_curves(curves: Sequence[Curve]) -> tuple[Any, str]:
-    """Training loss over tokens of every run, and its held-out loss."""
+    """A picture of every run's training loss over tokens, with its held-out loss."""
     figure, axes = new()
     colours = ["#31276b", "#2c6e8f", "#35a07c", "#b3c843"]
     for i, curve in enumerate(curves):

@@ -1,4 +1,4 @@
-"""What a law is fitted on: each run's size, tokens, FLOPs and loss, and which runs were dropped."""
+"""Points of a fit: each run's size, tokens, FLOPs and loss, and the runs that were dropped."""
 
 import hashlib
 import math
@@ -32,7 +32,7 @@ FLAGS = {
 
 
 class Dropped(NamedTuple):
-    """A row that no fit sees, and why."""
+    """A row that is left out of every fit, and why."""
 
     row: str
     reason: str
@@ -40,10 +40,9 @@ class Dropped(NamedTuple):
 
 @dataclass(frozen=True)
 class Points:
-    """Arrays of one entry a run: [points]. `flops` of training; `loss` in nats per token.
+    """Sizes, tokens, FLOPs and losses of runs: arrays [points].
 
-    `standard_error` of the loss and `unique` tokens (the others are repeats) where they are known;
-    `columns`: which column each is from; `others`: further columns, by name.
+    `flops` of training; `loss` in nats per token.
     """
 
     params: Array
@@ -61,7 +60,7 @@ class Points:
         return len(self.loss)
 
     def take(self, rows: npt.NDArray[np.intp] | npt.NDArray[np.bool_]) -> "Points":
-        """Those rows; `rows` are indices or a mask."""
+        """The points in `rows`, which are indices or a mask."""
         index = np.arange(len(self))[rows]
         some = None if self.standard_error is None else self.standard_error[index]
         unique = None if self.unique is None else self.unique[index]
@@ -87,7 +86,7 @@ def points_of(
     others: Sequence[tuple[str, str]] = (),
     drop_largest: int = 0,
 ) -> Points:
-    """The points of a table, without the rows that cannot be used, which are listed.
+    """The points of a table without unusable rows, which are listed.
 
     `named`: column of params, tokens, flops, loss, standard_error and unique, where a flag names
     it. `others`: flags and names of further columns of numbers above 0. `drop_largest`: so many

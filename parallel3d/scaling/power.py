@@ -1,4 +1,4 @@
-"""Power laws by least squares of logarithms, and the best of a swept setting (floor 0)."""
+"""Power laws by least squares of logarithms, and the best value of a swept setting."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ NAME = "best-value"
 
 @dataclass(frozen=True)
 class Power:
-    """y = coefficient * product of x^exponent."""
+    """A power law: y = coefficient * product of x^exponent."""
 
     coefficient: float
     exponents: tuple[float, ...]
@@ -27,7 +27,7 @@ class Power:
 
 
 def power_law(x: Sequence[Array], y: Array, log_error: Array | None = None) -> Power:
-    """Fit log(y) to a line in log(x), each point weighted by 1 / log_error^2.
+    """The power law fitted as a line in log(x) to log(y), with weights 1 / log_error^2.
 
     `log_error`: the standard error of log(y); a point without a finite one counts for nothing.
     """
@@ -51,7 +51,7 @@ def power_law(x: Sequence[Array], y: Array, log_error: Array | None = None) -> P
 
 
 def best_values(points: Points, setting: Array) -> tuple[list[dict[str, Any]], list[str]]:
-    """The best value of a swept setting, for each size and length; and which were left out, why.
+    """The best value of a swept setting for each size and length, and those left out, with why.
 
     At least three values are needed, and a loss that is least within the sweep: the vertex of a
     parabola in log(setting) through the best value and its neighbours.

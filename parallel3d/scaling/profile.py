@@ -1,4 +1,4 @@
-"""IsoFLOP profiles: loss over size at one budget, and where it is least (floor 0)."""
+"""IsoFLOP profiles: loss over size at one budget, and its minimum."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -16,7 +16,7 @@ METHODS: dict[Method, int] = {"akima": 4, "parabola": 3}
 
 @dataclass(frozen=True)
 class Best:
-    """The best size at a budget: FLOPs, parameters, tokens, loss; and of how many sizes."""
+    """The best size at a budget: FLOPs, parameters, tokens, loss, and the number of sizes tried."""
 
     flops: float
     params: float
@@ -27,7 +27,7 @@ class Best:
 
 @dataclass(frozen=True)
 class Profile:
-    """The runs of one budget: their rows among the points, and which size each is of.
+    """The runs of one budget: their rows among the points, and the size of each.
 
     `logs`: of parameters, loss and tokens, [3, runs].
     """

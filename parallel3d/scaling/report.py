@@ -1,4 +1,4 @@
-"""A fit as one HTML page with its pictures in it, for a paper's appendix (floor 0).
+"""Report of a fit: one HTML page with its pictures in it, for a paper's appendix.
 
 The checklist is that of arXiv:2502.18969: what a reader must know to fit the same again.
 """
@@ -61,7 +61,7 @@ def page(
     fit: Fit, title: str, drawn: Mapping[str, tuple[bytes, str]],
     settings: Mapping[str, str] | None,
 ) -> str:  # fmt: skip
-    """The HTML; `drawn`: PNG and caption of each picture."""
+    """The report as HTML; `drawn`: PNG and caption of each picture."""
     found = fit.diagnostics
     parts = [
         f"<h1>{escape(title)}</h1>",

@@ -1,4 +1,4 @@
-"""What a fit found, as data: what `scale.py fit` prints and fit.json holds (floor 0)."""
+"""Result of a fit, as data: printed by `scale.py fit` and stored in fit.json."""
 
 import json
 import math
@@ -17,7 +17,7 @@ LEVEL = 95  # per cent that an interval holds
 
 @dataclass(frozen=True)
 class Fit:
-    """A law's values and how sure they are.
+    """A law's fitted values, their intervals, and diagnostics.
 
     `parameters`: name -> value. `samples`: the same of each draw of the bootstrap, [draws];
     empty where the points are too few for one. `objective`: what was minimised, at its minimum.
@@ -38,21 +38,21 @@ class Fit:
 
     @property
     def standard_errors(self) -> dict[str, float | None]:
-        """Of each parameter: the standard deviation of its bootstrap."""
+        """Standard error of each parameter: the standard deviation of its bootstrap."""
         return {name: _deviation(self.samples.get(name)) for name in self.parameters}
 
     @property
     def intervals(self) -> dict[str, list[float] | None]:
-        """Of each parameter: the middle 95 % of its bootstrap."""
+        """Interval of each parameter: the middle 95 % of its bootstrap."""
         return {name: interval(self.samples.get(name)) for name in self.parameters}
 
     @property
     def dropped(self) -> tuple[Dropped, ...]:
-        """The rows that were left out, and why."""
+        """The rows that were left out of the fit, and why."""
         return self.points.dropped
 
     def to_json(self) -> dict[str, Any]:
-        """What `--json` prints; the keys are published and do not change."""
+        """The object that `--json` prints; its keys are published and do not change."""
         exponents = {name: interval(draws) for name, draws in self.optimal_samples.items()}
         return {
             "law": self.law,
@@ -68,7 +68,7 @@ class Fit:
         }
 
     def document(self) -> dict[str, Any]:
-        """What fit.json holds: `to_json`, and what a forecast is made from."""
+        """The contents of fit.json: `to_json`, and the input of forecasts."""
         points = self.points
         return self.to_json() | {
             "data": {
@@ -86,7 +86,7 @@ class Fit:
 
 @dataclass(frozen=True)
 class Stored:
-    """A fit that was read from its fit.json; the fields are Fit's."""
+    """A fit read from its fit.json, with the same fields as Fit."""
 
     path: Path
     law: str
@@ -103,7 +103,7 @@ class Stored:
 
     @classmethod
     def read(cls, path: Path) -> "Stored":
-        """Raises ConfigError for a file that `scale.py fit` did not write."""
+        """The fit in a file; raises ConfigError for a file that `scale.py fit` did not write."""
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
             data = raw["data"]
@@ -125,7 +125,7 @@ class Stored:
 
 
 def interval(draws: Array | None) -> list[float] | None:
-    """The percentiles between which the middle 95 % of the draws are; None of too few."""
+    """The percentiles that enclose the middle 95 % of the draws; None for too few draws."""
     if draws is None or not len(draws):
         return None
     rest = (100 - LEVEL) / 2
@@ -138,7 +138,7 @@ def _deviation(draws: Array | None) -> float | None:
 
 
 def finite(value: Any) -> Any:
-    """The value with None for what is not finite, as JSON has no NaN."""
+    """The value with None in place of numbers that are not finite, as JSON has no NaN."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

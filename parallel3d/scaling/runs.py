@@ -1,4 +1,4 @@
-"""Reads folders of runs of launch/train.py as a table (floor 0).
+"""Folders of runs of launch/train.py, read as a table.
 
 Each run has its resolved config.json and its metrics.jsonl; its loss is the held-out loss of its
 last line, if that is the line of its last step.
@@ -27,12 +27,12 @@ _MOST_POINTS = 300  # of a curve that is drawn
 
 
 class NoEnd(Exception):
-    """Why a run's folder gives no point."""
+    """The reason why a run's folder gives no point."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A run's losses on the way: tokens seen and training loss, [steps]; held out, where known."""
+    """A run's losses over time: tokens seen and training loss, [steps]; held out, where known."""
 
     name: str
     tokens: list[float]
@@ -41,7 +41,7 @@ class Curve:
 
 
 def count(model: Any) -> dict[str, int]:
-    """Parameters of a model: `transformer`: of its blocks; `with_head`: and of its head.
+    """Parameters of a model: `transformer` of its blocks, `with_head` of blocks and head.
 
     The head's output projection counts with the head even if it is the embedding's: it is
     multiplied with each token. `total`: of everything, a tied copy once.
@@ -55,7 +55,7 @@ def count(model: Any) -> dict[str, int]:
 
 
 def read_runs(folder: Path) -> Table:
-    """A row for each run in the folder that came to its end; the others are left out by name.
+    """A row for each finished run in a folder; the others are left out by name.
 
     Raises ConfigError where no run did.
     """
@@ -78,7 +78,7 @@ def read_runs(folder: Path) -> Table:
 
 
 def curves(folder: Path) -> list[Curve]:
-    """The losses on the way of every run in the folder, thinned for drawing."""
+    """The loss curves of every run in a folder, thinned for drawing."""
     found = []
     for path in _folders(folder):
         try:
@@ -98,7 +98,7 @@ def curves(folder: Path) -> list[Curve]:
 
 
 def settings(folder: Path) -> dict[str, str]:
-    """How the runs were trained: for each setting that matters its values, all that there are."""
+    """Settings of the runs that matter for training, each with all of its values."""
     found: dict[str, dict[str, None]] = {}
     for path in _folders(folder):
         try:
@@ -139,7 +139,7 @@ def _few(values: list[str]) -> str:
 
 
 def config_of(path: Path) -> RunConfig:
-    """The resolved config in a run's folder; NoEnd where it has none that can be used."""
+    """The resolved config in a run's folder; raises NoEnd if none can be used."""
     try:
         raw = json.loads((path / CONFIG).read_text(encoding="utf-8"))
         config = RunConfig.from_dict(raw, source=str(path / CONFIG))
@@ -184,7 +184,7 @@ def _row(path: Path) -> dict[str, Any]:
 
 
 def last_line(path: Path) -> dict[str, Any]:
-    """The last line of metrics.jsonl that is whole; a kill may have cut off the end. NoEnd."""
+    """The last whole line of metrics.jsonl, whose end a kill may have cut off; raises NoEnd."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))

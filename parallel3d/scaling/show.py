@@ -1,4 +1,4 @@
-"""A fit and a forecast as tables for a terminal (floor 0)."""
+"""A fit and a forecast as tables for a terminal."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ _MOST = 12  # dropped rows that are printed; the rest are counted
 
 
 def show_fit(report: Mapping[str, Any], out: Console) -> None:
-    """Print what `--json` holds."""
+    """Print a fit: the figures that `--json` has."""
     found = report["diagnostics"]
     layout.say(out, f"{report['law']} law, {report['points']} points; {report['estimator']}")
     rows = [

@@ -1,4 +1,4 @@
-"""Minimises a robust sum of residuals from many starts and many weightings at once (floor 0).
+"""Minimisation of a robust sum of residuals from many starts and weightings at once.
 
 A damped Newton method with exact gradients and Hessians, in numpy, on a batch of problems that
 differ in start and weights alone: a multi-start, or the draws of a bootstrap. Steps are measured in
@@ -24,17 +24,17 @@ _HOPELESS = 1e12  # damping at which no step leads down: the minimum, to roundin
 
 
 class Model(Protocol):
-    """What is fitted: residuals are `target` - f(theta)."""
+    """A function f(theta) to be fitted; residuals are `target` - f(theta)."""
 
     target: Array
     lower: Array
     upper: Array
 
     def value(self, theta: Array) -> Array:
-        """f [batch, points] of theta [batch, p]."""
+        """Values f [batch, points] at theta [batch, p]."""
 
     def expand(self, theta: Array) -> tuple[Array, Array, Callable[[Array], Array]]:
-        """f, its gradient [batch, p, points], and what sums its Hessians.
+        """Values f, gradient [batch, p, points], and the sum of weighted Hessians as a function.
 
         The last gives of weights [batch, points] the weighted sum over the points, [batch, p, p].
         """
@@ -42,7 +42,7 @@ class Model(Protocol):
 
 @dataclass(frozen=True)
 class Solution:
-    """theta [batch, p], its objective [batch] and whether its last step was small [batch]."""
+    """Minima theta [batch, p], their objectives [batch], and whether each search converged."""
 
     theta: Array
     objective: Array
@@ -50,7 +50,7 @@ class Solution:
 
 
 def huber(residual: Array, threshold: Array) -> Array:
-    """r^2 / 2 up to the threshold, and a line beyond it."""
+    """The Huber loss: r^2 / 2 up to the threshold, and a line beyond it."""
     size = np.abs(residual)
     return np.where(
         size <= threshold, 0.5 * residual * residual, threshold * (size - 0.5 * threshold)
@@ -60,7 +60,7 @@ def huber(residual: Array, threshold: Array) -> Array:
 def minimise(
     model: Model, start: Array, weights: Array, threshold: Array, enough: float = ENOUGH
 ) -> Solution:
-    """The minimum of sum(weights * huber(residual, threshold)) that each start leads to.
+    """Minima of sum(weights * huber(residual, threshold)), one for each start.
 
     start [batch, p], weights [batch, points], threshold [batch] (inf: least squares).
     """
@@ -74,7 +74,7 @@ def minimise(
 
 
 def objective(model: Model, theta: Array, weights: Array, threshold: Array) -> Array:
-    """The sum that `minimise` minimises, [batch]."""
+    """The sum of weighted Huber losses that `minimise` minimises, [batch]."""
     residual = model.target - model.value(theta)
     found: Array = np.sum(weights * huber(residual, threshold[:, None]), axis=1)
     return found

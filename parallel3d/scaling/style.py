@@ -1,4 +1,4 @@
-"""How the pictures of a fit look: one style, colours by size, plain ticks (floor 0)."""
+"""Style of a fit's pictures: colours by size, plain ticks."""
 
 import io
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ _STYLE: Any = {
 
 @contextmanager
 def style() -> Iterator[Any]:
-    """pyplot in this style, without a display."""
+    """Matplotlib's pyplot in this style, without a display."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -29,7 +29,7 @@ def style() -> Iterator[Any]:
 
 
 def png(plt: Any, figure: Any) -> bytes:
-    """The figure as a PNG; it is closed."""
+    """The figure as a PNG; the figure is closed."""
     out = io.BytesIO()
     figure.savefig(out, format="png", dpi=DOTS, metadata={"Software": ""})
     plt.close(figure)
@@ -37,14 +37,14 @@ def png(plt: Any, figure: Any) -> bytes:
 
 
 def new(columns: int = 1, width: float = 6.4, height: float = 3.7, **ratios: Any) -> Any:
-    """A figure of so many axes in a row, in inches."""
+    """A figure of `columns` axes in a row, in inches."""
     import matplotlib.pyplot as plt
 
     return plt.subplots(1, columns, figsize=(width, height), constrained_layout=True, **ratios)
 
 
 def coloured(values: Array) -> tuple[Callable[[Any], Any], Any]:
-    """A colour for each size, log-scaled, and what a colour bar is made from."""
+    """A colour for each size, on a log scale, and the input of a colour bar."""
     from matplotlib import cm, colors
 
     low, high = float(values.min()), float(values.max())
@@ -55,21 +55,21 @@ def coloured(values: Array) -> tuple[Callable[[Any], Any], Any]:
 
 
 def colour_bar(figure: Any, axes: Any, mapped: Any, label: str) -> None:
-    """The bar that says which colour is which size."""
+    """Add a bar that says which colour is which size."""
     bar = figure.colorbar(mapped, ax=axes, pad=0.015, aspect=30)
     bar.set_label(label)
     bar.outline.set_visible(False)
 
 
 def log_axis(axes: Any, which: str, values: Array) -> None:
-    """A logarithmic axis; `which` is x or y."""
+    """Make an axis logarithmic; `which` is x or y."""
     getattr(axes, f"set_{which}scale")("log")
     if values.max() < 10 * values.min():
         plain(getattr(axes, f"{which}axis"))
 
 
 def plain(axis: Any, most: int = 7, digits: int = 3) -> None:
-    """Numbers in place of powers of ten, where an axis spans less than a decade or two."""
+    """Set plain numbers as ticks in place of powers of ten, on an axis of few decades."""
     from matplotlib import ticker
 
     axis.set_major_locator(ticker.MaxNLocator(nbins=most, steps=[1, 2, 2.5, 5, 10]))

@@ -1,4 +1,4 @@
-"""Reads tables of runs: CSV, JSON or JSON lines (floor 0)."""
+"""Tables of runs: CSV, JSON or JSON lines."""
 
 import csv
 import io
@@ -16,7 +16,7 @@ LARGEST = 64 * 2**20  # bytes of a table that are read
 
 @dataclass(frozen=True)
 class Table:
-    """Rows as column -> cell (text or a JSON value), and a name for each: "line 7", or a run's."""
+    """Rows as column -> cell (text or a JSON value), each with a name: "line 7", or a run's."""
 
     path: Path
     columns: tuple[str, ...]
@@ -26,7 +26,7 @@ class Table:
     """What of the source is no row at all, and why."""
 
     def column(self, flag: str, name: str) -> str:
-        """The column that is called `name`; ConfigError names those that there are."""
+        """The column called `name`; ConfigError names the columns that exist."""
         if name in self.columns:
             return name
         near = get_close_matches(name, self.columns, 1, 0.6)
@@ -37,7 +37,7 @@ class Table:
         )
 
     def where(self, conditions: Sequence[str]) -> "Table":
-        """The rows whose cells are equal to all of `conditions`, each written COLUMN=VALUE."""
+        """The rows whose cells equal all of `conditions`, each written COLUMN=VALUE."""
         keep = set(range(len(self.rows)))
         for condition in conditions:
             name, equals, value = condition.partition("=")
@@ -57,7 +57,7 @@ class Table:
 
 
 def read(path: Path) -> Table:
-    """The table in a file; its first bytes say what it is, whatever its name.
+    """The table in a file; its first bytes decide its format, whatever its name.
 
     CSV with commas, semicolons or tabs; a JSON list of objects; one JSON object a line. Raises
     ConfigError where it cannot be read or holds no row.

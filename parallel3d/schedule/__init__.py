@@ -1,1 +1,1 @@
-"""Pipeline schedules as data: drawn, checked, timed and run from one list (floor 0)."""
+"""Pipeline schedules as data: drawn, checked, timed and run from one list."""

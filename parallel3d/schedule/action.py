@@ -1,4 +1,4 @@
-"""The words that pipeline programs are written in."""
+"""The words that pipeline programs are written in: operations, actions and their spans in time."""
 
 import re
 from collections.abc import Callable
@@ -55,17 +55,17 @@ class Action(NamedTuple):
 
     @property
     def is_compute(self) -> bool:
-        """Whether it is F, B, I or W."""
+        """Whether the action is F, B, I or W."""
         return self.op in _UNIT_COST
 
     @property
     def is_send(self) -> bool:
-        """Whether it is SEND_F or SEND_B."""
+        """Whether the action is SEND_F or SEND_B."""
         return self.op in _SENDS
 
     @property
     def is_receive(self) -> bool:
-        """Whether it is RECV_F or RECV_B."""
+        """Whether the action is RECV_F or RECV_B."""
         return self.op in _RECEIVES
 
     @property

@@ -112,7 +112,7 @@ def figure(
 
 
 def timeline_of(spans: Spans) -> Timeline:
-    """What is drawn of the spans, for what is drawn beside them."""
+    """The timeline that a drawing of these spans has, for what is drawn beside it."""
     return fold(*_from_zero(spans))
 
 
@@ -242,7 +242,7 @@ def spans_from_json(data: dict[str, Any]) -> tuple[Schedule, Spans]:
 
 
 def mean_costs(spans: Spans) -> Cost:
-    """What a compute took on the mean of its stage's microbatches, in seconds; transfers nothing.
+    """Mean seconds of each compute over the microbatches of its stage; transfers take nothing.
 
     With it, `simulate` draws the run that was measured without its jitter.
     """
@@ -255,7 +255,7 @@ def mean_costs(spans: Spans) -> Cost:
 
 
 def seconds(spans: Spans) -> float:
-    """From the start of the first compute to the end of the last."""
+    """Seconds from the start of the first compute to the end of the last."""
     return _from_zero(spans)[1]
 
 

@@ -29,7 +29,7 @@ class Fold:
 
     @property
     def label(self) -> str:
-        """What stands in the gap."""
+        """The text that stands in the gap of a fold."""
         return f"… ×{self.num_microbatches:,} …"
 
 
@@ -42,7 +42,7 @@ class Timeline:
     length: float
 
     def at(self, time: float) -> float:
-        """Where a time is drawn; what is folded shares its gap."""
+        """The place where a time is drawn; all times in a fold share its gap."""
         shift = 0.0
         for fold in self.folds:
             if time <= fold.begin:
@@ -63,7 +63,7 @@ class Timeline:
 
 
 def fold(spans: Spans, length: float, most: int = MOST) -> Timeline:
-    """The timeline of computes that start at 0; what is longer than `most` computes is folded."""
+    """The timeline of computes that start at 0; a list longer than `most` computes is folded."""
     if sum(map(len, spans)) <= most:
         return Timeline(spans, (), length)
     cuts = _cuts(spans)

@@ -1,4 +1,4 @@
-"""Layers to stages, balanced by cost."""
+"""Assignment of layers to stages, balanced by cost."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise

@@ -149,7 +149,7 @@ def _send_of(compute: Action, schedule: Schedule) -> Action | None:
 
 
 def validate(schedule: Schedule) -> None:
-    """Raises ScheduleError, the programs printed and the action marked, unless the schedule runs.
+    """Raise ScheduleError unless the schedule can run, with the programs and the culprit printed.
 
     Each compute stands once per stage and microbatch, on the stage's rank, after what it needs.
     Where there is communication, each send has its receive, and *blocking* sends and receives
@@ -179,7 +179,7 @@ def validate(schedule: Schedule) -> None:
 
 
 def add_communication(schedule: Schedule, cost: Cost = unit_cost) -> Schedule:
-    """The same computes with SEND and RECV between them, free of deadlock by construction.
+    """A schedule's computes with SEND and RECV among them, free of deadlock by construction.
 
     All programs are cuts of `sequence`, which even blocking ranks can follow; and a rank posts a
     RECV one compute ahead, so that the transfer overlaps with it. `cost` is positive for computes.
@@ -192,7 +192,10 @@ def add_communication(schedule: Schedule, cost: Cost = unit_cost) -> Schedule:
 
 
 def add_sharding(schedule: Schedule, weights: Weights, reduces_once: bool) -> Schedule:
-    """The same programs with GATHER, RELEASE and REDUCE among them (`with_sharding`), validated."""
+    """A schedule's programs with GATHER, RELEASE and REDUCE among them, validated.
+
+    Each program is what `with_sharding` makes of it.
+    """
     programs = tuple(with_sharding(p, weights, reduces_once) for p in schedule.programs)
     whole = replace(schedule, programs=programs)
     validate(whole)
@@ -217,7 +220,7 @@ def sequence(schedule: Schedule, cost: Cost = unit_cost) -> Iterator[Action]:
 
 
 def simulate(schedule: Schedule, cost: Cost) -> Spans:
-    """When each action runs, per coordinate, if action `a` takes `cost(a)` seconds: `times_of`."""
+    """The time at which each action runs, per coordinate, if action `a` takes `cost(a)` seconds."""
     return times_of(schedule.order, schedule.pp_coord_of_stage, schedule.pp_size, cost)
 
 

@@ -1,4 +1,4 @@
-"""When a rank gathers, releases and reduces what ZeRO has cut, as actions of its program.
+"""Actions by which a rank gathers, releases and reduces what ZeRO has cut, as part of its program.
 
 A schedule file writes computes. Where ZeRO-3's weights stay gathered for more than one microbatch,
 and where gradients are reduced once a step, GATHER, RELEASE and REDUCE stand among them, so that
@@ -27,7 +27,7 @@ class _Window(NamedTuple):
 
 
 def with_sharding(program: Program, weights: Weights, reduces_once: bool) -> Program:
-    """A rank's program with what its ZeRO stage asks for.
+    """A rank's program with the GATHER, RELEASE and REDUCE of its ZeRO stage.
 
     `weights`: "per_microbatch" leaves gathering to F and B; "per_pass" gathers a stage before its
     first forward and releases it after its last, and the same for its backwards; where the two
@@ -87,7 +87,7 @@ def gathers(programs: Iterable[Program]) -> dict[Action, Action]:
 
 
 def problems(program: Program) -> Iterator[tuple[str, Action]]:
-    """What is wrong with the GATHERs, RELEASEs and REDUCEs of a program, and where."""
+    """Everything wrong with the GATHERs, RELEASEs and REDUCEs of a program, and where."""
     held: set[int] = set()
     gathered = {a.stage for a in program if a.op is Op.GATHER}
     final = _last_uses(program, _GIVES_GRADIENT)
@@ -119,8 +119,10 @@ def problems(program: Program) -> Iterator[tuple[str, Action]]:
 
 
 def most_gathered(program: Program) -> tuple[int, ...]:
-    """The stages whose weights a rank holds, with those on their way, when it holds most of them;
-    empty where it gathers for each microbatch."""
+    """The stages whose weights a rank holds, or is gathering, when it holds most of them.
+
+    Empty where weights are gathered for each microbatch.
+    """
     held: list[int] = []
     most: tuple[int, ...] = ()
     for action in program:

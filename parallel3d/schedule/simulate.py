@@ -1,4 +1,4 @@
-"""When each action of a schedule runs, by the seconds that each takes."""
+"""Simulation of a schedule: when each action runs, given the seconds that each takes."""
 
 from collections import defaultdict
 from collections.abc import Iterable

@@ -1,1 +1,1 @@
-"""What surrounds a training run: its start, its folder, its steps, its end (floor 5)."""
+"""A training run from its start to its end: folder, corpus, steps, metrics, requests to stop."""

@@ -1,4 +1,4 @@
-"""Puts the parts of a run together: what every command that trains needs (floor 5)."""
+"""Assembly of a run's parts, for every command that trains."""
 
 import logging
 from collections.abc import Callable
@@ -19,7 +19,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Assembly:
-    """The parts of one rank: `executor` trains, `evaluator` runs the same stages forward only."""
+    """The parts of one rank of a run: engine, executors and schedule.
+
+    `executor` trains; `evaluator` runs the same stages forward only.
+    """
 
     layers: list[LayerSpec]
     shape: Shape
@@ -72,7 +75,7 @@ def assemble(
 def build(
     config: RunConfig, mesh: Mesh, settings: EngineSettings, *, seed: int | None
 ) -> tuple[list[LayerSpec], Shape, Schedule, BuiltStages]:
-    """The layers of a resolved config, and this rank's stages; without a seed their weights wait.
+    """The layers of a resolved config and this rank's stages; without a seed, weights stay unset.
 
     Raises ConfigError or ScheduleError for what cannot be run together.
     """
@@ -95,7 +98,7 @@ def build(
 
 
 def hidden_shape(config: RunConfig) -> tuple[int, int, int]:
-    """What passes between stages: [batch, seq, hidden], or its part under sequence parallelism."""
+    """Shape of the tensors between stages: [batch, seq, hidden], or a rank's part of them."""
     parts = config.mesh.tp if config.mesh.sequence_parallel else 1
     seq = config.data.sequence_length // parts
     return config.micro_batch_size, seq, config.model.hidden_size

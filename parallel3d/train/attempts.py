@@ -1,4 +1,4 @@
-"""Restarts: which folder is this launch's own, and whether a run dies at each (floor 5, no torch).
+"""Restarts: the folder of this launch, and whether a run dies at every attempt (no torch).
 
 Both are in `attempts.json` in the run's folder, which rank 0 alone reads and writes.
 """
@@ -27,7 +27,7 @@ _SAME_START = 10.0  # seconds by which the clock may have been set between two s
 
 
 def launch_identity() -> str:
-    """What stays the same when a launcher starts its ranks again, maybe on another host.
+    """An identity of this launch that stays the same when its launcher restarts the ranks.
 
     The job's own name, `torchrun --rdzv_id` or Slurm's number; else "host pid seconds" of the
     launcher, the parent process. Other launches have other identities, except that those of one
@@ -41,7 +41,7 @@ def launch_identity() -> str:
 
 
 def folder_of_this_launch(directory: Path, name: str, config: str = "") -> Path | None:
-    """The newest of the folders `name`, `name-2`, ... that an earlier attempt of this launch began.
+    """The newest folder `name`, `name-2`, ... that an earlier attempt of this launch began.
 
     Only after a restart (`Launch.restart_count`) is it to be asked for. `config`: the digest of
     what is trained; a run of another one is another launch's, of the same job.
@@ -59,7 +59,7 @@ def folder_of_this_launch(directory: Path, name: str, config: str = "") -> Path 
 
 
 def unfinished(directory: Path, config: str) -> Path | None:
-    """The newest run in `directory` of that config that has not come to its end."""
+    """The newest unfinished run of a config in `directory`."""
     found = []
     for path in directory.glob(f"*/{FILE}"):
         record = _Record.read(path)
@@ -70,7 +70,7 @@ def unfinished(directory: Path, config: str) -> Path | None:
 
 
 class Attempts:
-    """The attempts at one run, of which each leaves its death behind unless it ends clean.
+    """The attempts at one run; each leaves its death on record unless it ends clean.
 
     `settings` are the run's; with others it has a fresh chance. `config` is the digest by which
     the same config finds it again (`unfinished`).
@@ -82,7 +82,7 @@ class Attempts:
         self._settings = blake2b(text.encode(), digest_size=16).hexdigest()
 
     def begin(self, step: int, restart: bool = False) -> None:
-        """Enter a new attempt; `step` is the last that the attempt before it finished.
+        """Record a new attempt; `step` is the last step that the attempt before it finished.
 
         Raises TrainingError if the last three attempts died at one step. Raises Stopped if the
         launcher `restart`s what ended on request.
@@ -109,7 +109,7 @@ class Attempts:
         return deaths
 
     def end(self, stopped: bool = False) -> None:
-        """Leave clean, done or `stopped` on request: the deaths are forgotten."""
+        """Record a clean end, done or `stopped` on request, and forget earlier deaths."""
         self._write([], stopped=stopped)
 
     def _write(self, deaths: list[int], *, running: bool = False, stopped: bool = False) -> None:

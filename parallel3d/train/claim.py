@@ -1,4 +1,4 @@
-"""The folder that a run is written to, claimed before anything costs time (floor 5, no torch)."""
+"""The claim on a run's folder, made before anything costs time (no torch)."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -31,7 +31,7 @@ class Claim:
     """The directory of all runs, where it was made for this one."""
 
     def release(self) -> None:
-        """Let another launch have it."""
+        """Release the folder, so that another launch may have it."""
         self.lock.release()
         if self.made:
             with suppress(OSError):  # there is a run in it now
@@ -39,7 +39,7 @@ class Claim:
 
 
 def ready(config: RunConfig, launch: Launch) -> RunConfig:
-    """The config for the ranks that were launched, its mesh planned if it asks for that.
+    """The config resolved for the launched ranks, its mesh planned if it asks for that.
 
     Every rank comes to the same. Raises ConfigError, for sizes that no machine can hold too.
     """
@@ -53,7 +53,7 @@ def ready(config: RunConfig, launch: Launch) -> RunConfig:
 
 
 def claim(asked: RunConfig, config: RunConfig, launch: Launch, say: Callable[[str], None]) -> Claim:
-    """Claim the folder that a run goes on in, or a new one's name.
+    """Claim the folder in which a run resumes, or a new name.
 
     `asked` is the config as it was read, `config` the same for the processes that were started.
     To be called on one process of a launch. Raises ConfigError where a living process writes to
@@ -87,7 +87,7 @@ def claim(asked: RunConfig, config: RunConfig, launch: Launch, say: Callable[[st
 
 @contextmanager
 def written_to(folder: Path) -> Iterator[None]:
-    """Raise ConfigError, with what to do, where a run's folder cannot be written."""
+    """Raise ConfigError, with a remedy, if a run's folder cannot be written."""
     try:
         yield
     except OSError as error:
@@ -142,7 +142,7 @@ def _find(
 
 
 def token_of(folder: Path) -> str:
-    """What the lock of a run's folder says that no other lock does; "" where there is none."""
+    """A text that the lock of a run's folder alone holds; "" where there is no lock."""
     holder = read(folder.with_name(f"{folder.name}{SUFFIX}"))
     return holder.token if holder else ""
 
@@ -156,7 +156,7 @@ def _held(folder: Path, holder: Holder) -> str:
 
 
 def name_of(config: RunConfig) -> str:
-    """The name of a run that is given none: its model and its mesh."""
+    """The default name of a run: its model and its mesh."""
     sizes = "x".join(str(getattr(config.mesh, axis)) for axis in ("pp", "dp", "tp"))
     model = config.model
     return f"{model.family}-h{model.hidden_size}-l{model.num_hidden_layers}-{sizes}"

@@ -1,4 +1,4 @@
-"""Joins a run and the planner: the mesh that a config leaves open, and the dry run (floor 5)."""
+"""The planner applied to a run: the mesh that a config leaves open, and the dry run."""
 
 import json
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ DONE, FAILED = 0, 1  # exit codes of a dry run; 1: it does not fit
 
 
 def machine_of(config: RunConfig, launch: Launch) -> hardware.Hardware:
-    """What the run is on: as the config names it, else the device's own name, else this machine.
+    """The hardware of a run: named by the config, else by the device, else this machine.
 
     Raises ConfigError, with what to do, where nothing is known of it.
     """
@@ -41,7 +41,7 @@ def machine_of(config: RunConfig, launch: Launch) -> hardware.Hardware:
 
 
 def known_hardware(config: RunConfig, device: torch.device) -> hardware.Hardware | None:
-    """What the config names; else what `device` calls itself, if configs/hardware describes it."""
+    """The hardware that the config names, or the `device` if configs/hardware describes it."""
     if config.run.hardware != "auto":
         return hardware.load(config.run.hardware)
     if device.type == "cpu":
@@ -50,7 +50,7 @@ def known_hardware(config: RunConfig, device: torch.device) -> hardware.Hardware
 
 
 def described(config: RunConfig, device: torch.device) -> hardware.Hardware | None:
-    """What is known of what the run is on, this machine's measured figures last."""
+    """The description of a run's hardware, this machine's measured figures as a last resort."""
     known = known_hardware(config, device)
     if known is None and hardware.THIS_MACHINE in hardware.names():
         return hardware.load(hardware.THIS_MACHINE)

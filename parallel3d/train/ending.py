@@ -1,4 +1,4 @@
-"""How a launch ends: its exit code, its last line, the command that goes on (floor 5, no torch)."""
+"""The end of a launch: exit code, last line, the command that resumes it (no torch)."""
 
 import os
 import shlex
@@ -28,13 +28,13 @@ _FLUSH = 3.0  # seconds for what a run has open, where another rank's fault ends
 
 
 def say(text: str) -> None:
-    """One line on standard error, in one write."""
+    """Write one line on standard error, in one write."""
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
 
 
 class Ending:
-    """Ends the process, from the main thread or, where that waits for ever, from another.
+    """The end of the process, from the main thread or, if that one hangs, from another.
 
     `launch` is set as soon as it is known, and so is what is to be done `at_end`.
     """
@@ -44,7 +44,7 @@ class Ending:
         self.at_end: list[Callable[[], None]] = []
 
     def judged(self, verdict: Verdict, flush: Callable[[], None]) -> NoReturn:
-        """End for the fault of another rank. For a thread: nothing here waits for the main one."""
+        """End the process for the fault of another rank, from a thread that waits for nothing."""
         pulse.leave(FAILED)
         say_verdict(verdict)
         flushing = threading.Thread(target=flush, daemon=True)
@@ -53,7 +53,7 @@ class Ending:
         self.leave(FAILED)
 
     def leave(self, code: int) -> NoReturn:
-        """End with this exit code, or the one that the launcher takes for it."""
+        """End with this exit code, or the code that the launcher takes for it."""
         pulse.leave(code)
         if engine := sys.modules.get("parallel3d.engine"):
             engine.remove_swap_folders()
@@ -67,13 +67,13 @@ class Ending:
 
 
 def say_verdict(verdict: Verdict) -> None:
-    """One line on each machine: who has ended the run, where, and what it did."""
+    """Say on one line per machine which rank ended the run, where, and what it did."""
     if verdict.speaks:
         say(f"{verdict.text}; the run ends")
 
 
 def end_all(launch: Launch, error: Exception) -> int:
-    """Say on rank 0 what ends the run, and have the other ranks end too; gives the exit code."""
+    """Say on rank 0 why the run ends, and end the other ranks too; gives the exit code."""
     code = FAILED if isinstance(error, TrainingError) else BAD_INPUT
     pulse.leave(code)
     if launch.world_size == 1:  # without torch, which it may have come before
@@ -93,7 +93,7 @@ def end_all(launch: Launch, error: Exception) -> int:
 def died(
     launch: Launch, error: Exception, explains_loss: Callable[[], bool], part: Callable[[], int]
 ) -> int:
-    """The exit code of a rank that ends alone: its peers hear of it from the judge.
+    """The exit code of a rank that ends alone; its peers learn of it from the judge.
 
     `part` gives it where a request to stop `explains_loss` of a peer.
     """
@@ -119,17 +119,17 @@ def _in_short(error: Exception) -> str:
 
 
 def last_line(code: int, launch: Launch) -> str:
-    """Names the exit code where the launcher puts its own in its place; else ""."""
+    """A line that names the exit code if the launcher replaces it; else ""."""
     return f"{_IN_WORDS[code]} (exit code {code})" if code and launch.launcher else ""
 
 
 def exit_code(code: int, launch: Launch) -> int:
-    """What the process ends with: torchrun would take a stop for a failure, and start again."""
+    """The exit code of the process; torchrun would take a stop for a failure and restart."""
     return DONE if code == STOPPED and launch.restarts_left else code
 
 
 def command_of_this_launch() -> str:
-    """What the user typed, as far as it can be seen: the outermost process that runs this script.
+    """The command that the user typed: the outermost process that runs this script.
 
     A shell's quotes are put anew.
     """

@@ -1,4 +1,4 @@
-"""Evaluates a checkpoint as the trainer evaluates its model, on any mesh (floor 5)."""
+"""Evaluation of a checkpoint on any mesh, as the trainer evaluates its model."""
 
 from collections.abc import Callable
 from contextlib import closing
@@ -30,7 +30,7 @@ from parallel3d.train.stopping import StopRequest
 def evaluate(
     config: RunConfig, mesh: Mesh, checkpoint: Path, stop: StopRequest, console: Console
 ) -> Losses | None:
-    """The loss of each set of a resolved config by the weights of a checkpoint; collective.
+    """The loss of each evaluation set of a resolved config by a checkpoint's weights; collective.
 
     Nothing is written beside the checkpoint, and no optimizer's state is read or made. None where
     somebody asked to stop. Raises ConfigError where there is nothing to evaluate, CheckpointError
@@ -78,7 +78,7 @@ def evaluate(
 
 
 def refuse_other_text(found: resume.Found, corpus: Corpus, say: Callable[[str], None]) -> None:
-    """Raise CheckpointError if this corpus's ids, or what is held out, are not the checkpoint's.
+    """Raise CheckpointError if the corpus or its held-out part is not the checkpoint's.
 
     Says where the text is another one: some of what is held out may have been trained on.
     """

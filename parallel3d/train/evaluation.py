@@ -1,4 +1,4 @@
-"""Losses of held-out text and of validation sets, with standard errors over documents (floor 5)."""
+"""Losses of held-out text and validation sets, with standard errors over documents."""
 
 from collections.abc import Mapping
 
@@ -21,7 +21,7 @@ Losses = Mapping[str, SetLoss]
 
 
 class Evaluation:
-    """Evaluates the model on every set there is: held-out text, a mixture's parts, validation sets.
+    """Evaluation of the model on every set: held-out text, a mixture's parts, validation sets.
 
     Each set's samples are the same on every mesh, in every run and at every global batch.
     """
@@ -44,7 +44,7 @@ class Evaluation:
         }
 
     def run(self) -> Losses | None:
-        """The loss of each set; collective.
+        """The loss of each evaluation set; collective.
 
         None if somebody asks to stop meanwhile; then every rank leaves after the same batch.
         """
@@ -75,6 +75,6 @@ class Evaluation:
 
 
 def evaluated(corpus: Corpus) -> dict[str, Corpus]:
-    """The corpora whose held-out text is evaluated, by name; none where nothing is held out."""
+    """The corpora whose held-out text is evaluated, by name; empty if nothing is held out."""
     found = {HELD_OUT: corpus, **parts_of(corpus), **corpus.validation}
     return {name: part for name, part in found.items() if len(part.held_out)}

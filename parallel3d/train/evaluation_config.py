@@ -1,4 +1,4 @@
-"""The config of an evaluation: a checkpoint's own, or another file's, for the ranks there are."""
+"""The config of an evaluation: a checkpoint's own, or another file's, for the launched ranks."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -26,7 +26,7 @@ _TANH = {"gelu_new", "gelu_fast"}  # names of one function
 
 
 def checkpoint_in(path: Path) -> Path:
-    """The folder of the checkpoint that a path means: itself, or the newest of a run.
+    """The folder of the checkpoint at a path: the path itself, or the newest of a run.
 
     Raises CheckpointError where there is none, and for a folder of transformers.
     """
@@ -49,7 +49,7 @@ def evaluation_config(
     overrides: Sequence[str] = (),
     samples: int | None = None,
 ) -> RunConfig:
-    """The config that a checkpoint is evaluated by, before it is resolved.
+    """The unresolved config by which a checkpoint is evaluated.
 
     It is that of its run, or of `file`, with `overrides`; `samples` takes the place of
     train.evaluate_samples. One process is a mesh of 1 x 1 x 1; of a run's own config on more or

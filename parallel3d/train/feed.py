@@ -1,4 +1,4 @@
-"""The microbatches of each step: built ahead of it in host memory, then on the device (floor 5)."""
+"""The microbatches of each step: built ahead in host memory, then moved to the device."""
 
 from functools import partial
 from typing import TypeVar
@@ -44,16 +44,16 @@ class Feed:
         self._evaluations: dict[EvaluationSamples, ReadAhead[int, Evaluated]] = {}
 
     def training(self, start: int) -> list[Microbatch]:
-        """This coordinate's microbatches of the step whose first sample is `start`."""
+        """One data-parallel coordinate's microbatches of the step that begins at sample `start`."""
         then = [start + n for n in self._further()]
         return self._cut(self._taken(self._training, start, then))
 
     def evaluation(
         self, samples: EvaluationSamples, start: int
     ) -> tuple[list[Microbatch], torch.Tensor | None]:
-        """The same of what is evaluated, and the labels' documents [microbatches, batch, seq].
+        """One data-parallel coordinate's evaluation microbatches, with the labels' documents.
 
-        None instead of these where no stage uses labels.
+        Documents are given as [microbatches, batch, seq].
         """
         if samples not in self._evaluations:
             self._evaluations[samples] = ReadAhead(partial(self._evaluated, samples))
@@ -65,7 +65,7 @@ class Feed:
         return microbatches, None if documents is None else self._on_device(documents)
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads that build samples ahead."""
         self._training.close()
         for ahead in self._evaluations.values():
             ahead.close()

@@ -1,4 +1,4 @@
-"""The steps that a run's folder tells of (floor 5, no torch)."""
+"""The steps recorded in a run's folder (no torch)."""
 
 import json
 import os
@@ -12,7 +12,7 @@ _TAIL = 2**20  # bytes of it, far more than its last line
 
 
 def step_reached(folder: Path) -> int:
-    """The last step in the folder's metrics.jsonl, whose last line may be torn; 0 without any."""
+    """The last step in a folder's metrics.jsonl, whose last line may be torn; 0 without one."""
     try:
         with open(folder / METRICS, "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
@@ -23,7 +23,7 @@ def step_reached(folder: Path) -> int:
 
 
 def forget_after(metrics: Path, step: int) -> None:
-    """Drop the lines of steps that will be done again, so that each step has one line."""
+    """Drop the lines of steps after `step`, which will be done again, from metrics.jsonl."""
     if metrics.exists():
         lines = _lines(metrics.read_text(errors="replace"))
         replace_text(metrics, "".join(line for number, line in lines if number <= step))

@@ -1,4 +1,4 @@
-"""What a run needs of the machines that it is started on (floor 5)."""
+"""Checks of the machines that a run is started on."""
 
 from collections.abc import Callable
 from pathlib import Path

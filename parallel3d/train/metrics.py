@@ -1,4 +1,4 @@
-"""What a run reports of its steps: one JSON line each.
+"""Metrics of a run: one JSON line for each step.
 
 Nothing here knows ranks: the process that constructs a writer is the one that reports.
 """
@@ -56,7 +56,7 @@ class StepMetrics:
     """Only on the line after a save: the seconds for which it held training up."""
 
     def to_json(self) -> str:
-        """One line without its end; JSON has no NaN, so what is not finite is null."""
+        """One line of JSON without its newline; a number that is not finite is null."""
         own = {name: getattr(self, name) for name in _ALWAYS}
         values: dict[str, Any] = {name: finite(value) for name, value in own.items()}
         values |= _in_json(self.validation)
@@ -66,7 +66,7 @@ class StepMetrics:
         return json.dumps(values, allow_nan=False)
 
     def flat(self) -> dict[str, float]:
-        """The numbers there are, by names as trackers have them: validation/<set>/loss."""
+        """The numbers of a step under trackers' names: validation/<set>/loss."""
         values = {name: getattr(self, name) for name in (*_ALWAYS[1:], *_SOMETIMES)}
         found = {name: value for name, value in values.items() if value is not None}
         return found | _flat(self.validation)
@@ -97,7 +97,7 @@ _ALWAYS = tuple(f.name for f in fields(StepMetrics) if f.name not in ("validatio
 
 
 class MetricsWriter:
-    """Appends to <directory>/metrics.jsonl, and hands the values to `trackers`.
+    """A writer that appends to <directory>/metrics.jsonl and calls `trackers`.
 
     A disk that is full or away is no reason for a run to end: `say` hears of it once, and the lines
     are kept until there is room. OSError if the file cannot be made to begin with.
@@ -116,14 +116,14 @@ class MetricsWriter:
         self._full = False
 
     def write(self, metrics: StepMetrics) -> None:
-        """Add one step; it is with the system when this returns, if the disk has room."""
+        """Add one step; the system has it on return, if the disk has room."""
         self._kept += f"{metrics.to_json()}\n".encode()
         self._flush()
         if self._trackers is not None:
             self._trackers.log(metrics.flat(), metrics.step)
 
     def complete(self, validation: Losses) -> None:
-        """Add an evaluation to the last line, which lacks it: it was cut off by a request to stop.
+        """Add to the last line the evaluation that a request to stop had cut off.
 
         The line of a step that was evaluated stays as it is.
         """
@@ -145,7 +145,7 @@ class MetricsWriter:
             self._trackers.log(_flat(validation), values["step"])
 
     def close(self) -> None:
-        """Close the files; says what of the metrics is lost if the disk is still full."""
+        """Close the files; say which metrics are lost if the disk is still full."""
         self._flush()
         if self._kept:
             lines = self._kept.count(b"\n")
@@ -174,7 +174,7 @@ class MetricsWriter:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory that this process has held on `device`.
+    """The most bytes of memory that this process has held on `device`.
 
     An accelerator's is what torch allocated; a CPU's is the peak resident set of the process, which
     counts the interpreter and its libraries too.
@@ -215,5 +215,5 @@ def _timed_matmul(left: torch.Tensor, right: torch.Tensor) -> float:
 
 
 def finite(number: float | None) -> float | None:
-    """The number; None, as JSON has no NaN, where there is none."""
+    """The number if it is finite, else None, as JSON has no NaN."""
     return number if number is not None and math.isfinite(number) else None

@@ -1,4 +1,4 @@
-"""The corpus of a run on every rank: prepared once a node, the same on all (floor 5)."""
+"""The corpus of a run on every rank: prepared once a node, equal on all of them."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -57,7 +57,7 @@ def open_corpus(config: RunConfig, mesh: Mesh, console: Console) -> Corpus:
 
 
 def described(corpus: Corpus) -> Iterator[str]:
-    """Give the lines that a run begins with: what its corpus is, and what was left out of it."""
+    """The lines that a run begins with: its corpus, and what was left out of it."""
     train, held_out = len(corpus.train), len(corpus.held_out)
     yield (
         f"corpus  {corpus.num_documents:,} documents, {train:,} tokens + {held_out:,} held out (of "

@@ -1,4 +1,4 @@
-"""Records chosen steps on every rank, and puts the ranks on one timeline (floor 5).
+"""Profiles of chosen steps on every rank, put on one timeline.
 
 In `<run>/profile/`: `rank-N.json`, torch's own trace of a rank; `timeline.json`, the spans of the
 pipeline's actions and torch's events with a lane for each rank, for Perfetto (ui.perfetto.dev);
@@ -66,7 +66,7 @@ class _Lane:
 
 
 class Profiler:
-    """Records the steps that `chosen` names and writes them to `run / "profile"`.
+    """A profiler of the steps that `chosen` names, which writes to `run / "profile"`.
 
     With `tensorboard`, each rank's trace is also put where TensorBoard's PyTorch profiler looks.
     """
@@ -90,7 +90,7 @@ class Profiler:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Around a step, counted from 0; after the last chosen one everything is written."""
+        """Wrap a step, counted from 0; after the last chosen one everything is written."""
         if number not in self._chosen:
             yield
             return

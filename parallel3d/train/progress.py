@@ -1,4 +1,4 @@
-"""Steps as they end: a bar on a terminal, lines in a log; nothing here knows ranks (floor 5)."""
+"""Progress of a run: a bar on a terminal, lines in a log; nothing here knows ranks."""
 
 import time
 from collections import deque
@@ -12,10 +12,9 @@ _MEAN_OF = 50  # steps, for the time that is left
 
 
 class Progress:
-    """Shows steps as they end: a bar on a terminal, aligned lines every `every` steps in a log.
+    """A display of steps as they end: a bar on a terminal, aligned lines in a log.
 
-    A line ends with the time since the start and the time that is left by the mean of the last
-    steps; where nobody watches it begins with the time of day. `first` is the step begun at.
+    A log gets a line every `every` steps.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class Progress:
 
 
 def in_words(seconds: float) -> str:
-    """A time as people read it: 12s, 3m05s, 2h07m, 3d04h."""
+    """A number of seconds as text: 12s, 3m05s, 2h07m, 3d04h."""
     if seconds < 59.5:
         return f"{seconds:.0f}s"
     minutes, rest = divmod(round(seconds), 60)
@@ -95,5 +94,5 @@ def _numbers(metrics: StepMetrics, brief: bool = False) -> str:
 
 
 def percent(share: float | None) -> str:
-    """A share of 1 as people read it; "-" where it is not known."""
+    """A fraction of 1 as text in percent; "-" where it is not known."""
     return "-" if share is None else f"{100 * share:.1f} %"

@@ -1,4 +1,4 @@
-"""What a run says of itself: its stages at the start, its results at the end (floor 5)."""
+"""A run's report of itself: its stages at the start, its results at the end."""
 
 import shlex
 import time
@@ -30,7 +30,7 @@ from parallel3d.train.trainer import Result
 
 @dataclass(frozen=True)
 class Summary:
-    """What a run ends with."""
+    """The closing results of a run."""
 
     result: Result
     unigram_loss: float | None
@@ -44,7 +44,7 @@ class Summary:
     """Since this process was started."""
 
     def rows(self) -> list[tuple[str, str]]:
-        """Names and values, as text."""
+        """Names and values of the closing results, as text."""
         result, mean = self.result, finite(self.result.mean_loss)
         memory = ", ".join(f"{size / 2**20:,.0f}" for size in result.peak_memory_bytes)
         of_peak = f" of {self.peak_name}" if result.mfu is not None else ""
@@ -91,7 +91,7 @@ class Summary:
 
 
 def print_place(console: Console, config: RunConfig, folder: Path) -> None:
-    """Say where the run is written, and how it goes on if it ends early."""
+    """Print where the run is written, and how to resume it if it ends early."""
     console.print(f"run     {folder}; if it ends early, this command goes on with it:")
     console.print(f"        {command_to_go_on(config, folder)}")
 
@@ -111,7 +111,7 @@ def print_placement(
     config: RunConfig,
     parts: Assembly,
 ) -> None:
-    """Say how large the model is and which layers each stage runs."""
+    """Print how large the model is and which layers each stage has."""
     layers, schedule, stages = parts.layers, parts.schedule, parts.stages
     total = sum(layer.num_params for layer in layers)
     zero = config.zero_optimization
@@ -159,7 +159,7 @@ def summarise(
     directory: Path,
     is_said: bool,
 ) -> Summary:
-    """The closing summary of a run; `is_said`: on this rank, so that it reads what it has to."""
+    """The closing summary of a run; `is_said`: whether this rank prints it."""
     files = {
         "run": directory,
         "checkpoints": directory / "checkpoints",

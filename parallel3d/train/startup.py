@@ -1,4 +1,4 @@
-"""How a run begins: its corpus, the checkpoint that it goes on from, its folder (floor 5)."""
+"""The start of a run: its corpus, the checkpoint that it resumes from, its folder."""
 
 import json
 import shutil
@@ -42,7 +42,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Place:
-    """The folder of a run; the digest by which its config finds it; whether it is there already."""
+    """The folder of a run, the digest by which its config finds it, and whether it exists."""
 
     folder: Path
     digest: str
@@ -51,7 +51,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins; every rank knows it before its model is built."""
+    """The start of a run, which every rank knows before its model is built."""
 
     config: RunConfig
     """The final config: the corpus's vocabulary, and the number of steps from `position` on."""
@@ -69,7 +69,7 @@ class Start:
 
 
 def find_folder(config: RunConfig, mesh: Mesh, claim: Claim | None) -> Place:
-    """Where the run is written, whether it is there already or not.
+    """The folder in which the run is written, whether it exists or not.
 
     `claim` is rank 0's. Collective; raises on all ranks what `Attempts.check` raises, so that a
     hopeless run builds neither corpus nor model, and ConfigError where a node sees another folder.
@@ -89,13 +89,13 @@ def find_folder(config: RunConfig, mesh: Mesh, claim: Claim | None) -> Place:
 
 
 def begin(config: RunConfig, mesh: Mesh, console: Console) -> None:
-    """Set how this process computes; say where each rank is, on what, and what was filled in."""
+    """Set how this process computes; print each rank's place and device, and what was filled in."""
     compute.use(tf32=config.train.tf32, deterministic=config.train.deterministic)
     console.print(mesh.picture(), *compute.describe(mesh.device), *config.notes, sep="\n")
 
 
 def find_start(config: RunConfig, mesh: Mesh, *, place: Place, corpus: Corpus, say: Say) -> Start:
-    """Where a run of this config begins, given its place and its corpus.
+    """The start of a run of this config, given its folder and its corpus.
 
     Collective. Says which checkpoint it is, what was rejected and why, and what has changed since.
     Raises ConfigError or CheckpointError on all ranks if config, corpus and checkpoint do not go
@@ -166,7 +166,7 @@ def _find_checkpoint(
 
 
 def restore(start: Start, mesh: Mesh, parts: Assembly) -> None:
-    """Bring the engine to a start's checkpoint, or published weights, if any; collective."""
+    """Load a start's checkpoint, or published weights, if any, into the engine; collective."""
     if start.pretrained:
         load_weights(
             start.pretrained,
@@ -189,7 +189,7 @@ def restore(start: Start, mesh: Mesh, parts: Assembly) -> None:
 def make_profiler(
     config: RunConfig, mesh: Mesh, *, parts: Assembly, directory: Path
 ) -> Profiler | None:
-    """What records the steps of train.profile, if it names any."""
+    """The profiler of the steps of train.profile, or None."""
     if config.train.profile is None:
         return None
     tensorboard = "tensorboard" in wanted(config)
@@ -199,7 +199,7 @@ def make_profiler(
 
 
 def peak(config: RunConfig, mesh: Mesh) -> tuple[str, float | None]:
-    """What MFU is measured against: its name, and the FLOP/s of one device.
+    """The FLOP/s of one device that MFU is measured against, with its name.
 
     The published peak of a device that configs/hardware describes, else the fastest matmul that
     the ranks reach when all of them compute at once.
@@ -262,7 +262,7 @@ class Output:
             partial.rename(own)
 
     def end(self, stopped: bool) -> None:
-        """Note that the run ended well: done, or `stopped` with everything saved."""
+        """Record that the run ended well: done, or `stopped` with everything saved."""
         if self.writer:
             try:
                 self._attempts.end(stopped)
@@ -270,7 +270,7 @@ class Output:
                 self._console.print(f"{self.directory} cannot be written ({error.strerror})")
 
     def close(self) -> None:
-        """Close what rank 0 has open."""
+        """Close the files that rank 0 has open."""
         for part in (self.writer, self.progress):
             if part:
                 part.close()

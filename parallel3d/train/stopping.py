@@ -1,4 +1,4 @@
-"""Requests to stop or to save: signals, files in its folder, a launcher that is gone (floor 5).
+"""Requests to stop or to save: signals, files in the run's folder, a launcher that is gone.
 
 Before training a request ends the process at once, by `Stopped`; from then on (`StopRequest.hold`)
 it waits for the end of a step, where all ranks agree on it. The thread that hears what the main one
@@ -41,14 +41,14 @@ _Tell = Callable[["sys.UnraisableHookArgs"], object]
 
 
 class Stopped(BaseException):
-    """A request to stop, before there is anything to save.
+    """A request to stop that came before there is anything to save.
 
     Not an Exception: on its way out it passes libraries that turn those into errors of theirs.
     """
 
 
 class StopRequest:
-    """Whether somebody asked the run to stop or to save, here and (`agree`) on any rank.
+    """Requests to stop or to save, of this rank and (after `agree`) of any rank.
 
     `asked` is this rank's wish; `stopping` and `saving` are what all ranks agreed on. Only these
     may decide what a rank does next, or the ranks part ways. `on_verdict` hears, in a thread, that
@@ -67,7 +67,7 @@ class StopRequest:
 
     @contextmanager
     def listening(self) -> Iterator["StopRequest"]:
-        """Take SIGINT and SIGTERM for a request; a second Ctrl-C interrupts training at once.
+        """Take SIGINT and SIGTERM for requests; a second Ctrl-C interrupts at once.
 
         The process must end, with exit code 3, when `Stopped` leaves the block: if it is in there
         some seconds longer, waiting for a collective or computing in a library, it is ended.
@@ -97,11 +97,11 @@ class StopRequest:
                     signal.signal(s, handler)
 
     def share(self, flag: "SharedFlag", rank: int) -> None:
-        """Before training, tell the other ranks by `flag`, and listen to them."""
+        """Tell the other ranks of a request by `flag` before training, and learn of theirs."""
         self._flag, self._rank = flag, rank
 
     def hold(self, folder: Path | None, flush: Callable[[], None] | None = None) -> None:
-        """From now on let a request wait for the end of a step.
+        """Let a request wait for the end of a step from now on.
 
         `folder` is the run's, on the rank that is to look for the files STOP and SAVE in it; None
         on the others. `flush` writes what a run has not written yet. Raises Stopped if there has
@@ -114,30 +114,30 @@ class StopRequest:
             raise Stopped
 
     def flags(self) -> list[float]:
-        """This rank's wishes, to stop and to save, for a row that the ranks gather anyway."""
+        """Numbers of this rank's requests, to stop and to save, for a row that ranks gather."""
         # A look is one stat, and there is none for what is known already.
         self.asked = self.asked or self._finds("STOP")
         return [float(self.asked), float(self.saving or self._finds("SAVE"))]
 
     def agree(self, rows: Sequence[Sequence[float]]) -> None:
-        """Take over what any rank wishes; `rows` are all ranks' `flags()`, the same everywhere."""
+        """Take over any rank's requests; `rows` are all ranks' `flags()`, equal everywhere."""
         self.stopping = self.stopping or any(row[0] for row in rows)
         self.saving = self.saving or any(row[1] for row in rows)
         self.asked = self.asked or self.stopping
 
     def saved(self) -> None:
-        """The save that was asked for has begun: the file SAVE goes."""
+        """Note that the requested save has begun: the file SAVE goes."""
         if self.saving:
             self.saving = False
             self._remove("SAVE")
 
     def finished(self) -> None:
-        """All is saved, or done: the files go, or they would stop the next start."""
+        """Note that all is saved or done: the request files go, or they stop the next start."""
         self._remove("SAVE")
         self._remove("STOP")
 
     def part(self) -> int:
-        """Last words before training, from rank 0 alone; gives the exit code."""
+        """Print the last words before training, on rank 0 alone; gives the exit code."""
         pulse.leave(STOPPED)
         if self._rank == 0:
             print(

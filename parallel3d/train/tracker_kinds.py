@@ -1,4 +1,4 @@
-"""The trackers there are: accelerate's classes as a run calls them, and csv files (floor 5)."""
+"""The kinds of trackers: accelerate's classes as a run calls them, and csv files."""
 
 import csv
 import logging
@@ -16,7 +16,7 @@ _CLASSES = {"comet": "comet_ml"}  # names of accelerate's that are not ours
 
 
 def make(name: str, config: RunConfig, directory: Path, step: int) -> Any:
-    """The tracker of that name, not yet started; `step` is the one that the run goes on from."""
+    """The tracker called `name`, not yet started; `step` is where the run resumes."""
     if name == "csv":
         block = config.csv_monitor
         folder = Path(block.output_path, block.job_name) if block.enabled else directory / "csv"
@@ -81,7 +81,7 @@ class CsvTracker:
         self._folder, self._step = folder, step
 
     def start(self) -> None:
-        """Make the folder, and drop the rows of steps to come."""
+        """Make the folder, and drop the rows of steps that will be done again."""
         self._folder.mkdir(parents=True, exist_ok=True)
         for path in self._folder.glob("*.csv"):
             text = path.read_bytes().decode(errors="replace")
@@ -92,7 +92,7 @@ class CsvTracker:
                 replace_text(path, kept)
 
     def log(self, values: Values, step: int) -> None:
-        """Add a row to the file of each value."""
+        """Add a row to the csv file of each value."""
         for name, value in values.items():
             path = self._folder / f"{name.replace('/', '_').replace(' ', '_')}.csv"
             is_new = not path.exists() or not path.stat().st_size
@@ -103,7 +103,7 @@ class CsvTracker:
                 rows.writerow([step, value])
 
     def finish(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no file is open."""
 
 
 class _Sparse:

@@ -1,4 +1,4 @@
-"""Sends a run's metrics to experiment trackers; no fault of theirs ends the run (floor 5).
+"""Delivery of a run's metrics to experiment trackers; no fault of theirs ends the run.
 
 The trackers are accelerate's, and "csv" is ours. What a run asks for are the names in
 parallel3d.run.trackers and DeepSpeed's blocks `tensorboard`, `csv_monitor`, `wandb` and `comet`,
@@ -34,7 +34,7 @@ _REMEDIES = {
 
 
 def wanted(config: RunConfig) -> dict[str, str]:
-    """The trackers that a run asks for, each with the setting that does."""
+    """The trackers that a run asks for, each with the setting that asks."""
     ours = config.run
     found: dict[str, str] = dict.fromkeys(ours.trackers, _LIST)
     if ours.tensorboard:
@@ -74,11 +74,11 @@ class Trackers:
 
     @property
     def names(self) -> list[str]:
-        """Those that are running."""
+        """Names of the trackers that are running."""
         return list(self._running)
 
     def log(self, values: Values, step: int) -> None:
-        """Hand the values of a step to each; raises nothing."""
+        """Pass the values of a step to each tracker; raises nothing."""
         again = bool(self._kept) and time.monotonic() - self._tried_at > _AGAIN
         for name in list(self._kept) if again else ():
             self._catch_up(name)
@@ -100,7 +100,7 @@ class Trackers:
                 self._drop(name, f"failed at step {step}", error)
 
     def finish(self) -> None:
-        """Close each; raises nothing."""
+        """Close each tracker; raises nothing."""
         for name in list(self._kept):
             self._catch_up(name)
         for name, tracker in list(self._running.items()):

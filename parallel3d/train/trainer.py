@@ -1,4 +1,4 @@
-"""The step loop: batch -> executor -> engine -> metrics -> checkpoint; nothing else (floor 5)."""
+"""The step loop: batch -> executor -> engine -> metrics -> checkpoint; nothing else."""
 
 import math
 import time
@@ -32,7 +32,7 @@ _PATIENCE = 20.0  # seconds for a step and a save, of the 30 that deepspeed's la
 
 @dataclass
 class Result:
-    """What a run came to."""
+    """The result of a launch: its steps, losses, speed and last validation."""
 
     steps: int = 0
     trained: int = 0
@@ -54,7 +54,7 @@ class Result:
 
     @property
     def held_out_loss(self) -> float | None:
-        """Nats per token; None where nothing is held out, or was not evaluated."""
+        """Held-out loss in nats per token; None where nothing was evaluated."""
         return self.validation[HELD_OUT].loss if HELD_OUT in self.validation else None
 
 
@@ -72,7 +72,7 @@ class _Row(NamedTuple):
 
 
 class Trainer:
-    """Trains from `position` to `train.steps`, evaluating and saving on the way.
+    """The loop from `position` to `train.steps`, with evaluations and saves on the way.
 
     `peak_flops` are a device's (None: MFU is not reported). `writer` and `progress` are given on
     the rank that reports, and there alone. Without a `saver` nothing is saved.

@@ -1,4 +1,4 @@
-"""What a run prints of single steps because DeepSpeed's keys ask for it (floor 5).
+"""Printed figures of single steps that DeepSpeed's keys ask for.
 
 `wall_clock_breakdown`: the parts of the time of a step; `flops_profiler`: FLOPs of the layers;
 `comms_logger`: calls and bytes of a step, by group. All are parallel3d's own figures: DeepSpeed's
@@ -25,7 +25,7 @@ _FORWARD, _BACKWARD = (Op.F,), (Op.B, Op.I, Op.W)
 
 
 class Watch:
-    """Observes steps on every rank and says on rank 0 what the config asks for.
+    """An observer of steps on every rank that prints on rank 0 what the config asks for.
 
     Times are the mean over the ranks of a pipeline coordinate, and over the steps since the last
     line. "waiting" is what a pipeline program leaves between its computes: receives, the bubble;
@@ -43,7 +43,7 @@ class Watch:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Around a step, counted from 0; collective where it prints."""
+        """Wrap a step, counted from 0; collective where it prints."""
         if self._first is None:
             self._first = number
         logger, last = self._config.comms_logger, number + 1 == self._config.num_steps
@@ -133,7 +133,7 @@ class Watch:
 def flops_lines(
     config: RunConfig, parts: Assembly, step: int, seconds: float, devices: int
 ) -> list[str]:
-    """The table of flops_profiler for a step that took `seconds` on so many devices."""
+    """The table of flops_profiler for a step of `seconds` on `devices` devices."""
     kinds: dict[str, list[float]] = {}
     for layer in parts.layers:
         kind, flops = re.sub(r"\.\d+$", "", layer.name), layer.cost(parts.shape).forward_flops
@@ -163,7 +163,7 @@ def flops_lines(
 def watch_of(
     config: RunConfig, mesh: Mesh, parts: Assembly, *, say: Callable[[str], None] | None
 ) -> Watch | None:
-    """What observes the steps of a run, if its config asks for any of it.
+    """The observer of a run's steps, if its config asks for one.
 
     `say` is given on the rank that reports, and there alone.
     """

@@ -22,7 +22,7 @@ HEADER = 1024
 
 
 def read(path: str, dtype: np.dtype) -> TokenFile:
-    """Give the ids of a flat array, without its documents; `dtype` is for one without a header.
+    """The ids of a flat array, without its documents; `dtype` is for one without a header.
 
     Raises DataError for a header that is not known, or a file that is not as long as it says.
     """

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def read(path: str, name: str, field: str) -> TokenFile:
-    """Give the documents of the column `field`: each row is one.
+    """The documents of the column `field`: each row is one.
 
     Raises DataError for another kind of column, and for null.
     """
@@ -88,7 +88,7 @@ def _check_null(column: "pyarrow.Array", name: str, field: str, row: int) -> Non
 
 
 def _first_byte(column: "pyarrow.Array", whole: "pyarrow.Buffer", name: str) -> int:
-    """Give where in the file the ids begin from which the column's offsets count."""
+    """Where in the file the ids begin from which the column's offsets count."""
     values = column.values
     buffer = values.buffers()[1]
     if buffer is None or not buffer.size:

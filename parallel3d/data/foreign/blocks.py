@@ -53,7 +53,7 @@ class BlockCache:
             ) from error
 
     def get(self, key: bytes) -> bytes | None:
-        """Give the block of this key, if it is there with the bits that it came with."""
+        """The block of a key, if it is cached with the bits that it came with."""
         number, entries = self._set_of(key)
         for way in map(int, np.flatnonzero(entries["key"] == np.void(key))):
             entry, size = entries[way], int(entries["size"][way])
@@ -68,7 +68,7 @@ class BlockCache:
         return None
 
     def put(self, key: bytes, data: bytes) -> None:
-        """Keep a block of at most BLOCK bytes; where the disk is full it is not kept."""
+        """Keep a block of at most BLOCK bytes, unless the disk is full."""
         number, entries = self._set_of(key)
         same = np.flatnonzero(entries["key"] == np.void(key))
         now = time.time()
@@ -81,7 +81,7 @@ class BlockCache:
             os.pwrite(self._file.fileno(), entry.tobytes(), self._entry_at(number, way))
 
     def _set_of(self, key: bytes) -> tuple[int, np.ndarray]:
-        """Give the number of a key's set, and the entries there: [WAYS] of ENTRY."""
+        """The number of a key's set, and the entries there: [WAYS] of ENTRY."""
         number = int.from_bytes(key[:8], "little") % self._num_sets
         size = WAYS * ENTRY.itemsize
         read = os.pread(self._file.fileno(), size, number * size)

@@ -1,4 +1,4 @@
-"""What the ids of a file are looked through for: ids beyond the vocabulary, ends, copies.
+"""Checks of the ids in a file: ids beyond the vocabulary, document ends, repeated documents.
 
 In full every id is read. A sample reads some documents that are spread over the file, and takes
 the rest on trust: it needs a file that says where its documents are.
@@ -23,7 +23,7 @@ OnIds = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What ids may be: 0 .. size - 1, and the one that ends a document.
+    """The allowed ids, 0 .. size - 1, and the id that ends a document.
 
     `is_sure` where the user wrote `end_of_text_id`, not a tokenizer alone.
     """
@@ -35,7 +35,7 @@ class Vocabulary:
 
 @dataclass(frozen=True, eq=False)
 class Checked:
-    """The documents of a file that have ids: where they lie, without their end-of-text.
+    """The documents of a file that have ids: their places, without their end-of-text.
 
     `rows` their places among all documents of the file, from 1; `starts` and `lengths` in ids;
     `digests` V16; all [documents]. `counts` [vocabulary] of the `num_checked` ids that were read,
@@ -52,7 +52,7 @@ class Checked:
 
 
 def check(file: TokenFile, vocabulary: Vocabulary, *, sample: bool, on_ids: OnIds) -> Checked:
-    """Look through a file; `on_ids` hears how many ids are done more.
+    """Check the ids of a file; `on_ids` is told the number of ids as they are done.
 
     A digest stands for a document's ids, whatever type holds them; with `sample` for its place and
     length, and what was read of its file. Raises DataError for ids beyond the vocabulary, and where
@@ -89,7 +89,7 @@ def check(file: TokenFile, vocabulary: Vocabulary, *, sample: bool, on_ids: OnId
 
 
 def _ends(file: TokenFile, vocabulary: Vocabulary, on_ids: OnIds) -> tuple[np.ndarray, np.ndarray]:
-    """Give the documents of a flat array, each with its end-of-text; the last may lack it."""
+    """The documents of a flat array, each with its end-of-text; the last may lack it."""
     found, first = [], 0
     alternate = file.dtype.itemsize == 2
     for ids in blocks(file):
@@ -191,7 +191,7 @@ def _read_all(look: _Look, lengths: np.ndarray, on_ids: OnIds) -> np.ndarray:
 
 
 def _of_one(look: _Look, start: int, count: int) -> tuple[bytes, bool]:
-    """Give the digest of one document, of any length, and whether it has an end-of-text."""
+    """The digest of one document, of any length, and whether it has an end-of-text."""
     digest, first, is_end = blake2b(digest_size=16), start, False
     for ids in blocks(look.file, start, count):
         plain = look.at(ids, first)
@@ -203,7 +203,7 @@ def _of_one(look: _Look, start: int, count: int) -> tuple[bytes, bool]:
 
 
 def _groups(starts: np.ndarray, lengths: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Give ranges of documents that lie one after the other, of one block, or one document."""
+    """Ranges of documents that lie one after the other, of one block, or one document."""
     ends = starts + lengths
     breaks = np.flatnonzero(starts[1:] != ends[:-1]) + 1
     runs = [0, *breaks.tolist(), len(starts)] if len(starts) else [0]
@@ -240,7 +240,7 @@ def _sample(look: _Look, lengths: np.ndarray, on_ids: OnIds) -> None:
 
 
 def _of_places(look: _Look, lengths: np.ndarray) -> np.ndarray:
-    """Give digests of documents by their place, their length, and what was read of their file."""
+    """Digests of documents by their place, their length, and what was read of their file."""
     name = look.digest.digest()
     pairs = np.stack([look.rows, lengths], axis=1).astype("<i8")
     found = [blake2b(name + pair.tobytes(), digest_size=16).digest() for pair in pairs]

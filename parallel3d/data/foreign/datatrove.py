@@ -22,7 +22,7 @@ BESIDE = (".index", ".metadata", ".loss")
 
 
 def read(path: str, dtype: np.dtype) -> TokenFile:
-    """Give the documents of a `.ds`; without an index, an end-of-text ends each.
+    """The documents of a `.ds`; without an index, an end-of-text ends each.
 
     `dtype` is for a file whose width nothing beside it says. Raises DataError if the parts do not
     fit together.
@@ -65,7 +65,7 @@ def read(path: str, dtype: np.dtype) -> TokenFile:
 
 
 def _metadata(path: str) -> tuple[int | None, int]:
-    """Give the number of ids and the bytes of each that NAME.ds.metadata says; else None and 0."""
+    """The number of ids and the bytes of each that NAME.ds.metadata says; else None and 0."""
     beside = f"{path}.metadata"
     if not is_file(beside):
         return None, 0

@@ -1,4 +1,4 @@
-"""A file of token ids: where its documents are, and how ids are read from it."""
+"""A file of token ids: where its documents are, and how its ids are read."""
 
 import os
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ class TokenFile:
 
 
 def num_bytes(path: str) -> int:
-    """Give a file's size; raises DataError if it cannot be read, or is empty."""
+    """A file's size; raises DataError if it cannot be read, or is empty."""
     if is_url(path):
         if (size := size_of(path)) is None:
             raise DataError(f"{path} is no file; give the URL of one, or leave it out")
@@ -56,7 +56,7 @@ def num_bytes(path: str) -> int:
 
 
 def is_file(path: str) -> bool:
-    """Say whether there is a file of this path or URL."""
+    """Whether there is a file of this path or URL."""
     return size_of(path) is not None if is_url(path) else os.path.isfile(path)
 
 
@@ -66,7 +66,7 @@ def open_head(path: str) -> BinaryIO:
 
 
 def column(path: str, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
-    """Give `count` numbers from the byte `offset` on: mapped, or read where they are remote."""
+    """`count` numbers from the byte `offset` on: memory-mapped, or read from a remote file."""
     if not count:
         return np.empty(0, dtype)
     if is_url(path):
@@ -90,13 +90,13 @@ def advise(file: BinaryIO, start: int, end: int) -> None:
 
 
 def unreadable(path: str, error: OSError) -> DataError:
-    """Give the error for a file that the system does not let us read."""
+    """The error for a file that the system does not let us read."""
     reason = error.strerror or error
     return DataError(f"{path} cannot be read ({reason}); make it readable, or leave it out")
 
 
 def flat(path: str, dtype: np.dtype) -> TokenFile:
-    """Give the file that holds ids of `dtype` and nothing else."""
+    """The file that holds ids of `dtype` and nothing else."""
     size = num_bytes(path)
     num_tokens, rest = divmod(size, dtype.itemsize)
     if num_tokens < 1 or rest:
@@ -108,7 +108,7 @@ def flat(path: str, dtype: np.dtype) -> TokenFile:
 
 
 def read_ids(file: BinaryIO, name: str, *, dtype: np.dtype, start: int, count: int) -> np.ndarray:
-    """Give the `count` ids from the byte `start` on, of an open file; any thread may ask.
+    """`count` ids from the byte `start` of an open file on; any thread may ask.
 
     Raises DataError where the file has fewer: a map of it would end the process there.
     """
@@ -131,7 +131,7 @@ def read_ids(file: BinaryIO, name: str, *, dtype: np.dtype, start: int, count: i
 
 
 def blocks(file: TokenFile, start: int = 0, count: int | None = None) -> Iterator[np.ndarray]:
-    """Give `count` ids of the file (None: all), from the `start`-th on, a block at a time."""
+    """`count` ids of a file (None: all), from the `start`-th on, a block at a time."""
     end = file.num_tokens if count is None else start + count
     size = file.dtype.itemsize
     if is_url(file.path):

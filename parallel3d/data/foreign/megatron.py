@@ -27,12 +27,12 @@ INT64 = np.dtype("<i8")
 
 
 def index_of(path: str) -> str:
-    """Give the index that belongs to a `.bin`."""
+    """The index that belongs to a `.bin`."""
     return path.removesuffix(".bin") + ".idx"
 
 
 def read(path: str) -> TokenFile:
-    """Give the documents of a `.bin`, whose `.idx` stands beside it.
+    """The documents of a `.bin`, whose `.idx` stands beside it.
 
     Raises DataError if one of the two is not there, damaged, or does not belong to the other.
     """

@@ -21,7 +21,7 @@ class Range(NamedTuple):
 
 
 def joined(ranges: Iterable[Range], gap: int) -> list[Range]:
-    """Give fewer ranges that hold all of these, sorted; up to `gap` bytes between two come too."""
+    """Fewer ranges that cover all of the given ones, sorted, with up to `gap` bytes between two."""
     runs: list[Range] = []
     for path, start, end in sorted(set(ranges)):
         last = runs[-1] if runs else Range("", 0, 0)
@@ -37,7 +37,7 @@ def gathered(
     gap: int,
     read: Callable[[Sequence[Range]], Sequence[Data]],
 ) -> list[Data]:
-    """Give the bytes of each range, by one call of `read` for the joined ones."""
+    """The bytes of each range, by one call of `read` for the joined ones."""
     runs = joined(ranges, gap)
     found = read(runs)
     whole = [bisect_right(runs, r._replace(end=r.end + MOST)) - 1 for r in ranges]

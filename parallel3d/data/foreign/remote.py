@@ -1,4 +1,4 @@
-"""Files that are named by a URL, such as s3://bucket/file: read in ranges, through fsspec.
+"""Files with a URL, such as s3://bucket/file, read in ranges through fsspec.
 
 fsspec comes with `datasets`; the file system of a protocol is a package of its own (s3fs, gcsfs).
 Credentials are that package's affair, and fsspec's own config files'.
@@ -16,23 +16,23 @@ if TYPE_CHECKING:
 
 
 class Unreachable(DataError):
-    """A file that may be read another time: the network or its other end failed."""
+    """A file that cannot be read now but may be later: the network or its server failed."""
 
 
 def is_url(path: str) -> bool:
-    """Say whether a path names a protocol."""
+    """Whether a path names a protocol."""
     return "://" in path
 
 
 def size_of(url: str) -> int | None:
-    """Give a file's size in bytes; None where there is no such file."""
+    """A file's size in bytes; None where there is no such file."""
     with _said_of(url):
         system, path = _find(url)
         return int(system.size(path)) if system.isfile(path) else None
 
 
 def version_of(url: str) -> str:
-    """Give what changes with the file's contents, as far as its file system knows."""
+    """A value that changes with the file's contents, as far as its file system knows."""
     with _said_of(url):
         system, path = _find(url)
         return str(system.ukey(path))
@@ -46,7 +46,7 @@ def open_url(url: str) -> BinaryIO:
 
 
 def matching(pattern: str) -> list[str]:
-    """Give the URLs of the files that a URL or a glob of them names, sorted.
+    """The URLs of the files that a URL or a glob of them names, sorted.
 
     Raises DataError if it names none.
     """
@@ -63,7 +63,7 @@ def matching(pattern: str) -> list[str]:
 
 
 def read_ranges(ranges: Sequence[Range]) -> list[bytes]:
-    """Give the bytes of each range, all asked for at once where the file system can.
+    """The bytes of each range, all requested at once where the file system can.
 
     Raises DataError where a file has fewer.
     """

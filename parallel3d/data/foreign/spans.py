@@ -85,7 +85,7 @@ class Spans:
         return ids if dtype is None else ids.astype(dtype)
 
     def _read(self, windows: Sequence[tuple[int, int]]) -> np.ndarray:
-        """Give the ids first .. last - 1 of each window, one after the other."""
+        """The ids first .. last - 1 of each window, one after the other."""
         ids = np.full(sum(last - first for first, last in windows), self._end_of_text, self.dtype)
         pieces, at = [], 0
         for first, last in windows:
@@ -100,7 +100,7 @@ class Spans:
         return ids
 
     def _pieces(self, first: int, last: int, at: int) -> list[_Piece]:
-        """Give what the documents have of a window whose first id is to stand at the place `at`.
+        """What the documents have of a window whose first id is to stand at the place `at`.
 
         Where they have nothing, an end-of-text stands.
         """

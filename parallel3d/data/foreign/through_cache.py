@@ -16,7 +16,7 @@ _Place = tuple[str, int]  # a file, and the number of a block in it
 
 
 def _read(ranges: Sequence[Range]) -> list[bytes]:
-    """Give the bytes of each range; where a network fails, it is asked again for a while."""
+    """The bytes of each range; where a network fails, it is asked again for a while."""
     for seconds in PAUSES:
         try:
             return read_ranges(ranges)
@@ -26,7 +26,7 @@ def _read(ranges: Sequence[Range]) -> list[bytes]:
 
 
 class RemoteFiles:
-    """The files of one corpus, each of the bytes that `sizes` says, by its URL.
+    """The remote files of one corpus, by URL; `sizes`: the bytes of each.
 
     `corpus` stands for their contents: a block of other contents is not taken for one of these.
     Without a `cache` nothing is kept.
@@ -41,7 +41,7 @@ class RemoteFiles:
         self._sizes, self._corpus, self._cache = sizes or {}, corpus, cache
 
     def read(self, ranges: Sequence[Range]) -> list[bytes]:
-        """Give the bytes of each range; what is missing in the cache is asked for at once.
+        """The bytes of each range; blocks missing in the cache are fetched together.
 
         Raises DataError for what cannot be read.
         """

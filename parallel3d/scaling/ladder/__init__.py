@@ -1,1 +1,1 @@
-"""A ladder of runs: planned from one file, run through launch/train.py (floor 0)."""
+"""A ladder of runs for scaling laws: planned from one file, run through launch/train.py."""

@@ -1,4 +1,4 @@
-"""The config that a ladder's runs share, and what each run's batch makes of it (floor 0)."""
+"""The config that a ladder's runs share, and each run's batch in it."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,7 +9,7 @@ from parallel3d.section import Problem, Problems
 
 
 def shared_model(base: Mapping[str, Any], source: Path) -> dict[str, Any]:
-    """The settings of the model that all sizes share, its vocabulary a number.
+    """Settings of the model that all sizes share, its vocabulary a number.
 
     `source` is the ladder's file, for messages. Raises ConfigError where the base has no model or
     no length of a sample, says what is the ladder's to say, or has another thing for a block that
@@ -93,7 +93,7 @@ def write_batch(
 
 
 def ranks_of(mesh: Any, devices: int) -> tuple[int, int]:
-    """Processes of a mesh, and over how many the batch is split; 1 where that is planned."""
+    """Processes of a mesh, and the number of them that split a batch; 1 where that is planned."""
     if mesh == "plan":
         return devices, 1
     sizes = {axis: mesh.get(axis, 1) for axis in ("pp", "tp")}

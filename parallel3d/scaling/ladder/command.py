@@ -1,16 +1,16 @@
-"""What launch/scale.py plan and run ask for: their flags (floor 0)."""
+"""Flags of launch/scale.py plan and run."""
 
 from parallel3d.arguments import Parser, whole_number
 
 
 def add_plan(parser: Parser) -> None:
-    """The flags of `plan`."""
+    """Add the flags of `plan` to a parser."""
     _add_ladder(parser)
     parser.add_json()
 
 
 def add_run(parser: Parser) -> None:
-    """The flags of `run`."""
+    """Add the flags of `run` to a parser."""
     _add_ladder(parser)
     parser.add_argument(
         "--parallel", type=whole_number(), default=1, metavar="N",

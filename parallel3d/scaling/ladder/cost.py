@@ -1,4 +1,4 @@
-"""What each run of a ladder takes: its mesh, memory and hours, by the planner (floor 0)."""
+"""Cost of each run of a ladder by the planner: mesh, memory and hours."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ from parallel3d.scaling.ladder.expand import Run
 
 @dataclass(frozen=True)
 class Cost:
-    """What a run takes: bytes of its fullest device, and hours of all its devices at once.
+    """The cost of a run: bytes of its fullest device, and hours of all its devices at once.
 
     `hours` is None where nothing is known of the hardware; evaluation and start are not in them.
     """
@@ -29,7 +29,7 @@ class Cost:
 
 
 def with_costs(runs: Sequence[Run]) -> list[tuple[Run, Cost]]:
-    """Each run, its mesh chosen where it is "plan", and its cost.
+    """The runs with their costs, each mesh chosen where it is "plan".
 
     Raises ConfigError where a run does not fit, or nothing is known of the hardware to plan for.
     """

@@ -1,4 +1,4 @@
-"""The command `run`: the corpus, the runs, the forecasts, the held-out runs (floor 0)."""
+"""The command `run`: the corpus, the runs, the forecasts, the held-out runs."""
 
 import json
 import subprocess
@@ -23,7 +23,7 @@ LOCK = "ladder.lock"
 
 
 def execute(name: str, parallel: int, out: Console) -> tuple[int, Ladder]:
-    """Run what of a ladder is not finished; the exit code, and the ladder as it then stands.
+    """Run the unfinished runs of a ladder; gives the exit code and the ladder as it then stands.
 
     Codes: 0, 1 where a run failed, 3 where it was stopped on request with all saved. Raises
     ConfigError for what makes no ladder, and where another process runs this one.

@@ -1,4 +1,4 @@
-"""Turns a ladder into runs: complete configs, the files that training reads (floor 0)."""
+"""Expansion of a ladder into runs: complete configs, the files that training reads."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,28 +44,28 @@ class Run:
 
     @property
     def flops(self) -> float:
-        """6ND, N with the head."""
+        """FLOPs of training a run: 6ND, with N including the head."""
         return float(_SIX * self.counts.with_head * self.tokens)
 
     @property
     def steps(self) -> int:
-        """Optimizer steps to its end, with its trunk's."""
+        """Optimizer steps up to the run's end, its trunk's included."""
         return self.config.num_steps
 
     @property
     def batch_tokens(self) -> int:
-        """Tokens of a step, whatever its mesh."""
+        """Tokens of one step of a run, whatever its mesh."""
         assert self.config.train_batch_size
         return self.config.train_batch_size * self.config.data.sequence_length
 
     @property
     def own_share(self) -> float:
-        """Share of its steps that it takes itself."""
+        """Fraction of the run's steps that it takes itself, rather than its trunk."""
         return 1 - self.steps_done / self.steps
 
     @property
     def folder(self) -> Path:
-        """Where launch/train.py writes it."""
+        """The folder to which launch/train.py writes a run."""
         return Path(self.config.run.directory) / self.config.run.name
 
 

@@ -1,4 +1,4 @@
-"""The ladder file: sizes x budgets, and what all of its runs share (floor 0)."""
+"""The ladder file: sizes x budgets, and what all runs share."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -73,7 +73,7 @@ class SizeConfig(Section):
 
 
 class BudgetConfig(Section):
-    """How long each size is trained; one of the three."""
+    """How long each size is trained: exactly one of three ways to say it."""
 
     flops: Numbers = ()
     """FLOPs of each run: 6ND, N with the head (IsoFLOP)."""
@@ -84,7 +84,7 @@ class BudgetConfig(Section):
 
     @property
     def kind(self) -> str:
-        """Which of the three is given."""
+        """The one of the three ways that is given."""
         return next(name for name in BUDGETS if getattr(self, name))
 
     @model_validator(mode="after")
@@ -126,7 +126,7 @@ class ScheduleConfig(Section):
 
 
 class HeldOutConfig(Section):
-    """A run that no law is fitted on: its loss is forecast, and the forecast registered before."""
+    """A run that no law is fitted on: its loss is forecast, and registered before it starts."""
 
     size: Annotated[SizeConfig, BeforeValidator(_size)]
     """As one of sizes."""

@@ -1,4 +1,4 @@
-"""Forecasts of a ladder's held-out runs, registered before these start (floor 0)."""
+"""Forecasts of a ladder's held-out runs, registered before these runs start."""
 
 import json
 from dataclasses import replace
@@ -22,7 +22,7 @@ FIT = "forecast-fit.json"  # of a ladder's directory: the law that the forecasts
 
 
 def register(ladder: Ladder, run: Run) -> Forecast | None:
-    """Register the forecast of a held-out run, by the parametric law of all that are finished.
+    """Register the forecast of a held-out run, by the parametric law of all finished runs.
 
     None where it is registered already: a forecast is never made again. Raises ConfigError where
     the runs tell no law.

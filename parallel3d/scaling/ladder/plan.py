@@ -1,4 +1,4 @@
-"""A ladder as it stands: each run with its cost and state, and what to mind (floor 0)."""
+"""A ladder as it stands: each run with its cost and state, and warnings."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ _FEW_STEPS = 50
 
 @dataclass(frozen=True)
 class Rung:
-    """A run, what it takes, and how far it is; training tokens of the corpus where known."""
+    """A run with its cost and state; training tokens of its corpus where known."""
 
     run: Run
     cost: Cost
@@ -30,7 +30,7 @@ class Rung:
 
 @dataclass(frozen=True)
 class Ladder:
-    """The ladder of a file: its runs, trunks before their forks, those held out last."""
+    """The ladder of a file: its runs, trunks before their forks, held-out runs last."""
 
     file: Path
     config: LadderConfig
@@ -39,15 +39,15 @@ class Ladder:
 
     @property
     def directory(self) -> Path:
-        """The folder of its runs."""
+        """The folder of the ladder's runs."""
         return Path(self.config.directory)
 
     def config_file(self, run: Run) -> Path:
-        """What launch/train.py reads for a run."""
+        """The config file that launch/train.py reads for a run."""
         return self.directory / CONFIGS / f"{run.name}.json"
 
     def forecast_file(self, run: Run) -> Path:
-        """Where the forecast of a held-out run is registered."""
+        """The file in which the forecast of a held-out run is registered."""
         return self.directory / f"forecast-{run.name}.json"
 
     def write_configs(self) -> None:
@@ -61,7 +61,7 @@ class Ladder:
 
 
 def ladder_of(name: str) -> Ladder:
-    """The ladder in a file, as it stands; raises ConfigError for what makes no ladder."""
+    """The ladder in a file, as it stands; raises ConfigError where the file makes no ladder."""
     config, base, file = load(name)
     runs = with_costs(runs_of(config, base, file))
     unique = config.unique_tokens or unique_tokens(Path(config.directory))

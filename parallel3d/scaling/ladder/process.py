@@ -1,4 +1,4 @@
-"""A ladder's run as a process: launch/train.py on its share of a machine (floor 0)."""
+"""One run of a ladder as a process: launch/train.py on a share of a machine."""
 
 import ctypes
 import os
@@ -22,7 +22,7 @@ _SET_PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
 
 @dataclass
 class Process:
-    """A run that is training: its process, its log, the devices that it has."""
+    """A run that is training: its process, its log, its devices."""
 
     run: Run
     popen: "subprocess.Popen[bytes]"
@@ -30,12 +30,12 @@ class Process:
     devices: tuple[str, ...]
 
     def stop(self, number: int = signal.SIGTERM) -> None:
-        """Ask it to save and end; training takes SIGTERM for that."""
+        """Ask the run to save and end, by SIGTERM."""
         if self.popen.poll() is None:
             self.popen.send_signal(number)
 
     def last_words(self) -> str:
-        """The last line of its log, which says why it ended."""
+        """The last line of the run's log, which says why it ended."""
         try:
             lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         except OSError:
@@ -46,7 +46,7 @@ class Process:
 
 
 def visible_devices() -> tuple[str, ...]:
-    """The accelerators of this machine that runs share; none where they train on the CPU."""
+    """The accelerators of this machine that runs share; none where runs train on the CPU."""
     if VISIBLE in os.environ:
         return tuple(name for name in os.environ[VISIBLE].split(",") if name.strip())
     # Nodes are named by the host's numbers; CUDA numbers those of a container from 0.
@@ -56,7 +56,7 @@ def visible_devices() -> tuple[str, ...]:
 def start(
     run: Run, config: Path, *, resume: str, log: Path, devices: Sequence[str], threads: int
 ) -> Process:
-    """Start a run on these devices, on none of them on the CPU, with so many threads a rank.
+    """Start a run on some devices (none on the CPU) with `threads` threads a rank.
 
     `resume`: what checkpoint.resume is this time. The run is asked to stop if this process dies.
     """

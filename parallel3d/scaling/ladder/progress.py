@@ -1,4 +1,4 @@
-"""How a ladder's runs come along: bars on a terminal, else a line for each that begins or ends."""
+"""Progress of a ladder's runs: bars on a terminal, else a line as each begins or ends."""
 
 import time
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ from parallel3d.scaling.runs import METRICS, NoEnd, last_line
 
 
 class Display:
-    """Shows the runs that are under way, and how many of all are finished."""
+    """A display of the runs in progress, and of how many are finished."""
 
     def __init__(self, out: Console, total: int, finished: int) -> None:
         self._out, self._started = out, time.monotonic()
@@ -38,16 +38,16 @@ class Display:
         self._bars.stop()
 
     def say(self, text: str) -> None:
-        """A line with the time since the start."""
+        """Print a line with the time since the start."""
         seconds = int(time.monotonic() - self._started)
         layout.say(self._out, f"{seconds // 60:3}:{seconds % 60:02}  {text}", " " * 8)
 
     def began(self, run: Run) -> None:
-        """A run has started."""
+        """Note that a run has started."""
         self._tasks[run.name] = self._bars.add_task(run.name, total=run.steps, loss="")
 
     def ended(self, run: Run, is_finished: bool) -> None:
-        """A run has ended."""
+        """Note that a run has ended."""
         if task := self._tasks.pop(run.name, None):
             self._bars.remove_task(task)
         if is_finished:

@@ -1,4 +1,4 @@
-"""Runs what of a ladder is not finished, several runs at once (floor 0)."""
+"""Runner of a ladder's unfinished runs, several at once."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Runner:
-    """Starts runs as processes, `parallel` of them at once, and follows them to their ends."""
+    """A runner that starts processes, `parallel` of them at once, and follows each to its end."""
 
     def __init__(self, ladder: Ladder, parallel: int, display: Display) -> None:
         self._ladder, self._parallel, self._display = ladder, parallel, display
@@ -56,7 +56,7 @@ class Runner:
                 signal.signal(number, handler)
 
     def run(self, runs: Sequence[Run]) -> None:
-        """Train these, each once its trunk is done, until all are finished, failed or stopped."""
+        """Train some runs, each after its trunk, until all are finished, failed or stopped."""
         waiting = sorted(runs, key=lambda run: (run.kind != "trunk", -run.exact_flops))
         asked = False
         try:
@@ -95,7 +95,7 @@ class Runner:
         return (Path(str(run.config.checkpoint.resume)) / "manifest.json").exists()
 
     def _drop_orphans(self, waiting: Sequence[Run]) -> list[Run]:
-        """Give up the runs whose trunk failed; there is nothing else left to wait for."""
+        """Up the runs whose trunk failed; there is nothing else left to wait for."""
         for run in waiting:
             self._fail(run, f"its trunk {run.trunk} came to no end")
         return []

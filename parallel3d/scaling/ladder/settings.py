@@ -1,11 +1,11 @@
-"""Named laws of batch size and learning rate, with their sources (floor 0)."""
+"""Named laws of batch size and learning rate, with their sources."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Power:
-    """coefficient x N^params x D^tokens."""
+    """A power law of parameters and tokens: coefficient x N^params x D^tokens."""
 
     coefficient: float
     params: float = 0.0

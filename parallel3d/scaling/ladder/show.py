@@ -1,4 +1,4 @@
-"""A ladder's runs as a table for a terminal, and as what --json prints (floor 0)."""
+"""A ladder's runs as a table for a terminal, and as JSON."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ _COLUMNS = (
 
 
 def show(ladder: Ladder, out: Console) -> None:
-    """Print every run, the total, and what to mind."""
+    """Print every run, the total cost, and warnings."""
     layout.show(out, _COLUMNS, [_row(rung) for rung in ladder.rungs])
     total = to_json(ladder)["total"]
     hours = total["device_hours"]
@@ -59,7 +59,7 @@ def _row(rung: Rung) -> tuple[str, ...]:
 
 
 def to_json(ladder: Ladder) -> dict[str, Any]:
-    """What --json prints; the keys are published and do not change."""
+    """The object that --json prints; its keys are published and do not change."""
     rows = [_to_json(rung) for rung in ladder.rungs]
     hours: list[float | None] = [
         None if rung.cost.hours is None else rung.cost.hours * rung.run.devices

@@ -1,4 +1,4 @@
-"""Widths and depths: the model of each size of a ladder (floor 0)."""
+"""Width and depth of the model for each size of a ladder."""
 
 import math
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ _MOST_WIDTHS = 4096  # heads that the rule tries
 
 @dataclass(frozen=True)
 class Counts:
-    """Parameters of a model, by part: [embedding], [head], [transformer: the blocks].
+    """Parameters of a model by part: [embedding], [head], [transformer: the blocks].
 
     A head that is tied to the embedding counts as a head too, for its product with each token.
     """
@@ -30,7 +30,7 @@ class Counts:
 
     @property
     def with_head(self) -> int:
-        """N of the laws: blocks and head."""
+        """N of scaling laws: parameters of blocks and head."""
         return self.transformer + self.head
 
 
@@ -42,7 +42,7 @@ def count(model: Any) -> Counts:
 
 
 def model_of(ladder: LadderConfig, size: SizeConfig, base: Mapping[str, Any], path: str) -> Any:
-    """The model's settings for a size, over those of the base; `path` is the size's in the file.
+    """Settings of the model of one size, over the base's; `path`: the size's place in the file.
 
     Raises ConfigError where the size names no model.
     """

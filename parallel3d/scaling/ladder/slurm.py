@@ -1,4 +1,4 @@
-"""Writes what is not finished of a ladder as Slurm job arrays (floor 0)."""
+"""A ladder's unfinished runs as Slurm job arrays."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""How far each run of a ladder has come, by what is in its folder (floor 0)."""
+"""State of each run of a ladder, by the contents of its folder."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,7 @@ CORPUS = "corpus.json"  # of a ladder's directory: what was counted as its corpu
 
 @dataclass(frozen=True)
 class State:
-    """`name`: "new", "unfinished" or "finished"; steps done; held-out loss and its error."""
+    """State of a run: "new", "unfinished" or "finished", with steps, held-out loss and error."""
 
     name: str
     step: int = 0
@@ -28,7 +28,7 @@ class State:
 
 
 def state_of(run: Run) -> State:
-    """How far a run has come; finished only where its config is the ladder's.
+    """The state of a run; it is finished only where its config is the ladder's.
 
     Two configs are the same whatever their paths, mesh and offload. Raises ConfigError where the
     run's folder holds another config's.
@@ -62,14 +62,14 @@ def state_of(run: Run) -> State:
 
 
 def checkpoints(run: Run) -> list[int]:
-    """Steps of the run's own checkpoints that were written to their ends, rising."""
+    """Steps of the run's own complete checkpoints, ascending."""
     found = (run.folder / "checkpoints").glob("step-*/manifest.json")
     steps = (path.parent.name.removeprefix("step-") for path in found)
     return sorted(int(step) for step in steps if step.isdecimal())  # others were set aside
 
 
 def resume_of(run: Run) -> str:
-    """What checkpoint.resume is when the run is started now.
+    """The value of checkpoint.resume with which a run is to be started now.
 
     A run that begins from another's checkpoint goes on with its own newest by number, and is
     refused by name where that is damaged: "auto" would start it afresh, from step 0.
@@ -94,7 +94,7 @@ def _changes(was: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -
 
 
 def unique_tokens(directory: Path) -> int | None:
-    """Training tokens of the ladder's corpus, as they were counted when it was prepared."""
+    """Training tokens of the ladder's corpus, as counted when it was prepared."""
     try:
         return int(json.loads((directory / CORPUS).read_text())["training_tokens"])
     except (OSError, ValueError, KeyError, TypeError):

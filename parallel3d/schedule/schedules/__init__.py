@@ -26,8 +26,7 @@ class Bubble(Protocol):
 
 
 class ScheduleFile(Protocol):
-    """What a schedule file gives; all four are functions of (pp_size, num_microbatches,
-    stages_per_rank)."""
+    """The functions of a schedule file, each of (pp_size, num_microbatches, stages_per_rank)."""
 
     schedule: Callable[[int, int, int], Schedule]  # the computes, in order
     invalid: Callable[[int, int, int], str | None]  # why it cannot be used, and what to do
@@ -36,7 +35,7 @@ class ScheduleFile(Protocol):
 
 
 def names() -> tuple[str, ...]:
-    """The schedules there are: the files of this folder."""
+    """The names of all schedules: the files of this folder."""
     return tuple(sorted(module.name for module in iter_modules(__path__)))
 
 
@@ -45,7 +44,7 @@ _MOST_STAGES = 10_000  # each is listed
 
 @cache  # the planner asks a hundred thousand times
 def load(name: str) -> ScheduleFile:
-    """The schedule file of that name; raises ConfigError, with the nearest name, without one."""
+    """The schedule file called `name`; raises ConfigError, with the nearest name, without one."""
     if name not in names():
         nearest = get_close_matches(name, names(), n=1, cutoff=0.4)
         hint = f"did you mean {nearest[0]!r}? " if nearest else ""

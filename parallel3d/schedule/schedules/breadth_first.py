@@ -26,7 +26,7 @@ def schedule(pp_size: int, num_microbatches: int, stages_per_rank: int) -> Sched
 
 
 def invalid(pp_size: int, num_microbatches: int, stages_per_rank: int) -> str | None:
-    """Why it cannot be used; any number of ranks and microbatches will do."""
+    """Why several stages a rank are needed; any number of ranks and microbatches will do."""
     if stages_per_rank == 1:
         return "stages_per_rank=1; use 2 or more, or the schedule 'gpipe', which it then is"
     return None

@@ -17,7 +17,7 @@ def schedule(pp_size: int, num_microbatches: int, stages_per_rank: int) -> Sched
 
 
 def invalid(pp_size: int, num_microbatches: int, stages_per_rank: int) -> str | None:
-    """Why it cannot be used; any number of ranks and microbatches will do."""
+    """Why one stage a rank is needed; any number of ranks and microbatches will do."""
     if stages_per_rank != 1:
         return f"stages_per_rank={stages_per_rank}; use 1, or the schedule 'interleaved'"
     return None

@@ -42,7 +42,7 @@ def order(pp_size: int, num_microbatches: int, num_chunks: int) -> list[tuple[in
 
 
 def invalid(pp_size: int, num_microbatches: int, stages_per_rank: int) -> str | None:
-    """Why it cannot be used; any number of ranks and microbatches will do."""
+    """Why several stages a rank are needed; any number of ranks and microbatches will do."""
     if stages_per_rank == 1:
         return "stages_per_rank=1; use 2 or more, or the schedule 'one_f_one_b'"
     return None

@@ -41,7 +41,7 @@ def schedule(pp_size: int, num_microbatches: int, stages_per_rank: int) -> Sched
 
 
 def invalid(pp_size: int, num_microbatches: int, stages_per_rank: int) -> str | None:
-    """Why it cannot be used; any number of ranks and microbatches will do."""
+    """Why two stages a rank are needed; any number of ranks and microbatches will do."""
     if stages_per_rank != 2:
         return f"stages_per_rank={stages_per_rank}; a V has two arms, use 2"
     return None

@@ -67,7 +67,7 @@ def _program(early: int, late: int, to_the_turn: int, num_microbatches: int) -> 
 
 
 def invalid(pp_size: int, num_microbatches: int, stages_per_rank: int) -> str | None:
-    """Why it cannot be used: it needs two stages a rank, and enough to fill the V with."""
+    """Why two stages a rank are needed, and enough microbatches to fill the V."""
     if stages_per_rank != 2:
         return f"stages_per_rank={stages_per_rank}; a V has two arms, use 2"
     if num_microbatches < 2 * pp_size - 1:

@@ -47,6 +47,5 @@ def bubble(
 
 
 def peak_in_flight(pp_size: int, num_microbatches: int, stages_per_rank: int) -> tuple[int, ...]:
-    """Microbatches whose activations a rank holds at most, from F to W: p, as many as 1F1B's
-    first rank."""
+    """Microbatches whose activations a rank holds at most, from F to W: p on each rank."""
     return (min(pp_size, num_microbatches),) * pp_size
