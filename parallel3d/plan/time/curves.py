@@ -1,6 +1,6 @@
 """Fitted efficiency curves: of all published runs, and with each group of runs left out.
 
-benchmarks/fit_curves.py writes curves.json; docs/planner.md has its output.
+benchmarks/fit_curves.py writes curves.json; docs/planner/validation.md has its output.
 """
 
 import json
