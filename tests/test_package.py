@@ -1,0 +1,54 @@
+"""What a contributor is told about the repository is so: checks, interpreters, links, licence."""
+
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.pure
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def test_a_commit_is_checked_by_what_ci_runs():
+    hooks = re.findall(r"entry: (.*)", (ROOT / ".pre-commit-config.yaml").read_text())
+    lines = (ROOT / ".ci/run").read_text().splitlines()
+    *static, pure = hooks
+    assert static == ["ruff check .", "ruff format --check .", "mypy"]
+    assert set(static) <= set(lines) and "-m pure" in pure
+
+
+def test_ci_runs_on_the_interpreters_that_the_package_names():
+    text = (ROOT / ".github/workflows/checks.yml").read_text()
+    ran = re.findall(r'"(3\.\d+)"', re.search(r"python: \[(.*)\]", text)[1])
+    named = [c.rpartition(" ")[2] for c in PROJECT["classifiers"] if "Python :: 3." in c]
+    assert ran == named and PROJECT["requires-python"] == f">={named[0]}"
+    assert "run: .ci/run" in text and "PYTHON: python${{ matrix.python }}" in text
+
+
+def test_ci_refuses_an_interpreter_that_is_too_old(tmp_path):
+    old = tmp_path / "old"
+    old.write_text("#!/bin/sh\nexit 1\n")  # what the question for its version comes to
+    old.chmod(0o755)
+    done = subprocess.run(
+        [ROOT / ".ci/run"], env={"PATH": "/usr/bin:/bin", "PYTHON": str(old)},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 2 and "name one, as in PYTHON=python3.12" in done.stderr, done
+
+
+def test_the_files_that_contributing_names_exist():
+    prose = (ROOT / "CONTRIBUTING.md").read_text()
+    for target in re.findall(r"\]\(([^)]+)\)", re.sub(r"`[^`]*`", "", prose)):
+        assert (ROOT / target).exists(), target
+    for path in re.findall(r"`((?:parallel3d|tests|docs|models|launch)/[\w/.]+)`", prose):
+        assert (ROOT / path).exists(), path
+
+
+def test_the_licence_is_the_one_that_the_package_names():
+    text = (ROOT / "LICENSE").read_text()
+    assert PROJECT["license"] == "Apache-2.0" and PROJECT["license-files"] == ["LICENSE"]
+    assert "Version 2.0, January 2004" in text and len(text.splitlines()) == 202
