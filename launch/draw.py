@@ -8,6 +8,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import get_args
 
 from parallel3d.arguments import Parser, whole_number
 from parallel3d.errors import ConfigError, Parallel3DError
@@ -15,12 +16,14 @@ from parallel3d.schedule import draw
 from parallel3d.schedule.schedule import (
     Schedule,
     Spans,
+    add_sharding,
     bubble,
     peak_in_flight,
     simulate,
     unit_cost,
 )
 from parallel3d.schedule.schedules import make_schedule, names
+from parallel3d.schedule.sharding import Weights
 
 MOST = 200_000  # forwards that can be drawn in some seconds
 Panels = list[tuple[str, Spans]]  # titles and what is drawn
@@ -60,9 +63,12 @@ def main() -> int:
 
 
 def planned(args: argparse.Namespace) -> tuple[Schedule, Panels]:
-    """The named schedule, simulated with a forward of 1 and a backward of 2."""
+    """The named schedule, simulated with a forward of 1, a backward of 2, a gather of 1."""
     schedule = make_schedule(args.schedule, args.pp, args.microbatches, args.stages_per_rank)
     title = f"{schedule.name}: {args.pp} ranks, {args.microbatches} microbatches"
+    if args.weights:
+        schedule = add_sharding(schedule, args.weights, True)
+        title += f", weights {args.weights}"
     return schedule, [(title, simulate(schedule, unit_cost))]
 
 
@@ -109,9 +115,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_alias(microbatches, "--num-microbatches", "--num_microbatches")
     stages = parser.add_argument(
         "--stages-per-rank", type=whole_number(most=MOST), default=1, metavar="N",
-        help="for interleaved 2 or more, for v_shape 2",
-    )  # fmt: skip
+        help="for interleaved 2 or more, for v_shape 2")  # fmt: skip
     parser.add_alias(stages, "--stages_per_rank")
+    parser.add_argument(
+        "--weights", choices=get_args(Weights), help="show what ZeRO-3 gathers, holds and reduces"
+    )
     parser.add_argument(
         "--measured", type=Path, metavar="FILE",
         help="draw this spans.json of a profiled run (train.profile)",

@@ -33,7 +33,8 @@ _OTHER_END = {
 }
 _SENDS = frozenset({Op.SEND_F, Op.SEND_B})
 _RECEIVES = frozenset({Op.RECV_F, Op.RECV_B})
-_UNIT_COST = {Op.F: 1.0, Op.B: 2.0, Op.I: 1.0, Op.W: 1.0}
+_COMPUTES = frozenset({Op.F, Op.B, Op.I, Op.W})
+_UNIT_COST = {**dict.fromkeys(_COMPUTES, 1.0), Op.B: 2.0, Op.GATHER: 1.0, Op.REDUCE: 1.0}
 
 
 class Action(NamedTuple):
@@ -56,7 +57,7 @@ class Action(NamedTuple):
     @property
     def is_compute(self) -> bool:
         """Whether the action is F, B, I or W."""
-        return self.op in _UNIT_COST
+        return self.op in _COMPUTES
 
     @property
     def is_send(self) -> bool:
@@ -88,5 +89,8 @@ Cost = Callable[[Action], float]  # seconds
 
 
 def unit_cost(action: Action) -> float:
-    """A forward takes 1, a backward 2 (half of it for the input, half for the weights)."""
+    """A forward takes 1, a backward 2 (half of it for the input, half for the weights).
+
+    What ZeRO gathers or reduces takes 1, too; a message takes no time.
+    """
     return _UNIT_COST.get(action.op, 0.0)

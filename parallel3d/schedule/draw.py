@@ -8,6 +8,7 @@ from statistics import mean
 from typing import Any
 
 from parallel3d.errors import ScheduleError
+from parallel3d.schedule import lanes
 from parallel3d.schedule.action import Action, Cost, Op, Span, Spans
 from parallel3d.schedule.fold import Timeline, fold, tick_step
 from parallel3d.schedule.schedule import Schedule, bubble, validate
@@ -21,12 +22,14 @@ _LEFT, _TOP, _ROW, _PITCH = 72, 74, 30, 36  # of a panel: margins, height of a r
 def text_grid(spans: Spans, width: int = 100) -> str:
     """One line per rank, time to the right, a `·` for each column in which the rank is idle.
 
+    Below a rank's line stands what ZeRO gathers, releases and reduces there (lanes.text).
+
     Where all times are whole numbers, each unit of time has the same number of columns; a grid
     too wide even with short labels ("F0" for "2F0", if each rank has one stage) is cut into
     panels. Measured times are scaled to `width`. Of a long one the steady state is folded: the
     ruler goes on with the true times behind it.
     """
-    timeline = fold(*_from_zero(spans))
+    whole, timeline = spans_from_zero(spans), timeline_of(spans)
     spans, length = timeline.spans, timeline.length
     one_stage = all(s.action.stage == coord for coord, rank in enumerate(spans) for s in rank)
     full = 1 + max(len(str(span.action)) for rank in spans for span in rank)
@@ -41,7 +44,8 @@ def text_grid(spans: Spans, width: int = 100) -> str:
         return (brief,) if packed else (str(action), brief, str(action.op))
 
     rows = []
-    for rank in spans:
+    heads = ["time"]
+    for coord, (rank, all_of_it) in enumerate(zip(spans, whole, strict=True)):
         row = ""
         for action, start, end in rank:
             row = row.ljust(round(start * columns), "·")
@@ -51,25 +55,30 @@ def text_grid(spans: Spans, width: int = 100) -> str:
             at, to = (round(timeline.at(time) * columns) for time in (cut.begin, cut.end))
             row = row[:at] + cut.label.center(to - at)[: to - at] + row[to:]
         rows.append(row)
+        heads.append(f"rank {coord}")
+        if lanes.lanes_of(all_of_it):
+            rows.append(lanes.text(all_of_it, timeline, columns).ljust(len(row)))
+            heads.append("")
 
     step = tick_step(8 / columns)
     ruler = ""
     for time, place in timeline.ticks(step):
         if len(ruler) < round(place * columns) or not ruler:
             ruler = ruler.ljust(round(place * columns)) + f"{time:g}"
-    heads = ["time", *(f"rank {coord}" for coord in range(len(spans)))]
-    return _panels(heads, [ruler[: len(rows[0])], *rows], width - _HEAD, step * columns)
+    drawn = _panels(heads, [ruler[: len(rows[0])], *rows], width - _HEAD, step * columns)
+    return f"{drawn}\n\n{lanes.LEGEND}" if "" in heads else drawn
 
 
 def _panels(heads: list[str], lines: list[str], room: int, unit: float) -> str:
     """The lines with their heads, cut where they pass `room` into panels of whole units."""
-    panel = len(lines[-1]) if len(lines[-1]) <= room else int(max(1, room // unit) * unit)
+    length = max(map(len, lines))
+    panel = length if length <= room else int(max(1, room // unit) * unit)
     return "\n\n".join(
         "\n".join(
             (head.ljust(_HEAD) + line[left : left + panel]).rstrip()
             for head, line in zip(heads, lines, strict=True)
         )
-        for left in range(0, len(lines[-1]), panel)
+        for left in range(0, length, panel)
     )
 
 
@@ -93,9 +102,9 @@ def figure(
 
     `idle`: the bubble where the spans are of a part of the step alone.
     """
-    shifted = [(title, spans, fold(*_from_zero(spans))) for title, spans in panels]
+    shifted = [(title, spans_from_zero(spans), timeline_of(spans)) for title, spans in panels]
     scale = (width - _LEFT - 24) / max(timeline.length for *_, timeline in shifted)
-    heights = [_TOP + _PITCH * len(spans) + 34 for _, spans, _ in shifted]
+    heights = [_TOP + _pitch(spans) * len(spans) + 34 for _, spans, _ in shifted]
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {sum(heights)}" '
         f'width="{width}" height="{sum(heights)}" font-family="Helvetica, Arial, sans-serif" '
@@ -105,7 +114,7 @@ def figure(
     y = 0
     for (title, spans, timeline), height in zip(shifted, heights, strict=True):
         share = bubble(spans) if idle is None else idle
-        out += [*_heading(title, spans, share, y), *_rows(timeline, scale, y + _TOP)]
+        out += [*_heading(title, spans, share, y), *_rows(spans, timeline, scale, y + _TOP)]
         out += _axis(timeline, scale, y + _TOP, y + height - 18)
         y += height
     return "\n".join(out) + "</svg>"
@@ -113,7 +122,9 @@ def figure(
 
 def timeline_of(spans: Spans) -> Timeline:
     """The timeline that a drawing of these spans has, for what is drawn beside it."""
-    return fold(*_from_zero(spans))
+    shifted = spans_from_zero(spans)
+    computes = tuple(tuple(s for s in rank if s.action.is_compute) for rank in shifted)
+    return fold(computes, max(s.end for rank in shifted for s in rank))
 
 
 def _axis(timeline: Timeline, scale: float, top: int, y: int) -> Iterator[str]:
@@ -142,21 +153,32 @@ def _heading(title: str, spans: Spans, idle: float, y: int) -> Iterator[str]:
     yield f'<text x="{_LEFT}" y="{y + 52}">bubble {idle:.1%}</text>'
     x = _LEFT + 110
     present = {span.action.op for rank in spans for span in rank}
-    for op in filter(present.__contains__, _NAMES):
-        shade = _shade(op, 0.4)
+    names = _NAMES | lanes.NAMES
+    for op in filter(present.__contains__, names):
+        shade = lanes.COLOURS.get(op) or _shade(op, 0.4)
         yield f'<rect x="{x}" y="{y + 41}" width="13" height="13" rx="3" fill="{shade}"/>'
-        yield f'<text x="{x + 19}" y="{y + 52}">{_NAMES[op]}</text>'
-        x += 45 + 7 * len(_NAMES[op])
+        yield f'<text x="{x + 19}" y="{y + 52}">{names[op]}</text>'
+        x += 45 + 7 * len(names[op])
     legend = "numbers are microbatches, darker is a later stage"
+    if Op.GATHER in present:
+        legend = "line: weights held, a lane a stage"
     yield f'<text x="{x}" y="{y + 52}" fill="#868e96">{legend}</text>'
 
 
-def _rows(timeline: Timeline, scale: float, top: int) -> Iterator[str]:
-    """A row of boxes for each rank."""
-    spans, length = timeline.spans, timeline.length
+def _pitch(spans: Spans) -> int:
+    """From a rank's row to the next one's."""
+    return _PITCH + lanes.height(spans)
+
+
+def _rows(whole: Spans, timeline: Timeline, scale: float, top: int) -> Iterator[str]:
+    """A row of boxes for each rank, with what ZeRO does in lanes below it."""
+    spans, length, pitch = timeline.spans, timeline.length, _pitch(whole)
     num_stages = 1 + max(span.action.stage for rank in spans for span in rank)
     for coord, rank in enumerate(spans):
-        y = top + _PITCH * coord
+        y = top + pitch * coord
+        below = {"left": _LEFT, "top": y + _ROW, "scale": scale}
+        if drawn := lanes.svg(whole[coord], timeline, **below):
+            yield drawn
         yield f'<text x="{_LEFT - 12}" y="{y + 20}" text-anchor="end">rank {coord}</text>'
         yield (
             f'<rect x="{_LEFT}" y="{y}" width="{length * scale:.2f}" height="{_ROW}" rx="4" '
@@ -199,7 +221,7 @@ def chrome_trace(spans: Spans) -> dict[str, Any]:
                 "ts": start * 1e6,
                 "args": {"stage": action.stage, "microbatch": action.microbatch},
             }
-            if action.is_send or action.is_receive:
+            if not action.is_compute:
                 # Transfers overlap with computes and each other, which only async events may.
                 event["id"] = f"{coord}.{number}"
                 events += [event | {"ph": "b"}, event | {"ph": "e", "ts": end * 1e6}]
@@ -251,23 +273,27 @@ def mean_costs(spans: Spans) -> Cost:
         for action, start, end in rank:
             seconds[action.op, action.stage].append(end - start)
     means = {place: mean(values) for place, values in seconds.items()}
-    return lambda action: means[action.op, action.stage] if action.is_compute else 0.0
+    return lambda action: means[action.op, action.stage] if lanes.is_drawn(action) else 0.0
 
 
 def seconds(spans: Spans) -> float:
-    """Seconds from the start of the first compute to the end of the last."""
-    return _from_zero(spans)[1]
+    """Seconds from the start of the first compute or gather to the end of the last or reduction."""
+    return max(span.end for rank in spans_from_zero(spans) for span in rank)
 
 
-def _from_zero(spans: Spans) -> tuple[Spans, float]:
-    """The computes by time, the first starting at 0, and the time at which the last one ends."""
-    computes = [[span for span in rank if span.action.is_compute] for rank in spans]
-    begin = min(span.start for rank in computes for span in rank)
-    shifted = tuple(
+def start(spans: Spans) -> float:
+    """When what is drawn begins."""
+    return min(s.start for rank in spans for s in rank if lanes.is_drawn(s.action))
+
+
+def spans_from_zero(spans: Spans) -> Spans:
+    """What is drawn, by time, the first of it starting at 0."""
+    begin = start(spans)
+    return tuple(
         tuple(
             s._replace(start=float(s.start - begin), end=float(s.end - begin))
             for s in sorted(rank, key=lambda s: s.start)
+            if lanes.is_drawn(s.action)
         )
-        for rank in computes
+        for rank in spans
     )
-    return shifted, max(span.end for rank in shifted for span in rank)

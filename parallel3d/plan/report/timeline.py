@@ -11,8 +11,8 @@ from parallel3d.plan.search.remedy import gib
 from parallel3d.plan.setting import Setting
 from parallel3d.plan.time.operators import Curves
 from parallel3d.plan.time.step import step_spans
+from parallel3d.schedule import draw
 from parallel3d.schedule.action import Op
-from parallel3d.schedule.draw import chrome_trace, figure, timeline_of
 from parallel3d.schedule.schedule import Spans
 
 _MOST_BOXES = 60_000  # computes that are simulated in some seconds; a picture folds them
@@ -63,7 +63,7 @@ def drawing(plan: Plan, curves: Curves | None = None, width: int = 1000) -> tupl
         f"pp {s.pp} × dp {s.dp} × tp {s.tp}, {s.schedule}, {whole} microbatches of "
         f"{s.shape.batch}{some}"
     )
-    above = figure([(title, spans)], width, plan.bubble)
+    above = draw.figure([(title, spans)], width, plan.bubble)
     found = re.search(r'height="(\d+)"', above)
     assert found
     height = int(found[1])
@@ -74,16 +74,15 @@ def drawing(plan: Plan, curves: Curves | None = None, width: int = 1000) -> tupl
         f'height="{total}" font-family="Helvetica, Arial, sans-serif" font-size="12" '
         f'fill="#343a40">\n<rect width="100%" height="100%" fill="#ffffff"/>\n{above}\n'
         f'<g transform="translate(0 {height})">\n{below}\n</g></svg>',
-        chrome_trace(spans),
+        draw.chrome_trace(spans),
     )
 
 
 def _panel(plan: Plan, setting: Setting, spans: Spans, width: int) -> str:
     base, points = memory_over_time(plan, setting, spans)
     room = plan.request.hardware.memory_bytes.value
-    begin = min(span.start for rank in spans for span in rank if span.action.is_compute)
-    length = max(span.end for rank in spans for span in rank if span.action.is_compute) - begin
-    timeline = timeline_of(spans)
+    begin, length = draw.start(spans), draw.seconds(spans)
+    timeline = draw.timeline_of(spans)
     most = 1.05 * max(room, *(size for _, size in points))
     across = (width - _LEFT - _RIGHT) / timeline.length
 
