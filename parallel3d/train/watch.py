@@ -21,16 +21,19 @@ from parallel3d.schedule.action import Op
 from parallel3d.train.assembly import Assembly
 
 PARTS = ("forward", "backward", "waiting", "reduction", "optimizer", "rest")
-_FORWARD, _BACKWARD = (Op.F,), (Op.B, Op.I, Op.W)
+_PART_OF = {
+    Op.F: "forward", Op.B: "backward", Op.I: "backward", Op.W: "backward", Op.REDUCE: "reduction"
+}  # fmt: skip
 
 
 class Watch:
     """An observer of steps on every rank that prints on rank 0 what the config asks for.
 
     Times are the mean over the ranks of a pipeline coordinate, and over the steps since the last
-    line. "waiting" is what a pipeline program leaves between its computes: receives, the bubble;
-    "reduction" what follows its last action: sums of gradients; ZeRO-3's gathering is in forward
-    and backward, for whom it is done.
+    line. "reduction" is the program's REDUCEs and what follows its last action: sums of gradients;
+    "waiting" what else a pipeline program leaves between its computes: receives, GATHERs, the
+    bubble. Where the program has no GATHER, ZeRO-3's gathering is in forward and backward, for whom
+    it is done.
     """
 
     def __init__(
@@ -72,12 +75,11 @@ class Watch:
     def _add(self, taken: float) -> None:
         executor, seconds = self._parts.executor, dict.fromkeys(PARTS, 0.0)
         for span in executor.spans:
-            if span.action.op in (*_FORWARD, *_BACKWARD):
-                name = "forward" if span.action.op in _FORWARD else "backward"
+            if name := _PART_OF.get(span.action.op):
                 seconds[name] += span.end - span.start
         program = max((span.end for span in executor.spans), default=0.0)
-        seconds["waiting"] = max(0.0, program - seconds["forward"] - seconds["backward"])
-        seconds["reduction"] = max(0.0, executor.ended - executor.started - program)
+        seconds["waiting"] = max(0.0, program - sum(seconds.values()))
+        seconds["reduction"] += max(0.0, executor.ended - executor.started - program)
         seconds["optimizer"] = self._parts.engine.step_seconds
         seconds["rest"] = max(0.0, taken - sum(seconds.values()))
         for name, value in seconds.items():

@@ -1,12 +1,15 @@
 """wall_clock_breakdown, flops_profiler and comms_logger on real ranks: figures recomputed."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 
 import models
 from parallel3d.config import RunConfig
 from parallel3d.data.prepare import prepare
+from parallel3d.schedule.action import Action, Span
+from parallel3d.train.watch import Watch
 from tests.config.styles import SIZES, corpus_in, filled
 from tests.train.running import start
 
@@ -51,6 +54,18 @@ def test_the_parts_of_a_step_add_up_to_it(said):
         ]  # fmt: skip
         assert sum(values.values()) == pytest.approx(float(total), abs=0.5)
         assert all(values[part] > 0 for part in ("forward", "backward", "optimizer"))
+
+
+def test_a_reduction_among_the_actions_is_no_waiting():
+    times = {"0GATHER0": (0, 1), "0F0": (2, 3), "0B0": (4, 6), "0REDUCE0": (7, 10)}
+    spans = [Span(Action.parse(name), *at) for name, at in times.items()]
+    executor = SimpleNamespace(spans=spans, started=100.0, ended=111.0)
+    parts = SimpleNamespace(executor=executor, engine=SimpleNamespace(step_seconds=0.5))
+    watch = Watch(None, None, parts, say=print)
+    watch._add(12.0)
+    assert watch._sums == {
+        "forward": 1, "backward": 2, "waiting": 4, "reduction": 3 + 1, "optimizer": 0.5, "rest": 0.5
+    }  # fmt: skip
 
 
 def test_calls_and_bytes_are_those_of_the_schedule(said):
