@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gloo
 CLASSES = {
     "gpt2": "GPT2LMHeadModel", "llama2": "LlamaForCausalLM", "llama3": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
-    "smollm2": "LlamaForCausalLM",
+    "smollm2": "LlamaForCausalLM", "pythia": "GPTNeoXForCausalLM", "neox": "GPTNeoXForCausalLM",
 }  # fmt: skip
 
 
