@@ -103,12 +103,13 @@ class Head(nn.Module):
         self.norm = RMSNorm(config.hidden_size, context.group, config.rms_norm_eps)
         self.output = VocabParallelOutput(int(config.vocab_size), config.hidden_size, context)
 
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, x: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
         """x [batch, seq, hidden], or its part; labels [batch, seq] -> the mean loss in nats, [].
 
-        In evaluation the loss of each token, [batch, seq].
+        With `weights` [batch, seq] the losses' weighted sum; in evaluation each token's loss.
         """
-        return self.output.loss(self.output(self.norm(x)), labels)
+        loss: Tensor = self.output(self.norm(x), labels, weights)
+        return loss
 
 
 def _scaling(config: Config) -> FrequencyScaling | None:

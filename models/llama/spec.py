@@ -11,8 +11,9 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from models.common import ModelSection, divisor_below, head, vocab_size, weight_inits
+from parallel3d.model.head_cost import HeadCost
 from parallel3d.model.spec import Init, LayerSpec, ParamSpec
-from parallel3d.model.transformer_cost import BlockCost, EmbeddingCost, HeadCost
+from parallel3d.model.transformer_cost import BlockCost, EmbeddingCost
 from parallel3d.section import Problem, Problems, Section
 
 Positive = Annotated[int, Field(gt=0)]

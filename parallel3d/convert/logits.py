@@ -55,7 +55,7 @@ def _logits(read: Read, layout: Layout, tokens: Tensor) -> Tensor:
         x = _built(layer, context, read, layout, originals)(x, None)
     head: Any = _built(layers[-1], context, read, layout, originals)
     found: list[Tensor] = []
-    head.output.register_forward_hook(lambda module, args, output: found.append(output))
+    head.output.register_forward_hook(lambda output, args, _: found.append(output.logits(args[0])))
     head(x, tokens)
     return found[0]
 

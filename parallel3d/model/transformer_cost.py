@@ -1,9 +1,9 @@
 """Costs of a transformer's layers on one tensor-parallel rank, as data (no torch).
 
-A family gives a `BlockCost`, an `EmbeddingCost` and a `HeadCost` as its layers' `cost`. They count
-what parallel3d/tensor/ does and what autograd keeps of it, dropout of probability 0 left out. In
-the formulas `whole` is batch x seq x hidden elements (the sbh of arXiv:2205.05198), and `part` what
-of it lies on one rank between the layers: a tp-th under sequence parallelism.
+A family gives a `BlockCost`, an `EmbeddingCost` and head_cost's `HeadCost` as its layers' `cost`.
+They count what parallel3d/tensor/ does and what autograd keeps of it, dropout of probability 0 left
+out. In the formulas `whole` is batch x seq x hidden elements (the sbh of arXiv:2205.05198), and
+`part` what of it lies on one rank between the layers: a tp-th under sequence parallelism.
 """
 
 from dataclasses import dataclass
@@ -84,26 +84,6 @@ class EmbeddingCost:
         return _embedding(self, shape, tp, sequence_parallel and tp > 1)
 
 
-@dataclass(frozen=True)
-class HeadCost:
-    """The cost of the final norm, the logits and vocabulary-parallel cross-entropy in fp32."""
-
-    hidden: int
-    vocab: int
-    statistics: int = 2
-    composite_norm: bool = False
-
-    def __call__(
-        self,
-        shape: Shape,
-        tp: int = 1,
-        sequence_parallel: bool = False,
-        recompute: Recompute = "none",
-    ) -> LayerCost:
-        """The cost of one microbatch; nothing of it is computed again."""
-        return _head(self, shape, tp, sequence_parallel and tp > 1)
-
-
 @lru_cache(maxsize=4096)
 def _block(
     c: BlockCost, shape: Shape, tp: int, sequence_parallel: bool, recompute: Recompute
@@ -145,7 +125,7 @@ def _block(
         sum(m.flops for m in _matmuls(c, shape, 1)) + _attention(c, shape, 1).flops,
         forward,
         recomputed,
-        _column_backward(whole, tp, sequence_parallel, rows=True) * 2,
+        _columns_and_rows_backward(whole, tp, sequence_parallel) * 2,
         saved,
         working,
         Kept(2 * shape.seq * c.rotary),
@@ -248,41 +228,14 @@ def _embedding(c: EmbeddingCost, shape: Shape, tp: int, sequence_parallel: bool)
     )
 
 
-@lru_cache(maxsize=4096)
-def _head(c: HeadCost, shape: Shape, tp: int, sequence_parallel: bool) -> LayerCost:
-    vocab = _share(c.vocab, tp)
-    whole, logits = shape.tokens * c.hidden, shape.tokens * vocab
-    part = whole // tp if sequence_parallel else whole
-    loss = (Collective("all_reduce", shape.tokens), Collective("all_reduce", 2 * shape.tokens))
-    gather = (Collective("all_gather", whole),) if sequence_parallel else ()
-    statistics = _FP32 * c.statistics * (part // c.hidden)
-    backward = part + (2 if sequence_parallel else 1) * whole
-    return LayerCost(
-        shape.tokens * 2 * c.hidden * c.vocab,
-        # Of the logits, in elements of the training type: all passes of forward and backward are 10
-        # (fp32) or 24 (bf16), and three times this, as the backward counts twice.
-        Work(
-            (MatMul(shape.tokens, c.hidden, vocab),),
-            None,
-            2 * part + 6 * logits,
-            (*gather, *(loss if tp > 1 else ())),
-        ),
-        backward_collectives=_column_backward(whole, tp, sequence_parallel),
-        # The input, its norm, the gradient of the logits.
-        saved=Kept(2 * part + logits, statistics, unfused=part if c.composite_norm else 0),
-        # Either the logits and two fp32 copies (less the gradient), or what the backward holds.
-        working=Kept(max(0, backward - logits), _FP32 * logits, copies=logits),
-    )
-
-
-def _column_backward(
-    whole: int, tp: int, sequence_parallel: bool, rows: bool = False
+def _columns_and_rows_backward(
+    whole: int, tp: int, sequence_parallel: bool
 ) -> tuple[Collective, ...]:
     """Collectives in the backward of a column-parallel product, and of a row-parallel behind it."""
     if not sequence_parallel:
         return (Collective("all_reduce", whole),) if tp > 1 else ()
     gather, scatter = Collective("all_gather", whole), Collective("reduce_scatter", whole)
-    return (gather, scatter, gather) if rows else (scatter, gather)
+    return gather, scatter, gather
 
 
 def _share(number: int, parts: int) -> int:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from models.gpt import spec as gpt
 from models.llama import spec as llama
+from parallel3d.model.head_cost import HeadCost
 from parallel3d.model.spec import LayerSpec
 from parallel3d.plan.setting import layers_of
 
@@ -62,8 +63,18 @@ def _specs(model: Architecture) -> tuple[LayerSpec, ...]:
         sizes["tie_word_embeddings"] = model.tied
     if model.family == "gpt":
         sizes |= dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), model.dropout)
-        return layers_of(gpt.Config(family="gpt", **sizes))
-    return layers_of(llama.Config(family="llama", num_key_value_heads=model.kv_heads, **sizes))
+        return _whole_logits(layers_of(gpt.Config(family="gpt", **sizes)))
+    kv_heads = model.kv_heads
+    return _whole_logits(
+        layers_of(llama.Config(family="llama", num_key_value_heads=kv_heads, **sizes))
+    )
+
+
+def _whole_logits(layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
+    """With a head as those programs have it: none computes logits part by part, and again."""
+    *others, head = layers
+    assert isinstance(head.cost, HeadCost)
+    return *others, replace(head, cost=replace(head.cost, in_parts=False))
 
 
 def _llama(layers: int, hidden: int, heads: int, kv: int, ffn: int, vocab: int) -> Architecture:

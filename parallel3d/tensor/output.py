@@ -5,11 +5,17 @@ from torch import Tensor, nn
 from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.cut import cut_of, cut_parameter
 from parallel3d.tensor.linear import column_linear
-from parallel3d.tensor.vocab import vocab_parallel_cross_entropy
+from parallel3d.tensor.loss import vocab_parallel_loss
+
+IGNORED = -100
+"""The label of a token that does not count, as torch's cross-entropy has it."""
 
 
 class VocabParallelOutput(nn.Module):
-    """Vectors [..., size] -> logits, with the rows of the weight cut like a token embedding's."""
+    """Vectors [..., size] and labels -> loss, with the rows of the weight cut like an embedding's.
+
+    The logits of all tokens are never there at once (`loss`).
+    """
 
     def __init__(self, vocab_size: int, size: int, context: LayerContext) -> None:
         super().__init__()
@@ -17,17 +23,28 @@ class VocabParallelOutput(nn.Module):
         self.sequence_parallel = context.sequence_parallel
         self.weight = cut_parameter((vocab_size, size), 0, context.group)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
+        """x [batch, seq, size], or its part of the sequence; labels [batch, seq] -> nats, [].
+
+        The mean over all tokens; with `weights` [batch, seq] the sum of the losses times these. A
+        label IGNORED has no loss. In evaluation the loss of each token, [batch, seq]: it is counted
+        by document.
+        """
+        losses = vocab_parallel_loss(
+            x,
+            self.weight,
+            labels,
+            vocab_size=self.vocab_size,
+            group=self.group,
+            sequence_parallel=self.sequence_parallel,
+        ).masked_fill(labels == IGNORED, 0.0)
+        if not self.training:
+            return losses
+        return losses.mean() if weights is None else (losses * weights).sum()
+
+    def logits(self, x: Tensor) -> Tensor:
         """x [..., size], or its part of the sequence -> this rank's logits [..., vocab / tp]."""
         return column_linear(x, [self.weight], self.group, self.sequence_parallel)[0]
-
-    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """This rank's logits [batch, seq, vocab / tp], labels [batch, seq] -> mean in nats, [].
-
-        In evaluation the loss of each token, [batch, seq]: it is counted by document.
-        """
-        losses = vocab_parallel_cross_entropy(logits, labels, self.vocab_size, self.group)
-        return losses.mean() if self.training else losses
 
     def extra_repr(self) -> str:
         return f"{cut_of(self.weight).global_shape}, vocabulary / {self.group.size()}"

@@ -53,9 +53,14 @@ class Measured(NamedTuple):
 
 def measure(rank, family, full):
     """Each case of the family and what torch did of it."""
+    return measure_cases(rank, cases_of(family, full))
+
+
+def measure_cases(rank, cases):
+    """Each case and what torch did of it."""
     dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=4)
     groups = {tp: dist.new_group(list(range(4 - tp, 4))) for tp in (1, 2, 4)}
-    return [(case, measured(case, groups)) for case in cases_of(family, full)]
+    return [(case, measured(case, groups)) for case in cases]
 
 
 def measured(case, groups):

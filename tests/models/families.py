@@ -88,7 +88,8 @@ class Logits:
         head.output.register_forward_hook(self.note)
 
     def note(self, module, args, output):
-        self.value = output.detach().clone()
+        with torch.no_grad():
+            self.value = module.logits(args[0])
 
 
 def computed(config, tp, sequence_parallel=False, documents=None, seq=16):

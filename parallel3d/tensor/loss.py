@@ -1,0 +1,185 @@
+"""The output projection and its cross-entropy as one function, some tokens at a time.
+
+The logits of all tokens are the largest tensor of a model with a large vocabulary: one that is as
+long as the sequence exists on no rank. Where there are several parts, backward computes the logits
+of each again (a third of the head's products more) instead of keeping them.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel3d.model.head_cost import chunk_tokens
+from parallel3d.tensor.collectives import (
+    all_gather_sequence,
+    all_reduce,
+    reduce_scatter_sequence,
+)
+from parallel3d.tensor.cut import even_split
+from parallel3d.tensor.held_back import now_or_later
+from parallel3d.tensor.vocab import local_ids
+
+_ROWS = 2**25  # elements of a weight's gradient that are made at once where they are added in fp32
+
+
+class _Loss(torch.autograd.Function):
+    """-log softmax at the label, of x @ weight.T, in fp32.
+
+    Three all-reduces of one number a token (the maximum, the label's logit, the sum of the
+    exponentials); the whole row of logits exists on no rank. The parameter itself is saved, as by
+    the linear layers: ZeRO-3 may release it between forward and backward.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        start: int,
+        group: dist.ProcessGroup,
+        sequence_parallel: bool,
+    ) -> Tensor:
+        """`start`: the token of the weight's first row; labels [...] -> [...]."""
+        rows = (all_gather_sequence(x, group) if sequence_parallel else x).flatten(0, -2)
+        here, outside = local_ids(labels.flatten(), start, start + len(weight))
+        parts = list(_parts(len(rows), len(weight)))
+        top, picked, total = torch.empty(3, len(rows), dtype=torch.float32, device=x.device)
+        for part in parts:
+            logits = _logits(rows[part], weight)
+            torch.amax(logits, -1, out=top[part])
+            logits.sub_(top[part].unsqueeze(-1))
+            picked[part] = logits.gather(-1, here[part].unsqueeze(-1)).squeeze(-1)
+            torch.sum(logits.exp_(), -1, out=total[part])
+            if len(parts) > 1:
+                del logits  # before there are the next part's
+        highest = all_reduce(top, group, dist.ReduceOp.MAX)
+        lower = top - highest
+        picked = (picked + lower).masked_fill_(outside, 0.0)
+        scale = lower.exp_()
+        total, picked = all_reduce(torch.stack((total * scale, picked)), group)
+        ctx.weight, ctx.group, ctx.sequence_parallel = weight, group, sequence_parallel
+        ctx.in_parts = len(parts) > 1
+        if ctx.in_parts:
+            ctx.save_for_backward(x, weight, here, outside, highest + total.log())
+        elif any(ctx.needs_input_grad):
+            # The gradient, p - 1 at the label and p elsewhere. It is taken before it is rounded: in
+            # bf16 any p above 0.998 is 1, and what a confident label still teaches would be lost.
+            gradient = logits.mul_((scale / total).unsqueeze(-1))
+            ctx.save_for_backward(x, weight, _less_one_at(gradient, here, outside).to(x.dtype))
+        return (total.log() - picked).view(labels.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, *tuple[None, ...]]:
+        backward = _in_parts if ctx.in_parts else _at_once
+        grad_x, grad_weight = backward(ctx, grad.flatten().unsqueeze(-1))
+        if grad_x is not None:
+            reduce = reduce_scatter_sequence if ctx.sequence_parallel else all_reduce
+            shape = (*grad.shape, grad_x.shape[-1])
+            grad_x = reduce(grad_x.view(shape), ctx.group)
+        return grad_x, grad_weight, None, None, None, None
+
+
+def _at_once(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of all tokens, by that of their logits; `grad` [tokens, 1] of their losses.
+
+    What is multiplied by `grad` is of the hidden size, not of the vocabulary's.
+    """
+    x, weight, gradient = ctx.saved_tensors
+    grad_x = (gradient @ weight).mul_(grad) if ctx.needs_input_grad[0] else None
+    grad_weight = None
+    if ctx.needs_input_grad[1]:
+
+        def product() -> Tensor:
+            return gradient.t() @ _times(_whole(ctx, x), grad)
+
+        grad_weight = now_or_later(ctx.weight, product)
+    return grad_x, grad_weight
+
+
+def _in_parts(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """The same with the logits computed again, part by part; `grad` [tokens, 1].
+
+    The weight's gradient is not held back: what it would be made of later is what is not kept.
+    """
+    x, weight, here, outside, normaliser = ctx.saved_tensors
+    rows = _whole(ctx, x)
+    needs_x, needs_weight = ctx.needs_input_grad[:2]
+    grad_x = torch.empty_like(rows) if needs_x else None
+    grad_dtype = ctx.weight.grad_dtype or weight.dtype
+    sums = torch.float32 if grad_dtype.itemsize < 4 else grad_dtype
+    grad_weight = torch.empty_like(weight, dtype=sums) if needs_weight else None
+    for part in _parts(len(rows), len(weight)):
+        logits = _logits(rows[part], weight).sub_(normaliser[part].unsqueeze(-1)).exp_()
+        gradient = _less_one_at(logits, here[part], outside[part]).to(x.dtype)
+        del logits  # the same memory in fp32, or twice as much
+        if grad_x is not None:
+            torch.mul(gradient @ weight, grad[part], out=grad_x[part])
+        if grad_weight is not None:
+            factor = _times(rows[part], grad[part])
+            _add_product(grad_weight, gradient, factor, first=part.start == 0)
+        del gradient
+    return grad_x, None if grad_weight is None else grad_weight.to(grad_dtype)
+
+
+def _parts(tokens: int, vocab: int) -> Iterator[slice]:
+    step = chunk_tokens(tokens, vocab)
+    return (slice(first, min(first + step, tokens)) for first in range(0, tokens, step))
+
+
+def _whole(ctx: Any, x: Tensor) -> Tensor:
+    """The input of all tokens, [tokens, size]."""
+    return (all_gather_sequence(x, ctx.group) if ctx.sequence_parallel else x).flatten(0, -2)
+
+
+def _logits(rows: Tensor, weight: Tensor) -> Tensor:
+    """[tokens, size] -> this rank's, [tokens, vocab / tp], in fp32 and in memory of their own."""
+    return (rows @ weight.t()).float()
+
+
+def _less_one_at(probabilities: Tensor, here: Tensor, outside: Tensor) -> Tensor:
+    """The gradient of the logits in the place of the probabilities [tokens, vocab / tp]."""
+    hit = (~outside).to(probabilities.dtype).unsqueeze(-1)
+    return probabilities.scatter_add_(-1, here.unsqueeze(-1), -hit)
+
+
+def _times(rows: Tensor, grad: Tensor) -> Tensor:
+    """Rounded to the type of `rows` once, not `grad` before: one rounding of it bends all alike."""
+    return torch.mul(rows, grad, out=torch.empty_like(rows))
+
+
+def _add_product(total: Tensor, gradient: Tensor, x: Tensor, first: bool) -> None:
+    """Add gradient^T x to `total` [out, in], or write it there; in pieces where types differ."""
+    if total.dtype == x.dtype:
+        torch.addmm(total, gradient.t(), x, beta=0 if first else 1, out=total)
+        return
+    step = max(1, _ROWS // total.shape[1])
+    for start in range(0, len(total), step):
+        rows = slice(start, start + step)
+        product = gradient[:, rows].t() @ x
+        total[rows].copy_(product) if first else total[rows].add_(product)
+
+
+def vocab_parallel_loss(
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    vocab_size: int,
+    group: dist.ProcessGroup,
+    sequence_parallel: bool = False,
+) -> Tensor:
+    """The cross-entropy in nats of each token, in fp32, of the logits x @ weight.T.
+
+    `x` [..., size], replicated over the group, or its part of the sequence; `weight` [vocab / tp,
+    size] is this rank's slice of a vocabulary of `vocab_size`; `labels` [...] are global token ids.
+    Gives [...], the same on each rank of the group; of a label that is no token's, a number that
+    means nothing.
+    """
+    start, stop = even_split(vocab_size, group.size(), group.rank())
+    assert len(weight) == stop - start, (weight.shape, start, stop)
+    result: Tensor = _Loss.apply(x, weight, labels, start, group, sequence_parallel)
+    return result
