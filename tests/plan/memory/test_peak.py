@@ -132,8 +132,7 @@ def test_a_smaller_micro_batch_never_takes_more(setting, machine):
     """But where the larger one's logits are so many that they come in parts, which keeps none."""
     larger = setting.but(shape=Shape(2 * setting.shape.batch, setting.shape.seq))
     vocab = -(-setting.layers[-1].cost.vocab // setting.tp)
-    in_parts = {num_chunks(s.shape.tokens, vocab) > 1 for s in (setting, larger)}
-    assume(len(in_parts) == 1)
+    assume(len({num_chunks(s.shape.tokens, vocab) > 1 for s in (setting, larger)}) == 1)
     for small, large in zip(per_rank(setting, machine), per_rank(larger, machine), strict=True):
         assert small.total <= large.total
 
