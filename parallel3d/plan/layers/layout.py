@@ -14,7 +14,7 @@ class Outer:
     """A pipeline coordinate that can be the slowest: none of its class has more stages before it.
 
     `stages_before` [classes]: how many stages of each class come before the coordinate's first.
-    `home`: the coordinate's stages. `stages_from` [own stages][classes]: how many stages of each
+    `home`: the coordinate's stages. `stages_from` [own stages, classes]: how many stages of each
     class lie from that own stage to the last stage of the model.
     """
 

@@ -1,0 +1,96 @@
+"""The site of mkdocs.yml: pages, links, and (`-m slow`, with the extra `docs`) its build."""
+
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlparse
+
+import pytest
+
+from docs import site_pages
+
+pytestmark = pytest.mark.pure
+
+ROOT = Path(__file__).parents[1]
+
+
+def headings(page):
+    """The anchors of a Markdown file's headings, as mkdocs makes them."""
+    found = set()
+    for heading in re.findall(r"(?m)^#+ (.*)$", page.read_text()):
+        plain = re.sub(r"[^\w\s-]", "", heading.replace("`", "")).strip().lower()
+        found.add(re.sub(r"[-\s]+", "-", plain))
+    return found
+
+
+def test_every_anchor_that_a_page_links_to_is_a_heading():
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        for target in re.findall(r"\]\(([^)\s]+#[^)\s]+)\)", page.read_text()):
+            if "://" not in target:
+                path, _, anchor = target.partition("#")
+                assert anchor in headings((page.parent / path) if path else page), (page, target)
+
+
+def test_the_navigation_names_each_page_once_and_pages_that_exist():
+    named = re.findall(r"([\w/.-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
+    assert len(named) == len(set(named)) > 20
+    missing = [name for name in named if not (ROOT / "docs" / name).is_file()]
+    assert missing == ["index.md"]  # made from README.md
+
+
+def test_the_reference_has_every_module_with_a_docstring():
+    rooms = dict(site_pages.rooms())
+    assert {"parallel3d", "parallel3d.plan", "parallel3d.schedule", "parallel3d.mesh"} <= set(rooms)
+    assert "parallel3d.plan.memory.peak" in rooms["parallel3d.plan"]
+    assert "parallel3d.errors" in rooms["parallel3d"]
+    page = site_pages.reference_page("parallel3d.plan", rooms["parallel3d.plan"])
+    assert page.startswith("# parallel3d.plan\n") and "::: parallel3d.plan.setting" in page
+
+
+def test_links_of_the_readme_are_turned_to_the_site():
+    page = site_pages.home_page(
+        "[a](docs/planner.md) ![b](docs/c.svg) [d](configs/ds.json) [e](https://f.org/g)"
+    )
+    assert page == "[a](planner.md) ![b](c.svg) d (`configs/ds.json`) [e](https://f.org/g)"
+
+
+class Page(HTMLParser):
+    """What a built page links to, and the anchors that it has."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.links, self.anchors = [], set()
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag, attributes):
+        values = dict(attributes)
+        self.anchors |= {values[name] for name in ("id", "name") if values.get(name)}
+        self.links += [values[name] for name in ("href", "src") if values.get(name)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_site_builds_and_its_links_lead_somewhere(tmp_path):
+    pytest.importorskip("mkdocs", reason="pip install -e '.[docs]'")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path / "site"],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    pages = {path: Page(path) for path in (tmp_path / "site").rglob("*.html")}
+    assert len(pages) > 40
+    broken = []
+    for path, page in pages.items():
+        for link in page.links:
+            parts = urlparse(link)
+            if parts.scheme or parts.netloc or path.name == "404.html":
+                continue
+            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            anchored = not parts.fragment or unquote(parts.fragment) in (
+                pages[target].anchors if target in pages else {unquote(parts.fragment)}
+            )
+            if not target.exists() or not anchored:
+                broken.append((path.name, link))
+    assert broken == []
