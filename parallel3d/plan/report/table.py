@@ -70,11 +70,13 @@ def say_heading(request: Request, out: Console) -> None:
 def _show(plans: tuple[Plan, ...], first: int, request: Request, out: Console) -> None:
     offloads = any(plan.offload != "none" for plan in plans)
     unit, days = _unit(plans[0].days) if plans[0].days is not None else ("", 0.0)
-    columns = [c for c in _COLUMNS if offloads or c.head != "offload"]
+    gathers = any(plan.setting.zero_stage == 3 for plan in plans)
+    shown = {"offload": offloads, "weights": gathers}
+    columns = [c for c in _COLUMNS if shown.get(c.head, True)]
     if days:
         columns.append(Column(unit))
     rows = [
-        [*_cells(number, plan, request, offloads, days)] for number, plan in enumerate(plans, first)
+        [*_cells(number, plan, request, shown, days)] for number, plan in enumerate(plans, first)
     ]
     layout.show(out, columns, rows, first="bold" if first == 1 else "")
 
@@ -84,6 +86,7 @@ _COLUMNS = (
     Column("#"),
     Column("pp×dp×tp", right=False),
     Column("ZeRO", right=False, line=1),
+    Column("weights", right=False, line=1),
     Column("offload", right=False, line=1),
     Column("micro×M", line=1),
     Column("schedule", right=False, line=1),
@@ -99,14 +102,17 @@ _COLUMNS = (
 
 
 def _cells(
-    number: int, plan: Plan, request: Request, offloads: bool, days: float
+    number: int, plan: Plan, request: Request, shown: Mapping[str, bool], days: float
 ) -> Iterator[str | Text]:
     s = plan.setting
     several = f" ×{s.stages_per_rank}" if s.stages_per_rank > 1 else ""
     yield str(number)
     yield f"{s.pp}×{s.dp}×{s.tp}" + (" sp" if s.sequence_parallel else "")
     yield f"{s.zero_stage}" + ("" if s.reduces_once or s.zero_stage == 2 else " each")
-    if offloads:
+    if shown["weights"]:
+        held = {"per_step": "step", "per_pass": "pass", "per_microbatch": "microbatch"}
+        yield held[s.weights] if s.zero_stage == 3 else "–"
+    if shown["offload"]:
         short = {"none": "–", "cpu": "{}", "nvme": "{} nvme"}
         words = [
             short[device].format(word)

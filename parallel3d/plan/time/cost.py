@@ -70,6 +70,8 @@ class ActionCosts:
     hideable: list[float]
     """[coordinate classes]: how much of `reduce` a wait between the last backwards hides."""
     after: list[Parts]
+    gather: list[float]
+    """[stage classes]: of a GATHER, all of which `before` has."""
     both: list[float] = field(init=False)
     """[stage classes]: of a forward and a backward together."""
     alone: list[float] = field(init=False)
@@ -106,6 +108,8 @@ class ActionCosts:
                 return sum(self.backward[self.layout.class_of[stage]])
             case Op.I | Op.W:  # half of the products each
                 return sum(self.backward[self.layout.class_of[stage]]) / 2
+            case Op.GATHER:
+                return self.gather[self.layout.class_of[stage]]
             case Op.SEND_F:
                 return self.sends.seconds[stage]
             case Op.SEND_B:
@@ -172,6 +176,7 @@ def _together(
         first, middle, more, last = _once(
             once,
             in_a_row * sum([ahead[c] for c in classes]),
+            in_a_row * sum([ahead[c] for c in classes[:-1]]),
             in_a_row * sum([behind[c] for c in classes]),
             machine,
             slowdown,
@@ -180,7 +185,8 @@ def _together(
         reduce.append(middle)
         hideable.append(more)
         after.append(last)
-    return ActionCosts(layout, forward, backward, sends, before, reduce, hideable, after)
+    gather = [moves.window + slowdown * moves.window_overhead for moves in transfers.stages]
+    return ActionCosts(layout, forward, backward, sends, before, reduce, hideable, after, gather)
 
 
 def _exposed(
@@ -210,13 +216,20 @@ def _exposed(
 
 
 def _once(
-    once: OncePerStep, ahead: float, behind: float, machine: Machine, slowdown: float
+    once: OncePerStep,
+    ahead: float,
+    but_last: float,
+    behind: float,
+    machine: Machine,
+    slowdown: float,
 ) -> tuple[Parts, Parts, float, Parts]:
     """Seconds of a coordinate's work once a step: before, after its last backward, and after all.
 
     The third value is the seconds of the reduction that a wait would hide as well. `ahead`: compute
-    seconds of the coordinate's first forwards that hide nothing yet; `behind`: of its last
-    backwards.
+    seconds of the coordinate's first forwards that hide nothing yet, `but_last` those of its stages
+    before the last; `behind`: of its last backwards. A GATHER goes a window ahead, so the next
+    stage's weights come behind them, but for a device that is the program's own cores. The search
+    needs that ZeRO-3 is not faster than ZeRO-1 with its one message, so no less than that counts.
     """
     software, curves = machine.software, machine.curves
     reduce, first, last = once.reduce, once.gather_before, once.gather_after
@@ -227,9 +240,12 @@ def _once(
     if software.overlaps_gather:  # what comes first is waited for, the rest comes behind it
         first -= min(ahead, curves.overlap * first)
         last -= min(ahead, curves.overlap * last)
+    elif machine.hardware.cores is None:
+        hidden = min(but_last, curves.overlap * once.gather_later)
+        first = max(first - hidden, min(first, once.gather_least - last))
     fixed = curves.overhead_per_step * slowdown
     return (
-        Parts(0.0, 0.0, first, once.fetch_before),
+        Parts(once.program_before * slowdown, 0.0, first, once.fetch_before),
         Parts(0.0, once.tensor, reduce + once.tied),
         hideable,
         Parts(0.0, 0.0, last, once.offload, once.optimizer + fixed),

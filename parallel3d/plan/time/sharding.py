@@ -6,6 +6,7 @@ reduce-scatter, and an all-gather of the weights for each forward and each backw
 twice a step where they stay gathered.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -92,6 +93,10 @@ class StageTransfers(NamedTuple):
     """Adding the gradients to those of other microbatches: no transfer, but device memory."""
     overhead: float = 0.0
     """Of the program, in each gather and each reduction."""
+    window: float = 0.0
+    """Of a GATHER of its weights, where the program has one, and not each pass its own."""
+    window_overhead: float = 0.0
+    """Of the program in that: one collective a layer."""
 
 
 class OncePerStep(NamedTuple):
@@ -111,6 +116,12 @@ class OncePerStep(NamedTuple):
     """Of the new weights."""
     optimizer: float = 0.0
     offload: float = 0.0
+    program_before: float = 0.0
+    """Of the program that gathers."""
+    gather_later: float = 0.0
+    """Of `gather_before`, that of all windows but the first: it is sent for a window ahead."""
+    gather_least: float = 0.0
+    """Of all the weights in one message, as ZeRO-1 gathers them."""
 
 
 @dataclass(eq=False)
@@ -129,7 +140,10 @@ def transfers_of(layout: Layout, setting: Setting, machine: Machine) -> Transfer
 @lru_cache(maxsize=65536)
 def _transfers(layout: Layout, sharding: Sharding, machine: Machine) -> Transfers:
     stages = tuple(_stage(layout.model, held, sharding, machine) for held in layout.stages)
-    coords = tuple(_coord(layout, classes, sharding, machine) for classes in layout.coords)
+    coords = tuple(
+        _coord(layout, classes, [stages[c] for c in classes], sharding, machine)
+        for classes in layout.coords
+    )
     return Transfers(stages, coords)
 
 
@@ -167,6 +181,11 @@ class _Held:
             for count, one in self._layers
         )
 
+    @property
+    def num_gathers(self) -> int:
+        """Collectives that gather the weights, one a layer that has any to gather."""
+        return sum(count for count, one in self._layers if one.gathered)
+
     def reduce(self) -> float:
         """Seconds to reduce the gradients, which lie in one contiguous buffer."""
         kind: Kind = "reduce_scatter" if self._sharding.zero_stage else "all_reduce"
@@ -182,10 +201,13 @@ def _stage(model: Model, held: Counts, sharding: Sharding, machine: Machine) -> 
     weights, replicas = mine.total, sharding.dp * sharding.cp
     each = not sharding.reduces_once
     size = BYTES[sharding.precision]
-    gather = fetch = store = overhead = 0.0
-    if sharding.zero_stage == 3 and not sharding.gathers:
+    gather = fetch = store = overhead = window = window_overhead = 0.0
+    apart = curves.overhead_per_message if replicas > 1 else 0.0
+    if sharding.gathers:
+        window = mine.gather(software.gather_bytes or size)
+        window_overhead = mine.num_gathers * (curves.overhead_per_gather + apart)
+    elif sharding.zero_stage == 3:
         gather = mine.gather(software.gather_bytes or size)
-        apart = curves.overhead_per_message if replicas > 1 else 0.0
         handled = weights.num_params if software.handles_small else weights.num_gathered
         overhead = handled * (curves.overhead_per_gather + apart)
         shard = weights.elements / replicas * size
@@ -198,13 +220,16 @@ def _stage(model: Model, held: Counts, sharding: Sharding, machine: Machine) -> 
             store = to_host_seconds(moved, machine)
     kept = weights.elements / (replicas if each and sharding.zero_stage >= 2 else 1)
     added = 2 * kept * software.gradient_bytes
-    return StageTransfers(
-        gather, reduce, fetch, store, _touch(added, sharding, machine, curves.traffic), overhead
-    )
+    touched = _touch(added, sharding, machine, curves.traffic)
+    return StageTransfers(gather, reduce, fetch, store, touched, overhead, window, window_overhead)
 
 
 def _coord(
-    layout: Layout, classes: tuple[int, ...], sharding: Sharding, machine: Machine
+    layout: Layout,
+    classes: tuple[int, ...],
+    moves: Sequence[StageTransfers],
+    sharding: Sharding,
+    machine: Machine,
 ) -> OncePerStep:
     model, software, curves = layout.model, machine.software, machine.curves
     hardware = machine.hardware
@@ -213,13 +238,17 @@ def _coord(
     weights, replicas = mine.total, sharding.dp * sharding.cp
     zero, size = sharding.zero_stage, BYTES[sharding.precision]
     own = weights.elements / (replicas if zero else 1)
-    before = fetch = reduce = after = tensor = tied = 0.0
-    for times, place in zip(sharding.gathers, classes, strict=False):
+    before = fetch = program = later = least = reduce = after = tensor = tied = 0.0
+    for times, place, move in zip(sharding.gathers, classes, moves, strict=False):
         stage = _Held(model, layout.stages[place], sharding, machine)
-        before += times * stage.gather(software.gather_bytes or size)
+        later += times * move.window - (0.0 if before else move.window)
+        before += times * move.window
+        program += times * move.window_overhead
         shard = stage.total.elements / replicas * size
         fetch += times * fetch_seconds(shard, sharding.offload_param, machine)
     if sharding.gathers:  # what is too small to be cut comes once more after a step, together
+        every = weights.elements * size
+        least = _collective("all_gather", every, _group(sharding, machine), machine)
         kept = (weights.elements - weights.gathered) * size
         after = _collective("all_gather", kept, _group(sharding, machine), machine)
     if sharding.reduces_once:
@@ -256,7 +285,8 @@ def _coord(
         device = sharding.offload_optimizer
         adam, offload = update_seconds(own, device, gradients + own * size, machine)
         optimizer += adam * hardware.slowdown("traffic", devices)
-    return OncePerStep(before, fetch, reduce, tensor, tied, after, optimizer, offload)
+    once = before, fetch, reduce, tensor, tied, after, optimizer, offload
+    return OncePerStep(*once, program, later, least)
 
 
 def _touch(num_bytes: float, sharding: Sharding, machine: Machine, share: float) -> float:

@@ -13,7 +13,7 @@ from parallel3d.plan.time.curves import curves_for
 from parallel3d.plan.time.makespan import End, ends
 from parallel3d.plan.time.operators import Curves
 from parallel3d.schedule.bubble import idle_fraction
-from parallel3d.schedule.schedule import Spans, simulate
+from parallel3d.schedule.schedule import Action, Op, Spans, add_sharding, simulate
 from parallel3d.schedule.schedules import load, make_schedule, splits_backward
 
 TIMES = ("compute", "bubble", "tensor", "pipeline", "data", "offload", "optimizer")
@@ -57,10 +57,28 @@ def step_time(setting: Setting, hardware: Hardware, curves: Curves | None = None
 
 
 def step_spans(setting: Setting, hardware: Hardware, curves: Curves | None = None) -> Spans:
-    """The span of each action of the step, per pipeline coordinate, without work once a step."""
+    """The span of each action of the step, with what ZeRO gathers and reduces by the program.
+
+    The optimizer and what else comes once a step are not in it. A coordinate's reductions are
+    shared out evenly among its stages.
+    """
     costs = costs_of(setting, hardware, curves or curves_for(hardware))
     sizes = setting.pp, setting.num_microbatches, setting.stages_per_rank
-    return simulate(make_schedule(setting.schedule, *sizes), costs.seconds)
+    schedule = make_schedule(setting.schedule, *sizes)
+    shards, weights = setting.dp * setting.cp > 1, setting.weights
+    reduces = setting.reduces_once and shards
+    if reduces or setting.holds_weights:
+        weights = weights if setting.holds_weights else "per_microbatch"
+        schedule = add_sharding(schedule, weights, reduces)
+    place = schedule.pp_coord_of_stage
+
+    def cost(action: Action) -> float:
+        if action.op is not Op.REDUCE:
+            return costs.seconds(action)
+        own = costs.layout.coord_class_of[place[action.stage]]
+        return (costs.reducing[own] - costs.hideable[own]) / setting.stages_per_rank
+
+    return simulate(schedule, cost)
 
 
 def check(setting: Setting) -> None:

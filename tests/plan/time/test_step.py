@@ -1,5 +1,6 @@
 """The planner's step time: its parts, its lower bound, its bubble, and what must be monotone."""
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -8,9 +9,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from parallel3d import hardware
-from parallel3d.hardware import Figure, Hardware
+from parallel3d.hardware import Cores, Figure, Hardware
 from parallel3d.model.spec import Shape
 from parallel3d.plan.setting import Setting, Software, layers_of
+from parallel3d.plan.time.curves import curves_for
 from parallel3d.plan.time.makespan import counts, ends
 from parallel3d.plan.time.step import TIMES, lower_bound, step_spans, step_time
 from parallel3d.schedule.schedule import Action, Op, bubble, simulate
@@ -228,6 +230,54 @@ def test_weights_that_stay_gathered_never_take_longer(setting: Setting) -> None:
         assert less <= more * (1 + 1e-9)
 
 
+def test_gathers_behind_the_first_hide_behind_the_stage_before() -> None:
+    """What a device of its own does; on the program's own cores nothing hides."""
+    setting = Setting(
+        layers_of(GPT), GPT.hidden_size, Shape(4, 1024), 8, pp=2, dp=8, stages_per_rank=4,
+        schedule="breadth_first", weights="per_pass",
+    )  # fmt: skip
+    slow = A100.model_copy(update={"link": link(1e10)})
+
+    def data(setting: Setting, machine: Hardware, overlap: float) -> float:
+        curves = replace(curves_for(A100), overlap=overlap)
+        return step_time(setting, machine, curves).parts["data"]
+
+    seen, half, hidden = (data(setting, slow, overlap) for overlap in (0.0, 0.5, 1.0))
+    assert hidden <= half < 0.95 * seen
+    zero1 = setting.but(zero_stage=1)
+    assert hidden >= data(zero1, slow, 1.0) * (1 - 1e-9)  # which the search goes by
+    once = setting.but(stages_per_rank=1, schedule="gpipe")
+    assert data(once, slow, 1.0) == data(once, slow, 0.0)  # the first gather hides nowhere
+    cores = Cores(count=figure(2), alone={})
+    shared = slow.model_copy(update={"cores": cores})
+    assert data(setting, shared, 1.0) == data(setting, shared, 0.0)
+
+
+def test_a_gather_costs_the_program_a_collective_a_layer() -> None:
+    setting = Setting(layers_of(GPT), GPT.hidden_size, Shape(1, 1024), 4, dp=8, weights="per_step")
+    curves = curves_for(A100)
+    more = replace(curves, overhead_per_gather=curves.overhead_per_gather + 1e-3)
+    costly, usual = (step_time(setting, A100, c).seconds for c in (more, curves))
+    layers = len(setting.layers) - 1  # the head's weight is the embedding's
+    assert costly - usual == pytest.approx(1e-3 * layers, rel=1e-6)
+
+
+def test_the_spans_of_a_step_have_what_zero_does() -> None:
+    setting = Setting(
+        layers_of(GPT), GPT.hidden_size, Shape(1, 1024), 4, pp=2, dp=8, stages_per_rank=2,
+        schedule="breadth_first", weights="per_pass",
+    )  # fmt: skip
+    spans = step_spans(setting, A100)
+    for rank in spans:
+        ops = [span.action.op for span in rank]
+        assert ops.count(Op.GATHER) == ops.count(Op.RELEASE) == ops.count(Op.REDUCE) == 2
+        assert all(s.end > s.start for s in rank if s.action.op in (Op.GATHER, Op.REDUCE))
+    without = step_spans(setting.but(zero_stage=1), A100)
+    assert {s.action.op for rank in without for s in rank} & {Op.GATHER, Op.RELEASE} == set()
+    at = {str(s.action): s for s in spans[0]}
+    assert at["0GATHER0"].end == at["0F0"].start == at["2GATHER0"].start < at["0F3"].end
+
+
 def test_gathers_of_a_step_do_not_grow_with_its_microbatches() -> None:
     few = Setting(
         layers_of(GPT), GPT.hidden_size, Shape(1, 1024), 4, pp=2, dp=8, stages_per_rank=4,
@@ -236,7 +286,7 @@ def test_gathers_of_a_step_do_not_grow_with_its_microbatches() -> None:
 
     def data(weights: str, count: int) -> float:
         setting = few.but(weights=weights, num_microbatches=count)
-        return step_time(setting, A100).parts["data"]
+        return step_time(setting, A100, replace(curves_for(A100), overlap=0.0)).parts["data"]
 
     gather = (data("per_microbatch", 16) - data("per_microbatch", 4)) / (2 * 12)
     reduction = data("per_microbatch", 4) - 2 * 4 * gather
