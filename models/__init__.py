@@ -9,7 +9,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from parallel3d.model.spec import LayerSpec, Shape
+from parallel3d.model.parametrization import parametrization_of
+from parallel3d.model.spec import LayerSpec, Shape, named_params
+from parallel3d.section import Problem, Problems
 
 
 def families() -> list[str]:
@@ -25,6 +27,13 @@ def config_class(family: str) -> Any:
 def layers(config: Any) -> list[LayerSpec]:
     """The layers of a model, first to last, for a config of any family."""
     result: list[LayerSpec] = import_module(f"models.{config.family}.spec").layers(config)
+    if (kind := parametrization_of(config).type) != "standard":
+        for name, p in named_params(result).items():
+            if p.role is None:
+                rule = f"needs the role of each parameter, and the family states none of {name}"
+                remedy = 'state it in its ParamSpec (docs/add-a-model.md), or use "standard"'
+                path = "parallel3d.model.parametrization.type"
+                raise Problems([Problem(path, kind, rule, remedy)])
     return result
 
 

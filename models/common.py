@@ -1,13 +1,21 @@
 """What the specs and the names of several families share, as data (floor 0, no torch)."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from math import isqrt, sqrt
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from parallel3d.model.parametrization import (
+    ROLES,
+    Parametrization,
+    Role,
+    Scales,
+    parametrization_of,
+)
 from parallel3d.model.spec import CostOf, Init, LayerSpec, ParamSpec
-from parallel3d.section import PathText, Section
+from parallel3d.section import PathText, Problem, Problems, Section
 
 
 class Pretrained(Section):
@@ -28,6 +36,16 @@ class ModelSection(Section):
     """A folder of transformers (config.json and safetensors), or a model's name on the Hugging Face
     hub ("owner/name", "owner/name@revision"), whose weights training starts from; the sizes in this
     block are then those of its config.json, and may be left out. A block: what was found."""
+    parametrization: Parametrization = Parametrization()
+    """How initial sizes, multipliers and rates follow the model's width."""
+
+    @model_validator(mode="after")
+    def _check_parametrization(self) -> "ModelSection":
+        kind = self.parametrization.type
+        if self.from_pretrained is not None and kind != "standard":
+            rule = "multiplies by what the weights of from_pretrained were not trained with"
+            raise Problems([Problem("parametrization.type", kind, rule, 'use "standard"')])
+        return self
 
 
 def divisor_below(number: int, limit: int) -> int:
@@ -49,14 +67,74 @@ def weight_inits(config: Any) -> tuple[Init, Init]:
 
     Two projections of each block add to the residual stream (Radford et al. 2019, section 2.3).
     """
-    std = config.initializer_range
-    return Init(std=std), Init(std=std / sqrt(2 * config.num_hidden_layers))
+    std = config.initializer_range * scales_of(config).std("hidden")
+    # Where depth transfers, its branches' multiplier stands for what their start would say of it.
+    depth = parametrization_of(config).base_depth or config.num_hidden_layers
+    return Init(std=std), Init(std=std / sqrt(2 * depth))
+
+
+def scales_of(config: Any) -> Scales:
+    """What the parametrisation of a model of any family multiplies its sizes and rates by."""
+    heads, width = config.num_attention_heads, config.hidden_size
+    head_size = getattr(config, "head_size", width // heads)
+    settings, depth = parametrization_of(config), config.num_hidden_layers
+    return Scales.of(settings, width=width, depth=depth, head_size=head_size)
+
+
+def role_rates(config: Any) -> dict[Role, float]:
+    """What each role's learning rate is multiplied by; none where all have the plain rate."""
+    if parametrization_of(config).type == "standard":
+        return {}
+    scales = scales_of(config)
+    return {role: scales.rate(role).lr for role in ROLES}
+
+
+def folded(
+    config: Any,
+    params: Iterable[ParamSpec],
+    *,
+    query: str,
+    branches: tuple[str, ...],
+    fused: int = 1,
+) -> tuple[ParamSpec, ...]:
+    """A block's parameters, with what an export multiplies them by.
+
+    The names of those that make the queries begin with `query`, which are the first of so many
+    `fused` in one parameter; of what a branch adds to the residual stream with one of `branches`.
+    """
+    scales, found = scales_of(config), []
+    for p in params:
+        factors = _unless_one(scales.branch) if p.name.startswith(branches) else ()
+        if p.name.startswith(query) and scales.query != 1:
+            factors = (scales.query, *[1.0] * (fused - 1))
+        found.append(replace(p, folded=factors))
+    return tuple(found)
+
+
+def table(config: Any, name: str, rows: int, tp_dim: int | None) -> ParamSpec:
+    """A table of the embedding: vectors of the model's width, one a row."""
+    init, shape = Init(std=config.initializer_range), (rows, config.hidden_size)
+    factors = _unless_one(scales_of(config).input)
+    return ParamSpec(name, shape, tp_dim, init, True, role="input", folded=factors)
+
+
+def _unless_one(factor: float) -> tuple[float, ...]:
+    return (factor,) if factor != 1 else ()
 
 
 def head(config: Any, norm: Iterable[ParamSpec], cost: CostOf) -> LayerSpec:
-    """The last layer: a norm, and the output projection, tied to the embedding where it says so."""
+    """The last layer: a norm, and the output projection, tied to the embedding where it says so.
+
+    A tied weight's start and rates are one by both roles, the input's and the output's: what
+    differs is the multiplier of the logits. It is folded into the norm, which is not shared.
+    """
     shape, normal = (vocab_size(config), config.hidden_size), Init(std=config.initializer_range)
-    params = (*norm, ParamSpec("output.weight", shape, 0, normal, True))
+    scales = scales_of(config)
+    factor = scales.output / (scales.input if config.tie_word_embeddings else 1)
+    params = (
+        *(replace(p, folded=_unless_one(factor)) for p in norm),
+        ParamSpec("output.weight", shape, 0, normal, True, role="output"),
+    )
     tied = (("output.weight", "embedding.token.weight"),) if config.tie_word_embeddings else ()
     return LayerSpec("head", params, cost, f"models.{config.family}.blocks:Head", config, tied)
 

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models.common import scales_of
 from models.gpt.spec import Config
 from parallel3d.tensor.attention import CausalAttention
 from parallel3d.tensor.collectives import sequence_part
@@ -16,6 +17,7 @@ from parallel3d.tensor.dropout import Dropout
 from parallel3d.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from parallel3d.tensor.norm import LayerNorm
 from parallel3d.tensor.output import VocabParallelOutput
+from parallel3d.tensor.scale import scaled
 from parallel3d.tensor.segments import Segments
 from parallel3d.tensor.vocab import VocabParallelEmbedding
 
@@ -46,7 +48,7 @@ class Embedding(nn.Module):
         )
         self.position = Table(config.max_position_embeddings, size, context)
         self.dropout = Dropout(config.embd_pdrop, f"{name}.dropout", context.key, split)
-        self.split = split
+        self.split, self.scale = split, scales_of(config).input
 
     def forward(self, tokens: Tensor, segments: Segments | None = None) -> Tensor:
         """tokens [batch, seq] -> [batch, seq, hidden], or this rank's part of the sequence."""
@@ -55,7 +57,7 @@ class Embedding(nn.Module):
             positions = segments.positions  # [batch, seq]
         if self.split is not None:
             positions = sequence_part(positions, self.split, -1)
-        return self.dropout(self.token(tokens) + self.position(positions))
+        return self.dropout(scaled(self.token(tokens) + self.position(positions), self.scale))
 
 
 class Attention(nn.Module):
@@ -72,6 +74,7 @@ class Attention(nn.Module):
             context,
             heads=(config.num_attention_heads, config.num_attention_heads),
             head_size=self.head_size,
+            scale=scales_of(config).scores(self.head_size),
         )
         self.output = RowParallelLinear(size, size, group, sequence_parallel=split)
 
@@ -110,11 +113,12 @@ class Block(nn.Module):
         self.norm2 = LayerNorm(size, group, eps)
         self.mlp = MLP(config, context)
         self.dropout2 = Dropout(config.resid_pdrop, f"{name}.dropout2", key, split)
+        self.scale = scales_of(config).branch
 
     def forward(self, x: Tensor, segments: Segments | None = None) -> Tensor:
         """x [batch, seq, hidden], or its part of the sequence -> the same shape."""
-        x = x + self.dropout1(self.attention(self.norm1(x), segments))
-        return x + self.dropout2(self.mlp(self.norm2(x)))
+        x = x + self.dropout1(scaled(self.attention(self.norm1(x), segments), self.scale))
+        return x + self.dropout2(scaled(self.mlp(self.norm2(x)), self.scale))
 
 
 class Head(nn.Module):
@@ -124,11 +128,12 @@ class Head(nn.Module):
         super().__init__()
         self.norm = LayerNorm(config.hidden_size, context.group, config.layer_norm_epsilon)
         self.output = VocabParallelOutput(int(config.vocab_size), config.hidden_size, context)
+        self.scale = scales_of(config).output
 
     def forward(self, x: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
         """x [batch, seq, hidden], or its part; labels [batch, seq] -> the mean loss in nats, [].
 
         With `weights` [batch, seq] the losses' weighted sum; in evaluation each token's loss.
         """
-        loss: Tensor = self.output(self.norm(x), labels, weights)
+        loss: Tensor = self.output(scaled(self.norm(x), self.scale), labels, weights)
         return loss

@@ -6,6 +6,7 @@ Touvron et al., arXiv:2302.13971 and 2307.09288; grouped-query attention is arXi
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models.common import scales_of
 from models.llama.spec import Config
 from parallel3d.tensor.attention import CausalAttention
 from parallel3d.tensor.context import LayerContext
@@ -13,6 +14,7 @@ from parallel3d.tensor.linear import ColumnParallelLinear, GroupedColumnLinear, 
 from parallel3d.tensor.norm import RMSNorm
 from parallel3d.tensor.output import VocabParallelOutput
 from parallel3d.tensor.rotary import FrequencyScaling, Rotary
+from parallel3d.tensor.scale import scaled
 from parallel3d.tensor.segments import Segments
 from parallel3d.tensor.vocab import VocabParallelEmbedding
 
@@ -25,11 +27,11 @@ class Embedding(nn.Module):
         self.token = VocabParallelEmbedding(
             int(config.vocab_size), config.hidden_size, context.group, context.sequence_parallel
         )
+        self.scale = scales_of(config).input
 
     def forward(self, tokens: Tensor, segments: Segments | None = None) -> Tensor:
         """tokens [batch, seq] -> [batch, seq, hidden], or this rank's part of the sequence."""
-        vectors: Tensor = self.token(tokens)
-        return vectors
+        return scaled(self.token(tokens), self.scale)
 
 
 class Attention(nn.Module):
@@ -45,7 +47,12 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(size, group, eps) if config.qk_norm else nn.Identity()
         self.rotary = Rotary(size, config.rope_theta, _scaling(config))
         self.core = CausalAttention(
-            0.0, f"{name}.attention", context, heads=(heads["q"], heads["k"]), head_size=size
+            0.0,
+            f"{name}.attention",
+            context,
+            heads=(heads["q"], heads["k"]),
+            head_size=size,
+            scale=scales_of(config).scores(size),
         )
         self.output = RowParallelLinear(
             heads["q"] * size, hidden, group, bias=False, sequence_parallel=split
@@ -88,11 +95,12 @@ class Block(nn.Module):
         self.attention = Attention(config, name, context)
         self.norm2 = RMSNorm(size, context.group, eps)
         self.mlp = MLP(config, context)
+        self.scale = scales_of(config).branch
 
     def forward(self, x: Tensor, segments: Segments | None = None) -> Tensor:
         """x [batch, seq, hidden], or its part of the sequence -> the same shape."""
-        x = x + self.attention(self.norm1(x), segments)
-        return x + self.mlp(self.norm2(x))
+        x = x + scaled(self.attention(self.norm1(x), segments), self.scale)
+        return x + scaled(self.mlp(self.norm2(x)), self.scale)
 
 
 class Head(nn.Module):
@@ -102,13 +110,14 @@ class Head(nn.Module):
         super().__init__()
         self.norm = RMSNorm(config.hidden_size, context.group, config.rms_norm_eps)
         self.output = VocabParallelOutput(int(config.vocab_size), config.hidden_size, context)
+        self.scale = scales_of(config).output
 
     def forward(self, x: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
         """x [batch, seq, hidden], or its part; labels [batch, seq] -> the mean loss in nats, [].
 
         With `weights` [batch, seq] the losses' weighted sum; in evaluation each token's loss.
         """
-        loss: Tensor = self.output(self.norm(x), labels, weights)
+        loss: Tensor = self.output(scaled(self.norm(x), self.scale), labels, weights)
         return loss
 
 

@@ -10,7 +10,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from models.common import ModelSection, divisor_below, head, vocab_size, weight_inits
+from models.common import (
+    ModelSection,
+    divisor_below,
+    folded,
+    head,
+    table,
+    vocab_size,
+    weight_inits,
+)
 from parallel3d.model.head_cost import HeadCost
 from parallel3d.model.spec import Init, LayerSpec, ParamSpec
 from parallel3d.model.transformer_cost import BlockCost, EmbeddingCost
@@ -128,9 +136,7 @@ def layers(config: Config) -> list[LayerSpec]:
 
 
 def _embedding(config: Config) -> LayerSpec:
-    normal = Init(std=config.initializer_range)
-    shape = (vocab_size(config), config.hidden_size)
-    params = (ParamSpec("token.weight", shape, 0, normal, True),)
+    params = (table(config, "token.weight", vocab_size(config), 0),)
     cost = EmbeddingCost(config.hidden_size)
     return LayerSpec("embedding", params, cost, "models.llama.blocks:Embedding", config)
 
@@ -143,11 +149,15 @@ def _block(config: Config, name: str) -> LayerSpec:
         _norm("norm1", hidden),
         *_qkv(config, normal),
         *_qk_norms(config),
-        ParamSpec("attention.output.weight", (hidden, queries), 1, residual, True),
+        ParamSpec("attention.output.weight", (hidden, queries), 1, residual, True, role="hidden"),
         _norm("norm2", hidden),
-        ParamSpec("mlp.gate_up.weight", (2, inner, hidden), 1, normal, True),
-        ParamSpec("mlp.down.weight", (hidden, inner), 1, residual, True),
+        ParamSpec("mlp.gate_up.weight", (2, inner, hidden), 1, normal, True, role="hidden"),
+        ParamSpec("mlp.down.weight", (hidden, inner), 1, residual, True, role="hidden"),
     )
+    # Norms on the heads take any factor of what is before them away again.
+    query = "attention.q_norm." if config.qk_norm else "attention.qkv.q_"
+    branches = "attention.output.", "mlp.down."
+    params = folded(config, params, query=query, branches=branches)
 
     cost = BlockCost(
         hidden,
@@ -171,9 +181,9 @@ def _qkv(config: Config, normal: Init) -> Iterator[ParamSpec]:
     for name, count in heads.items():
         rows, path = count * config.head_size, f"attention.qkv.{name}"
         shape = (rows, config.hidden_size)
-        yield ParamSpec(f"{path}_weight", shape, 0, normal, True, units=count)
+        yield ParamSpec(f"{path}_weight", shape, 0, normal, True, units=count, role="hidden")
         if config.attention_bias:
-            yield ParamSpec(f"{path}_bias", (rows,), 0, ZEROS, False, units=count)
+            yield ParamSpec(f"{path}_bias", (rows,), 0, ZEROS, False, units=count, role="vector")
 
 
 def _qk_norms(config: Config) -> Iterator[ParamSpec]:
@@ -184,4 +194,4 @@ def _qk_norms(config: Config) -> Iterator[ParamSpec]:
 
 
 def _norm(name: str, size: int, partial: bool = False) -> ParamSpec:
-    return ParamSpec(f"{name}.weight", (size,), None, ONES, False, partial=partial)
+    return ParamSpec(f"{name}.weight", (size,), None, ONES, False, partial=partial, role="vector")

@@ -6,6 +6,7 @@ Black et al., arXiv:2204.06745; Biderman et al., arXiv:2304.01373.
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models.common import scales_of
 from models.neox.spec import Config
 from parallel3d.tensor.attention import CausalAttention
 from parallel3d.tensor.context import LayerContext
@@ -13,6 +14,7 @@ from parallel3d.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from parallel3d.tensor.norm import LayerNorm
 from parallel3d.tensor.output import VocabParallelOutput
 from parallel3d.tensor.rotary import Rotary
+from parallel3d.tensor.scale import scaled
 from parallel3d.tensor.segments import Segments
 from parallel3d.tensor.vocab import VocabParallelEmbedding
 
@@ -25,11 +27,11 @@ class Embedding(nn.Module):
         self.token = VocabParallelEmbedding(
             int(config.vocab_size), config.hidden_size, context.group, context.sequence_parallel
         )
+        self.scale = scales_of(config).input
 
     def forward(self, tokens: Tensor, segments: Segments | None = None) -> Tensor:
         """tokens [batch, seq] -> [batch, seq, hidden], or this rank's part of the sequence."""
-        vectors: Tensor = self.token(tokens)
-        return vectors
+        return scaled(self.token(tokens), self.scale)
 
 
 class Attention(nn.Module):
@@ -42,7 +44,12 @@ class Attention(nn.Module):
         self.qkv = ColumnParallelLinear(size, size, group, fused=3, sequence_parallel=split)
         self.rotary = Rotary(config.rotary_size, config.rotary_emb_base)
         self.core = CausalAttention(
-            0.0, f"{name}.attention", context, heads=(heads, heads), head_size=self.head_size
+            0.0,
+            f"{name}.attention",
+            context,
+            heads=(heads, heads),
+            head_size=self.head_size,
+            scale=scales_of(config).scores(self.head_size),
         )
         self.output = RowParallelLinear(size, size, group, sequence_parallel=split)
 
@@ -79,14 +86,15 @@ class Block(nn.Module):
         self.norm1, self.norm2 = LayerNorm(size, group, eps), LayerNorm(size, group, eps)
         self.attention = Attention(config, name, context)
         self.mlp = MLP(config, context)
-        self.parallel = config.use_parallel_residual
+        self.parallel, self.scale = config.use_parallel_residual, scales_of(config).branch
 
     def forward(self, x: Tensor, segments: Segments | None = None) -> Tensor:
         """x [batch, seq, hidden], or its part of the sequence -> the same shape."""
         if self.parallel:
-            return x + self.attention(self.norm1(x), segments) + self.mlp(self.norm2(x))
-        x = x + self.attention(self.norm1(x), segments)
-        return x + self.mlp(self.norm2(x))
+            attended = scaled(self.attention(self.norm1(x), segments), self.scale)
+            return x + attended + scaled(self.mlp(self.norm2(x)), self.scale)
+        x = x + scaled(self.attention(self.norm1(x), segments), self.scale)
+        return x + scaled(self.mlp(self.norm2(x)), self.scale)
 
 
 class Head(nn.Module):
@@ -96,11 +104,12 @@ class Head(nn.Module):
         super().__init__()
         self.norm = LayerNorm(config.hidden_size, context.group, config.layer_norm_eps)
         self.output = VocabParallelOutput(int(config.vocab_size), config.hidden_size, context)
+        self.scale = scales_of(config).output
 
     def forward(self, x: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
         """x [batch, seq, hidden], or its part; labels [batch, seq] -> the mean loss in nats, [].
 
         With `weights` [batch, seq] the losses' weighted sum; in evaluation each token's loss.
         """
-        loss: Tensor = self.output(self.norm(x), labels, weights)
+        loss: Tensor = self.output(scaled(self.norm(x), self.scale), labels, weights)
         return loss

@@ -11,7 +11,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from models.common import ModelSection, divisor_below, head, vocab_size, weight_inits
+from models.common import (
+    ModelSection,
+    divisor_below,
+    folded,
+    head,
+    table,
+    vocab_size,
+    weight_inits,
+)
 from parallel3d.model.head_cost import HeadCost
 from parallel3d.model.spec import Init, LayerSpec, ParamSpec
 from parallel3d.model.transformer_cost import BlockCost, EmbeddingCost
@@ -96,8 +104,7 @@ def layers(config: Config) -> list[LayerSpec]:
 
 
 def _embedding(config: Config) -> LayerSpec:
-    shape = (vocab_size(config), config.hidden_size)
-    token = ParamSpec("token.weight", shape, 0, Init(std=config.initializer_range), True)
+    token = table(config, "token.weight", vocab_size(config), 0)
     cost = EmbeddingCost(config.hidden_size)
     return LayerSpec("embedding", (token,), cost, "models.neox.blocks:Embedding", config)
 
@@ -107,16 +114,18 @@ def _block(config: Config, name: str) -> LayerSpec:
     normal, residual = weight_inits(config)
     params = (
         *_norm("norm1", hidden),
-        ParamSpec("attention.qkv.weight", (3, hidden, hidden), 1, normal, True),
-        ParamSpec("attention.qkv.bias", (3, hidden), 1, ZEROS, False),
-        ParamSpec("attention.output.weight", (hidden, hidden), 1, residual, True),
-        ParamSpec("attention.output.bias", (hidden,), None, ZEROS, False),
+        ParamSpec("attention.qkv.weight", (3, hidden, hidden), 1, normal, True, role="hidden"),
+        ParamSpec("attention.qkv.bias", (3, hidden), 1, ZEROS, False, role="vector"),
+        ParamSpec("attention.output.weight", (hidden, hidden), 1, residual, True, role="hidden"),
+        ParamSpec("attention.output.bias", (hidden,), None, ZEROS, False, role="vector"),
         *_norm("norm2", hidden),
-        ParamSpec("mlp.up.weight", (inner, hidden), 0, normal, True),
-        ParamSpec("mlp.up.bias", (inner,), 0, ZEROS, False),
-        ParamSpec("mlp.down.weight", (hidden, inner), 1, residual, True),
-        ParamSpec("mlp.down.bias", (hidden,), None, ZEROS, False),
+        ParamSpec("mlp.up.weight", (inner, hidden), 0, normal, True, role="hidden"),
+        ParamSpec("mlp.up.bias", (inner,), 0, ZEROS, False, role="vector"),
+        ParamSpec("mlp.down.weight", (hidden, inner), 1, residual, True, role="hidden"),
+        ParamSpec("mlp.down.bias", (hidden,), None, ZEROS, False, role="vector"),
     )
+    branches = "attention.output.", "mlp.down."
+    params = folded(config, params, query="attention.qkv.", branches=branches, fused=3)
 
     heads = config.num_attention_heads
     cost = BlockCost(
@@ -134,5 +143,5 @@ def _block(config: Config, name: str) -> LayerSpec:
 
 
 def _norm(name: str, size: int) -> Iterable[ParamSpec]:
-    yield ParamSpec(f"{name}.weight", (size,), None, ONES, False)
-    yield ParamSpec(f"{name}.bias", (size,), None, ZEROS, False)
+    yield ParamSpec(f"{name}.weight", (size,), None, ONES, False, role="vector")
+    yield ParamSpec(f"{name}.bias", (size,), None, ZEROS, False, role="vector")

@@ -86,6 +86,16 @@ class RunState:
                     f"{path}: {what} was {there} and is {here}: the run would lose its place in "
                     f"the data; set it back to {there}, or start a new run with another run.name"
                 )
+        was, now = (
+            (config["parallel3d"]["model"].get("parametrization") or {"type": "standard"})
+            for config in (state["config"], self._fixed["config"])
+        )
+        if was != now and {was["type"], now["type"]} != {"standard"}:
+            raise CheckpointError(
+                f"{path}: parallel3d.model.parametrization was {json.dumps(was)} and is "
+                f"{json.dumps(now)}: its weights would be another model; set it back, or start a "
+                "new run with another run.name"
+            )
         # First: a tokenizer trained on another training part differs for that reason. A corpus has
         # its name from what is held out of it, too: under the same name both rules agree.
         same_corpus = state["corpus"] == self._fixed["corpus"]

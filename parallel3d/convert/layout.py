@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
+from math import frexp, prod
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 import models
 from parallel3d.checkpoint.chunks import framed
 from parallel3d.errors import ConfigError
-from parallel3d.model.spec import named_params
+from parallel3d.model.spec import ParamSpec, named_params
 
 INDEX = "model.safetensors.index.json"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -61,6 +61,17 @@ class Layout:
             family.architecture(self.config)
         except ValueError as error:
             return str(error)
+        return self._inexact()
+
+    def _inexact(self) -> str:
+        """Which multiplier weights of this type cannot take without being rounded anew; else ""."""
+        for name, spec in self._specs.items() if self.dtype != torch.float32 else ():
+            if factor := next((f for f in spec.folded if frexp(f)[0] != 0.5), None):
+                return (
+                    f"parallel3d.model.parametrization multiplies by {factor:.6g}, to be folded "
+                    f"into {name}: no power of two, so {self.dtype} would round it anew; use "
+                    "--dtype fp32"
+                )
         return ""
 
     def converted(self, name: str, value: Tensor) -> dict[str, Tensor]:
@@ -70,6 +81,7 @@ class Layout:
         """
         found = {name: value}
         if not self.refusal:
+            found = {name: fold(value, self._specs[name].folded)}
             family = models.huggingface(self.config.family)
             assert family is not None
             found = family.to_huggingface(self.config, found)
@@ -145,11 +157,14 @@ class Layout:
 
     @cached_property
     def _meta(self) -> Mapping[str, dict[str, Tensor]]:
-        specs = named_params(models.layers(self.config))
         return {
             name: self.converted(name, torch.empty(spec.shape, device="meta"))
-            for name, spec in specs.items()
+            for name, spec in self._specs.items()
         }
+
+    @cached_property
+    def _specs(self) -> dict[str, ParamSpec]:
+        return named_params(models.layers(self.config))
 
     @cached_property
     def _shapes(self) -> dict[str, tuple[int, ...]]:
@@ -158,6 +173,16 @@ class Layout:
     @cached_property
     def _sizes(self) -> dict[str, int]:
         return {n: t.nbytes for found in self._meta.values() for n, t in found.items()}
+
+
+def fold(value: Tensor, factors: tuple[float, ...]) -> Tensor:
+    """A parameter with its `ParamSpec.folded` multiplied in; by each index of its first dim."""
+    if not factors:
+        return value
+    if len(factors) == 1:
+        return value * factors[0]
+    each = torch.tensor(factors, dtype=value.dtype, device=value.device)
+    return value * each.view(-1, *[1] * (value.dim() - 1))
 
 
 def bytes_of(text: str) -> int:

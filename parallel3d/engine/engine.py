@@ -83,6 +83,7 @@ class Engine:
         layers: Layers | None = None,
     ) -> None:
         self.held, self.settings, self.mesh = tuple(held), settings, mesh
+        self._kinds = core.group_kinds(settings.rates)
         pair = mesh.join_pair(*(coord % mesh.size("pp") for coord in owners))
         core.bind_trace_check(mesh.group("dp"), mesh.device)
         core.count_once(self.held)
@@ -90,11 +91,13 @@ class Engine:
             core.accumulate_in_fp32(self.held)
         first = self.held[0].parameter if self.held else None
         with building(settings, mesh, say=say, beside=first):
-            ballast = core.Ballast()
+            ballast = core.Ballast(len(self._kinds))
         self._module = _Module(stages, ballast)
         offload = settings.offload_optimizer != "none"
         optimizer = operators.make_optimizer(
-            core.param_groups(self.held, ballast, settings.weight_decay),
+            core.param_groups(
+                self.held, ballast, settings.weight_decay, settings.eps, settings.rates
+            ),
             lr=settings.lr,
             betas=settings.betas,
             eps=settings.eps,
@@ -193,11 +196,13 @@ class Engine:
     def step(self, lr: float) -> StepResult:
         """Clip by the norm over the whole mesh and update the weights, or queue what does.
 
+        `lr` is that of the standard parametrisation; each group has its roles' share of it.
+
         Raises TrainingError on every rank if fp16 gradients overflow at the smallest loss scale.
         """
         optimizer = self._deepspeed.optimizer
-        for group in optimizer.param_groups:
-            group["lr"] = lr
+        for group, (rate, _) in zip(optimizer.param_groups, self._kinds, strict=True):
+            group["lr"] = lr * rate.lr
         began = self._now()
         scale, last = self.loss_scale, fp16.at_last_loss_scale(optimizer)
         self._deepspeed.step()

@@ -1,13 +1,16 @@
 """What the engine needs of a run's config, and its translation into DeepSpeed's words."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from models.common import scales_of
 from parallel3d.config import RunConfig
 from parallel3d.config.settings import gathered_for, reduces_once
 from parallel3d.engine.quirks import core
+from parallel3d.model.parametrization import Rate, Role, Scales
 from parallel3d.schedule.sharding import Weights
 from parallel3d.section import Section
 
@@ -20,7 +23,7 @@ class EngineSettings:
 
     `precision` is "fp32", "bf16" or "fp16". `zero_options` (bucket sizes, ZeRO-3's thresholds),
     `optimizer_options`, `param_options` (the rest of the offload sections), `aio` and `fp16` are
-    DeepSpeed's own keys, handed on as they are.
+    DeepSpeed's own keys, handed on as they are. `rates`: what each role's are multiplied by.
     """
 
     micro_batch_size: int
@@ -35,6 +38,7 @@ class EngineSettings:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
+    rates: Mapping[Role | None, Rate] = field(default_factory=Scales().rates)
     zero_options: dict[str, Any] = field(default_factory=dict)
     optimizer_options: dict[str, Any] = field(default_factory=dict)
     param_options: dict[str, Any] = field(default_factory=dict)
@@ -59,6 +63,7 @@ class EngineSettings:
             betas=adam.betas,
             eps=adam.eps,
             weight_decay=adam.weight_decay,
+            rates=scales_of(config.model).rates(),
             zero_options=zero.model_dump(exclude=ours, exclude_none=True),
             optimizer_options=_options(zero.offload_optimizer, "device"),
             param_options=_options(zero.offload_param, "device"),

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal, NamedTuple, Protocol
 
+from parallel3d.model.parametrization import Role
+
 Recompute = Literal["none", "selective", "full"]
 MASTER_BYTES = 4
 """Bytes of a trained element's master weight in fp32."""
@@ -32,6 +34,9 @@ class ParamSpec:
     `units`: so many equal parts of that dim are never cut (key/value heads); on more tp ranks than
     units the parameter is not cut. `partial`: each tp rank's gradient of it, where it is not cut,
     is a part of the whole, even where activations are replicated (the norm of a rank's own heads).
+    `role`: what it maps, by which a parametrisation sets its rates. `folded`: what an export
+    multiplies it by, so that a program without multipliers computes the same: one factor, or one
+    for each index of the first dim; none: it stays.
     """
 
     name: str
@@ -41,6 +46,8 @@ class ParamSpec:
     weight_decay: bool
     units: int | None = None
     partial: bool = False
+    role: Role | None = None
+    folded: tuple[float, ...] = ()
 
     def cut_dim(self, tp: int) -> int | None:
         """The dim that `tp` ranks cut it along; None if each holds it whole."""

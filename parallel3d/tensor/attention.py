@@ -11,12 +11,12 @@ from parallel3d.tensor.segments import Segments
 
 
 class CausalAttention(nn.Module):
-    """softmax(q k^T / sqrt(size)) v, each query seeing its own position and those before.
+    """softmax(scale * q k^T) v, each query seeing its own position and those before.
 
     With segments, a query sees its own document only. Where the context says so, what is computed
     between q, k, v and the result is computed again in backward ("selective" recomputation,
     arXiv:2205.05198, section 5). `heads`: how many the queries have, and the keys and values, over
-    all ranks; each has `head_size` features.
+    all ranks; each has `head_size` features. `scale`: None means 1/sqrt(head_size).
     """
 
     def __init__(
@@ -27,12 +27,13 @@ class CausalAttention(nn.Module):
         *,
         heads: tuple[int, int],
         head_size: int,
+        scale: float | None = None,
     ) -> None:
         super().__init__()
         self.dropout = Dropout(dropout, place, context.key, context.group)
         tp = context.group.size()
         self.heads_here, self.head_size = (heads[0] // tp, max(1, heads[1] // tp)), head_size
-        self.recompute = context.recompute_attention
+        self.recompute, self.scale = context.recompute_attention, scale
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments | None = None) -> Tensor:
         """q [batch, heads, seq, size]; k, v with as many heads, or a divisor of it.
@@ -57,6 +58,7 @@ class CausalAttention(nn.Module):
             attn_mask=None if segments is None else segments.mask,
             dropout_p=self.dropout.active_p,
             is_causal=segments is None,
+            scale=self.scale,
             enable_gqa=k.shape[1] != q.shape[1],
         )  # [batch, heads, seq, size]
 

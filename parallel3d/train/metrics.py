@@ -52,6 +52,8 @@ class StepMetrics:
     error in nats, tokens, documents and bits_per_byte. That of "held_out" is held_out_loss, too."""
     loss_scale: float | None = None
     """Only in fp16; a step whose gradients overflowed under it was skipped: grad_norm is null."""
+    role_lr: dict[str, float] = field(default_factory=dict)
+    """Only where the model's parametrization gives roles rates of their own: the rate of each."""
     checkpoint_stall_seconds: float | None = None
     """Only on the line after a save: the seconds for which it held training up."""
 
@@ -60,6 +62,8 @@ class StepMetrics:
         own = {name: getattr(self, name) for name in _ALWAYS}
         values: dict[str, Any] = {name: finite(value) for name, value in own.items()}
         values |= _in_json(self.validation)
+        if self.role_lr:
+            values["role_lr"] = self.role_lr
         for name in _SOMETIMES:
             if (value := getattr(self, name)) is not None:
                 values[name] = finite(value)
@@ -69,6 +73,7 @@ class StepMetrics:
         """The numbers of a step under trackers' names: validation/<set>/loss."""
         values = {name: getattr(self, name) for name in (*_ALWAYS[1:], *_SOMETIMES)}
         found = {name: value for name, value in values.items() if value is not None}
+        found |= {f"lr/{role}": lr for role, lr in self.role_lr.items()}
         return found | _flat(self.validation)
 
 
@@ -93,7 +98,8 @@ def _flat(validation: Losses) -> dict[str, float]:
 
 _HELD_OUT_LOSS = "held_out_loss"
 _SOMETIMES = ("loss_scale", "checkpoint_stall_seconds")
-_ALWAYS = tuple(f.name for f in fields(StepMetrics) if f.name not in ("validation", *_SOMETIMES))
+_BLOCKS = ("validation", "role_lr")
+_ALWAYS = tuple(f.name for f in fields(StepMetrics) if f.name not in (*_BLOCKS, *_SOMETIMES))
 
 
 class MetricsWriter:

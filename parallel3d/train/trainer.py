@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, stdev
 from typing import Any, NamedTuple, NoReturn
 
+from models.common import role_rates
 from parallel3d.checkpoint.save import MOST_FAILURES, Saver
 from parallel3d.checkpoint.state import Position, RunState
 from parallel3d.config import RunConfig
@@ -102,6 +103,7 @@ class Trainer:
         self.saver, self.stop = saver, stop or StopRequest()
         self.position = position or Position()
         self._state = RunState(config, corpus) if saver else None
+        self._role_rates = role_rates(config.model)
         self._stall: float | None = None  # of the newest save, until a line of metrics has it
         self._feed = Feed(config, mesh, corpus, parts.schedule)
         self._evaluation = Evaluation(
@@ -282,6 +284,7 @@ class Trainer:
             mfu=mfu,
             peak_memory_bytes=int(max(row.memory for row in rows)),
             step_seconds=seconds,
+            role_lr={role: lr * factor for role, factor in self._role_rates.items()},
             validation=validation,
             loss_scale=self._done.loss_scale if self.config.fp16.enabled else None,
             checkpoint_stall_seconds=stall,

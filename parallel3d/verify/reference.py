@@ -8,11 +8,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 import models
+from models.common import scales_of
 from parallel3d.config import RunConfig
 from parallel3d.errors import ConfigError
+from parallel3d.model.parametrization import Scales
 from parallel3d.model.spec import named_params
 from parallel3d.tensor.cut import Cut
 from parallel3d.tensor.initialise import fill
@@ -100,27 +102,60 @@ def _loaded(config: RunConfig, weights: Mapping[str, Tensor]) -> tuple[Any, Any]
     missing, unexpected = model.load_state_dict(theirs, strict=False)
     tied = set(getattr(model, "all_tied_weights_keys", {}))
     assert not unexpected and set(missing) <= tied, (missing, unexpected)
+    _tell_multipliers(model, scales_of(config.model))
     return model, family
+
+
+def _tell_multipliers(model: Any, scales: Scales) -> None:
+    """Have a model of transformers multiply by what a parametrisation does, where it does so.
+
+    Raises ConfigError where its attention cannot be told.
+    """
+    if scales.query != 1 and not any(hasattr(m, "scaling") for m in model.modules()):
+        raise ConfigError(
+            f"parallel3d.model.parametrization: {type(model).__name__} cannot be told to scale its "
+            "scores, so there is nothing to compare with; leave base_head_size out"
+        )
+    for module in model.modules():
+        if hasattr(module, "scaling"):
+            module.scaling = module.scaling * scales.query
+        if isinstance(module, nn.Embedding):
+            module.register_forward_hook(_times(scales.input))
+        elif type(module).__name__.endswith(("Attention", "MLP")):
+            module.register_forward_hook(_times(scales.branch))
+    model.get_output_embeddings().register_forward_pre_hook(lambda _, x: (x[0] * scales.output,))
+
+
+def _times(factor: float) -> Any:
+    def hook(module: nn.Module, given: Any, output: Any) -> Any:
+        if isinstance(output, tuple):  # of attention, with its scores
+            return output[0] * factor, *output[1:]
+        return output * factor
+
+    return hook
 
 
 def train_model(model: Any, family: Any, config: RunConfig, folder: Path) -> Reference:
     """Train a model of transformers by torch's AdamW on `batches`; its family names its weights."""
-    # Which of their parameters decay: the mapping of names, carried out on the answers.
+    # What each of their parameters is: the mapping of names, carried out on the answers.
+    adam, rates = config.optimizer.params, scales_of(config.model).rates()
+    kinds = [(role, decays) for role in rates for decays in (True, False)]
     marks = {
-        name: torch.full(spec.shape, float(spec.weight_decay))
+        name: torch.full(spec.shape, float(kinds.index((spec.role, spec.weight_decay))))
         for name, spec in named_params(models.layers(config.model)).items()
     }
     their_marks = family.to_huggingface(config.model, marks)
     named = dict(model.named_parameters())
-    adam = config.optimizer.params
     groups = [
         {
-            "params": [p for name, p in named.items() if bool(their_marks[name].any()) == decayed],
-            "weight_decay": adam.weight_decay if decayed else 0.0,
+            "params": [p for name, p in named.items() if bool((their_marks[name] == kind).all())],
+            "lr": adam.lr * rates[role].lr,
+            "weight_decay": adam.weight_decay * rates[role].weight_decay if decays else 0.0,
+            "eps": adam.eps * rates[role].eps,
         }
-        for decayed in (True, False)
+        for kind, (role, decays) in enumerate(kinds)
     ]
-    optimizer = torch.optim.AdamW(groups, lr=adam.lr, betas=adam.betas, eps=adam.eps, foreach=False)
+    optimizer = torch.optim.AdamW(groups, betas=adam.betas, foreach=False)
     losses, norms = [], []
     limit = config.gradient_clipping or float("inf")
     for tokens, labels, documents in batches(config):

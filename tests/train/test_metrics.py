@@ -252,3 +252,11 @@ def test_peak_memory_is_a_high_water_mark():
 def test_measured_peak_is_what_a_matmul_reaches():
     peak = metrics.measure_peak_flops(CPU, torch.float32, seconds=0.05)
     assert 1e8 < peak < 1e14
+
+
+def test_rates_of_roles_are_there_where_roles_have_their_own():
+    rates = {"input": 1e-3, "hidden": 2.5e-4}
+    assert "role_lr" not in json.loads(step_metrics().to_json())
+    metrics = step_metrics(role_lr=rates)
+    assert json.loads(metrics.to_json())["role_lr"] == rates
+    assert metrics.flat()["lr/hidden"] == 2.5e-4 and "role_lr" not in metrics.flat()

@@ -8,7 +8,7 @@ each remedy away and sees the fault come back, so the next DeepSpeed release can
 
 import platform
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
@@ -24,6 +24,7 @@ from deepspeed.runtime.zero import (
 )
 from torch import nn
 
+from parallel3d.model.parametrization import Rate, Role
 from parallel3d.tensor.held import HeldParameter
 
 
@@ -154,23 +155,37 @@ class Ballast(nn.Module):
     always zero.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, groups: int = 2) -> None:
         super().__init__()
-        self.decay = nn.Parameter(torch.zeros(1))
-        self.no_decay = nn.Parameter(torch.zeros(1))
+        for group in range(groups):
+            self.register_parameter(f"group_{group}", nn.Parameter(torch.zeros(1)))
+
+
+def group_kinds(rates: Mapping[Role | None, Rate]) -> list[tuple[Rate, bool]]:
+    """What each group's rates are, and whether weight decay acts on it: two groups for each rate.
+
+    All follow from the rates of the roles, not from what a stage holds: so they are the same on
+    every stage, and where all roles have one rate they are the two of the standard
+    parametrisation, whose norm is summed in the same order.
+    """
+    return [(rate, decays) for rate in dict.fromkeys(rates.values()) for decays in (True, False)]
 
 
 def param_groups(
-    held: Iterable[HeldParameter], ballast: Ballast, weight_decay: float
+    held: Iterable[HeldParameter],
+    ballast: Ballast,
+    weight_decay: float,
+    eps: float,
+    rates: Mapping[Role | None, Rate],
 ) -> list[dict[str, Any]]:
-    """The same two groups on every stage. Weight decay is always written: defaults differ."""
-    held = list(held)
-    decay = [h.parameter for h in held if h.spec.weight_decay]
-    no_decay = [h.parameter for h in held if not h.spec.weight_decay]
-    return [
-        {"params": [*decay, ballast.decay], "weight_decay": weight_decay},
-        {"params": [*no_decay, ballast.no_decay], "weight_decay": 0.0},
-    ]
+    """The groups of `group_kinds`. Weight decay is always written: defaults differ."""
+    held, groups = list(held), []
+    for (rate, decays), weight in zip(group_kinds(rates), ballast.parameters(), strict=True):
+        ours = [h for h in held if rates[h.spec.role] == rate and h.spec.weight_decay == decays]
+        decay = weight_decay * rate.weight_decay if decays else 0.0
+        params = [*(h.parameter for h in ours), weight]
+        groups.append({"params": params, "weight_decay": decay, "eps": eps * rate.eps})
+    return groups
 
 
 def accumulate_in_fp32(held: Iterable[HeldParameter]) -> None:

@@ -1,0 +1,135 @@
+"""muP's start, multipliers and rates by role, in every family found; what cannot be is refused."""
+
+from dataclasses import replace
+from math import sqrt
+
+import pytest
+from pydantic import ValidationError
+
+import models
+from models.common import role_rates, scales_of
+from parallel3d.model.parametrization import ROLES, Rate
+from parallel3d.section import Problems
+
+pytestmark = pytest.mark.pure
+
+WIDE = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 61}
+MUP = {"type": "mup", "base_width": 32}
+
+
+def model(family, parametrization=None, **settings):
+    chosen = {"parametrization": parametrization} if parametrization else {}
+    return models.config_class(family)(family=family, **WIDE | settings, **chosen)
+
+
+def params(config):
+    return {f"{la.name}.{p.name}": p for la in models.layers(config) for p in la.params}
+
+
+FAMILIES = [
+    f for f in models.families() if "parametrization" in models.config_class(f).model_fields
+]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_parameter_has_the_role_of_its_shape(family):
+    for name, p in params(model(family)).items():
+        vector = len(p.shape) == 1 or name.endswith("bias")
+        outer = {"embedding": "input", "head": "output"}.get(name.split(".")[0], "hidden")
+        assert p.role == ("vector" if vector else outer), name
+        assert p.weight_decay == (not vector) and p.folded == (), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_starts_and_rates_go_by_the_width(family):
+    plain, wide = params(model(family)), params(model(family, MUP))
+    for name, p in wide.items():
+        factor = 1 / sqrt(4) if p.role == "hidden" else 1.0  # variance by 1 / width
+        assert p.init.std == pytest.approx(plain[name].init.std * factor), name
+        assert p.init.value == plain[name].init.value
+    scales = scales_of(model(family, MUP))
+    assert {role: scales.rate(role) for role in ROLES} == {
+        "input": Rate(), "hidden": Rate(lr=1 / 4, weight_decay=4), "output": Rate(),
+        "vector": Rate(),
+    }  # fmt: skip
+    assert (scales.input, scales.output, scales.branch, scales.query) == (1, 1 / 4, 1, 1)
+    assert role_rates(model(family, MUP)) == {"input": 1, "hidden": 1 / 4, "output": 1, "vector": 1}
+    assert role_rates(model(family)) == {}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_at_the_base_nothing_differs(family):
+    base = MUP | {"base_width": 128, "base_head_size": 32, "base_depth": 4}
+    config, plain = model(family, base), model(family)
+    assert params(config) == params(plain)
+    scales = scales_of(config)
+    assert set(scales.rates().values()) == {Rate()}
+    assert scales.scores(32) is None
+    assert (scales.input, scales.output, scales.branch) == (1, 1, 1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scores_go_by_the_size_of_a_head_once_its_base_is_known(family):
+    scales = scales_of(model(family, MUP | {"base_head_size": 8}))
+    assert scales.scores(32) == pytest.approx(sqrt(8) / 32)  # 1/sqrt(8) at the base, then by 1/size
+    assert scales_of(model(family, MUP)).scores(32) is None
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_depth_transfers_by_complete_p(family):
+    """arXiv:2505.01618, table 1, alpha = 1, of a model four times as wide and twice as deep."""
+    config = model(family, MUP | {"base_depth": 2})
+    scales, base = scales_of(config), params(model(family, num_hidden_layers=2))
+    assert scales.branch == 1 / 2
+    assert scales.rate("hidden") == Rate(lr=1 / 4, weight_decay=4, eps=1 / 8)
+    assert scales.rate("vector") == Rate(eps=1 / 8) and scales.rate("output") == Rate(eps=1 / 4)
+    for name, p in params(config).items():
+        there = base[name.replace("blocks.3", "blocks.1").replace("blocks.2", "blocks.0")]
+        factor = 1 / 2 if p.role == "hidden" else 1.0  # the depth says nothing of a start
+        assert p.init.std == pytest.approx(there.init.std * factor), name
+
+
+def test_no_mesh_changes_a_scale():
+    """They are made of a model's settings alone, where nothing of a mesh is known."""
+    assert set(type(model("gpt")).model_fields) & {"tp", "pp", "dp"} == set()
+    p = params(model("gpt", MUP))["blocks.0.attention.output.weight"]
+    assert p.cut_dim(4) == 1 and p.init.std == pytest.approx(0.02 / sqrt(8) / 2)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"type": "mup"}, "base_width = null: is missing"),
+        ({"base_width": 32}, 'base_width = 32: means nothing with type = "standard"; use "mup"'),
+        ({"output_multiplier": 2.0}, "output_multiplier = 2.0: means nothing"),
+        (MUP | {"base_width": 0}, "greater than 0"),
+    ],
+)
+def test_what_says_nothing_is_refused(family, wrong, said):
+    with pytest.raises(ValidationError) as refusal:
+        model(family, wrong)
+    assert said in str(refusal.value)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_published_weights_know_no_multipliers(family):
+    with pytest.raises(ValidationError) as refusal:
+        model(family, MUP, from_pretrained={"folder": "somewhere"})
+    assert 'parametrization.type = "mup": multiplies by what the weights' in str(refusal.value)
+
+
+def test_a_family_that_states_no_role_is_refused_by_name(monkeypatch):
+    import models.gpt.spec as spec
+
+    stated = spec.layers
+
+    def forgotten(config):
+        *layers, head = stated(config)
+        lacks = (*head.params[:-1], replace(head.params[-1], role=None))
+        return [*layers, replace(head, params=lacks, tied=())]
+
+    monkeypatch.setattr(spec, "layers", forgotten)
+    models.layers(model("gpt"))
+    with pytest.raises(Problems, match=r"the family states none of head\.output\.weight"):
+        models.layers(model("gpt", MUP))

@@ -1,0 +1,190 @@
+"""muP on every mesh against plain transformers with muP written anew (plain_mup.py); faults."""
+
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from unittest.mock import patch
+
+import pytest
+
+from models import config_class, families
+from parallel3d.config import RunConfig
+from parallel3d.mesh.mesh import Mesh
+from parallel3d.model.parametrization import Rate, Scales
+from parallel3d.train.assembly import assemble
+from parallel3d.verify import measure as measuring
+from parallel3d.verify.local_ranks import run_locally
+from parallel3d.verify.measure import TOLERANCE, errors_of, measure, relative, train_and_compare
+from parallel3d.verify.reference import SEED, train_reference
+from parallel3d.verify.shrink import shrink
+from tests.verify.configs import config_of
+from tests.verify.plain_mup import train_plain
+
+pytestmark = pytest.mark.gloo
+
+MUP = {"type": "mup", "base_width": 16, "base_head_size": 4, "output_multiplier": 1.5}
+DEPTH = MUP | {"base_depth": 2, "input_multiplier": 2.0}
+STEPS, BATCH = 5, 16
+SLOW = partial(pytest.param, marks=pytest.mark.slow)
+FAMILIES = [f for f in families() if "parametrization" in config_class(f).model_fields]
+
+
+def small(family, mesh, mup=None, *, zero=1, offload="none", **settings):
+    """A small config on a mesh, with rates at which decay and rates show in the fifth step."""
+    raw = config_of(model=family, zero=zero, offload=offload, microbatches=2, **settings)
+    raw["parallel3d"]["model"] |= {"parametrization": mup} if mup else {}
+    found = shrink(RunConfig.from_dict(raw), (mesh, (1, 1, 4), (4, 1, 1)), batch=BATCH)[mesh]
+    raw = found.to_dict()
+    raw["optimizer"]["params"] |= {"lr": 3e-3, "weight_decay": 1.0}
+    raw["parallel3d"]["train"]["steps"] = STEPS
+    pp, dp, tp = mesh
+    return RunConfig.from_dict(raw).resolve(pp * dp * tp)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """Family and settings -> the reference, trained once."""
+    done = {}
+
+    def of(family, mup=MUP):
+        key = family, tuple(mup.items())
+        if key not in done:
+            folder = tmp_path_factory.mktemp("plain")
+            done[key] = train_plain(small(family, (1, 1, 1)), mup, folder)
+        return done[key]
+
+    return of
+
+
+# Four stages: the first has no hidden weight, the last has the output alone.
+FEW = {
+    "gpt": dict(mesh=(4, 1, 1), zero=1, mup=DEPTH),
+    "llama": dict(mesh=(1, 1, 4), zero=3, mup=MUP),
+    "neox": dict(mesh=(2, 1, 2), zero=3, offload="cpu", mup=MUP),
+}
+
+
+@pytest.mark.parametrize("family", [SLOW(f) if f == "neox" else f for f in FAMILIES])
+@pytest.mark.usefixtures("operators")
+def test_parity_with_mup_written_anew(family, plain):
+    case = dict(FEW.get(family, FEW["llama"]))
+    mesh, mup = case.pop("mesh"), case.pop("mup")
+    errors = measure(small(family, mesh, mup, **case), plain(family, mup), timeout=120)
+    print(f"{family:6} {mesh} {errors}")
+    assert errors.within(TOLERANCE["fp32"]), errors
+
+
+FULL = list(product(
+    FAMILIES, [(2, 2, 2), (1, 1, 4)], [(0, "none"), (1, "none"), (3, "none"), (3, "cpu")],
+    [MUP, DEPTH],
+))  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "mesh", "zero", "mup"), FULL, ids=str)
+@pytest.mark.usefixtures("operators")
+def test_parity_on_every_stage_of_zero(family, mesh, zero, mup, plain):
+    stage, offload = zero
+    config = small(family, mesh, mup, zero=stage, offload=offload, sequence_parallel=mesh[2] > 2)
+    errors = measure(config, plain(family, mup), timeout=120)
+    print(f"{family:6} {mesh} zero{stage} {offload:4} {errors}")
+    assert errors.within(TOLERANCE["fp32"]), errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_follows(precision, plain):
+    config = small("llama", (1, 2, 2), MUP, zero=3, precision=precision)
+    errors = measure(config, plain("llama"), timeout=120)
+    print(f"{precision} {errors}")
+    assert errors.loss < 0.01 and errors.within(TOLERANCE[precision]), errors
+
+
+@pytest.mark.parametrize("mup", [SLOW(MUP, id="mup"), pytest.param(DEPTH, id="depth")])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_reference_of_verify_is_told_the_same(family, mup, plain, tmp_path):
+    told, ours = plain(family, mup), train_reference(small(family, (1, 1, 1), mup), tmp_path)
+    for found, expected in ((ours.losses, told.losses), (ours.grad_norms, told.grad_norms)):
+        assert max(relative(found, expected)) < 1e-6
+
+
+def train_only(rank, config):
+    mesh = Mesh(config.mesh.pp, config.mesh.dp, config.mesh.tp)
+    parts = assemble(config, mesh, seed=SEED)
+    curves = measuring.train(parts, config, mesh)
+    kinds = len(parts.engine._deepspeed.optimizer.optimizer.param_groups)
+    mesh.barrier()
+    parts.engine.close()
+    return curves, kinds
+
+
+def test_at_base_width_it_is_the_standard_one_bit_for_bit():
+    mesh = (2, 1, 1)
+    standard = run_locally(train_only, 2, small("gpt", mesh))
+    width = small("gpt", mesh).model.hidden_size
+    for mup in ({"type": "mup", "base_width": width}, {"type": "mup", "base_width": width // 2}):
+        found = run_locally(train_only, 2, small("gpt", mesh, mup))
+        same = mup["base_width"] == width
+        assert (found == standard) == same
+        assert [groups for _, groups in found] == [2 if same else 4] * 2  # on both stages
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [0, 3])
+def test_at_base_width_every_stage_is_the_standard_one(zero):
+    mesh = (2, 2, 1)
+    width = small("llama", mesh).model.hidden_size
+    both = [None, {"type": "mup", "base_width": width, "base_depth": 3, "base_head_size": 8}]
+    one, other = (run_locally(train_only, 4, small("llama", mesh, m, zero=zero)) for m in both)
+    assert one == other
+
+
+def local_fan_in():
+    of = Scales.of.__func__
+
+    def local(cls, settings, *, width, depth, head_size):
+        return of(cls, settings, width=width // 2, depth=depth, head_size=head_size)
+
+    return patch.object(Scales, "of", classmethod(local))
+
+
+def of_rate(change):
+    rate = Scales.rate
+    return patch.object(Scales, "rate", lambda self, role: change(role, rate(self, role)))
+
+
+def wrong_exponent():
+    def change(role, rate):
+        return rate._replace(lr=rate.lr**0.5) if role == "hidden" else rate
+
+    return of_rate(change)
+
+
+def decay_not_rescaled():
+    return of_rate(lambda role, rate: rate._replace(weight_decay=Rate().weight_decay))
+
+
+def no_output_multiplier():
+    of = Scales.of.__func__
+
+    def without(cls, *args, **sizes):
+        return replace(of(cls, *args, **sizes), output=1.0)
+
+    return patch.object(Scales, "of", classmethod(without))
+
+
+def with_fault(rank, fault, config, reference):
+    with fault():
+        return train_and_compare(rank, config, reference)
+
+
+FAULTS = [local_fan_in, wrong_exponent, decay_not_rescaled, no_output_multiplier]
+
+
+@pytest.mark.parametrize("fault", [FAULTS[0], *map(SLOW, FAULTS[1:])])
+def test_planted_faults_are_seen(fault, plain):
+    tp = 2 if fault is local_fan_in else 1
+    config = small("gpt", (1, 1, tp), MUP)
+    errors = errors_of(config, run_locally(with_fault, tp, fault, config, plain("gpt")))
+    print(f"{fault.__name__:22} {errors}")
+    assert not errors.within(10 * TOLERANCE["fp32"]), errors
