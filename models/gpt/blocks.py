@@ -17,6 +17,7 @@ from parallel3d.tensor.dropout import Dropout
 from parallel3d.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from parallel3d.tensor.norm import LayerNorm
 from parallel3d.tensor.output import VocabParallelOutput
+from parallel3d.tensor.pointwise import gelu
 from parallel3d.tensor.scale import scaled
 from parallel3d.tensor.segments import Segments
 from parallel3d.tensor.vocab import VocabParallelEmbedding
@@ -97,7 +98,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [batch, seq, hidden], or its part of the sequence -> the same shape."""
-        return self.down(F.gelu(self.up(x), approximate="tanh"))
+        return self.down(gelu(self.up(x), "tanh"))
 
 
 class Block(nn.Module):

@@ -3,7 +3,6 @@
 Touvron et al., arXiv:2302.13971 and 2307.09288; grouped-query attention is arXiv:2305.13245.
 """
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.common import scales_of
@@ -13,6 +12,7 @@ from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.linear import ColumnParallelLinear, GroupedColumnLinear, RowParallelLinear
 from parallel3d.tensor.norm import RMSNorm
 from parallel3d.tensor.output import VocabParallelOutput
+from parallel3d.tensor.pointwise import swiglu
 from parallel3d.tensor.rotary import FrequencyScaling, Rotary
 from parallel3d.tensor.scale import scaled
 from parallel3d.tensor.segments import Segments
@@ -81,8 +81,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [batch, seq, hidden], or its part of the sequence -> the same shape."""
-        gate, up = self.gate_up(x).chunk(2, -1)  # each [batch, seq, inner / tp]
-        return self.down(F.silu(gate) * up)
+        return self.down(swiglu(self.gate_up(x)))  # [batch, seq, hidden]
 
 
 class Block(nn.Module):

@@ -3,7 +3,6 @@
 Black et al., arXiv:2204.06745; Biderman et al., arXiv:2304.01373.
 """
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.common import scales_of
@@ -13,6 +12,7 @@ from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from parallel3d.tensor.norm import LayerNorm
 from parallel3d.tensor.output import VocabParallelOutput
+from parallel3d.tensor.pointwise import gelu
 from parallel3d.tensor.rotary import Rotary
 from parallel3d.tensor.scale import scaled
 from parallel3d.tensor.segments import Segments
@@ -74,7 +74,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [batch, seq, hidden], or its part of the sequence -> the same shape."""
-        return self.down(F.gelu(self.up(x), approximate=self.approximate))
+        return self.down(gelu(self.up(x), self.approximate))
 
 
 class Block(nn.Module):

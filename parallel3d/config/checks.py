@@ -15,7 +15,7 @@ from typing import Any
 from parallel3d.config import arithmetic
 from parallel3d.config.data import DataConfig
 from parallel3d.config.deepspeed import Bf16Config, Fp16Config, OptimizerConfig, ZeroConfig
-from parallel3d.config.pipeline_checks import check_reduction, check_schedule
+from parallel3d.config.pipeline_checks import check_compile, check_reduction, check_schedule
 from parallel3d.config.settings import (
     PLAN,
     LrScheduleConfig,
@@ -264,6 +264,7 @@ CHECKS: tuple[Callable[..., Iterator[Problem]], ...] = (
     _check_layers,
     check_schedule,
     check_reduction,
+    check_compile,
     _check_sequence,
     _check_sequence_parallel,
     _check_tp_of_vocabulary,

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from parallel3d.config.deepspeed import ZeroConfig
-from parallel3d.config.settings import MeshConfig, PipelineConfig, reduces_once
+from parallel3d.config.settings import MeshConfig, PipelineConfig, TrainConfig, reduces_once
 from parallel3d.schedule import schedules
 from parallel3d.section import Problem
 
@@ -39,3 +39,18 @@ def check_reduction(pipeline: PipelineConfig, zero_optimization: ZeroConfig) -> 
             "gradients apart, which add up until the step"
         )
         yield Problem("parallel3d.pipeline.gradient_reduction", chosen, rule, 'use "per_step"')
+
+
+def check_compile(
+    pipeline: PipelineConfig, train: TrainConfig, zero_optimization: ZeroConfig
+) -> Iterator[Problem]:
+    """A compiled block has its weights, and makes their gradients in its backward."""
+    if train.compile != "block":
+        return
+    path, remedy = "parallel3d.train.compile", 'use "pointwise"'
+    if zero_optimization.stage == 3:
+        rule = "needs each block's weights, which ZeRO-3 gathers while it runs"
+        yield Problem(path, train.compile, rule, f"{remedy}, or zero_optimization.stage = 2")
+    if schedules.splits_backward(pipeline.schedule):
+        rule = f"cannot make weight gradients apart, as schedule {pipeline.schedule!r} does"
+        yield Problem(path, train.compile, rule, f"{remedy}, or another schedule")

@@ -204,6 +204,13 @@ class TrainConfig(Section):
     """How long a rank waits for another before the run fails and names it; after the first step.
     0: for ever, as one wants it who holds a rank in a debugger; dead and stopped ranks still end
     the run."""
+    compile: Literal["none", "pointwise", "block"] = "none"
+    """What torch.compile makes kernels of, in the first step and the first evaluation: "pointwise":
+    norms, rotary positions and activation functions, at every ZeRO stage; "block": whole blocks,
+    for ZeRO-0 to 2 and schedules that do not make weight gradients apart."""
+    overlap: bool = True
+    """Run tensor parallelism's collectives of a backward under its matrix products. The same
+    numbers; false takes less memory under sequence_parallel: one input and its gradient fewer."""
     tf32: bool = False
     """Multiply fp32 matrices as TF32, with 10 bits of mantissa, where the device can: several times
     faster, no longer equal to a CPU within 1e-4. Nothing changes in bf16 or fp16."""

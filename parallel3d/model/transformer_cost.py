@@ -95,12 +95,12 @@ def _block(
     kept, attention = _block_kept(c, shape, tp, part)
     # Beyond what was kept there are at most: at the product that ends the MLP the gradients of its
     # result and its input; after SwiGLU's product those of both factors; those on both sides of a
-    # ReLU, which has its result until then; at a gather its parts besides, and in the first product
-    # of the MLP the whole gradient of its input, too.
+    # ReLU, which has its result until then; at a gather the whole besides its part; and behind the
+    # first product of the MLP both its whole input and the whole gradient of it.
     grads = part * (2 if c.dropout else 1)
     forward_sum = part * (2 if c.parallel else 1)  # what is kept by none before the MLP's result
     if sequence_parallel:
-        moments = [part + whole + inner, max(grads, forward_sum) + 2 * whole]
+        moments = [part + whole + inner, max(grads, forward_sum) + whole + part]
         moments.append(2 * part + 2 * whole - (2 if c.gated else 0 if c.relu else 1) * inner)
     else:
         moments = [grads + inner, forward_sum + part]
@@ -117,7 +117,7 @@ def _block(
         ran = forward.collectives if c.dropout else forward.collectives[:-1]
         recomputed = Work(forward.matmuls, forward.attention, forward.traffic, ran)
         # Where it runs to the end, that is as a forward's, with the gradient of the result besides.
-        end = part + forward_sum + (2 * whole if sequence_parallel else part) if c.dropout else 0
+        end = part + forward_sum + (whole if sequence_parallel else 0) + part if c.dropout else 0
         peak = max(Kept(end), peak, key=lambda kept: kept.elements)
         saved, working = Kept(part), kept + attention + peak - Kept(part)
     return LayerCost(
@@ -176,8 +176,6 @@ def _block_forward(
         traffic += 11 * heads * c.rotary // c.head_size + (c.rotary < c.head_size) * 2 * heads
     if c.qk_norm:
         traffic += 2 * heads
-    if tp > 1:  # copies of what enters a collective or leaves it
-        traffic += (8 if sequence_parallel else 4) * whole
     collectives: tuple[Collective, ...] = ()
     if sequence_parallel:
         collectives = (Collective("all_gather", whole), Collective("reduce_scatter", whole)) * 2
@@ -207,7 +205,7 @@ def _attention(c: BlockCost, shape: Shape, tp: int) -> Attention:
 def _embedding(c: EmbeddingCost, shape: Shape, tp: int, sequence_parallel: bool) -> LayerCost:
     whole = shape.tokens * c.hidden
     part = whole // tp if sequence_parallel else whole
-    traffic = 4 * whole + (2 * whole if tp > 1 else 0)
+    traffic = 4 * whole
     traffic += (3 * part if c.positions else 0) + (2 * part if c.dropout else 0)
     # Of each token the row, and whether another rank holds it; the rows of the positions.
     other = (_INT64 + 1) * shape.tokens + (_INT64 * shape.seq if c.positions else 0)
@@ -217,7 +215,7 @@ def _embedding(c: EmbeddingCost, shape: Shape, tp: int, sequence_parallel: bool)
     elif tp > 1:
         forward = (Collective("all_reduce", whole),)
     # A forward's sum with the positions, or a backward's gradients before and behind its dropout.
-    besides = (part if sequence_parallel else 0) + (part if c.dropout else 0)
+    besides = part if sequence_parallel or c.dropout else 0
     besides = max(besides, part // shape.batch if c.positions else 0)
     return LayerCost(
         0,

@@ -14,6 +14,7 @@ from parallel3d.mesh.mesh import Mesh
 from parallel3d.model.spec import LayerSpec, Shape, tied_names
 from parallel3d.schedule.partition import partition
 from parallel3d.schedule.schedule import Schedule
+from parallel3d.tensor.compiled import compile_block
 from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.cut import cut_of
 from parallel3d.tensor.dropout import RandomKey
@@ -113,6 +114,8 @@ def build_stages(
             fill(shard, start, h.spec, originals.get(h.name, h.name), h.cut, seed)
     by_stage = {s: [modules[layers[i].name] for i in placement[s]] for s in mine}
     inner = {layer.name for layer in layers[1:-1]}
+    for name in inner & modules.keys():
+        compile_block(modules[name])
     recompute = {m for n, m in modules.items() if n in inner and activation_checkpointing == "full"}
     return BuiltStages(Stages(by_stage, recompute), tuple(held), key, placement)
 

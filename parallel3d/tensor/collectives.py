@@ -4,11 +4,28 @@ f and g of arXiv:1909.08053, section 3; under sequence parallelism an all-gather
 reduce-scatter take their places (g and g-bar of arXiv:2205.05198, section 4.2.2).
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from parallel3d.tensor.compiled import apart
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A collective that may still be under way; its result is there once it was waited for."""
+
+    result: Tensor
+    work: Any = None
+
+    def wait(self) -> Tensor:
+        """The result, for what is computed, or queued on the device, from here on."""
+        if self.work is not None:
+            self.work.wait()
+        return self.result
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM) -> Tensor:
@@ -20,23 +37,63 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM)
     return x
 
 
+def start_all_reduce(x: Tensor, group: dist.ProcessGroup, later: bool = True) -> Pending:
+    """The sum of `x` over the group, in `x` itself, which is contiguous.
+
+    `later`: it is waited for where `wait` is called; else it is over (on a device: queued).
+    """
+    if group.size() == 1:
+        return Pending(x)
+    return Pending(x, dist.all_reduce(x, group=group, async_op=later))
+
+
+def start_all_gather(x: Tensor, group: dist.ProcessGroup, later: bool = True) -> Pending:
+    """The ranks' parts of a sequence, in order: [..., seq / tp, size] -> [..., seq, size].
+
+    Each sample's part goes to its place in the result: nothing is copied before or after.
+    """
+    if group.size() == 1:
+        return Pending(x)
+    whole = x.new_empty((*x.shape[:-2], x.shape[-2] * group.size(), x.shape[-1]))
+    work = _each_sample(dist.all_gather_into_tensor, whole, x.contiguous(), group, later)
+    return Pending(whole, work)
+
+
+def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup, later: bool = True) -> Pending:
+    """This rank's part of the sum over the group: [..., seq, size] -> [..., seq / tp, size]."""
+    if group.size() == 1:
+        return Pending(x)
+    mine = x.new_empty((*x.shape[:-2], x.shape[-2] // group.size(), x.shape[-1]))
+    return Pending(
+        mine, _each_sample(dist.reduce_scatter_tensor, mine, x.contiguous(), group, later)
+    )
+
+
+def _each_sample(
+    collective: Any, out: Tensor, x: Tensor, group: dist.ProcessGroup, later: bool
+) -> Any:
+    """One collective a sample, whose ranks' parts then lie one behind the other; all as one call.
+
+    `out` and `x` are [..., seq or its part, size] and contiguous. A rank's part of all samples
+    together would have to be put in order: a copy of the whole.
+    """
+    outs, xs = (t.view(-1, t.shape[-2] * t.shape[-1]) for t in (out, x))
+    if len(xs) == 1:
+        return collective(outs[0], xs[0], group=group, async_op=later)
+    with dist._coalescing_manager(group=group, async_ops=later) as together:
+        for sample_out, sample in zip(outs, xs, strict=True):
+            collective(sample_out, sample, group=group)
+    return together if later else None
+
+
 def all_gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The ranks' parts of a sequence, in order: [..., seq / tp, size] -> [..., seq, size]."""
-    if group.size() == 1:
-        return x
-    parts = x.new_empty((group.size(), *x.shape))
-    dist.all_gather_into_tensor(parts.view(-1), x.contiguous().view(-1), group=group)
-    return parts.movedim(0, -3).flatten(-3, -2)
+    return start_all_gather(x, group, later=False).result
 
 
 def reduce_scatter_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """This rank's part of the sum over the group: [..., seq, size] -> [..., seq / tp, size]."""
-    if group.size() == 1:
-        return x
-    parts = x.unflatten(-2, (group.size(), -1)).movedim(-3, 0).contiguous()
-    mine = torch.empty_like(parts[0])
-    dist.reduce_scatter_tensor(mine.view(-1), parts.view(-1), group=group)
-    return mine
+    return start_reduce_scatter(x, group, later=False).result
 
 
 def sequence_part(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
@@ -59,7 +116,8 @@ class _F(torch.autograd.Function):
 class _G(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return all_reduce(x, group).view_as(x)
+        ctx.mark_dirty(x)
+        return start_all_reduce(x, group, later=False).result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -70,8 +128,7 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        mine = reduce_scatter_sequence(x, group)
-        return mine.view_as(mine)
+        return reduce_scatter_sequence(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -89,8 +146,14 @@ def reduce_from_group(
 ) -> Tensor:
     """g: an all-reduce forward, the identity backward; where partial sums become replicated.
 
-    Under sequence parallelism a reduce-scatter forward and an all-gather backward, which leaves
-    each rank its part of the sequence: [..., seq, size] -> [..., seq / tp, size].
+    The sum takes the place of `x`: a fresh, contiguous result that nobody else holds. Under
+    sequence parallelism a reduce-scatter forward and an all-gather backward, which leaves each
+    rank its part of the sequence: [..., seq, size] -> [..., seq / tp, size].
     """
+    return x if group.size() == 1 else _across(x, group, sequence_parallel)
+
+
+@apart("a collective of tensor parallelism")
+def _across(x: Tensor, group: dist.ProcessGroup, sequence_parallel: bool) -> Tensor:
     result: Tensor = (_ReduceScatter if sequence_parallel else _G).apply(x, group)
     return result

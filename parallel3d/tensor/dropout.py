@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from parallel3d.tensor.compiled import apart
+
 
 @dataclass
 class RandomKey:
@@ -52,6 +54,7 @@ class Dropout(nn.Module):
         """The probability now: 0 in evaluation."""
         return self.p if self.training else 0.0
 
+    @apart("the seed of a dropout mask")
     def seed(self, device: torch.device) -> None:
         """Make the next draw on `device` this place's own."""
         if self.active_p > 0:

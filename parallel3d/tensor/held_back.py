@@ -49,6 +49,11 @@ def held_back() -> Iterator[WeightGradients]:
         _collecting = None
 
 
+def is_holding_back() -> bool:
+    """Whether weight gradients are held back now."""
+    return _collecting is not None
+
+
 def now_or_later(parameter: Tensor, product: _Product) -> Tensor | None:
     """The gradient that `product` makes; None, and made later, where gradients are held back."""
     if _collecting is None:

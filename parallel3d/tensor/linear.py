@@ -4,140 +4,14 @@ Under sequence parallelism (arXiv:2205.05198, section 4.2.2) their activations o
 [..., seq / tp, size] instead of replicated.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
-from typing import Any
+from collections.abc import Mapping
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel3d.tensor.collectives import (
-    all_gather_sequence,
-    all_reduce,
-    reduce_from_group,
-    reduce_scatter_sequence,
-)
+from parallel3d.tensor.collectives import reduce_from_group
 from parallel3d.tensor.cut import cut_of, cut_parameter
-from parallel3d.tensor.held_back import now_or_later
-
-
-class _Linear(torch.autograd.Function):
-    """x @ weight.T with the *parameter itself* saved for backward.
-
-    torch saves a view of the weight, and a view holds on to its storage: under ZeRO-3 the gathered
-    weights of the whole stage would then live until the backward pass, although the engine
-    released them. A saved parameter is read again when it is gathered again.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.weight = weight  # recomputation saves another tensor in its place
-        return x @ weight.flatten(0, -2).t()  # [..., fused * out]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        x, weight = ctx.saved_tensors
-        grad_x = grad_weight = None
-        if ctx.needs_input_grad[0]:
-            grad_x = grad @ weight.flatten(0, -2)
-        if ctx.needs_input_grad[1]:
-            shape = weight.shape
-            grad_weight = now_or_later(ctx.weight, lambda: _weight_gradient(grad, x).view(shape))
-        return grad_x, grad_weight
-
-
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """`x` [..., in] times `weight` [out, in] or [fused, out, in]: [..., fused * out]."""
-    result: Tensor = _Linear.apply(x, weight)
-    return result
-
-
-Rows = tuple[int, int] | None  # the rows [start, stop) of a weight that are used; None: all
-
-
-class _ColumnLinear(torch.autograd.Function):
-    """Several products with one input, which is f of tensor parallelism: one collective for all.
-
-    Under sequence parallelism this rank's part of the input is what is saved, and gathered again
-    in backward (arXiv:2205.05198, section 4.2.2). The parameters themselves are saved, as above.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        group: dist.ProcessGroup,
-        sequence_parallel: bool,
-        rows: Sequence[Rows],
-        *weights: Tensor,
-    ) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(x, *weights)
-        ctx.group, ctx.sequence_parallel, ctx.rows = group, sequence_parallel, rows
-        ctx.weights = weights
-        whole = all_gather_sequence(x, group) if sequence_parallel else x
-        return tuple(whole @ _used(w, r).t() for w, r in zip(weights, rows, strict=True))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        x, *weights = ctx.saved_tensors
-        grad_x: Tensor | None = None
-        if ctx.needs_input_grad[0]:
-            for grad, weight, rows in zip(grads, weights, ctx.rows, strict=True):
-                share = grad @ _used(weight, rows)
-                grad_x = share if grad_x is None else grad_x.add_(share)
-            del share  # the same memory, which would outlive the reduction
-            assert grad_x is not None
-            reduce = reduce_scatter_sequence if ctx.sequence_parallel else all_reduce
-            grad_x = reduce(grad_x, ctx.group)
-        gather = cache(lambda: all_gather_sequence(x, ctx.group) if ctx.sequence_parallel else x)
-        grad_weights = [
-            now_or_later(parameter, partial(_gradient_of_rows, grad, gather, weight.shape, rows))
-            for parameter, grad, weight, rows in zip(
-                ctx.weights, grads, weights, ctx.rows, strict=True
-            )
-        ]
-        return grad_x, None, None, None, *grad_weights
-
-
-def _used(weight: Tensor, rows: Rows) -> Tensor:
-    """The matrix that takes part: [out, in]."""
-    return weight.flatten(0, -2) if rows is None else weight[slice(*rows)]
-
-
-def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """[..., out] and [..., in] -> [out, in]."""
-    return grad.flatten(0, -2).t() @ x.flatten(0, -2)
-
-
-def _gradient_of_rows(
-    grad: Tensor, x: Callable[[], Tensor], shape: torch.Size, rows: Rows
-) -> Tensor:
-    """The gradient of a weight of this shape, zero but for the rows that are used."""
-    used = _weight_gradient(grad, x())
-    if rows is None:
-        return used.view(shape)
-    padded = used.new_zeros(shape)
-    padded[slice(*rows)] = used
-    return padded
-
-
-def column_linear(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    group: dist.ProcessGroup,
-    sequence_parallel: bool = False,
-    rows: Sequence[Rows] | None = None,
-) -> tuple[Tensor, ...]:
-    """`x` times each of `weights`, whose output features are this rank's part of the group's.
-
-    x is replicated [..., in], or [..., seq / tp, in] under sequence parallelism; each result is
-    [..., out] over the whole sequence. `rows`: the rows of each weight that this rank uses.
-    """
-    rows = rows or [None] * len(weights)
-    result: tuple[Tensor, ...] = _ColumnLinear.apply(x, group, sequence_parallel, rows, *weights)
-    return result
+from parallel3d.tensor.product import Rows, column_linear, linear
 
 
 class ColumnParallelLinear(nn.Module):

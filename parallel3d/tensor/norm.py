@@ -1,10 +1,10 @@
 """Normalisation over the last dim, of activations that are whole in it."""
 
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel3d.tensor.cut import cut_of, cut_parameter
+from parallel3d.tensor.pointwise import layer_norm, rms_norm
 
 
 class LayerNorm(nn.Module):
@@ -18,7 +18,7 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., size] -> [..., size]."""
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+        return layer_norm(x, self.weight, self.bias, self.eps)
 
     def extra_repr(self) -> str:
         return f"{cut_of(self.weight).global_shape}, replicated, eps={self.eps}"
@@ -34,7 +34,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., size] -> [..., size]."""
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
     def extra_repr(self) -> str:
         return f"{cut_of(self.weight).global_shape}, replicated, eps={self.eps}"

@@ -10,6 +10,8 @@ from math import tau
 import torch
 from torch import Tensor, nn
 
+from parallel3d.tensor.pointwise import turn
+
 
 @dataclass(frozen=True)
 class FrequencyScaling:
@@ -53,7 +55,7 @@ class Rotary(nn.Module):
         if positions is not None:
             # [batch, 1, seq, size]
             cos, sin = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
-        return _turn(q, cos, sin), _turn(k, cos, sin)
+        return turn(q, k, cos, sin)
 
     def frequencies(self, device: torch.device) -> Tensor:
         """Radians a token of each pair of features: [size / 2], fp32."""
@@ -63,26 +65,20 @@ class Rotary(nn.Module):
 
     def _cos_sin(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Of positions 0, 1, ... for x [..., seq, any]: [seq, size] each, kept for the next x."""
+        if torch.compiler.is_compiling():  # in the block's own kernels: nothing is kept
+            return self._tables_of(x)
         seq, kept = x.shape[-2], self._tables
         stale = kept is None or len(kept[0]) != seq
         if stale or kept is None or (kept[0].device, kept[0].dtype) != (x.device, x.dtype):
             # Not an inference tensor, even where an evaluation comes first: training keeps it.
             with torch.inference_mode(False), torch.no_grad():
-                here = torch.arange(seq, dtype=torch.float32, device=x.device)
-                angles = torch.outer(here, self.frequencies(x.device)).repeat(1, 2)  # [seq, size]
-                kept = self._tables = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+                kept = self._tables = self._tables_of(x)
         return kept
+
+    def _tables_of(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        here = torch.arange(x.shape[-2], dtype=torch.float32, device=x.device)
+        angles = torch.outer(here, self.frequencies(x.device)).repeat(1, 2)  # [seq, size]
+        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.size}, theta={self.theta}" + (f", {self.scaling}" if self.scaling else "")
-
-
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    size = cos.shape[-1]
-    if x.shape[-1] > size:
-        parts = _turn(x[..., :size], cos, sin), x[..., size:]
-        # In memory [batch, seq, heads, size] as x is: then what the attention gives is so, too, and
-        # no copy of it is made and kept.
-        return torch.cat([part.transpose(1, 2) for part in parts], -1).transpose(1, 2)
-    first, second = x.chunk(2, -1)
-    return x * cos + torch.cat((-second, first), -1) * sin

@@ -13,6 +13,7 @@ from parallel3d.pipeline.executor import Executor
 from parallel3d.pipeline.stages import BuiltStages, build_stages
 from parallel3d.schedule.schedule import Schedule, add_sharding
 from parallel3d.schedule.schedules import make_evaluation, make_schedule
+from parallel3d.tensor import compiled, overlap
 
 _log = logging.getLogger(__name__)
 
@@ -66,7 +67,13 @@ def assemble(
     weights = settings.weights if settings.holds_weights else "per_microbatch"
     training = add_sharding(schedule, weights, settings.reduces_once)
     executor, evaluator = (
-        Executor(s, mesh, engine, key=stages.key, hidden_shape=hidden_shape(config))
+        Executor(
+            s,
+            mesh,
+            engine,
+            key=stages.key,
+            hidden_shape=hidden_shape(config),
+        )
         for s in (training, add_sharding(make_evaluation(schedule), weights, False))
     )
     return Assembly(layers, shape, training, stages, engine, executor, evaluator)
@@ -79,6 +86,8 @@ def build(
 
     Raises ConfigError or ScheduleError for what cannot be run together.
     """
+    overlap.use(config.train.overlap)
+    compiled.use(config.train.compile)
     layers, pipeline = models.layers(config.model), config.pipeline
     shape = Shape(config.micro_batch_size, config.data.sequence_length)
     schedule = make_schedule(

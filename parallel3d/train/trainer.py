@@ -18,6 +18,7 @@ from parallel3d.errors import TrainingError
 from parallel3d.fault import fault_point
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.pulse import rank as pulse
+from parallel3d.tensor import compiled
 from parallel3d.train.assembly import Assembly
 from parallel3d.train.evaluation import HELD_OUT, Evaluation, Losses
 from parallel3d.train.feed import Feed
@@ -143,6 +144,8 @@ class Trainer:
             if step == first:
                 self.mesh.set_timeouts(self.config.train.timeout_seconds)
                 self._warn_if_slow(taken)
+                if self.progress and (said := compiled.in_words()):
+                    self.progress.say(said)
             self.position = self.position.after(self.config)
             result.steps = step + 1
             result.loss = self._mean_loss([row.loss for row in rows])

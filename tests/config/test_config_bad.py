@@ -142,6 +142,20 @@ def check(message, path, value, rule, remedy):
 # what is changed; then path and value of the problem, its rule and remedy
 BAD_TOGETHER = [
     (
+        {f"{P3D}.train.compile": "block", f"{ZERO}.stage": 3},
+        f"{P3D}.train.compile",
+        "block",
+        "needs each block's weights, which ZeRO-3 gathers while it runs",
+        f'use "pointwise", or {ZERO}.stage = 2',
+    ),
+    (
+        {f"{P3D}.train.compile": "block", f"{P3D}.pipeline.schedule": "zero_bubble"},
+        f"{P3D}.train.compile",
+        "block",
+        "cannot make weight gradients apart, as schedule 'zero_bubble' does",
+        'use "pointwise", or another schedule',
+    ),
+    (
         {"fp16": {"enabled": True}, "bf16": {"enabled": True}},
         "fp16.enabled", True, "bf16.enabled too", "switch one of them off",
     ),

@@ -7,7 +7,6 @@ All of it in one process: as the last rank, which has the largest part of all, o
 import itertools
 from collections import Counter
 from contextlib import contextmanager
-from math import prod
 from pkgutil import resolve_name
 from typing import NamedTuple
 
@@ -33,6 +32,8 @@ KINDS = {
     "allreduce_": "all_reduce",
     "_allgather_base_": "all_gather",
     "_reduce_scatter_base_": "reduce_scatter",
+    "allgather_into_tensor_coalesced_": "all_gather",  # one operation for each sample, as one call
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
 }
 # Products, the attention, collectives, and what moves nothing.
 NO_TRAFFIC = ("mm", "bmm", "addmm", "_scaled_dot", "empty", "new_empty", "detach", *KINDS)
@@ -205,7 +206,7 @@ class Operators(TorchDispatchMode):
         out, name = func(*args, **(kwargs or {})), func.__name__.split(".")[0]
         read, written = tensors_in((args, kwargs)), tensors_in(out)
         if name in KINDS:
-            elements = max(prod(t.shape) for t in read)
+            elements = max(sum(t.numel() for t in tensors_in(arg)) for arg in args)
             self.collectives.append(Collective(KINDS[name], elements))
         if name in ("mm", "addmm"):
             x, weight = tensors_in(args)[-2:]

@@ -1,0 +1,113 @@
+"""torch.compile: of what lies between products, or of whole blocks, as this process was told.
+
+What is compiled has one shape in a run (`dynamic=False`), so nothing is compiled again once the
+first step is over; an evaluation, which keeps nothing for a backward, is compiled when it comes.
+"""
+
+from collections.abc import Callable
+from functools import cached_property, wraps
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
+
+import torch
+from torch import nn
+
+Mode = Literal["none", "pointwise", "block"]
+Given = ParamSpec("Given")
+Made = TypeVar("Made")
+
+_mode: Mode = "none"
+_backend = "inductor"
+_apart: list[list[Any]] = []  # functions that no block takes in, and why, until blocks are compiled
+
+
+def use(mode: Mode, backend: str = "inductor") -> None:
+    """What is compiled from now on, and by which of torch's backends."""
+    global _mode, _backend
+    _mode, _backend = mode, backend
+    if mode == "none":
+        return
+    from torch._inductor import config  # it takes a second
+
+    # Dropout masks stay a function of their place: drawn by torch's operators, not inductor's.
+    config.fallback_random = True
+    for function in _apart if mode == "block" else ():
+        function[0] = torch.compiler.disable(function[0], reason=function[1])
+    _apart.clear()
+
+
+def pointwise(function: Callable[Given, Made]) -> Callable[Given, Made]:
+    """A function of tensors that is compiled by itself under "pointwise": one kernel, or few.
+
+    It may not need a parameter that is not among its arguments: what ZeRO-3 gathers is there while
+    its module runs. Within a compiled block it is a part of that.
+    """
+    lazily = _Compiled(function)
+
+    @wraps(function)
+    def run(*args: Given.args, **options: Given.kwargs) -> Made:
+        if _mode != "pointwise" or torch.compiler.is_compiling():
+            return function(*args, **options)
+        result: Made = lazily.function(*args, **options)
+        return result
+
+    return run
+
+
+def apart(reason: str) -> Callable[[Callable[Given, Made]], Callable[Given, Made]]:
+    """A function that falls out of a compiled block, for this reason: a graph break."""
+
+    def decorate(function: Callable[Given, Made]) -> Callable[Given, Made]:
+        chosen: list[Any] = [function, reason]
+        _apart.append(chosen)
+
+        @wraps(function)
+        def run(*args: Given.args, **options: Given.kwargs) -> Made:
+            result: Made = chosen[0](*args, **options)
+            return result
+
+        return run
+
+    return decorate
+
+
+def compile_block(block: nn.Module) -> None:
+    """Have a block's calls compiled under "block"; what cannot be is left out and counted."""
+    if _mode == "block":
+        block.compile(dynamic=False, backend=_backend)
+
+
+class Counts(NamedTuple):
+    """What this process has compiled: graphs, and the reasons for which a function fell apart."""
+
+    graphs: int
+    breaks: dict[str, int]
+
+
+def counts() -> Counts:
+    """Since the process began."""
+    from torch._dynamo.utils import counters
+
+    return Counts(counters["stats"]["unique_graphs"], dict(counters["graph_break"]))
+
+
+def in_words() -> str:
+    """What a run's log says once its first step is over; nothing where nothing is compiled."""
+    if _mode == "none":
+        return ""
+    found = counts()
+    said = [f"compile {_mode}: {found.graphs} graphs, {sum(found.breaks.values())} graph breaks"]
+    for reason, times in found.breaks.items():
+        first = next((line.strip() for line in reason.splitlines() if line.strip()), "unknown")
+        said.append(f"  {times} x {first}")
+    return "\n".join(said)
+
+
+class _Compiled:
+    """A function, compiled when it is first needed: to ask torch for it takes a second."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._plain = function
+
+    @cached_property
+    def function(self) -> Callable[..., Any]:
+        return torch.compile(self._plain, fullgraph=True, dynamic=False, backend=_backend)

@@ -1,0 +1,49 @@
+"""What lies between products: each function is one pass over memory where it is compiled."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from parallel3d.tensor.compiled import pointwise
+
+
+@pointwise
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """x [..., size], weight and bias [size] -> [..., size]."""
+    return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+@pointwise
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., size], weight [size] -> [..., size] (arXiv:1910.07467)."""
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+@pointwise
+def swiglu(gate_up: Tensor) -> Tensor:
+    """[..., 2 * size] -> [..., size]: SiLU of the first half, times the second (2002.05202)."""
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+@pointwise
+def gelu(x: Tensor, approximate: str) -> Tensor:
+    """Any shape -> the same; `approximate` is torch's: "none" or "tanh"."""
+    return F.gelu(x, approximate=approximate)
+
+
+@pointwise
+def turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """q, k [batch, heads, seq, head size], turned by angles of which cos and sin are given."""
+    return _turn(q, cos, sin), _turn(k, cos, sin)
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    size = cos.shape[-1]
+    if x.shape[-1] > size:
+        parts = _turn(x[..., :size], cos, sin), x[..., size:]
+        # In memory [batch, seq, heads, size] as x is: then what the attention gives is so, too, and
+        # no copy of it is made and kept.
+        return torch.cat([part.transpose(1, 2) for part in parts], -1).transpose(1, 2)
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat((-second, first), -1) * sin

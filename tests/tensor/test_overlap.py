@@ -1,0 +1,174 @@
+"""Collectives of a backward under its products: the same bits, in another order, in less time."""
+
+import time
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from parallel3d.mesh.mesh import Mesh
+from parallel3d.mesh.strict.group import StrictGroup
+from parallel3d.mesh.strict.operation import Handle
+from parallel3d.tensor import overlap, product
+from parallel3d.tensor.collectives import (
+    all_gather_sequence,
+    reduce_from_group,
+    reduce_scatter_sequence,
+)
+from parallel3d.tensor.held_back import held_back
+from parallel3d.tensor.linear import ColumnParallelLinear, GroupedColumnLinear
+from parallel3d.verify.local_ranks import run_locally
+from tests.mesh.strict.running import run_strictly
+
+pytestmark = pytest.mark.gloo
+
+BATCH, SEQ, SIZE, HEAD = 2, 8, 6, 4
+SECONDS = 0.15  # of each product and each collective
+KINDS = ("all_reduce", "all_gather", "reduce_scatter")
+DELAYS = ",".join(["strict", *(f"{kind}={SECONDS}" for kind in KINDS)])
+
+
+@contextmanager
+def order():
+    """Names of what is issued and waited for, in order; products take their time."""
+    names = []
+
+    def noting(owner, name, say):
+        call = getattr(owner, name)
+
+        def noted(*args):
+            names.append(say(*args))
+            return call(*args)
+
+        return patch.object(owner, name, noted)
+
+    def product_takes_time(*args):
+        time.sleep(SECONDS)
+        return "product"
+
+    with (
+        noting(StrictGroup, "_all", lambda group, kind, *rest: kind),
+        noting(Handle, "wait", lambda *args: "wait"),
+        noting(product, "_input_gradient", product_takes_time),
+        noting(product, "_weight_gradient", product_takes_time),
+    ):
+        yield names
+
+
+def layers(group, split):
+    torch.manual_seed(group.rank())
+    made = [
+        ColumnParallelLinear(SIZE, 2 * SIZE, group, sequence_parallel=split),
+        GroupedColumnLinear(SIZE, {"q": 2, "k": 1}, HEAD, group, sequence_parallel=split),
+    ]
+    for layer in made:
+        for parameter in layer.parameters():
+            torch.nn.init.normal_(parameter)
+    return made
+
+
+def passed(layer, split, apart=False):
+    """A forward and a backward, and the W of held-back gradients; all gradients."""
+    layer.zero_grad(set_to_none=True)
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(BATCH, SEQ // (2 if split else 1), SIZE, generator=generator).requires_grad_()
+    y = layer(x)
+    loss = sum(part.square().sum() for part in (y if isinstance(y, tuple) else [y]))
+    if apart:
+        with held_back() as products:
+            loss.backward()
+        products.make()
+    else:
+        loss.backward()
+    return [x.grad, *(p.grad for p in layer.parameters())]
+
+
+def bits(rank):
+    """Gradients of each layer, with and without; the same where they are held back."""
+    group = Mesh(1, 1, 2).group("tp")
+    found = []
+    for split in (False, True):
+        for layer in layers(group, split):
+            of_layer = []
+            for on, apart in ((False, False), (True, False), (True, True)):
+                overlap.use(on)
+                of_layer.append(passed(layer, split, apart))
+            found.append(of_layer)
+    return found
+
+
+def test_to_the_bit():
+    for of_rank in run_locally(bits, 2, timeout=60):
+        for off, on, apart in of_rank:
+            assert all(map(torch.equal, off, on))
+            assert all(map(torch.equal, off, apart))
+
+
+def order_and_time(rank):
+    """Of the backward of one layer, without and with: what was issued, and the seconds."""
+    mesh, found = Mesh(1, 1, 2), []
+    for split in (False, True):
+        layer, _ = layers(mesh.group("tp"), split)
+        for on in (False, True):
+            overlap.use(on)
+            x = torch.randn(BATCH, SEQ // (2 if split else 1), SIZE, requires_grad=True)
+            y = layer(x).sum()
+            mesh.barrier()
+            with order() as names:
+                start = time.perf_counter()
+                y.backward()
+                found.append((names, time.perf_counter() - start))
+    return found
+
+
+def test_a_collective_runs_under_the_product_that_does_not_need_it():
+    for replicated, overlapped, split, both in run_strictly(order_and_time, 2, text=DELAYS):
+        names, seconds = zip(replicated, overlapped, split, both, strict=True)
+        assert names == (
+            ["product", "all_reduce", "wait", "product"],
+            ["product", "all_reduce", "product", "wait"],
+            ["product", "reduce_scatter", "wait", "all_gather", "wait", "product"],
+            ["all_gather", "product", "reduce_scatter", "wait", "product", "wait"],
+        )
+        # 3, 2, 4 and 2 times SECONDS, and what a busy machine adds.
+        assert seconds[0] - seconds[1] > SECONDS / 2
+        assert seconds[2] - seconds[3] > SECONDS
+
+
+class Moved(TorchDispatchMode):
+    """Where in memory lies what collectives are given."""
+
+    def __init__(self):
+        super().__init__()
+        self.places = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            tensors = (t for t in tree_leaves(args) if isinstance(t, torch.Tensor))
+            self.places |= {t.untyped_storage().data_ptr() for t in tensors}
+        return func(*args, **(kwargs or {}))
+
+
+def results(rank):
+    """What collectives of several samples give, and whether they work on just that memory."""
+    group = Mesh(1, 1, 2).group("tp")
+    x = torch.arange(2.0 * 3 * 4 * 5).view(2, 3, 4, 5) * (rank + 1)  # [..., seq / tp, size]
+    with Moved() as moved:
+        whole = all_gather_sequence(x, group)
+        mine = reduce_scatter_sequence(whole, group)
+        total = reduce_from_group(x, group)
+    places = {t.untyped_storage().data_ptr() for t in (x, whole, mine)}
+    return whole, mine, total, total.data_ptr() == x.data_ptr() and moved.places == places
+
+
+def test_no_layout_is_copied():
+    x = torch.arange(2.0 * 3 * 4 * 5).view(2, 3, 4, 5)
+    want = torch.cat([x, 2 * x], dim=-2)
+    for rank, (whole, mine, total, in_place) in enumerate(run_locally(results, 2, timeout=60)):
+        assert torch.equal(whole, want)
+        assert torch.equal(mine, 2 * want.chunk(2, -2)[rank])
+        assert torch.equal(total, 3 * x)
+        assert in_place
