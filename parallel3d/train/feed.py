@@ -1,4 +1,7 @@
-"""The microbatches of each step: built ahead in host memory, then moved to the device."""
+"""The microbatches of each step: built ahead of it in host memory, then moved to the device.
+
+They lie where the device reads them by itself, once a step and while the host goes on.
+"""
 
 from functools import partial
 from typing import TypeVar
@@ -16,7 +19,7 @@ from parallel3d.mesh.mesh import Mesh
 from parallel3d.pipeline.executor import Microbatch
 from parallel3d.schedule.schedule import Schedule
 
-Evaluated = tuple[np.ndarray, np.ndarray | None]
+Evaluated = tuple[torch.Tensor, torch.Tensor | None]
 Made = TypeVar("Made")
 
 
@@ -40,7 +43,7 @@ class Feed:
         self._kinds = [name for name, is_used in used.items() if is_used]
         training = Batches(corpus.train, length, config.train.seed)
         # Each its own: an evaluation does not let go of the steps that come after it.
-        self._training = ReadAhead(partial(self._arrays, training))
+        self._training = ReadAhead(partial(self._step, training))
         self._evaluations: dict[EvaluationSamples, ReadAhead[int, Evaluated]] = {}
 
     def training(self, start: int) -> list[Microbatch]:
@@ -89,13 +92,17 @@ class Feed:
             arrays["documents"] = documents_of(tokens, self._end_of_text)
         return np.stack([arrays[kind].reshape(shape) for kind in self._kinds], axis=1)
 
+    def _step(self, batches: Batches, start: int) -> torch.Tensor:
+        return self._readable(self._arrays(batches, start))
+
     def _evaluated(self, samples: EvaluationSamples, start: int) -> Evaluated:
-        arrays = self._arrays(samples.batches, start)
+        step = self._step(samples.batches, start)
         if "labels" not in self._kinds:
-            return arrays, None
+            return step, None
         config = self._config
         shape = config.num_microbatches, config.micro_batch_size, config.data.sequence_length
-        return arrays, samples.documents(*self._share(start)).reshape(shape)
+        documents = samples.documents(*self._share(start)).reshape(shape)
+        return step, self._readable(documents)
 
     def _share(self, start: int) -> tuple[int, int]:
         """The first of this coordinate's samples of a step, and how many follow on each other."""
@@ -118,13 +125,17 @@ class Feed:
             size = self._config.global_batch_size
             raise RankError(f"{error} (among the {size:,} samples from {start:,} on)") from error
 
-    def _cut(self, arrays: np.ndarray) -> list[Microbatch]:
-        tensor = self._on_device(arrays)
-        return [Microbatch(**dict(zip(self._kinds, m, strict=True))) for m in tensor]
+    def _cut(self, step: torch.Tensor) -> list[Microbatch]:
+        kinds = self._on_device(step)
+        return [Microbatch(**dict(zip(self._kinds, m, strict=True))) for m in kinds]
 
-    def _on_device(self, array: np.ndarray) -> torch.Tensor:
-        """One copy, out of memory that the device reads while the host goes on."""
+    def _readable(self, array: np.ndarray) -> torch.Tensor:
+        """In memory that the device reads while the host goes on; in whatever thread."""
         tensor, device = torch.from_numpy(array), self._mesh.device
-        if device.type != "cpu":
-            tensor = tensor.pin_memory()
-        return tensor.to(device, non_blocking=True)
+        if device.type == "cpu":
+            return tensor
+        with torch.accelerator.device_index(device.index):  # a thread begins with the first device
+            return tensor.pin_memory()
+
+    def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._mesh.device, non_blocking=True)

@@ -1,6 +1,7 @@
 """What the steps are fed with: every sample once, on the ranks that use it, read ahead or not."""
 
 import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -136,6 +137,33 @@ def test_an_evaluation_between_steps_and_another_after_it(corpus, closed):
                 found = torch.cat([m.labels for m in batch])
                 assert found.tolist() == samples.batches.microbatch(start, 8)[1].tolist()
                 assert documents.flatten(0, 1).tolist() == samples.documents(start, 8).tolist()
+
+
+def test_a_step_is_one_copy_that_nobody_waits_for(corpus, closed, monkeypatch):
+    """For a device: out of pinned memory, into which the thread has put what it built ahead."""
+    feed, _ = feed_of(corpus, isolate_documents=True)
+    closed.append(feed)
+    device, pinned, copies = torch.device("cuda", 1), [], []
+    feed._mesh.device = device
+
+    def pin(tensor):
+        pinned.append((tensor, threading.current_thread().name))
+        return tensor
+
+    def to(tensor, where, non_blocking=False):
+        copies.append((tensor, where, non_blocking))
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    monkeypatch.setattr(torch.accelerator, "device_index", nullcontext)
+    for start in (0, 8, 16):
+        feed.training(start)
+    feed.close()
+    assert [(where, later) for _, where, later in copies] == [(device, True)] * 3
+    threads = {id(tensor): name for tensor, name in pinned}
+    first, *later = (threads[id(tensor)] for tensor, *_ in copies)
+    assert (first, later) == ("MainThread", ["read ahead"] * 2)
 
 
 def mixture_of(folder):
