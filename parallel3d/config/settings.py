@@ -122,6 +122,10 @@ class PipelineConfig(Section):
     else stands between them); or once a step. "auto": per_step if the planner finds room for it on
     the fullest device; else, and with offload_param, per_pass if there is room or it takes no more
     than per_microbatch; else that, also where the device's memory is not known."""
+    scatter_activations: bool = False
+    """Where all ranks of tp have the whole of what goes to the next stage (no sequence_parallel),
+    each sends its part of it, and they gather the parts there: a tp-th of the bytes between nodes.
+    """
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """"selective" computes the attention again in backward (arXiv:2205.05198), "full" the layer."""
 

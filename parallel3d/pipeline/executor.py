@@ -2,9 +2,11 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from math import prod
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.engine import Engine
@@ -36,11 +38,12 @@ class Executor:
     """Runs `schedule`'s program of this rank for one batch after another.
 
     `hidden_shape` is the shape of what passes between stages: [batch, seq, hidden], or [batch,
-    seq / tp, hidden] under sequence parallelism. Raises ScheduleError at once if the program splits
-    backwards whose gradients are reduced in them. A run only queues the device's work; with
-    `timed`, for which the device is waited for, `spans` has the seconds of each action since
-    `started` (unix time); a compute starts when what it waits for is there. At `ended` the
-    gradients are reduced.
+    seq / tp, hidden] under sequence parallelism. With `scatter`, where all ranks of tp have the
+    whole, each sends its part of it, and those on the other side gather the parts. Raises
+    ScheduleError at once if the program splits backwards whose gradients are reduced in them. A run
+    only queues the device's work; with `timed`, for which the device is waited for, `spans` has the
+    seconds of each action since `started` (unix time); a compute starts when what it waits for is
+    there. At `ended` the gradients are reduced.
     """
 
     def __init__(
@@ -51,9 +54,12 @@ class Executor:
         *,
         key: RandomKey,
         hidden_shape: tuple[int, ...],
+        scatter: bool = False,
     ) -> None:
         self.schedule, self.mesh, self.engine = schedule, mesh, engine
         self._key, self._hidden_shape = key, hidden_shape
+        tp = mesh.size("tp")
+        self._scatter = scatter and tp > 1 and prod(hidden_shape) % tp == 0
         self._program = schedule.programs[mesh.coord("pp")]
         self._last_stage = schedule.num_stages - 1
         self._run: dict[Op, Callable[[int, int], None]] = {
@@ -182,7 +188,7 @@ class Executor:
         self._gradients[stage, microbatch] = self._receive(Action(Op.RECV_B, stage, microbatch))
 
     def _send(self, tensor: Tensor, send: Action) -> None:
-        tensor = tensor.contiguous()
+        tensor = self._part(tensor.contiguous())
         receive = send.other_end
         peer = self.schedule.pp_coord_of_stage[receive.stage]
         work = self.mesh.isend(tensor, peer, self._tag(receive))
@@ -195,8 +201,14 @@ class Executor:
             self._hidden_shape, dtype=self.engine.settings.dtype, device=self.mesh.device
         )
         peer = self.schedule.pp_coord_of_stage[receive.other_end.stage]
-        self._arriving[receive] = self.mesh.irecv(buffer, peer, self._tag(receive))
+        self._arriving[receive] = self.mesh.irecv(self._part(buffer), peer, self._tag(receive))
         return buffer
+
+    def _part(self, tensor: Tensor) -> Tensor:
+        """What of a contiguous tensor this rank sends or receives."""
+        if not self._scatter:
+            return tensor
+        return tensor.view(-1).chunk(self.mesh.size("tp"))[self.mesh.coord("tp")]
 
     def _tag(self, receive: Action) -> int:
         """A number of its own for each transfer of a step; gloo heeds it, NCCL has the order."""
@@ -209,6 +221,11 @@ class Executor:
         if transfer is not None:  # None: it was made on this rank
             with pulse.waiting(f"waiting for {compute._replace(op=op)}"):
                 transfer.wait()
+                if self._scatter:
+                    kept = self._inputs if op is Op.RECV_F else self._gradients
+                    whole = kept[compute.stage, compute.microbatch].view(-1)
+                    part = self._part(whole)
+                    dist.all_gather_into_tensor(whole, part, group=self.mesh.group("tp"))
         if compute.op is not Op.W:
             self.engine.wait_for_weights(compute.stage)
 

@@ -73,6 +73,7 @@ def assemble(
             engine,
             key=stages.key,
             hidden_shape=hidden_shape(config),
+            scatter=config.pipeline.scatter_activations and not config.mesh.sequence_parallel,
         )
         for s in (training, add_sharding(make_evaluation(schedule), weights, False))
     )
