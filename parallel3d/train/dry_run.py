@@ -1,7 +1,7 @@
 """The planner applied to a run: the mesh that a config leaves open, and the dry run."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,9 @@ from parallel3d.plan.report.choose import (
 )
 from parallel3d.plan.search.plans import Plan, choices_json, request_of, with_vocabulary
 from parallel3d.plan.setting import Setting
+from parallel3d.spmd.check import type_errors
 
-DONE, FAILED = 0, 1  # exit codes of a dry run; 1: it does not fit
+DONE, FAILED = 0, 1  # exit codes of a dry run; 1: it does not fit, or layers do not match
 
 
 def machine_of(config: RunConfig, launch: Launch) -> hardware.Hardware:
@@ -62,7 +63,7 @@ def dry_run(config: RunConfig, launch: Launch, *, devices: int, as_json: bool) -
 
     `devices`: for how many; 0 for those of the config's mesh, or those launched. Rank 0 speaks.
     Where nothing is known of the machine there is no time. Gives the exit code: 1 where it does
-    not fit.
+    not fit, and on rank 0 where its layers do not match on tp ranks.
     """
     mesh = None if config.is_planned else config.mesh
     own = mesh.pp * mesh.dp * mesh.tp if mesh and isinstance(mesh.dp, int) else launch.world_size
@@ -87,6 +88,8 @@ def dry_run(config: RunConfig, launch: Launch, *, devices: int, as_json: bool) -
         report = _show(config, plan, out)
         if as_json:
             print(json.dumps(report))
+        if report["type_errors"]:
+            return FAILED
     return FAILED if plan and not plan.fits else DONE
 
 
@@ -121,11 +124,21 @@ def _show(config: RunConfig, plan: Plan | None, out: Console) -> dict[str, Any]:
     lacks = room.disk_lacks(folder, size)
     missing = f"; {folder.absolute()} has {room.shown(lacks)} too little for one" if lacks else ""
     layout.say(out, f"a checkpoint is about {room.shown(size)}{missing}")
+    mismatches = type_errors(config)
+    _say_types(config.mesh.tp, mismatches, out)
     out.print("dry run: nothing was trained")
     return {
         "dry_run": True,
         "plan": row,
         "checkpoint_bytes": size,
+        "type_errors": mismatches,
         "hardware": plan.request.hardware.name if plan else None,
         "config": config.to_dict(),
     }
+
+
+def _say_types(tp: int, mismatches: Sequence[str], out: Console) -> None:
+    if tp > 1 and not mismatches:
+        layout.say(out, f"types     the values and gradients of each layer match on tp {tp}", "  ")
+    for line in mismatches:
+        layout.say(out, f"types     {line}", " " * 10)

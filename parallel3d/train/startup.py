@@ -23,6 +23,7 @@ from parallel3d.mesh.mesh import Mesh
 from parallel3d.plan.report.choose import leaves_weights_open, weights_for, with_weights
 from parallel3d.pretrained.load import find_weights, load_weights
 from parallel3d.pretrained.tokenizer import remark
+from parallel3d.spmd.check import refuse_mismatches
 from parallel3d.train.assembly import Assembly
 from parallel3d.train.attempts import Attempts
 from parallel3d.train.claim import Claim, written_to
@@ -73,9 +74,11 @@ def find_folder(config: RunConfig, mesh: Mesh, claim: Claim | None) -> Place:
 
     `claim` is rank 0's. Collective; raises on all ranks what `Attempts.check` raises, so that a
     hopeless run builds neither corpus nor model, and ConfigError where a node sees another folder.
+    So does a run whose layers do not match on its tp ranks: TrainingError.
     """
 
     def look() -> tuple[str, str, bool]:
+        refuse_mismatches(config)
         assert claim, "rank 0 claims the folder before it meets the others"
         exists = claim.folder.exists()
         if exists:

@@ -190,6 +190,7 @@ def test_a_dry_run_of_a_cluster_by_plain_python(tmp_path):
     assert "mesh      pp 8 × dp 16 × tp 8, sequence parallel" in done.stdout
     assert re.search(r"300B tokens take [\d.]+ days", done.stdout)
     assert "a checkpoint is about 1.9 TiB" in done.stdout
+    assert "the values and gradients of each layer match on tp 8" in done.stdout
     assert not list(tmp_path.iterdir())
 
 

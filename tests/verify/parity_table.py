@@ -15,6 +15,8 @@ largest absolute difference of any weight**. The bound is 1e-5. As the command b
 
 """
 
+TYPES = "\n## types, before any process"
+
 
 def markdown(measured, seconds):
     """`measured`: a list of (row of settings, errors)."""
@@ -55,6 +57,11 @@ def markdown(measured, seconds):
         values = list(dict.fromkeys(row[name] for row, _ in measured))
         text += _table(measured, meshes, values, list(map(str, values)), lambda row, n=name: row[n])
     return text
+
+
+def by_hand(page):
+    """What of the page's text no run writes: the section on types."""
+    return "".join(page.partition(TYPES)[1:])
 
 
 def _table(measured, meshes, columns, heads, column_of):

@@ -20,7 +20,7 @@ from parallel3d.verify.reference import train_reference
 from parallel3d.verify.shrink import MESHES, shrink
 from tests.verify.configs import MODELS, config_of
 from tests.verify.pairwise import draw, pairwise
-from tests.verify.parity_table import markdown
+from tests.verify.parity_table import by_hand, markdown
 
 pytestmark = pytest.mark.gloo
 
@@ -157,7 +157,9 @@ def measured(request):
     start, found = time.monotonic(), []
     yield found
     if (file := request.config.getoption("--parity-table")) and found:
-        Path(file).write_text(markdown(found, time.monotonic() - start))
+        page = Path(file)
+        kept = by_hand(page.read_text()) if page.exists() else ""
+        page.write_text(markdown(found, time.monotonic() - start) + kept)
 
 
 @pytest.mark.slow

@@ -1,0 +1,262 @@
+"""Checks a model's layers on tensor-parallel ranks without starting one (floor 4).
+
+One layer of each kind runs forward and backward on the meta device, once as the group's first rank
+and once as its last one. From what its inputs and parameters are, each operator tells what its
+result is, and each collective what it makes of it.
+"""
+
+import inspect
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+import models
+from parallel3d.config import RunConfig
+from parallel3d.engine.reduction import Reduction
+from parallel3d.engine.settings import EngineSettings
+from parallel3d.errors import TrainingError
+from parallel3d.model.spec import LayerSpec
+from parallel3d.pipeline import stages as building
+from parallel3d.spmd.infer import Finding, Inference
+from parallel3d.spmd.kinds import (
+    PARTIAL,
+    REPLICATED,
+    UNKNOWN,
+    Kind,
+    Partial,
+    Replicated,
+    Unknown,
+    Zero,
+    cut,
+)
+from parallel3d.spmd.trace import Differs, Place, Program, Ref, Tracer, joined
+from parallel3d.tensor.context import LayerContext
+from parallel3d.tensor.cut import Cut as ParameterCut
+from parallel3d.tensor.held import HeldParameter
+
+_BATCH = 2  # samples: of one alone many orders of dims are the same
+_ANY_VOCABULARY = 1000  # of a corpus that is not known yet
+
+
+def type_errors(config: RunConfig) -> list[str]:
+    """What does not match between a config's layers on its tp ranks, a line each; none is well.
+
+    The config must have a mesh. Each line names the layer, file and line, and the rule.
+    """
+    return list(dict.fromkeys(f"{f.place}: {f.text}" for f in findings(config) if f.is_error))
+
+
+def refuse_mismatches(config: RunConfig) -> None:
+    """Raise TrainingError, with a line for each, if a config's layers do not match on tp ranks."""
+    if lines := type_errors(config):
+        head = f"the layers do not match on parallel3d.mesh.tp = {config.mesh.tp} ranks:"
+        raise TrainingError("\n  ".join([head, *lines]))
+
+
+def findings(config: RunConfig) -> list[Finding]:
+    """All that does not match, and all that could not be judged, for want of a rule."""
+    if config.mesh.tp == 1:
+        return []
+    model = config.model
+    if model.vocab_size == "auto":
+        model = model.model_copy(update={"vocab_size": _ANY_VOCABULARY})
+    layers = models.layers(model)
+    kinds = {(layer.build, layer.params): layer for layer in reversed(layers)}
+    found: list[Finding] = []
+    for layer in reversed(kinds.values()):
+        place = "first" if layer is layers[0] else "last" if layer is layers[-1] else "middle"
+        found += _check(config, layer, place)
+    return found
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One layer's forward and backward as one rank: its program, and what of it is looked at."""
+
+    program: Program
+    num_before_sums: int
+    module: nn.Module
+    held: tuple[HeldParameter, ...]
+    parameters: dict[str, Ref]
+    given: tuple[Ref, ...]
+    """What flows in, and what the layer's result has for a gradient."""
+    inputs: tuple[Ref, ...]
+    """Tokens, labels, documents."""
+    result: Ref
+    gradient: Ref | None
+    """Of what flows in."""
+    gradients: dict[str, Ref]
+
+
+def _check(config: RunConfig, layer: LayerSpec, place: str) -> Iterator[Finding]:
+    tp = config.mesh.tp
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+        warnings.simplefilter("ignore")
+        try:
+            runs = [_run(config, layer, place, rank) for rank in (0, tp - 1)]
+        except (RuntimeError, NotImplementedError) as error:
+            # What has no meaning or no kernel on the meta device may run well on another.
+            fails = isinstance(error, RuntimeError) and "meta" not in str(error).lower()
+            fails = fails and not isinstance(error, NotImplementedError)
+            text = f"does not run without a device: {str(error).splitlines()[0]}"
+            yield Finding(Place(layer.name, "", False), text, is_error=fails)
+            return
+    try:
+        nodes = joined([run.program for run in runs])
+    except Differs as error:
+        yield Finding(Place(layer.name, "", False), str(error))
+        return
+    run = runs[0]
+    flow = cut(1) if config.mesh.sequence_parallel else REPLICATED
+    inference = Inference(tp)
+    for ref in run.inputs:
+        inference.set(ref, REPLICATED)
+    for ref in run.given:
+        inference.set(ref, flow if ref.shape else REPLICATED)
+    for h in run.held:
+        inference.set(run.parameters[h.name], _of_cut(h.cut))
+    inference.follow(nodes[: run.num_before_sums])
+    ends = list(_ends(layer, place, run, inference, flow))
+    if not ends:
+        inference.follow(nodes[run.num_before_sums :])
+        ends = list(_sums(run, inference))
+    found = [*inference.findings, *ends]
+    yield from found
+    unknown = [name for name, ref in run.gradients.items() if inference.kind(ref) == UNKNOWN]
+    if unknown and not found:
+        text = f"the gradients of {', '.join(unknown)} could not be followed"
+        yield Finding(Place(layer.name, "", True), text, is_error=False)
+
+
+def _run(config: RunConfig, layer: LayerSpec, place: str, rank: int) -> _Run:
+    mesh, tracer = config.mesh, Tracer(rank, config.mesh.tp)
+    mode = config.pipeline.activation_checkpointing
+    selective = mode == "selective"
+    context = LayerContext(tracer.group, tracer.key, mesh.sequence_parallel, selective)
+    settings = EngineSettings.from_config(config)
+    with torch.device("meta"):
+        module = building._make(layer, context).to(settings.dtype)
+        held = tuple(building._held(layer, module, context))
+        seq = config.data.sequence_length
+        tokens = torch.zeros(_BATCH, seq, dtype=torch.int64)
+        here = seq // mesh.tp if mesh.sequence_parallel else seq
+        flowing = torch.zeros(_BATCH, here, config.model.hidden_size, dtype=settings.dtype)
+    flowing.requires_grad_()
+    tracer.name_layers(module, layer.name)
+    again = {module} if (place, mode) == ("middle", "full") else set()
+    stages = building.Stages({0: [module]}, again)
+    x = tokens if place == "first" else flowing
+    labels = tokens if place == "last" else None
+    with tracer:
+        result = stages(0, x, labels, tokens if config.data.isolate_documents else None)
+    gradient = torch.empty_like(result)
+    with tracer:
+        torch.autograd.backward(result, gradient)
+    num_before_sums = len(tracer.program.nodes)
+    grads = {h.name: h.parameter.grad for h in held}
+    ref = tracer.program.ref
+    run = _Run(
+        tracer.program,
+        num_before_sums,
+        module,
+        held,
+        {h.name: ref(h.parameter) for h in held},
+        (ref(flowing), ref(gradient)),
+        (ref(tokens),),
+        ref(result),
+        ref(flowing.grad) if flowing.grad is not None else None,
+        {name: ref(grad) for name, grad in grads.items() if grad is not None},
+    )
+    _sum(held, tracer, settings)
+    return run
+
+
+def _sum(held: Sequence[HeldParameter], tracer: Tracer, settings: EngineSettings) -> None:
+    """What the engine does with a stage's gradients before data parallelism takes them."""
+    mesh = SimpleNamespace(
+        size=lambda axis: tracer.group.size() if axis == "tp" else 1,
+        group=lambda axis: tracer.group,
+    )
+    engine: Any = SimpleNamespace(_mesh=mesh, _settings=settings, _owners=None)
+    with tracer:
+        Reduction._sum(engine, [h for h in held if h.parameter.grad is not None])
+
+
+def _of_cut(of: ParameterCut) -> Kind:
+    return REPLICATED if of.dim is None else cut(of.dim)
+
+
+def _is(kind: Kind, expected: Kind) -> bool:
+    """Whether a value may be taken for what is expected; nothing is said of what is unknown."""
+    if isinstance(kind, Unknown | Zero):
+        return True
+    if isinstance(expected, Replicated):
+        return isinstance(kind, Replicated)
+    if isinstance(kind, Partial):
+        return isinstance(expected, Partial) and kind.op == "sum"
+    return kind == expected
+
+
+def _ends(
+    layer: LayerSpec, place: str, run: _Run, inference: Inference, flow: Kind
+) -> Iterator[Finding]:
+    """What flows out, what flows back, and the gradients: against what others take them for."""
+    here = Place(layer.name, _source(run.module), False)
+    result, expected = inference.kind(run.result), REPLICATED if place == "last" else flow
+    if not _is(result, expected):
+        what = "loss" if place == "last" else "value that flows to the next layer"
+        yield Finding(here, f"the {what} is {result}; it must be {expected}")
+    if place == "middle" and run.result.shape != run.given[0].shape:
+        text = f"takes a value of shape {run.given[0].shape}, and gives one of {run.result.shape}"
+        yield Finding(here, text)
+    if run.gradient is not None and not _is(inference.kind(run.gradient), flow):
+        found = inference.kind(run.gradient)
+        text = f"the gradient that flows to the layer before is {found}; it must be {flow}"
+        yield Finding(here._replace(backward=True), text)
+    for h in run.held:
+        at = Place(h.name, _source(_owner(run.module, h.name, layer.name)), True)
+        if h.name not in run.gradients:
+            yield Finding(at, "gets no gradient")
+            continue
+        kind = inference.kind(run.gradients[h.name])
+        if h.cut.dim is not None:
+            if not _is(kind, _of_cut(h.cut)):
+                text = f"its gradient is {kind}; it must be cut along dim {h.cut.dim} as it is"
+                yield Finding(at, text)
+        elif h.partial and not _is(kind, PARTIAL):
+            text = f"its gradient is {kind}, and the engine sums it over tp (ParamSpec.is_partial)"
+            yield Finding(at, text)
+        elif not h.partial and not _is(kind, REPLICATED):
+            remedy = "; nobody sums it: ParamSpec.is_partial is to say so, or f or g is missing"
+            yield Finding(at, f"its gradient is {kind}{remedy if kind == PARTIAL else ''}")
+
+
+def _sums(run: _Run, inference: Inference) -> Iterator[Finding]:
+    """The gradients after the engine's sums, as data parallelism takes them."""
+    for h in run.held:
+        kind = inference.kind(run.gradients[h.name])
+        if not _is(kind, _of_cut(h.cut)):
+            at = Place(h.name, _source(Reduction, "_sum"), True)
+            yield Finding(at, f"its gradient is {kind} when the engine has summed it over tp")
+
+
+def _owner(module: nn.Module, parameter: str, layer: str) -> nn.Module:
+    path = parameter.removeprefix(f"{layer}.").rpartition(".")[0]
+    return module.get_submodule(path)
+
+
+def _source(owner: Any, method: str = "forward") -> str:
+    """The file and line at which a module's (or a class's) method begins."""
+    function = getattr(owner, method)
+    try:
+        path, line = Path(str(inspect.getsourcefile(function))), inspect.getsourcelines(function)[1]
+    except (OSError, TypeError):
+        return ""
+    root = Path(__file__).parents[2]
+    return f"{path.relative_to(root) if path.is_relative_to(root) else path}:{line}"

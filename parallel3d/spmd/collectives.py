@@ -1,0 +1,58 @@
+"""What collectives turn a value into (floor 4)."""
+
+from math import prod
+
+from parallel3d.spmd.call import Operand
+from parallel3d.spmd.kinds import (
+    PARTIAL,
+    REPLICATED,
+    ZERO,
+    Cut,
+    Gathered,
+    Kind,
+    Mark,
+    Mismatch,
+    Partial,
+    Picked,
+    Replicated,
+)
+from parallel3d.spmd.marks import through_view
+
+
+def all_reduce(x: Operand, op: str) -> Kind:
+    """The sum (or maximum) that each rank then has."""
+    if x.kind == ZERO:
+        return ZERO
+    if isinstance(x.kind, Partial) and x.kind.op == op:
+        return REPLICATED
+    if isinstance(x.kind, Replicated) and op in ("max", "min", "avg"):
+        return REPLICATED
+    if isinstance(x.kind, Replicated):
+        raise Mismatch("sums what each rank has whole already: it becomes tp times as much")
+    if isinstance(x.kind, Picked):
+        raise Mismatch(f"sums {x.kind}")
+    raise Mismatch(f"takes the {op} over the ranks of a value that is {x.kind}")
+
+
+def all_gather(x: Operand, tp: int) -> Kind:
+    """All ranks' parts, one behind the other in a dim of their own: flat [tp x elements]."""
+    if x.kind == ZERO:
+        return ZERO
+    if not isinstance(x.kind, Cut):
+        raise Mismatch(f"gathers a value that is {x.kind}")
+    mark = through_view(x.kind.mark, x.shape, (prod(x.shape),))
+    assert mark is not None
+    return Gathered(Mark(0), Mark(0, mark.runs * tp))
+
+
+def reduce_scatter(x: Operand, op: str, home: Mark | None, tp: int) -> Kind:
+    """Each rank's part of the sum, flat; `home`: where the parts lie in the flat value."""
+    if x.kind == ZERO:
+        return ZERO
+    if x.kind != PARTIAL and not (isinstance(x.kind, Partial) and x.kind.op == op):
+        if isinstance(x.kind, Replicated):
+            raise Mismatch("sums what each rank has whole already: it becomes tp times as much")
+        raise Mismatch(f"sums over the ranks a value that is {x.kind}")
+    if home is None or home.runs % tp:
+        raise Mismatch("scatters what is not laid out as one part for each rank")
+    return Cut(Mark(0, home.runs // tp))

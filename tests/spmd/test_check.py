@@ -1,0 +1,97 @@
+"""Types of values: planted mistakes are named, and nothing is said of what is right."""
+
+import pytest
+
+import models
+from parallel3d import reader
+from parallel3d.config import RunConfig
+from parallel3d.errors import TrainingError
+from parallel3d.spmd.check import findings, refuse_mismatches, type_errors
+from parallel3d.train import startup
+from tests.spmd.configs import tp_config
+from tests.spmd.plants import PLANTS
+from tests.verify.configs import MODELS
+
+pytestmark = pytest.mark.gloo
+
+# Those that are tried by default: of each rule one.
+QUICK = (
+    "bias added before the reduction",
+    "all-reduce twice",
+    "no f: the backward of a column-parallel layer is not summed",
+    "norms of sequence parallelism are not summed",
+    "shared key and value heads are not summed",
+    "norms of query and key are not summed",
+    "a gradient's part is taken without the sum",
+    "parts gathered in the order of ranks",
+    "a softmax over the vocabulary without its maximum",
+    "embedding without its mask",
+    "positions of the first part on every rank",
+    "unequal dropout of equal values",
+)
+MODES = [(mode, split) for mode in ("none", "selective", "full") for split in (False, True)]
+SHIPPED = sorted(path.stem for path in reader.CONFIGS.glob("*.json"))
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in PLANTS]
+)
+def test_a_planted_mistake_is_named(name):
+    plant = PLANTS[name]
+    config = tp_config(**plant.config)
+    with plant.patch():
+        lines = type_errors(config)
+    assert any(all(part in line for part in plant.says) for line in lines), lines
+
+
+@pytest.mark.parametrize("family", models.families())
+def test_nothing_is_said_of_a_family(family):
+    assert findings(tp_config(family, 2, sequence_parallel=True)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tp", (1, 2, 4))
+@pytest.mark.parametrize("model", MODELS)
+def test_nothing_is_said_of_what_is_right(model, tp):
+    """Whatever is dropped, recomputed or cut; and no operator is left without a rule."""
+    fields = models.config_class(MODELS[model]["family"]).model_fields
+    dropout = {name: 0.1 for name in fields if name.endswith("_pdrop")}
+    for mode, split in MODES:
+        for isolate in (False, True):
+            config = tp_config(model, tp, split and tp > 1, mode, isolate=isolate, **dropout)
+            assert findings(config) == []
+
+
+@pytest.mark.parametrize("heads", (1, 2))
+def test_key_and_value_heads_that_ranks_share(heads):
+    config = tp_config("qwen3", 4, num_key_value_heads=heads)
+    assert findings(config) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHIPPED)
+def test_nothing_is_said_of_a_shipped_config(name):
+    own = RunConfig.from_json(name)
+    for tp in {own.mesh.tp, 2, 4} - {1}:
+        if own.model.num_attention_heads % tp:
+            tp = 5
+        for mode, split in MODES:
+            setting = {"mesh.tp": tp, "mesh.sequence_parallel": split,
+                       "pipeline.activation_checkpointing": mode}  # fmt: skip
+            words = [word for name, v in setting.items() for word in (f"--{name}", str(v).lower())]
+            assert findings(RunConfig.from_json(name, words)) == []
+
+
+def test_a_start_is_refused_on_all_ranks(monkeypatch):
+    """Rank 0 refuses it, before it looks for a folder; `on_first` raises that on the others."""
+    plant = PLANTS["all-reduce twice"]
+    config = tp_config(**plant.config)
+    monkeypatch.setattr(startup, "on_first", lambda mesh, work: work())
+    with pytest.raises(AssertionError, match="claims the folder"):
+        startup.find_folder(config, None, None)
+    with plant.patch(), pytest.raises(TrainingError, match=r"tp = 2 ranks:\n  blocks.0.att"):
+        startup.find_folder(config, None, None)
+
+
+def test_one_rank_has_nothing_to_match():
+    refuse_mismatches(tp_config(tp=1))
