@@ -1,7 +1,8 @@
 """Prove a config on this machine: `python launch/verify.py --config ds.json`.
 
 Every mesh trains the config's model in small, and is compared with one process of plain
-transformers: loss, gradient norm and weights.
+transformers: loss, gradient norm and weights. With --museum it is this check that is proved:
+published silent bugs are planted in it one at a time, and it must see each (docs/museum.md).
 """
 
 import argparse
@@ -15,7 +16,7 @@ from tempfile import TemporaryDirectory
 from parallel3d import layout
 from parallel3d.arguments import Parser
 from parallel3d.config import RunConfig
-from parallel3d.errors import Parallel3DError
+from parallel3d.errors import ConfigError, Parallel3DError
 from parallel3d.plan.impossible import refuse_impossible
 
 DONE, FAILED, BAD_INPUT = 0, 1, 2
@@ -28,21 +29,40 @@ def main() -> int:
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
     console = layout.console(args.json)
     try:
-        config = RunConfig.from_json(args.config, overrides)
-        refuse_impossible(config, ranks_of(config))
-        # Only now: torch and DeepSpeed wait for a config that is right.
-        from parallel3d.verify.report import verify
-        from parallel3d.verify.shrink import MESHES, parse_meshes
-
-        meshes = parse_meshes(args.meshes) if args.meshes else MESHES
+        config = read_config(args, overrides)
         with TemporaryDirectory(prefix="parallel3d-verify-") as folder:
-            report = verify(config, meshes, Path(folder), console, chosen=bool(args.meshes))
+            # Only now: torch and DeepSpeed wait for a config that is right.
+            if config is None or args.museum:
+                from parallel3d.verify.museum.command import show
+
+                report = show(config, Path(folder), console)
+            else:
+                from parallel3d.verify.report import verify
+                from parallel3d.verify.shrink import MESHES, parse_meshes
+
+                meshes = parse_meshes(args.meshes) if args.meshes else MESHES
+                report = verify(config, meshes, Path(folder), console, chosen=bool(args.meshes))
     except Parallel3DError as error:
         print(f"verify: {error}", file=sys.stderr)
         return BAD_INPUT
     if args.json:
         print(json.dumps(report))
     return DONE if report["passed"] else FAILED
+
+
+def read_config(args: argparse.Namespace, overrides: list[str]) -> RunConfig | None:
+    """The config that is named; None where the museum shows its own. Raises ConfigError."""
+    if args.museum and args.meshes:
+        raise ConfigError("--meshes: not with --museum, where each exhibit has its mesh; leave it")
+    if args.config is None:
+        if not args.museum:
+            raise ConfigError("--config: is missing; add it")
+        if overrides:
+            raise ConfigError(f"{overrides[0]}: changes a config, and none is named; add --config")
+        return None
+    config = RunConfig.from_json(args.config, overrides)
+    refuse_impossible(config, ranks_of(config))
+    return config
 
 
 def ranks_of(config: RunConfig) -> int:
@@ -56,9 +76,14 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     parser = Parser(
         __doc__, "Every value of the config can be set by its path: --zero_optimization.stage 1"
     )
-    parser.add_config()
+    parser.add_config(required=False)
     parser.add_argument(
         "--meshes", metavar="MESHES", help="pp x dp x tp, as in 1x1x1,2x2x2; else eight of them"
+    )
+    parser.add_argument(
+        "--museum",
+        action="store_true",
+        help="plant published silent bugs, one at a time; without --config in configs of its own",
     )
     parser.add_json()
     return parser.parse_known_args()

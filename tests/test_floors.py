@@ -50,6 +50,8 @@ ROOMS = [
     (5, "parallel3d/train"),
     (5, "parallel3d/convert"),
     (5, "parallel3d/verify"),
+    (5, "parallel3d/verify/museum/exhibits"),
+    (5, "parallel3d/verify/museum"),
     (5, "parallel3d/calibrate"),
     (6, "launch"),
 ]

@@ -37,7 +37,7 @@ PRELOAD = [
     "deepspeed",
     "deepspeed.ops.adam",
     "deepspeed.runtime.zero.muon.muon_optimizer",
-    "parallel3d.verify.measure",
+    "parallel3d.verify.museum.tour",
     *(f"models.{family}.blocks" for family in models.families()),
 ]
 

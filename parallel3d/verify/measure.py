@@ -2,8 +2,8 @@
 
 import math
 import sys
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -33,16 +33,34 @@ class Errors:
 
     `loss` and `grad_norm` are relative. `weight` is absolute in fp32; in half precision, where
     Adam's first steps turn rounding into whole steps of single weights, it is the distance between
-    the two trained models, relative to how far training moved the reference.
+    the two trained models, relative to how far training moved the reference. `evaluation` is that
+    of the loss without training. `samples` is the share of tokens that another batch should have,
+    `masks` that of dropout's masks that agree or differ where they must not; `accumulation` the
+    precision of the type that gradients are added up in, if it is not fp32; `counters` whether the
+    optimizer's or the loss scaler's are not those of an unbroken run.
     """
 
     loss: float
     grad_norm: float
     weight: float
+    evaluation: float = 0.0
+    samples: float = 0.0
+    masks: float = 0.0
+    accumulation: float = 0.0
+    counters: float = 0.0
 
     def within(self, tolerance: float) -> bool:
-        """Whether none of them is larger; a NaN is."""
-        return max(self.loss, self.grad_norm, self.weight) <= tolerance
+        """Whether nothing is beyond it; a NaN is."""
+        return not self.beyond(tolerance)
+
+    def beyond(self, tolerance: float) -> dict[str, float]:
+        """What differs more than rounding explains, and by how much; a NaN does."""
+        rounded = ("loss", "grad_norm", "weight", "evaluation")
+        return {
+            name: size
+            for name, size in asdict(self).items()
+            if not size <= (tolerance if name in rounded else 0.0)
+        }
 
     def __str__(self) -> str:
         return f"loss {self.loss:.1e}  norm {self.grad_norm:.1e}  weights {self.weight:.1e}"
@@ -86,13 +104,18 @@ def measure(config: RunConfig, reference: Reference, timeout: float = 300) -> Er
 def errors_of(config: RunConfig, results: Iterable[Differences]) -> Errors:
     """The largest of what each rank found."""
     losses, norms, weights = zip(*results, strict=True)
+    return Errors(worst(losses), worst(norms), weight_error(config, weights))
+
+
+def weight_error(config: RunConfig, weights: Sequence[dict[str, float]]) -> float:
+    """The error of the weights from what `weight_errors` gives on each rank."""
     if config.precision == "fp32":
-        return Errors(_worst(losses), _worst(norms), _worst(w["largest"] for w in weights))
+        return worst(w["largest"] for w in weights)
     off, moved = (sum(w[k] for w in weights) for k in ("squared_distance", "squared_way"))
-    return Errors(_worst(losses), _worst(norms), math.sqrt(off / moved))
+    return math.sqrt(off / moved)
 
 
-def _worst(errors: Any) -> float:
+def worst(errors: Any) -> float:
     """The largest; a NaN is larger than anything, although max() does not say so."""
     errors = list(errors)
     return max(errors) if all(map(math.isfinite, errors)) else math.inf
@@ -117,8 +140,8 @@ def differences(
     """The largest relative errors of a rank's losses and norms, and those of its weights."""
     losses, norms = curves
     return (
-        _worst(relative(losses, reference.losses)),
-        _worst(relative(norms, reference.grad_norms)),
+        worst(relative(losses, reference.losses)),
+        worst(relative(norms, reference.grad_norms)),
         weight_errors(parts, config, reference),
     )
 

@@ -19,6 +19,7 @@ from parallel3d.model.spec import named_params
 from parallel3d.tensor.cut import Cut
 from parallel3d.tensor.initialise import fill
 from parallel3d.tensor.segments import Segments
+from parallel3d.verify.course import Course
 
 SEED = 0
 
@@ -30,6 +31,9 @@ class Reference:
     losses: list[float]
     grad_norms: list[float]
     weights: str
+    evaluation: float = 0.0
+    """The trained model's loss on what the course evaluates."""
+    course: Course | None = None
 
 
 def batches(config: RunConfig) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
@@ -59,14 +63,14 @@ def first_weights(config: RunConfig) -> dict[str, Tensor]:
     return weights
 
 
-def train_reference(config: RunConfig, folder: Path) -> Reference:
+def train_reference(config: RunConfig, folder: Path, course: Course | None = None) -> Reference:
     """Train the small model of `config` by transformers and torch's AdamW, in fp64.
 
-    In fp64, so that what differs from it is the mesh's own rounding, not this one's too. Raises
-    ConfigError for a family that transformers does not have.
+    On `batches`, or as the `course` says. In fp64, so that what differs from it is the mesh's own
+    rounding, not this one's too. Raises ConfigError for a family that transformers does not have.
     """
     model, family = _loaded(config, first_weights(config))
-    return train_model(model.train(), family, config, folder)
+    return train_model(model.train(), family, config, folder, course)
 
 
 def loss_of(
@@ -135,8 +139,10 @@ def _times(factor: float) -> Any:
     return hook
 
 
-def train_model(model: Any, family: Any, config: RunConfig, folder: Path) -> Reference:
-    """Train a model of transformers by torch's AdamW on `batches`; its family names its weights."""
+def train_model(
+    model: Any, family: Any, config: RunConfig, folder: Path, course: Course | None = None
+) -> Reference:
+    """Train a model of transformers by torch's AdamW; its family names its weights."""
     # What each of their parameters is: the mapping of names, carried out on the answers.
     adam, rates = config.optimizer.params, scales_of(config.model).rates()
     kinds = [(role, decays) for role in rates for decays in (True, False)]
@@ -149,7 +155,7 @@ def train_model(model: Any, family: Any, config: RunConfig, folder: Path) -> Ref
     groups = [
         {
             "params": [p for name, p in named.items() if bool((their_marks[name] == kind).all())],
-            "lr": adam.lr * rates[role].lr,
+            "of_rate": rates[role].lr,
             "weight_decay": adam.weight_decay * rates[role].weight_decay if decays else 0.0,
             "eps": adam.eps * rates[role].eps,
         }
@@ -158,10 +164,17 @@ def train_model(model: Any, family: Any, config: RunConfig, folder: Path) -> Ref
     optimizer = torch.optim.AdamW(groups, betas=adam.betas, foreach=False)
     losses, norms = [], []
     limit = config.gradient_clipping or float("inf")
-    for tokens, labels, documents in batches(config):
-        optimizer.zero_grad()
+
+    def loss_on(tokens: Tensor, labels: Tensor, documents: Tensor | None) -> Tensor:
         logits = model(tokens, use_cache=False, **_isolation(documents)).logits
-        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    steps = batches(config) if course is None else course.steps
+    for step, batch in enumerate(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = group["of_rate"] * (adam.lr if course is None else course.rates[step])
+        optimizer.zero_grad()
+        loss = loss_on(*batch)
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(named.values(), limit)))
         optimizer.step()
@@ -170,7 +183,11 @@ def train_model(model: Any, family: Any, config: RunConfig, folder: Path) -> Ref
     weights = family.from_huggingface(config.model, trained)
     file = folder / "reference.safetensors"
     save_file({name: value.contiguous() for name, value in weights.items()}, file)
-    return Reference(losses, norms, str(file))
+    if course is None:
+        return Reference(losses, norms, str(file))
+    with torch.no_grad():
+        evaluation = loss_on(*course.evaluated).item()
+    return Reference(losses, norms, str(file), evaluation, course)
 
 
 def _isolation(documents: Tensor | None) -> dict[str, Tensor]:

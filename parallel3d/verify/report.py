@@ -10,11 +10,18 @@ from rich.console import Console
 import models
 from parallel3d.config import RunConfig
 from parallel3d.errors import ConfigError, TrainingError
-from parallel3d.verify.measure import TOLERANCE, Errors, compile_operators, measure
-from parallel3d.verify.reference import train_reference
-from parallel3d.verify.shrink import Sizes, shrink, why_not
+from parallel3d.verify.check import Task, checked
+from parallel3d.verify.measure import TOLERANCE, Errors, compile_operators
+from parallel3d.verify.prepared import prepare
+from parallel3d.verify.shrink import (
+    Sizes,
+    drops_out,
+    resuming_pair,
+    shrink,
+    why_not,
+)
 
-_COLUMNS = ("mesh", "loss", "gradient norm", "weights", "")
+_COLUMNS = ("mesh", "loss", "gradient norm", "weights", "evaluation", "")
 
 
 def verify(
@@ -30,37 +37,46 @@ def verify(
     for mesh in meshes:
         if reason := why_not(config, mesh):
             if chosen:
-                raise ConfigError(f"mesh {_name(mesh)}: {reason}")
-            console.print(f"{_name(mesh):<8}not run: {reason}")
+                raise ConfigError(f"mesh {name_of(mesh)}: {reason}")
+            console.print(f"{name_of(mesh):<16}not run: {reason}")
         else:
             runnable.append(mesh)
     if not runnable:
         raise ConfigError("none of the meshes can run this config; give others by --meshes")
-    small = shrink(config, tuple(runnable), str(folder))
-    _print_head(config, small[runnable[0]], console)
+    first = shrink(config, tuple(runnable), str(folder))[runnable[0]]
+    _print_head(config, first, console)
     try:
-        compile_operators(small[runnable[0]])
+        compile_operators(first)
     except TrainingError as error:
         raise ConfigError(str(error).rstrip().splitlines()[-1]) from error
-    reference = train_reference(small[runnable[0]], folder)
-    tolerance = TOLERANCE[config.precision]
-    cases = []
-    for mesh in runnable:
+    small, reference = prepare(config, runnable, folder)
+    tolerance, drops = TOLERANCE[config.precision], drops_out(config)
+    saved, resumed = resuming_pair(runnable)
+    tasks = [(mesh, Task(folder if mesh == saved else None, None, drops)) for mesh in runnable]
+    tasks.append((resumed, Task(resumes=folder)))
+    cases, counters = [], None
+    for mesh, task in tasks:
         raised = ""
         try:
-            errors = measure(small[mesh], reference)
+            errors, ended = checked(small[mesh], reference, task, counters=counters)
+            counters = ended if task.saves else counters
         except TrainingError as failure:
             errors, raised = Errors(*[float("inf")] * 3), str(failure)
-        passed = errors.within(tolerance)
-        cases.append(_case(config, mesh, errors, passed))
-        said = "equal" if passed else "DIFFERS"
-        numbers = (f"{x:.1e}" for x in (errors.loss, errors.grad_norm, errors.weight))
-        console.print(_row(_name(mesh), *numbers, said))
+        cases.append(_case(config, mesh, errors, tolerance))
+        cases[-1]["resumed_from"] = name_of(saved) if task.resumes else None
+        beyond = ", ".join(errors.beyond(tolerance))
+        said = f"DIFFERS ({beyond})" if beyond else "equal"
+        numbers = (errors.loss, errors.grad_norm, errors.weight, errors.evaluation)
+        shown = f"{name_of(saved)} > {name_of(mesh)}" if task.resumes else name_of(mesh)
+        console.print(_row(shown, *(f"{x:.1e}" for x in numbers), said))
         if raised:
             console.print(raised.rstrip())
     passed = all(case["passed"] for case in cases)
     word = "equal" if passed else "NOT EQUAL"
-    console.print(f"{word} to one process, within {tolerance:g}: {len(cases)} meshes")
+    console.print(
+        f"{word} to one process, within {tolerance:g}: {len(runnable)} meshes, and a run saved on "
+        f"{name_of(saved)} and resumed on {name_of(resumed)}"
+    )
     return {"passed": passed, "tolerance": tolerance, "cases": cases}
 
 
@@ -93,21 +109,22 @@ def _print_head(config: RunConfig, small: RunConfig, console: Console) -> None:
 
 def _row(*cells: str) -> str:
     return "".join(
-        f"{cell:<{width}}" for cell, width in zip(cells, (8, 11, 15, 11, 8), strict=True)
+        f"{cell:<{width}}" for cell, width in zip(cells, (16, 11, 15, 11, 12, 8), strict=True)
     )
 
 
-def _case(config: RunConfig, mesh: Sizes, errors: Errors, passed: bool) -> dict[str, Any]:
+def _case(config: RunConfig, mesh: Sizes, errors: Errors, tolerance: float) -> dict[str, Any]:
     zero = config.zero_optimization
     return {
-        "mesh": _name(mesh),
+        "mesh": name_of(mesh),
         "schedule": config.pipeline.schedule,
         "zero_stage": zero.stage,
         "offload": _offload(config),
         "loss_error": errors.loss,
         "grad_norm_error": errors.grad_norm,
         "weight_error": errors.weight,
-        "passed": passed,
+        "passed": errors.within(tolerance),
+        "beyond": errors.beyond(tolerance),
     }
 
 
@@ -117,5 +134,6 @@ def _offload(config: RunConfig) -> str:
     return ", ".join(f"{k} on {v}" for k, v in where.items() if v != "none") or "none"
 
 
-def _name(mesh: Sizes) -> str:
+def name_of(mesh: Sizes) -> str:
+    """A mesh as "2x1x4"."""
     return "x".join(map(str, mesh))

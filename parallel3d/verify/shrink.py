@@ -1,6 +1,8 @@
 """A config in small: everything that could change the numbers is kept, only sizes shrink."""
 
-from math import lcm
+from collections.abc import Sequence
+from itertools import product
+from math import lcm, prod
 from typing import Any
 
 from parallel3d.config import RunConfig
@@ -10,7 +12,8 @@ from parallel3d.schedule import schedules
 Sizes = tuple[int, int, int]  # pp, dp, tp
 
 SEQUENCE_LENGTH, VOCAB_SIZE, HEAD_SIZE = 16, 261, 8  # a vocabulary that neither 2 nor 4 divides
-STEPS, MICROBATCHES, LEARNING_RATE = 3, 4, 3e-4
+ALWAYS_CLIPPED = 0.02
+STEPS, MICROBATCHES, LEARNING_RATE, WARMUP_STEPS = 3, 4, 3e-4, 2
 MESHES: tuple[Sizes, ...] = (
     (1, 1, 1),
     (1, 4, 1),
@@ -29,6 +32,8 @@ NO_THRESHOLDS = {
     "stage3_prefetch_bucket_size": 0,
 }
 BUCKETS = {"reduce_bucket_size": 2**16, "allgather_bucket_size": 2**16}
+# A loss scale that grows within the steps, from where no gradient overflows.
+GROWING_SCALE = {"initial_scale_power": 8, "loss_scale_window": 2}
 BLOCK = 1024  # bytes that NVMe offload reads at once; DeepSpeed's own is more than a small tensor
 PARAM_BUFFERS = {"buffer_size": 2**16, "max_in_cpu": 0}
 
@@ -45,7 +50,11 @@ def parse_meshes(text: str) -> tuple[Sizes, ...]:
 
 
 def shrink(
-    config: RunConfig, meshes: tuple[Sizes, ...], folder: str = "", batch: int | None = None
+    config: RunConfig,
+    meshes: tuple[Sizes, ...],
+    folder: str = "",
+    batch: int | None = None,
+    clipping: float = ALWAYS_CLIPPED,
 ) -> dict[Sizes, RunConfig]:
     """The small config of each mesh; all train the same model on the same global batches.
 
@@ -53,7 +62,8 @@ def shrink(
     precision, activation checkpointing, sequence parallelism, reduction. Learning rate and clipping
     are set so that the differences mean the same for every config, dropout is off (its masks depend
     on the mesh), and NVMe offload goes to `folder`. A step has `batch` samples, by default two in
-    the smallest microbatch. Raises ConfigError for a mesh that cannot run it.
+    the smallest microbatch; where the config clips, the limit is `clipping`. Raises ConfigError for
+    a mesh that cannot run it.
     """
     raw = config.to_dict()
     block = raw["parallel3d"]
@@ -68,11 +78,13 @@ def shrink(
         "max_tokens": None,
         "epochs": None,
         "profile": None,
-        "lr_schedule": {"type": "constant", "warmup_steps": 0},
+        "lr_schedule": {"type": "constant", "warmup_steps": WARMUP_STEPS},
     }
     raw.pop("scheduler", None)
-    raw["gradient_clipping"] = 0.02 if config.gradient_clipping else 0.0
+    raw["gradient_clipping"] = clipping if config.gradient_clipping else 0.0
     raw["optimizer"]["params"]["lr"] = LEARNING_RATE
+    if config.precision == "fp16":
+        raw["fp16"] |= GROWING_SCALE
     raw["zero_optimization"] |= NO_THRESHOLDS | BUCKETS
     for name in ("offload_optimizer", "offload_param"):
         if raw["zero_optimization"][name]["device"] == "nvme":
@@ -83,6 +95,23 @@ def shrink(
     microbatches = min(config.num_microbatches, MICROBATCHES)
     batch = batch or 2 * microbatches * lcm(*(dp for _, dp, _ in meshes))
     return {mesh: _on_mesh(raw, mesh, microbatches, batch) for mesh in meshes}
+
+
+def drops_out(config: RunConfig) -> bool:
+    """Whether a config trains with dropout."""
+    model = config.model
+    return any(getattr(model, n) > 0 for n in type(model).model_fields if n.endswith("_pdrop"))
+
+
+def resuming_pair(meshes: Sequence[Sizes]) -> tuple[Sizes, Sizes]:
+    """Where a run is saved, and where it goes on: as many axes as may be differ, on few ranks."""
+
+    def rank(pair: tuple[Sizes, Sizes]) -> tuple[int, int, int]:
+        saved, resumed = pair
+        differ = sum(a != b for a, b in zip(saved, resumed, strict=True))
+        return -differ, -min(prod(resumed), 2), prod(resumed)
+
+    return min(product(meshes, meshes), key=rank)
 
 
 def why_not(config: RunConfig, mesh: Sizes) -> str | None:

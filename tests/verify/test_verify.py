@@ -17,6 +17,7 @@ from parallel3d.tensor.collectives import Pending
 from parallel3d.verify import report
 from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.measure import TOLERANCE, measure, train_and_compare
+from parallel3d.verify.prepared import prepare
 from parallel3d.verify.reference import train_reference
 from parallel3d.verify.shrink import MESHES, parse_meshes, shrink
 from tests.verify.configs import MODELS, config_of
@@ -107,12 +108,17 @@ def test_the_command():
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["passed"] and found["tolerance"] == 1e-5
-    assert [case["mesh"] for case in found["cases"]] == ["1x1x1", "2x1x1"]
+    assert [(case["mesh"], case["resumed_from"]) for case in found["cases"]] == [
+        ("1x1x1", None),
+        ("2x1x1", None),
+        ("2x1x1", "1x1x1"),
+    ]
     for case in found["cases"]:
         assert case.keys() == {
             *("mesh", "schedule", "zero_stage", "offload", "passed"),
-            *("loss_error", "grad_norm_error", "weight_error"),
+            *("loss_error", "grad_norm_error", "weight_error", "beyond", "resumed_from"),
         }
+        assert case["beyond"] == {}
         assert 0 < case["weight_error"] < 1e-5
     assert "2x1x1" in done.stderr
 
@@ -126,11 +132,11 @@ def test_what_cannot_run_is_refused():
 def test_a_difference_ends_with_exit_code_1(monkeypatch, capsys):
     """As if the one process had found a gradient norm that is larger by a ten-thousandth."""
 
-    def train_a_little_off(config, folder):
-        right = train_reference(config, folder)
-        return replace(right, grad_norms=[norm * 1.0001 for norm in right.grad_norms])
+    def prepare_a_little_off(config, meshes, folder):
+        small, right = prepare(config, meshes, folder)
+        return small, replace(right, grad_norms=[norm * 1.0001 for norm in right.grad_norms])
 
-    monkeypatch.setattr(report, "train_reference", train_a_little_off)
+    monkeypatch.setattr(report, "prepare", prepare_a_little_off)
     arguments = ["--config", "ds.json", "--meshes", "1x1x1,1x2x1", "--json"]
     monkeypatch.setattr(sys, "argv", ["verify", *arguments, "--zero_optimization.stage", "1"])
     assert launch_verify.main() == 1
@@ -138,4 +144,4 @@ def test_a_difference_ends_with_exit_code_1(monkeypatch, capsys):
     found = json.loads(printed.out)
     assert found["passed"] is False and not any(case["passed"] for case in found["cases"])
     assert found["cases"][0]["grad_norm_error"] == pytest.approx(1e-4, rel=0.01)
-    assert printed.err.count("DIFFERS") == 2 and "NOT EQUAL" in printed.err
+    assert printed.err.count("DIFFERS (grad_norm)") == 3 and "NOT EQUAL" in printed.err

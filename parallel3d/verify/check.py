@@ -1,0 +1,219 @@
+"""What verify does on the ranks of a mesh: a course of training, an evaluation, a resume.
+
+Training is that of `measure`, with what it leaves out: samples come through the feed, in epochs;
+some steps are clipped and some are not; the learning rate changes; the run may begin with a
+checkpoint of another mesh; and dropout is looked at in a step of its own, which is not compared.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parallel3d.checkpoint.load import load
+from parallel3d.checkpoint.resume import find
+from parallel3d.checkpoint.save import Saver
+from parallel3d.checkpoint.state import Position, RunState
+from parallel3d.config import RunConfig
+from parallel3d.config.learning_rate import rate
+from parallel3d.engine.quirks.nvme import swapping_small_tensors
+from parallel3d.mesh.mesh import Mesh
+from parallel3d.pipeline.executor import Microbatch
+from parallel3d.train.assembly import Assembly, assemble
+from parallel3d.train.feed import Feed
+from parallel3d.verify.course import corpus_of
+from parallel3d.verify.local_ranks import run_locally
+from parallel3d.verify.masks import Masks, share_of_wrong, watched
+from parallel3d.verify.measure import (
+    Errors,
+    microbatches,
+    relative,
+    weight_error,
+    weight_errors,
+    worst,
+)
+from parallel3d.verify.reference import SEED, Reference
+from parallel3d.verify.shrink import BLOCK, STEPS
+
+SAVED_STEPS = STEPS - 1  # the run is saved after these, and the resumed one makes the last
+DROPOUT = 0.5
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a case does beside training: where it saves, or resumes, and whether it drops out."""
+
+    saves: Path | None = None
+    resumes: Path | None = None
+    drops: bool = False
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one rank found: relative differences, its weights', and what has no reference.
+
+    `accumulation` is the precision that gradients are added up in, where it is not fp32's.
+    `counters` are Adam's and the loss scaler's after the last step.
+    """
+
+    loss: float
+    grad_norm: float
+    weights: dict[str, float]
+    samples: float
+    evaluation: float
+    accumulation: float
+    counters: dict[str, Any]
+    masks: Masks | None
+
+
+def checked(
+    config: RunConfig,
+    reference: Reference,
+    task: Task,
+    *,
+    function: Any = None,
+    counters: dict[str, Any] | None = None,
+    timeout: float = 300,
+) -> tuple[Errors, dict[str, Any]]:
+    """Run `check` on as many ranks as a resolved config's mesh has; its errors, and counters.
+
+    `function`: what is called on each rank in place of `check`. `counters`: what an unbroken run
+    ends with. Raises TrainingError if a rank does.
+    """
+    size = config.mesh.pp * int(config.mesh.dp) * config.mesh.tp
+    found = run_locally(function or check, size, config, reference, task, timeout=timeout)
+    return errors_of_found(config, found, counters), found[0].counters
+
+
+def errors_of_found(
+    config: RunConfig, found: Sequence[Found], counters: dict[str, Any] | None
+) -> Errors:
+    """The largest of what each rank found."""
+    masks = [f.masks for f in found if f.masks is not None]
+    return Errors(
+        loss=worst(f.loss for f in found),
+        grad_norm=worst(f.grad_norm for f in found),
+        weight=weight_error(config, [f.weights for f in found]),
+        evaluation=worst(f.evaluation for f in found),
+        samples=max(f.samples for f in found),
+        masks=share_of_wrong(masks, config.num_microbatches),
+        accumulation=max(f.accumulation for f in found),
+        counters=float(any(counters not in (None, f.counters) for f in found)),
+    )
+
+
+def check(rank: int, config: RunConfig, reference: Reference, task: Task) -> Found:
+    """On one rank: train a small config on its course, and compare with the reference."""
+    mesh = Mesh(config.mesh.pp, int(config.mesh.dp), config.mesh.tp)
+    torch.set_num_threads(1)  # tiny products on many threads spend their time waiting
+    with swapping_small_tensors(2 * BLOCK):
+        parts = assemble(config, mesh, seed=SEED)
+        run = Run(parts, config, mesh, reference)
+        found = run.compared(task)
+    mesh.barrier()
+    parts.engine.close()
+    return found
+
+
+class Run:
+    """One rank's part of a case."""
+
+    def __init__(
+        self, parts: Assembly, config: RunConfig, mesh: Mesh, reference: Reference
+    ) -> None:
+        self.parts, self.config, self.mesh, self.reference = parts, config, mesh, reference
+        folder = Path(reference.weights).parent
+        corpus = corpus_of(config, folder)
+        self.feed = Feed(config, mesh, corpus, parts.schedule)
+        self.state = RunState(config, corpus)
+        self.eps, self.wrong = [0.0], [0.0]
+        for held in parts.engine.held:
+            held.parameter.register_post_accumulate_grad_hook(self._note_type)
+
+    def _note_type(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            self.eps.append(torch.finfo(parameter.grad.dtype).eps)
+
+    def compared(self, task: Task) -> Found:
+        """Train, evaluate and compare."""
+        position = self._resumed(task.resumes) if task.resumes else Position()
+        first, losses, norms = position.step, [], []
+        while position.step < self.config.num_steps:
+            batch = self.feed.training(position.next_sample)
+            self._compare(batch, position.step)
+            local = self.parts.executor.run(batch, position.step)
+            losses.append(self._mean(local))
+            lr = rate(self.config, position.step)
+            norms.append(self.parts.engine.step(lr).grad_norm)
+            position = position.after(self.config)
+            if task.saves and position.step == SAVED_STEPS:
+                self._save(task.saves, position)
+        counters = self.parts.engine.states.counters()
+        weights = weight_errors(self.parts, self.config, self.reference)
+        batch = self.feed.training(position.next_sample)
+        evaluation = self._evaluated(batch, task.drops)
+        masks = self._dropped(batch, position.step) if task.drops else None
+        self.feed.close()
+        return Found(
+            loss=worst(relative(losses, self.reference.losses[first:])),
+            grad_norm=worst(relative(norms, self.reference.grad_norms[first:])),
+            weights=weights,
+            evaluation=worst(relative([evaluation], [self.reference.evaluation])),
+            accumulation=max(self.eps) if max(self.eps) > 1e-6 else 0.0,
+            counters=counters,
+            masks=masks,
+            samples=max(self.wrong),
+        )
+
+    def _compare(self, batch: list[Microbatch], step: int) -> None:
+        """Note the share of a step's tokens that are not the course's."""
+        assert self.reference.course is not None
+        wanted = microbatches(self.reference.course.steps[step], self.config, self.mesh)
+        for mine, right in zip(batch, wanted, strict=True):
+            for a, b in zip(mine, right, strict=True):
+                if a is not None and b is not None:
+                    self.wrong.append(float((a != b).float().mean()))
+
+    def _mean(self, local: torch.Tensor | float) -> float:
+        """The mean over dp of what every tp rank of the last stage has, and the others as 0."""
+        everyone = self.mesh.gather_floats([local])
+        return sum(row[0] for row in everyone) / (self.mesh.size("dp") * self.mesh.size("tp"))
+
+    def _evaluated(self, batch: list[Microbatch], drops: bool) -> float:
+        """The mean loss of a batch in evaluation, in which dropout has no part."""
+        evaluator, coords = self.parts.evaluator, (0, 0)
+        with watched(self.parts.stages.module, coords, False, DROPOUT if drops else 0.0):
+            evaluator.run(batch)
+        losses = evaluator.token_losses
+        return self._mean(0.0 if losses is None else float(losses.mean()))
+
+    def _dropped(self, batch: list[Microbatch], step: int) -> Masks:
+        """The masks of a step."""
+        coords = self.mesh.coord("dp"), self.mesh.coord("tp")
+        split = self.config.mesh.sequence_parallel
+        with watched(self.parts.stages.module, coords, split, DROPOUT) as masks:
+            self.parts.executor.run(batch, step)
+        return masks
+
+    def _save(self, folder: Path, position: Position) -> None:
+        saver = Saver(
+            self.parts.engine, self.mesh, self.parts.layers, folder=folder, asynchronous=False
+        )
+        saver.save(self.state.at(position), wait=True)
+        saver.require_saved()
+
+    def _resumed(self, folder: Path) -> Position:
+        found, _ = find(folder, "auto", self.mesh)
+        assert found is not None, folder
+        position = self.state.position_in(found.state, found.folder, lambda text: None)
+        load(
+            found.folder,
+            found.files,
+            found.state,
+            engine=self.parts.engine,
+            mesh=self.mesh,
+            layers=self.parts.layers,
+        )
+        return position

@@ -1,0 +1,27 @@
+"""The exhibits: one file each, found by file name (docs/museum.md)."""
+
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Protocol, cast
+
+from parallel3d.verify.exhibit import Exhibit, Planted
+
+
+class ExhibitFile(Protocol):
+    """What an exhibit's file gives."""
+
+    EXHIBIT: Exhibit
+
+    def plant(self) -> Planted:
+        """Within it the mistake is in our code, in this process alone."""
+        ...
+
+
+def names() -> tuple[str, ...]:
+    """The exhibits there are: the files of this folder."""
+    return tuple(sorted(module.name for module in iter_modules(__path__)))
+
+
+def load(name: str) -> ExhibitFile:
+    """The exhibit file of that name."""
+    return cast(ExhibitFile, import_module(f"{__name__}.{name}"))

@@ -1,0 +1,25 @@
+"""The loss scale begins anew after a resume."""
+
+from typing import Any
+
+from parallel3d.engine.states import States
+from parallel3d.verify.exhibit import Exhibit, Planted, wrapped
+
+EXHIBIT = Exhibit(
+    date="2026-09-20",
+    source="huggingface/accelerate#4289",
+    what=(
+        "The state of the loss scaler was not what the checkpoint said after a resume under fp16."
+    ),
+    mesh=(1, 2, 2),
+    needs=("resume", "fp16"),
+)
+
+
+def plant() -> Planted:
+    """It is not set."""
+
+    def set_counters(original: Any, states: States, counters: Any) -> None:
+        original(states, {**counters, "loss_scale": None})
+
+    return wrapped(States, "set_counters", set_counters)

@@ -1,0 +1,27 @@
+"""A part of a gradient goes on as if it were the whole."""
+
+from typing import Any
+
+from parallel3d.tensor import linear
+from parallel3d.tensor.collectives import sequence_part
+from parallel3d.verify.exhibit import Exhibit, Planted, replaced
+
+EXHIBIT = Exhibit(
+    date="2026-05-21",
+    source="pytorch/torchtitan#3412",
+    what=(
+        "The gradient of a loss in chunks was a partial sum on each rank, and was passed on "
+        "labelled as replicated."
+    ),
+    mesh=(1, 1, 4),
+    needs=("sequence parallelism",),
+)
+
+
+def plant() -> Planted:
+    """Each rank goes on with its own slice of its own part."""
+
+    def reduce_scatter(x: Any, group: Any) -> Any:
+        return sequence_part(x, group, -2).contiguous()
+
+    return replaced(linear, "reduce_scatter_sequence", reduce_scatter)
