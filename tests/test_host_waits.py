@@ -78,6 +78,7 @@ HOSTS = {
     "parallel3d/engine/states.py:States._is_swapped": "DeepSpeed's flag",
     "parallel3d/checkpoint/chunks.py:Chunk.from_key": "words of a file's header",
     "parallel3d/checkpoint/host_copy.py:HostCopy.arrays": "host memory that was copied into",
+    "parallel3d/tensor/segments.py:Segments.of": "documents that the host has found",
     "parallel3d/convert/generate.py:generate": "a prompt, and a model that is not trained",
     "parallel3d/convert/logits.py:most_apart": "a model on the host, after an export",
     "parallel3d/convert/read_back.py:_difference": "tensors of files, after an export",

@@ -18,20 +18,21 @@ from parallel3d.pulse import rank as pulse
 from parallel3d.schedule.schedule import Action, Op, Schedule, Span
 from parallel3d.tensor.dropout import RandomKey
 from parallel3d.tensor.held_back import WeightGradients, held_back
+from parallel3d.tensor.segments import Segments
 
 _Key = tuple[int, int]  # stage, microbatch
 
 
 class Microbatch(NamedTuple):
-    """What the stages are fed with; each is [batch, seq] of int64.
+    """What the stages are fed with; tokens and labels are [batch, seq] of int64.
 
-    The first stage uses the tokens, the last one the labels; a rank without it may have none.
-    `documents`, where tokens may not see beyond their own, is the ordinal of each token's document.
+    The first stage uses the tokens, the last one the labels; a rank without it may have none. All
+    use the `segments`, where tokens may not see beyond their own document.
     """
 
     tokens: Tensor | None = None
     labels: Tensor | None = None
-    documents: Tensor | None = None
+    segments: Segments | None = None
 
 
 class Executor:
@@ -130,15 +131,15 @@ class Executor:
         return torch.stack(self._losses).sum() if self._losses else self._no_loss
 
     def _forward(self, stage: int, microbatch: int) -> None:
-        x, labels, documents = self._batch[microbatch]
+        x, labels, segments = self._batch[microbatch]
         if stage > 0:
             # In evaluation nobody will come for its gradient.
             take = self._inputs.__getitem__ if self._trains else self._inputs.pop
             x = take((stage, microbatch)).requires_grad_(self._trains)
         assert x is not None, "the first stage's rank has the tokens"
         self._key.microbatch = microbatch
-        run = self.engine.forward if self._trains else self.engine.evaluate
-        output = run(stage, x, labels if stage == self._last_stage else None, documents)
+        run: Callable[..., Tensor] = self.engine.forward if self._trains else self.engine.evaluate
+        output = run(stage, x, labels if stage == self._last_stage else None, segments)
         if stage == self._last_stage:
             if not self._trains:
                 assert labels is not None, "the last stage's rank has the labels"

@@ -37,16 +37,13 @@ class Stages(nn.Module):
         self.layers, self._recompute = layers, recompute
 
     def forward(
-        self, stage: int, x: Tensor, labels: Tensor | None = None, documents: Tensor | None = None
+        self, stage: int, x: Tensor, labels: Tensor | None = None, segments: Segments | None = None
     ) -> Tensor:
         """Token ids or activations -> activations; the mean loss where `labels` are given.
 
-        In evaluation each token's loss [batch, seq].
-
-        `documents` [batch, seq], the ordinal of each token's document, keeps them from seeing each
-        other.
+        In evaluation each token's loss [batch, seq]. `segments` are of documents that do not see
+        each other.
         """
-        segments = None if documents is None else Segments.of(documents)
         layers = list(self.stages[str(stage)].children())
         last = layers.pop() if labels is not None else None
         for layer in layers:

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from parallel3d.tensor.context import LayerContext
+from parallel3d.tensor.documents import attend_documents
 from parallel3d.tensor.dropout import Dropout
 from parallel3d.tensor.segments import Segments
 
@@ -47,20 +48,23 @@ class CausalAttention(nn.Module):
             )
         else:
             y = self._attend(q, k, v, segments)
-        return y.transpose(1, 2).flatten(-2)
+        return y.flatten(-2)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments | None) -> Tensor:
+        """[batch, seq, heads, size]."""
         self.dropout.seed(q.device)
-        return F.scaled_dot_product_attention(
+        if segments is not None:
+            return attend_documents(q, k, v, segments, self.dropout.active_p, self.scale)
+        y = F.scaled_dot_product_attention(
             q,
             k,
             v,
-            attn_mask=None if segments is None else segments.mask,
             dropout_p=self.dropout.active_p,
-            is_causal=segments is None,
+            is_causal=True,
             scale=self.scale,
             enable_gqa=k.shape[1] != q.shape[1],
         )  # [batch, heads, seq, size]
+        return y.transpose(1, 2)
 
     def extra_repr(self) -> str:
         q, kv = self.heads_here

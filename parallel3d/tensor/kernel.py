@@ -8,35 +8,34 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
 from parallel3d.tensor.attention import CausalAttention
+from parallel3d.tensor.documents import in_one_kernel
 
 
-def kernel_of(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> SDPBackend:
-    """The kernel that torch takes for this attention, on the device that the tensors are on.
+def kernel_of(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> SDPBackend:
+    """The kernel that torch takes for this causal attention, on the device of the tensors.
 
-    q [batch, heads, seq, size]; k, v with as many heads, or a divisor of it; mask [batch, 1, seq,
-    seq], or None for a causal one.
+    q [batch, heads, seq, size]; k, v with as many heads, or a divisor of it.
     """
     choice = torch._fused_sdp_choice(
-        q, k, v, mask, dropout, mask is None, scale=None, enable_gqa=k.shape[1] != q.shape[1]
+        q, k, v, None, dropout, True, scale=None, enable_gqa=k.shape[1] != q.shape[1]
     )
     return SDPBackend(choice)
 
 
-def in_words(kernel: SDPBackend, q: Tensor, mask: Tensor | None) -> str:
-    """What a run's log says of its attention: the kernel, or a warning that there is none."""
+def in_words(kernel: SDPBackend, q: Tensor, isolated: str = "") -> str:
+    """What a run's log says of its attention: the kernel, or a warning that there is none.
+
+    `isolated`: how documents that do not see each other are computed, if they are.
+    """
     if kernel != SDPBackend.MATH:
         name = kernel.name.lower().removesuffix("_attention").replace("_", " ")
-        return f"kernel  attention runs as {name}"
+        return f"kernel  attention runs as {name}{isolated and ', ' + isolated}"
     batch, heads, seq, _ = q.shape
     mib = batch * heads * seq * seq * 4 / 2**20
-    remedy = (
-        "parallel3d.data.isolate_documents = true needs a mask, for which there is none: use false"
-        if mask is not None
-        else "bf16, or an attention dropout of 0, may have one"
-    )
     return (
         "kernel  WARNING: no fused kernel of this device takes this attention, so each layer holds "
-        f"all scores, {mib:,.0f} MiB, several times over; {remedy}"
+        f"all scores, {mib:,.0f} MiB, several times over{isolated and ' (of documents: theirs)'}; "
+        "bf16, or an attention dropout of 0, may have one"
     )
 
 
@@ -62,5 +61,8 @@ def say_kernel(
     like = partial(torch.empty, dtype=dtype, device=device, requires_grad=True)
     q = like(batch, seq, q_heads, first.head_size).transpose(1, 2)
     k, v = (like(batch, seq, kv_heads, first.head_size).transpose(1, 2) for _ in range(2))
-    mask = torch.empty(batch, 1, seq, seq, dtype=torch.bool, device=device) if isolated else None
-    say(in_words(kernel_of(q, k, v, mask, first.dropout.p), q, mask))
+    dropout = first.dropout.p
+    if isolated and in_one_kernel(q, dropout):
+        say(in_words(SDPBackend.FLASH_ATTENTION, q, "all documents at once"))
+        return
+    say(in_words(kernel_of(q, k, v, dropout), q, "one document at a time" if isolated else ""))

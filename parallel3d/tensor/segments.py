@@ -7,22 +7,38 @@ from torch import Tensor
 
 
 class Segments(NamedTuple):
-    """Where each token stands in its document, and which tokens it may look at.
+    """Where the documents of some samples stand, laid one after the other.
 
-    `positions` [batch, seq] restart at each document; `mask` [batch, 1, seq, seq] is True where a
-    query (second last dim) sees a key: in its own document, not in the future.
+    `positions` [batch, seq] restart at each document. `bounds` (int32, [documents + 1]) is where
+    each one starts among the samples' tokens, and where the last one ends; `lengths` are the tokens
+    of each, which the host knows, too. A document ends with its sample.
     """
 
     positions: Tensor
-    mask: Tensor
+    bounds: Tensor
+    lengths: tuple[int, ...]
 
     @classmethod
     def of(cls, documents: Tensor) -> "Segments":
-        """The segments of samples whose tokens belong to `documents`, ordinals [batch, seq]."""
+        """The segments of samples whose tokens belong to `documents`, ordinals [batch, seq].
+
+        They are looked at on the host, and so is what is given.
+        """
+        documents = documents.cpu()
         seq = documents.shape[-1]
-        here = torch.arange(seq, device=documents.device)
+        here = torch.arange(seq)
         starts = torch.ones_like(documents, dtype=torch.bool)
         starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
         first = torch.where(starts, here, 0).cummax(-1).values  # where each document starts
-        same = documents.unsqueeze(-1) == documents.unsqueeze(-2)  # [batch, seq, seq]
-        return cls(here - first, same.tril().unsqueeze(1))
+        end = torch.tensor([documents.numel()])
+        bounds = torch.cat([starts.flatten().nonzero().squeeze(-1), end]).to(torch.int32)
+        return cls(here - first, bounds, tuple(bounds.diff().tolist()))
+
+    def on(self, device: torch.device) -> "Segments":
+        """The same with its tensors on a device, which copies them while the host goes on."""
+
+        def moved(tensor: Tensor) -> Tensor:
+            pinned = tensor.pin_memory() if device.type == "cuda" else tensor
+            return pinned.to(device, non_blocking=True)
+
+        return self._replace(positions=moved(self.positions), bounds=moved(self.bounds))

@@ -4,7 +4,7 @@ They lie where the device reads them by itself, once a step and while the host g
 """
 
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -18,17 +18,30 @@ from parallel3d.errors import DataError, RankError
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.pipeline.executor import Microbatch
 from parallel3d.schedule.schedule import Schedule
+from parallel3d.tensor.segments import Segments
 
-Evaluated = tuple[torch.Tensor, torch.Tensor | None]
 Made = TypeVar("Made")
+
+
+class _Step(NamedTuple):
+    """What a rank uses of a step, in host memory: int64 [microbatches, kinds, batch, seq].
+
+    `segments` are of each microbatch, where documents are isolated.
+    """
+
+    arrays: torch.Tensor
+    segments: tuple[Segments, ...] = ()
+
+
+Evaluated = tuple[_Step, torch.Tensor | None]
 
 
 class Feed:
     """The samples of a corpus, cut into microbatches for one dp coordinate.
 
-    A rank gets what its stages use: the first one tokens, the last one labels, each the documents
-    where they are kept apart. Threads build the `data.read_ahead` steps that follow; `close` ends
-    them. Raises RankError for samples that cannot be read.
+    A rank gets what its stages use: the first one tokens, the last one labels, each the segments
+    where documents are kept apart. Threads build the `data.read_ahead` steps that follow; `close`
+    ends them. Raises RankError for samples that cannot be read.
     """
 
     def __init__(self, config: RunConfig, mesh: Mesh, corpus: Corpus, schedule: Schedule) -> None:
@@ -38,9 +51,9 @@ class Feed:
         used = {
             "tokens": owners[0] == coord,
             "labels": owners[-1] == coord,
-            "documents": config.data.isolate_documents,
         }
         self._kinds = [name for name, is_used in used.items() if is_used]
+        self._isolates = config.data.isolate_documents
         training = Batches(corpus.train, length, config.train.seed)
         # Each its own: an evaluation does not let go of the steps that come after it.
         self._training = ReadAhead(partial(self._step, training))
@@ -63,8 +76,8 @@ class Feed:
         size = self._config.global_batch_size
         end = -(-samples.num_samples // size) * size  # every evaluation reads the same
         then = [(start + n) % end for n in self._further()]
-        arrays, documents = self._taken(self._evaluations[samples], start, then)
-        microbatches = self._cut(arrays)
+        step, documents = self._taken(self._evaluations[samples], start, then)
+        microbatches = self._cut(step)
         return microbatches, None if documents is None else self._on_device(documents)
 
     def close(self) -> None:
@@ -79,21 +92,21 @@ class Feed:
             i * self._config.global_batch_size for i in range(1, self._config.data.read_ahead + 1)
         ]
 
-    def _arrays(self, batches: Batches, start: int) -> np.ndarray:
-        """What this rank uses of a step: int64 [microbatches, kinds, batch, seq]."""
+    def _step(self, batches: Batches, start: int) -> _Step:
         config, size = self._config, self._config.micro_batch_size
         shape = config.num_microbatches, size, config.data.sequence_length
-        if not self._kinds:
-            return np.empty((shape[0], 0, *shape[1:]), dtype=np.int64)
+        nothing = np.empty((shape[0], 0, *shape[1:]), dtype=np.int64)
+        if not self._kinds and not self._isolates:
+            return _Step(self._readable(nothing))
         first, count = self._share(start)
         tokens, labels = batches.microbatch(first, count)
         arrays = {"tokens": tokens, "labels": labels}
-        if "documents" in self._kinds:
-            arrays["documents"] = documents_of(tokens, self._end_of_text)
-        return np.stack([arrays[kind].reshape(shape) for kind in self._kinds], axis=1)
-
-    def _step(self, batches: Batches, start: int) -> torch.Tensor:
-        return self._readable(self._arrays(batches, start))
+        used = [arrays[kind].reshape(shape) for kind in self._kinds]
+        step = _Step(self._readable(np.stack(used, axis=1) if used else nothing))
+        if self._isolates:
+            documents = torch.from_numpy(documents_of(tokens, self._end_of_text).reshape(shape))
+            step = step._replace(segments=tuple(map(Segments.of, documents)))
+        return step
 
     def _evaluated(self, samples: EvaluationSamples, start: int) -> Evaluated:
         step = self._step(samples.batches, start)
@@ -125,9 +138,13 @@ class Feed:
             size = self._config.global_batch_size
             raise RankError(f"{error} (among the {size:,} samples from {start:,} on)") from error
 
-    def _cut(self, step: torch.Tensor) -> list[Microbatch]:
-        kinds = self._on_device(step)
-        return [Microbatch(**dict(zip(self._kinds, m, strict=True))) for m in kinds]
+    def _cut(self, step: _Step) -> list[Microbatch]:
+        tensor, device = self._on_device(step.arrays), self._mesh.device
+        found = [Microbatch(**dict(zip(self._kinds, own, strict=True))) for own in tensor]
+        if step.segments:
+            moved = [s.on(device) for s in step.segments]
+            found = [m._replace(segments=s) for m, s in zip(found, moved, strict=True)]
+        return found
 
     def _readable(self, array: np.ndarray) -> torch.Tensor:
         """In memory that the device reads while the host goes on; in whatever thread."""

@@ -16,6 +16,7 @@ from parallel3d.engine.quirks.nvme import swapping_small_tensors
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.model.spec import tied_names
 from parallel3d.pipeline.executor import Microbatch
+from parallel3d.tensor.segments import Segments
 from parallel3d.train.assembly import Assembly, assemble
 from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.reference import SEED, Reference, batches, first_weights
@@ -170,13 +171,20 @@ def microbatches(
     share = config.micro_batch_size * config.num_microbatches
     start = share * mesh.coord("dp")
 
-    def cut(x: Tensor | None) -> list[Tensor | None]:
-        if x is None:
-            return [None] * config.num_microbatches
-        mine = x[start : start + share].to(mesh.device)
-        return list(mine.split(config.micro_batch_size))
+    def cut(x: Tensor) -> list[Tensor]:
+        return list(x[start : start + share].split(config.micro_batch_size))
 
-    return [Microbatch(*parts) for parts in zip(*map(cut, batch), strict=True)]
+    tokens, labels, documents = batch
+    found = [
+        Microbatch(mine.to(mesh.device), theirs.to(mesh.device))
+        for mine, theirs in zip(cut(tokens), cut(labels), strict=True)
+    ]
+    if documents is None:
+        return found
+    return [
+        microbatch._replace(segments=Segments.of(own).on(mesh.device))
+        for microbatch, own in zip(found, cut(documents), strict=True)
+    ]
 
 
 def weight_errors(parts: Assembly, config: RunConfig, reference: Reference) -> dict[str, float]:

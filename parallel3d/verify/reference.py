@@ -18,7 +18,6 @@ from parallel3d.model.parametrization import Scales
 from parallel3d.model.spec import named_params
 from parallel3d.tensor.cut import Cut
 from parallel3d.tensor.initialise import fill
-from parallel3d.tensor.segments import Segments
 from parallel3d.verify.course import Course
 
 SEED = 0
@@ -194,7 +193,10 @@ def _isolation(documents: Tensor | None) -> dict[str, Tensor]:
     """What keeps transformers from looking into another document: positions and a 4-D mask."""
     if documents is None:
         return {}
-    positions, mask = Segments.of(documents)
+    # What stands before a token in its document: by comparing all pairs, as no kernel of ours does.
+    mask = (documents.unsqueeze(-1) == documents.unsqueeze(-2)).tril()  # [batch, seq, seq]
+    positions = mask.sum(-1) - 1
+    mask = mask.unsqueeze(1)
     lowest = torch.finfo(torch.float64).min
     return {
         "position_ids": positions,

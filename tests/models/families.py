@@ -12,6 +12,7 @@ from parallel3d.mesh.mesh import Mesh
 from parallel3d.model.spec import Shape, named_params
 from parallel3d.pipeline.stages import build_stages
 from parallel3d.schedule.schedules import make_schedule
+from parallel3d.tensor.segments import Segments
 from parallel3d.verify.local_ranks import run_locally
 
 WORLD = 4
@@ -97,7 +98,8 @@ def computed(config, tp, sequence_parallel=False, documents=None, seq=16):
     built, mesh = build(config, tp, seq, sequence_parallel)
     logits = Logits(built.module)
     tokens, labels = batch_of(config, seq)
-    loss = built.module(0, tokens, labels, documents)
+    segments = None if documents is None else Segments.of(documents)
+    loss = built.module(0, tokens, labels, segments)
     loss.backward()
     gradients = []
     for h in built.held:

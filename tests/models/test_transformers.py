@@ -177,7 +177,7 @@ def moved(config, tp, sequence_parallel):
     for document in (0, 1):
         built, _ = build(config, tp, SEQ, sequence_parallel)
         logits, (tokens, labels) = Logits(built.module), batch_of(config, SEQ)
-        built.module(0, tokens, labels, DOCUMENTS)
+        built.module(0, tokens, labels, Segments.of(DOCUMENTS))
         before = logits.value
         first = DOCUMENTS.eq(document).int().argmax(-1, keepdim=True)
         other = tokens.scatter(1, first, (tokens.gather(1, first) + 1) % config.vocab_size)

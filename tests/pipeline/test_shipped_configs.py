@@ -23,6 +23,7 @@ from parallel3d.pipeline.stages import build_stages
 from parallel3d.reader import CONFIGS
 from parallel3d.schedule.schedules import make_schedule
 from parallel3d.tensor.cut import even_split
+from parallel3d.tensor.segments import Segments
 
 pytestmark = pytest.mark.gloo
 
@@ -157,9 +158,12 @@ def run_forward(built, config, shape):
         with torch.device("meta"):
             tokens = torch.zeros(shape.batch, shape.seq, dtype=torch.int64)
             x = tokens if stage == 0 else torch.zeros(hidden, requires_grad=True)
-            documents = torch.zeros_like(tokens) if config.data.isolate_documents else None
+        segments = None
+        if config.data.isolate_documents:
+            one_each = torch.zeros(shape.batch, shape.seq, dtype=torch.int64)
+            segments = Segments.of(one_each).on(tokens.device)
         labels = tokens if stage == last else None
-        output = built.module(stage, x, labels, documents)
+        output = built.module(stage, x, labels, segments)
         assert tuple(output.shape) == (() if stage == last else hidden)
         output.sum().backward()
     assert all(held.parameter.grad is not None for held in built.held)

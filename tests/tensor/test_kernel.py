@@ -60,22 +60,21 @@ def test_it_is_the_one_that_runs_and_is_said_once(context):
         assert not any("attention" in name for name in asked.names)  # before anything is computed
         with Operators() as ran:
             attention(q, k, v, segments)
-        mask = None if segments is None else segments.mask
-        kernel = kernel_of(q, k, v, mask, dropout)
+        kernel = kernel_of(q, k, v, dropout)
         fused = any("flash_attention" in name for name in ran.names)
         assert kernel == (SDPBackend.FLASH_ATTENTION if fused else SDPBackend.MATH)
-        assert said == [in_words(kernel, q, mask)]
+        how = "one document at a time" if isolated else ""
+        assert said == [in_words(kernel, q, how)]
         seen.add((kernel, dropout))
     assert seen == {(SDPBackend.FLASH_ATTENTION, 0.0), (SDPBackend.MATH, 0.1)}
 
 
 def test_a_warning_says_how_much_and_what_to_change():
     q = torch.empty(1, 16, 8192, 128, device="meta")
-    mask = torch.empty(1, 1, 8192, 8192, device="meta")
-    masked = in_words(SDPBackend.MATH, q, mask)
-    assert "4,096 MiB" in masked and "isolate_documents" in masked  # 16 heads x 8192^2 x 4 bytes
-    assert "isolate" not in in_words(SDPBackend.MATH, q, None)
-    assert "WARNING" not in in_words(SDPBackend.CUDNN_ATTENTION, q, mask)
+    whole = in_words(SDPBackend.MATH, q)
+    assert "4,096 MiB" in whole and "bf16" in whole  # 16 heads x 8192^2 x 4 bytes
+    assert "of documents" in in_words(SDPBackend.MATH, q, "one document at a time")
+    assert "WARNING" not in in_words(SDPBackend.CUDNN_ATTENTION, q)
 
 
 def test_nothing_is_said_where_a_rank_has_no_attention(context):

@@ -1,11 +1,15 @@
-"""Documents that share a sample: positions restart, and nothing crosses."""
+"""Documents that share a sample: positions restart, nothing crosses, and no mask is made."""
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from parallel3d.tensor import documents as documents_module
+from parallel3d.tensor.documents import attend_documents
 from parallel3d.tensor.segments import Segments
+from tests.counting import Counting
 
 pytestmark = pytest.mark.gloo
 
@@ -20,10 +24,85 @@ def test_segments_by_a_slow_loop(ends):
             ordinals.append(current)
             current += end
         documents.append(ordinals)
-    positions, mask = Segments.of(torch.tensor(documents))
-    assert mask.shape == (len(documents), 1, 9, 9)
+    positions, bounds, lengths = Segments.of(torch.tensor(documents))
+    expected = [row.count(document) for row in documents for document in sorted({*row})]
+    assert lengths == tuple(expected)
+    assert bounds.dtype == torch.int32
+    assert bounds.tolist() == [sum(expected[:n]) for n in range(len(expected) + 1)]
     for b, row in enumerate(documents):
         for query, document in enumerate(row):
             assert positions[b, query] == query - row.index(document)
-            for key, other in enumerate(row):
-                assert mask[b, 0, query, key] == (key <= query and other == document)
+
+
+def with_a_mask(q, k, v, documents):
+    """By a dense mask, every pair compared, and keys and values expanded."""
+    same = documents.unsqueeze(-1) == documents.unsqueeze(-2)
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+    mask = same.tril().unsqueeze(1)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
+
+
+DOCUMENTS = torch.tensor([[0] * 5 + [1] + [2] * 18, [0] * 24])
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_it_is_attention_with_a_mask(kv_heads):
+    torch.manual_seed(0)
+    like = {"dtype": torch.float64, "requires_grad": True}
+    q, k, v = (torch.randn(2, heads, 24, 8, **like) for heads in (4, kv_heads, kv_heads))
+    grad = torch.randn(2, 24, 4, 8, dtype=torch.float64)
+    found = attend_documents(q, k, v, Segments.of(DOCUMENTS), 0.0)
+    expected = with_a_mask(q, k, v, DOCUMENTS)
+    torch.testing.assert_close(found, expected)
+    for got, want in zip(
+        torch.autograd.grad(found, (q, k, v), grad),
+        torch.autograd.grad(expected, (q, k, v), grad),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, want)
+
+
+def test_a_document_more_is_seen():
+    """What compares is told of a boundary that moved by one."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 4, 24, 8)
+    moved = DOCUMENTS.roll(1, dims=-1)
+    moved[:, 0] = 0
+    found = attend_documents(q, k, v, Segments.of(moved), 0.0)
+    assert (found - with_a_mask(q, k, v, DOCUMENTS)).abs().max() > 0.1
+
+
+def test_documents_take_no_square_of_the_sequence():
+    """Forward and backward of 16 documents of 128 tokens: fewer bytes than one mask of booleans."""
+    seq, heads, size = 2048, 2, 16
+    documents = torch.arange(seq).div(128).long().unsqueeze(0)
+    q, k, v = (torch.randn(1, heads, seq, size, requires_grad=True) for _ in range(3))
+    with Counting() as counting:
+        segments = Segments.of(documents)
+        attend_documents(q, k, v, segments, 0.0).sum().backward()
+    result = q.numel() * 4
+    assert counting.peak < 10 * result < seq * seq
+    with Counting() as counting:
+        with_a_mask(q, k, v, documents).sum().backward()
+    assert counting.peak > seq * seq
+
+
+def test_torchs_kernel_is_given_what_it_asks_for(monkeypatch):
+    """Its own shapes, by its stand-in for tensors without memory; keys and values not expanded."""
+    monkeypatch.setattr(documents_module, "in_one_kernel", lambda q, dropout: True)
+    like = {"dtype": torch.bfloat16, "device": "meta", "requires_grad": True}
+    q, k, v = (torch.empty(2, 24, heads, 8, **like).transpose(1, 2) for heads in (4, 2, 2))
+    segments = Segments.of(DOCUMENTS).on(torch.device("meta"))
+    with Counting(meta=True) as counting:
+        y = attend_documents(q, k, v, segments, 0.0)
+        kept = counting.bytes
+        y.backward(torch.empty_like(y))
+    assert y.shape == (2, 24, 4, 8)
+    statistics = 4 * 4 * 48  # a logsumexp of each head and token
+    generator = 16  # of no dropout
+    assert kept == 2 * sum(t.numel() for t in (q, k, v, y)) + statistics + generator
+    assert documents_module._kernel() is not None  # of this torch
+
+
+def test_half_precision_on_a_gpu_alone_takes_that_kernel():
+    assert not documents_module.in_one_kernel(torch.empty(8, 2, 64, dtype=torch.bfloat16), 0.0)

@@ -17,6 +17,7 @@ from parallel3d.data.foreign.blocks import SET_BYTES
 from parallel3d.data.prepare import prepare
 from parallel3d.errors import DataError, RankError
 from parallel3d.schedule.schedules import make_schedule
+from parallel3d.tensor.segments import Segments
 from parallel3d.train.feed import Feed
 from tests.data.foreign import writers
 from tests.data.foreign.slow import SlowFiles
@@ -104,7 +105,7 @@ def test_each_rank_has_what_its_stages_use(
                 mine = slice(2 * m, 2 * m + 2)
                 assert (found.tokens is not None) == (coord == first)
                 assert (found.labels is not None) == (coord == last)
-                assert (found.documents is not None) == isolate
+                assert (found.segments is not None) == isolate
                 if found.tokens is not None:
                     assert found.tokens.tolist() == tokens[mine].tolist()
                 if found.labels is not None:
@@ -112,7 +113,9 @@ def test_each_rank_has_what_its_stages_use(
                 if isolate:
                     ends = np.cumsum(tokens[mine] == END, axis=1)
                     by_hand = np.hstack([np.zeros((2, 1), int), ends[:, :-1]])
-                    assert found.documents.tolist() == by_hand.tolist()
+                    expected = Segments.of(torch.from_numpy(by_hand))
+                    assert found.segments.lengths == expected.lengths
+                    assert found.segments.positions.tolist() == expected.positions.tolist()
 
 
 def test_ranks_between_the_first_and_the_last_read_nothing(corpus, closed, monkeypatch):

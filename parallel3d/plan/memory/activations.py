@@ -69,7 +69,8 @@ def stage(
     for kind in set(part.kinds):
         cost = cost_of(model, kind, shape, tp, sequence_parallel, recompute)
         held = (cost.saved, cost.working, cost.resident)
-        kept[kind] = tuple(k.bytes(element, classic, not on_cpu) for k in held)
+        num_bytes = [k.bytes(element, classic, not on_cpu) for k in held]
+        kept[kind] = *num_bytes, bool(cost.recomputed.matmuls)
     freed = freed_logits = summed = 0
     if not part.ends:
         freed = hidden  # the executor keeps each stage's output, to go backward from it
@@ -79,12 +80,14 @@ def stage(
     moments: list[Backward] = []
     produced: list[int] = []
     for kind in reversed(part.kinds):
-        saved, working, _ = kept[kind]
+        saved, working, _, computes_again = kept[kind]
         largest = largest_param(model, kind, tp)
         summed += params(model, kind, tp)
         logits = working if part.ends and not produced else -freed_logits
-        # A gradient comes out of autograd in the training type and is added up in `gradient`.
-        fresh = working + (element * largest if narrow else 0)
+        # A gradient comes out of autograd in the training type and is added up in `gradient`; the
+        # head's comes as it is added up where its logits are computed again, part by part.
+        in_parts = part.ends and not produced and computes_again
+        fresh = working + (element * largest if narrow and not in_parts else 0)
         firsts.append(Backward(freed, fresh, logits, gradient * summed))
         laters.append(Backward(freed, fresh + gradient * largest, logits, 0))
         moments.append(Backward(freed, working, logits, 0))
@@ -92,7 +95,7 @@ def stage(
         if part.ends and len(produced) == 1:
             freed_logits = saved
         freed += saved
-    saved, working, _ = kept[part.kinds[-1]]
+    saved, working, *_ = kept[part.kinds[-1]]
     return Stage(
         freed,
         saved if part.ends else 0,
