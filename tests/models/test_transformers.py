@@ -181,7 +181,7 @@ def moved(config, tp, sequence_parallel):
         before = logits.value
         first = DOCUMENTS.eq(document).int().argmax(-1, keepdim=True)
         other = tokens.scatter(1, first, (tokens.gather(1, first) + 1) % config.vocab_size)
-        built.module(0, other, labels, DOCUMENTS)
+        built.module(0, other, labels, Segments.of(DOCUMENTS))
         found.append((logits.value - before).abs().amax(-1))
     return found
 
