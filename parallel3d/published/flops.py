@@ -5,7 +5,7 @@ from functools import lru_cache
 from parallel3d.errors import ConfigError
 from parallel3d.hardware import Hardware
 from parallel3d.model.spec import Shape
-from parallel3d.plan.layers.placement import Model, cost_of, model_of
+from parallel3d.plan.layers.placement import LayerKinds, cost_of, model_of
 from parallel3d.plan.setting import Precision, Setting
 
 
@@ -51,7 +51,7 @@ def num_params(setting: Setting) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _num_params(model: Model) -> int:
+def _num_params(model: LayerKinds) -> int:
     return sum(layer.num_params for layer in model.layers)
 
 

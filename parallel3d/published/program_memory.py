@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from parallel3d.hardware import Hardware
 from parallel3d.model.spec import STATE_BYTES, Kept, LayerCost, Shape
-from parallel3d.plan.layers.placement import Model, cost_of, in_flight, model_of, stages_on
+from parallel3d.plan.layers.placement import LayerKinds, cost_of, in_flight, model_of, stages_on
 from parallel3d.plan.memory.margin import margin
 from parallel3d.plan.setting import Setting
 
@@ -79,7 +79,7 @@ class _Pass(NamedTuple):
     logits: int
 
 
-def _pass(setting: Setting, model: Model, layers: range) -> _Pass:
+def _pass(setting: Setting, model: LayerKinds, layers: range) -> _Pass:
     shape = Shape(setting.shape.batch, -(-setting.shape.seq // setting.cp))
     element, classic = setting.bytes_per_element, setting.software.attention == "classic"
     saved = working = logits = 0
@@ -107,7 +107,7 @@ def _kept_products(setting: Setting, cost: LayerCost) -> Kept:
     return Kept(round((1 - setting.recomputed_share) * results) + attended)
 
 
-def _states(setting: Setting, holds: Holds, model: Model, layers: tuple[int, ...]) -> Parts:
+def _states(setting: Setting, holds: Holds, model: LayerKinds, layers: tuple[int, ...]) -> Parts:
     sizes = [_elements(model, kind, setting.tp) for kind in layers]
     elements, shards = sum(sizes), setting.dp * setting.cp
     first, last = model.kind_of[0], model.kind_of[-1]
@@ -146,7 +146,7 @@ def _states(setting: Setting, holds: Holds, model: Model, layers: tuple[int, ...
 
 
 @lru_cache(maxsize=4096)
-def stages_of(model: Model, num_stages: int, placement: str, seq: int) -> tuple[range, ...]:
+def stages_of(model: LayerKinds, num_stages: int, placement: str, seq: int) -> tuple[range, ...]:
     """The layers of each stage as the program places them.
 
     "equal": equally many blocks, earlier stages one more where they do not divide, as Megatron-LM,
@@ -171,13 +171,13 @@ def stages_of(model: Model, num_stages: int, placement: str, seq: int) -> tuple[
 
 
 @lru_cache(maxsize=4096)
-def _elements(model: Model, kind: int, tp: int) -> int:
+def _elements(model: LayerKinds, kind: int, tp: int) -> int:
     """Parameters of a layer on one tp rank."""
     params = model.kinds[kind].params
     return sum(p.elements(tp) for p in params)
 
 
-def _tied(model: Model, kind: int, tp: int) -> int:
+def _tied(model: LayerKinds, kind: int, tp: int) -> int:
     """Those of a layer's parameters that it shares, and so are there once."""
     names = {name for name, _ in model.kinds[kind].tied}
     return sum(p.elements(tp) for p in model.kinds[kind].params if p.name in names)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import lru_cache
 
-from parallel3d.plan.layers.placement import Model, model_of, stages_of, stages_on
+from parallel3d.plan.layers.placement import LayerKinds, model_of, stages_of, stages_on
 from parallel3d.plan.setting import Setting
 
 Counts = tuple[int, ...]  # of each class or kind, how many
@@ -35,7 +35,7 @@ class Layout:
     successor.
     """
 
-    model: Model
+    model: LayerKinds
     stages: tuple[Counts, ...]
     class_of: tuple[int, ...]
     homes: tuple[tuple[int, ...], ...]
@@ -62,13 +62,15 @@ def layout_of(setting: Setting) -> Layout:
 
 
 @lru_cache(maxsize=4096)
-def _layout(model: Model, seq: int, schedule: str, pp: int, stages_per_rank: int) -> Layout:
+def _layout(model: LayerKinds, seq: int, schedule: str, pp: int, stages_per_rank: int) -> Layout:
     cuts = stages_of(model, pp * stages_per_rank, seq)
     return _placed(model, cuts, stages_on(schedule, pp, stages_per_rank))
 
 
 @lru_cache(maxsize=4096)
-def _placed(model: Model, cuts: tuple[range, ...], homes: tuple[tuple[int, ...], ...]) -> Layout:
+def _placed(
+    model: LayerKinds, cuts: tuple[range, ...], homes: tuple[tuple[int, ...], ...]
+) -> Layout:
     kinds = range(len(model.kinds))
     held = [tuple([model.kind_of[i] for i in layers].count(k) for k in kinds) for layers in cuts]
     stages = tuple(dict.fromkeys(held))

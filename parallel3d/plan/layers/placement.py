@@ -16,7 +16,7 @@ from parallel3d.schedule.schedules import load
 
 
 @dataclass(eq=False)
-class Model:
+class LayerKinds:
     """A model's layers, sorted into the few kinds that differ by their name alone.
 
     `kind_of` [layers]: each layer's kind. `kinds`: one layer of each.
@@ -27,10 +27,10 @@ class Model:
     kinds: tuple[LayerSpec, ...]
 
 
-_models: dict[int, Model] = {}
+_models: dict[int, LayerKinds] = {}
 
 
-def model_of(layers: tuple[LayerSpec, ...]) -> Model:
+def model_of(layers: tuple[LayerSpec, ...]) -> LayerKinds:
     """A model's layers sorted into kinds; one object for each tuple of layers."""
     model = _models.get(id(layers))
     if model is None:
@@ -38,7 +38,7 @@ def model_of(layers: tuple[LayerSpec, ...]) -> Model:
         kind_of = tuple(seen.setdefault(_kind(layer), len(seen)) for layer in layers)
         kinds = tuple(layers[kind_of.index(k)] for k in range(len(seen)))
         # It holds on to the tuple, so that its id is not given to another.
-        model = _models[id(layers)] = Model(layers, kind_of, kinds)
+        model = _models[id(layers)] = LayerKinds(layers, kind_of, kinds)
     return model
 
 
@@ -47,40 +47,40 @@ def _kind(layer: LayerSpec) -> tuple[Any, ...]:
 
 
 @lru_cache(maxsize=4096)
-def stages_of(model: Model, num_stages: int, seq: int) -> tuple[range, ...]:
+def stages_of(model: LayerKinds, num_stages: int, seq: int) -> tuple[range, ...]:
     """The layers of each stage, cut as pipeline/stages.py cuts them."""
     shape = Shape(1, seq)  # every cost is proportional to the batch, so it moves no boundary
     costs = [float(cost_of(model, k, shape).forward_flops) for k in range(len(model.kinds))]
     return partition([costs[k] for k in model.kind_of], num_stages)
 
 
-class Part:
+class StageLayers:
     """The layers of one stage, counted by kind; stages of one model that are alike share an object.
 
     `ends`: whether the stage's last layer is the model's last.
     """
 
-    def __init__(self, model: Model, kinds: tuple[int, ...], ends: bool) -> None:
+    def __init__(self, model: LayerKinds, kinds: tuple[int, ...], ends: bool) -> None:
         self.model, self.kinds, self.ends = model, kinds, ends
 
 
-_parts: dict[tuple[int, tuple[int, ...], bool], Part] = {}
+_parts: dict[tuple[int, tuple[int, ...], bool], StageLayers] = {}
 
 
 @lru_cache(maxsize=4096)
-def parts_of(model: Model, num_stages: int, seq: int) -> tuple[Part, ...]:
+def parts_of(model: LayerKinds, num_stages: int, seq: int) -> tuple[StageLayers, ...]:
     """The layers of each stage, counted by kind."""
     found = []
     for layers in stages_of(model, num_stages, seq):
         kinds, ends = model.kind_of[layers.start : layers.stop], layers.stop == len(model.layers)
         key = id(model), kinds, ends
-        found.append(_parts.setdefault(key, Part(model, kinds, ends)))
+        found.append(_parts.setdefault(key, StageLayers(model, kinds, ends)))
     return tuple(found)
 
 
 @lru_cache(maxsize=65536)
 def cost_of(
-    model: Model,
+    model: LayerKinds,
     kind: int,
     shape: Shape,
     tp: int = 1,

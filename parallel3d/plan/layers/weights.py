@@ -4,7 +4,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from parallel3d.plan.layers.layout import Counts
-from parallel3d.plan.layers.placement import Model
+from parallel3d.plan.layers.placement import LayerKinds
 
 
 class Weights(NamedTuple):
@@ -25,7 +25,7 @@ class Weights(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _of_kind(
-    model: Model, kind: int, tp: int, sequence_parallel: bool, persistence: int
+    model: LayerKinds, kind: int, tp: int, sequence_parallel: bool, persistence: int
 ) -> Weights:
     """The weights that one tensor-parallel rank holds of one layer of a kind."""
     total = Weights()
@@ -38,7 +38,7 @@ def _of_kind(
 
 
 def weights_of(
-    model: Model, held: Counts, tp: int, sequence_parallel: bool, persistence: int
+    model: LayerKinds, held: Counts, tp: int, sequence_parallel: bool, persistence: int
 ) -> tuple[tuple[int, Weights], ...]:
     """For each kind of layer: how many layers, and the weights of one on a tensor-parallel rank.
 
@@ -57,7 +57,7 @@ def weights_of(
 
 
 @lru_cache(maxsize=4096)
-def _tied_kind(model: Model, kind: int) -> int | None:
+def _tied_kind(model: LayerKinds, kind: int) -> int | None:
     """The kind of the layer that holds the original of this kind's tied weight, or None."""
     for _, original in model.kinds[kind].tied:
         for layer, k in zip(model.layers, model.kind_of, strict=True):
@@ -67,14 +67,14 @@ def _tied_kind(model: Model, kind: int) -> int | None:
 
 
 @lru_cache(maxsize=4096)
-def _copies(model: Model, kind: int, tp: int) -> float:
+def _copies(model: LayerKinds, kind: int, tp: int) -> float:
     """Elements, on one tensor-parallel rank, of a kind's weights that copy another layer's."""
     layer = model.kinds[kind]
     copies = {name for name, _ in layer.tied}
     return sum(p.elements(tp) for p in layer.params if p.name in copies)
 
 
-def tied_elsewhere(model: Model, held: Counts, tp: int) -> float:
+def tied_elsewhere(model: LayerKinds, held: Counts, tp: int) -> float:
     """Elements of these layers' tied weights whose other copy lies in other layers."""
     for kind in range(len(held)):
         original = _tied_kind(model, kind)

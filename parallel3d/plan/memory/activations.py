@@ -4,53 +4,53 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from parallel3d.model.spec import Recompute, Shape
-from parallel3d.plan.layers.placement import Model, Part, cost_of
+from parallel3d.plan.layers.placement import LayerKinds, StageLayers, cost_of
 
 
-class Backward(NamedTuple):
+class BackwardMoment(NamedTuple):
     """Bytes at one moment of a backward pass, relative to the moment it begins.
 
-    `freed`: bytes of activations already freed. `working`: bytes of the temporaries of the layer at
-    work. `logits`: bytes that the model's last layer holds more or less. `gradients`: bytes of the
+    `freed_bytes`: of activations already freed. `working_bytes`: of the temporaries of the layer at
+    work. `logits_bytes`: held by the model's last layer, more or less. `gradients_bytes`: of the
     gradients that exist by then.
     """
 
-    freed: int
-    working: int
-    logits: int
-    gradients: int
+    freed_bytes: int
+    working_bytes: int
+    logits_bytes: int
+    gradients_bytes: int
 
     @property
     def total(self) -> int:
         """Bytes beyond the activations that were saved when the backward began."""
-        return self.working + self.gradients - self.freed
+        return self.working_bytes + self.gradients_bytes - self.freed_bytes
 
 
-class Stage(NamedTuple):
+class StageActivations(NamedTuple):
     """Bytes of one stage's activations on one tensor-parallel rank, and its fullest moments.
 
-    `saved`: bytes that one microbatch leaves in flight; `logits`: the part of them in the model's
-    last layer. `resident`: bytes present at any time. `hidden`: bytes passed between stages.
+    `saved_bytes`: left in flight by one microbatch; `logits_bytes`: the part of them in the model's
+    last layer. `resident_bytes`: present at any time. `hidden_bytes`: passed between stages.
     `first`: the fullest moment of a step's first backward, in which gradients come into being;
     `later`: of all other backwards, gradients left out; `ending`: of the end of a forward.
     `produced` and `backwards`, layer by layer from the last: the elements whose gradients exist
     after the layer's backward, and that moment.
     """
 
-    saved: int
-    logits: int
-    resident: int
-    hidden: int
-    first: Backward
-    later: Backward
-    ending: Backward
+    saved_bytes: int
+    logits_bytes: int
+    resident_bytes: int
+    hidden_bytes: int
+    first: BackwardMoment
+    later: BackwardMoment
+    ending: BackwardMoment
     produced: tuple[int, ...]
-    backwards: tuple[Backward, ...]
+    backwards: tuple[BackwardMoment, ...]
 
 
 @lru_cache(maxsize=65536)
 def stage(
-    part: Part,
+    part: StageLayers,
     batch: int,
     seq: int,
     tp: int,
@@ -61,7 +61,7 @@ def stage(
     gradient: int,
     classic: bool,
     on_cpu: bool,
-) -> Stage:
+) -> StageActivations:
     """Bytes of a stage's activations; a number has `element` bytes, a gradient `gradient`."""
     model, shape = part.model, Shape(batch, seq)
     hidden = shape.tokens * hidden_size * element // (tp if sequence_parallel else 1)
@@ -75,9 +75,9 @@ def stage(
     if not part.ends:
         freed = hidden  # the executor keeps each stage's output, to go backward from it
     narrow = element < gradient
-    firsts: list[Backward] = []
-    laters: list[Backward] = []
-    moments: list[Backward] = []
+    firsts: list[BackwardMoment] = []
+    laters: list[BackwardMoment] = []
+    moments: list[BackwardMoment] = []
     produced: list[int] = []
     for kind in reversed(part.kinds):
         saved, working, _, computes_again = kept[kind]
@@ -88,51 +88,51 @@ def stage(
         # head's comes as it is added up where its logits are computed again, part by part.
         in_parts = part.ends and not produced and computes_again
         fresh = working + (element * largest if narrow and not in_parts else 0)
-        firsts.append(Backward(freed, fresh, logits, gradient * summed))
-        laters.append(Backward(freed, fresh + gradient * largest, logits, 0))
-        moments.append(Backward(freed, working, logits, 0))
+        firsts.append(BackwardMoment(freed, fresh, logits, gradient * summed))
+        laters.append(BackwardMoment(freed, fresh + gradient * largest, logits, 0))
+        moments.append(BackwardMoment(freed, working, logits, 0))
         produced.append(summed)
         if part.ends and len(produced) == 1:
             freed_logits = saved
         freed += saved
     saved, working, *_ = kept[part.kinds[-1]]
-    return Stage(
+    return StageActivations(
         freed,
         saved if part.ends else 0,
         sum(kept[kind][2] for kind in part.kinds),
         hidden,
         max(firsts, key=_total),
         max(laters, key=_total),
-        Backward(0, working, working if part.ends else 0, 0),
+        BackwardMoment(0, working, working if part.ends else 0, 0),
         tuple(produced),
         tuple(moments),
     )
 
 
-def _total(moment: Backward) -> int:
+def _total(moment: BackwardMoment) -> int:
     return moment.total
 
 
 @lru_cache(maxsize=4096)
-def params(model: Model, kind: int, tp: int) -> int:
+def params(model: LayerKinds, kind: int, tp: int) -> int:
     """Parameters of a layer of a kind, on the tensor-parallel rank that holds most of them."""
     return sum(_sizes(model, kind, tp))
 
 
 @lru_cache(maxsize=4096)
-def largest_param(model: Model, kind: int, tp: int) -> int:
+def largest_param(model: LayerKinds, kind: int, tp: int) -> int:
     """Elements of the largest parameter in a layer of a kind."""
     return max(_sizes(model, kind, tp), default=0)
 
 
 @lru_cache(maxsize=4096)
-def small_params(model: Model, kind: int, tp: int, threshold: int) -> int:
+def small_params(model: LayerKinds, kind: int, tp: int, threshold: int) -> int:
     """Elements in the parameters, of a layer of a kind, smaller than `threshold` elements."""
     return sum(n for n in _sizes(model, kind, tp) if n < threshold)
 
 
 @lru_cache(maxsize=4096)
-def copied_params(model: Model, kind: int, tp: int, threshold: int) -> int:
+def copied_params(model: LayerKinds, kind: int, tp: int, threshold: int) -> int:
     """Elements copied out of the common gather buffer when a layer of a kind is gathered.
 
     These are the parameters of `threshold` elements or more, if there are several; one alone is
@@ -143,7 +143,7 @@ def copied_params(model: Model, kind: int, tp: int, threshold: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def largest_module(model: Model, kind: int, tp: int) -> int:
+def largest_module(model: LayerKinds, kind: int, tp: int) -> int:
     """Elements that ZeRO-3 holds at most to gather one module in a layer of a kind.
 
     A module's parameters are gathered into one buffer and copied out of it; a single parameter is
@@ -156,5 +156,5 @@ def largest_module(model: Model, kind: int, tp: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _sizes(model: Model, kind: int, tp: int) -> tuple[int, ...]:
+def _sizes(model: LayerKinds, kind: int, tp: int) -> tuple[int, ...]:
     return tuple(spec.elements(tp) for spec in model.kinds[kind].params)

@@ -4,13 +4,13 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from parallel3d.plan.layers.windows import Held, Windows
-from parallel3d.plan.memory.states import Sizes
+from parallel3d.plan.memory.states import WeightSizes
 from parallel3d.plan.setting import Setting
 
-SizesOf = Callable[[Held], Sizes]  # of some of a coordinate's stages, by place
+SizesOf = Callable[[Held], WeightSizes]  # of some of a coordinate's stages, by place
 
 
-class Gathered(NamedTuple):
+class GatheredBytes(NamedTuple):
     """Bytes of gathered weights at the moments of a stage's step.
 
     `forward` and `backward`: during them; `beginning`: as a forward begins; `reducing`: after the
@@ -23,7 +23,7 @@ class Gathered(NamedTuple):
     reducing: int = 0
 
 
-def gathered(setting: Setting, s: Sizes, in_flight: int, on_cpu: bool) -> Gathered:
+def gathered(setting: Setting, s: WeightSizes, in_flight: int, on_cpu: bool) -> GatheredBytes:
     """Bytes that DeepSpeed's hooks gather on a coordinate with `in_flight` microbatches in flight.
 
     DeepSpeed records a trace of a microbatch and prefetches along it. The trace is complete from
@@ -32,7 +32,7 @@ def gathered(setting: Setting, s: Sizes, in_flight: int, on_cpu: bool) -> Gather
     backwards.
     """
     if not _gathers(setting, on_cpu):
-        return Gathered(0, 0, 0)
+        return GatheredBytes(0, 0, 0)
     element, buffers = setting.bytes_per_element, setting.buffers
     module, small = s.module * element, s.small * element
     one = module + small
@@ -42,17 +42,19 @@ def gathered(setting: Setting, s: Sizes, in_flight: int, on_cpu: bool) -> Gather
     if not ahead:
         again = min(s.params, buffers.stage3_max_reuse_distance // 2) * element if in_turn else 0
         most = min(one + again, s.params * element + module)
-        return Gathered(most, most if in_turn else module, most)
+        return GatheredBytes(most, most if in_turn else module, most)
     if not in_turn and in_flight < 2:
-        return Gathered(one, module, one)
+        return GatheredBytes(one, module, one)
     live = min(s.params, max(buffers.stage3_max_live_parameters, s.module)) * element
     forward = max(min(one, s.params * element), live)
     # What is fetched ahead comes in one buffer and is copied out of it.
     copied = min(s.params - s.small, ahead + s.largest) * element
-    return Gathered(forward, forward if in_turn else module, forward + copied)
+    return GatheredBytes(forward, forward if in_turn else module, forward + copied)
 
 
-def held_of(setting: Setting, windows: Windows, sizes_of: SizesOf, on_cpu: bool) -> list[Gathered]:
+def held_of(
+    setting: Setting, windows: Windows, sizes_of: SizesOf, on_cpu: bool
+) -> list[GatheredBytes]:
     """Bytes of gathered weights during each stage's passes, where the program gathers them."""
     total = _Total(setting, sizes_of, on_cpu)
 
@@ -62,7 +64,7 @@ def held_of(setting: Setting, windows: Windows, sizes_of: SizesOf, on_cpu: bool)
     found = []
     for place, (there, back) in enumerate(zip(windows.forward, windows.backward, strict=True)):
         others = {tuple(p for p in places if p != place) for places in back}
-        found.append(Gathered(most(there), most(back), most(there), most(others)))
+        found.append(GatheredBytes(most(there), most(back), most(there), most(others)))
     return found
 
 

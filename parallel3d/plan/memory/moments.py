@@ -11,9 +11,9 @@ from operator import mul
 
 from parallel3d.plan.layers.placement import Counts, in_flight, model_of, stages_of
 from parallel3d.plan.layers.windows import Gradients, Held, gradients, windows
-from parallel3d.plan.memory.activations import Backward, Stage
-from parallel3d.plan.memory.gathered import Gathered, arriving, gathered, held_of
-from parallel3d.plan.memory.states import Sizes, States, sizes, states
+from parallel3d.plan.memory.activations import BackwardMoment, StageActivations
+from parallel3d.plan.memory.gathered import GatheredBytes, arriving, gathered, held_of
+from parallel3d.plan.memory.states import StateBytes, WeightSizes, sizes, states
 from parallel3d.plan.setting import Setting
 
 _TOKEN = 16  # bytes of a token and its label, int64
@@ -22,7 +22,7 @@ Moment = tuple[int, int, int, int, int]
 
 
 @dataclass(eq=False)
-class Rank:
+class CoordinateRank:
     """One rank of a pipeline coordinate, with its stages and what each of them holds.
 
     `home`: the coordinate's stages. `stages`: the bytes that each of them holds.
@@ -31,9 +31,9 @@ class Rank:
     setting: Setting
     coord: int
     home: tuple[int, ...]
-    stages: tuple[Stage, ...]
+    stages: tuple[StageActivations, ...]
     on_cpu: bool
-    held: States = field(init=False)
+    held: StateBytes = field(init=False)
     """What it holds whatever the moment."""
 
     def __post_init__(self) -> None:
@@ -41,13 +41,13 @@ class Rank:
         self._places: Held = tuple(range(len(self.home)))
         self._order = s.schedule, s.pp, s.num_microbatches, s.stages_per_rank
         self._flight = in_flight(*self._order)[self.coord]
-        self._known: dict[Held, Sizes] = {}
+        self._known: dict[Held, WeightSizes] = {}
         self._in: dict[Counts, tuple[int, int]] = {}
         self._every = self._sizes(self._places)
         self.held = states(s, self._every, self.on_cpu)
         self._shard = self.held.shard if self.held.standing else 0
         self._always = s.num_microbatches * s.shape.tokens * _TOKEN
-        self._always += sum([stage.resident for stage in self.stages])
+        self._always += sum([stage.resident_bytes for stage in self.stages])
 
     def moments(self) -> Iterator[Moment]:
         """Every candidate for the fullest moment of a step, as bytes by part."""
@@ -77,7 +77,9 @@ class Rank:
                 there = self._whole((*its.left, place)) + held.shard
                 yield whole.reducing, there, body, logits, reduced
 
-    def _of_stage(self, place: int, weights: Gathered, own: Gradients | None) -> Iterator[Moment]:
+    def _of_stage(
+        self, place: int, weights: GatheredBytes, own: Gradients | None
+    ) -> Iterator[Moment]:
         """The moments of one stage's passes; `own`: its gradients, if reduced as they are made."""
         held, s, once = self.held, self.stages[place], self.held.whole > 0
         buffers = held.buffers if once or held.standing else held.buffers + held.bucket
@@ -91,11 +93,11 @@ class Rank:
             before += held.whole if once else held.shard - self._shard
         at = self._in_flight(counts)
         yield at(s.ending, weights.forward, before, held.buffers)
-        beginning = Backward(s.saved, 0, -s.logits, 0)
+        beginning = BackwardMoment(s.saved_bytes, 0, -s.logits_bytes, 0)
         yield at(beginning, weights.beginning, before, held.buffers)
         if once and not alternates:
             # Gradients come into being while activations go.
-            there, first = self._shard + s.first.gradients, at
+            there, first = self._shard + s.first.gradients_bytes, at
             if own:
                 there += self._whole(own.beside)
                 first = self._in_flight(own.first)
@@ -108,7 +110,7 @@ class Rank:
             at_full = s.backwards[min(full, len(s.backwards) - 1)]
             yield at(at_full, weights.backward, held.shard, buffers + held.reducing)
 
-    def _sizes(self, places: Held) -> Sizes:
+    def _sizes(self, places: Held) -> WeightSizes:
         """Elements of the weights in some of the coordinate's stages."""
         if places not in self._known:
             s = self.setting
@@ -128,16 +130,16 @@ class Rank:
     def _activations(self, counts: Counts) -> tuple[int, int]:
         """Bytes of `counts` microbatches in flight in each stage: without logits, and of logits."""
         if counts not in self._in:
-            logits = sum(map(mul, counts, [stage.logits for stage in self.stages]))
-            saved = sum(map(mul, counts, [stage.saved for stage in self.stages])) - logits
+            logits = sum(map(mul, counts, [stage.logits_bytes for stage in self.stages]))
+            saved = sum(map(mul, counts, [stage.saved_bytes for stage in self.stages])) - logits
             self._in[counts] = self._always + saved + self._passing(counts), logits
         return self._in[counts]
 
-    def _in_flight(self, counts: Counts) -> Callable[[Backward, int, int, int], Moment]:
+    def _in_flight(self, counts: Counts) -> Callable[[BackwardMoment, int, int, int], Moment]:
         """A function that gives the moment of a pass beside `counts` microbatches in flight."""
         body, logits = self._activations(counts)
 
-        def moment(m: Backward, whole: int, gradients: int, buffers: int) -> Moment:
+        def moment(m: BackwardMoment, whole: int, gradients: int, buffers: int) -> Moment:
             freed, working, more, _ = m
             return whole, gradients, body + working - freed - more, logits + more, buffers
 
@@ -147,7 +149,7 @@ class Rank:
         """The fullest counts of microbatches in flight that include one in the stage at `place`."""
         if len(self._flight) == 1:
             return self._flight[0]
-        saved = [stage.saved for stage in self.stages]
+        saved = [stage.saved_bytes for stage in self.stages]
         # Its own backward is not before its own forward.
         possible = [counts for counts in self._flight if counts[place]]
         return max(possible, key=lambda counts: sum(map(mul, counts, saved)))
@@ -168,5 +170,5 @@ class Rank:
             if index + 1 in count_of:
                 # What a stage gives is what the next one takes, and is counted with both.
                 waiting -= min(count, count_of[index + 1])
-            total += waiting * stage.hidden
+            total += waiting * stage.hidden_bytes
         return total

@@ -9,10 +9,10 @@ from functools import lru_cache
 
 from parallel3d.hardware import Hardware
 from parallel3d.model.spec import Recompute
-from parallel3d.plan.layers.placement import Part, in_flight, model_of, parts_of, stages_on
-from parallel3d.plan.memory.activations import Stage, stage
+from parallel3d.plan.layers.placement import StageLayers, in_flight, model_of, parts_of, stages_on
+from parallel3d.plan.memory.activations import StageActivations, stage
 from parallel3d.plan.memory.margin import margin
-from parallel3d.plan.memory.moments import Rank
+from parallel3d.plan.memory.moments import CoordinateRank
 from parallel3d.plan.setting import Setting
 from parallel3d.schedule.schedules import splits_backward
 
@@ -68,7 +68,7 @@ def fullest(setting: Setting, hardware: Hardware | None = None) -> Memory:
 
 @lru_cache(maxsize=16384)
 def _unlike(
-    schedule: str, num_microbatches: int, parts: tuple[Part, ...], pp: int
+    schedule: str, num_microbatches: int, parts: tuple[StageLayers, ...], pp: int
 ) -> tuple[int, ...]:
     """Pipeline coordinates of which no other has the same layers and as much in flight.
 
@@ -76,7 +76,7 @@ def _unlike(
     one, or with a single one, gathers as no other does.
     """
     homes = stages_on(schedule, pp, 1)
-    found: dict[tuple[Part, bool, int], tuple[int, int]] = {}
+    found: dict[tuple[StageLayers, bool, int], tuple[int, int]] = {}
     for coord, flight in enumerate(in_flight(schedule, pp, num_microbatches, 1)):
         (stage_index,), ((count,),) = homes[coord], flight
         case = 2 if count == 1 else max(-2, count - num_microbatches)
@@ -91,7 +91,7 @@ def at(setting: Setting, coord: int, hardware: Hardware | None = None) -> Memory
     home = stages_on(setting.schedule, setting.pp, setting.stages_per_rank)[coord]
     parts = _parts(setting)
     stages = tuple([_stage(setting, parts[s], on_cpu) for s in home])
-    rank = Rank(setting, coord, home, stages, on_cpu)
+    rank = CoordinateRank(setting, coord, home, stages, on_cpu)
     most = max(rank.moments(), key=sum)
     found = dict.fromkeys(PARTS, 0)
     found["weights"], found["optimizer"] = rank.held.weights, rank.held.optimizer
@@ -105,7 +105,7 @@ def at(setting: Setting, coord: int, hardware: Hardware | None = None) -> Memory
 
 def saved_bytes(setting: Setting, hardware: Hardware | None = None) -> tuple[int, ...]:
     """For each stage, the bytes of activations that one microbatch leaves in flight."""
-    return tuple(_stage(setting, part, is_cpu(hardware)).saved for part in _parts(setting))
+    return tuple(_stage(setting, part, is_cpu(hardware)).saved_bytes for part in _parts(setting))
 
 
 def is_cpu(hardware: Hardware | None) -> bool:
@@ -113,12 +113,12 @@ def is_cpu(hardware: Hardware | None) -> bool:
     return hardware is None or hardware.cores is not None
 
 
-def _parts(setting: Setting) -> tuple[Part, ...]:
+def _parts(setting: Setting) -> tuple[StageLayers, ...]:
     num_stages = setting.pp * setting.stages_per_rank
     return parts_of(model_of(setting.layers), num_stages, setting.shape.seq)
 
 
-def _stage(setting: Setting, part: Part, on_cpu: bool) -> Stage:
+def _stage(setting: Setting, part: StageLayers, on_cpu: bool) -> StageActivations:
     software, shape = setting.software, setting.shape
     # From I to W the inputs of all linear layers are held, whatever was computed again for I.
     kept = setting.recompute == "full" and splits_backward(setting.schedule)

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from parallel3d.model.spec import MASTER_BYTES, STATE_BYTES
-from parallel3d.plan.layers.placement import Model
+from parallel3d.plan.layers.placement import LayerKinds
 from parallel3d.plan.memory.activations import (
     copied_params,
     largest_module,
@@ -22,7 +22,7 @@ _SWAP_BUFFERS = 4  # DeepSpeed's offload_optimizer.buffer_count
 _PARAM_BUFFERS = 5 * 100_000_000  # elements: its offload_param.buffer_count x buffer_size
 
 
-class Sizes(NamedTuple):
+class WeightSizes(NamedTuple):
     """Elements of the weights of a pipeline coordinate on one tensor-parallel rank.
 
     `params`: of all weights; `largest`: of the largest parameter; `module`: of one gathered module
@@ -38,7 +38,7 @@ class Sizes(NamedTuple):
 
 
 @lru_cache(maxsize=16384)
-def sizes(model: Model, layers: tuple[range, ...], tp: int, threshold: int) -> Sizes:
+def sizes(model: LayerKinds, layers: tuple[range, ...], tp: int, threshold: int) -> WeightSizes:
     """Elements of the weights of a coordinate with these layers; a weight tied here counts once."""
     held = [i for part in layers for i in part]
     kinds = {model.kind_of[i] for i in held}
@@ -49,7 +49,7 @@ def sizes(model: Model, layers: tuple[range, ...], tp: int, threshold: int) -> S
             if any(original.startswith(f"{name}.") for name in names):
                 spec = next(p for p in model.layers[i].params if p.name == copy)
                 elements -= spec.elements(tp)
-    return Sizes(
+    return WeightSizes(
         elements,
         max(largest_param(model, k, tp) for k in kinds),
         max(largest_module(model, k, tp) for k in kinds),
@@ -58,7 +58,7 @@ def sizes(model: Model, layers: tuple[range, ...], tp: int, threshold: int) -> S
     )
 
 
-class States(NamedTuple):
+class StateBytes(NamedTuple):
     """Bytes of weights, gradients and optimizer states of one rank: on the device, unless named so.
 
     `shard`: bytes of reduced gradients; `standing`: whether these exist at any time (at ZeRO 0 to 2
@@ -86,7 +86,7 @@ def page_locked(num_bytes: int) -> int:
     return 1 << (num_bytes - 1).bit_length() if num_bytes else 0
 
 
-def states(setting: Setting, s: Sizes, on_cpu: bool) -> States:
+def states(setting: Setting, s: WeightSizes, on_cpu: bool) -> StateBytes:
     """Bytes of weights, gradients and optimizer states for weights of these sizes."""
     software, buffers = setting.software, setting.buffers
     element, gradient = setting.bytes_per_element, software.gradient_bytes
@@ -144,7 +144,7 @@ def states(setting: Setting, s: Sizes, on_cpu: bool) -> States:
         group = min(share, buffers.sub_group_size) * MASTER_BYTES
         # What is not in one buffer is copied together; torch's Adam on a CPU makes two copies.
         stepping = group * (zero3 or loose) + 2 * group * on_cpu
-    return States(
+    return StateBytes(
         weights=kept if setting.offload_param == "none" else 0,
         optimizer=optimizer if not offloads else 0,
         shard=shard,

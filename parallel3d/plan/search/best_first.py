@@ -16,8 +16,8 @@ from typing import Any
 from parallel3d.model.spec import Shape
 from parallel3d.plan.memory.peak import Memory, at
 from parallel3d.plan.search import candidates, least, refuse
-from parallel3d.plan.search.candidates import Flow, Mesh, Order, State, setting_of
-from parallel3d.plan.search.kinds import kinds
+from parallel3d.plan.search.candidates import Flow, MeshSizes, Order, ZeroState, setting_of
+from parallel3d.plan.search.kinds import Kind, kinds
 from parallel3d.plan.search.least import Flight, Standing
 from parallel3d.plan.search.plans import Plan, Request
 from parallel3d.plan.search.remedy import Choices, Room, evaluate, fitting, worst
@@ -86,7 +86,7 @@ class _Search:
     num_simulated: int = 0
     _saved: dict[tuple[Any, ...], tuple[int, ...]] = field(default_factory=dict)
     _passes: dict[tuple[Any, ...], float] = field(default_factory=dict)
-    _states: dict[tuple[Mesh, Order, State], Standing] = field(default_factory=dict)
+    _states: dict[tuple[MeshSizes, Order, ZeroState], Standing] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.room = Room.of(self.request.hardware)
@@ -101,7 +101,7 @@ class _Search:
 
     def best_first(self, per_mesh: int) -> Iterator[Plan]:
         """The plans that fit, fastest first; among equally fast plans the simplest first."""
-        serial, taken = count(), Counter[Mesh]()
+        serial, taken = count(), Counter[MeshSizes]()
         heap: list[tuple[float, bool, Any, int, Any]] = [
             (floor, False, (), next(serial), flow) for floor, flow in self.floors
         ]
@@ -147,7 +147,7 @@ class _Search:
             yield bound, None, (flow, order, left, ())
 
     def _opened(
-        self, flow: Flow, order: Order, kind: tuple[State, ...], then: tuple[State, ...]
+        self, flow: Flow, order: Order, kind: Kind, then: Kind
     ) -> Iterator[tuple[float, Plan | None, Any]]:
         """A node of the states of a kind, and one of `then` unless the first of `kind` may fit."""
         flight = self._in_flight(flow, order)
@@ -164,7 +164,7 @@ class _Search:
         """Whether host and device are the same cores, so that offload may be faster."""
         return self.request.hardware.cores is not None
 
-    def _tried(self, states: tuple[State, ...]) -> tuple[State, ...]:
+    def _tried(self, states: tuple[ZeroState, ...]) -> tuple[ZeroState, ...]:
         """The states, of offloads of one kind, that may be the fastest: the first adds least time.
 
         Where the first must gather weights more often to fit, the next may be faster.
@@ -178,7 +178,7 @@ class _Search:
         time = step_time(setting, self.request.hardware, self.curves)
         return Plan(self.request, setting, memory, time)
 
-    def _bound(self, flow: Flow, order: Order, state: State) -> float:
+    def _bound(self, flow: Flow, order: Order, state: ZeroState) -> float:
         setting = setting_of(self.request, flow, order, state)
         return _SAFE * lower_bound(setting, self.request.hardware, self.curves)
 
@@ -214,18 +214,18 @@ class _Search:
             software=self._software,
         )
 
-    def _may_fit(self, flow: Flow, order: Order, state: State, flight: Flight) -> bool:
+    def _may_fit(self, flow: Flow, order: Order, state: ZeroState, flight: Flight) -> bool:
         """Whether the lower bound on the first rank's memory fits: necessary, not sufficient."""
         standing = self._standing(flow, order, state)
         needed = least.total(standing, flight, self.request.hardware)
         return needed <= self.room.device and standing.host <= self.room.host
 
-    def _least(self, flow: Flow, order: Order, state: State) -> int:
+    def _least(self, flow: Flow, order: Order, state: ZeroState) -> int:
         """Lower bound on the bytes of the first rank's device."""
         flight = self._in_flight(flow, order)
         return least.total(self._standing(flow, order, state), flight, self.request.hardware)
 
-    def _standing(self, flow: Flow, order: Order, state: State) -> Standing:
+    def _standing(self, flow: Flow, order: Order, state: ZeroState) -> Standing:
         """Bytes that the first rank holds whatever its microbatches."""
         key = flow.mesh, order, state
         if key not in self._states:
@@ -266,7 +266,7 @@ class _Search:
         Faster than `fastest` seconds a step, at the simplest ZeRO stage that shards the optimizer's
         state.
         """
-        near = defaultdict[Mesh, list[tuple[int, int, Choices]]](list)
+        near = defaultdict[MeshSizes, list[tuple[int, int, Choices]]](list)
         for number, (floor, flow) in enumerate(self.floors):
             if floor >= fastest:
                 break
@@ -292,9 +292,9 @@ class _Search:
         return sorted(plans, key=lambda plan: plan.time.seconds)
 
 
-def _mesh_of(node: Any) -> Mesh:
+def _mesh_of(node: Any) -> MeshSizes:
     """The mesh of a node of the heap: a plan, a flow, or a flow with an order and states."""
     if isinstance(node, Plan):
-        return Mesh(node.setting.pp, node.setting.dp, node.setting.tp)
-    mesh: Mesh = (node if isinstance(node, Flow) else node[0]).mesh
+        return MeshSizes(node.setting.pp, node.setting.dp, node.setting.tp)
+    mesh: MeshSizes = (node if isinstance(node, Flow) else node[0]).mesh
     return mesh

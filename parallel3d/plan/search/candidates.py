@@ -24,7 +24,7 @@ DEVICES: tuple[Device, ...] = ("none", "cpu", "nvme")
 WEIGHTS: tuple[Weights, ...] = ("per_step", "per_pass", "per_microbatch")  # fastest first
 
 
-class Mesh(NamedTuple):
+class MeshSizes(NamedTuple):
     """Numbers of pipeline, data-parallel and tensor-parallel ranks."""
 
     pp: int
@@ -35,7 +35,7 @@ class Mesh(NamedTuple):
 class Flow(NamedTuple):
     """A mesh with its micro batch size, recomputation and sequence parallelism; no schedule yet."""
 
-    mesh: Mesh
+    mesh: MeshSizes
     micro_batch: int
     recompute: Recompute
     sequence_parallel: bool
@@ -48,7 +48,7 @@ class Order(NamedTuple):
     schedule: str
 
 
-class State(NamedTuple):
+class ZeroState(NamedTuple):
     """A ZeRO stage with its reduction and offloads; the simplest sorts first."""
 
     num_offloads: int
@@ -59,25 +59,25 @@ class State(NamedTuple):
     weights: Weights = "per_microbatch"  # of ZeRO-3 alone
 
 
-PLAIN = State(0, 0, True, "none", "none")  # nothing sharded, nothing offloaded
+PLAIN = ZeroState(0, 0, True, "none", "none")  # nothing sharded, nothing offloaded
 
 
-def meshes(request: Request) -> Iterator[Mesh]:
+def meshes(request: Request) -> Iterator[MeshSizes]:
     """Every mesh of the request's devices, fewest stages first, then smallest tp first."""
     for pp in _divisors(request.devices):
         for tp in _divisors(request.devices // pp):
-            mesh = Mesh(pp, request.devices // pp // tp, tp)
+            mesh = MeshSizes(pp, request.devices // pp // tp, tp)
             if _is_open(request, **mesh._asdict()) and not problem_of(request, mesh):
                 yield mesh
 
 
 @lru_cache(maxsize=1024)
-def flows(request: Request, mesh: Mesh) -> tuple[Flow, ...]:
+def flows(request: Request, mesh: MeshSizes) -> tuple[Flow, ...]:
     """Every micro batch size, recomputation and sequence parallelism on a mesh, simplest first."""
     return tuple(_flows(request, mesh))
 
 
-def _flows(request: Request, mesh: Mesh) -> Iterator[Flow]:
+def _flows(request: Request, mesh: MeshSizes) -> Iterator[Flow]:
     per_replica = request.global_batch_size // mesh.dp
     seq = request.base.shape.seq
     for sequence_parallel in (False, True):
@@ -90,7 +90,7 @@ def _flows(request: Request, mesh: Mesh) -> Iterator[Flow]:
                     yield flow
 
 
-def orders(request: Request, flow: Flow, state: "State | None" = None) -> tuple[Order, ...]:
+def orders(request: Request, flow: Flow, state: "ZeroState | None" = None) -> tuple[Order, ...]:
     """Every schedule that can run the flow (with `state`, if given), fewest stages first."""
     found = _all_orders(request, flow)
     return found if state is None else tuple(o for o in found if go_together(o, state))
@@ -123,13 +123,13 @@ def runs(name: str, pp: int, num_microbatches: int, stages_per_rank: int) -> boo
     return schedules.why_not(name, pp, num_microbatches, stages_per_rank) is None
 
 
-def go_together(order: Order, state: State) -> bool:
+def go_together(order: Order, state: ZeroState) -> bool:
     """Whether a schedule can be run with a ZeRO stage's gradient reductions."""
     return state.reduces_once or not schedules.splits_backward(order.schedule)
 
 
 @lru_cache(maxsize=1024)
-def states(request: Request, mesh: Mesh) -> tuple[State, ...]:
+def states(request: Request, mesh: MeshSizes) -> tuple[ZeroState, ...]:
     """Every ZeRO stage, reduction and offload that the engine supports, simplest first.
 
     On one data-parallel rank nothing is sharded: of stages 0 to 2 only 0 is listed, and gradients
@@ -153,7 +153,7 @@ def states(request: Request, mesh: Mesh) -> tuple[State, ...]:
                 ):
                     count = DEVICES.index(optimizer) + DEVICES.index(param)
                     way = ways(request, zero_stage, param)[0]
-                    state = State(count, zero_stage, once, optimizer, param, way)
+                    state = ZeroState(count, zero_stage, once, optimizer, param, way)
                     if _is_open(request, **_names_of(state)):
                         found.append(state)
     return tuple(sorted(found, key=lambda s: (s.num_offloads, s.zero_stage, not s.reduces_once)))
@@ -178,7 +178,7 @@ def gathered_longest(offload_param: Device) -> tuple[Weights, ...]:
     return WEIGHTS if offload_param == "none" else WEIGHTS[1:]
 
 
-def leaner(request: Request, order: Order, state: State) -> tuple[State, ...]:
+def leaner(request: Request, order: Order, state: ZeroState) -> tuple[ZeroState, ...]:
     """A state's variants with weights gathered for less long, the fastest first.
 
     With one stage on a rank, "per_pass" gathers it for as long as "per_step".
@@ -192,14 +192,14 @@ def leaner(request: Request, order: Order, state: State) -> tuple[State, ...]:
     )
 
 
-def has_state(request: Request, mesh: Mesh, state: State) -> bool:
+def has_state(request: Request, mesh: MeshSizes, state: ZeroState) -> bool:
     """Whether a mesh offers this state, or a state of which this is a leaner variant."""
     all_ways = ways(request, state.zero_stage, state.offload_param)
     fastest = state._replace(weights=all_ways[0])
     return state.weights in all_ways and fastest in states(request, mesh)
 
 
-def setting_of(request: Request, flow: Flow, order: Order, state: State) -> Setting:
+def setting_of(request: Request, flow: Flow, order: Order, state: ZeroState) -> Setting:
     """The Setting that a flow, an order and a state make."""
     base, mesh = request.base, flow.mesh
     # Not dataclasses.replace, which costs three times as much.
@@ -226,14 +226,14 @@ def setting_of(request: Request, flow: Flow, order: Order, state: State) -> Sett
     )
 
 
-def choices_of(setting: Setting) -> tuple[Flow, Order, State]:
+def choices_of(setting: Setting) -> tuple[Flow, Order, ZeroState]:
     """The flow, order and state of a setting."""
-    mesh = Mesh(setting.pp, setting.dp, setting.tp)
+    mesh = MeshSizes(setting.pp, setting.dp, setting.tp)
     flow = Flow(mesh, setting.shape.batch, setting.recompute, setting.sequence_parallel)
     offloads = setting.offload_optimizer, setting.offload_param
     count = sum(DEVICES.index(device) for device in offloads)
     weights: Weights = setting.weights if setting.zero_stage == 3 else "per_microbatch"
-    state = State(count, setting.zero_stage, setting.reduces_once, *offloads, weights)
+    state = ZeroState(count, setting.zero_stage, setting.reduces_once, *offloads, weights)
     return flow, Order(setting.stages_per_rank, setting.schedule), state
 
 
@@ -243,7 +243,7 @@ def _is_open(request: Request, **choices: Any) -> bool:
     return all(fixed.get(name, value) == value for name, value in choices.items())
 
 
-def _names_of(state: State) -> dict[str, Any]:
+def _names_of(state: ZeroState) -> dict[str, Any]:
     return {
         "zero_stage": state.zero_stage,
         "offload_optimizer": state.offload_optimizer,
@@ -277,7 +277,7 @@ def _has_offload(request: Request, zero_stage: int, optimizer: Device, param: De
     )
 
 
-def problem_of(request: Request, mesh: Mesh) -> Problem | None:
+def problem_of(request: Request, mesh: MeshSizes) -> Problem | None:
     """The problem for which the config would refuse a mesh, or None."""
     config = request.config
     settings = {

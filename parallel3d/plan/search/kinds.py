@@ -2,14 +2,14 @@
 
 from functools import lru_cache
 
-from parallel3d.plan.search.candidates import Mesh, State, states
+from parallel3d.plan.search.candidates import MeshSizes, ZeroState, states
 from parallel3d.plan.search.plans import Request
 
-Kind = tuple[State, ...]
+Kind = tuple[ZeroState, ...]
 
 
 @lru_cache(maxsize=1024)
-def kinds(request: Request, mesh: Mesh) -> tuple[tuple[Kind, Kind], ...]:
+def kinds(request: Request, mesh: MeshSizes) -> tuple[tuple[Kind, Kind], ...]:
     """The states of a mesh in groups whose members differ in their offload alone.
 
     Each group comes with the ZeRO-3 states that reduce gradients as often, if it has the highest

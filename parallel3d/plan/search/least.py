@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from parallel3d.hardware import Hardware
-from parallel3d.plan.layers.placement import Model, cost_of, model_of, stages_of, stages_on
+from parallel3d.plan.layers.placement import LayerKinds, cost_of, model_of, stages_of, stages_on
 from parallel3d.plan.memory.margin import margin
 from parallel3d.plan.memory.peak import is_cpu
 from parallel3d.plan.memory.states import sizes, states
@@ -102,7 +102,7 @@ _firsts: dict[tuple[int, int, int, int, str], tuple[tuple[tuple[int, int], ...],
 
 
 def _first(
-    model: Model, base: Setting, pp: int, per_rank: int, name: str
+    model: LayerKinds, base: Setting, pp: int, per_rank: int, name: str
 ) -> tuple[tuple[tuple[int, int], ...], ...]:
     """For each stage of the first rank, the (kind, number) of its layers."""
     key = id(model), base.shape.seq, pp, per_rank, name

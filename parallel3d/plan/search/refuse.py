@@ -7,7 +7,7 @@ from parallel3d.plan.search.candidates import (
     DEVICES,
     RECOMPUTES,
     WEIGHTS,
-    Mesh,
+    MeshSizes,
     flows,
     meshes,
     orders,
@@ -25,7 +25,7 @@ def refuse_empty(request: Request) -> None:
         return
     fixed, devices = request.fixed, request.devices
     asked = ", ".join(f"{name}={value}" for name, value in fixed.items())
-    mesh = Mesh(fixed.get("pp", 1), fixed.get("dp", 1), fixed.get("tp", 1))
+    mesh = MeshSizes(fixed.get("pp", 1), fixed.get("dp", 1), fixed.get("tp", 1))
     size = mesh.pp * mesh.dp * mesh.tp
     if possible:
         rule, remedy = f"no schedule can be run with {asked}", "fix less, or something else"

@@ -8,7 +8,7 @@ from itertools import count
 from parallel3d.hardware import Hardware
 from parallel3d.plan.memory.peak import Memory, at, fullest, per_rank
 from parallel3d.plan.search import candidates
-from parallel3d.plan.search.candidates import RECOMPUTES, Flow, Mesh, Order, State
+from parallel3d.plan.search.candidates import RECOMPUTES, Flow, MeshSizes, Order, ZeroState
 from parallel3d.plan.search.plans import Plan, Request
 from parallel3d.plan.setting import Setting
 from parallel3d.plan.time.curves import curves_for
@@ -16,7 +16,7 @@ from parallel3d.plan.time.operators import Curves
 from parallel3d.plan.time.step import step_time
 
 MOST_CHANGES = 400  # settings that are tried for a remedy
-Choices = tuple[Flow, Order, State]
+Choices = tuple[Flow, Order, ZeroState]
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def smallest_change(request: Request, start: Choices) -> tuple[str, Choices] | N
 
 
 def _is_allowed(
-    request: Request, meshes: frozenset[Mesh], flow: Flow, order: Order, state: State
+    request: Request, meshes: frozenset[MeshSizes], flow: Flow, order: Order, state: ZeroState
 ) -> bool:
     return (
         flow.mesh in meshes
@@ -126,7 +126,7 @@ def _is_allowed(
 
 
 def _nearby(
-    request: Request, flow: Flow, order: Order, state: State
+    request: Request, flow: Flow, order: Order, state: ZeroState
 ) -> Iterator[tuple[int, Choices]]:
     """The choices one change away, each with its cost, from 1 (free) to 10 (slow).
 
@@ -155,9 +155,9 @@ def _nearby(
     if smaller:
         yield 2, (flow._replace(micro_batch=max(smaller)), order, state)
     for cost, wider in (
-        (4, Mesh(mesh.pp, mesh.dp // 2, mesh.tp * 2)),
-        (5, Mesh(mesh.pp * 2, mesh.dp // 2, mesh.tp)),
-        (5, Mesh(mesh.pp * 2, mesh.dp, mesh.tp // 2)),
+        (4, MeshSizes(mesh.pp, mesh.dp // 2, mesh.tp * 2)),
+        (5, MeshSizes(mesh.pp * 2, mesh.dp // 2, mesh.tp)),
+        (5, MeshSizes(mesh.pp * 2, mesh.dp, mesh.tp // 2)),
     ):
         if wider.pp * wider.dp * wider.tp == request.devices:
             for kept in {state, _on(request, wider, state)}:
@@ -171,7 +171,7 @@ def _nearby(
             yield cost + 3 * ("nvme" in near[3:5]), (flow, order, near)
 
 
-def _on(request: Request, mesh: Mesh, state: State) -> State:
+def _on(request: Request, mesh: MeshSizes, state: ZeroState) -> ZeroState:
     """The state on another mesh, where ZeRO stages may not differ."""
     return next((s for s in candidates.states(request, mesh) if s[1:] >= state[1:]), state)
 

@@ -19,12 +19,12 @@ from parallel3d.plan.time.machine import Machine, machine_of
 from parallel3d.plan.time.makespan import last_passes
 from parallel3d.plan.time.network import crosses, send_seconds, sharing
 from parallel3d.plan.time.operators import Curves
-from parallel3d.plan.time.passes import Pass, Passes, stage_passes
+from parallel3d.plan.time.passes import Passes, PassSeconds, stage_passes
 from parallel3d.plan.time.sharding import OncePerStep, StageTransfers, Transfers, transfers_of
 from parallel3d.schedule.schedule import Action, Op
 
 
-class Parts(NamedTuple):
+class SecondsByPart(NamedTuple):
     """Seconds of a rank by the kind of work; transfers count only where no compute hides them."""
 
     compute: float = 0.0
@@ -33,13 +33,13 @@ class Parts(NamedTuple):
     offload: float = 0.0
     optimizer: float = 0.0
 
-    def plus(self, other: "Parts", times: float = 1.0) -> "Parts":
+    def plus(self, other: "SecondsByPart", times: float = 1.0) -> "SecondsByPart":
         """The sum of these seconds and `times` times the `other` ones."""
-        return Parts(*(a + times * b for a, b in zip(self, other, strict=True)))
+        return SecondsByPart(*(a + times * b for a, b in zip(self, other, strict=True)))
 
 
 @dataclass(eq=False)
-class Sends:
+class SendSeconds:
     """Seconds to send from each stage to its successor, or back (0 on one device).
 
     `seconds` [stages - 1]: of each send. `before` [stages]: the sum of the sends up to a stage.
@@ -49,7 +49,7 @@ class Sends:
     before: tuple[float, ...]
 
 
-_NO_SENDS = Sends((), (0.0,))
+_NO_SENDS = SendSeconds((), (0.0,))
 
 
 @dataclass(eq=False)
@@ -62,14 +62,14 @@ class ActionCosts:
     """
 
     layout: Layout
-    forward: list[Parts]
-    backward: list[Parts]
-    sends: Sends
-    before: list[Parts]
-    reduce: list[Parts]
+    forward: list[SecondsByPart]
+    backward: list[SecondsByPart]
+    sends: SendSeconds
+    before: list[SecondsByPart]
+    reduce: list[SecondsByPart]
     hideable: list[float]
     """[coordinate classes]: how much of `reduce` a wait between the last backwards hides."""
-    after: list[Parts]
+    after: list[SecondsByPart]
     gather: list[float]
     """[stage classes]: of a GATHER, all of which `before` has."""
     both: list[float] = field(init=False)
@@ -158,7 +158,7 @@ def _together(
     layout: Layout,
     passes: Passes,
     transfers: Transfers,
-    sends: Sends,
+    sends: SendSeconds,
     in_a_row: int,
     slowdown: float,
     machine: Machine,
@@ -190,29 +190,29 @@ def _together(
 
 
 def _exposed(
-    own: Pass, moves: StageTransfers, backward: bool, machine: Machine, slowdown: float
-) -> tuple[Parts, float]:
+    own: PassSeconds, moves: StageTransfers, backward: bool, machine: Machine, slowdown: float
+) -> tuple[SecondsByPart, float]:
     """A pass with the transfers that computes do not hide, and the compute seconds still free.
 
     Transfers that the program overlaps hide behind the computes; the free seconds hide nothing yet.
     """
     software, curves = machine.software, machine.curves
-    compute = own.compute + slowdown * (curves.overhead_per_action + moves.overhead)
-    data, offload, free = moves.gather, moves.fetch, own.free
+    compute = own.compute + slowdown * (curves.overhead_per_action + moves.overhead_seconds)
+    data, offload, free = moves.gather_seconds, moves.fetch_seconds, own.free
     hideable = data if software.overlaps_gather else 0.0
     if backward:
-        compute += moves.accumulate
-        data += moves.reduce
-        offload += moves.store
+        compute += moves.accumulate_seconds
+        data += moves.reduce_seconds
+        offload += moves.store_seconds
         if software.overlaps_reduction:
-            hideable += moves.reduce
+            hideable += moves.reduce_seconds
     if hideable:
         hidden = min(free, curves.overlap * hideable)
         data, free = data - hidden, free - hidden
     if offload and software.overlaps_offload:
         hidden = min(free, curves.overlap * offload)
         offload, free = offload - hidden, free - hidden
-    return Parts(compute, own.tensor, data, offload), free
+    return SecondsByPart(compute, own.tensor, data, offload), free
 
 
 def _once(
@@ -222,7 +222,7 @@ def _once(
     behind: float,
     machine: Machine,
     slowdown: float,
-) -> tuple[Parts, Parts, float, Parts]:
+) -> tuple[SecondsByPart, SecondsByPart, float, SecondsByPart]:
     """Seconds of a coordinate's work once a step: before, after its last backward, and after all.
 
     The third value is the seconds of the reduction that a wait would hide as well. `ahead`: compute
@@ -232,7 +232,7 @@ def _once(
     needs that ZeRO-3 is not faster than ZeRO-1 with its one message, so no less than that counts.
     """
     software, curves = machine.software, machine.curves
-    reduce, first, last = once.reduce, once.gather_before, once.gather_after
+    reduce, first, last = once.reduce_seconds, once.gather_before_seconds, once.gather_after_seconds
     hideable = 0.0
     if software.overlaps_reduction:
         hideable = curves.overlap * reduce - (hidden := min(behind, curves.overlap * reduce))
@@ -245,10 +245,10 @@ def _once(
         first = max(first - hidden, min(first, once.gather_least - last))
     fixed = curves.overhead_per_step * slowdown
     return (
-        Parts(once.program_before * slowdown, 0.0, first, once.fetch_before),
-        Parts(0.0, once.tensor, reduce + once.tied),
+        SecondsByPart(once.program_before * slowdown, 0.0, first, once.fetch_before_seconds),
+        SecondsByPart(0.0, once.tensor_seconds, reduce + once.tied_seconds),
         hideable,
-        Parts(0.0, 0.0, last, once.offload, once.optimizer + fixed),
+        SecondsByPart(0.0, 0.0, last, once.offload_seconds, once.optimizer_seconds + fixed),
     )
 
 
@@ -263,7 +263,7 @@ def _sends(
     sequence_parallel: bool,
     precision: Precision,
     machine: Machine,
-) -> Sends:
+) -> SendSeconds:
     cut = sequence_parallel or machine.software.scatters_sends
     elements = shape.tokens // cp * hidden_size // (tp if cut else 1)
     stride = tp * cp * dp
@@ -278,4 +278,4 @@ def _sends(
             message = send_seconds(elements * BYTES[precision], leaves, hardware, curves)
             seen = 1 - curves.overlap if machine.software.overlaps_sends else 1.0
             seconds.append(seen * message)
-    return Sends(tuple(seconds), tuple(accumulate(seconds, initial=0.0)))
+    return SendSeconds(tuple(seconds), tuple(accumulate(seconds, initial=0.0)))

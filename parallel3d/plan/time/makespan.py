@@ -33,7 +33,7 @@ class Steps:
     num_channels: int
 
 
-class End(NamedTuple):
+class CoordinateEnd(NamedTuple):
     """The time of a coordinate's last compute, and the seconds that its last backwards waited.
 
     The last backwards are the `last_passes` of each of its stages; a wait before the first of them
@@ -60,7 +60,7 @@ def ends(
     stages_per_rank: int,
     cost: Callable[[Action], float],
     sends: bool = True,
-) -> list[End]:
+) -> list[CoordinateEnd]:
     """The end of each coordinate's step; without `sends` a send takes no time.
 
     `cost` must be the same for all microbatches.
@@ -71,7 +71,9 @@ def ends(
         return last
     first = _ends(steps_of(name, pp, fewer, stages_per_rank), cost, sends)
     times = (num_microbatches - more) / (more - fewer)
-    return [End(b + times * (b - a), w) for (a, _), (b, w) in zip(first, last, strict=True)]
+    return [
+        CoordinateEnd(b + times * (b - a), w) for (a, _), (b, w) in zip(first, last, strict=True)
+    ]
 
 
 def counts(pp: int, num_microbatches: int) -> tuple[int, int]:
@@ -117,7 +119,7 @@ def steps_of(name: str, pp: int, num_microbatches: int, stages_per_rank: int) ->
     return Steps(pp, priced, rows, len(receives), len(channels))
 
 
-def _ends(steps: Steps, cost: Callable[[Action], float], sends: bool) -> list[End]:
+def _ends(steps: Steps, cost: Callable[[Action], float], sends: bool) -> list[CoordinateEnd]:
     seconds = [cost(action) if sends or action.is_compute else 0.0 for action in steps.priced]
     free = [0.0] * steps.pp
     waited = [0.0] * steps.pp
@@ -137,4 +139,4 @@ def _ends(steps: Steps, cost: Callable[[Action], float], sends: bool) -> list[En
             if (earlier := channel_free[at]) > start:
                 start = earlier
             over[own] = channel_free[at] = start + seconds[place]
-    return [*map(End, free, waited)]
+    return [*map(CoordinateEnd, free, waited)]

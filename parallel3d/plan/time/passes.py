@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from parallel3d.model.spec import Collective, LayerCost, Recompute, Shape, Work
 from parallel3d.plan.layers.layout import Layout
-from parallel3d.plan.layers.placement import Model, cost_of
+from parallel3d.plan.layers.placement import LayerKinds, cost_of
 from parallel3d.plan.setting import BYTES, Precision, Setting
 from parallel3d.plan.time.machine import Machine
 from parallel3d.plan.time.network import collective_seconds, group_of, send_seconds, sharing
@@ -21,7 +21,7 @@ CHECKPOINT = 1.6
 COLLECTIVE = 0.12
 
 
-class Pass(NamedTuple):
+class PassSeconds(NamedTuple):
     """Seconds of one microbatch's pass: operators, and tensor-parallel collectives not hidden.
 
     `free`: the operators' seconds that hide no collective or transfer yet.
@@ -31,16 +31,16 @@ class Pass(NamedTuple):
     tensor: float = 0.0
     free: float = 0.0
 
-    def plus(self, other: "Pass", times: float) -> "Pass":
+    def plus(self, other: "PassSeconds", times: float) -> "PassSeconds":
         """The sum of these seconds and `times` times the `other` ones."""
-        return Pass(*(a + times * b for a, b in zip(self, other, strict=True)))
+        return PassSeconds(*(a + times * b for a, b in zip(self, other, strict=True)))
 
 
 @dataclass(eq=False)
 class Passes:
     """Forward and backward (with recomputation) of each kind of layer or class of stages."""
 
-    both: tuple[tuple[Pass, Pass], ...]
+    both: tuple[tuple[PassSeconds, PassSeconds], ...]
 
 
 def stage_passes(layout: Layout, setting: Setting, machine: Machine) -> Passes:
@@ -66,7 +66,7 @@ def stage_passes(layout: Layout, setting: Setting, machine: Machine) -> Passes:
 def _sums(layout: Layout, layers: Passes) -> Passes:
     both = []
     for counts in layout.stages:
-        there = back = Pass()
+        there = back = PassSeconds()
         for (forward, backward), count in zip(layers.both, counts, strict=True):
             if count:
                 there, back = there.plus(forward, count), back.plus(backward, count)
@@ -76,7 +76,7 @@ def _sums(layout: Layout, layers: Passes) -> Passes:
 
 @lru_cache(maxsize=65536)
 def _layers(
-    model: Model,
+    model: LayerKinds,
     shape: Shape,
     tp: int,
     cp: int,
@@ -117,7 +117,7 @@ def _units(cost: LayerCost, share: float, machine: Machine) -> tuple[float, floa
     )
 
 
-def _with_program(own: Pass, program: float, machine: Machine) -> Pass:
+def _with_program(own: PassSeconds, program: float, machine: Machine) -> PassSeconds:
     """A pass together with the host program that starts its operators.
 
     On a separate device operators run while the program goes on to the next one; on the program's
@@ -126,7 +126,7 @@ def _with_program(own: Pass, program: float, machine: Machine) -> Pass:
     waits = program
     if machine.hardware.cores is None:
         waits = max(0.0, program - own.compute - own.tensor)
-    return Pass(own.compute + waits, own.tensor, own.free + waits)
+    return PassSeconds(own.compute + waits, own.tensor, own.free + waits)
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class _Pricing:
 
     def __call__(
         self, work: Work, collectives: tuple[Collective, ...], backward: bool = False
-    ) -> Pass:
+    ) -> PassSeconds:
         hardware, curves = self.machine.hardware, self.machine.curves
         seconds = work_seconds(
             work, self.precision, hardware, curves, self.machine.software, self.shared, backward
@@ -162,7 +162,7 @@ class _Pricing:
             tensor += ring
             hidden += min(attention, curves.overlap * ring)
         compute = seconds.matmuls + attention + seconds.traffic
-        return Pass(compute, tensor - hidden, compute - hidden)
+        return PassSeconds(compute, tensor - hidden, compute - hidden)
 
     def _ring(self, work: Work, backward: bool) -> float:
         """Seconds to pass keys and values (and their gradients) round the context-parallel ranks.

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from parallel3d.model.spec import STATE_BYTES
 from parallel3d.plan.layers.layout import Counts, Layout
-from parallel3d.plan.layers.placement import Model
+from parallel3d.plan.layers.placement import LayerKinds
 from parallel3d.plan.layers.weights import Weights, tied_elsewhere, weights_of
 from parallel3d.plan.layers.windows import windows
 from parallel3d.plan.setting import BYTES, Device, Precision, Setting
@@ -81,17 +81,17 @@ def _gathers(setting: Setting) -> tuple[int, ...]:
 class StageTransfers(NamedTuple):
     """Seconds of a stage's transfers per microbatch, before computes hide any of them."""
 
-    gather: float = 0.0
+    gather_seconds: float = 0.0
     """Of its weights, in each forward and in each backward."""
-    reduce: float = 0.0
+    reduce_seconds: float = 0.0
     """Of its gradients, in each backward."""
-    fetch: float = 0.0
+    fetch_seconds: float = 0.0
     """Of its weights' shards from the host, in each forward and in each backward."""
-    store: float = 0.0
+    store_seconds: float = 0.0
     """Of its gradients' shards to the host, in each backward."""
-    accumulate: float = 0.0
+    accumulate_seconds: float = 0.0
     """Adding the gradients to those of other microbatches: no transfer, but device memory."""
-    overhead: float = 0.0
+    overhead_seconds: float = 0.0
     """Of the program, in each gather and each reduction."""
     window: float = 0.0
     """Of a GATHER of its weights, where the program has one, and not each pass its own."""
@@ -102,20 +102,20 @@ class StageTransfers(NamedTuple):
 class OncePerStep(NamedTuple):
     """Seconds of a coordinate's transfers and updates that happen once a step."""
 
-    gather_before: float = 0.0
+    gather_before_seconds: float = 0.0
     """Of the weights, before the first forward; all of a step's, where they stay gathered."""
-    fetch_before: float = 0.0
+    fetch_before_seconds: float = 0.0
     """Of their shards from the host."""
-    reduce: float = 0.0
+    reduce_seconds: float = 0.0
     """Of the gradients, after the last backward."""
-    tensor: float = 0.0
+    tensor_seconds: float = 0.0
     """Sums of partial gradients over the tp ranks."""
-    tied: float = 0.0
+    tied_seconds: float = 0.0
     """The sum of a tied weight's two gradients."""
-    gather_after: float = 0.0
+    gather_after_seconds: float = 0.0
     """Of the new weights."""
-    optimizer: float = 0.0
-    offload: float = 0.0
+    optimizer_seconds: float = 0.0
+    offload_seconds: float = 0.0
     program_before: float = 0.0
     """Of the program that gathers."""
     gather_later: float = 0.0
@@ -163,7 +163,9 @@ def _collective(
 class _Held:
     """The weights of some layers on one tensor-parallel rank, and the seconds to move them."""
 
-    def __init__(self, model: Model, held: Counts, sharding: Sharding, machine: Machine) -> None:
+    def __init__(
+        self, model: LayerKinds, held: Counts, sharding: Sharding, machine: Machine
+    ) -> None:
         small = sharding.persistence if sharding.zero_stage == 3 else -1
         tp, sequence_parallel = sharding.tp, sharding.sequence_parallel
         self._layers = weights_of(model, held, tp, sequence_parallel, small)
@@ -195,7 +197,7 @@ class _Held:
         return _collective(kind, moved, group, self._machine, one_ring)
 
 
-def _stage(model: Model, held: Counts, sharding: Sharding, machine: Machine) -> StageTransfers:
+def _stage(model: LayerKinds, held: Counts, sharding: Sharding, machine: Machine) -> StageTransfers:
     software, curves = machine.software, machine.curves
     mine = _Held(model, held, sharding, machine)
     weights, replicas = mine.total, sharding.dp * sharding.cp

@@ -8,9 +8,9 @@ from operator import mul
 from parallel3d.errors import ConfigError
 from parallel3d.hardware import Hardware
 from parallel3d.plan.setting import Setting
-from parallel3d.plan.time.cost import ActionCosts, Parts, costs_of
+from parallel3d.plan.time.cost import ActionCosts, SecondsByPart, costs_of
 from parallel3d.plan.time.curves import curves_for
-from parallel3d.plan.time.makespan import End, ends
+from parallel3d.plan.time.makespan import CoordinateEnd, ends
 from parallel3d.plan.time.operators import Curves
 from parallel3d.schedule.bubble import idle_fraction
 from parallel3d.schedule.schedule import Action, Op, Spans, add_sharding, simulate
@@ -88,12 +88,12 @@ def check(setting: Setting) -> None:
         raise ConfigError(f"schedule {setting.schedule!r}: {reason}")
 
 
-def _ends(setting: Setting, costs: ActionCosts, sends: bool = True) -> list[End]:
+def _ends(setting: Setting, costs: ActionCosts, sends: bool = True) -> list[CoordinateEnd]:
     sizes = setting.pp, setting.num_microbatches, setting.stages_per_rank
     return ends(setting.schedule, *sizes, costs.seconds, sends)
 
 
-def _step(costs: ActionCosts, ends: list[End]) -> float:
+def _step(costs: ActionCosts, ends: list[CoordinateEnd]) -> float:
     """Seconds of a step, from the times at which the coordinates' last actions end.
 
     No rank updates before all gradients exist: their norm is of the whole model. A reduction runs
@@ -108,14 +108,14 @@ def _step(costs: ActionCosts, ends: list[End]) -> float:
     return begins + reduced + max(sum(parts) for parts in costs.after)
 
 
-def _bubble(costs: ActionCosts, setting: Setting, passes: list[End]) -> float:
+def _bubble(costs: ActionCosts, setting: Setting, passes: list[CoordinateEnd]) -> float:
     layout, both = costs.layout, costs.both
     stages = [stage for place in layout.coord_class_of for stage in layout.coords[place]]
     busy = setting.num_microbatches * sum(both[stage] for stage in stages)
     return idle_fraction(busy, setting.pp, max(end.seconds for end in passes))
 
 
-def _busy(costs: ActionCosts, num_microbatches: int) -> list[Parts]:
+def _busy(costs: ActionCosts, num_microbatches: int) -> list[SecondsByPart]:
     """Seconds of each class of coordinates in a step, by kind of work."""
     busy = []
     for i, classes in enumerate(costs.layout.coords):
