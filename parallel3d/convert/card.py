@@ -35,7 +35,7 @@ class About:
     end_of_text: int | None = None
     tokenizer: Path | None = None
     line: Mapping[str, Any] = field(default_factory=dict)
-    """Of metrics.jsonl, after that step."""
+    """The line of metrics.jsonl after that step."""
     architecture: str | None = None
     """The class of transformers that is wanted, where several would do."""
 

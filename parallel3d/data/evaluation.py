@@ -22,7 +22,7 @@ class SetLoss:
     loss: float
     """Nats per token."""
     standard_error: float | None
-    """Of the loss, over documents; None for one document."""
+    """Standard error of the loss, over documents; None for one document."""
     tokens: int
     """Tokens that were predicted."""
     documents: int

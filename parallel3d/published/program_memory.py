@@ -178,6 +178,6 @@ def _elements(model: LayerKinds, kind: int, tp: int) -> int:
 
 
 def _tied(model: LayerKinds, kind: int, tp: int) -> int:
-    """Those of a layer's parameters that it shares, and so are there once."""
+    """Elements of a layer's parameters that another layer shares, so that they exist once."""
     names = {name for name, _ in model.kinds[kind].tied}
     return sum(p.elements(tp) for p in model.kinds[kind].params if p.name in names)

@@ -40,14 +40,14 @@ class Result:
     trained: int = 0
     """Steps of this launch."""
     loss: float = math.nan
-    """Of the last step's batch."""
+    """Loss of the last step's batch."""
     mean_loss: float = math.nan
     """Over the last `mean_loss_of` steps of this launch."""
     loss_deviation: float = math.nan
     """The standard deviation of the loss of one of them: how far single batches are apart."""
     mean_loss_of: int = 0
     validation: Losses = field(default_factory=dict)
-    """Of the newest evaluation: the held-out text, a mixture's parts, validation sets."""
+    """Losses of the newest evaluation: the held-out text, a mixture's parts, validation sets."""
     tokens_per_second: float = 0.0
     tflops_per_device: float = 0.0
     mfu: float | None = None

@@ -185,7 +185,10 @@ def _together(
         reduce.append(middle)
         hideable.append(more)
         after.append(last)
-    gather = [moves.window + slowdown * moves.window_overhead for moves in transfers.stages]
+    gather = [
+        moves.window_seconds + slowdown * moves.window_overhead_seconds
+        for moves in transfers.stages
+    ]
     return ActionCosts(layout, forward, backward, sends, before, reduce, hideable, after, gather)
 
 
@@ -241,11 +244,13 @@ def _once(
         first -= min(ahead, curves.overlap * first)
         last -= min(ahead, curves.overlap * last)
     elif machine.hardware.cores is None:
-        hidden = min(but_last, curves.overlap * once.gather_later)
-        first = max(first - hidden, min(first, once.gather_least - last))
+        hidden = min(but_last, curves.overlap * once.gather_later_seconds)
+        first = max(first - hidden, min(first, once.gather_least_seconds - last))
     fixed = curves.overhead_per_step * slowdown
     return (
-        SecondsByPart(once.program_before * slowdown, 0.0, first, once.fetch_before_seconds),
+        SecondsByPart(
+            once.program_before_seconds * slowdown, 0.0, first, once.fetch_before_seconds
+        ),
         SecondsByPart(0.0, once.tensor_seconds, reduce + once.tied_seconds),
         hideable,
         SecondsByPart(0.0, 0.0, last, once.offload_seconds, once.optimizer_seconds + fixed),

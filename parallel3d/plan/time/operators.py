@@ -47,7 +47,7 @@ class Curves:
     fused: float = 0.5
     """Part of their traffic that is left where the program fuses those that follow one another."""
     optimizer: float = 0.75
-    """The same for the device's optimizer."""
+    """Fraction of the memory bandwidth that the device's optimizer reaches."""
     link: float = 0.75
     """Fraction of a link's bandwidth inside a node that collectives reach."""
     network: float = 0.75
@@ -59,7 +59,7 @@ class Curves:
     overlap: float = 0.7
     """Part of a transfer that costs nothing where it runs behind computes that last longer."""
     tensor_overlap: float = 0.7
-    """The same for tensor-parallel collectives behind matrix products."""
+    """Part of a tensor-parallel collective that costs nothing behind matrix products."""
     host: float = 0.8
     """Fraction of the bandwidth to host and NVMe that offload reaches."""
     overhead_per_operator: float = 6e-6

@@ -82,46 +82,46 @@ class StageTransfers(NamedTuple):
     """Seconds of a stage's transfers per microbatch, before computes hide any of them."""
 
     gather_seconds: float = 0.0
-    """Of its weights, in each forward and in each backward."""
+    """Gather of the stage's weights, in each forward and in each backward."""
     reduce_seconds: float = 0.0
-    """Of its gradients, in each backward."""
+    """Reduction of the stage's gradients, in each backward."""
     fetch_seconds: float = 0.0
-    """Of its weights' shards from the host, in each forward and in each backward."""
+    """Copy of the weights' shards from the host, in each forward and in each backward."""
     store_seconds: float = 0.0
-    """Of its gradients' shards to the host, in each backward."""
+    """Copy of the gradients' shards to the host, in each backward."""
     accumulate_seconds: float = 0.0
     """Adding the gradients to those of other microbatches: no transfer, but device memory."""
     overhead_seconds: float = 0.0
-    """Of the program, in each gather and each reduction."""
-    window: float = 0.0
-    """Of a GATHER of its weights, where the program has one, and not each pass its own."""
-    window_overhead: float = 0.0
-    """Of the program in that: one collective a layer."""
+    """The host program's own time, in each gather and each reduction."""
+    window_seconds: float = 0.0
+    """Seconds of a GATHER of its weights, where the program has one, and not each pass its own."""
+    window_overhead_seconds: float = 0.0
+    """Seconds of the host program in that: one collective a layer."""
 
 
 class OncePerStep(NamedTuple):
     """Seconds of a coordinate's transfers and updates that happen once a step."""
 
     gather_before_seconds: float = 0.0
-    """Of the weights, before the first forward; all of a step's, where they stay gathered."""
+    """Gather of the weights before the first forward: all of a step's, where they stay gathered."""
     fetch_before_seconds: float = 0.0
-    """Of their shards from the host."""
+    """Copy of the weights' shards from the host, before the first forward."""
     reduce_seconds: float = 0.0
-    """Of the gradients, after the last backward."""
+    """Reduction of the gradients, after the last backward."""
     tensor_seconds: float = 0.0
     """Sums of partial gradients over the tp ranks."""
     tied_seconds: float = 0.0
     """The sum of a tied weight's two gradients."""
     gather_after_seconds: float = 0.0
-    """Of the new weights."""
+    """Gather of the new weights, after the optimizer's step."""
     optimizer_seconds: float = 0.0
     offload_seconds: float = 0.0
-    program_before: float = 0.0
-    """Of the program that gathers."""
-    gather_later: float = 0.0
-    """Of `gather_before`, that of all windows but the first: it is sent for a window ahead."""
-    gather_least: float = 0.0
-    """Of all the weights in one message, as ZeRO-1 gathers them."""
+    program_before_seconds: float = 0.0
+    """The host program's own time in the gathers before the first forward."""
+    gather_later_seconds: float = 0.0
+    """Part of `gather_before` for all windows but the first: it is sent for a window ahead."""
+    gather_least_seconds: float = 0.0
+    """Gather of all the weights in one message, as ZeRO-1 does it."""
 
 
 @dataclass(eq=False)
@@ -243,9 +243,9 @@ def _coord(
     before = fetch = program = later = least = reduce = after = tensor = tied = 0.0
     for times, place, move in zip(sharding.gathers, classes, moves, strict=False):
         stage = _Held(model, layout.stages[place], sharding, machine)
-        later += times * move.window - (0.0 if before else move.window)
-        before += times * move.window
-        program += times * move.window_overhead
+        later += times * move.window_seconds - (0.0 if before else move.window_seconds)
+        before += times * move.window_seconds
+        program += times * move.window_overhead_seconds
         shard = stage.total.elements / replicas * size
         fetch += times * fetch_seconds(shard, sharding.offload_param, machine)
     if sharding.gathers:  # what is too small to be cut comes once more after a step, together
