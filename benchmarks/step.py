@@ -36,9 +36,10 @@ def plain(config: Any, batch: list[Microbatch]) -> Step:
 
     def step() -> None:
         optimizer.zero_grad()
-        for tokens, labels, _ in batch:
-            logits = model(tokens, use_cache=False).logits
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        for microbatch in batch:
+            logits = model(microbatch.tokens, use_cache=False).logits
+            labels = microbatch.labels.flatten()
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels)
             (loss / len(batch)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -40,6 +40,8 @@ READ_BY = {
     "subset": ("hub",),
     "split": ("hub",),
     "token_field": ("parquet", "hub"),
+    "label_field": ("parquet", "hub"),
+    "weight_field": ("parquet", "hub", "datatrove"),
     "token_dtype": ("datatrove", "tokens"),
     "check_ids": ("parquet", "hub", *OF_IDS),
     "mixture": ("mixture",),
@@ -80,6 +82,10 @@ class PartConfig(Section):
     """As data.split."""
     token_field: str | None = Field(default=None, min_length=1)
     """As data.token_field."""
+    label_field: str | None = Field(default=None, min_length=1)
+    """As data.label_field."""
+    weight_field: str | None = Field(default=None, min_length=1)
+    """As data.weight_field."""
     token_dtype: TokenDtype = "auto"
     """As data.token_dtype."""
     check_ids: Literal["full", "sample"] = "full"
@@ -126,6 +132,14 @@ class DataConfig(Section):
     """Which split of the data set `name`, or part of one: "train[:50%]", "train[1000:2000]"."""
     token_field: str | None = Field(default=None, min_length=1)
     """Column that holds a document's token ids, for "parquet" and "hub", in place of text_field."""
+    label_field: str | None = Field(default=None, min_length=1)
+    """Column beside token_field that is -100 where a token does not count in the loss ("labels"),
+    and its own id elsewhere."""
+    weight_field: str | None = Field(default=None, min_length=1)
+    """Column beside token_field with how much each token counts in the loss, from 0 on; for
+    "datatrove" what stands beside NAME.ds: "loss" is NAME.ds.loss, a byte a token. The loss is
+    divided by the sum of a batch's weights. An end-of-text that is put behind a document counts 1.
+    """
     token_dtype: TokenDtype = "auto"
     """What "datatrove" and "tokens" hold where the file does not say; "auto" is uint16, or uint32
     for a vocabulary above 65536."""
@@ -249,8 +263,21 @@ def _check_source(section: PartConfig | DataConfig) -> None:
             found.append(
                 Problem(key, _plain(value), f'is required by source "{source}"', f"add {example}")
             )
+    found += _check_counting(section)
     if found:
         raise Problems(found)
+
+
+def _check_counting(section: PartConfig | DataConfig) -> Iterator[Problem]:
+    """Give what is wrong with the columns that say which tokens count."""
+    labels, weights = section.label_field, section.weight_field
+    if labels and weights:
+        rule = "says which tokens count, and so does label_field"
+        yield Problem("weight_field", weights, rule, "remove one of the two")
+    for key, value in (("label_field", labels), ("weight_field", weights)):
+        if value and section.source in READ_BY["token_field"] and section.token_field is None:
+            rule = "is read beside token ids, and token_field names none"
+            yield Problem(key, value, rule, 'add "token_field": "input_ids"')
 
 
 def _plain(value: Any) -> Any:

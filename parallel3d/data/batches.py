@@ -84,6 +84,22 @@ class Batches:
             windows[here] = tokens[starts[here][:, None] + within]
         return windows[:, :-1].copy(), windows[:, 1:].copy()
 
+    @property
+    def weighs(self) -> bool:
+        """Whether tokens count unequally in some stream."""
+        return any(stream.weights is not None for stream in self.streams)
+
+    def weights(self, first_sample: int, count: int) -> np.ndarray:
+        """Give how much each label of these samples counts: float32 [count, sequence_length]."""
+        parts, starts = self.windows(first_sample, count)
+        found = np.ones((count, self.sequence_length), dtype=np.float32)
+        within = np.arange(1, self.sequence_length + 1)
+        for part in np.unique(parts):
+            here, weights = parts == part, self.streams[part].weights
+            if weights is not None:
+                found[here] = weights[starts[here][:, None] + within]
+        return found
+
     def windows(self, first_sample: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """The stream of each sample, and where in the stream its tokens start: [count]."""
         parts, places = self._mixing.assign(np.arange(first_sample, first_sample + count))

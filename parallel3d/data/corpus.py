@@ -18,7 +18,7 @@ A mixture is a directory beside its parts, with tokenizer/ and a meta.json that 
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,9 @@ import numpy as np
 
 from parallel3d.data.bounds import Bounds
 from parallel3d.data.cache import is_whole
-from parallel3d.data.foreign.blocks import SET_BYTES, BlockCache
-from parallel3d.data.foreign.remote import is_url
-from parallel3d.data.foreign.spans import Spans, check_sizes
-from parallel3d.data.foreign.through_cache import RemoteFiles
+from parallel3d.data.foreign.counting import Weights
+from parallel3d.data.foreign.spans import Spans
+from parallel3d.data.numbers import tokens_of, weights_of
 from parallel3d.data.rows import FileReader
 from parallel3d.errors import DataError
 
@@ -43,6 +42,8 @@ class TokenStream:
 
     tokens: np.ndarray | Spans
     bounds: np.ndarray | Bounds
+    weights: Weights | None = None
+    """How much each token counts in the loss; None where all count alike."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -132,11 +133,12 @@ class Corpus:
             )
         bounds = np.asarray(np.memmap(directory / "bounds.bin", dtype=np.int64, mode="r"))
         num_train = meta["num_train_documents"]
-        train, held_out = _tokens(directory, meta, bounds, remote_cache_bytes)
+        train, held_out = tokens_of(directory, meta, bounds, remote_cache_bytes)
+        counting = weights_of(directory, meta, bounds, remote_cache_bytes)
         return cls(
             directory=directory,
-            train=TokenStream(train, bounds[: num_train + 1]),
-            held_out=TokenStream(held_out, Bounds(bounds[num_train:])),
+            train=TokenStream(train, bounds[: num_train + 1], counting[0]),
+            held_out=TokenStream(held_out, Bounds(bounds[num_train:]), counting[1]),
             **given,
         )
 
@@ -229,44 +231,6 @@ class Corpus:
         names = json.loads((self.directory / "names.json").read_text())
         name = names["names"][place["file"]]
         return FileReader(names["kind"], "", name, "").place(int(place["row"]))
-
-
-def _tokens(
-    directory: Path, meta: Mapping[str, Any], bounds: np.ndarray, remote_cache_bytes: int
-) -> list[np.ndarray] | list[Spans]:
-    """The ids of the training and the held-out part."""
-    num_train, dtype = meta["num_train_documents"], np.dtype(meta["dtype"])
-    if "files" not in meta:
-        tokens = np.asarray(np.memmap(directory / "tokens.bin", dtype=dtype, mode="r"))
-        return np.split(tokens, [int(bounds[num_train])])
-    check_sizes(meta["files"])
-    places = np.load(directory / "places.npy", mmap_mode="r", allow_pickle=False)["file"]
-    starts = np.memmap(directory / "starts.bin", dtype=np.int64, mode="r")
-    remote, last = _remote(directory, meta["files"], remote_cache_bytes), len(places)
-    return [
-        Spans(
-            files=meta["files"],
-            places=places[first:end],
-            starts=starts[first:end],
-            bounds=bounds[first : end + 1],
-            end_of_text=meta["end_of_text"],
-            dtype=dtype,
-            remote=remote,
-        )
-        for first, end in ((0, num_train), (num_train, last))
-    ]
-
-
-def _remote(
-    directory: Path, files: Sequence[Mapping[str, Any]], cache_bytes: int
-) -> RemoteFiles | None:
-    """The files that are named by a URL; their blocks are kept beside all corpora."""
-    if not (sizes := {file["path"]: file["size"] for file in files if is_url(file["path"])}):
-        return None
-    cache = None
-    if cache_bytes >= SET_BYTES:
-        cache = BlockCache(directory.parents[1] / "remote" / "blocks", cache_bytes)
-    return RemoteFiles(sizes, directory.name, cache)
 
 
 def check_ids(tokens: np.ndarray, vocab_size: int, name: str) -> None:

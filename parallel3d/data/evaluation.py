@@ -9,6 +9,7 @@ import numpy as np
 from parallel3d.data.batches import Batches
 from parallel3d.data.corpus import Corpus, Mixture, TokenStream
 from parallel3d.data.statistics import held_out_bytes, train_frequencies
+from parallel3d.errors import DataError
 
 # Of the order of samples, whatever seed a run trains with. Losses are compared: it never changes.
 ORDER_SEED = 20
@@ -24,7 +25,7 @@ class SetLoss:
     standard_error: float | None
     """Standard error of the loss, over documents; None for one document."""
     tokens: int
-    """Tokens that were predicted."""
+    """Tokens that were predicted; where not all count alike, what they count together."""
     documents: int
     """Documents that these are of."""
     bits_per_byte: float | None
@@ -104,8 +105,15 @@ class EvaluationSamples:
             ordinals[:counted] = np.searchsorted(self._known, self._places(first, counted))
         return ordinals
 
-    def loss(self, sums: np.ndarray) -> SetLoss:
-        """The loss of the set, from `losses` of its documents, in nats, [num_documents]."""
+    def loss(self, sums: np.ndarray, weights: np.ndarray | None = None) -> SetLoss:
+        """The loss of the set, from `losses` of its documents, in nats, [num_documents].
+
+        With `weights` [num_documents], how much the tokens of each one count together, the mean is
+        over these; `sums` are weighted, too. A document of which nothing counts is left out. Raises
+        DataError where nothing counts in any.
+        """
+        if weights is not None:
+            return _weighted(sums, weights)
         mean, error = losses_per_document(sums, self.tokens)
         return SetLoss(
             loss=mean,
@@ -148,6 +156,23 @@ class EvaluationSamples:
             lengths = stream.bounds[own + 1] - stream.bounds[own]
             total += float((self.tokens[here] / lengths * texts[part][own]).sum())
         return total
+
+
+def _weighted(sums: np.ndarray, weights: np.ndarray) -> SetLoss:
+    counted = weights > 0
+    if not counted.any():
+        raise DataError(
+            "no token of what is held out counts in the loss; hold out more, or set"
+            " data.held_out_fraction to 0"
+        )
+    mean, error = losses_per_document(sums[counted], weights[counted])
+    return SetLoss(
+        loss=mean,
+        standard_error=error,
+        tokens=round(float(weights.sum())),
+        documents=int(counted.sum()),
+        bits_per_byte=None,
+    )
 
 
 def losses_per_document(sums: np.ndarray, tokens: np.ndarray) -> tuple[float, float | None]:

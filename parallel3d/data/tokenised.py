@@ -6,6 +6,8 @@ tokens.bin:
     starts.bin    int64 [documents]: where in its file each document begins, counted in ids;
                   the file is that of places.npy, whose row is the document's number there
 
+    weight_starts.bin    the same in the files of how much ids count, where there are some
+
 and in its meta.json the files: name, path, dtype, offset, size. Its bounds count an end-of-text
 after each document, whether the file has one or not. `key` stands for the contents alone; the
 directory's name for the files too, so that each finds its own.
@@ -13,9 +15,7 @@ directory's name for the files too, so that each finds its own.
 
 import json
 import os
-import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
@@ -23,24 +23,22 @@ from typing import Any
 
 import numpy as np
 
-from parallel3d.atomic import replaced
 from parallel3d.config.data import DataConfig, PartConfig
 from parallel3d.data.build import FORMAT, contents_of, digest_of, seen
-from parallel3d.data.cache import prune
 from parallel3d.data.corpus import PLACE, entropy
-from parallel3d.data.documents import DAYS_KEPT, ENTRY, SECONDS_UNTIL_SETTLED
+from parallel3d.data.documents import ENTRY
 from parallel3d.data.foreign import arrays, arrow, datatrove, megatron
-from parallel3d.data.foreign.check import Checked, Vocabulary, check
-from parallel3d.data.foreign.files import INTEGERS, TokenFile, is_file
-from parallel3d.data.foreign.remote import is_url, matching, version_of
+from parallel3d.data.foreign.check import Vocabulary
+from parallel3d.data.foreign.counting import beside_ids, in_json
+from parallel3d.data.foreign.files import INTEGERS, TokenFile
+from parallel3d.data.foreign.remote import is_url, matching
 from parallel3d.data.foreign.spans import Spans
+from parallel3d.data.indexes import indexed
 from parallel3d.data.sources import Progress, matching_files
 from parallel3d.data.statistics import save_held_out
 from parallel3d.data.tokenizer import load_tokenizer, num_tokens, save_tokenizer
 from parallel3d.errors import DataError
 
-# Part of an index's name: raise it when what is found in the same file changes.
-INDEX_FORMAT = 1
 MEGA = 1_000_000
 
 
@@ -57,6 +55,10 @@ class Tokenised:
     counts: np.ndarray
     vocabulary: Vocabulary
     found: dict[str, Any]
+    weights: tuple[TokenFile, ...] = ()
+    """Beside each file, how much its ids count in the loss; none where all count alike."""
+    weight_starts: np.ndarray | None = None
+    """int64 [n]: where there each document begins."""
 
     def __len__(self) -> int:
         return len(self.table)
@@ -73,7 +75,10 @@ class TokenRecipe:
     def content(self) -> str:
         """The digest of the ids of both parts, whatever files and formats hold them."""
         vocabulary, contents = self.tokens.vocabulary, contents_of(self.tokens.table, self.held_out)
-        return digest_of(FORMAT, "ids", vocabulary.size, vocabulary.end_of_text, *contents)
+        own = [vocabulary.size, vocabulary.end_of_text, *contents]
+        if weights := self.tokens.found.get("weights"):
+            own += ["weights", weights, *(file.size for file in self.tokens.weights)]
+        return digest_of(FORMAT, "ids", *own)
 
     def key(self) -> str:
         """The name of the corpus in the cache, by its contents and its files."""
@@ -91,6 +96,8 @@ class TokenRecipe:
         bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         bounds.tofile(folder / "bounds.bin")
         table["offset"].astype(np.int64).tofile(folder / "starts.bin")
+        if tokens.weight_starts is not None:
+            tokens.weight_starts[order].astype(np.int64).tofile(folder / "weight_starts.bin")
         places = table[["file", "row"]].astype(PLACE)
         np.save(folder / "places.npy", places, allow_pickle=False)
         np.save(folder / "counts.npy", tokens.counts, allow_pickle=False)
@@ -102,14 +109,8 @@ class TokenRecipe:
             "dtype": "uint16" if size <= 2**16 else "uint32",
             "end_of_text": tokens.vocabulary.end_of_text,
             "files": [
-                {
-                    "name": file.name,
-                    "path": _place(file),
-                    "dtype": file.dtype.name,
-                    "offset": file.offset,
-                    "size": file.size,
-                }
-                for file in tokens.files
+                described | {"path": _place(file)}
+                for described, file in zip(in_json(tokens.files), tokens.files, strict=True)
             ],
             "format": FORMAT,
             "found": tokens.found | seen(tokens.table),
@@ -120,6 +121,11 @@ class TokenRecipe:
             "unigram_entropy": entropy(tokens.counts),
             "vocab_size": size,
         }
+        if tokens.weights:
+            meta["weights"] = [
+                described | {"path": _place(file)}
+                for described, file in zip(in_json(tokens.weights), tokens.weights, strict=True)
+            ]
         names = {"kind": "ids", "names": [file.name for file in tokens.files]}
         (folder / "names.json").write_text(json.dumps(names))
         (folder / "meta.json").write_text(json.dumps(meta, indent=1))
@@ -162,7 +168,10 @@ def find_tokens(
     """
     files = _files(section, vocabulary)
     total = ceil(sum(file.num_tokens for file in files) / MEGA)
-    tables, done = [], 0
+    field = section.label_field or section.weight_field
+    are_labels = section.label_field is not None
+    weights = tuple(beside_ids(file, field, are_labels) for file in files) if field else ()
+    tables, weight_starts, done = [], [], 0
     counts = np.zeros(vocabulary.size, dtype=np.int64)
     found: dict[str, Any] = {
         "check_ids": section.check_ids,
@@ -177,7 +186,7 @@ def find_tokens(
             heard += count
             progress("checking ids (M)", min(heard // MEGA, total), total)
 
-        checked = _indexed(file, section, vocabulary, cache / "indexes", on_ids)
+        checked = indexed(file, section, vocabulary, cache / "indexes", on_ids)
         done += file.num_tokens
         progress("checking ids (M)", min(ceil(done / MEGA), total), total)
         table = np.zeros(len(checked.rows), dtype=ENTRY)
@@ -185,12 +194,26 @@ def find_tokens(
         table["offset"], table["num_bytes"] = checked.starts, 4 * checked.lengths
         table["digest"] = checked.digests
         tables.append(table)
+        if weights:
+            starts = weights[number].starts
+            # Without an index the ids say where documents are; a byte stands beside each.
+            weight_starts.append(checked.starts if starts is None else starts[checked.rows - 1])
         counts += checked.counts
         found["num_checked_ids"] += int(checked.num_checked)
         found["num_empty_documents"] += int(checked.num_empty)
         if not len(table):
             raise DataError(f"{file.name} has no document with ids; leave it out")
-    return Tokenised(tuple(files), np.concatenate(tables), counts, vocabulary, found)
+    if field:
+        found["weights"] = f"{'labels' if are_labels else 'weights'} {field}"
+    return Tokenised(
+        tuple(files),
+        np.concatenate(tables),
+        counts,
+        vocabulary,
+        found,
+        weights,
+        np.concatenate(weight_starts) if weights else None,
+    )
 
 
 def _files(section: DataConfig | PartConfig, vocabulary: Vocabulary) -> list[TokenFile]:
@@ -234,52 +257,3 @@ def _matching(paths: Sequence[str], suffix: str) -> list[str]:
 
 def _place(file: TokenFile) -> str:
     return file.path if is_url(file.path) else os.path.abspath(file.path)
-
-
-def _indexed(
-    file: TokenFile,
-    section: DataConfig | PartConfig,
-    vocabulary: Vocabulary,
-    indexes: Path,
-    on_ids: Any,
-) -> Checked:
-    """Look through a file, unless that was done before and is known of the file as it is."""
-    settings = (section.source, section.token_field, section.check_ids, file.dtype.str, vocabulary)
-    before = _signature(file, settings)
-    index = indexes / f"{before}.npz"
-    with suppress(OSError, ValueError, KeyError, TypeError), np.load(index) as kept:
-        checked = Checked(**{name: kept[name][()] for name in kept.files})
-        os.utime(index)
-        return checked
-    started = time.time()
-    checked = check(file, vocabulary, sample=section.check_ids == "sample", on_ids=on_ids)
-    if _signature(file, settings) != before:
-        raise DataError(f"{file.name} changed while it was read; run it again")
-    # A cache that cannot be written is no matter here: it only saves time.
-    with suppress(OSError):
-        if is_url(file.path) or _settled(file.path, started):
-            indexes.mkdir(parents=True, exist_ok=True)
-            with replaced(index, shared=True) as partial, open(partial, "wb") as opened:
-                np.savez(opened, **vars(checked))
-            prune(indexes, DAYS_KEPT)
-    return checked
-
-
-def _settled(path: str, started: float) -> bool:
-    state = os.stat(path)
-    return started - max(state.st_mtime, state.st_ctime) > SECONDS_UNTIL_SETTLED
-
-
-def _signature(file: TokenFile, settings: tuple[Any, ...]) -> str:
-    """What stands for a file and what lies beside it, as they are now."""
-    remote = is_url(file.path)
-    name = file.path if remote else os.path.realpath(file.path)
-    parts: list[Any] = [INDEX_FORMAT, name, *settings]
-    for path in (file.path, megatron.index_of(file.path), f"{file.path}.index"):
-        if remote:
-            parts.append(version_of(path) if is_file(path) else None)
-            continue
-        with suppress(OSError):
-            state = os.stat(path)
-            parts += state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns
-    return digest_of(*parts)

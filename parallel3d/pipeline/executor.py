@@ -16,6 +16,7 @@ from parallel3d.mesh.transfer import Transfer
 from parallel3d.pipeline.clock import DeviceClock
 from parallel3d.pulse import rank as pulse
 from parallel3d.schedule.schedule import Action, Op, Schedule, Span
+from parallel3d.tensor.collectives import all_reduce
 from parallel3d.tensor.dropout import RandomKey
 from parallel3d.tensor.held_back import WeightGradients, held_back
 from parallel3d.tensor.segments import Segments
@@ -27,12 +28,15 @@ class Microbatch(NamedTuple):
     """What the stages are fed with; tokens and labels are [batch, seq] of int64.
 
     The first stage uses the tokens, the last one the labels; a rank without it may have none. All
-    use the `segments`, where tokens may not see beyond their own document.
+    use the `segments`, where tokens may not see beyond their own document. `weights` (fp32, [batch,
+    seq]) are how much each label counts, where they do not all count alike: in all microbatches of
+    all data-parallel ranks or in none. There are some wherever a label is -100, which has no loss.
     """
 
     tokens: Tensor | None = None
     labels: Tensor | None = None
     segments: Segments | None = None
+    weights: Tensor | None = None
 
 
 class Executor:
@@ -95,8 +99,9 @@ class Executor:
 
         With backward actions in the program the gradients are left summed, reduced and ready for
         `engine.step`. Gives the mean loss [] on a rank that holds the last stage, 0 elsewhere; it
-        stays on the device. Without them `token_losses` [microbatches, batch, seq] is the loss of
-        each token, on a rank that holds the last stage.
+        stays on the device. The mean over its data-parallel ranks is that of the batch: of all
+        tokens, or weighted, by the sum of all weights. Without backward actions `token_losses`
+        [microbatches, batch, seq] is the loss of each token, on a rank that holds the last stage.
         """
         assert len(batch) == self.schedule.num_microbatches
         self._batch, self._key.step = batch, step
@@ -109,6 +114,7 @@ class Executor:
         self._sending: list[tuple[Transfer, Tensor]] = []
         self._losses: list[Tensor] = []
         self._of_tokens: dict[int, Tensor] = {}
+        self._divisor = self._losses_divisor()
         clock = DeviceClock(self.mesh.device) if self.timed else None
         marks, self.spans = [], []
         self._work = f"step {step + 1}" if self._trains else "an evaluation"
@@ -131,7 +137,7 @@ class Executor:
         return torch.stack(self._losses).sum() if self._losses else self._no_loss
 
     def _forward(self, stage: int, microbatch: int) -> None:
-        x, labels, segments = self._batch[microbatch]
+        x, labels, segments, weights = self._batch[microbatch]
         if stage > 0:
             # In evaluation nobody will come for its gradient.
             take = self._inputs.__getitem__ if self._trains else self._inputs.pop
@@ -139,20 +145,38 @@ class Executor:
         assert x is not None, "the first stage's rank has the tokens"
         self._key.microbatch = microbatch
         run: Callable[..., Tensor] = self.engine.forward if self._trains else self.engine.evaluate
-        output = run(stage, x, labels if stage == self._last_stage else None, segments)
+        if stage == self._last_stage and self._trains and weights is not None:
+            output = run(stage, x, labels, segments, weights)
+        else:
+            output = run(stage, x, labels if stage == self._last_stage else None, segments)
         if stage == self._last_stage:
             if not self._trains:
                 assert labels is not None, "the last stage's rank has the labels"
                 assert output.shape == labels.shape, "a head gives each token's loss in evaluation"
                 self._of_tokens[microbatch], output = output, output.mean()
             # The only place where the number of microbatches scales anything.
-            output = output / self.schedule.num_microbatches
+            output = output / self._divisor
             self._losses.append(output.detach())
         elif self._on_this_rank(stage + 1):
             # A leaf for the next stage, as what a rank receives: each stage's backward ends there.
             self._inputs[stage + 1, microbatch] = output.detach()
         if self._trains or stage in self.schedule.crossings:
             self._outputs[stage, microbatch] = output
+
+    def _losses_divisor(self) -> Tensor | int:
+        """What makes the mean of a batch of the microbatches' losses, and then of the dp ranks'.
+
+        Of weighted sums it is a dp-th of all weights of the batch: one all-reduce over dp, before
+        the first forward.
+        """
+        weights = [m.weights for m in self._batch if m.weights is not None]
+        if not weights or not self._trains or not self._on_this_rank(self._last_stage):
+            return self.schedule.num_microbatches
+        assert len(weights) == len(self._batch), "all microbatches have weights, or none"
+        total = torch.stack([w.sum() for w in weights]).sum()
+        total = all_reduce(total, self.mesh.group("dp")) / self.mesh.size("dp")
+        # Where nothing counts in the whole batch, there is no loss and no gradient.
+        return total.clamp(min=torch.finfo(total.dtype).tiny)
 
     def _backward(self, stage: int, microbatch: int) -> None:
         self._key.microbatch = microbatch  # activation checkpointing draws the same masks again

@@ -37,12 +37,17 @@ class Stages(nn.Module):
         self.layers, self._recompute = layers, recompute
 
     def forward(
-        self, stage: int, x: Tensor, labels: Tensor | None = None, segments: Segments | None = None
+        self,
+        stage: int,
+        x: Tensor,
+        labels: Tensor | None = None,
+        segments: Segments | None = None,
+        weights: Tensor | None = None,
     ) -> Tensor:
         """Token ids or activations -> activations; the mean loss where `labels` are given.
 
-        In evaluation each token's loss [batch, seq]. `segments` are of documents that do not see
-        each other.
+        With `weights` [batch, seq] the sum of the losses times these; in evaluation each token's
+        loss [batch, seq]. `segments` are of documents that do not see each other.
         """
         layers = list(self.stages[str(stage)].children())
         last = layers.pop() if labels is not None else None
@@ -52,7 +57,10 @@ class Stages(nn.Module):
                 x = checkpoint(layer, x, segments, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = layer(x, segments)
-        return x if last is None else last(x, labels)
+        if last is None:
+            return x
+        loss: Tensor = last(x, labels) if weights is None else last(x, labels, weights)
+        return loss
 
 
 @dataclass(frozen=True)

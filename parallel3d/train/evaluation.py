@@ -59,19 +59,29 @@ class Evaluation:
 
     def _run(self, samples: EvaluationSamples) -> SetLoss | None:
         # The last one is of samples that fill the last batch up.
-        sums = torch.zeros(samples.num_documents + 1, dtype=torch.float64, device=self._mesh.device)
+        like = {"dtype": torch.float64, "device": self._mesh.device}
+        sums, weights = torch.zeros(2, samples.num_documents + 1, **like)  # type: ignore[call-overload]
         for start in range(0, samples.num_samples, self._batch):
             batch, documents = self._feed.evaluation(samples, start)
             self._evaluator.run(batch)
             losses = self._evaluator.token_losses
             if losses is not None and documents is not None:
-                sums.index_add_(0, documents.flatten(), losses.flatten().to(torch.float64))
+                losses, places = losses.flatten().to(torch.float64), documents.flatten()
+                if samples.batches.weighs:
+                    own = torch.stack([m.weights for m in batch if m.weights is not None])
+                    own = own.flatten().to(torch.float64)
+                    losses = losses * own
+                    weights.index_add_(0, places, own)
+                sums.index_add_(0, places, losses)
             self._stop.agree(self._mesh.gather_floats(self._stop.flags()))
             if self._stop.stopping:
                 return None
         # Every tp rank of the last stage has the losses of its dp coordinate.
         tp = self._mesh.size("tp")
-        return samples.loss(np.array(self._mesh.sum_floats(sums)[:-1]) / tp)
+        total = np.array(self._mesh.sum_floats(sums)[:-1]) / tp
+        if not samples.batches.weighs:
+            return samples.loss(total)
+        return samples.loss(total, np.array(self._mesh.sum_floats(weights)[:-1]) / tp)
 
 
 def evaluated(corpus: Corpus) -> dict[str, Corpus]:

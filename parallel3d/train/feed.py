@@ -26,11 +26,13 @@ Made = TypeVar("Made")
 class _Step(NamedTuple):
     """What a rank uses of a step, in host memory: int64 [microbatches, kinds, batch, seq].
 
-    `segments` are of each microbatch, where documents are isolated.
+    `segments` are of each microbatch, where documents are isolated; `weights` float32
+    [microbatches, batch, seq], where labels do not all count alike.
     """
 
     arrays: torch.Tensor
     segments: tuple[Segments, ...] = ()
+    weights: np.ndarray | None = None
 
 
 Evaluated = tuple[_Step, torch.Tensor | None]
@@ -106,6 +108,8 @@ class Feed:
         if self._isolates:
             documents = torch.from_numpy(documents_of(tokens, self._end_of_text).reshape(shape))
             step = step._replace(segments=tuple(map(Segments.of, documents)))
+        if "labels" in self._kinds and batches.weighs:
+            step = step._replace(weights=batches.weights(first, count).reshape(shape))
         return step
 
     def _evaluated(self, samples: EvaluationSamples, start: int) -> Evaluated:
@@ -144,6 +148,9 @@ class Feed:
         if step.segments:
             moved = [s.on(device) for s in step.segments]
             found = [m._replace(segments=s) for m, s in zip(found, moved, strict=True)]
+        if step.weights is not None:
+            weights = self._on_device(step.weights)
+            found = [m._replace(weights=w) for m, w in zip(found, weights, strict=True)]
         return found
 
     def _readable(self, array: np.ndarray) -> torch.Tensor:

@@ -122,7 +122,7 @@ def test_ranks_between_the_first_and_the_last_read_nothing(corpus, closed, monke
     feed, _ = feed_of(corpus, (1, 0), mesh=(3, 1))
     closed.append(feed)
     monkeypatch.setattr(Batches, "microbatch", None)
-    assert [tuple(m) for m in feed.training(0)] == [(None, None, None)] * 4
+    assert [tuple(m) for m in feed.training(0)] == [(None,) * 4] * 4
 
 
 def test_an_evaluation_between_steps_and_another_after_it(corpus, closed):

@@ -3,6 +3,7 @@
 The ids of a batch of rows lie one after the other in the file, so they are read like any array.
 """
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,8 +15,8 @@ if TYPE_CHECKING:
     import pyarrow
 
 
-def read(path: str, name: str, field: str) -> TokenFile:
-    """The documents of the column `field`: each row is one.
+def read(path: str, name: str, field: str, kinds: Mapping[str, np.dtype] = INTEGERS) -> TokenFile:
+    """The documents of the column `field`, of one of `kinds`: each row is one.
 
     Raises DataError for another kind of column, and for null.
     """
@@ -29,7 +30,7 @@ def read(path: str, name: str, field: str) -> TokenFile:
             whole = source.read_buffer()
             source.seek(0)
             with pa.ipc.open_stream(source) as stream:
-                dtype = _dtype(stream.schema, name, field)
+                dtype = _dtype(stream.schema, name, field, kinds)
                 for batch in stream:
                     column = batch.column(field)
                     _check_null(column, name, field, row)
@@ -56,7 +57,9 @@ def read(path: str, name: str, field: str) -> TokenFile:
     )
 
 
-def _dtype(schema: "pyarrow.Schema", name: str, field: str) -> np.dtype:
+def _dtype(
+    schema: "pyarrow.Schema", name: str, field: str, kinds: Mapping[str, np.dtype]
+) -> np.dtype:
     import pyarrow as pa
 
     if field not in schema.names:
@@ -67,12 +70,12 @@ def _dtype(schema: "pyarrow.Schema", name: str, field: str) -> np.dtype:
         )
     kind = schema.field(field).type
     is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-    if not is_list or str(kind.value_type) not in INTEGERS:
+    if not is_list or str(kind.value_type) not in kinds:
         raise DataError(
             f'{name}: column "{field}" holds {kind}, not lists of whole numbers; set token_field to'
             " the column of token ids, or text_field to one of text"
         )
-    return INTEGERS[str(kind.value_type)]
+    return kinds[str(kind.value_type)]
 
 
 def _check_null(column: "pyarrow.Array", name: str, field: str, row: int) -> None:

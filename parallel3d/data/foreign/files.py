@@ -16,6 +16,12 @@ INTEGERS = {
     name: np.dtype(name).newbyteorder("<")
     for name in ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
 }
+# What may stand beside ids.
+NUMBERS = INTEGERS | {
+    name: np.dtype(short).newbyteorder("<")
+    for name, short in (("halffloat", "f2"), ("float", "f4"), ("double", "f8"))
+}
+NUMBERS |= {dtype.name: dtype for dtype in NUMBERS.values()}
 # Ids that are read at a time: 16 MB as uint32.
 BLOCK = 2**22
 

@@ -8,7 +8,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from parallel3d.data.foreign.files import INTEGERS, advise, open_ids, read_ids, unreadable
+from parallel3d.data.foreign.files import NUMBERS, advise, open_ids, read_ids, unreadable
 from parallel3d.data.foreign.ranges import Range, gathered
 from parallel3d.data.foreign.remote import is_url
 from parallel3d.data.foreign.through_cache import RemoteFiles
@@ -53,7 +53,7 @@ class Spans:
         self._files, self._places, self._starts, self._bounds = files, places, starts, bounds
         self._end_of_text = end_of_text
         self._remote = remote or RemoteFiles()
-        self._dtypes = [INTEGERS[file["dtype"]] for file in files]
+        self._dtypes = [NUMBERS[file["dtype"]] for file in files]
         self._sizes = np.array([dtype.itemsize for dtype in self._dtypes], np.int64)
         self._offsets = np.array([file["offset"] for file in files], np.int64)
         self._names = {file["path"]: file["name"] for file in files}

@@ -1,0 +1,83 @@
+"""A loss whose tokens do not count alike is that of one big batch, however it is cut."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from parallel3d.config import RunConfig
+from parallel3d.tensor.output import IGNORED
+from parallel3d.verify import measure, reference
+from parallel3d.verify.local_ranks import run_locally
+from parallel3d.verify.reference import train_reference
+from parallel3d.verify.shrink import shrink
+from tests.verify.configs import config_of
+
+pytestmark = pytest.mark.gloo
+
+BATCH = 8
+
+
+def weights_of(shape):
+    """Most tokens of the first half of the samples count nothing, all of one, the others unlike."""
+    generator = torch.Generator().manual_seed(3)
+    weights = 2 * torch.rand(shape, generator=generator)
+    first = weights[: shape[0] // 2]
+    first[torch.rand(first.shape, generator=generator) < 0.8] = 0
+    weights[1] = 0
+    return weights
+
+
+def weighted(logits, labels):
+    """In place of the mean over all tokens of the whole batch."""
+    weights = weights_of((BATCH, len(labels) // BATCH)).flatten().to(logits.dtype)
+    losses = F.cross_entropy(logits, labels, reduction="none")
+    return (weights * losses).sum() / weights.sum()
+
+
+def train_weighted(rank, config, expected):
+    plain = measure.microbatches
+
+    def microbatches(batch, config, mesh):
+        weights = weights_of(batch[0].shape)
+        masked = batch[1].masked_fill(weights == 0, IGNORED)
+        start = config.micro_batch_size * config.num_microbatches * mesh.coord("dp")
+        own = weights[start:].split(config.micro_batch_size)
+        found = plain((batch[0], masked, batch[2]), config, mesh)
+        return [m._replace(weights=w) for m, w in zip(found, own, strict=False)]
+
+    measure.microbatches = microbatches
+    return measure.train_and_compare(rank, config, expected)
+
+
+def errors(mesh, tmp_path, monkeypatch, loss=weighted, **settings):
+    """How far three steps on this mesh are from one process of transformers, its loss replaced."""
+    raw = config_of(**settings)
+    config = shrink(RunConfig.from_dict(raw), (mesh,), batch=BATCH)[mesh]
+    functions = type("functions", (), {"cross_entropy": staticmethod(loss)})
+    with monkeypatch.context() as patch:
+        patch.setattr(reference, "F", functions)
+        expected = train_reference(config, tmp_path)
+    ranks = run_locally(train_weighted, mesh[0] * mesh[1] * mesh[2], config, expected, timeout=200)
+    return measure.errors_of(config, ranks)
+
+
+ALL = [
+    ((2, 2, 1), {"microbatches": 4, "zero": 1}),
+    pytest.param((1, 1, 1), {"microbatches": 1}, marks=pytest.mark.slow),
+    pytest.param((1, 1, 1), {"microbatches": 4}, marks=pytest.mark.slow),
+    pytest.param((1, 2, 2), {"microbatches": 2, "sequence_parallel": True}, marks=pytest.mark.slow),
+    pytest.param((2, 1, 2), {"microbatches": 4, "schedule": "zero_bubble"}, marks=pytest.mark.slow),
+    pytest.param((1, 4, 1), {"microbatches": 2, "zero": 0}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("mesh", "settings"), ALL, ids=str)
+def test_it_is_that_of_one_batch(mesh, settings, tmp_path, monkeypatch):
+    found = errors(mesh, tmp_path, monkeypatch, **settings)
+    assert found.within(measure.TOLERANCE["fp32"]), str(found)
+
+
+@pytest.mark.slow
+def test_a_mean_over_all_tokens_is_told_from_it(tmp_path, monkeypatch):
+    found = errors((1, 1, 1), tmp_path, monkeypatch, loss=F.cross_entropy, microbatches=2)
+    assert found.loss > 1e-2
