@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from parallel3d.tensor import linear
-from parallel3d.tensor.collectives import sequence_part
+from parallel3d.tensor import product
+from parallel3d.tensor.collectives import Pending, sequence_part
 from parallel3d.verify.exhibit import Exhibit, Planted, replaced
 
 EXHIBIT = Exhibit(
@@ -21,7 +21,7 @@ EXHIBIT = Exhibit(
 def plant() -> Planted:
     """Each rank goes on with its own slice of its own part."""
 
-    def reduce_scatter(x: Any, group: Any) -> Any:
-        return sequence_part(x, group, -2).contiguous()
+    def start(x: Any, group: Any, later: bool = True) -> Any:
+        return Pending(sequence_part(x, group, -2).contiguous())
 
-    return replaced(linear, "reduce_scatter_sequence", reduce_scatter)
+    return replaced(product, "start_reduce_scatter", start)

@@ -4,10 +4,8 @@ from typing import Any
 
 import torch.nn.functional as F
 
-from parallel3d.tensor import output
-from parallel3d.tensor.cut import even_split
-from parallel3d.tensor.vocab import _CrossEntropy
-from parallel3d.verify.exhibit import Exhibit, Planted, replaced
+from parallel3d.tensor import loss, output
+from parallel3d.verify.exhibit import Exhibit, Planted, all_of, wrapped
 
 EXHIBIT = Exhibit(
     date="2026-09-09",
@@ -22,10 +20,22 @@ EXHIBIT = Exhibit(
 
 def plant() -> Planted:
     """The last rank's slice has three columns more, of zeros."""
+    last = False
 
-    def loss(logits: Any, labels: Any, vocab_size: int, group: Any) -> Any:
-        start, stop = even_split(vocab_size, group.size(), group.rank())
-        padded = F.pad(logits, (0, 3)) if stop == vocab_size else logits
-        return _CrossEntropy.apply(padded, labels, start, group)
+    def of_slice(original: Any, x: Any, weight: Any, labels: Any, **of: Any) -> Any:
+        nonlocal last
+        last = of["group"].rank() == of["group"].size() - 1
+        return original(x, weight, labels, **of)
 
-    return replaced(output, "vocab_parallel_cross_entropy", loss)
+    def logits(original: Any, *given: Any) -> Any:
+        return F.pad(original(*given), (0, 3 * last))
+
+    def gradient(original: Any, probabilities: Any, *labels: Any) -> Any:
+        found = original(probabilities, *labels)
+        return found[:, :-3] if last else found
+
+    return all_of(
+        wrapped(output, "vocab_parallel_loss", of_slice),
+        wrapped(loss, "_logits", logits),
+        wrapped(loss, "_less_one_at", gradient),
+    )
