@@ -1,4 +1,4 @@
-"""Opens what a corpus says of each token: its id, and how much it counts in the loss."""
+"""What a corpus says of each token: its id, and how much it counts in the loss."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -39,6 +39,15 @@ class Microbatch(NamedTuple):
     weights: Tensor | None = None
 
 
+def let_go(output: Tensor) -> None:
+    """Leave an output its shape and its graph, which is all that its backward asks for.
+
+    Its data stays with whoever else holds it: a message on its way, the next stage, and autograd
+    where an operator needs its own result.
+    """
+    output.data = output.new_empty(1).expand(output.shape)
+
+
 class Executor:
     """Runs `schedule`'s program of this rank for one batch after another.
 
@@ -160,6 +169,7 @@ class Executor:
         elif self._on_this_rank(stage + 1):
             # A leaf for the next stage, as what a rank receives: each stage's backward ends there.
             self._inputs[stage + 1, microbatch] = output.detach()
+            let_go(output)
         if self._trains or stage in self.schedule.crossings:
             self._outputs[stage, microbatch] = output
 
@@ -200,7 +210,9 @@ class Executor:
 
     def _send_forward(self, stage: int, microbatch: int) -> None:
         take = self._outputs.__getitem__ if self._trains else self._outputs.pop
-        self._send(take((stage, microbatch)).detach(), Action(Op.SEND_F, stage, microbatch))
+        output = take((stage, microbatch))
+        self._send(output.detach(), Action(Op.SEND_F, stage, microbatch))
+        let_go(output)
 
     def _send_backward(self, stage: int, microbatch: int) -> None:
         gradient = self._gradients.pop((stage - 1, microbatch))

@@ -72,8 +72,8 @@ def stage(
         num_bytes = [k.bytes(element, classic, not on_cpu) for k in held]
         kept[kind] = *num_bytes, bool(cost.recomputed.matmuls)
     freed = freed_logits = summed = 0
-    if not part.ends:
-        freed = hidden  # the executor keeps each stage's output, to go backward from it
+    if on_cpu and not part.ends:
+        freed = hidden  # gloo does not say that a message has left: each stage's output stays
     narrow = element < gradient
     firsts: list[BackwardMoment] = []
     laters: list[BackwardMoment] = []
@@ -96,6 +96,7 @@ def stage(
             freed_logits = saved
         freed += saved
     saved, working, *_ = kept[part.kinds[-1]]
+    ending = 0 if on_cpu or part.ends else hidden  # its output, until it was sent
     return StageActivations(
         freed,
         saved if part.ends else 0,
@@ -103,7 +104,7 @@ def stage(
         hidden,
         max(firsts, key=_total),
         max(laters, key=_total),
-        BackwardMoment(0, working, working if part.ends else 0, 0),
+        BackwardMoment(0, working + ending, working if part.ends else 0, 0),
         tuple(produced),
         tuple(moments),
     )

@@ -167,8 +167,10 @@ class CoordinateRank:
             if self.on_cpu:
                 # gloo does not say that a message has left: each is held to the end of the step.
                 waiting += ends * (s.num_microbatches - count)
-            if index + 1 in count_of:
+            if self.on_cpu and index + 1 in count_of:
                 # What a stage gives is what the next one takes, and is counted with both.
                 waiting -= min(count, count_of[index + 1])
+            elif index < last and index + 1 not in count_of and not self.on_cpu:
+                waiting += 1  # what was sent last is let go of when the next one is
             total += waiting * stage.hidden_bytes
         return total
