@@ -24,6 +24,7 @@ from parallel3d.engine.states import States
 from parallel3d.errors import ConfigError, TrainingError
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.tensor.held import HeldParameter
+from parallel3d.tensor.held_back import added_in_place
 
 _log = logging.getLogger(__name__)
 
@@ -178,7 +179,8 @@ class Engine:
         """Backward from a stage's output, given its gradient; from the loss, given none."""
         if self.settings.runs_without_hooks:
             scaled = self._deepspeed.optimizer.scale_if_loss(output) if grad is None else output
-            scaled.backward(grad)
+            with added_in_place():
+                scaled.backward(grad)
             return
         core.start_backward(self._deepspeed)
         self._counters.restore()

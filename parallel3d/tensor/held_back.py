@@ -54,11 +54,37 @@ def is_holding_back() -> bool:
     return _collecting is not None
 
 
+_in_place = False
+
+
+@contextmanager
+def added_in_place() -> Iterator[None]:
+    """Within it, backwards add the weight gradients of linear layers to those that are there.
+
+    Autograd is given none of these, which it would copy into the type that they add up in. For
+    backwards in which no hook awaits a parameter's gradient.
+    """
+    global _in_place
+    before, _in_place = _in_place, True
+    try:
+        yield
+    finally:
+        _in_place = before
+
+
+def sum_so_far(parameter: Tensor) -> Tensor | None:
+    """What a weight's gradient is to be added to now; None: it is given to autograd, or later."""
+    return parameter.grad if _in_place and _collecting is None else None
+
+
 def now_or_later(parameter: Tensor, product: _Product) -> Tensor | None:
-    """The gradient that `product` makes; None, and made later, where gradients are held back."""
-    if _collecting is None:
+    """The gradient that `product` makes; None where it is held back, or added in place."""
+    if _collecting is not None:
+        _collecting.add(parameter, product)
+        return None
+    if sum_so_far(parameter) is None:
         return product()
-    _collecting.add(parameter, product)
+    _accumulate(parameter, product())
     return None
 
 

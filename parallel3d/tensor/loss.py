@@ -19,7 +19,7 @@ from parallel3d.tensor.collectives import (
     reduce_scatter_sequence,
 )
 from parallel3d.tensor.cut import even_split
-from parallel3d.tensor.held_back import now_or_later
+from parallel3d.tensor.held_back import now_or_later, sum_so_far
 from parallel3d.tensor.vocab import local_ids
 
 _ROWS = 2**25  # elements of a weight's gradient that are made at once where they are added in fp32
@@ -111,7 +111,11 @@ def _in_parts(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
     grad_x = torch.empty_like(rows) if needs_x else None
     grad_dtype = ctx.weight.grad_dtype or weight.dtype
     sums = torch.float32 if grad_dtype.itemsize < 4 else grad_dtype
-    grad_weight = torch.empty_like(weight, dtype=sums) if needs_weight else None
+    grad_weight, so_far = None, sum_so_far(ctx.weight) if needs_weight else None
+    if so_far is not None and so_far.dtype == sums:
+        grad_weight = so_far
+    elif needs_weight:
+        grad_weight = torch.empty_like(weight, dtype=sums)
     for part in _parts(len(rows), len(weight)):
         logits = _logits(rows[part], weight).sub_(normaliser[part].unsqueeze(-1)).exp_()
         gradient = _less_one_at(logits, here[part], outside[part]).to(x.dtype)
@@ -120,9 +124,13 @@ def _in_parts(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
             torch.mul(gradient @ weight, grad[part], out=grad_x[part])
         if grad_weight is not None:
             factor = _times(rows[part], grad[part])
-            _add_product(grad_weight, gradient, factor, first=part.start == 0)
+            _add_product(
+                grad_weight, gradient, factor, first=part.start == 0 and so_far is not grad_weight
+            )
         del gradient
-    return grad_x, None if grad_weight is None else grad_weight.to(grad_dtype)
+    if grad_weight is None or grad_weight is so_far:
+        return grad_x, None
+    return grad_x, grad_weight.to(grad_dtype)
 
 
 def _parts(tokens: int, vocab: int) -> Iterator[slice]:

@@ -9,6 +9,7 @@ import models
 from parallel3d.model import head_cost
 from parallel3d.model.head_cost import LOGITS_AT_ONCE, chunk_tokens, num_chunks
 from parallel3d.model.spec import Shape
+from parallel3d.tensor.held_back import added_in_place
 from parallel3d.tensor.loss import vocab_parallel_loss
 from parallel3d.verify.local_ranks import run_locally
 from tests.counting import Counting
@@ -34,14 +35,14 @@ def run_head(dtype, weight, counting):
     """
     x = torch.empty(1, TOKENS, HIDDEN, dtype=dtype, device="meta", requires_grad=True)
     labels = torch.empty(1, TOKENS, dtype=torch.int64, device="meta")
-    before = counting.bytes
+    before, is_first = counting.bytes, weight.grad is None
     counting.start()
     loss = vocab_parallel_loss(x, weight, labels, vocab_size=VOCAB, group=alone())
     kept = counting.bytes - before
     forward = counting.peak - before
     counting.start()
     loss.mean().backward()
-    return max(forward, counting.peak - before - weight.grad.nbytes), kept
+    return max(forward, counting.peak - before - is_first * weight.grad.nbytes), kept
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -51,8 +52,11 @@ def test_llama_3_8bs_head_at_8192_tokens(dtype):
         weight = nn.Parameter(torch.empty(VOCAB, HIDDEN, dtype=dtype, device="meta"))
         weight.grad_dtype = torch.float32
         most, kept = run_head(dtype, weight, counting)
-    print(f"{dtype}: {most / 1e9:.2f} GB at most, {kept / 1e9:.4f} kept")
-    assert most < 1.5e9 and kept < 1e6
+        # A later microbatch's gradient is added to it where it stands, as the engine has it.
+        with added_in_place():
+            again, _ = run_head(dtype, weight, counting)
+    print(f"{dtype}: {most / 1e9:.2f} GB at most, {again / 1e9:.2f} later, {kept / 1e9:.4f} kept")
+    assert max(most, again) < 1.5e9 and kept < 1e6
     assert weight.grad.dtype == torch.float32
 
 

@@ -1,18 +1,22 @@
 """Weight gradients that are made after the backward pass are those that it would have made."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from parallel3d.mesh.mesh import Mesh
-from parallel3d.tensor.held_back import held_back
+from parallel3d.model import head_cost
+from parallel3d.tensor.held_back import added_in_place, held_back
 from parallel3d.tensor.linear import (
     ColumnParallelLinear,
     GroupedColumnLinear,
     RowParallelLinear,
     linear,
 )
+from parallel3d.tensor.loss import vocab_parallel_loss
 from parallel3d.verify.local_ranks import run_locally
 
 pytestmark = pytest.mark.gloo
@@ -83,6 +87,43 @@ def test_to_the_bit(size, sequence_parallel, recompute, dtype):
         # Before they are made the linear layers' weights have none, and all others do.
         weights = {name for name in at_once if name.endswith("weight")}
         assert early == [weights, weights]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_added_in_place_to_the_bit(dtype):
+    """Of a linear layer and of a head in parts; autograd's own sums, without its copies."""
+    weight, head = (nn.Parameter(torch.randn(n, SIZE).to(dtype)) for n in (SIZE, 50))
+    xs = torch.randn(3, 4, SIZE).to(dtype)
+    labels = torch.randint(50, (4,))
+    alone = torch.distributed.ProcessGroup(0, 1)
+    found = []
+    for in_place in (False, True):
+        for parameter in (weight, head):
+            parameter.grad, parameter.grad_dtype = None, torch.float32
+        for x in xs:
+            hidden = linear(x, weight)
+            loss = vocab_parallel_loss(hidden, head, labels, vocab_size=50, group=alone).mean()
+            before = weight.grad
+            with added_in_place() if in_place else nullcontext():
+                loss.backward()
+            assert before is None or weight.grad is before
+        found.append((weight.grad, head.grad))
+    for plain, added in zip(*found, strict=True):
+        assert plain.dtype == added.dtype == torch.float32
+        assert torch.equal(plain, added)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_head_in_parts_is_added_in_place(dtype, monkeypatch):
+    monkeypatch.setattr(head_cost, "LOGITS_AT_ONCE", 100)
+    head, x = nn.Parameter(torch.randn(50, SIZE).to(dtype)), torch.randn(4, SIZE).to(dtype)
+    head.grad_dtype = torch.float32
+    labels, alone = torch.randint(50, (4,)), torch.distributed.ProcessGroup(0, 1)
+    for _ in range(2):
+        once = head.grad.clone() if head.grad is not None else None
+        with added_in_place():
+            vocab_parallel_loss(x, head, labels, vocab_size=50, group=alone).mean().backward()
+    torch.testing.assert_close(head.grad, 2 * once, rtol=1e-6, atol=1e-7)
 
 
 def test_a_released_parameter_takes_its_whole_gradient():
