@@ -15,7 +15,7 @@ largest absolute difference of any weight**. The bound is 1e-5. As the command b
 
 """
 
-TYPES = "\n## types, before any process"
+TYPES = "\n## Types, before any process"
 
 
 def markdown(measured, seconds):
@@ -60,7 +60,7 @@ def markdown(measured, seconds):
 
 
 def by_hand(page):
-    """What of the page's text no run writes: the section on types."""
+    """What of the page's text no run writes: those on types and a long run."""
     return "".join(page.partition(TYPES)[1:])
 
 
