@@ -11,7 +11,7 @@ import pytest
 
 from parallel3d.reader import read
 from parallel3d.verify.local_ranks import free_port
-from tests.launch.launching import Place, environment, session
+from tests.launch.launching import Place, environment
 from tests.launch.pages import NOT_RUN, ROOT, every_command, script_of, words_of
 
 pytestmark = [pytest.mark.drill, pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -59,19 +59,13 @@ def typed(command):
 
 
 def run(command, place):
-    """Run it; gives its standard output. Nothing of it is left, however it ends."""
-    process = subprocess.Popen(
-        typed(command), cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    """Run it; gives its standard output."""
+    done = subprocess.run(
+        typed(command), cwd=place, capture_output=True, text=True, timeout=1000,
         env=environment() | {"XDG_CACHE_HOME": str(place / "cache"), "COLUMNS": "130"},
-        start_new_session=True,
     )  # fmt: skip
-    try:
-        printed, said = process.communicate(timeout=1000)
-    finally:
-        for left in session(process.pid):
-            left.kill()
-    assert process.returncode == 0, (command, printed[-2000:], said[-4000:])
-    return printed
+    assert done.returncode == 0, (command, done.stdout[-2000:], done.stderr[-4000:])
+    return done.stdout
 
 
 @pytest.mark.parametrize("command", [c for c in every_command() if c not in NOT_RUN])
