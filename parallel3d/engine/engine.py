@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from parallel3d.engine import operators, swap
 from parallel3d.engine.construction import ModelParallelUnit, building, swap_folder
 from parallel3d.engine.gathering import GatheredWeights, Layers
-from parallel3d.engine.quirks import core, fp16, nvme, resume
+from parallel3d.engine.quirks import core, fp16, nvme, resume, tracing
 from parallel3d.engine.reduction import Reduction
 from parallel3d.engine.settings import EngineSettings
 from parallel3d.engine.states import States
@@ -124,6 +124,8 @@ class Engine:
         self.timed, self.step_seconds = False, 0.0  # whether a step is, and of the last one
         layers = {0: [stages]} if layers is None else layers
         self._weights = GatheredWeights(self._deepspeed, layers) if settings.holds_weights else None
+        hooks_gather = settings.shards_parameters and not settings.holds_weights
+        self._traces = tracing.Traces(self._deepspeed) if hooks_gather else None
         self._reduction = Reduction(
             self._deepspeed, self.held, layers, settings=settings, mesh=mesh, owners=pair
         )
@@ -170,12 +172,14 @@ class Engine:
         if not hooks:
             output: Tensor = self._module.stages(stage, *inputs)
             return output
+        if self._traces:
+            self._traces.begin(stage, "forward")
         output = self._deepspeed(stage, *inputs)
         if self._module.training and self._weights is None:
             self._counters.save(self._module, stage)
         return output
 
-    def backward(self, output: Tensor, grad: Tensor | None = None) -> None:
+    def backward(self, output: Tensor, grad: Tensor | None = None, *, stage: int = 0) -> None:
         """Backward from a stage's output, given its gradient; from the loss, given none."""
         if self.settings.runs_without_hooks:
             scaled = self._deepspeed.optimizer.scale_if_loss(output) if grad is None else output
@@ -184,6 +188,8 @@ class Engine:
             return
         core.start_backward(self._deepspeed)
         self._counters.restore()
+        if self._traces:
+            self._traces.begin(stage, "backward")
         if grad is None:
             self._deepspeed.backward(output)
         else:

@@ -5,7 +5,7 @@ anew. Where the program says when (GATHER, RELEASE), its hooks are taken away, a
 price in Python; what is gathered is DeepSpeed's own parameters, by its own collective.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -54,8 +54,9 @@ class GatheredWeights:
     def wait(self, stage: int) -> None:
         """Have a stage's weights there for what is computed, or queued, from here on."""
         assert stage in self._gathered, f"stage {stage} has no weights: no GATHER before it"
-        for handle in self._coming.pop(stage, ()):
-            handle.wait()
+        coming = deque(self._coming.pop(stage, ()))
+        while coming:  # a layer's buffer goes once it is copied out of it
+            coming.popleft().wait()
 
     def release(self, stage: int) -> None:
         """Free a stage's weights; the shards stay."""

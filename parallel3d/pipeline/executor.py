@@ -192,9 +192,9 @@ class Executor:
         self._key.microbatch = microbatch  # activation checkpointing draws the same masks again
         output = self._outputs.pop((stage, microbatch))
         if stage == self._last_stage:
-            self.engine.backward(output)
+            self.engine.backward(output, stage=stage)
         else:
-            self.engine.backward(output, self._gradients.pop((stage, microbatch)))
+            self.engine.backward(output, self._gradients.pop((stage, microbatch)), stage=stage)
         if stage > 0:
             grad = self._inputs.pop((stage, microbatch)).grad
             assert grad is not None

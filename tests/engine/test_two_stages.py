@@ -85,7 +85,7 @@ def alternate(mesh, reduction, order):
                     made[stage, m] = engine.forward(stage, start)
                 else:
                     given = grad[m, :BATCH].clone() if stage else taken[1, m].grad
-                    engine.backward(made[stage, m], given)
+                    engine.backward(made[stage, m], given, stage=stage)
         peaks.append(found)
         norms.append(engine.step(0.1).grad_norm)
     mesh.barrier()

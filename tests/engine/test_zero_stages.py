@@ -62,8 +62,8 @@ def bytes_held(rank, case):
     [batch] = trainer.batches()
     most, backward = [0], engine.backward
 
-    def watched(*args):
-        backward(*args)
+    def watched(*args, **stage):
+        backward(*args, **stage)
         most.append(engine.memory_bytes()["gradients"])
 
     engine.backward = watched

@@ -220,9 +220,9 @@ def poison_gradient(rank, culprit):
         self.engine.poisoned = rank == culprit and step == 1
         return step_of(self, step, *args)
 
-    def poisoned(self, output, grad=None):
+    def poisoned(self, output, grad=None, **stage):
         poisoned = grad is not None and getattr(self, "poisoned", False)
-        backward(self, output, grad * math.nan if poisoned else grad)
+        backward(self, output, grad * math.nan if poisoned else grad, **stage)
 
     trainer_module.Trainer._step, Engine.backward = poisoned_step, poisoned
 

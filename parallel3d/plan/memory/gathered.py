@@ -23,33 +23,29 @@ class GatheredBytes(NamedTuple):
     reducing: int = 0
 
 
-def gathered(setting: Setting, s: WeightSizes, in_flight: int, on_cpu: bool) -> GatheredBytes:
-    """Bytes that DeepSpeed's hooks gather on a coordinate with `in_flight` microbatches in flight.
+def gathered(setting: Setting, s: WeightSizes, every: WeightSizes, on_cpu: bool) -> GatheredBytes:
+    """Bytes that a stage of sizes `s` gathers in its passes, on a coordinate with `every` weight.
 
-    DeepSpeed records a trace of a microbatch and prefetches along it. The trace is complete from
-    the second consecutive forward on (of a forward alone), or where forwards and backwards
-    alternate (of both); where all backwards follow all forwards, nothing is prefetched in the
-    backwards.
+    DeepSpeed fetches ahead along the trace of each pass (engine/quirks/tracing.py): soon all of the
+    stage is there, or as much as may be, and it goes again module by module. What is too small to
+    be cut stays, of all stages. Full recomputation uses a layer's weights twice in a backward.
     """
     if not _gathers(setting, on_cpu):
         return GatheredBytes(0, 0, 0)
     element, buffers = setting.bytes_per_element, setting.buffers
-    module, small = s.module * element, s.small * element
-    one = module + small
+    small = every.small * element
+    one = s.module * element + small
+    whole = (s.params + every.small - s.small) * element
     ahead = buffers.stage3_prefetch_bucket_size
-    total = setting.num_microbatches * setting.stages_per_rank
-    in_turn = in_flight == 1 or total - in_flight >= 2
     if not ahead:
-        again = min(s.params, buffers.stage3_max_reuse_distance // 2) * element if in_turn else 0
-        most = min(one + again, s.params * element + module)
-        return GatheredBytes(most, most if in_turn else module, most)
-    if not in_turn and in_flight < 2:
-        return GatheredBytes(one, module, one)
-    live = min(s.params, max(buffers.stage3_max_live_parameters, s.module)) * element
-    forward = max(min(one, s.params * element), live)
+        again = 0
+        if setting.recompute == "full":
+            again = min(s.layer, buffers.stage3_max_reuse_distance) * element
+        return GatheredBytes(one, min(one + again, whole + s.module * element), one)
+    live = max(min(one, whole), min(whole, buffers.stage3_max_live_parameters * element))
     # What is fetched ahead comes in one buffer and is copied out of it.
     copied = min(s.params - s.small, ahead + s.largest) * element
-    return GatheredBytes(forward, forward if in_turn else module, forward + copied)
+    return GatheredBytes(live, live + copied, live + copied)
 
 
 def held_of(
@@ -73,8 +69,8 @@ def arriving(
 ) -> tuple[int, ...]:
     """Bytes of gathered weights at each arrival of `windows.arrivals`.
 
-    A layer's weights come in one buffer and are copied out of it, unless there is only one; the
-    buffers of one stage exist together. A single process has its weights whole and copies nothing.
+    A layer's weights come in one buffer and are copied out of it, but for a single one; its buffer
+    goes before the next layer's is copied. What one process has whole is neither.
     """
     total, element = _Total(setting, sizes_of, on_cpu), setting.bytes_per_element
     copies = setting.dp > 1

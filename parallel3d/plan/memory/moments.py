@@ -68,8 +68,10 @@ class CoordinateRank:
                 yield num_bytes, there, body, logits, held.buffers
             weights = held_of(self.setting, coming, self._sizes, self.on_cpu)
         else:
-            most = max(map(sum, self._flight))
-            weights = [gathered(self.setting, self._every, most, self.on_cpu)] * len(self.home)
+            weights = [
+                gathered(self.setting, self._sizes((place,)), self._every, self.on_cpu)
+                for place in self._places
+            ]
         for place, (whole, its) in enumerate(zip(weights, own, strict=True)):
             yield from self._of_stage(place, whole, its)
             if its:

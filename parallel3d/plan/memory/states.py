@@ -27,7 +27,7 @@ class WeightSizes(NamedTuple):
 
     `params`: of all weights; `largest`: of the largest parameter; `module`: of one gathered module
     at most; `small`: of all parameters below ZeRO-3's persistence threshold; `copied`: of the
-    parameters that a gather of a whole layer copies.
+    parameters that a gather of a whole layer copies; `layer`: of the largest layer.
     """
 
     params: int
@@ -35,6 +35,7 @@ class WeightSizes(NamedTuple):
     module: int
     small: int
     copied: int
+    layer: int
 
 
 @lru_cache(maxsize=16384)
@@ -54,7 +55,8 @@ def sizes(model: LayerKinds, layers: tuple[range, ...], tp: int, threshold: int)
         max(largest_param(model, k, tp) for k in kinds),
         max(largest_module(model, k, tp) for k in kinds),
         sum(small_params(model, model.kind_of[i], tp, threshold) for i in held),
-        sum(copied_params(model, model.kind_of[i], tp, threshold) for i in held),
+        max(copied_params(model, k, tp, threshold) for k in kinds),
+        max(params(model, k, tp) for k in kinds),
     )
 
 

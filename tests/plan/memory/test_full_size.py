@@ -68,7 +68,7 @@ class MetaEngine:
     def __init__(self, module):
         self.forward = self.evaluate = module
 
-    def backward(self, output, gradient=None):
+    def backward(self, output, gradient=None, stage=0):
         output.backward(gradient)
 
     def wait_for_weights(self, stage):

@@ -1,0 +1,59 @@
+"""A trace of DeepSpeed 0.19.8's ZeRO-3 for each stage and direction, so that it fetches ahead.
+
+DeepSpeed's hooks gather a module's weights when it is called, and those of the modules behind it as
+a trace of the last pass names them. It keeps one trace, from one forward to the next, with whatever
+backwards lie between; a pipeline's passes come in another order each time, so the trace breaks, and
+nearly every module waits for weights that nobody has sent for. Each pass of a stage is the same, in
+itself: here each has a trace of its own, which the pass before it of that stage has recorded.
+"""
+
+from collections import defaultdict, deque
+from functools import lru_cache, partial
+from inspect import getclosurevars
+from typing import Any, Literal
+
+from deepspeed.runtime.zero.partitioned_param_coordinator import (
+    PartitionedParameterCoordinator,
+    ZeRoTraceMode,
+)
+
+Direction = Literal["forward", "backward"]
+_PRIVATE = "_PartitionedParameterCoordinator__"
+_RELEASED = f"{_PRIVATE}params_to_release"
+_KEPT = ("trace_mode", "submodule_order", "param_order", "step_id_module_fetched_for")
+
+
+class Traces:
+    """Gives DeepSpeed's coordinator the trace of the pass that begins."""
+
+    def __init__(self, engine: Any) -> None:
+        self._coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
+        self._kept: dict[tuple[int, Direction], dict[str, Any]] = {}
+        self._current: tuple[int, Direction] | None = None
+
+    def begin(self, stage: int, direction: Direction) -> None:
+        """Before a stage's forward, or its backward."""
+        pass_ = stage, direction
+        if pass_ != self._current:
+            held = vars(self._coordinator)
+            if self._current is not None:
+                self._kept[self._current] = {name: held[name] for name in self._names}
+            held.update(self._kept.get(pass_) or self._afresh())
+            self._current = pass_
+        if direction == "backward":  # before a forward DeepSpeed's own hook does so
+            self._coordinator.reset_step()
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return (*(_PRIVATE + name for name in _KEPT), _RELEASED)
+
+    def _afresh(self) -> dict[str, Any]:
+        """Of a pass that none has gone before. What it releases is cached by the place in a trace,
+        so each has a cache of its own."""
+        instrumented: Any = getattr(PartitionedParameterCoordinator, _RELEASED)
+        released = getclosurevars(instrumented).nonlocals["func"].__wrapped__
+        values: tuple[Any, ...] = ZeRoTraceMode.INVALID, [], [], defaultdict(deque)
+        return {
+            **{_PRIVATE + name: value for name, value in zip(_KEPT, values, strict=True)},
+            _RELEASED: lru_cache(maxsize=None)(partial(released, self._coordinator)),
+        }

@@ -1,0 +1,77 @@
+"""Under ZeRO-3's own hooks each pass of a stage sends ahead for its next modules' weights."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from parallel3d.engine.quirks import tracing
+from parallel3d.verify.local_ranks import run_locally
+from tests.cases import Case, Trainer, measure
+
+pytestmark = pytest.mark.gloo
+
+# All weights are cut, and none is kept for a second use; a layer's worth is fetched ahead.
+AHEAD = {
+    "zero_optimization.stage3_prefetch_bucket_size": 20_000,
+    "zero_optimization.stage3_max_live_parameters": 1_000_000,
+}
+CASE = Case(
+    mesh=(2, 2, 1), schedule="interleaved", stages_per_rank=2, steps=3, changes=AHEAD,
+    model={"num_hidden_layers": 6},
+)  # fmt: skip
+
+
+def fetches(rank, cases, traced):
+    """Of each case's third step: fetches by direction, and whether a module waits for it."""
+    found = []
+    for case in cases:
+        if not traced:
+            tracing.Traces.begin = lambda self, stage, direction: None
+        trainer = Trainer(case)
+        batches = trainer.batches()
+        for batch in batches[:2]:
+            trainer.executor.run(batch)
+            trainer.engine.step(trainer.lr)
+        coordinator = trainer.engine._deepspeed.optimizer.parameter_offload.get_param_coordinator()
+        profiler = vars(coordinator)["_PartitionedParameterCoordinator__profiler"]
+        seen: Counter[str] = Counter()
+        profiler.start_event = lambda name, seen=seen: seen.update([name])
+        trainer.executor.run(batches[2], 2)
+        found.append(dict(seen))
+        trainer.close()
+    return found
+
+
+CASES = [
+    CASE,
+    replace(CASE, schedule="gpipe", stages_per_rank=1),
+    replace(CASE, schedule="one_f_one_b", stages_per_rank=1, checkpointing="full"),
+]
+
+
+def test_a_pass_waits_for_its_first_module_alone():
+    """A fetch that nobody sent for ahead is one for each pass of a stage, at most."""
+    for ranks in run_locally(fetches, 4, CASES, True):
+        for case, seen in zip(CASES, ranks, strict=True):
+            passes = case.microbatches * case.stages_per_rank
+            for way in ("forward", "backward"):
+                print(case, way, seen)
+                assert seen.get(f"{way}_fetch_submit", 0) <= passes
+                assert seen[f"{way}_prefetch_submit"] >= passes
+
+
+def test_without_a_trace_for_each_pass_nearly_all_wait():
+    for ranks in run_locally(fetches, 4, CASES[:1], False):
+        for seen in ranks:
+            waited, ahead = (
+                sum(seen.get(f"{way}_{kind}_submit", 0) for way in ("forward", "backward"))
+                for kind in ("fetch", "prefetch")
+            )
+            assert ahead < 0.1 * waited, seen
+
+
+@pytest.mark.parametrize("case", CASES[::2], ids=str)
+def test_against_one_process(case):
+    errors = measure(case)
+    assert errors.within(1e-5), errors
