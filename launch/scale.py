@@ -4,6 +4,7 @@ python launch/scale.py plan --ladder configs/ladders/cpu.json
 python launch/scale.py run --ladder configs/ladders/cpu.json --parallel 2
 python launch/scale.py fit runs.csv
 python launch/scale.py predict --fit fit.json --flops 1e24 --register
+python launch/scale.py coordcheck --config mup.json
 """
 
 import argparse
@@ -14,16 +15,20 @@ from parallel3d import layout
 from parallel3d.arguments import Parser
 from parallel3d.errors import Parallel3DError
 from parallel3d.scaling import command
+from parallel3d.scaling import coordinates_command as coordinates
 from parallel3d.scaling.ladder import command as ladders
 
-DONE, BAD_INPUT = 0, 2  # exit codes; scripts rely on them; of `run` also 1 and 3
+DONE, FAILED, BAD_INPUT = 0, 1, 2  # exit codes; scripts rely on them; of `run` also 1 and 3
 
 
 def main() -> int:
     """Give the exit code: 0, or 2 for input that tells no law."""
     args = parse_args()
+    commands = {
+        "plan": plan, "run": run, "fit": fit, "predict": predict, "coordcheck": coordcheck,
+    }  # fmt: skip
     try:
-        return {"plan": plan, "run": run, "fit": fit, "predict": predict}[args.command](args)
+        return commands[args.command](args)
     except (Parallel3DError, OSError) as error:
         print(f"scale: {error}", file=sys.stderr)
         return BAD_INPUT
@@ -92,6 +97,20 @@ def predict(args: argparse.Namespace) -> int:
     return DONE
 
 
+def coordcheck(args: argparse.Namespace) -> int:
+    """Train a config at several widths, and print how sizes of activations go with them; 0 or 1."""
+    config = coordinates.prepare(args)
+    # Only now: torch and DeepSpeed wait for a config that is right.
+    from parallel3d.verify.coordinates import check_coordinates
+
+    console = layout.console(args.json)
+    found = check_coordinates(
+        config, widths=args.widths, seeds=args.seeds, steps=args.steps, say=console.print
+    )
+    coordinates.report(found, args, console)
+    return DONE if found.passed else FAILED
+
+
 def parse_args() -> argparse.Namespace:
     """The command line."""
     parser = Parser(__doc__)
@@ -101,9 +120,14 @@ def parse_args() -> argparse.Namespace:
         ("run", ladders.add_run, "train the runs of a ladder that are not finished"),
         ("fit", command.add_fit, "fit a law to runs"),
         ("predict", command.add_predict, "forecast a run from a fit"),
+        ("coordcheck", coordinates.add, "see whether activations depend on the width"),
     ):
         add(commands.add_parser(name, help=words, description=words))
-    return parser.parse_args()
+    args, overrides = parser.parse_known_args()
+    args.overrides = overrides
+    if overrides and args.command != "coordcheck":
+        parser.error(f"unrecognized arguments: {' '.join(overrides)}")
+    return args
 
 
 if __name__ == "__main__":

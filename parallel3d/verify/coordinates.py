@@ -1,0 +1,204 @@
+"""Measures a coordinate check: sizes of activations at several widths, on ranks of this machine.
+
+Each width is the config in small, with its mesh, ZeRO stage, precision and parametrization, trained
+for some steps on one batch; what is looked at is a forward pass of that batch in evaluation.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from math import lcm
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parallel3d.config import RunConfig
+from parallel3d.errors import ConfigError
+from parallel3d.mesh.mesh import Mesh
+from parallel3d.model.parametrization import parametrization_of
+from parallel3d.scaling.coordinates import CHANGE, START, TRAINED, CoordinateCheck, Sizes, slopes
+from parallel3d.tensor.attention import CausalAttention
+from parallel3d.tensor.linear import ColumnParallelLinear, GroupedColumnLinear, RowParallelLinear
+from parallel3d.tensor.output import VocabParallelOutput
+from parallel3d.train.assembly import Assembly, assemble
+from parallel3d.verify.local_ranks import run_locally
+from parallel3d.verify.measure import compile_operators, microbatches
+from parallel3d.verify.shrink import MICROBATCHES, shrink
+
+HEAD_SIZE, BLOCKS, BATCH, LENGTH = 16, 2, 8, 32
+ZIPF = 1.5  # the power by which a token's frequency falls with its rank
+_SEEN = (
+    *(ColumnParallelLinear, GroupedColumnLinear, RowParallelLinear),
+    *(CausalAttention, VocabParallelOutput),
+)
+Sums = dict[str, dict[str, tuple[float, int]]]  # layer -> measure -> sum of |x|, elements
+
+
+def check_coordinates(
+    config: RunConfig,
+    *,
+    widths: Sequence[int],
+    seeds: int,
+    steps: int,
+    say: Callable[[str], None],
+) -> CoordinateCheck:
+    """The slopes of a config's activations over the widths.
+
+    Raises ConfigError for a width that the model or the mesh cannot have.
+    """
+    made = {width: at_width(config, width, steps) for width in widths}
+    compile_operators(next(iter(made.values())))
+    found: dict[int, list[Sizes]] = {}
+    for width, small in made.items():
+        ranks = small.mesh.pp * int(small.mesh.dp) * small.mesh.tp
+        for seed in range(seeds):
+            sums = run_locally(_measure_on_rank, ranks, small, seed, timeout=1800)
+            found.setdefault(width, []).append(_merged(sums))
+        say(f"width {width}: {seeds} seeds of {steps} steps")
+    return slopes(found)
+
+
+def at_width(config: RunConfig, width: int, steps: int) -> RunConfig:
+    """The config in small at a width, resolved; the proportions of its MLP stay.
+
+    Where the parametrization says how wide a head is at the base, their number stays and they get
+    wider; else there are more of them.
+    """
+    mesh = config.mesh
+    sizes = mesh.pp, 1 if mesh.dp == "auto" else mesh.dp, mesh.tp
+    share = sizes[1] * min(config.num_microbatches, MICROBATCHES)
+    small = shrink(config, (sizes,), batch=lcm(BATCH, share))[sizes]
+    model, raw = config.model, small.to_dict()
+    settings = parametrization_of(model)
+    heads = max(1, width // HEAD_SIZE)
+    if settings.base_head_size is not None and settings.base_width is not None:
+        heads = settings.base_width // settings.base_head_size
+    if width % heads:
+        raise ConfigError(f"--widths {width}: is no multiple of its {heads} heads; choose others")
+    stages = mesh.pp * config.pipeline.stages_per_rank
+    changed = {
+        "num_hidden_layers": max(BLOCKS, stages - 1),
+        "hidden_size": width,
+        "num_attention_heads": heads,
+        "intermediate_size": max(1, round(width * model.inner_size / model.hidden_size)),
+        "max_position_embeddings": LENGTH,
+        "num_key_value_heads": _kv_heads(model, heads),
+        "head_dim": None,
+    }
+    block = raw["parallel3d"]
+    block["model"] |= {name: value for name, value in changed.items() if name in block["model"]}
+    block["data"]["sequence_length"] = LENGTH
+    block["train"]["steps"] = steps
+    raw["optimizer"]["params"]["lr"] = config.optimizer.params.lr
+    raw["gradient_clipping"] = 0.0
+    where = f"the config at --widths {width}"
+    return RunConfig.from_dict(raw, where).resolve(sizes[0] * sizes[1] * sizes[2])
+
+
+def _kv_heads(model: Any, heads: int) -> int | None:
+    """As many queries on each as the config has, where they come out even, whatever the mesh."""
+    asked = getattr(model, "num_key_value_heads", None)
+    if asked is None:
+        return None
+    fewer = max(1, heads * asked // model.num_attention_heads)
+    return fewer if heads % fewer == 0 else heads
+
+
+def _measure_on_rank(rank: int, config: RunConfig, seed: int) -> Sums:
+    """On one rank: what it holds of each layer's activations, before and after training."""
+    assert isinstance(config.mesh.dp, int)
+    torch.set_num_threads(1 if config.mesh.pp * config.mesh.dp * config.mesh.tp > 1 else 2)
+    mesh = Mesh(config.mesh.pp, config.mesh.dp, config.mesh.tp)
+    parts = assemble(config, mesh, seed=seed)
+    batch = microbatches(_batch(config), config, mesh)
+    with _activations(parts) as now:
+        parts.evaluator.run(batch, 0)
+    first = dict(now)
+    for step in range(config.num_steps):
+        parts.executor.run(batch, step)
+        parts.engine.step(config.optimizer.params.lr)
+    with _activations(parts) as now:
+        parts.evaluator.run(batch, 0)
+    found = {
+        name: {
+            START: _sum(first[name]),
+            TRAINED: _sum(last),
+            CHANGE: _sum([b - a for a, b in zip(first[name], last, strict=True)]),
+        }
+        for name, last in now.items()
+    }
+    mesh.barrier()
+    parts.engine.close()
+    return found
+
+
+def _batch(config: RunConfig) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Tokens, labels and documents of the one batch, [batch, seq] each; a document a sample.
+
+    Tokens are as unequal as a language's. Were all as frequent, a step's gradients would have next
+    to nothing in common, and what it changes would be noise, which goes by the root of the width.
+    """
+    generator = torch.Generator().manual_seed(7)
+    size, length = config.global_batch_size, config.data.sequence_length + 1
+    frequency = torch.arange(1.0, int(config.model.vocab_size) + 1) ** -ZIPF
+    text = torch.multinomial(frequency, size * length, replacement=True, generator=generator)
+    text = text.view(size, length)
+    documents = torch.zeros_like(text[:, :-1]) if config.data.isolate_documents else None
+    return text[:, :-1], text[:, 1:], documents
+
+
+@contextmanager
+def _activations(parts: Assembly) -> Iterator[dict[str, list[Tensor]]]:
+    """Every layer's output on this rank, one for each microbatch, while the block lasts."""
+    found: dict[str, list[Tensor]] = {}
+
+    def note(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, given: Any, output: Any) -> None:
+            # Query, key and value: a rank may hold a part of the one, and all of another.
+            each = {name: output}
+            if isinstance(module, GroupedColumnLinear):
+                each = {f"{name}.{n}": x for n, x in zip(module.heads, output, strict=True)}
+            for full, x in each.items():
+                found.setdefault(full, []).append(x.detach().flatten().to("cpu", torch.float64))
+
+        return hook
+
+    hooks = []
+    for name, module in _modules(parts):
+        hooks.append(module.register_forward_hook(note(name)))
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _modules(parts: Assembly) -> Iterator[tuple[str, nn.Module]]:
+    """The layers of this rank's stages, but for the head's loss, and what they multiply with."""
+    placement, last = parts.stages.layers_of_stage, parts.layers[-1].name
+    for stage, modules in parts.stages.module.layers.items():
+        for index, module in zip(placement[stage], modules, strict=True):
+            layer = parts.layers[index].name
+            if layer != last:
+                yield layer, module
+            for path, inner in module.named_modules():
+                if isinstance(inner, _SEEN):
+                    yield f"{layer}.{path}", inner
+
+
+def _sum(values: list[Tensor]) -> tuple[float, int]:
+    return float(sum(x.abs().sum() for x in values)), sum(x.numel() for x in values)
+
+
+def _merged(ranks: Sequence[Sums]) -> Sizes:
+    """The mean over what all ranks hold, of which some is on several, the same number of times."""
+    merged: Sums = {}
+    for sums in ranks:
+        for name, measures in sums.items():
+            for measure, (total, count) in measures.items():
+                there, so_far = merged.setdefault(name, {}).get(measure, (0.0, 0))
+                merged[name][measure] = there + total, so_far + count
+    return {
+        name: {measure: total / count for measure, (total, count) in measures.items()}
+        for name, measures in merged.items()
+    }

@@ -1,0 +1,40 @@
+"""launch/scale.py coordcheck: what it prints, draws and ends with; what it refuses."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.drill
+
+COMMAND = [sys.executable, "launch/scale.py", "coordcheck"]
+
+
+def ended(*arguments):
+    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True)
+
+
+@pytest.mark.slow
+def test_it_ends_with_1_where_a_layer_is_not_flat(tmp_path):
+    flags = ["--widths", "32", "64", "--seeds", "1", "--steps", "2", "--json"]
+    picture = tmp_path / "a.png"
+    done = ended("--config", "ds.json", *flags, "--plot", str(picture))
+    assert done.returncode == 1, done.stderr
+    said = json.loads(done.stdout)
+    assert said["passed"] is False and said["widths"] == [32, 64]
+    assert {"name", "slope", "flat"} <= said["layers"][0].keys()
+    assert "standard: NOT FLAT over the widths 32, 64" in done.stderr
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--widths", "64"], "scale: --widths 64: is one width; a slope needs two or more"),
+        (["--parallel3d.model.parametrization.type", "mup"], "base_width = null: is missing"),
+    ],
+)
+def test_what_tells_nothing_is_refused(arguments, said):
+    done = ended("--config", "ds.json", *arguments)
+    assert done.returncode == 2 and said in done.stderr, done.stderr

@@ -1,0 +1,58 @@
+"""Slopes of sizes over widths, and which of them a check is judged by."""
+
+import json
+from math import nan
+
+import pytest
+
+from parallel3d.scaling.coordinates import draw, slopes
+from parallel3d.scaling.result import finite
+
+pytestmark = pytest.mark.pure
+
+WIDTHS = 64, 128, 256
+MEASURES = "start", "trained", "change"
+
+
+def measured(**powers):
+    """Layers whose start, trained size and change go by these powers of the width, of two seeds."""
+    return {
+        width: [
+            {
+                name.replace("_", "."): {
+                    m: seed * width**p for m, p in zip(MEASURES, of, strict=True)
+                }
+                for name, of in powers.items()
+            }
+            for seed in (1, 3)
+        ]
+        for width in WIDTHS
+    }  # fmt: skip
+
+
+def test_the_slope_is_the_power():
+    check = slopes(measured(embedding=(0, 0.05, -0.25)))
+    (layer,) = check.layers
+    assert layer.slopes == pytest.approx({"start": 0, "trained": 0.05, "change": -0.25}, abs=1e-12)
+    assert layer.slope == pytest.approx(-0.25) and not layer.flat and not check.passed
+    assert layer.sizes["start"] == pytest.approx([3**0.5] * 3)  # of two seeds the geometric mean
+
+
+def test_only_the_change_is_claimed_of_logits():
+    check = slopes(measured(blocks_0=(0.1 - 1e-9, 0, 0), head_output=(-0.5, -0.3, 0.02)))
+    assert [layer.flat for layer in check.layers] == [True, True] and check.passed
+    assert not slopes(measured(head_output=(0, 0, 0.11))).passed
+
+
+@pytest.mark.parametrize("power", [nan, -1e6])
+def test_what_is_no_number_is_not_flat(power):
+    check = slopes(measured(embedding=(0, power, 0)))
+    assert not check.passed
+    said = json.loads(json.dumps(finite(check.to_json()), allow_nan=False))
+    assert said["layers"][0]["slope"] is None and said["layers"][0]["flat"] is False
+
+
+def test_it_is_drawn():
+    pytest.importorskip("matplotlib")
+    check = slopes(measured(embedding=(0, 0, 0), head_output=(-0.5, -0.3, 0)))
+    assert draw({"mup": check, "standard": check}).startswith(b"\x89PNG")
