@@ -1,0 +1,167 @@
+"""Whether the best learning rate stays where it is as models get wider: standard beside muP.
+
+    python benchmarks/learning_rates.py --out runs/learning-rates [--widths 32 64 128 256]
+        [--steps 100] [--parallel 2] [--draw FILE.png]
+
+Trains a small llama on the default corpus at each width and rate, once with each parametrisation,
+one thread a run, and writes the held-out loss of each to results.jsonl as it ends; what is there is
+not trained again. At the base width, the first, the two are one model bit for bit, trained once.
+Prints a table, and with --draw the curves as one picture.
+"""
+
+import argparse
+import json
+import math
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from parallel3d.config import RunConfig
+from parallel3d.data.prepare import prepare
+from parallel3d.errors import TrainingError
+from parallel3d.scaling import style
+from parallel3d.verify.local_ranks import run_locally
+
+RATES = tuple(2.0**power for power in range(-10, -2))  # a grid of factors of two
+KINDS = "standard", "mup"
+Key = tuple[str, int, float]  # kind, width, rate
+
+
+def config_of(kind: str, width: int, rate: float, base: int, steps: int) -> dict[str, Any]:
+    """The object of a run's ds.json: two blocks, heads of 16 features, 1,024 tokens a step."""
+    model = {
+        "family": "llama", "hidden_size": width, "num_hidden_layers": 2,
+        "num_attention_heads": width // 16, "intermediate_size": 11 * width // 4,
+        "max_position_embeddings": 64,
+    }  # fmt: skip
+    if kind == "mup":
+        model["parametrization"] = {"type": "mup", "base_width": base}
+    adam = {"lr": rate, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
+    return {
+        "train_micro_batch_size_per_gpu": 16,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": adam},
+        "zero_optimization": {"stage": 1},
+        "parallel3d": {
+            "model": model,
+            "data": {"source": "python-stdlib", "vocab_size": 512, "sequence_length": 64},
+            "train": {
+                "steps": steps, "lr_schedule": {"type": "cosine", "warmup_steps": steps // 10},
+                "evaluate_samples": 128,
+            },
+        },
+    }  # fmt: skip
+
+
+def train(rank: int, raw: dict[str, Any]) -> float:
+    """The held-out loss of a run on this rank; infinite where it diverges."""
+    from rich.console import Console
+
+    from parallel3d.mesh.mesh import Mesh
+    from parallel3d.train.assembly import assemble
+    from parallel3d.train.opening import open_corpus
+    from parallel3d.train.trainer import Trainer
+
+    config = RunConfig.from_dict(raw).resolve(1)
+    mesh = Mesh()
+    corpus = open_corpus(config, mesh, Console(quiet=True))
+    config = config.with_corpus(corpus.vocab_size, len(corpus.train))
+    parts = assemble(config, mesh)
+    try:
+        result = Trainer(config, mesh, corpus=corpus, parts=parts, peak_flops=None).run()
+    except TrainingError:
+        return math.inf
+    return result.held_out_loss if result.held_out_loss is not None else math.nan
+
+
+def main() -> None:
+    """Train what is missing, then print and draw."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--widths", type=int, nargs="+", default=[32, 64, 128, 256])
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--parallel", type=int, default=2)
+    parser.add_argument("--draw", type=Path)
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    base = min(args.widths)
+    wanted = [
+        (kind, width, rate)
+        for width in args.widths for kind in KINDS for rate in RATES
+        if kind == KINDS[0] or width != base
+    ]  # fmt: skip
+    file = args.out / "results.jsonl"
+    found = read(file)
+    missing = [key for key in wanted if key not in found]
+    if missing:
+        prepare(RunConfig.from_dict(config_of(*missing[0], base, args.steps)).data)
+
+    def run(key: Key) -> None:
+        began = time.monotonic()
+        (loss,) = run_locally(train, 1, config_of(*key, base, args.steps), timeout=3000)
+        line = {
+            "kind": key[0], "width": key[1], "rate": key[2], "steps": args.steps,
+            "loss": loss if math.isfinite(loss) else None, "seconds": time.monotonic() - began,
+        }  # fmt: skip
+        with open(file, "a", encoding="utf-8") as out:
+            out.write(json.dumps(line) + "\n")
+        print(json.dumps(line), flush=True)
+
+    with ThreadPoolExecutor(args.parallel) as pool:
+        list(pool.map(run, missing))
+    found = read(file)
+    found |= {("mup", base, rate): found[KINDS[0], base, rate] for rate in RATES}
+    print(table(found, args.widths))
+    if args.draw:
+        args.draw.write_bytes(draw(found, args.widths))
+
+
+def read(file: Path) -> dict[Key, float]:
+    """The losses that are there, by run."""
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else ()
+    rows = [json.loads(line) for line in lines]
+    return {
+        (row["kind"], row["width"], row["rate"]): math.inf if row["loss"] is None else row["loss"]
+        for row in rows
+    }
+
+
+def table(found: dict[Key, float], widths: list[int]) -> str:
+    """Markdown: a row for each parametrisation and width, the best loss in bold."""
+    rates = [f"2^{round(math.log2(rate))}" for rate in RATES]
+    lines = [f"| | width | {' | '.join(rates)} |", f"|{'---|' * (len(rates) + 2)}"]
+    for kind in KINDS:
+        for width in widths:
+            losses = [found[kind, width, rate] for rate in RATES]
+            best = min(losses)
+            cells = [f"**{x:.3f}**" if x == best else f"{x:.3f}" for x in losses]
+            lines.append(f"| {kind} | {width} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def draw(found: dict[Key, float], widths: list[int]) -> bytes:
+    """A PNG: a panel for each parametrisation, a curve for each width, its best rate marked."""
+    import matplotlib
+
+    with style.style() as plt:
+        figure, panels = plt.subplots(1, 2, figsize=(8, 3.4), sharey=True, constrained_layout=True)
+        colours = matplotlib.colormaps["viridis"]([0.9 * i / len(widths) for i in range(4)])
+        for axes, kind in zip(panels, KINDS, strict=True):
+            for width, colour in zip(widths, colours, strict=False):
+                losses = [found[kind, width, rate] for rate in RATES]
+                axes.plot(RATES, losses, ".-", color=colour, label=f"width {width}")
+                best = min(range(len(RATES)), key=lambda i: losses[i])
+                axes.plot(RATES[best], losses[best], "o", color=colour, ms=8, mfc="none")
+            axes.set_xscale("log", base=2)
+            axes.set_title({"standard": "standard", "mup": f"muP, base width {min(widths)}"}[kind])
+            axes.set_xlabel("learning rate (peak, of the base width)")
+        finite = [x for x in found.values() if math.isfinite(x)]
+        panels[0].set_ylim(min(finite) - 0.1, sorted(finite)[int(0.9 * len(finite))] + 0.1)
+        panels[0].set_ylabel("held-out loss, nats per token")
+        panels[0].legend()
+        return style.png(plt, figure)
+
+
+if __name__ == "__main__":
+    main()
