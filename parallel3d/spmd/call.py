@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from parallel3d.spmd.kinds import Kind, PerRank
 
@@ -18,13 +18,17 @@ class Operand(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """An operator, its arguments with Operands for tensors, and the shapes of what it gives."""
+    """An operator, its arguments with Operands for tensors, and the shapes of what it gives.
+
+    `axis`: the one along which its operands are replicated, partial or cut.
+    """
 
     op: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     shapes: tuple[Shape, ...]
     tp: int
+    axis: Literal["tp", "dp"] = "tp"
 
     def tensors(self) -> list[Operand]:
         """Its operands, those within lists, too."""

@@ -35,7 +35,7 @@ from parallel3d.spmd.kinds import (
     Zero,
     cut,
 )
-from parallel3d.spmd.trace import Differs, Place, Program, Ref, Tracer, joined
+from parallel3d.spmd.trace import Differs, Node, Place, Program, Ref, Tracer, joined
 from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.cut import Cut as ParameterCut
 from parallel3d.tensor.held import HeldParameter
@@ -45,7 +45,7 @@ _ANY_VOCABULARY = 1000  # of a corpus that is not known yet
 
 
 def type_errors(config: RunConfig) -> list[str]:
-    """What does not match between a config's layers on its tp ranks, a line each; none is well.
+    """What does not match between a config's layers on tp and dp ranks, a line each; none is well.
 
     The config must have a mesh. Each line names the layer, file and line, and the rule.
     """
@@ -61,7 +61,7 @@ def refuse_mismatches(config: RunConfig) -> None:
 
 def findings(config: RunConfig) -> list[Finding]:
     """All that does not match, and all that could not be judged, for want of a rule."""
-    if config.mesh.tp == 1:
+    if config.mesh.tp == 1 and config.mesh.dp == 1:
         return []
     model = config.model
     if model.vocab_size == "auto":
@@ -95,24 +95,56 @@ class _Run:
 
 
 def _check(config: RunConfig, layer: LayerSpec, place: str) -> Iterator[Finding]:
-    tp = config.mesh.tp
+    tp, dp = config.mesh.tp, config.mesh.dp
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")
         try:
-            runs = [_run(config, layer, place, rank) for rank in (0, tp - 1)]
-        except (RuntimeError, NotImplementedError) as error:
+            runs = [_run(config, layer, place, rank) for rank in ((0, tp - 1) if tp > 1 else (0,))]
+            replicas = [_run(config, layer, place, 0, dp_coord=1)] if dp != 1 else []
+        except Exception as error:  # the model's own code
             # What has no meaning or no kernel on the meta device may run well on another.
-            fails = isinstance(error, RuntimeError) and "meta" not in str(error).lower()
-            fails = fails and not isinstance(error, NotImplementedError)
-            text = f"does not run without a device: {str(error).splitlines()[0]}"
+            fails = type(error) is RuntimeError and "meta" not in str(error).lower()
+            text = f"does not run without a device: {str(error).partition(chr(10))[0]}"
             yield Finding(Place(layer.name, "", False), text, is_error=fails)
             return
     try:
         nodes = joined([run.program for run in runs])
+        of_replicas = joined([run.program for run in (runs[0], *replicas)])
     except Differs as error:
         yield Finding(Place(layer.name, "", False), str(error))
         return
-    run = runs[0]
+    if replicas and not config.data.isolate_documents:
+        yield from _over_replicas(layer, place, runs[0], of_replicas, tp)
+    if tp > 1:
+        yield from _over_tp(config, layer, place, runs[0], nodes)
+
+
+def _over_replicas(
+    layer: LayerSpec, place: str, run: _Run, nodes: Sequence[Node], tp: int
+) -> Iterator[Finding]:
+    """Over dp each rank has its own samples: the first dim of what flows is cut."""
+    inference = Inference(tp, "dp")
+    for ref in (*run.inputs, *run.given):
+        inference.set(ref, cut(0) if ref.shape else REPLICATED)
+    for ref in run.parameters.values():
+        inference.set(ref, REPLICATED)
+    inference.follow(nodes[: run.num_before_sums])
+    yield from (f._replace(text=f"over dp: {f.text}") for f in inference.findings)
+    here = Place(layer.name, _source(run.module), False)
+    result, expected = inference.kind(run.result), PARTIAL if place == "last" else cut(0)
+    if not _is(result, expected):
+        yield Finding(here, f"over dp its result is {result}; it must be {expected}")
+    for name, ref in run.gradients.items():
+        kind = inference.kind(ref)
+        if not _is(kind, PARTIAL):
+            at = Place(name, _source(_owner(run.module, name, layer.name)), True)
+            yield Finding(at, f"over dp its gradient is {kind}, and the engine averages it")
+
+
+def _over_tp(
+    config: RunConfig, layer: LayerSpec, place: str, run: _Run, nodes: Sequence[Node]
+) -> Iterator[Finding]:
+    tp = config.mesh.tp
     flow = cut(1) if config.mesh.sequence_parallel else REPLICATED
     inference = Inference(tp)
     for ref in run.inputs:
@@ -134,8 +166,8 @@ def _check(config: RunConfig, layer: LayerSpec, place: str) -> Iterator[Finding]
         yield Finding(Place(layer.name, "", True), text, is_error=False)
 
 
-def _run(config: RunConfig, layer: LayerSpec, place: str, rank: int) -> _Run:
-    mesh, tracer = config.mesh, Tracer(rank, config.mesh.tp)
+def _run(config: RunConfig, layer: LayerSpec, place: str, rank: int, dp_coord: int = 0) -> _Run:
+    mesh, tracer = config.mesh, Tracer(rank, config.mesh.tp, dp_coord)
     mode = config.pipeline.activation_checkpointing
     selective = mode == "selective"
     context = LayerContext(tracer.group, tracer.key, mesh.sequence_parallel, selective)

@@ -56,3 +56,15 @@ def reduce_scatter(x: Operand, op: str, home: Mark | None, tp: int) -> Kind:
     if home is None or home.runs % tp:
         raise Mismatch("scatters what is not laid out as one part for each rank")
     return Cut(Mark(0, home.runs // tp))
+
+
+def across(name: str, x: Operand, tp: int) -> Kind:
+    """What a collective over tp makes of a value that is cut over dp, flat: each rank's own."""
+    if not isinstance(x.kind, Cut):
+        return x.kind
+    mark = through_view(x.kind.mark, x.shape, (prod(x.shape),))
+    assert mark is not None
+    if name == "reduce_scatter" and mark.runs % tp:
+        raise Mismatch("sums one sample's tokens with another's")
+    runs = {"all_gather": mark.runs * tp, "reduce_scatter": mark.runs // tp}
+    return Cut(Mark(0, runs.get(name, mark.runs)))

@@ -17,6 +17,7 @@ from parallel3d.spmd.kinds import (
     Zero,
     cut,
 )
+from parallel3d.spmd.pointwise import aligned
 
 
 def _check(ids: LocalIds) -> None:
@@ -100,7 +101,7 @@ def scatter_add(call: Call) -> Kind:
         raise Mismatch(f"adds a value that is {source.kind} at other ranks' ids, too")
     if isinstance(x.kind, Cut) and x.kind.mark.dim == dim:
         raise Mismatch(f"adds at ids that are {ids.kind} along a dim of which a rank has a part")
-    raise NoRule
+    return aligned([x, ids, source], len(x.shape))
 
 
 RULES: dict[str, Rule] = {

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from parallel3d.spmd import collectives, indexing, moving, pointwise, products, reducing
 from parallel3d.spmd.call import Call, Operand, Rule
@@ -41,10 +41,13 @@ class Finding(NamedTuple):
 
 
 class Inference:
-    """Follows the nodes of a program; `kinds` knows each view, `findings` what did not match."""
+    """Follows the nodes of a program on one axis; `findings` has what did not match.
 
-    def __init__(self, tp: int) -> None:
-        self.tp = tp
+    A collective of `tp` ranks moves what data parallelism cuts, and sums none of it.
+    """
+
+    def __init__(self, tp: int, axis: Literal["tp", "dp"] = "tp") -> None:
+        self.tp, self.axis = tp, axis
         self.findings: list[Finding] = []
         self._kinds: dict[Ref, Kind] = {}
         self._views: dict[int, list[Ref]] = {}  # of a storage
@@ -80,6 +83,10 @@ class Inference:
             except NoRule:
                 said = ", ".join(str(o.kind) for o in self._call(node).tensors())
                 text = f"{node.op} has no rule for values that are: {said}"
+                self.findings.append(Finding(node.place, text, is_error=False))
+                kinds = (UNKNOWN,) * len(node.outs)
+            except Exception as error:  # a rule that knows too little must not stop a run
+                text = f"{node.op} breaks its rule: {error!r}"
                 self.findings.append(Finding(node.place, text, is_error=False))
                 kinds = (UNKNOWN,) * len(node.outs)
             self._keep(node, kinds)
@@ -118,15 +125,18 @@ class Inference:
 
         args = tuple(operands(a) for a in node.args)
         kwargs = {name: operands(v) for name, v in node.kwargs.items()}
-        return Call(node.op, args, kwargs, tuple(o.shape for o in node.outs), self.tp)
+        shapes = tuple(o.shape for o in node.outs)
+        return Call(node.op, args, kwargs, shapes, self.tp, self.axis)
 
     def _collective(self, node: Node, x: Operand) -> Kind:
         given, op = node.args
         if isinstance(x.kind, Unknown | Empty):
             return UNKNOWN
-        if node.op == "all_reduce":
+        if self.axis == "dp":
+            kind = collectives.across(node.op, x, self.tp)
+        elif node.op == "all_reduce":
             return collectives.all_reduce(x, op)
-        if node.op == "all_gather":
+        elif node.op == "all_gather":
             kind = collectives.all_gather(x, self.tp)
         else:
             kind = collectives.reduce_scatter(x, op, self._home(given), self.tp)

@@ -43,6 +43,8 @@ def reduce(call: Call) -> Kind:
     if mark.dim in dims:
         if call.op in ("sum", "amax", "max"):
             return Partial("sum" if call.op == "sum" else "max")
+        if call.op == "mean" and call.axis == "dp":  # over which the engine takes the mean
+            return PARTIAL
         raise Mismatch(f"takes the {call.op} of each rank's part alone; the value is {x.kind}")
     kept = len(call.shapes[0]) == len(x.shape)
     return x.kind if kept else Cut(Mark(mark.dim - sum(d < mark.dim for d in dims), mark.runs))

@@ -139,9 +139,10 @@ class TracedKey(RandomKey):
 class Tracer(TorchDispatchMode):
     """While active, notes what this process runs as rank `rank` of a group of `size`."""
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, rank: int, size: int, dp_coord: int = 0) -> None:
         super().__init__()
-        self.program, self.key, self.group = Program(), TracedKey(0), _Group(rank, size, self)
+        self.program, self.key = Program(), TracedKey(0, dp_coord)
+        self.group = _Group(rank, size, self)
         self._layers: list[str] = []
         self._forward: dict[int, tuple[Place, int]] = {}  # of an autograd node
 

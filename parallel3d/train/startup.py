@@ -78,7 +78,8 @@ def find_folder(config: RunConfig, mesh: Mesh, claim: Claim | None) -> Place:
     """
 
     def look() -> tuple[str, str, bool]:
-        refuse_mismatches(config)
+        if config.mesh.tp > 1:  # plain replicas do not wait for it
+            refuse_mismatches(config)
         assert claim, "rank 0 claims the folder before it meets the others"
         exists = claim.folder.exists()
         if exists:

@@ -5,9 +5,10 @@ from tests.verify.configs import config_of
 
 
 def tp_config(
-    model="gpt", tp=2, sequence_parallel=False, checkpointing="none", isolate=False, **settings
-):
-    """A resolved config of `tp` ranks; `settings` are the model's."""
+    model="gpt", tp=2, sequence_parallel=False, checkpointing="none", isolate=False, dp=1,
+    **settings,
+):  # fmt: skip
+    """A resolved config of `dp` replicas on `tp` ranks; `settings` are the model's."""
     raw = config_of(
         model=model, zero=1, sequence_parallel=sequence_parallel, checkpointing=checkpointing,
         isolate=isolate,
@@ -15,4 +16,4 @@ def tp_config(
     block = raw["parallel3d"]
     block["mesh"] |= {"tp": tp}
     block["model"] = block["model"] | settings
-    return RunConfig.from_dict(raw).resolve(tp)
+    return RunConfig.from_dict(raw).resolve(tp * dp)

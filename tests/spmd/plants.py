@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -14,7 +15,7 @@ from parallel3d.engine.reduction import Reduction
 from parallel3d.model.spec import ParamSpec
 from parallel3d.tensor import collectives, linear, vocab
 from parallel3d.tensor.cut import cut_of
-from parallel3d.tensor.dropout import Dropout
+from parallel3d.tensor.dropout import Dropout, RandomKey
 
 SEQUENCE_PARALLEL = {"sequence_parallel": True}
 
@@ -130,6 +131,13 @@ def _no_f(x, weights, group, sequence_parallel=False, rows=None):
     return tuple(linear.linear(x, w) for w in weights)
 
 
+def _bias_of_one_rank(self, x):
+    y = linear.linear(x, self.weight)
+    if self.bias is not None and self.group.rank() == 0:
+        y = y + self.bias
+    return collectives.reduce_from_group(y, self.group, self.sequence_parallel)
+
+
 def _residual_before_the_sum(self, x, segments=None):
     attended = self.attention.core(
         *self.attention.qkv(self.norm1(x))
@@ -157,6 +165,11 @@ PLANTS: dict[str, Plant] = {
     ),
     "residual added before the reduction": Plant(
         _replace(gpt.Block, "forward", _residual_before_the_sum), {}, ("adds replicated",)
+    ),
+    "a bias on one rank alone": Plant(
+        _replace(linear.RowParallelLinear, "forward", _bias_of_one_rank),
+        {},
+        ("blocks.0.attention.output", "all ranks of a tensor-parallel group run the same"),
     ),
     "all-reduce twice": Plant(
         _replace(linear, "reduce_from_group", _reduced_twice),
@@ -258,6 +271,23 @@ PLANTS: dict[str, Plant] = {
         ("blocks.0.attention.q_norm", "each rank's part alone"),
     ),
 }
+
+
+def equal_dropout_on_replicas():
+    """Masks of which dp knows nothing."""
+    original = RandomKey.seed_generator
+
+    def seed(self, place, tp_rank, device):
+        original(replace(self, dp_coord=0), place, tp_rank, device)
+
+    return mock.patch.object(RandomKey, "seed_generator", seed)
+
+
+PLANTS["equal dropout on all replicas"] = Plant(
+    equal_dropout_on_replicas,
+    {"resid_pdrop": 0.1, "dp": 2},
+    ("blocks.0.dropout1", "over dp", "needs its own part"),
+)
 
 
 def unequal_dropout():
