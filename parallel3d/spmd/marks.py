@@ -19,9 +19,13 @@ Move = Callable[[Mark], Mark | None]  # None: its place is lost
 
 def through_view(mark: Mark, old: Shape, new: Shape) -> Mark | None:
     """The place in other dims of the same elements in the same order."""
-    if new[: mark.dim + 1] == old[: mark.dim + 1]:
+    parted = mark.runs == old[mark.dim] > 1 and new[mark.dim + 1 : mark.dim + 2] == (1,)
+    if new[: mark.dim + 1] == old[: mark.dim + 1] and not parted:
         return mark
     before = prod(old[: mark.dim]) * mark.runs
+    if mark == Mark(1) and old[1] == 1 and new == (old[0], *old[2:]):
+        # One head a rank, put together with the batch: what a product of batches takes.
+        return Mark(0, old[0])
     outer = 1
     for dim, size in enumerate(new):
         if outer == before:

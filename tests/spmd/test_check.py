@@ -84,6 +84,10 @@ def test_nothing_is_said_of_a_shipped_config(name):
             assert findings(RunConfig.from_json(name, words)) == []
 
 
+def test_one_head_on_each_rank():
+    assert findings(tp_config("gpt", 16)) == []
+
+
 def test_a_start_is_refused_on_all_ranks(monkeypatch):
     """Rank 0 refuses it, before it looks for a folder; `on_first` raises that on the others."""
     plant = PLANTS["all-reduce twice"]
