@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-import models
+from parallel3d import models
 from parallel3d.config import RunConfig
 from parallel3d.mesh.launch import Launch
 from parallel3d.mesh.mesh import Mesh

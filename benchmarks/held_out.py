@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-import models
+from parallel3d import models
 from parallel3d.config import RunConfig
 from parallel3d.data.corpus import Corpus, TokenStream
 from parallel3d.data.evaluation import EvaluationSamples, SetLoss, held_out_samples

@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import models
+from parallel3d import models
 from parallel3d.config import RunConfig
 from parallel3d.config.learning_rate import rate
 from parallel3d.data.batches import Batches

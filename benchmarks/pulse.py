@@ -18,7 +18,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-import models
+from parallel3d import models
 from parallel3d.engine import Engine, EngineSettings
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.model.spec import Shape

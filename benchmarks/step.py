@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-import models
+from parallel3d import models
 from parallel3d.engine import Engine, EngineSettings
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.model.spec import Shape

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-import models
+from parallel3d import models
 from parallel3d.config import RunConfig
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.traffic import Traffic

@@ -21,12 +21,14 @@ def families() -> list[str]:
 
 def config_class(family: str) -> Any:
     """The family's frozen config class (`Config` in its spec.py)."""
-    return import_module(f"models.{family}.spec").Config
+    return import_module(f"parallel3d.models.{family}.spec").Config
 
 
 def layers(config: Any) -> list[LayerSpec]:
     """The layers of a model, first to last, for a config of any family."""
-    result: list[LayerSpec] = import_module(f"models.{config.family}.spec").layers(config)
+    result: list[LayerSpec] = import_module(f"parallel3d.models.{config.family}.spec").layers(
+        config
+    )
     if (kind := parametrization_of(config).type) != "standard":
         for name, p in named_params(result).items():
             if p.role is None:
@@ -49,5 +51,5 @@ def train_flops_per_token(config: Any, seq: int) -> float:
 
 def huggingface(family: str) -> ModuleType | None:
     """The family's `huggingface` module (torch's floor); None where it has none."""
-    name = f"models.{family}.huggingface"
+    name = f"parallel3d.models.{family}.huggingface"
     return import_module(name) if find_spec(name) else None

@@ -136,7 +136,9 @@ def head(config: Any, norm: Iterable[ParamSpec], cost: CostOf) -> LayerSpec:
         ParamSpec("output.weight", shape, 0, normal, True, role="output"),
     )
     tied = (("output.weight", "embedding.token.weight"),) if config.tie_word_embeddings else ()
-    return LayerSpec("head", params, cost, f"models.{config.family}.blocks:Head", config, tied)
+    return LayerSpec(
+        "head", params, cost, f"parallel3d.models.{config.family}.blocks:Head", config, tied
+    )
 
 
 def renamed(name: str, names: Mapping[str, str]) -> str:

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-import models
+from parallel3d import models
 from parallel3d.section import ABSENT, Problem, Problems
 
 # What does not change what a model computes: names, ids, generation, how it was saved or trained.
@@ -162,5 +162,5 @@ def _families() -> list[ModuleType]:
 
 
 def _family(name: str) -> ModuleType | None:
-    path = f"models.{name}.pretrained"
+    path = f"parallel3d.models.{name}.pretrained"
     return import_module(path) if find_spec(path) else None

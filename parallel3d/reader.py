@@ -15,7 +15,7 @@ from typing import Any
 import parallel3d
 from parallel3d.errors import ConfigError
 
-CONFIGS = Path(parallel3d.__file__).parent.parent / "configs"
+CONFIGS = Path(parallel3d.__file__).parent / "configs"
 
 _STRING = r'"(?:\\.|[^"\\\n])*"'
 _COMMENT = re.compile(rf"{_STRING}|(//[^\n]*|/\*.*?\*/)", re.DOTALL)

@@ -44,7 +44,7 @@ def place():
     frame = sys._getframe(2)
     while frame is not None:
         path = Path(frame.f_code.co_filename)
-        if path.is_relative_to(ROOT / "parallel3d") or path.is_relative_to(ROOT / "models"):
+        if path.is_relative_to(ROOT / "parallel3d"):
             return f"{path.relative_to(ROOT)}:{frame.f_code.co_name}"
         if "deepspeed" in path.parts:
             inside = path.parts[len(path.parts) - path.parts[::-1].index("deepspeed") :]

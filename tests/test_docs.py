@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import models
+from parallel3d import models
 from parallel3d.config.document import config_document
 
 pytestmark = pytest.mark.pure

@@ -61,7 +61,10 @@ MESH_ONLY = {"get_rank", "new_group", "new_subgroups", "split_group", "PARALLEL3
 
 
 def module_of(path: Path) -> str:
-    return ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+    """Its import name: models/ and launch/ are linked into the package."""
+    parts = path.with_suffix("").parts
+    package = ("parallel3d",) if parts[0] in ("models", "launch") else ()
+    return ".".join((*package, *parts)).removesuffix(".__init__")
 
 
 def room_of(path: Path) -> str:
@@ -146,7 +149,8 @@ def test_floor_0_is_typed_strictly():
     patterns = [re.escape(text) for text in re.findall(r'"([\w.*]+)"', block)]
     strict = [re.compile(p.replace(r"\.\*", r"(\.[\w.]+)?") + "$") for p in patterns]
     for name in ("spec", "pretrained"):
-        strict += [re.compile(rf"models\.\w+\.{name}$")] if f'"models.*.{name}"' in block else []
+        if f'"parallel3d.models.*.{name}"' in block:
+            strict.append(re.compile(rf"parallel3d\.models\.\w+\.{name}$"))
     for path in FILES:
         is_strict = any(p.match(module_of(path)) for p in strict)
         named = path.name != "__init__.py" or is_strict

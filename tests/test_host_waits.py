@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-import models
+from parallel3d import models
 from tests.test_floors import FILES, ROOT, room_of, tree_of
 
 pytestmark = pytest.mark.pure

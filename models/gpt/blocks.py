@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.common import scales_of
-from models.gpt.spec import Config
+from parallel3d.models.common import scales_of
+from parallel3d.models.gpt.spec import Config
 from parallel3d.tensor.attention import CausalAttention
 from parallel3d.tensor.collectives import sequence_part
 from parallel3d.tensor.context import LayerContext

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from models.pretrained import Fields
+from parallel3d.models.pretrained import Fields
 
 MODEL_TYPES = {"gpt2": ("GPT2LMHeadModel", "GPT2Model")}
 # What training may choose anew, and what it is there.

@@ -10,7 +10,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from models.common import (
+from parallel3d.model.head_cost import HeadCost
+from parallel3d.model.spec import Init, LayerSpec, ParamSpec
+from parallel3d.model.transformer_cost import BlockCost, EmbeddingCost
+from parallel3d.models.common import (
     ModelSection,
     divisor_below,
     folded,
@@ -19,9 +22,6 @@ from models.common import (
     vocab_size,
     weight_inits,
 )
-from parallel3d.model.head_cost import HeadCost
-from parallel3d.model.spec import Init, LayerSpec, ParamSpec
-from parallel3d.model.transformer_cost import BlockCost, EmbeddingCost
 from parallel3d.section import Problem, Problems
 
 Probability = Annotated[float, Field(ge=0, lt=1)]
@@ -89,7 +89,7 @@ def _embedding(config: Config) -> LayerSpec:
         table(config, "position.weight", config.max_position_embeddings, None),
     )
     cost = EmbeddingCost(config.hidden_size, positions=True, dropout=config.embd_pdrop > 0)
-    return LayerSpec("embedding", params, cost, "models.gpt.blocks:Embedding", config)
+    return LayerSpec("embedding", params, cost, "parallel3d.models.gpt.blocks:Embedding", config)
 
 
 def _block(config: Config, name: str) -> LayerSpec:
@@ -125,7 +125,7 @@ def _block(config: Config, name: str) -> LayerSpec:
         dropout=config.resid_pdrop > 0,
         attention_dropout=config.attn_pdrop > 0,
     )
-    return LayerSpec(name, params, cost, "models.gpt.blocks:Block", config)
+    return LayerSpec(name, params, cost, "parallel3d.models.gpt.blocks:Block", config)
 
 
 def _norm(name: str, size: int) -> Iterable[ParamSpec]:

@@ -5,8 +5,8 @@ Touvron et al., arXiv:2302.13971 and 2307.09288; grouped-query attention is arXi
 
 from torch import Tensor, nn
 
-from models.common import scales_of
-from models.llama.spec import Config
+from parallel3d.models.common import scales_of
+from parallel3d.models.llama.spec import Config
 from parallel3d.tensor.attention import CausalAttention
 from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.linear import ColumnParallelLinear, GroupedColumnLinear, RowParallelLinear

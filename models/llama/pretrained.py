@@ -5,7 +5,7 @@ SmolLM2 is a `LlamaForCausalLM`. Where a file leaves a field out, the default is
 
 from typing import Any
 
-from models.pretrained import Fields
+from parallel3d.models.pretrained import Fields
 
 MODEL_TYPES = {
     "llama": ("LlamaForCausalLM", "LlamaModel"),

@@ -10,7 +10,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from models.common import (
+from parallel3d.model.head_cost import HeadCost
+from parallel3d.model.spec import Init, LayerSpec, ParamSpec
+from parallel3d.model.transformer_cost import BlockCost, EmbeddingCost
+from parallel3d.models.common import (
     ModelSection,
     divisor_below,
     folded,
@@ -19,9 +22,6 @@ from models.common import (
     vocab_size,
     weight_inits,
 )
-from parallel3d.model.head_cost import HeadCost
-from parallel3d.model.spec import Init, LayerSpec, ParamSpec
-from parallel3d.model.transformer_cost import BlockCost, EmbeddingCost
 from parallel3d.section import Problem, Problems, Section
 
 Positive = Annotated[int, Field(gt=0)]
@@ -138,7 +138,7 @@ def layers(config: Config) -> list[LayerSpec]:
 def _embedding(config: Config) -> LayerSpec:
     params = (table(config, "token.weight", vocab_size(config), 0),)
     cost = EmbeddingCost(config.hidden_size)
-    return LayerSpec("embedding", params, cost, "models.llama.blocks:Embedding", config)
+    return LayerSpec("embedding", params, cost, "parallel3d.models.llama.blocks:Embedding", config)
 
 
 def _block(config: Config, name: str) -> LayerSpec:
@@ -173,7 +173,7 @@ def _block(config: Config, name: str) -> LayerSpec:
         rotary=config.head_size,
         qk_norm=config.qk_norm,
     )
-    return LayerSpec(name, params, cost, "models.llama.blocks:Block", config)
+    return LayerSpec(name, params, cost, "parallel3d.models.llama.blocks:Block", config)
 
 
 def _qkv(config: Config, normal: Init) -> Iterator[ParamSpec]:

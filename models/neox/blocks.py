@@ -5,8 +5,8 @@ Black et al., arXiv:2204.06745; Biderman et al., arXiv:2304.01373.
 
 from torch import Tensor, nn
 
-from models.common import scales_of
-from models.neox.spec import Config
+from parallel3d.models.common import scales_of
+from parallel3d.models.neox.spec import Config
 from parallel3d.tensor.attention import CausalAttention
 from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.linear import ColumnParallelLinear, RowParallelLinear

@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
-from models.common import class_named, renamed
-from models.neox.spec import Config, layers
-from models.pretrained import Part
 from parallel3d.model.spec import named_params
+from parallel3d.models.common import class_named, renamed
+from parallel3d.models.neox.spec import Config, layers
+from parallel3d.models.pretrained import Part
 
 # Ours to theirs, in the order in which they are replaced.
 _NAMES = {

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from models.pretrained import Fields
+from parallel3d.models.pretrained import Fields
 
 MODEL_TYPES = {"gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXModel")}
 FREE = {"initializer_range": "initializer_range"}

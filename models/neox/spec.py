@@ -11,7 +11,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from models.common import (
+from parallel3d.model.head_cost import HeadCost
+from parallel3d.model.spec import Init, LayerSpec, ParamSpec
+from parallel3d.model.transformer_cost import BlockCost, EmbeddingCost
+from parallel3d.models.common import (
     ModelSection,
     divisor_below,
     folded,
@@ -20,9 +23,6 @@ from models.common import (
     vocab_size,
     weight_inits,
 )
-from parallel3d.model.head_cost import HeadCost
-from parallel3d.model.spec import Init, LayerSpec, ParamSpec
-from parallel3d.model.transformer_cost import BlockCost, EmbeddingCost
 from parallel3d.section import Problem, Problems
 
 Positive = Annotated[int, Field(gt=0)]
@@ -106,7 +106,7 @@ def layers(config: Config) -> list[LayerSpec]:
 def _embedding(config: Config) -> LayerSpec:
     token = table(config, "token.weight", vocab_size(config), 0)
     cost = EmbeddingCost(config.hidden_size)
-    return LayerSpec("embedding", (token,), cost, "models.neox.blocks:Embedding", config)
+    return LayerSpec("embedding", (token,), cost, "parallel3d.models.neox.blocks:Embedding", config)
 
 
 def _block(config: Config, name: str) -> LayerSpec:
@@ -139,7 +139,7 @@ def _block(config: Config, name: str) -> LayerSpec:
         rotary=config.rotary_size,
         parallel=config.use_parallel_residual,
     )
-    return LayerSpec(name, params, cost, "models.neox.blocks:Block", config)
+    return LayerSpec(name, params, cost, "parallel3d.models.neox.blocks:Block", config)
 
 
 def _norm(name: str, size: int) -> Iterable[ParamSpec]:

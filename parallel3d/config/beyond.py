@@ -1,6 +1,6 @@
 """Facts about a config file that the classes of a run's config do not hold."""
 
-import models
+from parallel3d import models
 from parallel3d.config import auto, deepspeed_keys
 from parallel3d.config.scheduler import SCHEDULERS
 from parallel3d.section import Beyond

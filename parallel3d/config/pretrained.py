@@ -13,8 +13,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from models import pretrained
 from parallel3d.errors import ConfigError
+from parallel3d.models import pretrained
 from parallel3d.network import why_unreachable
 from parallel3d.section import Problem, Problems
 

@@ -12,7 +12,7 @@ from pydantic import (
     WrapValidator,
 )
 
-import models
+from parallel3d import models
 from parallel3d.config.data import DataConfig
 from parallel3d.config.monitors import Trackers
 from parallel3d.reader import CONFIGS

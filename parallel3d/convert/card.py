@@ -10,7 +10,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import models
+from parallel3d import models
 from parallel3d.config import RunConfig
 from parallel3d.convert.layout import Layout
 from parallel3d.data.tokenizer import TOKENIZER_SUFFIXES

@@ -7,8 +7,7 @@ from pathlib import Path
 from safetensors import safe_open
 from torch import Tensor
 
-import models
-from models import pretrained
+from parallel3d import models
 from parallel3d.config.pretrained import derived, read_config
 from parallel3d.convert.card import CARD, CONFIG, GENERATION, tokenizer_files
 from parallel3d.convert.export import made, write_tensors
@@ -26,6 +25,7 @@ from parallel3d.convert.read_back import (
 )
 from parallel3d.data.sources import Progress, silent
 from parallel3d.errors import ConfigError
+from parallel3d.models import pretrained
 from parallel3d.pretrained.weights import Weights
 
 

@@ -16,7 +16,7 @@ import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
 
-import models
+from parallel3d import models
 from parallel3d.checkpoint.chunks import framed
 from parallel3d.errors import ConfigError
 from parallel3d.model.spec import ParamSpec, named_params

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import models
+from parallel3d import models
 from parallel3d.convert.layout import Layout
 from parallel3d.model.spec import LayerSpec, tied_names
 from parallel3d.tensor.context import LayerContext

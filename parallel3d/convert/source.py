@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import models
+from parallel3d import models
 from parallel3d.checkpoint.box import overlapping
 from parallel3d.checkpoint.chunks import Chunk, ChunkFile
 from parallel3d.checkpoint.manifest import (

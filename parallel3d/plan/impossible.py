@@ -2,7 +2,7 @@
 
 from typing import Any
 
-import models
+from parallel3d import models
 from parallel3d.config import RunConfig
 from parallel3d.model.spec import STATE_BYTES
 from parallel3d.plan.setting import BYTES

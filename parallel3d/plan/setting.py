@@ -4,7 +4,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal, Self
 
-import models
+from parallel3d import models
 from parallel3d.config import RunConfig
 from parallel3d.config.settings import gathered_for, reduces_once
 from parallel3d.model.spec import LayerSpec, Recompute, Shape

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import models
-from models.pretrained import Part
+from parallel3d import models
 from parallel3d.checkpoint.arrays import ArrayFile
 from parallel3d.checkpoint.box import Box, boxes_of
 from parallel3d.config.pretrained import weight_files
 from parallel3d.errors import CheckpointError, ConfigError
 from parallel3d.model.spec import named_params, tied_names
+from parallel3d.models.pretrained import Part
 from parallel3d.pretrained.header import DTYPES, Stored, read_header
 
 _COMPARED = 2**20  # elements of a tied weight's two copies that are compared at once

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, replace
 from math import log
 from typing import Any
 
-from models.llama import spec as llama
 from parallel3d.hardware import Hardware
+from parallel3d.models.llama import spec as llama
 from parallel3d.plan.setting import Setting, Software
 from parallel3d.published import programs
 from parallel3d.published.architectures import Architecture, found, known, unmodelled

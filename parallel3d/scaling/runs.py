@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import models
+from parallel3d import models
 from parallel3d.config import RunConfig
 from parallel3d.errors import ConfigError
 from parallel3d.scaling.table import Table, number

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-import models
+from parallel3d import models
 from parallel3d.config import RunConfig
 from parallel3d.engine.reduction import Reduction
 from parallel3d.engine.settings import EngineSettings

@@ -6,8 +6,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import models
-from parallel3d import reader
+from parallel3d import models, reader
 from parallel3d.checkpoint.manifest import STATE, read_state
 from parallel3d.checkpoint.report import find_checkpoints
 from parallel3d.config import RunConfig

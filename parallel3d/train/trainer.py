@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from statistics import fmean, stdev
 from typing import Any, NamedTuple, NoReturn
 
-from models.common import role_rates
 from parallel3d.checkpoint.save import MOST_FAILURES, Saver
 from parallel3d.checkpoint.state import Position, RunState
 from parallel3d.config import RunConfig
@@ -17,6 +16,7 @@ from parallel3d.data.corpus import Corpus
 from parallel3d.errors import TrainingError
 from parallel3d.fault import fault_point
 from parallel3d.mesh.mesh import Mesh
+from parallel3d.models.common import role_rates
 from parallel3d.pulse import rank as pulse
 from parallel3d.tensor import compiled
 from parallel3d.train.assembly import Assembly

@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from typing import Any
 
-import models
+from parallel3d import models
 from parallel3d.errors import TrainingError
 from parallel3d.mesh.launch import Launch
 
@@ -38,7 +38,7 @@ PRELOAD = [
     "deepspeed.ops.adam",
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "parallel3d.verify.museum.tour",
-    *(f"models.{family}.blocks" for family in models.families()),
+    *(f"parallel3d.models.{family}.blocks" for family in models.families()),
 ]
 
 

@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-import models
-from models.common import scales_of
+from parallel3d import models
 from parallel3d.config import RunConfig
 from parallel3d.errors import ConfigError
 from parallel3d.model.parametrization import Scales
 from parallel3d.model.spec import named_params
+from parallel3d.models.common import scales_of
 from parallel3d.tensor.cut import Cut
 from parallel3d.tensor.initialise import fill
 from parallel3d.verify.course import Course

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-import models
+from parallel3d import models
 from parallel3d.config import RunConfig
 from parallel3d.errors import ConfigError, TrainingError
 from parallel3d.verify.check import Task, checked

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from models import layers
 from parallel3d.checkpoint import layout
 from parallel3d.checkpoint.manifest import Entry
 from parallel3d.checkpoint.save import Saver
 from parallel3d.engine import KINDS, HeldParameter, Piece
 from parallel3d.model.spec import named_params
+from parallel3d.models import layers
 from parallel3d.tensor.cut import Cut, even_split
 from tests.checkpoint.resharding import state
 

@@ -14,11 +14,11 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.utils import safe_get_full_optimizer_state
 from safetensors.torch import load_file, save_file
 
-from models import layers
 from parallel3d.checkpoint import resume
 from parallel3d.checkpoint.load import load
 from parallel3d.checkpoint.manifest import verify
 from parallel3d.checkpoint.save import Saver
+from parallel3d.models import layers
 from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.measure import microbatches
 from tests.cases import Case, Trainer

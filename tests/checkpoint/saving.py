@@ -1,7 +1,7 @@
 """Saves by real ranks, whose training state is small."""
 
-from models import layers
 from parallel3d.checkpoint.save import Saver
+from parallel3d.models import layers
 from parallel3d.verify.local_ranks import run_locally
 from tests.checkpoint.resharding import Side, Trained
 

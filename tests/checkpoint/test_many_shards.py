@@ -10,10 +10,10 @@ import sys
 import pytest
 
 from launch import checkpoint as command
-from models import layers
 from parallel3d.checkpoint import resume
 from parallel3d.checkpoint.load import load
 from parallel3d.engine import KINDS
+from parallel3d.models import layers
 from parallel3d.verify.local_ranks import run_locally
 from tests.cases import Case
 from tests.checkpoint.coordinates import value_of, write

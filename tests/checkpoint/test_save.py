@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from models import layers
 from parallel3d.checkpoint import disk, host_copy, prune, resume
 from parallel3d.checkpoint.chunks import ChunkFile
 from parallel3d.checkpoint.load import load
 from parallel3d.checkpoint.manifest import verify
+from parallel3d.models import layers
 from parallel3d.verify.local_ranks import run_locally
 from tests.checkpoint.resharding import Side, Trained, state
 from tests.checkpoint.saving import names, on_two_ranks, saver_of

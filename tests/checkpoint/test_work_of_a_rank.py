@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from models import layers
 from parallel3d.checkpoint import index, resume
 from parallel3d.checkpoint.load import load
 from parallel3d.checkpoint.manifest import shapes_of
+from parallel3d.models import layers
 from tests.cases import Case
 from tests.checkpoint.coordinates import Coordinate, States, write
 

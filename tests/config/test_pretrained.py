@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-import models
+from parallel3d import models
 from parallel3d.config import RunConfig
 from parallel3d.config import pretrained as module
 from parallel3d.errors import ConfigError

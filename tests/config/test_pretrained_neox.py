@@ -2,7 +2,7 @@
 
 import pytest
 
-import models
+from parallel3d import models
 from tests.config.test_pretrained import config_of, published, refused
 
 pytestmark = pytest.mark.pure

@@ -9,14 +9,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
-import models
-from models.llama.spec import RopeScaling
+from parallel3d import models
 from parallel3d.convert.export import export
 from parallel3d.convert.layout import DTYPES, INDEX, Layout
 from parallel3d.convert.read_back import read_back
 from parallel3d.convert.source import Source
 from parallel3d.data.sources import silent
 from parallel3d.errors import CheckpointError, ConfigError
+from parallel3d.models.llama.spec import RopeScaling
 from tests.convert.checkpoints import SHARD_BYTES, checkpoint_of, small, tokenizer_in, written
 from tests.models.families import weights_of
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import models
-from models.llama import pretrained as llama
+from parallel3d import models
 from parallel3d.convert import importing
 from parallel3d.convert.importing import import_folder
 from parallel3d.data.tokenizer import save_tokenizer, train_tokenizer
 from parallel3d.errors import CheckpointError, ConfigError
+from parallel3d.models.llama import pretrained as llama
 from tests.pretrained.published import MODELS, save
 
 pytestmark = pytest.mark.gloo

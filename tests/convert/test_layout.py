@@ -9,7 +9,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
-import models
+from parallel3d import models
 from parallel3d.convert.files import Writer, create
 from parallel3d.convert.layout import DTYPES, INDEX, Layout, bytes_of
 from parallel3d.errors import ConfigError

@@ -5,11 +5,11 @@ from unittest.mock import patch
 
 import pytest
 
-import models
-from models.common import scales_of
+from parallel3d import models
 from parallel3d.convert import layout
 from parallel3d.convert.layout import Layout
 from parallel3d.errors import ConfigError
+from parallel3d.models.common import scales_of
 from tests.convert.checkpoints import small
 from tests.convert.test_export import exported
 

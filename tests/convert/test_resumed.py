@@ -4,7 +4,6 @@ from itertools import product
 
 import pytest
 
-from models import layers
 from parallel3d.checkpoint import resume
 from parallel3d.checkpoint.load import load
 from parallel3d.checkpoint.save import Saver
@@ -14,6 +13,7 @@ from parallel3d.convert.layout import INDEX, Layout
 from parallel3d.convert.source import Source
 from parallel3d.convert.weights import save_weights
 from parallel3d.data.sources import silent
+from parallel3d.models import layers
 from parallel3d.verify.local_ranks import run_locally
 from tests.checkpoint.resharding import STEPS, Side, Trained, state
 

@@ -8,7 +8,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-import models
+from parallel3d import models
 from parallel3d.config import RunConfig
 from parallel3d.convert.card import About, write_rest
 from parallel3d.convert.files import Writer, create

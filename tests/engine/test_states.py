@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from models import huggingface
 from parallel3d.checkpoint import chunks
 from parallel3d.engine import KINDS
+from parallel3d.models import huggingface
 from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.reference import train_reference
 from tests.cases import Case, Trainer

@@ -7,9 +7,8 @@ import warnings
 import pytest
 import torch
 
-import models
 from benchmarks.step import ours, plain
-from parallel3d import reader
+from parallel3d import models, reader
 from parallel3d.config import RunConfig
 from parallel3d.mesh.compute import use
 from parallel3d.mesh.mesh import Mesh

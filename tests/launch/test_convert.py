@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-import models
 from launch import convert
+from parallel3d import models
 from tests.convert.checkpoints import checkpoint_of, small
 
 pytestmark = pytest.mark.gloo

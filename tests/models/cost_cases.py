@@ -3,7 +3,7 @@
 import itertools
 from typing import NamedTuple
 
-import models
+from parallel3d import models
 from parallel3d.model.spec import LayerSpec, Shape
 from tests.models.families import small
 from tests.verify.pairwise import pairwise

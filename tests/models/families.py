@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import models
+from parallel3d import models
 from parallel3d.engine import EngineSettings
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.model.spec import Shape, named_params

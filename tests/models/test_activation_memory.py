@@ -10,9 +10,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from models.gpt.blocks import Block
-from models.gpt.spec import Config
 from parallel3d.mesh.mesh import Mesh
+from parallel3d.models.gpt.blocks import Block
+from parallel3d.models.gpt.spec import Config
 from parallel3d.pipeline.stages import Stages
 from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.dropout import RandomKey

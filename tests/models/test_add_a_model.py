@@ -38,7 +38,8 @@ def copy(tmp_path_factory):
     """The project with the page's files in it, and no other file changed."""
     folder = tmp_path_factory.mktemp("copy")
     for name in ("parallel3d", "models", "launch", "tests", "configs", "docs"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignored)
     for name in ("pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, folder)
     page = (ROOT / "docs/add-a-model.md").read_text()
@@ -80,7 +81,7 @@ def test_the_tests_find_the_new_family(copy):
         assert name in printed, printed
     for name in ("floors", "docs", "host_waits"):
         assert f"tests/test_{name}.py::" in printed
-    run(copy, "-m", "mypy", "models/opt")
+    run(copy, "-m", "mypy", "parallel3d/models/opt")
     run(copy, "-m", "ruff", "check", "models/opt")
     run(copy, "-m", "ruff", "format", "--check", "models/opt")
 

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import models
+from parallel3d import models
 from parallel3d.model import head_cost
 from parallel3d.model.head_cost import LOGITS_AT_ONCE, chunk_tokens, num_chunks
 from parallel3d.model.spec import Shape

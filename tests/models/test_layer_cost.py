@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models import layers
-from models.gpt.spec import Config as Gpt
-from models.llama.spec import Config as Llama
 from parallel3d.model.spec import Kept, LayerCost, Shape
+from parallel3d.models import layers
+from parallel3d.models.gpt.spec import Config as Gpt
+from parallel3d.models.llama.spec import Config as Llama
 
 pytestmark = pytest.mark.pure
 

@@ -7,7 +7,7 @@ from dataclasses import fields, is_dataclass, replace
 
 import pytest
 
-import models
+from parallel3d import models
 from parallel3d.model.spec import Attention, Kept, Work
 from parallel3d.verify.local_ranks import run_locally
 from tests.models.costs import measure

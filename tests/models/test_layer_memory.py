@@ -8,9 +8,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import parallel3d.tensor.linear as linear_module
 import parallel3d.tensor.output as output_module
-from models.gpt.blocks import Block, Embedding, Head
-from models.gpt.spec import Config
 from parallel3d.mesh.mesh import Mesh
+from parallel3d.models.gpt.blocks import Block, Embedding, Head
+from parallel3d.models.gpt.spec import Config
 from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.dropout import RandomKey
 from parallel3d.tensor.linear import linear

@@ -5,9 +5,9 @@ from math import sqrt
 import pytest
 from pydantic import ValidationError
 
-from models import num_params, train_flops_per_token
-from models.llama.spec import Config, RopeScaling, layers
 from parallel3d.model.spec import Shape
+from parallel3d.models import num_params, train_flops_per_token
+from parallel3d.models.llama.spec import Config, RopeScaling, layers
 
 pytestmark = pytest.mark.pure
 

@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-import models
+from parallel3d import models
 from parallel3d.model.spec import Shape, named_params
 from tests.models.families import (
     ALL,

@@ -5,9 +5,9 @@ from math import sqrt
 import pytest
 from pydantic import ValidationError
 
-from models import num_params, train_flops_per_token
-from models.neox.spec import Config, layers
 from parallel3d.config import RunConfig
+from parallel3d.models import num_params, train_flops_per_token
+from parallel3d.models.neox.spec import Config, layers
 
 pytestmark = pytest.mark.pure
 

@@ -6,9 +6,9 @@ from math import sqrt
 import pytest
 from pydantic import ValidationError
 
-import models
-from models.common import role_rates, scales_of
+from parallel3d import models
 from parallel3d.model.parametrization import ROLES, Rate
+from parallel3d.models.common import role_rates, scales_of
 from parallel3d.section import Problems
 
 pytestmark = pytest.mark.pure

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import models
-from models.llama.spec import RopeScaling
+from parallel3d import models
 from parallel3d.model.spec import ParamSpec
+from parallel3d.models.llama.spec import RopeScaling
 from parallel3d.tensor.linear import GroupedColumnLinear
 from parallel3d.tensor.segments import Segments
 from tests.models.families import (

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import models
+from parallel3d import models
 from parallel3d.config import RunConfig
 from parallel3d.config.learning_rate import rate
 from parallel3d.engine import EngineSettings

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-import models
+from parallel3d import models
 from parallel3d.config import RunConfig
 from parallel3d.errors import ConfigError
 from parallel3d.plan.impossible import MOST_BYTES, refuse_impossible

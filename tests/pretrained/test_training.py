@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-import models
+from parallel3d import models
 from parallel3d.checkpoint.load import load
 from parallel3d.config import RunConfig
 from parallel3d.convert.export import export

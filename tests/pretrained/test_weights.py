@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-import models
+from parallel3d import models
 from parallel3d.checkpoint.box import Box
 from parallel3d.config.pretrained import derived, read_config
 from parallel3d.errors import CheckpointError, ConfigError

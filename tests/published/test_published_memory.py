@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from models.gpt.spec import Config
 from parallel3d.model.spec import Shape
+from parallel3d.models.gpt.spec import Config
 from parallel3d.plan.layers.placement import model_of
 from parallel3d.plan.memory.margin import ALLOCATOR, CONTEXT, margin
 from parallel3d.plan.setting import Setting, Software, layers_of

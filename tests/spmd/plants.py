@@ -9,10 +9,10 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 
-from models.gpt import blocks as gpt
-from models.llama import blocks as llama
 from parallel3d.engine.reduction import Reduction
 from parallel3d.model.spec import ParamSpec
+from parallel3d.models.gpt import blocks as gpt
+from parallel3d.models.llama import blocks as llama
 from parallel3d.tensor import collectives, linear, vocab
 from parallel3d.tensor.cut import cut_of
 from parallel3d.tensor.dropout import Dropout, RandomKey

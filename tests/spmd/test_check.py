@@ -2,8 +2,7 @@
 
 import pytest
 
-import models
-from parallel3d import reader
+from parallel3d import models, reader
 from parallel3d.config import RunConfig
 from parallel3d.errors import TrainingError
 from parallel3d.spmd.check import findings, refuse_mismatches, type_errors

@@ -7,9 +7,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from models.gpt.blocks import Block
-from models.gpt.spec import Config
 from parallel3d.mesh.mesh import Mesh
+from parallel3d.models.gpt.blocks import Block
+from parallel3d.models.gpt.spec import Config
 from parallel3d.pipeline.stages import Stages
 from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.dropout import Dropout, RandomKey

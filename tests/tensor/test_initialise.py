@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from models import layers
 from parallel3d.engine import EngineSettings
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.model.spec import Init, ParamSpec, Shape
+from parallel3d.models import layers
 from parallel3d.pipeline import stages
 from parallel3d.schedule.schedules import make_schedule
 from parallel3d.tensor.cut import Cut, even_split

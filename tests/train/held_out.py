@@ -5,7 +5,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import models
+from parallel3d import models
 from parallel3d.config import RunConfig
 from parallel3d.data.evaluation import ORDER_SEED
 from parallel3d.data.order import sample_index

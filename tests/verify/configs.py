@@ -1,6 +1,6 @@
 """Whole configs for tests of parity: what a user could write, of any family and mesh."""
 
-from models import families
+from parallel3d.models import families
 
 # Every family that is found, as its defaults are, and what else some of them can be.
 MODELS = {family: {"family": family} for family in families()} | {

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-import models
+from parallel3d import models
 from parallel3d.verify.reference import Reference, batches, first_weights
 
 

@@ -7,10 +7,10 @@ from unittest.mock import patch
 
 import pytest
 
-from models import config_class, families
 from parallel3d.config import RunConfig
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.model.parametrization import Rate, Scales
+from parallel3d.models import config_class, families
 from parallel3d.train.assembly import assemble
 from parallel3d.verify import measure as measuring
 from parallel3d.verify.local_ranks import run_locally

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from launch import verify as launch_verify
-from models import layers
 from parallel3d.config import RunConfig
 from parallel3d.errors import ConfigError
+from parallel3d.models import layers
 from parallel3d.tensor import product
 from parallel3d.tensor.collectives import Pending
 from parallel3d.verify import report

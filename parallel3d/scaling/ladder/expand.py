@@ -8,7 +8,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-import models
+from parallel3d import models
 from parallel3d.config import RunConfig
 from parallel3d.errors import ConfigError
 from parallel3d.plan.search.plans import with_vocabulary

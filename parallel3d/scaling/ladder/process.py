@@ -12,7 +12,7 @@ from pathlib import Path
 import parallel3d
 from parallel3d.scaling.ladder.expand import Run
 
-TRAIN = Path(parallel3d.__file__).parent.parent / "launch" / "train.py"
+TRAIN = Path(parallel3d.__file__).parent / "launch" / "train.py"
 LOGS = "logs"  # of a ladder's directory: what each run said
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _NODES = Path("/dev")

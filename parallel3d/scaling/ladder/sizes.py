@@ -7,8 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-import models
-from parallel3d import explain
+from parallel3d import explain, models
 from parallel3d.scaling import runs
 from parallel3d.scaling.ladder.file import LadderConfig, SizeConfig
 from parallel3d.section import ABSENT, Problem, Problems

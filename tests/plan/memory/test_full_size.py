@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import models
+from parallel3d import models
 from parallel3d.config import RunConfig
 from parallel3d.engine import EngineSettings
 from parallel3d.hardware import load

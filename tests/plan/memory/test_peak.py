@@ -11,10 +11,10 @@ from hypothesis import assume, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from models.gpt.spec import Config
 from parallel3d import hardware
 from parallel3d.model.head_cost import num_chunks
 from parallel3d.model.spec import Shape
+from parallel3d.models.gpt.spec import Config
 from parallel3d.plan.layers.placement import in_flight, model_of, stages_of, stages_on
 from parallel3d.plan.memory.peak import PARTS, at, fullest, per_rank, saved_bytes
 from parallel3d.plan.setting import Buffers, Setting, layers_of

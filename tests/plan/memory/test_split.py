@@ -2,8 +2,8 @@
 
 import pytest
 
-from models.gpt.spec import Config
 from parallel3d.model.spec import Shape
+from parallel3d.models.gpt.spec import Config
 from parallel3d.plan.memory.peak import saved_bytes
 from parallel3d.plan.search import candidates
 from parallel3d.plan.search.plans import request_of

@@ -5,7 +5,7 @@ With rotary positions it would change nothing: there only the distance of two to
 
 from typing import Any
 
-from models.gpt.blocks import Embedding
+from parallel3d.models.gpt.blocks import Embedding
 from parallel3d.verify.exhibit import Exhibit, Planted, wrapped
 
 EXHIBIT = Exhibit(

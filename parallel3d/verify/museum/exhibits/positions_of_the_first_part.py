@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from models.gpt import blocks
+from parallel3d.models.gpt import blocks
 from parallel3d.verify.exhibit import Exhibit, Planted, replaced
 
 EXHIBIT = Exhibit(

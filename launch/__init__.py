@@ -1,0 +1,1 @@
+"""The commands, one file each: `python launch/NAME.py`, or `parallel3d NAME` once installed."""
