@@ -1,4 +1,4 @@
-"""Looks into checkpoints: `python launch/checkpoint.py inspect PATH`, or `verify PATH`.
+"""Looks into checkpoints: `parallel3d checkpoint inspect PATH`, or `verify PATH`.
 
 PATH is a checkpoint's folder, step-N, or that of a run: of several checkpoints, inspect shows the
 newest, and verify reads all. Nothing is changed.

@@ -1,4 +1,4 @@
-"""Evaluates a checkpoint: `python launch/evaluate.py runs/first`, or under deepspeed or torchrun.
+"""Evaluates a checkpoint: `parallel3d evaluate runs/first`, or under deepspeed or torchrun.
 
 PATH is a run's folder, of which it takes the newest checkpoint, or that of a checkpoint, step-N.
 Without --config it is evaluated by its own: the held-out text and every validation set.

@@ -1,4 +1,4 @@
-"""Has a trained model write on: `python launch/generate.py runs/first --prompt "def main("`.
+"""Has a trained model write on: `parallel3d generate runs/first --prompt "def main("`.
 
 PATH is a run's folder (its weights/, or where it has none its newest checkpoint), that of a
 checkpoint, step-N, or one of transformers. The same seed gives the same text on the same machine.

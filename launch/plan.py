@@ -1,6 +1,6 @@
 """Plans a run before it is launched: memory, speed, and the best mesh.
 
-`python launch/plan.py --config gpt3-175b.json --hardware a100-80gb --devices 1024` prints a ranked
+`parallel3d plan --config gpt3-175b.json --hardware a100-80gb --devices 1024` prints a ranked
 table of meshes. --calibrate measures this machine, for --hardware this-machine. --validate compares
 the planner with published runs.
 """

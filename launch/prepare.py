@@ -1,4 +1,4 @@
-"""Prepare the data of a config alone: `python launch/prepare.py --config ds.json [--json]`.
+"""Prepare the data of a config alone: `parallel3d prepare --config ds.json [--json]`.
 
 `--to megatron PREFIX` writes it for Megatron-LM, too; `--show N` shows samples of it.
 """

@@ -1,10 +1,10 @@
 """Scaling laws: plans and runs ladders, fits laws to runs, and forecasts runs that are to come.
 
-python launch/scale.py plan --ladder configs/ladders/cpu.json
-python launch/scale.py run --ladder configs/ladders/cpu.json --parallel 2
-python launch/scale.py fit runs.csv
-python launch/scale.py predict --fit fit.json --flops 1e24 --register
-python launch/scale.py coordcheck --config mup.json
+parallel3d scale plan --ladder configs/ladders/cpu.json
+parallel3d scale run --ladder configs/ladders/cpu.json --parallel 2
+parallel3d scale fit runs.csv
+parallel3d scale predict --fit fit.json --flops 1e24 --register
+parallel3d scale coordcheck --config mup.json
 """
 
 import argparse

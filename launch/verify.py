@@ -1,4 +1,4 @@
-"""Prove a config on this machine: `python launch/verify.py --config ds.json`.
+"""Prove a config on this machine: `parallel3d verify --config ds.json`.
 
 Every mesh trains the config's model in small, and is compared with one process of plain
 transformers: loss, gradient norm and weights. With --museum it is this check that is proved:

@@ -24,9 +24,14 @@ _TRAILING_COMMA = re.compile(rf"{_STRING}|[\[{{,]\s*,|(,)(?=\s*[\]}}])")
 
 
 def find(name: str) -> Path:
-    """The config file that `name` means: a path, or a bare name in configs/."""
+    """The config file that `name` means: a path, or what is shipped as configs/NAME.
+
+    That is a bare name, or a path below configs/ as the documents write it, from any folder.
+    """
     path = Path(name)
     shipped = [CONFIGS / name, CONFIGS / f"{name}.json"] if path.name == name else []
+    if path.parts[:1] == ("configs",):
+        shipped = [CONFIGS.joinpath(*path.parts[1:])]
     for candidate in [path, *shipped]:
         with suppress(OSError, ValueError):  # a name too long, or with a NUL
             if candidate.is_file():

@@ -1,4 +1,4 @@
-"""What a contributor is told about the repository is so: checks, interpreters, links, licence."""
+"""What a contributor is told about the repository is so: checks, interpreters, names, licence."""
 
 import re
 import subprocess
@@ -6,6 +6,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
+
+from tests.test_floors import FILES, TESTS, imports_of, tree_of
 
 pytestmark = pytest.mark.pure
 
@@ -46,6 +48,15 @@ def test_the_files_that_contributing_names_exist():
         assert (ROOT / target).exists(), target
     for path in re.findall(r"`((?:parallel3d|tests|docs|models|launch)/[\w/.]+)`", prose):
         assert (ROOT / path).exists(), path
+
+
+def test_a_family_has_one_import_name():
+    """`import models` would be a second copy of it, and none where the wheel is installed."""
+    for path in [*FILES, *TESTS]:
+        names = {name.partition(".")[0] for name in imports_of(tree_of(path))}
+        assert "models" not in names, f"{path}: write `from parallel3d import models`"
+    for name in ("models", "launch", "configs"):
+        assert (ROOT / "parallel3d" / name).samefile(ROOT / name), "a link into the package"
 
 
 def test_the_licence_is_the_one_that_the_package_names():

@@ -140,7 +140,7 @@ class RunConfig(Section):
         """Ranks per axis; raises ConfigError where the planner has yet to choose them."""
         if isinstance(self.parallel3d.mesh, MeshConfig):
             return self.parallel3d.mesh
-        rule, remedy = "there is no mesh yet", "write the one that launch/plan.py puts first"
+        rule, remedy = "there is no mesh yet", "write the one that `parallel3d plan` puts first"
         raise Problems([Problem("parallel3d.mesh", PLAN, rule, remedy)])
 
     @property

@@ -116,7 +116,7 @@ def _show(config: RunConfig, plan: Plan | None, out: Console) -> dict[str, Any]:
         table.show_memory(memory, setting, None, out)
         layout.say(
             out,
-            "\nhow long a step takes is not known: `python launch/plan.py --calibrate` measures "
+            "\nhow long a step takes is not known: `parallel3d plan --calibrate` measures "
             "this machine; or name one, --parallel3d.run.hardware",
         )
         row = choices_json(setting, memory)

@@ -8,6 +8,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import pairwise
 from typing import NoReturn
 
 import psutil
@@ -23,7 +24,7 @@ _IN_WORDS = {
     BAD_INPUT: "bad config or input: do not retry",
     STOPPED: "stopped on request",
 }
-_COMMANDS = {"torchrun", "deepspeed"}
+_COMMANDS = {"torchrun", "deepspeed", "parallel3d"}
 _FLUSH = 3.0  # seconds for what a run has open, where another rank's fault ends it
 
 
@@ -133,11 +134,14 @@ def command_of_this_launch() -> str:
 
     A shell's quotes are put anew.
     """
-    words = [sys.executable, *sys.argv]
+    script, *arguments = sys.argv
+    # parallel3d/__main__.py calls itself by two words.
+    named = script.split() if script.startswith("parallel3d ") else [script]
+    words = [*([sys.executable] if len(named) == 1 else []), *named, *arguments]
     with suppress(psutil.Error):
         for process in psutil.Process().parents():
             line = process.cmdline()
-            if sys.argv[0] in line:
+            if _starts(line, named):
                 words = line
     if len(words) > 1 and os.path.basename(words[1]) in _COMMANDS:
         words = words[1:]  # a script that an interpreter runs
@@ -145,3 +149,10 @@ def command_of_this_launch() -> str:
     if words[0].startswith("python"):
         words[0] = "python"
     return shlex.join(word for word in words if not word.startswith("--local_rank"))
+
+
+def _starts(line: list[str], named: list[str]) -> bool:
+    """Whether a process' words have the script's path, or the program's name and its command."""
+    if len(named) == 1:
+        return named[0] in line
+    return named in map(list, pairwise([*map(os.path.basename, line)]))

@@ -47,7 +47,7 @@ def open_corpus(config: RunConfig, mesh: Mesh, console: Console) -> Corpus:
         raise TrainingError(
             f"rank {mesh.rank} on {nodes.hosts[mesh.rank]} has waited for "
             f"{in_words(STARTUP_TIMEOUT.total_seconds())} for the corpus of another node: prepare "
-            "it before the run, `python launch/prepare.py --config ...` on each node, or once in a "
+            "it before the run, `parallel3d prepare --config ...` on each node, or once in a "
             "parallel3d.data.cache that all nodes share"
         ) from None
     refuse_different(places, nodes)
@@ -96,8 +96,8 @@ def refuse_different(places: list[dict[str, Any] | None], nodes: Nodes) -> None:
         if wrong := sorted({name for name, _ in keys[0].items() ^ found.items()}):
             raise DataError(
                 f"{wrong[0]} is not the same on {nodes.hosts[0]} and {nodes.hosts[rank]}: "
-                "a file, or a data set, was read on one of the two alone. Run launch/prepare.py "
-                "--config ... on both and compare, or share a folder: parallel3d.data.cache"
+                "a file, or a data set, was read on one of the two alone. Run `parallel3d prepare "
+                "--config ...` on both and compare, or share a folder: parallel3d.data.cache"
             )
 
 

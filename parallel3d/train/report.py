@@ -195,7 +195,7 @@ def print_summary(summary: Summary, console: Console, go_on: str) -> None:
         )
     rows = summary.rows()
     if result.trained and not result.stopped:
-        rows.append(("look into it", f"python launch/checkpoint.py inspect {run}"))
+        rows.append(("look into it", f"parallel3d checkpoint inspect {run}"))
     width = max(len(name) for name, _ in rows)
     console.print()
     for name, value in rows:

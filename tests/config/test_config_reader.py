@@ -76,6 +76,8 @@ def test_find(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert find("ds.json").parent.name == "configs"
     assert find("ds") == find("ds.json")
+    assert find("configs/ds.json") == find("ds.json")  # as the documents write it
+    assert find("configs/ladders/cpu.json").is_file()
     (tmp_path / "ds.json").write_text("{}")
     assert find("ds.json").resolve() == tmp_path / "ds.json"
     with pytest.raises(ConfigError, match=r"no config file 'nowhere\.json'.*ds\.json"):

@@ -119,6 +119,25 @@ def test_the_command_is_the_one_that_was_typed():
     assert said == "python launched.py --config 'a b.json'\n"
 
 
+@pytest.mark.parametrize("typed", ["parallel3d", "torchrun -m parallel3d"])
+def test_the_command_of_the_installed_program(typed):
+    """It has no script's path: a launcher is known by the program's name and its command."""
+    code = (
+        "import subprocess, sys\n"
+        "from parallel3d.train import ending\n"
+        "if sys.argv[-1] == '--local_rank=0':\n"
+        " sys.argv = ['parallel3d train', *sys.argv[sys.argv.index('train') + 1:]]\n"
+        " print(ending.command_of_this_launch())\n"
+        "else:\n subprocess.run([sys.executable, 'child', *sys.argv[-3:], '--local_rank=0'])\n"
+    )
+    for name in ("child", typed.split()[0]):
+        with open(name, "w") as file:
+            file.write(code)
+    words = [sys.executable, *typed.split(), "train", "--config", "a.json"]
+    said = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    assert said == f"{typed} train --config a.json\n"
+
+
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

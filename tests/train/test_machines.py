@@ -112,6 +112,6 @@ def test_two_nodes_whose_ranks_are_dealt_out_in_turn(tmp_path):
         assert "rank 0 on node0 writes to" in refused["apart"]
         if late:
             assert f"rank {rank} on node{rank % 2} has waited for 30m00s" in late
-            assert "launch/prepare.py" in late
+            assert "parallel3d prepare" in late
     # The one that is late has nothing to wait for.
     assert any(late for *_, late in results) and not results[0][-1]

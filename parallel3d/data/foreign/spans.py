@@ -156,5 +156,5 @@ def check_sizes(files: Sequence[dict[str, Any]]) -> None:
         if size != file["size"]:
             raise DataError(
                 f"{file['name']} has {size:,} bytes, and had {file['size']:,} when it was prepared;"
-                " restore it, or run launch/prepare.py again"
+                " restore it, or run `parallel3d prepare` again"
             )

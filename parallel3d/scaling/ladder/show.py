@@ -24,7 +24,7 @@ def show(ladder: Ladder, out: Console) -> None:
     layout.show(out, _COLUMNS, [_row(rung) for rung in ladder.rungs])
     total = to_json(ladder)["total"]
     hours = total["device_hours"]
-    unknown = "not known: `python launch/plan.py --calibrate`, or base.parallel3d.run.hardware"
+    unknown = "not known: `parallel3d plan --calibrate`, or base.parallel3d.run.hardware"
     layout.say(
         out,
         f"total: {total['runs']} runs, {total['flops']:.3g} FLOPs, device hours: "

@@ -1,0 +1,48 @@
+"""The wheel: it holds the package, whole, and nothing else at top level."""
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.pure
+
+ROOT = Path(__file__).parents[1]
+SOURCES = ("parallel3d", "models", "launch", "configs")
+
+
+def build(folder):
+    """The wheel, from a copy in `folder`: setuptools leaves files beside what it builds.
+
+    The copy has the links of the checkout, and a calibration of the machine's.
+    """
+    copy = folder / "checkout"
+    ignored = shutil.ignore_patterns("__pycache__")
+    for name in SOURCES:
+        shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=ignored)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    (copy / "configs/hardware/this-machine.json").write_text("{}")
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*pip, "--wheel-dir", folder, copy], check=True)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+def test_nothing_but_the_package_is_at_top_level_and_all_of_it_is_there(tmp_path):
+    with zipfile.ZipFile(build(tmp_path)) as file:
+        every = set(file.namelist())
+        names = {name for name in every if ".dist-info/" not in name}
+        told = {name.partition("/")[2]: file.read(name).decode() for name in every - names}
+    expected = {
+        f"{'' if folder == 'parallel3d' else 'parallel3d/'}{path.relative_to(ROOT)}"
+        for folder in SOURCES
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in (".py", ".json", ".csv", ".typed") and path.stem != "this-machine"
+    }
+    assert names == expected
+    assert "parallel3d = parallel3d.__main__:main" in told["entry_points.txt"]
+    assert told["top_level.txt"] == "parallel3d\n" and "licenses/LICENSE" in told
