@@ -142,21 +142,6 @@ def test_floor_0_has_no_torch_and_only_the_engine_has_deepspeed(trees):
             assert "deepspeed" not in packages, path
 
 
-def test_floor_0_is_typed_strictly():
-    """pyproject.toml names the rooms of floor 0 to mypy, and no others."""
-    text = (ROOT / "pyproject.toml").read_text()
-    block = text.partition("# Floor 0 (")[2].partition("]")[0]
-    patterns = [re.escape(text) for text in re.findall(r'"([\w.*]+)"', block)]
-    strict = [re.compile(p.replace(r"\.\*", r"(\.[\w.]+)?") + "$") for p in patterns]
-    for name in ("spec", "pretrained"):
-        if f'"parallel3d.models.*.{name}"' in block:
-            strict.append(re.compile(rf"parallel3d\.models\.\w+\.{name}$"))
-    for path in FILES:
-        is_strict = any(p.match(module_of(path)) for p in strict)
-        named = path.name != "__init__.py" or is_strict
-        assert is_strict == (named and FLOOR[room_of(path)] == 0), path
-
-
 def test_ranks_live_in_the_mesh(trees):
     for path, tree in trees.items():
         if path.is_relative_to("parallel3d/mesh"):

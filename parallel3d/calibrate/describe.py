@@ -133,7 +133,8 @@ def _describe(together: Rows, alone: Rows, on_gpu: bool) -> Hardware:
     """What the ranks measured, without the link and the curves."""
 
     def mean(name: str) -> float:
-        return sum(row[name] for row in together) / len(together)
+        total: float = sum(row[name] for row in together)
+        return total / len(together)
 
     first = together[0]
     flops = {

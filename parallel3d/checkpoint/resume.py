@@ -90,7 +90,8 @@ def set_aside(folder: Path, step: int, mesh: Mesh) -> list[str]:
                     renamed.append(aside.name)
         return renamed
 
-    return on_first(mesh, rename)
+    names: list[str] = on_first(mesh, rename)
+    return names
 
 
 def verified(path: Path, mesh: Mesh) -> Found:

@@ -10,6 +10,7 @@ from torch import Tensor
 from parallel3d import models
 from parallel3d.checkpoint.box import overlapping
 from parallel3d.checkpoint.chunks import Chunk, ChunkFile
+from parallel3d.checkpoint.digest import tokenizer_digest
 from parallel3d.checkpoint.manifest import (
     STATE,
     TOKENIZER,
@@ -19,7 +20,6 @@ from parallel3d.checkpoint.manifest import (
     shapes_of,
 )
 from parallel3d.checkpoint.report import find_checkpoints
-from parallel3d.checkpoint.state import tokenizer_digest
 from parallel3d.config import RunConfig
 from parallel3d.convert.card import About, line_after, tokenizer_files
 from parallel3d.data.cache import cache_root

@@ -113,7 +113,7 @@ class Corpus:
         """
         directory = Path(directory)
         if not is_whole(directory):
-            raise DataError(f"{directory} holds no whole corpus; run launch/prepare.py again")
+            raise DataError(f"{directory} holds no whole corpus; run `parallel3d prepare` again")
         meta = json.loads((directory / "meta.json").read_text())
         given = {name: meta[name] for name in ("vocab_size", "end_of_text", "unigram_entropy")}
         given |= {"key": meta.get("key", directory.name), "found": meta.get("found", {})}
@@ -185,7 +185,8 @@ class Corpus:
 
     def counts(self) -> np.ndarray:
         """How often each id occurs in a corpus that is no mixture: int64 [vocab_size]."""
-        return np.load(self.directory / "counts.npy", allow_pickle=False)
+        counts: np.ndarray = np.load(self.directory / "counts.npy", allow_pickle=False)
+        return counts
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise DataError, naming document and id, if a token has no place in `vocab_size`."""

@@ -127,7 +127,8 @@ def _chosen(
     # The lowest hashes of each stratum; a stable sort keeps their order.
     by_stratum = np.argsort(strata, kind="stable")
     place = np.arange(len(strata)) - (counts - np.bincount(strata))[strata[by_stratum]]
-    return eligible[by_stratum[place < taken[strata[by_stratum]]]]
+    chosen: np.ndarray = eligible[by_stratum[place < taken[strata[by_stratum]]]]
+    return chosen
 
 
 def _ranks(digests: np.ndarray, seed: int) -> np.ndarray:

@@ -208,7 +208,8 @@ def encode(tokenizer: Any, texts: list[str]) -> list[list[int]]:
             return_attention_mask=False,
             verbose=False,
         )
-        return encoding["input_ids"]
+        ids: list[list[int]] = encoding["input_ids"]
+        return ids
     # Without offsets and masks, which nobody asks for, it takes two thirds of the time.
     backend.no_truncation()
     backend.no_padding()

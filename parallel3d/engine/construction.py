@@ -85,13 +85,14 @@ def building(
         options = settings.param_options
         folder = swap.make_folder(options["nvme_path"], mesh, setting)
         settings = replace(settings, param_options=options | {"nvme_path": str(folder)})
-    return deepspeed.zero.Init(
+    sharding: AbstractContextManager[Any] = deepspeed.zero.Init(
         data_parallel_group=mesh.group("dp"),
         config_dict_or_path=settings.deepspeed_config(mesh.size("dp")),
         # No dtype: an explicit fp32 becomes bf16 where the device has no fp16 (0.19.8).
         mpu=ModelParallelUnit(mesh, "dp"),
         param_swapper=swapper,
     )
+    return sharding
 
 
 @contextmanager

@@ -244,7 +244,7 @@ class Engine:
 
         Collective over the data-parallel group: each of its ranks gets it.
         """
-        value = safe_get_full_fp32_param(held.parameter)
+        value: Tensor | None = safe_get_full_fp32_param(held.parameter)
         assert value is not None
         return value.detach().reshape(held.cut.local_shape).to(self.mesh.device)
 

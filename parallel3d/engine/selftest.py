@@ -60,7 +60,8 @@ class _Stage(nn.Module):
 
     def forward(self, stage: int, x: Tensor) -> Tensor:
         """x [batch, hidden] -> [batch, hidden]."""
-        return x + self.down(torch.tanh(self.up(x)))
+        added: Tensor = self.down(torch.tanh(self.up(x)))
+        return x + added
 
 
 def _plain(w: dict[str, Tensor], x: Tensor) -> Tensor:

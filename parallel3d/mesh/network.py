@@ -87,5 +87,5 @@ def interface_of(address: str) -> str:
     """The name of the interface that has this address; "" if none has."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(found.address == address for found in addresses):
-            return name
+            return str(name)
     return ""

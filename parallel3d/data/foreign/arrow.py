@@ -96,7 +96,7 @@ def _first_byte(column: "pyarrow.Array", whole: "pyarrow.Buffer", name: str) -> 
     buffer = values.buffers()[1]
     if buffer is None or not buffer.size:
         return 0
-    first = buffer.address - whole.address + values.offset * values.type.bit_width // 8
+    first: int = buffer.address - whole.address + values.offset * values.type.bit_width // 8
     if not 0 <= first < whole.size:
         raise _not_in_place(name)
     return first

@@ -143,7 +143,7 @@ class _Look:
 
     def ended(self, last: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Hear the last ids of documents and their lengths; say which are end-of-text."""
-        is_end = last == self.vocabulary.end_of_text
+        is_end: np.ndarray = last == self.vocabulary.end_of_text
         self.num_documents += len(last)
         # An end-of-text in the file is counted already; one without a document shall not be.
         self.num_ended += int(is_end.sum())

@@ -16,7 +16,7 @@ _Base: Any = dist.ProcessGroup  # as torch calls it from Python, not as its stub
 DEFAULT_TIMEOUT = timedelta(minutes=10)  # of a group that is split off without one: NCCL's
 
 
-class StrictGroup(_Base):
+class StrictGroup(_Base):  # type: ignore[misc]  # Any, as it is said above
     """NCCL's rules over gloo (see the package); tensors of a device go through the host."""
 
     def __init__(self, queue: Communicator) -> None:
