@@ -9,14 +9,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from parallel3d import own_folders
 from parallel3d.model.parametrization import parametrization_of
 from parallel3d.model.spec import LayerSpec, Shape, named_params
 from parallel3d.section import Problem, Problems
 
+__path__ += own_folders.from_environment(own_folders.MODELS)
+
 
 def families() -> list[str]:
-    """The names of the families found: every folder here that holds a spec.py."""
-    return sorted(p.parent.name for p in Path(__file__).parent.glob("*/spec.py"))
+    """The names of the families found: every folder, here or of the user's, with a spec.py."""
+    return sorted({p.parent.name for folder in __path__ for p in Path(folder).glob("*/spec.py")})
 
 
 def config_class(family: str) -> Any:

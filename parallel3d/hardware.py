@@ -1,6 +1,12 @@
-"""What a device can do at most, from configs/hardware/*.json; each figure names its source."""
+"""What a device can do at most: from configs/hardware/*.json, and from the user's own folder.
+
+Each figure names its source. The user's own descriptions, and what is measured of this machine,
+are in $XDG_CONFIG_HOME/parallel3d/hardware (~/.config without it); of two with one name these are
+taken.
+"""
 
 import json
+import os
 from collections.abc import Mapping
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -176,9 +182,22 @@ class Hardware(Section):
         return alone.value + (1 - alone.value) * (devices - 1) / (count - 1)
 
 
+def user_folder() -> Path:
+    """The folder of the user's own descriptions, be it there or not."""
+    base = os.environ.get("XDG_CONFIG_HOME", "")
+    # By the standard a relative path is none.
+    home = Path(base) if os.path.isabs(base) else Path.home() / ".config"
+    return home / "parallel3d" / "hardware"
+
+
 def names() -> list[str]:
-    """The hardware that is described in configs/hardware."""
-    return sorted(path.stem for path in DIRECTORY.glob("*.json"))
+    """The hardware that is described, in configs/hardware or by the user."""
+    return sorted(_files())
+
+
+def _files() -> dict[str, Path]:
+    folders = (DIRECTORY, user_folder())
+    return {path.stem: path for folder in folders for path in folder.glob("*.json")}
 
 
 def load(name: str, place: str = "parallel3d.run.hardware") -> Hardware:
@@ -201,7 +220,7 @@ def load(name: str, place: str = "parallel3d.run.hardware") -> Hardware:
     if wanted == THIS_MACHINE:
         raise ConfigError(
             f'{place} = "{THIS_MACHINE}": is not measured yet; run '
-            "`python launch/plan.py --calibrate` first, on the machine that shall train"
+            "`parallel3d plan --calibrate` first, on the machine that shall train"
         )
     auto = '"auto" or ' if "." in place else ""
     raise ConfigError(
@@ -211,7 +230,7 @@ def load(name: str, place: str = "parallel3d.run.hardware") -> Hardware:
 
 
 def _read(name: str) -> Hardware:
-    return _at(DIRECTORY / f"{name}.json")
+    return _at(_files()[name])
 
 
 def _at(path: Path) -> Hardware:

@@ -18,6 +18,8 @@ settings.register_profile("random", derandomize=False, **BUSY)
 def pytest_configure(config):
     slow = "slow" in config.option.markexpr.replace("not slow", "")
     settings.load_profile("random" if slow else "default")
+    # Not the user's own hardware; nothing is there.
+    os.environ["XDG_CONFIG_HOME"] = str(config.rootpath / ".pytest_cache" / "config")
     # Before anything imports torch: the ranks are forked from a process that has it loaded.
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -1,6 +1,8 @@
 """Hardware descriptions: sourced figures, found by the driver's name."""
 
+import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import pytest
 
@@ -61,8 +63,33 @@ def test_aliases_name_one_device_each() -> None:
 
 def test_this_machine_must_be_measured_first(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(hardware, "DIRECTORY", tmp_path)
-    with pytest.raises(ConfigError, match=r"python launch/plan.py --calibrate` first"):
+    with pytest.raises(ConfigError, match=r"`parallel3d plan --calibrate` first"):
         hardware.load("this-machine")
+
+
+@pytest.fixture
+def own_folder(monkeypatch, tmp_path):
+    """The user's own folder, with nothing in it."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    folder = tmp_path / "parallel3d" / "hardware"
+    folder.mkdir(parents=True)
+    return folder
+
+
+def test_the_users_own_folder_is_read_beside_the_shipped_one(own_folder, monkeypatch) -> None:
+    shipped = hardware.DIRECTORY / "V100-SXM2-32GB.json"
+    own = json.loads(shipped.read_text()) | {"name": "mine", "aliases": []}
+    (own_folder / "mine.json").write_text(json.dumps(own))
+    assert set(hardware.names()) == {*DESCRIBED, "mine"} | {
+        path.stem for path in hardware.DIRECTORY.glob("this-machine.json")
+    }
+    assert hardware.load("MINE").name == "mine"
+    # Of two with one name the user's: a checkout's calibration may be years old.
+    own["memory_bytes"] = {"value": 1e9, "source": "the test's own"}
+    (own_folder / shipped.name).write_text(json.dumps(own))
+    assert hardware.load("V100-SXM2-32GB").memory_bytes.value == 1e9
+    monkeypatch.setenv("XDG_CONFIG_HOME", "relative")  # which the standard says is none
+    assert hardware.user_folder().is_relative_to(Path.home() / ".config")
 
 
 def test_peak():

@@ -1,4 +1,4 @@
-"""Calibration: measure this machine and write configs/hardware/this-machine.json.
+"""Calibration: measure this machine and write this-machine.json in the user's own folder.
 
 On a GPU node each GPU is a device. On a CPU a device is a process with its share of the cores;
 figures are of as many processes as there are shares, all of them busy.
@@ -23,7 +23,7 @@ from parallel3d.calibrate.fit import typical
 from parallel3d.calibrate.links import measure_links
 from parallel3d.calibrate.steps import Run, Timed, small_runs, time_steps
 from parallel3d.errors import TrainingError
-from parallel3d.hardware import DIRECTORY, Cores, Figure, Hardware, Host, Link, recognise
+from parallel3d.hardware import Cores, Figure, Hardware, Host, Link, recognise, user_folder
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.verify.local_ranks import run_locally
 
@@ -39,7 +39,7 @@ def calibrate(say: Say = print, path: Path | None = None, effort: Effort | None 
     `say` hears what is measured and what comes out. The file appears whole or not at all. Raises
     TrainingError, and writes nothing, where something that a plan needs cannot be measured.
     """
-    effort, path = effort or Effort(), path or DIRECTORY / f"{NAME}.json"
+    effort, path = effort or Effort(), path or _own_file()
     if not os.access(path.parent, os.W_OK):
         raise TrainingError(f"cannot write {path}: give a folder that is there, and yours")
     on_gpu, ranks = _devices()
@@ -71,6 +71,16 @@ def calibrate(say: Say = print, path: Path | None = None, effort: Effort | None 
         say(line)
     say(f"written to {path}")
     return hardware
+
+
+def _own_file() -> Path:
+    path = user_folder() / f"{NAME}.json"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = f"{error.strerror}; set XDG_CONFIG_HOME to a folder that is yours"
+        raise TrainingError(f"cannot write {path}: {why}") from None
+    return path
 
 
 def summary(hardware: Hardware, left_out: Sequence[str] = ()) -> list[str]:
@@ -118,7 +128,7 @@ def _on_rank(rank: int, ranks: int, effort: Effort) -> dict[str, Any]:
 
 
 def _source(note: str = "") -> str:
-    return f"measured on {date.today().isoformat()} by launch/plan.py --calibrate{note}"
+    return f"measured on {date.today().isoformat()} by parallel3d plan --calibrate{note}"
 
 
 def _rounded(value: float) -> float:

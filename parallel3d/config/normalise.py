@@ -8,7 +8,7 @@ What it leaves is checked strictly, so what is not accepted here is refused ther
 from copy import deepcopy
 from typing import Any
 
-from parallel3d.config import auto, pretrained
+from parallel3d.config import auto, folders, pretrained
 from parallel3d.config.deepspeed_keys import BY_SECTION
 from parallel3d.config.monitors import SWITCHED
 from parallel3d.section import ABSENT
@@ -54,6 +54,7 @@ def normalise(raw: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
             left = keys[name].refused(block.pop(name))
             if left is not ABSENT:
                 block[name] = left
+    folders.look_into(raw)
     notes += pretrained.fill(raw)
     return raw, [*notes, *auto.resolve(raw)]
 

@@ -12,10 +12,10 @@ from pydantic import (
     WrapValidator,
 )
 
-from parallel3d import models
+from parallel3d import hardware, models
 from parallel3d.config.data import DataConfig
+from parallel3d.config.folders import ModelFolders, ScheduleFolders
 from parallel3d.config.monitors import Trackers
-from parallel3d.reader import CONFIGS
 from parallel3d.schedule import schedules
 from parallel3d.schedule.sharding import Weights
 from parallel3d.section import ABSENT, PathText, Problem, Problems, Section
@@ -63,7 +63,7 @@ def _plain_name(name: str) -> str:
 
 
 def _known_hardware(name: str) -> str:
-    known = sorted(path.stem for path in CONFIGS.glob("hardware/*.json"))
+    known = hardware.names()
     if name not in ("auto", *known):
         raise ValueError(f'is not described in configs/hardware; use "auto", {", ".join(known)}')
     return name
@@ -268,6 +268,12 @@ class OutputConfig(Section):
     """Write the trained weights as a folder that transformers loads."""
     hardware: Annotated[str, AfterValidator(_known_hardware)] = "auto"
     """Whose peak FLOP/s MFU is measured against: a name in configs/hardware, or "auto"."""
+    model_folders: ModelFolders = ()
+    """Folders with model families of your own, each of them a folder with spec.py and blocks.py
+    (docs/add-a-model.md); PARALLEL3D_MODELS lists them for commands without a config."""
+    schedule_folders: ScheduleFolders = ()
+    """Folders with schedules of your own, each of them a file (docs/add-a-schedule.md);
+    PARALLEL3D_SCHEDULES lists them for commands without a config."""
 
 
 class Parallel3DConfig(Section):

@@ -13,7 +13,7 @@ from parallel3d.calibrate.device import QUICK, Measured
 from parallel3d.calibrate.fit import fit, fit_line, typical
 from parallel3d.calibrate.steps import Timed, small_runs
 from parallel3d.errors import TrainingError
-from parallel3d.hardware import Hardware
+from parallel3d.hardware import Hardware, load
 from parallel3d.plan.setting import Setting
 from parallel3d.plan.time.operators import Curves
 from parallel3d.plan.time.step import step_time
@@ -156,6 +156,17 @@ def test_what_cannot_be_measured_writes_nothing(machine, tmp_path, broken):
         calibration.calibrate(lambda text: None, path)
     assert path.read_text() == "as it was"
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_it_is_written_to_the_users_own_folder(machine, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    calibration.calibrate(lambda text: None)
+    assert (tmp_path / "config/parallel3d/hardware/this-machine.json").is_file()
+    assert load("this-machine").name == "this-machine"
+    (tmp_path / "a file").touch()
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "a file"))
+    with pytest.raises(TrainingError, match=r"cannot write .*; set XDG_CONFIG_HOME to a folder"):
+        calibration.calibrate(lambda text: None)
 
 
 def test_a_folder_that_is_not_there_is_named(machine, tmp_path):

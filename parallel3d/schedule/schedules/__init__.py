@@ -9,8 +9,11 @@ from itertools import product
 from pkgutil import iter_modules
 from typing import Protocol, cast
 
+from parallel3d import own_folders
 from parallel3d.errors import ConfigError
 from parallel3d.schedule.schedule import Op, Schedule, add_communication, validate
+
+__path__ += own_folders.from_environment(own_folders.SCHEDULES)
 
 
 class Bubble(Protocol):
@@ -35,8 +38,8 @@ class ScheduleFile(Protocol):
 
 
 def names() -> tuple[str, ...]:
-    """The names of all schedules: the files of this folder."""
-    return tuple(sorted(module.name for module in iter_modules(__path__)))
+    """The names of all schedules: the files of this folder, and of the user's own."""
+    return tuple(sorted({module.name for module in iter_modules(__path__)}))
 
 
 _MOST_STAGES = 10_000  # each is listed

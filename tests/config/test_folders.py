@@ -1,0 +1,96 @@
+"""Model families and schedules in folders of the user's own, named by a config or a variable."""
+
+import json
+import os
+import subprocess
+import sys
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+
+from parallel3d import models, own_folders
+from parallel3d.config import RunConfig
+from parallel3d.errors import ConfigError
+from parallel3d.schedule import schedules
+from tests.config.configs import MINIMAL
+
+pytestmark = pytest.mark.pure
+
+ROOT = Path(__file__).parents[2]
+GPT = (ROOT / "models/gpt/spec.py").read_text()
+ONE = (ROOT / "parallel3d/schedule/schedules/gpipe.py").read_text()
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """Folders with the family "tiny" and the schedule "mine", of which nothing is known yet."""
+    for package in (models, schedules):
+        monkeypatch.setattr(package, "__path__", list(package.__path__))
+    for variable in (own_folders.MODELS, own_folders.SCHEDULES):
+        monkeypatch.setenv(variable, "")
+    families, orders = tmp_path / "my models", tmp_path / "my schedules"
+    (families / "tiny").mkdir(parents=True)
+    text = GPT.replace('"gpt"', '"tiny"').replace("parallel3d.models.gpt.", "models.tiny.")
+    (families / "tiny/spec.py").write_text(text)
+    orders.mkdir()
+    (orders / "mine.py").write_text(ONE)
+    yield families, orders
+    for name in ("parallel3d.models.tiny", "parallel3d.models.tiny.spec"):
+        sys.modules.pop(name, None)
+    sys.modules.pop(f"{schedules.__name__}.mine", None)
+    schedules.load.cache_clear()
+
+
+def config(families, orders, **run):
+    raw = deepcopy(MINIMAL)
+    block = raw["parallel3d"]
+    block["model"]["family"] = "tiny"
+    block["pipeline"] = {"schedule": "mine"}
+    block["run"] = {"model_folders": [str(families)], "schedule_folders": [str(orders)], **run}
+    return raw
+
+
+def test_a_config_that_names_them_is_read(own, monkeypatch):
+    assert "mine" not in schedules.names()
+    with pytest.raises(ConfigError, match="names no model family; use one of: gpt"):
+        RunConfig.from_dict(config(*own, model_folders=[]))
+    monkeypatch.chdir(own[0].parent)
+    read = RunConfig.from_dict(config("my models", "my schedules"))
+    assert type(read.model).__module__ == "parallel3d.models.tiny.spec"
+    assert "tiny" in models.families() and "mine" in schedules.names()
+    # What is written with the run is found from any folder.
+    assert RunConfig.from_dict(read.to_dict()).run.model_folders == (str(own[0]),)
+
+
+def test_processes_that_are_started_look_into_them(own):
+    RunConfig.from_dict(config(*own))
+    code = (
+        "from parallel3d import models; from parallel3d.schedule.schedules import load\n"
+        "print(models.config_class('tiny').__module__, load('mine').__file__)"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"parallel3d.models.tiny.spec {own[1] / 'mine.py'}\n"
+
+
+def test_what_is_wrong_with_a_folder_is_said(own, tmp_path):
+    (own[0] / "gpt").mkdir()
+    (own[0] / "gpt/spec.py").touch()
+    with pytest.raises(ConfigError, match=r"run.model_folders.*holds gpt, a name that") as refused:
+        RunConfig.from_dict(config(*own, schedule_folders=[str(tmp_path / "none")]))
+    assert "run.schedule_folders" in str(refused.value)
+    assert "is no folder; make it, or name another one" in str(refused.value)
+    with pytest.raises(ConfigError, match=r"run\.model_folders"):
+        RunConfig.from_dict(config(*own, model_folders="my models"))
+
+
+def test_its_layers_and_its_programs_are_used(own):
+    read = RunConfig.from_dict(config(*own)).with_vocab_size(64)
+    built = {layer.build.partition(":")[0] for layer in models.layers(read.model)}
+    assert "parallel3d.models.tiny.blocks" in built
+    mine = schedules.make_schedule("mine", 2, 4)
+    assert mine.programs == schedules.make_schedule("gpipe", 2, 4).programs
+    assert json.loads(json.dumps(read.to_dict()))["parallel3d"]["pipeline"]["schedule"] == "mine"
