@@ -181,7 +181,7 @@ def fold(value: Tensor, factors: tuple[float, ...]) -> Tensor:
         return value
     if len(factors) == 1:
         return value * factors[0]
-    each = torch.tensor(factors, dtype=value.dtype, device=value.device)
+    each = value.new_tensor(factors)
     return value * each.view(-1, *[1] * (value.dim() - 1))
 
 

@@ -23,7 +23,7 @@ from parallel3d.spmd.kinds import (
     Unknown,
     Zero,
 )
-from parallel3d.spmd.marks import moved, through_view
+from parallel3d.spmd.marks import Move, moved, through_view
 from parallel3d.spmd.trace import Node, Place, Ref
 
 RULES: dict[str, Rule] = {
@@ -254,7 +254,7 @@ def _both(before: Kind, written: Kind) -> Kind:
     return before if isinstance(written, Zero) else UNKNOWN
 
 
-def _inverse(call: Call) -> moving.Move | None:
+def _inverse(call: Call) -> Move | None:
     """How an operator that moves all elements brings a mark back."""
     move = moving.move_of(call)
     if move is None or call.op == "unsqueeze":

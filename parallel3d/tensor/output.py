@@ -4,8 +4,8 @@ from torch import Tensor, nn
 
 from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.cut import cut_of, cut_parameter
-from parallel3d.tensor.linear import column_linear
 from parallel3d.tensor.loss import vocab_parallel_loss
+from parallel3d.tensor.product import column_linear
 
 IGNORED = -100
 """The label of a token that does not count, as torch's cross-entropy has it."""

@@ -32,7 +32,7 @@ class _Step(NamedTuple):
 
     arrays: torch.Tensor
     segments: tuple[Segments, ...] = ()
-    weights: np.ndarray | None = None
+    weights: torch.Tensor | None = None
 
 
 Evaluated = tuple[_Step, torch.Tensor | None]
@@ -109,7 +109,8 @@ class Feed:
             documents = torch.from_numpy(documents_of(tokens, self._end_of_text).reshape(shape))
             step = step._replace(segments=tuple(map(Segments.of, documents)))
         if "labels" in self._kinds and batches.weighs:
-            step = step._replace(weights=batches.weights(first, count).reshape(shape))
+            weights = batches.weights(first, count).reshape(shape)
+            step = step._replace(weights=self._readable(weights))
         return step
 
     def _evaluated(self, samples: EvaluationSamples, start: int) -> Evaluated:

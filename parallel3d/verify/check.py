@@ -172,7 +172,10 @@ class Run:
         assert self.reference.course is not None
         wanted = microbatches(self.reference.course.steps[step], self.config, self.mesh)
         for mine, right in zip(batch, wanted, strict=True):
-            for a, b in zip(mine, right, strict=True):
+            pairs = [(mine.tokens, right.tokens), (mine.labels, right.labels)]
+            if mine.segments is not None and right.segments is not None:
+                pairs.append((mine.segments.positions, right.segments.positions))
+            for a, b in pairs:
                 if a is not None and b is not None:
                     self.wrong.append(float((a != b).float().mean()))
 

@@ -28,9 +28,10 @@ class Weights:
         return len(self._numbers)
 
     def __getitem__(self, key: Any) -> np.ndarray:
-        found = self._numbers[key]
+        found: np.ndarray = self._numbers[key]
         if self._are_labels:
-            return (found != IGNORED).astype(np.float32)
+            counts: np.ndarray = found != IGNORED
+            return counts.astype(np.float32)
         if not np.isfinite(found).all() or found.min(initial=0) < 0:
             raise DataError(
                 f"data.weight_field: holds {found.min()}, no weight; write numbers from 0 on"
@@ -39,7 +40,7 @@ class Weights:
 
 
 def beside_ids(ids: TokenFile, field: str, are_labels: bool) -> TokenFile:
-    """Give the numbers beside a file's ids: a column of an Arrow file, or NAME.ds.`field`.
+    """The numbers beside a file's ids: a column of an Arrow file, or NAME.ds.`field`.
 
     Raises DataError where there is none, or it does not belong to these ids.
     """

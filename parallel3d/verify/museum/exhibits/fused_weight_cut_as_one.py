@@ -27,7 +27,8 @@ def plant() -> Planted:
         original: Any, out: Any, start: int, spec: Any, name: str, cut: Cut, seed: int
     ) -> None:
         if len(spec.shape) != 3 or cut.dim != 1:
-            return original(out, start, spec, name, cut, seed)
+            original(out, start, spec, name, cut, seed)
+            return
         whole = torch.empty(spec.numel)
         original(whole, 0, spec, name, Cut(spec.shape, None, 0, 0, 0), seed)
         rows = cut.local_shape[0] * cut.local_shape[1]
