@@ -120,7 +120,7 @@ def test_published_weights_know_no_multipliers(family):
 
 
 def test_a_family_that_states_no_role_is_refused_by_name(monkeypatch):
-    import models.gpt.spec as spec
+    import parallel3d.models.gpt.spec as spec
 
     stated = spec.layers
 
