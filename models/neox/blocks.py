@@ -91,8 +91,12 @@ class Block(nn.Module):
     def forward(self, x: Tensor, segments: Segments | None = None) -> Tensor:
         """x [batch, seq, hidden], or its part of the sequence -> the same shape."""
         if self.parallel:
-            attended = scaled(self.attention(self.norm1(x), segments), self.scale)
-            return x + attended + scaled(self.mlp(self.norm2(x)), self.scale)
+            # Unnamed, what the attention gives is gone before the MLP; by a name it would stay.
+            return (
+                x
+                + scaled(self.attention(self.norm1(x), segments), self.scale)
+                + scaled(self.mlp(self.norm2(x)), self.scale)
+            )
         x = x + scaled(self.attention(self.norm1(x), segments), self.scale)
         return x + scaled(self.mlp(self.norm2(x)), self.scale)
 

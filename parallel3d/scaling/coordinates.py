@@ -49,7 +49,7 @@ class Layer:
         return abs(self.slope) <= MOST
 
     def to_json(self) -> dict[str, Any]:
-        """The layer as JSON: name, steepest claimed slope, whether it is flat, all slopes and sizes."""
+        """The layer as JSON: name, steepest claimed slope, if it is flat, all slopes and sizes."""
         own = {"name": self.name, "slope": self.slope, "flat": self.flat}
         return {**own, "slopes": dict(self.slopes), "sizes": dict(self.sizes)}
 

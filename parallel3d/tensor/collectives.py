@@ -80,6 +80,10 @@ def _each_sample(
     outs, xs = (t.view(-1, t.shape[-2] * t.shape[-1]) for t in (out, x))
     if len(xs) == 1:
         return collective(outs[0], xs[0], group=group, async_op=later)
+    if x.is_meta:  # torch has no meta kernel of several at once
+        for sample_out, sample in zip(outs, xs, strict=True):
+            collective(sample_out, sample, group=group)
+        return None
     with dist._coalescing_manager(group=group, async_ops=later) as together:
         for sample_out, sample in zip(outs, xs, strict=True):
             collective(sample_out, sample, group=group)

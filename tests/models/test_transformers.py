@@ -223,7 +223,7 @@ def gradients_left_in_parts(patch):
 
 
 def halves_turned_the_other_way(patch):
-    patch.setattr("parallel3d.tensor.rotary._turn", lambda x, c, s: x * c + x.roll(4, -1) * s)
+    patch.setattr("parallel3d.tensor.pointwise._turn", lambda x, c, s: x * c + x.roll(4, -1) * s)
 
 
 def norm_without_its_weight(patch):
