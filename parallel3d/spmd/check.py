@@ -8,9 +8,7 @@ result is, and each collective what it makes of it.
 import inspect
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,10 +17,8 @@ from torch import nn
 from parallel3d import models
 from parallel3d.config import RunConfig
 from parallel3d.engine.reduction import Reduction
-from parallel3d.engine.settings import EngineSettings
 from parallel3d.errors import TrainingError
 from parallel3d.model.spec import LayerSpec
-from parallel3d.pipeline import stages as building
 from parallel3d.spmd.infer import Finding, Inference
 from parallel3d.spmd.kinds import (
     PARTIAL,
@@ -35,12 +31,10 @@ from parallel3d.spmd.kinds import (
     Zero,
     cut,
 )
-from parallel3d.spmd.trace import Differs, Node, Place, Program, Ref, Tracer, joined
-from parallel3d.tensor.context import LayerContext
+from parallel3d.spmd.running import Run, run_layer
+from parallel3d.spmd.trace import Differs, Node, Place, joined
 from parallel3d.tensor.cut import Cut as ParameterCut
-from parallel3d.tensor.held import HeldParameter
 
-_BATCH = 2  # samples: of one alone many orders of dims are the same
 _ANY_VOCABULARY = 1000  # of a corpus that is not known yet
 
 
@@ -75,32 +69,15 @@ def findings(config: RunConfig) -> list[Finding]:
     return found
 
 
-@dataclass(frozen=True)
-class _Run:
-    """One layer's forward and backward as one rank: its program, and what of it is looked at."""
-
-    program: Program
-    num_before_sums: int
-    module: nn.Module
-    held: tuple[HeldParameter, ...]
-    parameters: dict[str, Ref]
-    given: tuple[Ref, ...]
-    """What flows in, and what the layer's result has for a gradient."""
-    inputs: tuple[Ref, ...]
-    """Tokens, labels, documents."""
-    result: Ref
-    gradient: Ref | None
-    """Of what flows in."""
-    gradients: dict[str, Ref]
-
-
 def _check(config: RunConfig, layer: LayerSpec, place: str) -> Iterator[Finding]:
     tp, dp = config.mesh.tp, config.mesh.dp
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")
         try:
-            runs = [_run(config, layer, place, rank) for rank in ((0, tp - 1) if tp > 1 else (0,))]
-            replicas = [_run(config, layer, place, 0, dp_coord=1)] if dp != 1 else []
+            runs = [
+                run_layer(config, layer, place, rank) for rank in ((0, tp - 1) if tp > 1 else (0,))
+            ]
+            replicas = [run_layer(config, layer, place, 0, dp_coord=1)] if dp != 1 else []
         except Exception as error:  # the model's own code
             # What has no meaning or no kernel on the meta device may run well on another.
             fails = type(error) is RuntimeError and "meta" not in str(error).lower()
@@ -120,7 +97,7 @@ def _check(config: RunConfig, layer: LayerSpec, place: str) -> Iterator[Finding]
 
 
 def _over_replicas(
-    layer: LayerSpec, place: str, run: _Run, nodes: Sequence[Node], tp: int
+    layer: LayerSpec, place: str, run: Run, nodes: Sequence[Node], tp: int
 ) -> Iterator[Finding]:
     """Over dp each rank has its own samples: the first dim of what flows is cut."""
     inference = Inference(tp, "dp")
@@ -142,7 +119,7 @@ def _over_replicas(
 
 
 def _over_tp(
-    config: RunConfig, layer: LayerSpec, place: str, run: _Run, nodes: Sequence[Node]
+    config: RunConfig, layer: LayerSpec, place: str, run: Run, nodes: Sequence[Node]
 ) -> Iterator[Finding]:
     tp = config.mesh.tp
     flow = cut(1) if config.mesh.sequence_parallel else REPLICATED
@@ -166,60 +143,6 @@ def _over_tp(
         yield Finding(Place(layer.name, "", True), text, is_error=False)
 
 
-def _run(config: RunConfig, layer: LayerSpec, place: str, rank: int, dp_coord: int = 0) -> _Run:
-    mesh, tracer = config.mesh, Tracer(rank, config.mesh.tp, dp_coord)
-    mode = config.pipeline.activation_checkpointing
-    selective = mode == "selective"
-    context = LayerContext(tracer.group, tracer.key, mesh.sequence_parallel, selective)
-    settings = EngineSettings.from_config(config)
-    with torch.device("meta"):
-        module = building._make(layer, context).to(settings.dtype)
-        held = tuple(building._held(layer, module, context))
-        seq = config.data.sequence_length
-        tokens = torch.zeros(_BATCH, seq, dtype=torch.int64)
-        here = seq // mesh.tp if mesh.sequence_parallel else seq
-        flowing = torch.zeros(_BATCH, here, config.model.hidden_size, dtype=settings.dtype)
-    flowing.requires_grad_()
-    tracer.name_layers(module, layer.name)
-    again = {module} if (place, mode) == ("middle", "full") else set()
-    stages = building.Stages({0: [module]}, again)
-    x = tokens if place == "first" else flowing
-    labels = tokens if place == "last" else None
-    with tracer:
-        result = stages(0, x, labels, tokens if config.data.isolate_documents else None)
-    gradient = torch.empty_like(result)
-    with tracer:
-        torch.autograd.backward(result, gradient)
-    num_before_sums = len(tracer.program.nodes)
-    grads = {h.name: h.parameter.grad for h in held}
-    ref = tracer.program.ref
-    run = _Run(
-        tracer.program,
-        num_before_sums,
-        module,
-        held,
-        {h.name: ref(h.parameter) for h in held},
-        (ref(flowing), ref(gradient)),
-        (ref(tokens),),
-        ref(result),
-        ref(flowing.grad) if flowing.grad is not None else None,
-        {name: ref(grad) for name, grad in grads.items() if grad is not None},
-    )
-    _sum(held, tracer, settings)
-    return run
-
-
-def _sum(held: Sequence[HeldParameter], tracer: Tracer, settings: EngineSettings) -> None:
-    """What the engine does with a stage's gradients before data parallelism takes them."""
-    mesh = SimpleNamespace(
-        size=lambda axis: tracer.group.size() if axis == "tp" else 1,
-        group=lambda axis: tracer.group,
-    )
-    engine: Any = SimpleNamespace(_mesh=mesh, _settings=settings, _owners=None)
-    with tracer:
-        Reduction._sum(engine, [h for h in held if h.parameter.grad is not None])
-
-
 def _of_cut(of: ParameterCut) -> Kind:
     return REPLICATED if of.dim is None else cut(of.dim)
 
@@ -236,7 +159,7 @@ def _is(kind: Kind, expected: Kind) -> bool:
 
 
 def _ends(
-    layer: LayerSpec, place: str, run: _Run, inference: Inference, flow: Kind
+    layer: LayerSpec, place: str, run: Run, inference: Inference, flow: Kind
 ) -> Iterator[Finding]:
     """What flows out, what flows back, and the gradients: against what others take them for."""
     here = Place(layer.name, _source(run.module), False)
@@ -269,7 +192,7 @@ def _ends(
             yield Finding(at, f"its gradient is {kind}{remedy if kind == PARTIAL else ''}")
 
 
-def _sums(run: _Run, inference: Inference) -> Iterator[Finding]:
+def _sums(run: Run, inference: Inference) -> Iterator[Finding]:
     """The gradients after the engine's sums, as data parallelism takes them."""
     for h in run.held:
         kind = inference.kind(run.gradients[h.name])

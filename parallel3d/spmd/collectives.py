@@ -16,7 +16,7 @@ from parallel3d.spmd.kinds import (
     Picked,
     Replicated,
 )
-from parallel3d.spmd.marks import through_view
+from parallel3d.spmd.marks import moved, through_view
 
 
 def all_reduce(x: Operand, op: str) -> Kind:
@@ -56,6 +56,25 @@ def reduce_scatter(x: Operand, op: str, home: Mark | None, tp: int) -> Kind:
     if home is None or home.runs % tp:
         raise Mismatch("scatters what is not laid out as one part for each rank")
     return Cut(Mark(0, home.runs // tp))
+
+
+def of_rows(name: str, x: Operand, op: str, tp: int, axis: str) -> Kind:
+    """Each row's collective for itself: [rows, elements] -> [rows, elements x tp, or / tp]."""
+    kind = x.kind
+    if isinstance(kind, Cut):
+        if kind.mark.dim == 0:
+            if axis == "dp":
+                return kind
+            raise Mismatch(f"takes each row of a value that is {kind}")
+        kind = Cut(Mark(0, kind.mark.runs))
+    row = Operand(kind, x.shape[1:])
+    if axis == "dp":
+        found = across(name, row, tp)
+    elif name == "all_gather":
+        found = all_gather(row, tp)
+    else:
+        found = reduce_scatter(row, op, Mark(0, tp), tp)
+    return moved(found, lambda m: Mark(m.dim + 1, m.runs), tp)
 
 
 def across(name: str, x: Operand, tp: int) -> Kind:

@@ -4,7 +4,16 @@ from collections.abc import Iterable
 from math import prod
 from typing import Any, Literal, NamedTuple
 
-from parallel3d.spmd import collectives, indexing, moving, pointwise, products, reducing
+from parallel3d.spmd import (
+    collectives,
+    indexing,
+    moving,
+    pieces,
+    pointwise,
+    products,
+    reducing,
+    shifted,
+)
 from parallel3d.spmd.call import Call, Operand, Rule
 from parallel3d.spmd.kinds import (
     EMPTY,
@@ -19,6 +28,7 @@ from parallel3d.spmd.kinds import (
     Mismatch,
     NoRule,
     PerRank,
+    Piece,
     Replicated,
     Unknown,
     Zero,
@@ -99,11 +109,16 @@ class Inference:
         rule = _rule_of(node)
         if rule is not None and rule in _MAKERS:
             return (_one(rule(call)),) * len(node.outs)
-        if node.op == "copy" and operands:
-            operands = operands[1:]
+        if operands and (node.op == "copy" or node.kwargs.get("beta") == 0):
+            operands = operands[1:]  # nothing of what is there stays
         if any(isinstance(o.kind, Unknown | Empty) for o in operands):
-            stays = operands[0].kind == EMPTY and rule in moving.RULES.values()
+            moves = rule in moving.RULES.values() or node.op in ("detach", "alias")
+            stays = operands[0].kind == EMPTY and moves
             return (EMPTY if stays else UNKNOWN,) * len(node.outs)
+        if any(isinstance(o.kind, Piece) for o in operands):
+            return (pieces.of(call, rule),) * len(node.outs)
+        if shifted.applies(call):
+            return (shifted.of(call),) * len(node.outs)
         # Whatever the operator, of values that all ranks have they make the same.
         plain = all(_is_plain(o.kind) for o in operands) and any(o.kind != ZERO for o in operands)
         if plain and not _has_per_rank(node) and not node.random and rule is not moving.expand:
@@ -129,9 +144,11 @@ class Inference:
         return Call(node.op, args, kwargs, shapes, self.tp, self.axis)
 
     def _collective(self, node: Node, x: Operand) -> Kind:
-        given, op = node.args
+        given, op, is_of_rows = node.args
         if isinstance(x.kind, Unknown | Empty):
             return UNKNOWN
+        if is_of_rows:
+            return collectives.of_rows(node.op, x, op, self.tp, self.axis)
         if self.axis == "dp":
             kind = collectives.across(node.op, x, self.tp)
         elif node.op == "all_reduce":
@@ -194,7 +211,7 @@ class Inference:
             return
         self.set(ref, kind)
         for other in self._views[ref.storage]:
-            if other == ref:
+            if other == ref or not _overlap(ref, other):
                 continue
             seen = self._seen_as(kind, ref, other)
             if prod(other.shape) > prod(ref.shape):  # the rest stays
@@ -203,6 +220,11 @@ class Inference:
 
     def _seen_as(self, kind: Kind, ref: Ref, other: Ref) -> Kind:
         """What another view of a storage shows, where `ref` shows `kind`."""
+        if isinstance(kind, Piece):
+            dim = kind.of.mark.dim
+            same = ref.stride == other.stride and len(ref.shape) == len(other.shape)
+            is_at = same and ref.offset - other.offset == kind.start * ref.stride[dim]
+            return kind.of if is_at else UNKNOWN
         has_place = isinstance(kind, Cut | Gathered) or (isinstance(kind, Replicated) and kind.free)
         if not has_place or ref.shape == other.shape:
             return kind
@@ -245,6 +267,13 @@ def _in_order(ref: Ref) -> bool:
             return False
         stride *= size
     return True
+
+
+def _overlap(a: Ref, b: Ref) -> bool:
+    """Whether views of one storage may share an element."""
+    first, second = sorted((a, b), key=lambda ref: ref.offset)
+    spans = zip(first.shape, first.stride, strict=True)
+    return second.offset <= first.offset + sum((n - 1) * stride for n, stride in spans)
 
 
 def _both(before: Kind, written: Kind) -> Kind:

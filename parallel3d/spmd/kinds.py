@@ -132,6 +132,39 @@ class Picked(Kind):
 
 
 @dataclass(frozen=True)
+class Shifted(Kind):
+    """`of` less each rank's own maximum; or (`exp`) what its exponential is, or sums up to."""
+
+    of: Kind
+    exp: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.of}, and counted from each rank's own maximum"
+
+
+@dataclass(frozen=True)
+class Shift(Kind):
+    """Each rank's own maximum less that of all, or (`exp`) its exponential."""
+
+    exp: bool = False
+
+    def __str__(self) -> str:
+        return "the distance of each rank's own maximum from that of all"
+
+
+@dataclass(frozen=True)
+class Piece(Kind):
+    """Elements [start, stop) of each rank's part of a dim that is cut: of no use but there."""
+
+    of: Cut
+    start: int
+    stop: int
+
+    def __str__(self) -> str:
+        return f"elements {self.start} to {self.stop} of each rank's part of a value {self.of}"
+
+
+@dataclass(frozen=True)
 class Empty(Kind):
     """Memory that nobody has written."""
 

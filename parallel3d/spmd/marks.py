@@ -28,7 +28,7 @@ def through_view(mark: Mark, old: Shape, new: Shape) -> Mark | None:
         return Mark(0, old[0])
     outer = 1
     for dim, size in enumerate(new):
-        if outer == before:
+        if outer == before and (outer > 1 or size > 1 or old[mark.dim] == 1):
             return Mark(dim)
         if outer < before < outer * size:
             fits = before % outer == 0 and outer * size % before == 0

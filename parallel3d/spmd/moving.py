@@ -17,6 +17,7 @@ from parallel3d.spmd.kinds import (
     NoRule,
     Partial,
     PerRank,
+    Piece,
     Replicated,
     Zero,
     cut,
@@ -52,11 +53,14 @@ def _keep(call: Call) -> Kind:
         dims = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
         shape = call.args[0].shape
         gone = [d % len(shape) for d in dims if shape[d] == 1]
-        return moved(
-            call.args[0].kind,
-            lambda m: None if m.dim in gone else Mark(m.dim - sum(d < m.dim for d in gone), m.runs),
-            call.tp,
-        )
+
+        def squeezed(mark: Mark) -> Mark | None:
+            dim = mark.dim
+            if dim in gone and shape[dim + 1 : dim + 2] == (1,):
+                dim += 1  # of two dims of one element either is the cut one
+            return None if dim in gone else Mark(dim - sum(d < dim for d in gone), mark.runs)
+
+        return moved(call.args[0].kind, squeezed, call.tp)
     return moved(call.args[0].kind, move, call.tp)
 
 
@@ -74,7 +78,7 @@ def expand(call: Call) -> Kind:
     return moved(x.kind, lambda mark: Mark(mark.dim + more, mark.runs), call.tp)
 
 
-def taken(x: Operand, dim: int, start: int, stop: int, step: int = 1) -> Kind:
+def taken(x: Operand, dim: int, start: int, stop: int, *, step: int = 1, axis: str = "tp") -> Kind:
     """Elements start, start + step, ... of a dim of each rank's own tensor."""
     size = x.shape[dim]
     start, stop, _ = slice(start, stop).indices(size)
@@ -91,6 +95,10 @@ def taken(x: Operand, dim: int, start: int, stop: int, step: int = 1) -> Kind:
         return cut(dim, (stop - start) // run)
     if x.kind.mark.runs == 1 and start < step and stop == size and size % step == 0:
         return x.kind
+    if axis == "dp":  # samples, of whose order nothing depends
+        return cut(dim)
+    if step == 1 and x.kind.mark.runs == 1:
+        return Piece(x.kind, start, stop)
     raise Mismatch(
         f"takes elements {start} to {stop} of each rank's {size} of a dim that is cut, which are "
         "not those of one rank that holds it whole"
@@ -107,14 +115,15 @@ def slice_(call: Call) -> Kind:
         if isinstance(x.kind, Zero):
             return ZERO
         raise Mismatch(f"gives each rank its own part of a value that is {x.kind}")
-    return taken(x, dim, start or 0, x.shape[dim] if stop is None else stop, step)
+    stop = x.shape[dim] if stop is None else stop
+    return taken(x, dim, start or 0, stop, step=step, axis=call.axis)
 
 
 def _pieces(call: Call) -> tuple[Kind, ...]:
     x, dim = call.args[0], call.arg(2, call.kwargs.get("dim", 0))
     dim, kinds, start = dim % len(x.shape), [], 0
     for shape in call.shapes:
-        kinds.append(taken(x, dim, start, start + shape[dim]))
+        kinds.append(taken(x, dim, start, start + shape[dim], axis=call.axis))
         start += shape[dim]
     return tuple(kinds)
 
@@ -125,6 +134,8 @@ def select(call: Call) -> Kind:
     if isinstance(call.arg(2), PerRank):
         raise NoRule
     if isinstance(x.kind, Cut) and x.kind.mark.dim == dim:
+        if call.axis == "dp" and call.op == "unbind":  # each sample for itself
+            return UNKNOWN
         raise Mismatch(f"takes one element of dim {dim}; the value is {x.kind}")
     if isinstance(x.kind, Gathered) and dim in (x.kind.ranks.dim, x.kind.home.dim):
         return UNKNOWN

@@ -28,6 +28,8 @@ def addmm(call: Call) -> Kind:
     bias, a, b = call.args[:3]
     shape = call.shapes[0]
     product = Operand(_product(a, b, len(shape)), shape)
+    if call.kwargs.get("beta") == 0:
+        return product.kind
     return add(Call("add", (bias, product), {}, call.shapes, call.tp))
 
 

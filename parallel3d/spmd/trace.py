@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from parallel3d.spmd.group import Group
 from parallel3d.spmd.kinds import PerRank
 from parallel3d.tensor.dropout import RandomKey
 
@@ -21,7 +22,8 @@ _LIBRARIES = (
     str(Path(dist.__file__).parents[1]),
     sys.base_prefix,
 )
-_CARRIER = "parallel3d/tensor/collectives.py"  # who calls it says more
+# Who calls them says more.
+_CARRIERS = ("parallel3d/tensor/collectives.py", "parallel3d/tensor/compiled.py")
 
 
 class Ref(NamedTuple):
@@ -85,6 +87,8 @@ class Program:
         """`value` with Refs in place of tensors, lists and tuples as tuples."""
         if isinstance(value, Tensor):
             return self.ref(value)
+        if isinstance(value, Ref):
+            return value
         if isinstance(value, list | tuple):
             return tuple(self.refs(v) for v in value)
         return value
@@ -142,7 +146,7 @@ class Tracer(TorchDispatchMode):
     def __init__(self, rank: int, size: int, dp_coord: int = 0) -> None:
         super().__init__()
         self.program, self.key = Program(), TracedKey(0, dp_coord)
-        self.group = _Group(rank, size, self)
+        self.group = Group(rank, size, self.note_collective)
         self._layers: list[str] = []
         self._forward: dict[int, tuple[Place, int]] = {}  # of an autograd node
 
@@ -174,10 +178,28 @@ class Tracer(TorchDispatchMode):
         )
         return result
 
-    def note_collective(self, name: str, given: Tensor, result: Tensor, op: str = "") -> None:
-        """Note a collective of the group, which writes `result`."""
-        args = (self.program.ref(given), op)
-        self._note(name, args, {}, result, written=self.program.ref(result))
+    def note_collective(
+        self, name: str, given: Sequence[Tensor], results: Sequence[Tensor], op: str = ""
+    ) -> None:
+        """Note a collective of the group, which writes `results`, one of each that is given.
+
+        Rows of one tensor are noted as that, [rows, elements].
+        """
+        before, after = self._rows(given), self._rows(results)
+        is_of_rows = len(given) > 1 and before is not None and after is not None
+        pairs = [(before, after)] if is_of_rows else list(zip(given, results, strict=True))
+        for x, result in pairs:
+            args, ref = (self.program.refs(x), op, is_of_rows), self.program.refs(result)
+            self._note(name, args, {}, (ref,), written=ref)
+
+    def _rows(self, tensors: Sequence[Tensor]) -> Ref | None:
+        """Flat tensors that lie one behind the other, as one; None of others."""
+        first, *others = (self.program.ref(t) for t in tensors)
+        size, *more = first.shape
+        for i, other in enumerate(others, 1):
+            if more or other != first._replace(offset=first.offset + i * size):
+                return None
+        return Ref(first.storage, first.offset, (len(tensors), size), (size, 1))
 
     def _note(
         self, op: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any,
@@ -248,47 +270,7 @@ def _calling_line() -> tuple[str, bool]:
             path = Path(name)
             shown = path.relative_to(_ROOT).as_posix() if path.is_relative_to(_ROOT) else name
             found = found or f"{shown}:{frame.f_lineno}"
-            if shown != _CARRIER:
+            if shown not in _CARRIERS:
                 return f"{shown}:{frame.f_lineno}", False
         frame = frame.f_back  # type: ignore[assignment]
     return found, bool(found)
-
-
-_Base: Any = dist.ProcessGroup  # as torch calls it from Python, not as its stubs have it
-
-
-class _Done(dist._Work):
-    def wait(self, timeout: Any = None) -> bool:
-        """There was nothing to wait for."""
-        return True
-
-
-class _Group(_Base):
-    """A group of which this process plays one rank; nothing is sent."""
-
-    def __init__(self, rank: int, size: int, tracer: Tracer) -> None:
-        super().__init__(rank, size)
-        self._tracer = tracer
-
-    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
-        op = _word(opts.reduceOp) if opts else "sum"
-        for tensor in tensors if isinstance(tensors, list) else [tensors]:
-            self._tracer.note_collective("all_reduce", tensor, tensor, op)
-        return _Done()
-
-    def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Any:
-        self._tracer.note_collective("all_gather", given, output)
-        return _Done()
-
-    def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Any:
-        op = _word(opts.reduceOp) if opts else "sum"
-        self._tracer.note_collective("reduce_scatter", given, output, op)
-        return _Done()
-
-    # The same under the names of torch before 2.13.
-    _allgather_base = all_gather_single
-    _reduce_scatter_base = reduce_scatter_single
-
-
-def _word(op: Any) -> str:
-    return str(getattr(op, "op", op)).rpartition(".")[2].lower()
