@@ -8,10 +8,13 @@ import random
 import pytest
 
 from parallel3d.config import RunConfig
+from parallel3d.engine.quirks import core
 from parallel3d.schedule import schedules
 from parallel3d.verify.check import Task, checked
+from parallel3d.verify.local_ranks import RankFailed
 from parallel3d.verify.measure import TOLERANCE
 from parallel3d.verify.museum import exhibits
+from parallel3d.verify.museum import tour as museum_tour
 from parallel3d.verify.museum.command import detectors
 from parallel3d.verify.museum.halls import HALLS, hall
 from parallel3d.verify.museum.needs import NEEDS
@@ -50,6 +53,46 @@ def test_there_are_as_many_as_the_museum_says():
         assert exhibit.mesh in MESHES, name
         assert bool(exhibit.date) == bool(exhibit.source), name
         assert exhibit.what.endswith("."), name
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_what_each_patches_is_there(name):
+    with exhibits.load(name).plant():
+        pass
+
+
+@pytest.mark.parametrize(
+    ("last", "seen", "raised"),
+    [
+        ("TypeError: backward() got an unexpected keyword", False, True),
+        ("parallel3d.errors.TrainingError: the loss is nan", True, False),
+    ],
+)
+def test_a_patch_that_raises_shows_nothing(last, seen, raised, halls, monkeypatch):
+    def fails(*args, **kwargs):
+        raise RankFailed(f"rank 0 of 1: Traceback (most recent call last):\n  ...\n{last}\n")
+
+    place = halls("gpt", SMALL_MESHES)
+    monkeypatch.setattr(place, "trained", lambda: None)
+    monkeypatch.setattr(museum_tour, "checked", fails)
+    visit = place.visit("running_average", {})
+    assert (visit.seen, bool(visit.raised)) == (seen, raised), visit
+    # What is said without an exhibit, too, is no sight of it.
+    alarmed = place.visit("running_average", {"types": lambda small: ["a false alarm"]})
+    assert alarmed.by != "types"
+
+
+def test_what_a_detector_says_of_an_exhibit_is_a_sight(halls, monkeypatch):
+    place = halls("gpt", SMALL_MESHES)
+    monkeypatch.setattr(place, "trained", lambda: None)
+    wrong = "norms decay"
+
+    def detect(small):
+        planted = core.param_groups.__module__ != core.__name__
+        return ["a false alarm", wrong] if planted else ["a false alarm"]
+
+    visit = place.visit("decay_on_norms", {"types": detect})
+    assert visit.by == "types"
 
 
 def test_each_can_be_held_by_a_hall(halls):

@@ -37,6 +37,9 @@ def show(config: RunConfig | None, folder: Path, console: Console) -> dict[str, 
             console.print(f"{visit.name:<34}not in this config: {visit.not_held}")
             continue
         visits.append(visit)
+        if visit.raised:
+            console.print(f"{visit.name:<34}RAISES: {visit.raised}")
+            continue
         said = "seen" if visit.seen else "MISSED"
         size, seconds = f"{visit.relative_size:.0e}", f"{visit.seconds:.1f}"
         console.print(_row(visit.name, said, visit.by, size, seconds, title if not config else ""))

@@ -20,7 +20,8 @@ EXHIBIT = Exhibit(
 def plant() -> Planted:
     """The group without decay decays."""
 
-    def groups(original: Any, held: Any, ballast: Any, weight_decay: float) -> Any:
-        return [g | {"weight_decay": weight_decay} for g in original(held, ballast, weight_decay)]
+    def groups(original: Any, held: Any, ballast: Any, weight_decay: float, *args: Any) -> Any:
+        found = original(held, ballast, weight_decay, *args)
+        return [group | {"weight_decay": weight_decay} for group in found]
 
     return wrapped(core, "param_groups", groups)

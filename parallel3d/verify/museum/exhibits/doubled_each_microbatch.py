@@ -20,10 +20,10 @@ EXHIBIT = Exhibit(
 def plant() -> Planted:
     """Add what is there to itself before each backward pass, where dp is 1."""
 
-    def backward(original: Any, engine: Engine, *args: Any) -> None:
+    def backward(original: Any, engine: Engine, *args: Any, **stage: int) -> None:
         for held in engine.held if engine.mesh.size("dp") == 1 else ():
             if held.parameter.grad is not None:
                 held.parameter.grad.mul_(2)
-        original(engine, *args)
+        original(engine, *args, **stage)
 
     return wrapped(Engine, "backward", backward)

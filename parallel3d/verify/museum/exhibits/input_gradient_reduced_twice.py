@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from parallel3d.tensor import linear
+from parallel3d.tensor import product
+from parallel3d.tensor.collectives import Pending
 from parallel3d.verify.exhibit import Exhibit, Planted, wrapped
 
 EXHIBIT = Exhibit(
@@ -20,7 +21,7 @@ EXHIBIT = Exhibit(
 def plant() -> Planted:
     """The sum times the group's size."""
 
-    def all_reduce(original: Any, x: Any, group: Any) -> Any:
-        return original(x, group) * group.size()
+    def start(original: Any, x: Any, group: Any, *later: Any) -> Pending:
+        return Pending(original(x, group, *later).wait() * group.size())
 
-    return wrapped(linear, "all_reduce", all_reduce)
+    return wrapped(product, "start_all_reduce", start)

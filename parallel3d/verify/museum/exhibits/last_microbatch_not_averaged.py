@@ -22,11 +22,11 @@ def plant() -> Planted:
     """Set the last backward pass's share aside while the ranks average."""
     before: dict[str, Any] = {}
 
-    def backward(original: Any, engine: Engine, *args: Any) -> None:
+    def backward(original: Any, engine: Engine, *args: Any, **stage: int) -> None:
         for held in engine.held:
             grad = held.parameter.grad
             before[held.name] = 0.0 if grad is None else grad.clone()
-        original(engine, *args)
+        original(engine, *args, **stage)
 
     def average(original: Any, reduction: Reduction, held: Any) -> None:
         held, size = list(held), reduction._mesh.size("dp")

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from parallel3d.tensor import output
-from parallel3d.verify.exhibit import Exhibit, Planted, replaced
+from parallel3d.tensor import loss
+from parallel3d.verify.exhibit import Exhibit, Planted, replaced, wrapped
 
 EXHIBIT = Exhibit(
     date="2026-07-29",
@@ -18,9 +18,10 @@ EXHIBIT = Exhibit(
 
 
 def plant() -> Planted:
-    """A plain product instead of the parallel one."""
+    """No all-reduce in the backward pass; those of the forward pass are there."""
 
-    def column_linear(x: Any, weights: Any, *rest: Any) -> tuple[Any, ...]:
-        return tuple(x @ weight.t() for weight in weights)
+    def backward(original: Any, *given: Any) -> Any:
+        with replaced(loss, "all_reduce", lambda x, group: x):
+            return original(*given)
 
-    return replaced(output, "column_linear", column_linear)
+    return wrapped(loss._Loss, "backward", backward)

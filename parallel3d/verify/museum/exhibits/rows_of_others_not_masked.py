@@ -26,7 +26,7 @@ def plant() -> Planted:
             outside = (ids < start) | (ids >= stop)
             return (ids - start).masked_fill(outside, 0), torch.zeros_like(outside)
 
-        with replaced(vocab, "_local", local):
+        with replaced(vocab, "local_ids", local):
             return original(layer, tokens)
 
     return wrapped(vocab.VocabParallelEmbedding, "forward", forward)

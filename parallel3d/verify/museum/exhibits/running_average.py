@@ -20,8 +20,8 @@ EXHIBIT = Exhibit(
 def plant() -> Planted:
     """Halve what has been added up, after each backward pass."""
 
-    def backward(original: Any, engine: Engine, *args: Any) -> None:
-        original(engine, *args)
+    def backward(original: Any, engine: Engine, *args: Any, **stage: int) -> None:
+        original(engine, *args, **stage)
         for held in engine.held:
             if held.parameter.grad is not None:
                 held.parameter.grad.div_(2)

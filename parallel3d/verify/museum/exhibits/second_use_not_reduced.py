@@ -20,7 +20,7 @@ EXHIBIT = Exhibit(
 def plant() -> Planted:
     """The output projection adds nothing to the gradient of the tied embedding."""
 
-    def column_linear(original: Any, x: Any, weights: Any, *args: Any) -> Any:
-        return original(x, [weight.detach() for weight in weights], *args)
+    def detached(original: Any, x: Any, weight: Any, labels: Any, **of: Any) -> Any:
+        return original(x, weight.detach(), labels, **of)
 
-    return wrapped(output, "column_linear", column_linear)
+    return wrapped(output, "vocab_parallel_loss", detached)
