@@ -15,7 +15,7 @@ from parallel3d.verify.museum.halls import HALLS, hall
 from parallel3d.verify.museum.tour import Detector, Hall, Visit, tour
 
 _TYPES = "parallel3d.spmd"
-_WIDTHS = (34, 8, 14, 9, 7)
+_WIDTHS = (34, 8, 25, 9, 9)
 
 
 def detectors() -> dict[str, Detector]:
