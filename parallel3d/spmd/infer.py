@@ -99,7 +99,11 @@ class Inference:
                 text = f"{node.op} breaks its rule: {error!r}"
                 self.findings.append(Finding(node.place, text, is_error=False))
                 kinds = (UNKNOWN,) * len(node.outs)
-            self._keep(node, kinds)
+            try:
+                self._keep(node, kinds)
+            except Mismatch as error:  # a part is written that has no such place in its whole
+                self.findings.append(Finding(node.place, f"{node.op} {error}"))
+                self._keep(node, (UNKNOWN,) * len(node.outs))
 
     def _of(self, node: Node) -> tuple[Kind, ...]:
         call = self._call(node)

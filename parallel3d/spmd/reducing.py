@@ -1,6 +1,8 @@
 """Rules of operators that sum, or normalise, along dims (floor 4)."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
 
 from parallel3d.spmd.call import Call, Operand, Rule
 from parallel3d.spmd.kinds import (
@@ -60,6 +62,11 @@ def of_expanded(call: Call, expanded: Kind) -> Kind:
         dim = x.kind.mark.dim
         if dim in _dims(call, len(x.shape)) or x.shape[dim] == 1:
             return PARTIAL
+    if isinstance(expanded, Cut) and isinstance(x.kind, Cut) and expanded != x.kind:
+        # A single element of each rank, its only head, made as many: the cut lies before these.
+        between = x.shape[expanded.mark.dim : x.kind.mark.dim]
+        if prod(between) == 1 and expanded.mark.dim < x.kind.mark.dim:
+            call = replace(call, args=(x._replace(kind=expanded), *call.args[1:]))
     return reduce(call)
 
 

@@ -80,7 +80,8 @@ def _each_sample(
     outs, xs = (t.view(-1, t.shape[-2] * t.shape[-1]) for t in (out, x))
     if len(xs) == 1:
         return collective(outs[0], xs[0], group=group, async_op=later)
-    if x.is_meta:  # torch has no meta kernel of several at once
+    # torch has no meta kernel of several at once; what stands in for a group (spmd/) does without.
+    if x.is_meta and type(group) is dist.ProcessGroup:
         for sample_out, sample in zip(outs, xs, strict=True):
             collective(sample_out, sample, group=group)
         return None

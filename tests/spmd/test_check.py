@@ -68,6 +68,11 @@ def test_key_and_value_heads_that_ranks_share(heads):
     assert findings(config) == []
 
 
+def test_one_key_and_value_head_a_rank_where_documents_are_isolated():
+    """Its gradient is summed over the heads that share it, not over ranks."""
+    assert findings(tp_config("qwen3", 2, isolate=True, num_key_value_heads=2)) == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHIPPED)
 def test_nothing_is_said_of_a_shipped_config(name):
