@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from parallel3d.data.batches import num_windows
-from parallel3d.data.corpus import Corpus
+from parallel3d.data.corpus import Corpus, Mixture
 from parallel3d.data.mixing import Mixing
 from parallel3d.data.order import GOLDEN, sample_index
 from parallel3d.data.tokenizer import load_tokenizer
@@ -52,7 +52,7 @@ def samples(corpus: Corpus, sequence_length: int, seed: int, count: int) -> list
     """
     parts = corpus.parts or (corpus,)
     streams = [part.stream("train") for part in parts]
-    weights = getattr(corpus.train, "weights", (1.0,))
+    shares = corpus.train.weights if isinstance(corpus.train, Mixture) else (1.0,)
     sizes = [num_windows(len(stream), sequence_length) for stream in streams]
     if not min(sizes):
         raise DataError(
@@ -61,7 +61,7 @@ def samples(corpus: Corpus, sequence_length: int, seed: int, count: int) -> list
         )
     tokenizer = _tokenizer(corpus)
     found = []
-    assigned, places = Mixing(weights).assign(np.arange(count))
+    assigned, places = Mixing(shares).assign(np.arange(count))
     for index, part in enumerate(assigned.tolist()):
         place = places[index : index + 1]
         window = int(sample_index(seed + part * GOLDEN, place, sizes[part])[0])

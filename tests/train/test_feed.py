@@ -144,7 +144,7 @@ def test_an_evaluation_between_steps_and_another_after_it(corpus, closed):
 
 def test_a_step_is_one_copy_that_nobody_waits_for(corpus, closed, monkeypatch):
     """For a device: out of pinned memory, into which the thread has put what it built ahead."""
-    feed, _ = feed_of(corpus, isolate_documents=True)
+    feed, _ = feed_of(corpus)
     closed.append(feed)
     device, pinned, copies = torch.device("cuda", 1), [], []
     feed._mesh.device = device

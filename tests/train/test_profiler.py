@@ -156,7 +156,8 @@ def test_files_of_each_rank_and_of_the_last_step(written):
     for (_, start, end), span in zip(last, spans[1], strict=True):
         assert end - start == pytest.approx((span.end - span.start) * 1e6, abs=2)
     picture = (directory / "timeline.svg").read_text()
-    assert "v_shape: step 2, measured" in picture and picture.count("<title>") == 4 * 3 * 2
+    # Of 4 stages 3 forwards and backwards each, and a reduction.
+    assert "v_shape: step 2, measured" in picture and picture.count("<title>") == 4 * 3 * 2 + 4
 
 
 def test_another_nodes_clock_is_set_by_the_barriers(monkeypatch):
