@@ -38,7 +38,8 @@ def test_a_row_says_how_fast_a_step_is():
 def test_every_row_is_a_config():
     for model in gpu.MODELS:
         for settings in (gpu.SWITCHES | gpu.ACROSS).values():
-            gpu.config_of(model, 2048, 8192, 2, settings)
+            config = gpu.config_of(model, 2048, 8192, 2, settings)
+            assert config.data.sequence_length == 2048, (model, settings)
 
 
 @pytest.mark.slow

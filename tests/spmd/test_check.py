@@ -104,4 +104,6 @@ def test_a_start_is_refused_on_all_ranks(monkeypatch):
 
 
 def test_one_rank_has_nothing_to_match():
-    refuse_mismatches(tp_config(tp=1))
+    config = tp_config(tp=1)
+    refuse_mismatches(config)
+    assert findings(config) == []
