@@ -17,6 +17,8 @@ from parallel3d.model.parametrization import (
 from parallel3d.model.spec import CostOf, Init, LayerSpec, ParamSpec
 from parallel3d.section import PathText, Problem, Problems, Section
 
+_ZEROS = Init()
+
 
 class Pretrained(Section):
     """The published model that the first weights are of, as it was found."""
@@ -109,6 +111,32 @@ def folded(
             factors = (scales.query, *[1.0] * (fused - 1))
         found.append(replace(p, folded=factors))
     return tuple(found)
+
+
+def layer_norm(name: str, size: int) -> Iterable[ParamSpec]:
+    """The weight and the bias of a LayerNorm."""
+    yield ParamSpec(f"{name}.weight", (size,), None, Init(value=1.0), False, role="vector")
+    yield ParamSpec(f"{name}.bias", (size,), None, _ZEROS, False, role="vector")
+
+
+def biased_block_params(config: Any) -> tuple[ParamSpec, ...]:
+    """The parameters of a block of two LayerNorms, fused q, k, v and an MLP, all with biases."""
+    hidden, inner = config.hidden_size, config.inner_size
+    normal, residual = weight_inits(config)
+    params = (
+        *layer_norm("norm1", hidden),
+        ParamSpec("attention.qkv.weight", (3, hidden, hidden), 1, normal, True, role="hidden"),
+        ParamSpec("attention.qkv.bias", (3, hidden), 1, _ZEROS, False, role="vector"),
+        ParamSpec("attention.output.weight", (hidden, hidden), 1, residual, True, role="hidden"),
+        ParamSpec("attention.output.bias", (hidden,), None, _ZEROS, False, role="vector"),
+        *layer_norm("norm2", hidden),
+        ParamSpec("mlp.up.weight", (inner, hidden), 0, normal, True, role="hidden"),
+        ParamSpec("mlp.up.bias", (inner,), 0, _ZEROS, False, role="vector"),
+        ParamSpec("mlp.down.weight", (hidden, inner), 1, residual, True, role="hidden"),
+        ParamSpec("mlp.down.bias", (hidden,), None, _ZEROS, False, role="vector"),
+    )
+    branches = "attention.output.", "mlp.down."
+    return folded(config, params, query="attention.qkv.", branches=branches, fused=3)
 
 
 def table(config: Any, name: str, rows: int, tp_dim: int | None) -> ParamSpec:

@@ -5,27 +5,25 @@ the Hugging Face `GPT2Config`'s general aliases; the modules that are built from
 blocks.py.
 """
 
-from collections.abc import Iterable
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from parallel3d.model.head_cost import HeadCost
-from parallel3d.model.spec import Init, LayerSpec, ParamSpec
+from parallel3d.model.spec import LayerSpec
 from parallel3d.model.transformer_cost import BlockCost, EmbeddingCost
 from parallel3d.models.common import (
     ModelSection,
+    biased_block_params,
     divisor_below,
-    folded,
     head,
+    layer_norm,
     table,
     vocab_size,
-    weight_inits,
 )
 from parallel3d.section import Problem, Problems
 
 Probability = Annotated[float, Field(ge=0, lt=1)]
-ZEROS, ONES = Init(), Init(value=1.0)
 
 
 class Config(ModelSection):
@@ -80,7 +78,7 @@ def layers(config: Config) -> list[LayerSpec]:
     """Embedding, blocks and head, first to last; raises ValueError if vocab_size is "auto"."""
     blocks = [_block(config, f"blocks.{i}") for i in range(config.num_hidden_layers)]
     cost = HeadCost(config.hidden_size, vocab_size(config), statistics=2, composite_norm=False)
-    return [_embedding(config), *blocks, head(config, _norm("norm", config.hidden_size), cost)]
+    return [_embedding(config), *blocks, head(config, layer_norm("norm", config.hidden_size), cost)]
 
 
 def _embedding(config: Config) -> LayerSpec:
@@ -94,21 +92,7 @@ def _embedding(config: Config) -> LayerSpec:
 
 def _block(config: Config, name: str) -> LayerSpec:
     hidden, inner = config.hidden_size, config.inner_size
-    normal, residual = weight_inits(config)
-    params = (
-        *_norm("norm1", hidden),
-        ParamSpec("attention.qkv.weight", (3, hidden, hidden), 1, normal, True, role="hidden"),
-        ParamSpec("attention.qkv.bias", (3, hidden), 1, ZEROS, False, role="vector"),
-        ParamSpec("attention.output.weight", (hidden, hidden), 1, residual, True, role="hidden"),
-        ParamSpec("attention.output.bias", (hidden,), None, ZEROS, False, role="vector"),
-        *_norm("norm2", hidden),
-        ParamSpec("mlp.up.weight", (inner, hidden), 0, normal, True, role="hidden"),
-        ParamSpec("mlp.up.bias", (inner,), 0, ZEROS, False, role="vector"),
-        ParamSpec("mlp.down.weight", (hidden, inner), 1, residual, True, role="hidden"),
-        ParamSpec("mlp.down.bias", (hidden,), None, ZEROS, False, role="vector"),
-    )
-    branches = "attention.output.", "mlp.down."
-    params = folded(config, params, query="attention.qkv.", branches=branches, fused=3)
+    params = biased_block_params(config)
 
     heads = config.num_attention_heads
     cost = BlockCost(
@@ -126,8 +110,3 @@ def _block(config: Config, name: str) -> LayerSpec:
         attention_dropout=config.attn_pdrop > 0,
     )
     return LayerSpec(name, params, cost, "parallel3d.models.gpt.blocks:Block", config)
-
-
-def _norm(name: str, size: int) -> Iterable[ParamSpec]:
-    yield ParamSpec(f"{name}.weight", (size,), None, ONES, False, role="vector")
-    yield ParamSpec(f"{name}.bias", (size,), None, ZEROS, False, role="vector")
