@@ -215,6 +215,9 @@ class TrainConfig(Section):
     overlap: bool = True
     """Run tensor parallelism's collectives of a backward under its matrix products. The same
     numbers; false takes less memory under sequence_parallel: one input and its gradient fewer."""
+    check_layers: bool = True
+    """On more than one tp rank: refuse a start where the layers' values and gradients do not match
+    there (docs/parity.md). Set it to false for a layer that is right and refused all the same."""
     tf32: bool = False
     """Multiply fp32 matrices as TF32, with 10 bits of mantissa, where the device can: several times
     faster, no longer equal to a CPU within 1e-4. Nothing changes in bf16 or fp16."""

@@ -50,7 +50,8 @@ def refuse_mismatches(config: RunConfig) -> None:
     """Raise TrainingError, with a line for each, if a config's layers do not match on tp ranks."""
     if lines := type_errors(config):
         head = f"the layers do not match on parallel3d.mesh.tp = {config.mesh.tp} ranks:"
-        raise TrainingError("\n  ".join([head, *lines]))
+        end = "mend the layer; if it is right, set parallel3d.train.check_layers to false"
+        raise TrainingError("\n  ".join([head, *lines, end]))
 
 
 def findings(config: RunConfig) -> list[Finding]:

@@ -40,13 +40,17 @@ class _Loss(torch.autograd.Function):
         weight: Tensor,
         labels: Tensor,
         start: int,
+        most_rows: int,
         group: dist.ProcessGroup,
         sequence_parallel: bool,
     ) -> Tensor:
-        """`start`: the token of the weight's first row; labels [...] -> [...]."""
+        """`start`: the token of the weight's first row; labels [...] -> [...].
+
+        `most_rows`: of the largest slice; by it all ranks take the same tokens at a time.
+        """
         rows = (all_gather_sequence(x, group) if sequence_parallel else x).flatten(0, -2)
         here, outside = local_ids(labels.flatten(), start, start + len(weight))
-        parts = list(_parts(len(rows), len(weight)))
+        parts = list(_parts(len(rows), most_rows))
         top, picked, total = torch.empty(3, len(rows), dtype=torch.float32, device=x.device)
         for part in parts:
             logits = _logits(rows[part], weight)
@@ -62,7 +66,7 @@ class _Loss(torch.autograd.Function):
         scale = lower.exp_()
         total, picked = all_reduce(torch.stack((total * scale, picked)), group)
         ctx.weight, ctx.group, ctx.sequence_parallel = weight, group, sequence_parallel
-        ctx.in_parts = len(parts) > 1
+        ctx.in_parts, ctx.most_rows = len(parts) > 1, most_rows
         if ctx.in_parts:
             ctx.save_for_backward(x, weight, here, outside, highest + total.log())
         elif any(ctx.needs_input_grad):
@@ -80,7 +84,7 @@ class _Loss(torch.autograd.Function):
             reduce = reduce_scatter_sequence if ctx.sequence_parallel else all_reduce
             shape = (*grad.shape, grad_x.shape[-1])
             grad_x = reduce(grad_x.view(shape), ctx.group)
-        return grad_x, grad_weight, None, None, None, None
+        return grad_x, grad_weight, None, None, None, None, None
 
 
 def _at_once(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -116,7 +120,7 @@ def _in_parts(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         grad_weight = so_far
     elif needs_weight:
         grad_weight = torch.empty_like(weight, dtype=sums)
-    for part in _parts(len(rows), len(weight)):
+    for part in _parts(len(rows), ctx.most_rows):
         logits = _logits(rows[part], weight).sub_(normaliser[part].unsqueeze(-1)).exp_()
         gradient = _less_one_at(logits, here[part], outside[part]).to(x.dtype)
         del logits  # the same memory in fp32, or twice as much
@@ -189,5 +193,6 @@ def vocab_parallel_loss(
     """
     start, stop = even_split(vocab_size, group.size(), group.rank())
     assert len(weight) == stop - start, (weight.shape, start, stop)
-    result: Tensor = _Loss.apply(x, weight, labels, start, group, sequence_parallel)
+    most_rows = -(-vocab_size // group.size())
+    result: Tensor = _Loss.apply(x, weight, labels, start, most_rows, group, sequence_parallel)
     return result

@@ -124,8 +124,10 @@ def _show(config: RunConfig, plan: Plan | None, out: Console) -> dict[str, Any]:
     lacks = room.disk_lacks(folder, size)
     missing = f"; {folder.absolute()} has {room.shown(lacks)} too little for one" if lacks else ""
     layout.say(out, f"a checkpoint is about {room.shown(size)}{missing}")
-    mismatches = type_errors(config)
-    _say_types(config.mesh.tp, mismatches, out)
+    mismatches: list[str] = []
+    if config.train.check_layers:
+        mismatches = type_errors(config)
+        _say_types(config.mesh.tp, mismatches, out)
     out.print("dry run: nothing was trained")
     return {
         "dry_run": True,

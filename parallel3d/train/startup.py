@@ -78,7 +78,7 @@ def find_folder(config: RunConfig, mesh: Mesh, claim: Claim | None) -> Place:
     """
 
     def look() -> tuple[str, str, bool]:
-        if config.mesh.tp > 1:  # plain replicas do not wait for it
+        if config.mesh.tp > 1 and config.train.check_layers:  # plain replicas do not wait for it
             refuse_mismatches(config)
         assert claim, "rank 0 claims the folder before it meets the others"
         exists = claim.folder.exists()

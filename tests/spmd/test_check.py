@@ -5,6 +5,8 @@ import pytest
 from parallel3d import models, reader
 from parallel3d.config import RunConfig
 from parallel3d.errors import TrainingError
+from parallel3d.model import head_cost
+from parallel3d.spmd import running
 from parallel3d.spmd.check import findings, refuse_mismatches, type_errors
 from parallel3d.train import startup
 from tests.spmd.configs import tp_config
@@ -101,6 +103,20 @@ def test_a_start_is_refused_on_all_ranks(monkeypatch):
         startup.find_folder(config, None, None)
     with plant.patch(), pytest.raises(TrainingError, match=r"tp = 2 ranks:\n  blocks.0.att"):
         startup.find_folder(config, None, None)
+    train = config.train.model_copy(update={"check_layers": False})
+    block = config.parallel3d.model_copy(update={"train": train})
+    unchecked = config.model_copy(update={"parallel3d": block})
+    with plant.patch(), pytest.raises(AssertionError, match="claims the folder"):
+        startup.find_folder(unchecked, None, None)
+
+
+def test_ranks_with_a_row_more_of_the_vocabulary_take_as_many_tokens_at_a_time(monkeypatch):
+    config = tp_config("gpt", 4, vocab_size=4098)
+    rows = 4098 // 4
+    tokens = running._BATCH * config.data.sequence_length
+    monkeypatch.setattr(head_cost, "LOGITS_AT_ONCE", tokens * rows)
+    assert head_cost.num_chunks(tokens, rows) < head_cost.num_chunks(tokens, rows + 1)
+    assert findings(config) == []
 
 
 def test_one_rank_has_nothing_to_match():
