@@ -25,6 +25,8 @@ class Layer:
 
     name: str
     slopes: Mapping[str, float]
+    errors: Mapping[str, float]
+    """By measure: the standard error of that mean; NaN of one seed."""
     sizes: Mapping[str, tuple[float, ...]]
     """By measure, for each width: the geometric mean over the seeds."""
 
@@ -40,18 +42,33 @@ class Layer:
     @property
     def slope(self) -> float:
         """The steepest of those that are claimed to be flat; NaN where a size is not finite."""
+        return float(self.slopes[self.steepest])
+
+    @property
+    def steepest(self) -> str:
+        """The measure that has the steepest slope of those that are claimed to be flat."""
         slopes = [self.slopes[measure] for measure in self.claimed]
-        return float(slopes[int(np.argmax(np.abs(slopes)))])  # of a NaN it is its place
+        return self.claimed[int(np.argmax(np.abs(slopes)))]  # of a NaN it is its place
 
     @property
     def flat(self) -> bool:
         """Whether none of them is steeper than the tolerance."""
         return abs(self.slope) <= MOST
 
+    @property
+    def undecided(self) -> bool:
+        """Whether a slope is beyond the tolerance by less than two of its standard errors."""
+        return not self.flat and all(
+            abs(self.slopes[measure]) - 2 * self.errors[measure] <= MOST
+            for measure in self.claimed
+            if not abs(self.slopes[measure]) <= MOST
+        )
+
     def to_json(self) -> dict[str, Any]:
         """The layer as JSON: name, steepest claimed slope, if it is flat, all slopes and sizes."""
         own = {"name": self.name, "slope": self.slope, "flat": self.flat}
-        return {**own, "slopes": dict(self.slopes), "sizes": dict(self.sizes)}
+        slopes = {"slopes": dict(self.slopes), "standard_errors": dict(self.errors)}
+        return {**own, **slopes, "sizes": dict(self.sizes)}
 
 
 @dataclass(frozen=True)
@@ -60,38 +77,56 @@ class CoordinateCheck:
 
     widths: tuple[int, ...]
     layers: tuple[Layer, ...]
+    seeds: int
 
     @property
     def passed(self) -> bool:
         """Whether every layer is flat that is to be."""
         return all(layer.flat for layer in self.layers)
 
+    @property
+    def undecided(self) -> bool:
+        """Whether all that is not flat may be noise of the seeds; more of them would tell."""
+        return not self.passed and all(layer.flat or layer.undecided for layer in self.layers)
+
     def to_json(self) -> dict[str, Any]:
         """What --json prints; a slope that is no number is null."""
         layers = [layer.to_json() for layer in self.layers]
-        return {"passed": self.passed, "widths": list(self.widths), "layers": layers}
+        own = {"passed": self.passed, "widths": list(self.widths), "seeds": self.seeds}
+        return {**own, "layers": layers}
 
 
 def slopes(found: Mapping[int, Sequence[Sizes]]) -> CoordinateCheck:
-    """The check of what was measured: of each width the sizes of every seed.
+    """The check of what was measured: of each width the sizes of the same number of seeds.
 
     All have the same layers. A size of 0, which no logarithm has, makes the slope NaN.
     """
     widths = tuple(sorted(found))
+    seeds = len(found[widths[0]])
     x = np.log(np.array(widths, dtype=float))
     x -= x.mean()
     layers = []
     for name, measures in found[widths[0]][0].items():
-        logs = {
+        logs = {  # [widths, seeds]
             measure: np.array(
-                [np.mean([_log(seed[name][measure]) for seed in found[width]]) for width in widths]
+                [[_log(seed[name][measure]) for seed in found[width]] for width in widths]
             )
             for measure in measures
         }
-        fitted = {measure: float((x * y).sum() / (x * x).sum()) for measure, y in logs.items()}
-        sizes = {m: tuple(float(v) for v in np.exp(y)) for m, y in logs.items()}
-        layers.append(Layer(name, fitted, sizes))
-    return CoordinateCheck(widths, tuple(layers))
+        of_seeds = {measure: x @ y / (x @ x) for measure, y in logs.items()}
+        layers.append(
+            Layer(
+                name,
+                slopes={m: float(each.mean()) for m, each in of_seeds.items()},
+                errors={m: _standard_error(each) for m, each in of_seeds.items()},
+                sizes={m: tuple(map(float, np.exp(y.mean(1)))) for m, y in logs.items()},
+            )
+        )
+    return CoordinateCheck(widths, tuple(layers), seeds)
+
+
+def _standard_error(values: Any) -> float:
+    return float(values.std(ddof=1) / len(values) ** 0.5) if len(values) > 1 else float("nan")
 
 
 def _log(size: float) -> float:

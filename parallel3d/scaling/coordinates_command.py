@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 from importlib.util import find_spec
+from math import isnan
 
 from rich.console import Console
 from rich.table import Table
@@ -13,7 +14,7 @@ from parallel3d.config import RunConfig
 from parallel3d.errors import ConfigError
 from parallel3d.model.parametrization import parametrization_of
 from parallel3d.scaling.command import NO_EXTRA
-from parallel3d.scaling.coordinates import MOST, CoordinateCheck, draw
+from parallel3d.scaling.coordinates import MOST, CoordinateCheck, Layer, draw
 from parallel3d.scaling.result import finite
 
 WIDTHS = (64, 128, 256, 512)
@@ -55,18 +56,25 @@ def report(found: CoordinateCheck, args: argparse.Namespace, console: Console) -
         table.add_column(column, justify="left" if column in ("layer", "") else "right")
     for layer in found.layers:
         cells = (
-            f"{slope:+.3f}" if measure in layer.claimed else f"({slope:+.3f})"
-            for measure, slope in layer.slopes.items()
+            slope if measure in layer.claimed else f"({slope})"
+            for measure, slope in ((m, _with_error(layer, m)) for m in layer.slopes)
         )
         table.add_row(layer.name, *cells, "" if layer.flat else "NOT FLAT")
     console.print(table)
     verdict = "flat" if found.passed else "NOT FLAT"
+    seeds = f"{found.seeds} seed{'s' if found.seeds > 1 else ''}"
     console.print(
-        f"{args.kind}: {verdict} over the widths {', '.join(map(str, found.widths))} (a slope of "
-        f"log size over log width is flat up to {MOST:g}; those in brackets are not claimed)"
+        f"{args.kind}: {verdict} over the widths {', '.join(map(str, found.widths))}, {seeds} (a "
+        f"slope of log size over log width is flat up to {MOST:g}; those in brackets are not "
+        "claimed)"
     )
     if args.plot:
         args.plot.write_bytes(draw({args.kind: found}))
         console.print(f"written: {args.plot}")
     if args.json:
         print(json.dumps(finite(found.to_json())))
+
+
+def _with_error(layer: Layer, measure: str) -> str:
+    slope, error = layer.slopes[measure], layer.errors[measure]
+    return f"{slope:+.3f}" + ("" if isnan(error) else f" ± {error:.3f}")

@@ -38,6 +38,22 @@ def test_the_slope_is_the_power():
     assert layer.sizes["start"] == pytest.approx([3**0.5] * 3)  # of two seeds the geometric mean
 
 
+def seeds_with(*powers):
+    """One layer, of each seed the power of the width by which its change goes."""
+    sizes = [{w: {"start": 1, "trained": 1, "change": w**p} for w in WIDTHS} for p in powers]
+    return {w: [{"embedding": of_seed[w]} for of_seed in sizes] for w in WIDTHS}
+
+
+def test_noise_of_the_seeds_is_told_from_a_slope():
+    """Standard errors by hand."""
+    noisy = slopes(seeds_with(0.02, 0.12, 0.22))
+    assert noisy.layers[0].errors["change"] == pytest.approx(0.1 / 3**0.5)
+    assert not noisy.passed and noisy.undecided and noisy.seeds == 3
+    assert not slopes(seeds_with(0.14, 0.15, 0.16)).undecided  # steep, beyond its own noise
+    assert not slopes(seeds_with(0.02, 0.08)).undecided  # flat
+    assert not slopes(seeds_with(0.12)).undecided  # one seed says nothing of noise
+
+
 def test_only_the_change_is_claimed_of_logits():
     check = slopes(measured(blocks_0=(0.1 - 1e-9, 0, 0), head_output=(-0.5, -0.3, 0.02)))
     assert [layer.flat for layer in check.layers] == [True, True] and check.passed

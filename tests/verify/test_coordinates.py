@@ -3,6 +3,7 @@
 import pytest
 
 from parallel3d.config import RunConfig
+from parallel3d.verify import coordinates
 from parallel3d.verify.coordinates import check_coordinates
 from tests.verify.configs import config_of
 
@@ -36,6 +37,24 @@ def test_standard_fails_and_names_where():
     blocks = [f"blocks.{i}{'.' + n if n else ''}" for i in range(2) for n in (*inner, "")]
     assert names == ["embedding", *blocks, "head.output"]
     assert not found.passed and not next(la for la in found.layers if la.name == "head.output").flat
+
+
+def test_more_seeds_where_noise_may_be_all(monkeypatch):
+    """Sizes are given in place of ranks: the first seeds disagree, all together are flat."""
+    powers, looks = (0.3, -0.02, 0.02, -0.2), []
+
+    def sizes(_, ranks, small, seed, timeout):
+        looks.append((small.model.hidden_size, seed))
+        size = small.model.hidden_size ** powers[seed]
+        return [{"embedding": dict.fromkeys(("start", "trained", "change"), (size, 1))}]
+
+    monkeypatch.setattr(coordinates, "run_locally", sizes)
+    monkeypatch.setattr(coordinates, "compile_operators", lambda config: None)
+    said = []
+    found = check_coordinates(config(), widths=WIDTHS, seeds=2, steps=1, say=said.append)
+    assert found.passed and found.seeds == 4
+    assert looks == [(w, s) for seeds in ((0, 1), (2, 3)) for w in WIDTHS for s in seeds]
+    assert len(said) == 5 and "embedding: beyond the tolerance" in said[2]
 
 
 @pytest.mark.slow
