@@ -5,9 +5,9 @@
 The contestants are in benchmarks/contestants: DeepSpeed's pipeline with ZeRO-1, torch's pipelining
 and FSDP2 and tensor parallelism, transformers under DeepSpeed ZeRO-3, plain PyTorch in one process,
 and parallel3d in the same shapes. Ratios are to the first of a mesh and hold within one run alone.
-All begin with the same weights but parallel3d, which draws them by the same law in its own order,
-and has GELU's tanh form: its loss after some steps is compared within 1 %, the others' within
-0.01 %. On CPUs whose cores all ranks keep busy bubbles hide: judge by CPU seconds.
+All begin with the same weights but parallel3d, which draws them by the same law in its own order:
+its loss after some steps is compared within 1 %, the others' within 0.01 %. On CPUs whose cores
+all ranks keep busy bubbles hide: judge by CPU seconds.
 """
 
 import argparse

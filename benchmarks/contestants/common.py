@@ -58,7 +58,7 @@ class Block(nn.Module):
         q, k, v = (part.transpose(1, 2) for part in qkv.unbind(3))
         seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.proj(seen.transpose(1, 2).reshape(batch, seq, -1))
-        x = x + self.down(F.gelu(self.up(self.norm2(x))))
+        x = x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
         return x
 
 
