@@ -1,4 +1,4 @@
-"""Looks into checkpoints: `parallel3d checkpoint inspect PATH`, or `verify PATH`.
+"""Look into checkpoints: `parallel3d checkpoint inspect PATH`, or `verify PATH`.
 
 PATH is a checkpoint's folder, step-N, or that of a run: of several checkpoints, inspect shows the
 newest, and verify reads all. Nothing is changed.
@@ -22,7 +22,7 @@ SHOWN_FROM = 2**28  # bytes of a checkpoint whose checking shows its progress
 
 
 def main() -> int:
-    """Give the exit code: 0, 1 where something is damaged, 2 where there is no checkpoint."""
+    """Run the command `checkpoint`: 0, 1 where something is damaged, 2 without a checkpoint."""
     args = parse_args()
     console = layout.console(args.json)
     try:
@@ -93,7 +93,7 @@ def verify_one(folder: Path) -> tuple[list[Any], str]:
 
 
 def parse_args() -> argparse.Namespace:
-    """The command line."""
+    """Read the command line of `checkpoint`."""
     parser = Parser(__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, help_text in (

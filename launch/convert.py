@@ -1,4 +1,4 @@
-"""Turns checkpoints into folders of transformers, and published models into starts for training.
+"""Turn checkpoints into folders of transformers, and published models into starts for training.
 
 `parallel3d convert export CHECKPOINT --to OUT` takes a run's folder, or one of a checkpoint,
 step-N; of several it is the newest. `import DIR --to OUT` is for `model.from_pretrained`.
@@ -25,7 +25,7 @@ DTYPES = ("fp32", "bf16", "fp16")
 
 
 def main() -> int:
-    """Give the exit code: 0, 1 where a check fails or the disk is full, 2 for a wrong input."""
+    """Run the command `convert`: 0, 1 where a check fails or the disk is full, 2 for bad input."""
     args = parse_args()
     try:
         command = {"export": export, "import": import_}[args.command]
@@ -79,7 +79,7 @@ def import_(args: argparse.Namespace, console: Console) -> int:
 
 
 def say(proof: "Proof", of: str, args: argparse.Namespace, console: Console) -> None:
-    """Print what was proved, what was not compared, and what differs."""
+    """Print what a conversion has proved, what was not compared, and what differs."""
     console.print(f"{proof.architecture}, {proof.tensors:,} tensors, {proof.bytes:,} bytes {of}")
     rows = [("proved", what) for what in proof.checked]
     rows += [("not compared", what) for what in proof.left_out]
@@ -93,7 +93,7 @@ def say(proof: "Proof", of: str, args: argparse.Namespace, console: Console) -> 
 
 
 def parse_args() -> argparse.Namespace:
-    """The command line."""
+    """Read the command line of `convert`."""
     parser = Parser(__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     text = "write a checkpoint as a folder that transformers loads, and read it back"

@@ -1,4 +1,4 @@
-"""Prints a pipeline schedule: who runs what when, how long ranks idle, what they hold.
+"""Print a pipeline schedule: who runs what when, how long ranks idle, what they hold.
 
 With --measured it draws a profiled step instead, and above it the same program simulated with the
 mean of what each stage's forwards and backwards took.
@@ -73,7 +73,7 @@ def planned(args: argparse.Namespace) -> tuple[Schedule, Panels]:
 
 
 def measured(file: Path) -> tuple[Schedule, Panels]:
-    """The step in a run's profile/spans.json, simulated with its own mean costs, and as it was.
+    """The step in a run's profile/spans.json, as it was, and simulated with its own mean costs.
 
     Raises ConfigError for a file that cannot be read.
     """
@@ -90,7 +90,7 @@ def measured(file: Path) -> tuple[Schedule, Panels]:
 
 
 def report(schedule: Schedule, spans: Spans) -> dict[str, object]:
-    """What --json prints."""
+    """The schedule as the object that --json prints."""
     return {
         "name": schedule.name,
         "num_microbatches": schedule.num_microbatches,
@@ -102,7 +102,7 @@ def report(schedule: Schedule, spans: Spans) -> dict[str, object]:
 
 
 def parse_args() -> argparse.Namespace:
-    """The command line."""
+    """Read the command line of `draw`."""
     parser = Parser(__doc__)
     parser.add_argument("--schedule", default="gpipe", metavar="NAME", help=", ".join(names()))
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""Evaluates a checkpoint: `parallel3d evaluate runs/first`, or under deepspeed or torchrun.
+"""Evaluate a checkpoint: `parallel3d evaluate runs/first`, or under deepspeed or torchrun.
 
 PATH is a run's folder, of which it takes the newest checkpoint, or that of a checkpoint, step-N.
 Without --config it is evaluated by its own: the held-out text and every validation set.
@@ -26,7 +26,7 @@ SHOWN = ("loss", "standard_error", "tokens", "perplexity", "bits_per_byte")  # o
 
 
 def main() -> NoReturn:
-    """End with the exit code; what every rank knows is said by the first alone."""
+    """Run the command `evaluate`, and end with its exit code; the first rank alone speaks."""
     args, overrides = parse_args()
     end = ending.Ending()
     stop = StopRequest(end.judged)
@@ -75,20 +75,20 @@ def evaluate(
 
 
 def numbers(loss: "SetLoss") -> dict[str, Any]:
-    """What `--json` says of a set; null for what is not finite, or not known."""
+    """What `--json` says of an evaluated set; null for what is not finite, or not known."""
     found = loss.to_json() | {"perplexity": loss.perplexity}
     return {k: x if (x := found[k]) is not None and math.isfinite(x) else None for k in SHOWN}
 
 
 def number_of_samples(text: str) -> int:
-    """Reads "all", or a whole number."""
+    """Read "all", or a whole number."""
     from parallel3d.train.evaluation_config import ALL
 
     return ALL if text == "all" else whole_number()(text)
 
 
 def parse_args() -> tuple[argparse.Namespace, list[str]]:
-    """The command line, and what it sets in the config."""
+    """Read the command line of `evaluate`, and what it sets in the config."""
     parser = Parser(__doc__, f"Every value of the config can be set by its path:\n\n{help_text()}")
     parser.add_argument("path", type=Path, metavar="PATH", help="a run, or a checkpoint")
     parser.add_config(required=False)

@@ -1,4 +1,4 @@
-"""Has a trained model write on: `parallel3d generate runs/first --prompt "def main("`.
+"""Have a trained model write on: `parallel3d generate runs/first --prompt "def main("`.
 
 PATH is a run's folder (its weights/, or where it has none its newest checkpoint), that of a
 checkpoint, step-N, or one of transformers. The same seed gives the same text on the same machine.
@@ -18,7 +18,7 @@ SAMPLING = {"temperature": 0.8, "top_k": 0, "top_p": 1.0}  # 0 and 1.0: of all t
 
 
 def main() -> int:
-    """Give the exit code: 0, 1 where a checkpoint cannot be exported, 2 for a wrong input."""
+    """Run the command `generate`: 0, 1 if a checkpoint cannot be exported, 2 for wrong input."""
     args = parse_args()
     from parallel3d.convert.generate import generate, model_folder
 
@@ -41,7 +41,7 @@ def main() -> int:
 
 
 def options_of(args: argparse.Namespace) -> dict[str, Any]:
-    """What transformers' `generate` is given."""
+    """The options that transformers' `generate` is given."""
     if args.greedy:
         return {"do_sample": False, **dict.fromkeys(SAMPLING)}
     given = {name: getattr(args, name) for name in SAMPLING}
@@ -50,7 +50,7 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def number(most: float) -> Callable[[str], float]:
-    """Reads a number above 0 and up to `most`."""
+    """Read a number above 0 and up to `most`."""
 
     def read(text: str) -> float:
         try:
@@ -66,7 +66,7 @@ def number(most: float) -> Callable[[str], float]:
 
 
 def parse_args() -> argparse.Namespace:
-    """The command line."""
+    """Read the command line of `generate`."""
     parser = Parser(__doc__)
     parser.add_argument("path", type=Path, metavar="PATH", help="a run, a checkpoint or a model")
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="what it goes on from")

@@ -1,4 +1,4 @@
-"""Plans a run before it is launched: memory, speed, and the best mesh.
+"""Plan a run before it is launched: memory, speed, and the best mesh.
 
 `parallel3d plan --config gpt3-175b.json --hardware a100-80gb --devices 1024` prints a ranked
 table of meshes. --calibrate measures this machine, for --hardware this-machine. --validate compares
@@ -23,7 +23,7 @@ DONE, FAILED, BAD_INPUT = 0, 1, 2  # exit codes; scripts rely on them
 
 
 def main() -> int:
-    """Give the exit code: 0, 1 where nothing fits or a check fails, 2 for bad input."""
+    """Run the command `plan`: 0, 1 where nothing fits or a check fails, 2 for bad input."""
     args, overrides = parse_args()
     console = layout.console(args.json)
     try:
@@ -77,7 +77,7 @@ def validate(file: Path, program: str | None, as_json: bool, console: Console) -
 
 
 def parse_args() -> tuple[argparse.Namespace, list[str]]:
-    """The command line, and what it sets in the config."""
+    """Read the command line of `plan`, and what it sets in the config."""
     parser = Parser(
         __doc__, "Every value of the config can be set by its path: --train_batch_size 512."
     )

@@ -21,7 +21,7 @@ DONE, BAD_INPUT, STOPPED = 0, 2, 3  # exit codes; scripts rely on them
 
 
 def main() -> int:
-    """Give the exit code: 0, 2 where the config or the data cannot be used, 3 after Ctrl-C."""
+    """Run the command `prepare`: 0, 2 for unusable config or data, 3 after Ctrl-C."""
     parser = Parser(
         "Tokenise the corpus of a config into the cache, and say what is in it.",
         "Every value of the config can be set by its path: --parallel3d.data.vocab_size 8192",
@@ -67,7 +67,7 @@ def main() -> int:
 
 
 def tokens_of_run(config: RunConfig, corpus: Corpus) -> float | None:
-    """Give how many tokens the run trains on; None where that depends on the number of ranks."""
+    """Tokens that the run trains on; None where that depends on the number of ranks."""
     train = config.train
     if train.max_tokens is not None:
         return train.max_tokens
@@ -82,7 +82,7 @@ def tokens_of_run(config: RunConfig, corpus: Corpus) -> float | None:
 
 
 def batch_of_run(config: RunConfig) -> int:
-    """Give how many samples a step takes; of a mesh that is open yet, on the smallest."""
+    """Samples that a step takes; on the smallest mesh where the mesh is open yet."""
     if config.train_batch_size is not None or config.is_planned:
         return config.train_batch_size or 1
     mesh = config.mesh

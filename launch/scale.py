@@ -1,4 +1,4 @@
-"""Scaling laws: plans and runs ladders, fits laws to runs, and forecasts runs that are to come.
+"""Scaling laws: plan and run ladders, fit laws to runs, and forecast runs that are to come.
 
 parallel3d scale plan --ladder configs/ladders/cpu.json
 parallel3d scale run --ladder configs/ladders/cpu.json --parallel 2
@@ -22,7 +22,7 @@ DONE, FAILED, BAD_INPUT = 0, 1, 2  # exit codes; scripts rely on them; of `run` 
 
 
 def main() -> int:
-    """Give the exit code: 0, or 2 for input that tells no law."""
+    """Run the command `scale`: gives 0, or 2 for input that tells no law."""
     args = parse_args()
     commands = {
         "plan": plan, "run": run, "fit": fit, "predict": predict, "coordcheck": coordcheck,
@@ -48,7 +48,7 @@ def plan(args: argparse.Namespace) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train what of a ladder is not finished; 1 where a run failed, 3 where it was stopped."""
+    """Train the runs of a ladder that are not finished; 1 where one failed, 3 where one stopped."""
     from parallel3d.scaling.ladder.execute import execute
     from parallel3d.scaling.ladder.show import show, to_json
 
@@ -112,7 +112,7 @@ def coordcheck(args: argparse.Namespace) -> int:
 
 
 def parse_args() -> argparse.Namespace:
-    """The command line."""
+    """Read the command line of `scale`."""
     parser = Parser(__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, add, words in (

@@ -25,7 +25,7 @@ SAVING_TIMEOUT = 1800.0  # seconds that a rank waits for another's disk
 def train(
     config: RunConfig, mesh: "Mesh", claimed: Claim | None, stop: StopRequest, as_json: bool
 ) -> int:
-    """Everything between a valid config and the closing summary; gives the exit code."""
+    """Train from a valid config to the closing summary; gives the exit code."""
     from parallel3d.checkpoint.save import Saver
     from parallel3d.convert.weights import save_weights
     from parallel3d.engine import EngineSettings
@@ -83,7 +83,7 @@ def train(
 
 
 def main() -> NoReturn:
-    """End with the exit code; what every rank knows is said by the first alone."""
+    """Run the command `train`, and end with its exit code; the first rank alone speaks."""
     args, overrides = parse_args()
     end = ending.Ending()
     stop = StopRequest(end.judged)
@@ -119,7 +119,7 @@ def main() -> NoReturn:
 
 
 def parse_args() -> tuple[argparse.Namespace, list[str]]:
-    """The command line, and what it sets in the config."""
+    """Read the command line of `train`, and what it sets in the config."""
     parser = Parser(__doc__, f"Every value of the config can be set by its path:\n\n{help_text()}")
     parser.add_config()
     parser.add_json()

@@ -23,7 +23,7 @@ DONE, FAILED, BAD_INPUT = 0, 1, 2
 
 
 def main() -> int:
-    """Give the exit code: 0 all equal, 1 a difference, 2 bad config."""
+    """Run the command `verify`: 0 all equal, 1 a difference, 2 bad config."""
     args, overrides = parse_args()
     # On the CPU, wherever it runs: a mesh of eight wants eight devices.
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
@@ -66,13 +66,13 @@ def read_config(args: argparse.Namespace, overrides: list[str]) -> RunConfig | N
 
 
 def ranks_of(config: RunConfig) -> int:
-    """The ranks that the config says; "auto" says one for its axis."""
+    """Number of ranks that the config's mesh names, "auto" counting as one on its axis."""
     sizes = () if config.is_planned else (config.mesh.pp, config.mesh.dp, config.mesh.tp)
     return math.prod(size for size in sizes if isinstance(size, int))
 
 
 def parse_args() -> tuple[argparse.Namespace, list[str]]:
-    """The command line, and what is left of it: settings by their path."""
+    """Read the command line of `verify`, and what is left of it: settings by their path."""
     parser = Parser(
         __doc__, "Every value of the config can be set by its path: --zero_optimization.stage 1"
     )

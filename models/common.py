@@ -21,7 +21,7 @@ _ZEROS = Init()
 
 
 class Pretrained(Section):
-    """The published model that the first weights are of, as it was found."""
+    """The published model that a model's first weights come from, as it was found."""
 
     folder: PathText = Field(min_length=1)
     """The folder; of a model on the hub its name there."""

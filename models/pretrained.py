@@ -50,7 +50,7 @@ _UNKNOWN = (
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor of transformers that is one of ours, or that at `index` of our first dim.
+    """A tensor of transformers that is one of our parameters, or that at `index` of its first dim.
 
     Viewed as `shape`, and its dims put in `order`, it has our elements in our order; a dim of ours
     may be several of these that follow each other.
@@ -63,7 +63,7 @@ class Part:
 
 
 class Fields:
-    """The fields of one config.json, each asked for by who knows it; `finish` refuses the rest.
+    """The fields of one config.json, each taken by code that knows it; `finish` refuses the rest.
 
     Problems are gathered, so that all are said at once. `length`: the tokens of the samples that
     are to be trained on, where that is known.
@@ -76,15 +76,15 @@ class Fields:
 
     @property
     def model_type(self) -> str:
-        """Which model it is."""
+        """The field "model_type": which model the config.json is of."""
         return str(self._config.get("model_type"))
 
     def has(self, name: str) -> bool:
-        """Whether a field is there, be it null."""
+        """Whether a field is there, even if null."""
         return name in self._config
 
     def take(self, name: str, default: Any = ABSENT) -> Any:
-        """A field's value; `default` where it is missing or null, which without one is refused."""
+        """A field's value; `default` where it is missing or null, and refused without a default."""
         self._asked.add(name)
         value = self._config.get(name)
         if value is None and default is ABSENT:
@@ -100,7 +100,7 @@ class Fields:
             self.refuse(name, rule, remedy)
 
     def ignore(self, *names: str) -> None:
-        """Pass over fields that change nothing."""
+        """Take fields that change nothing."""
         self._asked.update(names)
 
     def refuse(self, name: str, rule: str, remedy: str = _REMEDY, value: Any = None) -> None:

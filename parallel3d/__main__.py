@@ -1,4 +1,4 @@
-"""The command `parallel3d`: `parallel3d train` is `launch/train.py`, and so on for each file there.
+"""The program `parallel3d`: `parallel3d train` is `launch/train.py`, and so on for each command.
 
 `python -m parallel3d`, `torchrun -m parallel3d` and `deepspeed --module parallel3d` start the same.
 """

@@ -48,7 +48,7 @@ class Parser(argparse.ArgumentParser):
         sys.exit(BAD_INPUT)
 
     def add_alias(self, action: argparse.Action, *flags: str) -> None:
-        """Other spellings of a flag, which the help leaves out."""
+        """Add other spellings of a flag, which the help leaves out."""
         kind: dict[str, Any] = {"type": action.type}
         if action.nargs == 0:
             kind = {"action": "store_true"}
@@ -56,7 +56,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(*flags, dest=action.dest, default=hidden, help=hidden, **kind)
 
     def add_config(self, required: bool = True) -> None:
-        """`--config FILE`: the file that trains."""
+        """Add `--config FILE`: the file that trains."""
         self.add_argument(
             "--config",
             required=required,
@@ -65,14 +65,14 @@ class Parser(argparse.ArgumentParser):
         )
 
     def add_json(self) -> None:
-        """`--json`: for scripts."""
+        """Add `--json`: the result as one object of JSON, for scripts."""
         self.add_argument(
             "--json", action="store_true",
             help="print one JSON object on standard output, all else on standard error",
         )  # fmt: skip
 
     def add_pictures(self, of: str) -> None:
-        """`--svg FILE` and `--trace FILE`: drawings of a timeline, `of` which the help says."""
+        """Add `--svg FILE` and `--trace FILE`: drawings of a timeline, `of` which the help says."""
         self.add_argument("--svg", type=output_file, metavar="FILE", help=f"draw {of} to this file")
         self.add_argument(
             "--trace", type=output_file, metavar="FILE", help="write its trace for Perfetto to it"
@@ -80,7 +80,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def whole_number(least: int = 1, most: int = _MOST) -> Callable[[str], int]:
-    """Reads a whole number from `least` to `most`."""
+    """Read a whole number from `least` to `most`."""
 
     def read(text: str) -> int:
         if not re.fullmatch(r"[+-]?\d+", text, re.ASCII):
@@ -98,7 +98,7 @@ def whole_number(least: int = 1, most: int = _MOST) -> Callable[[str], int]:
 
 
 def output_file(text: str) -> Path:
-    """Reads the path of a file to write; refuses what cannot be written before any work is done."""
+    """Read the path of a file to write; refuses what cannot be written before any work is done."""
     path = Path(text)
     try:
         folder = path.parent

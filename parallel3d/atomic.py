@@ -14,7 +14,7 @@ from parallel3d.fault import fault_point
 
 @contextmanager
 def replaced(path: Path, *, shared: bool = False, points: str = "atomic") -> Iterator[Path]:
-    """A path to write a file to, which takes the place of `path` as the block ends, and is on disk.
+    """Yield a path to write a file to, which replaces `path` whole, on disk, as the block ends.
 
     On any error it vanishes and the old file stays. `shared`: other processes may be at the same.
     """
@@ -48,14 +48,14 @@ def rename(old: Path, new: Path, points: str = "atomic") -> None:
 
 
 def sync_folder(path: Path, points: str = "atomic") -> None:
-    """Have the names in a folder on disk."""
+    """Write the names in a folder through to the disk."""
     fault_point(f"{points}.before_folder_fsync")
     sync(path)
     fault_point(f"{points}.after_folder_fsync")
 
 
 def sync(path: Path) -> None:
-    """Have the contents of a file, or the names in a folder, on disk."""
+    """Write the contents of a file, or the names in a folder, through to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -33,7 +33,7 @@ class RankError(RuntimeError):
 
 
 def packed(error: Exception) -> str:
-    """One of these errors as text, for another process to raise; "" for any other."""
+    """One of parallel3d's errors as text, for another process to raise; "" for any other error."""
     kinds = (kind.__name__ for kind in type(error).__mro__ if kind.__module__ == __name__)
     kind = next(kinds, "")
     return f"{kind} {error}" if kind else ""

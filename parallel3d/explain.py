@@ -1,4 +1,4 @@
-"""Lists the settings (for `--help`), and turns pydantic's errors into problems with remedies."""
+"""The settings as a list (for `--help`), and pydantic's errors as problems with remedies."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -50,7 +50,7 @@ class Setting:
 
 
 def settings(section: type[Section], prefix: str = "") -> list[Setting]:
-    """Every setting of the section and of those in it, in the order of the file."""
+    """Every setting of a section and of the sections in it, in the order of the file."""
     found: dict[Setting, list[str]] = {}
     for setting in _walk(section, prefix, section.beyond):
         found.setdefault(replace(setting, only=""), []).append(setting.only)

@@ -1,4 +1,4 @@
-"""What a device can do at most: from configs/hardware/*.json, and from the user's own folder.
+"""Hardware: what a device can do at most, from configs/hardware/*.json and the user's own folder.
 
 Each figure names its source. The user's own descriptions, and what is measured of this machine,
 are in $XDG_CONFIG_HOME/parallel3d/hardware (~/.config without it); of two with one name these are
@@ -43,7 +43,7 @@ def _plausible(value: float, info: ValidationInfo) -> float:
 
 
 class Figure(Section):
-    """A number and where it is from."""
+    """A number and its source."""
 
     value: Annotated[float, AfterValidator(_plausible)]
     """The number, in the unit that the field's name says."""
@@ -94,7 +94,7 @@ ByDtype = Annotated[Mapping[str, Figure], _known(DTYPES)]
 
 
 class Link(Section):
-    """What connects devices."""
+    """What connects devices: its speed and its latency."""
 
     bandwidth: Figure
     """Bytes a second that one device sends while it receives as many (one direction)."""
@@ -183,7 +183,7 @@ class Hardware(Section):
 
 
 def user_folder() -> Path:
-    """The folder of the user's own descriptions, be it there or not."""
+    """The folder of the user's own descriptions of hardware, whether it exists or not."""
     base = os.environ.get("XDG_CONFIG_HOME", "")
     # By the standard a relative path is none.
     home = Path(base) if os.path.isabs(base) else Path.home() / ".config"
@@ -191,7 +191,7 @@ def user_folder() -> Path:
 
 
 def names() -> list[str]:
-    """The hardware that is described, in configs/hardware or by the user."""
+    """Names of the hardware that is described, in configs/hardware or by the user."""
     return sorted(_files())
 
 
@@ -201,7 +201,7 @@ def _files() -> dict[str, Path]:
 
 
 def load(name: str, place: str = "parallel3d.run.hardware") -> Hardware:
-    """The hardware of that name or alias, in any case, or in the file of that path.
+    """The hardware of a name or alias, in any case, or in the file of a path.
 
     A path ends in .json. Raises ConfigError, which says that the name stands at `place`, if none is
     described.

@@ -15,7 +15,7 @@ Job = tuple[str, str, int]
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a lock; what the file says."""
+    """Who holds a lock, as its file says."""
 
     token: str
     """Of this lock alone: no two are equal."""
@@ -36,7 +36,7 @@ class Holder:
         return f"process {self.pid} on {self.host}{jobs}, since {self.since}"
 
     def is_alive(self, jobs: tuple[Job, ...] = ()) -> bool | None:
-        """Whether it lives; None where its heartbeat alone can tell. `jobs` are the asker's."""
+        """Whether the holder lives; None if only its heartbeat can tell. `jobs` are the asker's."""
         if (self.host, self.place) == (socket.gethostname(), place_of_this_process()):
             return start_of(self.pid) == self.started
         for kind, name, count in self.jobs:
@@ -67,14 +67,14 @@ def read(path: Path) -> Holder | None:
 
 
 def text_of(holder: Holder) -> str:
-    """The contents of the file, always as long: a heartbeat overwrites the one before."""
+    """The text of a lock's file, always of one length: a heartbeat overwrites the one before."""
     said = asdict(holder)
     beat = said.pop("beat")
     return f'{json.dumps(said)[:-1]}, "beat": {beat:12}}}\n'
 
 
 def place_of_this_process() -> str:
-    """What tells two machines, and two containers of one machine, apart."""
+    """What tells two machines apart, and two containers of one machine."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"

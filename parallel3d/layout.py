@@ -35,7 +35,7 @@ class Column:
 
 
 def console(as_json: bool) -> Console:
-    """Where a command prints: beside --json on standard error.
+    """The console that a command prints to: standard error beside --json.
 
     As wide as the terminal; elsewhere as COLUMNS says, else as most tables are in one line.
     """
@@ -55,7 +55,7 @@ def show(
 
 
 def say(out: Console, text: Cell, indent: str = "") -> None:
-    """Print a paragraph, wrapped at words; its later lines begin with `indent`.
+    """Print a paragraph, wrapped at words; later lines begin with `indent`.
 
     A path stays whole, so that it can be copied, even where it is longer than a line.
     """

@@ -27,7 +27,7 @@ _SETTLE = 0.2  # seconds after which a lock is looked at again, where nothing gu
 
 
 class Held(Exception):
-    """A living process holds the lock."""
+    """The error that a living process holds a lock."""
 
     def __init__(self, holder: Holder) -> None:
         super().__init__(str(holder))
@@ -35,7 +35,7 @@ class Held(Exception):
 
 
 def end_this_process(text: str) -> None:
-    """What a lost lock comes to: nothing more may be written, so nothing is cleaned up either."""
+    """End this process without cleaning up, after a lost lock: nothing more may be written."""
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
     os._exit(1)
@@ -66,7 +66,7 @@ class Lock:
         self._heart: threading.Thread | None = None
 
     def take(self, say: Callable[[str], None] = lambda text: None) -> None:
-        """Take it; Held if a living process has it, OSError where no file can be made.
+        """Take the lock; Held if a living process has it, OSError where no file can be made.
 
         Of a holder on another machine it waits for a heartbeat, and says so.
         """
@@ -83,7 +83,7 @@ class Lock:
             dead = self._listen(holder)
 
     def wait(self, on_wait: Callable[[], None]) -> None:
-        """Take it once nobody has it; `on_wait` is called if somebody does now, or may."""
+        """Take the lock once nobody has it; `on_wait` is called if somebody has it now, or may."""
         nap, said = 0.0, False
 
         def say(text: str = "") -> None:
@@ -101,7 +101,7 @@ class Lock:
                 time.sleep(nap)
 
     def try_to_take(self, dead: str = "") -> Holder | None:
-        """Take it if it is free, or its holder dead; else who holds it. Waits for nothing.
+        """Take the lock if it is free, or its holder dead; else give the holder, without waiting.
 
         `dead` is the token of a holder that is known to be dead.
         """
@@ -126,7 +126,7 @@ class Lock:
         return None
 
     def release(self) -> None:
-        """Let go of it; without effect where it is not held."""
+        """Let go of the lock; without effect where it is not held."""
         if self._heart is None:
             return
         self._ended.set()

@@ -14,12 +14,12 @@ MODELS, SCHEDULES = "PARALLEL3D_MODELS", "PARALLEL3D_SCHEDULES"
 
 
 def from_environment(variable: str) -> list[str]:
-    """The folders that a variable lists."""
+    """The folders that an environment variable lists."""
     return [folder for folder in os.environ.get(variable, "").split(os.pathsep) if folder]
 
 
 def add(folder: str, search_path: MutableSequence[str], variable: str) -> None:
-    """Look into `folder` from now on, behind what `search_path` has; a second time does nothing."""
+    """Search `folder` from now on, behind what `search_path` has; a second time does nothing."""
     folder = os.path.abspath(folder)
     if folder not in search_path:
         search_path.append(folder)

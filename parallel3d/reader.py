@@ -1,4 +1,4 @@
-"""Reads ds.json: JSON with comments and trailing commas, and settings from the command line.
+"""The reader of ds.json: JSON with comments and trailing commas, and settings of the command line.
 
 DeepSpeed reads its file with hjson, which takes `lr: 1e-3 # fast` for a string and trains with it.
 Here everything beyond comments and trailing commas is an error with its line.
@@ -49,7 +49,7 @@ def _is_folder(path: Path) -> bool:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The object in the file; raises ConfigError with the line where it is not JSON.
+    """The object in a config file; raises ConfigError with the line where it is not JSON.
 
     A byte order mark, which some editors write, is no part of the text.
     """

@@ -12,7 +12,7 @@ from parallel3d.errors import ConfigError
 
 @dataclass(frozen=True)
 class Beyond:
-    """What a file's classes do not tell of it, for its list of settings and its errors.
+    """What a file's classes do not tell of its settings, for their list and their errors.
 
     `choices`: sections of one class or another, by path: the key that tells, and the classes by its
     value. `refused`: keys that are known and refused, by section: "rule; remedy". `autos`: paths
@@ -48,7 +48,7 @@ class Problem:
     remedy: str
 
     def under(self, prefix: str) -> "Problem":
-        """The same problem, seen from the section that holds this one at `prefix`."""
+        """A problem as seen from the section around its own, which stands there at `prefix`."""
         return replace(self, path=".".join(part for part in (prefix, self.path) if part))
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Says of a key that is no setting what may have been meant."""
+"""Suggestions: what a key that is no setting may have meant."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches

@@ -29,7 +29,7 @@ ZEROS, ONES = Init(), Init(value=1.0)
 
 
 class RopeScaling(Section):
-    """How positions beyond those of a first pretraining are told apart: Llama 3.1's rule."""
+    """Llama 3.1's rule for positions beyond the length of the first pretraining."""
 
     rope_type: Literal["llama3"] = "llama3"
     """Slow rotations are slowed by `factor`, fast ones kept, those between blended."""

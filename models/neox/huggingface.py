@@ -104,7 +104,7 @@ def to_huggingface(config: Config, weights: Mapping[str, Tensor]) -> dict[str, T
 
 
 def from_huggingface(config: Config, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The inverse: weights, or gradients, under our global names.
+    """Whole tensors under the names of transformers -> the same under our global names.
 
     Raises KeyError if one is missing; a tied output projection is left out.
     """

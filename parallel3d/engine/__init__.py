@@ -1,4 +1,4 @@
-"""All of DeepSpeed: forward, backward, step, norm, shards (the only package that imports it)."""
+"""DeepSpeed's forward, backward, step, norm and shards: the only package that imports DeepSpeed."""
 
 import os
 

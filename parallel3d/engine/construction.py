@@ -108,7 +108,7 @@ def _plain_building(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def writing(parameter: nn.Parameter) -> Iterator[tuple[Tensor, int]]:
-    """This rank's part of a parameter, flat and to be written, and the index of its first element.
+    """Write this rank's part of a parameter: yields it, flat, and the index of its first element.
 
     The part that ZeRO-3 left here, or the whole parameter under the other stages; counted in
     the flattened tensor-parallel part. A part that lies on NVMe is read first, and written back.
@@ -127,7 +127,7 @@ def writing(parameter: nn.Parameter) -> Iterator[tuple[Tensor, int]]:
 
 
 def swap_folder(parameter: nn.Parameter) -> Path | None:
-    """The folder in which `building` has a parameter swapped, if it has."""
+    """The folder that `building` swaps a parameter to; None where it is not on NVMe."""
     swapper = getattr(parameter, "nvme_swapper", None)
     # DeepSpeed appends zero_stage_3/<type>params/rank<n>.
     return None if swapper is None else Path(swapper.swap_folder).parents[2]

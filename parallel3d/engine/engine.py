@@ -131,22 +131,22 @@ class Engine:
         )
 
     def gather(self, stage: int) -> None:
-        """Start to gather a stage's weights; those of ZeRO-3 that a program gathers."""
+        """Start to gather a stage's ZeRO-3 weights, where the program says when."""
         if self._weights:
             self._weights.gather(stage)
 
     def wait_for_weights(self, stage: int) -> None:
-        """Have the weights there that `gather` has sent for."""
+        """Wait for the weights of a stage that `gather` has started to gather."""
         if self._weights:
             self._weights.wait(stage)
 
     def release(self, stage: int) -> None:
-        """Let go of a stage's gathered weights."""
+        """Free a stage's gathered weights."""
         if self._weights:
             self._weights.release(stage)
 
     def reduce(self, stage: int) -> None:
-        """Reduce a stage's gradients, all of which are there."""
+        """Reduce a stage's gradients over the mesh, once its last backward has added to them."""
         self._reduction.reduce(stage)
 
     def accumulation(self) -> AbstractContextManager[None]:
@@ -180,7 +180,7 @@ class Engine:
         return output
 
     def backward(self, output: Tensor, grad: Tensor | None = None, *, stage: int = 0) -> None:
-        """Backward from a stage's output, given its gradient; from the loss, given none."""
+        """Run a stage backward from its output's gradient, or from the loss where none is given."""
         if self.settings.runs_without_hooks:
             scaled = self._deepspeed.optimizer.scale_if_loss(output) if grad is None else output
             with added_in_place():
@@ -198,11 +198,11 @@ class Engine:
 
     @property
     def loss_scale(self) -> float:
-        """What `backward` multiplies a loss by, and the gradients that it is given must carry."""
+        """The factor that `backward` multiplies a loss by; gradients given to it must carry it."""
         return float(self._deepspeed.optimizer.loss_scale)
 
     def step(self, lr: float) -> StepResult:
-        """Clip by the norm over the whole mesh and update the weights, or queue what does.
+        """Clip gradients by their norm over the whole mesh, and update the weights.
 
         `lr` is that of the standard parametrisation; each group has its roles' share of it.
 

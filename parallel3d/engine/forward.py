@@ -16,7 +16,7 @@ from parallel3d.mesh.mesh import Mesh
 
 
 class ForwardEngine:
-    """Runs stages that were built with the same `settings`, in evaluation.
+    """Stages of this rank, built with the same `settings`, for evaluation alone.
 
     Parameters that are cut over dp (ZeRO-3) are gathered layer by layer, by DeepSpeed.
     """
@@ -45,7 +45,7 @@ class ForwardEngine:
         return output
 
     def wait_for_weights(self, stage: int) -> None:
-        """Nothing: they are gathered in the forward."""
+        """Wait for nothing: DeepSpeed gathers the weights in the forward."""
 
     def close(self) -> None:
         """Free DeepSpeed's hooks and buffers, and remove its files."""
@@ -56,7 +56,7 @@ class ForwardEngine:
 
 
 def forward_settings(settings: EngineSettings) -> EngineSettings:
-    """The settings with which stages are built that are only run forward.
+    """The engine's settings for stages that are only run forward.
 
     They are cut over dp where those of the training are, and else whole.
     """

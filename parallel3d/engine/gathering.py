@@ -17,7 +17,7 @@ Layers = Mapping[int, Sequence[nn.Module]]  # of each stage of a rank
 
 
 class GatheredWeights:
-    """Gathers and releases the weights of whole stages.
+    """The weights of whole stages, gathered and released on request.
 
     A weight that two stages of a rank share stays as long as one of them is gathered. What
     DeepSpeed keeps whole all the time (below `stage3_param_persistence_threshold`) is not released.
@@ -52,7 +52,7 @@ class GatheredWeights:
             self._holders.update(parameters)
 
     def wait(self, stage: int) -> None:
-        """Have a stage's weights there for what is computed, or queued, from here on."""
+        """Wait for a stage's weights: whatever is computed, or queued, after may use them."""
         assert stage in self._gathered, f"stage {stage} has no weights: no GATHER before it"
         coming = deque(self._coming.pop(stage, ()))
         while coming:  # a layer's buffer goes once it is copied out of it

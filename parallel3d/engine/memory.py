@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 
 def held_bytes(engine: Any, parameters: Iterable[nn.Parameter]) -> dict[str, int]:
-    """Bytes that this rank holds in memory now, the device's or (offloaded) the host's.
+    """Bytes of parameters, gradients, optimizer and buffers that this rank holds now, by kind.
 
     "parameters": in the training type, ZeRO-3's shards or the whole; "gradients": the accumulated
     ones, whole or shards; "optimizer": fp32 masters and moments; "buckets": the buffers that
@@ -78,7 +78,7 @@ def _bytes(tensors: Iterable[Tensor | None], seen: set[int]) -> int:
 
 @dataclass
 class Peaks:
-    """The most that was held at once while `watching`.
+    """The most elements and bytes that ZeRO-3 held at once while `watching`.
 
     `gathered_elements`: of parameters that DeepSpeed says it has gathered. `gathered_bytes`: of
     all storages that held a gathered parameter and are still alive, released or not: what an

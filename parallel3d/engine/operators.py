@@ -78,7 +78,7 @@ def _is_shared(directory: Path) -> bool:
 
 
 def wait_for_build(directory: Path) -> None:
-    """Until nobody builds there, or the one who did is dead."""
+    """Wait until no living process builds an operator in a directory."""
     while (directory / "lock").exists() and not remove_stale_lock(directory):
         time.sleep(0.2)
 

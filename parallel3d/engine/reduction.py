@@ -19,7 +19,7 @@ _BUCKET = 500_000_000  # DeepSpeed's own reduce_bucket_size
 
 
 class Reduction:
-    """Sums a step's gradients: over tp what is partial, over its owners what is tied, over dp all.
+    """The sums of a step's gradients: of partial ones over tp, tied ones over owners, all over dp.
 
     Once a step: a stage's by `reduce(stage)`, when its last one is there, and on leaving
     `accumulation` what is left: weights that two stages share, and stages nobody reduced. Or after
@@ -70,7 +70,7 @@ class Reduction:
             self._sum(self._waiting.values())
 
     def reduce(self, stage: int) -> None:
-        """Reduce what a stage's last backward has completed; collective over dp, and over tp."""
+        """Reduce a stage's gradients after its last backward; collective over dp, and over tp."""
         assert self._settings.reduces_once, "DeepSpeed reduces after each microbatch"
         self._reduce(self._of_stage[stage])
 

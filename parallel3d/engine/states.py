@@ -60,7 +60,7 @@ class States:
 
     @contextmanager
     def opened(self, block_index: int, write: bool = False) -> Iterator[list[dict[str, Tensor]]]:
-        """Each piece's flat fp32 tensors [numel] by kind: the live memory, where it lies.
+        """Each piece's flat fp32 tensors [numel] by kind; they are the live memory.
 
         Moments that do not exist before the first step are zeros. `write`: what is written into
         the tensors is kept. One block at a time, between steps; no tensor is valid after the block
@@ -75,7 +75,7 @@ class States:
 
     @torch.no_grad()
     def finish_loading(self) -> None:
-        """Bring the weights that forward uses to the masters, after all of them were written.
+        """Copy masters that were written into the weights that the forward uses.
 
         Collective over the data-parallel group.
         """
@@ -89,7 +89,7 @@ class States:
                 self._zero._reassign_or_swap_out_partitioned_parameters(group)
 
     def counters(self) -> dict[str, Any]:
-        """What `set_counters` needs, as JSON has it: "optimizer_steps" and "loss_scale".
+        """The counters that `set_counters` takes, as JSON: "optimizer_steps" and "loss_scale".
 
         The steps are those that Adam took (its bias correction). The loss scale is the state of
         fp16's dynamic scaler; None where the scale is fixed, and outside fp16.
@@ -102,7 +102,7 @@ class States:
         return {"optimizer_steps": steps.pop(), "loss_scale": scale}
 
     def set_counters(self, counters: Mapping[str, Any]) -> None:
-        """Go on from these counters. A scaler that is not dynamic, or not given, stays as it is."""
+        """Go on from these counters; a loss scaler that is fixed, or not given, stays as it is."""
         steps = int(counters["optimizer_steps"])
         states = self._zero.optimizer.state
         for group, master in enumerate(self._masters):

@@ -26,7 +26,7 @@ _locks: dict[Path, int] = {}  # this process's folders, and the locks that say t
 
 
 def make_folder(nvme_path: str, mesh: Mesh, setting: str) -> Path:
-    """A new folder for this rank under `nvme_path`, whose setting's name is given.
+    """Make a swap folder for this rank under `nvme_path`; errors name the setting.
 
     Collective: raises ConfigError on all ranks if one of them cannot write there. What runs that
     were killed left behind there is removed first.
@@ -43,7 +43,7 @@ def make_folder(nvme_path: str, mesh: Mesh, setting: str) -> Path:
 
 
 def check_writable(nvme_path: str, mesh: Mesh, setting: str) -> None:
-    """Raise ConfigError if this rank cannot write under `nvme_path`; nothing stays there."""
+    """Raise ConfigError if this rank cannot write under `nvme_path`; no file stays there."""
     with _named(nvme_path, mesh, setting), tempfile.TemporaryFile(dir=nvme_path) as file:
         file.write(b"a byte")
 
@@ -61,7 +61,7 @@ def _named(nvme_path: str, mesh: Mesh, setting: str) -> Iterator[None]:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove one of this process's folders, and all in it."""
+    """Remove one of this process's swap folders, with all in it."""
     if folder in _locks:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(_locks.pop(folder))
@@ -69,7 +69,7 @@ def remove_folder(folder: Path) -> None:
 
 @atexit.register
 def remove_folders() -> None:
-    """Remove all of this process's folders."""
+    """Remove all swap folders of this process."""
     for folder in list(_locks):
         remove_folder(folder)
 

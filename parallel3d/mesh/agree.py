@@ -11,7 +11,7 @@ _T = TypeVar("_T")
 
 
 def agree(mesh: Mesh, work: Callable[[], _T]) -> _T:
-    """What `work` gives on this rank, once it is done on all.
+    """Do `work` on every rank: gives this rank's result, or raises the first rank's error on all.
 
     Collective, on the group that is aside: a rank that waits here hears signals. A Parallel3DError
     or TrainingError of a rank, the first in their order, is raised on all, of the same kind and
@@ -28,7 +28,7 @@ def agree(mesh: Mesh, work: Callable[[], _T]) -> _T:
 
 
 def on_first(mesh: Mesh, work: Callable[[], Any]) -> Any:
-    """What `work`, done on rank 0 alone, gives: a JSON value, on every rank.
+    """Do `work` on rank 0 alone, and give its result, a JSON value, on every rank.
 
     Collective; its errors are raised as `agree` does.
     """

@@ -11,7 +11,7 @@ from parallel3d.mesh.launch import Launch
 
 
 def settle_accelerator() -> str:
-    """The type of this machine's accelerators, "cpu" where there are none; DeepSpeed is told.
+    """Tell DeepSpeed the type of this machine's accelerators, "cpu" without any, and give it.
 
     To ask a machine starts CUDA's driver, and what is forked from a process that has asked can use
     no GPU. So DeepSpeed must be told, before it is imported where ranks are forked: it would ask.
@@ -44,7 +44,7 @@ def pick_device(launch: Launch) -> torch.device:
 
 
 def identity_of(device: torch.device) -> str:
-    """What no two devices of a machine have in common; "" where nothing is known of it."""
+    """What tells a device from all others of its machine; "" where nothing is known of it."""
     if device.type == "cpu":
         return ""
     properties = torch.get_device_module(device).get_device_properties(device)
@@ -52,7 +52,7 @@ def identity_of(device: torch.device) -> str:
 
 
 def claim_device(identity: str, launch: Launch, store: dist.Store) -> None:
-    """Raise ConfigError if another rank has the device of that identity: NCCL wants one each."""
+    """Raise ConfigError if another rank uses the same device: NCCL wants one for each rank."""
     if not identity:
         return
     owner = int(store.compare_set(f"device {identity}", "", str(launch.rank)))

@@ -18,7 +18,7 @@ def set_allocator() -> None:
 
 
 def steering() -> list[str]:
-    """The variables that are set, as NAME=value, in the order of their names."""
+    """The variables that steer devices, those that are set, as NAME=value in order of name."""
     return [
         f"{name}={value}"
         for name, value in sorted(os.environ.items())

@@ -18,7 +18,7 @@ BACKEND = "PARALLEL3D_BACKEND"  # in the environment: "strict", or nothing
 
 
 def choose_backend(device: torch.device) -> str:
-    """The device's own library; what the environment names instead, for tests."""
+    """The backend of process groups: the device's own, or what the environment names for tests."""
     # The pipeline's transfers are meant to be serialised; each rank would say that they are.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     if not (text := os.environ.get(BACKEND, "")):
@@ -29,7 +29,7 @@ def choose_backend(device: torch.device) -> str:
 
 
 def options_of(backend: str, timeout: timedelta, urgent: bool = False) -> Any:
-    """What a group of NCCL's is made with, None elsewhere.
+    """The options that a group of NCCL's is made with; None under other backends.
 
     `urgent`: its kernels go before the compute's where both are ready, so that what another rank
     waits for is not held up.
@@ -66,7 +66,7 @@ def split(
 
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Let the group's operations fail after `timeout` from now on."""
+    """Let a group's operations fail after `timeout` from now on."""
     if isinstance(group, strict.StrictGroup):
         group.set_timeout(timeout)
     else:

@@ -1,4 +1,4 @@
-"""How the processes of a launch find each other (floor 1)."""
+"""How the processes of a launch find each other, and how they part (floor 1)."""
 
 import os
 import re
@@ -94,7 +94,7 @@ def join(launch: Launch, device: torch.device, watched: bool = False) -> None:
 
 
 def lost_peer(error: Exception) -> str:
-    """One line, if it is that another rank died or is silent; else ""."""
+    """One line on an error if it says that another rank died or is silent; else ""."""
     # gloo's errors are plain RuntimeErrors: "[<source file>] <reason>. This is typically ..."
     text = re.sub(r"^\[[^]]*gloo/[^]]*\] ", "", str(error)).partition(". This is typically")[0]
     is_lost = isinstance(error, dist.DistError) or text != str(error)

@@ -60,7 +60,7 @@ class Launch:
         return cls(0, 1, 0, jobs=jobs_of_this_process())
 
     def announce(self, port: int) -> None:
-        """Tell this process what a launcher would, the store on `port` of this machine."""
+        """Set the environment variables of a launch; the store is on `port` of this machine."""
         os.environ |= {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
@@ -91,7 +91,7 @@ def _tasks_on_this_node(least: int, most: int) -> int:
 
 
 def jobs_of_this_process() -> tuple[Job, ...]:
-    """The jobs that this process is part of, the innermost last; how often each was started."""
+    """The scheduler jobs that this process is in, innermost last, with their restarts."""
     names = (
         ("slurm", "SLURM_JOB_ID", "SLURM_RESTART_COUNT"),
         ("torchelastic", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),

@@ -100,7 +100,7 @@ class Mesh:
         return dist.get_world_size(self._groups[axis])
 
     def coord(self, axis: str) -> int:
-        """This rank's coordinate on an axis."""
+        """The coordinate of this rank on an axis."""
         return dist.get_rank(self._groups[axis])
 
     def group(self, axis: str) -> dist.ProcessGroup:
@@ -131,7 +131,7 @@ class Mesh:
         return str(dist.get_backend())
 
     def isend(self, tensor: torch.Tensor, pp_coord: int, tag: int) -> Transfer:
-        """Start sending to the same dp and tp coordinates at another pipeline coordinate."""
+        """Start to send to another pipeline coordinate, at the same dp and tp coordinates."""
         group = self._pipe(pp_coord - self._coords["pp"])
         work = dist.isend(tensor, group=group, tag=tag, group_dst=pp_coord)
         assert work is not None
@@ -149,7 +149,7 @@ class Mesh:
         return self._groups["pp"] if step > 0 else self._backward
 
     def join_pair(self, a: int, b: int) -> dist.ProcessGroup | None:
-        """The pipeline coordinates `a` and `b` at equal dp and tp: a tied weight's two owners.
+        """Join pipeline coordinates `a` and `b`, a tied weight's owners, at equal dp and tp.
 
         None on the coordinates that are neither, and where the two are one. Collective over the
         world, before `set_timeouts`; it makes a group once.
@@ -201,7 +201,7 @@ class Mesh:
         return rows
 
     def sum_floats(self, mine: torch.Tensor) -> list[float]:
-        """The sum over all ranks of `mine` [n], which stays as it is; the host waits to read it."""
+        """Sum `mine` [n] over all ranks, on the host, which waits for it; `mine` is unchanged."""
         total = mine.clone()
         dist.all_reduce(total)
         numbers: list[float] = total.tolist()
@@ -223,7 +223,7 @@ class Mesh:
         return [bytes(t[:n].tolist()).decode() for t, n in zip(everyone, sizes, strict=True)]
 
     def broadcast_text(self, text: str) -> str:
-        """Rank 0's text on every rank, on the group that is aside: no rank receives it twice."""
+        """Rank 0's text on every rank, over gloo."""
         length = torch.tensor([len(text.encode())])
         wait_with_open_ears(dist.broadcast(length, 0, self._aside, async_op=True))
         data = torch.zeros(int(length), dtype=torch.uint8)
@@ -266,7 +266,7 @@ class Mesh:
 
     @contextmanager
     def one_at_a_time(self) -> Iterator[bool]:
-        """Node by node: local rank 0 runs the body first, its peers afterwards.
+        """Run the body node by node: local rank 0 first, the other ranks of its node afterwards.
 
         Yields whether this rank is the first. For work whose result the node's ranks share
         through the file system.

@@ -17,7 +17,7 @@ _MOST_FILES = 2**20  # some containers allow 2^30, and programs that start other
 
 
 def allow_open_files() -> None:
-    """Raise this process's limit of open files to what it may be: gloo takes a socket a peer."""
+    """Raise this process's limit of open files to its maximum: gloo takes a socket per peer."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -26,7 +26,7 @@ def allow_open_files() -> None:
 
 
 def connect_on_demand() -> None:
-    """Have gloo connect two ranks as they first talk, not each with each.
+    """Have gloo connect two ranks when they first talk, instead of every two at the start.
 
     For the groups beside NCCL's, whose rings and trees have a few neighbours.
     """
@@ -69,7 +69,7 @@ def address_of_host() -> str:
 
 
 def address_towards(host: str) -> str:
-    """This host's own address on the way to another; "" if there is no way. Nothing is sent."""
+    """The address of this host on the way to another, nothing sent; "" if there is no way."""
     with suppress(OSError):
         family, kind, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as s:
@@ -79,12 +79,12 @@ def address_towards(host: str) -> str:
 
 
 def is_local(address: str) -> bool:
-    """Whether no other host reaches an address; so it is with none."""
+    """Whether an address, or the lack of one, is out of reach of every other host."""
     return not address or ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def interface_of(address: str) -> str:
-    """The name of the interface that has this address; "" if none has."""
+    """The name of the network interface that has an address; "" if none has."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(found.address == address for found in addresses):
             return str(name)

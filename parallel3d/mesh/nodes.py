@@ -20,7 +20,7 @@ class Nodes:
     """By rank, what no two machines have in common."""
 
     def first(self, rank: int) -> int:
-        """The first of the ranks that are on the machine of `rank`: it does what is done once."""
+        """The first of the ranks on the machine of `rank`: it does what is done once a machine."""
         return self.machines.index(self.machines[rank])
 
     @property
@@ -29,7 +29,7 @@ class Nodes:
         return len(set(self.machines)) > 1
 
     def torn(self, size: int) -> list[range]:
-        """The groups of `size` neighbouring ranks that are on several machines."""
+        """The groups of `size` neighbouring ranks that lie on several machines."""
         starts = range(0, len(self.machines), size)
         groups = (range(start, start + size) for start in starts)
         return [group for group in groups if len({self.machines[rank] for rank in group}) > 1]
@@ -57,7 +57,7 @@ def machine_of_this_process() -> str:
 
 
 def appears(look: Callable[[], bool], seconds: float = 5.0) -> bool:
-    """Whether `look` comes true: what another host wrote, a file system may show late."""
+    """Whether `look` comes true in time: a file system may show another host's files late."""
     deadline = time.monotonic() + seconds
     while not look():
         if time.monotonic() > deadline:

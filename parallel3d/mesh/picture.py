@@ -6,7 +6,7 @@ _LIMIT = 8  # rows and columns shown; of a longer axis, the ends
 
 
 def draw_mesh(grid: Sequence[Sequence[Sequence[int]]]) -> str:
-    """The global ranks `grid[pp][dp][tp]`: a column for each pp coordinate, a row for each dp one.
+    """Draw the ranks `grid[pp][dp][tp]`: a column for each pp coordinate, a row for each dp.
 
     A cell holds the ranks of one tp group.
     """

@@ -26,7 +26,7 @@ _NAMES = {
 
 @dataclass
 class Calls:
-    """Operations of one kind on one group of `ranks` ranks.
+    """Operations of one kind on one group of `ranks` ranks: their number and bytes.
 
     `bytes`: of the whole messages: what an all-reduce sums, an all-gather gives, a reduce-scatter
     takes, a send sends.
@@ -53,7 +53,7 @@ class Traffic(TorchDispatchMode):
 
     @property
     def calls(self) -> list[Calls]:
-        """What was counted, by group and operation, the most bytes first."""
+        """The counted operations, by group and kind, the most bytes first."""
         return sorted(self._calls.values(), key=lambda c: -c.bytes)
 
     def __torch_dispatch__(

@@ -18,12 +18,12 @@ class Transfer:
     timeout: timedelta | None
 
     def wait(self) -> None:
-        """Until it is done; RuntimeError if the peer dies, or is silent for too long."""
+        """Wait until the transfer is done; RuntimeError if the peer dies or is silent too long."""
         if self.timeout is None:
             self.work.wait()
         else:
             self.work.wait(self.timeout)
 
     def is_completed(self) -> bool:
-        """Whether it is done."""
+        """Whether the transfer is done."""
         return self.work.is_completed()

@@ -14,7 +14,7 @@ _STORE_TIMEOUT = timedelta(seconds=5)
 
 
 def wait_with_open_ears(work: dist.Work) -> None:
-    """Until a collective that was started is done, with Python awake; RuntimeError if a peer dies.
+    """Wait for a started collective with Python awake; RuntimeError if a peer dies.
 
     A nap is a twentieth of the time waited so far: a short collective stays short.
     """
@@ -38,7 +38,7 @@ class SharedFlag:
         self._seen = False
 
     def set(self) -> None:
-        """Set it; RuntimeError if the process that keeps the store is gone."""
+        """Set the flag; RuntimeError if the process that keeps the store is gone."""
         self._store.set(self._name, "set")
         self._see()
 
@@ -49,7 +49,7 @@ class SharedFlag:
         return self._seen
 
     def wait_until_seen(self, seconds: float) -> bool:
-        """Whether every rank sees it set within that time: who keeps the store may end then."""
+        """Whether every rank sees the flag in time, after which the store's keeper may end."""
         deadline = time.monotonic() + seconds
         while self._store.add(f"{self._name} seen", 0) < self._size:
             if time.monotonic() > deadline:

@@ -16,7 +16,7 @@ LOGITS_AT_ONCE = 2**27
 
 
 def num_chunks(tokens: int, vocab: int) -> int:
-    """In how many parts the head computes `tokens` on a rank that holds `vocab` of its rows.
+    """How many parts the head computes `tokens` in, on a rank with `vocab` rows of its weight.
 
     In one, what backward needs of the logits is kept; in several it is computed again.
     """
@@ -24,7 +24,7 @@ def num_chunks(tokens: int, vocab: int) -> int:
 
 
 def chunk_tokens(tokens: int, vocab: int) -> int:
-    """The tokens of each part but the last, which has no more: the parts are about equal."""
+    """Tokens of each part that the head computes in; the last part may have fewer."""
     return -(-tokens // num_chunks(tokens, vocab))
 
 

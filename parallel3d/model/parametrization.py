@@ -63,7 +63,7 @@ class Rate(NamedTuple):
 
 @dataclass(frozen=True)
 class Scales:
-    """The factors of one model, all global: no mesh changes them. 1 at the base model's sizes.
+    """The factors of one model, global on every mesh; 1 at the sizes of the base model.
 
     `width` and `depth`: how many times the base's this model's are. `input`, `branch` and `output`
     multiply the embedding's vectors, what a block's attention and MLP add to the residual stream,
@@ -80,7 +80,7 @@ class Scales:
 
     @classmethod
     def of(cls, settings: Parametrization, *, width: int, depth: int, head_size: int) -> "Scales":
-        """Those of a model of these sizes."""
+        """The factors of a model of these sizes."""
         if settings.base_width is None:
             return cls()
         wider, deeper = width / settings.base_width, depth / (settings.base_depth or depth)
@@ -120,7 +120,7 @@ class Scales:
         return None if self.query == 1 else self.query / sqrt(head_size)
 
     def rates(self) -> dict[Role | None, Rate]:
-        """Those of every role, and of a parameter that has none."""
+        """The factors of the rates of every role, and of a parameter without a role."""
         return {role: self.rate(role) for role in (None, *ROLES)}
 
 

@@ -1,4 +1,4 @@
-"""What a model family gives to the rest: its layers, as data (floor 0, no torch).
+"""A model's layers as data: parameters, shapes and costs (floor 0, no torch).
 
 The parameters that a layer declares are the ones that the initialiser seeds, the engine counts in
 the gradient norm, the checkpoints name and the planner adds up.
@@ -50,11 +50,11 @@ class ParamSpec:
     folded: tuple[float, ...] = ()
 
     def cut_dim(self, tp: int) -> int | None:
-        """The dim that `tp` ranks cut it along; None if each holds it whole."""
+        """The dim that `tp` ranks cut the parameter along; None if each holds it whole."""
         return None if self.units is not None and self.units < tp else self.tp_dim
 
     def is_partial(self, tp: int, sequence_parallel: bool) -> bool:
-        """Whether its gradients on the tp ranks must be summed.
+        """Whether the tp ranks' gradients of the parameter must be summed.
 
         So it is, too, for a parameter whose units each serve several ranks, and for all that is not
         cut under sequence parallelism, where each rank sees a part of the tokens.
@@ -69,7 +69,7 @@ class ParamSpec:
         return prod(self.shape)
 
     def elements(self, tp: int) -> int:
-        """Number of its elements on the tp rank that holds most of them."""
+        """Number of the parameter's elements on the tp rank that holds most of them."""
         dim = self.cut_dim(tp)
         if dim is None:
             return self.numel
@@ -99,7 +99,7 @@ class MatMul(NamedTuple):
 
     @property
     def flops(self) -> int:
-        """A multiply-add counts as two."""
+        """FLOPs of the product: a multiply-add counts as two."""
         return 2 * self.batch * self.m * self.k * self.n
 
 
@@ -114,12 +114,12 @@ class Attention(NamedTuple):
 
     @property
     def flops(self) -> int:
-        """Scores and their sum over the values, in full (no saving for the causal mask)."""
+        """FLOPs of scores and weighted values, in full (no saving for the causal mask)."""
         return 4 * self.batch * self.heads * self.seq * self.seq * self.head_size
 
 
 class Collective(NamedTuple):
-    """One collective of the tensor-parallel group; `elements` of the whole (gathered) tensor."""
+    """One collective of the tensor-parallel group over `elements` of the whole tensor."""
 
     kind: Literal["all_reduce", "all_gather", "reduce_scatter"]
     elements: int
@@ -142,7 +142,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Kept:
-    """Memory: `elements` of the training type (2 or 4 bytes), and `other` bytes whatever the type.
+    """Memory kept: `elements` of the training type (2 or 4 bytes), and `other` bytes of any type.
 
     `scores`: elements of attention scores that only the classic (not memory-efficient) attention
     kernel keeps, of the training type; of `dropped_scores` it keeps a dropped-out copy and a mask
@@ -160,7 +160,7 @@ class Kept:
     unfused: int = 0
 
     def bytes(self, element_bytes: int, classic: bool = False, fused_norms: bool = True) -> int:
-        """In bytes, for a training type of `element_bytes`."""
+        """Bytes kept, for a training type of `element_bytes`."""
         narrow = element_bytes < 4
         total = self.elements * element_bytes + self.other + 4 * self.copies * narrow
         if classic:
@@ -210,7 +210,7 @@ class LayerCost:
 
     @property
     def train_flops(self) -> int:
-        """Forward and backward: three times the forward (arXiv:2001.08361, section 2.1)."""
+        """FLOPs forward and backward: three times the forward (arXiv:2001.08361, section 2.1)."""
         return 3 * self.forward_flops
 
 
@@ -245,21 +245,21 @@ class LayerSpec:
 
     @property
     def num_params(self) -> int:
-        """Parameters that this layer adds to the model: a tied copy adds none."""
+        """Number of parameters that the layer adds to the model: a tied copy adds none."""
         return sum(p.numel for p in self.own_params)
 
     @property
     def own_params(self) -> tuple[ParamSpec, ...]:
-        """Its parameters but for tied copies, whose values belong to other layers."""
+        """The layer's parameters but for tied copies, whose values belong to other layers."""
         copies = {name for name, _ in self.tied}
         return tuple(p for p in self.params if p.name not in copies)
 
 
 def named_params(layers: Iterable[LayerSpec]) -> dict[str, ParamSpec]:
-    """Each parameter of a model by its global name; a tied copy is none."""
+    """Each parameter of a model by its global name; tied copies are left out."""
     return {f"{layer.name}.{p.name}": p for layer in layers for p in layer.own_params}
 
 
 def tied_names(layers: Iterable[LayerSpec]) -> dict[str, str]:
-    """The global name of each tied copy, and of the parameter whose value it shares."""
+    """Global names of the tied copies, each with its original's: whose value it shares."""
     return {f"{layer.name}.{copy}": original for layer in layers for copy, original in layer.tied}

@@ -14,14 +14,14 @@ _CLOSE = 2e-5  # seconds between two looks at one clock that are near enough
 
 
 class Timed(Protocol):
-    """What waits for the device to tell times, if `timed` says so."""
+    """A part that waits for the device to tell times, where `timed` says so."""
 
     timed: bool
 
 
 @contextmanager
 def timing(*parts: Timed) -> Iterator[None]:
-    """Let the parts time their steps meanwhile."""
+    """Let parts time their steps inside the context."""
     before = [part.timed for part in parts]
     for part in parts:
         part.timed = True
@@ -33,7 +33,7 @@ def timing(*parts: Timed) -> Iterator[None]:
 
 
 class DeviceClock:
-    """Marks moments in the order of the device's work: it is queued long before it runs.
+    """Moments marked in the order of the device's work, which is queued long before it runs.
 
     On a CPU, whose work is done when a call returns, marks are seconds of this process.
     """
@@ -43,7 +43,7 @@ class DeviceClock:
         self._first_seen: float | None = None  # unix time, of an accelerator's first mark
 
     def mark(self) -> Any:
-        """The moment at which all that was queued so far is done."""
+        """Mark the moment at which all that was queued so far is done."""
         if self._device.type == "cpu":
             return time.perf_counter()
         if self._first_seen is None:
@@ -53,7 +53,7 @@ class DeviceClock:
         return event
 
     def spans(self, marks: list[tuple[Action, Any, Any]]) -> tuple[float, float, list[Span]]:
-        """Unix times of the first mark and of now, and each action's seconds since the former.
+        """Unix times of the first mark and of now, and the seconds of each action since the mark.
 
         `marks`: actions with the marks before and after. Waits until the device is done.
         """

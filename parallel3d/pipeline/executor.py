@@ -1,4 +1,4 @@
-"""Runs one pipeline program: the schedule's own list, action by action (floor 4)."""
+"""The executor of a pipeline program: the schedule's own list, action by action (floor 4)."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -25,7 +25,7 @@ _Key = tuple[int, int]  # stage, microbatch
 
 
 class Microbatch(NamedTuple):
-    """What the stages are fed with; tokens and labels are [batch, seq] of int64.
+    """Input of the stages for one microbatch; tokens and labels are [batch, seq] of int64.
 
     The first stage uses the tokens, the last one the labels; a rank without it may have none. All
     use the `segments`, where tokens may not see beyond their own document. `weights` (fp32, [batch,
@@ -40,7 +40,7 @@ class Microbatch(NamedTuple):
 
 
 def let_go(output: Tensor) -> None:
-    """Leave an output its shape and its graph, which is all that its backward asks for.
+    """Let go of an output's data: its backward asks for its shape and its graph alone.
 
     Its data stays with whoever else holds it: a message on its way, the next stage, and autograd
     where an operator needs its own result.
@@ -49,7 +49,7 @@ def let_go(output: Tensor) -> None:
 
 
 class Executor:
-    """Runs `schedule`'s program of this rank for one batch after another.
+    """The executor of `schedule`'s program on this rank, for one batch after another.
 
     `hidden_shape` is the shape of what passes between stages: [batch, seq, hidden], or [batch,
     seq / tp, hidden] under sequence parallelism. With `scatter`, where all ranks of tp have the

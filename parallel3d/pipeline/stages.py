@@ -1,4 +1,4 @@
-"""Builds and initialises this rank's layers (floor 4)."""
+"""The layers of this rank's stages, built and initialised (floor 4)."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -44,7 +44,7 @@ class Stages(nn.Module):
         segments: Segments | None = None,
         weights: Tensor | None = None,
     ) -> Tensor:
-        """Token ids or activations -> activations; the mean loss where `labels` are given.
+        """Run a stage: token ids or activations -> activations; the mean loss given `labels`.
 
         With `weights` [batch, seq] the sum of the losses times these; in evaluation each token's
         loss [batch, seq]. `segments` are of documents that do not see each other.
@@ -65,7 +65,7 @@ class Stages(nn.Module):
 
 @dataclass(frozen=True)
 class BuiltStages:
-    """This rank's stages, the parameters in them, and the key of their dropout masks."""
+    """Stages of one rank, the parameters in them, and the key of their dropout masks."""
 
     module: Stages
     held: tuple[HeldParameter, ...]
@@ -74,7 +74,7 @@ class BuiltStages:
 
 
 def place_layers(layers: Sequence[LayerSpec], num_stages: int, shape: Shape) -> tuple[range, ...]:
-    """Which layers each stage runs, balanced by their cost for a microbatch of `shape`."""
+    """Place layers on stages, balanced by their cost for a microbatch of `shape`."""
     return partition([float(layer.cost(shape).forward_flops) for layer in layers], num_stages)
 
 

@@ -1,4 +1,4 @@
-"""What the header of a safetensors file says of its tensors; no number in it is trusted."""
+"""The header of a safetensors file, read without trusting any number in it."""
 
 import os
 from math import prod
@@ -28,7 +28,7 @@ class Stored(NamedTuple):
 
 
 def read_header(file: ArrayFile) -> dict[str, Stored]:
-    """The tensors of a file by their names. Raises CheckpointError for what is no such file."""
+    """Read the tensors of a file by their names; raises CheckpointError for another file."""
     try:
         return _parse(file)
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -17,7 +17,7 @@ from parallel3d.pretrained.weights import Weights
 
 
 def find_weights(config: Any, mesh: Mesh) -> Path:
-    """The folder of the model that `config`, of a model, starts from, sound as far as headers tell.
+    """The folder of published weights that `config`, of a model, starts from, once checked.
 
     Collective. A model on the hub is fetched, by the first rank of each node. Raises ConfigError or
     CheckpointError on all ranks where the folder is missing, or is not what the config has found.

@@ -10,7 +10,7 @@ _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def remark(model: Path, tokenizer: Path, shown: str) -> str:
-    """What to say of a corpus' `tokenizer` beside a model's folder; "" where they are one.
+    """What to say of a corpus' `tokenizer` beside a model's folder; "" where they are the same.
 
     `shown`: what the user calls the model. They are one if the same ids stand for the same tokens,
     and a sample of text becomes the same ids.

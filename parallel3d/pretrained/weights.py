@@ -24,7 +24,7 @@ _COMPARED = 2**20  # elements of a tied weight's two copies that are compared at
 
 
 class Weights:
-    """The weights in a folder of transformers, for a model whose `config` its config.json gives.
+    """Published weights in a folder of transformers, for the model of its config.json.
 
     Opening reads the headers of its files. Names may lack the prefix that the model has inside its
     language model ("transformer.wte.weight", "wte.weight"). Raises ConfigError for tensors that
@@ -51,7 +51,7 @@ class Weights:
 
     @property
     def names(self) -> list[str]:
-        """Our parameters, in the order of the layers; a tied copy is none."""
+        """Names of our parameters, in the order of the layers; tied copies are left out."""
         return list(self._shapes)
 
     @property
@@ -62,7 +62,7 @@ class Weights:
 
     @property
     def stored(self) -> dict[str, Stored]:
-        """The tensors that are the model's, by their full names in transformers."""
+        """The model's tensors in the files, by their full names in transformers."""
         parts = (part for name in self._shapes for part in self._parts(name))
         return {part.name: self._at(part.name) for part in parts}
 
@@ -81,7 +81,7 @@ class Weights:
                 self._read(part, shape[1:], Box(box.offsets[1:], box.shape[1:]), out[row])
 
     def whole(self, name: str) -> Tensor:
-        """A parameter, whole, in fp32 on the host."""
+        """Read a parameter whole, in fp32 on the host."""
         shape = self._shapes[name]
         out = torch.empty(shape)
         self.read(name, Box((0,) * len(shape), shape), out)
@@ -195,7 +195,7 @@ class Weights:
                 )
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the files of the weights."""
         self._open.close()
 
     def __enter__(self) -> "Weights":

@@ -1,4 +1,4 @@
-"""Where the judge hears the sentries: the one end that all their lines lead to (floor 0)."""
+"""Where the judge hears the sentries: the end that all their connections lead to (floor 0)."""
 
 import hmac
 import selectors
@@ -13,7 +13,7 @@ _LOOK = 0.5  # seconds between two looks at all ranks, where there is nothing ne
 
 
 class Court:
-    """Takes the lines of all sentries but its own, and answers them.
+    """The judge's connections: takes the lines of other sentries, and answers them.
 
     `selector` wakes its owner, who calls what stands beside a file that is ready. `on_verdict`
     hears the verdict for the rank of this process: its text, whether it speaks, whether it is the
@@ -52,7 +52,7 @@ class Court:
         return all(rank is None for rank in self._lines.values())
 
     def watch_store(self, host: str, port: int) -> None:
-        """Hear of it when the process group's store at an address goes.
+        """Notice when the process group's store at an address goes.
 
         An open connection is enough: the system of the other end closes it with the process.
         """
@@ -80,7 +80,7 @@ class Court:
                 self._answer(line, said)
 
     def sit(self, now: float) -> None:
-        """Find the verdict, if it is time for one, and tell everybody; once.
+        """Find the verdict, if it is time for one, and tell every sentry, once.
 
         It takes time for each rank, so it is not sought at each message of one.
         """

@@ -1,4 +1,4 @@
-"""Decides from the sentries' reports whether the run is over, and whose fault it is (floor 0)."""
+"""The judge: finds in sentries' reports that the run is over, and whose fault it is (floor 0)."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -9,7 +9,7 @@ _WELL = (0, 3)  # exit codes of ranks that have done what they should
 
 
 class Limits(NamedTuple):
-    """Seconds after which something is a fault."""
+    """Seconds after which silence, a stop or a wait of a rank is a fault."""
 
     stopped: float = 20.0
     """A rank is stopped (SIGSTOP), while others run."""
@@ -59,7 +59,7 @@ class _Rank:
 
 @dataclass
 class Judge:
-    """Hears every sentry, and finds what ends the run.
+    """The judge of one run: hears every sentry, and finds what ends the run.
 
     Times are summed up from look to look, each by two seconds at most: a machine that slept with
     all that is on it accuses nobody when it wakes.
@@ -75,7 +75,7 @@ class Judge:
     _store_gone: float | None = None
 
     def hear(self, rank: int, report: Report) -> None:
-        """Take a report."""
+        """Take a sentry's report."""
         known = self.ranks.setdefault(rank, _Rank(report))
         new, old = report, known.report
         self.news |= (new.state, new.left, new.reason) != (old.state, old.left, old.reason)
@@ -86,12 +86,12 @@ class Judge:
         known.report, known.silent, known.lost = report, 0.0, False
 
     def lose(self, rank: int) -> None:
-        """A rank's sentry is gone; it had reported the end of its rank, or is lost with it."""
+        """Note that a rank's sentry is gone; the rank had reported its end, or is lost with it."""
         if self.ranks[rank].report.state != GONE:
             self.ranks[rank].lost = self.news = True
 
     def lose_store(self) -> None:
-        """The store does not answer."""
+        """Note that the process group's store does not answer."""
         self._store_gone = self._store_gone or 0.0
 
     def verdict(self, now: float) -> tuple[str, int | None]:

@@ -9,7 +9,7 @@ MOST_BYTES = 2**14  # of a line: nobody's words are longer
 
 
 class Line:
-    """One end of a connection; nothing it does waits for the other end."""
+    """One end of a connection, which never waits for the other end."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket, self.descriptor = connection, connection.fileno()
@@ -20,7 +20,7 @@ class Line:
         self.is_open = True
 
     def send(self, value: Any) -> None:
-        """Send one object; an end that does not read for long is no end any more."""
+        """Send one object; an end that does not read for long counts as gone."""
         data = json.dumps(value).encode() + b"\n"
         if not self.is_open:
             return
@@ -31,7 +31,7 @@ class Line:
             self.close()
 
     def receive(self) -> list[Any]:
-        """The objects that have come; the line is closed if the other end is gone or talks rot."""
+        """Take the objects that have come; closes if the other end is gone or sends rot."""
         try:
             while data := self.socket.recv(MOST_BYTES):
                 self._read += data
@@ -50,14 +50,14 @@ class Line:
             return []
 
     def close(self) -> None:
-        """Close this end."""
+        """Close this end of the connection."""
         if self.is_open:
             self.is_open = False
             self.socket.close()
 
 
 def connect(hosts: list[str], port: int, seconds: float = 3.0) -> socket.socket | None:
-    """A connection to the first of the hosts that answers within so many seconds each."""
+    """Connect to the first of the hosts that answers, within so many seconds each."""
     for host in dict.fromkeys(hosts):
         with suppress(OSError):
             return socket.create_connection((host, port), timeout=seconds)
@@ -65,7 +65,7 @@ def connect(hosts: list[str], port: int, seconds: float = 3.0) -> socket.socket 
 
 
 def listen() -> socket.socket:
-    """A socket that takes connections on a free port, of IPv4 and, where there is any, of IPv6."""
+    """Open a socket that takes connections on a free port, of IPv4 and, if there is any, IPv6."""
     if socket.has_dualstack_ipv6():
         with suppress(OSError):
             return socket.create_server(

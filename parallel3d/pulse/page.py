@@ -19,7 +19,7 @@ _TEXT = struct.Struct("=??H")  # of a verdict: there is one, this rank says it, 
 
 
 class Doing(NamedTuple):
-    """What a rank does."""
+    """What a rank does now, since when, and whether it waits for another."""
 
     text: str
     since: float
@@ -53,7 +53,7 @@ class Page:
         struct.pack_into("=d", self._map, _LIMIT, seconds)
 
     def leave(self, code: int | None, reason: str = "") -> None:
-        """Say that it ends, with which exit code (None: it runs), and why if it alone does."""
+        """Say that the rank ends, with which exit code (None: it runs), and why it fails alone."""
         struct.pack_into("=255p", self._map, _REASON, reason.encode())
         struct.pack_into("=b", self._map, _LEFT, _RUNS if code is None else code)
 

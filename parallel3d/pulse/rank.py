@@ -1,4 +1,4 @@
-"""The rank's side: say what it does, hear the verdict (floor 0, no torch).
+"""A rank's side of the pulse: say what it does, hear the verdict (floor 0, no torch).
 
 Of a process without a sentry (one rank, a test, another command) all of this is a comparison.
 """
@@ -75,7 +75,7 @@ def begin(
 
 
 def doing(text: str, waits: bool = False) -> None:
-    """Say what this rank does from now on; `waits`: for another rank. The main thread's alone."""
+    """Say what this rank does from now on, and whether it waits for another; main thread only."""
     global _text
     _text = text
     if _page is not None:
@@ -84,7 +84,7 @@ def doing(text: str, waits: bool = False) -> None:
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """While this lasts, the rank waits for others: "1F0 of step 3, `what`"."""
+    """Have this rank marked as waiting for others inside the context: "1F0 of step 3, `what`"."""
     if _page is None:
         yield
         return
@@ -103,7 +103,7 @@ def is_watched() -> bool:
 
 
 def set_limit(seconds: float) -> None:
-    """From now on no rank may wait for another for longer; 0: for ever."""
+    """Set how many seconds a rank may wait for another from now on; 0: for ever."""
     if _page is not None:
         _page.set_limit(seconds)
 
@@ -115,7 +115,7 @@ def leave(code: int, reason: str = "") -> None:
 
 
 def verdict(seconds: float = 0.0) -> Verdict | None:
-    """Why the run is over, if it is so within that time."""
+    """Why the run is over, if a verdict comes within the given seconds."""
     deadline = time.monotonic() + seconds
     while True:
         found = _page.verdict if _page is not None else None

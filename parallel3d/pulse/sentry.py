@@ -48,7 +48,7 @@ class Task(NamedTuple):
 
 
 class Sentry:
-    """Reports on its parent process until that is gone."""
+    """The sentry of one rank, its parent process, on which it reports until that is gone."""
 
     def __init__(self, task: Task) -> None:
         self._task, self._page = task, Page(task.page)
@@ -77,7 +77,7 @@ class Sentry:
             self._page.is_watched = True
 
     def run(self) -> None:
-        """Until the rank is gone, and whoever must know of it does."""
+        """Report until the rank is gone, and everyone who must know of it does."""
         while not self._is_done():
             for key, _ in self._selector.select(max(0.0, self._next - time.monotonic())):
                 key.data()
@@ -248,7 +248,7 @@ def _say(text: str) -> None:
 
 
 def main() -> None:
-    """Read the task from standard input, and do it."""
+    """Read the sentry's task from standard input, and do it."""
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)  # it ends with its rank
     task = Task(*json.load(sys.stdin))

@@ -12,7 +12,7 @@ from parallel3d.tensor.segments import Segments
 
 
 class CausalAttention(nn.Module):
-    """softmax(scale * q k^T) v, each query seeing its own position and those before.
+    """Causal attention: softmax(scale * q k^T) v, each query seeing itself and what is before.
 
     With segments, a query sees its own document only. Where the context says so, what is computed
     between q, k, v and the result is computed again in backward ("selective" recomputation,

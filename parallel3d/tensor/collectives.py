@@ -16,20 +16,20 @@ from parallel3d.tensor.compiled import apart
 
 @dataclass(frozen=True)
 class Pending:
-    """A collective that may still be under way; its result is there once it was waited for."""
+    """A collective that may still be under way; its result is valid once it was waited for."""
 
     result: Tensor
     work: Any = None
 
     def wait(self) -> Tensor:
-        """The result, for what is computed, or queued on the device, from here on."""
+        """The collective's result, which all that is computed, or queued, from here on may use."""
         if self.work is not None:
             self.work.wait()
         return self.result
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM) -> Tensor:
-    """The reduction of `x` over the group, in a new tensor (in `x` itself for a group of one)."""
+    """Reduce `x` over the group into a new tensor (into `x` itself for a group of one)."""
     if group.size() == 1:
         return x
     x = x.clone(memory_format=torch.contiguous_format)
@@ -38,7 +38,7 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM)
 
 
 def start_all_reduce(x: Tensor, group: dist.ProcessGroup, later: bool = True) -> Pending:
-    """The sum of `x` over the group, in `x` itself, which is contiguous.
+    """Start to sum the contiguous `x` over the group, in place.
 
     `later`: it is waited for where `wait` is called; else it is over (on a device: queued).
     """
@@ -48,7 +48,7 @@ def start_all_reduce(x: Tensor, group: dist.ProcessGroup, later: bool = True) ->
 
 
 def start_all_gather(x: Tensor, group: dist.ProcessGroup, later: bool = True) -> Pending:
-    """The ranks' parts of a sequence, in order: [..., seq / tp, size] -> [..., seq, size].
+    """Start to gather a sequence's parts, in order: [..., seq / tp, size] -> [..., seq, size].
 
     Each sample's part goes to its place in the result: nothing is copied before or after.
     """
@@ -60,7 +60,7 @@ def start_all_gather(x: Tensor, group: dist.ProcessGroup, later: bool = True) ->
 
 
 def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup, later: bool = True) -> Pending:
-    """This rank's part of the sum over the group: [..., seq, size] -> [..., seq / tp, size]."""
+    """Start to sum and keep this rank's part: [..., seq, size] -> [..., seq / tp, size]."""
     if group.size() == 1:
         return Pending(x)
     mine = x.new_empty((*x.shape[:-2], x.shape[-2] // group.size(), x.shape[-1]))
@@ -92,17 +92,17 @@ def _each_sample(
 
 
 def all_gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The ranks' parts of a sequence, in order: [..., seq / tp, size] -> [..., seq, size]."""
+    """Gather the ranks' parts of a sequence: [..., seq / tp, size] -> [..., seq, size]."""
     return start_all_gather(x, group, later=False).result
 
 
 def reduce_scatter_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's part of the sum over the group: [..., seq, size] -> [..., seq / tp, size]."""
+    """Sum over the ranks, keep this one's part: [..., seq, size] -> [..., seq / tp, size]."""
     return start_reduce_scatter(x, group, later=False).result
 
 
 def sequence_part(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    """This rank's equal part of what every rank of the group holds whole, along `dim`."""
+    """Take this rank's equal part, along `dim`, of what every rank of the group holds whole."""
     length = x.shape[dim] // group.size()
     return x.narrow(dim, length * group.rank(), length)
 
@@ -141,7 +141,7 @@ class _ReduceScatter(torch.autograd.Function):
 
 
 def copy_to_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """f: the identity forward, an all-reduce backward; where a replicated activation fans out."""
+    """Megatron's f: identity forward, all-reduce backward; where replicated activations fan out."""
     result: Tensor = _F.apply(x, group)
     return result
 
@@ -149,7 +149,7 @@ def copy_to_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def reduce_from_group(
     x: Tensor, group: dist.ProcessGroup, sequence_parallel: bool = False
 ) -> Tensor:
-    """g: an all-reduce forward, the identity backward; where partial sums become replicated.
+    """Megatron's g: all-reduce forward, identity backward, where partial sums become replicated.
 
     The sum takes the place of `x`: a fresh, contiguous result that nobody else holds. Under
     sequence parallelism a reduce-scatter forward and an all-gather backward, which leaves each

@@ -21,7 +21,7 @@ _apart: list[list[Any]] = []  # functions that no block takes in, and why, until
 
 
 def use(mode: Mode, backend: str = "inductor") -> None:
-    """What is compiled from now on, and by which of torch's backends."""
+    """Set what torch.compile compiles from now on, and by which of its backends."""
     global _mode, _backend
     _mode, _backend = mode, backend
     if mode == "none":
@@ -36,7 +36,7 @@ def use(mode: Mode, backend: str = "inductor") -> None:
 
 
 def pointwise(function: Callable[Given, Made]) -> Callable[Given, Made]:
-    """A function of tensors that is compiled by itself under "pointwise": one kernel, or few.
+    """Have a function of tensors compiled by itself under "pointwise": one kernel, or few.
 
     It may not need a parameter that is not among its arguments: what ZeRO-3 gathers is there while
     its module runs. Within a compiled block it is a part of that.
@@ -54,7 +54,7 @@ def pointwise(function: Callable[Given, Made]) -> Callable[Given, Made]:
 
 
 def apart(reason: str) -> Callable[[Callable[Given, Made]], Callable[Given, Made]]:
-    """A function that falls out of a compiled block, for this reason: a graph break."""
+    """Leave a function out of compiled blocks, for the given reason: a graph break."""
 
     def decorate(function: Callable[Given, Made]) -> Callable[Given, Made]:
         chosen: list[Any] = [function, reason]
@@ -71,27 +71,27 @@ def apart(reason: str) -> Callable[[Callable[Given, Made]], Callable[Given, Made
 
 
 def compile_block(block: nn.Module) -> None:
-    """Have a block's calls compiled under "block"; what cannot be is left out and counted."""
+    """Have a block's calls compiled under "block"; what cannot be compiled is counted."""
     if _mode == "block":
         block.compile(dynamic=False, backend=_backend)
 
 
 class Counts(NamedTuple):
-    """What this process has compiled: graphs, and the reasons for which a function fell apart."""
+    """What this process has compiled: graphs, and the reasons for which functions were left out."""
 
     graphs: int
     breaks: dict[str, int]
 
 
 def counts() -> Counts:
-    """Since the process began."""
+    """Count what this process has compiled since it began."""
     from torch._dynamo.utils import counters
 
     return Counts(counters["stats"]["unique_graphs"], dict(counters["graph_break"]))
 
 
 def in_words() -> str:
-    """What a run's log says once its first step is over; nothing where nothing is compiled."""
+    """What a run's log says of compilation after its first step; "" where nothing is compiled."""
     if _mode == "none":
         return ""
     found = counts()

@@ -1,4 +1,4 @@
-"""What every layer is built with."""
+"""What every layer is built with: its group, dropout's key, and how activations are kept."""
 
 from dataclasses import dataclass
 

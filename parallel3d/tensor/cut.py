@@ -27,7 +27,7 @@ class Cut:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of the part held here."""
+        """Shape of the part that this rank holds."""
         if self.dim is None:
             return self.global_shape
         head, tail = self.global_shape[: self.dim], self.global_shape[self.dim + 1 :]
@@ -35,14 +35,14 @@ class Cut:
 
     @property
     def counts(self) -> bool:
-        """Whether this rank counts it where each element is counted once (the gradient norm)."""
+        """Whether this rank counts the part where each element counts once (the gradient norm)."""
         return self.dim is not None or self.group_rank == 0
 
 
 def cut_parameter(
     shape: tuple[int, ...], dim: int | None, group: dist.ProcessGroup
 ) -> nn.Parameter:
-    """This rank's part of a parameter of global `shape`, empty, with its `cut` attached."""
+    """Make an empty parameter for this rank's part of global `shape`, its `cut` attached."""
     rank, size = group.rank(), group.size()
     start, stop = (0, 0) if dim is None else even_split(shape[dim], size, rank)
     cut = Cut(tuple(shape), dim, start, stop, rank)

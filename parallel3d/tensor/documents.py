@@ -24,7 +24,7 @@ def attend_documents(
     dropout: float,
     scale: float | None = None,
 ) -> Tensor:
-    """q [batch, heads, seq, size]; k, v with as many heads, or a divisor of it.
+    """Attend within documents: q [batch, heads, seq, size]; k, v with a divisor of its heads.
 
     `scale` of the scores: None means 1/sqrt(size). Gives [batch, seq, heads, size]: by torch's
     kernel for sequences of various lengths where it takes this (`in_one_kernel`), else by one
@@ -38,7 +38,7 @@ def attend_documents(
 
 
 def in_one_kernel(q: Tensor, dropout: float) -> bool:
-    """Whether torch's attention of various lengths takes this: flash attention, without dropout.
+    """Whether torch's variable-length flash attention takes these inputs.
 
     It is there from Ampere on, in half precision; q [..., size], of at most 256 features.
     """

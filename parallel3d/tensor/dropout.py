@@ -17,7 +17,7 @@ from parallel3d.tensor.compiled import apart
 
 @dataclass
 class RandomKey:
-    """What a mask depends on; the executor sets it before every forward and backward."""
+    """What a dropout mask depends on; the executor sets it before every forward and backward."""
 
     seed: int
     dp_coord: int = 0
@@ -51,12 +51,12 @@ class Dropout(nn.Module):
 
     @property
     def active_p(self) -> float:
-        """The probability now: 0 in evaluation."""
+        """The probability of dropping an element now: 0 in evaluation."""
         return self.p if self.training else 0.0
 
     @apart("the seed of a dropout mask")
     def seed(self, device: torch.device) -> None:
-        """Make the next draw on `device` this place's own."""
+        """Make the next random draw on `device` this place's own."""
         if self.active_p > 0:
             tp_rank = 0 if self.split_over is None else self.split_over.rank()
             self.key.seed_generator(self.place, tp_rank, device)

@@ -26,10 +26,10 @@ class HeldParameter:
 
     @property
     def cut(self) -> Cut:
-        """How tensor parallelism cut it."""
+        """How tensor parallelism cut the parameter."""
         return cut_of(self.parameter)
 
     @property
     def counts(self) -> bool:
-        """Whether its elements here are counted where each is counted once."""
+        """Whether this rank's elements count where each of the model counts once."""
         return self.cut.counts and not self.copy

@@ -15,18 +15,18 @@ _Product = Callable[[], Tensor]
 
 
 class WeightGradients:
-    """Products that are still to be made, each with the parameter whose gradient it adds to."""
+    """Products still to be computed, each with the parameter whose gradient it adds to."""
 
     def __init__(self) -> None:
         self._products: list[tuple[Tensor, _Product]] = []
 
     def add(self, parameter: Tensor, product: _Product) -> None:
-        """Note a product; it holds on to what it is made of."""
+        """Note a product, and keep its factors alive."""
         self._products.append((parameter, product))
 
     @torch.no_grad()
     def make(self) -> None:
-        """Make all of them, in the order of the backward pass, letting go of each."""
+        """Compute all noted products, in the order of the backward pass, freeing each in turn."""
         self._products.reverse()
         while self._products:
             parameter, product = self._products.pop()
@@ -39,7 +39,7 @@ _collecting: WeightGradients | None = None
 
 @contextmanager
 def held_back() -> Iterator[WeightGradients]:
-    """Within it, backwards hold the weight gradients of linear layers back, and collect them."""
+    """Have backwards inside the context hold the weight gradients of linear layers back."""
     global _collecting
     assert _collecting is None
     _collecting = WeightGradients()
@@ -59,7 +59,7 @@ _in_place = False
 
 @contextmanager
 def added_in_place() -> Iterator[None]:
-    """Within it, backwards add the weight gradients of linear layers to those that are there.
+    """Have backwards inside the context add linear layers' weight gradients in place.
 
     Autograd is given none of these, which it would copy into the type that they add up in. For
     backwards in which no hook awaits a parameter's gradient.
@@ -73,12 +73,12 @@ def added_in_place() -> Iterator[None]:
 
 
 def sum_so_far(parameter: Tensor) -> Tensor | None:
-    """What a weight's gradient is to be added to now; None: it is given to autograd, or later."""
+    """The tensor that a weight's gradient is added to now; None: autograd gets it, or it waits."""
     return parameter.grad if _in_place and _collecting is None else None
 
 
 def now_or_later(parameter: Tensor, product: _Product) -> Tensor | None:
-    """The gradient that `product` makes; None where it is held back, or added in place."""
+    """The weight gradient that `product` computes; None where it is held back or added in place."""
     if _collecting is not None:
         _collecting.add(parameter, product)
         return None

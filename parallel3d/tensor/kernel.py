@@ -12,7 +12,7 @@ from parallel3d.tensor.documents import in_one_kernel
 
 
 def kernel_of(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> SDPBackend:
-    """The kernel that torch takes for this causal attention, on the device of the tensors.
+    """The kernel that torch takes for causal attention of these tensors, on their device.
 
     q [batch, heads, seq, size]; k, v with as many heads, or a divisor of it.
     """
@@ -49,7 +49,7 @@ def say_kernel(
     device: torch.device,
     isolated: bool,
 ) -> None:
-    """Say which kernel will compute attention, if one of these `stages` does; nothing is computed.
+    """Say which kernel will compute attention, if one of these `stages` has any.
 
     `batch` samples of `seq` tokens; `isolated`: documents do not see each other. torch decides by
     the sizes, strides and kinds of tensors, so it is shown some that are like a step's.

@@ -8,7 +8,7 @@ _on = True
 
 
 def use(on: bool) -> None:
-    """From now on."""
+    """Turn the overlap of collectives with products on or off from now on."""
     global _on
     _on = on
 

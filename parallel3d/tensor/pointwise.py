@@ -1,4 +1,4 @@
-"""What lies between products: each function is one pass over memory where it is compiled."""
+"""Pointwise functions between products: each is one pass over memory where it is compiled."""
 
 import torch
 import torch.nn.functional as F
@@ -9,32 +9,32 @@ from parallel3d.tensor.compiled import pointwise
 
 @pointwise
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """x [..., size], weight and bias [size] -> [..., size]."""
+    """LayerNorm of x [..., size] by weight and bias [size] -> [..., size]."""
     return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 
 @pointwise
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., size], weight [size] -> [..., size] (arXiv:1910.07467)."""
+    """RMSNorm of x [..., size] by weight [size] -> [..., size] (arXiv:1910.07467)."""
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
 @pointwise
 def swiglu(gate_up: Tensor) -> Tensor:
-    """[..., 2 * size] -> [..., size]: SiLU of the first half, times the second (2002.05202)."""
+    """SwiGLU: SiLU of one half times the other, [..., 2 * size] -> [..., size] (2002.05202)."""
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate) * up
 
 
 @pointwise
 def gelu(x: Tensor, approximate: str) -> Tensor:
-    """Any shape -> the same; `approximate` is torch's: "none" or "tanh"."""
+    """GELU of any shape -> the same; `approximate` is torch's: "none" or "tanh"."""
     return F.gelu(x, approximate=approximate)
 
 
 @pointwise
 def turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """q, k [batch, heads, seq, head size], turned by angles of which cos and sin are given."""
+    """Turn q, k [batch, heads, seq, head size] by angles whose cos and sin are given."""
     return _turn(q, cos, sin), _turn(k, cos, sin)
 
 

@@ -52,7 +52,7 @@ class _Linear(torch.autograd.Function):
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """`x` [..., in] times `weight` [out, in] or [fused, out, in]: [..., fused * out]."""
+    """Product of `x` [..., in] and `weight` [out, in] or [fused, out, in]: [..., fused * out]."""
     if torch.compiler.is_compiling():  # no weight is released, and no gradient held back
         return F.linear(x, weight.flatten(0, -2))
     result: Tensor = _Linear.apply(x, weight)
@@ -151,7 +151,7 @@ def column_linear(
     sequence_parallel: bool = False,
     rows: Sequence[Rows] | None = None,
 ) -> tuple[Tensor, ...]:
-    """`x` times each of `weights`, whose output features are this rank's part of the group's.
+    """Products of `x` with `weights` whose output features are cut over the group.
 
     x is replicated [..., in], or [..., seq / tp, in] under sequence parallelism; each result is
     [..., out] over the whole sequence. `rows`: the rows of each weight that this rank uses.

@@ -15,7 +15,7 @@ from parallel3d.tensor.pointwise import turn
 
 @dataclass(frozen=True)
 class FrequencyScaling:
-    """Llama 3.1's: turns slower than `low` over `original_length` tokens become `factor` slower.
+    """Llama 3.1's rule: turns slower than `low` over `original_length` become `factor` slower.
 
     Turns faster than `high` stay as they are; between the two the change fades linearly in the
     number of turns (the reference code of Llama 3.1; arXiv:2407.21783, section 3.4.2).
@@ -34,7 +34,7 @@ class FrequencyScaling:
 
 
 class Rotary(nn.Module):
-    """Turns queries and keys by their positions, so that their products tell distances.
+    """Rotary positions of queries and keys, by which their products tell distances.
 
     Of a head wider than `size` the first `size` features turn, and the others stay as they are
     (as in GPT-NeoX, arXiv:2204.06745, section 2.1). It holds no parameter and no buffer: angles are
@@ -58,7 +58,7 @@ class Rotary(nn.Module):
         return turn(q, k, cos, sin)
 
     def frequencies(self, device: torch.device) -> Tensor:
-        """Radians a token of each pair of features: [size / 2], fp32."""
+        """Radians per token of each pair of features: [size / 2], fp32."""
         exponents = torch.arange(0, self.size, 2, dtype=torch.float32, device=device) / self.size
         frequencies = 1.0 / self.theta**exponents
         return frequencies if self.scaling is None else self.scaling(frequencies)

@@ -4,5 +4,5 @@ from torch import Tensor
 
 
 def scaled(x: Tensor, factor: float) -> Tensor:
-    """x [...] times a factor -> [...]; without one the very tensor, in no more memory."""
+    """Multiply x [...] by a factor; without a factor gives `x` itself, in no more memory."""
     return x if factor == 1 else x * factor

@@ -35,7 +35,7 @@ class Segments(NamedTuple):
         return cls(here - first, bounds, tuple(bounds.diff().tolist()))
 
     def on(self, device: torch.device) -> "Segments":
-        """The same with its tensors on a device, which copies them while the host goes on."""
+        """The segments with their tensors on a device; the host goes on during the copy."""
 
         def moved(tensor: Tensor) -> Tensor:
             pinned = tensor.pin_memory() if device.type == "cuda" else tensor

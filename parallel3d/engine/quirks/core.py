@@ -101,7 +101,7 @@ def read_cpu_quickly() -> None:
 
 
 def accumulation_steps() -> int:
-    """What DeepSpeed is told of gradient accumulation: nothing.
+    """The number of accumulation steps that DeepSpeed is told: 1, whatever the config says.
 
     A direct `output.backward(grad)` divides by this number on *every* stage; the executor divides
     the loss once, on the last.
@@ -110,7 +110,7 @@ def accumulation_steps() -> int:
 
 
 def start_backward(engine: Any) -> None:
-    """Make this backward add to the last one's gradients.
+    """Have a backward add to the gradients of the backward before.
 
     DeepSpeed counts micro-steps in `forward`; in F1 F2 B1 B2 the second backward would overwrite
     the first one's gradients without a word.
@@ -136,7 +136,7 @@ def accumulate_from_zero(engine: Any) -> None:
 
 
 def count_once(held: Iterable[HeldParameter]) -> None:
-    """Mark what counts in the gradient norm.
+    """Mark the parameters whose elements this rank counts in the gradient norm.
 
     DeepSpeed counts a parameter if `model_parallel` is set on it, or if the model-parallel rank is
     0; ZeRO-1 and 2 also skip what carries `ds_pipe_replicated`.
@@ -162,7 +162,7 @@ class Ballast(nn.Module):
 
 
 def group_kinds(rates: Mapping[Role | None, Rate]) -> list[tuple[Rate, bool]]:
-    """What each group's rates are, and whether weight decay acts on it: two groups for each rate.
+    """The rates and the weight decay of each optimizer group: two groups for each rate.
 
     All follow from the rates of the roles, not from what a stage holds: so they are the same on
     every stage, and where all roles have one rate they are the two of the standard
@@ -178,7 +178,7 @@ def param_groups(
     eps: float,
     rates: Mapping[Role | None, Rate],
 ) -> list[dict[str, Any]]:
-    """The groups of `group_kinds`. Weight decay is always written: defaults differ."""
+    """The optimizer groups of `group_kinds`, each with its weight decay: defaults differ."""
     held, groups = list(held), []
     for (rate, decays), weight in zip(group_kinds(rates), ballast.parameters(), strict=True):
         ours = [h for h in held if rates[h.spec.role] == rate and h.spec.weight_decay == decays]
@@ -209,7 +209,7 @@ class ReleaseCounters:
         self._stages: set[int] = set()
 
     def save(self, module: nn.Module, stage: int) -> None:
-        """Remember the counters as a stage's first forward left them; later ones give the same."""
+        """Keep the counters as a stage's first forward left them; later forwards give the same."""
         if stage in self._stages:
             return
         self._stages.add(stage)
@@ -218,13 +218,13 @@ class ReleaseCounters:
                 self._counts.setdefault(m, vars(m)["ds_grads_remaining"])
 
     def restore(self) -> None:
-        """Set them again before a backward."""
+        """Set the saved counters again before a backward."""
         for module, count in self._counts.items():
             module.ds_grads_remaining = count  # type: ignore[assignment]
 
 
 class DeferredReduction:
-    """Keeps some parameters out of each microbatch's reduction, and reduces them at the end.
+    """Parameters kept out of each microbatch's reduction, and reduced at the end of the step.
 
     For a weight tied over two stages: its two gradients must meet before ZeRO cuts them up, and
     inside a backward the two stages cannot wait for each other; and for the partial gradients of
@@ -253,13 +253,13 @@ class DeferredReduction:
             self._kept[id(parameter)] = grad if kept is None else kept.add_(grad)
 
     def put_back(self) -> None:
-        """The gradients kept back, summed over microbatches, in place on the parameters again."""
+        """Put the gradients kept back, summed over microbatches, on their parameters again."""
         for key, grad in self._kept.items():
             self._parameters[key].grad = grad
         self._kept.clear()
 
     def flush(self) -> None:
-        """Reduce them now."""
+        """Reduce the gradients that were kept back."""
         self._optimizer.clear_backward_seen_flag()
         if self._zero3:
             self._optimizer.micro_step_id = 0  # they have no earlier share to be added to

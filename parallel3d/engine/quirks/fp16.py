@@ -23,7 +23,7 @@ def allow_fp16_on_cpu(device: torch.device) -> None:
 
 
 def at_last_loss_scale(optimizer: Any) -> bool:
-    """Whether one more overflow would make DeepSpeed raise a bare Exception; keeps it from it."""
+    """Whether one more overflow would make DeepSpeed raise; keeps DeepSpeed from raising it."""
     scaler = optimizer.loss_scaler
     if not scaler.dynamic:
         return False
@@ -33,7 +33,7 @@ def at_last_loss_scale(optimizer: Any) -> bool:
 
 
 def grow_scale_after_step(optimizer: Any) -> Callable[[], None]:
-    """Keep the loss scale as it is until a step is done; gives what is to be called then.
+    """Keep the loss scale as it is until a step is done; gives what to call then.
 
     DeepSpeed doubles the dynamic scale first and then divides the gradients by it: in the steps in
     which it grows they are halved, at ZeRO-3 in the reported norm, too. An overflow, whose step is

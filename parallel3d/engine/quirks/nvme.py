@@ -22,7 +22,7 @@ _ParamSwapper = partitioned_param_swapper.AsyncPartitionedParameterSwapper
 
 
 def align_gradients() -> None:
-    """Swap of each gradient only what lies at multiples of a block in the optimizer's buffer.
+    """Swap only the part of each gradient at multiples of a block in the optimizer's buffer.
 
     DeepSpeed cuts off the end of a gradient that is no multiple of a block, but not its beginning:
     behind a parameter of another size, all gradients are read to the wrong places, which is to say
@@ -47,7 +47,7 @@ def _cut_at_blocks(
 
 
 def read_through_buffers() -> None:
-    """Read a parameter's shard into its swap buffer first, then copy it to where it is wanted.
+    """Read a parameter's shard into its swap buffer first, then copy it to its place.
 
     DeepSpeed reads it straight into the flat buffer of all parameters if that is page-locked,
     wherever in it the shard begins.

@@ -1,4 +1,4 @@
-"""DeepSpeed 0.19.8's reductions without its hooks, when the program says so.
+"""DeepSpeed 0.19.8's gradient reductions, run without its hooks, when the program says so.
 
 Gradients that are reduced once a step need none of what DeepSpeed does in each backward: they add
 up in `param.grad`, as autograd leaves them. Its hooks, two dozen calls a parameter and microbatch,
@@ -19,13 +19,13 @@ def remove_gradient_hooks(optimizer: Any) -> None:
 
 
 def begin(engine: Any) -> None:
-    """Let what is reduced from here on be the step's whole gradient."""
+    """Begin a step: what is reduced from here on is its whole gradient."""
     engine.set_gradient_accumulation_boundary(True)
     engine.optimizer.set_gradient_accumulation_boundary(True)
 
 
 def reduce_now(engine: Any, parameters: Iterable[nn.Parameter]) -> None:
-    """Reduce the gradients of these parameters; they are let go of, and this rank's part is kept.
+    """Reduce the gradients of these parameters and free them; this rank's part is kept.
 
     Inside `coalesce_grad_reduction`, too, which reduces the others at its end (ZeRO-3 alone).
     """
@@ -58,5 +58,5 @@ def reduce_now(engine: Any, parameters: Iterable[nn.Parameter]) -> None:
 
 
 def finish(engine: Any) -> None:
-    """All is reduced: leave the gradients where `step` looks for them."""
+    """Leave the reduced gradients where the optimizer's step looks for them."""
     engine.optimizer.overlapping_partition_gradients_reduce_epilogue()

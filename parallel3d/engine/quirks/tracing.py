@@ -24,7 +24,7 @@ _KEPT = ("trace_mode", "submodule_order", "param_order", "step_id_module_fetched
 
 
 class Traces:
-    """Gives DeepSpeed's coordinator the trace of the pass that begins."""
+    """A trace of DeepSpeed's coordinator for each stage and direction."""
 
     def __init__(self, engine: Any) -> None:
         self._coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
@@ -32,7 +32,7 @@ class Traces:
         self._current: tuple[int, Direction] | None = None
 
     def begin(self, stage: int, direction: Direction) -> None:
-        """Before a stage's forward, or its backward."""
+        """Put a stage's own trace in place before its forward, or its backward."""
         pass_ = stage, direction
         if pass_ != self._current:
             held = vars(self._coordinator)

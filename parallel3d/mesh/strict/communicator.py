@@ -22,7 +22,7 @@ _NEVER = timedelta(days=10)  # the watch keeps the time
 
 
 class Communicator:
-    """The in-order queue of one group; `ranks` are its global ranks, `rank` this one's place.
+    """The in-order queue of a group's operations; `rank` is this rank's place among `ranks`.
 
     Data moves over `gloo`. Before an operation runs, each rank tells those that it meets what it
     is, and compares.
@@ -81,16 +81,16 @@ class Communicator:
         return Handle(op, self._blame)
 
     def head(self) -> Operation | None:
-        """The operation that is under way."""
+        """The operation that the group is running now."""
         return next((op for op in self._kept if not op.is_over), None)
 
     def fail(self, error: Exception) -> None:
-        """End all operations with `error`."""
+        """End all queued operations with `error`."""
         for op in self._kept:
             op.settle(error)
 
     def close(self) -> None:
-        """End; StrictError if an operation is not over, or nobody waited for what it gives."""
+        """Leave the group; StrictError if an operation is not over, or its result not fetched."""
         left = [op for op in self._kept if not (op.is_over and op.is_delivered)]
         self._queue.put(None)
         self._watch.leave(self)

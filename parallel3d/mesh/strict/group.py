@@ -37,26 +37,26 @@ class StrictGroup(_Base):  # type: ignore[misc]  # Any, as it is said above
 
     @property
     def group_name(self) -> str:
-        """The name under which torch registers it."""
+        """The name under which torch registers the group."""
         return self._name
 
     @property
     def group_desc(self) -> str:
-        """What it is for."""
+        """What torch says that the group is for."""
         return self.queue.name
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """How long each operation may take from now on."""
+        """Set how long each operation may take from now on."""
         self.queue.seconds = timeout.total_seconds()
 
     def shutdown(self) -> None:
-        """Leave; StrictError if work is pending."""
+        """Leave the group; StrictError if work is pending."""
         self.queue.close()
 
     # Collectives: all ranks come with the same words.
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Handle:
-        """The ranks' sum (or what `opts` says), in place."""
+        """Sum the ranks' tensors (or reduce as `opts` says), in place."""
         opts = opts or dist.AllreduceOptions()
         results = [on_host(tensor) for tensor in tensors]
         run = self._reduction(results, opts.reduceOp)
@@ -66,7 +66,7 @@ class StrictGroup(_Base):  # type: ignore[misc]  # Any, as it is said above
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> Handle:
-        """The ranks' sum, in the root's buffer."""
+        """Sum the ranks' tensors into the root's buffer."""
         results = [on_host(tensor) for tensor in tensors]
         run = self._reduction(results, opts.reduceOp)
         is_root = self.rank() == opts.rootRank
@@ -75,7 +75,7 @@ class StrictGroup(_Base):  # type: ignore[misc]  # Any, as it is said above
         return self._all("reduce", says, run, [] if is_root else tensors, outputs)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Handle:
-        """The root's tensor on all."""
+        """Copy the root's tensor to all ranks."""
         results = [on_host(tensor) for tensor in tensors]
         is_root = self.rank() == opts.rootRank
 
@@ -88,7 +88,7 @@ class StrictGroup(_Base):  # type: ignore[misc]  # Any, as it is said above
         return self._all("broadcast", says, run, tensors if is_root else [], outputs)
 
     def allgather(self, outputs: Any, inputs: list[Tensor], opts: Any = None) -> Handle:
-        """Every rank's tensor, in a list on each."""
+        """Gather every rank's tensor into a list on each."""
         pairs = [(out, torch.empty_like(out, device="cpu")) for out in outputs[0]]
         given = on_host(inputs[0])
 
@@ -98,13 +98,13 @@ class StrictGroup(_Base):  # type: ignore[misc]  # Any, as it is said above
         return self._all("all_gather", describe(inputs), run, inputs, pairs)
 
     def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Handle:
-        """Every rank's tensor, one behind the other."""
+        """Gather every rank's tensor into one, in the order of ranks."""
         return self.all_gather_single_coalesced([output], [given])
 
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> Handle:
-        """Several such gathers as one operation."""
+        """Gather several tensors as one operation."""
         results, given = [on_host(out) for out in outputs], [on_host(tensor) for tensor in inputs]
 
         def run() -> None:
@@ -116,18 +116,18 @@ class StrictGroup(_Base):  # type: ignore[misc]  # Any, as it is said above
         return self._all("all_gather", describe(inputs), run, inputs, pairs)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Handle:
-        """Each rank's part of the sum, from lists of parts."""
+        """Give each rank its part of the sum, from lists of parts."""
         whole = torch.cat([tensor.reshape(-1) for tensor in inputs[0]])
         return self._scattered(outputs, [whole], inputs[0], opts)
 
     def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Handle:
-        """Each rank's part of the sum."""
+        """Give each rank its part of the sum of one tensor."""
         return self._scattered([output], [given], [given], opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> Handle:
-        """Several such reductions as one operation."""
+        """Reduce and scatter several tensors as one operation."""
         return self._scattered(outputs, inputs, inputs, opts)
 
     # The same under the names of torch before 2.13.
@@ -137,17 +137,17 @@ class StrictGroup(_Base):  # type: ignore[misc]  # Any, as it is said above
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def barrier(self, opts: Any = None) -> Handle:
-        """Every rank has come; unlike the others, this one blocks under NCCL, too."""
+        """Wait for every rank; unlike other operations, it blocks under NCCL, too."""
         return self._all("barrier", "nothing", lambda: None, [], [])
 
     def split(self, said: str) -> None:
-        """Be told of groups that all ranks of this one make; blocks."""
+        """Take part in making groups, which all ranks of this one do together; blocks."""
         self._all("split_group", said, lambda: None, [], []).wait()
 
     # Transfers: the ends come with each other's words.
 
     def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Handle:
-        """Over when the receive has come."""
+        """Send to a rank; over when the receive has come."""
         copy = on_host(tensors[0])
         what = f"{describe(tensors)}, tag {tag}"
         return self.queue.post(
@@ -159,7 +159,7 @@ class StrictGroup(_Base):  # type: ignore[misc]  # Any, as it is said above
         )
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Handle:
-        """From that rank; NCCL knows no receive from any."""
+        """Receive from a named rank; NCCL knows no receive from any."""
         result = on_host(tensors[0])
         what = f"{describe(tensors)}, tag {tag}"
         return self.queue.post(

@@ -46,29 +46,29 @@ class Operation:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended or failed."""
+        """Whether the operation has ended or failed."""
         return bool(self.end.done())
 
     @property
     def is_delivered(self) -> bool:
-        """Whether nothing that it gives is left outside the caller's buffers."""
+        """Whether no result of the operation is left outside the caller's buffers."""
         return not self._outputs
 
     @property
     def problem(self) -> str:
-        """What is wrong where a buffer that is still being read has changed."""
+        """What is wrong if a buffer that is still being read has changed; "" if none has."""
         same = all(torch.equal(_bits(tensor), before) for tensor, before in self._read)
         return "" if same else "the buffer changed before it was over"
 
     def settle(self, error: Exception | None = None) -> None:
-        """It is over, or has failed; only the first call counts."""
+        """Mark the operation as over or failed; only the first call counts."""
         with self._settling:
             if not self.is_over:
                 self.error, self._read = error, []
                 self.end.set_result(None)
 
     def deliver(self) -> str:
-        """Fill the caller's buffers; what is wrong where one of them was used meanwhile."""
+        """Fill the caller's buffers; gives what is wrong if one was used meanwhile."""
         outputs, self._outputs = self._outputs, []
         with torch.no_grad():
             for buffer, result in outputs:
@@ -79,7 +79,7 @@ class Operation:
 
 
 class Handle(dist.Work):
-    """What the caller holds of an operation. To drop it without a wait for its result is wrong."""
+    """What the caller holds of an operation, whose result must be waited for."""
 
     def __init__(self, operation: Operation, blame: Callable[[Operation, str], Exception]) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class Handle(dist.Work):
             self._blame(self._operation, "nobody waited for its result")
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until it is over, deaf to signals as a wait for a device is; then deliver.
+        """Block until the operation is over, deaf to signals as a device's wait is; then deliver.
 
         Raises StrictError; `timeout` is ignored, as the group's own stands.
         """
@@ -106,18 +106,18 @@ class Handle(dist.Work):
         return self._operation.is_over
 
     def is_success(self) -> bool:
-        """Whether it is over and nothing was wrong."""
+        """Whether the operation is over and nothing was wrong."""
         return self._operation.is_over and self._operation.error is None
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """A copy that gloo can move, whatever device the tensor is on; the host waits for it."""
+    """Copy a tensor of any device to where gloo can move it; the host waits for the copy."""
     plain = tensor.detach().contiguous()
     return plain.to("cpu", copy=True)
 
 
 def describe(tensors: Sequence[Tensor]) -> str:
-    """Elements and types, as in "12 float32"."""
+    """Elements and types of tensors, as in "12 float32"."""
     sizes: dict[str, int] = {}
     for tensor in tensors:
         name = str(tensor.dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""How long the operations of a strict group are held up (floor 1)."""
+"""Delays that hold up the operations of a strict group (floor 1)."""
 
 import random
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ NAME = "strict"
 
 @dataclass(frozen=True)
 class StrictOptions:
-    """Delays that show what does not wait: random ones for all, chosen ones for some.
+    """Delays of operations that show what does not wait: random ones, and chosen ones.
 
     `delay`: the longest random delay of an operation, in seconds; the same for the same `seed`.
     `chosen`: seconds for all operations of a kind ("send"), or for those of one rank ("send@1").
@@ -22,7 +22,7 @@ class StrictOptions:
 
     @classmethod
     def from_text(cls, text: str) -> "StrictOptions":
-        """Reads "strict,delay=0.001,seed=7,send@1=0.5"; ConfigError where it is something else."""
+        """Read "strict,delay=0.001,seed=7,send@1=0.5"; ConfigError where it is something else."""
         name, *settings = text.split(",")
         try:
             if name != NAME:
@@ -40,6 +40,6 @@ class StrictOptions:
         return cls(delay, int(seed), given)
 
     def seconds(self, kind: str, rank: int, dice: random.Random) -> float:
-        """How long an operation of `kind` on a global rank is held up before it starts."""
+        """Seconds that an operation of `kind` on a global rank is held up before it starts."""
         drawn = dice.uniform(0, self.delay)
         return self.chosen.get(f"{kind}@{rank}", self.chosen.get(kind, drawn))

@@ -1,4 +1,4 @@
-"""How torch comes by strict groups (floor 1)."""
+"""Registers the strict backend with torch, and splits groups as NCCL does (floor 1)."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -44,7 +44,7 @@ def split_group(
     timeout: timedelta | None = None,
     group_desc: str | None = None,
 ) -> dist.ProcessGroup | None:
-    """torch's `split_group` as NCCL has it: every rank of `parent`, the world, must call it.
+    """Split `parent`, the world, as NCCL does: every rank of it must call this.
 
     None for a rank that is in none of `split_ranks`, global ranks that do not overlap.
     """
@@ -56,7 +56,7 @@ def split_group(
 def join_one_of(
     ranks: Sequence[Sequence[int]], timeout: timedelta, name: str | None
 ) -> dist.ProcessGroup | None:
-    """What `split_group` gives, where a backend cannot split: by a round for each group."""
+    """Make the groups of `split_group` one after another, where a backend cannot split."""
     mine = None
     for members in ranks:
         # torch counts the groups to name them, so each rank must make each, its own or not. That

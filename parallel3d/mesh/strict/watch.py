@@ -19,20 +19,20 @@ class StrictError(dist.DistBackendError):
 
 
 class Queued(Protocol):
-    """A group, as the watch sees it."""
+    """A group as the watch sees it."""
 
     def __str__(self) -> str:
         """Its name and ranks."""
 
     def head(self) -> Operation | None:
-        """The operation that is under way."""
+        """The operation that the group is running now."""
 
     def fail(self, error: Exception) -> None:
-        """End all operations with `error`."""
+        """End all queued operations with `error`."""
 
 
 class Watch:
-    """One rank's look at its queues and at the first failure of any rank, which is in `store`.
+    """A rank's watch over its queues, and over the first failure of any rank, kept in `store`.
 
     `store` is a connection of its own.
     """
@@ -59,7 +59,7 @@ class Watch:
         return self._closed.is_set()
 
     def leave(self, group: Queued) -> None:
-        """Look at `group` no more; after the last, at nothing."""
+        """Stop watching `group`; after the last group, stop altogether."""
         self.groups.remove(group)
         if not self.groups:
             self._closed.set()
