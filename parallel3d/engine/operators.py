@@ -1,13 +1,16 @@
 """The optimizer that DeepSpeed shards, and the compiled operators that offload may need.
 
 DeepSpeed's CPU Adam and its asynchronous input and output are compiled on their first use (half a
-minute of g++, and some minutes). A build that was killed leaves a file named `lock`, on which every
-later run would wait for ever; so it is looked after.
+minute of g++, and some minutes), and anew where another torch or DeepSpeed had built them. A build
+that was killed leaves a file named `lock`, on which every later run would wait for ever; so it is
+looked after.
 """
 
 import logging
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,7 @@ _ABOUT = {
     "pin_memory": "about 30 s",
     "async_io": "some minutes",
 }
+_LOOK_SECONDS = 1.0  # between looks for a compiler; ninja that finds nothing to do is gone sooner
 _STARTUP_SECONDS = 30.0  # between taking the lock and starting the compiler
 _UNSEEN_SECONDS = 600.0  # a whole build, where its processes may be another machine's
 _NETWORK = {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "9p", "fuse.sshfs"}
@@ -59,14 +63,22 @@ def remove_stale_lock(directory: Path, startup_seconds: float | None = None) -> 
 def _is_busy(directory: Path) -> bool:
     directory = directory.resolve()
     for process in psutil.process_iter():
+        if _works_in(process, directory):
+            return True
         try:
-            if Path(process.cwd()) == directory:
-                return True
             if any(Path(file.path) == directory / "lock" for file in process.open_files()):
                 return True
         except (psutil.Error, OSError):  # gone meanwhile, or not ours to look into
             continue
     return False
+
+
+def _works_in(process: psutil.Process, directory: Path) -> bool:
+    """Whether a directory is a process's working directory, as it is of ninja and the compilers."""
+    try:
+        return Path(process.cwd()) == directory.resolve()
+    except (psutil.Error, OSError):
+        return False
 
 
 def _is_shared(directory: Path) -> bool:
@@ -143,10 +155,41 @@ def _load(builder: Any, say: Callable[[str], None]) -> None:
         if (directory / "lock").exists() and not remove_stale_lock(directory):
             say(f"waiting for another process that compiles DeepSpeed's {name}: {directory}")
             wait_for_build(directory)
-        if not (directory / f"{name}.so").exists():
-            pulse.doing(f"compiling DeepSpeed's {name}")
-            say(f"compiling DeepSpeed's {name} (once on this machine, {_ABOUT[name]})")
-    builder.load(verbose=False)
+        pulse.doing(f"loading or compiling DeepSpeed's {name}")
+        with _telling_of_compiler(directory, name, say):
+            builder.load(verbose=False)
+    else:
+        builder.load(verbose=False)
+
+
+@contextmanager
+def _telling_of_compiler(directory: Path, name: str, say: Callable[[str], None]) -> Iterator[None]:
+    """Say once that an operator is compiled: at once if it never was, else when a compiler runs.
+
+    torch alone knows whether what another installation built will do, and does not say.
+    """
+    text = (
+        f"compiling DeepSpeed's {name} (once for this installation; {_ABOUT[name]} on idle cores)"
+    )
+    if not (directory / f"{name}.so").exists():
+        say(text)
+        yield
+        return
+    done = threading.Event()
+
+    def look() -> None:
+        while not done.wait(_LOOK_SECONDS):
+            if any(_works_in(child, directory) for child in psutil.Process().children()):
+                say(text)
+                return
+
+    looking = threading.Thread(target=look, daemon=True)
+    looking.start()
+    try:
+        yield
+    finally:
+        done.set()
+        looking.join()
 
 
 def make_optimizer(

@@ -114,6 +114,35 @@ def test_a_stale_lock_does_not_hang_a_run(locked_cache):
     )
 
 
+class Builder:
+    """An operator whose load takes so many seconds of another process."""
+
+    name = "cpu_adam"
+
+    def __init__(self, directory, seconds):
+        self.directory, self.seconds = directory, seconds
+
+    def load(self, verbose):
+        subprocess.run(["sleep", str(self.seconds)], cwd=self.directory, check=True)
+
+
+@pytest.mark.parametrize("seconds, told", [(1, 1), (0, 0)], ids=["it runs", "there is none"])
+def test_a_compiler_is_told_of_where_another_installation_had_built(
+    tmp_path, monkeypatch, seconds, told
+):
+    """What is there is built anew under another torch: minutes in which nothing was printed."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(operators, "_LOOK_SECONDS", 0.05)
+    directory = tmp_path / "cpu_adam"
+    directory.mkdir()
+    (directory / "cpu_adam.so").touch()
+    make_lock(directory, age=3600)  # of a build that was killed
+    said = []
+    operators._load(Builder(directory, seconds), said.append)
+    text = "compiling DeepSpeed's cpu_adam (once for this installation; about 30 s on idle cores)"
+    assert said == [text] * told
+
+
 def test_a_build_that_dies_while_one_waits_is_noticed(tmp_path):
     lock = make_lock(tmp_path, age=3600)
     baton = operators._Baton(str(lock))
