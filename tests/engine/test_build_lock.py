@@ -162,7 +162,9 @@ def train_without_compiler(rank, case, reference, only_on):
 
 
 @pytest.mark.usefixtures("cpu_adam")
-@pytest.mark.parametrize("only_on", [(0, 1), (0,), (1,)])
+@pytest.mark.parametrize(
+    "only_on", [*(pytest.param(n, marks=pytest.mark.slow) for n in [(0, 1), (0,)]), (1,)]
+)
 def test_without_a_compiler_torchs_adam_trains_the_same(only_on):
     case = Case(mesh=(1, 2, 1), offload="cpu", steps=2, batch=8)
     ranks = run_locally(train_without_compiler, 2, case, case.reference, only_on)

@@ -37,7 +37,7 @@ def second_step(rank, case):
 
 
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("case", [GPIPE, BREADTH], ids=str)
+@pytest.mark.parametrize("case", [GPIPE, pytest.param(BREADTH, marks=pytest.mark.slow)], ids=str)
 def test_bytes_of_a_step_do_not_grow_with_its_microbatches(case, precision):
     """Weights at most twice, gradients (fp32) once: 8 bytes a parameter and step in bf16."""
     size = {"fp32": 4, "bf16": 2}[precision]
@@ -92,10 +92,14 @@ def test_breadth_first_holds_two_stages_weights_at_most():
         assert left == 0  # all is let go of
 
 
-EQUAL = [
+# What is neither offloaded nor kept whole: tests/verify/test_parity.py has it with everything.
+PLAIN = [
     Case(mesh=(2, 2, 1), weights="per_step", schedule="one_f_one_b"),
     Case(mesh=(1, 2, 2), weights="per_step", sequence_parallel=True, checkpointing="full"),
     Case(mesh=(2, 1, 1), weights="per_pass", schedule="breadth_first", stages_per_rank=2),
+]
+EQUAL = [
+    *(pytest.param(case, marks=pytest.mark.slow) for case in PLAIN),
     replace(BREADTH, steps=3, offload="cpu+param-cpu", checkpointing="selective"),
     Case(mesh=(1, 2, 1), weights="per_step", reduction="per_microbatch", thresholds=True),
 ]

@@ -37,7 +37,7 @@ def small(offload, folder, zero=None, **settings):
     ("offload", "mesh", "reduction", "tied"),
     [
         ("nvme", (2, 1, 1), "per_step", True),
-        ("param-nvme", (2, 1, 1), "per_microbatch", False),
+        pytest.param("param-nvme", (2, 1, 1), "per_microbatch", False, marks=pytest.mark.slow),
         ("param-cpu", (1, 2, 1), "per_microbatch", True),
     ],
     ids=str,
@@ -68,6 +68,7 @@ def test_parity_in_full(offload, mesh, reduction, precision, tmp_path):
     assert errors.within(1e-5) if precision == "fp32" else errors.loss < 1e-3, errors
 
 
+@pytest.mark.slow  # tests/verify/test_parity.py has it at every stage
 @pytest.mark.usefixtures("cpu_adam")
 @pytest.mark.parametrize("stage", [0, 2])
 def test_the_optimizer_on_the_host_at_the_other_stages(stage):
@@ -78,7 +79,11 @@ def test_the_optimizer_on_the_host_at_the_other_stages(stage):
 @on_nvme
 @pytest.mark.parametrize(
     ("pipelined", "buffers"),
-    [(["pipeline_read"], 8), (["pipeline_write"], 8), (["pipeline_read", "pipeline_write"], 12)],
+    [
+        pytest.param(["pipeline_read"], 8, marks=pytest.mark.slow),
+        pytest.param(["pipeline_write"], 8, marks=pytest.mark.slow),
+        (["pipeline_read", "pipeline_write"], 12),
+    ],
     ids=["read", "write", "both"],
 )
 def test_parity_of_overlapped_reads_and_writes(pipelined, buffers, tmp_path):

@@ -62,7 +62,7 @@ def test_without_the_refusal_a_fast_start_is_wrong(tmp_path):
 
 
 @on_nvme
-@pytest.mark.parametrize("buffers", [4, 7])
+@pytest.mark.parametrize("buffers", [pytest.param(4, marks=pytest.mark.slow), 7])
 def test_without_the_refusal_reading_ahead_runs_out_of_buffers(buffers, tmp_path):
     refused = partial(optimizer_options, pipeline_read=True, buffer_count=buffers)
     with pytest.raises(RankFailed, match="AssertionError"):

@@ -117,7 +117,6 @@ def count_both_ends():  # row 13
     "case",
     [
         PER_MICROBATCH,
-        replace(UNTIED, mesh=(2, 2, 1)),
         TIED,
         ALONE,
         *(
@@ -126,6 +125,7 @@ def count_both_ends():  # row 13
                 replace(PER_MICROBATCH, mesh=(1, 1, 1)),
                 replace(PER_MICROBATCH, zero_stage=1),
                 UNTIED,
+                replace(UNTIED, mesh=(2, 2, 1)),
                 replace(TIED, reduction="per_microbatch"),
                 replace(TIED, zero_stage=1),
             )

@@ -18,7 +18,7 @@ def running_products():
         yield
 
 
-@pytest.mark.parametrize("name", ["zero3+cpu", "zero1+cpu"])
+@pytest.mark.parametrize("name", [pytest.param("zero3+cpu", marks=pytest.mark.slow), "zero1+cpu"])
 def test_without_fresh_powers_a_resumed_cpu_adam_differs(name, cpu_adam):
     if not cpu_adam:
         pytest.skip("DeepSpeed's cpu_adam cannot be compiled")

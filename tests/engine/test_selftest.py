@@ -56,7 +56,7 @@ def run_all(rank, shape, modes, folder):
 @pytest.mark.parametrize(
     ("shape", "nvme"),
     [
-        ((1, 1, 1), ""),
+        pytest.param((1, 1, 1), "", marks=pytest.mark.slow),
         ((2, 1, 1), ""),
         ((2, 1, 1), "nvme"),
         pytest.param((1, 1, 1), "nvme", marks=pytest.mark.slow),
@@ -82,7 +82,7 @@ def train_afterwards(rank, case, reference):
     return compare_on_rank(rank, case, reference)
 
 
-@pytest.mark.parametrize("zero_stage", [1, 3])
+@pytest.mark.parametrize("zero_stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_the_real_engine_is_right_after_it(zero_stage):
     case = Case(mesh=(2, 1, 1), zero_stage=zero_stage, steps=2, batch=8)
     errors = errors_of(case.config, run_locally(train_afterwards, 2, case, case.reference))

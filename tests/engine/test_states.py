@@ -85,7 +85,7 @@ def test_files_and_engine_name_the_same_kinds():
     "case",
     [
         replace(TWO, zero_stage=0),
-        replace(TWO, zero_stage=1),
+        pytest.param(replace(TWO, zero_stage=1), marks=pytest.mark.slow),
         replace(TWO, zero_stage=2, offload="cpu"),
         replace(TWO, mesh=(1, 2, 2)),
         replace(TWO, mesh=(2, 1, 1)),
@@ -202,9 +202,9 @@ def test_a_resumed_run_is_bitwise_the_unbroken_one_in_full(
     ("name", "how", "sees"),
     [
         ("zero1", resuming.no_finish, "said"),
-        ("zero3 bf16", resuming.no_finish, "said"),
+        pytest.param("zero3 bf16", resuming.no_finish, "said", marks=pytest.mark.slow),
         ("zero3", resuming.no_counters, "master"),
-        ("zero3+cpu", resuming.no_counters, "master"),
+        pytest.param("zero3+cpu", resuming.no_counters, "master", marks=pytest.mark.slow),
         ("zero3 fp16", resuming.no_counters, "counters"),
     ],
 )
@@ -236,7 +236,13 @@ def go_back(rank, case):
 
 
 @pytest.mark.parametrize(
-    "name", ["zero1+cpu", "zero3 bf16", "zero3 kept gathered", "zero3+nvme+param-nvme"]
+    "name",
+    [
+        "zero1+cpu",
+        pytest.param("zero3 bf16", marks=pytest.mark.slow),
+        pytest.param("zero3 kept gathered", marks=pytest.mark.slow),
+        "zero3+nvme+param-nvme",
+    ],
 )
 def test_an_engine_that_has_trained_can_be_set_back(name, tmp_path):
     case = replace(EXACT[name], folder=str(tmp_path))

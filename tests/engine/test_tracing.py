@@ -50,10 +50,13 @@ CASES = [
 ]
 
 
-def test_a_pass_waits_for_its_first_module_alone():
+@pytest.mark.parametrize(
+    "cases", [CASES[:1], pytest.param(CASES[1:], marks=pytest.mark.slow)], ids=["one", "others"]
+)
+def test_a_pass_waits_for_its_first_module_alone(cases):
     """A fetch that nobody sent for ahead is one for each pass of a stage, at most."""
-    for ranks in run_locally(fetches, 4, CASES, True):
-        for case, seen in zip(CASES, ranks, strict=True):
+    for ranks in run_locally(fetches, 4, cases, True):
+        for case, seen in zip(cases, ranks, strict=True):
             passes = case.microbatches * case.stages_per_rank
             for way in ("forward", "backward"):
                 print(case, way, seen)
@@ -71,7 +74,7 @@ def test_without_a_trace_for_each_pass_nearly_all_wait():
             assert ahead < 0.1 * waited, seen
 
 
-@pytest.mark.parametrize("case", CASES[::2], ids=str)
+@pytest.mark.parametrize("case", [CASE, pytest.param(CASES[2], marks=pytest.mark.slow)], ids=str)
 def test_against_one_process(case):
     errors = measure(case)
     assert errors.within(1e-5), errors

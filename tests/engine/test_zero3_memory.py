@@ -67,7 +67,7 @@ def assert_share(held, sizes, bytes_each, dp=2):
 @pytest.mark.parametrize(
     ("checkpointing", "schedule"),
     [
-        ("none", "gpipe"),
+        pytest.param("none", "gpipe", marks=pytest.mark.slow),
         ("full", "one_f_one_b"),
         pytest.param("none", "one_f_one_b", marks=pytest.mark.slow),
         pytest.param("full", "gpipe", marks=pytest.mark.slow),
@@ -109,7 +109,7 @@ def test_bytes_of_zero3_and_both_reductions():
         assert 0 <= excess <= 2 * sizes["parameters"] * FP32
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [MODES[0], pytest.param(MODES[1], marks=pytest.mark.slow)])
 def test_bytes_of_zero1(mode):
     case = replace(CASE, zero_stage=1, reduction=mode)
     for rank, (sizes, held, _) in enumerate(measured(case)):

@@ -16,14 +16,15 @@ pytestmark = pytest.mark.gloo
 SMALL = {"steps": 3, "batch": 16}
 
 
+@pytest.mark.slow  # tests/verify/test_parity.py has every pair of these
 @pytest.mark.parametrize(
     ("stage", "mesh", "reduction", "tied"),
     [
         (0, (2, 2, 1), "per_microbatch", True),
         (0, (1, 2, 2), "per_step", False),
         (2, (2, 2, 1), "auto", True),
-        pytest.param(0, (1, 4, 1), "per_step", True, marks=pytest.mark.slow),
-        pytest.param(2, (1, 2, 2), "per_step", False, marks=pytest.mark.slow),
+        (0, (1, 4, 1), "per_step", True),
+        (2, (1, 2, 2), "per_step", False),
     ],
     ids=str,
 )
@@ -82,7 +83,9 @@ def held_at(stage, reduction="auto"):
 
 
 @pytest.mark.parametrize(
-    "stage", [2, 3, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1))]
+    # What stage 3 holds: test_zero3_memory.py.
+    "stage",
+    [2, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1, 3))],
 )
 def test_what_each_stage_holds(stage):
     """In units of the model's fp32 bytes, on 4 data-parallel ranks."""

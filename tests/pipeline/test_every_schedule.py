@@ -35,10 +35,13 @@ SHIPPED = ("gpipe", "interleaved", "one_f_one_b", "v_shape")  # valid on any num
 LIKE_NCCL = 6  # with so many microbatches
 
 
-def cases(name, pp):
-    """The sizes at which the schedule can be run, with a layer or more for a stage."""
+def cases(name, pp, few):
+    """The sizes at which the schedule can be run, with a layer or more for a stage.
+
+    `few`: the least stages a rank that it takes, and most microbatches.
+    """
     for stages_per_rank in (1, 2, 3):
-        for microbatches in (1, 3, LIKE_NCCL):
+        for microbatches in (LIKE_NCCL,) if few else (1, 3, LIKE_NCCL):
             once = stages_per_rank == 2 or splits_backward(name)
             if not why_not(name, pp, microbatches, stages_per_rank):
                 yield Case(
@@ -52,6 +55,8 @@ def cases(name, pp):
                     reduction="per_step" if once else "per_microbatch",
                     model={"num_hidden_layers": max(3, pp * stages_per_rank - 1)},
                 )
+                if few:
+                    return
 
 
 def behave_like_nccl(mesh):
@@ -110,11 +115,15 @@ def train_all_on_rank(rank, cases, references):
 
 
 # On one process each order is the same; on four it was never another answer than on two.
-@pytest.mark.parametrize("pp", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))])
+# What else a size changes, tests/schedule/ shows of the programs, and test_parity.py of numbers.
+@pytest.mark.parametrize(
+    ("pp", "few"),
+    [(2, True), *(pytest.param(n, False, marks=pytest.mark.slow) for n in (1, 2, 4))],
+)
 @pytest.mark.parametrize("name", names())
-def test_against_one_process(name, pp):
+def test_against_one_process(name, pp, few):
     """Training and evaluation, in which a rank holds no more than the schedule says."""
-    todo = list(cases(name, pp))
+    todo = list(cases(name, pp, few))
     assert todo or name not in SHIPPED, "no size is valid"
     if not todo:
         pytest.skip(f"on {pp} ranks: {why_not(name, pp, LIKE_NCCL, 1)}")

@@ -2,7 +2,7 @@
 
 import time
 import weakref
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -28,6 +28,7 @@ from tests.mesh.mortal import mortal
 
 pytestmark = pytest.mark.gloo
 
+slow = partial(pytest.param, marks=pytest.mark.slow)
 DROPOUT = {"embd_pdrop": 0.1, "resid_pdrop": 0.1, "attn_pdrop": 0.1}
 
 
@@ -77,8 +78,8 @@ def watched_step(rank, case):
 
 
 WATCHED = [
-    Case(mesh=(4, 1, 1), schedule="one_f_one_b", microbatches=6, steps=1),
-    Case(mesh=(2, 1, 2), schedule="gpipe", microbatches=3, steps=1),
+    slow(Case(mesh=(4, 1, 1), schedule="one_f_one_b", microbatches=6, steps=1)),
+    slow(Case(mesh=(2, 1, 2), schedule="gpipe", microbatches=3, steps=1)),
     Case(
         mesh=(2, 1, 1), schedule="interleaved", stages_per_rank=2, microbatches=6, steps=1,
         weights="per_pass",
@@ -159,7 +160,7 @@ def evaluate_on_rank(rank, case):
 @pytest.mark.parametrize(
     "case",
     [
-        Case(mesh=(2, 1, 1), zero_stage=1, steps=2),
+        slow(Case(mesh=(2, 1, 1), zero_stage=1, steps=2)),
         Case(mesh=(2, 2, 1), steps=2),
         # A wide start, so that a mask moves the loss by far more than rounding or chance.
         Case(mesh=(2, 1, 2), steps=1, model={"embd_pdrop": 0.5, "initializer_range": 0.1}),
@@ -208,11 +209,11 @@ def train_and_evaluate(case, evaluations):
     "case",
     [
         Case(mesh=(2, 1, 1), steps=3, batch=16, checkpointing="full", model=DROPOUT),
-        Case(
+        slow(Case(
             mesh=(1, 2, 1), steps=3, batch=16, thresholds=True, schedule="one_f_one_b",
             model=DROPOUT,
-        ),
-        Case(mesh=(2, 2, 1), steps=3, batch=16, zero_stage=1, reduction="per_microbatch"),
+        )),
+        slow(Case(mesh=(2, 2, 1), steps=3, batch=16, zero_stage=1, reduction="per_microbatch")),
     ],
     ids=lambda c: f"{c}{' thresholds' if c.thresholds else ''}{' dropout' if c.model else ''}",
 )  # fmt: skip
@@ -249,7 +250,7 @@ def fail_in_the_middle(rank, case, culprit):
 
 RAISING = [
     Case(mesh=(2, 1, 2), schedule="gpipe", steps=2),
-    Case(mesh=(4, 1, 1), schedule="one_f_one_b", steps=2, reduction="per_microbatch"),
+    slow(Case(mesh=(4, 1, 1), schedule="one_f_one_b", steps=2, reduction="per_microbatch")),
 ]
 
 
@@ -272,15 +273,19 @@ def curve(mesh=(1, 1, 1), checkpointing="none", schedule="gpipe", dropout="all")
     return run_locally(train_on_rank, case.world_size, case)[0][:2]
 
 
-def test_dropout_draws_the_same_masks_on_every_pipeline():
+PIPELINES = [
+    slow({"checkpointing": "full"}),
+    slow({"mesh": (2, 1, 1)}),
+    {"mesh": (2, 1, 1), "schedule": "one_f_one_b", "checkpointing": "full"},
+]
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES, ids=str)
+def test_dropout_draws_the_same_masks_on_every_pipeline(pipeline):
     losses, norms = curve()
-    for other in (
-        curve(checkpointing="full"),
-        curve(mesh=(2, 1, 1)),
-        curve(mesh=(2, 1, 1), schedule="one_f_one_b", checkpointing="full"),
-    ):
-        assert other[0] == pytest.approx(losses, rel=1e-6)
-        assert other[1] == pytest.approx(norms, rel=1e-5)
+    other = curve(**pipeline)
+    assert other[0] == pytest.approx(losses, rel=1e-6)
+    assert other[1] == pytest.approx(norms, rel=1e-5)
     undropped, _ = curve(dropout="none")
     assert min(abs(a - b) for a, b in zip(losses, undropped, strict=True)) > 1e-4
 

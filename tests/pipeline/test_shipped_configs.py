@@ -104,7 +104,13 @@ def test_sizes_batch_and_length(name):
     assert config.with_corpus(config.model.vocab_size, 10**9).model == config.model
 
 
-@pytest.mark.parametrize("name", NAMES)
+# The largest mesh, and one of each family and of each way of its head and its norms.
+MET = {"gpt3-175b", "llama-8b", "pythia-70m", "qwen3-0.6b"}
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in MET else pytest.param(n, marks=pytest.mark.slow) for n in NAMES]
+)
 def test_layers_of_the_first_middle_and_last_rank_on_the_meta_device(name, join):
     config = resolved(name)
     sizes, pipeline = config.mesh, config.pipeline
