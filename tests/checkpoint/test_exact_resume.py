@@ -30,12 +30,9 @@ ZERO = {
     "offload": {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}},
 }
 # The others are slow; test_kill.py kills a pipeline under ZeRO-3.
-SAMPLE = {("offload", "1x2x1")}
-TABLE = [
-    pytest.param(zero, mesh, marks=[] if (zero, mesh) in SAMPLE else pytest.mark.slow)
-    for zero in ZERO
-    for mesh in MESHES
-]
+# By default test_kill.py has kills at chosen points, and tests/engine/test_states.py every way of
+# keeping state.
+TABLE = [pytest.param(zero, mesh, marks=pytest.mark.slow) for zero in ZERO for mesh in MESHES]
 
 
 @pytest.fixture(scope="module")

@@ -68,12 +68,15 @@ def save_both_ways(rank, sides, root):
     return moved
 
 
-@pytest.mark.usefixtures("cpu_adam", "async_io")
-def test_the_asynchronous_checkpoint_is_the_synchronous_one(tmp_path):
+@pytest.mark.usefixtures("cpu_adam", "operators")
+@pytest.mark.parametrize(
+    "sides", [SIDES[::2], pytest.param(SIDES[1::2], marks=pytest.mark.slow)], ids=["few", "offload"]
+)
+def test_the_asynchronous_checkpoint_is_the_synchronous_one(sides, tmp_path):
     """Byte for byte, although training went on; and each element is in it once."""
-    for moved in run_locally(save_both_ways, 4, SIDES, tmp_path):
-        assert moved == [True] * len(SIDES)
-    for side in SIDES:
+    for moved in run_locally(save_both_ways, 4, sides, tmp_path):
+        assert moved == [True] * len(sides)
+    for side in sides:
         waiting, behind = (tmp_path / str(side) / way / "step-2" for way in ("waiting", "behind"))
         assert contents(waiting) == contents(behind)
         assert verify(behind) == []
@@ -163,7 +166,11 @@ def damage_the_newest(rank, trained, folder, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["shard-00001-of-00002.safetensors", "state.json", "manifest.json"]
+    "name",
+    [
+        "shard-00001-of-00002.safetensors",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("state.json", "manifest.json")),
+    ],
 )
 def test_older_checkpoints_stay_until_the_newer_is_verified(name, tmp_path):
     for said, left, then in on_two_ranks(damage_the_newest, tmp_path, name):

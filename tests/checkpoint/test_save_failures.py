@@ -52,7 +52,11 @@ def fill_the_disk(rank, trained, folder, behind):
     return said, seen, saver.broken, names(folder)
 
 
-@pytest.mark.parametrize("behind", [True, False], ids=["asynchronous", "synchronous"])
+@pytest.mark.parametrize(
+    "behind",
+    [True, pytest.param(False, marks=pytest.mark.slow)],
+    ids=["asynchronous", "synchronous"],
+)
 def test_a_full_disk_costs_only_the_checkpoint(behind, tmp_path):
     """Only rank 0's is full; all ranks say the same, and count the same."""
     for said, seen, broken, left in on_two_ranks(fill_the_disk, tmp_path, behind):

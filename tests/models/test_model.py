@@ -25,6 +25,9 @@ pytestmark = pytest.mark.gloo
 SHAPE = Shape(2, 16)
 GROUPED = {"llama, grouped": small("llama", num_key_value_heads=2, qk_norm=True)}
 CONFIGS = EVERY_FAMILY | GROUPED
+# All switches at once have what each has; one by one they are behind `slow`.
+ONE_BY_ONE = {n for n in EVERY_FAMILY if "=" in n}
+NAMES = [pytest.param(n, marks=pytest.mark.slow) if n in ONE_BY_ONE else n for n in CONFIGS]
 
 
 def described(config):
@@ -37,11 +40,11 @@ def described(config):
     return found
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", NAMES)
 def test_spec_describes_the_built_module(name):
     config = CONFIGS[name]
     specs = named_params(models.layers(config))
-    ranks = [found["described"] for found in of_family(config.family)[name]]
+    ranks = [found["described"] for found in found_of(name)]
     for tp, results in zip((1, 2, 4), zip(*ranks, strict=True), strict=True):
         for held, unique in results:
             assert [key for key, *_ in held] == list(specs)
@@ -79,11 +82,11 @@ def counted_flops(config, tp):
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", NAMES)
 def test_cost_is_what_torch_counts(name, tp):
     config = CONFIGS[name]
     specs = models.layers(config)
-    group = [found["flops"][tp] for found in of_family(config.family)[name][:tp]]
+    group = [found["flops"][tp] for found in found_of(name)[:tp]]
     for layer in specs:
         assert layer.cost(SHAPE).forward_flops == sum(found[layer.name] for found, _ in group)
     train = sum(layer.cost(SHAPE).train_flops for layer in specs)
@@ -105,7 +108,7 @@ UNKNOWN_ELSEWHERE = [
 @pytest.mark.parametrize("name", UNKNOWN_ELSEWHERE)
 def test_tensor_parallel_gradients_are_those_of_one_rank(name):
     """For what test_transformers.py cannot compare: no class of transformers is like it."""
-    for found in of_family(CONFIGS[name].family)[name]:
+    for found in found_of(name):
         one, *others = found["computed"]
         loss, _, gradients = one
         whole = {key: value for key, _, value in gradients}
@@ -116,10 +119,19 @@ def test_tensor_parallel_gradients_are_those_of_one_rank(name):
                 assert error < 1e-5, f"{key}: {error:.1e}"
 
 
+def found_of(name):
+    """What each rank finds of a config."""
+    return of_family(CONFIGS[name].family, name in ONE_BY_ONE)[name]
+
+
 @lru_cache
-def of_family(family):
+def of_family(family, one_by_one):
     """Name -> what each rank finds of it: all that is asked of a family in one start of ranks."""
-    jobs = {name: (name, c) for name, c in CONFIGS.items() if c.family == family}
+    jobs = {
+        name: (name, c)
+        for name, c in CONFIGS.items()
+        if c.family == family and (name in ONE_BY_ONE) == one_by_one
+    }
     return dict(zip(jobs, on_ranks(studied, [*jobs.values()]), strict=True))
 
 
@@ -155,6 +167,6 @@ PRINTED = {
 
 @pytest.mark.parametrize("name", PRINTED)
 def test_a_printed_layer_says_how_it_is_cut(name):
-    text = of_family(CONFIGS[name].family)[name][0]["printed"]
+    text = found_of(name)[0]["printed"]
     for line in PRINTED[name]:
         assert line in text, f"{line} is not in\n{text}"

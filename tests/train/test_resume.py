@@ -77,6 +77,8 @@ OTHERS = [
     ((1, 1, 2), {"zero_optimization__offload_optimizer": {"device": "cpu"}}),
     ((2, 2, 1), {"parallel3d__pipeline__schedule": "one_f_one_b", HARDWARE: "A100-SXM4-80GB"}),
 ]
+# Every mesh to every mesh: tests/checkpoint/test_resharding.py.
+FEW = [*(pytest.param(*other, marks=pytest.mark.slow) for other in OTHERS[:2]), OTHERS[2]]
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +89,7 @@ def stayed(config):
     return lines(raw)
 
 
-@pytest.mark.parametrize(("mesh", "changes"), OTHERS, ids=["pp", "tp", "pp-dp"])
+@pytest.mark.parametrize(("mesh", "changes"), FEW, ids=["pp", "tp", "pp-dp"])
 def test_another_mesh_goes_on_with_the_same_losses(config, half, stayed, mesh, changes):
     name = "x".join(map(str, mesh))
     raw = copied(half, config, name, **changes)
@@ -249,10 +251,7 @@ def test_what_a_run_is_resumed_from(config, half):
     for name, ranks in results.items():
         assert [ended.code for ended in ranks] == [DONE] * 2, (name, ranks)
         first = starts[name]
-        assert seen_by_all(ranks) == list(range(first * BATCH, STEPS * BATCH)), (
-            name,
-            ranks[0].said,
-        )
+        assert seen_by_all(ranks) == list(range(first * BATCH, STEPS * BATCH)), ranks[0].said
         folder = (half if name == "path" else folder_of(raws[name])) / "checkpoints"
         said = ranks[0].says(f"resume  from {folder}/step-{first}: step {first} of {STEPS}")
         assert said == (first > 0), (name, ranks[0].said)

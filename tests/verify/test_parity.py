@@ -117,7 +117,7 @@ DEFAULT = SETTINGS | {
     "offload": ["none", "cpu", "nvme+nvme"],
     "model": [name for name in MODELS if name != "gpt untied"],
 }
-ROWS = [*pairwise(DEFAULT, can_be), ALL_AXES]
+ROWS = [*pairwise(DEFAULT, can_be, seed=2), ALL_AXES]  # of the first few seeds the fewest rows
 
 
 def test_every_setting_appears():

@@ -38,7 +38,6 @@ def deep(**kinds):
 CASES = {
     (1, 2, 1): [
         {"thresholds": THRESHOLDS, "offload": "cpu", "bucket": 2**18, **OFTEN, **ONE, **FULL},
-        {"zero": 2, **ONE, **deep()},
         {**PASS, **BREADTH, **OFTEN, "offload": "cpu+cpu", **FLAT},
     ],
     (2, 1, 1): [deep(M=6, schedule="interleaved", v=2)],
@@ -53,6 +52,7 @@ SLOW = {
     (1, 2, 1): [
         {"precision": "fp32", **deep()},
         {"zero": 1, **ONE, **FULL},
+        {"zero": 2, **ONE, **deep()},
         {"offload": "cpu", **OFTEN, **ONE},
         STEP,
         {**STEP, **OFTEN},
@@ -232,7 +232,7 @@ def rows(cases, limit, *marks):
     ("mesh", "cases", "limit"),
     [
         *rows(CASES, 0.06),
-        *rows(OTHERS, 0.1),
+        *rows(OTHERS, 0.1, pytest.mark.slow),  # tests/models/test_layer_memory.py has the family
         *rows(SLOW, 0.06, pytest.mark.slow),
         *rows(MORE, 0.1, pytest.mark.slow),
     ],
