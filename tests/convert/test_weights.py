@@ -53,7 +53,7 @@ def read(directory, config):
 
 
 CASES = [
-    Case(mesh=(2, 2, 2), tied=True, steps=3),
+    pytest.param(Case(mesh=(2, 2, 2), tied=True, steps=3), marks=pytest.mark.slow),
     pytest.param(Case(mesh=(2, 2, 2), tied=False, steps=3, offload="cpu"), marks=pytest.mark.slow),
     Case(mesh=(1, 1, 1), zero_stage=1, steps=3),
     # Seven layers on three coordinates of the pipeline, a vocabulary that tp does not divide.
@@ -188,7 +188,18 @@ def test_the_same_weights_are_the_same_bytes_from_every_mesh(case, tmp_path):
         assert found == (tmp_path / "alone" / name).read_bytes(), name
 
 
-@pytest.mark.parametrize("model", [n for n, m in MODELS.items() if m["family"] != "gpt"])
+# The names of the others' weights: tests/models/test_transformers.py.
+WHOLE = {"llama": False, "qwen2": False, "qwen3": False}
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        n if WHOLE.get(n, True) else pytest.param(n, marks=pytest.mark.slow)
+        for n, m in MODELS.items()
+        if m["family"] != "gpt"
+    ],
+)
 def test_every_family_is_saved_whole(model, tmp_path):
     """On tp 4, where each rank holds the key and value weights of two heads whole."""
     config = RunConfig.from_dict(whole_config(model=model, sequence_parallel=True))

@@ -56,6 +56,7 @@ def test_json_is_one_object_alone_on_standard_output(config, settings):
             assert value in again.stdout
 
 
+@pytest.mark.slow  # tests/data/test_odd_text.py has what is left out
 def test_what_is_left_out_is_told(config, folder):
     (folder / "empty.txt").touch()
     (folder / "latin.txt").write_bytes(b"caf\xe9")
@@ -70,6 +71,7 @@ def test_what_is_left_out_is_told(config, folder):
     assert first["file"] == f"{folder}/latin.txt" and first["line"] is None
 
 
+@pytest.mark.slow  # tests/launch/test_train.py has a bad corpus, test_first_day.py bad configs
 def test_bad_data_and_bad_config_exit_with_2_and_no_traceback(config, folder):
     (folder / "latin.txt").write_bytes(b"caf\xe9")
     for arguments, message in [
@@ -99,6 +101,7 @@ def mixture(config, folder):
     return config
 
 
+@pytest.mark.slow  # the next test has what is listed
 def test_a_mixture_is_listed_with_its_epochs(mixture):
     done = run(mixture, "--json", "--parallel3d.train", '{"max_tokens": 800}')
     assert done.returncode == 0, done.stderr
