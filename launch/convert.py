@@ -7,6 +7,7 @@ No ranks and no GPU are needed. What was written is read back and compared befor
 
 import argparse
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -73,8 +74,8 @@ def import_(args: argparse.Namespace, console: Console) -> int:
         proof = import_folder(args.folder, args.to, shard_bytes=size, progress=progress)
     say(proof, f"of {args.folder}", args, console)
     if proof.ok:
-        model = json.dumps({"from_pretrained": str(args.to)})
-        console.print(f"start training from it with --parallel3d.model '{model}'")
+        named = f"--parallel3d.model.from_pretrained {shlex.quote(str(args.to))}"
+        console.print(f"start training from it with {named}")
     return DONE if proof.ok else FAILED
 
 

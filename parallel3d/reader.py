@@ -76,7 +76,7 @@ def apply_overrides(
 
     `full_path` gives the path that a shorter one stands for.
     """
-    for path, text in _pairs(overrides):
+    for path, text in pairs(overrides):
         *sections, key = full_path(path).split(".")
         block = raw
         for section in sections:
@@ -86,7 +86,8 @@ def apply_overrides(
         block[key] = value(text)
 
 
-def _pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
+def pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """The dotted path and the text of each setting of a command line, as they stand there."""
     words = iter(overrides)
     for word in words:
         if not re.match(r"--\w", word):

@@ -32,9 +32,10 @@ SETTINGS = (
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 
 
-def fill(raw: dict[str, Any]) -> list[str]:
+def fill(raw: dict[str, Any], beneath: Mapping[str, Any] | None = None) -> list[str]:
     """Complete the "model" block of a ds.json in place, if it names a folder; gives notes on it.
 
+    `beneath`: a block whose place it takes; what a config.json does not fix is kept of it.
     Raises ConfigError for a folder that is none, a model that no family can be, and settings that
     contradict it.
     """
@@ -51,8 +52,14 @@ def fill(raw: dict[str, Any]) -> list[str]:
     chosen = {key: value for key, value in model.items() if key != KEY}
     if problems := list(_contradictions(chosen, fixed, folder)):
         raise Problems(problems)
+    notes = [f"model: {_described(fixed)}, of {name}"]
+    if beneath is not None:
+        free = {*pretrained.free_settings(fixed["family"]), "parametrization"}
+        chosen = {key: value for key, value in beneath.items() if key in free} | chosen
+        gone = [key for key in beneath if key not in free]
+        notes += [f"model: {', '.join(gone)} of the config give way to {name}"] if gone else []
     block["model"] = {**chosen, **fixed, KEY: record}
-    return [f"model: {_described(fixed)}, of {name}", *_dropouts(config, fixed, chosen)]
+    return [*notes, *_dropouts(config, fixed, chosen)]
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -239,9 +246,6 @@ def _hub_cache() -> Path:
 def _contradictions(
     chosen: Mapping[str, Any], fixed: Mapping[str, Any], folder: Path
 ) -> Iterator[Problem]:
-    remedy = (
-        f"remove it (on the command line: --parallel3d.model '{json.dumps({KEY: str(folder)})}')"
-    )
     for key, value in chosen.items():
         if key not in fixed or value == "auto":
             continue
@@ -255,7 +259,7 @@ def _contradictions(
             same = value == there and isinstance(value, bool) == isinstance(there, bool)
         if not same:
             rule = f"contradicts {folder / 'config.json'}, by which it is {json.dumps(there)}"
-            yield Problem(f"parallel3d.model.{key}", value, rule, remedy)
+            yield Problem(f"parallel3d.model.{key}", value, rule, "remove it")
 
 
 def _described(fixed: Mapping[str, Any]) -> str:

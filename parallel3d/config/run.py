@@ -8,6 +8,7 @@ from pydantic import Field, PlainValidator, PrivateAttr, ValidationError
 from parallel3d import explain, reader
 from parallel3d.config import arithmetic, checks, examples
 from parallel3d.config.beyond import BEYOND
+from parallel3d.config.command_line import apply_overrides
 from parallel3d.config.data import DataConfig
 from parallel3d.config.deepspeed import (
     AioConfig,
@@ -37,7 +38,6 @@ from parallel3d.config.settings import (
     Positive,
     TrainConfig,
 )
-from parallel3d.config.short_paths import full_path
 from parallel3d.section import Beyond, Problem, Problems, Section, Size
 
 
@@ -97,8 +97,9 @@ class RunConfig(Section):
         """
         file = reader.find(path)
         raw = reader.read(file)
-        reader.apply_overrides(raw, overrides, full_path)
-        return cls.from_dict(raw, source=str(file))
+        notes = apply_overrides(raw, overrides)
+        config = cls.from_dict(raw, source=str(file))
+        return config.with_notes(*notes, *config.notes) if notes else config
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any], source: str = "the config") -> "RunConfig":

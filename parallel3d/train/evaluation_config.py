@@ -10,7 +10,7 @@ from parallel3d import models, reader
 from parallel3d.checkpoint.manifest import STATE, read_state
 from parallel3d.checkpoint.report import find_checkpoints
 from parallel3d.config import RunConfig
-from parallel3d.config.short_paths import full_path
+from parallel3d.config.command_line import apply_overrides
 from parallel3d.errors import CheckpointError, ConfigError
 from parallel3d.mesh.launch import Launch
 
@@ -60,7 +60,7 @@ def evaluation_config(
         raise CheckpointError(f"{checkpoint / STATE}: has no config; use another checkpoint")
     raw = reader.read(reader.find(file)) if file else json.loads(json.dumps(theirs))
     mesh = _mesh_of(raw)
-    reader.apply_overrides(raw, overrides, full_path)
+    apply_overrides(raw, overrides)
     asked = {axis for axis, size in _mesh_of(raw).items() if size != mesh.get(axis)}
     _place(raw, launch.world_size, asked, is_theirs=file is None)
     if samples is not None:
