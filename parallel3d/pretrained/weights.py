@@ -1,6 +1,6 @@
 """A published model's weights by our names: any box of a parameter, from the bytes that hold it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import product
 from math import prod
@@ -106,7 +106,7 @@ class Weights:
                     both.append(out)
                 if not torch.equal(*both):
                     raise ConfigError(
-                        f"{self.folder}: {theirs.name} is not {ours.name}, although config.json "
+                        f"{self.folder}: {found.name} is not {ours.name}, although config.json "
                         "says tie_word_embeddings = true; set it to false in a copy of the folder"
                     )
 
@@ -147,16 +147,21 @@ class Weights:
 
     def _headers(self) -> dict[str, Stored]:
         found: dict[str, Stored] = {}
+        others: Mapping[str, str] = getattr(self._family, "OTHER_NAMES", {})
         for path in weight_files(self.folder):
             try:
                 file = ArrayFile(path)
             except OSError as error:
                 raise CheckpointError(f"{path}: cannot be opened: {error}") from None
             self._open.callback(file.close)
-            for name, stored in read_header(file).items():
-                if name in found:
+            for own, stored in read_header(file).items():
+                name = others.get(own, own)
+                if (first := found.get(name)) and first.name != own:
+                    what = f"holds {first.name} and {own}, two names of one tensor"
+                    raise ConfigError(f"{self.folder}: {what}; leave one out in a copy of it")
+                if first:
                     raise ConfigError(
-                        f"{path}: {name} is also in {found[name].file.path.name}; download both"
+                        f"{path}: {own} is also in {first.file.path.name}; download both"
                     )
                 found[name] = stored
         return found

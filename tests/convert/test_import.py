@@ -1,6 +1,7 @@
 """Published models imported and proved: every architecture holds, what differs is found."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -52,6 +53,34 @@ def test_types_stay_and_what_is_superfluous_goes(tmp_path):
     assert found.keys() == tensors.keys()
     assert all(torch.equal(found[n], value) for n, value in tensors.items())
     assert (tmp_path / "out/tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize("name", ["pythia", "neox one after the other"])
+def test_an_output_projection_of_either_name_is_the_same(name, tmp_path):
+    """transformers reads GPT-NeoX's as embed_out and as lm_head; tied, as a copy or not at all."""
+    folder, other = save(name, tmp_path / "model"), tmp_path / "other"
+    tensors = load_file(folder / "model.safetensors")
+    tied = "embed_out.weight" not in tensors
+    head = tensors["gpt_neox.embed_in.weight"] + 0 if tied else tensors.pop("embed_out.weight")
+    shutil.copytree(folder, other)
+    save_file(tensors | {"lm_head.weight": head}, other / "model.safetensors", {"format": "pt"})
+    proof = import_folder(other, tmp_path / "out")
+    assert proof.ok and len(proof.checked) == 4, proof
+    found, wanted = (
+        load_file(tmp_path / "out/model.safetensors"),
+        load_file(folder / "model.safetensors"),
+    )
+    assert found.keys() == wanted.keys() and proof.tensors == len(wanted)
+    assert all(torch.equal(found[n], value) for n, value in wanted.items())
+    if tied:
+        wrong = tensors | {"lm_head.weight": head * 2}
+        save_file(wrong, other / "model.safetensors", {"format": "pt"})
+        with pytest.raises(ConfigError, match=r"lm_head\.weight is not gpt_neox\.embed_in"):
+            import_folder(other, tmp_path / "wrong")
+    both = tensors | {"lm_head.weight": head, "embed_out.weight": head + 0}
+    save_file(both, other / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"holds \w+\.weight and \w+\.weight, two names of one"):
+        import_folder(other, tmp_path / "both")
 
 
 def test_a_wrong_mapping_of_names_is_found_by_the_logits_alone(tmp_path, monkeypatch):
