@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 
 from parallel3d.data.json_line import (
+    REPEATED,
     leads_to,
     no_field,
     not_json,
@@ -35,6 +36,7 @@ class LongObject:
         self._buffer, self._at, self._before = b"", 0, 0
         self._names: list[str] = []
         self._found = False
+        self._flaws: dict[str, Unusable] = {}  # of the field, by their reasons
 
     def text(self) -> Iterator[bytes]:
         """The text of the field in UTF-8, in blocks. Raises Unusable, at the end at the latest."""
@@ -54,6 +56,10 @@ class LongObject:
                 f"{self._place} is not UTF-8: before offset {place} ({error.reason}); convert the"
                 " file with iconv",
             ) from None
+        # Told when all of the line is known to be JSON, and the first of these, as of short lines.
+        for reason in (REPEATED, *self._flaws):
+            if reason in self._flaws:
+                raise self._flaws[reason]
         if not self._found:
             raise no_field(self._place, self._field, self._names)
 
@@ -68,18 +74,22 @@ class LongObject:
             if self._look() != b'"':
                 raise self._wrong("Expecting property name enclosed in double quotes")
             key = b"".join(self._string(asked=False)).decode(errors="surrogatepass")
-            if outermost and len(self._names) < 8:
+            if outermost and len(self._names) < 8 and key not in self._names:
                 self._names.append(key)
             self._expect(b":", "Expecting ':' delimiter")
             kind = self._look()
             leads = field is not None and leads_to(key, field)
             if leads and (key in seen or (key == field and self._found)):
-                raise repeated(self._place, self._field)
-            if field is not None and key == field:
-                if kind != b'"':
-                    raise not_text(self._place, self._field, TYPES.get(kind, "a number"))
+                self._note(repeated(self._place, self._field))
+                self._skip(kind)
+            elif key == field:
                 self._found = True
-                yield from self._string()
+                if kind == b'"':
+                    # Of a text with a flaw no more is given: it may not be UTF-8.
+                    yield from (part for part in self._string() if not self._flaws)
+                else:
+                    self._note(not_text(self._place, self._field, TYPES.get(kind, "a number")))
+                    self._skip(kind)
             elif field is not None and leads and kind == b"{" and field not in seen:
                 yield from self._object(field[len(key) + 1 :])
             else:
@@ -88,6 +98,9 @@ class LongObject:
                 seen.add(key)
             if self._expect(b",}", "Expecting ',' delimiter") == b"}":
                 return
+
+    def _note(self, flaw: Unusable) -> None:
+        self._flaws.setdefault(flaw.reason, flaw)
 
     def _skip(self, kind: bytes) -> None:
         """Read a value that nobody asks for."""
@@ -118,7 +131,7 @@ class LongObject:
     def _string(self, asked: bool = True) -> Iterator[bytes]:
         """Read a string, and give its characters in UTF-8.
 
-        Half of a surrogate pair is refused in the text that is `asked` for alone: elsewhere it is
+        Half of a surrogate pair is a flaw of the text that is `asked` for alone: elsewhere it is
         JSON like any other, and given as "surrogatepass" has it.
         """
         decoder = codecs.getincrementaldecoder("utf-8")()
@@ -137,7 +150,7 @@ class LongObject:
             elif half := HALF.match(self._buffer, self._at):
                 escape = half[0].decode()
                 if asked:
-                    raise surrogate(self._place, self._field, f" ({escape})")
+                    self._note(surrogate(self._place, self._field, f" ({escape})"))
                 self._at = half.end()
                 yield json.loads(f'"{escape}"').encode(errors="surrogatepass")
             else:

@@ -5,7 +5,7 @@ import json
 
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
@@ -155,14 +155,23 @@ def objects(inner):
     return pairs.map(lambda all_of: "{" + ", ".join(f'"{k}": {v}' for k, v in all_of) + "}")
 
 
+LEAVES = ['"x"', '"y"', "1", "null", '"x\\ud800y"', "tru"]
+
+
 @settings(max_examples=300)
-@given(objects(st.recursive(st.sampled_from(['"x"', '"y"', "1"]), objects, max_leaves=8)))
+@example('{"a.b.c": 1, "a.b.c": "x"}')
+@example('{"a.b": {"c": 1}, "a": {"b.c": "x"}}')
+@example('{"a.b.c": "\\ud800", "a.b.c": "x"}')
+@example('{"a.b.c": "x", "a.b.c": "y", "z": tru}')
+@given(objects(st.recursive(st.sampled_from(LEAVES), objects, max_leaves=8)))
 def test_long_lines_are_judged_as_short_ones(line):
+    """By the same reason, too: it is counted under it."""
+
     def outcome(read):
         try:
             return read()
-        except Unusable:
-            return "refused"
+        except Unusable as flaw:
+            return flaw.reason
 
     short = outcome(lambda: text_of(line.encode(), "line 1", "a.b.c"))
     blocks = [line[i : i + 5].encode() for i in range(0, len(line), 5)]
