@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel3d.errors import ConfigError
+from parallel3d.models.common import divisor_below
 from parallel3d.section import Problem, Problems
 
 
@@ -85,9 +86,7 @@ def write_batch(
     if block.get("mesh") != "plan":
         share = batch // dp
         most = micro if isinstance(micro, int) and micro > 0 else share
-        raw["train_micro_batch_size_per_gpu"] = max(
-            n for n in range(1, min(most, share) + 1) if share % n == 0
-        )
+        raw["train_micro_batch_size_per_gpu"] = divisor_below(share, min(most, share) + 1)
     optimizer = raw.setdefault("optimizer", {"type": "AdamW", "params": {}})
     optimizer.setdefault("params", {})["lr"] = float(f"{rate:.4g}")
 

@@ -19,7 +19,11 @@ from parallel3d.scaling.ladder.settings import LAWS
 from parallel3d.section import PathText, Problem, Problems, Section
 
 Positive = Annotated[int, Field(gt=0)]
-Numbers = Annotated[tuple[Annotated[float, Field(gt=0)], ...], Strict(False)]
+Devices = Annotated[int, Field(gt=0, le=10**9)]
+# Bounds far beyond what is ever trained; products of what is within them are finite.
+Budget = Annotated[float, Field(gt=0, le=1e40)]
+Numbers = Annotated[tuple[Budget, ...], Strict(False)]
+_MOST_RATE_OR_BATCH = 1e15
 BUDGETS = ("flops", "tokens_per_param", "tokens")
 
 
@@ -46,9 +50,12 @@ def _law_or_number(value: Any) -> Any:
         known = ", ".join(LAWS)
         raise ValueError(f"is no law of learning rate and batch size; use {known}, or a number")
     if not isinstance(value, str) and (
-        isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not 0 < value <= _MOST_RATE_OR_BATCH
     ):
-        raise ValueError(f"must be a number above 0; write one, or a law: {', '.join(LAWS)}")
+        rule = f"must be a number above 0, of at most {_MOST_RATE_OR_BATCH:g}"
+        raise ValueError(f"{rule}; write one, or a law: {', '.join(LAWS)}")
     return value
 
 
@@ -58,7 +65,7 @@ Mesh = Annotated[Any, PlainValidator(_mesh)]
 class SizeConfig(Section):
     """One size of model; a bare number means its `params`."""
 
-    params: Annotated[float, Field(gt=0)] | None = None
+    params: Annotated[float, Field(gt=0, le=1e18)] | None = None
     """Parameters of the blocks that the rule of widths and depths comes as near to as it can."""
     model: dict[str, Any] = Field(default={})
     """Settings of the model, as in parallel3d.model, in place of the rule's."""
@@ -68,7 +75,7 @@ class SizeConfig(Section):
     """Those of the ladder's budgets that this size is trained on; none named: all."""
     mesh: Mesh = None
     """As the ladder's; null: that."""
-    devices: Positive | None = None
+    devices: Devices | None = None
     """As the ladder's; null: that."""
 
 
@@ -130,9 +137,9 @@ class HeldOutConfig(Section):
 
     size: Annotated[SizeConfig, BeforeValidator(_size)]
     """As one of sizes."""
-    flops: Annotated[float, Field(gt=0)] | None = None
+    flops: Budget | None = None
     """As a budget's; give this, or tokens."""
-    tokens: Annotated[float, Field(gt=0)] | None = None
+    tokens: Budget | None = None
     """As a budget's."""
 
     @model_validator(mode="after")
@@ -153,11 +160,11 @@ class LadderConfig(Section):
     """Folder of the runs, relative to the working directory; of this ladder alone."""
     sizes: Annotated[tuple[Annotated[SizeConfig, BeforeValidator(_size)], ...], Strict(False)]
     """The models: numbers, {"params": ...}, or {"model": {"hidden_size": ..., ...}}."""
-    aspect_ratio: float = Field(default=64, gt=0)
+    aspect_ratio: float = Field(default=64, ge=0.01)
     """hidden_size / num_hidden_layers that the rule keeps to as it can."""
-    head_size: Positive = 64
+    head_size: int = Field(default=64, gt=0, le=2**20)
     """Width of an attention head; hidden_size is a multiple of it."""
-    mlp_ratio: Annotated[float, Field(gt=0)] | None = None
+    mlp_ratio: Annotated[float, Field(gt=0, le=1000)] | None = None
     """intermediate_size / hidden_size; null: the family's."""
     budgets: BudgetConfig
     """How long each size is trained."""
@@ -171,7 +178,7 @@ class LadderConfig(Section):
     """Runs to be forecast, after all others."""
     mesh: Mesh = None
     """Mesh of each run, or "plan"; null: the base's."""
-    devices: Positive = 1
+    devices: Devices = 1
     """Devices for each run whose mesh is planned, or has dp "auto"."""
     unique_tokens: Positive | None = None
     """Training tokens of the corpus; null: as `run` counts them when it prepares it."""

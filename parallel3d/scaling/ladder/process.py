@@ -2,11 +2,13 @@
 
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 import parallel3d
@@ -15,6 +17,7 @@ from parallel3d.scaling.ladder.expand import Run
 TRAIN = Path(parallel3d.__file__).parent / "launch" / "train.py"
 LOGS = "logs"  # of a ladder's directory: what each run said
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+_DEVICE = re.compile(r"\d+$|GPU-|MIG-")
 _NODES = Path("/dev")
 _THREADS = "OMP_NUM_THREADS"
 _SET_PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
@@ -48,7 +51,9 @@ class Process:
 def visible_devices() -> tuple[str, ...]:
     """The accelerators of this machine that runs share; none where runs train on the CPU."""
     if VISIBLE in os.environ:
-        return tuple(name for name in os.environ[VISIBLE].split(",") if name.strip())
+        names = (name.strip() for name in os.environ[VISIBLE].split(","))
+        # As CUDA reads it: what follows a name that is none, such as -1, is not seen.
+        return tuple(takewhile(_DEVICE.match, names))
     # Nodes are named by the host's numbers; CUDA numbers those of a container from 0.
     return tuple(str(place) for place, _ in enumerate(_NODES.glob("nvidia[0-9]*")))
 

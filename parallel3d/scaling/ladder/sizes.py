@@ -1,6 +1,7 @@
 """Width and depth of the model for each size of a ladder."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from parallel3d.section import ABSENT, Problem, Problems
 
 SHAPE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
 _MOST_WIDTHS = 4096  # heads that the rule tries
+_MOST_LAYERS = 20_000
 
 
 @dataclass(frozen=True)
@@ -73,28 +75,36 @@ def model_of(ladder: LadderConfig, size: SizeConfig, base: Mapping[str, Any], pa
 
 def _nearest(ladder: LadderConfig, target: float, shared: dict[str, Any], path: str) -> Any:
     """The width (a multiple of head_size) and depth by the aspect rule that come nearest."""
-    best: tuple[float, Any] | None = None
-    for heads in range(1, _MOST_WIDTHS):
+
+    def shaped(heads: int) -> Any:
         width = heads * ladder.head_size
+        layers = max(1, round(width / ladder.aspect_ratio))
         shape = {
-            "hidden_size": width,
-            "num_attention_heads": heads,
-            "num_hidden_layers": max(1, round(width / ladder.aspect_ratio)),
-        }
-        model = _checked({**shared, **shape, **_inner(ladder, width)}, path)
-        found = count(model).transformer
-        off = abs(math.log(found / target))
-        if best is None or off < best[0]:
-            best = off, model
-        if found > target:
-            break
-    assert best
-    if best[0] > math.log(2):
+            "hidden_size": width, "num_attention_heads": heads, "num_hidden_layers": layers,
+        }  # fmt: skip
+        if layers > _MOST_LAYERS:
+            return None
+        return _checked({**shared, **shape, **_inner(ladder, width)}, path)
+
+    def blocks(heads: int) -> float:
+        model = shaped(heads)
+        return math.inf if model is None else count(model).transformer
+
+    end = 1  # a wide model has many layers to count: none far beyond the target is
+    while end < _MOST_WIDTHS and blocks(end) < target:
+        end *= 2
+    above = 1 + bisect_left(range(1, end), target, key=blocks, lo=max(0, end // 2 - 1))
+    off, best = min(
+        (abs(math.log(blocks(heads) / target)), heads)
+        for heads in (above - 1, above)
+        if 0 < heads < _MOST_WIDTHS
+    )
+    if off > math.log(2):
         rule = f"the nearest that aspect_ratio and head_size={ladder.head_size} allow has "
-        rule += f"{count(best[1]).transformer:,}"
+        rule += f"{blocks(best):,}" if off < math.inf else f"more than {_MOST_LAYERS:,} layers"
         remedy = "use that, a smaller head_size, or give the model's own sizes"
         raise Problems([Problem(f"{path}.params", target, rule, remedy)])
-    return best[1]
+    return shaped(best)
 
 
 def _inner(ladder: LadderConfig, width: Any) -> dict[str, Any]:

@@ -1,11 +1,13 @@
 """From a ladder file to complete configs: sizes, budgets, settings, schedules."""
 
 import json
+import time
 
 import pytest
 
 from parallel3d.config import RunConfig
 from parallel3d.config.learning_rate import rate
+from parallel3d.errors import ConfigError
 from parallel3d.scaling.ladder.plan import ladder_of
 from parallel3d.scaling.ladder.show import to_json
 from tests.scaling.ladder.cases import runs_by_name, write
@@ -194,3 +196,26 @@ def test_the_configs_are_what_training_reads(tmp_path):
         read = RunConfig.from_json(str(ladder.config_file(rung.run)))
         assert read.to_dict() == rung.run.config.to_dict()
         assert read.resolve(1).num_steps == rung.run.steps
+
+
+HUGE = {
+    "batch_tokens": {"hyperparameters": {"learning_rate": 0.01, "batch_tokens": 1e300}},
+    "learning_rate": {"hyperparameters": {"learning_rate": 10**400}},
+    "mlp_ratio": {"mlp_ratio": 1e308},
+    "aspect_ratio": {"aspect_ratio": 1e-308, "sizes": [1e4, 1e5]},
+    "sizes.0.params": {"aspect_ratio": 0.01, "head_size": 2**20, "sizes": [1e4, 1e5]},
+    "head_size": {"head_size": 10**400, "sizes": [1e4, 1e5]},
+    "sizes.1": {"sizes": [1e4, 1e300]},
+    "budgets.tokens_per_param.1": {"budgets": {"tokens_per_param": [1, 1e306]}},
+    "devices": {"devices": 10**400},
+    # The law's batch for it has 1e16 samples, whose divisors are looked for.
+    "train_batch_size": {"budgets": {"tokens": [512, 1e30]}, "hyperparameters": {}},
+}
+
+
+@pytest.mark.parametrize("setting", HUGE)
+def test_what_is_far_too_large_is_refused_at_once(tmp_path, setting):
+    started = time.process_time()
+    with pytest.raises(ConfigError, match=rf"{setting} = .*: (must be|the nearest|is more)"):
+        ladder_of(str(write(tmp_path, **HUGE[setting])))
+    assert time.process_time() - started < 5

@@ -200,6 +200,10 @@ def test_devices_are_numbered_as_cuda_does(tmp_path, monkeypatch):
     assert process.visible_devices() == ("0", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
     assert process.visible_devices() == ("4", "7")
+    # CUDA sees nothing from the first name on that is none.
+    for given, seen in {"-1": (), "": (), " 2, -1,3": ("2",), "MIG-7f,x": ("MIG-7f",)}.items():
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+        assert process.visible_devices() == seen, given
 
 
 def test_a_finished_run_is_the_same_on_another_mesh_and_not_with_another_rate(place):
