@@ -220,6 +220,15 @@ def _check_precision(bf16: Bf16Config, fp16: Fp16Config) -> Iterator[Problem]:
         yield Problem("fp16.enabled", True, "is on, and bf16.enabled too", remedy)
 
 
+def _check_communication_type(
+    bf16: Bf16Config, communication_data_type: str | None
+) -> Iterator[Problem]:
+    if communication_data_type == "bf16" and not bf16.enabled:
+        rule = "would round gradients that training without bf16 has in more bits, or a wider range"
+        remedy = "use fp32, or set bf16.enabled = true"
+        yield Problem("communication_data_type", communication_data_type, rule, remedy)
+
+
 def _check_offload(zero_optimization: ZeroConfig) -> Iterator[Problem]:
     zero, path = zero_optimization, "zero_optimization"
     for name in ("offload_optimizer", "offload_param"):
@@ -277,6 +286,7 @@ CHECKS: tuple[Callable[..., Iterator[Problem]], ...] = (
     _check_scheduler,
     _check_profile,
     _check_precision,
+    _check_communication_type,
     _check_offload,
     _check_adam,
 )

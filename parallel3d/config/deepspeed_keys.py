@@ -67,7 +67,6 @@ TOP_LEVEL = {
             "parallel_write": ({}, {"pipeline_stage": False}),
         },
     ),
-    "communication_data_type": Key(f"{_FP32} the mesh; remove it", (None, "fp32")),
     "compile": Key(_NO_COMPILE, switch="deepcompile"),
     "compression_training": Key(f"{_REMOVED}; remove it"),
     "curriculum_learning": Key(f"{_REMOVED}; remove it", switch="enabled"),

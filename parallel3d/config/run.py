@@ -75,6 +75,9 @@ class RunConfig(Section):
     """Training in bfloat16; without it, training is in fp32."""
     fp16: Fp16Config = Fp16Config()
     """Training in fp16 with a loss scale, where there is no bf16."""
+    communication_data_type: Literal["fp32", "bf16"] | None = None
+    """What gradients are averaged over dp in; null: fp32. "bf16", in bf16 training alone, halves
+    the bytes; microbatches add up in fp32 before, and so does what is partial or tied."""
     aio: AioConfig = AioConfig()
     """Input and output of NVMe offload."""
     optimizer: OptimizerConfig = Field(examples=[examples.OPTIMIZER, examples.OPTIMIZER_OPTION])

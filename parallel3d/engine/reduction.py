@@ -45,6 +45,8 @@ class Reduction:
         summed = [h.parameter for h in self._held if h.tied_across or h.partial]
         if summed and not settings.reduces_once:
             self._deferred = core.DeferredReduction(engine, summed)
+        if settings.shards_parameters and settings.reduced_in == "bf16":
+            reducing.cast_before_reducing(engine.optimizer, settings.reduction_dtype)
         if settings.runs_without_hooks:
             reducing.remove_gradient_hooks(engine.optimizer)
 
@@ -113,11 +115,14 @@ class Reduction:
         for h in held:
             grad = _grad(h).div_(self._mesh.size("dp"))
             if bucket and sum(g.numel() for g in bucket) + grad.numel() > limit:
-                all_reduce_coalesced(bucket, self._mesh.group("dp"))
+                self._average(bucket)
                 bucket = []
             bucket.append(grad)
         if bucket:
-            all_reduce_coalesced(bucket, self._mesh.group("dp"))
+            self._average(bucket)
+
+    def _average(self, bucket: Sequence[Tensor]) -> None:
+        all_reduce_coalesced(bucket, self._mesh.group("dp"), self._settings.reduction_dtype)
 
 
 def _complete_with(
@@ -143,9 +148,11 @@ def _grad(held: HeldParameter) -> Tensor:
     return grad
 
 
-def all_reduce_coalesced(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Sum tensors of one type over a group, in place, in one all-reduce."""
-    flat = torch.cat([t.reshape(-1) for t in tensors])
+def all_reduce_coalesced(
+    tensors: Sequence[Tensor], group: dist.ProcessGroup, dtype: torch.dtype | None = None
+) -> None:
+    """Sum tensors of one type over a group, in place, in one all-reduce; as `dtype` on the way."""
+    flat = torch.cat([t.reshape(-1) for t in tensors]).to(dtype or tensors[0].dtype)
     dist.all_reduce(flat, group=group)
     for tensor, total in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
         tensor.copy_(total.view_as(tensor))

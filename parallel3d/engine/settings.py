@@ -21,7 +21,8 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 class EngineSettings:
     """The engine's section of a config.
 
-    `precision` is "fp32", "bf16" or "fp16". `zero_options` (bucket sizes, ZeRO-3's thresholds),
+    `precision` is "fp32", "bf16" or "fp16", `reduced_in` (the type that gradients are averaged over
+    dp in) "fp32" or "bf16". `zero_options` (bucket sizes, ZeRO-3's thresholds),
     `optimizer_options`, `param_options` (the rest of the offload sections), `aio` and `fp16` are
     DeepSpeed's own keys, handed on as they are. `rates`: what each role's are multiplied by.
     """
@@ -31,6 +32,7 @@ class EngineSettings:
     offload_optimizer: str = "none"
     offload_param: str = "none"
     precision: str = "fp32"
+    reduced_in: str = "fp32"
     gradient_reduction: str = "per_step"
     weights: Weights = "per_microbatch"
     gradient_clipping: float = 0.0
@@ -56,6 +58,7 @@ class EngineSettings:
             offload_optimizer=zero.offload_optimizer.device,
             offload_param=zero.offload_param.device,
             precision=config.precision,
+            reduced_in=config.communication_data_type or "fp32",
             gradient_reduction=config.pipeline.gradient_reduction,
             weights=gathered_for(config.pipeline.weights),
             gradient_clipping=config.gradient_clipping,
@@ -75,6 +78,11 @@ class EngineSettings:
     def dtype(self) -> torch.dtype:
         """The type of parameters and activations."""
         return _DTYPES[self.precision]
+
+    @property
+    def reduction_dtype(self) -> torch.dtype:
+        """The type that gradients have while they are averaged over dp."""
+        return _DTYPES[self.reduced_in]
 
     @property
     def shards_parameters(self) -> bool:
@@ -125,7 +133,7 @@ class EngineSettings:
             "fp16": {"enabled": self.precision == "fp16", **self.fp16},
             "aio": self.aio,
             "data_types": {"grad_accum_dtype": "fp32"},
-            "communication_data_type": "fp32",
+            "communication_data_type": self.reduced_in,
             "zero_optimization": zero,
             # Torch's Adam on the host is right, only slower; we choose the optimizer ourselves.
             "zero_force_ds_cpu_optimizer": False,

@@ -168,12 +168,19 @@ class Setting:
             weights=gathered_for(pipeline.weights),
             offload_optimizer=zero.offload_optimizer.device,
             offload_param=zero.offload_param.device,
+            software=_engine(config),
             buffers=Buffers(**{name: getattr(zero, name) for name in Buffers.__annotations__}),
         )
 
     def but(self, **changes: Any) -> Self:
         """A copy of this setting with some fields changed."""
         return replace(self, **changes)
+
+
+def _engine(config: RunConfig) -> Software:
+    """This project's engine as a config switches it."""
+    reduced = config.communication_data_type
+    return ENGINE if reduced is None else replace(ENGINE, reduction_bytes=BYTES[reduced])
 
 
 @lru_cache(maxsize=64)

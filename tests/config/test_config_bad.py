@@ -98,7 +98,8 @@ BAD = [
     ("amp", {"enabled": True}, "removed from DeepSpeed", "use bf16"),
     ("activation_checkpointing", {"cpu_checkpointing": True}, "stay on the device", "remove it"),
     ("activation_checkpointing", {"partition_activations": True}, "not cut", "sequence_parallel"),
-    ("communication_data_type", "bf16", "must be fp32", "remove it"),
+    ("communication_data_type", "bf16", "would round gradients", "bf16.enabled = true"),
+    ("communication_data_type", "fp16", "fp32", "bf16"),
     ("data_types", {"grad_accum_dtype": "bf16"}, "must be fp32", "remove it"),
     ("prescale_gradients", True, "reduces the gradients itself", "remove it"),
     ("prescale_gradients", 0, "reduces the gradients itself", "remove it"),  # no JSON false

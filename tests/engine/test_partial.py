@@ -52,9 +52,9 @@ def sum_partial(rank, dp, settings, partial):
     engine = Engine(module, held, settings, mesh=mesh)
     reduce = reduction_file.all_reduce_coalesced
 
-    def counted(tensors, group):
+    def counted(tensors, group, *dtype):
         calls.append(group is mesh.group("tp"))
-        reduce(tensors, group)
+        reduce(tensors, group, *dtype)
 
     x, grad = inputs()
     norms = []

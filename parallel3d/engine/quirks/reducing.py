@@ -8,14 +8,33 @@ are taken away, and what they would have called at the end is called here, for t
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from deepspeed.accelerator import get_accelerator
-from torch import nn
+from deepspeed.runtime.comm.coalesced_collectives import reduce_scatter_coalesced
+from torch import Tensor, nn
 
 
 def remove_gradient_hooks(optimizer: Any) -> None:
     """Take DeepSpeed's hooks off the parameters' gradients."""
     for hook in optimizer._grad_acc_hooks:
         hook.remove()
+
+
+def cast_before_reducing(optimizer: Any, dtype: torch.dtype) -> None:
+    """Have ZeRO-3 reduce in `dtype`, which is also the parameters': it takes fp32 sums for that.
+
+    It casts a gradient only where its type differs from the parameters', not from the gradient's.
+    """
+    name = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
+
+    def average(parameters: list[nn.Parameter], _: torch.dtype) -> list[Tensor]:
+        group = optimizer._get_param_partition_group(parameters[0])
+        gradients = [p.grad.to(dtype) for p in parameters if p.grad is not None]
+        sums = reduce_scatter_coalesced(gradients, group)  # of what it has divided
+        return [part.to(optimizer.gradient_accumulation_dtype) for part in sums]
+
+    assert hasattr(optimizer, name) and optimizer.gradient_predivide_factor == 1.0
+    setattr(optimizer, name, average)
 
 
 def begin(engine: Any) -> None:

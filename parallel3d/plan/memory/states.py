@@ -118,9 +118,12 @@ def states(setting: Setting, s: WeightSizes, on_cpu: bool) -> StateBytes:
         host += in_groups(share, element) - share * element
     content = min(buffers.reduce_bucket_size, s.params)
     if zero3:
-        standing = buffers.reduce_bucket_size * gradient
+        reduced = software.reduction_bytes
+        standing = buffers.reduce_bucket_size * reduced
         # What is in the bucket is copied rank by rank, and gloo makes a copy of its own.
-        reducing = content * gradient * (1 + on_cpu)
+        reducing = content * reduced * (1 + on_cpu)
+        if reduced != gradient:
+            reducing += -(-content // shards) * gradient
         if offloads:  # the reduced gradients, and the same again as the host's Adam takes them
             again = 0 if swaps else in_groups(share, gradient)
             host, shard = host + locked(shard) + again, 0

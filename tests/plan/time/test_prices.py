@@ -8,11 +8,16 @@ import pytest
 from parallel3d import hardware
 from parallel3d.errors import ConfigError
 from parallel3d.model.spec import Attention, MatMul, Shape
+from parallel3d.plan.layers.layout import layout_of
+from parallel3d.plan.memory.states import WeightSizes, states
 from parallel3d.plan.setting import Setting, Software, layers_of
+from parallel3d.plan.time.machine import machine_of
 from parallel3d.plan.time.network import collective_seconds, crosses, group_of, send_seconds
 from parallel3d.plan.time.operators import Curves, attention_seconds, matmul_seconds
+from parallel3d.plan.time.sharding import transfers_of
 from parallel3d.plan.time.step import step_time
 from tests.plan.settings import A100, GPT, link
+from tests.plan.toy_cluster import config
 
 pytestmark = pytest.mark.pure
 
@@ -116,6 +121,27 @@ def test_zero_and_offload_cost_what_they_move() -> None:
     assert disk["offload"] > 1.5 * both["offload"]
     overlapped = Software(overlaps_gather=True, overlaps_reduction=True)
     assert step_time(base.but(software=overlapped), A100).parts["data"] < 0.9 * parts[3]["data"]
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_gradients_reduced_in_bf16_move_half_the_bytes(stage) -> None:
+    raw = config(layers=14).to_dict() | {"bf16": {"enabled": True}}
+    raw["zero_optimization"]["stage"] = stage
+    raw["parallel3d"]["mesh"] = {"pp": 1, "dp": 8, "tp": 1}
+    seconds, buckets = [], []
+    for kind in (None, "bf16"):
+        given = type(config()).from_dict(raw | {"communication_data_type": kind}).resolve(8)
+        setting = Setting.from_config(given)
+        transfers = transfers_of(
+            layout_of(setting), setting, machine_of(A100, setting.software, Curves())
+        )
+        seconds.append([c.reduce_seconds for c in (*transfers.stages, *transfers.coords)])
+        buckets.append(
+            states(setting, WeightSizes(10**6, 10**5, 10**5, 0, 0, 10**5), False).buffers
+        )
+    half = [s / 2 for s in seconds[0]]
+    assert seconds[1] == pytest.approx(half, rel=0.05) and max(half) > 0
+    assert buckets[1] == buckets[0] / (2 if stage == 3 else 1)
 
 
 def test_parameters_too_small_to_shard_cost_this_engine_time() -> None:

@@ -1,0 +1,74 @@
+"""Gradients reduced in bf16: half the bytes at every ZeRO stage, and numbers as near as its own."""
+
+from dataclasses import replace
+
+import pytest
+
+from parallel3d.mesh.traffic import Traffic
+from parallel3d.verify.local_ranks import run_locally
+from tests.cases import Case, Trainer
+
+pytestmark = pytest.mark.gloo
+
+REDUCES = ("all_reduce", "reduce_scatter")
+UNTIED = {"mesh": (1, 2, 1), "tied": False, "microbatches": 2, "batch": 8, "precision": "bf16"}
+CASES = {
+    "zero 1": Case(zero_stage=1, **UNTIED),
+    "zero 3": Case(weights="per_step", **UNTIED),
+}
+SLOW = {
+    "zero 0": Case(zero_stage=0, **UNTIED),
+    "zero 2, each": Case(zero_stage=2, reduction="per_microbatch", **UNTIED),
+    "zero 3, each": Case(reduction="per_microbatch", **UNTIED),
+    "zero 2": Case(zero_stage=2, **UNTIED),
+    "zero 3, hooks": Case(**UNTIED),
+    "zero 3, whole": Case(
+        reduction="per_microbatch", **UNTIED, changes={"zero_optimization.reduce_scatter": False}
+    ),
+    "zero 1, overlap": Case(
+        zero_stage=1, **UNTIED, changes={"zero_optimization.overlap_comm": True}
+    ),
+    "offload": Case(zero_stage=1, offload="cpu", **UNTIED),
+}
+
+
+def trained_on_rank(rank, case):
+    """Losses and norms of three steps, and the bytes reduced in the first, for either type."""
+    found = []
+    for kind in ("fp32", "bf16"):
+        changes = case.changes | {"communication_data_type": kind}
+        trainer = Trainer(replace(case, changes=changes))
+        first, count = trainer.executor.run, []
+
+        def counted(batch, step=0, run=first, trainer=trainer, count=count):
+            with Traffic(trainer.mesh, REDUCES) as traffic:
+                loss = run(batch, step)
+            count.append(sum(c.bytes for c in traffic.calls))
+            return loss
+
+        trainer.executor.run = counted
+        losses, norms = trainer.run()
+        found.append((losses, norms, count[0]))
+        trainer.close()
+    return found
+
+
+def check(case):
+    for (losses, norms, bytes_), (near, near_norms, fewer) in run_locally(
+        trained_on_rank, 2, case, timeout=100
+    ):
+        assert 0 < fewer == bytes_ / 2
+        # Each gradient is rounded once, and their sum: by 2^-9 of it each time, as if at random.
+        assert near_norms[0] == pytest.approx(norms[0], rel=2**-8) and near_norms != norms
+        assert near == pytest.approx(losses, rel=2**-8)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_half_the_bytes(name):
+    check(CASES[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_half_the_bytes_in_full(name):
+    check(SLOW[name])
