@@ -98,7 +98,8 @@ def at_width(config: RunConfig, width: int, steps: int) -> RunConfig:
     block["model"] |= {name: value for name, value in changed.items() if name in block["model"]}
     block["data"]["sequence_length"] = LENGTH
     block["train"]["steps"] = steps
-    raw["optimizer"]["params"]["lr"] = config.optimizer.params.lr
+    adam = config.optimizer.params
+    raw["optimizer"]["params"] |= {"lr": adam.lr, "eps": adam.eps}
     raw["gradient_clipping"] = 0.0
     where = f"the config at --widths {width}"
     return RunConfig.from_dict(raw, where).resolve(sizes[0] * sizes[1] * sizes[2])

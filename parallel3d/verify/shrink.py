@@ -14,6 +14,7 @@ Sizes = tuple[int, int, int]  # pp, dp, tp
 SEQUENCE_LENGTH, VOCAB_SIZE, HEAD_SIZE = 16, 261, 8  # a vocabulary that neither 2 nor 4 divides
 ALWAYS_CLIPPED = 0.02
 STEPS, MICROBATCHES, LEARNING_RATE, WARMUP_STEPS = 3, 4, 3e-4, 2
+EPS = 1e-6  # at least; with Adam's 1e-8 rounding alone moves a weight whose gradient is nearly 0
 MESHES: tuple[Sizes, ...] = (
     (1, 1, 1),
     (1, 4, 1),
@@ -59,11 +60,11 @@ def shrink(
     """The small config of each mesh; all train the same model on the same global batches.
 
     Kept: family, tying, the ratio of heads to key/value heads, ZeRO stage, offload, schedule,
-    precision, activation checkpointing, sequence parallelism, reduction. Learning rate and clipping
-    are set so that the differences mean the same for every config, dropout is off (its masks depend
-    on the mesh), and NVMe offload goes to `folder`. A step has `batch` samples, by default two in
-    the smallest microbatch; where the config clips, the limit is `clipping`. Raises ConfigError for
-    a mesh that cannot run it.
+    precision, activation checkpointing, sequence parallelism, reduction. Learning rate, clipping
+    and a small eps are set so that the differences mean the same for every config, dropout is off
+    (its masks depend on the mesh), and NVMe offload goes to `folder`. A step has `batch` samples,
+    by default two in the smallest microbatch; where the config clips, the limit is `clipping`.
+    Raises ConfigError for a mesh that cannot run it.
     """
     raw = config.to_dict()
     block = raw["parallel3d"]
@@ -83,6 +84,7 @@ def shrink(
     raw.pop("scheduler", None)
     raw["gradient_clipping"] = clipping if config.gradient_clipping else 0.0
     raw["optimizer"]["params"]["lr"] = LEARNING_RATE
+    raw["optimizer"]["params"]["eps"] = max(EPS, config.optimizer.params.eps)
     if config.precision == "fp16":
         raw["fp16"] |= GROWING_SCALE
     raw["zero_optimization"] |= NO_THRESHOLDS | BUCKETS

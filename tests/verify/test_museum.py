@@ -6,6 +6,7 @@ By default some of each kind, by lot; `pytest -m slow` plants all, and looks for
 import random
 
 import pytest
+import torch
 
 from parallel3d.config import RunConfig
 from parallel3d.engine.quirks import core
@@ -20,7 +21,7 @@ from parallel3d.verify.museum.halls import HALLS, hall
 from parallel3d.verify.museum.needs import NEEDS
 from parallel3d.verify.museum.tour import Hall
 from parallel3d.verify.prepared import prepare
-from parallel3d.verify.shrink import MESHES, drops_out
+from parallel3d.verify.shrink import MESHES, drops_out, shrink
 from tests.verify.configs import MODELS, config_of
 
 pytestmark = pytest.mark.gloo
@@ -114,6 +115,21 @@ def test_nothing_is_seen_where_nothing_is_planted(halls):
     clean = place.small((2, 1, 1))
     errors, _ = checked(clean, place.trained(), Task(drops=True))
     assert not errors.beyond(TOLERANCE["fp32"]), errors
+
+
+def test_rounding_moves_no_weight_beyond_the_bound():
+    """Not even one whose gradient is all but zero, which Adam's first step takes for a whole one.
+
+    Sums of rounded numbers are off by 1e-9 where gradients are of 1e-2.
+    """
+    adam = shrink(RunConfig.from_dict(config_of()), MESHES)[1, 1, 1].optimizer.params
+    moved = []
+    for gradient in (0.0, 2e-9):
+        weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        weight.grad = torch.full_like(weight, gradient)
+        torch.optim.AdamW([weight], lr=adam.lr, betas=adam.betas, eps=adam.eps).step()
+        moved.append(weight.item())
+    assert 0 < abs(moved[1] - moved[0]) < TOLERANCE["fp32"] / 2
 
 
 @pytest.mark.slow
