@@ -119,6 +119,32 @@ def test_ranks_with_a_row_more_of_the_vocabulary_take_as_many_tokens_at_a_time(m
     assert findings(config) == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("tp", (2, 4))
+@pytest.mark.parametrize("model", MODELS)
+def test_nothing_is_said_where_tp_does_not_divide_the_vocabulary(model, tp):
+    """The first ranks' parts of the embedding and the head have a row more than the others'."""
+    for split in (False, True):
+        assert findings(tp_config(model, tp, split, dp=2, vocab_size=4099)) == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "embedding without its mask",
+        *(
+            pytest.param(f"a softmax over the vocabulary without its {of}", marks=pytest.mark.slow)
+            for of in ("sum", "maximum")
+        ),
+    ],
+)
+def test_a_mistake_is_named_where_tp_does_not_divide_the_vocabulary(name):
+    plant = PLANTS[name]
+    with plant.patch():
+        lines = type_errors(tp_config(**plant.config, tp=4, vocab_size=4099))
+    assert any(all(part in line for part in plant.says) for line in lines), lines
+
+
 def test_one_rank_has_nothing_to_match():
     config = tp_config(tp=1)
     refuse_mismatches(config)
