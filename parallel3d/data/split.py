@@ -57,10 +57,10 @@ def split_documents(
         contents, first, copies = np.unique(part, return_index=True, return_counts=True)
         if len(contents) < 2:
             raise DataError(
-                f"{_called(number, parts)} has {len(part)} documents, {len(contents)} of them"
-                " distinct, and the held-out part is split off by document; give at least two"
-                " documents with different text (for example, cut one file in two), or set"
-                " data.held_out_fraction to 0"
+                f"{_called(number, parts)} has {_counted(len(part))}, and the held-out part is"
+                " split off by document; give at least two documents with different text (of one"
+                ' text file: data.documents = "blank_line" or "line"), or hold out none with'
+                " data.held_out_fraction = 0"
             )
         sizes = table["num_bytes"][first]
         # All copies fall on one side; a page in many documents may be much of the text.
@@ -141,6 +141,10 @@ def _ranks(digests: np.ndarray, seed: int) -> np.ndarray:
     ranks = np.empty(len(digests), dtype=np.int64)
     ranks[order] = np.concatenate([[0], np.cumsum((ordered[1:] != ordered[:-1]).any(axis=1))])
     return ranks
+
+
+def _counted(documents: int) -> str:
+    return "one document" if documents == 1 else f"{documents} documents, all of the same text"
 
 
 def _called(number: int, parts: Sequence[np.ndarray]) -> str:

@@ -151,7 +151,7 @@ def errors_before_the_cache(folder, settings):
         (replace(settings, source="csv"), "not known"),
         (replace(settings, source="jsonl"), "a.txt, line 1 is not JSON"),
         (replace(settings, paths=("nothing.txt",)), "matches no file"),
-        (replace(settings, paths=(f"{folder}/a.txt",)), "1 of them distinct"),
+        (replace(settings, paths=(f"{folder}/a.txt",)), "one document, and"),
         (replace(settings, vocab_size=100), "too small"),
         (replace(settings, tokenizer="/no/such/place"), "is not a directory"),
         (replace(settings, tokenizer=str(folder)), "cannot be loaded"),

@@ -145,7 +145,7 @@ def test_what_is_held_out_of_one_part_is_held_out_of_all():
         assert first_held[texts.index(text)] == held
     with pytest.raises(DataError, match=r"data\.mixture\.1 has only documents that are held out"):
         split_documents([table_of(*texts), table_of(*apart[:2])], 0.2)
-    with pytest.raises(DataError, match=r"data\.mixture\.1 has 1 documents, 1 of them distinct"):
+    with pytest.raises(DataError, match=r"data\.mixture\.1 has one document, and"):
         split_documents([table_of(*texts), table_of(texts[0])], 0.2)
 
 
@@ -186,6 +186,7 @@ def test_no_text_is_held_out_of_one_part_and_trained_on_in_another(parts, fracti
 
 
 def test_one_distinct_document_cannot_be_split():
-    with pytest.raises(DataError, match=r"2 documents, 1 of them distinct.*held_out_fraction to 0"):
+    remedies = r'data\.documents = "blank_line" or "line".*data\.held_out_fraction = 0$'
+    with pytest.raises(DataError, match=rf"has 2 documents, all of the same text, .*{remedies}"):
         split_documents([table_of("a", "a")], 0.1)
     assert not split_documents([table_of("a", "a")], 0)[0].any()
