@@ -1,4 +1,4 @@
-"""One operator's call, as the rules see it (floor 4)."""
+"""One call of an operator, as the rules see it (floor 4)."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class Operand(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """An operator, its arguments with Operands for tensors, and the shapes of what it gives.
+    """An operator, its arguments with Operands for tensors, and the shapes of its results.
 
     `axis`: the one along which its operands are replicated, partial or cut.
     """
@@ -31,7 +31,7 @@ class Call:
     axis: Literal["tp", "dp"] = "tp"
 
     def tensors(self) -> list[Operand]:
-        """Its operands, those within lists, too."""
+        """The operands of the call, those within lists, too."""
         return list(_operands((*self.args, *self.kwargs.values())))
 
     def arg(self, index: int, default: Any = None) -> Any:
@@ -39,7 +39,7 @@ class Call:
         return self.args[index] if index < len(self.args) else default
 
     def differs(self) -> bool:
-        """Whether a number that it takes differs between ranks."""
+        """Whether a number that the operator takes differs between ranks."""
         return any(isinstance(a, PerRank) for a in self.args)
 
 

@@ -1,4 +1,4 @@
-"""Checks a model's layers on tensor-parallel ranks without starting one (floor 4).
+"""The check of a model's layers on tensor-parallel ranks, without starting one (floor 4).
 
 One layer of each kind runs forward and backward on the meta device, once as the group's first rank
 and once as its last one. From what its inputs and parameters are, each operator tells what its
@@ -39,7 +39,7 @@ _ANY_VOCABULARY = 1000  # of a corpus that is not known yet
 
 
 def type_errors(config: RunConfig) -> list[str]:
-    """What does not match between a config's layers on tp and dp ranks, a line each; none is well.
+    """What does not match between a config's layers on tp and dp ranks, a line for each.
 
     The config must have a mesh. Each line names the layer, file and line, and the rule.
     """
@@ -55,7 +55,7 @@ def refuse_mismatches(config: RunConfig) -> None:
 
 
 def findings(config: RunConfig) -> list[Finding]:
-    """All that does not match, and all that could not be judged, for want of a rule."""
+    """Each mismatch between ranks, and each operator that could not be judged."""
     if config.mesh.tp == 1 and config.mesh.dp == 1:
         return []
     model = config.model

@@ -1,4 +1,4 @@
-"""What collectives turn a value into (floor 4)."""
+"""Rules of collectives: what each turns a value into (floor 4)."""
 
 from math import prod
 
@@ -20,7 +20,7 @@ from parallel3d.spmd.marks import moved, through_view
 
 
 def all_reduce(x: Operand, op: str) -> Kind:
-    """The sum (or maximum) that each rank then has."""
+    """Rule of an all-reduce: the sum (or maximum) that each rank then has."""
     if x.kind == ZERO:
         return ZERO
     if isinstance(x.kind, Partial) and x.kind.op == op:
@@ -35,7 +35,7 @@ def all_reduce(x: Operand, op: str) -> Kind:
 
 
 def all_gather(x: Operand, tp: int) -> Kind:
-    """All ranks' parts, one behind the other in a dim of their own: flat [tp x elements]."""
+    """Rule of an all-gather: all ranks' parts in a dim of their own, flat [tp x elements]."""
     if x.kind == ZERO:
         return ZERO
     if not isinstance(x.kind, Cut):
@@ -46,7 +46,7 @@ def all_gather(x: Operand, tp: int) -> Kind:
 
 
 def reduce_scatter(x: Operand, op: str, home: Mark | None, tp: int) -> Kind:
-    """Each rank's part of the sum, flat; `home`: where the parts lie in the flat value."""
+    """Rule of a reduce-scatter: each rank's part of the sum, flat; `home`: the parts' place."""
     if x.kind == ZERO:
         return ZERO
     if x.kind != PARTIAL and not (isinstance(x.kind, Partial) and x.kind.op == op):
@@ -59,7 +59,7 @@ def reduce_scatter(x: Operand, op: str, home: Mark | None, tp: int) -> Kind:
 
 
 def of_rows(name: str, x: Operand, op: str, tp: int, axis: str) -> Kind:
-    """Each row's collective for itself: [rows, elements] -> [rows, elements x tp, or / tp]."""
+    """Rule of a collective of each row: [rows, elements] -> [rows, elements x or / tp]."""
     kind = x.kind
     if isinstance(kind, Cut):
         if kind.mark.dim == 0:
@@ -78,7 +78,7 @@ def of_rows(name: str, x: Operand, op: str, tp: int, axis: str) -> Kind:
 
 
 def across(name: str, x: Operand, tp: int) -> Kind:
-    """What a collective over tp makes of a value that is cut over dp, flat: each rank's own."""
+    """Rule of a collective over tp of a value that is cut over dp: flat, each rank's own."""
     if not isinstance(x.kind, Cut):
         return x.kind
     mark = through_view(x.kind.mark, x.shape, (prod(x.shape),))

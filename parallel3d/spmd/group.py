@@ -1,4 +1,4 @@
-"""A process group of which one process plays one rank, and notes what it would send (floor 4)."""
+"""A process group in which one process plays one rank, and notes what it would send (floor 4)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ class _Done(dist._Work):
 
 
 class Group(_Base):
-    """Rank `rank` of a group of `size`; nothing is sent.
+    """A group of `size` in which this process plays rank `rank`; nothing is sent.
 
     `note` is told each collective: its name, what it takes, what it writes, and its reduction.
     """

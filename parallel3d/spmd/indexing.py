@@ -26,7 +26,7 @@ def _check(ids: LocalIds) -> None:
 
 
 def embedding(call: Call) -> Kind:
-    """Rows of a table, by ids."""
+    """Rule of an embedding: rows of a table, by ids."""
     table, ids = call.args[:2]
     if isinstance(ids.kind, LocalIds):
         _check(ids.kind)
@@ -43,7 +43,7 @@ def embedding(call: Call) -> Kind:
 
 
 def embedding_backward(call: Call) -> Kind:
-    """The gradient of the table."""
+    """Rule of an embedding's backward: the gradient of the table."""
     grad, ids = call.args[:2]
     if isinstance(ids.kind, LocalIds):
         _check(ids.kind)
@@ -63,7 +63,7 @@ def embedding_backward(call: Call) -> Kind:
 
 
 def gather(call: Call) -> Kind:
-    """Elements of a dim, by ids; not of one that is cut but by the rank's own."""
+    """Rule of a gather along a dim by ids; a dim that is cut takes the rank's own ids alone."""
     x, dim, ids = call.args[:3]
     dim %= len(x.shape)
     if isinstance(ids.kind, LocalIds):
@@ -88,7 +88,7 @@ def _alike(x: Operand, ids: Operand) -> Kind:
 
 
 def scatter_add(call: Call) -> Kind:
-    """Adds elements at ids along a dim."""
+    """Rule of adding elements along a dim at the places that ids name."""
     x, dim, ids, source = call.args[:4]
     dim %= len(x.shape)
     if isinstance(ids.kind, LocalIds):

@@ -43,7 +43,7 @@ _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
 
 
 class Finding(NamedTuple):
-    """What is wrong, or (`is_error` False) could not be judged, and where."""
+    """A mismatch and its place, or (`is_error` False) an operator that could not be judged."""
 
     place: Place
     text: str
@@ -66,13 +66,13 @@ class Inference:
         self._own_part: dict[Ref, tuple[Ref, int]] = {}  # of which view, along which dim
 
     def set(self, ref: Ref, kind: Kind) -> None:
-        """Say what a view holds."""
+        """Set the kind of a view."""
         if ref not in self._kinds:
             self._views.setdefault(ref.storage, []).append(ref)
         self._kinds[ref] = kind
 
     def kind(self, ref: Ref) -> Kind:
-        """What a view holds; that which autograd made behind the dispatcher is as its like."""
+        """The kind of a view; of one that autograd made behind the dispatcher, its likeness's."""
         if ref in self._kinds:
             return self._kinds[ref]
         for other in self._views.get(ref.storage, ()):

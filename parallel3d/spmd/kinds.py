@@ -9,11 +9,11 @@ from typing import Literal
 
 
 class Mismatch(Exception):
-    """An operator gives what no group of one rank would: says why."""
+    """The error that an operator gives what no group of one rank would; says why."""
 
 
 class NoRule(Exception):
-    """Nothing is known of an operator on these kinds."""
+    """The error that no rule is known for an operator on operands of these kinds."""
 
 
 class PerRank(tuple[int, ...]):
@@ -33,12 +33,12 @@ class Mark:
 
 
 class Kind:
-    """What the ranks hold; `str` says it in a message."""
+    """What the ranks hold of a value; `str` says it in a message."""
 
 
 @dataclass(frozen=True)
 class Replicated(Kind):
-    """The same on each rank. `free`: a place along which it is constant: a cut there is no cut."""
+    """A value that is the same on each rank; a cut at the place `free`, if any, is no cut."""
 
     free: Mark | None = None
 
@@ -48,7 +48,7 @@ class Replicated(Kind):
 
 @dataclass(frozen=True)
 class Zero(Kind):
-    """Zeros, which are whatever they are taken for."""
+    """Zeros, which may be taken for any kind."""
 
     def __str__(self) -> str:
         return "zero"
@@ -56,7 +56,7 @@ class Zero(Kind):
 
 @dataclass(frozen=True)
 class Partial(Kind):
-    """A part of a sum over the ranks, or of a maximum.
+    """A rank's part of a sum over the ranks, or of a maximum.
 
     `masked`: it is zero but for the ids that are this rank's.
     """
@@ -70,7 +70,7 @@ class Partial(Kind):
 
 @dataclass(frozen=True)
 class Cut(Kind):
-    """Each rank holds its part of a dim."""
+    """A value of which each rank holds its part of a dim."""
 
     mark: Mark
 
@@ -81,7 +81,7 @@ class Cut(Kind):
 
 @dataclass(frozen=True)
 class Gathered(Kind):
-    """All ranks' parts on each rank, of which the ranks' dim has not come to its place, `home`."""
+    """All ranks' parts on each rank, the ranks' dim not yet moved to its place, `home`."""
 
     ranks: Mark
     home: Mark
@@ -92,7 +92,7 @@ class Gathered(Kind):
 
 @dataclass(frozen=True)
 class Random(Kind):
-    """Drawn by each rank for itself."""
+    """Numbers that each rank has drawn for itself."""
 
     def __str__(self) -> str:
         return "random, and another on each rank"
@@ -123,7 +123,7 @@ class LocalIds(Kind):
 
 @dataclass(frozen=True)
 class Picked(Kind):
-    """What local ids picked from a cut table: wrong where an id is another rank's."""
+    """Rows that local ids picked from a cut table: wrong where an id is another rank's."""
 
     first: tuple[int, ...]
 
@@ -133,7 +133,7 @@ class Picked(Kind):
 
 @dataclass(frozen=True)
 class Shifted(Kind):
-    """`of` less each rank's own maximum; or (`exp`) what its exponential is, or sums up to."""
+    """The value `of` less each rank's own maximum, or (`exp`) its exponential, or sums of that."""
 
     of: Kind
     exp: bool = False
@@ -144,7 +144,7 @@ class Shifted(Kind):
 
 @dataclass(frozen=True)
 class Shift(Kind):
-    """Each rank's own maximum less that of all, or (`exp`) its exponential."""
+    """A rank's own maximum less the maximum of all, or (`exp`) its exponential."""
 
     exp: bool = False
 
@@ -154,7 +154,7 @@ class Shift(Kind):
 
 @dataclass(frozen=True)
 class Piece(Kind):
-    """Elements [start, stop) of each rank's part of a dim that is cut: of no use but there."""
+    """Elements [start, stop) of each rank's part of a cut dim, of use only there."""
 
     of: Cut
     start: int
@@ -174,7 +174,7 @@ class Empty(Kind):
 
 @dataclass(frozen=True)
 class Unknown(Kind):
-    """What came of a mismatch, or of an operator without a rule; nothing more is said of it."""
+    """The kind behind a mismatch, or an operator without a rule, of which no more is said."""
 
     def __str__(self) -> str:
         return "unknown"

@@ -18,7 +18,7 @@ Move = Callable[[Mark], Mark | None]  # None: its place is lost
 
 
 def through_view(mark: Mark, old: Shape, new: Shape) -> Mark | None:
-    """The place in other dims of the same elements in the same order."""
+    """Follow a mark through a view: the place in other dims of the same elements, in order."""
     parted = mark.runs == old[mark.dim] > 1 and new[mark.dim + 1 : mark.dim + 2] == (1,)
     if new[: mark.dim + 1] == old[: mark.dim + 1] and not parted:
         return mark
@@ -38,13 +38,13 @@ def through_view(mark: Mark, old: Shape, new: Shape) -> Mark | None:
 
 
 def through_permute(mark: Mark, dims: Sequence[int]) -> Mark:
-    """The place when dim `i` of the result is dim `dims[i]`."""
+    """Follow a mark through a permutation: dim `i` of the result is dim `dims[i]`."""
     order = [d % len(dims) for d in dims]
     return Mark(order.index(mark.dim), mark.runs)
 
 
 def moved(kind: Kind, move: Move, tp: int) -> Kind:
-    """The kind of what an operator that moves elements gives; Mismatch where a cut is torn."""
+    """The kind of the result of an operator that moves elements; Mismatch where a cut is torn."""
     if isinstance(kind, Cut):
         mark = move(kind.mark)
         if mark is None:

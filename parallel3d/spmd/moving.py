@@ -27,7 +27,7 @@ from parallel3d.spmd.pointwise import aligned
 
 
 def move_of(call: Call) -> Move | None:
-    """How the operator takes a mark along, if it keeps all elements; None if it does not."""
+    """How an operator that keeps all elements takes a mark along; None if it drops some."""
     shape, ndim = call.args[0].shape, len(call.args[0].shape)
     if call.op in ("view", "_unsafe_view", "reshape", "_reshape_alias", "squeeze"):
         return lambda mark: through_view(mark, shape, call.shapes[0])
@@ -65,7 +65,7 @@ def _keep(call: Call) -> Kind:
 
 
 def expand(call: Call) -> Kind:
-    """One element for many, of which each rank may take its own."""
+    """Rule of an expansion: one element for many, of which each rank may take its own."""
     x, shape = call.args[0], call.shapes[0]
     more = len(shape) - len(x.shape)
     if isinstance(x.kind, Replicated):
@@ -79,7 +79,7 @@ def expand(call: Call) -> Kind:
 
 
 def taken(x: Operand, dim: int, start: int, stop: int, *, step: int = 1, axis: str = "tp") -> Kind:
-    """Elements start, start + step, ... of a dim of each rank's own tensor."""
+    """Rule of taking elements start, start + step, ... of a dim of each rank's own tensor."""
     size = x.shape[dim]
     start, stop, _ = slice(start, stop).indices(size)
     if isinstance(x.kind, Gathered):
@@ -106,7 +106,7 @@ def taken(x: Operand, dim: int, start: int, stop: int, *, step: int = 1, axis: s
 
 
 def slice_(call: Call) -> Kind:
-    """A slice; with bounds that differ between ranks, each rank's own part."""
+    """Rule of a slice; with bounds that differ between ranks, each rank's own part."""
     x, dim = call.args[0], call.arg(1, 0) % len(call.args[0].shape)
     start, stop, step = call.arg(2), call.arg(3), call.arg(4, 1)
     if isinstance(start, PerRank) or isinstance(stop, PerRank):
@@ -129,7 +129,7 @@ def _pieces(call: Call) -> tuple[Kind, ...]:
 
 
 def select(call: Call) -> Kind:
-    """One element of a dim, which goes; unbind takes each so."""
+    """Rule of a selection: one element of a dim, which goes; unbind takes each element so."""
     x, dim = call.args[0], call.arg(1, 0) % len(call.args[0].shape)
     if isinstance(call.arg(2), PerRank):
         raise NoRule
@@ -145,7 +145,7 @@ def select(call: Call) -> Kind:
 
 
 def join(call: Call) -> Kind:
-    """cat and stack: of like kinds."""
+    """Rule of cat and stack: they join values of like kinds."""
     operands: Sequence[Operand] = call.args[0]
     is_stack, ndim = call.op == "stack", len(call.shapes[0])
     dim = call.arg(1, call.kwargs.get("dim", 0)) % ndim
@@ -176,7 +176,7 @@ def join(call: Call) -> Kind:
 
 
 def repeat(call: Call) -> Kind:
-    """Copies side by side."""
+    """Rule of a repetition: copies side by side."""
     x = call.args[0]
     more, times = len(call.shapes[0]) - len(x.shape), call.args[1]
     kind = REPLICATED if isinstance(x.kind, Replicated) else x.kind
@@ -186,7 +186,7 @@ def repeat(call: Call) -> Kind:
 
 
 def slice_backward(call: Call) -> Kind:
-    """A gradient put into zeros, at the place that a slice was taken from."""
+    """Rule of a slice's backward: a gradient put into zeros, at the slice's place."""
     x, shape, dim, start = call.args[:4]
     dim %= len(shape)
     if isinstance(start, PerRank) or isinstance(call.arg(4), PerRank):
@@ -200,20 +200,20 @@ def slice_backward(call: Call) -> Kind:
 
 
 def placed(kind: Kind, dim: int) -> Kind:
-    """What ranks' parts give, each put into zeros at its rank's place."""
+    """What the ranks' parts give together, each put into zeros at its rank's place."""
     if kind == cut(dim):
         return PARTIAL
     raise Mismatch(f"puts a value that is {kind} at a place that differs between the ranks")
 
 
 def select_backward(call: Call) -> Kind:
-    """A gradient put into zeros, at one place of a new dim."""
+    """Rule of a selection's backward: a gradient put into zeros, at one place of a new dim."""
     dim = call.args[2] % len(call.args[1])
     return moved(call.args[0].kind, lambda m: Mark(m.dim + (m.dim >= dim), m.runs), call.tp)
 
 
 def copy(call: Call) -> Kind:
-    """What is copied; the place that it goes to has its shape, or a broadcast one."""
+    """Rule of a copy: the kind of its source, if the target has its shape, or a broadcast one."""
     target, source = call.args[:2]
     if isinstance(source.kind, Cut | Replicated) and len(source.shape) <= len(target.shape):
         return aligned([source], len(target.shape))

@@ -9,7 +9,7 @@ _OPERATORS = ("t", "transpose", "permute", "mm", "_to_copy", "copy", "detach", "
 
 
 def of(call: Call, rule: Rule | None) -> Kind:
-    """As of the whole part; a piece again, which may go only where a piece of the same place is."""
+    """Rule of operators on pieces: as of the whole parts, giving a piece of the same place."""
     found = [o.kind for o in call.tensors() if isinstance(o.kind, Piece)]
     others = [o.kind for o in call.tensors() if isinstance(o.kind, Cut)]
     if call.op == "copy" and isinstance(call.args[1].kind, Piece):

@@ -1,4 +1,4 @@
-"""Rules of operators that take element by element, with broadcasting (floor 4)."""
+"""Rules of pointwise operators, with broadcasting (floor 4)."""
 
 from collections.abc import Sequence
 
@@ -78,7 +78,7 @@ def _split(call: Call) -> tuple[list[Operand], list[Operand]]:
 
 
 def nonlinear(call: Call) -> Kind:
-    """f(x, y, ...) of no known form: of nothing that is partial."""
+    """Rule of f(x, y, ...) of no known form: it takes nothing that is partial."""
     partial, others = _split(call)
     if call.differs():
         raise Mismatch("computes with a number that differs between the ranks")
@@ -88,7 +88,7 @@ def nonlinear(call: Call) -> Kind:
 
 
 def unary(call: Call) -> Kind:
-    """Keeps what it takes: a copy, another type, a factor that all ranks have."""
+    """Rule of a copy, a cast or a factor that all ranks have: the operand's kind is kept."""
     if call.differs():
         raise Mismatch("computes with a number that differs between the ranks")
     operand = call.tensors()[0]
@@ -102,7 +102,7 @@ def unary(call: Call) -> Kind:
 
 
 def add(call: Call) -> Kind:
-    """A sum or a difference: of partial values alone, or of none."""
+    """Rule of a sum or difference: of partial values alone, or of none."""
     first, second = call.arg(0), call.arg(1)
     if isinstance(second, PerRank) and isinstance(first, Operand):
         if call.op == "sub" and isinstance(first.kind, Replicated):
@@ -124,7 +124,7 @@ def add(call: Call) -> Kind:
 
 
 def multiply(call: Call) -> Kind:
-    """A product: of at most one partial value, with replicated ones."""
+    """Rule of a product: of at most one partial value, with replicated ones."""
     if not isinstance(call.arg(1), Operand):
         return unary(call)
     kinds = [o.kind for o in call.tensors()]
@@ -135,12 +135,12 @@ def multiply(call: Call) -> Kind:
 
 
 def divide(call: Call) -> Kind:
-    """A quotient, linear in its dividend."""
+    """Rule of a quotient, which is linear in its dividend."""
     return _linear_in(call, (0,)) if isinstance(call.arg(1), Operand) else unary(call)
 
 
 def backward_of_pointwise(call: Call) -> Kind:
-    """A gradient, its first operand, times a function of the others."""
+    """Rule of a pointwise backward: a gradient, its first operand, times a function."""
     return _linear_in(call, (0,))
 
 
@@ -161,7 +161,7 @@ def _linear_in(call: Call, which: Sequence[int]) -> Kind:
 
 
 def masked_fill(call: Call) -> Kind:
-    """Zeros where a mask says so, or another number."""
+    """Rule of a fill: zeros, or another number, where a mask says so."""
     x, mask, value = call.args[:3]
     if isinstance(value, Operand):
         value = 0 if value.kind == ZERO else None
@@ -189,7 +189,7 @@ def _masked(kind: Kind, mask: Bounds, side: str) -> Kind:
 
 
 def where(call: Call) -> Kind:
-    """One or the other, as a condition says."""
+    """Rule of a choice: one operand or the other, as a condition says."""
     condition, x, y = call.args[:3]
     if isinstance(condition.kind, Bounds):
         if x.kind == ZERO:
@@ -208,7 +208,7 @@ _BOUND = {"lt": ("below", 0), "le": ("below", 1), "ge": ("above", 0), "gt": ("ab
 
 
 def compare(call: Call) -> Kind:
-    """A comparison; with a number of each rank's own, a bound of its ids."""
+    """Rule of a comparison; with a number of each rank's own, a bound of its ids."""
     x, y = call.args[:2]
     if not isinstance(y, PerRank):
         return nonlinear(call)
@@ -220,7 +220,7 @@ def compare(call: Call) -> Kind:
 
 
 def logical(call: Call) -> Kind:
-    """or, and, not of masks."""
+    """Rule of or, and, not of masks."""
     kinds = [o.kind for o in call.tensors()]
     bounds = [k for k in kinds if isinstance(k, Bounds)]
     if not bounds:
@@ -240,13 +240,13 @@ def logical(call: Call) -> Kind:
 
 
 def draw(call: Call) -> Kind:
-    """Random numbers in place of what was there: another seed on each rank, other numbers."""
+    """Rule of random numbers in place of what was there: other numbers for each rank's seed."""
     seeds = call.kwargs["seed"]
     return Random() if any(isinstance(s, PerRank) for s in seeds) else REPLICATED
 
 
 def dropout(call: Call) -> Kind:
-    """native_dropout: its mask must be cut as its input is."""
+    """Rule of native_dropout, whose mask must be cut as its input is."""
     x = call.tensors()[0]
     mask = Operand(draw(call), x.shape)
     if isinstance(x.kind, Partial):

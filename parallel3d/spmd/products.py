@@ -19,12 +19,12 @@ from parallel3d.spmd.pointwise import add
 
 
 def matmul(call: Call) -> Kind:
-    """mm and bmm: [batch, m, k] x [batch, k, n]."""
+    """Rule of mm and bmm: [batch, m, k] x [batch, k, n]."""
     return _product(call.args[0], call.args[1], len(call.shapes[0]))
 
 
 def addmm(call: Call) -> Kind:
-    """A product and what is added to it."""
+    """Rule of a product and what is added to it."""
     bias, a, b = call.args[:3]
     shape = call.shapes[0]
     product = Operand(_product(a, b, len(shape)), shape)
@@ -81,7 +81,7 @@ def _is_free(o: Operand, names: list[str], name: str, runs: int) -> bool:
 
 
 def attention(call: Call) -> Kind | tuple[Kind, ...]:
-    """Fused attention [batch, heads, seq, size], forward or backward: all alike along the heads."""
+    """Rule of fused attention [batch, heads, seq, size], forward or backward, along the heads."""
     operands = [o for o in call.tensors() if len(o.shape) == 4 and o.kind != Zero()]
     for o in operands:
         if isinstance(o.kind, Partial):

@@ -28,7 +28,7 @@ def _dims(call: Call, ndim: int) -> set[int]:
 
 
 def reduce(call: Call) -> Kind:
-    """sum, mean, amax along dims: of a dim that is cut a partial sum, or maximum."""
+    """Rule of sum, mean and amax along dims: a cut dim gives a partial sum, or maximum."""
     x = call.args[0]
     dims = _dims(call, len(x.shape))
     if isinstance(x.kind, Gathered):
@@ -53,7 +53,7 @@ def reduce(call: Call) -> Kind:
 
 
 def of_expanded(call: Call, expanded: Kind) -> Kind:
-    """The gradient of what was expanded: of a value that all ranks have, and each used for its own.
+    """Kind of the gradient of an expanded value, which all ranks had and each used for its own.
 
     One element for all of a rank's own may be cut itself, or not: what was expanded tells.
     """
@@ -79,19 +79,19 @@ def _along(x: Operand, dims: Sequence[int], of: str) -> Kind:
 
 
 def softmax(call: Call) -> Kind:
-    """Along a dim that is whole."""
+    """Rule of a softmax, along a dim that is whole."""
     return _along(call.args[0], [call.args[1]], "the softmax")
 
 
 def softmax_backward(call: Call) -> Kind:
-    """Linear in the gradient."""
+    """Rule of a softmax's backward, linear in the gradient."""
     grad, output, dim = call.args[:3]
     of_output = _along(output, [dim], "the softmax")
     return _linear_in_gradient(grad, Operand(of_output, output.shape))
 
 
 def triangle(call: Call) -> Kind:
-    """tril and triu, of dims that are whole."""
+    """Rule of tril and triu, of dims that are whole."""
     x = call.args[0]
     return x.kind if isinstance(x.kind, Partial) else _along(x, (-2, -1), "a triangle")
 
@@ -105,7 +105,7 @@ def _linear_in_gradient(grad: Operand, other: Operand) -> Kind:
 
 
 def norm(call: Call) -> tuple[Kind, ...]:
-    """Layer norm or RMS norm over the last dims, which must be whole; mean, rstd follow."""
+    """Rule of layer norm and RMS norm over the last dims, which must be whole."""
     x, shape = call.args[:2]
     kind = _along(x, range(-len(shape), 0), "the norm")
     for weight in call.args[2:4]:
@@ -115,7 +115,7 @@ def norm(call: Call) -> tuple[Kind, ...]:
 
 
 def norm_backward(call: Call) -> tuple[Kind, ...]:
-    """The gradients of input and weights; of the latter over what this rank has of the tokens."""
+    """Rule of a norm's backward: gradients of input and of weights, these over a rank's tokens."""
     grad, x, shape = call.args[:3]
     kind = _linear_in_gradient(grad, Operand(_along(x, range(-len(shape), 0), "the norm"), x.shape))
     of_weights = REPLICATED if isinstance(kind, Replicated) else PARTIAL

@@ -23,7 +23,7 @@ _BATCH = 2  # samples: of one alone many orders of dims are the same
 
 @dataclass(frozen=True)
 class Run:
-    """The program of one rank, and what of it is looked at."""
+    """The program of one rank, and the values of it that are looked at."""
 
     program: Program
     num_before_sums: int

@@ -22,7 +22,7 @@ from parallel3d.spmd.kinds import (
 
 
 def applies(call: Call) -> bool:
-    """Whether the call is one of such a softmax's."""
+    """Whether a call is one of a softmax over shifted logits."""
     operands = call.tensors()
     if any(isinstance(o.kind, Shifted | Shift) for o in operands):
         return True
@@ -36,7 +36,7 @@ def applies(call: Call) -> bool:
 
 
 def of(call: Call) -> Kind:
-    """What it gives."""
+    """The kind that a call of a softmax over shifted logits gives."""
     kinds = [o.kind for o in call.tensors()]
     match call.op, kinds:
         case "sub", [Cut() as kind, Partial()]:

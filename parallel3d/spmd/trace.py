@@ -36,7 +36,7 @@ class Ref(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where an operator was called, or, in the backward pass, the one that it belongs to."""
+    """Where in the code an operator was called, or, in a backward, its operator of the forward."""
 
     layer: str
     line: str
@@ -75,7 +75,7 @@ class Program:
     _alive: list[Tensor] = field(default_factory=list)
 
     def ref(self, tensor: Tensor) -> Ref:
-        """The view that a tensor is; storages are numbered in the order of their coming."""
+        """The view that a tensor is; storages are numbered in the order of their appearance."""
         storage = tensor.untyped_storage()._cdata
         if storage not in self._storages:
             self._storages[storage] = len(self._storages)
@@ -84,7 +84,7 @@ class Program:
         return Ref(number, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
 
     def refs(self, value: Any) -> Any:
-        """`value` with Refs in place of tensors, lists and tuples as tuples."""
+        """The arguments `value` with Refs in place of tensors, lists and tuples as tuples."""
         if isinstance(value, Tensor):
             return self.ref(value)
         if isinstance(value, Ref):
@@ -95,7 +95,7 @@ class Program:
 
 
 class Differs(Exception):
-    """The ranks do not run the same operators: at which place."""
+    """The error that ranks do not run the same operators, with the place."""
 
 
 def joined(programs: Sequence[Program]) -> list[Node]:
@@ -135,13 +135,13 @@ class TracedKey(RandomKey):
     drawn = 0
 
     def seed_generator(self, place: str, tp_rank: int, device: torch.device) -> None:
-        """As of a CPU, whichever the device; the caller restores its generator."""
+        """Seed a CPU's generator, whatever the device; the caller restores it."""
         super().seed_generator(place, tp_rank, torch.device("cpu"))
         self.seeded, self.drawn = torch.initial_seed(), 0
 
 
 class Tracer(TorchDispatchMode):
-    """While active, notes what this process runs as rank `rank` of a group of `size`."""
+    """Notes what this process runs, while active, as rank `rank` of a group of `size`."""
 
     def __init__(self, rank: int, size: int, dp_coord: int = 0) -> None:
         super().__init__()

@@ -43,7 +43,7 @@ DROPOUT = 0.5
 
 @dataclass(frozen=True)
 class Task:
-    """What a case does beside training: where it saves, or resumes, and whether it drops out."""
+    """What a case does beside training: where it saves or resumes, and whether it has dropout."""
 
     saves: Path | None = None
     resumes: Path | None = None
@@ -52,7 +52,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Found:
-    """What one rank found: relative differences, its weights', and what has no reference.
+    """What one rank found: relative differences, its weights' errors, and what has no reference.
 
     `accumulation` is the precision that gradients are added up in, where it is not fp32's.
     `counters` are Adam's and the loss scaler's after the last step.
@@ -90,7 +90,7 @@ def checked(
 def errors_of_found(
     config: RunConfig, found: Sequence[Found], counters: dict[str, Any] | None
 ) -> Errors:
-    """The largest of what each rank found."""
+    """The largest errors of what each rank found."""
     masks = [f.masks for f in found if f.masks is not None]
     return Errors(
         loss=worst(f.loss for f in found),
@@ -105,7 +105,7 @@ def errors_of_found(
 
 
 def check(rank: int, config: RunConfig, reference: Reference, task: Task) -> Found:
-    """On one rank: train a small config on its course, and compare with the reference."""
+    """Train a small config on its course, on one rank, and compare with the reference."""
     mesh = Mesh(config.mesh.pp, int(config.mesh.dp), config.mesh.tp)
     torch.set_num_threads(1)  # tiny products on many threads spend their time waiting
     with swapping_small_tensors(2 * BLOCK):

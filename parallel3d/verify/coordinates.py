@@ -1,4 +1,4 @@
-"""Measures a coordinate check: sizes of activations at several widths, on ranks of this machine.
+"""The coordinate check: sizes of activations at several widths, on ranks of this machine.
 
 Each width is the config in small, with its mesh, ZeRO stage, precision and parametrization, trained
 for some steps on one batch; what is looked at is a forward pass of that batch in evaluation.

@@ -32,7 +32,7 @@ class Course:
 
 
 def corpus_of(config: RunConfig, folder: Path) -> Corpus:
-    """The corpus of a small config, in memory; its tokenizer, of which there is none, in `folder`.
+    """The corpus of a small config, in memory; `folder` stands for its tokenizer's.
 
     Two and a half steps make an epoch.
     """

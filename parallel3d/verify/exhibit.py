@@ -14,7 +14,7 @@ Sizes = tuple[int, int, int]  # pp, dp, tp
 
 @dataclass(frozen=True)
 class Exhibit:
-    """A bug that trained on without a word: where it was, and what it takes to have it.
+    """A published silent bug: where it was, and what a config needs to have it.
 
     `date` is that of the report (as far as it is known), `source` its repository and number as
     "owner/repository#number", "" for a mistake that the field has always made. `what` is one
@@ -30,17 +30,17 @@ class Exhibit:
 
     @property
     def project(self) -> str:
-        """The project that had it; "classic" without a report of it."""
+        """The project that had the bug; "classic" without a report of it."""
         return self.source.partition("#")[0].rpartition("/")[2] or "classic"
 
 
 def replaced(owner: Any, name: str, value: Any) -> Planted:
-    """`owner.name` is `value`."""
+    """Have `value` in place of `owner.name` inside the context."""
     return patch.object(owner, name, value)
 
 
 def wrapped(owner: Any, name: str, around: Callable[..., Any]) -> Planted:
-    """A call of `owner.name(...)` is one of `around(original, ...)`; of a class, with its self."""
+    """Have `around(original, ...)` called in place of `owner.name(...)` inside the context."""
     original = getattr(owner, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -51,7 +51,7 @@ def wrapped(owner: Any, name: str, around: Callable[..., Any]) -> Planted:
 
 @contextmanager
 def all_of(*planted: Planted) -> Iterator[None]:
-    """Several at once."""
+    """Plant several mistakes at once."""
     with ExitStack() as stack:
         for one in planted:
             stack.enter_context(one)

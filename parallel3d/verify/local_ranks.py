@@ -1,4 +1,4 @@
-"""Runs a function on ranks of this machine, forked from a server that has torch loaded.
+"""Functions run on ranks of this machine, forked from a server that has torch loaded.
 
 The server never asks the machine for GPUs, else its forks could use none: this process does.
 
@@ -57,7 +57,7 @@ def run_locally(
     timeout: float = 300,
     quiet: bool = False,
 ) -> list[Any]:
-    """`function(rank, *args)` on each of `world_size` new processes: what they return, by rank.
+    """Run `function(rank, *args)` on `world_size` new processes: gives the results by rank.
 
     Each finds the launcher's variables in its environment. Raises RankFailed with a rank's own
     traceback if one raises, and RanksHung once `timeout` seconds are over; `quiet`: the stacks of

@@ -36,7 +36,7 @@ class Masks:
 
 @contextmanager
 def watched(module: nn.Module, coords: tuple[int, int], split: bool, p: float) -> Iterator[Masks]:
-    """Within it every place of dropout in `module` drops with probability `p`, and is noted.
+    """Have dropout in `module` drop with probability `p` inside the context, and note its masks.
 
     `split`: the activations between layers are cut over tp.
     """
@@ -65,7 +65,7 @@ def watched(module: nn.Module, coords: tuple[int, int], split: bool, p: float) -
 
 
 def share_of_wrong(ranks: Iterable[Masks], num_microbatches: int) -> float:
-    """The share of the masks that are not drawn, or not where they must agree or differ.
+    """Share of dropout masks that are not drawn, or not where they must agree or differ.
 
     A mask is one of its own for each place, microbatch and dp coordinate; for each tp coordinate,
     too, where activations are split. Recomputation draws the same.

@@ -1,4 +1,4 @@
-"""Trains a small config on real ranks of this machine, and compares with the reference."""
+"""A small config trained on real ranks of this machine, compared with the reference."""
 
 import math
 import sys
@@ -51,11 +51,11 @@ class Errors:
     counters: float = 0.0
 
     def within(self, tolerance: float) -> bool:
-        """Whether nothing is beyond it; a NaN is."""
+        """Whether no error is beyond a tolerance; a NaN is."""
         return not self.beyond(tolerance)
 
     def beyond(self, tolerance: float) -> dict[str, float]:
-        """What differs more than rounding explains, and by how much; a NaN does."""
+        """The errors that are larger than rounding explains, by name; a NaN is one."""
         rounded = ("loss", "grad_norm", "weight", "evaluation")
         return {
             name: size
@@ -103,7 +103,7 @@ def measure(config: RunConfig, reference: Reference, timeout: float = 300) -> Er
 
 
 def errors_of(config: RunConfig, results: Iterable[Differences]) -> Errors:
-    """The largest of what each rank found."""
+    """The largest errors of what each rank found."""
     losses, norms, weights = zip(*results, strict=True)
     return Errors(worst(losses), worst(norms), weight_error(config, weights))
 
@@ -117,13 +117,13 @@ def weight_error(config: RunConfig, weights: Sequence[dict[str, float]]) -> floa
 
 
 def worst(errors: Any) -> float:
-    """The largest; a NaN is larger than anything, although max() does not say so."""
+    """The largest number; a NaN is larger than any, although max() does not say so."""
     errors = list(errors)
     return max(errors) if all(map(math.isfinite, errors)) else math.inf
 
 
 def train_and_compare(rank: int, config: RunConfig, reference: Reference) -> Differences:
-    """On one rank: train, and compare with the reference."""
+    """Train on one rank, and compare with the reference."""
     assert isinstance(config.mesh.dp, int)
     mesh = Mesh(config.mesh.pp, config.mesh.dp, config.mesh.tp)
     torch.set_num_threads(1)  # tiny products on many threads spend their time waiting
@@ -167,7 +167,7 @@ def train(parts: Assembly, config: RunConfig, mesh: Mesh) -> Curves:
 def microbatches(
     batch: tuple[Tensor, Tensor, Tensor | None], config: RunConfig, mesh: Mesh
 ) -> list[Microbatch]:
-    """This dp coordinate's share of a global batch."""
+    """Cut the share of this dp coordinate out of a global batch, in microbatches."""
     share = config.micro_batch_size * config.num_microbatches
     start = share * mesh.coord("dp")
 
@@ -188,7 +188,7 @@ def microbatches(
 
 
 def weight_errors(parts: Assembly, config: RunConfig, reference: Reference) -> dict[str, float]:
-    """How far this rank's trained weights are from the reference's, and how far those went."""
+    """How far this rank's weights are from the reference's, and how far training moved those."""
     largest, squared_distance, squared_way = 0.0, 0.0, 0.0
     # Only half precision is compared by the way; in fp32 drawing the start again costs a step.
     first = first_weights(config) if config.precision != "fp32" else {}

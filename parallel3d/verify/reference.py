@@ -1,4 +1,4 @@
-"""The same training by one process of plain transformers and torch: no mesh, no engine."""
+"""The reference: one process of plain transformers and torch trains the same, without an engine."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -82,7 +82,7 @@ def loss_of(
 def losses_of(
     config: RunConfig, weights: Mapping[str, Tensor], tokens: Tensor, labels: Tensor
 ) -> Tensor:
-    """The same of each token, [batch, seq], in fp64."""
+    """Loss of each token under whole weights, [batch, seq], in fp64."""
     model, _ = _loaded(config, weights)
     with torch.no_grad():
         logits = model.eval()(tokens, use_cache=False).logits

@@ -1,4 +1,4 @@
-"""Runs every mesh and says how far each is from the reference."""
+"""The report of verify: every mesh is run, and how far each is from the reference is said."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Measures the museum into a file of JSON, and prints docs/museum.md from it."""
+"""The museum's measurement, into a file of JSON, and docs/museum.md made from it."""
 
 import argparse
 import json
@@ -17,7 +17,7 @@ from parallel3d.verify.museum.tour import tour
 
 
 def main() -> None:
-    """`measure FILE [NAME ...]` or `page FILE`."""
+    """Run `measure FILE [NAME ...]` or `page FILE`."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=["measure", "page"])
     parser.add_argument("file", type=Path)
@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def measure(names: Sequence[str], records: dict[str, Any], file: Path, folder: Path) -> None:
-    """Plant each and note what came of it; written as it goes."""
+    """Plant each exhibit and note what came of it; written as it goes."""
     for title, visit in tour(halls_of(None, folder), names, detectors()):
         records[visit.name] = {**visit.to_dict(), "hall": title}
         print(records[visit.name], file=sys.stderr, flush=True)

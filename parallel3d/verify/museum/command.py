@@ -19,7 +19,7 @@ _WIDTHS = (34, 8, 25, 9, 9)
 
 
 def detectors() -> dict[str, Detector]:
-    """What is asked before a process is started, by name."""
+    """The checks that are asked before a process is started, by name."""
     if find_spec(_TYPES) is None:
         return {}
     return {"types": import_module(f"{_TYPES}.check").type_errors}
@@ -59,7 +59,7 @@ def _report(visits: list[Visit], console: Console) -> dict[str, Any]:
 
 
 def halls_of(config: RunConfig | None, folder: Path) -> Mapping[str, Callable[[], Hall]]:
-    """What makes each hall, in a folder of its own."""
+    """The function that makes each hall of the museum, in a folder of its own."""
 
     def maker(title: str) -> Callable[[], Hall]:
         own = folder / title.replace(" ", "-")

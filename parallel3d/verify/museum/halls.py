@@ -32,7 +32,7 @@ HALLS: dict[str, dict[str, Any]] = {
 
 
 def hall(name: str) -> RunConfig:
-    """A hall's config."""
+    """Make the config of a hall."""
     return RunConfig.from_dict(_config_of(HALLS[name]), f"the museum's hall {name!r}")
 
 

@@ -75,7 +75,7 @@ _CANNOT = """## What the check cannot see
 
 
 def page(measured: Record) -> str:
-    """The whole page: of what machine, and a record of each exhibit."""
+    """The page docs/museum.md: of what machine, and a record of each exhibit."""
     records = list(measured["exhibits"].values())
     seen = [r for r in records if r["seen"]]
     published = [r for r in records if exhibits.load(r["name"]).EXHIBIT.source]

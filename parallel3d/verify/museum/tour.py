@@ -57,11 +57,11 @@ class Visit:
 
     @property
     def seen(self) -> bool:
-        """Whether anything saw it."""
+        """Whether any check saw the exhibit."""
         return bool(self.by)
 
     def to_dict(self) -> dict[str, Any]:
-        """What `--json` gives of it."""
+        """The visit as `--json` gives it."""
         kept = ("name", "seen", "by", "relative_size", "seconds")
         return {name: getattr(self, name) for name in kept}
 
@@ -83,7 +83,7 @@ class Hall:
         self._said: dict[tuple[str, Sizes], frozenset[str]] = {}
 
     def lacks(self, exhibit: Exhibit) -> str:
-        """What the config does not have of an exhibit's needs; "" if it can hold it."""
+        """What the hall's config lacks of an exhibit's needs; "" if it can hold it."""
         mesh = self._mesh_of(exhibit)
         if mesh is None:
             return "a mesh " + "x".join(map(str, exhibit.mesh))
@@ -157,7 +157,7 @@ class Hall:
         return next(fits, None)
 
     def trained(self) -> Reference:
-        """The reference, trained once."""
+        """The reference of the hall, trained once."""
         if self._reference is None:
             compile_operators(self._small[self._meshes[0]])
             self._small, self._reference = prepare(self._config, self._meshes, self._folder)

@@ -8,17 +8,17 @@ from parallel3d.verify.exhibit import Exhibit, Planted
 
 
 class ExhibitFile(Protocol):
-    """What an exhibit's file gives."""
+    """The names that an exhibit's file must have."""
 
     EXHIBIT: Exhibit
 
     def plant(self) -> Planted:
-        """Within it the mistake is in our code, in this process alone."""
+        """Have the mistake in our code inside the context, in this process alone."""
         ...
 
 
 def names() -> tuple[str, ...]:
-    """The exhibits there are: the files of this folder."""
+    """Names of the exhibits there are: the files of this folder."""
     return tuple(sorted(module.name for module in iter_modules(__path__)))
 
 

@@ -16,5 +16,5 @@ EXHIBIT = Exhibit(
 
 
 def plant() -> Planted:
-    """Its probability is always the configured one."""
+    """Dropout's probability is always the configured one."""
     return replaced(Dropout, "active_p", property(lambda dropout: dropout.p))

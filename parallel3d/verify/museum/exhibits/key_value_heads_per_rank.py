@@ -19,7 +19,7 @@ EXHIBIT = Exhibit(
 
 
 def plant() -> Planted:
-    """They are not summed over tp."""
+    """Gradients of shared key/value heads are not summed over tp."""
 
     def sum_some(original: Any, reduction: Reduction, held: Any) -> None:
         original(

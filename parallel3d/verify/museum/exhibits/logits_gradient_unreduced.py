@@ -18,7 +18,7 @@ EXHIBIT = Exhibit(
 
 
 def plant() -> Planted:
-    """No all-reduce in the backward pass; those of the forward pass are there."""
+    """No all-reduce in the head's backward pass; its forward pass has them."""
 
     def backward(original: Any, *given: Any) -> Any:
         with replaced(loss, "all_reduce", lambda x, group: x):

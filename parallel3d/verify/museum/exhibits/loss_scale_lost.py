@@ -17,7 +17,7 @@ EXHIBIT = Exhibit(
 
 
 def plant() -> Planted:
-    """It is not set."""
+    """The loss scale that was saved is not set."""
 
     def set_counters(original: Any, states: States, counters: Any) -> None:
         original(states, {**counters, "loss_scale": None})

@@ -1,4 +1,4 @@
-"""The norm is that of a rank's own shard."""
+"""The norm counts a rank's own shard alone."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A stage's input is overwritten by that of the next microbatch."""
+"""A stage's input is overwritten by the next microbatch's."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A query norm's gradient is that of a rank's own heads."""
+"""A query norm's gradient comes from a rank's own heads alone."""
 
 from dataclasses import replace
 from typing import Any
@@ -19,7 +19,7 @@ EXHIBIT = Exhibit(
 
 
 def plant() -> Planted:
-    """They are not summed over tp."""
+    """Gradients of query and key norms are not summed over tp."""
 
     def sum_some(original: Any, reduction: Reduction, held: Any) -> None:
         original(

@@ -18,7 +18,7 @@ EXHIBIT = Exhibit(
 
 
 def plant() -> Planted:
-    """The same sum, of which a part has no gradient."""
+    """The sum is right, and only this rank's share of the bias in it has a gradient."""
 
     def forward(original: Any, layer: RowParallelLinear, x: Any) -> Any:
         y = original(layer, x)

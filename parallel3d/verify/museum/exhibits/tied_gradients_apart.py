@@ -19,7 +19,7 @@ EXHIBIT = Exhibit(
 
 
 def plant() -> Planted:
-    """Its owners do not meet."""
+    """The owners of a tied weight do not sum its gradients."""
 
     def sum_some(original: Any, reduction: Reduction, held: Any) -> None:
         original(reduction, [replace(h, tied_across=False) for h in held])
