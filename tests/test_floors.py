@@ -162,13 +162,13 @@ def test_every_test_file_has_one_tier():
 
 def test_what_is_pure_imports_no_torch():
     """It may run launch/, which imports what needs torch late."""
-    imports = {module_of(path): imports_of(tree_of(path)) for path in TESTS}
+    files = {module_of(path): path for path in TESTS}
     for path in TESTS:
         if path.name.startswith("test_") and "mark.pure" in text_of(path):
-            names, seen = imports[module_of(path)], set[str]()
-            while helpers := names & imports.keys() - seen:
+            names, seen = imports_of(tree_of(path)), set[str]()
+            while helpers := names & files.keys() - seen:
                 seen |= helpers
-                names = names.union(*map(imports.__getitem__, helpers))
+                names = names.union(*(imports_of(tree_of(files[name])) for name in helpers))
             for name in names:
                 heavy = name.split(".")[0] in ("torch", "deepspeed", "transformers")
                 is_low = FLOOR[ROOM.get(name, "parallel3d")] in (0, 6)

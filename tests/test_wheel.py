@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.pure
+pytestmark = pytest.mark.drill
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ("parallel3d", "models", "launch", "configs")

@@ -138,7 +138,13 @@ def refused(monkeypatch, capsys, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("name", LADDERS)
+# A search through all plans that are too large: tests/plan/search/ has it for one run.
+LONG = {"a smallest run for which there is no plan"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in LONG else n for n in LADDERS]
+)
 def test_a_ladder_that_cannot_be_is_refused(refused, tmp_path, name):
     changes, place, rule = LADDERS[name]
     said = refused("plan", "--ladder", write(tmp_path, **changes), "--json")

@@ -34,6 +34,7 @@ pytestmark = pytest.mark.gloo
 
 HIDDEN, LAYERS, LENGTH, VOCAB, STEPS, PEAK = 32, 3, 16, 280, 5, 2e12
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "that", "dog", "run", "far"]
+STOPS = [(1, signal.SIGINT), pytest.param(0, signal.SIGTERM, marks=pytest.mark.slow)]
 
 
 @pytest.fixture(scope="module")
@@ -230,7 +231,6 @@ def poison_gradient(rank, culprit):
 @pytest.mark.parametrize(
     ("disturb", "details", "expected"),
     [
-        # On 2x1x1 rank 1 holds the last stage.
         (poison_loss, (1, math.inf), "the loss on rank 1 is inf at step 3"),
         (poison_weight, (1,), "the loss on rank 1 is nan at step 2"),
         (poison_gradient, (0,), "the gradient norm is not finite at step 2"),
@@ -243,10 +243,9 @@ def test_what_is_not_finite_on_one_rank_stops_all(raw, disturb, details, expecte
     if disturb is poison_weight:
         config |= {"zero_optimization": {"stage": 1}}  # whole weights, which one rank can spoil
     ranks = run_locally(run_on_rank, 2, config, disturb, *details)
-    messages = {str(ended) for ended, _ in ranks}
-    assert all(isinstance(ended, TrainingError) for ended, _ in ranks), messages
-    (message,) = messages  # the same words on every rank: rank 0 speaks for all
-    assert message.startswith(expected)
+    assert all(isinstance(ended, TrainingError) for ended, _ in ranks), ranks
+    messages = {str(ended) for ended, _ in ranks}  # one: rank 0 speaks for all
+    assert [message.startswith(expected) for message in messages] == [True], messages
     before = int(expected.rsplit(" ", 1)[1]) - 1
     assert len(ranks[0][1].lines) == before  # they were reported, and saved
     assert step_folders(ranks[0][1].directory / "checkpoints")[0][0] == before
@@ -265,10 +264,7 @@ def stop_in_step_two(rank, culprit, number):
     Executor.run = signalled
 
 
-@pytest.mark.parametrize(
-    ("culprit", "number"),
-    [(1, signal.SIGINT), pytest.param(0, signal.SIGTERM, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("culprit", "number"), STOPS)
 def test_a_request_to_stop_on_one_rank_stops_all_at_one_step(raw, culprit, number):
     config = on_mesh(raw, 2, 1, 1, steps=40)
     ranks = run_locally(run_on_rank, 2, config, stop_in_step_two, culprit, number)

@@ -24,7 +24,7 @@ from parallel3d.scaling.ladder.progress import Display
 from parallel3d.scaling.ladder.state import state_of
 from tests.scaling.ladder.cases import micro, write
 
-pytestmark = pytest.mark.pure
+pytestmark = pytest.mark.drill
 
 NAMES = ["2.59k-d512", "2.59k-d1.02k", "10.3k-d512", "10.3k-d1.02k"]
 
