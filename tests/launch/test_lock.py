@@ -69,9 +69,12 @@ def the_one(place, started):
 
 
 # The first guarantee of "nothing lost" that real processes alone can show.
-@pytest.mark.parametrize("name", ["shared", pytest.param("auto", marks=pytest.mark.slow)])
-def test_of_eight_launches_one_trains_and_after_its_death_the_next(place, name):
-    first = start(place, 8, name=name)
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [("shared", 3), *(pytest.param(n, 8, marks=pytest.mark.slow) for n in ("shared", "auto"))],
+)
+def test_of_many_launches_one_trains_and_after_its_death_the_next(place, name, number):
+    first = start(place, number, name=name)
     try:
         os.kill(the_one(place, first).pid, signal.SIGKILL)
         second = start(place, 2, name=name)

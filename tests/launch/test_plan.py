@@ -99,7 +99,10 @@ BAD = [  # the others are in test_plan_bad.py, in one process
 ]
 
 
-@pytest.mark.parametrize(("arguments", "said"), BAD)
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [BAD[1], *(pytest.param(*bad, marks=pytest.mark.slow) for bad in BAD if bad != BAD[1])],
+)
 def test_bad_input_is_one_message(arguments, said):
     done = plan(*ON_A_NODE, *arguments)
     assert done.returncode == BAD_INPUT, done.stdout + done.stderr

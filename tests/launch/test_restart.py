@@ -94,6 +94,7 @@ def test_torchrun_restarts_what_was_killed(place):
     assert sorted(path.name for path in (place.root / "runs").iterdir()) == [name, f"{name}-2"]
 
 
+@pytest.mark.slow  # SAVE is in the next test, STOP in test_lock.py, the next start in both
 def test_a_stop_file_stops_and_the_same_command_goes_on(place):
     """With a SAVE on the way, on one process."""
     folder, steps = place.root / "runs/asked", 60
@@ -119,7 +120,11 @@ def test_the_end_of_the_deepspeed_command_stops_a_run(place):
     """The command dies of a SIGTERM and tells nobody; the ranks see that it is gone."""
     arguments = ("--parallel3d.run.name", "orphans", "--parallel3d.checkpoint.every", 0)
     process, log = begin(place, deepspeed(2), *arguments, steps=4000)
+    folder = place.root / "runs/orphans"
     wait_for(lambda: len(place.lines("orphans")) >= 2, process, log)
+    (folder / "SAVE").touch()  # and a checkpoint that is asked for on the way
+    wait_for(lambda: list(folder.glob("checkpoints/step-*/manifest.json")), process, log)
+    assert not (folder / "SAVE").exists()
     start = time.monotonic()
     process.terminate()
     try:

@@ -79,13 +79,15 @@ def test_a_name_that_exists_is_refused_where_nothing_is_to_be_resumed(place, alo
     assert (place.root / "runs/alone/metrics.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize("dp", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_the_readme_command_trains_the_mesh(place, alone, dp):
+@pytest.mark.parametrize(
+    ("dp", "tp"), [(1, 1), *(pytest.param(dp, 2, marks=pytest.mark.slow) for dp in (1, 2))]
+)
+def test_the_readme_command_trains_the_mesh(place, alone, dp, tp):
     """The main command of the README, at a few steps: the losses of one process."""
-    mesh = ("--parallel3d.mesh.pp", 2, "--parallel3d.mesh.tp", 2)
-    done = place.run(deepspeed(4 * dp), *mesh, "--train_micro_batch_size_per_gpu", 8 // dp)
+    mesh = ("--parallel3d.mesh.pp", 2, "--parallel3d.mesh.tp", tp)
+    done = place.run(deepspeed(2 * dp * tp), *mesh, "--train_micro_batch_size_per_gpu", 8 // dp)
     assert done.returncode == DONE, done.stderr[-4000:]
-    run = place.root / f"runs/gpt-h128-l4-2x{dp}x2"
+    run = place.root / f"runs/gpt-h128-l4-2x{dp}x{tp}"
     files = {"attempts.json", "checkpoints", "config.json", "metrics.jsonl"}
     assert {path.name for path in run.iterdir()} == files | {"tokenizer", "weights"}
     assert {"model.safetensors", "config.json", "tokenizer.json", "README.md"} <= {
@@ -97,7 +99,7 @@ def test_the_readme_command_trains_the_mesh(place, alone, dp):
     assert other["held_out_loss"] == pytest.approx(one["held_out_loss"], rel=1e-4)
     # What every rank knows is said once.
     for text in (
-        f"[0 1] → [{2 * dp} {2 * dp + 1}]",
+        "[0]  → [1]" if tp == 1 else f"[0 1] → [{2 * dp} {2 * dp + 1}]",
         "corpus  40 documents",
         "step 3/3",
         "training loss",
