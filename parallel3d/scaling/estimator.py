@@ -152,7 +152,7 @@ class SumModel:
 
     def __init__(self, law: Law, points: Points, log: bool) -> None:
         self.law, self._log, self.loss = law, log, points.loss
-        self.target = np.log(points.loss) if log else points.loss
+        self.target: Array = np.log(points.loss) if log else points.loss
         features = law.features(points.params, points.tokens)  # [points, terms, exponents]
         self.middle = features.mean(axis=0)
         centred = features - self.middle

@@ -63,28 +63,55 @@ FRONTIER = Law(
 )  # fmt: skip
 
 
-def frontier_loss(
-    bests: Sequence[Best], estimator: Estimator, near: Mapping[str, float] | None = None
-) -> dict[str, float]:
-    """E, A and gamma of the law of the best losses; empty for fewer than four budgets.
-
-    `near`: values to start from, in place of a search.
-    """
+def frontier_loss(bests: Sequence[Best], estimator: Estimator) -> dict[str, float]:
+    """E, A and gamma of the law of the best losses; empty for fewer than four budgets."""
     if len(bests) < 4:
         return {}
-    flops, loss = (np.array([getattr(b, name) for b in bests]) for name in ("flops", "loss"))
-    names = tuple(str(i) for i in range(len(bests)))
-    runs = Points(flops / 6, np.ones(len(bests)), flops, loss, names, {})
-    model, weights = SumModel(FRONTIER, runs, log=estimator.kind != "squares"), np.ones(len(runs))
-    if near and estimator.kind == "huber":
-        limit = np.array([estimator.delta])
-        found = minimise(model, model.theta(near), weights[None], limit, ROUGHLY)
-    elif near:
-        found = estimator.minimise(model, model.theta(near), weights, sharp=False)
-    else:
-        found = estimator.search(model, model.starts(weights, each=8), weights)
+    model = _model([bests], estimator)
+    weights = np.ones(len(bests))
+    found = estimator.search(model, model.starts(weights, each=8), weights)
     best = int(np.argmin(found.objective))
     return {k: float(v[0]) for k, v in model.natural(found.theta[best : best + 1]).items()}
+
+
+def _model(alike: Sequence[Sequence[Best]], estimator: Estimator) -> SumModel:
+    """The law on budgets that are the same in all of `alike`, whose losses may differ."""
+    flops = np.array([best.flops for best in alike[0]])
+    losses = np.array([[best.loss for best in bests] for bests in alike])
+    names = tuple(str(i) for i in range(len(flops)))
+    runs = Points(flops / 6, np.ones(len(flops)), flops, losses[0], names, {})
+    model = SumModel(FRONTIER, runs, log=estimator.kind != "squares")
+    if len(alike) > 1:
+        model.target = np.log(losses) if estimator.kind != "squares" else losses
+    return model
+
+
+def drawn_losses(
+    drawn: Sequence[Sequence[Best]], estimator: Estimator, near: Mapping[str, float]
+) -> list[dict[str, float]]:
+    """The law of the best losses of each draw, from `near`; that itself for fewer than 4 budgets.
+
+    Draws of the same budgets are one batch: one after the other they take ten times as long.
+    """
+    found = [dict(near) for _ in drawn]
+    places: dict[tuple[float, ...], list[int]] = {}
+    for i, bests in enumerate(drawn):
+        places.setdefault(tuple(best.flops for best in bests), []).append(i)
+    for flops, members in places.items():
+        if not near or len(flops) < 4:
+            continue
+        model = _model([drawn[i] for i in members], estimator)
+        start = np.repeat(model.theta(near), len(members), axis=0)
+        weights = np.ones((len(members), len(flops)))
+        if estimator.kind == "huber":
+            limit = np.full(len(members), estimator.delta)
+            ends = minimise(model, start, weights, limit, ROUGHLY)
+        else:
+            ends = estimator.minimise(model, start, weights, sharp=False)
+        columns = model.natural(ends.theta)
+        for place, i in enumerate(members):
+            found[i] = {name: float(values[place]) for name, values in columns.items()}
+    return found
 
 
 def fit_frontier(
@@ -105,12 +132,14 @@ def fit_frontier(
     values, loss = exponents(bests), frontier_loss(bests, estimator)
     random = np.random.default_rng(seed)
     count = len(points)
-    drawn = []
+    some_bests = []
     for _ in range(draws):
         times = np.bincount(random.integers(count, size=count), minlength=count).astype(float)
         some, _ = _bests(points, kind, method, all_profiles, times)
         if len(some) > len(bests) // 2 and len(some) > 1:
-            drawn.append(exponents(some) | (frontier_loss(some, estimator, loss) or loss))
+            some_bests.append(some)
+    laws = drawn_losses(some_bests, estimator, loss)
+    drawn = [exponents(some) | law for some, law in zip(some_bests, laws, strict=True)]
     names = [*values, *loss] if drawn else []
     samples = {name: np.array([one[name] for one in drawn]) for name in names}
     diagnostics: dict[str, Any] = {

@@ -1,10 +1,10 @@
 """Minimisation of a robust sum of residuals from many starts and weightings at once.
 
 A damped Newton method with exact gradients and Hessians, in numpy, on a batch of problems that
-differ in start and weights alone: a multi-start, or the draws of a bootstrap. Steps are measured in
-the metric of the reweighted normal equations, so neither the scale of the objective nor that of a
-parameter says when to stop (the published optima of arXiv:2203.15556 and of Gemstones were left
-early, by a tolerance on an objective that was small).
+differ in start, weights and target alone: a multi-start, or the draws of a bootstrap. Steps are
+measured in the metric of the reweighted normal equations, so neither the scale of the objective
+nor that of a parameter says when to stop (the published optima of arXiv:2203.15556 and of Gemstones
+were left early, by a tolerance on an objective that was small).
 """
 
 from collections.abc import Callable
@@ -24,7 +24,10 @@ _HOPELESS = 1e12  # damping at which no step leads down: the minimum, to roundin
 
 
 class Model(Protocol):
-    """A function f(theta) to be fitted; residuals are `target` - f(theta)."""
+    """A function f(theta) to be fitted; residuals are `target` - f(theta).
+
+    `target`: [points], or [batch, points] where the problems of a batch differ in it.
+    """
 
     target: Array
     lower: Array
@@ -65,7 +68,14 @@ def minimise(
     start [batch, p], weights [batch, points], threshold [batch] (inf: least squares).
     """
     chunks = [slice(i, i + CHUNK) for i in range(0, len(start), CHUNK)]
-    parts = [_newton(model, start[c], weights[c], threshold[c], enough) for c in chunks]
+    target = np.broadcast_to(model.target, weights.shape)
+    parts = [
+        _newton(
+            model, start[c], target=target[c], weights=weights[c], threshold=threshold[c],
+            enough=enough,
+        )
+        for c in chunks
+    ]  # fmt: skip
     return Solution(
         np.concatenate([part.theta for part in parts]),
         np.concatenate([part.objective for part in parts]),
@@ -73,18 +83,17 @@ def minimise(
     )
 
 
-def objective(model: Model, theta: Array, weights: Array, threshold: Array) -> Array:
+def _objective(fitted: Array, target: Array, weights: Array, threshold: Array) -> Array:
     """The sum of weighted Huber losses that `minimise` minimises, [batch]."""
-    residual = model.target - model.value(theta)
-    found: Array = np.sum(weights * huber(residual, threshold[:, None]), axis=1)
+    found: Array = np.sum(weights * huber(target - fitted, threshold[:, None]), axis=1)
     return found
 
 
 def _newton(
-    model: Model, start: Array, weights: Array, threshold: Array, enough: float
+    model: Model, start: Array, *, target: Array, weights: Array, threshold: Array, enough: float
 ) -> Solution:
     theta = np.clip(start, model.lower, model.upper)
-    value = objective(model, theta, weights, threshold)
+    value = _objective(model.value(theta), target, weights, threshold)
     damping = np.full(len(theta), 1e-3)
     converged = np.zeros(len(theta), dtype=bool)
     open_ = np.arange(len(theta))
@@ -92,10 +101,13 @@ def _newton(
         if not len(open_):
             break
         here, weight, limit = theta[open_], weights[open_], threshold[open_]
-        step = _step(model, here, weight, limit, damping[open_])
+        goal = target[open_]
+        step = _step(
+            model, here, target=goal, weights=weight, threshold=limit, damping=damping[open_]
+        )
         there = np.clip(here + step, model.lower, model.upper)
         moved = np.max(np.abs(there - here), axis=1)
-        new = objective(model, there, weight, limit)
+        new = _objective(model.value(there), goal, weight, limit)
         better = new < value[open_]
         theta[open_[better]] = there[better]
         value[open_[better]] = new[better]
@@ -107,10 +119,12 @@ def _newton(
     return Solution(theta, value, converged)
 
 
-def _step(model: Model, theta: Array, weights: Array, threshold: Array, damping: Array) -> Array:
+def _step(
+    model: Model, theta: Array, *, target: Array, weights: Array, threshold: Array, damping: Array
+) -> Array:
     """Newton's step, damped, in the metric of the reweighted normal equations: [batch, p]."""
     fitted, slope, curvature = model.expand(theta)
-    residual = model.target - fitted
+    residual = target - fitted
     limit = threshold[:, None]
     size = np.abs(residual)
     inside = size <= limit

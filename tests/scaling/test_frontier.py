@@ -6,10 +6,10 @@ import pytest
 from parallel3d.errors import ConfigError
 from parallel3d.scaling.data_constrained import DECAYS, DecayModel, best_params, fit_decays
 from parallel3d.scaling.estimator import Estimator
-from parallel3d.scaling.frontier import envelope, fit_frontier
+from parallel3d.scaling.frontier import drawn_losses, envelope, fit_frontier, frontier_loss
 from parallel3d.scaling.laws import PARAMETRIC
 from parallel3d.scaling.power import fit_best, power_law
-from parallel3d.scaling.profile import akima, profiles
+from parallel3d.scaling.profile import Best, akima, profiles
 from tests.scaling.cases import CHINCHILLA, chinchilla, points
 
 pytestmark = pytest.mark.pure
@@ -31,6 +31,24 @@ def test_the_exponent_of_isoflop_profiles(method):
     held = found.diagnostics["held_out"]
     assert held["fitted_on"] == 8 and held["flops"][0] == pytest.approx(3e21)
     assert held["worst_error"] < 1e-3 and held["params_ratio"] == pytest.approx(1, rel=0.03)
+
+
+@pytest.mark.parametrize("kind", ["huber", "likelihood", "squares"])
+def test_the_draws_of_one_batch_are_what_each_is_alone(kind):
+    """Of budgets that are the same and of others; alone it is searched for from a grid."""
+    random, delta = np.random.default_rng(3), 1e-3
+    every = isoflop(chinchilla(sizes=9)).diagnostics["best"]
+    draws = [
+        [Best(**best | {"loss": best["loss"] * np.exp(0.002 * random.normal())}) for best in some]
+        for some in (every, every, every[1:], every, every[:3])
+    ]
+    estimator = Estimator(kind, delta)
+    near = frontier_loss([Best(**best) for best in every], estimator)
+    *found, few = drawn_losses(draws, estimator, near)
+    assert few == near, "three budgets tell no law"
+    assert len({law["gamma"] for law in found}) == 4
+    for bests, law in zip(draws, found, strict=False):
+        assert law == pytest.approx(frontier_loss(bests, estimator), rel=1e-2)
 
 
 def test_akima_finds_the_best_size_that_a_wide_parabola_misses():
