@@ -12,9 +12,6 @@ from typing import Any
 
 import torch
 
-from parallel3d.checkpoint.load import load
-from parallel3d.checkpoint.resume import find
-from parallel3d.checkpoint.save import Saver
 from parallel3d.checkpoint.state import Position, RunState
 from parallel3d.config import RunConfig
 from parallel3d.config.learning_rate import rate
@@ -35,6 +32,7 @@ from parallel3d.verify.measure import (
     worst,
 )
 from parallel3d.verify.reference import SEED, Reference
+from parallel3d.verify.resume import go_on, save
 from parallel3d.verify.shrink import BLOCK, STEPS
 
 SAVED_STEPS = STEPS - 1  # the run is saved after these, and the resumed one makes the last
@@ -138,7 +136,9 @@ class Run:
 
     def compared(self, task: Task) -> Found:
         """Train, evaluate and compare."""
-        position = self._resumed(task.resumes) if task.resumes else Position()
+        position = (
+            go_on(self.parts, self.mesh, self.state, task.resumes) if task.resumes else Position()
+        )
         first, losses, norms = position.step, [], []
         while position.step < self.config.num_steps:
             batch = self.feed.training(position.next_sample)
@@ -149,7 +149,7 @@ class Run:
             norms.append(self.parts.engine.step(lr).grad_norm)
             position = position.after(self.config)
             if task.saves and position.step == SAVED_STEPS:
-                self._save(task.saves, position)
+                save(self.parts, self.mesh, self.state.at(position), task.saves)
         counters = self.parts.engine.states.counters()
         weights = weight_errors(self.parts, self.config, self.reference)
         batch = self.feed.training(position.next_sample)
@@ -199,24 +199,3 @@ class Run:
         with watched(self.parts.stages.module, coords, split, DROPOUT) as masks:
             self.parts.executor.run(batch, step)
         return masks
-
-    def _save(self, folder: Path, position: Position) -> None:
-        saver = Saver(
-            self.parts.engine, self.mesh, self.parts.layers, folder=folder, asynchronous=False
-        )
-        saver.save(self.state.at(position), wait=True)
-        saver.require_saved()
-
-    def _resumed(self, folder: Path) -> Position:
-        found, _ = find(folder, "auto", self.mesh)
-        assert found is not None, folder
-        position = self.state.position_in(found.state, found.folder, lambda text: None)
-        load(
-            found.folder,
-            found.files,
-            found.state,
-            engine=self.parts.engine,
-            mesh=self.mesh,
-            layers=self.parts.layers,
-        )
-        return position
