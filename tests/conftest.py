@@ -1,13 +1,17 @@
 """Tests run on the CPU, also where there are GPUs; `pytest -m gpu` runs those that need one."""
 
 import fcntl
+import gc
 import os
 import sys
 from contextlib import contextmanager
+from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests import compiling as compiler
 
 # A busy machine fails no example: nothing of a test is timed.
 BUSY = {"deadline": None, "database": None, "suppress_health_check": [HealthCheck.too_slow]}
@@ -30,14 +34,35 @@ def pytest_configure(config):
 
 def pytest_collection_finish(session):
     """What the ranks of tests import is loaded where they are forked from."""
+    gc.freeze()  # what is imported is no garbage
+    is_first = os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0"
+    if is_first and any(map(compiler.needs_async_io, session.items)):
+        session.config.stash[ASYNC_IO] = compiler.begin_async_io()
     if any(item.get_closest_marker("gloo") for item in session.items):
         from parallel3d.verify import local_ranks
 
         local_ranks.PRELOAD[:] = ["tests.verify.asking", *local_ranks.PRELOAD, *PRELOAD]
 
 
+def pytest_sessionfinish(session):
+    if process := session.config.stash.get(ASYNC_IO, None):
+        process.terminate()
+        process.wait()
+
+
+def order(item):
+    """Launches first, and what is small last, so that no worker is idle at the end.
+
+    What swaps to NVMe comes late: its operator is compiled beside the tests before it.
+    """
+    if item.get_closest_marker("pure"):
+        return 3
+    return 0 if item.get_closest_marker("drill") else 1 + (item.path.name in SWAPS)
+
+
 def pytest_collection_modifyitems(config, items):
     """What is slow, or needs a GPU, runs where `-m` names it."""
+    items.sort(key=order)  # and within each as they were
     left_out = [mark for mark in ("slow", "gpu") if mark not in config.option.markexpr]
     unwanted = {item for item in items if any(map(item.get_closest_marker, left_out))}
     if unwanted:
@@ -61,6 +86,8 @@ PRELOAD = [
     "launch.train", "parallel3d.train.trainer", "parallel3d.convert.weights",
     "parallel3d.engine.selftest", "safetensors.torch", "pytest", "hypothesis", "tests.cases",
 ]  # fmt: skip
+SWAPS = {"test_parity.py", "test_states.py", "test_offload.py", "test_offload_refused.py"}
+ASYNC_IO = pytest.StashKey()
 LAUNCHERS_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
 
 
@@ -112,7 +139,7 @@ def operators(request):
     said = str([*params.params.values()]) if params else ""
     if "cpu" in said or "nvme" in said:
         request.getfixturevalue("cpu_adam")
-    if "nvme" in said:
+    if compiler.needs_async_io(request.node):
         request.getfixturevalue("async_io")
 
 
@@ -132,8 +159,13 @@ def compiling(request, tmp_path_factory):
         with capture.global_and_fixture_disabled():
             print(f"\n{text}", file=sys.__stderr__, flush=True)
 
-    with patch.dict(os.environ), open(folder / "operators.lock", "w") as lock:
+    with (
+        patch.dict(os.environ),
+        open(folder / "operators.lock", "w") as lock,
+        TemporaryDirectory() as headers,
+    ):
         fcntl.flock(lock, fcntl.LOCK_EX)
+        os.environ |= compiler.environment(headers)
         mesh = Mesh()
         try:
             yield mesh, say

@@ -50,24 +50,23 @@ def test_a_lock_on_a_network_file_system_is_given_time(tmp_path, monkeypatch):
     assert remove_stale_lock(tmp_path)
 
 
-SLEEP = "import time; time.sleep(60)"
-HOLD = "import os, time; os.open('lock', os.O_RDONLY); os.chdir('/'); time.sleep(60)"
+SLEEP = "import time; print('there', flush=True); time.sleep(600)"
+HOLD = f"import os; os.open('lock', os.O_RDONLY); os.chdir('/'); {SLEEP}"
 
 
 @pytest.mark.parametrize("program", [SLEEP, HOLD], ids=["works there", "holds the lock"])
 def test_a_live_builds_lock_is_respected_and_waited_for(tmp_path, program):
     lock = make_lock(tmp_path, age=3600)
-    builder = subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path)
+    command = [sys.executable, "-c", program]
+    builder = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
     try:
-        time.sleep(0.5)
+        assert builder.stdout.readline() == "there\n"
         assert not remove_stale_lock(tmp_path)
         assert lock.exists()
     finally:
         builder.kill()
-        builder.wait()
-    start = time.monotonic()
-    wait_for_build(tmp_path)
-    assert time.monotonic() - start < 5
+        builder.communicate()
+    wait_for_build(tmp_path)  # which ends
     assert not lock.exists()
 
 

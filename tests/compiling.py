@@ -1,0 +1,51 @@
+"""DeepSpeed's operators for the tests: their compiler, and a start of the longest build at once."""
+
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+COMPILER = Path(__file__).with_name("compiler")
+
+
+def environment(folder):
+    """Of processes that compile: with our compiler first, which keeps a header in `folder`."""
+    path = f"{COMPILER}{os.pathsep}{os.environ['PATH']}"
+    return {"PATH": path, "PARALLEL3D_TEST_HEADERS": str(folder)}
+
+
+def needs_async_io(item):
+    """Whether a test has DeepSpeed read and write NVMe."""
+    params = getattr(item, "callspec", None)
+    said = str([*params.params.values()]) if params else ""
+    names = item.fixturenames
+    return "async_io" in names or ("operators" in names and "nvme" in said)
+
+
+def begin_async_io():
+    """Compile it beside the tests that need none; gives the process, None where it is there."""
+    from torch.utils.cpp_extension import _get_build_directory
+
+    if Path(_get_build_directory("async_io", verbose=False), "async_io.so").exists():
+        return None
+    # One core at most: the tests have the others.
+    alone = os.environ | {"MAX_JOBS": "1"}
+    return subprocess.Popen([sys.executable, "-m", "tests.compiling"], env=alone)
+
+
+def main():
+    """Whoever needs it will say why it cannot be compiled."""
+    from parallel3d.engine.operators import load_async_io
+    from parallel3d.errors import ConfigError
+    from parallel3d.mesh.mesh import Mesh
+
+    with TemporaryDirectory() as folder:
+        os.environ |= environment(folder)
+        with suppress(ConfigError):
+            load_async_io(Mesh(), lambda text: print(f"\n{text}", file=sys.stderr, flush=True))
+
+
+if __name__ == "__main__":
+    main()
