@@ -221,7 +221,7 @@ def test_a_stopped_peer_is_noticed_by_short_timeouts_only():
     start = time.monotonic()
     with pytest.raises(RankFailed, match=r"(?i)time"):
         run_locally(stopped_peer, 2, 1.0)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 60
     with pytest.raises(RanksHung):
         run_locally(stopped_peer, 2, None, timeout=4, quiet=True)
 

@@ -128,10 +128,10 @@ def test_the_end_of_the_deepspeed_command_stops_a_run(place):
     start = time.monotonic()
     process.terminate()
     try:
-        wait_until_gone(process.pid, seconds=25)
+        wait_until_gone(process.pid, seconds=60)
     finally:
         finish(process, log)
-    assert time.monotonic() - start < 25
+    assert time.monotonic() - start < 60
     steps = steps_of(place, "orphans")
     assert steps == list(range(1, len(steps) + 1)) and len(steps) < 4000
     assert is_saved(place, "orphans", len(steps))

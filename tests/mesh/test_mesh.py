@@ -141,7 +141,7 @@ def test_a_silent_peer_is_given_up(waits):
     """Without `set_timeouts` it would take half an hour."""
     waited, _ = run_locally(silent_peer, 2, waits, timeout=30)
     assert len(waited) == len(waits)
-    assert all(0.4 < seconds < 2 for seconds in waited), waited
+    assert all(0.4 < seconds < 20 for seconds in waited), waited
 
 
 def helpers_on_rank(rank):

@@ -71,7 +71,7 @@ def wait_for_another(rank, culprit):
 @pytest.mark.parametrize("culprit", [0, 1, 2])
 def test_one_rank_stops_those_that_wait_and_those_that_work(culprit):
     for code, seconds in run_locally(wait_for_another, 3, culprit):
-        assert code == STOPPED and seconds < 6
+        assert code == STOPPED and seconds < 30
 
 
 def lose_a_peer(rank):
@@ -109,7 +109,7 @@ def test_a_library_that_computes_is_ended():
         code, seconds = ended(compute, 60)
     finally:
         stopping._GRACE = grace
-    assert code == STOPPED and 0.5 < seconds < 10
+    assert code == STOPPED and 0.5 < seconds < 30
 
 
 def test_before_training_a_signal_raises_once():
