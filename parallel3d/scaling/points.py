@@ -23,6 +23,7 @@ NAMES = {
     "flops": ("flops", "c", "C", "compute", "training_flops"),
     "loss": ("loss", "held_out_loss", "val_loss", "validation_loss", "final_loss"),
     "standard_error": ("held_out_standard_error",),
+    "unique": ("corpus_unique_tokens",),
 }
 """What a column is called where no flag names it; the first that a table has."""
 FLAGS = {

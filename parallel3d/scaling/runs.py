@@ -17,9 +17,11 @@ from parallel3d.errors import ConfigError
 from parallel3d.scaling.table import Table, number
 
 CONFIG, METRICS = "config.json", "metrics.jsonl"
+CORPUS = "corpus.json"  # of a ladder's directory: what was counted as its corpus was prepared
 COUNTS = ("with_head", "transformer", "total")
 """How a run's parameters are counted, each a column; N is the first unless a flag names another."""
 ERROR = "held_out_standard_error"
+UNIQUE = "corpus_unique_tokens"
 ALL = 10**12
 """Held-out samples of an evaluation: more than there are, so all."""
 _TAIL = 2**20  # bytes of metrics.jsonl, far more than its last line
@@ -57,7 +59,8 @@ def count(model: Any) -> dict[str, int]:
 def read_runs(folder: Path) -> Table:
     """A row for each finished run in a folder; the others are left out by name.
 
-    Raises ConfigError where no run did.
+    The unique tokens of a ladder's runs are those that were counted as its corpus was prepared; of
+    other runs they are not known. Raises ConfigError where no run did.
     """
     rows: dict[str, Mapping[str, Any]] = {}
     left_out = []
@@ -72,9 +75,19 @@ def read_runs(folder: Path) -> Table:
             f"{folder}: holds no finished run{why_not}; give a table, or the folder in which "
             "launch/train.py wrote its runs"
         )
+    if (unique := unique_tokens(folder)) is not None:
+        rows = {name: {**row, UNIQUE: unique} for name, row in rows.items()}
     # A column that some runs lack would drop them.
     columns = [c for c in next(iter(rows.values())) if all(c in row for row in rows.values())]
     return Table(folder, tuple(columns), tuple(rows.values()), tuple(rows), tuple(left_out))
+
+
+def unique_tokens(directory: Path) -> int | None:
+    """Training tokens of the corpus of a ladder's runs, as counted when it was prepared."""
+    try:
+        return int(json.loads((directory / CORPUS).read_text())["training_tokens"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def curves(folder: Path) -> list[Curve]:

@@ -6,6 +6,8 @@ import pytest
 
 from parallel3d.config import RunConfig
 from parallel3d.errors import ConfigError
+from parallel3d.scaling.data_constrained import fit_decays
+from parallel3d.scaling.estimator import Estimator
 from parallel3d.scaling.points import points_of
 from parallel3d.scaling.runs import curves, read_runs, settings
 
@@ -124,3 +126,22 @@ def test_a_folder_without_runs_is_refused(tmp_path):
     write_run(tmp_path, "stopped", reached=7)
     with pytest.raises(ConfigError, match="stopped: it has no end: step 7 of 10; give"):
         read_runs(tmp_path)
+
+
+def test_a_ladders_own_count_of_its_corpus_tells_what_is_repeated(tmp_path):
+    for width in (16, 32, 48):
+        for steps in (10, 20, 40, 80, 160):
+            name, tokens = f"{width}-{steps}", 64 * steps
+            run = write_run(tmp_path, name, steps=steps, reached=steps, width=width)
+            # What is repeated is worth nothing here: D counts up to the unique tokens.
+            loss = 2 + 40 / width**0.5 + 30 / min(tokens, 2560) ** 0.3
+            last = {"step": steps, "tokens": tokens, "loss": loss, "held_out_loss": loss}
+            (run / "metrics.jsonl").write_text(f"{json.dumps(last)}\n")
+    assert points_of(read_runs(tmp_path), {}).unique is None
+    (tmp_path / "corpus.json").write_text('{"training_tokens": 2560}')
+    found = points_of(read_runs(tmp_path), {})
+    assert set(found.unique) == {2560.0}
+    fitted = fit_decays(found, Estimator(), draws=0)
+    assert fitted.parameters["R_D_star"] < 0.1 and fitted.parameters["beta"] == pytest.approx(
+        0.3, rel=1e-3
+    )

@@ -16,7 +16,7 @@ from parallel3d.scaling.ladder.plan import Ladder, ladder_of
 from parallel3d.scaling.ladder.process import TRAIN
 from parallel3d.scaling.ladder.progress import Display
 from parallel3d.scaling.ladder.runner import STOPPED, Runner
-from parallel3d.scaling.ladder.state import CORPUS
+from parallel3d.scaling.runs import CORPUS
 
 DONE, FAILED = 0, 1  # exit codes; scripts rely on them
 LOCK = "ladder.lock"

@@ -9,7 +9,8 @@ from parallel3d.atomic import replace_text
 from parallel3d.scaling.ladder.cost import Cost, with_costs
 from parallel3d.scaling.ladder.expand import CONFIGS, Run, runs_of
 from parallel3d.scaling.ladder.file import LadderConfig, load
-from parallel3d.scaling.ladder.state import State, state_of, unique_tokens
+from parallel3d.scaling.ladder.state import State, state_of
+from parallel3d.scaling.runs import unique_tokens
 
 REPEATS = 4
 """Passes over a corpus up to which repeated tokens are worth as much as new ones, nearly

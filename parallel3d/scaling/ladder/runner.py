@@ -157,7 +157,7 @@ class Runner:
         elif code == STOPPED:  # somebody stopped it, and not us
             self._fail(run, f"was stopped at step {state.step:,}")
         else:
-            self._fail(run, f"exit code {code}: {process.last_words()}; see {process.log}")
+            self._fail(run, f"exit code {code}: {process.last_words()}{_remedy(run, process)}")
 
     def _fail(self, run: Run, why: str) -> None:
         self.failed[run.name] = why
@@ -168,3 +168,13 @@ class Runner:
             self._display.say(f"stopping {len(self._running)} runs, each with its state saved")
         for process in self._running:
             process.stop()
+
+
+def _remedy(run: Run, process: Process) -> str:
+    """Where to read more; and what to do where it is the checkpoint of its trunk that failed."""
+    begin = Path(str(run.config.checkpoint.resume))
+    if not run.trunk or checkpoints(run) or str(begin) not in process.last_words():
+        return f"; see {process.log}"
+    # Trained again it is the same to the bit, and forks that are finished do not wait for it.
+    trunk = begin.parent.parent
+    return f"; remove {trunk}, and the next start trains the trunk again; see {process.log}"

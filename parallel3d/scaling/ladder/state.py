@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from parallel3d.config.digest import PLACED, digest_of
@@ -14,7 +13,6 @@ from parallel3d.scaling.runs import CONFIG, METRICS, NoEnd, config_of, last_line
 # What training fills in besides the mesh: the tokens that a tokenizer came out with.
 _APART = (*PLACED, "parallel3d.data.vocab_size")
 FRESH = ("auto", "none")  # checkpoint.resume of runs that begin at step 0
-CORPUS = "corpus.json"  # of a ladder's directory: what was counted as its corpus was prepared
 
 
 @dataclass(frozen=True)
@@ -91,11 +89,3 @@ def _changes(was: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -
             yield from _changes(there, here, f"{path}.")
         else:
             yield f"{path}: {json.dumps(there)} -> {json.dumps(here)}"
-
-
-def unique_tokens(directory: Path) -> int | None:
-    """Training tokens of the ladder's corpus, as counted when it was prepared."""
-    try:
-        return int(json.loads((directory / CORPUS).read_text())["training_tokens"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None

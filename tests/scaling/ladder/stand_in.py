@@ -1,7 +1,7 @@
 """Stands in for launch/train.py: leaves what a run leaves, in a moment, without torch.
 
-What it shall do otherwise is in files beside the ladder's runs: NAME.fails, NAME.waits (until it is
-stopped); and it adds a line to `started`.
+What it shall do otherwise is in files beside the ladder's runs: NAME.fails (with its words),
+NAME.waits (until it is stopped); and it adds a line to `started`.
 """
 
 import json
@@ -50,7 +50,8 @@ def leave(step):
 stopped = []
 signal.signal(signal.SIGTERM, lambda number, frame: stopped.append(number))
 if (home / f"{name}.fails").exists():
-    print("train: the loss on rank 0 is nan", file=sys.stderr)
+    said = (home / f"{name}.fails").read_text() or "the loss on rank 0 is nan"
+    print(f"train: {said}", file=sys.stderr)
     sys.exit(1)
 leave(1)
 while (home / f"{name}.waits").exists() and not stopped:

@@ -182,6 +182,23 @@ def test_a_held_out_run_that_cannot_be_forecast_is_not_started(place):
     assert "no forecast can be registered: " in " ".join(said.split())
 
 
+def test_a_damaged_checkpoint_of_a_trunk_is_told_with_its_remedy(place):
+    file = write(place, schedule={"type": "forks"}, budgets={"tokens": [3200, 6400]})
+    fork = next(rung.run for rung in ladder_of(str(file)).rungs if rung.run.trunk)
+    begin = Path(fork.config.checkpoint.resume)
+    fails = place / f"runs/{fork.name}.fails"
+    fails.write_text(f'checkpoint.resume = "{begin}": {begin} is damaged')
+    code, _, said = run(file)
+    trunk = begin.parent.parent
+    assert code == 1 and f"remove {trunk}, and the next start trains the trunk again" in said
+    shutil.rmtree(trunk)
+    fails.unlink()
+    code, states, said = run(file)
+    assert code == 0 and set(states.values()) == {"finished"}, said
+    again = [line[0] for line in started(place)]
+    assert (again.count(trunk.name), again.count(fork.name)) == (2, 2) and len(again) == 8
+
+
 def test_devices_are_dealt_out(place, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
     assert run(write(place))[0] == 0
@@ -189,21 +206,6 @@ def test_devices_are_dealt_out(place, monkeypatch):
     (place / "other").mkdir()
     with pytest.raises(ConfigError, match="is for 4 devices, and this machine shows 2"):
         run(write(place / "other", mesh={"dp": 4}))
-
-
-def test_devices_are_numbered_as_cuda_does(tmp_path, monkeypatch):
-    """In a container that has the host's GPUs 3 and 10 alone, they are 0 and 1."""
-    for name in ("nvidia3", "nvidia10", "nvidiactl", "nvidia-uvm"):
-        (tmp_path / name).touch()
-    monkeypatch.setattr(process, "_NODES", tmp_path)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert process.visible_devices() == ("0", "1")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
-    assert process.visible_devices() == ("4", "7")
-    # CUDA sees nothing from the first name on that is none.
-    for given, seen in {"-1": (), "": (), " 2, -1,3": ("2",), "MIG-7f,x": ("MIG-7f",)}.items():
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
-        assert process.visible_devices() == seen, given
 
 
 def test_a_finished_run_is_the_same_on_another_mesh_and_not_with_another_rate(place):
