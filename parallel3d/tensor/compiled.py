@@ -4,6 +4,8 @@ What is compiled has one shape in a run (`dynamic=False`), so nothing is compile
 first step is over; an evaluation, which keeps nothing for a backward, is compiled when it comes.
 """
 
+import re
+from collections import Counter
 from collections.abc import Callable
 from functools import cached_property, wraps
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
@@ -87,7 +89,17 @@ def counts() -> Counts:
     """Count what this process has compiled since it began."""
     from torch._dynamo.utils import counters
 
-    return Counts(counters["stats"]["unique_graphs"], dict(counters["graph_break"]))
+    breaks: Counter[str] = Counter()
+    for text, times in counters["graph_break"].items():
+        breaks[_reason(text)] += times
+    return Counts(counters["stats"]["unique_graphs"], dict(breaks))
+
+
+def _reason(text: str) -> str:
+    """Ours, of a function that is left out on purpose; else the first line of what torch says."""
+    if given := re.search(r"\(reason: (.*)\)", text):
+        return given[1]
+    return next((line.strip() for line in text.splitlines() if line.strip()), "unknown")
 
 
 def in_words() -> str:
@@ -96,10 +108,7 @@ def in_words() -> str:
         return ""
     found = counts()
     said = [f"compile {_mode}: {found.graphs} graphs, {sum(found.breaks.values())} graph breaks"]
-    for reason, times in found.breaks.items():
-        first = next((line.strip() for line in reason.splitlines() if line.strip()), "unknown")
-        said.append(f"  {times} x {first}")
-    return "\n".join(said)
+    return "\n".join([*said, *(f"  {times} x {reason}" for reason, times in found.breaks.items())])
 
 
 class _Compiled:

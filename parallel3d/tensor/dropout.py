@@ -54,12 +54,15 @@ class Dropout(nn.Module):
         """The probability of dropping an element now: 0 in evaluation."""
         return self.p if self.training else 0.0
 
-    @apart("the seed of a dropout mask")
     def seed(self, device: torch.device) -> None:
         """Make the next random draw on `device` this place's own."""
         if self.active_p > 0:
-            tp_rank = 0 if self.split_over is None else self.split_over.rank()
-            self.key.seed_generator(self.place, tp_rank, device)
+            self._seed(device)
+
+    @apart("the seed of a dropout mask")
+    def _seed(self, device: torch.device) -> None:
+        tp_rank = 0 if self.split_over is None else self.split_over.rank()
+        self.key.seed_generator(self.place, tp_rank, device)
 
     def forward(self, x: Tensor) -> Tensor:
         """x of any shape -> the same shape, elements zeroed with probability p, the rest scaled."""
