@@ -18,8 +18,7 @@ def use(*, tf32: bool, deterministic: bool) -> None:
     deterministic: the same bits from the same inputs; an operation that cannot raises RuntimeError.
     """
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
-    if deterministic != torch.are_deterministic_algorithms_enabled():
-        torch.use_deterministic_algorithms(deterministic)  # which loads torch's compiler
+    torch.use_deterministic_algorithms(deterministic)
     if deterministic:
         # It would fill all memory that is yet to be written, which changes nothing that is read.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -17,7 +17,7 @@ from parallel3d.checkpoint.state import Position, RunState
 from parallel3d.config import RunConfig
 from parallel3d.data.corpus import Corpus
 from parallel3d.engine import EngineSettings
-from parallel3d.mesh import compiler, compute
+from parallel3d.mesh import compute
 from parallel3d.mesh.agree import on_first
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.plan.report.choose import leaves_weights_open, weights_for, with_weights
@@ -95,8 +95,6 @@ def find_folder(config: RunConfig, mesh: Mesh, claim: Claim | None) -> Place:
 def begin(config: RunConfig, mesh: Mesh, console: Console) -> None:
     """Set how this process computes; print each rank's place and device, and what was filled in."""
     compute.use(tf32=config.train.tf32, deterministic=config.train.deterministic)
-    if config.train.compile == "none":
-        compiler.leave_unloaded()
     console.print(mesh.picture(), *compute.describe(mesh.device), *config.notes, sep="\n")
 
 
