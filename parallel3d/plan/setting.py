@@ -37,7 +37,8 @@ class Software:
     overlaps_reduction: bool = False
     """Whether gradients are reduced behind the backward pass."""
     overlaps_tensor: bool = False
-    """Whether tensor-parallel collectives run behind matrix products."""
+    """Whether tensor-parallel collectives run behind matrix products, in forwards too. Ours do in
+    backwards alone (train.overlap), which a plan leaves out: no GPU has measured how much."""
     overlaps_offload: bool = False
     """Whether offload traffic runs behind computes."""
     overlaps_sends: bool = False
@@ -179,8 +180,11 @@ class Setting:
 
 def _engine(config: RunConfig) -> Software:
     """This project's engine as a config switches it."""
-    reduced = config.communication_data_type
-    return ENGINE if reduced is None else replace(ENGINE, reduction_bytes=BYTES[reduced])
+    reduced = BYTES[config.communication_data_type or "fp32"]
+    scatters = config.pipeline.scatter_activations
+    if not scatters and reduced == ENGINE.reduction_bytes:
+        return ENGINE
+    return replace(ENGINE, reduction_bytes=reduced, scatters_sends=scatters)
 
 
 @lru_cache(maxsize=64)
