@@ -32,9 +32,11 @@ from tests.pipeline.test_shipped_configs import NAMES, join, resolved  # noqa: F
 pytestmark = pytest.mark.gloo
 
 
-def attention(q, k, v, dropout_p=0.0, is_causal=False, enable_gqa=False):
+def attention(q, k, v, dropout_p=0.0, is_causal=False, enable_gqa=False, scale=None):
     """What a GPU's kernel keeps: q, k, v as they are, the result, a logsumexp for each query."""
-    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, True)[0]
+    return torch.ops.aten._scaled_dot_product_flash_attention(
+        q, k, v, dropout_p, True, scale=scale
+    )[0]
 
 
 class FusedRMSNorm(torch.autograd.Function):
