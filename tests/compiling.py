@@ -1,6 +1,7 @@
 """DeepSpeed's operators for the tests: their compiler, and a start of the longest build at once."""
 
 import os
+import signal
 import subprocess
 import sys
 from contextlib import suppress
@@ -32,7 +33,15 @@ def begin_async_io():
         return None
     # One core at most: the tests have the others.
     alone = os.environ | {"MAX_JOBS": "1"}
-    return subprocess.Popen([sys.executable, "-m", "tests.compiling"], env=alone)
+    command = [sys.executable, "-m", "tests.compiling"]
+    return subprocess.Popen(command, env=alone, start_new_session=True)
+
+
+def end(process):
+    """End a start of a build, and its compilers."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    process.wait()
 
 
 def main():

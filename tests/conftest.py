@@ -46,8 +46,7 @@ def pytest_collection_finish(session):
 
 def pytest_sessionfinish(session):
     if process := session.config.stash.get(ASYNC_IO, None):
-        process.terminate()
-        process.wait()
+        compiler.end(process)
 
 
 def order(item):

@@ -98,7 +98,7 @@ _CANNOT = """## What the check cannot see
 
 
 def page(measured: Record, curves: Stored) -> str:
-    """The page docs/museum.md: of what machine, a record of each exhibit, and stored loss curves."""
+    """The page docs/museum.md: of what machine, each exhibit's record, and stored loss curves."""
     records = list(measured["exhibits"].values())
     seen = [r for r in records if r["seen"]]
     published = [r for r in records if exhibits.load(r["name"]).EXHIBIT.source]
