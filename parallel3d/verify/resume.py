@@ -1,4 +1,4 @@
-"""Saves a small run, and goes on with it on another mesh, as a run does."""
+"""A small run that is saved, and goes on on another mesh, as a run does."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Measures the museum into files of JSON, and prints docs/museum.md from them."""
+"""The museum's measurement into files of JSON, and docs/museum.md made from them."""
 
 import argparse
 import json

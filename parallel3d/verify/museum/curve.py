@@ -1,4 +1,4 @@
-"""Trains a small model for a hundred steps with an exhibit in the code: its loss curve.
+"""The loss curve of an exhibit: a small model trained for a hundred steps with it in the code.
 
 It learns to write Python, of which it reads the lines of a file as documents. A run is evaluated
 halfway, as runs are; an exhibit of a resume goes on from what a right run saved there.

@@ -22,7 +22,7 @@ Stored = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Mark:
-    """Of a curve, the tenth that is farthest from the right ones, counted from 0.
+    """The tenth of a loss curve that is farthest from the right runs' curves, counted from 0.
 
     `loss` is its mean loss there, `low` and `high` those of the right runs; `beyond` how far it
     lies outside of them, in their range's width (inf without a number).
