@@ -7,6 +7,7 @@ looked after.
 """
 
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -32,6 +33,8 @@ _ABOUT = {
     "pin_memory": "about 30 s",
     "async_io": "some minutes",
 }
+_WHY = re.compile(r"\berror: |: cannot find |undefined reference")
+_LONGEST = 300  # characters of a reason: before its own words torch puts the whole command
 _LOOK_SECONDS = 1.0  # between looks for a compiler; ninja that finds nothing to do is gone sooner
 _STARTUP_SECONDS = 30.0  # between taking the lock and starting the compiler
 _UNSEEN_SECONDS = 600.0  # a whole build, where its processes may be another machine's
@@ -137,13 +140,20 @@ def _load_everywhere(builders: list[type], mesh: Mesh, say: Callable[[str], None
             for builder in builders:
                 _load(builder(), say if first else _log.info)
         except Exception as error:  # the compiler's own errors have no common type
-            problem = (str(error).splitlines() or [repr(error)])[0]
+            problem = _reason(error)
     problems = mesh.gather_texts(problem)
     failed = [p for p in problems if p]
     if not failed:
         return ""
     where = "" if len(failed) == len(problems) else f" (on {len(failed)} of {len(problems)} ranks)"
     return failed[0] + where
+
+
+def _reason(error: Exception) -> str:
+    """The line of a failed build that a compiler or linker says why in; else the first one."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    told = (line for line in lines if _WHY.search(line))
+    return next(told, lines[0] if lines else repr(error))[:_LONGEST]
 
 
 def _load(builder: Any, say: Callable[[str], None]) -> None:

@@ -113,6 +113,29 @@ def test_a_stale_lock_does_not_hang_a_run(locked_cache):
     )
 
 
+LINKED = """Error building extension 'cpu_adam': [1/1] c++ adam.o -shared -L/my env/lib -o adam.so
+FAILED: cpu_adam.so
+c++ adam.o -shared -L/my env/lib -lcurand -o cpu_adam.so
+/usr/bin/ld: cannot find env/lib: No such file or directory
+collect2: error: ld returned 1 exit status
+ninja: build stopped: subcommand failed.
+"""
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        (LINKED, "/usr/bin/ld: cannot find env/lib: No such file or directory"),
+        ("[1/2] c++ -c a.cpp\na.cpp:1:10: fatal error: libaio.h: No such file\n", "libaio.h"),
+        ("\nno g++ here\nand more lines", "no g++ here"),
+    ],
+    ids=["linker", "compiler", "neither"],
+)
+def test_the_reason_is_the_line_that_has_it(said, why):
+    assert why in operators._reason(RuntimeError(said)).splitlines()[0]
+    assert "[1/" not in operators._reason(RuntimeError(said))
+
+
 class Builder:
     """An operator whose load takes so many seconds of another process."""
 
