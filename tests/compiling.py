@@ -7,6 +7,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Thread
 
 COMPILER = Path(__file__).with_name("compiler")
 
@@ -34,14 +35,16 @@ def begin_async_io():
     # One core at most: the tests have the others.
     alone = os.environ | {"MAX_JOBS": "1"}
     command = [sys.executable, "-m", "tests.compiling"]
-    return subprocess.Popen(command, env=alone, start_new_session=True)
+    process = subprocess.Popen(command, env=alone, start_new_session=True)
+    Thread(target=process.wait, daemon=True).start()  # no zombie among the tests' processes
+    return process
 
 
 def end(process):
     """End a start of a build, and its compilers."""
-    with suppress(ProcessLookupError):
+    if process.poll() is None:
         os.killpg(process.pid, signal.SIGTERM)
-    process.wait()
+        process.wait()
 
 
 def main():
