@@ -46,9 +46,9 @@ CONTESTANTS = {
         "torch FSDP2 resharding": "torch_native.py --pp 1",
         "torch FSDP2 kept": "torch_native.py --pp 1 --keep",
         "transformers, DeepSpeed ZeRO-3": "transformers_zero.py",
-        "parallel3d, ZeRO-3, per_step, all cut": f"ours.py --schedule gpipe {ALL_CUT}",
+        "parallel3d, ZeRO-3, per_step, all cut": f"ours.py {ALL_CUT}",
         "parallel3d, ZeRO-3, per_microbatch, all cut": (
-            f"ours.py --schedule gpipe --weights per_microbatch {ALL_CUT}"
+            f"ours.py --weights per_microbatch {ALL_CUT}"
         ),
     },
     "2x1x2": {
@@ -57,8 +57,8 @@ CONTESTANTS = {
     },
     "1x1x1": {
         "plain PyTorch": "plain.py",
-        "parallel3d, ZeRO-0": "ours.py --zero 0 --schedule gpipe",
-        "parallel3d, ZeRO-3": "ours.py --zero 3 --schedule gpipe",
+        "parallel3d, ZeRO-0": "ours.py --zero 0",
+        "parallel3d, ZeRO-3": "ours.py --zero 3",
     },
 }
 
