@@ -253,6 +253,13 @@ def _kind_of_file(name: str) -> str:
     return "library" if name.startswith((*_LIBRARIES, "<")) else "program"
 
 
+@cache
+def _shown(name: str) -> str:
+    """A file's name as findings have it: in this project from its root on."""
+    path = Path(name)
+    return path.relative_to(_ROOT).as_posix() if path.is_relative_to(_ROOT) else name
+
+
 def _calling_line() -> tuple[str, bool]:
     """The file and line in the program that called what is running; "" of autograd's own.
 
@@ -267,8 +274,7 @@ def _calling_line() -> tuple[str, bool]:
         if kind == "here":
             break
         if kind == "program":
-            path = Path(name)
-            shown = path.relative_to(_ROOT).as_posix() if path.is_relative_to(_ROOT) else name
+            shown = _shown(name)
             found = found or f"{shown}:{frame.f_lineno}"
             if shown not in _CARRIERS:
                 return f"{shown}:{frame.f_lineno}", False
