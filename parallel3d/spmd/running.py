@@ -19,6 +19,9 @@ from parallel3d.tensor.held import HeldParameter
 from parallel3d.tensor.segments import Segments
 
 _BATCH = 2  # samples: of one alone many orders of dims are the same
+_LONGEST = (
+    64  # tokens of a sample for each tp rank: more tell no more, and a head takes them in parts
+)
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ def run_layer(config: RunConfig, layer: LayerSpec, place: str, rank: int, dp_coo
     with torch.device("meta"):
         module = building._make(layer, context).to(settings.dtype)
         held = tuple(building._held(layer, module, context))
-        seq = config.data.sequence_length
+        seq = min(config.data.sequence_length, _LONGEST * mesh.tp)
         tokens = torch.zeros(_BATCH, seq, dtype=torch.int64)
         here = seq // mesh.tp if mesh.sequence_parallel else seq
         segments = _segments(seq) if config.data.isolate_documents else None
