@@ -265,7 +265,7 @@ def _format(text: str, words: Mapping[str, Any]) -> str:
 
 def _json_word(word: Any) -> str:
     if isinstance(word, float) and word.is_integer():
-        word = int(word)
+        word = int(word) if abs(word) < 1e15 else f"{word:g}"  # 1e+40, not its 41 digits
     return {"True": "true", "False": "false"}.get(str(word), str(word).replace("'", '"'))
 
 

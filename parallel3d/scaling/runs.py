@@ -17,7 +17,7 @@ from parallel3d.errors import ConfigError
 from parallel3d.scaling.table import Table, number
 
 CONFIG, METRICS = "config.json", "metrics.jsonl"
-CORPUS = "corpus.json"  # of a ladder's directory: what was counted as its corpus was prepared
+CORPUS = "corpus.json"  # of a run, or of a ladder's directory, counted as its corpus was prepared
 COUNTS = ("with_head", "transformer", "total")
 """How a run's parameters are counted, each a column; N is the first unless a flag names another."""
 ERROR = "held_out_standard_error"
@@ -59,8 +59,8 @@ def count(model: Any) -> dict[str, int]:
 def read_runs(folder: Path) -> Table:
     """A row for each finished run in a folder; the others are left out by name.
 
-    The unique tokens of a ladder's runs are those that were counted as its corpus was prepared; of
-    other runs they are not known. Raises ConfigError where no run did.
+    A run's unique tokens are those that its own folder records, else those of its ladder. Raises
+    ConfigError where no run did.
     """
     rows: dict[str, Mapping[str, Any]] = {}
     left_out = []
@@ -76,14 +76,14 @@ def read_runs(folder: Path) -> Table:
             "launch/train.py wrote its runs"
         )
     if (unique := unique_tokens(folder)) is not None:
-        rows = {name: {**row, UNIQUE: unique} for name, row in rows.items()}
+        rows = {name: {UNIQUE: unique, **row} for name, row in rows.items()}
     # A column that some runs lack would drop them.
     columns = [c for c in next(iter(rows.values())) if all(c in row for row in rows.values())]
     return Table(folder, tuple(columns), tuple(rows.values()), tuple(rows), tuple(left_out))
 
 
 def unique_tokens(directory: Path) -> int | None:
-    """Training tokens of the corpus of a ladder's runs, as counted when it was prepared."""
+    """Training tokens of the corpus of a run, or of a ladder's runs; None where not recorded."""
     try:
         return int(json.loads((directory / CORPUS).read_text())["training_tokens"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -190,6 +190,8 @@ def _row(path: Path) -> dict[str, Any]:
     lr = config.optimizer.params.lr
     if _is_number(lr):
         row["lr"] = lr
+    if (unique := unique_tokens(path)) is not None:
+        row[UNIQUE] = unique
     held_out = (last.get("validation") or {}).get("held_out") or {}
     if _is_number(held_out.get("standard_error")):
         row[ERROR] = held_out["standard_error"]

@@ -65,6 +65,8 @@ class Start:
     """The position in the run and in its data."""
     tokenizer: Path | None
     """The folder of what the ids mean; None of ids alone."""
+    training_tokens: int
+    """The corpus's tokens for training, each counted once."""
     pretrained: Path | None = None
     """The folder of the model whose weights training starts from, without a checkpoint."""
 
@@ -126,6 +128,7 @@ def find_start(config: RunConfig, mesh: Mesh, *, place: Place, corpus: Corpus, s
         found=found,
         position=position,
         tokenizer=tokenizer if any(tokenizer.iterdir()) else None,
+        training_tokens=len(corpus.train),
         pretrained=pretrained,
     )
 
@@ -237,14 +240,15 @@ class Output:
         self._attempts = Attempts(self.directory, start.settings, start.place.digest)
         if names := resume.set_aside(self.checkpoints, step, mesh):
             console.print(f"resume  not part of the run any more: {', '.join(names)}")
-        on_first(mesh, lambda: self._begin(config, step, restart=mesh.restart_count > 0))
+        on_first(mesh, lambda: self._begin(start, restart=mesh.restart_count > 0))
         on_first(mesh, lambda: self._copy_tokenizer(start.tokenizer))
         if mesh.rank == 0:
             self.progress = Progress(config.num_steps, config.steps_per_print, console, step)
             trackers = Trackers(config, self.directory, step=step, say=self.progress.say)
             self.writer = MetricsWriter(self.directory, trackers, self.progress.say)
 
-    def _begin(self, config: RunConfig, step: int, restart: bool) -> None:
+    def _begin(self, start: Start, restart: bool) -> None:
+        config, step = start.config, start.position.step
         with written_to(self.directory):
             self.directory.mkdir(exist_ok=True)
             self._attempts.begin(step_reached(self.directory), restart)
@@ -252,6 +256,9 @@ class Output:
             forget_after(self.directory / METRICS, step)
             resolved = json.dumps(config.to_dict(), indent=1)
             atomic.replace_text(self.directory / "config.json", f"{resolved}\n")
+            # Scaling laws of repeated data are fitted by it.
+            counted = json.dumps({"training_tokens": start.training_tokens})
+            atomic.replace_text(self.directory / "corpus.json", f"{counted}\n")
 
     def _copy_tokenizer(self, tokenizer: Path | None) -> None:
         """The run's own copy of its tokenizer: a cache may be emptied."""

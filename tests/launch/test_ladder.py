@@ -58,6 +58,10 @@ def test_the_micro_ladder_comes_through_a_kill(tmp_path):
         assert steps == list(range(1, row["steps"] + 1))  # each step once
         said = (runs / "logs" / f"{row['name']}.log").read_text()
         assert "two launches cannot write to one run" not in said
+        # A run counts its corpus as the ladder did, by passes over it.
+        own = json.loads((runs / row["name"] / "corpus.json").read_text())["training_tokens"]
+        whole = json.loads((runs / "corpus.json").read_text())["training_tokens"]
+        assert own == pytest.approx(whole, rel=1e-3)
     assert not session(first.pid)
     fit = subprocess.run(
         [sys.executable, SCALE, "fit", str(runs)], cwd=tmp_path, env=environment(),

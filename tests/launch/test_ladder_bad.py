@@ -38,6 +38,10 @@ LADDERS = {
         {"budgets": {"tokens": [512, 512]}},
         "budgets.tokens = [512.0, 512.0]", "all budgets are equal",
     ),
+    "a budget beyond all numbers": (
+        {"budgets": {"flops": [1e12, 1e60]}},
+        "budgets.flops.1 = 1e+60", "at most 1e+40; write 1e+40",
+    ),
     "two kinds of budgets": (
         {"budgets": {"tokens": [512], "flops": [1e9]}}, "budgets = ", "give one of flops",
     ),

@@ -141,6 +141,10 @@ def test_a_ladders_own_count_of_its_corpus_tells_what_is_repeated(tmp_path):
     (tmp_path / "corpus.json").write_text('{"training_tokens": 2560}')
     found = points_of(read_runs(tmp_path), {})
     assert set(found.unique) == {2560.0}
+    # A run's own record is nearer.
+    for name in ("16-10", "48-160"):
+        (tmp_path / name / "corpus.json").write_text('{"training_tokens": 2000}')
+    assert sorted(points_of(read_runs(tmp_path), {}).unique) == [2000.0] * 2 + [2560.0] * 13
     fitted = fit_decays(found, Estimator(), draws=0)
     assert fitted.parameters["R_D_star"] < 0.1 and fitted.parameters["beta"] == pytest.approx(
         0.3, rel=1e-3
