@@ -27,7 +27,7 @@ from parallel3d.plan.time.curves import FILE
 from parallel3d.plan.time.operators import Curves
 from parallel3d.plan.time.step import lower_bound, step_time
 from parallel3d.published import neighbours
-from parallel3d.published.rows import ROWWISE, Row, read
+from parallel3d.published.rows import ROWWISE, PublishedRun, read
 from parallel3d.published.statistics import errors
 
 # What is fitted, with bounds; the rest of Curves stays at its defaults.
@@ -62,7 +62,7 @@ PRIOR = 0.06  # how much one e-fold of a parameter weighs beside an e-fold of a 
 EVERY = {"vtrain_single": 24, "llm_foundry": 2, "nvidia_dgxc": 2}
 
 
-def sample(rows: Iterable[Row]) -> list[Row]:
+def sample(rows: Iterable[PublishedRun]) -> list[PublishedRun]:
     """The rows that are fitted: those with a time, and of long tables a part."""
     seen: dict[str, int] = defaultdict(int)
     taken = []
@@ -75,7 +75,7 @@ def sample(rows: Iterable[Row]) -> list[Row]:
     return taken
 
 
-def digests(rows: Iterable[Row]) -> dict[str, str]:
+def digests(rows: Iterable[PublishedRun]) -> dict[str, str]:
     """group -> a digest of its rows, by which a test proves what a fit saw."""
     lines: dict[str, list[str]] = defaultdict(list)
     for row in rows:
@@ -89,7 +89,7 @@ def digests(rows: Iterable[Row]) -> dict[str, str]:
 class Fit:
     """Finds the curves for some rows; `ratio` is the simulated step over its lower bound."""
 
-    def __init__(self, rows: Sequence[Row], start: Curves, names: Sequence[str]) -> None:
+    def __init__(self, rows: Sequence[PublishedRun], start: Curves, names: Sequence[str]) -> None:
         self.rows, self.start, self.names = rows, start, names
         counts: dict[str, int] = defaultdict(int)
         for row in rows:
@@ -142,7 +142,7 @@ def rounded(curves: Curves) -> dict[str, float]:
     return {name: float(f"{value:.5g}") for name, value in asdict(curves).items()}
 
 
-def report(rows: Sequence[Row], curves: Curves) -> dict[str, tuple[int, float, float]]:
+def report(rows: Sequence[PublishedRun], curves: Curves) -> dict[str, tuple[int, float, float]]:
     """Per source: rows, mean error, bias."""
     by: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for row in rows:

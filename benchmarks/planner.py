@@ -20,7 +20,7 @@ from statistics import mean, median
 import torch
 
 from parallel3d.calibrate.describe import calibrate
-from parallel3d.calibrate.steps import Run, time_steps
+from parallel3d.calibrate.steps import SmallRun, time_steps
 from parallel3d.hardware import Hardware
 from parallel3d.plan.setting import Setting
 from parallel3d.plan.time.operators import Curves
@@ -28,19 +28,19 @@ from parallel3d.plan.time.step import step_time
 from parallel3d.verify.local_ranks import run_locally
 
 RUNS = (
-    Run((1, 1, 1), 0, 512, 4, microbatches=4, vocab=2048),
-    Run((1, 1, 1), 3, 384, 6, microbatches=4, vocab=4096),
-    Run((1, 1, 1), 0, 768, 3, family="llama", seq=256, vocab=2048),
-    Run((1, 1, 1), 1, 512, 4, microbatches=4, seq=256, offload="cpu"),
-    Run((1, 1, 1), 0, 512, 6, microbatches=2, seq=256, recompute="full"),
-    Run((1, 2, 1), 1, 512, 4, microbatches=4, vocab=2048),
-    Run((1, 2, 1), 3, 512, 4, micro=4, microbatches=2, vocab=2048),
-    Run((1, 2, 1), 3, 384, 6, family="llama", micro=4, microbatches=4, offload="cpu"),
-    Run((1, 2, 1), 0, 384, 8, micro=4, microbatches=2, vocab=4096, recompute="full"),
-    Run((2, 1, 1), 0, 512, 6, microbatches=8, vocab=2048),
-    Run((2, 1, 1), 1, 384, 8, family="llama", microbatches=8, schedule="one_f_one_b"),
-    Run((1, 1, 2), 0, 512, 4, micro=4, microbatches=2, vocab=2048),
-    Run((1, 1, 2), 1, 768, 4, family="llama", micro=4, microbatches=1, vocab=4096),
+    SmallRun((1, 1, 1), 0, 512, 4, microbatches=4, vocab=2048),
+    SmallRun((1, 1, 1), 3, 384, 6, microbatches=4, vocab=4096),
+    SmallRun((1, 1, 1), 0, 768, 3, family="llama", seq=256, vocab=2048),
+    SmallRun((1, 1, 1), 1, 512, 4, microbatches=4, seq=256, offload="cpu"),
+    SmallRun((1, 1, 1), 0, 512, 6, microbatches=2, seq=256, recompute="full"),
+    SmallRun((1, 2, 1), 1, 512, 4, microbatches=4, vocab=2048),
+    SmallRun((1, 2, 1), 3, 512, 4, micro=4, microbatches=2, vocab=2048),
+    SmallRun((1, 2, 1), 3, 384, 6, family="llama", micro=4, microbatches=4, offload="cpu"),
+    SmallRun((1, 2, 1), 0, 384, 8, micro=4, microbatches=2, vocab=4096, recompute="full"),
+    SmallRun((2, 1, 1), 0, 512, 6, microbatches=8, vocab=2048),
+    SmallRun((2, 1, 1), 1, 384, 8, family="llama", microbatches=8, schedule="one_f_one_b"),
+    SmallRun((1, 1, 2), 0, 512, 4, micro=4, microbatches=2, vocab=2048),
+    SmallRun((1, 1, 2), 1, 768, 4, family="llama", micro=4, microbatches=1, vocab=4096),
 )
 
 
@@ -52,8 +52,8 @@ def main() -> None:
     parser.add_argument("--least", action="store_true", help="of the steps, not the median")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    measured: dict[Run, list[float]] = {run: [] for run in RUNS}
-    predicted: dict[Run, list[float]] = {run: [] for run in RUNS}
+    measured: dict[SmallRun, list[float]] = {run: [] for run in RUNS}
+    predicted: dict[SmallRun, list[float]] = {run: [] for run in RUNS}
     for number in range(args.rounds):
         say(f"round {number + 1} of {args.rounds}")
         with tempfile.TemporaryDirectory() as folder:
@@ -85,14 +85,14 @@ def main() -> None:
     print("error: " + ", ".join(f"{name} {100 * x:.1f} %" for name, x in totals.items()))
 
 
-def predict(run: Run, hardware: Hardware) -> float:
+def predict(run: SmallRun, hardware: Hardware) -> float:
     """The planner's seconds of a run's step."""
     assert hardware.curves is not None
     setting = Setting.from_config(run.config())
     return step_time(setting, hardware, Curves(**hardware.curves)).seconds
 
 
-def describe(run: Run) -> str:
+def describe(run: SmallRun) -> str:
     """A setting in words, with its batch."""
     return f"{run}; {run.microbatches} x {run.micro} x {run.seq}"
 

@@ -22,7 +22,7 @@ import torch
 
 from parallel3d import hardware
 from parallel3d.calibrate.describe import calibrate
-from parallel3d.calibrate.steps import Run, time_steps
+from parallel3d.calibrate.steps import SmallRun, time_steps
 from parallel3d.hardware import Hardware
 from parallel3d.plan.setting import Setting
 from parallel3d.plan.time.operators import Curves
@@ -34,13 +34,13 @@ AXES = ("pp", "dp", "tp")
 COLOURS = dict(zip(AXES, ("#2c6e8f", "#c0392b", "#35a07c"), strict=True))
 
 
-def runs_of(args: argparse.Namespace, ranks: int) -> dict[str, Run]:
+def runs_of(args: argparse.Namespace, ranks: int) -> dict[str, SmallRun]:
     """One run along each axis; of a single rank there is one, by every name."""
     found = {}
     for at, axis in enumerate(AXES):
         mesh = [1, 1, 1]
         mesh[at] = ranks
-        found[axis] = Run(
+        found[axis] = SmallRun(
             (mesh[0], mesh[1], mesh[2]),
             args.zero,
             args.hidden,
@@ -57,7 +57,7 @@ def runs_of(args: argparse.Namespace, ranks: int) -> dict[str, Run]:
 
 def measure(args: argparse.Namespace, machine: Hardware) -> list[dict[str, Any]]:
     """A row for each axis and number of ranks."""
-    taken: dict[Run, list[float]] = {}
+    taken: dict[SmallRun, list[float]] = {}
     for number in range(args.rounds):
         for ranks in args.ranks:
             runs = list(dict.fromkeys(runs_of(args, ranks).values()))
@@ -86,7 +86,7 @@ def measure(args: argparse.Namespace, machine: Hardware) -> list[dict[str, Any]]
     return rows
 
 
-def predict(run: Run, machine: Hardware) -> float:
+def predict(run: SmallRun, machine: Hardware) -> float:
     """The planner's seconds of a run's step."""
     curves = Curves(**machine.curves) if machine.curves else None
     return step_time(Setting.from_config(run.config()), machine, curves).seconds

@@ -44,17 +44,17 @@ def export(args: argparse.Namespace, console: Console) -> int:
     """Write a checkpoint as a folder of transformers, and say what was proved of it."""
     from parallel3d.convert import export as conversion
     from parallel3d.convert.layout import DTYPES as TYPES
-    from parallel3d.convert.layout import Layout, bytes_of
-    from parallel3d.convert.source import Source
+    from parallel3d.convert.layout import WeightFiles, bytes_of
+    from parallel3d.convert.source import CheckpointSource
     from parallel3d.data.progress import shown_progress
 
     conversion.check_new(args.to)
     size = bytes_of(args.shard_size)
     conversion.quiet()
     with shown_progress() as progress:
-        source = Source(args.checkpoint, progress)
+        source = CheckpointSource(args.checkpoint, progress)
         about = source.about(args.tokenizer, args.architecture)
-        files = Layout(source.config.model, TYPES[args.dtype], size)
+        files = WeightFiles(source.config.model, TYPES[args.dtype], size)
         proof = conversion.export(source, about, files, args.to, progress)
     say(proof, f"in {args.dtype}, of {source.folder}", args, console)
     return DONE if proof.ok else FAILED

@@ -36,7 +36,7 @@ _WORDING = {
 
 
 @dataclass(frozen=True)
-class Setting:
+class SettingDoc:
     """One setting: its dotted path, its type, its default as JSON ("" if required), its doc.
 
     `only` names the choices that have it (`family "gpt"`), "" if all have.
@@ -49,9 +49,9 @@ class Setting:
     only: str = ""
 
 
-def settings(section: type[Section], prefix: str = "") -> list[Setting]:
+def settings(section: type[Section], prefix: str = "") -> list[SettingDoc]:
     """Every setting of a section and of the sections in it, in the order of the file."""
-    found: dict[Setting, list[str]] = {}
+    found: dict[SettingDoc, list[str]] = {}
     for setting in _walk(section, prefix, section.beyond):
         found.setdefault(replace(setting, only=""), []).append(setting.only)
     return [replace(s, only=_only(s.path, names, section.beyond)) for s, names in found.items()]
@@ -185,7 +185,9 @@ def _split(text: str) -> tuple[str, str]:
     return rule, remedy or "see --help"
 
 
-def _walk(section: type[Section], prefix: str, beyond: Beyond, only: str = "") -> Iterator[Setting]:
+def _walk(
+    section: type[Section], prefix: str, beyond: Beyond, only: str = ""
+) -> Iterator[SettingDoc]:
     for name, field in section.model_fields.items():
         path = _join(prefix, name)
         inner = _section_of(field.annotation)
@@ -193,23 +195,25 @@ def _walk(section: type[Section], prefix: str, beyond: Beyond, only: str = "") -
         doc = " ".join((field.description or "").split())
         if path in beyond.choices:
             if field.default is None:
-                yield Setting(path, "block | null", default, doc, only)
+                yield SettingDoc(path, "block | null", default, doc, only)
             key, classes = beyond.choices[path]
             names = " | ".join(json.dumps(choice) for choice in classes())
-            yield Setting(f"{path}.{key}", names, "", f"Which {key}; it decides what else is here.")
+            yield SettingDoc(
+                f"{path}.{key}", names, "", f"Which {key}; it decides what else is here."
+            )
             for choice, cls in classes().items():
                 inside = _walk(cls, path, beyond, choice)
                 yield from (s for s in inside if s.path != f"{path}.{key}")
         elif inner:
             if others := _beside_section(field.annotation):
-                yield Setting(path, f"block | {others}", default, doc, only)
+                yield SettingDoc(path, f"block | {others}", default, doc, only)
             origin = get_origin(field.annotation)
             if origin is Mapping:
-                yield Setting(path, "table of blocks", default, doc, only)
+                yield SettingDoc(path, "table of blocks", default, doc, only)
             each = "[]" if origin is tuple else ".NAME" if origin is Mapping else ""
             yield from _walk(inner, path + each, beyond, only)
         else:
-            yield Setting(path, _type_name(field.annotation), default, doc, only)
+            yield SettingDoc(path, _type_name(field.annotation), default, doc, only)
 
 
 def _block(value: Section) -> Any:

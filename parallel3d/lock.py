@@ -26,7 +26,7 @@ _NAP = 0.25  # seconds between two looks at a lock
 _SETTLE = 0.2  # seconds after which a lock is looked at again, where nothing guards its taking
 
 
-class Held(Exception):
+class LockHeld(Exception):
     """The error that a living process holds a lock."""
 
     def __init__(self, holder: Holder) -> None:
@@ -66,14 +66,14 @@ class Lock:
         self._heart: threading.Thread | None = None
 
     def take(self, say: Callable[[str], None] = lambda text: None) -> None:
-        """Take the lock; Held if a living process has it, OSError where no file can be made.
+        """Take the lock; LockHeld if a living process has it, OSError where no file can be made.
 
         Of a holder on another machine it waits for a heartbeat, and says so.
         """
         dead, said = "", False
         while holder := self.try_to_take(dead):
             if holder.is_alive(self._jobs):
-                raise Held(holder)
+                raise LockHeld(holder)
             if not said:
                 said = True
                 say(
@@ -95,7 +95,7 @@ class Lock:
         while True:
             try:
                 return self.take(say)
-            except Held:
+            except LockHeld:
                 say()
                 nap = min(2 * nap or 0.001, _NAP)
                 time.sleep(nap)
@@ -174,7 +174,7 @@ class Lock:
             grave.unlink()
 
     def _listen(self, holder: Holder) -> str:
-        """Wait for a sign of life; Held if there is one. Gives the token if there is none."""
+        """Wait for a sign of life; LockHeld if there is one. Gives the token if there is none."""
         deadline = time.monotonic() + BEAT * MISSED
         while time.monotonic() < deadline:
             time.sleep(_NAP)
@@ -182,7 +182,7 @@ class Lock:
             if now is None or now.token != holder.token:
                 return ""
             if now.beat != holder.beat:
-                raise Held(now)
+                raise LockHeld(now)
         return holder.token
 
     def _beat(self) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from parallel3d import lock
 from parallel3d.holder import Holder, read, start_of
-from parallel3d.lock import Held, Lock
+from parallel3d.lock import Lock, LockHeld
 
 pytestmark = pytest.mark.pure
 
@@ -27,7 +27,7 @@ from parallel3d import lock
 held = lock.Lock(Path(sys.argv[1]))
 try:
     held.take()
-except lock.Held as error:
+except lock.LockHeld as error:
     print("held", error.holder.pid, flush=True)
 else:
     print("mine", flush=True)
@@ -96,7 +96,7 @@ def elsewhere(tmp_path, monkeypatch, quick):
 
 def test_a_heartbeat_of_another_machine_keeps_the_lock(elsewhere):
     said = []
-    with pytest.raises(Held, match="process 1 on node7, since 2"):
+    with pytest.raises(LockHeld, match="process 1 on node7, since 2"):
         Lock(elsewhere.path).take(said.append)
     assert len(said) == 1 and "waiting for its heartbeat, at most" in said[0]
     assert read(elsewhere.path).token == elsewhere._mine.token
@@ -154,7 +154,7 @@ def test_a_file_that_vanished_is_made_again(tmp_path, quick):
     held.path.unlink()
     while not held.path.exists():
         time.sleep(0.01)
-    with pytest.raises(Held):
+    with pytest.raises(LockHeld):
         Lock(held.path).take()
     held.release()
 

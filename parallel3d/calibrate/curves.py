@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from parallel3d.calibrate.fit import Bounds, fit, fit_line
-from parallel3d.calibrate.steps import Run, Timed
+from parallel3d.calibrate.steps import SmallRun, Timed
 from parallel3d.hardware import Cores, Figure, Hardware, Link
 from parallel3d.model.spec import Attention, MatMul
 from parallel3d.plan.setting import ENGINE, Setting
@@ -160,7 +160,7 @@ def fit_curves(together: Sequence[Mapping[str, Any]], hardware: Hardware, on_gpu
 
 
 def fit_program(
-    curves: Curves, hardware: Hardware, timed: Mapping[Run, Timed]
+    curves: Curves, hardware: Hardware, timed: Mapping[SmallRun, Timed]
 ) -> tuple[Curves, Hardware]:
     """The curves with the host program's own time, fitted to the steps of small runs.
 

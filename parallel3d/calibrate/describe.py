@@ -21,7 +21,7 @@ from parallel3d.calibrate.curves import fit_curves, fit_link, fit_program
 from parallel3d.calibrate.device import Effort, measure_device, set_threads
 from parallel3d.calibrate.fit import typical
 from parallel3d.calibrate.links import measure_links
-from parallel3d.calibrate.steps import Run, Timed, small_runs, time_steps
+from parallel3d.calibrate.steps import SmallRun, Timed, small_runs, time_steps
 from parallel3d.errors import TrainingError
 from parallel3d.hardware import Cores, Figure, Hardware, Host, Link, recognise, user_folder
 from parallel3d.mesh.mesh import Mesh
@@ -189,7 +189,7 @@ def _cores(together: Rows, alone: Rows) -> Cores | None:
     return Cores(count=_figure(len(together)), alone=factors)
 
 
-def _steps(ranks: int, effort: Effort) -> Iterator[tuple[Run, Timed]]:
+def _steps(ranks: int, effort: Effort) -> Iterator[tuple[SmallRun, Timed]]:
     """Small training runs, alone and on all processes, and the least seconds of their steps."""
     chosen = small_runs(ranks)[: effort.small_runs]
     for world_size in (ranks, 1):

@@ -17,7 +17,7 @@ from parallel3d.train.assembly import Assembly, assemble
 HEAD_SIZE = 64
 
 
-class Run(NamedTuple):
+class SmallRun(NamedTuple):
     """A small training run to time: sizes under the names of the config's keys."""
 
     mesh: tuple[int, int, int]
@@ -105,15 +105,15 @@ class Timed(NamedTuple):
     """Of these, after the gradients are reduced: norm, clipping, Adam, new weights."""
 
 
-def small_runs(ranks: int) -> list[Run]:
+def small_runs(ranks: int) -> list[SmallRun]:
     """Small runs that tell the host program's own time, on one process and on `ranks` of them.
 
     Each differs from another in little: layers, microbatches, gathers, parameters, width.
     """
-    tiny = Run((1, ranks, 1), 1, 64, 2, micro=1, seq=32)
-    wide = Run((1, ranks, 1), 1, 256, 2, micro=4)
+    tiny = SmallRun((1, ranks, 1), 1, 64, 2, micro=1, seq=32)
+    wide = SmallRun((1, ranks, 1), 1, 256, 2, micro=4)
     # Few tokens and many parameters, more than a cache holds: reduction, norm, Adam, gathering.
-    heavy = Run((1, ranks, 1), 1, 1024, 1, micro=1, microbatches=1, seq=32)
+    heavy = SmallRun((1, ranks, 1), 1, 1024, 1, micro=1, microbatches=1, seq=32)
     heads = ranks * -(-4 // ranks)  # four at least, of which each tp rank has as many
     alone: dict[str, Any] = {"mesh": (1, 1, 1), "zero": 0}
     return [
@@ -143,9 +143,9 @@ def small_runs(ranks: int) -> list[Run]:
 
 
 def time_steps(
-    rank: int, runs: Sequence[Run], steps: int, own_time: bool = False
+    rank: int, runs: Sequence[SmallRun], steps: int, own_time: bool = False
 ) -> list[list[Timed]]:
-    """Seconds of `steps` training steps of each Run, on this rank.
+    """Seconds of `steps` training steps of each run, on this rank.
 
     The runs take turns, step by step, so that whatever disturbs the machine disturbs all alike;
     one round comes first. All take as many ranks as there are. `own_time`: of a process alone
@@ -179,7 +179,7 @@ def _step(
     return Timed(max(row[0] for row in everyone), max(row[1] for row in everyone))
 
 
-def _build(run: Run) -> tuple[Mesh, Assembly, list[Microbatch], float]:
+def _build(run: SmallRun) -> tuple[Mesh, Assembly, list[Microbatch], float]:
     config, mesh = run.config(), Mesh(*run.mesh)
     set_threads(mesh)
     parts = assemble(config, mesh)

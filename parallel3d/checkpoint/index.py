@@ -24,7 +24,7 @@ from parallel3d.mesh.mesh import Mesh
 _Shapes = Mapping[str, Sequence[int]]
 
 
-class Stored(NamedTuple):
+class StoredChunk(NamedTuple):
     """A chunk in a file, and the box of it that was asked for."""
 
     file: int
@@ -57,7 +57,7 @@ class Index:
                         return name, kind, pair[0]
         return None
 
-    def find(self, name: str, kind: str, box: Box) -> Iterator[Stored]:
+    def find(self, name: str, kind: str, box: Box) -> Iterator[StoredChunk]:
         """The chunks that overlap a box of a parameter's kind, each with the shared box."""
         rows, dims = self._rows.get(name), len(box.shape)
         if rows is None or rows.shape[1] != 1 + 2 * dims + len(KINDS):
@@ -69,7 +69,7 @@ class Index:
         for row in np.flatnonzero((at > 0) & (sizes > 0).all(axis=1)):
             stored = Box(tuple(first[row].tolist()), tuple(shape[row].tolist()))
             common = Box(tuple(starts[row].tolist()), tuple(sizes[row].tolist()))
-            yield Stored(int(rows[row, 0]), int(at[row]), Chunk(name, kind, stored), common)
+            yield StoredChunk(int(rows[row, 0]), int(at[row]), Chunk(name, kind, stored), common)
 
 
 def _boxes(rows: np.ndarray) -> list[Box]:

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from parallel3d.checkpoint.box import Box, boxes_of, shift
 from parallel3d.checkpoint.chunks import Chunk
-from parallel3d.engine import KINDS, Engine, HeldParameter, Piece
+from parallel3d.engine import KINDS, Engine, HeldParameter, ParameterPiece
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.model.spec import LayerSpec, named_params
 from parallel3d.tensor.cut import even_split
 
 
 @dataclass(frozen=True)
-class Run:
+class ChunkRun:
     """Chunks that follow each other in one flat tensor: [start, stop) of a piece's `kind`."""
 
     block: int
@@ -50,7 +50,7 @@ def boxes_in_whole(held: HeldParameter, start: int, stop: int) -> list[tuple[Box
     return [(shift(box, tuple(first)), at) for box, at in boxes]
 
 
-def runs_to_write(engine: Engine, mesh: Mesh) -> list[Run]:
+def runs_to_write(engine: Engine, mesh: Mesh) -> list[ChunkRun]:
     """The runs of chunks that this rank writes; all ranks together write each element once.
 
     A tied weight's second copy is written by nobody, what tensor parallelism does not cut by its
@@ -67,17 +67,17 @@ def runs_to_write(engine: Engine, mesh: Mesh) -> list[Run]:
                 boxes = [b for b, _ in boxes_in_whole(piece.held, at + start, at + stop)]
                 for kind in KINDS:
                     chunks = tuple(Chunk(piece.held.name, kind, box) for box in boxes)
-                    runs.append(Run(number, index, kind, start, stop, chunks))
+                    runs.append(ChunkRun(number, index, kind, start, stop, chunks))
     return runs
 
 
-def _share(engine: Engine, mesh: Mesh, piece: Piece) -> tuple[int, int]:
+def _share(engine: Engine, mesh: Mesh, piece: ParameterPiece) -> tuple[int, int]:
     if engine.settings.shard_axis == "dp":
         return 0, piece.numel
     return even_split(piece.numel, mesh.size("dp"), mesh.coord("dp"))
 
 
-def live_tensors(engine: Engine, runs: Sequence[Run]) -> Iterator[Tensor]:
+def live_tensors(engine: Engine, runs: Sequence[ChunkRun]) -> Iterator[Tensor]:
     """The elements of each run where they live, one run after the other; NVMe is read for it."""
     for number, group in groupby(runs, key=lambda run: run.block):
         with engine.states.opened(number) as tensors:
@@ -85,7 +85,7 @@ def live_tensors(engine: Engine, runs: Sequence[Run]) -> Iterator[Tensor]:
                 yield tensors[run.piece][run.kind][run.start : run.stop]
 
 
-def host_arrays(engine: Engine, runs: Sequence[Run]) -> Generator[np.ndarray]:
+def host_arrays(engine: Engine, runs: Sequence[ChunkRun]) -> Generator[np.ndarray]:
     """The elements of each run in host memory: copied from a device, in place on the host."""
     for tensor in live_tensors(engine, runs):
         yield tensor.detach().cpu().numpy()

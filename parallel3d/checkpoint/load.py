@@ -9,7 +9,7 @@ from torch import Tensor
 
 from parallel3d.checkpoint.box import Box
 from parallel3d.checkpoint.chunks import ChunkFile
-from parallel3d.checkpoint.index import Index, Stored, make_index
+from parallel3d.checkpoint.index import Index, StoredChunk, make_index
 from parallel3d.checkpoint.layout import boxes_in_whole, parameter_shapes
 from parallel3d.checkpoint.manifest import shapes_of
 from parallel3d.engine import KINDS, Engine
@@ -100,7 +100,7 @@ def _fill(
 class Read(NamedTuple):
     """A stored chunk, and the box of a parameter that a part of the chunk fills."""
 
-    stored: Stored
+    stored: StoredChunk
     box: Box
     out: Tensor
     """[*box.shape]"""

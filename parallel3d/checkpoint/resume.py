@@ -33,7 +33,7 @@ _NEEDED = {
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundCheckpoint:
     """A checkpoint that all ranks have verified: its folder, tensor files, and state.json."""
 
     folder: Path
@@ -46,7 +46,7 @@ class Found:
         return int(self.state["step"])
 
 
-def find(folder: Path, resume: int | str, mesh: Mesh) -> tuple[Found | None, list[str]]:
+def find(folder: Path, resume: int | str, mesh: Mesh) -> tuple[FoundCheckpoint | None, list[str]]:
     """The checkpoint that `checkpoint.resume` names, and why newer ones were rejected.
 
     Collective. `folder` holds the run's own checkpoints. "auto" gives None where there is none that
@@ -94,7 +94,7 @@ def set_aside(folder: Path, step: int, mesh: Mesh) -> list[str]:
     return names
 
 
-def verified(path: Path, mesh: Mesh) -> Found:
+def verified(path: Path, mesh: Mesh) -> FoundCheckpoint:
     """The checkpoint in a folder that every rank can read; collective.
 
     CheckpointError on all ranks, in one line without the folder, unless each finds it good.
@@ -111,7 +111,9 @@ def verified(path: Path, mesh: Mesh) -> Found:
     found, state = on_first(mesh, described)
     files = {name: Entry(*entry) for name, entry in found.items()}
     agree(mesh, look)
-    return Found(path, tuple(name for name in sorted(files) if name.endswith(_TENSORS)), state)
+    return FoundCheckpoint(
+        path, tuple(name for name in sorted(files) if name.endswith(_TENSORS)), state
+    )
 
 
 @contextmanager

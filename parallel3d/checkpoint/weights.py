@@ -10,7 +10,7 @@ from parallel3d.checkpoint.index import make_index
 from parallel3d.checkpoint.layout import boxes_in_whole
 from parallel3d.checkpoint.load import Reads, add_reads, check_parameters, read_all, refuse_twice
 from parallel3d.checkpoint.manifest import shapes_of
-from parallel3d.checkpoint.resume import Found
+from parallel3d.checkpoint.resume import FoundCheckpoint
 from parallel3d.engine import HeldParameter, writing
 from parallel3d.errors import CheckpointError
 from parallel3d.mesh.agree import agree
@@ -21,7 +21,11 @@ _AT_ONCE = 2**26  # elements that are read into host memory before they are put 
 
 
 def load_weights(
-    found: Found, held: Sequence[HeldParameter], mesh: Mesh, *, layers: Sequence[LayerSpec]
+    found: FoundCheckpoint,
+    held: Sequence[HeldParameter],
+    mesh: Mesh,
+    *,
+    layers: Sequence[LayerSpec],
 ) -> None:
     """Fill this rank's parameters with a checkpoint's fp32 masters, cast to their own type.
 

@@ -18,7 +18,7 @@ from parallel3d.config.settings import (
     PipelineConfig,
     TrainConfig,
 )
-from parallel3d.explain import Setting
+from parallel3d.explain import SettingDoc
 
 __all__ = [
     "AdamParams",
@@ -32,7 +32,7 @@ __all__ = [
     "Parallel3DConfig",
     "PipelineConfig",
     "RunConfig",
-    "Setting",
+    "SettingDoc",
     "TrainConfig",
     "ZeroConfig",
     "help_text",

@@ -7,7 +7,7 @@ from parallel3d.config import auto
 from parallel3d.config.deepspeed_keys import BY_SECTION
 from parallel3d.config.key import ANY, Key
 from parallel3d.config.listing import settings
-from parallel3d.explain import Setting
+from parallel3d.explain import SettingDoc
 
 _INTRODUCTION = """\
 # Settings
@@ -62,7 +62,7 @@ def config_document() -> str:
     return "\n".join(parts)
 
 
-def _setting(setting: Setting) -> tuple[str, ...]:
+def _setting(setting: SettingDoc) -> tuple[str, ...]:
     default = f"`{setting.default}`" if setting.default else "required"
     only = f"({setting.only}) " if setting.only else ""
     return f"`{setting.path}`", setting.type, default, only + setting.doc

@@ -4,10 +4,10 @@ import textwrap
 
 from parallel3d import explain
 from parallel3d.config.run import RunConfig
-from parallel3d.explain import Setting
+from parallel3d.explain import SettingDoc
 
 
-def settings() -> list[Setting]:
+def settings() -> list[SettingDoc]:
     """Every setting of a ds.json, in the order of the file."""
     return explain.settings(RunConfig)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from parallel3d import models
 from parallel3d.config import RunConfig
-from parallel3d.convert.layout import Layout
+from parallel3d.convert.layout import WeightFiles
 from parallel3d.data.tokenizer import TOKENIZER_SUFFIXES
 from parallel3d.train.history import METRICS
 
@@ -39,7 +39,7 @@ class About:
     architecture: str | None = None
     """The class of transformers that is wanted, where several would do."""
 
-    def settings(self, layout: Layout) -> Any:
+    def settings(self, layout: WeightFiles) -> Any:
         """The transformers config of a model; None where transformers has no class for it.
 
         Raises ValueError where it is not the class that is wanted.
@@ -53,7 +53,7 @@ class About:
         return settings
 
 
-def write_rest(folder: Path, about: About, layout: Layout) -> None:
+def write_rest(folder: Path, about: About, layout: WeightFiles) -> None:
     """Write every file except the weights into a folder of weights. Raises OSError."""
     settings = about.settings(layout)
     if settings is not None:
@@ -95,7 +95,7 @@ def line_after(run: Path, step: int) -> dict[str, Any]:
     return found
 
 
-def _card(about: About, layout: Layout, settings: Any) -> str:
+def _card(about: About, layout: WeightFiles, settings: Any) -> str:
     rows = "\n".join(f"| {name} | {value} |" for name, value in _facts(about, layout, settings))
     name = settings.architectures[0] if settings is not None else about.config.model.family
     text = [
@@ -121,7 +121,7 @@ def _card(about: About, layout: Layout, settings: Any) -> str:
     return "\n".join(text)
 
 
-def _facts(about: About, layout: Layout, settings: Any) -> Iterator[tuple[str, str]]:
+def _facts(about: About, layout: WeightFiles, settings: Any) -> Iterator[tuple[str, str]]:
     config, line = about.config, about.line
     yield "parameters", f"{sum(prod(place.shape) for place in layout.places.values()):,}"
     yield "type", str(layout.dtype).removeprefix("torch.")

@@ -6,10 +6,10 @@ from pathlib import Path
 from parallel3d.checkpoint.room import disk_lacks, shown
 from parallel3d.convert.card import About, write_rest
 from parallel3d.convert.files import Writer, create, publish, remove
-from parallel3d.convert.layout import Layout
+from parallel3d.convert.layout import WeightFiles
 from parallel3d.convert.logits import Read
 from parallel3d.convert.read_back import Proof, read_back
-from parallel3d.convert.source import Source
+from parallel3d.convert.source import CheckpointSource
 from parallel3d.data.sources import Progress
 from parallel3d.errors import ConfigError, TrainingError
 
@@ -28,7 +28,9 @@ def check_new(folder: Path) -> None:
         raise ConfigError(f"--to = {folder}: exists and is not empty; remove it, or name another")
 
 
-def export(source: Source, about: About, layout: Layout, to: Path, progress: Progress) -> Proof:
+def export(
+    source: CheckpointSource, about: About, layout: WeightFiles, to: Path, progress: Progress
+) -> Proof:
     """Write a checkpoint as a folder of transformers at `to`, and read all of it back.
 
     One tensor at a time is in memory. Where a check fails, nothing is left. Raises ConfigError
@@ -49,7 +51,7 @@ def export(source: Source, about: About, layout: Layout, to: Path, progress: Pro
     return made(to, layout, write)
 
 
-def made(to: Path, layout: Layout, write: Callable[[Path], Proof]) -> Proof:
+def made(to: Path, layout: WeightFiles, write: Callable[[Path], Proof]) -> Proof:
     """Write and prove a folder with the layout's files, and give it its name if the proof holds.
 
     Else nothing is left. Raises ConfigError where `to` is not empty, TrainingError where the disk
@@ -74,7 +76,7 @@ def made(to: Path, layout: Layout, write: Callable[[Path], Proof]) -> Proof:
     return proof
 
 
-def write_tensors(read: Read, layout: Layout, folder: Path, progress: Progress) -> None:
+def write_tensors(read: Read, layout: WeightFiles, folder: Path, progress: Progress) -> None:
     """Write every weight at its place in a folder that `create` has made. Raises OSError.
 
     `read` gives a parameter by our name, whole.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from parallel3d.atomic import rename, sync, sync_folder
-from parallel3d.convert.layout import INDEX, Layout
+from parallel3d.convert.layout import INDEX, WeightFiles
 from parallel3d.mesh.nodes import appears
 
 
@@ -18,7 +18,7 @@ class Writer:
     Several processes may write into one folder, each its own tensors. Raises OSError.
     """
 
-    def __init__(self, folder: Path, layout: Layout) -> None:
+    def __init__(self, folder: Path, layout: WeightFiles) -> None:
         self._folder, self._layout = folder, layout
         self._open: dict[str, int] = {}
 
@@ -52,7 +52,7 @@ class Writer:
         return self._open[file]
 
 
-def create(folder: Path, layout: Layout) -> None:
+def create(folder: Path, layout: WeightFiles) -> None:
     """Make a new folder with the layout's files: their headers, and room for the tensors.
 
     What stood there under that name goes. Raises OSError.

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from parallel3d.convert.export import export, quiet
-from parallel3d.convert.layout import Layout
-from parallel3d.convert.source import Source
+from parallel3d.convert.layout import WeightFiles
+from parallel3d.convert.source import CheckpointSource
 from parallel3d.data.sources import silent
 from parallel3d.errors import ConfigError, TrainingError
 
@@ -34,11 +34,11 @@ def model_folder(path: Path, say: Say) -> Iterator[Path]:
             return
     if not path.is_dir():
         raise ConfigError(f"{path}: no such folder; give a run's, a checkpoint's or a model's")
-    source = Source(path)
+    source = CheckpointSource(path)
     say(f"weights of {source.folder}")
     with TemporaryDirectory() as temporary:
         folder = Path(temporary) / "model"
-        proof = export(source, source.about(), Layout(source.config.model), folder, silent)
+        proof = export(source, source.about(), WeightFiles(source.config.model), folder, silent)
         if not proof.ok:
             raise TrainingError(f"{source.folder} cannot be exported: {proof.differs[0]}")
         yield folder

@@ -11,7 +11,7 @@ from parallel3d import models
 from parallel3d.config.pretrained import derived, read_config
 from parallel3d.convert.card import CARD, CONFIG, GENERATION, tokenizer_files
 from parallel3d.convert.export import made, write_tensors
-from parallel3d.convert.layout import SHARD_BYTES, Layout
+from parallel3d.convert.layout import SHARD_BYTES, WeightFiles
 from parallel3d.convert.read_back import (
     LARGE,
     LOGITS,
@@ -26,7 +26,7 @@ from parallel3d.convert.read_back import (
 from parallel3d.data.sources import Progress, silent
 from parallel3d.errors import ConfigError
 from parallel3d.models import pretrained
-from parallel3d.pretrained.weights import Weights
+from parallel3d.pretrained.weights import PublishedWeights
 
 
 def import_folder(
@@ -44,9 +44,9 @@ def import_folder(
     found = read_config(folder)
     block = derived(folder, found)
     config = models.config_class(block["family"]).model_validate(block)
-    with Weights(folder, config) as weights:
+    with PublishedWeights(folder, config) as weights:
         weights.check_tied()
-        layout = Layout(config, weights.dtype, shard_bytes)
+        layout = WeightFiles(config, weights.dtype, shard_bytes)
 
         def write(out: Path) -> Proof:
             write_tensors(weights.whole, layout, out, progress)
@@ -57,7 +57,9 @@ def import_folder(
         return made(to, layout, write)
 
 
-def _proof(folder: Path, out: Path, weights: Weights, layout: Layout, progress: Progress) -> Proof:
+def _proof(
+    folder: Path, out: Path, weights: PublishedWeights, layout: WeightFiles, progress: Progress
+) -> Proof:
     """What was written against the folder itself, and our modules against transformers' class."""
     name = pretrained.class_of(read_config(folder))
     count = len(layout.places)
@@ -78,7 +80,7 @@ def _proof(folder: Path, out: Path, weights: Weights, layout: Layout, progress: 
     return prove(name, layout, checks, left_out)
 
 
-def _stored(weights: Weights, layout: Layout) -> Iterator[tuple[str, Tensor]]:
+def _stored(weights: PublishedWeights, layout: WeightFiles) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the folder that is the model's, as the library of safetensors reads it."""
     for name, stored in weights.stored.items():
         # Opened anew, so that what is mapped of it is let go of.

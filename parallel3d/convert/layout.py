@@ -30,7 +30,7 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorPlace:
     """The place of a tensor of a `shape`: its file, and its bytes [start, start + size) there."""
 
     file: str
@@ -40,7 +40,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Layout:
+class WeightFiles:
     """The files of a model's weights: `model.safetensors`, or shards of at most `shard_bytes`.
 
     `config` is the model's. A tensor that is larger than a shard has one of its own. Weights bear
@@ -124,13 +124,13 @@ class Layout:
         return found
 
     @cached_property
-    def places(self) -> dict[str, Place]:
+    def places(self) -> dict[str, TensorPlace]:
         """The place of each tensor."""
         found = {}
         for file, names in self.files.items():
             at = len(self.headers[file])
             for name in names:
-                found[name] = Place(file, at, self._sizes[name], self._shapes[name])
+                found[name] = TensorPlace(file, at, self._sizes[name], self._shapes[name])
                 at += self._sizes[name]
         return found
 

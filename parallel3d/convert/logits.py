@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel3d import models
-from parallel3d.convert.layout import Layout
+from parallel3d.convert.layout import WeightFiles
 from parallel3d.model.spec import LayerSpec, tied_names
 from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.dropout import RandomKey
@@ -20,7 +20,7 @@ MOST_TOKENS = 256  # of a sample: far enough for rotations to tell
 
 
 @torch.no_grad()
-def most_apart(folder: Path, read: Read, layout: Layout) -> tuple[float, float]:
+def most_apart(folder: Path, read: Read, layout: WeightFiles) -> tuple[float, float]:
     """The largest difference of a folder's logits from ours, and the largest of ours.
 
     Both in fp32; ours by the weights that `read` gives, as the layout's type rounds them.
@@ -43,7 +43,7 @@ def most_apart(folder: Path, read: Read, layout: Layout) -> tuple[float, float]:
     return float((ours - theirs).abs().max()), float(ours.abs().max())
 
 
-def _logits(read: Read, layout: Layout, tokens: Tensor) -> Tensor:
+def _logits(read: Read, layout: WeightFiles, tokens: Tensor) -> Tensor:
     """By the modules that train, layer after layer; one of them has its weights at a time."""
     layers = models.layers(layout.config)
     originals = tied_names(layers)
@@ -64,7 +64,7 @@ def _built(
     layer: LayerSpec,
     context: LayerContext,
     read: Read,
-    layout: Layout,
+    layout: WeightFiles,
     originals: dict[str, str],
 ) -> nn.Module:
     """A layer with its weights."""

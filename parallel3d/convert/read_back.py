@@ -10,9 +10,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from parallel3d.convert.card import About, tokenizer_files
-from parallel3d.convert.layout import INDEX, Layout
+from parallel3d.convert.layout import INDEX, WeightFiles
 from parallel3d.convert.logits import Read, most_apart
-from parallel3d.convert.source import Source
+from parallel3d.convert.source import CheckpointSource
 from parallel3d.data.sources import Progress
 
 TOLERANCE = 1e-4  # of logits in fp32, relative to the largest where that is above 1
@@ -43,7 +43,7 @@ class Proof:
 
 
 def read_back(
-    folder: Path, source: Source, about: About, layout: Layout, progress: Progress
+    folder: Path, source: CheckpointSource, about: About, layout: WeightFiles, progress: Progress
 ) -> Proof:
     """Compare a folder with the checkpoint that it was made from.
 
@@ -74,13 +74,15 @@ def read_back(
     return prove(name, layout, checks, left_out)
 
 
-def is_large(layout: Layout) -> bool:
+def is_large(layout: WeightFiles) -> bool:
     """Whether the model is too large for its logits to be compared."""
     sizes = (torch.Size(place.shape).numel() for place in layout.places.values())
     return 4 * sum(sizes) > MOST_BYTES
 
 
-def prove(name: str, layout: Layout, checks: Mapping[str, Check], left_out: Iterable[str]) -> Proof:
+def prove(
+    name: str, layout: WeightFiles, checks: Mapping[str, Check], left_out: Iterable[str]
+) -> Proof:
     """The outcome of the checks of a model of class `name`, each of which gives its differences.
 
     What cannot be loaded differs; nothing is raised for it.
@@ -101,13 +103,13 @@ def prove(name: str, layout: Layout, checks: Mapping[str, Check], left_out: Iter
     return Proof(name, len(layout.places), layout.total_size, *done)
 
 
-def _converted(source: Source, layout: Layout) -> Iterator[tuple[str, Tensor]]:
+def _converted(source: CheckpointSource, layout: WeightFiles) -> Iterator[tuple[str, Tensor]]:
     for name in layout.names:
         yield from layout.converted(name, source.read(name)).items()
 
 
 def tensors_differ(
-    folder: Path, layout: Layout, wanted: Iterable[tuple[str, Tensor]], progress: Progress
+    folder: Path, layout: WeightFiles, wanted: Iterable[tuple[str, Tensor]], progress: Progress
 ) -> Iterator[str]:
     """Differences of a folder's shards and tensors from the `wanted` ones, by name.
 
@@ -202,7 +204,7 @@ def _tokenizer(folder: Path, about: About) -> Iterator[str]:
         yield "tokenizer: a file is missing"
 
 
-def logits_differ(folder: Path, read: Read, layout: Layout) -> Iterator[str]:
+def logits_differ(folder: Path, read: Read, layout: WeightFiles) -> Iterator[str]:
     """Whether a folder's logits of a sample are further than TOLERANCE from ours."""
     apart, largest = most_apart(folder, read, layout)
     if not apart <= TOLERANCE * max(1.0, largest):  # a NaN is not

@@ -29,7 +29,7 @@ from parallel3d.errors import CheckpointError
 from parallel3d.model.spec import named_params
 
 
-class Source:
+class CheckpointSource:
     """The fp32 masters in a checkpoint's folder, of any mesh, and what its state says of them.
 
     `path` is that folder, one of checkpoints, or a run's: of several it is the newest. Every file

@@ -9,7 +9,7 @@ from torch import Tensor
 from parallel3d.config import RunConfig
 from parallel3d.convert.card import About, line_after, write_rest
 from parallel3d.convert.files import Writer, create, publish
-from parallel3d.convert.layout import SHARD_BYTES, Layout
+from parallel3d.convert.layout import SHARD_BYTES, WeightFiles
 from parallel3d.data.corpus import Corpus
 from parallel3d.engine import Engine
 from parallel3d.errors import TrainingError
@@ -33,7 +33,7 @@ def save_weights(
     and writes each where it belongs, so that the files do not tell the mesh; no rank holds more
     than one. What is written has another name until all of it is on disk.
     """
-    layout = Layout(config.model, shard_bytes=shard_bytes)
+    layout = WeightFiles(config.model, shard_bytes=shard_bytes)
     directory = run / "weights"
     unfinished = directory.with_name(f"{directory.name}.partial")
 
@@ -55,7 +55,7 @@ def save_weights(
 
 
 def _write(
-    engine: Engine, mesh: Mesh, directory: Path, writer: Writer, layout: Layout
+    engine: Engine, mesh: Mesh, directory: Path, writer: Writer, layout: WeightFiles
 ) -> list[str]:
     """Gather this pipeline coordinate's weights, and write them where this rank does."""
     writes = mesh.coord("dp") == 0 and mesh.coord("tp") == 0

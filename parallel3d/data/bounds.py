@@ -5,8 +5,8 @@ from typing import Any, Literal
 import numpy as np
 
 
-class Bounds:
-    """Bounds int64 [documents + 1], counted from the first bound, which is 0 here.
+class DocumentBounds:
+    """Bounds of documents, int64 [documents + 1], counted from the first bound, which is 0 here.
 
     `of` is a map of the disk that counts from elsewhere. What is asked for is read and shifted; all
     of it only as an array (8 bytes a document).

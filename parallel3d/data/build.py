@@ -18,7 +18,7 @@ from parallel3d.data.corpus import PLACE, entropy
 from parallel3d.data.documents import DAYS_KEPT, Documents
 from parallel3d.data.pieces import PIECE_BYTES
 from parallel3d.data.pool import make_shards, num_workers
-from parallel3d.data.shards import Plan, cut
+from parallel3d.data.shards import ShardPlan, cut
 from parallel3d.data.sources import Progress
 from parallel3d.data.statistics import save_held_out
 from parallel3d.data.tokenizer import (
@@ -82,7 +82,7 @@ def build(
         prune(work.parent, DAYS_KEPT)
     tokenizer = _make_tokenizer(work / "tokenizer", recipe, progress)
     end_of_text = tokenizer.eos_token_id
-    plan = Plan(
+    plan = ShardPlan(
         work=work,
         documents=documents,
         held_out=held_out,
@@ -120,7 +120,7 @@ def build(
     (folder / "meta.json").write_text(json.dumps(meta, indent=1))
 
 
-def _tokenise(plan: Plan, workers: int | str, progress: Progress) -> None:
+def _tokenise(plan: ShardPlan, workers: int | str, progress: Progress) -> None:
     """Make the shards that are not there yet."""
     missing = plan.missing()
     total = len(plan.documents)
@@ -137,7 +137,7 @@ def _tokenise(plan: Plan, workers: int | str, progress: Progress) -> None:
         make_shards(plan, missing, num_workers(workers, len(missing)), on_documents)
 
 
-def _join(folder: Path, plan: Plan, progress: Progress) -> np.ndarray:
+def _join(folder: Path, plan: ShardPlan, progress: Progress) -> np.ndarray:
     """Write tokens.bin, bounds.bin, the counts and the documents' places; give the counts.
 
     One file, not one a shard: copying takes a hundredth of the time of tokenising, and a sample

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from parallel3d.data.json_line import NO_FIELD, NOT_TEXT, others
-from parallel3d.data.pieces import Unusable
+from parallel3d.data.pieces import UnusableDocument
 
 if TYPE_CHECKING:
     import pyarrow
@@ -17,7 +17,7 @@ BATCH_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True)
-class Column:
+class StringColumn:
     """One file's column of texts; `field` is its name, or a path into structs: "meta.text"."""
 
     path: str
@@ -28,7 +28,7 @@ class Column:
     def rows(self, wanted: Sequence[int]) -> Iterator[tuple[int, bytes | memoryview | None]]:
         """Number and text of the rows `wanted`, which ascend; None for null.
 
-        Raises Unusable where the file has no such column, or one of no strings.
+        Raises UnusableDocument where the file has no such column, or one of no strings.
         """
         import pyarrow as pa
 
@@ -80,13 +80,13 @@ class Column:
         keys = _find(schema, self.field)
         if keys is None:
             message = f'{self.name} has no column "{self.field}"; {others(schema.names)}'
-            raise Unusable(NO_FIELD, message, num_rows)
+            raise UnusableDocument(NO_FIELD, message, num_rows)
         kind = schema.field(keys[0]).type
         for key in keys[1:]:
             kind = kind.field(key).type
         if pa.types.is_string(kind) or pa.types.is_large_string(kind):
             return keys
-        raise Unusable(
+        raise UnusableDocument(
             NOT_TEXT,
             f'{self.name}: column "{self.field}" holds {kind}, not strings; set text_field'
             " to the column that holds the text",

@@ -25,9 +25,9 @@ from typing import Any
 
 import numpy as np
 
-from parallel3d.data.bounds import Bounds
+from parallel3d.data.bounds import DocumentBounds
 from parallel3d.data.cache import is_whole
-from parallel3d.data.foreign.counting import Weights
+from parallel3d.data.foreign.counting import TokenWeights
 from parallel3d.data.foreign.spans import Spans
 from parallel3d.data.numbers import tokens_of, weights_of
 from parallel3d.data.rows import FileReader
@@ -41,8 +41,8 @@ class TokenStream:
     """Documents in a row: tokens [num_tokens], bounds int64 [num_documents + 1]."""
 
     tokens: np.ndarray | Spans
-    bounds: np.ndarray | Bounds
-    weights: Weights | None = None
+    bounds: np.ndarray | DocumentBounds
+    weights: TokenWeights | None = None
     """How much each token counts in the loss; None where all count alike."""
 
     def __len__(self) -> int:
@@ -138,7 +138,7 @@ class Corpus:
         return cls(
             directory=directory,
             train=TokenStream(train, bounds[: num_train + 1], counting[0]),
-            held_out=TokenStream(held_out, Bounds(bounds[num_train:]), counting[1]),
+            held_out=TokenStream(held_out, DocumentBounds(bounds[num_train:]), counting[1]),
             **given,
         )
 

@@ -5,16 +5,16 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from parallel3d.data.pieces import Unusable, check_utf8
+from parallel3d.data.pieces import UnusableDocument, check_utf8
 
 NOT_JSON, NO_FIELD, NOT_TEXT = "not JSON", "no such field", "not a string"
 SURROGATE, REPEATED = "half of a surrogate pair", "repeated key"
 
 
 def text_of(line: bytes, place: str, field: str) -> bytes:
-    """The text of a field in a line of JSON, in UTF-8; b"" for a blank line. Raises Unusable.
+    """The text of a field in a line of JSON, in UTF-8; b"" for a blank line.
 
-    `field` is a key, or keys that lead into objects: "meta.text".
+    `field` is a key, or keys that lead into objects: "meta.text". Raises UnusableDocument.
     """
     if not line.strip():
         return b""
@@ -67,7 +67,7 @@ def leads_to(key: str, field: str) -> bool:
     return key == field or field.startswith(f"{key}.")
 
 
-def _places(value: dict[str, Any], field: str, twice: Unusable) -> Iterator[Any]:
+def _places(value: dict[str, Any], field: str, twice: UnusableDocument) -> Iterator[Any]:
     """What stands where the field may be, in the order of the line.
 
     In an object, what comes after a field of just that name does not count. `long_json` decides
@@ -86,38 +86,40 @@ def _places(value: dict[str, Any], field: str, twice: Unusable) -> Iterator[Any]
             yield from _places(inner, field[len(key) + 1 :], twice)
 
 
-def not_json(what: str, field: str) -> Unusable:
+def not_json(what: str, field: str) -> UnusableDocument:
     """The error for a line that is no JSON object."""
-    return Unusable(NOT_JSON, f'{what}; write one object a line, such as {{"{field}": "..."}}')
+    return UnusableDocument(
+        NOT_JSON, f'{what}; write one object a line, such as {{"{field}": "..."}}'
+    )
 
 
-def no_field(place: str, field: str, names: Iterable[str]) -> Unusable:
+def no_field(place: str, field: str, names: Iterable[str]) -> UnusableDocument:
     """The error for an object without the field, which has `names`."""
-    return Unusable(NO_FIELD, f'{place} has no field "{field}"; {others(names)}')
+    return UnusableDocument(NO_FIELD, f'{place} has no field "{field}"; {others(names)}')
 
 
-def not_text(place: str, field: str, kind: str) -> Unusable:
+def not_text(place: str, field: str, kind: str) -> UnusableDocument:
     """The error for a field that holds something other than text."""
     reason = kind if kind == "null" else NOT_TEXT
-    return Unusable(
+    return UnusableDocument(
         reason,
         f'{place}: field "{field}" is {kind}, not a string; mend or remove the line, or set'
         " text_field to the field that holds the text",
     )
 
 
-def repeated(place: str, field: str) -> Unusable:
+def repeated(place: str, field: str) -> UnusableDocument:
     """The error for a field that occurs more than once."""
-    return Unusable(
+    return UnusableDocument(
         REPEATED,
         f'{place}: field "{field}", or an object that it may be in, comes twice; leave one of them'
         " in the line, or remove it",
     )
 
 
-def surrogate(place: str, field: str, half: str) -> Unusable:
+def surrogate(place: str, field: str, half: str) -> UnusableDocument:
     """The error for half of a surrogate pair."""
-    return Unusable(
+    return UnusableDocument(
         SURROGATE,
         f'{place}: field "{field}" has half of a surrogate pair{half}, which UTF-8 cannot hold;'
         " mend or remove the line",

@@ -7,7 +7,7 @@ from typing import IO, cast
 
 from parallel3d.data.json_line import text_of
 from parallel3d.data.long_json import LongObject
-from parallel3d.data.pieces import BOM, PIECE_BYTES, Piece, document, short
+from parallel3d.data.pieces import BOM, PIECE_BYTES, TextPiece, document, short
 
 COMPRESSED = (".gz", ".bz2", ".zst")
 # A longer line of JSON is never held as a whole.
@@ -82,25 +82,29 @@ class Lines:
         self._starts, self.after_blank = True, False
 
 
-def whole_text(lines: Lines, place: str) -> Iterator[Piece]:
+def whole_text(lines: Lines, place: str) -> Iterator[TextPiece]:
     """The whole file as one document."""
     remedy = ", or leave it out of data.paths"
     return document(iter(lines.block, b""), 1, 0, place, remedy)
 
 
-def text_line(first: bytes, lines: Lines, *, row: int, offset: int, place: str) -> Iterator[Piece]:
+def text_line(
+    first: bytes, lines: Lines, *, row: int, offset: int, place: str
+) -> Iterator[TextPiece]:
     """A line, whose start `first` was read, as a document, without its line ending."""
     return document(_without_ending(_line(first, lines)), row, offset, place)
 
 
-def text_block(first: bytes, lines: Lines, *, row: int, offset: int, place: str) -> Iterator[Piece]:
+def text_block(
+    first: bytes, lines: Lines, *, row: int, offset: int, place: str
+) -> Iterator[TextPiece]:
     """Lines up to a blank one, whose start `first` was read, without the last line ending."""
     return document(_without_ending(_until_blank(first, lines)), row, offset, place)
 
 
 def json_line(
     first: bytes, lines: Lines, *, row: int, offset: int, place: str, field: str
-) -> Iterator[Piece]:
+) -> Iterator[TextPiece]:
     """The text of a line of JSON, whose start `first` was read; nothing for a blank line."""
     if row == 1:
         first = first.removeprefix(BOM)

@@ -14,7 +14,7 @@ from parallel3d.data.json_line import (
     repeated,
     surrogate,
 )
-from parallel3d.data.pieces import NOT_UTF8, Unusable
+from parallel3d.data.pieces import NOT_UTF8, UnusableDocument
 
 # What a string may hold, whole escapes and whole surrogate pairs alone, without backtracking.
 STRING = re.compile(
@@ -36,10 +36,10 @@ class LongObject:
         self._buffer, self._at, self._before = b"", 0, 0
         self._names: list[str] = []
         self._found = False
-        self._flaws: dict[str, Unusable] = {}  # of the field, by their reasons
+        self._flaws: dict[str, UnusableDocument] = {}  # of the field, by their reasons
 
     def text(self) -> Iterator[bytes]:
-        """The text of the field in UTF-8, in blocks. Raises Unusable, at the end at the latest."""
+        """The text of the field in UTF-8, in blocks; UnusableDocument at the latest at its end."""
         kind = self._look()
         try:
             if kind != b"{":
@@ -51,7 +51,7 @@ class LongObject:
             raise self._wrong("nested too deeply") from None
         except UnicodeDecodeError as error:
             place = self._before + self._at
-            raise Unusable(
+            raise UnusableDocument(
                 NOT_UTF8,
                 f"{self._place} is not UTF-8: before offset {place} ({error.reason}); convert the"
                 " file with iconv",
@@ -99,7 +99,7 @@ class LongObject:
             if self._expect(b",}", "Expecting ',' delimiter") == b"}":
                 return
 
-    def _note(self, flaw: Unusable) -> None:
+    def _note(self, flaw: UnusableDocument) -> None:
         self._flaws.setdefault(flaw.reason, flaw)
 
     def _skip(self, kind: bytes) -> None:
@@ -182,6 +182,6 @@ class LongObject:
             if not block:
                 return
 
-    def _wrong(self, reason: str) -> Unusable:
+    def _wrong(self, reason: str) -> UnusableDocument:
         column = self._before + self._at + 1
         return not_json(f"{self._place} is not JSON: {reason} at byte {column}", self._field)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from parallel3d.data.foreign.blocks import SET_BYTES, BlockCache
-from parallel3d.data.foreign.counting import Weights
+from parallel3d.data.foreign.counting import TokenWeights
 from parallel3d.data.foreign.remote import is_url
 from parallel3d.data.foreign.spans import Spans, check_sizes
 from parallel3d.data.foreign.through_cache import RemoteFiles
@@ -30,7 +30,7 @@ def tokens_of(
 
 def weights_of(
     directory: Path, meta: Mapping[str, Any], bounds: np.ndarray, remote_cache_bytes: int
-) -> list[Weights] | list[None]:
+) -> list[TokenWeights] | list[None]:
     """Give how much the tokens of both parts count, where not all count alike."""
     if "weights" not in meta:
         return [None, None]
@@ -41,7 +41,7 @@ def weights_of(
     num_train = meta["num_train_documents"]
     # Between documents stands an end-of-text, which counts.
     found = _spans(directory, files, bounds, starts, num_train, 1, dtype, remote)
-    return [Weights(numbers, are_labels) for numbers in found]
+    return [TokenWeights(numbers, are_labels) for numbers in found]
 
 
 def _spans(

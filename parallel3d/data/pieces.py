@@ -12,7 +12,7 @@ EMPTY, NOT_UTF8, NUL = "empty", "not UTF-8", "only NUL bytes"
 UNREADABLE = "unreadable file"
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """A piece of a document's text, in UTF-8; `last` marks the document's last piece.
 
     `row` is the document's row or line, counted from 1, `offset` the byte where that starts.
@@ -33,7 +33,7 @@ class Flaw(NamedTuple):
     num_rows: int = 1
 
 
-class Unusable(DataError):
+class UnusableDocument(DataError):
     """A document, or a file of `num_rows` documents, that cannot be used, with a short reason."""
 
     def __init__(self, reason: str, message: str, num_rows: int = 1) -> None:
@@ -43,10 +43,11 @@ class Unusable(DataError):
 
 def document(
     blocks: Iterable[bytes], row: int, offset: int, place: str, remedy: str = ""
-) -> Iterator[Piece]:
+) -> Iterator[TextPiece]:
     """The pieces of a text that arrives in blocks, cut anywhere; none for an empty text.
 
-    A byte order mark before it is dropped. Raises Unusable if it is not UTF-8 or NUL bytes alone.
+    A byte order mark before it is dropped. Raises UnusableDocument where the text is not UTF-8, or
+    is NUL bytes alone.
     """
     ready: bytes | None = None
     rest, read, nul = b"", 0, True
@@ -62,42 +63,42 @@ def document(
             if not read and not start:
                 piece = piece.removeprefix(BOM)
             if ready:
-                yield Piece(row, offset, ready, last=False)
+                yield TextPiece(row, offset, ready, last=False)
             nul = nul and not piece.strip(b"\0")
             ready = piece or ready
         read += cut
     if rest:
         check_utf8(rest, place, read, remedy)
         if ready:
-            yield Piece(row, offset, ready, last=False)
+            yield TextPiece(row, offset, ready, last=False)
         nul, ready = nul and not rest.strip(b"\0"), rest
     if ready and nul:
         raise _only_nul(place)
     if ready:
-        yield Piece(row, offset, ready)
+        yield TextPiece(row, offset, ready)
 
 
-def short(data: bytes, row: int, offset: int, place: str) -> Iterator[Piece]:
+def short(data: bytes, row: int, offset: int, place: str) -> Iterator[TextPiece]:
     """The pieces of a text known to be UTF-8, as `document` gives them."""
     if len(data) > PIECE_BYTES:
         yield from document([data], row, offset, place)
     elif data := data.removeprefix(BOM):
         if not data[0] and not data.strip(b"\0"):
             raise _only_nul(place)
-        yield Piece(row, offset, data)
+        yield TextPiece(row, offset, data)
 
 
-def _only_nul(place: str) -> Unusable:
+def _only_nul(place: str) -> UnusableDocument:
     what = "holds NUL bytes alone, as files do that were never written out"
-    return Unusable(NUL, f"{place} {what}; mend or remove it")
+    return UnusableDocument(NUL, f"{place} {what}; mend or remove it")
 
 
 def check_utf8(data: bytes, place: str, before: int = 0, remedy: str = "") -> str:
-    """Decode the bytes after `before` bytes of a text; raise Unusable if they are not UTF-8."""
+    """Decode the bytes after `before` bytes of a text; raise UnusableDocument if not UTF-8."""
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise Unusable(
+        raise UnusableDocument(
             NOT_UTF8,
             f"{place} is not UTF-8: byte 0x{data[error.start]:02x} at offset"
             f" {before + error.start} ({error.reason}); convert the file with iconv{remedy}",

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO
 
 import parallel3d
-from parallel3d.data.shards import Plan, make_shard
+from parallel3d.data.shards import ShardPlan, make_shard
 from parallel3d.errors import DataError
 
 # On two cores one process with two threads is as fast (7.4 MB/s) and starts two seconds sooner;
@@ -32,7 +32,7 @@ def num_workers(asked: int | str, num_shards: int) -> int:
 
 
 def make_shards(
-    plan: Plan, shards: Sequence[int], workers: int, on_documents: Callable[[int], None]
+    plan: ShardPlan, shards: Sequence[int], workers: int, on_documents: Callable[[int], None]
 ) -> None:
     """Tokenise the shards; `on_documents` is told the number of documents as they are done.
 

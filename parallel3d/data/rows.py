@@ -4,15 +4,15 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from parallel3d.data.columns import Column
+from parallel3d.data.columns import StringColumn
 from parallel3d.data.lines import LONG_LINE, Lines, json_line, text_block, text_line, whole_text
 from parallel3d.data.pieces import (
     EMPTY,
     PIECE_BYTES,
     UNREADABLE,
     Flaw,
-    Piece,
-    Unusable,
+    TextPiece,
+    UnusableDocument,
     check_utf8,
     document,
     short,
@@ -43,7 +43,7 @@ class FileReader:
         self.kind, self.path, self.name, self.field, self.rows = kind, path, name, field, rows
         self._lines: Lines | None = None
 
-    def scan(self) -> Iterator[Piece | Flaw]:
+    def scan(self) -> Iterator[TextPiece | Flaw]:
         """All documents of the file; a flaw comes in the place of a flawed document or file.
 
         What was given of a document before its flaw does not count.
@@ -67,12 +67,12 @@ class FileReader:
                             yield item
                         if isinstance(item, Flaw):
                             lines.skip(row, to_blank=self.kind == "blank_line")
-        except Unusable as error:
+        except UnusableDocument as error:
             yield Flaw(0, error.reason, str(error), error.num_rows)
         except _failures() as error:
             yield Flaw(0, UNREADABLE, str(self._unreadable(error)))
 
-    def read(self, wanted: Iterable[Wanted]) -> Iterator[Piece]:
+    def read(self, wanted: Iterable[Wanted]) -> Iterator[TextPiece]:
         """The documents at the places `wanted`, which ascend.
 
         One after the other costs no more than reading on; a file that has lost rows since it was
@@ -101,7 +101,7 @@ class FileReader:
             return self.name
         return f"{self.name}, {'row' if self.kind in ('parquet', 'arrow') else 'line'} {row}"
 
-    def _checked(self, row: int, pieces: Iterator[Piece]) -> Iterator[Piece | Flaw]:
+    def _checked(self, row: int, pieces: Iterator[TextPiece]) -> Iterator[TextPiece | Flaw]:
         """The pieces of a document, or why there are none."""
         found = False
         try:
@@ -110,7 +110,7 @@ class FileReader:
                 yield piece
             if not found:
                 yield Flaw(row, EMPTY, f"{self.place(row)} has no text")
-        except Unusable as error:
+        except UnusableDocument as error:
             yield Flaw(row, error.reason, str(error))
 
     @property
@@ -121,20 +121,20 @@ class FileReader:
         self._lines = Lines(self.path)
         return self._lines
 
-    def _column(self) -> Column:
-        return Column(self.path, self.name, self.field, self.kind == "parquet")
+    def _column(self) -> StringColumn:
+        return StringColumn(self.path, self.name, self.field, self.kind == "parquet")
 
-    def _next(self, first: bytes, lines: Lines, row: int, offset: int) -> Iterator[Piece]:
+    def _next(self, first: bytes, lines: Lines, row: int, offset: int) -> Iterator[TextPiece]:
         place = self.place(row)
         if self.kind == "jsonl":
             return json_line(first, lines, row=row, offset=offset, place=place, field=self.field)
         text = text_line if self.kind == "line" else text_block
         return text(first, lines, row=row, offset=offset, place=place)
 
-    def _cell(self, row: int, data: bytes | memoryview | None) -> Iterator[Piece]:
+    def _cell(self, row: int, data: bytes | memoryview | None) -> Iterator[TextPiece]:
         place = self.place(row)
         if data is None:
-            raise Unusable(
+            raise UnusableDocument(
                 "null",
                 f'{place}: column "{self.field}" is null; fill in or remove the row, or set'
                 " text_field to the column that holds the text",
@@ -146,21 +146,21 @@ class FileReader:
         blocks = (bytes(data[i : i + PIECE_BYTES]) for i in range(0, len(data), PIECE_BYTES))
         yield from document(blocks, row, 0, place)
 
-    def _unreadable(self, error: BaseException) -> Unusable:
+    def _unreadable(self, error: BaseException) -> UnusableDocument:
         reason = (getattr(error, "strerror", None) or str(error)).strip().rstrip(".")
-        return Unusable(
+        return UnusableDocument(
             UNREADABLE,
             f"{self.name} cannot be read ({reason}); make it readable, or leave it out",
         )
 
 
-def _one(pieces: Iterator[Piece], row: int, offset: int) -> Iterator[Piece]:
+def _one(pieces: Iterator[TextPiece], row: int, offset: int) -> Iterator[TextPiece]:
     """The pieces of a document, one that is empty where it has none any more."""
     found = None
     for found in pieces:
         yield found
     if found is None:
-        yield Piece(row, offset, b"")
+        yield TextPiece(row, offset, b"")
 
 
 def _failures() -> tuple[type[BaseException], ...]:

@@ -43,7 +43,7 @@ BATCH_BYTES = 2**19
 
 
 @dataclass(frozen=True)
-class Plan:
+class ShardPlan:
     """The plan of a tokenisation: documents, which of them are held out, and shard bounds.
 
     `bounds` are the first documents of the shards, and the number of documents. `backend_only`:
@@ -72,7 +72,7 @@ class Plan:
         (self.work / "plan.json").write_text(json.dumps(settings))
 
     @classmethod
-    def open(cls, work: Path) -> "Plan":
+    def open(cls, work: Path) -> "ShardPlan":
         """The plan that was saved in `work`; its arrays stay on disk."""
         settings = json.loads((work / "plan.json").read_text())
         files = settings.pop("files")
@@ -133,7 +133,7 @@ def cut(num_bytes: np.ndarray) -> list[int]:
 
 
 def make_shard(
-    plan: Plan,
+    plan: ShardPlan,
     number: int,
     tokenizer: "PreTrainedTokenizerBase | Backend",
     on_documents: Callable[[int], None],
@@ -152,7 +152,7 @@ def make_shard(
 
 def _fill(
     folder: Path,
-    plan: Plan,
+    plan: ShardPlan,
     number: int,
     tokenizer: "PreTrainedTokenizerBase | Backend",
     on_documents: Callable[[int], None],

@@ -6,7 +6,7 @@ import signal
 import sys
 from pathlib import Path
 
-from parallel3d.data.shards import Plan, make_shard
+from parallel3d.data.shards import ShardPlan, make_shard
 from parallel3d.errors import DataError
 
 
@@ -22,7 +22,7 @@ def main() -> None:
         print(json.dumps(message), file=out)
 
     try:
-        plan = Plan.open(Path(sys.argv[1]))
+        plan = ShardPlan.open(Path(sys.argv[1]))
         tokenizer = plan.tokenizer()
         for line in sys.stdin:
             number = int(line)

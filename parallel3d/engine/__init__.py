@@ -13,7 +13,7 @@ from parallel3d.engine.construction import building, writing
 from parallel3d.engine.engine import Engine, StepResult
 from parallel3d.engine.forward import ForwardEngine, forward_settings
 from parallel3d.engine.settings import EngineSettings
-from parallel3d.engine.states import KINDS, Piece, States
+from parallel3d.engine.states import KINDS, OptimizerStates, ParameterPiece
 from parallel3d.engine.swap import remove_folders as remove_swap_folders
 from parallel3d.tensor.held import HeldParameter
 
@@ -23,8 +23,8 @@ __all__ = [
     "EngineSettings",
     "ForwardEngine",
     "HeldParameter",
-    "Piece",
-    "States",
+    "OptimizerStates",
+    "ParameterPiece",
     "StepResult",
     "building",
     "forward_settings",

@@ -20,7 +20,7 @@ from parallel3d.engine.gathering import GatheredWeights, Layers
 from parallel3d.engine.quirks import core, fp16, nvme, resume, tracing
 from parallel3d.engine.reduction import Reduction
 from parallel3d.engine.settings import EngineSettings
-from parallel3d.engine.states import States
+from parallel3d.engine.states import OptimizerStates
 from parallel3d.errors import ConfigError, TrainingError
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.tensor.held import HeldParameter
@@ -249,9 +249,9 @@ class Engine:
         return value.detach().reshape(held.cut.local_shape).to(self.mesh.device)
 
     @cached_property
-    def states(self) -> States:
+    def states(self) -> OptimizerStates:
         """The masters and moments of this rank: what a checkpoint holds."""
-        return States(self._deepspeed, self.held)
+        return OptimizerStates(self._deepspeed, self.held)
 
     def memory_bytes(self) -> dict[str, int]:
         """Bytes that this rank holds of parameters, gradients and optimizer states."""

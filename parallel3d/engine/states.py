@@ -20,7 +20,7 @@ _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParameterPiece:
     """Elements [start, start + numel) of a parameter's flattened tensor-parallel part.
 
     The part has the shape `held.cut.local_shape`. `numel` is at least 1.
@@ -37,10 +37,10 @@ class _Place:
 
     group: int
     offset: int
-    piece: Piece
+    piece: ParameterPiece
 
 
-class States:
+class OptimizerStates:
     """Masters and moments of the held parameters, and Adam's and the loss scaler's counters.
 
     `blocks`: the pieces in blocks whose tensors are in memory together. Fixed for the engine's
@@ -190,7 +190,7 @@ def _zero3_places(zero: Any, held: Iterable[HeldParameter]) -> Iterator[_Place]:
         start = size * zero._get_param_partition_rank(h.parameter)
         numel = min(size, h.parameter.ds_numel - start)  # type: ignore[attr-defined]
         if numel > 0:
-            yield _Place(group, offset, Piece(h, start, numel))
+            yield _Place(group, offset, ParameterPiece(h, start, numel))
 
 
 def _zero12_places(zero: Any, held: Iterable[HeldParameter]) -> Iterator[_Place]:
@@ -204,4 +204,4 @@ def _zero12_places(zero: Any, held: Iterable[HeldParameter]) -> Iterator[_Place]
             start = max(begin - at, 0)
             numel = min(begin + size - at, parameter.numel()) - start
             if h is not None and numel > 0:
-                yield _Place(group, at + start - begin, Piece(h, start, numel))
+                yield _Place(group, at + start - begin, ParameterPiece(h, start, numel))

@@ -14,7 +14,7 @@ from parallel3d.errors import CheckpointError
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
-class Stored(NamedTuple):
+class StoredTensor(NamedTuple):
     """A tensor in a file: its name there, where its bytes begin, its shape, and its type.
 
     The type bears safetensors' name.
@@ -27,7 +27,7 @@ class Stored(NamedTuple):
     type: str
 
 
-def read_header(file: ArrayFile) -> dict[str, Stored]:
+def read_header(file: ArrayFile) -> dict[str, StoredTensor]:
     """Read the tensors of a file by their names; raises CheckpointError for another file."""
     try:
         return _parse(file)
@@ -37,14 +37,14 @@ def read_header(file: ArrayFile) -> dict[str, Stored]:
         ) from None
 
 
-def _parse(file: ArrayFile) -> dict[str, Stored]:
+def _parse(file: ArrayFile) -> dict[str, StoredTensor]:
     start = os.pread(file.descriptor, 8, 0)
     length = int.from_bytes(start, "little")
     if len(start) < 8 or length > min(file.size - 8, MAX_HEADER_BYTES):
         raise ValueError(f"it has {file.size:,} bytes, which do not hold its header")
     entries = parse_object(os.pread(file.descriptor, length, 8))
     entries.pop("__metadata__", None)
-    found: dict[str, Stored] = {}
+    found: dict[str, StoredTensor] = {}
     size = file.size - 8 - length
     for name, entry in entries.items():
         shape, (first, end) = entry["shape"], entry["data_offsets"]
@@ -53,5 +53,7 @@ def _parse(file: ArrayFile) -> dict[str, Stored]:
         dtype = DTYPES.get(entry["dtype"])
         if dtype and end - first != dtype.itemsize * prod(shape):
             raise ValueError(f"{name[:80]!r} has {end - first:,} bytes for the shape {shape}")
-        found[name] = Stored(name, file, 8 + length + first, tuple(shape), str(entry["dtype"]))
+        found[name] = StoredTensor(
+            name, file, 8 + length + first, tuple(shape), str(entry["dtype"])
+        )
     return found

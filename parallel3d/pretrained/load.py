@@ -13,7 +13,7 @@ from parallel3d.mesh.agree import agree
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.nodes import find_nodes
 from parallel3d.model.spec import LayerSpec, tied_names
-from parallel3d.pretrained.weights import Weights
+from parallel3d.pretrained.weights import PublishedWeights
 
 
 def find_weights(config: Any, mesh: Mesh) -> Path:
@@ -44,7 +44,7 @@ def find_weights(config: Any, mesh: Mesh) -> Path:
                 f"{folder} holds other weights than when the config was read; name it in "
                 "parallel3d.model.from_pretrained again, or put them back"
             )
-        with Weights(folder, config) as weights:
+        with PublishedWeights(folder, config) as weights:
             weights.check_tied()
 
     agree(mesh, look)
@@ -63,7 +63,7 @@ def load_weights(
 
     def read() -> None:
         try:
-            with Weights(folder, config) as weights:
+            with PublishedWeights(folder, config) as weights:
                 _fill(weights, engine, lambda name: originals.get(name, name))
         except OSError as error:  # of what is offloaded to NVMe
             raise CheckpointError(str(error)) from None
@@ -73,7 +73,7 @@ def load_weights(
     engine.states.set_counters({"optimizer_steps": 0, "loss_scale": None})
 
 
-def _fill(weights: Weights, engine: Engine, original: Callable[[str], str]) -> None:
+def _fill(weights: PublishedWeights, engine: Engine, original: Callable[[str], str]) -> None:
     states = engine.states
     for number, block in enumerate(states.blocks):
         with states.opened(number, write=True) as tensors:

@@ -18,12 +18,12 @@ from parallel3d.config.pretrained import weight_files
 from parallel3d.errors import CheckpointError, ConfigError
 from parallel3d.model.spec import named_params, tied_names
 from parallel3d.models.pretrained import Part
-from parallel3d.pretrained.header import DTYPES, Stored, read_header
+from parallel3d.pretrained.header import DTYPES, StoredTensor, read_header
 
 _COMPARED = 2**20  # elements of a tied weight's two copies that are compared at once
 
 
-class Weights:
+class PublishedWeights:
     """Published weights in a folder of transformers, for the model of its config.json.
 
     Opening reads the headers of its files. Names may lack the prefix that the model has inside its
@@ -61,7 +61,7 @@ class Weights:
         return DTYPES[types.pop()] if len(types) == 1 else torch.float32
 
     @property
-    def stored(self) -> dict[str, Stored]:
+    def stored(self) -> dict[str, StoredTensor]:
         """The model's tensors in the files, by their full names in transformers."""
         parts = (part for name in self._shapes for part in self._parts(name))
         return {part.name: self._at(part.name) for part in parts}
@@ -136,17 +136,17 @@ class Weights:
         found: Part = self._family.parts(self._config, name, shape)[0]
         return found
 
-    def _find(self, name: str) -> Stored | None:
+    def _find(self, name: str) -> StoredTensor | None:
         """A tensor by its full name in transformers, or without the prefix; None: not there."""
         return self._stored.get(name) or self._stored.get(name.removeprefix(self._family.PREFIX))
 
-    def _at(self, name: str) -> Stored:
+    def _at(self, name: str) -> StoredTensor:
         found = self._find(name)
         assert found is not None, "it was looked for at the beginning"
         return found
 
-    def _headers(self) -> dict[str, Stored]:
-        found: dict[str, Stored] = {}
+    def _headers(self) -> dict[str, StoredTensor]:
+        found: dict[str, StoredTensor] = {}
         others: Mapping[str, str] = getattr(self._family, "OTHER_NAMES", {})
         for path in weight_files(self.folder):
             try:
@@ -203,7 +203,7 @@ class Weights:
         """Close the files of the weights."""
         self._open.close()
 
-    def __enter__(self) -> "Weights":
+    def __enter__(self) -> "PublishedWeights":
         return self
 
     def __exit__(

@@ -12,7 +12,7 @@ from parallel3d.published import programs
 Cells = Mapping[str, str]
 
 
-class Source(NamedTuple):
+class PublishedSource(NamedTuple):
     """A source of published runs: its group, the program it ran, and what its blanks mean."""
 
     group: str
@@ -29,26 +29,26 @@ MICROBATCHES_2021 = (
 # megatron/arguments.py: --hidden-dropout and --attention-dropout are 0.1 unless given
 DROPOUT = {"dropout": 0.1}
 
-SOURCES: Mapping[str, Source] = {
-    "megatron_sc21_t1": Source(
+SOURCES: Mapping[str, PublishedSource] = {
+    "megatron_sc21_t1": PublishedSource(
         "megatron_2021", programs.MEGATRON_2021, {"zero_stage": 0, "recompute": "full"} | DROPOUT
     ),
-    "megatron_sc21_t2": Source(
+    "megatron_sc21_t2": PublishedSource(
         "megatron_2021", programs.MEGATRON_2021, {"zero_stage": 0} | DROPOUT
     ),
-    "megatron_readme_2021_01": Source(
+    "megatron_readme_2021_01": PublishedSource(
         "megatron_2021",
         programs.MEGATRON_2021,
         {"recompute": "full", "precision": "fp16", "zero_stage": 0} | DROPOUT,
         "only the model-parallel size is stated: tp up to 8, the rest pp; microbatch of SC'21",
     ),
-    "megatron_readme_2020_09": Source(
+    "megatron_readme_2020_09": PublishedSource(
         "megatron_2021",
         programs.MEGATRON_2021,
         {"seq_len": 1024, "vocab": 51200, "recompute": "full", "precision": "fp16"} | DROPOUT,
         "1,024 tokens, vocabulary 51,200 and recomputation: its TFLOP/s and seconds agree only so",
     ),
-    "megatron_core_h100_weak": Source(
+    "megatron_core_h100_weak": PublishedSource(
         "megatron_core_h100",
         programs.MEGATRON_CORE,
         {
@@ -60,66 +60,68 @@ SOURCES: Mapping[str, Source] = {
         "not stated: the microbatch (1; without a pipeline all 4 of a rank's sequences, so that "
         "reductions have what to hide behind), bf16, no recomputation, the most virtual stages",
     ),
-    "megatron_core_h100_strong": Source("megatron_core_h100", programs.MEGATRON_CORE),
-    "torchtitan_bench_202412": Source("torchtitan", programs.FSDP2),
-    "torchtitan_perf_202404": Source("torchtitan", programs.FSDP2),
-    "torchtitan_perf_202408": Source("torchtitan", programs.FSDP2),
-    "torchtitan_asynctp_202506": Source(
+    "megatron_core_h100_strong": PublishedSource("megatron_core_h100", programs.MEGATRON_CORE),
+    "torchtitan_bench_202412": PublishedSource("torchtitan", programs.FSDP2),
+    "torchtitan_perf_202404": PublishedSource("torchtitan", programs.FSDP2),
+    "torchtitan_perf_202408": PublishedSource("torchtitan", programs.FSDP2),
+    "torchtitan_asynctp_202506": PublishedSource(
         "torchtitan", programs.FSDP2, {"seq_len": 8192}, "8,192 tokens: torchtitan's default"
     ),
-    "torchtitan_h200_202506": Source(
+    "torchtitan_h200_202506": PublishedSource(
         "torchtitan",
         programs.FSDP2_2025,
         {"seq_len": 8192, "recompute": "selective (per-op SAC)"},
         "8,192 tokens and selective recomputation: torchtitan's default",
     ),
-    "nanotron_playbook_best": Source(
+    "nanotron_playbook_best": PublishedSource(
         "nanotron", programs.NANOTRON, {"recompute": "none", "precision": "bf16"}
     ),
-    "nanotron_tp_scaling": Source(
+    "nanotron_tp_scaling": PublishedSource(
         "nanotron",
         programs.NANOTRON,
         {"recompute": "none", "precision": "bf16", "dp": 1},
         "dp is not stated: one replica, one microbatch",
     ),
-    "olmo_core": Source(
+    "olmo_core": PublishedSource(
         "olmo_core",
         programs.FSDP2,
         {"n_gpus": 64, "zero_stage": 3, "recompute": "none", "precision": "bf16", "seq_len": 4096},
         "batches of src/scripts/train; devices are not stated: 64, of which 8 shard (HSDP)",
     ),
-    "deepspeed_azure_2022": Source(
+    "deepspeed_azure_2022": PublishedSource(
         "deepspeed", programs.ZERO3_2022, {"precision": "fp16"} | DROPOUT
     ),
-    "deepspeed_zero3_offload_2021": Source("deepspeed", programs.ZERO3_2021),
-    "bigscience_1b3_v100": Source("bigscience", programs.MEGATRON_DEEPSPEED, DROPOUT),
-    "bigscience_gpt2_v100": Source(
+    "deepspeed_zero3_offload_2021": PublishedSource("deepspeed", programs.ZERO3_2021),
+    "bigscience_1b3_v100": PublishedSource("bigscience", programs.MEGATRON_DEEPSPEED, DROPOUT),
+    "bigscience_gpt2_v100": PublishedSource(
         "bigscience", programs.MEGATRON_DEEPSPEED, {"heads": 32} | DROPOUT
     ),
-    "vtrain_single": Source(
+    "vtrain_single": PublishedSource(
         "vtrain", programs.MEGATRON_DEEPSPEED, {"precision": "fp16", "zero_stage": 0} | DROPOUT
     ),
-    "llm_foundry": Source("llm_foundry", programs.FSDP_DEFAULT),
-    "nvidia_dgxc": Source("nvidia", programs.NEMO, {"recompute": "none", "zero_stage": 1}),
-    "nemo_perf_2407": Source("nvidia", programs.NEMO, {"recompute": "none", "zero_stage": 1}),
-    "glm130b": Source(
+    "llm_foundry": PublishedSource("llm_foundry", programs.FSDP_DEFAULT),
+    "nvidia_dgxc": PublishedSource("nvidia", programs.NEMO, {"recompute": "none", "zero_stage": 1}),
+    "nemo_perf_2407": PublishedSource(
+        "nvidia", programs.NEMO, {"recompute": "none", "zero_stage": 1}
+    ),
+    "glm130b": PublishedSource(
         "single",
         programs.MEGATRON_DEEPSPEED,
         {"micro_batch": 1, "zero_stage": 1},
         "microbatch 1, heads and MLP of arXiv:2210.02414, appendix B",
     ),
-    "gptneox20b": Source("single", programs.MEGATRON_DEEPSPEED),
-    "opt175b": Source("single", programs.MEGATRON_DEEPSPEED),
-    "llama1": Source("single", programs.FSDP2),
-    "palm_t3": Source("single", programs.JAX),
+    "gptneox20b": PublishedSource("single", programs.MEGATRON_DEEPSPEED),
+    "opt175b": PublishedSource("single", programs.MEGATRON_DEEPSPEED),
+    "llama1": PublishedSource("single", programs.FSDP2),
+    "palm_t3": PublishedSource("single", programs.JAX),
 }
 # src/scripts/train/OLMo2-*.py: rank_microbatch_size and global_batch_size, in sequences of 4,096
 OLMO_BATCHES = {"1b": (8, 512), "7b": (2, 1024), "8b": (2, 1024), "13b": (1, 2048)}
 
 
-def source_of(name: str) -> Source:
+def source_of(name: str) -> PublishedSource:
     """The description of a source; a source that nobody described is a group of its own."""
-    return SOURCES.get(name, Source(name, Software()))
+    return SOURCES.get(name, PublishedSource(name, Software()))
 
 
 def program_of(source: str, cells: Cells) -> Software:

@@ -43,7 +43,7 @@ _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 _RANGE = re.compile(r"(\d+\.?\d*)-(\d+\.?\d*)(K?)", re.ASCII)
 
 
-class Unusable(Exception):
+class UnusableRow(Exception):
     """The reason why a row cannot be used.
 
     `rule`: the same reason without what is the row's own.
@@ -54,15 +54,15 @@ class Unusable(Exception):
         self.rule = rule or reason
 
 
-class Line(NamedTuple):
+class CsvLine(NamedTuple):
     """A row of the file: its line number, its cells by column, and what is wrong with all of it."""
 
     number: int
     cells: dict[str, str]
-    wrong: Unusable | None
+    wrong: UnusableRow | None
 
 
-def cells_of(path: Path) -> list[Line]:
+def cells_of(path: Path) -> list[CsvLine]:
     """Every row of a csv table, blank lines left out.
 
     Commas, semicolons or tabs separate; UTF-8 or UTF-16, with or without a byte order mark. Raises
@@ -134,22 +134,22 @@ def _columns(path: Path, header: Sequence[str]) -> list[str]:
     return names
 
 
-def _line(number: int, columns: Sequence[str], row: Sequence[str]) -> Line:
+def _line(number: int, columns: Sequence[str], row: Sequence[str]) -> CsvLine:
     texts = [text.strip() for text in row]
     cells = dict.fromkeys((*COLUMNS, *OPTIONAL), "")
     cells |= {name: text for name, text in zip(columns, texts, strict=False) if name}
     wrong = None
     if not any(texts):
-        wrong = Unusable("the row is empty")
+        wrong = UnusableRow("the row is empty")
     elif len(texts) != len(columns):
-        wrong = Unusable(
+        wrong = UnusableRow(
             f"line {number} has {len(texts)} cells, the header {len(columns)}; put a text that "
             "holds the separator in quotation marks, and write empty cells as such",
             "it has more or fewer cells than the header",
         )
     elif any("\0" in text for text in texts):
-        wrong = Unusable(f"line {number} holds a NUL character; remove it", "a NUL character")
-    return Line(number, cells, wrong)
+        wrong = UnusableRow(f"line {number} holds a NUL character; remove it", "a NUL character")
+    return CsvLine(number, cells, wrong)
 
 
 def numbers_of(line: int, cells: Mapping[str, str]) -> dict[str, Any]:
@@ -166,10 +166,10 @@ def numbers_of(line: int, cells: Mapping[str, str]) -> dict[str, Any]:
             remedy = "correct the cell or empty it"
             if "," in text:
                 remedy = "write a decimal point, and no separator of thousands"
-            raise Unusable(f'line {line}: {name} = "{text}" {rule}; {remedy}', f"{name} {rule}")
+            raise UnusableRow(f'line {line}: {name} = "{text}" {rule}; {remedy}', f"{name} {rule}")
         if value > most:
             rule = f"is above {most:,.0f}{UNITS.get(name, ', more than anybody has run')}"
-            raise Unusable(
+            raise UnusableRow(
                 f'line {line}: {name} = "{text}" {rule}; correct the cell', f"{name} {rule}"
             )
         found[name] = int(value) if whole else value

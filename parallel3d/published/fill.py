@@ -11,7 +11,7 @@ from parallel3d.plan.setting import Setting, Software
 from parallel3d.published import programs
 from parallel3d.published.architectures import Architecture, found, known, unmodelled
 from parallel3d.published.assumptions import SOURCES, program_of, source_of, supplied
-from parallel3d.published.cells import Unusable
+from parallel3d.published.cells import UnusableRow
 
 _COLUMNS = {
     "layers": "n_layers", "hidden": "hidden", "heads": "heads", "kv_heads": "kv_heads",
@@ -22,10 +22,10 @@ WRONG = 0.4  # how far they may be: rounded, and with or without embeddings
 
 
 def described(text: str, place: str) -> Software:
-    """The program called `name`; raises Unusable, naming the described ones, if there is none."""
+    """The program called `text`; raises UnusableRow, naming the described ones, if none is."""
     program = programs.named(text)
     if program is None:
-        raise Unusable(
+        raise UnusableRow(
             f'{place} = "{text}" is not described; write one of: {programs.names(text)}',
             f"{place} is not described: {text}",
         )
@@ -52,14 +52,14 @@ class Filled:
         return self.numbers[name]
 
     def program(self, cells: Mapping[str, str], default: Software | None) -> Software:
-        """The program that a row ran, by its cell, its source or --program; raises Unusable."""
+        """The program that a row ran, by its cell, its source or --program; raises UnusableRow."""
         source = cells["source_id"]
         if cells["program"]:
             return described(cells["program"], "program")
         if source in SOURCES:
             default = program_of(source, cells)
         if default is None:
-            raise Unusable(
+            raise UnusableRow(
                 f'the program that ran "{source}" is not stated; fill the column program, or give '
                 f"--program, with one of: {programs.names()}",
                 "the program is not stated; fill the column program, or give --program NAME",
@@ -76,10 +76,10 @@ class Filled:
                 self.notes.append(f"{name} = {value}")
 
     def model(self, cells: Mapping[str, str]) -> Architecture:
-        """The sizes of a row's model, its blanks filled by the model's name; raises Unusable."""
+        """The sizes of a row's model, its blanks filled by the model's name; raises UnusableRow."""
         name = cells["model_name"]
         if kind := unmodelled(name):
-            raise Unusable(f"{name} is {kind}, which is not modelled", f"{kind} is not modelled")
+            raise UnusableRow(f"{name} is {kind}, which is not modelled", f"{kind} is not modelled")
         sizes: dict[str, Any] = {
             field: self.numbers.get(column) for field, column in _COLUMNS.items()
         }
@@ -88,7 +88,7 @@ class Filled:
         looked_up = known(name) if in_table else self._looked_up(given, name)
         model = self._vocabulary(given.filled(looked_up), cells)
         if model.missing:
-            raise Unusable(
+            raise UnusableRow(
                 f"no {', '.join(model.missing)}: the architecture of {name} is not known; fill "
                 f"{', '.join(_COLUMNS[size] for size in model.missing)}",
                 "the architecture of the model is not known",
@@ -121,7 +121,7 @@ class Filled:
             return model
         other = found(words)
         if other is None or other.vocab is None:
-            raise Unusable(
+            raise UnusableRow(
                 f'vocab = "{words}" is in words, and neither they nor "{cells["model_name"]}" have '
                 "a known vocabulary; write the number of its entries",
                 "vocab is in words that are not known",
@@ -131,7 +131,7 @@ class Filled:
     def _check(self, model: Architecture) -> None:
         assert model.hidden and model.heads
         if model.hidden % model.heads or model.heads % (model.kv_heads or 1):
-            raise Unusable(
+            raise UnusableRow(
                 f"heads = {model.heads} does not divide hidden = {model.hidden}, or kv_heads = "
                 f"{model.kv_heads} does not divide heads; correct the cell",
                 "heads does not divide hidden, or kv_heads does not divide heads",
@@ -155,18 +155,18 @@ class Filled:
             if off[nearest] <= ALIKE:
                 self.assumed["family"] = nearest.family
                 return nearest
-        raise Unusable(
+        raise UnusableRow(
             f'whether "{name}" is built as a GPT or as a LLaMA is not known; write gpt or llama '
             "into model_name, or all sizes and params_b, which then tell",
             "whether the model is a GPT or a LLaMA is not known",
         )
 
     def _compare(self, model: Architecture, name: str) -> None:
-        """Raises Unusable where the sizes are not those of the parameters that the row states."""
+        """Raise UnusableRow where the sizes are not those of the parameters that the row states."""
         stated = self.numbers.get("params_b")
         if stated is not None and _off(model, stated) > WRONG:
             built = sum(layer.num_params for layer in model.specs()) / 1e9
-            raise Unusable(
+            raise UnusableRow(
                 f"params_b = {stated:g}, but the sizes of {name} come to {built:.3g} billion; "
                 "correct either",
                 "params_b is not what the sizes come to",

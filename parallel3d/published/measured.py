@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from parallel3d.hardware import Hardware
-from parallel3d.published.cells import Unusable
+from parallel3d.published.cells import UnusableRow
 from parallel3d.published.flops import flops_of_step, model_flops, num_params, peak_of
 from parallel3d.published.run import PublishedSetting
 
@@ -21,7 +21,7 @@ def seconds_of(
 ) -> tuple[str, float | None]:
     """The measured figure, and the seconds of a step that follow; None where no speed is stated.
 
-    Raises Unusable where the convention is not known, or the chip cannot have been so fast or slow.
+    Raises UnusableRow where the convention is not known, or where no chip is so fast or so slow.
     """
     measured, seconds = _stated(cells, numbers, setting, hardware)
     if seconds is None:
@@ -31,14 +31,14 @@ def seconds_of(
     share = least / setting.devices / (peak_of(hardware, setting.precision) * seconds)
     remedy = "correct what was measured, or the sizes"
     if not SLOWEST <= share <= 1:
-        raise Unusable(
+        raise UnusableRow(
             f"{measured}: {seconds:.3g} s a step is {share:.3g} of the peak of {hardware.name}, "
             f"which is not between {SLOWEST} and 1; {remedy}",
             "its speed is more than the chip's peak, or next to nothing of it",
         )
     if seconds > LONGEST:
         rule = "a step would take more than a day"
-        raise Unusable(f"{measured}: {rule} ({seconds:.3g} s); {remedy}", rule)
+        raise UnusableRow(f"{measured}: {rule} ({seconds:.3g} s); {remedy}", rule)
     return measured, seconds
 
 
@@ -59,10 +59,10 @@ def _stated(
     convention, attention = cells["tflops_convention"], cells["attn_flops_convention"]
     if not convention:
         rule = "whether its TFLOP/s count recomputation is not stated"
-        raise Unusable(f"{rule}; {_STATE} in tflops_convention", rule)
+        raise UnusableRow(f"{rule}; {_STATE} in tflops_convention", rule)
     flops = flops_of_step(setting, convention, attention)
     if flops is None:
-        raise Unusable(
+        raise UnusableRow(
             f'tflops_convention = "{convention}", attn_flops_convention = "{attention}" are not '
             f'known; {_STATE}, and "full" or "none" for attention',
             "its way to count FLOPs is not known",
@@ -73,6 +73,6 @@ def _stated(
     assert mfu is not None
     if mfu <= 1:
         rule = "measured_mfu is below one per cent, or a fraction"
-        raise Unusable(f"{rule}: {mfu}; write it per cent", rule)
+        raise UnusableRow(f"{rule}: {mfu}; write it per cent", rule)
     peak = peak_of(hardware, setting.precision)
     return f"MFU of {peak / 1e12:.0f} TFLOP/s, {name}", each / setting.devices / (mfu / 100 * peak)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from parallel3d.plan.memory.margin import ALLOCATOR, CONTEXT
 from parallel3d.published import rows as published
 from parallel3d.published.program_memory import Holds, parts_of
-from parallel3d.published.rows import Row
+from parallel3d.published.rows import PublishedRun
 
 GIB = 2**30  # what the sources print as GB or GiB: each divides by 1024 three times
 
@@ -64,7 +64,7 @@ _HOLDS: Mapping[str, Holds] = {
 class Compared(NamedTuple):
     """A run's memory in bytes: measured, predicted of tensors, and predicted beside tensors."""
 
-    row: Row
+    row: PublishedRun
     measured: float
     tensors: int
     context: int
@@ -74,12 +74,12 @@ class Compared(NamedTuple):
         return (self.tensors * (1 + allocator) + self.context) / self.measured - 1
 
 
-def holds_of(row: Row) -> Holds | None:
+def holds_of(row: PublishedRun) -> Holds | None:
     """The bytes that the program of a row holds; None where the program is not described."""
     return _HOLDS.get(row.setting.software.name)
 
 
-def compare(row: Row) -> Compared | None:
+def compare(row: PublishedRun) -> Compared | None:
     """A row's measured memory beside the planner's; None if the row has no memory figure."""
     holds = holds_of(row)
     if row.memory_gb is None or holds is None:
@@ -89,7 +89,7 @@ def compare(row: Row) -> Compared | None:
     return Compared(row, row.memory_gb * GIB, tensors, CONTEXT if holds.of_device else 0)
 
 
-def fits(row: Row) -> bool | None:
+def fits(row: PublishedRun) -> bool | None:
     """Whether the planner says that a row's fullest rank fits its device."""
     holds = holds_of(row)
     if holds is None:
@@ -98,7 +98,7 @@ def fits(row: Row) -> bool | None:
     return fullest <= row.hardware.memory_bytes.value
 
 
-def validate_memory(table: Path | str | Sequence[Row]) -> dict[str, Any]:
+def validate_memory(table: Path | str | Sequence[PublishedRun]) -> dict[str, Any]:
     """Errors of the planner's memory on published runs, over all and by source.
 
     Errors are relative to what was measured. The one number that is fitted, the allocator's share,

@@ -13,14 +13,14 @@ from math import dist, exp, log, log2
 from pathlib import Path
 
 from parallel3d.published.flops import hardware_flops, model_flops, num_params, peak_of
-from parallel3d.published.rows import Row
+from parallel3d.published.rows import PublishedRun
 
 FILE = Path(__file__).with_name("development.csv")
 NEIGHBOURS = 3
 
 
 @dataclass(frozen=True)
-class Run:
+class RunFigures:
     """A run with a measured step, in the few figures that the baselines use.
 
     `model_flops` and `hardware_flops`: of a device in a step, without and with recomputation.
@@ -51,7 +51,7 @@ class Run:
     offload: int
 
     @classmethod
-    def of(cls, row: Row) -> "Run":
+    def of(cls, row: PublishedRun) -> "RunFigures":
         """The run of a row with a measured time."""
         s = row.setting
         assert row.seconds is not None
@@ -104,13 +104,13 @@ class Run:
 
 
 @lru_cache(maxsize=1)
-def development() -> tuple[Run, ...]:
+def development() -> tuple[RunFigures, ...]:
     """The runs on which the curves were fitted."""
     # A column holds what its field is declared to hold: int, float or str, by these names.
-    kinds = {field.name: _KINDS[str(field.type)] for field in fields(Run)}
+    kinds = {field.name: _KINDS[str(field.type)] for field in fields(RunFigures)}
     with FILE.open(newline="", encoding="utf-8") as file:
         return tuple(
-            Run(**{name: kinds[name](text) for name, text in cells.items()})
+            RunFigures(**{name: kinds[name](text) for name, text in cells.items()})
             for cells in csv.DictReader(file)
         )
 
@@ -118,31 +118,33 @@ def development() -> tuple[Run, ...]:
 _KINDS = {"str": str, "int": int, "float": float, str(str): str, str(int): int, str(float): float}
 
 
-def write(rows: Iterable[Row], path: Path = FILE) -> None:
+def write(rows: Iterable[PublishedRun], path: Path = FILE) -> None:
     """Write the runs of rows with a measured time as development.csv."""
     with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Run)], lineterminator="\n")
+        writer = csv.DictWriter(
+            file, [field.name for field in fields(RunFigures)], lineterminator="\n"
+        )
         writer.writeheader()
         for row in rows:
-            cells = asdict(Run.of(row)).items()
+            cells = asdict(RunFigures.of(row)).items()
             writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in cells})
 
 
 class Lookup:
     """Step times by the efficiency of the most similar development runs of other groups."""
 
-    def __init__(self, without: str, runs: Sequence[Run] | None = None) -> None:
+    def __init__(self, without: str, runs: Sequence[RunFigures] | None = None) -> None:
         runs = development() if runs is None else runs
         self.runs = [run for run in runs if run.group != without]
         self.places = [run.features for run in self.runs]
 
-    def nearest(self, run: Run) -> list[Run]:
+    def nearest(self, run: RunFigures) -> list[RunFigures]:
         """The development runs most like a run, nearest first."""
         place = run.features
         order = nsmallest(NEIGHBOURS, range(len(self.runs)), lambda i: dist(place, self.places[i]))
         return [self.runs[i] for i in order]
 
-    def seconds(self, run: Run) -> float | None:
+    def seconds(self, run: RunFigures) -> float | None:
         """Seconds of a step at the mean efficiency of its nearest neighbours; None without any.
 
         The mean is geometric.

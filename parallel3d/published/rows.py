@@ -16,7 +16,7 @@ from parallel3d.hardware import Hardware, names
 from parallel3d.plan.setting import Software
 from parallel3d.published import clusters
 from parallel3d.published.assumptions import source_of
-from parallel3d.published.cells import Unusable, cells_of, numbers_of
+from parallel3d.published.cells import UnusableRow, cells_of, numbers_of
 from parallel3d.published.fill import Filled, described
 from parallel3d.published.measured import seconds_of
 from parallel3d.published.run import PublishedSetting, setting_of
@@ -27,7 +27,7 @@ ROWWISE = "row-wise float8 scaling, which is not modelled: taken as per-tensor s
 
 
 @dataclass(frozen=True)
-class Row:
+class PublishedRun:
     """One published run, as a setting with its measured seconds of a step.
 
     `seconds`: None where the run ran out of memory.
@@ -71,7 +71,7 @@ class LeftOut(NamedTuple):
         return cls(line, source, reason, getattr(problem, "rule", "") or reason)
 
 
-def read(path: Path | str, program: str | None = None) -> tuple[list[Row], list[LeftOut]]:
+def read(path: Path | str, program: str | None = None) -> tuple[list[PublishedRun], list[LeftOut]]:
     """The rows of a table that can be compared with a prediction, and the others with the reason.
 
     `program`: what the rows ran whose table and source do not say. Raises ConfigError where the
@@ -84,39 +84,39 @@ def read(path: Path | str, program: str | None = None) -> tuple[list[Row], list[
             if wrong is not None:
                 raise wrong
             rows.append(_row(line, cells, default))
-        except (Unusable, ConfigError) as problem:
+        except (UnusableRow, ConfigError) as problem:
             left_out.append(LeftOut.of(line, cells["source_id"], problem))
         except ValidationError as problem:
             left_out.append(LeftOut.of(line, cells["source_id"], _no_model(problem)))
     return rows, left_out
 
 
-def _no_model(problem: ValidationError) -> Unusable:
+def _no_model(problem: ValidationError) -> UnusableRow:
     """Why a family's own settings refuse a row's sizes."""
     cause = problem.errors()[0].get("ctx", {}).get("error")
     said = cause.problems[0] if isinstance(cause, Problems) else problem.errors()[0]["msg"]
-    return Unusable(f"the sizes make no model: {said}", "the sizes make no model")
+    return UnusableRow(f"the sizes make no model: {said}", "the sizes make no model")
 
 
 def _named(program: str) -> Software:
     try:
         return described(program, "--program")
-    except Unusable as problem:
+    except UnusableRow as problem:
         raise ConfigError(str(problem)) from None
 
 
-def _row(line: int, cells: dict[str, str], default: Software | None) -> Row:
+def _row(line: int, cells: dict[str, str], default: Software | None) -> PublishedRun:
     source = cells["source_id"]
     if not source:
-        raise Unusable(f"line {line}: source_id is empty; name the table that the row is from")
+        raise UnusableRow(f"line {line}: source_id is empty; name the table that the row is from")
     if "ANOMALY" in cells["notes"]:
-        raise Unusable("flagged ANOMALY in the table")
+        raise UnusableRow("flagged ANOMALY in the table")
     refuse_adapters(cells)
     cells["virtual_pp"] = _one_of(cells, "virtual_pp", "virtual_stages")
     filled = Filled(numbers_of(line, cells))
     machine = clusters.at(source, cells["gpu"], filled.numbers.get("network_gbps"))
     if machine is None:
-        raise Unusable(
+        raise UnusableRow(
             f"no hardware is described for {cells['gpu'] or 'a row without a gpu'}; write one of: "
             f"{', '.join(names())}",
             "no hardware is described for the gpu",
@@ -134,13 +134,13 @@ def _row(line: int, cells: dict[str, str], default: Software | None) -> Row:
     setting = setting_of(cells, filled, model, program, sixteen)
     if setting.precision == "bf16" and sixteen == "fp16":
         rule = "the chip has no bf16"
-        raise Unusable(f"{machine.name} has no bf16; write fp16 or fp32 in precision", rule)
+        raise UnusableRow(f"{machine.name} has no bf16; write fp16 or fp32 in precision", rule)
     filled.network(setting, machine)
     measured, seconds = seconds_of(cells, filled.numbers, setting, machine)
     out = "OOM" in cells["notes"] and seconds is None
     if seconds is None and not out:
-        raise Unusable(measured)
-    return Row(
+        raise UnusableRow(measured)
+    return PublishedRun(
         line=line,
         source=source,
         group=source_of(source).group,
@@ -162,5 +162,5 @@ def _one_of(cells: Mapping[str, str], name: str, other: str) -> str:
     stated = {text for text in (cells[name], cells[other]) if text}
     if len(stated) > 1:
         rule = f"{name} and {other} mean the same"
-        raise Unusable(f"{rule}, but are {cells[name]} and {cells[other]}; empty one", rule)
+        raise UnusableRow(f"{rule}, but are {cells[name]} and {cells[other]}; empty one", rule)
     return next(iter(stated), "")

@@ -9,7 +9,7 @@ from parallel3d.plan.setting import Setting, Software
 from parallel3d.plan.time.step import check
 from parallel3d.published import vocabulary
 from parallel3d.published.architectures import Architecture
-from parallel3d.published.cells import Unusable
+from parallel3d.published.cells import UnusableRow
 from parallel3d.published.fill import Filled
 from parallel3d.published.programs import cuts_sequence
 
@@ -34,7 +34,7 @@ class PublishedSetting(Setting):
 def setting_of(
     cells: Mapping[str, str], filled: Filled, model: Architecture, program: Software, sixteen: str
 ) -> PublishedSetting:
-    """The setting of a row; raises Unusable or ConfigError where it cannot have run so.
+    """The setting of a row; raises UnusableRow or ConfigError where it cannot have run so.
 
     `sixteen`: the chip's number format of 16 bits, in which a row ran that states none.
     """
@@ -51,7 +51,7 @@ def setting_of(
     optimizer, params = vocabulary.offload_of(filled.or_else("offload", cells["offload"], "none"))
     assert model.heads and model.hidden and model.seq
     if model.heads % tp:
-        raise Unusable(
+        raise UnusableRow(
             f"tp = {tp} does not divide {model.heads} attention heads",
             "tp does not divide the attention heads",
         )
@@ -85,14 +85,14 @@ def _mesh(cells: Mapping[str, str], filled: Filled) -> tuple[int, int, int, int]
     numbers = filled.numbers
     devices = numbers.get("n_gpus")
     if devices is None:
-        raise Unusable("the number of devices is not stated; fill n_gpus")
+        raise UnusableRow("the number of devices is not stated; fill n_gpus")
     stated = [numbers.get(name) for name in ("tp", "pp", "dp", "zero_stage")]
     if not any(stated) and not cells["zero_stage"]:
-        raise Unusable("no mesh is stated; fill tp, pp, dp or zero_stage")
+        raise UnusableRow("no mesh is stated; fill tp, pp, dp or zero_stage")
     pp, tp, cp = (filled.or_else(name, numbers.get(name), 1) for name in ("pp", "tp", "cp"))
     dp = numbers.get("dp") or max(1, devices // (tp * pp * cp))
     if tp * pp * cp * dp != devices:
-        raise Unusable(
+        raise UnusableRow(
             f"tp x pp x cp x dp = {tp * pp * cp * dp}, but there are {devices} devices",
             "tp x pp x cp x dp is not the number of devices",
         )
@@ -106,10 +106,10 @@ def _batch(filled: Filled, dp: int) -> tuple[int, int]:
         blank, column = ("microbatch", "micro_batch")
         if batch is None:
             blank, column = "global batch", "global_batch_seqs"
-        raise Unusable(f"the {blank} is not stated; fill {column}")
+        raise UnusableRow(f"the {blank} is not stated; fill {column}")
     count, rest = divmod(batch, micro * dp)
     if rest:
-        raise Unusable(
+        raise UnusableRow(
             f"a batch of {batch} is not microbatches of {micro} on dp = {dp}",
             "the batch is not microbatches on all data-parallel ranks",
         )
@@ -122,7 +122,7 @@ def _check(setting: PublishedSetting) -> None:
     if setting.pp == 1:
         return
     if stages > len(setting.layers):
-        raise Unusable(
+        raise UnusableRow(
             f"{len(setting.layers)} layers (embedding and head counted) cannot fill {stages} "
             "pipeline stages (pp x virtual_pp)",
             "the layers cannot fill the pipeline stages (pp x virtual_pp)",
@@ -132,7 +132,7 @@ def _check(setting: PublishedSetting) -> None:
         ("placements of layers", stages * len(setting.layers) ** 2, PLACEMENTS),
     ):
         if size > most:
-            raise Unusable(
+            raise UnusableRow(
                 f"{setting.num_microbatches:,} microbatches of {len(setting.layers)} layers on "
                 f"{stages} stages are {size:,} {what}, more than the {most:,} that the planner "
                 "looks at; correct pp, virtual_pp, n_layers or the batch",

@@ -6,7 +6,7 @@ from math import exp, log, sqrt
 from typing import NamedTuple
 
 
-class Errors(NamedTuple):
+class PredictionErrors(NamedTuple):
     """Relative errors of predicted seconds, as fractions of the measured seconds."""
 
     mean: float
@@ -14,13 +14,13 @@ class Errors(NamedTuple):
     bias: float
 
 
-def errors(predicted: Sequence[float], measured: Sequence[float]) -> Errors | None:
+def errors(predicted: Sequence[float], measured: Sequence[float]) -> PredictionErrors | None:
     """Mean and largest absolute error, and the mean error with its sign; None without numbers."""
     signed = [(p - m) / m for p, m in zip(predicted, measured, strict=True)]
     if not signed:
         return None
     sizes = [abs(error) for error in signed]
-    return Errors(sum(sizes) / len(sizes), max(sizes), sum(signed) / len(signed))
+    return PredictionErrors(sum(sizes) / len(sizes), max(sizes), sum(signed) / len(signed))
 
 
 def rank_correlation(left: Sequence[float], right: Sequence[float]) -> float | None:

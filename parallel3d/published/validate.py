@@ -16,8 +16,8 @@ from parallel3d.plan.time import curves
 from parallel3d.plan.time.operators import Curves
 from parallel3d.plan.time.step import step_time
 from parallel3d.published.memory import validate_memory
-from parallel3d.published.neighbours import Lookup, Run, development
-from parallel3d.published.rows import LeftOut, Row, read
+from parallel3d.published.neighbours import Lookup, RunFigures, development
+from parallel3d.published.rows import LeftOut, PublishedRun, read
 from parallel3d.published.statistics import Choice, constants, errors, rank_correlation, regrets
 from parallel3d.published.table import show
 
@@ -31,8 +31,8 @@ MEANS = ("mean_error", "bias", "constant_mean_error", "neighbour_mean_error")
 class Outcome:
     """A row, and the step seconds predicted for it by the planner and by two baselines."""
 
-    row: Row
-    run: Run
+    row: PublishedRun
+    run: RunFigures
     predicted: float
     constant: float | None
     neighbour: float | None
@@ -83,7 +83,7 @@ def validate(path: Path | str, program: str | None = None) -> dict[str, Any]:
 
 
 def outcomes(
-    rows: Sequence[Row],
+    rows: Sequence[PublishedRun],
     curves_without: Callable[[str], Curves],
     predict: Predict = lambda setting, hardware, curves: (
         step_time(setting, hardware, curves).seconds
@@ -94,7 +94,7 @@ def outcomes(
 
     A row that the planner refuses is added to `refused`; without one, raises its ConfigError.
     """
-    predicted: list[tuple[Row, Run, float]] = []
+    predicted: list[tuple[PublishedRun, RunFigures, float]] = []
     for row in rows:
         if row.seconds is None:
             continue
@@ -105,7 +105,7 @@ def outcomes(
                 raise
             refused.append(LeftOut.of(row.line, row.source, problem))
         else:
-            predicted.append((row, Run.of(row), seconds))
+            predicted.append((row, RunFigures.of(row), seconds))
     share = _constants([run for _, run, _ in predicted])
     lookups = {group: Lookup(group) for group in {row.group for row, _, _ in predicted}}
     return [
@@ -114,21 +114,21 @@ def outcomes(
     ]
 
 
-def _constants(runs: Sequence[Run]) -> Callable[[Run], float | None]:
+def _constants(runs: Sequence[RunFigures]) -> Callable[[RunFigures], float | None]:
     """A run's seconds by the constant efficiency of the other groups: the table's, and those of
     the development runs that the table has not."""
     groups = {run.group for run in runs}
     everything = [*runs, *(run for run in development() if run.group not in groups)]
     found = constants((r.group, r.device, _ideal(r) / r.seconds) for r in everything)
 
-    def seconds(run: Run) -> float | None:
+    def seconds(run: RunFigures) -> float | None:
         share = found.get((run.group, run.device))
         return None if share is None else _ideal(run) / share
 
     return seconds
 
 
-def _ideal(run: Run) -> float:
+def _ideal(run: RunFigures) -> float:
     """Seconds of a step at the peak, recomputation included."""
     return run.hardware_flops / run.peak_flops
 
@@ -205,7 +205,7 @@ def _choice(outcome: Outcome) -> Choice:
     return Choice(task, mesh, way, outcome.predicted, outcome.measured)
 
 
-def _assumed(rows: Sequence[Row]) -> dict[str, Any]:
+def _assumed(rows: Sequence[PublishedRun]) -> dict[str, Any]:
     """column -> in how many rows a blank was filled, and how often with what."""
     found: dict[str, dict[str, Any]] = {}
     for row in rows:

@@ -11,7 +11,7 @@ from typing import NoReturn, get_args
 
 from parallel3d.model.spec import Recompute
 from parallel3d.plan.setting import Device, Precision, Software
-from parallel3d.published.cells import ABOUT, Unusable
+from parallel3d.published.cells import ABOUT, UnusableRow
 
 _NO = {"", "-", "0", "no", "none", "off", "false", "n/a", "na"}
 _ADAPTERS = re.compile(
@@ -29,13 +29,13 @@ _PRECISIONS: Mapping[Precision, str] = {
 
 
 def _unknown(column: str, text: str, known: str) -> NoReturn:
-    raise Unusable(
+    raise UnusableRow(
         f'{column} = "{text}" is not known; write {known}', f"{column} is not known: {text}"
     )
 
 
 def refuse_adapters(cells: Mapping[str, str]) -> None:
-    """Raise Unusable if a row trains a part of the weights, or weights of four or eight bits.
+    """Raise UnusableRow if a row trains a part of the weights, or weights of four or eight bits.
 
     It looks in every cell but those that cite the source, and at columns called after adapters.
     """
@@ -50,7 +50,7 @@ def refuse_adapters(cells: Mapping[str, str]) -> None:
             found = f'"{match.group()}" in {name}'
         else:
             continue
-        raise Unusable(
+        raise UnusableRow(
             f"{found}: adapters, frozen or quantized weights are not modelled; take the word out "
             "where all weights were trained, in 16 or 32 bits or fp8",
             "adapters, frozen or quantized weights",

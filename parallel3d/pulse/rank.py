@@ -17,7 +17,7 @@ from pathlib import Path
 from parallel3d.pulse.judge import Limits
 from parallel3d.pulse.line import listen
 from parallel3d.pulse.page import Page, Verdict, new_page
-from parallel3d.pulse.sentry import Task
+from parallel3d.pulse.sentry import SentryTask
 
 LIMITS = Limits()
 SOON = 5.0  # seconds in which the verdict comes on what a collective has noticed already
@@ -55,7 +55,7 @@ def begin(
         publish(json.dumps([token, hosts, port]))
     else:
         token, hosts, port = json.loads(fetch())
-    task = Task(
+    task = SentryTask(
         rank, world_size, socket.gethostname(), os.getpid(), descriptor, token, list(LIMITS),
         hosts, port, passed[1] if rank == 0 else -1, store,
     )  # fmt: skip

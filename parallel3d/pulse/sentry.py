@@ -31,7 +31,7 @@ _HELD = 3.0  # seconds in a debugger: not one that takes a sample of the stack (
 _LONGEST_LOOK = 2.0  # seconds: more between two looks, and this machine slept
 
 
-class Task(NamedTuple):
+class SentryTask(NamedTuple):
     """What a rank tells its sentry at its start; `listener` is the judge's socket, or -1."""
 
     rank: int
@@ -50,7 +50,7 @@ class Task(NamedTuple):
 class Sentry:
     """The sentry of one rank, its parent process, on which it reports until that is gone."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: SentryTask) -> None:
         self._task, self._page = task, Page(task.page)
         self._limits = Limits(*task.limits)
         self._selector = selectors.DefaultSelector()
@@ -251,7 +251,7 @@ def main() -> None:
     """Read the sentry's task from standard input, and do it."""
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)  # it ends with its rank
-    task = Task(*json.load(sys.stdin))
+    task = SentryTask(*json.load(sys.stdin))
     if task.listener >= 0:
         with suppress(ImportError, ValueError, OSError):
             import resource

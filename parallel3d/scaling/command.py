@@ -21,7 +21,7 @@ from parallel3d.scaling.forecast import Forecast
 from parallel3d.scaling.laws import LAWS
 from parallel3d.scaling.points import FLAGS, NAMES, Dropped, Points, points_of
 from parallel3d.scaling.profile import METHODS
-from parallel3d.scaling.result import Fit, Stored, finite
+from parallel3d.scaling.result import Fit, StoredFit, finite
 from parallel3d.scaling.runs import COUNTS, read_runs
 from parallel3d.scaling.table import Table, read
 
@@ -105,9 +105,9 @@ def add_predict(parser: Parser) -> None:
     parser.add_json()
 
 
-def predict(args: argparse.Namespace) -> tuple[Forecast, Stored, Path | None]:
+def predict(args: argparse.Namespace) -> tuple[Forecast, StoredFit, Path | None]:
     """The forecast that the flags ask for, its fit, and the file that it was registered in."""
-    stored = Stored.read(args.fit)
+    stored = StoredFit.read(args.fit)
     made = forecast.forecast(
         stored, flops=args.flops, params=args.params, tokens=args.tokens,
         unique=args.unique_tokens,

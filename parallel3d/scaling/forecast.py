@@ -18,7 +18,7 @@ from parallel3d.errors import ConfigError
 from parallel3d.scaling import data_constrained, frontier
 from parallel3d.scaling.laws import LAWS
 from parallel3d.scaling.points import FLOPS_PER_PARAM_AND_TOKEN, Array, Points
-from parallel3d.scaling.result import Stored, interval
+from parallel3d.scaling.result import StoredFit, interval
 
 SAME_RUN = 0.02
 """A run whose N and D are within so much, relative, is the one that a forecast is about."""
@@ -50,7 +50,7 @@ class Forecast:
 
 
 def forecast(
-    fit: Stored, *, flops: float | None = None, params: float | None = None,
+    fit: StoredFit, *, flops: float | None = None, params: float | None = None,
     tokens: float | None = None, unique: float | None = None,
 ) -> Forecast:  # fmt: skip
     """The forecast of a run's loss; with `flops` alone, at the best N and D.
@@ -92,12 +92,12 @@ def forecast(
     return Forecast(flops, params, tokens, value, spread, flops / float(fit.flops.max()))
 
 
-def _values(fit: Stored) -> dict[str, Any]:
+def _values(fit: StoredFit) -> dict[str, Any]:
     """The parameters of each draw, [draws, 1]; those that were not drawn as they are."""
     return {**fit.parameters, **{name: draws[:, None] for name, draws in fit.samples.items()}}
 
 
-def _best(fit: Stored, values: Mapping[str, Any], flops: float) -> tuple[Array, Array]:
+def _best(fit: StoredFit, values: Mapping[str, Any], flops: float) -> tuple[Array, Array]:
     if fit.law in LAWS:
         return LAWS[fit.law].best(values, flops)
     if fit.law in frontier.NAMES:
@@ -114,7 +114,7 @@ def _best(fit: Stored, values: Mapping[str, Any], flops: float) -> tuple[Array, 
 
 
 def _loss(
-    fit: Stored, values: Mapping[str, Any], params: float, tokens: float, unique: float | None
+    fit: StoredFit, values: Mapping[str, Any], params: float, tokens: float, unique: float | None
 ) -> Any:
     """None of a frontier of too few budgets for a law of the loss."""
     one, other = np.array([params]), np.array([tokens])
@@ -134,7 +134,7 @@ def _loss(
     return np.exp(model.value(theta))
 
 
-def _with_scatter(fit: Stored, losses: Array) -> Array:
+def _with_scatter(fit: StoredFit, losses: Array) -> Array:
     """The losses with residuals of the fitted runs, widened for the freedom that the fit took."""
     if not len(fit.scatter):
         return losses
@@ -147,7 +147,7 @@ def _with_scatter(fit: Stored, losses: Array) -> Array:
     return with_one
 
 
-def register(path: Path, made: Forecast, fit: Stored) -> None:
+def register(path: Path, made: Forecast, fit: StoredFit) -> None:
     """Write the forecast to a new file; ConfigError where the file, or the run, exists already."""
     known = np.concatenate([np.column_stack([fit.params, fit.tokens]), fit.held_out])
     same = _same_run(known[:, 0], known[:, 1], made.params, made.tokens)
@@ -181,7 +181,7 @@ def register(path: Path, made: Forecast, fit: Stored) -> None:
         ) from None
 
 
-def default_path(fit: Stored, flops: float) -> Path:
+def default_path(fit: StoredFit, flops: float) -> Path:
     """Path of a forecast's file: beside the fit, named after the budget and the time."""
     now = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
     return fit.path.parent / f"forecast-{flops:.3g}-{now}.json"

@@ -85,7 +85,7 @@ class Fit:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredFit:
     """A fit read from its fit.json, with the same fields as Fit."""
 
     path: Path
@@ -102,7 +102,7 @@ class Stored:
     """N and D of runs that were there, and not fitted for a forecast of theirs: [runs, 2]."""
 
     @classmethod
-    def read(cls, path: Path) -> "Stored":
+    def read(cls, path: Path) -> "StoredFit":
         """The fit in a file; raises ConfigError for a file that `scale.py fit` did not write."""
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))

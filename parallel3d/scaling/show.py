@@ -8,7 +8,7 @@ from rich.console import Console
 from parallel3d import layout
 from parallel3d.layout import Column
 from parallel3d.scaling.forecast import ONE_RUN, Forecast
-from parallel3d.scaling.result import Stored
+from parallel3d.scaling.result import StoredFit
 
 _MOST = 12  # dropped rows that are printed; the rest are counted
 
@@ -40,7 +40,7 @@ def show_fit(report: Mapping[str, Any], out: Console) -> None:
         layout.say(out, f"WARNING: {warning}", "  ")
 
 
-def show_forecast(made: Forecast, fit: Stored, out: Console) -> None:
+def show_forecast(made: Forecast, fit: StoredFit, out: Console) -> None:
     """Print a forecast, and how far it reaches beyond the runs that it is made from."""
     spread = made.intervals
     layout.say(out, f"{fit.law} law of {len(fit.flops)} runs; {made.flops:.4g} FLOPs")

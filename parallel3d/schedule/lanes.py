@@ -19,7 +19,7 @@ _LETTERS = {Op.GATHER: "G", Op.RELEASE: "X", Op.REDUCE: "R"}
 LEGEND = "G: gathers a stage's weights, X: lets go of them, R: reduces its gradients"
 
 
-class Held(NamedTuple):
+class HeldWeights(NamedTuple):
     """A stage's weights from the end of a GATHER to the RELEASE, in seconds."""
 
     stage: int
@@ -43,14 +43,14 @@ def height(spans: Spans) -> int:
     return HEIGHT * max(len(lanes_of(rank)) for rank in spans)
 
 
-def held(rank: Sequence[Span]) -> Iterator[Held]:
+def held(rank: Sequence[Span]) -> Iterator[HeldWeights]:
     """For how long a rank holds the weights of each stage, window by window."""
     since: dict[int, float] = {}
     for action, start, end in rank:
         if action.op == Op.GATHER:
             since[action.stage] = end
         elif action.op == Op.RELEASE and action.stage in since:
-            yield Held(action.stage, since.pop(action.stage), start)
+            yield HeldWeights(action.stage, since.pop(action.stage), start)
 
 
 def svg(rank: Sequence[Span], timeline: Timeline, *, left: float, top: float, scale: float) -> str:

@@ -31,8 +31,8 @@ from parallel3d.spmd.kinds import (
     Zero,
     cut,
 )
-from parallel3d.spmd.running import Run, run_layer
-from parallel3d.spmd.trace import Differs, Node, Place, joined
+from parallel3d.spmd.running import LayerRun, run_layer
+from parallel3d.spmd.trace import CallSite, Differs, Node, joined
 from parallel3d.tensor.cut import Cut as ParameterCut
 
 _ANY_VOCABULARY = 1000  # of a corpus that is not known yet
@@ -83,13 +83,13 @@ def _check(config: RunConfig, layer: LayerSpec, place: str) -> Iterator[Finding]
             # What has no meaning or no kernel on the meta device may run well on another.
             fails = type(error) is RuntimeError and "meta" not in str(error).lower()
             text = f"does not run without a device: {str(error).partition(chr(10))[0]}"
-            yield Finding(Place(layer.name, "", False), text, is_error=fails)
+            yield Finding(CallSite(layer.name, "", False), text, is_error=fails)
             return
     try:
         nodes = joined([run.program for run in runs])
         of_replicas = joined([run.program for run in (runs[0], *replicas)])
     except Differs as error:
-        yield Finding(Place(layer.name, "", False), str(error))
+        yield Finding(CallSite(layer.name, "", False), str(error))
         return
     if replicas and not config.data.isolate_documents:
         yield from _over_replicas(layer, place, runs[0], of_replicas, tp)
@@ -98,7 +98,7 @@ def _check(config: RunConfig, layer: LayerSpec, place: str) -> Iterator[Finding]
 
 
 def _over_replicas(
-    layer: LayerSpec, place: str, run: Run, nodes: Sequence[Node], tp: int
+    layer: LayerSpec, place: str, run: LayerRun, nodes: Sequence[Node], tp: int
 ) -> Iterator[Finding]:
     """Over dp each rank has its own samples: the first dim of what flows is cut."""
     inference = Inference(tp, "dp")
@@ -108,19 +108,19 @@ def _over_replicas(
         inference.set(ref, REPLICATED)
     inference.follow(nodes[: run.num_before_sums])
     yield from (f._replace(text=f"over dp: {f.text}") for f in inference.findings)
-    here = Place(layer.name, _source(run.module), False)
+    here = CallSite(layer.name, _source(run.module), False)
     result, expected = inference.kind(run.result), PARTIAL if place == "last" else cut(0)
     if not _is(result, expected):
         yield Finding(here, f"over dp its result is {result}; it must be {expected}")
     for name, ref in run.gradients.items():
         kind = inference.kind(ref)
         if not _is(kind, PARTIAL):
-            at = Place(name, _source(_owner(run.module, name, layer.name)), True)
+            at = CallSite(name, _source(_owner(run.module, name, layer.name)), True)
             yield Finding(at, f"over dp its gradient is {kind}, and the engine averages it")
 
 
 def _over_tp(
-    config: RunConfig, layer: LayerSpec, place: str, run: Run, nodes: Sequence[Node]
+    config: RunConfig, layer: LayerSpec, place: str, run: LayerRun, nodes: Sequence[Node]
 ) -> Iterator[Finding]:
     tp = config.mesh.tp
     flow = cut(1) if config.mesh.sequence_parallel else REPLICATED
@@ -141,7 +141,7 @@ def _over_tp(
     unknown = [name for name, ref in run.gradients.items() if inference.kind(ref) == UNKNOWN]
     if unknown and not found:
         text = f"the gradients of {', '.join(unknown)} could not be followed"
-        yield Finding(Place(layer.name, "", True), text, is_error=False)
+        yield Finding(CallSite(layer.name, "", True), text, is_error=False)
 
 
 def _of_cut(of: ParameterCut) -> Kind:
@@ -160,10 +160,10 @@ def _is(kind: Kind, expected: Kind) -> bool:
 
 
 def _ends(
-    layer: LayerSpec, place: str, run: Run, inference: Inference, flow: Kind
+    layer: LayerSpec, place: str, run: LayerRun, inference: Inference, flow: Kind
 ) -> Iterator[Finding]:
     """What flows out, what flows back, and the gradients: against what others take them for."""
-    here = Place(layer.name, _source(run.module), False)
+    here = CallSite(layer.name, _source(run.module), False)
     result, expected = inference.kind(run.result), REPLICATED if place == "last" else flow
     if not _is(result, expected):
         what = "loss" if place == "last" else "value that flows to the next layer"
@@ -176,7 +176,7 @@ def _ends(
         text = f"the gradient that flows to the layer before is {found}; it must be {flow}"
         yield Finding(here._replace(backward=True), text)
     for h in run.held:
-        at = Place(h.name, _source(_owner(run.module, h.name, layer.name)), True)
+        at = CallSite(h.name, _source(_owner(run.module, h.name, layer.name)), True)
         if h.name not in run.gradients:
             yield Finding(at, "gets no gradient")
             continue
@@ -193,12 +193,12 @@ def _ends(
             yield Finding(at, f"its gradient is {kind}{remedy if kind == PARTIAL else ''}")
 
 
-def _sums(run: Run, inference: Inference) -> Iterator[Finding]:
+def _sums(run: LayerRun, inference: Inference) -> Iterator[Finding]:
     """The gradients after the engine's sums, as data parallelism takes them."""
     for h in run.held:
         kind = inference.kind(run.gradients[h.name])
         if not _is(kind, _of_cut(h.cut)):
-            at = Place(h.name, _source(Reduction, "_sum"), True)
+            at = CallSite(h.name, _source(Reduction, "_sum"), True)
             yield Finding(at, f"its gradient is {kind} when the engine has summed it over tp")
 
 

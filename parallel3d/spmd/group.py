@@ -15,7 +15,7 @@ class _Done(dist._Work):
         return True
 
 
-class Group(_Base):
+class PlayedGroup(_Base):
     """A group of `size` in which this process plays rank `rank`; nothing is sent.
 
     `note` is told each collective: its name, what it takes, what it writes, and its reduction.

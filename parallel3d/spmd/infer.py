@@ -34,7 +34,7 @@ from parallel3d.spmd.kinds import (
     Zero,
 )
 from parallel3d.spmd.marks import Move, moved, through_view
-from parallel3d.spmd.trace import Node, Place, Ref
+from parallel3d.spmd.trace import CallSite, Node, Ref
 
 RULES: dict[str, Rule] = {
     **moving.RULES, **pointwise.RULES, **reducing.RULES, **products.RULES, **indexing.RULES,
@@ -45,7 +45,7 @@ _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
 class Finding(NamedTuple):
     """A mismatch and its place, or (`is_error` False) an operator that could not be judged."""
 
-    place: Place
+    place: CallSite
     text: str
     is_error: bool = True
 

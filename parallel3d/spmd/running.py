@@ -25,7 +25,7 @@ _LONGEST = (
 
 
 @dataclass(frozen=True)
-class Run:
+class LayerRun:
     """The program of one rank, and the values of it that are looked at."""
 
     program: Program
@@ -43,7 +43,9 @@ class Run:
     gradients: dict[str, Ref]
 
 
-def run_layer(config: RunConfig, layer: LayerSpec, place: str, rank: int, dp_coord: int = 0) -> Run:
+def run_layer(
+    config: RunConfig, layer: LayerSpec, place: str, rank: int, dp_coord: int = 0
+) -> LayerRun:
     """Run a layer as tp rank `rank`; `place`: whether it is the model's "first", "last" or not.
 
     Raises whatever the layer raises.
@@ -75,7 +77,7 @@ def run_layer(config: RunConfig, layer: LayerSpec, place: str, rank: int, dp_coo
     num_before_sums = len(tracer.program.nodes)
     grads = {h.name: h.parameter.grad for h in held}
     ref = tracer.program.ref
-    run = Run(
+    run = LayerRun(
         tracer.program,
         num_before_sums,
         module,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallel3d.spmd.group import Group
+from parallel3d.spmd.group import PlayedGroup
 from parallel3d.spmd.kinds import PerRank
 from parallel3d.tensor.dropout import RandomKey
 
@@ -35,7 +35,7 @@ class Ref(NamedTuple):
     stride: tuple[int, ...]
 
 
-class Place(NamedTuple):
+class CallSite(NamedTuple):
     """Where in the code an operator was called, or, in a backward, its operator of the forward."""
 
     layer: str
@@ -59,7 +59,7 @@ class Node:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outs: tuple[Ref, ...]
-    place: Place
+    place: CallSite
     written: Ref | None = None
     pointwise: bool = False
     random: bool = False
@@ -146,9 +146,9 @@ class Tracer(TorchDispatchMode):
     def __init__(self, rank: int, size: int, dp_coord: int = 0) -> None:
         super().__init__()
         self.program, self.key = Program(), TracedKey(0, dp_coord)
-        self.group = Group(rank, size, self.note_collective)
+        self.group = PlayedGroup(rank, size, self.note_collective)
         self._layers: list[str] = []
-        self._forward: dict[int, tuple[Place, int]] = {}  # of an autograd node
+        self._forward: dict[int, tuple[CallSite, int]] = {}  # of an autograd node
 
     def name_layers(self, module: nn.Module, name: str) -> None:
         """Have places name the submodules of a module, which is called `name`."""
@@ -214,26 +214,26 @@ class Tracer(TorchDispatchMode):
         node = Node(op, args, kwargs, outs, place, written, pointwise, random, of)
         self.program.nodes.append(node)
 
-    def _place(self) -> tuple[Place, int | None]:
+    def _place(self) -> tuple[CallSite, int | None]:
         line, is_carrier = _calling_line()
         node = torch._C._current_autograd_node()
         if node is None:
-            place = Place(self._layers[-1] if self._layers else "", line, False)
+            place = CallSite(self._layers[-1] if self._layers else "", line, False)
             # torch has made the node of an operator when it comes here.
             number = torch._C._autograd._get_sequence_nr() - 1
             self._forward.setdefault(number, (place, len(self.program.nodes)))
             return place, None
         if self._layers:  # a forward that is run again
-            place = Place(self._layers[-1], line, True)
+            place = CallSite(self._layers[-1], line, True)
             number = torch._C._autograd._get_sequence_nr() - 1
             self._forward.setdefault(number, (place, len(self.program.nodes)))
             return place, None
         of_forward, index = self._forward.get(node._sequence_nr(), (None, None))
         if of_forward is None:
-            return Place("", line, True), None
+            return CallSite("", line, True), None
         if is_carrier or not line:
             line = of_forward.line
-        return Place(of_forward.layer, line, True), index
+        return CallSite(of_forward.layer, line, True), index
 
 
 @cache

@@ -78,21 +78,21 @@ def compile_block(block: nn.Module) -> None:
         block.compile(dynamic=False, backend=_backend)
 
 
-class Counts(NamedTuple):
+class CompiledCounts(NamedTuple):
     """What this process has compiled: graphs, and the reasons for which functions were left out."""
 
     graphs: int
     breaks: dict[str, int]
 
 
-def counts() -> Counts:
+def counts() -> CompiledCounts:
     """Count what this process has compiled since it began."""
     from torch._dynamo.utils import counters
 
     breaks: Counter[str] = Counter()
     for text, times in counters["graph_break"].items():
         breaks[_reason(text)] += times
-    return Counts(counters["stats"]["unique_graphs"], dict(breaks))
+    return CompiledCounts(counters["stats"]["unique_graphs"], dict(breaks))
 
 
 def _reason(text: str) -> str:

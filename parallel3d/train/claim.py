@@ -11,7 +11,7 @@ from parallel3d.config import RunConfig
 from parallel3d.config.digest import digest_of
 from parallel3d.errors import ConfigError
 from parallel3d.holder import Holder, read
-from parallel3d.lock import Held, Lock
+from parallel3d.lock import Lock, LockHeld
 from parallel3d.mesh.launch import Launch
 from parallel3d.plan.impossible import refuse_impossible
 from parallel3d.train.attempts import folder_of_this_launch, unfinished
@@ -113,7 +113,7 @@ def _find(
         mine = lock(folder.name)
         try:
             mine.take(say)
-        except Held as error:
+        except LockHeld as error:
             raise ConfigError(_held(folder, error.holder)) from None
         return folder, mine
     found = None
@@ -130,7 +130,7 @@ def _find(
         mine = lock(folder.name)
         try:
             mine.take(say)
-        except Held as error:
+        except LockHeld as error:
             # Another run has the name; the same run, starting too, is not to be trained twice.
             if found or (error.holder.about == same and config.checkpoint.resume != "none"):
                 raise ConfigError(_held(folder, error.holder)) from None

@@ -78,7 +78,9 @@ def evaluate(
         return evaluation.run()
 
 
-def refuse_other_text(found: resume.Found, corpus: Corpus, say: Callable[[str], None]) -> None:
+def refuse_other_text(
+    found: resume.FoundCheckpoint, corpus: Corpus, say: Callable[[str], None]
+) -> None:
     """Raise CheckpointError if the corpus or its held-out part is not the checkpoint's.
 
     Says where the text is another one: some of what is held out may have been trained on.

@@ -42,7 +42,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Place:
+class RunPlace:
     """The folder of a run, the digest by which its config finds it, and whether it exists."""
 
     folder: Path
@@ -58,8 +58,8 @@ class Start:
     """The final config: the corpus's vocabulary, and the number of steps from `position` on."""
     settings: Mapping[str, Any]
     """The config as the user gave it; an attempt with other settings is a fresh chance."""
-    place: Place
-    found: resume.Found | None
+    place: RunPlace
+    found: resume.FoundCheckpoint | None
     """The checkpoint to load; None where training starts afresh."""
     position: Position
     """The position in the run and in its data."""
@@ -71,7 +71,7 @@ class Start:
     """The folder of the model whose weights training starts from, without a checkpoint."""
 
 
-def find_folder(config: RunConfig, mesh: Mesh, claim: Claim | None) -> Place:
+def find_folder(config: RunConfig, mesh: Mesh, claim: Claim | None) -> RunPlace:
     """The folder in which the run is written, whether it exists or not.
 
     `claim` is rank 0's. Collective; raises on all ranks what `Attempts.check` raises, so that a
@@ -91,7 +91,7 @@ def find_folder(config: RunConfig, mesh: Mesh, claim: Claim | None) -> Place:
 
     folder, digest, exists = on_first(mesh, look)
     refuse_unshared(Path(folder), config.run.directory, mesh)
-    return Place(Path(folder), digest, exists)
+    return RunPlace(Path(folder), digest, exists)
 
 
 def begin(config: RunConfig, mesh: Mesh, console: Console) -> None:
@@ -100,7 +100,9 @@ def begin(config: RunConfig, mesh: Mesh, console: Console) -> None:
     console.print(mesh.picture(), *compute.describe(mesh.device), *config.notes, sep="\n")
 
 
-def find_start(config: RunConfig, mesh: Mesh, *, place: Place, corpus: Corpus, say: Say) -> Start:
+def find_start(
+    config: RunConfig, mesh: Mesh, *, place: RunPlace, corpus: Corpus, say: Say
+) -> Start:
     """The start of a run of this config, given its folder and its corpus.
 
     Collective. Says which checkpoint it is, what was rejected and why, and what has changed since.
@@ -148,14 +150,14 @@ def _find_pretrained(config: RunConfig, mesh: Mesh, tokenizer: Path, say: Say) -
 
 def _find_checkpoint(
     config: RunConfig, mesh: Mesh, folder: Path | None, say: Say
-) -> resume.Found | None:
+) -> resume.FoundCheckpoint | None:
     """The checkpoint to start from; says which, and what was rejected and why.
 
     Collective. Raises CheckpointError on all ranks if the one that was asked for cannot be used.
     """
     wanted = config.checkpoint.resume
     own = folder / "checkpoints" if folder else None
-    found: resume.Found | None = None
+    found: resume.FoundCheckpoint | None = None
     rejected: list[str] = []
     if own and (mesh.restart_count or wanted == "auto"):
         # After a restart the run's own newest checkpoint is further than what was asked for.

@@ -26,7 +26,7 @@ _PART_OF = {
 }  # fmt: skip
 
 
-class Watch:
+class StepWatch:
     """An observer of steps on every rank that prints on rank 0 what the config asks for.
 
     Times are the mean over the ranks of a pipeline coordinate, and over the steps since the last
@@ -164,13 +164,13 @@ def flops_lines(
 
 def watch_of(
     config: RunConfig, mesh: Mesh, parts: Assembly, *, say: Callable[[str], None] | None
-) -> Watch | None:
+) -> StepWatch | None:
     """The observer of a run's steps, if its config asks for one.
 
     `say` is given on the rank that reports, and there alone.
     """
     asked = config.wall_clock_breakdown, config.flops_profiler.enabled, config.comms_logger.enabled
-    return Watch(config, mesh, parts, say=say or _silent) if any(asked) else None
+    return StepWatch(config, mesh, parts, say=say or _silent) if any(asked) else None
 
 
 def _silent(text: str) -> None:

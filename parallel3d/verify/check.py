@@ -24,7 +24,7 @@ from parallel3d.verify.course import corpus_of
 from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.masks import Masks, share_of_wrong, watched
 from parallel3d.verify.measure import (
-    Errors,
+    ReferenceErrors,
     microbatches,
     relative,
     weight_error,
@@ -40,7 +40,7 @@ DROPOUT = 0.5
 
 
 @dataclass(frozen=True)
-class Task:
+class CaseTask:
     """What a case does beside training: where it saves or resumes, and whether it has dropout."""
 
     saves: Path | None = None
@@ -49,7 +49,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Found:
+class RankFindings:
     """What one rank found: relative differences, its weights' errors, and what has no reference.
 
     `accumulation` is the precision that gradients are added up in, where it is not fp32's.
@@ -69,12 +69,12 @@ class Found:
 def checked(
     config: RunConfig,
     reference: Reference,
-    task: Task,
+    task: CaseTask,
     *,
     function: Any = None,
     counters: dict[str, Any] | None = None,
     timeout: float = 300,
-) -> tuple[Errors, dict[str, Any]]:
+) -> tuple[ReferenceErrors, dict[str, Any]]:
     """Run `check` on as many ranks as a resolved config's mesh has; its errors, and counters.
 
     `function`: what is called on each rank in place of `check`. `counters`: what an unbroken run
@@ -86,11 +86,11 @@ def checked(
 
 
 def errors_of_found(
-    config: RunConfig, found: Sequence[Found], counters: dict[str, Any] | None
-) -> Errors:
+    config: RunConfig, found: Sequence[RankFindings], counters: dict[str, Any] | None
+) -> ReferenceErrors:
     """The largest errors of what each rank found."""
     masks = [f.masks for f in found if f.masks is not None]
-    return Errors(
+    return ReferenceErrors(
         loss=worst(f.loss for f in found),
         grad_norm=worst(f.grad_norm for f in found),
         weight=weight_error(config, [f.weights for f in found]),
@@ -102,20 +102,20 @@ def errors_of_found(
     )
 
 
-def check(rank: int, config: RunConfig, reference: Reference, task: Task) -> Found:
+def check(rank: int, config: RunConfig, reference: Reference, task: CaseTask) -> RankFindings:
     """Train a small config on its course, on one rank, and compare with the reference."""
     mesh = Mesh(config.mesh.pp, int(config.mesh.dp), config.mesh.tp)
     torch.set_num_threads(1)  # tiny products on many threads spend their time waiting
     with swapping_small_tensors(2 * BLOCK):
         parts = assemble(config, mesh, seed=SEED)
-        run = Run(parts, config, mesh, reference)
+        run = CaseRun(parts, config, mesh, reference)
         found = run.compared(task)
     mesh.barrier()
     parts.engine.close()
     return found
 
 
-class Run:
+class CaseRun:
     """One rank's part of a case."""
 
     def __init__(
@@ -134,7 +134,7 @@ class Run:
         if parameter.grad is not None:
             self.eps.append(torch.finfo(parameter.grad.dtype).eps)
 
-    def compared(self, task: Task) -> Found:
+    def compared(self, task: CaseTask) -> RankFindings:
         """Train, evaluate and compare."""
         position = (
             go_on(self.parts, self.mesh, self.state, task.resumes) if task.resumes else Position()
@@ -156,7 +156,7 @@ class Run:
         evaluation = self._evaluated(batch, task.drops)
         masks = self._dropped(batch, position.step) if task.drops else None
         self.feed.close()
-        return Found(
+        return RankFindings(
             loss=worst(relative(losses, self.reference.losses[first:])),
             grad_norm=worst(relative(norms, self.reference.grad_norms[first:])),
             weights=weights,

@@ -29,7 +29,7 @@ Differences = tuple[float, float, dict[str, float]]
 
 
 @dataclass(frozen=True)
-class Errors:
+class ReferenceErrors:
     """The largest differences from the reference.
 
     `loss` and `grad_norm` are relative. `weight` is absolute in fp32; in half precision, where
@@ -90,7 +90,7 @@ def _compile_operators(rank: int, zero: ZeroConfig) -> None:
         load_async_io(mesh, say)
 
 
-def measure(config: RunConfig, reference: Reference, timeout: float = 300) -> Errors:
+def measure(config: RunConfig, reference: Reference, timeout: float = 300) -> ReferenceErrors:
     """Run a resolved config on as many ranks as its mesh has, and compare.
 
     Raises TrainingError if a rank does.
@@ -102,10 +102,10 @@ def measure(config: RunConfig, reference: Reference, timeout: float = 300) -> Er
     )
 
 
-def errors_of(config: RunConfig, results: Iterable[Differences]) -> Errors:
+def errors_of(config: RunConfig, results: Iterable[Differences]) -> ReferenceErrors:
     """The largest errors of what each rank found."""
     losses, norms, weights = zip(*results, strict=True)
-    return Errors(worst(losses), worst(norms), weight_error(config, weights))
+    return ReferenceErrors(worst(losses), worst(norms), weight_error(config, weights))
 
 
 def weight_error(config: RunConfig, weights: Sequence[dict[str, float]]) -> float:

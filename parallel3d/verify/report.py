@@ -10,8 +10,8 @@ from rich.console import Console
 from parallel3d import models
 from parallel3d.config import RunConfig
 from parallel3d.errors import ConfigError, TrainingError
-from parallel3d.verify.check import Task, checked
-from parallel3d.verify.measure import TOLERANCE, Errors, compile_operators
+from parallel3d.verify.check import CaseTask, checked
+from parallel3d.verify.measure import TOLERANCE, ReferenceErrors, compile_operators
 from parallel3d.verify.prepared import prepare
 from parallel3d.verify.shrink import (
     Sizes,
@@ -52,8 +52,8 @@ def verify(
     small, reference = prepare(config, runnable, folder)
     tolerance, drops = TOLERANCE[config.precision], drops_out(config)
     saved, resumed = resuming_pair(runnable)
-    tasks = [(mesh, Task(folder if mesh == saved else None, None, drops)) for mesh in runnable]
-    tasks.append((resumed, Task(resumes=folder)))
+    tasks = [(mesh, CaseTask(folder if mesh == saved else None, None, drops)) for mesh in runnable]
+    tasks.append((resumed, CaseTask(resumes=folder)))
     cases, counters = [], None
     for mesh, task in tasks:
         raised = ""
@@ -61,7 +61,7 @@ def verify(
             errors, ended = checked(small[mesh], reference, task, counters=counters)
             counters = ended if task.saves else counters
         except TrainingError as failure:
-            errors, raised = Errors(*[float("inf")] * 3), str(failure)
+            errors, raised = ReferenceErrors(*[float("inf")] * 3), str(failure)
         cases.append(_case(config, mesh, errors, tolerance))
         cases[-1]["resumed_from"] = name_of(saved) if task.resumes else None
         beyond = ", ".join(errors.beyond(tolerance))
@@ -113,7 +113,9 @@ def _row(*cells: str) -> str:
     )
 
 
-def _case(config: RunConfig, mesh: Sizes, errors: Errors, tolerance: float) -> dict[str, Any]:
+def _case(
+    config: RunConfig, mesh: Sizes, errors: ReferenceErrors, tolerance: float
+) -> dict[str, Any]:
     zero = config.zero_optimization
     return {
         "mesh": name_of(mesh),

@@ -13,7 +13,7 @@ from torch import nn
 from parallel3d.checkpoint import layout
 from parallel3d.checkpoint.manifest import Entry
 from parallel3d.checkpoint.save import Saver
-from parallel3d.engine import KINDS, HeldParameter, Piece
+from parallel3d.engine import KINDS, HeldParameter, ParameterPiece
 from parallel3d.model.spec import named_params
 from parallel3d.models import layers
 from parallel3d.tensor.cut import Cut, even_split
@@ -80,7 +80,7 @@ def piece_of(mesh, name, spec):
     numel = prod(parameter.cut.local_shape)
     share = -(-numel // mesh.size("dp"))
     start = min(numel, share * mesh.coord("dp"))
-    return Piece(HeldParameter(name, parameter, spec), start, min(share, numel - start))
+    return ParameterPiece(HeldParameter(name, parameter, spec), start, min(share, numel - start))
 
 
 def part_of(whole, piece):

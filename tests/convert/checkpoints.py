@@ -7,8 +7,8 @@ from parallel3d.config import RunConfig
 from parallel3d.convert.card import write_rest
 from parallel3d.convert.export import write_tensors
 from parallel3d.convert.files import create
-from parallel3d.convert.layout import Layout
-from parallel3d.convert.source import Source
+from parallel3d.convert.layout import WeightFiles
+from parallel3d.convert.source import CheckpointSource
 from parallel3d.data.sources import silent
 from parallel3d.data.tokenizer import save_tokenizer, train_tokenizer
 from tests.checkpoint.folders import FIRST, SECOND, seal, state_of
@@ -83,9 +83,9 @@ def run_config(config, tokenizer=None):
 
 def written(run, folder, **layout):
     """A folder that is not read back yet, and all that `read_back` takes beside it."""
-    source = Source(run)
+    source = CheckpointSource(run)
     about = source.about()
-    files = Layout(source.config.model, **layout)
+    files = WeightFiles(source.config.model, **layout)
     create(folder, files)
     write_tensors(source.read, files, folder, silent)
     write_rest(folder, about, files)

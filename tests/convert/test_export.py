@@ -11,9 +11,9 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from parallel3d import models
 from parallel3d.convert.export import export
-from parallel3d.convert.layout import DTYPES, INDEX, Layout
+from parallel3d.convert.layout import DTYPES, INDEX, WeightFiles
 from parallel3d.convert.read_back import read_back
-from parallel3d.convert.source import Source
+from parallel3d.convert.source import CheckpointSource
 from parallel3d.data.sources import silent
 from parallel3d.errors import CheckpointError, ConfigError
 from parallel3d.models.llama.spec import RopeScaling
@@ -40,9 +40,9 @@ MODELS = {
 
 
 def exported(config, root, dtype="fp32", architecture=None):
-    source = Source(checkpoint_of(config, root))
+    source = CheckpointSource(checkpoint_of(config, root))
     about = source.about(architecture=architecture)
-    layout = Layout(config, DTYPES[dtype], SHARD_BYTES)
+    layout = WeightFiles(config, DTYPES[dtype], SHARD_BYTES)
     return export(source, about, layout, root / "out", silent)
 
 
@@ -200,8 +200,10 @@ def test_a_wrong_mapping_of_names_is_found_by_the_logits_alone(tmp_path, monkeyp
 
 def test_the_tokenizer_is_the_one_of_the_run_and_no_other(tmp_path):
     run = checkpoint_of(MODELS["GPT2LMHeadModel"], tmp_path, tokenizer_in(tmp_path / "own"))
-    source = Source(run)
-    proof = export(source, source.about(), Layout(source.config.model), tmp_path / "out", silent)
+    source = CheckpointSource(run)
+    proof = export(
+        source, source.about(), WeightFiles(source.config.model), tmp_path / "out", silent
+    )
     assert proof.ok and "tokenizer" in proof.checked and proof.left_out == ()
     theirs, ours = (tmp_path / where / "tokenizer.json" for where in ("out", "own"))
     assert theirs.read_bytes() == ours.read_bytes()
@@ -238,4 +240,4 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path):
     data[-1] ^= 1
     path.write_bytes(data)
     with pytest.raises(CheckpointError, match="do not match the manifest"):
-        Source(run)
+        CheckpointSource(run)

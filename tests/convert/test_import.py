@@ -101,7 +101,7 @@ def test_a_wrong_reading_of_config_json_is_found_by_the_logits(tmp_path, monkeyp
 
 
 def test_other_values_than_the_folders_are_found(tmp_path, monkeypatch):
-    right = importing.Weights.whole
+    right = importing.PublishedWeights.whole
 
     def wrong(self, name):
         value = right(self, name)
@@ -109,7 +109,7 @@ def test_other_values_than_the_folders_are_found(tmp_path, monkeypatch):
             value[3] += 2**-10
         return value
 
-    monkeypatch.setattr(importing.Weights, "whole", wrong)
+    monkeypatch.setattr(importing.PublishedWeights, "whole", wrong)
     proof = import_folder(save("llama2", tmp_path / "model"), tmp_path / "out")
     said = "model.layers.1.input_layernorm.weight has other values in 1 of 32 elements"
     assert any(said in what for what in proof.differs), proof.differs

@@ -11,7 +11,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from parallel3d import models
 from parallel3d.convert.files import Writer, create
-from parallel3d.convert.layout import DTYPES, INDEX, Layout, bytes_of
+from parallel3d.convert.layout import DTYPES, INDEX, WeightFiles, bytes_of
 from parallel3d.errors import ConfigError
 from tests.models.families import EVERY_FAMILY, small, weights_of
 
@@ -41,7 +41,7 @@ def read(folder):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("config", [small("gpt"), small("llama", num_key_value_heads=2)], ids=repr)
 def test_files_hold_what_was_written_in_shards_as_transformers_cuts_them(tmp_path, config, dtype):
-    layout = Layout(config, DTYPES[dtype], shard_bytes=9_000)
+    layout = WeightFiles(config, DTYPES[dtype], shard_bytes=9_000)
     write(tmp_path / "out", layout)
     wanted = models.huggingface(config.family).to_huggingface(config, weights_of(config))
     wanted = {name: value.to(DTYPES[dtype]) for name, value in wanted.items()}
@@ -63,14 +63,14 @@ def test_files_hold_what_was_written_in_shards_as_transformers_cuts_them(tmp_pat
 
 
 def test_one_file_has_no_index(tmp_path):
-    write(tmp_path / "out", Layout(small("gpt")))
+    write(tmp_path / "out", WeightFiles(small("gpt")))
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
 
 
 @pytest.mark.parametrize("name", EVERY_FAMILY)
 def test_the_class_that_the_config_names_has_these_tensors(name):
     """Of each switch of each family, under the names in files; the meta device holds no values."""
-    layout = Layout(EVERY_FAMILY[name])
+    layout = WeightFiles(EVERY_FAMILY[name])
     if layout.refusal:
         assert layout.names.keys() == {n for own in layout.names.values() for n in own}
         return
@@ -84,7 +84,7 @@ def test_the_class_that_the_config_names_has_these_tensors(name):
 
 
 def test_files_are_as_the_umask_has_it(tmp_path):
-    layout = Layout(small("gpt"))
+    layout = WeightFiles(small("gpt"))
     create(tmp_path / "out", layout)
     (tmp_path / "plain").touch()
     mode = (tmp_path / "plain").stat().st_mode

@@ -7,7 +7,7 @@ import pytest
 
 from parallel3d import models
 from parallel3d.convert import layout
-from parallel3d.convert.layout import Layout
+from parallel3d.convert.layout import WeightFiles
 from parallel3d.errors import ConfigError
 from parallel3d.models.common import scales_of
 from tests.convert.checkpoints import small
@@ -80,7 +80,7 @@ def test_what_half_precision_would_round_is_refused_by_name(tmp_path):
 def test_our_own_names_keep_our_own_weights():
     """Where transformers has no class, what is saved is ours, multipliers and all."""
     config = wide("llama", MUP, attention_bias=True, qk_norm=True)
-    made = Layout(config)
+    made = WeightFiles(config)
     assert made.refusal
     from torch import ones
 

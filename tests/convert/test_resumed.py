@@ -9,8 +9,8 @@ from parallel3d.checkpoint.load import load
 from parallel3d.checkpoint.save import Saver
 from parallel3d.convert.card import About
 from parallel3d.convert.export import export
-from parallel3d.convert.layout import INDEX, Layout
-from parallel3d.convert.source import Source
+from parallel3d.convert.layout import INDEX, WeightFiles
+from parallel3d.convert.source import CheckpointSource
 from parallel3d.convert.weights import save_weights
 from parallel3d.data.sources import silent
 from parallel3d.models import layers
@@ -54,8 +54,8 @@ def save_on_rank(rank, sides, root):
 
 def test_a_checkpoint_resumed_on_any_mesh_leaves_the_bytes_of_its_export(tmp_path):
     run_locally(train_on_rank, TRAINED.world_size, tmp_path, timeout=200)
-    source = Source(tmp_path / f"step-{STEPS}")
-    layout = Layout(source.config.model, shard_bytes=SHARDS)
+    source = CheckpointSource(tmp_path / f"step-{STEPS}")
+    layout = WeightFiles(source.config.model, shard_bytes=SHARDS)
     about = About(source.config, STEPS, 0)
     assert export(source, about, layout, tmp_path / "out", silent).ok
     wanted = {n: (tmp_path / "out" / n).read_bytes() for n in ("config.json", INDEX, *layout.files)}

@@ -12,7 +12,7 @@ from parallel3d import models
 from parallel3d.config import RunConfig
 from parallel3d.convert.card import About, write_rest
 from parallel3d.convert.files import Writer, create
-from parallel3d.convert.layout import INDEX, Layout
+from parallel3d.convert.layout import INDEX, WeightFiles
 from parallel3d.convert.weights import save_weights
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.train.assembly import assemble
@@ -170,7 +170,7 @@ MESHES = [
 def test_the_same_weights_are_the_same_bytes_from_every_mesh(case, tmp_path):
     """Of one process, which knows no mesh and no engine, in the same shards."""
     config, files = case.config, ["config.json", "generation_config.json", INDEX]
-    layout = Layout(config.model, shard_bytes=SHARDS)
+    layout = WeightFiles(config.model, shard_bytes=SHARDS)
     create(tmp_path / "alone", layout)
     writer = Writer(tmp_path / "alone", layout)
     for name, value in first_weights(config).items():

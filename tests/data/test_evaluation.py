@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel3d.data.batches import num_windows
-from parallel3d.data.bounds import Bounds
+from parallel3d.data.bounds import DocumentBounds
 from parallel3d.data.evaluation import bits_per_byte, held_out_samples, losses_per_document
 from parallel3d.data.prepare import prepare
 from parallel3d.data.statistics import held_out_bytes, train_frequencies
@@ -65,7 +65,7 @@ def test_labels_belong_to_documents_whose_end_is_the_end_of_text(corpora, which)
 
 def test_bounds_are_not_read_as_a_whole(corpora, monkeypatch):
     """Of 10^9 documents it would take seconds a batch."""
-    monkeypatch.setattr(Bounds, "__array__", None)
+    monkeypatch.setattr(DocumentBounds, "__array__", None)
     for corpus in corpora:
         samples = held_out_samples(corpus, 8, most=20)
         assert samples.documents(0, 4).min() >= 0 and samples.num_bytes > 0

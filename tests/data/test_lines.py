@@ -11,7 +11,7 @@ from pyarrow import parquet
 
 from parallel3d.data.json_line import text_of
 from parallel3d.data.long_json import LongObject
-from parallel3d.data.pieces import Unusable
+from parallel3d.data.pieces import UnusableDocument
 from parallel3d.errors import DataError
 from tests.data.documents import found, names_of, texts_of
 
@@ -170,7 +170,7 @@ def test_long_lines_are_judged_as_short_ones(line):
     def outcome(read):
         try:
             return read()
-        except Unusable as flaw:
+        except UnusableDocument as flaw:
             return flaw.reason
 
     short = outcome(lambda: text_of(line.encode(), "line 1", "a.b.c"))
@@ -201,5 +201,5 @@ def test_a_line_of_json_in_blocks_is_read_as_json_reads_it(text, before, ascii_o
     # And what `json` refuses is refused.
     for cut in {len(line) - 1, len(line) // 2, 1}:
         broken = line[:cut]
-        with pytest.raises(Unusable, match="line 1"):
+        with pytest.raises(UnusableDocument, match="line 1"):
             b"".join(LongObject([broken[:size], broken[size:]], "line 1", "text").text())

@@ -29,7 +29,7 @@ from parallel3d.mesh.launch import Launch
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.plan.memory.peak import per_rank
 from parallel3d.plan.setting import Setting
-from parallel3d.verify.measure import Errors, errors_of, train_and_compare
+from parallel3d.verify.measure import ReferenceErrors, errors_of, train_and_compare
 from parallel3d.verify.reference import train_reference
 from parallel3d.verify.shrink import shrink
 from tests.gpu import test_device as device
@@ -50,7 +50,7 @@ def meshes_of(launch: Launch) -> dict[str, tuple[int, int, int]]:
     return {"dp": (1, world // two, two), "pp": (nodes, here // two, two)}
 
 
-def compare(sizes: tuple[int, int, int], zero: int, folder: Path) -> tuple[Errors, float]:
+def compare(sizes: tuple[int, int, int], zero: int, folder: Path) -> tuple[ReferenceErrors, float]:
     """The largest errors of all ranks on a mesh, and the seconds that it took."""
     raw = config_of(schedule="one_f_one_b", zero=zero, sequence_parallel=True)
     config = shrink(RunConfig.from_dict(raw), (sizes,), str(folder))[sizes]

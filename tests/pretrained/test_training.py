@@ -10,8 +10,8 @@ from parallel3d.checkpoint.load import load
 from parallel3d.config import RunConfig
 from parallel3d.convert.export import export
 from parallel3d.convert.importing import import_folder
-from parallel3d.convert.layout import Layout
-from parallel3d.convert.source import Source
+from parallel3d.convert.layout import WeightFiles
+from parallel3d.convert.source import CheckpointSource
 from parallel3d.data.sources import silent
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.pretrained.load import find_weights, load_weights
@@ -127,8 +127,8 @@ def train_both_on_rank(rank, started_from, plain, folder, state, files):
 
 def test_exported_and_imported_trains_on_as_the_checkpoint_does(tmp_path):
     model = small("llama", qk_norm=True, head_dim=16, num_key_value_heads=2)
-    source = Source(checkpoint_of(model, tmp_path))
-    proof = export(source, source.about(), Layout(model), tmp_path / "out", silent)
+    source = CheckpointSource(checkpoint_of(model, tmp_path))
+    proof = export(source, source.about(), WeightFiles(model), tmp_path / "out", silent)
     assert proof.ok and import_folder(tmp_path / "out", tmp_path / "start").ok
     config = config_on(tmp_path / "start", (1, 1, 1))
     plain = config_on(None, (1, 1, 1), **{"parallel3d.model": model.model_dump(mode="json")})

@@ -13,7 +13,7 @@ from parallel3d import models
 from parallel3d.checkpoint.box import Box
 from parallel3d.config.pretrained import derived, read_config
 from parallel3d.errors import CheckpointError, ConfigError
-from parallel3d.pretrained.weights import Weights
+from parallel3d.pretrained.weights import PublishedWeights
 from tests.pretrained.published import MODELS, save
 
 pytestmark = pytest.mark.gloo
@@ -25,7 +25,7 @@ def config_of(folder):
 
 
 def opened(folder):
-    return Weights(folder, config_of(folder))
+    return PublishedWeights(folder, config_of(folder))
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +151,7 @@ def test_a_file_that_is_cut_off_is_refused(cut, folders, tmp_path):
     data = (folders["llama2"] / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(data[:cut])
     with pytest.raises(CheckpointError, match="is no sound file of safetensors"):
-        Weights(tmp_path, config_of(folders["llama2"]))
+        PublishedWeights(tmp_path, config_of(folders["llama2"]))
 
 
 def test_a_name_in_two_shards_is_refused(folders, tmp_path):
@@ -162,4 +162,4 @@ def test_a_name_in_two_shards_is_refused(folders, tmp_path):
     index = {"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ConfigError, match=r"is also in a\.safetensors"):
-        Weights(tmp_path, config_of(folders["llama2"]))
+        PublishedWeights(tmp_path, config_of(folders["llama2"]))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from parallel3d.plan.time import curves
-from parallel3d.published.neighbours import NEIGHBOURS, Lookup, Run, development, write
+from parallel3d.published.neighbours import NEIGHBOURS, Lookup, RunFigures, development, write
 from parallel3d.published.rows import read
 
 pytestmark = pytest.mark.pure
@@ -31,7 +31,7 @@ def test_the_development_runs_are_the_rows_of_the_fits_digests() -> None:
 def test_a_run_is_the_row_that_it_is_of() -> None:
     rows = {(row.source, row.model, row.seconds): row for row in read(SAMPLE)[0]}
     row = rows["megatron_sc21_t1", "GPT-18.4B", next(k[2] for k in rows if k[1] == "GPT-18.4B")]
-    run = Run.of(row)
+    run = RunFigures.of(row)
     shipped = [
         r for r in development() if r.source == row.source and r.params == row.setting.num_params
     ]

@@ -11,7 +11,7 @@ from parallel3d.errors import ConfigError
 from parallel3d.published import programs
 from parallel3d.published.cells import COLUMNS, OPTIONAL
 from parallel3d.published.flops import model_flops
-from parallel3d.published.rows import LeftOut, Row, read
+from parallel3d.published.rows import LeftOut, PublishedRun, read
 
 pytestmark = pytest.mark.pure
 
@@ -20,14 +20,14 @@ SHARED = Path(__file__).parents[3] / "shared/data/throughput/published_throughpu
 
 
 @cache
-def read_sample() -> tuple[list[Row], list[LeftOut]]:
+def read_sample() -> tuple[list[PublishedRun], list[LeftOut]]:
     """The sample, read once."""
     return read(SAMPLE)
 
 
-def sample() -> dict[tuple[str, str], Row]:
+def sample() -> dict[tuple[str, str], PublishedRun]:
     """(source, model) -> the first such row of the sample."""
-    rows: dict[tuple[str, str], Row] = {}
+    rows: dict[tuple[str, str], PublishedRun] = {}
     for row in read_sample()[0]:
         rows.setdefault((row.source, row.model), row)
     return rows

@@ -3,7 +3,7 @@
 import pytest
 
 from parallel3d.published import programs, vocabulary
-from parallel3d.published.cells import Unusable
+from parallel3d.published.cells import UnusableRow
 
 pytestmark = pytest.mark.pure
 
@@ -56,5 +56,5 @@ def test_notes_that_deny_adapters_leave_nothing_out() -> None:
     vocabulary.refuse_adapters(
         {"notes": "full training, no LoRA; not frozen", "source_ref": "LoRA"}
     )
-    with pytest.raises(Unusable, match='"lora" in notes'):
+    with pytest.raises(UnusableRow, match='"lora" in notes'):
         vocabulary.refuse_adapters({"notes": "no dropout, LoRA"})

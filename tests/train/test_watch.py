@@ -9,7 +9,7 @@ from parallel3d import models
 from parallel3d.config import RunConfig
 from parallel3d.data.prepare import prepare
 from parallel3d.schedule.action import Action, Span
-from parallel3d.train.watch import Watch
+from parallel3d.train.watch import StepWatch
 from tests.config.styles import SIZES, corpus_in, filled
 from tests.train.running import start
 
@@ -61,7 +61,7 @@ def test_a_reduction_among_the_actions_is_no_waiting():
     spans = [Span(Action.parse(name), *at) for name, at in times.items()]
     executor = SimpleNamespace(spans=spans, started=100.0, ended=111.0)
     parts = SimpleNamespace(executor=executor, engine=SimpleNamespace(step_seconds=0.5))
-    watch = Watch(None, None, parts, say=print)
+    watch = StepWatch(None, None, parts, say=print)
     watch._add(12.0)
     assert watch._sums == {
         "forward": 1, "backward": 2, "waiting": 4, "reduction": 3 + 1, "optimizer": 0.5, "rest": 0.5

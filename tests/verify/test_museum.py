@@ -11,7 +11,7 @@ import torch
 from parallel3d.config import RunConfig
 from parallel3d.engine.quirks import core
 from parallel3d.schedule import schedules
-from parallel3d.verify.check import Task, checked
+from parallel3d.verify.check import CaseTask, checked
 from parallel3d.verify.local_ranks import RankFailed
 from parallel3d.verify.measure import TOLERANCE
 from parallel3d.verify.museum import exhibits
@@ -113,7 +113,7 @@ def test_some_are_seen(name, halls):
 def test_nothing_is_seen_where_nothing_is_planted(halls):
     place = halls("gpt", SMALL_MESHES)
     clean = place.small((2, 1, 1))
-    errors, _ = checked(clean, place.trained(), Task(drops=True))
+    errors, _ = checked(clean, place.trained(), CaseTask(drops=True))
     assert not errors.beyond(TOLERANCE["fp32"]), errors
 
 
@@ -174,9 +174,9 @@ def test_no_false_alarm(number, tmp_path):
     small, reference = prepare(config, (mesh, other), tmp_path)
     saved = tmp_path / "saved"
     errors, counters = checked(
-        small[mesh], reference, Task(saves=saved, drops=drops_out(config)), timeout=300
+        small[mesh], reference, CaseTask(saves=saved, drops=drops_out(config)), timeout=300
     )
     print(mesh, errors)
     assert not errors.beyond(TOLERANCE["fp32"]), errors
-    resumed, _ = checked(small[mesh], reference, Task(resumes=saved), counters=counters)
+    resumed, _ = checked(small[mesh], reference, CaseTask(resumes=saved), counters=counters)
     assert not resumed.beyond(TOLERANCE["fp32"]), resumed

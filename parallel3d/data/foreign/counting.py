@@ -15,7 +15,7 @@ IGNORED = -100
 _LOOKED_AT = 256  # documents of a file
 
 
-class Weights:
+class TokenWeights:
     """How much each token of a stream counts, float32: `numbers` themselves, or labels.
 
     Of labels, each one counts 1 that is not IGNORED. Raises DataError for a weight below 0.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from parallel3d.mesh.strict.operation import Handle, Operation
 from parallel3d.mesh.strict.options import StrictOptions
-from parallel3d.mesh.strict.watch import Watch
+from parallel3d.mesh.strict.watch import QueueWatch
 
 HEADER, DATA = 1, 2  # gloo's tags
 _WIDTH = 160  # bytes of a header
@@ -35,7 +35,7 @@ class Communicator:
         rank: int,
         ranks: Sequence[int],
         seconds: float,
-        watch: Watch,
+        watch: QueueWatch,
         options: StrictOptions,
     ) -> None:
         self.gloo: Any = dist.ProcessGroupGloo(store, rank, len(ranks), _NEVER)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from parallel3d.mesh.strict.communicator import Communicator
 from parallel3d.mesh.strict.group import DEFAULT_TIMEOUT, StrictGroup
 from parallel3d.mesh.strict.options import NAME, StrictOptions
-from parallel3d.mesh.strict.watch import Watch
+from parallel3d.mesh.strict.watch import QueueWatch
 
 
 def register(options: StrictOptions, device: str = "cpu") -> None:
@@ -18,13 +18,13 @@ def register(options: StrictOptions, device: str = "cpu") -> None:
 
     Groups that are made from now on have these `options`.
     """
-    watch: Watch | None = None
+    watch: QueueWatch | None = None
 
     def create(made: Any, _: Any) -> StrictGroup:
         nonlocal watch
         ranks = made.global_ranks_in_group or range(made.group_size)
         if watch is None or watch.is_closed:  # the world's group, which is the first
-            watch = Watch(made.store.clone(), made.group_rank, made.group_size)
+            watch = QueueWatch(made.store.clone(), made.group_rank, made.group_size)
         queue = Communicator(
             made.store,
             rank=made.group_rank,

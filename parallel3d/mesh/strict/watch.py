@@ -31,7 +31,7 @@ class Queued(Protocol):
         """End all queued operations with `error`."""
 
 
-class Watch:
+class QueueWatch:
     """A rank's watch over its queues, and over the first failure of any rank, kept in `store`.
 
     `store` is a connection of its own.

@@ -26,7 +26,7 @@ class Outer:
 
 
 @dataclass(eq=False)
-class Layout:
+class StageClasses:
     """The stages of a pipeline, sorted into classes that hold the same kinds of layers.
 
     `stages` [classes]: how many layers of each kind. `class_of` [stages]. `homes` [coordinates]:
@@ -50,7 +50,7 @@ class Layout:
         return len(self.homes)
 
 
-def layout_of(setting: Setting) -> Layout:
+def layout_of(setting: Setting) -> StageClasses:
     """The layout of a setting's stages; equal layouts are one object."""
     return _layout(
         model_of(setting.layers),
@@ -62,7 +62,9 @@ def layout_of(setting: Setting) -> Layout:
 
 
 @lru_cache(maxsize=4096)
-def _layout(model: LayerKinds, seq: int, schedule: str, pp: int, stages_per_rank: int) -> Layout:
+def _layout(
+    model: LayerKinds, seq: int, schedule: str, pp: int, stages_per_rank: int
+) -> StageClasses:
     cuts = stages_of(model, pp * stages_per_rank, seq)
     return _placed(model, cuts, stages_on(schedule, pp, stages_per_rank))
 
@@ -70,7 +72,7 @@ def _layout(model: LayerKinds, seq: int, schedule: str, pp: int, stages_per_rank
 @lru_cache(maxsize=4096)
 def _placed(
     model: LayerKinds, cuts: tuple[range, ...], homes: tuple[tuple[int, ...], ...]
-) -> Layout:
+) -> StageClasses:
     kinds = range(len(model.kinds))
     held = [tuple([model.kind_of[i] for i in layers].count(k) for k in kinds) for layers in cuts]
     stages = tuple(dict.fromkeys(held))
@@ -84,7 +86,7 @@ def _placed(
         return tuple(some.count(c) for c in range(len(stages)))
 
     last = {c: coord for coord, c in enumerate(coord_class_of)}
-    return Layout(
+    return StageClasses(
         model=model,
         stages=stages,
         class_of=class_of,

@@ -99,13 +99,13 @@ def stages_on(schedule: str, pp: int, stages_per_rank: int) -> tuple[tuple[int, 
 
 
 _GROUPS = 4
-Counts = tuple[int, ...]  # microbatches in flight of each of a coordinate's stages
+MicrobatchCounts = tuple[int, ...]  # microbatches in flight of each of a coordinate's stages
 
 
 @lru_cache(maxsize=16384)
 def in_flight(
     schedule: str, pp: int, num_microbatches: int, stages_per_rank: int
-) -> tuple[tuple[Counts, ...], ...]:
+) -> tuple[tuple[MicrobatchCounts, ...], ...]:
     """For each coordinate, the largest counts of microbatches in flight in each of its stages.
 
     A microbatch is in flight in a stage between its forward and its backward. Where a coordinate
@@ -145,7 +145,7 @@ def _few(pp: int, num_microbatches: int) -> int:
 @lru_cache(maxsize=256)
 def _counted(
     schedule: str, pp: int, num_microbatches: int, stages_per_rank: int
-) -> tuple[tuple[Counts, ...], ...]:
+) -> tuple[tuple[MicrobatchCounts, ...], ...]:
     """Microbatches in flight before each run of backwards, from the schedule's own list."""
     programs = load(schedule).schedule(pp, num_microbatches, stages_per_rank).programs
     found = []

@@ -7,7 +7,7 @@ from parallel3d.plan.layers.layout import Counts
 from parallel3d.plan.layers.placement import LayerKinds
 
 
-class Weights(NamedTuple):
+class WeightCounts(NamedTuple):
     """Elements and number of the parameters that one tensor-parallel rank holds of some layers."""
 
     elements: float = 0.0
@@ -18,28 +18,28 @@ class Weights(NamedTuple):
     """Elements that ZeRO-3 keeps in shards, rather than whole for being small."""
     num_gathered: float = 0.0
 
-    def plus(self, other: "Weights", times: int = 1) -> "Weights":
+    def plus(self, other: "WeightCounts", times: int = 1) -> "WeightCounts":
         """The sum of these weights and `times` times the `other` ones."""
-        return Weights(*(a + times * b for a, b in zip(self, other, strict=True)))
+        return WeightCounts(*(a + times * b for a, b in zip(self, other, strict=True)))
 
 
 @lru_cache(maxsize=4096)
 def _of_kind(
     model: LayerKinds, kind: int, tp: int, sequence_parallel: bool, persistence: int
-) -> Weights:
+) -> WeightCounts:
     """The weights that one tensor-parallel rank holds of one layer of a kind."""
-    total = Weights()
+    total = WeightCounts()
     for param in model.kinds[kind].params:
         numel = param.elements(tp)
         partial = numel if param.is_partial(tp, sequence_parallel) else 0.0
         large = numel > persistence
-        total = total.plus(Weights(numel, 1, partial, numel if large else 0.0, float(large)))
+        total = total.plus(WeightCounts(numel, 1, partial, numel if large else 0.0, float(large)))
     return total
 
 
 def weights_of(
     model: LayerKinds, held: Counts, tp: int, sequence_parallel: bool, persistence: int
-) -> tuple[tuple[int, Weights], ...]:
+) -> tuple[tuple[int, WeightCounts], ...]:
     """For each kind of layer: how many layers, and the weights of one on a tensor-parallel rank.
 
     `held` [kinds]: the number of layers of each kind. A tied weight whose two copies are both among
@@ -51,7 +51,7 @@ def weights_of(
             one = _of_kind(model, kind, tp, sequence_parallel, persistence)
             if (original := _tied_kind(model, kind)) is not None and held[original]:
                 copy = _copies(model, kind, tp)
-                one = one.plus(Weights(copy, 1, 0.0, copy, 1), -1)
+                one = one.plus(WeightCounts(copy, 1, 0.0, copy, 1), -1)
             found.append((count, one))
     return tuple(found)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from parallel3d.plan.layers.placement import Counts, few_microbatches, stages_on
+from parallel3d.plan.layers.placement import MicrobatchCounts, few_microbatches, stages_on
 from parallel3d.schedule.action import Action, Op
 from parallel3d.schedule.schedules import load
 from parallel3d.schedule.sharding import Weights, with_sharding
@@ -26,7 +26,7 @@ class Arrival(NamedTuple):
 
     place: int
     forward: bool
-    flight: Counts
+    flight: MicrobatchCounts
     held: Held
 
 
@@ -54,10 +54,10 @@ class Gradients(NamedTuple):
     unreduced gradients exist during some forward of this stage.
     """
 
-    arrival: Counts
-    first: Counts
+    arrival: MicrobatchCounts
+    first: MicrobatchCounts
     beside: Held
-    last: Counts
+    last: MicrobatchCounts
     left: Held
     forward: frozenset[Held]
 
@@ -149,9 +149,9 @@ def _gradients(program: tuple[Action, ...], home: tuple[int, ...]) -> tuple[Grad
     last = {action.stage: i for i, action in enumerate(program) if action.op in (Op.B, Op.W)}
     counts, whole = [0] * len(home), set[int]()
     forward: list[set[Held]] = [set() for _ in home]
-    arrival: dict[int, Counts] = {}
-    begun: dict[int, tuple[Counts, Held]] = {}
-    ended: dict[int, tuple[Counts, Held]] = {}
+    arrival: dict[int, MicrobatchCounts] = {}
+    begun: dict[int, tuple[MicrobatchCounts, Held]] = {}
+    ended: dict[int, tuple[MicrobatchCounts, Held]] = {}
     for i, (op, stage, _) in enumerate(program):
         place = place_of[stage]
         if op == Op.F:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from operator import mul
 
-from parallel3d.plan.layers.placement import Counts, in_flight, model_of, stages_of
+from parallel3d.plan.layers.placement import MicrobatchCounts, in_flight, model_of, stages_of
 from parallel3d.plan.layers.windows import Gradients, Held, gradients, windows
 from parallel3d.plan.memory.activations import BackwardMoment, StageActivations
 from parallel3d.plan.memory.gathered import GatheredBytes, arriving, gathered, held_of
@@ -42,7 +42,7 @@ class CoordinateRank:
         self._order = s.schedule, s.pp, s.num_microbatches, s.stages_per_rank
         self._flight = in_flight(*self._order)[self.coord]
         self._known: dict[Held, WeightSizes] = {}
-        self._in: dict[Counts, tuple[int, int]] = {}
+        self._in: dict[MicrobatchCounts, tuple[int, int]] = {}
         self._every = self._sizes(self._places)
         self.held = states(s, self._every, self.on_cpu)
         self._shard = self.held.shard if self.held.standing else 0
@@ -129,7 +129,7 @@ class CoordinateRank:
             return 0
         return self._sizes(tuple(sorted(places))).params * self.setting.software.gradient_bytes
 
-    def _activations(self, counts: Counts) -> tuple[int, int]:
+    def _activations(self, counts: MicrobatchCounts) -> tuple[int, int]:
         """Bytes of `counts` microbatches in flight in each stage: without logits, and of logits."""
         if counts not in self._in:
             logits = sum(map(mul, counts, [stage.logits_bytes for stage in self.stages]))
@@ -137,7 +137,9 @@ class CoordinateRank:
             self._in[counts] = self._always + saved + self._passing(counts), logits
         return self._in[counts]
 
-    def _in_flight(self, counts: Counts) -> Callable[[BackwardMoment, int, int, int], Moment]:
+    def _in_flight(
+        self, counts: MicrobatchCounts
+    ) -> Callable[[BackwardMoment, int, int, int], Moment]:
         """A function that gives the moment of a pass beside `counts` microbatches in flight."""
         body, logits = self._activations(counts)
 
@@ -147,7 +149,7 @@ class CoordinateRank:
 
         return moment
 
-    def _most(self, place: int) -> Counts:
+    def _most(self, place: int) -> MicrobatchCounts:
         """The fullest counts of microbatches in flight that include one in the stage at `place`."""
         if len(self._flight) == 1:
             return self._flight[0]
@@ -156,7 +158,7 @@ class CoordinateRank:
         possible = [counts for counts in self._flight if counts[place]]
         return max(possible, key=lambda counts: sum(map(mul, counts, saved)))
 
-    def _passing(self, counts: Counts) -> int:
+    def _passing(self, counts: MicrobatchCounts) -> int:
         """Bytes being sent between this coordinate's stages and its neighbours'."""
         s, total = self.setting, 0
         last = s.pp * s.stages_per_rank - 1

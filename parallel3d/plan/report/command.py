@@ -14,7 +14,7 @@ from parallel3d.errors import ConfigError
 from parallel3d.hardware import THIS_MACHINE, Hardware
 from parallel3d.plan.report import parts, table
 from parallel3d.plan.search import refuse
-from parallel3d.plan.search.best_first import Found, search
+from parallel3d.plan.search.best_first import FoundPlans, search
 from parallel3d.plan.search.plans import CHOICES, Plan, Request, request_of
 from parallel3d.plan.search.remedy import evaluate, gib
 from parallel3d.plan.setting import Setting
@@ -59,7 +59,7 @@ def ask(config: RunConfig, machine: Hardware, devices: int, fix: Sequence[str]) 
     return request_of(config, machine, devices, fixed)
 
 
-def find(request: Request, rows: int | None) -> Found:
+def find(request: Request, rows: int | None) -> FoundPlans:
     """The rows of a request: `rows` of them, or 20 that fit and the faster ones that do not."""
     found = search(request, rows or ROWS)
     if rows is None:
@@ -68,7 +68,7 @@ def find(request: Request, rows: int | None) -> Found:
     return replace(found, too_large=shown, num_hidden=len(found.too_large) - len(shown))
 
 
-def show(found: Found, request: Request, out: Console) -> None:
+def show(found: FoundPlans, request: Request, out: Console) -> None:
     """Print the planner's table, or, where no plan fits, what would make one fit."""
     table.show(found, request, out)
     if found.plans:
@@ -98,7 +98,9 @@ def nothing_fits(least: Plan) -> str:
     )
 
 
-def explain(found: Found, number: int, svg: Path | None, trace: Path | None, out: Console) -> None:
+def explain(
+    found: FoundPlans, number: int, svg: Path | None, trace: Path | None, out: Console
+) -> None:
     """Print row `number` in detail and draw it; raises ConfigError if the table has no such row."""
     from parallel3d.plan.report.timeline import drawing
 
@@ -117,7 +119,7 @@ def explain(found: Found, number: int, svg: Path | None, trace: Path | None, out
             layout.say(out, f"written to {trace}")
 
 
-def to_json(found: Found, request: Request) -> dict[str, Any]:
+def to_json(found: FoundPlans, request: Request) -> dict[str, Any]:
     """The JSON of launch/plan.py --json: rows that fit, then rows that do not."""
     return {
         "plans": [plan.to_json() for plan in found.rows],

@@ -11,7 +11,7 @@ from parallel3d.hardware import Hardware
 from parallel3d.layout import Column
 from parallel3d.plan.memory.peak import Memory
 from parallel3d.plan.report import remarks
-from parallel3d.plan.search.best_first import Found
+from parallel3d.plan.search.best_first import FoundPlans
 from parallel3d.plan.search.plans import Plan, Request
 from parallel3d.plan.search.remedy import gib
 from parallel3d.plan.setting import Setting
@@ -26,7 +26,7 @@ _COLOURS = {
 }  # fmt: skip
 
 
-def show(found: Found, request: Request, out: Console) -> None:
+def show(found: FoundPlans, request: Request, out: Console) -> None:
     """Print the rows that fit, and below them the faster ones that do not, with remedies."""
     say_heading(request, out)
     if found.plans:
@@ -40,7 +40,7 @@ def show(found: Found, request: Request, out: Console) -> None:
             layout.say(out, f"    smallest change: {plan.remedy}", "    ")
 
 
-def closing(found: Found, out: Console) -> None:
+def closing(found: FoundPlans, out: Console) -> None:
     """Print how the rows were found and what can be done with them."""
     if found.plans:
         each = "the best" if found.per_mesh == 1 else f"the best {found.per_mesh}"

@@ -35,7 +35,7 @@ _SAFE = 1 - 1e-9  # a bound and a simulation may round differently
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundPlans:
     """The rows of a search: plans that fit, fastest first, and faster plans that do not fit."""
 
     plans: tuple[Plan, ...]
@@ -55,7 +55,7 @@ class Found:
 @uncollected()
 def search(
     request: Request, rows: int = 20, per_mesh: int | None = None, curves: Curves | None = None
-) -> Found:
+) -> FoundPlans:
     """The `rows` fastest plans that fit, at most `per_mesh` of one mesh.
 
     By default `per_mesh` leaves room in the table for all meshes, and is at least 1. A plan that
@@ -74,7 +74,7 @@ def search(
     fastest = plans[0].time.seconds if plans else float("inf")
     too_large = tuple(work.too_large(fastest))
     leanest = None if plans else evaluate(request, work.leanest(), curves)
-    return Found(tuple(plans), too_large, work.num_simulated, per_mesh, leanest)
+    return FoundPlans(tuple(plans), too_large, work.num_simulated, per_mesh, leanest)
 
 
 @dataclass

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from parallel3d.hardware import Hardware
 from parallel3d.model.spec import Shape
-from parallel3d.plan.layers.layout import Layout, layout_of
+from parallel3d.plan.layers.layout import StageClasses, layout_of
 from parallel3d.plan.setting import BYTES, Precision, Setting
 from parallel3d.plan.time.machine import Machine, machine_of
 from parallel3d.plan.time.makespan import last_passes
@@ -61,7 +61,7 @@ class ActionCosts:
     backward, and after the last backward of all coordinates.
     """
 
-    layout: Layout
+    layout: StageClasses
     forward: list[SecondsByPart]
     backward: list[SecondsByPart]
     sends: SendSeconds
@@ -155,7 +155,7 @@ def _program_slowdown(setting: Setting, hardware: Hardware) -> float:
 
 @lru_cache(maxsize=16384)
 def _together(
-    layout: Layout,
+    layout: StageClasses,
     passes: Passes,
     transfers: Transfers,
     sends: SendSeconds,
@@ -259,7 +259,7 @@ def _once(
 
 @lru_cache(maxsize=65536)
 def _sends(
-    layout: Layout,
+    layout: StageClasses,
     shape: Shape,
     hidden_size: int,
     tp: int,

@@ -11,7 +11,7 @@ from parallel3d.plan.time.operators import Curves
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
 
 
-class Group(NamedTuple):
+class RankGroup(NamedTuple):
     """A group of communicating ranks: its size, and how many of them share a node."""
 
     ranks: int
@@ -23,15 +23,15 @@ class Group(NamedTuple):
         return -(-self.ranks // self.per_node)
 
 
-def group_of(ranks: int, stride: int, devices: int, hardware: Hardware) -> Group:
+def group_of(ranks: int, stride: int, devices: int, hardware: Hardware) -> RankGroup:
     """The group of every `stride`-th device in a mesh of `devices` consecutive devices.
 
     Where groups do not lie evenly on the nodes, the one with the fewest members in a node counts.
     """
     node = used_of_node(devices, hardware)
     if node is None or ranks == 1 or devices <= node or node % (ranks * stride) == 0:
-        return Group(ranks, ranks)
-    return Group(ranks, 1 if node % stride else gcd(ranks, node // stride))
+        return RankGroup(ranks, ranks)
+    return RankGroup(ranks, 1 if node % stride else gcd(ranks, node // stride))
 
 
 def crosses(stride: int, here: int, there: int, devices: int, hardware: Hardware) -> bool:

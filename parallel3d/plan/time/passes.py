@@ -5,7 +5,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from parallel3d.model.spec import Collective, LayerCost, Recompute, Shape, Work
-from parallel3d.plan.layers.layout import Layout
+from parallel3d.plan.layers.layout import StageClasses
 from parallel3d.plan.layers.placement import LayerKinds, cost_of
 from parallel3d.plan.setting import BYTES, Precision, Setting
 from parallel3d.plan.time.machine import Machine
@@ -43,7 +43,7 @@ class Passes:
     both: tuple[tuple[PassSeconds, PassSeconds], ...]
 
 
-def stage_passes(layout: Layout, setting: Setting, machine: Machine) -> Passes:
+def stage_passes(layout: StageClasses, setting: Setting, machine: Machine) -> Passes:
     """The passes of each class of stages; equal results are one object."""
     return _sums(
         layout,
@@ -63,7 +63,7 @@ def stage_passes(layout: Layout, setting: Setting, machine: Machine) -> Passes:
 
 
 @lru_cache(maxsize=65536)
-def _sums(layout: Layout, layers: Passes) -> Passes:
+def _sums(layout: StageClasses, layers: Passes) -> Passes:
     both = []
     for counts in layout.stages:
         there = back = PassSeconds()

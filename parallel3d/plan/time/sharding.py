@@ -12,15 +12,15 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from parallel3d.model.spec import STATE_BYTES
-from parallel3d.plan.layers.layout import Counts, Layout
+from parallel3d.plan.layers.layout import Counts, StageClasses
 from parallel3d.plan.layers.placement import LayerKinds
-from parallel3d.plan.layers.weights import Weights, tied_elsewhere, weights_of
+from parallel3d.plan.layers.weights import WeightCounts, tied_elsewhere, weights_of
 from parallel3d.plan.layers.windows import windows
 from parallel3d.plan.setting import BYTES, Device, Precision, Setting
 from parallel3d.plan.time.machine import Machine
 from parallel3d.plan.time.network import (
-    Group,
     Kind,
+    RankGroup,
     collective_seconds,
     group_of,
     node_size,
@@ -132,13 +132,13 @@ class Transfers:
     coords: tuple[OncePerStep, ...]
 
 
-def transfers_of(layout: Layout, setting: Setting, machine: Machine) -> Transfers:
+def transfers_of(layout: StageClasses, setting: Setting, machine: Machine) -> Transfers:
     """The transfers of a setting; equal results are one object."""
     return _transfers(layout, Sharding.of(setting), machine)
 
 
 @lru_cache(maxsize=65536)
-def _transfers(layout: Layout, sharding: Sharding, machine: Machine) -> Transfers:
+def _transfers(layout: StageClasses, sharding: Sharding, machine: Machine) -> Transfers:
     stages = tuple(_stage(layout.model, held, sharding, machine) for held in layout.stages)
     coords = tuple(
         _coord(layout, classes, [stages[c] for c in classes], sharding, machine)
@@ -147,13 +147,13 @@ def _transfers(layout: Layout, sharding: Sharding, machine: Machine) -> Transfer
     return Transfers(stages, coords)
 
 
-def _group(sharding: Sharding, machine: Machine) -> Group:
+def _group(sharding: Sharding, machine: Machine) -> RankGroup:
     replicas = sharding.dp * sharding.cp
     return group_of(replicas, sharding.tp, sharding.devices, machine.hardware)
 
 
 def _collective(
-    kind: Kind, num_bytes: float, group: Group, machine: Machine, one_ring: bool = False
+    kind: Kind, num_bytes: float, group: RankGroup, machine: Machine, one_ring: bool = False
 ) -> float:
     return collective_seconds(
         kind, num_bytes, *group, machine.hardware, machine.curves, one_ring=one_ring
@@ -170,7 +170,7 @@ class _Held:
         tp, sequence_parallel = sharding.tp, sharding.sequence_parallel
         self._layers = weights_of(model, held, tp, sequence_parallel, small)
         self._sharding, self._machine = sharding, machine
-        self.total = Weights()
+        self.total = WeightCounts()
         for count, one in self._layers:
             self.total = self.total.plus(one, count)
 
@@ -227,7 +227,7 @@ def _stage(model: LayerKinds, held: Counts, sharding: Sharding, machine: Machine
 
 
 def _coord(
-    layout: Layout,
+    layout: StageClasses,
     classes: tuple[int, ...],
     moves: Sequence[StageTransfers],
     sharding: Sharding,
@@ -265,7 +265,7 @@ def _coord(
         tensor = _collective("all_reduce", moved, group, machine)
     if (elements := tied_elsewhere(model, held, sharding.tp)) > 0:
         node = node_size(hardware)
-        pair = Group(2, 2 if node is None or sharding.devices <= node else 1)
+        pair = RankGroup(2, 2 if node is None or sharding.devices <= node else 1)
         tied = _collective("all_reduce", elements * software.gradient_bytes, pair, machine)
     devices = sharing(sharding.devices, hardware)
     optimizer = weights.num_params * curves.overhead_per_param

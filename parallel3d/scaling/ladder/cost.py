@@ -13,7 +13,7 @@ from parallel3d.plan.report import command
 from parallel3d.plan.report.choose import choose
 from parallel3d.plan.search.plans import request_of
 from parallel3d.plan.setting import Setting
-from parallel3d.scaling.ladder.expand import Run
+from parallel3d.scaling.ladder.expand import LadderRun
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Cost:
     hours: float | None
 
 
-def with_costs(runs: Sequence[Run]) -> list[tuple[Run, Cost]]:
+def with_costs(runs: Sequence[LadderRun]) -> list[tuple[LadderRun, Cost]]:
     """The runs with their costs, each mesh chosen where it is "plan".
 
     Raises ConfigError where a run does not fit, or nothing is known of the hardware to plan for.

@@ -9,9 +9,9 @@ from rich.console import Console
 from parallel3d import layout
 from parallel3d.atomic import replace_text
 from parallel3d.errors import ConfigError
-from parallel3d.lock import Held, Lock
+from parallel3d.lock import Lock, LockHeld
 from parallel3d.scaling.ladder import oath
-from parallel3d.scaling.ladder.expand import Run
+from parallel3d.scaling.ladder.expand import LadderRun
 from parallel3d.scaling.ladder.plan import Ladder, ladder_of
 from parallel3d.scaling.ladder.process import TRAIN
 from parallel3d.scaling.ladder.progress import Display
@@ -33,7 +33,7 @@ def execute(name: str, parallel: int, out: Console) -> tuple[int, Ladder]:
     lock = Lock(ladder.directory / LOCK, about=str(ladder.file))
     try:
         lock.take(lambda text: layout.say(out, text))
-    except Held as error:
+    except LockHeld as error:
         raise ConfigError(
             f"{ladder.directory}: its ladder is being run by {error.holder}; wait for its end, or "
             "stop it"
@@ -68,7 +68,7 @@ def _execute(ladder: Ladder, parallel: int, out: Console) -> int:
     return FAILED if runner.failed else DONE
 
 
-def _needed(ladder: Ladder) -> list[Run]:
+def _needed(ladder: Ladder) -> list[LadderRun]:
     """All runs but the trunks that no unfinished fork needs any more."""
     unfinished = {
         rung.run.trunk for rung in ladder.rungs if rung.run.trunk and rung.state.name != "finished"
@@ -92,7 +92,7 @@ def _prepare(ladder: Ladder) -> None:
     replace_text(ladder.directory / CORPUS, f"{json.dumps(found, indent=1)}\n")
 
 
-def _forecast(ladder: Ladder, held: list[Run], runner: Runner, display: Display) -> None:
+def _forecast(ladder: Ladder, held: list[LadderRun], runner: Runner, display: Display) -> None:
     """Register the forecasts of the held-out runs; one without is not started."""
     for run in held:
         if runner.failed and not ladder.forecast_file(run).exists():

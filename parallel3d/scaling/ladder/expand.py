@@ -14,8 +14,8 @@ from parallel3d.errors import ConfigError
 from parallel3d.plan.search.plans import with_vocabulary
 from parallel3d.scaling.ladder.base import ranks_of, shared_model, write_batch
 from parallel3d.scaling.ladder.file import HeldOutConfig, LadderConfig, SizeConfig
-from parallel3d.scaling.ladder.settings import LAWS, Power
-from parallel3d.scaling.ladder.sizes import Counts, count, model_of
+from parallel3d.scaling.ladder.settings import LAWS, PowerLaw
+from parallel3d.scaling.ladder.sizes import PartCounts, count, model_of
 from parallel3d.scaling.points import FLOPS_PER_PARAM_AND_TOKEN
 from parallel3d.scaling.runs import ALL
 
@@ -24,7 +24,7 @@ _SIX = FLOPS_PER_PARAM_AND_TOKEN
 
 
 @dataclass(frozen=True)
-class Run:
+class LadderRun:
     """One run of a ladder: what it trains, and the config that launch/train.py reads.
 
     `counts`: its parameters. `tokens`: on which the weights that it ends with were trained.
@@ -34,7 +34,7 @@ class Run:
 
     name: str
     config: RunConfig
-    counts: Counts
+    counts: PartCounts
     tokens: int
     exact_flops: float
     devices: int
@@ -77,7 +77,7 @@ class _Point:
     path: str
     size: SizeConfig
     model: Any
-    counts: Counts
+    counts: PartCounts
     tokens: float
 
     def settings(self, ladder: LadderConfig) -> tuple[float, float]:
@@ -88,21 +88,21 @@ class _Point:
             if not isinstance(wanted, str):
                 return float(wanted)
             law = LAWS[wanted]
-            power: Power = getattr(law, what)
+            power: PowerLaw = getattr(law, what)
             return power(float(getattr(self.counts, law.counts)), self.tokens)
 
         rate = value(given.learning_rate, "learning_rate") * given.learning_rate_factor
         return rate, value(given.batch_tokens, "batch_tokens")
 
 
-def runs_of(ladder: LadderConfig, base: Mapping[str, Any], source: Path) -> list[Run]:
+def runs_of(ladder: LadderConfig, base: Mapping[str, Any], source: Path) -> list[LadderRun]:
     """Every run of the ladder: trunks, those that laws are fitted on, and those held out.
 
     `base`: the config that they share; `source`: the ladder's file, for messages. Raises
     ConfigError for a size, a budget or a setting that makes no run.
     """
     shared = shared_model(base, source)
-    found: list[Run] = []
+    found: list[LadderRun] = []
     for i, size in enumerate(ladder.sizes):
         path = f"sizes.{i}"
         points = list(_points(ladder, size, shared, path))
@@ -137,7 +137,7 @@ def _points(
 
 def _plain(
     ladder: LadderConfig, base: Mapping[str, Any], points: Sequence[_Point], seed: int
-) -> Iterator[Run]:
+) -> Iterator[LadderRun]:
     """A run of its own for each budget: cosine to its own end."""
     for point in points:
         name = _seeded(point.name, seed, ladder)
@@ -146,7 +146,7 @@ def _plain(
 
 def _cooled(
     ladder: LadderConfig, base: Mapping[str, Any], points: Sequence[_Point], seed: int
-) -> list[Run]:
+) -> list[LadderRun]:
     """A trunk of constant rate, and a fork for each budget; no trunk where all are too short.
 
     Batch and learning rate are the same for all: what the laws say of the longest. The warm-up is
@@ -179,7 +179,7 @@ def _cooled(
 def _held_out(
     ladder: LadderConfig, base: Mapping[str, Any], held: HeldOutConfig, shared: Mapping[str, Any],
     path: str,
-) -> Run:  # fmt: skip
+) -> LadderRun:  # fmt: skip
     """A run that is forecast; its rate comes down as the others' does, without a trunk."""
     model = model_of(ladder, held.size, shared, f"{path}.size")
     counts = count(model)
@@ -197,7 +197,7 @@ def _run(
     ladder: LadderConfig, base: Mapping[str, Any], point: _Point, seed: int, *, name: str,
     settings: tuple[float, float] | None = None, beside: Sequence[float] = (), trunk: str = "",
     at: Sequence[int] = (), kind: str = "fit", tokens: float | None = None,
-) -> Run:  # fmt: skip
+) -> LadderRun:  # fmt: skip
     """The run of a point; `at` are the steps of a trunk that its forks begin from.
 
     `beside`: tokens of all runs of its size and seed where these are forks.
@@ -254,7 +254,7 @@ def _run(
         raise ConfigError(f"{point.path}: {error}") from None
     trained = steps * batch * seq
     exact = models.train_flops_per_token(config.model, seq) * trained
-    return Run(
+    return LadderRun(
         name, config, point.counts, trained, exact, devices, kind, trunk=trunk, steps_done=done
     )
 

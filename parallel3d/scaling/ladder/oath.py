@@ -11,17 +11,17 @@ from parallel3d.scaling.command import DRAWS, NO_EXTRA
 from parallel3d.scaling.estimator import Estimator
 from parallel3d.scaling.fit import fit_law
 from parallel3d.scaling.forecast import Forecast
-from parallel3d.scaling.ladder.expand import Run
+from parallel3d.scaling.ladder.expand import LadderRun
 from parallel3d.scaling.ladder.plan import Ladder
 from parallel3d.scaling.laws import LAWS
 from parallel3d.scaling.points import points_of
-from parallel3d.scaling.result import Stored, finite
+from parallel3d.scaling.result import StoredFit, finite
 from parallel3d.scaling.runs import read_runs
 
 FIT = "forecast-fit.json"  # of a ladder's directory: the law that the forecasts are of
 
 
-def register(ladder: Ladder, run: Run) -> Forecast | None:
+def register(ladder: Ladder, run: LadderRun) -> Forecast | None:
     """Register the forecast of a held-out run, by the parametric law of all finished runs.
 
     None where it is registered already: a forecast is never made again. Raises ConfigError where
@@ -40,7 +40,7 @@ def register(ladder: Ladder, run: Run) -> Forecast | None:
     found = fit_law(points_of(table, {}), LAWS["parametric"], Estimator(), draws=DRAWS, seed=0)
     path = ladder.directory / FIT
     replace_text(path, json.dumps(finite(found.document())))
-    stored = Stored.read(path)
+    stored = StoredFit.read(path)
     made = forecast.forecast(stored, params=run.counts.with_head, tokens=run.tokens)
     forecast.register(file, made, stored)
     return made

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from parallel3d.atomic import replace_text
 from parallel3d.scaling.ladder.cost import Cost, with_costs
-from parallel3d.scaling.ladder.expand import CONFIGS, Run, runs_of
+from parallel3d.scaling.ladder.expand import CONFIGS, LadderRun, runs_of
 from parallel3d.scaling.ladder.file import LadderConfig, load
 from parallel3d.scaling.ladder.state import State, state_of
 from parallel3d.scaling.runs import unique_tokens
@@ -23,7 +23,7 @@ _FEW_STEPS = 50
 class Rung:
     """A run with its cost and state; training tokens of its corpus where known."""
 
-    run: Run
+    run: LadderRun
     cost: Cost
     state: State
     unique_tokens: int | None
@@ -43,11 +43,11 @@ class Ladder:
         """The folder of the ladder's runs."""
         return Path(self.config.directory)
 
-    def config_file(self, run: Run) -> Path:
+    def config_file(self, run: LadderRun) -> Path:
         """The config file that launch/train.py reads for a run."""
         return self.directory / CONFIGS / f"{run.name}.json"
 
-    def forecast_file(self, run: Run) -> Path:
+    def forecast_file(self, run: LadderRun) -> Path:
         """The file in which the forecast of a held-out run is registered."""
         return self.directory / f"forecast-{run.name}.json"
 
@@ -70,7 +70,7 @@ def ladder_of(name: str) -> Ladder:
     return Ladder(file, config, rungs, tuple(_warnings(config, [run for run, _ in runs], unique)))
 
 
-def _warnings(config: LadderConfig, runs: Sequence[Run], unique: int | None) -> Iterator[str]:
+def _warnings(config: LadderConfig, runs: Sequence[LadderRun], unique: int | None) -> Iterator[str]:
     sizes = len({run.counts for run in runs if run.kind == "fit"})
     if sizes < 3:
         yield f"{sizes} sizes: the parametric law needs 3, and a profile of a budget, too"

@@ -12,7 +12,7 @@ from itertools import takewhile
 from pathlib import Path
 
 import parallel3d
-from parallel3d.scaling.ladder.expand import Run
+from parallel3d.scaling.ladder.expand import LadderRun
 
 TRAIN = Path(parallel3d.__file__).parent / "launch" / "train.py"
 LOGS = "logs"  # of a ladder's directory: what each run said
@@ -27,7 +27,7 @@ _SET_PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
 class Process:
     """A run that is training: its process, its log, its devices."""
 
-    run: Run
+    run: LadderRun
     popen: "subprocess.Popen[bytes]"
     log: Path
     devices: tuple[str, ...]
@@ -59,7 +59,7 @@ def visible_devices() -> tuple[str, ...]:
 
 
 def start(
-    run: Run, config: Path, *, resume: str, log: Path, devices: Sequence[str], threads: int
+    run: LadderRun, config: Path, *, resume: str, log: Path, devices: Sequence[str], threads: int
 ) -> Process:
     """Start a run on some devices (none on the CPU) with `threads` threads a rank.
 

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from parallel3d import layout
-from parallel3d.scaling.ladder.expand import Run
+from parallel3d.scaling.ladder.expand import LadderRun
 from parallel3d.scaling.ladder.process import Process
 from parallel3d.scaling.runs import METRICS, NoEnd, last_line
 
@@ -42,11 +42,11 @@ class Display:
         seconds = int(time.monotonic() - self._started)
         layout.say(self._out, f"{seconds // 60:3}:{seconds % 60:02}  {text}", " " * 8)
 
-    def began(self, run: Run) -> None:
+    def began(self, run: LadderRun) -> None:
         """Note that a run has started."""
         self._tasks[run.name] = self._bars.add_task(run.name, total=run.steps, loss="")
 
-    def ended(self, run: Run, is_finished: bool) -> None:
+    def ended(self, run: LadderRun, is_finished: bool) -> None:
         """Note that a run has ended."""
         if task := self._tasks.pop(run.name, None):
             self._bars.remove_task(task)

@@ -11,7 +11,7 @@ from typing import Any
 
 from parallel3d.errors import ConfigError
 from parallel3d.holder import read as holder_of
-from parallel3d.scaling.ladder.expand import Run
+from parallel3d.scaling.ladder.expand import LadderRun
 from parallel3d.scaling.ladder.plan import Ladder
 from parallel3d.scaling.ladder.process import LOGS, Process, start, visible_devices
 from parallel3d.scaling.ladder.progress import Display
@@ -55,7 +55,7 @@ class Runner:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def run(self, runs: Sequence[Run]) -> None:
+    def run(self, runs: Sequence[LadderRun]) -> None:
         """Train some runs, each after its trunk, until all are finished, failed or stopped."""
         waiting = sorted(runs, key=lambda run: (run.kind != "trunk", -run.exact_flops))
         asked = False
@@ -79,7 +79,7 @@ class Runner:
             for process in self._running:  # an error of ours leaves no run behind
                 process.stop()
 
-    def _next(self, waiting: Sequence[Run]) -> int | None:
+    def _next(self, waiting: Sequence[LadderRun]) -> int | None:
         """The first run that there is room for, and whose trunk is done."""
         if len(self._running) >= self._parallel:
             return None
@@ -89,18 +89,18 @@ class Runner:
                 return place
         return None
 
-    def _has_start(self, run: Run) -> bool:
+    def _has_start(self, run: LadderRun) -> bool:
         if not run.trunk or checkpoints(run):
             return True
         return (Path(str(run.config.checkpoint.resume)) / "manifest.json").exists()
 
-    def _drop_orphans(self, waiting: Sequence[Run]) -> list[Run]:
+    def _drop_orphans(self, waiting: Sequence[LadderRun]) -> list[LadderRun]:
         """Up the runs whose trunk failed; there is nothing else left to wait for."""
         for run in waiting:
             self._fail(run, f"its trunk {run.trunk} came to no end")
         return []
 
-    def _start(self, run: Run) -> None:
+    def _start(self, run: LadderRun) -> None:
         self._wait_for_holder(run)
         if self.is_stopped:
             return
@@ -118,7 +118,7 @@ class Runner:
         self._display.began(run)
         self._display.say(f"{run.name}: started")
 
-    def _wait_for_holder(self, run: Run) -> None:
+    def _wait_for_holder(self, run: LadderRun) -> None:
         """Until nobody writes to the run: one whose ladder was killed saves its state first."""
         path = run.folder.with_name(f"{run.folder.name}.lock")
         said = False
@@ -159,7 +159,7 @@ class Runner:
         else:
             self._fail(run, f"exit code {code}: {process.last_words()}{_remedy(run, process)}")
 
-    def _fail(self, run: Run, why: str) -> None:
+    def _fail(self, run: LadderRun, why: str) -> None:
         self.failed[run.name] = why
         self._display.say(f"{run.name}: FAILED: {why}")
 
@@ -170,7 +170,7 @@ class Runner:
             process.stop()
 
 
-def _remedy(run: Run, process: Process) -> str:
+def _remedy(run: LadderRun, process: Process) -> str:
     """Where to read more; and what to do where it is the checkpoint of its trunk that failed."""
     begin = Path(str(run.config.checkpoint.resume))
     if not run.trunk or checkpoints(run) or str(begin) not in process.last_words():

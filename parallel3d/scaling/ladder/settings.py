@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Power:
+class PowerLaw:
     """A power law of parameters and tokens: coefficient x N^params x D^tokens."""
 
     coefficient: float
@@ -25,8 +25,8 @@ class HyperparameterLaw:
 
     source: str
     counts: str
-    learning_rate: Power
-    batch_tokens: Power
+    learning_rate: PowerLaw
+    batch_tokens: PowerLaw
 
 
 LAWS = {
@@ -35,13 +35,13 @@ LAWS = {
     "olmo": HyperparameterLaw(
         "OLMo-core model_ladder.py, after Porian et al., arXiv:2406.19146",
         "with_head",
-        Power(0.0047 * 108e6 ** (1 / 3), params=-1 / 3),
-        Power(160 * 2048 * 108e6 ** (-2 / 3), params=2 / 3),
+        PowerLaw(0.0047 * 108e6 ** (1 / 3), params=-1 / 3),
+        PowerLaw(160 * 2048 * 108e6 ** (-2 / 3), params=2 / 3),
     ),
     "step-law": HyperparameterLaw(
         "Step Law, Li et al., arXiv:2503.04715, equation 1",
         "transformer",
-        Power(1.79, params=-0.713, tokens=0.307),
-        Power(0.58, tokens=0.571),
+        PowerLaw(1.79, params=-0.713, tokens=0.307),
+        PowerLaw(0.58, tokens=0.571),
     ),
 }

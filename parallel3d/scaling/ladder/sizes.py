@@ -19,7 +19,7 @@ _MOST_LAYERS = 20_000
 
 
 @dataclass(frozen=True)
-class Counts:
+class PartCounts:
     """Parameters of a model by part: [embedding], [head], [transformer: the blocks].
 
     A head that is tied to the embedding counts as a head too, for its product with each token.
@@ -35,11 +35,11 @@ class Counts:
         return self.transformer + self.head
 
 
-def count(model: Any) -> Counts:
+def count(model: Any) -> PartCounts:
     """The parameters of a model of any family; its vocabulary must be known."""
     found = runs.count(model)
     head = found["with_head"] - found["transformer"]
-    return Counts(models.layers(model)[0].num_params, head, found["transformer"])
+    return PartCounts(models.layers(model)[0].num_params, head, found["transformer"])
 
 
 def model_of(ladder: LadderConfig, size: SizeConfig, base: Mapping[str, Any], path: str) -> Any:

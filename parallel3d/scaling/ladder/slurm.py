@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from shlex import quote
 
-from parallel3d.scaling.ladder.expand import Run
+from parallel3d.scaling.ladder.expand import LadderRun
 from parallel3d.scaling.ladder.plan import Ladder
 from parallel3d.scaling.ladder.process import LOGS, TRAIN
 from parallel3d.scaling.ladder.state import FRESH
@@ -77,7 +77,7 @@ def write(ladder: Ladder) -> list[Path]:
     return [*files, submit]
 
 
-def _by_ranks(ladder: Ladder, kind: str) -> Iterator[tuple[int, list[Run]]]:
+def _by_ranks(ladder: Ladder, kind: str) -> Iterator[tuple[int, list[LadderRun]]]:
     runs = [
         rung.run for rung in ladder.rungs
         if rung.run.kind == kind and rung.state.name != "finished"
@@ -86,7 +86,7 @@ def _by_ranks(ladder: Ladder, kind: str) -> Iterator[tuple[int, list[Run]]]:
         yield ranks, [run for run in runs if run.devices == ranks]
 
 
-def _script(ladder: Ladder, kind: str, ranks: int, runs: Sequence[Run]) -> str:
+def _script(ladder: Ladder, kind: str, ranks: int, runs: Sequence[LadderRun]) -> str:
     directory = ladder.directory.absolute()
     before = ""
     if kind == "held-out":

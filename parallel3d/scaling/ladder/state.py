@@ -7,7 +7,7 @@ from typing import Any
 
 from parallel3d.config.digest import PLACED, digest_of
 from parallel3d.errors import ConfigError
-from parallel3d.scaling.ladder.expand import Run
+from parallel3d.scaling.ladder.expand import LadderRun
 from parallel3d.scaling.runs import CONFIG, METRICS, NoEnd, config_of, last_line
 
 # What training fills in besides the mesh: the tokens that a tokenizer came out with.
@@ -25,7 +25,7 @@ class State:
     standard_error: float | None = None
 
 
-def state_of(run: Run) -> State:
+def state_of(run: LadderRun) -> State:
     """The state of a run; it is finished only where its config is the ladder's.
 
     Two configs are the same whatever their paths, mesh and offload. Raises ConfigError where the
@@ -59,14 +59,14 @@ def state_of(run: Run) -> State:
     return State("finished", step, last.get("held_out_loss"), found.get("standard_error"))
 
 
-def checkpoints(run: Run) -> list[int]:
+def checkpoints(run: LadderRun) -> list[int]:
     """Steps of the run's own complete checkpoints, ascending."""
     found = (run.folder / "checkpoints").glob("step-*/manifest.json")
     steps = (path.parent.name.removeprefix("step-") for path in found)
     return sorted(int(step) for step in steps if step.isdecimal())  # others were set aside
 
 
-def resume_of(run: Run) -> str:
+def resume_of(run: LadderRun) -> str:
     """The value of checkpoint.resume with which a run is to be started now.
 
     A run that begins from another's checkpoint goes on with its own newest by number, and is

@@ -12,7 +12,7 @@ from parallel3d.config import RunConfig
 from parallel3d.errors import ConfigError
 from parallel3d.verify.museum import exhibits
 from parallel3d.verify.museum.halls import HALLS, hall
-from parallel3d.verify.museum.shown import Stored, mark, stored
+from parallel3d.verify.museum.shown import StoredCurves, mark, stored
 from parallel3d.verify.museum.tour import Detector, Hall, Visit, tour
 
 _TYPES = "parallel3d.spmd"
@@ -51,7 +51,7 @@ def show(config: RunConfig | None, folder: Path, console: Console) -> dict[str, 
     return _report(visits, curves, console)
 
 
-def _report(visits: list[Visit], curves: Stored, console: Console) -> dict[str, Any]:
+def _report(visits: list[Visit], curves: StoredCurves, console: Console) -> dict[str, Any]:
     missed = [visit.name for visit in visits if not visit.seen]
     quick = sum(visit.seen and visit.seconds <= 10 for visit in visits)
     console.print(

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from parallel3d.verify.museum import exhibits
-from parallel3d.verify.museum.shown import PARTS, STEPS, Mark, Stored, mark, mark_of
+from parallel3d.verify.museum.shown import PARTS, STEPS, Mark, StoredCurves, mark, mark_of
 
 Record = Mapping[str, Any]
 
@@ -97,7 +97,7 @@ _CANNOT = """## What the check cannot see
 """
 
 
-def page(measured: Record, curves: Stored) -> str:
+def page(measured: Record, curves: StoredCurves) -> str:
     """The page docs/museum.md: of what machine, each exhibit's record, and stored loss curves."""
     records = list(measured["exhibits"].values())
     seen = [r for r in records if r["seen"]]
@@ -120,7 +120,7 @@ def page(measured: Record, curves: Stored) -> str:
     return _HEAD + text + _HOW.replace("ALARMS", _alarms(curves)) + _CANNOT
 
 
-def _alarms(curves: Stored) -> str:
+def _alarms(curves: StoredCurves) -> str:
     """How often the rule takes a right run for a wrong one."""
     beyond = [
         mark_of(tuple(one), [other for other in right if other is not one]).shows

@@ -17,7 +17,7 @@ from typing import Any
 FILE = Path(__file__).with_name("curves.json")
 STEPS, PARTS = 100, 10
 Curve = tuple[float | None, ...]  # mean losses of tenths, in nats; None where one has no number
-Stored = Mapping[str, Any]
+StoredCurves = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,13 @@ def mark_of(curve: Curve, right: Sequence[Curve]) -> Mark:
     return max(marks, key=lambda mark: mark.beyond)
 
 
-def stored() -> Stored:
+def stored() -> StoredCurves:
     """The measured curves: `right` by hall, the exhibits' seed first, and `exhibits` by name."""
-    found: Stored = json.loads(FILE.read_text(encoding="utf-8"))
+    found: StoredCurves = json.loads(FILE.read_text(encoding="utf-8"))
     return found
 
 
-def mark(name: str, curves: Stored) -> Mark | None:
+def mark(name: str, curves: StoredCurves) -> Mark | None:
     """What is stored of an exhibit; None where nothing is."""
     of = curves["exhibits"].get(name)
     return of and mark_of(tuple(of["curve"]), curves["right"][of["hall"]][1:])

@@ -10,7 +10,7 @@ import torch
 
 from parallel3d.config import RunConfig
 from parallel3d.errors import TrainingError
-from parallel3d.verify.check import Found, Task, check, checked
+from parallel3d.verify.check import CaseTask, RankFindings, check, checked
 from parallel3d.verify.exhibit import Exhibit, Sizes
 from parallel3d.verify.local_ranks import RanksHung
 from parallel3d.verify.measure import TOLERANCE, compile_operators
@@ -101,7 +101,7 @@ class Hall:
         assert mesh is not None
         reference, small = self.trained(), self.small(mesh)
         resumes = "resume" in file.EXHIBIT.needs
-        task = Task(resumes=self._saved()) if resumes else Task(drops=self._drops)
+        task = CaseTask(resumes=self._saved()) if resumes else CaseTask(drops=self._drops)
         start = time.perf_counter()
 
         def found(by: str, size: float = 1.0, beyond: Mapping[str, float] | None = None) -> Visit:
@@ -168,7 +168,7 @@ class Hall:
         folder = self._folder / "saved"
         if self._counters is None:
             mesh, _ = resuming_pair(self._meshes)
-            _, self._counters = checked(self.small(mesh), self.trained(), Task(saves=folder))
+            _, self._counters = checked(self.small(mesh), self.trained(), CaseTask(saves=folder))
         return folder
 
 
@@ -178,7 +178,9 @@ class Planted:
 
     name: str
 
-    def __call__(self, rank: int, config: RunConfig, reference: Reference, task: Task) -> Found:
+    def __call__(
+        self, rank: int, config: RunConfig, reference: Reference, task: CaseTask
+    ) -> RankFindings:
         with exhibits.load(self.name).plant():
             return check(rank, config, reference, task)
 

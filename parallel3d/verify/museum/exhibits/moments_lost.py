@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from parallel3d.engine.states import States
+from parallel3d.engine.states import OptimizerStates
 from parallel3d.verify.exhibit import Exhibit, Planted, wrapped
 
 EXHIBIT = Exhibit(
@@ -20,7 +20,7 @@ EXHIBIT = Exhibit(
 def plant() -> Planted:
     """What was read of them is cleared."""
 
-    def finish(original: Any, states: States) -> None:
+    def finish(original: Any, states: OptimizerStates) -> None:
         for block in range(len(states.blocks)):
             with states.opened(block, write=True) as pieces:
                 for piece in pieces:
@@ -28,4 +28,4 @@ def plant() -> Planted:
                     piece["exp_avg_sq"].zero_()
         original(states)
 
-    return wrapped(States, "finish_loading", finish)
+    return wrapped(OptimizerStates, "finish_loading", finish)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from parallel3d.config import learning_rate
-from parallel3d.engine.states import States
+from parallel3d.engine.states import OptimizerStates
 from parallel3d.verify.exhibit import Exhibit, Planted, all_of, wrapped
 
 EXHIBIT = Exhibit(
@@ -22,7 +22,7 @@ def plant() -> Planted:
     """Steps are counted from the checkpoint."""
     begun = [0]
 
-    def set_counters(original: Any, states: States, counters: Any) -> None:
+    def set_counters(original: Any, states: OptimizerStates, counters: Any) -> None:
         begun[0] = int(counters["optimizer_steps"])
         original(states, counters)
 
@@ -31,5 +31,6 @@ def plant() -> Planted:
         return found
 
     return all_of(
-        wrapped(States, "set_counters", set_counters), wrapped(learning_rate, "fraction", fraction)
+        wrapped(OptimizerStates, "set_counters", set_counters),
+        wrapped(learning_rate, "fraction", fraction),
     )

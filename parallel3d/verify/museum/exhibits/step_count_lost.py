@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from parallel3d.engine.states import States
+from parallel3d.engine.states import OptimizerStates
 from parallel3d.verify.exhibit import Exhibit, Planted, wrapped
 
 EXHIBIT = Exhibit(
@@ -20,7 +20,7 @@ EXHIBIT = Exhibit(
 def plant() -> Planted:
     """The count that is set is 0."""
 
-    def set_counters(original: Any, states: States, counters: Any) -> None:
+    def set_counters(original: Any, states: OptimizerStates, counters: Any) -> None:
         original(states, {**counters, "optimizer_steps": 0})
 
-    return wrapped(States, "set_counters", set_counters)
+    return wrapped(OptimizerStates, "set_counters", set_counters)
