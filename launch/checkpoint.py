@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from parallel3d import layout
+from parallel3d import terminal
 from parallel3d.arguments import Parser
 from parallel3d.errors import Parallel3DError
 
@@ -24,7 +24,7 @@ SHOWN_FROM = 2**28  # bytes of a checkpoint whose checking shows its progress
 def main() -> int:
     """Run the command `checkpoint`: 0, 1 where something is damaged, 2 without a checkpoint."""
     args = parse_args()
-    console = layout.console(args.json)
+    console = terminal.console(args.json)
     try:
         if args.command == "verify":
             return verify_all(args.path, args.json, console)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from parallel3d import layout
+from parallel3d import terminal
 from parallel3d.arguments import Parser
 from parallel3d.errors import Parallel3DError, TrainingError
 
@@ -30,7 +30,7 @@ def main() -> int:
     args = parse_args()
     try:
         command = {"export": export, "import": import_}[args.command]
-        return command(args, layout.console(args.json))
+        return command(args, terminal.console(args.json))
     except TrainingError as error:
         code = FAILED
         print(f"convert: {error}", file=sys.stderr)
@@ -43,9 +43,9 @@ def main() -> int:
 def export(args: argparse.Namespace, console: Console) -> int:
     """Write a checkpoint as a folder of transformers, and say what was proved of it."""
     from parallel3d.convert import export as conversion
-    from parallel3d.convert.layout import DTYPES as TYPES
-    from parallel3d.convert.layout import WeightFiles, bytes_of
     from parallel3d.convert.source import CheckpointSource
+    from parallel3d.convert.weight_files import DTYPES as TYPES
+    from parallel3d.convert.weight_files import WeightFiles, bytes_of
     from parallel3d.data.progress import shown_progress
 
     conversion.check_new(args.to)
@@ -64,7 +64,7 @@ def import_(args: argparse.Namespace, console: Console) -> int:
     """Write a published model as a start for training, and say what was proved of it."""
     from parallel3d.convert import export as conversion
     from parallel3d.convert.importing import import_folder
-    from parallel3d.convert.layout import bytes_of
+    from parallel3d.convert.weight_files import bytes_of
     from parallel3d.data.progress import shown_progress
 
     conversion.check_new(args.to)

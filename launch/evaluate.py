@@ -10,7 +10,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from parallel3d import layout
+from parallel3d import terminal
 from parallel3d.arguments import Parser, whole_number
 from parallel3d.config import help_text
 from parallel3d.errors import Parallel3DError, TrainingError
@@ -60,7 +60,7 @@ def evaluate(
 
     mesh = Mesh(config.mesh.pp, int(config.mesh.dp), config.mesh.tp, launch, watched=True)
     stop.share(SharedFlag("stop"), mesh.rank)
-    console = layout.console(True)
+    console = terminal.console(True)
     console.quiet = mesh.rank != 0
     losses = losses_of(config, mesh, checkpoint, stop, console)
     if losses is not None and mesh.rank == 0:

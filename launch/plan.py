@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from parallel3d import hardware, layout
+from parallel3d import hardware, terminal
 from parallel3d.arguments import Parser, whole_number
 from parallel3d.config import RunConfig
 from parallel3d.errors import ConfigError, Parallel3DError, TrainingError
@@ -25,7 +25,7 @@ DONE, FAILED, BAD_INPUT = 0, 1, 2  # exit codes; scripts rely on them
 def main() -> int:
     """Run the command `plan`: 0, 1 where nothing fits or a check fails, 2 for bad input."""
     args, overrides = parse_args()
-    console = layout.console(args.json)
+    console = terminal.console(args.json)
     try:
         if args.calibrate:
             return calibrate(args.json, console)

@@ -11,7 +11,7 @@ import argparse
 import json
 import sys
 
-from parallel3d import layout
+from parallel3d import terminal
 from parallel3d.arguments import Parser
 from parallel3d.errors import Parallel3DError
 from parallel3d.scaling import command
@@ -39,7 +39,7 @@ def plan(args: argparse.Namespace) -> int:
     from parallel3d.scaling.ladder.plan import ladder_of
     from parallel3d.scaling.ladder.show import show, to_json
 
-    console = layout.console(args.json)
+    console = terminal.console(args.json)
     ladder = ladder_of(args.ladder)
     show(ladder, console)
     if args.json:
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     from parallel3d.scaling.ladder.execute import execute
     from parallel3d.scaling.ladder.show import show, to_json
 
-    console = layout.console(args.json)
+    console = terminal.console(args.json)
     if args.emit:
         from parallel3d.scaling.ladder import slurm
         from parallel3d.scaling.ladder.plan import ladder_of
@@ -73,7 +73,7 @@ def fit(args: argparse.Namespace) -> int:
     from parallel3d.scaling.result import finite
     from parallel3d.scaling.show import show_fit
 
-    console = layout.console(args.json)
+    console = terminal.console(args.json)
     found = command.fit(args)
     report = finite(found.to_json())
     show_fit(report, console)
@@ -87,7 +87,7 @@ def predict(args: argparse.Namespace) -> int:
     """Forecast a run from a fit, and register the forecast if asked to."""
     from parallel3d.scaling.show import show_forecast
 
-    console = layout.console(args.json)
+    console = terminal.console(args.json)
     made, stored, path = command.predict(args)
     show_forecast(made, stored, console)
     if path is not None:
@@ -103,7 +103,7 @@ def coordcheck(args: argparse.Namespace) -> int:
     # Only now: torch and DeepSpeed wait for a config that is right.
     from parallel3d.verify.coordinates import check_coordinates
 
-    console = layout.console(args.json)
+    console = terminal.console(args.json)
     found = check_coordinates(
         config, widths=args.widths, seeds=args.seeds, steps=args.steps, say=console.print
     )

@@ -27,7 +27,7 @@ def train(
 ) -> int:
     """Train from a valid config to the closing summary; gives the exit code."""
     from parallel3d.checkpoint.save import Saver
-    from parallel3d.convert.weights import save_weights
+    from parallel3d.convert.from_ranks import save_weights
     from parallel3d.engine import EngineSettings
     from parallel3d.engine.selftest import self_test
     from parallel3d.train import machines, opening, report, startup

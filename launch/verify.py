@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from parallel3d import layout
+from parallel3d import terminal
 from parallel3d.arguments import Parser
 from parallel3d.config import RunConfig
 from parallel3d.errors import ConfigError, Parallel3DError
@@ -27,7 +27,7 @@ def main() -> int:
     args, overrides = parse_args()
     # On the CPU, wherever it runs: a mesh of eight wants eight devices.
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
-    console = layout.console(args.json)
+    console = terminal.console(args.json)
     try:
         config = read_config(args, overrides)
         with TemporaryDirectory(prefix="parallel3d-verify-") as folder:

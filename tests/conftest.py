@@ -82,7 +82,7 @@ def pytest_addoption(parser):
 
 
 PRELOAD = [
-    "launch.train", "parallel3d.train.trainer", "parallel3d.convert.weights",
+    "launch.train", "parallel3d.train.trainer", "parallel3d.convert.from_ranks",
     "parallel3d.engine.selftest", "safetensors.torch", "pytest", "hypothesis", "tests.cases",
 ]  # fmt: skip
 SWAPS = {"test_parity.py", "test_states.py", "test_offload.py", "test_offload_refused.py"}

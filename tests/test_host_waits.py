@@ -54,9 +54,9 @@ START = {
     "parallel3d/train/startup.py:peak": "all measure it at one time",
 }
 SAVE = {
-    "parallel3d/checkpoint/layout.py:host_arrays": "a copy of the state, in host memory",
+    "parallel3d/checkpoint/chunk_runs.py:host_arrays": "a copy of the state, in host memory",
     "parallel3d/checkpoint/host_copy.py:HostCopy.fill": "training goes on when the copy is whole",
-    "parallel3d/convert/weights.py:_write.write": "one at a time, at the end of a run",
+    "parallel3d/convert/from_ranks.py:_write.write": "one at a time, at the end of a run",
     "parallel3d/convert/files.py:Writer.write": "one at a time, at the end of a run",
     "parallel3d/engine/engine.py:Engine.full_parameter": "one at a time, to export or compare",
 }
@@ -82,7 +82,7 @@ HOSTS = {
     "parallel3d/convert/generate.py:generate": "a prompt, and a model that is not trained",
     "parallel3d/convert/logits.py:most_apart": "a model on the host, after an export",
     "parallel3d/convert/read_back.py:_difference": "tensors of files, after an export",
-    "parallel3d/convert/layout.py:bytes_of": "words of a command line",
+    "parallel3d/convert/weight_files.py:bytes_of": "words of a command line",
     "parallel3d/checkpoint/index.py:Index.find": "a table of numpy's",
     "parallel3d/checkpoint/index.py:_boxes": "a table of numpy's",
     "parallel3d/checkpoint/arrays.py:ArrayFile._fill": "host memory that a file is read into",

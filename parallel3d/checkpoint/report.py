@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from parallel3d import layout
+from parallel3d import terminal
 from parallel3d.checkpoint.chunks import KINDS, ChunkFile
 from parallel3d.checkpoint.manifest import (
     MANIFEST,
@@ -22,7 +22,7 @@ from parallel3d.checkpoint.manifest import (
 )
 from parallel3d.checkpoint.room import shown
 from parallel3d.errors import CheckpointError
-from parallel3d.layout import Column
+from parallel3d.terminal import Column
 
 LEFT_OVER = {
     ".tmp": "unfinished: a save under way, or one that was killed",
@@ -111,7 +111,7 @@ def show(found: Mapping[str, Any], out: Console) -> None:
     """Print the description of a checkpoint for people."""
     out.print(f"{found['path']}\n")
     columns = [Column("", right=False), Column("", right=False, wraps=True)]
-    layout.show(out, columns, _facts(found))
+    terminal.show(out, columns, _facts(found))
     out.print()
     rows = [
         (name, f"{tensors:,} tensors", f"{numel:,}")
@@ -183,7 +183,7 @@ def _print_table(out: Console, rows: Sequence[tuple[str, ...]]) -> None:
     """A table whose first row are its heads."""
     heads, *rest = rows
     columns = [Column(head, right=bool(place)) for place, head in enumerate(heads)]
-    layout.show(out, columns, rest)
+    terminal.show(out, columns, rest)
     out.print()
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from parallel3d.checkpoint import disk, layout, prune, room
+from parallel3d.checkpoint import chunk_runs, disk, prune, room
 from parallel3d.checkpoint.chunks import header
 from parallel3d.checkpoint.host_copy import HostCopy, copy_bytes
 from parallel3d.checkpoint.manifest import FORMAT, TOKENIZER, Entry, manifest_bytes
@@ -60,8 +60,8 @@ class Saver:
         self._keep, self._asynchronous, self._say = keep, asynchronous, say
         self._always = always
         self._hashed = hashed
-        self._shapes = layout.parameter_shapes(layers)
-        self._runs = layout.runs_to_write(engine, mesh)
+        self._shapes = chunk_runs.parameter_shapes(layers)
+        self._runs = chunk_runs.runs_to_write(engine, mesh)
         chunks = [chunk for run in self._runs for chunk in run.chunks]
         self._header = header(chunks) if chunks else b""
         self._numel = sum(run.numel for run in self._runs)
@@ -111,7 +111,7 @@ class Saver:
             )
             self._thread.start()
         else:
-            with closing(layout.host_arrays(self._engine, self._runs)) as arrays:
+            with closing(chunk_runs.host_arrays(self._engine, self._runs)) as arrays:
                 self._write(state, arrays)
             self._conclude()
         return time.perf_counter() - start
@@ -159,7 +159,7 @@ class Saver:
         if self._buffer is None:
             # It is kept: fresh memory costs more than the copy itself.
             self._buffer = HostCopy(self._numel, pinned=self._mesh.device.type != "cpu")
-        self._buffer.fill(layout.live_tensors(self._engine, self._runs))
+        self._buffer.fill(chunk_runs.live_tensors(self._engine, self._runs))
         return self._buffer
 
     def _own_state(self) -> dict[str, Any]:

@@ -9,8 +9,7 @@ from parallel3d.config.deepspeed import (
     ZeroConfig,
 )
 from parallel3d.config.listing import help_text, settings
-from parallel3d.config.run import RunConfig
-from parallel3d.config.settings import (
+from parallel3d.config.parallel3d_block import (
     LrScheduleConfig,
     MeshConfig,
     OutputConfig,
@@ -18,6 +17,7 @@ from parallel3d.config.settings import (
     PipelineConfig,
     TrainConfig,
 )
+from parallel3d.config.run import RunConfig
 from parallel3d.explain import SettingDoc
 
 __all__ = [

@@ -2,7 +2,7 @@
 
 from fractions import Fraction
 
-from parallel3d.config.settings import MeshConfig
+from parallel3d.config.parallel3d_block import MeshConfig
 from parallel3d.section import ABSENT, Problem, Problems
 
 BATCH, MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"

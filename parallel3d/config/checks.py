@@ -15,8 +15,7 @@ from typing import Any
 from parallel3d.config import arithmetic
 from parallel3d.config.data import DataConfig
 from parallel3d.config.deepspeed import Bf16Config, Fp16Config, OptimizerConfig, ZeroConfig
-from parallel3d.config.pipeline_checks import check_compile, check_reduction, check_schedule
-from parallel3d.config.settings import (
+from parallel3d.config.parallel3d_block import (
     PLAN,
     LrScheduleConfig,
     MeshConfig,
@@ -24,6 +23,7 @@ from parallel3d.config.settings import (
     PlanConfig,
     TrainConfig,
 )
+from parallel3d.config.pipeline_checks import check_compile, check_reduction, check_schedule
 from parallel3d.section import ABSENT, Problem
 
 _signature = cache(signature)  # the planner asks for thousands of meshes

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from parallel3d.config.parallel3d_block import TrainConfig
 from parallel3d.config.scheduler import TOTAL_STEPS
-from parallel3d.config.settings import TrainConfig
 
 _WARMUP = "parallel3d.train.lr_schedule.warmup_steps"
 

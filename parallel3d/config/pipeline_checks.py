@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from parallel3d.config.deepspeed import ZeroConfig
-from parallel3d.config.settings import MeshConfig, PipelineConfig, TrainConfig, reduces_once
+from parallel3d.config.parallel3d_block import MeshConfig, PipelineConfig, TrainConfig, reduces_once
 from parallel3d.schedule import schedules
 from parallel3d.section import Problem
 

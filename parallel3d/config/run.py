@@ -27,8 +27,7 @@ from parallel3d.config.monitors import (
     WandbConfig,
 )
 from parallel3d.config.normalise import normalise
-from parallel3d.config.scheduler import scheduler_section
-from parallel3d.config.settings import (
+from parallel3d.config.parallel3d_block import (
     PLAN,
     CheckpointConfig,
     MeshConfig,
@@ -38,6 +37,7 @@ from parallel3d.config.settings import (
     Positive,
     TrainConfig,
 )
+from parallel3d.config.scheduler import scheduler_section
 from parallel3d.section import Beyond, Problem, Problems, Section, Size
 
 

@@ -1,7 +1,7 @@
 """Command-line paths without their `parallel3d.` prefix: `--mesh.tp 2`."""
 
 from parallel3d.config.deepspeed_keys import TOP_LEVEL
-from parallel3d.config.settings import Parallel3DConfig
+from parallel3d.config.parallel3d_block import Parallel3DConfig
 
 
 def full_path(path: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from parallel3d import models
 from parallel3d.config import RunConfig
-from parallel3d.convert.layout import WeightFiles
+from parallel3d.convert.weight_files import WeightFiles
 from parallel3d.data.tokenizer import TOKENIZER_SUFFIXES
 from parallel3d.train.history import METRICS
 

@@ -6,10 +6,10 @@ from pathlib import Path
 from parallel3d.checkpoint.room import disk_lacks, shown
 from parallel3d.convert.card import About, write_rest
 from parallel3d.convert.files import Writer, create, publish, remove
-from parallel3d.convert.layout import WeightFiles
 from parallel3d.convert.logits import Read
 from parallel3d.convert.read_back import Proof, read_back
 from parallel3d.convert.source import CheckpointSource
+from parallel3d.convert.weight_files import WeightFiles
 from parallel3d.data.sources import Progress
 from parallel3d.errors import ConfigError, TrainingError
 

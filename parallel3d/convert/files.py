@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from parallel3d.atomic import rename, sync, sync_folder
-from parallel3d.convert.layout import INDEX, WeightFiles
+from parallel3d.convert.weight_files import INDEX, WeightFiles
 from parallel3d.mesh.nodes import appears
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from parallel3d.convert.export import export, quiet
-from parallel3d.convert.layout import WeightFiles
 from parallel3d.convert.source import CheckpointSource
+from parallel3d.convert.weight_files import WeightFiles
 from parallel3d.data.sources import silent
 from parallel3d.errors import ConfigError, TrainingError
 

@@ -11,7 +11,6 @@ from parallel3d import models
 from parallel3d.config.pretrained import derived, read_config
 from parallel3d.convert.card import CARD, CONFIG, GENERATION, tokenizer_files
 from parallel3d.convert.export import made, write_tensors
-from parallel3d.convert.layout import SHARD_BYTES, WeightFiles
 from parallel3d.convert.read_back import (
     LARGE,
     LOGITS,
@@ -23,10 +22,11 @@ from parallel3d.convert.read_back import (
     prove,
     tensors_differ,
 )
+from parallel3d.convert.weight_files import SHARD_BYTES, WeightFiles
 from parallel3d.data.sources import Progress, silent
 from parallel3d.errors import ConfigError
 from parallel3d.models import pretrained
-from parallel3d.pretrained.weights import PublishedWeights
+from parallel3d.pretrained.published_weights import PublishedWeights
 
 
 def import_folder(

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel3d import models
-from parallel3d.convert.layout import WeightFiles
+from parallel3d.convert.weight_files import WeightFiles
 from parallel3d.model.spec import LayerSpec, tied_names
 from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.dropout import RandomKey

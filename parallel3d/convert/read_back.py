@@ -10,9 +10,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from parallel3d.convert.card import About, tokenizer_files
-from parallel3d.convert.layout import INDEX, WeightFiles
 from parallel3d.convert.logits import Read, most_apart
 from parallel3d.convert.source import CheckpointSource
+from parallel3d.convert.weight_files import INDEX, WeightFiles
 from parallel3d.data.sources import Progress
 
 TOLERANCE = 1e-4  # of logits in fp32, relative to the largest where that is above 1

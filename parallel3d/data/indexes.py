@@ -10,8 +10,8 @@ import numpy as np
 
 from parallel3d.atomic import replaced
 from parallel3d.config.data import DataConfig, PartConfig
-from parallel3d.data.build import digest_of
 from parallel3d.data.cache import prune
+from parallel3d.data.corpus_folder import digest_of
 from parallel3d.data.documents import DAYS_KEPT, SECONDS_UNTIL_SETTLED
 from parallel3d.data.foreign import megatron
 from parallel3d.data.foreign.check import Checked, Vocabulary, check

@@ -11,7 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from parallel3d.config.data import DataConfig, PartConfig, holds_ids
-from parallel3d.data.build import (
+from parallel3d.data.cache import cache_root, is_whole, locked, staged
+from parallel3d.data.corpus import Corpus, entropy
+from parallel3d.data.corpus_folder import (
     FORMAT,
     TRAINING_BYTES,
     Recipe,
@@ -21,8 +23,6 @@ from parallel3d.data.build import (
     digest_of,
     train,
 )
-from parallel3d.data.cache import cache_root, is_whole, locked, staged
-from parallel3d.data.corpus import Corpus, entropy
 from parallel3d.data.documents import Documents, find_documents
 from parallel3d.data.mixing import whole_shares
 from parallel3d.data.sources import Progress, find_files, silent

@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 
 from parallel3d.config.data import DataConfig, PartConfig
-from parallel3d.data.build import FORMAT, contents_of, digest_of, seen
 from parallel3d.data.corpus import PLACE, entropy
+from parallel3d.data.corpus_folder import FORMAT, contents_of, digest_of, seen
 from parallel3d.data.documents import ENTRY
 from parallel3d.data.foreign import arrays, arrow, datatrove, megatron
 from parallel3d.data.foreign.check import Vocabulary

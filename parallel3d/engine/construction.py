@@ -16,8 +16,8 @@ from deepspeed.utils import logger as deepspeed_logger
 from torch import Tensor, nn
 
 from parallel3d.engine import operators, swap
+from parallel3d.engine.engine_settings import EngineSettings
 from parallel3d.engine.quirks import core, fp16, nvme
-from parallel3d.engine.settings import EngineSettings
 from parallel3d.mesh.mesh import Mesh
 
 _log = logging.getLogger(__name__)

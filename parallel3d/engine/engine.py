@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from parallel3d.engine import operators, swap
 from parallel3d.engine.construction import ModelParallelUnit, building, swap_folder
+from parallel3d.engine.engine_settings import EngineSettings
 from parallel3d.engine.gathering import GatheredWeights, Layers
 from parallel3d.engine.quirks import core, fp16, nvme, resume, tracing
 from parallel3d.engine.reduction import Reduction
-from parallel3d.engine.settings import EngineSettings
 from parallel3d.engine.states import OptimizerStates
 from parallel3d.errors import ConfigError, TrainingError
 from parallel3d.mesh.mesh import Mesh
@@ -255,9 +255,9 @@ class Engine:
 
     def memory_bytes(self) -> dict[str, int]:
         """Bytes that this rank holds of parameters, gradients and optimizer states."""
-        from parallel3d.engine import memory
+        from parallel3d.engine import storage_bytes
 
-        return memory.held_bytes(self._deepspeed, [h.parameter for h in self.held])
+        return storage_bytes.held_bytes(self._deepspeed, [h.parameter for h in self.held])
 
     def close(self) -> None:
         """Free DeepSpeed's hooks and buffers, and remove its files."""

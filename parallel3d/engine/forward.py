@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from parallel3d.engine import swap
 from parallel3d.engine.construction import ModelParallelUnit, swap_folder
+from parallel3d.engine.engine_settings import EngineSettings
 from parallel3d.engine.quirks import core
-from parallel3d.engine.settings import EngineSettings
 from parallel3d.mesh.mesh import Mesh
 
 

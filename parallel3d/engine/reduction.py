@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from parallel3d.engine.engine_settings import EngineSettings
 from parallel3d.engine.gathering import Layers
 from parallel3d.engine.quirks import core, reducing
-from parallel3d.engine.settings import EngineSettings
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.tensor.held import HeldParameter
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from parallel3d.engine.construction import building, writing
 from parallel3d.engine.engine import Engine
+from parallel3d.engine.engine_settings import EngineSettings
 from parallel3d.engine.quirks import core, nvme
-from parallel3d.engine.settings import EngineSettings
 from parallel3d.errors import TrainingError
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.model.spec import Init, ParamSpec

@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 
 from parallel3d import models
 from parallel3d.config import RunConfig
-from parallel3d.config.settings import gathered_for, reduces_once
+from parallel3d.config.parallel3d_block import gathered_for, reduces_once
 from parallel3d.model.spec import LayerSpec, Recompute, Shape
 from parallel3d.schedule.sharding import Weights
 

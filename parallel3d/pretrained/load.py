@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from parallel3d.checkpoint.layout import boxes_in_whole
+from parallel3d.checkpoint.chunk_runs import boxes_in_whole
 from parallel3d.config.pretrained import SETTINGS, WEIGHTS, digest_of, downloaded
 from parallel3d.engine import Engine
 from parallel3d.errors import CheckpointError, ConfigError
@@ -13,7 +13,7 @@ from parallel3d.mesh.agree import agree
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.nodes import find_nodes
 from parallel3d.model.spec import LayerSpec, tied_names
-from parallel3d.pretrained.weights import PublishedWeights
+from parallel3d.pretrained.published_weights import PublishedWeights
 
 
 def find_weights(config: Any, mesh: Mesh) -> Path:

@@ -15,11 +15,11 @@ from parallel3d.plan.setting import Setting
 from parallel3d.plan.time import curves
 from parallel3d.plan.time.operators import Curves
 from parallel3d.plan.time.step import step_time
-from parallel3d.published.memory import validate_memory
+from parallel3d.published.memory_compared import validate_memory
 from parallel3d.published.neighbours import Lookup, RunFigures, development
 from parallel3d.published.rows import LeftOut, PublishedRun, read
 from parallel3d.published.statistics import Choice, constants, errors, rank_correlation, regrets
-from parallel3d.published.table import show
+from parallel3d.published.validation_tables import show
 
 __all__ = ["Outcome", "outcomes", "overall", "show", "summary", "validate"]
 

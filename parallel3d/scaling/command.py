@@ -22,8 +22,8 @@ from parallel3d.scaling.laws import LAWS
 from parallel3d.scaling.points import FLAGS, NAMES, Dropped, Points, points_of
 from parallel3d.scaling.profile import METHODS
 from parallel3d.scaling.result import Fit, StoredFit, finite
+from parallel3d.scaling.run_table import Table, read
 from parallel3d.scaling.runs import COUNTS, read_runs
-from parallel3d.scaling.table import Table, read
 
 DRAWS = 2000  # of the bootstrap
 FIT = "fit.json"

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from parallel3d.errors import ConfigError
-from parallel3d.scaling.table import Table, number
+from parallel3d.scaling.run_table import Table, number
 
 Array = npt.NDArray[np.float64]
 FLOPS_PER_PARAM_AND_TOKEN = 6

@@ -14,7 +14,7 @@ from typing import Any
 from parallel3d import models
 from parallel3d.config import RunConfig
 from parallel3d.errors import ConfigError
-from parallel3d.scaling.table import Table, number
+from parallel3d.scaling.run_table import Table, number
 
 CONFIG, METRICS = "config.json", "metrics.jsonl"
 CORPUS = "corpus.json"  # of a run, or of a ladder's directory, counted as its corpus was prepared

@@ -5,10 +5,10 @@ from typing import Any
 
 from rich.console import Console
 
-from parallel3d import layout
-from parallel3d.layout import Column
+from parallel3d import terminal
 from parallel3d.scaling.forecast import ONE_RUN, Forecast
 from parallel3d.scaling.result import StoredFit
+from parallel3d.terminal import Column
 
 _MOST = 12  # dropped rows that are printed; the rest are counted
 
@@ -16,7 +16,7 @@ _MOST = 12  # dropped rows that are printed; the rest are counted
 def show_fit(report: Mapping[str, Any], out: Console) -> None:
     """Print a fit: the figures that `--json` has."""
     found = report["diagnostics"]
-    layout.say(out, f"{report['law']} law, {report['points']} points; {report['estimator']}")
+    terminal.say(out, f"{report['law']} law, {report['points']} points; {report['estimator']}")
     rows = [
         (name, f"{value:.6g}", _number(report["standard_errors"][name]),
          _range(report["intervals"][name]))
@@ -26,24 +26,24 @@ def show_fit(report: Mapping[str, Any], out: Console) -> None:
     for name, value in report["optimal_exponents"].items():
         rows.append((f"{name} ~ C^", f"{value:.4f}", "", _range(spread.get(name))))
     columns = (Column("", right=False), Column("value"), Column("std. error"), Column("95 %"))
-    layout.show(out, columns, rows)
+    terminal.show(out, columns, rows)
     for line in _diagnosed(found):
-        layout.say(out, line)
+        terminal.say(out, line)
     for one in found["forecasts"]:
-        layout.say(out, _judged(one), "  ")
+        terminal.say(out, _judged(one), "  ")
     dropped = report["dropped"]
     for gone in dropped[:_MOST]:
-        layout.say(out, f"dropped {gone['row']}: {gone['reason']}", "  ")
+        terminal.say(out, f"dropped {gone['row']}: {gone['reason']}", "  ")
     if len(dropped) > _MOST:
-        layout.say(out, f"and {len(dropped) - _MOST} more rows, which fit.json lists")
+        terminal.say(out, f"and {len(dropped) - _MOST} more rows, which fit.json lists")
     for warning in found["warnings"]:
-        layout.say(out, f"WARNING: {warning}", "  ")
+        terminal.say(out, f"WARNING: {warning}", "  ")
 
 
 def show_forecast(made: Forecast, fit: StoredFit, out: Console) -> None:
     """Print a forecast, and how far it reaches beyond the runs that it is made from."""
     spread = made.intervals
-    layout.say(out, f"{fit.law} law of {len(fit.flops)} runs; {made.flops:.4g} FLOPs")
+    terminal.say(out, f"{fit.law} law of {len(fit.flops)} runs; {made.flops:.4g} FLOPs")
     rows = [
         ("N", f"{made.params:.4g}", _range(spread["params"])),
         ("D", f"{made.tokens:.4g}", _range(spread["tokens"])),
@@ -52,12 +52,12 @@ def show_forecast(made: Forecast, fit: StoredFit, out: Console) -> None:
         rows.append(("loss", f"{made.loss:.4f}", _range(spread["loss"])))
         rows.append(("loss of one run", "", _range(spread[ONE_RUN])))
     columns = (Column("", right=False), Column("value"), Column("95 %"))
-    layout.show(out, columns, rows)
+    terminal.show(out, columns, rows)
     if made.loss is None:
-        layout.say(out, "WARNING: no loss: the fit had too few budgets for a law of it", "  ")
+        terminal.say(out, "WARNING: no loss: the fit had too few budgets for a law of it", "  ")
     elif spread["loss"] is None:
-        layout.say(out, "WARNING: no intervals: the fit has no bootstrap", "  ")
-    layout.say(out, f"{made.beyond:.3g} times the FLOPs of the largest fitted run")
+        terminal.say(out, "WARNING: no intervals: the fit has no bootstrap", "  ")
+    terminal.say(out, f"{made.beyond:.3g} times the FLOPs of the largest fitted run")
 
 
 def _judged(one: Mapping[str, Any]) -> str:

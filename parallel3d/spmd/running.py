@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from parallel3d.config import RunConfig
+from parallel3d.engine.engine_settings import EngineSettings
 from parallel3d.engine.reduction import Reduction
-from parallel3d.engine.settings import EngineSettings
 from parallel3d.model.spec import LayerSpec
 from parallel3d.pipeline import stages as building
 from parallel3d.spmd.trace import Program, Ref, Tracer

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from parallel3d import hardware, layout
+from parallel3d import hardware, terminal
 from parallel3d.checkpoint import room
 from parallel3d.config import RunConfig
 from parallel3d.errors import ConfigError
@@ -17,7 +17,7 @@ from parallel3d.mesh.device import pick_device
 from parallel3d.mesh.launch import Launch
 from parallel3d.plan.impossible import refuse_impossible
 from parallel3d.plan.memory.peak import fullest
-from parallel3d.plan.report import command, table
+from parallel3d.plan.report import command, plan_table
 from parallel3d.plan.report.choose import (
     checkpoint_bytes,
     choose,
@@ -82,9 +82,9 @@ def dry_run(config: RunConfig, launch: Launch, *, devices: int, as_json: bool) -
             machine = machine_of(config, launch)
             plan = command.as_written(config, request_of(config, machine, devices))
     if launch.rank == 0:
-        out = layout.console(as_json)
+        out = terminal.console(as_json)
         for note in config.notes:
-            layout.say(out, note, "  ")
+            terminal.say(out, note, "  ")
         report = _show(config, plan, out)
         if as_json:
             print(json.dumps(report))
@@ -107,14 +107,14 @@ def _show(config: RunConfig, plan: Plan | None, out: Console) -> dict[str, Any]:
     """Print it; gives what `--dry-run --json` prints."""
     setting = plan.setting if plan else Setting.from_config(config)
     if plan:
-        table.explain(plan, out)
+        plan_table.explain(plan, out)
         row = plan.to_json()
     else:
         memory = fullest(setting)
-        for line in table.lines_of(setting):
-            layout.say(out, line, " " * 10)
-        table.show_memory(memory, setting, None, out)
-        layout.say(
+        for line in plan_table.lines_of(setting):
+            terminal.say(out, line, " " * 10)
+        plan_table.show_memory(memory, setting, None, out)
+        terminal.say(
             out,
             "\nhow long a step takes is not known: `parallel3d plan --calibrate` measures "
             "this machine; or name one, --parallel3d.run.hardware",
@@ -123,7 +123,7 @@ def _show(config: RunConfig, plan: Plan | None, out: Console) -> dict[str, Any]:
     size, folder = checkpoint_bytes(setting), Path(config.run.directory)
     lacks = room.disk_lacks(folder, size)
     missing = f"; {folder.absolute()} has {room.shown(lacks)} too little for one" if lacks else ""
-    layout.say(out, f"a checkpoint is about {room.shown(size)}{missing}")
+    terminal.say(out, f"a checkpoint is about {room.shown(size)}{missing}")
     mismatches: list[str] = []
     if config.train.check_layers:
         mismatches = type_errors(config)
@@ -141,6 +141,8 @@ def _show(config: RunConfig, plan: Plan | None, out: Console) -> dict[str, Any]:
 
 def _say_types(tp: int, mismatches: Sequence[str], out: Console) -> None:
     if tp > 1 and not mismatches:
-        layout.say(out, f"types     the values and gradients of each layer match on tp {tp}", "  ")
+        terminal.say(
+            out, f"types     the values and gradients of each layer match on tp {tp}", "  "
+        )
     for line in mismatches:
-        layout.say(out, f"types     {line}", " " * 10)
+        terminal.say(out, f"types     {line}", " " * 10)

@@ -9,8 +9,8 @@ from rich.console import Console
 
 from parallel3d.checkpoint import resume
 from parallel3d.checkpoint.digest import tokenizer_digest
+from parallel3d.checkpoint.load_weights import load_weights
 from parallel3d.checkpoint.manifest import TOKENIZER
-from parallel3d.checkpoint.weights import load_weights
 from parallel3d.config import RunConfig
 from parallel3d.data.corpus import Corpus
 from parallel3d.data.split import SPLIT_FORMAT

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.profiler import profile, supported_activities
 
-from parallel3d.config.settings import ProfileConfig
+from parallel3d.config.parallel3d_block import ProfileConfig
 from parallel3d.mesh.agree import gather_json
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.pipeline.clock import timing

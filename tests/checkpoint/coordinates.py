@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from parallel3d.checkpoint import layout
+from parallel3d.checkpoint import chunk_runs
 from parallel3d.checkpoint.manifest import Entry
 from parallel3d.checkpoint.save import Saver
 from parallel3d.engine import KINDS, HeldParameter, ParameterPiece
@@ -100,7 +100,7 @@ def write(folder, sizes, config, step=2):
             states=States(mesh, model), settings=SimpleNamespace(shard_axis="dp")
         )
         saver = Saver(engine, mesh, model, folder=folder.parent)
-        own = saver._write_own(folder, layout.host_arrays(engine, saver._runs))
+        own = saver._write_own(folder, chunk_runs.host_arrays(engine, saver._runs))
         files |= {name: Entry(*entry) for name, entry in own.items()}
     done = folder.with_name("done")
     saver._name({**state(step), **saver._own_state()}, files, folder, done)

@@ -7,8 +7,8 @@ from parallel3d.config import RunConfig
 from parallel3d.convert.card import write_rest
 from parallel3d.convert.export import write_tensors
 from parallel3d.convert.files import create
-from parallel3d.convert.layout import WeightFiles
 from parallel3d.convert.source import CheckpointSource
+from parallel3d.convert.weight_files import WeightFiles
 from parallel3d.data.sources import silent
 from parallel3d.data.tokenizer import save_tokenizer, train_tokenizer
 from tests.checkpoint.folders import FIRST, SECOND, seal, state_of

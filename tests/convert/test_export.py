@@ -11,9 +11,9 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from parallel3d import models
 from parallel3d.convert.export import export
-from parallel3d.convert.layout import DTYPES, INDEX, WeightFiles
 from parallel3d.convert.read_back import read_back
 from parallel3d.convert.source import CheckpointSource
+from parallel3d.convert.weight_files import DTYPES, INDEX, WeightFiles
 from parallel3d.data.sources import silent
 from parallel3d.errors import CheckpointError, ConfigError
 from parallel3d.models.llama.spec import RopeScaling

@@ -6,8 +6,8 @@ from unittest.mock import patch
 import pytest
 
 from parallel3d import models
-from parallel3d.convert import layout
-from parallel3d.convert.layout import WeightFiles
+from parallel3d.convert import weight_files
+from parallel3d.convert.weight_files import WeightFiles
 from parallel3d.errors import ConfigError
 from parallel3d.models.common import scales_of
 from tests.convert.checkpoints import small
@@ -57,7 +57,7 @@ def test_every_multiplier_is_folded_in_other_models(name, tmp_path):
 
 @pytest.mark.parametrize("family", ["gpt", pytest.param("llama", marks=pytest.mark.slow)])
 def test_without_folding_the_logits_tell(family, tmp_path):
-    with patch.object(layout, "fold", lambda value, factors: value):
+    with patch.object(weight_files, "fold", lambda value, factors: value):
         proof = exported(wide(family, MUP), tmp_path)
     assert not proof.ok and "logits: are up to" in proof.differs[0], proof
 

@@ -9,9 +9,9 @@ from parallel3d.checkpoint.load import load
 from parallel3d.checkpoint.save import Saver
 from parallel3d.convert.card import About
 from parallel3d.convert.export import export
-from parallel3d.convert.layout import INDEX, WeightFiles
+from parallel3d.convert.from_ranks import save_weights
 from parallel3d.convert.source import CheckpointSource
-from parallel3d.convert.weights import save_weights
+from parallel3d.convert.weight_files import INDEX, WeightFiles
 from parallel3d.data.sources import silent
 from parallel3d.models import layers
 from parallel3d.verify.local_ranks import run_locally

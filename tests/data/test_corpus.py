@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from parallel3d.data import build
+from parallel3d.data import corpus_folder
 from parallel3d.data import prepare as module
 from parallel3d.data.corpus import Corpus
 from parallel3d.data.prepare import prepare
@@ -182,7 +182,7 @@ def test_a_token_beyond_the_vocabulary_names_document_and_id(settings, monkeypat
     corpus.check_vocabulary(300)
     with pytest.raises(DataError, match=r"document .*\.txt has the token id \d+, beyond .* 200;"):
         corpus.check_vocabulary(200)
-    monkeypatch.setattr(build, "num_tokens", lambda tokenizer: 200)
+    monkeypatch.setattr(corpus_folder, "num_tokens", lambda tokenizer: 200)
     with pytest.raises(DataError, match=r"document .*\.txt has the token id \d+, beyond .* 200;"):
         prepare(replace(settings, vocab_size=299))
     assert contents(Path(settings.cache)) == before

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from parallel3d.data import build, long_text
+from parallel3d.data import corpus_folder, long_text
 from parallel3d.data.long_text import LongText
 from parallel3d.data.prepare import prepare
 from parallel3d.data.tokenizer import Backend, encode
@@ -170,12 +170,12 @@ def test_the_trainer_gets_a_bounded_sample(tmp_path, monkeypatch):
     lines = [" ".join(f"word{i}" for i in range(400_000)), "b" * 3_000_000, "short one"]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": x}) + "\n" for x in lines))
     documents = found("jsonl", [tmp_path / "a.jsonl"])
-    nothing = build.np.zeros(3, bool)
+    nothing = corpus_folder.np.zeros(3, bool)
     total = documents.table["num_bytes"].sum()
-    sample = list(build._sample([documents], [nothing], [total / 4]))
+    sample = list(corpus_folder._sample([documents], [nothing], [total / 4]))
     assert max(map(len, sample)) <= 2**18 + 1 and sum(map(len, sample)) <= total / 4 + 10
     assert sample[0].startswith("word0 word1 ") and sample[-1] == "short one"
-    assert {text for text in sample if text.startswith("b")} == {"b" * build.LONG_WORD}
+    assert {text for text in sample if text.startswith("b")} == {"b" * corpus_folder.LONG_WORD}
 
 
 def peak_bytes():

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from parallel3d import network
-from parallel3d.data import build
+from parallel3d.data import corpus_folder
 from parallel3d.data import tokenizer as module
 from parallel3d.data.prepare import prepare
 from parallel3d.data.tokenizer import (
@@ -82,13 +82,13 @@ def test_training_twice_gives_the_same_bytes(folder, trained, tmp_path):
 
 def test_a_large_corpus_is_sampled_evenly(documents):
     nothing, budgets = np.zeros(len(documents), bool), [200.0, 10**9]
-    used = list(build._sample([documents] * 2, [nothing] * 2, budgets))
+    used = list(corpus_folder._sample([documents] * 2, [nothing] * 2, budgets))
     stride = -(-documents.table["num_bytes"].sum() // 200)
     texts = texts_of(documents)
     assert stride > 1 and used == texts[::stride] + texts
     # What is held out stays unseen.
     nothing[0] = True
-    assert list(build._sample([documents], [nothing], [10**9])) == texts[1:]
+    assert list(corpus_folder._sample([documents], [nothing], [10**9])) == texts[1:]
 
 
 def test_a_vocabulary_too_small_for_bytes(documents):

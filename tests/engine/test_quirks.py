@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from parallel3d.engine import Engine, EngineSettings, memory
+from parallel3d.engine import Engine, EngineSettings, storage_bytes
 from parallel3d.engine.quirks import core
 from parallel3d.engine.reduction import Reduction
 from parallel3d.mesh.mesh import Mesh
@@ -192,7 +192,7 @@ def gathered_peak(rank, case, restore):
         trainer = Trainer(case)
         parameters = [h.parameter for h in trainer.engine.held]
         trainer.run()
-        with memory.watching(trainer.engine._deepspeed, parameters) as peaks:
+        with storage_bytes.watching(trainer.engine._deepspeed, parameters) as peaks:
             trainer.run()
     return peaks.gathered_elements, sum(p.ds_numel for p in parameters)
 

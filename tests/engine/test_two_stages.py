@@ -7,7 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-from parallel3d.engine import Engine, EngineSettings, HeldParameter, building, memory, writing
+from parallel3d.engine import (
+    Engine,
+    EngineSettings,
+    HeldParameter,
+    building,
+    storage_bytes,
+    writing,
+)
 from parallel3d.engine.quirks import core
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.model.spec import Init, ParamSpec
@@ -76,7 +83,7 @@ def alternate(mesh, reduction, order):
     peaks, norms = [], []
     for _ in range(2):
         taken, made = {}, {}
-        watched = memory.watching(engine._deepspeed, [h.parameter for h in held])
+        watched = storage_bytes.watching(engine._deepspeed, [h.parameter for h in held])
         with watched as found, engine.accumulation():
             for kind, stage, m in order:
                 if kind == "F":

@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 
-from parallel3d.engine import memory
+from parallel3d.engine import storage_bytes
 from parallel3d.verify.local_ranks import run_locally
 from tests.cases import Case, Trainer
 
@@ -43,7 +43,7 @@ def measure(rank, case):
         ),
     }
     if case.zero_stage == 3:
-        with memory.watching(engine._deepspeed, parameters) as peaks:
+        with storage_bytes.watching(engine._deepspeed, parameters) as peaks:
             trainer.executor.run(batch)
     else:
         peaks = None

@@ -10,8 +10,8 @@ from parallel3d.checkpoint.load import load
 from parallel3d.config import RunConfig
 from parallel3d.convert.export import export
 from parallel3d.convert.importing import import_folder
-from parallel3d.convert.layout import WeightFiles
 from parallel3d.convert.source import CheckpointSource
+from parallel3d.convert.weight_files import WeightFiles
 from parallel3d.data.sources import silent
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.pretrained.load import find_weights, load_weights

@@ -11,7 +11,7 @@ from parallel3d.models.gpt.spec import Config
 from parallel3d.plan.layers.placement import model_of
 from parallel3d.plan.memory.margin import ALLOCATOR, CONTEXT, margin
 from parallel3d.plan.setting import Setting, Software, layers_of
-from parallel3d.published import memory as published_memory
+from parallel3d.published import memory_compared as published_memory
 from parallel3d.published import program_memory
 from parallel3d.published import rows as published
 from parallel3d.published.cells import COLUMNS

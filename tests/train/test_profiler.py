@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from parallel3d.config.settings import ProfileConfig
+from parallel3d.config.parallel3d_block import ProfileConfig
 from parallel3d.schedule.draw import spans_from_json
 from parallel3d.schedule.schedule import Action, add_sharding
 from parallel3d.schedule.schedules import make_schedule

@@ -8,11 +8,11 @@ from typing import Any
 
 from rich.console import Console
 
-from parallel3d import hardware, layout, reader
+from parallel3d import hardware, reader, terminal
 from parallel3d.config import RunConfig
 from parallel3d.errors import ConfigError
 from parallel3d.hardware import THIS_MACHINE, Hardware
-from parallel3d.plan.report import parts, table
+from parallel3d.plan.report import parts, plan_table
 from parallel3d.plan.search import refuse
 from parallel3d.plan.search.best_first import FoundPlans, search
 from parallel3d.plan.search.plans import CHOICES, Plan, Request, request_of
@@ -70,12 +70,12 @@ def find(request: Request, rows: int | None) -> FoundPlans:
 
 def show(found: FoundPlans, request: Request, out: Console) -> None:
     """Print the planner's table, or, where no plan fits, what would make one fit."""
-    table.show(found, request, out)
+    plan_table.show(found, request, out)
     if found.plans:
         parts.show(found.plans, request, out)
-    table.closing(found, out)
+    plan_table.closing(found, out)
     if found.least is not None:
-        layout.say(out, nothing_fits(found.least))
+        terminal.say(out, nothing_fits(found.least))
 
 
 def nothing_fits(least: Plan) -> str:
@@ -108,15 +108,15 @@ def explain(
     if not 1 <= number <= len(rows):
         raise ConfigError(f"--explain {number}: there are {len(rows)} rows; use 1 to {len(rows)}")
     plan = rows[number - 1]
-    table.explain(plan, out)
+    plan_table.explain(plan, out)
     if svg or trace:
         picture, events = drawing(plan)
         if svg:
             svg.write_text(picture, encoding="utf-8")
-            layout.say(out, f"written to {svg}")
+            terminal.say(out, f"written to {svg}")
         if trace:
             trace.write_text(json.dumps(events), encoding="utf-8")
-            layout.say(out, f"written to {trace}")
+            terminal.say(out, f"written to {trace}")
 
 
 def to_json(found: FoundPlans, request: Request) -> dict[str, Any]:

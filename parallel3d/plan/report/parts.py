@@ -5,13 +5,13 @@ from dataclasses import replace
 from rich.console import Console
 from rich.text import Text
 
-from parallel3d import layout
-from parallel3d.layout import Column
+from parallel3d import terminal
 from parallel3d.plan.memory.peak import PARTS
-from parallel3d.plan.report.table import seconds, three
+from parallel3d.plan.report.plan_table import seconds, three
 from parallel3d.plan.search.plans import Plan, Request
 from parallel3d.plan.search.remedy import gib
 from parallel3d.plan.time.step import TIMES
+from parallel3d.terminal import Column
 
 _SHORT = {
     "gathered": "gath.", "gradients": "grads", "optimizer": "optim", "activations": "activ.",
@@ -50,7 +50,7 @@ def show(plans: tuple[Plan, ...], request: Request, out: Console) -> None:
         rows.append(cells)
     title = "by parts: GiB of the fullest rank │ seconds of the busiest │ with recomputation"
     out.print(Text(f"\n{title}", "bold"))
-    layout.show(out, columns, rows, first="bold")
+    terminal.show(out, columns, rows, first="bold")
 
 
 def _shown(plan: Plan, part: str) -> str:

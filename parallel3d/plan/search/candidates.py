@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from parallel3d.config import MeshConfig, checks
-from parallel3d.config.settings import reduces_once
+from parallel3d.config.parallel3d_block import reduces_once
 from parallel3d.model.spec import Recompute, Shape
 from parallel3d.plan.search.plans import Request
 from parallel3d.plan.setting import Device, Setting

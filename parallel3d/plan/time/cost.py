@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from parallel3d.hardware import Hardware
 from parallel3d.model.spec import Shape
-from parallel3d.plan.layers.layout import StageClasses, layout_of
+from parallel3d.plan.layers.stage_classes import StageClasses, layout_of
 from parallel3d.plan.setting import BYTES, Precision, Setting
 from parallel3d.plan.time.machine import Machine, machine_of
 from parallel3d.plan.time.makespan import last_passes

@@ -5,8 +5,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from parallel3d.model.spec import Collective, LayerCost, Recompute, Shape, Work
-from parallel3d.plan.layers.layout import StageClasses
 from parallel3d.plan.layers.placement import LayerKinds, cost_of
+from parallel3d.plan.layers.stage_classes import StageClasses
 from parallel3d.plan.setting import BYTES, Precision, Setting
 from parallel3d.plan.time.machine import Machine
 from parallel3d.plan.time.network import collective_seconds, group_of, send_seconds, sharing

@@ -12,9 +12,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from parallel3d.model.spec import STATE_BYTES
-from parallel3d.plan.layers.layout import Counts, StageClasses
 from parallel3d.plan.layers.placement import LayerKinds
-from parallel3d.plan.layers.weights import WeightCounts, tied_elsewhere, weights_of
+from parallel3d.plan.layers.stage_classes import Counts, StageClasses
+from parallel3d.plan.layers.weight_counts import WeightCounts, tied_elsewhere, weights_of
 from parallel3d.plan.layers.windows import windows
 from parallel3d.plan.setting import BYTES, Device, Precision, Setting
 from parallel3d.plan.time.machine import Machine

@@ -6,7 +6,7 @@ import sys
 
 from rich.console import Console
 
-from parallel3d import layout
+from parallel3d import terminal
 from parallel3d.atomic import replace_text
 from parallel3d.errors import ConfigError
 from parallel3d.lock import Lock, LockHeld
@@ -32,7 +32,7 @@ def execute(name: str, parallel: int, out: Console) -> tuple[int, Ladder]:
     ladder.directory.mkdir(parents=True, exist_ok=True)
     lock = Lock(ladder.directory / LOCK, about=str(ladder.file))
     try:
-        lock.take(lambda text: layout.say(out, text))
+        lock.take(lambda text: terminal.say(out, text))
     except LockHeld as error:
         raise ConfigError(
             f"{ladder.directory}: its ladder is being run by {error.holder}; wait for its end, or "
@@ -61,10 +61,10 @@ def _execute(ladder: Ladder, parallel: int, out: Console) -> int:
                 _forecast(ladder, held, runner, display)
                 runner.run([run for run in held if run.name not in runner.failed])
     if runner.is_stopped:
-        layout.say(out, "stopped on request, all saved; start again to go on")
+        terminal.say(out, "stopped on request, all saved; start again to go on")
         return STOPPED
     for name, why in runner.failed.items():
-        layout.say(out, f"FAILED {name}: {why}", "  ")
+        terminal.say(out, f"FAILED {name}: {why}", "  ")
     return FAILED if runner.failed else DONE
 
 

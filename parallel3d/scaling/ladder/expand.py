@@ -14,7 +14,7 @@ from parallel3d.errors import ConfigError
 from parallel3d.plan.search.plans import with_vocabulary
 from parallel3d.scaling.ladder.base import ranks_of, shared_model, write_batch
 from parallel3d.scaling.ladder.file import HeldOutConfig, LadderConfig, SizeConfig
-from parallel3d.scaling.ladder.settings import LAWS, PowerLaw
+from parallel3d.scaling.ladder.hyperparameter_laws import LAWS, PowerLaw
 from parallel3d.scaling.ladder.sizes import PartCounts, count, model_of
 from parallel3d.scaling.points import FLOPS_PER_PARAM_AND_TOKEN
 from parallel3d.scaling.runs import ALL

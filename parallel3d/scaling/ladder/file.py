@@ -15,7 +15,7 @@ from pydantic import (
 )
 
 from parallel3d import explain, reader
-from parallel3d.scaling.ladder.settings import LAWS
+from parallel3d.scaling.ladder.hyperparameter_laws import LAWS
 from parallel3d.section import PathText, Problem, Problems, Section
 
 Positive = Annotated[int, Field(gt=0)]

@@ -7,7 +7,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from parallel3d import layout
+from parallel3d import terminal
 from parallel3d.scaling.ladder.expand import LadderRun
 from parallel3d.scaling.ladder.process import Process
 from parallel3d.scaling.runs import METRICS, NoEnd, last_line
@@ -40,7 +40,7 @@ class Display:
     def say(self, text: str) -> None:
         """Print a line with the time since the start."""
         seconds = int(time.monotonic() - self._started)
-        layout.say(self._out, f"{seconds // 60:3}:{seconds % 60:02}  {text}", " " * 8)
+        terminal.say(self._out, f"{seconds // 60:3}:{seconds % 60:02}  {text}", " " * 8)
 
     def began(self, run: LadderRun) -> None:
         """Note that a run has started."""

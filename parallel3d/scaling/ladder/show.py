@@ -4,11 +4,11 @@ from typing import Any
 
 from rich.console import Console
 
-from parallel3d import layout
-from parallel3d.layout import Column
+from parallel3d import terminal
 from parallel3d.plan.search.remedy import gib
+from parallel3d.scaling.ladder.hyperparameter_laws import LAWS
 from parallel3d.scaling.ladder.plan import Ladder, Rung
-from parallel3d.scaling.ladder.settings import LAWS
+from parallel3d.terminal import Column
 
 _COLUMNS = (
     Column("run", right=False), Column("blocks"), Column("head"), Column("embedding"),
@@ -21,11 +21,11 @@ _COLUMNS = (
 
 def show(ladder: Ladder, out: Console) -> None:
     """Print every run, the total cost, and warnings."""
-    layout.show(out, _COLUMNS, [_row(rung) for rung in ladder.rungs])
+    terminal.show(out, _COLUMNS, [_row(rung) for rung in ladder.rungs])
     total = to_json(ladder)["total"]
     hours = total["device_hours"]
     unknown = "not known: `parallel3d plan --calibrate`, or base.parallel3d.run.hardware"
-    layout.say(
+    terminal.say(
         out,
         f"total: {total['runs']} runs, {total['flops']:.3g} FLOPs, device hours: "
         f"{unknown if hours is None else f'{hours:.3g}'}; {total['finished']} finished",
@@ -33,10 +33,10 @@ def show(ladder: Ladder, out: Console) -> None:
     given = ladder.config.hyperparameters
     factor = given.learning_rate_factor
     times = "" if factor == 1 else f"{factor:g} times "
-    layout.say(out, f"learning rate: {times}{_source(given.learning_rate)}", "  ")
-    layout.say(out, f"batch, tokens: {_source(given.batch_tokens)}", "  ")
+    terminal.say(out, f"learning rate: {times}{_source(given.learning_rate)}", "  ")
+    terminal.say(out, f"batch, tokens: {_source(given.batch_tokens)}", "  ")
     for warning in ladder.warnings:
-        layout.say(out, f"WARNING: {warning}", "  ")
+        terminal.say(out, f"WARNING: {warning}", "  ")
 
 
 def _source(wanted: float | str) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from parallel3d.config import RunConfig
-from parallel3d.config.settings import reduces_once
+from parallel3d.config.parallel3d_block import reduces_once
 from parallel3d.schedule import schedules
 from parallel3d.verify.exhibit import Exhibit
 from parallel3d.verify.shrink import drops_out

@@ -8,7 +8,7 @@ import pytest
 from parallel3d import hardware
 from parallel3d.errors import ConfigError
 from parallel3d.model.spec import Attention, MatMul, Shape
-from parallel3d.plan.layers.layout import layout_of
+from parallel3d.plan.layers.stage_classes import layout_of
 from parallel3d.plan.memory.states import WeightSizes, states
 from parallel3d.plan.setting import Setting, Software, layers_of
 from parallel3d.plan.time.machine import machine_of

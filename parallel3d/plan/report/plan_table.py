@@ -5,16 +5,16 @@ from collections.abc import Callable, Iterator, Mapping
 from rich.console import Console
 from rich.text import Text
 
-from parallel3d import layout
+from parallel3d import terminal
 from parallel3d.config.deepspeed import offload_in_words
 from parallel3d.hardware import Hardware
-from parallel3d.layout import Column
 from parallel3d.plan.memory.peak import Memory
 from parallel3d.plan.report import remarks
 from parallel3d.plan.search.best_first import FoundPlans
 from parallel3d.plan.search.plans import Plan, Request
 from parallel3d.plan.search.remedy import gib
 from parallel3d.plan.setting import Setting
+from parallel3d.terminal import Column
 
 _BAR = 8  # columns of the bar of memory
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
@@ -36,8 +36,8 @@ def show(found: FoundPlans, request: Request, out: Console) -> None:
         out.print(Text(f"\n{word}", "bold"))
         _show(found.too_large, len(found.plans) + 1, request, out)
         for number, plan in enumerate(found.too_large, len(found.plans) + 1):
-            layout.say(out, f"{number:>2}  {plan.reason}", "    ")
-            layout.say(out, f"    smallest change: {plan.remedy}", "    ")
+            terminal.say(out, f"{number:>2}  {plan.reason}", "    ")
+            terminal.say(out, f"    smallest change: {plan.remedy}", "    ")
 
 
 def closing(found: FoundPlans, out: Console) -> None:
@@ -46,10 +46,10 @@ def closing(found: FoundPlans, out: Console) -> None:
         each = "the best" if found.per_mesh == 1 else f"the best {found.per_mesh}"
         tail = '--explain N shows row N; "mesh": "plan" in a config takes row 1'
         said = f"{each} of each mesh, {found.num_simulated} simulated; {tail}"
-        layout.say(out, Text(f"\n{said}", "dim"))
+        terminal.say(out, Text(f"\n{said}", "dim"))
     if found.num_hidden:
         word = "faster ones do not fit" if found.num_hidden > 1 else "faster one does not fit"
-        layout.say(out, Text(f"{found.num_hidden} {word}; without --rows they are shown", "dim"))
+        terminal.say(out, Text(f"{found.num_hidden} {word}; without --rows they are shown", "dim"))
 
 
 def say_heading(request: Request, out: Console) -> None:
@@ -57,14 +57,16 @@ def say_heading(request: Request, out: Console) -> None:
     config, hardware = request.config, request.hardware
     seq, batch = request.base.shape.seq, request.global_batch_size
     tokens = "" if request.num_tokens is None else f", {count(request.num_tokens)} tokens in all"
-    layout.say(
+    terminal.say(
         out,
         f"{config.model.family} of {count(request.base.num_params)} parameters in "
         f"{request.base.precision} on {request.devices:,} x {hardware.name}; a step of "
         f"{batch:,} x {seq:,} = {count(batch * seq)} tokens{tokens}",
     )
     if request.fixed:
-        layout.say(out, "fixed: " + ", ".join(f"{name} = {v}" for name, v in request.fixed.items()))
+        terminal.say(
+            out, "fixed: " + ", ".join(f"{name} = {v}" for name, v in request.fixed.items())
+        )
 
 
 def _show(plans: tuple[Plan, ...], first: int, request: Request, out: Console) -> None:
@@ -78,7 +80,7 @@ def _show(plans: tuple[Plan, ...], first: int, request: Request, out: Console) -
     rows = [
         [*_cells(number, plan, request, shown, days)] for number, plan in enumerate(plans, first)
     ]
-    layout.show(out, columns, rows, first="bold" if first == 1 else "")
+    terminal.show(out, columns, rows, first="bold" if first == 1 else "")
 
 
 # What one comes for is on the first line of a row, how it is reached on the second.
@@ -153,7 +155,7 @@ def explain(plan: Plan, out: Console) -> None:
     request, flops = plan.request, plan.request.flops
     say_heading(request, out)
     for line in lines_of(plan.setting):
-        layout.say(out, line, " " * 10)
+        terminal.say(out, line, " " * 10)
     show_memory(plan.memory, plan.setting, request.hardware, out)
     out.print(Text("\nstep of the busiest pp rank", "bold"))
     whole = plan.time.seconds
@@ -165,9 +167,9 @@ def explain(plan: Plan, out: Console) -> None:
     _print_parts(parts, whole, lambda part: f"{seconds(part):>8} s  ", out)
     if plan.setting.pp > 1:
         said = f"bubble {100 * plan.bubble:.1f} % of the time of all pp ranks in their passes"
-        layout.say(out, f"\n{said}")
+        terminal.say(out, f"\n{said}")
     added = flops.recomputed[plan.setting.recompute]
-    layout.say(
+    terminal.say(
         out,
         f"\n{count(plan.tokens_per_second)} tokens/s; TFLOP/s of a device: "
         f"{plan.per_device(flops.full) / 1e12:.4g} by the model, "
@@ -175,22 +177,22 @@ def explain(plan: Plan, out: Console) -> None:
     )
     if (full := plan.mfu(flops.full)) is not None:
         causal = plan.mfu(flops.causal)
-        layout.say(
+        terminal.say(
             out,
             f"MFU {100 * full:.1f} % with attention in full, {100 * (causal or 0):.1f} % with its "
             "causal half",
         )
     if plan.days is not None and plan.device_hours is not None:
-        layout.say(
+        terminal.say(
             out,
             f"{count(request.num_tokens or 0)} tokens take {duration(plan.days)}, "
             f"{three(plan.device_hours)} device-hours",
         )
     else:
-        layout.say(out, "how long the run takes is open: its length is in epochs of a corpus")
+        terminal.say(out, "how long the run takes is open: its length is in epochs of a corpus")
     if not plan.fits:
         said = f"\ndoes not fit: {plan.reason}\nsmallest change: {plan.remedy}"
-        layout.say(out, Text(said, "red"))
+        terminal.say(out, Text(said, "red"))
 
 
 def show_memory(memory: Memory, setting: Setting, hardware: Hardware | None, out: Console) -> None:
@@ -202,7 +204,7 @@ def show_memory(memory: Memory, setting: Setting, hardware: Hardware | None, out
         if size:
             out.print(f"  {name:<14}{gib(size):>8} GiB for each device")
     for remark in remarks.on_buffers(setting, memory, hardware):
-        layout.say(out, f"  {remark}", "    ")
+        terminal.say(out, f"  {remark}", "    ")
 
 
 def lines_of(setting: Setting) -> Iterator[str]:

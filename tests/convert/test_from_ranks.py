@@ -12,8 +12,8 @@ from parallel3d import models
 from parallel3d.config import RunConfig
 from parallel3d.convert.card import About, write_rest
 from parallel3d.convert.files import Writer, create
-from parallel3d.convert.layout import INDEX, WeightFiles
-from parallel3d.convert.weights import save_weights
+from parallel3d.convert.from_ranks import save_weights
+from parallel3d.convert.weight_files import INDEX, WeightFiles
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.train.assembly import assemble
 from parallel3d.verify.local_ranks import run_locally

@@ -6,8 +6,8 @@ from math import prod
 
 import torch
 
+from parallel3d.checkpoint.chunk_runs import boxes_in_whole
 from parallel3d.checkpoint.index import make_index
-from parallel3d.checkpoint.layout import boxes_in_whole
 from parallel3d.checkpoint.load import Reads, add_reads, check_parameters, read_all, refuse_twice
 from parallel3d.checkpoint.manifest import shapes_of
 from parallel3d.checkpoint.resume import FoundCheckpoint

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from parallel3d.config import RunConfig
-from parallel3d.config.settings import gathered_for, reduces_once
+from parallel3d.config.parallel3d_block import gathered_for, reduces_once
 from parallel3d.engine.quirks import core
 from parallel3d.model.parametrization import Rate, Role, Scales
 from parallel3d.models.common import scales_of

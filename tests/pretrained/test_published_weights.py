@@ -13,7 +13,7 @@ from parallel3d import models
 from parallel3d.checkpoint.box import Box
 from parallel3d.config.pretrained import derived, read_config
 from parallel3d.errors import CheckpointError, ConfigError
-from parallel3d.pretrained.weights import PublishedWeights
+from parallel3d.pretrained.published_weights import PublishedWeights
 from tests.pretrained.published import MODELS, save
 
 pytestmark = pytest.mark.gloo

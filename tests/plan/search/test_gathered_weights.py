@@ -4,9 +4,9 @@ import pytest
 
 from parallel3d.plan.report.choose import leaves_weights_open, weights_for, with_weights
 from parallel3d.plan.search.best_first import search
+from parallel3d.plan.search.gathered_weights import choose_weights
 from parallel3d.plan.search.plans import request_of
 from parallel3d.plan.search.remedy import Room, gib, worst
-from parallel3d.plan.search.weights import choose_weights
 from parallel3d.plan.setting import Setting
 from tests.plan.toy_cluster import GIB, config, machine
 

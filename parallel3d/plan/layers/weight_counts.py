@@ -3,8 +3,8 @@
 from functools import lru_cache
 from typing import NamedTuple
 
-from parallel3d.plan.layers.layout import Counts
 from parallel3d.plan.layers.placement import LayerKinds
+from parallel3d.plan.layers.stage_classes import Counts
 
 
 class WeightCounts(NamedTuple):

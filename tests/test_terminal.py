@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from launch import plan
-from parallel3d import layout
-from parallel3d.layout import Column
+from parallel3d import terminal
 from parallel3d.plan.report import command
+from parallel3d.terminal import Column
 
 pytestmark = pytest.mark.pure
 
@@ -20,7 +20,7 @@ FIGURE = re.compile(r"[\d,]*\.?\d+[a-zA-Z%]*")
 
 
 def lines_at(width: int, columns: list[Column], rows: list[list[str]]) -> list[str]:
-    return [line.plain for line in layout.table(columns, rows, width)]
+    return [line.plain for line in terminal.table(columns, rows, width)]
 
 
 def test_a_table_that_fits_is_one_line_a_row() -> None:
@@ -136,13 +136,13 @@ def test_the_planners_screens_have_every_figure_at_every_width(
 
 def test_a_pipe_is_as_wide_as_most_tables(monkeypatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
-    assert layout.console(as_json=True).width == layout.PIPED
+    assert terminal.console(as_json=True).width == terminal.PIPED
     monkeypatch.setenv("COLUMNS", "90")
-    assert layout.console(as_json=True).width == 90
+    assert terminal.console(as_json=True).width == 90
 
 
 def test_a_paragraph_is_wrapped_at_words(capsys) -> None:
-    layout.say(
+    terminal.say(
         Console(width=30, soft_wrap=True), "the first of the lines and then the rest", "    "
     )
     assert capsys.readouterr().out == "the first of the lines and\n    then the rest\n"

@@ -9,7 +9,7 @@ from torch import Tensor
 from parallel3d.config import RunConfig
 from parallel3d.convert.card import About, line_after, write_rest
 from parallel3d.convert.files import Writer, create, publish
-from parallel3d.convert.layout import SHARD_BYTES, WeightFiles
+from parallel3d.convert.weight_files import SHARD_BYTES, WeightFiles
 from parallel3d.data.corpus import Corpus
 from parallel3d.engine import Engine
 from parallel3d.errors import TrainingError
