@@ -1,7 +1,6 @@
 """Timings of the collectives between the ranks of this machine."""
 
 import time
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from parallel3d.calibrate.device import Effort
 from parallel3d.mesh.mesh import Mesh
+from parallel3d.mesh.single import all_gather_single, reduce_scatter_single
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "send")
 SIZES = tuple(4 * 1024 * 4**i for i in range(8))  # bytes of the whole tensor, 4 KiB to 64 MiB
@@ -23,8 +23,6 @@ def measure_links(
 
     Bytes are of the whole, gathered tensor. Collective; seconds are the slowest rank's.
     """
-    # torch has since changed their names; the old ones are what older versions know.
-    warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
     results: dict[str, list[tuple[int, float]]] = {kind: [] for kind in KINDS}
     for kind in KINDS:
         say(f"{kind} between {mesh.size('world')} ranks")
@@ -64,9 +62,9 @@ def _collective(kind: str, size: int, mesh: Mesh) -> Callable[[], Any]:
     if kind == "all_reduce":
         return lambda: dist.all_reduce(whole, group=group)
     if kind == "all_gather":
-        return lambda: dist.all_gather_into_tensor(whole, part, group=group)
+        return lambda: all_gather_single(whole, part, group=group)
     if kind == "reduce_scatter":
-        return lambda: dist.reduce_scatter_tensor(part, whole, group=group)
+        return lambda: reduce_scatter_single(part, whole, group=group)
     return _send(whole, mesh)
 
 

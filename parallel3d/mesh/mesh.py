@@ -20,6 +20,7 @@ from parallel3d.mesh.groups import set_timeout, split
 from parallel3d.mesh.join import STARTUP_TIMEOUT, join
 from parallel3d.mesh.launch import Launch
 from parallel3d.mesh.picture import draw_mesh
+from parallel3d.mesh.single import all_gather_single
 from parallel3d.mesh.transfer import Transfer
 from parallel3d.mesh.waiting import wait_with_open_ears
 from parallel3d.pulse import rank as pulse
@@ -194,9 +195,7 @@ class Mesh:
             if isinstance(value, torch.Tensor):
                 place.copy_(value.detach().reshape(()), non_blocking=True)
         everyone = mine.new_empty(self.size("world") * len(known))
-        # Its name from torch 2.13 on; the older one warns there.
-        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-        gather(everyone, mine)
+        all_gather_single(everyone, mine)
         rows: list[list[float]] = everyone.view(-1, len(known)).tolist()
         return rows
 

@@ -6,12 +6,12 @@ from math import prod
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.engine import Engine
 from parallel3d.errors import ScheduleError
 from parallel3d.mesh.mesh import Mesh
+from parallel3d.mesh.single import all_gather_single
 from parallel3d.mesh.transfer import Transfer
 from parallel3d.pipeline.clock import DeviceClock
 from parallel3d.pulse import rank as pulse
@@ -262,7 +262,7 @@ class Executor:
                     kept = self._inputs if op is Op.RECV_F else self._gradients
                     whole = kept[compute.stage, compute.microbatch].view(-1)
                     part = self._part(whole)
-                    dist.all_gather_into_tensor(whole, part, group=self.mesh.group("tp"))
+                    all_gather_single(whole, part, group=self.mesh.group("tp"))
         if compute.op is not Op.W:
             self.engine.wait_for_weights(compute.stage)
 

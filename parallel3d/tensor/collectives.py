@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel3d.mesh.single import all_gather_single, reduce_scatter_single
 from parallel3d.tensor.compiled import apart
 
 
@@ -55,7 +56,7 @@ def start_all_gather(x: Tensor, group: dist.ProcessGroup, later: bool = True) ->
     if group.size() == 1:
         return Pending(x)
     whole = x.new_empty((*x.shape[:-2], x.shape[-2] * group.size(), x.shape[-1]))
-    work = _each_sample(dist.all_gather_into_tensor, whole, x.contiguous(), group, later)
+    work = _each_sample(all_gather_single, whole, x.contiguous(), group, later)
     return Pending(whole, work)
 
 
@@ -64,9 +65,7 @@ def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup, later: bool = True
     if group.size() == 1:
         return Pending(x)
     mine = x.new_empty((*x.shape[:-2], x.shape[-2] // group.size(), x.shape[-1]))
-    return Pending(
-        mine, _each_sample(dist.reduce_scatter_tensor, mine, x.contiguous(), group, later)
-    )
+    return Pending(mine, _each_sample(reduce_scatter_single, mine, x.contiguous(), group, later))
 
 
 def _each_sample(

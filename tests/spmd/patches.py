@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 
+from parallel3d.mesh.single import all_gather_single
 from parallel3d.tensor import collectives, loss, product, vocab
 from parallel3d.tensor.cut import cut_of
 from parallel3d.tensor.dropout import Dropout
@@ -46,7 +47,7 @@ def part_without_the_sum_later(x, group, later=True):
 
 def gathered_in_the_order_of_ranks(x, group):
     parts = x.new_empty((group.size(), *x.shape))
-    torch.distributed.all_gather_into_tensor(parts.view(-1), x.contiguous().view(-1), group=group)
+    all_gather_single(parts.view(-1), x.contiguous().view(-1), group=group)
     return parts.view(*x.shape[:-2], -1, x.shape[-1])
 
 

@@ -15,6 +15,7 @@ from parallel3d.errors import ConfigError
 from parallel3d.mesh.groups import choose_backend, split
 from parallel3d.mesh.join import STARTUP_TIMEOUT
 from parallel3d.mesh.mesh import Mesh
+from parallel3d.mesh.single import all_gather_single
 from parallel3d.mesh.strict import StrictError, StrictOptions, split_group
 from tests.mesh.strict.running import run_strictly
 
@@ -68,7 +69,7 @@ def wrong_type(mesh):
 
 def wrong_kind(mesh):
     if mesh.rank:
-        dist.all_gather_into_tensor(torch.empty(8), torch.ones(4))
+        all_gather_single(torch.empty(8), torch.ones(4))
     else:
         all_reduce(mesh, "world")
 
