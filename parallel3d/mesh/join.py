@@ -23,6 +23,9 @@ _START = "rank 0 starts"  # in the store: "", or the error that it met before it
 _HEARD = timedelta(seconds=5)  # that rank 0, which may keep the store, waits for the others
 STARTUP_TIMEOUT = timedelta(minutes=30)  # data preparation and compilation happen under it
 
+_store: dist.Store | None = None  # where the ranks met first: rank 0 keeps it to its end
+_times_joined = 0
+
 
 def rank_0_first(launch: Launch, speak: Callable[[], None], error: Exception) -> None:
     """Run `speak` on rank 0, and keep the others until it is done, or 30 s are over.
@@ -55,8 +58,10 @@ def join(launch: Launch, device: torch.device, watched: bool = False) -> None:
     """Make the process group of all processes, unless there is one.
 
     `watched`: with a sentry beside each rank, before anything can wait for a rank that is dead.
-    Raises what rank 0 met on its way here, of the same kind and with the same message.
+    Raises what rank 0 met on its way here, of the same kind and with the same message. Ranks that
+    have left their group (`Mesh.close`) may join again, all of them.
     """
+    global _times_joined
     if dist.is_initialized():
         return
     allow_open_files()
@@ -76,7 +81,7 @@ def join(launch: Launch, device: torch.device, watched: bool = False) -> None:
     if backend == "nccl":
         connect_on_demand()
         claim_device(identity_of(device), launch, store)
-    if watched:
+    if watched and not pulse.is_watched():
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         judge = partial(store.set, "judge"), lambda: store.get("judge").decode()
         pulse.begin(launch.rank, launch.world_size, address, *judge)
@@ -91,6 +96,7 @@ def join(launch: Launch, device: torch.device, watched: bool = False) -> None:
         # An axis that holds every rank has this group, so it is as urgent as theirs.
         pg_options=options_of(backend, STARTUP_TIMEOUT, urgent=True),
     )
+    _times_joined += 1
 
 
 def lost_peer(error: Exception) -> str:
@@ -103,7 +109,14 @@ def lost_peer(error: Exception) -> str:
 
 def _meet(launch: Launch, patience: timedelta) -> dist.Store:
     """The store through which the ranks find each other."""
-    store, *_ = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=patience))
+    global _store
+    if _store is None:
+        _store, *_ = next(
+            dist.rendezvous("env://", launch.rank, launch.world_size, timeout=patience)
+        )
+    store = _store
     # On one node torchrun's store outlives a restart; on several `--rdzv_backend c10d` renews it.
-    one_node = launch.local_world_size == launch.world_size
-    return dist.PrefixStore(f"attempt {launch.restart_count}", store) if one_node else store
+    if launch.local_world_size == launch.world_size:
+        store = dist.PrefixStore(f"attempt {launch.restart_count}", store)
+    # In the same place the addresses of a group that is gone would be taken for the new one's.
+    return dist.PrefixStore(f"group {_times_joined}", store) if _times_joined else store

@@ -4,11 +4,13 @@ import os
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from parallel3d.errors import ConfigError
 from parallel3d.mesh.join import rank_0_first
 from parallel3d.mesh.launch import Launch
+from parallel3d.mesh.mesh import Mesh
 from parallel3d.verify.local_ranks import run_locally
 from tests.mesh.mortal import mortal
 
@@ -34,3 +36,22 @@ def test_rank_0_keeps_the_store_until_all_have_heard_that_it_has_spoken(tmp_path
     run_locally(mortal, 2, last_words, tmp_path)
     assert (tmp_path / "0.txt").read_text() == "no such key\n"
     assert (tmp_path / "1.txt").read_text() == ""
+
+
+def sums_on_rank(rank, sizes):
+    """The sum over each mesh's longest axis; at each a rank comes first that was last before."""
+    found = []
+    for turn, size in enumerate(sizes):
+        time.sleep(0.1 * (rank == turn % 2))
+        mesh = Mesh(*size)
+        total = torch.tensor([1.0 + rank])
+        dist.all_reduce(total, group=mesh.group("pp" if size[0] == 2 else "tp"))
+        found.append(total.item())
+        mesh.close()
+    return found
+
+
+def test_ranks_that_have_parted_join_again():
+    """What the first group left in the store is not taken for the second's."""
+    meshes = [(2, 1, 1), (1, 1, 2), (2, 1, 1)]
+    assert run_locally(sums_on_rank, 2, meshes, timeout=20) == [[3.0] * 3] * 2

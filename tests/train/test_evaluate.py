@@ -31,8 +31,7 @@ SAMPLES = 21  # no multiple of a batch
 def evaluate_on_rank(rank, calls, stops=False):
     """What launch/evaluate.py comes to for each command line: its code and output, or its error.
 
-    Where it `stops`, rank 1 is asked to at its first batch. Several ranks take one call: who makes
-    a second mesh of them waits for ever.
+    Where it `stops`, rank 1 is asked to at its first batch.
     """
     found = []
     for words in calls:
@@ -142,16 +141,17 @@ def test_a_request_to_stop_ends_all_ranks(pair):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ranks", "words"), [(1, ()), (2, ("--mesh.pp", 2)), (2, ("--mesh.tp", 2))]
-)
-def test_other_meshes_differ_by_the_order_of_sums(pair, ranks, words):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_other_meshes_differ_by_the_order_of_sums(pair, ranks):
+    """One after the other in the same processes."""
     folder, line = pair
-    (found,) = evaluated(ranks, (folder, "--json", *words))
-    # Products that tensor parallelism cuts are summed in bf16.
-    error = 1e-2 if "--mesh.tp" in words else 1e-12
-    for name, numbers in sets_in(found).items():
-        assert numbers == pytest.approx(sets_of(line)[name], rel=error)
+    meshes = [()] if ranks == 1 else [("--mesh.pp", 2), ("--mesh.tp", 2), ("--mesh.pp", 2)]
+    found = evaluated(ranks, *((folder, "--json", *words) for words in meshes))
+    for words, said in zip(meshes, found, strict=True):
+        # Products that tensor parallelism cuts are summed in bf16.
+        error = 1e-2 if "--mesh.tp" in words else 1e-12
+        for name, numbers in sets_in(said).items():
+            assert numbers == pytest.approx(sets_of(line)[name], rel=error)
 
 
 @pytest.mark.parametrize(
