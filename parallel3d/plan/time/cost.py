@@ -17,7 +17,13 @@ from parallel3d.plan.layers.stage_classes import StageClasses, layout_of
 from parallel3d.plan.setting import BYTES, Precision, Setting
 from parallel3d.plan.time.machine import Machine, machine_of
 from parallel3d.plan.time.makespan import last_passes
-from parallel3d.plan.time.network import crosses, send_seconds, sharing
+from parallel3d.plan.time.network import (
+    collective_seconds,
+    crosses,
+    group_of,
+    send_seconds,
+    sharing,
+)
 from parallel3d.plan.time.operators import Curves
 from parallel3d.plan.time.passes import Passes, PassSeconds, stage_passes
 from parallel3d.plan.time.sharding import OncePerStep, StageTransfers, Transfers, transfers_of
@@ -269,18 +275,22 @@ def _sends(
     precision: Precision,
     machine: Machine,
 ) -> SendSeconds:
-    cut = sequence_parallel or machine.software.scatters_sends
-    elements = shape.tokens // cp * hidden_size // (tp if cut else 1)
+    hardware, curves = machine.hardware, machine.curves
     stride = tp * cp * dp
     devices = stride * layout.pp
-    hardware, curves = machine.hardware, machine.curves
+    num_bytes, gather = shape.tokens // cp * hidden_size * BYTES[precision], 0.0
+    if machine.software.scatters_sends and not sequence_parallel:
+        group = group_of(tp, 1, devices, hardware)
+        gather = collective_seconds("all_gather", num_bytes, *group, hardware, curves)
+    if machine.software.scatters_sends or sequence_parallel:
+        num_bytes //= tp
     seconds = []
     for here, there in layout.crossings:
         if here == there:
             seconds.append(0.0)
         else:
             leaves = crosses(stride, here, there, devices, hardware)
-            message = send_seconds(elements * BYTES[precision], leaves, hardware, curves)
+            message = send_seconds(num_bytes, leaves, hardware, curves)
             seen = 1 - curves.overlap if machine.software.overlaps_sends else 1.0
-            seconds.append(seen * message)
+            seconds.append(seen * message + gather)  # it comes in the receiver's program
     return SendSeconds(tuple(seconds), tuple(accumulate(seconds, initial=0.0)))

@@ -11,12 +11,14 @@ from parallel3d.model.spec import Attention, MatMul, Shape
 from parallel3d.plan.layers.stage_classes import layout_of
 from parallel3d.plan.memory.states import WeightSizes, states
 from parallel3d.plan.setting import Setting, Software, layers_of
+from parallel3d.plan.time.cost import costs_of
 from parallel3d.plan.time.machine import machine_of
 from parallel3d.plan.time.network import collective_seconds, crosses, group_of, send_seconds
 from parallel3d.plan.time.operators import Curves, attention_seconds, matmul_seconds
 from parallel3d.plan.time.sharding import transfers_of
 from parallel3d.plan.time.step import step_time
-from tests.plan.settings import A100, GPT, link
+from parallel3d.schedule.schedule import Action, Op
+from tests.plan.settings import A100, GPT, IDEAL, link
 from tests.plan.toy_cluster import config
 
 pytestmark = pytest.mark.pure
@@ -142,6 +144,27 @@ def test_gradients_reduced_in_bf16_move_half_the_bytes(stage) -> None:
     half = [s / 2 for s in seconds[0]]
     assert seconds[1] == pytest.approx(half, rel=0.05) and max(half) > 0
     assert buckets[1] == buckets[0] / (2 if stage == 3 else 1)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("scatters", [False, True])
+@pytest.mark.parametrize("tp", [2, 8])
+def test_a_tp_th_of_an_activation_crosses_nodes(tp, scatters, sequence_parallel) -> None:
+    """Scattered, the other side gathers it by the links; under sequence parallelism it is cut."""
+    machine = A100.model_copy(update={"link": link(3e11), "network": link(25e9)})
+    raw = config(batch=8, heads=16).to_dict()
+    raw["parallel3d"] |= {
+        "mesh": {"pp": 2, "dp": 8 // tp, "tp": tp, "sequence_parallel": sequence_parallel},
+        "pipeline": {"scatter_activations": scatters},
+    }
+    setting = Setting.from_config(type(config()).from_dict(raw).resolve(16))
+    whole = setting.shape.tokens * 2048 * 2  # bytes in bf16
+    cut = tp if scatters or sequence_parallel else 1
+    gathered = whole * (tp - 1) / tp / 3e11 if scatters and not sequence_parallel else 0.0
+    curves = replace(IDEAL, link=1.0, network=1.0)
+    costs = costs_of(setting, machine, curves)
+    for send in (Action(Op.SEND_F, 0, 0), Action(Op.SEND_B, 1, 0)):
+        assert costs.seconds(send) == pytest.approx(whole / cut / 25e9 + gathered, rel=1e-6)
 
 
 def test_parameters_too_small_to_shard_cost_this_engine_time() -> None:
