@@ -210,8 +210,8 @@ class TrainConfig(Section):
     the run."""
     compile: Literal["none", "pointwise", "block"] = "none"
     """What torch.compile makes kernels of, in the first step and the first evaluation: "pointwise":
-    norms, rotary positions and activation functions, at every ZeRO stage; "block": whole blocks,
-    for ZeRO-0 to 2 and schedules that do not make weight gradients apart."""
+    norms, rotary positions, activation functions and the loss, at every ZeRO stage; "block": whole
+    blocks, for ZeRO-0 to 2 and schedules that do not make weight gradients apart."""
     overlap: bool = True
     """Run tensor parallelism's collectives of a backward under its matrix products. The same
     numbers; false takes less memory under sequence_parallel: one input and its gradient fewer."""

@@ -37,6 +37,11 @@ def use(mode: Mode, backend: str = "inductor") -> None:
     _apart.clear()
 
 
+def compiles_pointwise() -> bool:
+    """Whether functions marked `pointwise` are compiled, each by itself."""
+    return _mode == "pointwise" and not torch.compiler.is_compiling()
+
+
 def pointwise(function: Callable[Given, Made]) -> Callable[Given, Made]:
     """Have a function of tensors compiled by itself under "pointwise": one kernel, or few.
 
@@ -47,7 +52,7 @@ def pointwise(function: Callable[Given, Made]) -> Callable[Given, Made]:
 
     @wraps(function)
     def run(*args: Given.args, **options: Given.kwargs) -> Made:
-        if _mode != "pointwise" or torch.compiler.is_compiling():
+        if not compiles_pointwise():
             return function(*args, **options)
         result: Made = lazily.function(*args, **options)
         return result

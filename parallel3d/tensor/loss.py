@@ -18,6 +18,7 @@ from parallel3d.tensor.collectives import (
     all_reduce,
     reduce_scatter_sequence,
 )
+from parallel3d.tensor.cross_entropy import gradient_of, gradient_of_spent, ready, sum_rows
 from parallel3d.tensor.cut import even_split
 from parallel3d.tensor.held_back import now_or_later, sum_so_far
 from parallel3d.tensor.vocab import local_ids
@@ -54,10 +55,7 @@ class _Loss(torch.autograd.Function):
         top, picked, total = torch.empty(3, len(rows), dtype=torch.float32, device=x.device)
         for part in parts:
             logits = _logits(rows[part], weight)
-            torch.amax(logits, -1, out=top[part])
-            logits.sub_(top[part].unsqueeze(-1))
-            picked[part] = logits.gather(-1, here[part].unsqueeze(-1)).squeeze(-1)
-            torch.sum(logits.exp_(), -1, out=total[part])
+            sum_rows(logits, here[part], top[part], picked[part], total[part])
             if len(parts) > 1:
                 del logits  # before there are the next part's
         highest = all_reduce(top, group, dist.ReduceOp.MAX)
@@ -70,10 +68,8 @@ class _Loss(torch.autograd.Function):
         if ctx.in_parts:
             ctx.save_for_backward(x, weight, here, outside, highest + total.log())
         elif any(ctx.needs_input_grad):
-            # The gradient, p - 1 at the label and p elsewhere. It is taken before it is rounded: in
-            # bf16 any p above 0.998 is 1, and what a confident label still teaches would be lost.
-            gradient = logits.mul_((scale / total).unsqueeze(-1))
-            ctx.save_for_backward(x, weight, _less_one_at(gradient, here, outside).to(x.dtype))
+            gradient = gradient_of_spent(logits, top, scale / total, here, outside, x.dtype)
+            ctx.save_for_backward(x, weight, gradient)
         return (total.log() - picked).view(labels.shape)
 
     @staticmethod
@@ -121,8 +117,8 @@ def _in_parts(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
     elif needs_weight:
         grad_weight = torch.empty_like(weight, dtype=sums)
     for part in _parts(len(rows), ctx.most_rows):
-        logits = _logits(rows[part], weight).sub_(normaliser[part].unsqueeze(-1)).exp_()
-        gradient = _less_one_at(logits, here[part], outside[part]).to(x.dtype)
+        logits = _logits(rows[part], weight)
+        gradient = gradient_of(logits, normaliser[part], here[part], outside[part], x.dtype)
         del logits  # the same memory in fp32, or twice as much
         if grad_x is not None:
             torch.mul(gradient @ weight, grad[part], out=grad_x[part])
@@ -148,14 +144,8 @@ def _whole(ctx: Any, x: Tensor) -> Tensor:
 
 
 def _logits(rows: Tensor, weight: Tensor) -> Tensor:
-    """[tokens, size] -> this rank's, [tokens, vocab / tp], in fp32 and in memory of their own."""
-    return (rows @ weight.t()).float()
-
-
-def _less_one_at(probabilities: Tensor, here: Tensor, outside: Tensor) -> Tensor:
-    """The gradient of the logits in the place of the probabilities [tokens, vocab / tp]."""
-    hit = (~outside).to(probabilities.dtype).unsqueeze(-1)
-    return probabilities.scatter_add_(-1, here.unsqueeze(-1), -hit)
+    """[tokens, size] -> this rank's, [tokens, vocab / tp], in memory of their own."""
+    return ready(rows @ weight.t())
 
 
 def _times(rows: Tensor, grad: Tensor) -> Tensor:

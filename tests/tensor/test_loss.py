@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.model import head_cost
+from parallel3d.tensor import compiled
 from parallel3d.tensor import loss as loss_module
 from parallel3d.tensor.cut import even_split
 from parallel3d.tensor.loss import vocab_parallel_loss
@@ -105,6 +106,20 @@ def test_losses_equal_their_twins(examples):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_losses_in_lower_precision(dtype):
     run_locally(check_on_rank, 2, [EXAMPLE], dtype, [(1, 1, 2)], timeout=60)
+
+
+def compiled_on_rank(rank, dtype):
+    """The same checks with the passes over logits compiled, as graphs without kernels."""
+    compiled.use("pointwise", "aot_eager")
+    check_on_rank(rank, [EXAMPLE], dtype, [(1, 1, 2)])
+    assert compiled.counts().graphs > 4 and not compiled.counts().breaks
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str
+)
+def test_compiled_passes_give_the_same(dtype):
+    run_locally(compiled_on_rank, 2, dtype, timeout=120)
 
 
 def sabotage(rank, number):

@@ -30,12 +30,13 @@ def plant() -> Planted:
     def logits(original: Any, *given: Any) -> Any:
         return F.pad(original(*given), (0, 3 * last))
 
-    def gradient(original: Any, probabilities: Any, *labels: Any) -> Any:
-        found = original(probabilities, *labels)
+    def gradient(original: Any, *given: Any) -> Any:
+        found = original(*given)
         return found[:, :-3] if last else found
 
     return all_of(
         wrapped(output, "vocab_parallel_loss", of_slice),
         wrapped(loss, "_logits", logits),
-        wrapped(loss, "_less_one_at", gradient),
+        wrapped(loss, "gradient_of_spent", gradient),
+        wrapped(loss, "gradient_of", gradient),
     )
