@@ -1,20 +1,22 @@
 """Whether the best learning rate stays where it is as models get wider: standard beside muP.
 
     python benchmarks/learning_rates.py --out runs/learning-rates [--widths 32 64 128 256]
-        [--steps 100] [--parallel 2] [--draw FILE.png]
+        [--steps 100] [--seeds 1] [--parallel 2] [--draw FILE.png]
 
 Trains a small llama on the default corpus at each width and rate, once with each parametrisation,
 one thread a run, and writes the held-out loss of each to results.jsonl as it ends; what is there is
 not trained again. At the base width, the first, the two are one model bit for bit, trained once.
-Prints a table, and with --draw the curves as one picture.
+Prints a table of the means over the seeds, and with --draw the curves as one picture.
 """
 
 import argparse
 import json
 import math
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from parallel3d.config import RunConfig
@@ -26,10 +28,12 @@ from parallel3d.verify.local_ranks import run_locally
 RATES = tuple(2.0**power for power in range(-10, -2))  # a grid of factors of two
 KINDS = "standard", "mup"
 Key = tuple[str, int, float]  # kind, width, rate
+Run = tuple[str, int, float, int]  # the same, and the seed
 
 
-def config_of(kind: str, width: int, rate: float, base: int, steps: int) -> dict[str, Any]:
+def config_of(run: Run, base: int, steps: int) -> dict[str, Any]:
     """The object of a run's ds.json: two blocks, heads of 16 features, 1,024 tokens a step."""
+    kind, width, rate, seed = run
     model = {
         "family": "llama", "hidden_size": width, "num_hidden_layers": 2,
         "num_attention_heads": width // 16, "intermediate_size": 11 * width // 4,
@@ -47,7 +51,8 @@ def config_of(kind: str, width: int, rate: float, base: int, steps: int) -> dict
             "model": model,
             "data": {"source": "python-stdlib", "vocab_size": 512, "sequence_length": 64},
             "train": {
-                "steps": steps, "lr_schedule": {"type": "cosine", "warmup_steps": steps // 10},
+                "steps": steps, "seed": seed,
+                "lr_schedule": {"type": "cosine", "warmup_steps": steps // 10},
                 "evaluate_samples": 128,
             },
         },
@@ -81,27 +86,30 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--widths", type=int, nargs="+", default=[32, 64, 128, 256])
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--parallel", type=int, default=2)
     parser.add_argument("--draw", type=Path)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
+    # Runs side by side: two threads of each would wait for one another's cores.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     base = min(args.widths)
     wanted = [
-        (kind, width, rate)
-        for width in args.widths for kind in KINDS for rate in RATES
+        (kind, width, rate, seed)
+        for seed in range(args.seeds) for width in args.widths for kind in KINDS for rate in RATES
         if kind == KINDS[0] or width != base
     ]  # fmt: skip
     file = args.out / "results.jsonl"
     found = read(file)
     missing = [key for key in wanted if key not in found]
     if missing:
-        prepare(RunConfig.from_dict(config_of(*missing[0], base, args.steps)).data)
+        prepare(RunConfig.from_dict(config_of(missing[0], base, args.steps)).data)
 
-    def run(key: Key) -> None:
+    def run(key: Run) -> None:
         began = time.monotonic()
-        (loss,) = run_locally(train, 1, config_of(*key, base, args.steps), timeout=3000)
+        (loss,) = run_locally(train, 1, config_of(key, base, args.steps), timeout=3000)
         line = {
-            "kind": key[0], "width": key[1], "rate": key[2], "steps": args.steps,
+            "kind": key[0], "width": key[1], "rate": key[2], "seed": key[3], "steps": args.steps,
             "loss": loss if math.isfinite(loss) else None, "seconds": time.monotonic() - began,
         }  # fmt: skip
         with open(file, "a", encoding="utf-8") as out:
@@ -111,18 +119,21 @@ def main() -> None:
     with ThreadPoolExecutor(args.parallel) as pool:
         list(pool.map(run, missing))
     found = read(file)
-    found |= {("mup", base, rate): found[KINDS[0], base, rate] for rate in RATES}
-    print(table(found, args.widths))
+    means = {key[:3]: mean(found[*key[:3], s] for s in range(args.seeds)) for key in wanted}
+    means |= {("mup", base, rate): means[KINDS[0], base, rate] for rate in RATES}
+    print(table(means, args.widths))
     if args.draw:
-        args.draw.write_bytes(draw(found, args.widths))
+        args.draw.write_bytes(draw(means, args.widths))
 
 
-def read(file: Path) -> dict[Key, float]:
+def read(file: Path) -> dict[Run, float]:
     """The losses that are there, by run."""
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else ()
     rows = [json.loads(line) for line in lines]
     return {
-        (row["kind"], row["width"], row["rate"]): math.inf if row["loss"] is None else row["loss"]
+        (row["kind"], row["width"], row["rate"], row.get("seed", 0)): (
+            math.inf if row["loss"] is None else row["loss"]
+        )
         for row in rows
     }
 

@@ -1,7 +1,7 @@
 """What all contestants of peers.py share: one GPT, its tokens, the clock, and the result's line.
 
 The model is written in plain PyTorch; whoever brings a model of his own copies these weights. Work
-and precision are the same for all: pre-norm blocks, exact GELU, an untied head, fp32, AdamW with
+and precision are the same for all: pre-norm blocks, GELU by tanh, an untied head, fp32, AdamW with
 clipping, GLOBAL sequences a step in microbatches of MICRO.
 """
 
@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch._inductor.compile_fx  # what programs load late is no memory of their training
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn

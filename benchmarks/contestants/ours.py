@@ -4,6 +4,7 @@ import json
 import os
 
 import common
+import deepspeed  # noqa: F401 - else loaded when the engine is built
 import torch
 from torch import Tensor
 
