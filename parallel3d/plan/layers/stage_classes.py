@@ -50,8 +50,8 @@ class StageClasses:
         return len(self.homes)
 
 
-def layout_of(setting: Setting) -> StageClasses:
-    """The layout of a setting's stages; equal layouts are one object."""
+def stage_classes_of(setting: Setting) -> StageClasses:
+    """The classes of a setting's stages; equal ones are one object."""
     return _layout(
         model_of(setting.layers),
         setting.shape.seq,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from parallel3d.hardware import Hardware
 from parallel3d.model.spec import Shape
-from parallel3d.plan.layers.stage_classes import StageClasses, layout_of
+from parallel3d.plan.layers.stage_classes import StageClasses, stage_classes_of
 from parallel3d.plan.setting import BYTES, Precision, Setting
 from parallel3d.plan.time.machine import Machine, machine_of
 from parallel3d.plan.time.makespan import last_passes
@@ -130,7 +130,7 @@ def costs_of(setting: Setting, hardware: Hardware, curves: Curves) -> ActionCost
     Raises ConfigError where the description of the hardware lacks a figure that the setting needs.
     """
     machine = machine_of(hardware, setting.software, curves)
-    layout = layout_of(setting)
+    layout = stage_classes_of(setting)
     sends = _NO_SENDS
     if layout.pp > 1:
         sends = _sends(

@@ -8,7 +8,7 @@ import pytest
 from parallel3d import hardware
 from parallel3d.errors import ConfigError
 from parallel3d.model.spec import Attention, MatMul, Shape
-from parallel3d.plan.layers.stage_classes import layout_of
+from parallel3d.plan.layers.stage_classes import stage_classes_of
 from parallel3d.plan.memory.states import WeightSizes, states
 from parallel3d.plan.setting import Setting, Software, layers_of
 from parallel3d.plan.time.cost import costs_of
@@ -135,7 +135,7 @@ def test_gradients_reduced_in_bf16_move_half_the_bytes(stage) -> None:
         given = type(config()).from_dict(raw | {"communication_data_type": kind}).resolve(8)
         setting = Setting.from_config(given)
         transfers = transfers_of(
-            layout_of(setting), setting, machine_of(A100, setting.software, Curves())
+            stage_classes_of(setting), setting, machine_of(A100, setting.software, Curves())
         )
         seconds.append([c.reduce_seconds for c in (*transfers.stages, *transfers.coords)])
         buckets.append(
