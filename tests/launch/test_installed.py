@@ -104,5 +104,5 @@ def test_plan_verify_draw_scale_and_prepare(run, place):
     ladder = ("scale", "plan", "--ladder", "configs/ladders/cpu.json", "--json")
     assert json.loads(run("parallel3d", *ladder).stdout)["runs"]
     words = place.command((), "--json")[1:]
-    assert json.loads(run("parallel3d", "prepare", *words).stdout)["documents"]
+    assert json.loads(run("parallel3d", "prepare", *words).stdout)["num_documents"]
     assert not run("parallel3d", "plan", "--config", "none.json", code=2).stdout
