@@ -1,6 +1,7 @@
 """Train a model: `deepspeed launch/train.py --config ds.json` (or torchrun, srun, plain python)."""
 
 import argparse
+import gc
 import json
 from contextlib import closing
 from typing import TYPE_CHECKING, NoReturn
@@ -18,8 +19,6 @@ from parallel3d.train.stopping import Stopped, StopRequest
 
 if TYPE_CHECKING:  # torch and DeepSpeed wait for a config that is right and a folder that is ours
     from parallel3d.mesh.mesh import Mesh
-
-SAVING_TIMEOUT = 1800.0  # seconds that a rank waits for another's disk
 
 
 def train(
@@ -67,7 +66,7 @@ def train(
             profiler=profiler, saver=saver, stop=stop,
         ).run()  # fmt: skip
         if config.run.save_weights and not result.stopped:
-            mesh.set_timeouts(SAVING_TIMEOUT)
+            mesh.set_timeouts(startup.SAVING_TIMEOUT)
             pulse.doing("writing the weights")
             save_weights(parts.engine, mesh, output.directory, config=config, corpus=corpus)
         output.end(result.stopped)
@@ -101,6 +100,7 @@ def main() -> NoReturn:
                 if launch.rank == 0:
                     claimed = claim(asked, config, launch, ending.say)
                     end.at_end.append(claimed.release)
+                gc.disable()  # what is loaded is no garbage (startup.begin)
                 from parallel3d.mesh.mesh import Mesh
                 from parallel3d.mesh.waiting import SharedFlag
 
