@@ -52,7 +52,7 @@ def export(args: argparse.Namespace, console: Console) -> int:
     size = bytes_of(args.shard_size)
     conversion.quiet()
     with shown_progress() as progress:
-        source = CheckpointSource(args.checkpoint, progress)
+        source = CheckpointSource(args.checkpoint)
         about = source.about(args.tokenizer, args.architecture)
         files = WeightFiles(source.config.model, TYPES[args.dtype], size)
         proof = conversion.export(source, about, files, args.to, progress)

@@ -1,6 +1,7 @@
 """Direct reads of boxes of row-major arrays in a file into tensors."""
 
 import os
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 
@@ -14,8 +15,26 @@ from parallel3d.errors import CheckpointError
 STAGING_BYTES = 8 * 2**20
 # Reading over a gap is cheaper than one more call to the system, up to about here.
 GAP_BYTES = 64 * 2**10
+# Of a transposition at once: their pages and lines fit the caches of addresses and of data.
+TURNED_ROWS = 512
+PAGE_BYTES = 4096
 
 Dims = tuple[int, ...]
+
+
+def memory_of(value: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor of the host, in place."""
+    # Not view(-1): a contiguous tensor of one element may have any stride.
+    flat = value.detach().as_strided((value.numel(),), (1,))
+    return flat.view(torch.uint8).numpy().data
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A new tensor of the host, of any values."""
+    # Not torch.empty: deterministic torch fills it, and numpy asks for large pages, which halves
+    # the cost of memory that is new.
+    memory = np.empty(dtype.itemsize * prod(shape), "u1")
+    return torch.from_numpy(memory).view(dtype).view(tuple(shape))
 
 
 class ArrayFile:
@@ -34,12 +53,11 @@ class ArrayFile:
 
         out: of any type, strides and device. What is contiguous in the file and in the host's
         memory, and of one type, is read straight into it, the rest through a buffer of at most
-        8 MiB. Raises CheckpointError where the file ends too early or cannot be read.
+        8 MiB, or two. Raises CheckpointError where the file ends too early or cannot be read.
         """
         item = dtype.itemsize
-        # Not torch.empty: deterministic torch fills it, and only what is touched costs memory.
-        staging = torch.from_numpy(np.empty(min(STAGING_BYTES, item * prod(shape)), "u1"))
-        self._read(at, shape, offsets, out.detach(), staging.view(dtype))
+        staging = empty([min(STAGING_BYTES // item, prod(shape))], dtype)
+        self._read(at, shape, offsets, out.detach(), staging)
 
     def _read(self, at: int, shape: Dims, offsets: Dims, out: Tensor, staging: Tensor) -> None:
         if out.numel() == 0:
@@ -62,20 +80,24 @@ class ArrayFile:
             for row, part in enumerate(out):
                 self._read(at + row * row_bytes, shape[1:], offsets[1:], part, staging)
             return
+        turned = out.dim() > 1 and out.stride(0) == 1 < out.stride(-1)
+        if turned:
+            rows_at_once = min(rows_at_once, TURNED_ROWS)
         for first in range(0, len(out), rows_at_once):
             part = out[first : first + rows_at_once]
             rows = staging[: len(part) * row_bytes // item].view(len(part), *shape[1:])
             self._fill(rows, at + first * row_bytes)
             for dim, offset in enumerate(offsets[1:], start=1):
                 rows = rows.narrow(dim, offset, part.shape[dim])
+            if turned and row_bytes % PAGE_BYTES == 0 and part.device.type == "cpu":
+                # A column's elements would share few lines of the cache: torch turns it in blocks.
+                columns = rows.contiguous().flatten(1).t().contiguous()
+                rows = columns.t().unflatten(1, part.shape[1:])
             part.copy_(rows)
 
     def _fill(self, out: Tensor, at: int) -> None:
         """Read a contiguous tensor of the host from where its bytes begin."""
-        # Not view(-1): a contiguous tensor of one element may have any stride.
-        flat = out.as_strided((out.numel(),), (1,))
-        memory = flat.view(torch.uint8).numpy().data.cast("B")
-        done = 0
+        memory, done = memory_of(out), 0
         while done < len(memory):  # one call gives 2 GiB at most
             try:
                 count = os.preadv(self.descriptor, [memory[done:]], at + done)

@@ -1,6 +1,7 @@
 """Files written beside the weights: config, generation config, tokenizer, model card."""
 
 import json
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -93,6 +94,15 @@ def line_after(run: Path, step: int) -> dict[str, Any]:
                 if isinstance(line, dict) and line.get("step") == step:
                     found = line
     return found
+
+
+def steps_of(folder: Path) -> int | None:
+    """The steps of training that the card of a folder of weights gives; None without such a one."""
+    with suppress(OSError):
+        text = (folder / CARD).read_text(encoding="utf-8", errors="replace")
+        if match := re.search(r"^\| steps \| ([\d,]{1,30}) \|$", text, re.ASCII | re.MULTILINE):
+            return int(match[1].replace(",", "") or 0)
+    return None
 
 
 def _card(about: About, layout: WeightFiles, settings: Any) -> str:

@@ -1,7 +1,10 @@
 """Export of a checkpoint to a folder of transformers, read back before it gets its name."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+
+from torch import Tensor
 
 from parallel3d.checkpoint.room import disk_lacks, shown
 from parallel3d.convert.card import About, write_rest
@@ -9,6 +12,7 @@ from parallel3d.convert.files import Writer, create, publish, remove
 from parallel3d.convert.logits import Read
 from parallel3d.convert.read_back import Proof, read_back
 from parallel3d.convert.source import CheckpointSource
+from parallel3d.convert.stamp import Stamp, stamp
 from parallel3d.convert.weight_files import WeightFiles
 from parallel3d.data.sources import Progress
 from parallel3d.errors import ConfigError, TrainingError
@@ -33,8 +37,9 @@ def export(
 ) -> Proof:
     """Write a checkpoint as a folder of transformers at `to`, and read all of it back.
 
-    One tensor at a time is in memory. Where a check fails, nothing is left. Raises ConfigError
-    where `to` is not empty or transformers has no such class, TrainingError where the disk is full.
+    Two parameters at a time are in memory. Where a check fails, nothing is left. Raises ConfigError
+    where `to` is not empty or transformers has no such class, CheckpointError where the checkpoint
+    is damaged, TrainingError where the disk is full.
     """
     try:
         if layout.refusal:
@@ -44,9 +49,10 @@ def export(
         raise ConfigError(f"{source.folder}: {error}") from None
 
     def write(folder: Path) -> Proof:
-        write_tensors(source.read, layout, folder, progress)
+        stamps = write_tensors(source.read, layout, folder, progress)
+        source.check(progress)
         write_rest(folder, about, layout)
-        return read_back(folder, source, about, layout, progress)
+        return read_back(folder, source, about, layout, stamps, progress)
 
     return made(to, layout, write)
 
@@ -76,18 +82,34 @@ def made(to: Path, layout: WeightFiles, write: Callable[[Path], Proof]) -> Proof
     return proof
 
 
-def write_tensors(read: Read, layout: WeightFiles, folder: Path, progress: Progress) -> None:
+def write_tensors(
+    read: Read, layout: WeightFiles, folder: Path, progress: Progress
+) -> dict[str, Stamp]:
     """Write every weight at its place in a folder that `create` has made. Raises OSError.
 
-    `read` gives a parameter by our name, whole.
+    `read` gives a parameter by our name, whole; meanwhile the one before it is written. Gives the
+    stamps of what was written, by the names in the files.
     """
     writer = Writer(folder, layout)
+    stamps: dict[str, Stamp] = {}
+
+    def write(tensors: Mapping[str, Tensor]) -> None:
+        for theirs, tensor in tensors.items():
+            stamps[theirs] = stamp(tensor)
+            writer.write(theirs, tensor)
+
     try:
-        for done, name in enumerate(layout.names):
-            progress("writing (tensors)", done, len(layout.names))
-            for theirs, tensor in layout.converted(name, read(name)).items():
-                writer.write(theirs, tensor)
+        with ThreadPoolExecutor(1) as behind:
+            written: Future[None] = behind.submit(write, {})
+            for done, name in enumerate(layout.names):
+                progress("writing (tensors)", done, len(layout.names))
+                tensors = layout.converted(name, read(name))
+                written.result()
+                written = behind.submit(write, tensors)
+                del tensors  # with its writing it goes
+            written.result()
     except BaseException:
         writer.close(synced=False)
         raise
     writer.close()
+    return stamps

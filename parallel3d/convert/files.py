@@ -4,10 +4,10 @@ import os
 import shutil
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from parallel3d.atomic import rename, sync, sync_folder
+from parallel3d.checkpoint.arrays import memory_of
 from parallel3d.convert.weight_files import INDEX, WeightFiles
 from parallel3d.mesh.nodes import appears
 
@@ -26,7 +26,7 @@ class Writer:
         """Write a contiguous host tensor of the layout's type and of its shape."""
         place = self._layout.places[name]
         assert tuple(value.shape) == place.shape and value.dtype == self._layout.dtype, name
-        data = value.view(-1).view(torch.uint8).numpy().data
+        data = memory_of(value)
         assert len(data) == place.size, name
         descriptor, done = self._descriptor(place.file), 0
         while done < len(data):  # one call takes 2 GiB at most

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from parallel3d.checkpoint.manifest import step_folders
+from parallel3d.convert.card import steps_of
 from parallel3d.convert.export import export, quiet
 from parallel3d.convert.source import CheckpointSource
 from parallel3d.convert.weight_files import WeightFiles
@@ -29,7 +31,7 @@ def model_folder(path: Path, say: Say) -> Iterator[Path]:
     quiet()
     for folder in (path, path / "weights"):
         if _is_model(folder):
-            say(f"weights of {folder}")
+            say(f"weights of {folder}{_but_newer(path, folder)}")
             yield folder
             return
     if not path.is_dir():
@@ -93,6 +95,14 @@ def generate(
         streamer=TextStreamer(tokenizer, skip_special_tokens=True),
         **options,
     )
+
+
+def _but_newer(run: Path, weights: Path) -> str:
+    """That a run, which was trained on, has a checkpoint of more steps than its weights; or ""."""
+    steps, found = steps_of(weights), step_folders(run / "checkpoints")
+    if weights == run or steps is None or not found or found[0][0] <= steps:
+        return ""
+    return f", after {steps:,} steps; {found[0][1]} is newer: name it to take it"
 
 
 def _is_model(folder: Path) -> bool:

@@ -22,10 +22,12 @@ from parallel3d.convert.read_back import (
     prove,
     tensors_differ,
 )
+from parallel3d.convert.stamp import Stamp, stamp
 from parallel3d.convert.weight_files import SHARD_BYTES, WeightFiles
 from parallel3d.data.sources import Progress, silent
 from parallel3d.errors import ConfigError
 from parallel3d.models import pretrained
+from parallel3d.pretrained.header import StoredTensor
 from parallel3d.pretrained.published_weights import PublishedWeights
 
 
@@ -34,10 +36,10 @@ def import_folder(
 ) -> Proof:
     """Read a folder of transformers, and write one that `model.from_pretrained` takes.
 
-    One tensor at a time is in memory; each has the type that it had. What was only there for old
-    versions goes: masks, a tied weight's copy. Where a check fails, nothing is left. Raises
-    ConfigError for a model that cannot be trained here, CheckpointError where a file is damaged,
-    TrainingError where the disk is full.
+    Two parameters at a time are in memory; each tensor has the type that it had. What was only
+    there for old versions goes: masks, a tied weight's copy. Where a check fails, nothing is left.
+    Raises ConfigError for a model that cannot be trained here, CheckpointError where a file is
+    damaged, TrainingError where the disk is full.
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder}: is no folder; name one that holds config.json")
@@ -48,25 +50,40 @@ def import_folder(
         weights.check_tied()
         layout = WeightFiles(config, weights.dtype, shard_bytes)
 
+        stored = weights.stored
+        stamps: dict[str, Stamp] = {}
+
+        def original(theirs: str) -> Tensor:
+            return _read(stored[theirs]).to(layout.dtype)
+
+        def read(name: str) -> Tensor:
+            value = weights.whole(name)
+            for theirs in layout.names[name]:  # while the system still holds what was read
+                stamps[theirs] = stamp(original(theirs))
+            return value
+
         def write(out: Path) -> Proof:
-            write_tensors(weights.whole, layout, out, progress)
+            write_tensors(read, layout, out, progress)
             for path in _beside(folder):
                 shutil.copyfile(path, out / path.name)
-            return _proof(folder, out, weights, layout, progress)
+            differ = tensors_differ(out, layout, stamps, original, progress)
+            return _proof(folder, out, weights, layout, differ)
 
         return made(to, layout, write)
 
 
 def _proof(
-    folder: Path, out: Path, weights: PublishedWeights, layout: WeightFiles, progress: Progress
+    folder: Path,
+    out: Path,
+    weights: PublishedWeights,
+    layout: WeightFiles,
+    differences: Iterator[str],
 ) -> Proof:
     """What was written against the folder itself, and our modules against transformers' class."""
     name = pretrained.class_of(read_config(folder))
     count = len(layout.places)
     checks: dict[str, Check] = {
-        f"names, shapes, type and values of {count} tensors against {folder}": lambda: (
-            tensors_differ(out, layout, _stored(weights, layout), progress)
-        ),
+        f"names, shapes, type and values of {count} tensors against {folder}": lambda: differences,
         "config.json, tokenizer and all else beside the weights": lambda: _rest(folder, out),
         f"{name} loads with nothing missing, unexpected or mismatched": lambda: loading_differs(
             out, name
@@ -80,12 +97,12 @@ def _proof(
     return prove(name, layout, checks, left_out)
 
 
-def _stored(weights: PublishedWeights, layout: WeightFiles) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the folder that is the model's, as the library of safetensors reads it."""
-    for name, stored in weights.stored.items():
-        # Opened anew, so that what is mapped of it is let go of.
-        with safe_open(stored.file.path, "pt") as opened:
-            yield name, opened.get_tensor(stored.name).to(layout.dtype)
+def _read(stored: StoredTensor) -> Tensor:
+    """A tensor of a published folder, as the library of safetensors reads it."""
+    # Opened anew, so that what is mapped of it is let go of.
+    with safe_open(stored.file.path, "pt") as opened:
+        value: Tensor = opened.get_tensor(stored.name)
+        return value
 
 
 def _beside(folder: Path) -> list[Path]:

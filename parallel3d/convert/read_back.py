@@ -1,6 +1,7 @@
 """Proof that an exported folder, as other programs read it, equals its checkpoint."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 from parallel3d.convert.card import About, tokenizer_files
 from parallel3d.convert.logits import Read, most_apart
 from parallel3d.convert.source import CheckpointSource
+from parallel3d.convert.stamp import Stamp, stamp
 from parallel3d.convert.weight_files import INDEX, WeightFiles
 from parallel3d.data.sources import Progress
 
@@ -21,6 +23,7 @@ SAMPLE = "def main():\n    print('1234', \"naïve\")\n\n<|endoftext|> The quick 
 LOGITS = f"logits against parallel3d's own modules, within {TOLERANCE:g}"
 LARGE = f"logits: in fp32 the model is larger than {MOST_BYTES >> 20} MiB"
 Check = Callable[[], Iterator[str]]
+_READERS = 2  # threads that read tensors back, each one at a time
 # The version is this one's, and the name the folder's.
 _NOT_COMPARED = ("_name_or_path", "transformers_version")
 
@@ -43,19 +46,30 @@ class Proof:
 
 
 def read_back(
-    folder: Path, source: CheckpointSource, about: About, layout: WeightFiles, progress: Progress
+    folder: Path,
+    source: CheckpointSource,
+    about: About,
+    layout: WeightFiles,
+    stamps: Mapping[str, Stamp],
+    progress: Progress,
 ) -> Proof:
     """Compare a folder with the checkpoint that it was made from.
 
-    Tensors with the library of safetensors, the rest with transformers' own loading. What cannot
-    be loaded differs; nothing is raised for it.
+    `stamps`: of the checkpoint's tensors, converted, by their names in the folder. Tensors are read
+    with the library of safetensors, the rest with transformers' own loading. What cannot be loaded
+    differs; nothing is raised for it.
     """
+    ours = {theirs: name for name, found in layout.names.items() for theirs in found}
+
+    def wanted(theirs: str) -> Tensor:
+        return layout.converted(ours[theirs], source.read(ours[theirs]))[theirs]
+
     settings = about.settings(layout)
     name = settings.architectures[0]
     count = len(layout.places)
     checks: dict[str, Check] = {
         f"names, shapes, type and values of {count} tensors against the checkpoint": lambda: (
-            tensors_differ(folder, layout, _converted(source, layout), progress)
+            tensors_differ(folder, layout, stamps, wanted, progress)
         ),
         "config.json and generation_config.json": lambda: _config(folder, about, settings),
         f"{name} loads with nothing missing, unexpected or mismatched": lambda: loading_differs(
@@ -103,17 +117,16 @@ def prove(
     return Proof(name, len(layout.places), layout.total_size, *done)
 
 
-def _converted(source: CheckpointSource, layout: WeightFiles) -> Iterator[tuple[str, Tensor]]:
-    for name in layout.names:
-        yield from layout.converted(name, source.read(name)).items()
-
-
 def tensors_differ(
-    folder: Path, layout: WeightFiles, wanted: Iterable[tuple[str, Tensor]], progress: Progress
+    folder: Path,
+    layout: WeightFiles,
+    stamps: Mapping[str, Stamp],
+    wanted: Callable[[str], Tensor],
+    progress: Progress,
 ) -> Iterator[str]:
-    """Differences of a folder's shards and tensors from the `wanted` ones, by name.
+    """Differences of a folder's shards and tensors from those with these stamps, by name.
 
-    These come in any order, each of them once, and of the layout's type.
+    `wanted` gives such a tensor, of the layout's type: one that differs is compared with it.
     """
     files = {path.name for path in folder.glob("*.safetensors")}
     for file in sorted(files ^ layout.files.keys()):
@@ -131,25 +144,40 @@ def tensors_differ(
             continue
         for name in sorted(there[file] - set(layout.files[file])):
             yield f"{file}: {name} should not be in it"
-    for done, (name, value) in enumerate(wanted):
-        progress("reading back (tensors)", done, len(layout.places))
-        file = layout.places[name].file
-        if file in there and name not in there[file]:
-            yield f"{file}: {name} is missing"
-        elif file in there:
-            # Opened anew, so that what is mapped of it is let go of.
-            with safe_open(folder / file, "pt") as opened:
-                yield from _difference(f"{file}: {name}", opened.get_tensor(name), value)
+    for name in sorted(stamps.keys() ^ layout.places.keys()):
+        yield f"{name}: is {'not one of the model' if name in stamps else 'not in the source'}"
+
+    def found(name: str) -> Tensor:
+        # Opened anew, so that what is mapped of it is let go of.
+        with safe_open(folder / layout.places[name].file, "pt") as opened:
+            value: Tensor = opened.get_tensor(name)
+            return value
+
+    def look(name: str) -> Stamp | None:
+        return stamp(found(name)) if name in there.get(layout.places[name].file, ()) else None
+
+    names = list(layout.places)
+    with ThreadPoolExecutor(_READERS) as readers:
+        for done, (name, read) in enumerate(zip(names, readers.map(look, names), strict=True)):
+            progress("reading back (tensors)", done, len(names))
+            file = layout.places[name].file
+            if read is None:
+                if file in there:
+                    yield f"{file}: {name} is missing"
+            elif name in stamps and read != stamps[name]:
+                yield from _difference(f"{file}: {name}", found(name), wanted(name))
 
 
 def _difference(what: str, found: Tensor, wanted: Tensor) -> Iterator[str]:
+    """What differs of two tensors, of which something does."""
     if found.dtype != wanted.dtype:
         yield f"{what} is of type {found.dtype}, not {wanted.dtype}"
     elif found.shape != wanted.shape:
         yield f"{what} has the shape {list(found.shape)}, not {list(wanted.shape)}"
-    elif not torch.equal(_bits(found), _bits(wanted)):
-        count = int((_bits(found) != _bits(wanted)).sum())
+    elif count := int((_bits(found) != _bits(wanted)).sum()):
         yield f"{what} has other values in {count:,} of {wanted.numel():,} elements"
+    else:
+        yield f"{what} reads as other values now than before: the disk or the memory is not sound"
 
 
 def _bits(value: Tensor) -> Tensor:

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from parallel3d import models
+from parallel3d.checkpoint.arrays import empty
 from parallel3d.checkpoint.box import overlapping
-from parallel3d.checkpoint.chunks import Chunk, ChunkFile
+from parallel3d.checkpoint.chunks import Chunk
 from parallel3d.checkpoint.digest import tokenizer_digest
+from parallel3d.checkpoint.hashed import HashedChunks
 from parallel3d.checkpoint.manifest import (
     STATE,
     TOKENIZER,
@@ -32,18 +34,16 @@ from parallel3d.model.spec import named_params
 class CheckpointSource:
     """The fp32 masters in a checkpoint's folder, of any mesh, and what its state says of them.
 
-    `path` is that folder, one of checkpoints, or a run's: of several it is the newest. Every file
-    is read to its end once and compared with its hash. Raises CheckpointError where something is
-    damaged or missing.
+    `path` is that folder, one of checkpoints, or a run's: of several it is the newest. Raises
+    CheckpointError where something is missing, or is no part of a checkpoint. The files are hashed
+    while they are read: what came of them is good when `check` has returned.
     """
 
-    def __init__(self, path: Path, progress: Progress = silent) -> None:
+    def __init__(self, path: Path) -> None:
         self.folder = folder = find_checkpoints(path)[0]
-        manifest = read_manifest(folder)
-        for done, (name, entry) in enumerate(manifest.files.items()):
-            progress("comparing hashes (files)", done, len(manifest.files))
-            if reason := check_file(folder, name, entry):
-                raise CheckpointError(f"{folder / name}: {reason}; use another checkpoint")
+        files = read_manifest(folder).files
+        if reason := check_file(folder, STATE, files[STATE]):
+            raise CheckpointError(f"{folder / STATE}: {reason}; use another checkpoint")
         self.state: dict[str, Any] = read_state(folder)
         self.config = RunConfig.from_dict(self.state["config"], str(folder / STATE))
         specs = named_params(models.layers(self.config.model))
@@ -53,25 +53,36 @@ class CheckpointSource:
                 f"{folder / STATE}: its parameters are not those of its config; use another "
                 "checkpoint"
             )
-        self._chunks: dict[str, list[tuple[str, Chunk, int]]] = defaultdict(list)
-        for name in manifest.files.keys() - {STATE}:
-            with ChunkFile(folder / name) as file:
-                for chunk, at in file.chunks.items():
-                    if chunk.kind == "master":
-                        self._chunks[chunk.name].append((name, chunk, at))
+        self._files = [
+            HashedChunks(folder / name, entry) for name, entry in files.items() if name != STATE
+        ]
+        self._chunks: dict[str, list[tuple[HashedChunks, Chunk]]] = defaultdict(list)
+        for file in self._files:
+            for chunk in file.chunks:
+                if chunk.kind == "master":
+                    self._chunks[chunk.name].append((file, chunk))
         for name in self._shapes:
             self._check(name)
 
     def read(self, name: str) -> Tensor:
         """A whole parameter by its name in this project, in fp32."""
-        whole = torch.empty(self._shapes[name])
-        for file_name, chunk, at in self._chunks[name]:
+        whole = empty(self._shapes[name], torch.float32)
+        for file, chunk in self._chunks[name]:
             out = whole
             for dim, (first, size) in enumerate(zip(*chunk.box, strict=True)):
                 out = out.narrow(dim, first, size)
-            with ChunkFile(self.folder / file_name, {chunk: at}) as file:
-                file.read(chunk, chunk.box, out)
+            file.read(chunk, out)
         return whole
+
+    def check(self, progress: Progress = silent) -> None:
+        """Compare each file with its hash, read to its end, and each byte of it once if in order.
+
+        Raises CheckpointError where one is damaged.
+        """
+        for done, file in enumerate(self._files):
+            progress("comparing hashes (files)", done, len(self._files))
+            if reason := file.check():
+                raise CheckpointError(f"{file.path}: {reason}; use another checkpoint")
 
     def about(self, tokenizer: Path | None = None, architecture: str | None = None) -> About:
         """Facts about a checkpoint's model; `tokenizer`: a folder, or None to look for one.
@@ -114,7 +125,7 @@ class CheckpointSource:
 
     def _check(self, name: str) -> None:
         """The chunks of a parameter are all of it, each element once."""
-        boxes = [chunk.box for _, chunk, _ in self._chunks[name]]
+        boxes = [chunk.box for _, chunk in self._chunks[name]]
         there, wanted = sum(box.numel for box in boxes), torch.Size(self._shapes[name]).numel()
         if there != wanted or overlapping(boxes):
             raise CheckpointError(

@@ -17,6 +17,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
 
 from parallel3d import models
+from parallel3d.checkpoint.arrays import empty
 from parallel3d.checkpoint.chunks import framed
 from parallel3d.errors import ConfigError
 from parallel3d.model.spec import ParamSpec, named_params
@@ -85,7 +86,7 @@ class WeightFiles:
             family = models.huggingface(self.config.family)
             assert family is not None
             found = family.to_huggingface(self.config, found)
-        return {n: tensor.to(self.dtype).contiguous() for n, tensor in found.items()}
+        return {n: _contiguous(tensor.to(self.dtype)) for n, tensor in found.items()}
 
     @cached_property
     def names(self) -> dict[str, tuple[str, ...]]:
@@ -173,6 +174,12 @@ class WeightFiles:
     @cached_property
     def _sizes(self) -> dict[str, int]:
         return {n: t.nbytes for found in self._meta.values() for n, t in found.items()}
+
+
+def _contiguous(value: Tensor) -> Tensor:
+    if value.device.type != "cpu" or value.is_contiguous():
+        return value.contiguous()
+    return empty(value.shape, value.dtype).copy_(value)
 
 
 def fold(value: Tensor, factors: tuple[float, ...]) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from parallel3d import models
-from parallel3d.checkpoint.arrays import ArrayFile
+from parallel3d.checkpoint.arrays import ArrayFile, empty
 from parallel3d.checkpoint.box import Box, boxes_of
 from parallel3d.config.pretrained import weight_files
 from parallel3d.errors import CheckpointError, ConfigError
@@ -83,7 +83,7 @@ class PublishedWeights:
     def whole(self, name: str) -> Tensor:
         """Read a parameter whole, in fp32 on the host."""
         shape = self._shapes[name]
-        out = torch.empty(shape)
+        out = empty(shape, torch.float32)
         self.read(name, Box((0,) * len(shape), shape), out)
         return out
 

@@ -87,6 +87,6 @@ def written(run, folder, **layout):
     about = source.about()
     files = WeightFiles(source.config.model, **layout)
     create(folder, files)
-    write_tensors(source.read, files, folder, silent)
+    stamps = write_tensors(source.read, files, folder, silent)
     write_rest(folder, about, files)
-    return folder, source, about, files
+    return folder, source, about, files, stamps

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
 from parallel3d import models
+from parallel3d.convert import export as export_module
 from parallel3d.convert.export import export
 from parallel3d.convert.read_back import read_back
 from parallel3d.convert.source import CheckpointSource
@@ -239,5 +240,26 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path):
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
+    source = CheckpointSource(run)
+    with pytest.raises(CheckpointError, match=r"00001-of-00002.* do not match the manifest"):
+        export(source, source.about(), WeightFiles(source.config.model), tmp_path / "out", silent)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
     with pytest.raises(CheckpointError, match="do not match the manifest"):
-        CheckpointSource(run)
+        source.check()  # and again
+
+
+def test_other_values_than_were_written_are_found(tmp_path, monkeypatch):
+    """The read-back believes neither the writer, nor that what it wrote stayed as it was."""
+    right = export_module.Writer.write
+
+    def wrong(self, name, value):
+        if name == "transformer.h.1.ln_1.weight":
+            value = value.clone()
+            value[3] += 2**-10
+        right(self, name, value)
+
+    monkeypatch.setattr(export_module.Writer, "write", wrong)
+    proof = exported(MODELS["GPT2LMHeadModel"], tmp_path)
+    said = "transformer.h.1.ln_1.weight has other values in 1 of 32 elements"
+    assert any(said in what for what in proof.differs), proof.differs
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from launch import convert, generate
+from parallel3d.convert.generate import model_folder
 from tests.convert.checkpoints import checkpoint_of, small, tokenizer_in
 
 pytestmark = pytest.mark.gloo
@@ -71,6 +72,21 @@ def test_greedy_is_the_likeliest_token_wherever_the_weights_are(place, command, 
     code, printed, said = command(run, *words, "--top-k", 1, "--seed", 5)
     assert (code, printed.rstrip("\n")) == (DONE, wanted.rstrip("\n"))
     assert said == f"weights of {run / 'weights'}\n"
+
+
+def test_weights_that_a_checkpoint_is_newer_than_are_taken_and_said(place, tmp_path):
+    run, said = tmp_path / "run", []
+    shutil.copytree(place / "out", run / "weights")  # after 10 steps
+    for newest in (9, 10, 11):
+        (run / "checkpoints" / f"step-{newest}").mkdir(parents=True)
+        with model_folder(run, said.append) as folder:
+            assert folder == run / "weights"
+    same = f"weights of {run / 'weights'}"
+    newer = f", after 10 steps; {run / 'checkpoints/step-11'} is newer: name it to take it"
+    assert said == [same, same, same + newer]
+    (run / "weights/README.md").write_text("of somebody else")
+    with model_folder(run, said.append):
+        assert said[-1] == same
 
 
 def test_a_seed_is_a_text(place, command):

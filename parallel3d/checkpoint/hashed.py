@@ -1,0 +1,69 @@
+"""Files of chunks that are compared with their hashes while chunks are read from them."""
+
+from pathlib import Path
+
+from torch import Tensor
+
+from parallel3d.checkpoint.arrays import memory_of
+from parallel3d.checkpoint.chunks import Chunk, ChunkFile
+from parallel3d.checkpoint.digest import Digest
+from parallel3d.checkpoint.files import open_file
+from parallel3d.checkpoint.manifest import Entry
+from parallel3d.errors import CheckpointError
+
+_READ_BYTES = 2**20
+
+
+class HashedChunks:
+    """A file of chunks whose bytes are hashed up to the last one that was read, in their order.
+
+    A chunk that is read whole, after those before it in the file, is hashed where it has been read
+    to: its bytes come from the disk once, and are those of the hash. What was passed over before
+    is read again. `chunks` are those of a `ChunkFile`; no file stays open.
+    """
+
+    def __init__(self, path: Path, entry: Entry) -> None:
+        """Raises CheckpointError for what is no safetensors file of chunks."""
+        self.path = path
+        with ChunkFile(path) as file:
+            self.chunks = file.chunks
+        self._entry = entry
+        self._digest, self._done = Digest(), 0
+
+    def read(self, chunk: Chunk, out: Tensor) -> None:
+        """Read a whole chunk into `out`, as `ChunkFile.read` does."""
+        at = self.chunks[chunk]
+        hashed = out.is_contiguous() and out.device.type == "cpu" and at >= self._done
+        if hashed:
+            self._hash_to(at)
+        with ChunkFile(self.path, {chunk: at}) as file:
+            file.read(chunk, chunk.box, out)
+        if hashed:
+            self._digest.update(memory_of(out))
+            self._done += out.nbytes
+
+    def check(self) -> str:
+        """Why the file differs from its entry, hashed to its end; "" where it does not.
+
+        Raises CheckpointError where it cannot be read.
+        """
+        self._hash_to(self._entry.size + 1)
+        if self._done != self._entry.size or self._digest.hexdigest() != self._entry.digest:
+            return "its contents do not match the manifest (a damaged disk or copy)"
+        return ""
+
+    def _hash_to(self, stop: int) -> None:
+        """Hash on up to byte `stop`, or to the end of the file."""
+        if self._done >= stop:
+            return
+        buffer = memoryview(bytearray(min(_READ_BYTES, stop - self._done)))
+        try:
+            descriptor, _ = open_file(self.path)
+            with open(descriptor, "rb", buffering=0) as file:
+                file.seek(self._done)
+                while count := file.readinto(buffer[: stop - self._done]):
+                    self._digest.update(buffer[:count])
+                    self._done += count
+        except OSError as error:
+            why = error.strerror or error
+            raise CheckpointError(f"{self.path}: cannot be read: {why}") from None
