@@ -49,7 +49,7 @@ def gradient_of_spent(
 def gradient_of(
     logits: Tensor, normaliser: Tensor, here: Tensor, outside: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """The same of logits that are as `ready` made them, by their logsumexp, [tokens]."""
+    """The gradient by logits that are as `ready` made them, by their logsumexp, [tokens]."""
     if compiles_pointwise():
         _put_gradient(logits, normaliser, None, here, outside)
         return logits
