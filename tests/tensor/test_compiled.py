@@ -97,11 +97,13 @@ IN_FULL = {
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", IN_FULL)
 def test_losses_by_inductor(name):
+    """Up to 40 CPU seconds where no kernel is cached: minutes on a busy machine."""
     this = IN_FULL[name]
     across = this.config.train.compile == "block" and this.config.mesh.tp > 1
-    check(this, "inductor", breaks=[ACROSS] if across else [], timeout=230)
+    check(this, "inductor", breaks=[ACROSS] if across else [], timeout=850)
 
 
 def masked_on_rank(rank, cases):
