@@ -121,8 +121,9 @@ WAITS = {
 def silent_peer(rank, waits):
     mesh = Mesh(2, 1, 1)
     mesh.join_pair(0, 1)
-    mesh.set_timeouts(0.5)
     mesh.barrier()
+    # Not before: the other one may be late by more than that on a busy machine.
+    mesh.set_timeouts(0.5)
     if rank == 1:
         time.sleep(2 + 0.5 * len(waits))
         return []

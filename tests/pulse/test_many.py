@@ -62,7 +62,7 @@ def test_the_judge_of_a_thousand_ranks(judged):
     lines.pop(DEAD).close()
     told = [last_word(line) for line in lines.values()]
     print(f"all heard of a death after {time.monotonic() - start:.2f} s")
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 30  # a few seconds where nothing else runs
     assert {said["verdict"].partition(" at ")[0] for said in told} == {
         f"rank {DEAD} on node{DEAD // 8} died"
     }
