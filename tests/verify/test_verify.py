@@ -102,15 +102,26 @@ def test_a_fault_is_seen(precision, tmp_path, monkeypatch):
     assert max(loss_or_norm, weights) > tolerance, (loss_or_norm, weights)
 
 
-def command(*args):
-    run = [sys.executable, "launch/verify.py", *args]
-    return subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=200)
+def as_a_process(arguments, monkeypatch, capsys):
+    run = [sys.executable, "launch/verify.py", *arguments]
+    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    return done.returncode, done.stdout, done.stderr
 
 
-def test_the_command():
-    done = command("--config", "ds.json", "--meshes", "1x1x1,2x1x1", "--json")
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+def in_this_process(arguments, monkeypatch, capsys):
+    """With the ranks forked from where torch is loaded already."""
+    monkeypatch.setattr(sys, "argv", ["verify", *arguments])
+    return (launch_verify.main(), *capsys.readouterr())
+
+
+@pytest.mark.parametrize(
+    "command", [in_this_process, pytest.param(as_a_process, marks=pytest.mark.slow)]
+)
+def test_the_command(command, monkeypatch, capsys):
+    asked = ["--config", "ds.json", "--meshes", "1x1x1,2x1x1", "--json"]
+    code, printed, said = command(asked, monkeypatch, capsys)
+    assert code == 0, said
+    found = json.loads(printed)
     assert found["passed"] and found["tolerance"] == 1e-5
     assert [(case["mesh"], case["resumed_from"]) for case in found["cases"]] == [
         ("1x1x1", None),
@@ -124,7 +135,7 @@ def test_the_command():
         }
         assert case["beyond"] == {}
         assert 0 < case["weight_error"] < 1e-5
-    assert "2x1x1" in done.stderr
+    assert "2x1x1" in said
 
 
 def test_what_cannot_run_is_refused(monkeypatch, capsys):
