@@ -181,6 +181,7 @@ def test_a_dry_run_under_a_launcher_speaks_once(tmp_path):
     assert dry.stderr.count("dry run: nothing was trained") == 1
 
 
+@pytest.mark.slow  # the next test is a dry run, too; its plan: test_the_table_and_its_json
 def test_a_dry_run_of_a_cluster_by_plain_python(tmp_path):
     train = str(Path(PLAN).parent / "train.py")
     done = subprocess.run(
