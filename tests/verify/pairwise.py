@@ -28,10 +28,11 @@ def draw(settings, rng):
     return {name: rng.choice(values) for name, values in settings.items()}
 
 
-def pairwise(settings, valid, seed=0):
-    """Rows that cover every possible pair, found greedily; the same on every call."""
+def pairwise(settings, valid, seed=0, wanted=lambda pair: True):
+    """Rows that cover every possible pair that is wanted, found greedily; as on every call."""
     rng = random.Random(seed)
-    examples = possible_pairs(settings, valid)
+    possible = possible_pairs(settings, valid)
+    examples = {pair: row for pair, row in possible.items() if wanted(pair)}
     missing, rows = dict.fromkeys(examples), []
     while missing:
         pair = next(iter(missing))
