@@ -84,6 +84,11 @@ def pytest_addoption(parser):
 PRELOAD = [
     "launch.train", "parallel3d.train.trainer", "parallel3d.convert.from_ranks",
     "parallel3d.engine.selftest", "safetensors.torch", "pytest", "hypothesis", "tests.cases",
+    # Half of what DeepSpeed would import in each rank, as it builds an engine.
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.runtime.superoffload.superoffload_stage3", "deepspeed.comm.mori",
+    "deepspeed.utils.pin_memory", "torch._subclasses.schema_check_mode",
+    "torch.profiler._cupti_monitor",
 ]  # fmt: skip
 SWAPS = {"test_parity.py", "test_states.py", "test_offload.py", "test_offload_refused.py"}
 ASYNC_IO = pytest.StashKey()
