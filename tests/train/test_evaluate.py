@@ -128,6 +128,7 @@ def pair(raw):  # noqa: F811
     return trained(raw, 1, 2, 1, bf16={"enabled": True})
 
 
+@pytest.mark.slow  # sums over ranks: test_evaluation.py; the command's own: the test above
 def test_two_ranks_give_the_numbers_of_their_run_to_the_bit(pair):
     folder, line = pair
     (found,) = evaluated(2, (folder, "--json"))

@@ -89,7 +89,8 @@ def test_each_part_of_a_mixture_is_evaluated_by_itself(mixed, alone):
         assert found["tokens"] == 21 * LENGTH
 
 
-@pytest.mark.parametrize(("pp", "dp"), [pytest.param(1, 2, marks=pytest.mark.slow), (2, 1)])
+@pytest.mark.slow  # a validation set over two ranks is above, evaluation on a pipeline in pipeline/
+@pytest.mark.parametrize(("pp", "dp"), [(1, 2), (2, 1)])
 def test_the_parts_of_a_mixture_are_the_same_on_two_ranks(mixed, alone, pp, dp):
     line, _ = last_line(mixed, pp, dp)
     expected = alone[0]["validation"]
