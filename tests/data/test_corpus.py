@@ -1,11 +1,12 @@
 """The corpus: every document decodes back, split by content, and its cache keeps its promises."""
 
 import json
+import multiprocessing as mp
 import os
-import subprocess
-import sys
+import time
 from collections import Counter
-from dataclasses import asdict, replace
+from contextlib import contextmanager
+from dataclasses import replace
 from math import log
 from pathlib import Path
 
@@ -20,7 +21,9 @@ from parallel3d.data import prepare as module
 from parallel3d.data.corpus import Corpus
 from parallel3d.data.prepare import prepare
 from parallel3d.errors import DataError
-from tests.data.documents import READ, TEXTS, Settings, contents
+from parallel3d.mesh.device import settle_accelerator
+from parallel3d.verify import local_ranks
+from tests.data.documents import READ, TEXTS, contents
 from tests.data.test_sources import BAD_FILES
 
 pytestmark = pytest.mark.gloo
@@ -216,40 +219,43 @@ def test_a_cache_that_is_full(settings, monkeypatch):
     assert contents(Path(settings.cache)) == {"corpora": None}
 
 
-PREPARE = """
-import json, sys, time
-from pathlib import Path
-sys.path.insert(0, sys.argv[1])
-from tests.data.documents import Settings
-from parallel3d.data.prepare import prepare
+def prepare_aloud(settings, hangs, pipe):
+    phases = set()
 
-settings = Settings(**json.loads(sys.argv[2]))
-phases = set()
+    def progress(phase, done, total):
+        if phase.startswith("waiting") and "waiting" not in phases:
+            pipe.send("waiting")
+            phases.add("waiting")
+        phases.add(phase)
+        if hangs and phase == "tokenising documents":
+            pipe.send("hanging")
+            time.sleep(600)
 
-def progress(phase, done, total):
-    if phase.startswith("waiting"):
-        print("waiting", flush=True)
-    phases.add(phase)
-    if sys.argv[3] == "hang" and phase == "tokenising documents":
-        print("hanging", flush=True)
-        time.sleep(600)
-
-corpus = prepare(settings, progress)
-print(json.dumps({"directory": str(corpus.directory), "phases": sorted(phases)}))
-"""
+    corpus = prepare(settings, progress)
+    pipe.send((corpus.directory, phases))
 
 
-def start(settings: Settings, how: str) -> subprocess.Popen:
-    here = str(Path(__file__).parents[2])
-    command = [sys.executable, "-c", PREPARE, here, json.dumps(asdict(settings)), how]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+@contextmanager
+def started(settings, hangs=False):
+    """A process of its own that prepares, and what it says; forked from where all is imported."""
+    settle_accelerator()
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(local_ranks.PRELOAD)
+    said, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=prepare_aloud, args=(settings, hangs, theirs))
+    process.start()
+    theirs.close()
+    try:
+        yield process, said
+    finally:
+        process.kill()
+        process.join()
 
 
 def test_after_kill_9_the_next_one_works_and_cleans_up(settings):
     corpora = Path(settings.cache) / "corpora"
-    with start(settings, "hang") as process:
-        assert process.stdout.readline() == "hanging\n"
-        process.kill()
+    with started(settings, hangs=True) as (_, said):
+        assert said.recv() == "hanging"
     left = sorted(path.suffix for path in corpora.iterdir())
     assert left == [".lock", ".partial"]
     # Another corpus finds the leftovers too: the first may never be asked for again.
@@ -262,16 +268,16 @@ def test_after_kill_9_the_next_one_works_and_cleans_up(settings):
 def test_a_living_writer_is_waited_for_and_keeps_its_files(settings):
     """Two at once give one corpus; a third, of something else, does not disturb them."""
     corpora = Path(settings.cache) / "corpora"
-    with start(settings, "hang") as hanging:
-        assert hanging.stdout.readline() == "hanging\n"
+    with started(settings, hangs=True) as (hanging, said):
+        assert said.recv() == "hanging"
         prepare(replace(settings, vocab_size=280))
         assert len(list(corpora.glob("*.partial"))) == 1
-        with start(settings, "run") as second, start(settings, "run") as third:
-            assert second.stdout.readline() == third.stdout.readline() == "waiting\n"
+        with started(settings) as (_, second), started(settings) as (_, third):
+            assert second.recv() == third.recv() == "waiting"
             assert len(list(corpora.glob("*.partial"))) == 1
             hanging.kill()
-            results = [json.loads(process.communicate()[0]) for process in (second, third)]
-    assert results[0]["directory"] == results[1]["directory"]
-    built = ["tokenising documents" in result["phases"] for result in results]
+            (one, *first), (other, *last) = second.recv(), third.recv()
+    assert one == other
+    built = ["tokenising documents" in phases for [phases] in (first, last)]
     assert sorted(built) == [False, True]
     assert len(list(corpora.iterdir())) == 2
