@@ -100,7 +100,11 @@ PLAIN = [
 ]
 EQUAL = [
     *(pytest.param(case, marks=pytest.mark.slow) for case in PLAIN),
-    replace(BREADTH, steps=3, offload="cpu+param-cpu", checkpointing="selective"),
+    # Equal to gathering each time, below; offload with each way of gathering: test_parity.py.
+    pytest.param(
+        replace(BREADTH, steps=3, offload="cpu+param-cpu", checkpointing="selective"),
+        marks=pytest.mark.slow,
+    ),
     Case(mesh=(1, 2, 1), weights="per_step", reduction="per_microbatch", thresholds=True),
 ]
 

@@ -36,7 +36,7 @@ def small(offload, folder, zero=None, **settings):
 @pytest.mark.parametrize(
     ("offload", "mesh", "reduction", "tied"),
     [
-        ("nvme", (2, 1, 1), "per_step", True),
+        pytest.param("nvme", (2, 1, 1), "per_step", True, marks=pytest.mark.slow),
         pytest.param("param-nvme", (2, 1, 1), "per_microbatch", False, marks=pytest.mark.slow),
         ("param-cpu", (1, 2, 1), "per_microbatch", True),
     ],
