@@ -24,6 +24,7 @@ def rows_on_rank(rank, arguments):
 TOY = ["--models", "toy", "--sequences", "16", "--tokens", "32", "--steps", "1"]
 
 
+@pytest.mark.slow  # a config of every row is made by default
 def test_a_row_says_how_fast_a_step_is():
     only = ["--only", "as it is", "ZeRO-3"]
     (rows,) = run_locally(rows_on_rank, 1, [*TOY, *only], timeout=60)

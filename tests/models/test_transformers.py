@@ -106,8 +106,8 @@ def errors(config, tp, isolated, ranks):
 
 
 # (tp, sequence parallel, documents): as many tp ranks as WORLD, so also more than kv heads.
-FEW = ((1, False, None), (2, True, None), (4, False, None), (4, True, DOCUMENTS))
-OTHERS = ((2, False, None), (4, True, None), (1, False, DOCUMENTS))
+FEW = ((1, False, None), (2, True, None), (4, True, DOCUMENTS))
+OTHERS = ((4, False, None), (2, False, None), (4, True, None), (1, False, DOCUMENTS))
 
 
 @lru_cache

@@ -38,11 +38,11 @@ def deep(**kinds):
 CASES = {
     (1, 2, 1): [
         {"thresholds": THRESHOLDS, "offload": "cpu", "bucket": 2**18, **OFTEN, **ONE, **FULL},
-        {**PASS, **BREADTH, **OFTEN, "offload": "cpu+cpu", **FLAT},
     ],
     (2, 1, 1): [deep(M=6, schedule="interleaved", v=2)],
 }
 OTHERS = {(1, 2, 1): [{"model": LLAMA, "micro": 4}]}
+BOTH = {(1, 2, 1): [{**PASS, **BREADTH, **OFTEN, "offload": "cpu+cpu", **FLAT}]}
 SLOW = {
     (1, 1, 1): [
         {},
@@ -232,6 +232,7 @@ def rows(cases, limit, *marks):
     ("mesh", "cases", "limit"),
     [
         *rows(CASES, 0.06),
+        *rows(BOTH, 0.06, pytest.mark.slow),
         *rows(OTHERS, 0.1, pytest.mark.slow),  # tests/models/test_layer_memory.py has the family
         *rows(SLOW, 0.06, pytest.mark.slow),
         *rows(MORE, 0.1, pytest.mark.slow),
