@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from parallel3d.convert.layout import Layout
 
 from parallel3d import models
 from parallel3d.checkpoint import disk
@@ -36,7 +35,8 @@ from parallel3d.config import RunConfig
 from parallel3d.convert.export import export, quiet
 from parallel3d.convert.importing import import_folder
 from parallel3d.convert.read_back import Proof
-from parallel3d.convert.source import Source
+from parallel3d.convert.source import CheckpointSource
+from parallel3d.convert.weight_files import WeightFiles
 from parallel3d.data.sources import silent
 from parallel3d.model.spec import named_params
 
@@ -129,8 +129,8 @@ def exporting(step: Path) -> Callable[[Path], Proof]:
     """The export of a checkpoint, as the command line asks for it."""
 
     def run(to: Path) -> Proof:
-        source = Source(step)
-        return export(source, source.about(), Layout(source.config.model), to, silent)
+        source = CheckpointSource(step)
+        return export(source, source.about(), WeightFiles(source.config.model), to, silent)
 
     return run
 
