@@ -57,7 +57,6 @@ SAVE = {
     "parallel3d/checkpoint/chunk_runs.py:host_arrays": "a copy of the state, in host memory",
     "parallel3d/checkpoint/host_copy.py:HostCopy.fill": "training goes on when the copy is whole",
     "parallel3d/convert/from_ranks.py:_write.write": "one at a time, at the end of a run",
-    "parallel3d/convert/files.py:Writer.write": "one at a time, at the end of a run",
     "parallel3d/engine/engine.py:Engine.full_parameter": "one at a time, to export or compare",
 }
 # Names alone: what they are asked of is the host's.
@@ -85,7 +84,7 @@ HOSTS = {
     "parallel3d/convert/weight_files.py:bytes_of": "words of a command line",
     "parallel3d/checkpoint/index.py:Index.find": "a table of numpy's",
     "parallel3d/checkpoint/index.py:_boxes": "a table of numpy's",
-    "parallel3d/checkpoint/arrays.py:ArrayFile._fill": "host memory that a file is read into",
+    "parallel3d/checkpoint/arrays.py:memory_of": "what is in host memory already",
     **dict.fromkeys(
         (
             f"models/{family}/blocks.py:{layer}.__init__"

@@ -88,7 +88,7 @@ def test_the_readme_command_trains_the_mesh(place, alone, dp, tp):
     done = place.run(deepspeed(2 * dp * tp), *mesh, "--train_micro_batch_size_per_gpu", 8 // dp)
     assert done.returncode == DONE, done.stderr[-4000:]
     run = place.root / f"runs/gpt-h128-l4-2x{dp}x{tp}"
-    files = {"attempts.json", "checkpoints", "config.json", "metrics.jsonl"}
+    files = {"attempts.json", "checkpoints", "config.json", "corpus.json", "metrics.jsonl"}
     assert {path.name for path in run.iterdir()} == files | {"tokenizer", "weights"}
     assert {"model.safetensors", "config.json", "tokenizer.json", "README.md"} <= {
         path.name for path in (run / "weights").iterdir()
