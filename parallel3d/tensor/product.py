@@ -89,6 +89,7 @@ class _ColumnLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        """Gradients of the input and of each weight, from those of the outputs."""
         x, *weights = ctx.saved_tensors
         group, split, later = ctx.group, ctx.sequence_parallel, overlap.is_on()
         needs_x, _, _, _, *needs_weights = ctx.needs_input_grad
