@@ -1,11 +1,12 @@
 """Export of a checkpoint to a folder of transformers, read back before it gets its name."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from torch import Tensor
 
+from parallel3d.checkpoint.arrays import recycled
 from parallel3d.checkpoint.room import disk_lacks, shown
 from parallel3d.convert.card import About, write_rest
 from parallel3d.convert.files import Writer, create, publish, remove
@@ -37,9 +38,9 @@ def export(
 ) -> Proof:
     """Write a checkpoint as a folder of transformers at `to`, and read all of it back.
 
-    Two parameters at a time are in memory. Where a check fails, nothing is left. Raises ConfigError
-    where `to` is not empty or transformers has no such class, CheckpointError where the checkpoint
-    is damaged, TrainingError where the disk is full.
+    Two parameters at a time are in memory, one of them twice. Where a check fails, nothing is left.
+    Raises ConfigError where `to` is not empty or transformers has no such class, CheckpointError
+    where the checkpoint is damaged, TrainingError where the disk is full.
     """
     try:
         if layout.refusal:
@@ -87,27 +88,29 @@ def write_tensors(
 ) -> dict[str, Stamp]:
     """Write every weight at its place in a folder that `create` has made. Raises OSError.
 
-    `read` gives a parameter by our name, whole; meanwhile the one before it is written. Gives the
-    stamps of what was written, by the names in the files.
+    `read` gives a parameter by our name, whole; meanwhile the one before it is converted and
+    written. Gives the stamps of what was written, by the names in the files.
     """
     writer = Writer(folder, layout)
     stamps: dict[str, Stamp] = {}
 
-    def write(tensors: Mapping[str, Tensor]) -> None:
-        for theirs, tensor in tensors.items():
+    def write(name: str, value: Tensor) -> None:
+        for theirs, tensor in layout.converted(name, value).items():
             stamps[theirs] = stamp(tensor)
             writer.write(theirs, tensor)
 
     try:
-        with ThreadPoolExecutor(1) as behind:
-            written: Future[None] = behind.submit(write, {})
+        with ThreadPoolExecutor(1) as behind, recycled():
+            written: Future[None] | None = None
             for done, name in enumerate(layout.names):
                 progress("writing (tensors)", done, len(layout.names))
-                tensors = layout.converted(name, read(name))
+                value = read(name)
+                if written is not None:
+                    written.result()
+                written = behind.submit(write, name, value)
+                del value  # with its writing it goes
+            if written is not None:
                 written.result()
-                written = behind.submit(write, tensors)
-                del tensors  # with its writing it goes
-            written.result()
     except BaseException:
         writer.close(synced=False)
         raise
