@@ -213,7 +213,8 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """AdamW over parameter groups that carry their own weight decay.
 
-    `cpu_adam`: DeepSpeed's vectorised one for states on the host; else torch's.
+    `cpu_adam`: DeepSpeed's vectorised one for states on the host; else torch's, on CUDA and CPUs in
+    one pass without temporaries (two of the size of all weights, where those lie flat).
     """
     if cpu_adam:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -222,5 +223,5 @@ def make_optimizer(
             groups, lr=lr, betas=betas, eps=eps, weight_decay=0.0, adamw_mode=True
         )
         return adam
-    fused = device.type == "cuda"
+    fused = device.type in ("cuda", "cpu")
     return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, weight_decay=0.0, fused=fused)
