@@ -171,7 +171,8 @@ class ZeroConfig(Section):
     contiguous_gradients: bool = True
     """Copy gradients to one buffer as they are produced, against fragmentation."""
     overlap_comm: bool | None = None
-    """Overlap gradient reduction with backward; null means: at stage 3."""
+    """Overlap gradient reduction with backward; null means: at stage 3. Reduced once a step: with a
+    stage's last backward, each time that reduce_bucket_size elements are complete."""
     reduce_bucket_size: Size = Field(default=500_000_000, gt=0)
     """Elements reduced at a time."""
     allgather_bucket_size: Size = Field(default=500_000_000, ge=0)

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -68,8 +68,9 @@ class Engine:
 
     `stages(stage, *inputs)` runs one stage; `held` names its parameters; `owners` are the pipeline
     coordinates of the first and the last stage, whose weights may be tied; `layers` are those of
-    each stage, which `gather`, `release` and `reduce` go by (None: there is stage 0 alone). Raises
-    ConfigError if the stages cannot be run together.
+    each stage, which `gather`, `release` and `reduce` go by (None: there is stage 0 alone).
+    `reached` is for them to call in a backward, where that reduces. Raises ConfigError if the
+    stages cannot be run together.
     """
 
     def __init__(
@@ -129,6 +130,7 @@ class Engine:
         self._reduction = Reduction(
             self._deepspeed, self.held, layers, settings=settings, mesh=mesh, owners=pair
         )
+        self.reached = self._reduction.reached if settings.reduces_in_backward else None
 
     def gather(self, stage: int) -> None:
         """Start to gather a stage's ZeRO-3 weights, where the program says when."""
@@ -179,11 +181,16 @@ class Engine:
             self._counters.save(self._module, stage)
         return output
 
-    def backward(self, output: Tensor, grad: Tensor | None = None, *, stage: int = 0) -> None:
-        """Run a stage backward from its output's gradient, or from the loss where none is given."""
+    def backward(
+        self, output: Tensor, grad: Tensor | None = None, *, stage: int = 0, last: bool = False
+    ) -> None:
+        """Run a stage backward from its output's gradient, or from the loss where none is given.
+
+        `last`: it completes the stage's gradients of this step.
+        """
         if self.settings.runs_without_hooks:
             scaled = self._deepspeed.optimizer.scale_if_loss(output) if grad is None else output
-            with added_in_place():
+            with added_in_place(), self._reduction.last_backward(stage) if last else nullcontext():
                 scaled.backward(grad)
             return
         core.start_backward(self._deepspeed)

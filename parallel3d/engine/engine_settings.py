@@ -109,6 +109,13 @@ class EngineSettings:
         """Whether passes need nothing of DeepSpeed: no gather and no reduction happens in them."""
         return self.reduces_once and (self.holds_weights or not self.shards_parameters)
 
+    @property
+    def reduces_in_backward(self) -> bool:
+        """Whether buckets that a stage's last backward fills are reduced within it."""
+        overlap = self.zero_options.get("overlap_comm")
+        wanted: bool = self.shards_parameters if overlap is None else overlap
+        return self.runs_without_hooks and wanted
+
     def deepspeed_config(self, dp_size: int) -> dict[str, Any]:
         """The config that DeepSpeed sees, which shards over `dp_size` ranks.
 

@@ -1,8 +1,9 @@
 """When and how the gradients of a rank's stages are summed over the mesh."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from math import prod
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ class Reduction:
     Once a step: a stage's by `reduce(stage)`, when its last one is there, and on leaving
     `accumulation` what is left: weights that two stages share, and stages nobody reduced. Or after
     each microbatch, in DeepSpeed's hooks, but for what is partial or tied. `owners` are the ranks
-    that hold the first and the last stage.
+    that hold the first and the last stage. Once a step and with `overlap_comm`, layers are reduced
+    within their stage's `last_backward`, as soon as they fill a bucket.
     """
 
     def __init__(
@@ -40,6 +42,16 @@ class Reduction:
         self._deepspeed, self._held, self._settings = engine, tuple(held), settings
         self._mesh, self._owners = mesh, owners
         self._of_stage = _complete_with(layers, self._held)
+        self._index: dict[nn.Parameter, int] = {}  # of the first layer, where two have a weight
+        for of_stage in layers.values():
+            for index, layer in enumerate(of_stage):
+                for parameter in layer.parameters():
+                    self._index.setdefault(parameter, index)
+        self._last: int | None = None  # the stage whose last backward runs
+        # At ZeRO-0, which DeepSpeed does not average: what is on its way.
+        self._averages: list[Callable[[], None]] = []
+        self._averaged: Sequence[HeldParameter] = ()
+        self._bucket = settings.zero_options.get("reduce_bucket_size", _BUCKET)
         self._waiting: dict[int, HeldParameter] = {}  # of this step, not yet reduced
         self._deferred: core.DeferredReduction | None = None
         summed = [h.parameter for h in self._held if h.tied_across or h.partial]
@@ -74,11 +86,55 @@ class Reduction:
     def reduce(self, stage: int) -> None:
         """Reduce a stage's gradients after its last backward; collective over dp, and over tp."""
         assert self._settings.reduces_once, "DeepSpeed reduces after each microbatch"
-        self._reduce(self._of_stage[stage])
+        self._reduce([h for h in self._of_stage[stage] if id(h.parameter) in self._waiting])
+
+    @contextmanager
+    def last_backward(self, stage: int) -> Iterator[None]:
+        """The backward of a stage that completes its gradients."""
+        self._last = stage
+        try:
+            yield
+        finally:
+            self._last = None
+
+    def reached(self, stage: int, index: int) -> None:
+        """Within a stage's backward the input of its layer `index` has its gradient.
+
+        All behind that layer is complete; of the layer itself a branch that begins with a weight
+        might be left. To be called by autograd.
+        """
+        if stage != self._last:
+            return
+        ready = [
+            h
+            for h in self._of_stage[stage]
+            if id(h.parameter) in self._waiting and self._index[h.parameter] > index
+        ]
+        if sum(prod(h.cut.local_shape) for h in ready) < self._bucket:
+            return
+        if self._settings.zero_stage > 0:  # on a stream of DeepSpeed's, where there are any
+            self._reduce(ready)
+            return
+        self._finish_average()
+        self._sum(ready)
+        self._averaged = ready
+        self._forget(ready)
 
     def _reduce(self, held: Sequence[HeldParameter]) -> None:
+        self._finish_average()
         self._sum(held)
         reducing.reduce_now(self._deepspeed, [h.parameter for h in held])
+        self._forget(held)
+
+    def _finish_average(self) -> None:
+        """Wait for what a backward has started to average, and have DeepSpeed take it over."""
+        for finish in self._averages:
+            finish()
+        if self._averaged:
+            reducing.reduce_now(self._deepspeed, [h.parameter for h in self._averaged])
+        self._averages, self._averaged = [], ()
+
+    def _forget(self, held: Iterable[HeldParameter]) -> None:
         for h in held:
             self._waiting.pop(id(h.parameter), None)
 
@@ -109,12 +165,14 @@ class Reduction:
             self._average_over_replicas(held)
 
     def _average_over_replicas(self, held: Iterable[HeldParameter]) -> None:
-        """ZeRO-0: the mean over dp, in buckets of the size that the other stages reduce in."""
-        limit = self._settings.zero_options.get("reduce_bucket_size", _BUCKET)
+        """ZeRO-0: the mean over dp, in buckets of the size that the other stages reduce in.
+
+        Within a stage's last backward it goes on until `_finish_average`.
+        """
         bucket: list[Tensor] = []
         for h in held:
             grad = _grad(h).div_(self._mesh.size("dp"))
-            if bucket and sum(g.numel() for g in bucket) + grad.numel() > limit:
+            if bucket and sum(g.numel() for g in bucket) + grad.numel() > self._bucket:
                 self._average(bucket)
                 bucket = []
             bucket.append(grad)
@@ -122,7 +180,12 @@ class Reduction:
             self._average(bucket)
 
     def _average(self, bucket: Sequence[Tensor]) -> None:
-        all_reduce_coalesced(bucket, self._mesh.group("dp"), self._settings.reduction_dtype)
+        group, dtype = self._mesh.group("dp"), self._settings.reduction_dtype
+        finish = start_all_reduce(bucket, group, dtype)
+        if self._last is None:
+            finish()
+        else:
+            self._averages.append(finish)
 
 
 def _complete_with(
@@ -148,11 +211,25 @@ def _grad(held: HeldParameter) -> Tensor:
     return grad
 
 
-def all_reduce_coalesced(
+def start_all_reduce(
     tensors: Sequence[Tensor], group: dist.ProcessGroup, dtype: torch.dtype | None = None
-) -> None:
-    """Sum tensors of one type over a group, in place, in one all-reduce; as `dtype` on the way."""
+) -> Callable[[], None]:
+    """Start to sum tensors of one type over a group, in one all-reduce, as `dtype` on the way.
+
+    What it gives waits for the sums, and writes them where the tensors are.
+    """
     flat = torch.cat([t.reshape(-1) for t in tensors]).to(dtype or tensors[0].dtype)
-    dist.all_reduce(flat, group=group)
-    for tensor, total in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
-        tensor.copy_(total.view_as(tensor))
+    work = dist.all_reduce(flat, group=group, async_op=True)
+
+    def finish() -> None:
+        if work is not None:
+            work.wait()
+        for tensor, total in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+            tensor.copy_(total.view_as(tensor))
+
+    return finish
+
+
+def all_reduce_coalesced(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Sum tensors of one type over a group, in place, in one all-reduce."""
+    start_all_reduce(tensors, group)()

@@ -96,6 +96,8 @@ class Executor:
                 f"{schedule.name}: {split} needs gradients that are reduced once a step, not in "
                 "each backward"
             )
+        backwards = {a.stage: a for a in self._program if a.op in (Op.B, Op.W)}
+        self._completing = {a[1:] for a in backwards.values() if a.op is Op.B}
         self._no_loss = torch.zeros((), device=mesh.device)
         self._trains = schedule.has_backward
         self.token_losses: Tensor | None = None
@@ -191,10 +193,9 @@ class Executor:
     def _backward(self, stage: int, microbatch: int) -> None:
         self._key.microbatch = microbatch  # activation checkpointing draws the same masks again
         output = self._outputs.pop((stage, microbatch))
-        if stage == self._last_stage:
-            self.engine.backward(output, stage=stage)
-        else:
-            self.engine.backward(output, self._gradients.pop((stage, microbatch)), stage=stage)
+        given = None if stage == self._last_stage else self._gradients.pop((stage, microbatch))
+        completes = (stage, microbatch) in self._completing
+        self.engine.backward(output, given, stage=stage, last=completes)
         if stage > 0:
             grad = self._inputs.pop((stage, microbatch)).grad
             assert grad is not None

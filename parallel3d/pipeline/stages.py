@@ -1,7 +1,8 @@
 """The layers of this rank's stages, built and initialised (floor 4)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -28,13 +29,15 @@ class Stages(nn.Module):
     A stage's layers get what flows between them and the segments of its samples, the model's last
     layer what flows and the labels. `recompute` lists the layers whose activations are
     dropped after the forward and computed again in the backward (activation checkpointing
-    "full": all but embedding and head).
+    "full": all but embedding and head). `reached` hears in a backward of the stage and the index of
+    a layer whose input has its gradient: the layers behind that one need nothing more.
     """
 
     def __init__(self, layers: dict[int, list[nn.Module]], recompute: set[nn.Module]) -> None:
         super().__init__()
         self.stages = nn.ModuleDict({str(s): nn.ModuleList(ls) for s, ls in layers.items()})
         self.layers, self._recompute = layers, recompute
+        self.reached: Callable[[int, int], None] | None = None
 
     def forward(
         self,
@@ -51,7 +54,9 @@ class Stages(nn.Module):
         """
         layers = list(self.stages[str(stage)].children())
         last = layers.pop() if labels is not None else None
-        for layer in layers:
+        for index, layer in enumerate(layers):
+            if index and self.reached and x.requires_grad:
+                x.register_hook(partial(_reached, self.reached, stage, index))
             if layer in self._recompute and torch.is_grad_enabled():
                 # Dropout masks are functions of their place, so no generator state is kept.
                 x = checkpoint(layer, x, segments, use_reentrant=False, preserve_rng_state=False)
@@ -61,6 +66,10 @@ class Stages(nn.Module):
             return x
         loss: Tensor = last(x, labels) if weights is None else last(x, labels, weights)
         return loss
+
+
+def _reached(tell: Callable[[int, int], None], stage: int, index: int, gradient: Tensor) -> None:
+    tell(stage, index)
 
 
 @dataclass(frozen=True)

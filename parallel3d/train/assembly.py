@@ -64,6 +64,7 @@ def assemble(
         owners=owners,
         layers=stages.module.layers,
     )
+    stages.module.reached = engine.reached
     weights = settings.weights if settings.holds_weights else "per_microbatch"
     training = add_sharding(schedule, weights, settings.reduces_once)
     executor, evaluator = (

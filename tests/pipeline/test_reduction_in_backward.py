@@ -1,0 +1,116 @@
+"""Reductions within the backward that completes a stage: their order, once each, the same bits."""
+
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+
+from parallel3d.engine import reduction as reduction_file
+from parallel3d.engine.quirks import reducing
+from parallel3d.verify.local_ranks import run_locally
+from tests.cases import Case, Trainer
+
+pytestmark = pytest.mark.gloo
+
+LAYERS = 4
+SMALL = {"steps": 2, "microbatches": 3, "batch": 12, "model": {"num_hidden_layers": LAYERS}}
+OVERLAP = "zero_optimization.overlap_comm"
+BUCKET = {"zero_optimization.reduce_bucket_size": 2000}  # less than a block
+CASES = {
+    "zero 3": Case(mesh=(1, 2, 1), weights="per_step", **SMALL),
+    "zero 0": Case(mesh=(1, 2, 1), zero_stage=0, **SMALL),
+}
+SLOW = {
+    "zero 1": Case(mesh=(1, 2, 1), zero_stage=1, tied=False, **SMALL),
+    "zero 2, fp16": Case(mesh=(1, 2, 1), zero_stage=2, precision="fp16", **SMALL),
+    "zero 0, bf16": Case(mesh=(1, 2, 1), zero_stage=0, precision="bf16", **SMALL),
+    "on the host": Case(mesh=(1, 2, 1), offload="cpu", weights="per_step", **SMALL),
+    "recomputed": Case(mesh=(1, 2, 1), weights="per_step", checkpointing="full", **SMALL),
+    "tensor parallel": Case(mesh=(1, 2, 2), weights="per_step", sequence_parallel=True, **SMALL),
+    "two stages": Case(
+        mesh=(1, 2, 1), weights="per_pass", schedule="breadth_first", stages_per_rank=2, **SMALL
+    ),
+    "1F1B": Case(mesh=(2, 2, 1), schedule="one_f_one_b", weights="per_step", tied=False, **SMALL),
+}
+
+
+def trained_on_rank(rank, case):
+    """Losses, norms and weights; with what was reduced during and after which backward."""
+    trainer = Trainer(case)
+    names = {id(h.parameter): h.name for h in trainer.engine.held}
+    events, reduce_now = [], reducing.reduce_now
+    backward, start = trainer.engine.backward, reduction_file.start_all_reduce
+
+    def told(engine, parameters):
+        parameters = list(parameters)
+        events.append(("reduced", sorted(names[id(p)] for p in parameters)))
+        reduce_now(engine, parameters)
+
+    def started(*args):
+        events.append(("started", []))
+        return start(*args)
+
+    def run_backward(*args, **kwargs):
+        events.append(("backward", []))
+        backward(*args, **kwargs)
+        events.append(("done", []))
+
+    trainer.engine.backward = run_backward
+    with (
+        patch.object(reducing, "reduce_now", told),
+        patch.object(reduction_file, "start_all_reduce", started),
+    ):
+        losses, norms = trainer.run()
+    weights = {h.name: trainer.engine.full_parameter(h) for h in trainer.engine.held}
+    trainer.close()
+    return losses, norms, weights, events
+
+
+def inside(events, kind):
+    """The index of the backward (0, 1, ...) within which each event of a kind came; else None."""
+    found, number, is_open = [], -1, False
+    for name, what in events:
+        if name == "backward":
+            number, is_open = number + 1, True
+        elif name == "done":
+            is_open = False
+        elif name == kind:
+            found.append((number if is_open else None, what))
+    return found
+
+
+def check(case):
+    changed = {
+        on: replace(case, changes=case.changes | BUCKET | {OVERLAP: on}) for on in (True, False)
+    }
+    ranks = zip(
+        *(run_locally(trained_on_rank, c.world_size, c, timeout=100) for c in changed.values()),
+        strict=True,
+    )
+    for (losses, norms, weights, under), (*plain, after) in ranks:
+        assert (losses, norms) == tuple(plain[:2])
+        assert all((weights[name] == value).all() for name, value in plain[2].items())
+        assert {number for number, _ in inside(after, "reduced")} == {None}
+        # In a step's last backward alone, and nothing twice.
+        backwards = sum(name == "backward" for name, _ in under) // case.steps
+        stages = case.stages_per_rank
+        kind = "reduced" if case.zero_stage else "started"
+        at = {number % backwards for number, _ in inside(under, kind) if number is not None}
+        last = {backwards - 1} if stages == 1 else at & set(range(backwards))
+        assert at == last and at
+        names = [name for _, what in inside(under, "reduced") for name in what]
+        everything = sorted(set(names))
+        assert sorted(names) == sorted(everything * case.steps) and len(everything) > 12 * (
+            LAYERS // case.mesh[0] - 1
+        )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_reduced_within_the_last_backward(name):
+    check(CASES[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_reduced_within_the_last_backward_in_full(name):
+    check(SLOW[name])
