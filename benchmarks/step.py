@@ -22,6 +22,7 @@ from parallel3d.mesh.mesh import Mesh
 from parallel3d.model.spec import Shape
 from parallel3d.pipeline.executor import Executor, Microbatch
 from parallel3d.pipeline.stages import build_stages
+from parallel3d.schedule.schedule import add_sharding
 from parallel3d.schedule.schedules import make_schedule
 
 Step = Callable[[], None]
@@ -52,10 +53,14 @@ def ours(config: Any, batch: list[Microbatch], mesh: Mesh, **settings: object) -
     size, seq = batch[0].tokens.shape
     engine_settings = EngineSettings(micro_batch_size=size, gradient_clipping=1.0, **settings)  # type: ignore[arg-type]
     schedule = make_schedule("gpipe", 1, len(batch))
+    if engine_settings.holds_weights:
+        schedule = add_sharding(schedule, engine_settings.weights, True)
     stages = build_stages(
         models.layers(config), schedule, engine_settings, mesh=mesh, shape=Shape(size, seq)
     )
-    engine = Engine(stages.module, stages.held, engine_settings, mesh=mesh)
+    engine = Engine(
+        stages.module, stages.held, engine_settings, mesh=mesh, layers=stages.module.layers
+    )
     executor = Executor(
         schedule, mesh, engine, key=stages.key, hidden_shape=(size, seq, config.hidden_size)
     )
@@ -88,16 +93,19 @@ def main() -> None:
     text = torch.randint(args.vocab, shape, device=mesh.device)
     batch = [Microbatch(t[:, :-1].contiguous(), t[:, 1:].contiguous()) for t in text]
     zero = {"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0}
+    gathered: dict[str, Any] = {"zero_stage": 3, "weights": "per_step"}
     contenders = {
         "plain transformers": plain(config, batch),
         "ZeRO-0": ours(config, batch, mesh, zero_stage=0),
         "ZeRO-1": ours(config, batch, mesh, zero_stage=1),
-        "ZeRO-3": ours(config, batch, mesh, zero_stage=3),
-        "ZeRO-3, nothing kept": ours(config, batch, mesh, zero_stage=3, zero_options=zero),
-        "ZeRO-3, per microbatch": ours(
+        # Weights gathered once a step, as pipeline.weights "auto" has them where they fit.
+        "ZeRO-3": ours(config, batch, mesh, **gathered),
+        "ZeRO-3 + offload": ours(config, batch, mesh, **gathered, offload_optimizer="cpu"),
+        "ZeRO-3 by hooks": ours(config, batch, mesh, zero_stage=3),
+        "the same, nothing kept": ours(config, batch, mesh, zero_stage=3, zero_options=zero),
+        "the same, reduced each": ours(
             config, batch, mesh, zero_stage=3, gradient_reduction="per_microbatch"
         ),
-        "ZeRO-3 + offload": ours(config, batch, mesh, zero_stage=3, offload_optimizer="cpu"),
     }
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for i in range(args.steps + 2):

@@ -15,7 +15,7 @@ from parallel3d import lock
 from parallel3d.holder import Holder, read, start_of
 from parallel3d.lock import Lock, LockHeld
 
-pytestmark = pytest.mark.pure
+pytestmark = pytest.mark.gloo
 
 ROOT = Path(__file__).parents[1]
 # Takes the lock, says so, and holds it until its standard input ends.

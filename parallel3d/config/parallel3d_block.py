@@ -3,14 +3,7 @@
 import unicodedata
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    PlainValidator,
-    Strict,
-    WrapValidator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, Strict, WrapValidator
 
 from parallel3d import hardware, models
 from parallel3d.config.data import DataConfig
@@ -215,6 +208,9 @@ class TrainConfig(Section):
     overlap: bool = True
     """Run tensor parallelism's collectives of a backward under its matrix products. The same
     numbers; false takes less memory under sequence_parallel: one input and its gradient fewer."""
+    overlap_update: bool = False
+    """ZeRO-3 with its optimizer on the host: the new weights go to the device by parts, out of 128
+    MiB of page-locked memory, while the host goes on with the update. The same numbers."""
     check_layers: bool = True
     """On more than one tp rank: refuse a start where the layers' values and gradients do not match
     there (docs/parity.md). Set it to false for a layer that is right and refused all the same."""

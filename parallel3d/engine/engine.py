@@ -18,7 +18,7 @@ from parallel3d.engine import operators, swap
 from parallel3d.engine.construction import ModelParallelUnit, building, swap_folder
 from parallel3d.engine.engine_settings import EngineSettings
 from parallel3d.engine.gathering import GatheredWeights, Layers
-from parallel3d.engine.quirks import core, fp16, nvme, resume, tracing
+from parallel3d.engine.quirks import core, fp16, nvme, resume, tracing, updating
 from parallel3d.engine.reduction import Reduction
 from parallel3d.engine.states import OptimizerStates
 from parallel3d.errors import ConfigError, TrainingError
@@ -120,6 +120,8 @@ class Engine:
                 dist_init_required=False,
             )
         self._check_groups()
+        if settings.overlap_update and settings.offload_optimizer == "cpu":
+            updating.stage_weights(self._deepspeed.optimizer, mesh.device)
         self._finish_scale = fp16.grow_scale_after_step(self._deepspeed.optimizer)
         self._counters = core.ReleaseCounters()
         self.timed, self.step_seconds = False, 0.0  # whether a step is, and of the last one

@@ -36,6 +36,7 @@ class EngineSettings:
     gradient_reduction: str = "per_step"
     weights: Weights = "per_microbatch"
     gradient_clipping: float = 0.0
+    overlap_update: bool = False
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -62,6 +63,7 @@ class EngineSettings:
             gradient_reduction=config.pipeline.gradient_reduction,
             weights=gathered_for(config.pipeline.weights),
             gradient_clipping=config.gradient_clipping,
+            overlap_update=config.train.overlap_update and zero.stage == 3,
             lr=adam.lr,
             betas=adam.betas,
             eps=adam.eps,

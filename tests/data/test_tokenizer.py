@@ -177,7 +177,11 @@ def test_a_name_that_no_network_gives_is_told_at_once(monkeypatch, settings, tmp
 
 
 def test_a_look_up_that_never_ends_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr(network.socket, "create_connection", lambda *_, **__: time.sleep(3))
+    def waits(*_, **__):
+        time.sleep(3)
+        raise TimeoutError
+
+    monkeypatch.setattr(network.socket, "create_connection", waits)
     monkeypatch.setattr(network, "OFFLINE", ())
     started = time.monotonic()
     assert "no answer from huggingface.co within" in network.why_unreachable.__wrapped__()

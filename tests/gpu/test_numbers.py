@@ -22,11 +22,12 @@ STAGES = {
 }
 
 
-def errors_of(mesh, folder, overlap=None, **settings):
+def errors_of(mesh, folder, overlap=None, update=False, **settings):
     """The largest differences of a config on a mesh from one process on a CPU."""
     pp, dp, tp = mesh
     here.enough(pp * dp * tp)
     raw = config_of(**settings)
+    raw["parallel3d"]["train"]["overlap_update"] = update
     if overlap is not None:
         raw["zero_optimization"]["overlap_comm"] = overlap
     config = shrink(RunConfig.from_dict(raw), (mesh, (1, 1, 4)), str(folder))[mesh]
@@ -44,10 +45,11 @@ def test_every_mesh_and_model(mesh, model, tmp_path):
     assert errors.within(here.TOLERANCE), errors
 
 
+@pytest.mark.parametrize("overlap_update", [False, True])
 @pytest.mark.parametrize("offload", ["cpu", "cpu+cpu"])
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 1)], ids=str)
-def test_offload(mesh, offload, tmp_path):
-    errors = errors_of(mesh, tmp_path, offload=offload)
+def test_offload(mesh, offload, overlap_update, tmp_path):
+    errors = errors_of(mesh, tmp_path, offload=offload, update=overlap_update)
     assert errors.within(here.TOLERANCE), errors
 
 

@@ -19,7 +19,7 @@ import pytest
 from parallel3d.pulse import rank as pulse
 from tests.pulse.ranks import Ranks
 
-pytestmark = pytest.mark.pure
+pytestmark = pytest.mark.gloo
 
 SHORT = {"stopped": 2.0, "silent": 4.0, "store": 1.0, "left": 2.0}
 NO_FAULT = 9.0  # seconds, more than twice the longest limit
