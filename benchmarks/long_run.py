@@ -205,7 +205,7 @@ def picture(curves: Mapping[str, Curve], mesh: str) -> bytes:
                 below.semilogy(steps, np.maximum(apart, 1e-9), color=colour, lw=0.7, label=name)
             below.set(xlabel="step", ylabel="relative difference")
             above.legend(loc="upper right")
-            below.legend(loc="lower right")
+            below.legend(loc="best")
         return png(plt, figure)
 
 
