@@ -26,11 +26,11 @@ def train(
 ) -> int:
     """Train from a valid config to the closing summary; gives the exit code."""
     from parallel3d.checkpoint.save import Saver
-    from parallel3d.convert.from_ranks import save_weights
     from parallel3d.engine import EngineSettings
     from parallel3d.engine.selftest import self_test
     from parallel3d.train import machines, opening, report, startup
     from parallel3d.train.assembly import assemble
+    from parallel3d.train.mfu import peak
     from parallel3d.train.trainer import Trainer
 
     console = Console(
@@ -38,6 +38,7 @@ def train(
     )
     startup.begin(config, mesh, console)
     place = startup.find_folder(config, mesh, claimed)
+    startup.collect_again()
     report.print_place(console, config, place.folder)
     machines.check_machine(config, mesh, console.print)
     pulse.doing("opening the corpus, or waiting for who prepares it")
@@ -57,7 +58,7 @@ def train(
             keep=config.checkpoint.keep, asynchronous=config.checkpoint.asynchronous,
             say=console.print, tokenizer=start.tokenizer, always=config.checkpoint.at,
         )  # fmt: skip
-        peak_name, peak_flops = startup.peak(config, mesh)
+        peak_name, peak_flops = peak(config, mesh)
         profiler = startup.make_profiler(config, mesh, parts=parts, directory=output.directory)
         stop.hold(output.directory if mesh.rank == 0 else None, output.close)
         result = Trainer(
@@ -66,6 +67,8 @@ def train(
             profiler=profiler, saver=saver, stop=stop,
         ).run()  # fmt: skip
         if config.run.save_weights and not result.stopped:
+            from parallel3d.convert.from_ranks import save_weights
+
             mesh.set_timeouts(startup.SAVING_TIMEOUT)
             pulse.doing("writing the weights")
             save_weights(parts.engine, mesh, output.directory, config=config, corpus=corpus)
@@ -100,7 +103,7 @@ def main() -> NoReturn:
                 if launch.rank == 0:
                     claimed = claim(asked, config, launch, ending.say)
                     end.at_end.append(claimed.release)
-                gc.disable()  # what is loaded is no garbage (startup.begin)
+                gc.disable()  # what is loaded is no garbage (startup.collect_again)
                 from parallel3d.mesh.mesh import Mesh
                 from parallel3d.mesh.waiting import SharedFlag
 

@@ -50,8 +50,8 @@ START = {
     "parallel3d/engine/selftest.py:_step": "a toy, before the first step",
     "parallel3d/engine/selftest.py:_reference": "a toy, on the host",
     "parallel3d/engine/selftest.py:_compare": "a toy, before the first step",
-    "parallel3d/train/metrics.py:_timed_matmul": "what a device can do, before the first step",
-    "parallel3d/train/startup.py:peak": "all measure it at one time",
+    "parallel3d/train/mfu.py:_timed_matmul": "what a device can do, before the first step",
+    "parallel3d/train/mfu.py:peak": "all measure it at one time",
 }
 SAVE = {
     "parallel3d/checkpoint/chunk_runs.py:host_arrays": "a copy of the state, in host memory",

@@ -18,7 +18,7 @@ from parallel3d.engine import operators, swap
 from parallel3d.engine.construction import ModelParallelUnit, building, swap_folder
 from parallel3d.engine.engine_settings import EngineSettings
 from parallel3d.engine.gathering import GatheredWeights, Layers
-from parallel3d.engine.quirks import core, fp16, nvme, resume, tracing, updating
+from parallel3d.engine.quirks import compiler, core, fp16, nvme, resume, tracing, updating
 from parallel3d.engine.reduction import Reduction
 from parallel3d.engine.states import OptimizerStates
 from parallel3d.errors import ConfigError, TrainingError
@@ -96,6 +96,7 @@ class Engine:
             ballast = core.Ballast(len(self._kinds))
         self._module = _Module(stages, ballast)
         offload = settings.offload_optimizer != "none"
+        compiler.call_directly()
         optimizer = operators.make_optimizer(
             core.param_groups(
                 self.held, ballast, settings.weight_decay, settings.eps, settings.rates
@@ -111,7 +112,7 @@ class Engine:
         self._folders: list[Path] = [folder] if folder else []
         if settings.offload_optimizer == "nvme":
             settings = self._make_folder(settings, say)
-        with core.without_muon():
+        with core.without_muon(), compiler.unloaded():
             self._deepspeed, *_ = deepspeed.initialize(
                 model=self._module,
                 optimizer=optimizer,
@@ -193,7 +194,7 @@ class Engine:
         if self.settings.runs_without_hooks:
             scaled = self._deepspeed.optimizer.scale_if_loss(output) if grad is None else output
             with added_in_place(), self._reduction.last_backward(stage) if last else nullcontext():
-                scaled.backward(grad)
+                compiler.backward(scaled, grad)
             return
         core.start_backward(self._deepspeed)
         self._counters.restore()
@@ -203,7 +204,7 @@ class Engine:
             self._deepspeed.backward(output)
         else:
             fp16.expect_scaled_gradient(self._deepspeed)
-            output.backward(grad)
+            compiler.backward(output, grad)
 
     @property
     def loss_scale(self) -> float:

@@ -95,7 +95,7 @@ def _is_shared(directory: Path) -> bool:
 def wait_for_build(directory: Path) -> None:
     """Wait until no living process builds an operator in a directory."""
     while (directory / "lock").exists() and not remove_stale_lock(directory):
-        time.sleep(0.2)
+        time.sleep(0.05)
 
 
 class _Baton(FileBaton):

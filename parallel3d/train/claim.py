@@ -46,7 +46,7 @@ def ready(config: RunConfig, launch: Launch) -> RunConfig:
     refuse_impossible(config, launch.world_size)
     if config.is_planned:
         from parallel3d.plan.report.choose import choose
-        from parallel3d.train.dry_run import machine_of
+        from parallel3d.train.known_hardware import machine_of
 
         config, _ = choose(config, launch.world_size, machine_of(config, launch))
     return config.resolve(launch.world_size)

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from parallel3d import hardware, terminal
@@ -17,45 +16,15 @@ from parallel3d.mesh.device import pick_device
 from parallel3d.mesh.launch import Launch
 from parallel3d.plan.impossible import refuse_impossible
 from parallel3d.plan.memory.peak import fullest
+from parallel3d.plan.open_weights import leaves_weights_open, with_weights
 from parallel3d.plan.report import command, plan_table
-from parallel3d.plan.report.choose import (
-    checkpoint_bytes,
-    choose,
-    leaves_weights_open,
-    weights_for,
-    with_weights,
-)
+from parallel3d.plan.report.choose import checkpoint_bytes, choose, weights_for
 from parallel3d.plan.search.plans import Plan, choices_json, request_of, with_vocabulary
 from parallel3d.plan.setting import Setting
 from parallel3d.spmd.check import type_errors
+from parallel3d.train.known_hardware import described, machine_of
 
 DONE, FAILED = 0, 1  # exit codes of a dry run; 1: it does not fit, or layers do not match
-
-
-def machine_of(config: RunConfig, launch: Launch) -> hardware.Hardware:
-    """The hardware of a run: named by the config, else by the device, else this machine.
-
-    Raises ConfigError, with what to do, where nothing is known of it.
-    """
-    known = known_hardware(config, pick_device(launch))
-    return known or hardware.load(hardware.THIS_MACHINE)
-
-
-def known_hardware(config: RunConfig, device: torch.device) -> hardware.Hardware | None:
-    """The hardware that the config names, or the `device` if configs/hardware describes it."""
-    if config.run.hardware != "auto":
-        return hardware.load(config.run.hardware)
-    if device.type == "cpu":
-        return None
-    return hardware.recognise(torch.get_device_module(device).get_device_name(device))
-
-
-def described(config: RunConfig, device: torch.device) -> hardware.Hardware | None:
-    """The description of a run's hardware, this machine's measured figures as a last resort."""
-    known = known_hardware(config, device)
-    if known is None and hardware.THIS_MACHINE in hardware.names():
-        return hardware.load(hardware.THIS_MACHINE)
-    return known
 
 
 def dry_run(config: RunConfig, launch: Launch, *, devices: int, as_json: bool) -> int:

@@ -8,7 +8,6 @@ import math
 import os
 import resource
 import sys
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
@@ -190,34 +189,6 @@ def peak_memory_bytes(device: torch.device) -> int:
         return peak
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return resident if sys.platform == "darwin" else resident * 1024  # Linux counts KiB
-
-
-def measure_peak_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.2) -> float:
-    """FLOP/s of the fastest square matmul found in about `seconds`.
-
-    A stand-in for a published peak, where there is none: what the threads of this process reach
-    now, while other ranks may be using the same cores.
-    """
-    best, size, start = 0.0, 128, time.perf_counter()
-    while size <= 8192:
-        left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-        left @ right  # the first call of a size also picks the kernel
-        elapsed = min(_timed_matmul(left, right) for _ in range(3))
-        best = max(best, 2 * size**3 / elapsed)
-        size *= 2
-        # Doubling the size makes each of the four calls eight times as long.
-        if time.perf_counter() - start + 4 * 8 * elapsed > seconds:
-            break
-    return best
-
-
-def _timed_matmul(left: torch.Tensor, right: torch.Tensor) -> float:
-    backend = torch.get_device_module(left.device)
-    backend.synchronize()
-    start = time.perf_counter()
-    left @ right
-    backend.synchronize()
-    return time.perf_counter() - start
 
 
 def finite(number: float | None) -> float | None:

@@ -17,24 +17,19 @@ from parallel3d.checkpoint.manifest import TOKENIZER
 from parallel3d.checkpoint.state import Position, RunState
 from parallel3d.config import RunConfig
 from parallel3d.data.corpus import Corpus
-from parallel3d.engine import EngineSettings
 from parallel3d.mesh import compute
 from parallel3d.mesh.agree import on_first
 from parallel3d.mesh.mesh import Mesh
-from parallel3d.plan.report.choose import leaves_weights_open, weights_for, with_weights
+from parallel3d.plan.open_weights import leaves_weights_open, with_weights
 from parallel3d.pretrained.load import find_weights, load_weights
 from parallel3d.pretrained.tokenizer import remark
-from parallel3d.spmd.check import refuse_mismatches
 from parallel3d.train.assembly import Assembly
 from parallel3d.train.attempts import Attempts
 from parallel3d.train.claim import Claim, written_to
-from parallel3d.train.dry_run import described, known_hardware
 from parallel3d.train.history import METRICS, forget_after, step_reached
+from parallel3d.train.known_hardware import described
 from parallel3d.train.machines import refuse_unshared
-from parallel3d.train.metrics import (
-    MetricsWriter,
-    measure_peak_flops,
-)
+from parallel3d.train.metrics import MetricsWriter
 from parallel3d.train.profiler import Profiler
 from parallel3d.train.progress import Progress
 from parallel3d.train.trackers import Trackers, wanted
@@ -83,6 +78,8 @@ def find_folder(config: RunConfig, mesh: Mesh, claim: Claim | None) -> RunPlace:
     """
 
     def look() -> tuple[str, str, bool]:
+        from parallel3d.spmd.check import refuse_mismatches  # the first rank alone needs it
+
         if config.mesh.tp > 1 and config.train.check_layers:  # plain replicas do not wait for it
             refuse_mismatches(config)
         assert claim, "rank 0 claims the folder before it meets the others"
@@ -100,11 +97,25 @@ def find_folder(config: RunConfig, mesh: Mesh, claim: Claim | None) -> RunPlace:
 def begin(config: RunConfig, mesh: Mesh, console: Console) -> None:
     """Set how this process computes; print each rank's place and device, and what was filled in."""
     compute.use(tf32=config.train.tf32, deterministic=config.train.deterministic)
-    # By now all is loaded that a run needs, and torch's compiler with it: no collection looks at it
-    # any more, and of those that run while it loads a launch has none (a tenth of its start).
+    if _needs_compiler(config):
+        compute.load_compiler()  # now, while no collection looks at what is loaded
+    console.print(mesh.picture(), *compute.describe(mesh.device), *config.notes, sep="\n")
+
+
+def collect_again() -> None:
+    """Have Python collect garbage again; what is loaded by now is never searched.
+
+    Of the collections that run while it loads a launch has none (a tenth of its start).
+    """
     gc.freeze()
     gc.enable()
-    console.print(mesh.picture(), *compute.describe(mesh.device), *config.notes, sep="\n")
+
+
+def _needs_compiler(config: RunConfig) -> bool:
+    """Whether the run loads torch's compiler: to compile, to recompute, by torch's own AdamW."""
+    compiles = config.train.compile != "none"
+    recomputes = config.pipeline.activation_checkpointing != "none"
+    return compiles or recomputes or config.zero_optimization.offload_optimizer.device == "none"
 
 
 def find_start(
@@ -119,9 +130,14 @@ def find_start(
     tokenizer = corpus.tokenizer_directory
     complete = config.with_corpus(corpus.vocab_size, len(corpus.train))
     if leaves_weights_open(complete):
-        # By rank 0's device: ranks on unlike ones need one program all the same.
         known = described(complete, mesh.device)
-        chosen = on_first(mesh, lambda: weights_for(complete, known))
+
+        def look() -> tuple[str, str]:  # at rank 0's device: ranks on unlike ones need one program
+            from parallel3d.plan.report.choose import weights_for  # the first rank alone needs it
+
+            return weights_for(complete, known)
+
+        chosen = on_first(mesh, look)
         complete = with_weights(complete, *chosen)
     for note in complete.notes[len(config.notes) :]:
         say(note)
@@ -212,24 +228,6 @@ def make_profiler(
     return Profiler(
         config.train.profile, mesh, parts.executor, run=directory, tensorboard=tensorboard
     )
-
-
-def peak(config: RunConfig, mesh: Mesh) -> tuple[str, float | None]:
-    """The FLOP/s of one device that MFU is measured against, with its name.
-
-    The published peak of a device that configs/hardware describes, else the fastest matmul that
-    the ranks reach when all of them compute at once.
-    """
-    tf32 = config.train.tf32 and config.precision == "fp32" and mesh.device.type != "cpu"
-    dtype = "tf32" if tf32 else config.precision
-    described = known_hardware(config, mesh.device)
-    published = described.peak(dtype) if described else None
-    if described and published:
-        return f"{described.name}'s {dtype} peak", published
-    torch_dtype = EngineSettings.from_config(config).dtype
-    mesh.barrier()
-    measured = mesh.gather_floats([measure_peak_flops(mesh.device, torch_dtype)])
-    return "a measured matmul", sum(row[0] for row in measured) / len(measured)
 
 
 class Output:

@@ -8,7 +8,7 @@ import torch
 
 from parallel3d import hardware
 from parallel3d.config import RunConfig
-from parallel3d.train import startup
+from parallel3d.train import mfu, startup
 from tests.config.configs import raw
 
 pytestmark = pytest.mark.gloo
@@ -28,7 +28,7 @@ def config_in(name, **changes):
 def test_the_published_peak_is_that_of_the_type(name, chip):
     config = config_in(name, **{"parallel3d.run.hardware": chip})
     published = hardware.load(chip).peak(name)
-    assert published and startup.peak(config, MESH) == (f"{chip}'s {name} peak", published)
+    assert published and mfu.peak(config, MESH) == (f"{chip}'s {name} peak", published)
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
@@ -39,8 +39,8 @@ def test_where_nothing_is_published_the_matmul_is_of_the_type(name, monkeypatch)
         measured.append(dtype)
         return 4.0
 
-    monkeypatch.setattr(startup, "measure_peak_flops", measure)
-    assert startup.peak(config_in(name), MESH) == ("a measured matmul", 3.0)
+    monkeypatch.setattr(mfu, "measure_peak_flops", measure)
+    assert mfu.peak(config_in(name), MESH) == ("a measured matmul", 3.0)
     types = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     assert measured == [types[name]]
 
@@ -52,10 +52,10 @@ def test_no_peak_of_fp32_is_that_of_tf32():
     described.peak_flops["fp32"] = described.peak_flops["fp16"]
     gpu = SimpleNamespace(**vars(MESH) | {"device": torch.device("cuda")})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(startup, "known_hardware", lambda config, device: described)
-        patch.setattr(startup, "measure_peak_flops", lambda device, dtype: 4.0)
-        assert startup.peak(config, gpu) == ("a measured matmul", 3.0)
-        assert startup.peak(config, MESH)[0] == f"{described.name}'s fp32 peak"
+        patch.setattr(mfu, "known_hardware", lambda config, device: described)
+        patch.setattr(mfu, "measure_peak_flops", lambda device, dtype: 4.0)
+        assert mfu.peak(config, gpu) == ("a measured matmul", 3.0)
+        assert mfu.peak(config, MESH)[0] == f"{described.name}'s fp32 peak"
 
 
 def test_the_settings_of_products_reach_torch():

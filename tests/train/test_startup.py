@@ -18,6 +18,7 @@ def begun_on_rank(rank):
     gc.disable()  # as launch/train.py does before it loads torch
     mesh = Mesh()
     startup.begin(Case().config, mesh, Console(quiet=True))
+    startup.collect_again()
     mesh.close()
     return gc.isenabled(), gc.get_freeze_count()
 

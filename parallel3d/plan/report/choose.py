@@ -32,11 +32,6 @@ def choose(config: RunConfig, devices: int, hardware: Hardware) -> tuple[RunConf
     return apply(config, plan), plan
 
 
-def leaves_weights_open(config: RunConfig) -> bool:
-    """Whether parallel3d.pipeline.weights is "auto" at ZeRO-3, the only stage that uses it."""
-    return config.zero_optimization.stage == 3 and config.pipeline.weights == "auto"
-
-
 def weights_for(config: RunConfig, hardware: Hardware | None) -> tuple[Weights, str]:
     """For how long a resolved config's weights stay gathered, and a note that says why.
 
@@ -50,13 +45,6 @@ def weights_for(config: RunConfig, hardware: Hardware | None) -> tuple[Weights, 
         room = gib(hardware.memory_bytes.value)
         why = f"{gib(memory.total)} of {room} GiB on the fullest device, as planned"
     return weights, f'parallel3d.pipeline.weights: "auto" is {weights} ({why})'
-
-
-def with_weights(config: RunConfig, weights: str, note: str) -> RunConfig:
-    """The config with parallel3d.pipeline.weights set, and the note that says so."""
-    pipeline = config.pipeline.model_copy(update={"weights": weights})
-    block = config.parallel3d.model_copy(update={"pipeline": pipeline})
-    return config.model_copy(update={"parallel3d": block}).with_notes(*config.notes, note)
 
 
 def fixed_by(config: RunConfig) -> dict[str, Any]:

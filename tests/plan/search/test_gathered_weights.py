@@ -2,7 +2,8 @@
 
 import pytest
 
-from parallel3d.plan.report.choose import leaves_weights_open, weights_for, with_weights
+from parallel3d.plan.open_weights import leaves_weights_open, with_weights
+from parallel3d.plan.report.choose import weights_for
 from parallel3d.plan.search.best_first import search
 from parallel3d.plan.search.gathered_weights import choose_weights
 from parallel3d.plan.search.plans import request_of
