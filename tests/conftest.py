@@ -20,6 +20,7 @@ settings.register_profile("random", derandomize=False, **BUSY)
 
 
 def pytest_configure(config):
+    gc.disable()  # what is imported is no garbage; until it is collected (pytest_collection_finish)
     slow = "slow" in config.option.markexpr.replace("not slow", "")
     settings.load_profile("random" if slow else "default")
     # Not the user's own hardware; nothing is there.
@@ -34,7 +35,9 @@ def pytest_configure(config):
 
 def pytest_collection_finish(session):
     """What the ranks of tests import is loaded where they are forked from."""
-    gc.freeze()  # what is imported is no garbage
+    gc.freeze()
+    gc.enable()
+    gc.set_threshold(50_000)  # tests in this process hold little; a tenth of the pure tier's time
     is_first = os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0"
     if is_first and any(map(compiler.needs_async_io, session.items)):
         session.config.stash[ASYNC_IO] = compiler.begin_async_io()
@@ -45,6 +48,7 @@ def pytest_collection_finish(session):
 
 
 def pytest_sessionfinish(session):
+    gc.freeze()  # pytest looks for garbage five times more
     if process := session.config.stash.get(ASYNC_IO, None):
         compiler.end(process)
 

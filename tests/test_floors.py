@@ -91,14 +91,19 @@ def tree_of(path: Path) -> ast.AST:
         gc.enable()
 
 
+@cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(tree_of(path)))
+
+
 ROOM = {module_of(path): room_of(path) for path in FILES}
 
 
 @cache
-def imports_of(tree: ast.AST) -> frozenset[str]:
+def imports_of(path: Path) -> frozenset[str]:
     """Every module that may be imported; `from a import b` may mean the module a.b."""
     found: set[str] = set()
-    for node in ast.walk(tree):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -108,25 +113,20 @@ def imports_of(tree: ast.AST) -> frozenset[str]:
     return frozenset(found)
 
 
-@pytest.fixture(scope="module")
-def trees() -> dict[Path, ast.AST]:
-    return {path: tree_of(path) for path in FILES}
-
-
 def test_every_folder_is_a_room():
     assert set(ROOM.values()) == set(ORDER)
 
 
-def test_imports_go_down(trees):
-    for path, tree in trees.items():
+def test_imports_go_down():
+    for path in FILES:
         own = room_of(path)
-        for name in imports_of(tree):
+        for name in imports_of(path):
             other = ROOM.get(name, own)
             assert ORDER[other] <= ORDER[own], f"{path} (room {own}) imports {name} ({other})"
 
 
-def test_no_cycles(trees):
-    graph = {module_of(path): imports_of(tree) for path, tree in trees.items()}
+def test_no_cycles():
+    graph = {module_of(path): imports_of(path) for path in FILES}
     done: set[str] = set()
 
     def visit(module: str, trail: tuple[str, ...]) -> None:
@@ -140,28 +140,28 @@ def test_no_cycles(trees):
         visit(module, ())
 
 
-def test_floor_0_has_no_torch_and_only_the_engine_has_deepspeed(trees):
-    for path, tree in trees.items():
-        packages = {name.split(".")[0] for name in imports_of(tree)}
+def test_floor_0_has_no_torch_and_only_the_engine_has_deepspeed():
+    for path in FILES:
+        packages = {name.split(".")[0] for name in imports_of(path)}
         if FLOOR[room_of(path)] == 0:
             assert not packages & {"torch", "deepspeed", "transformers", "accelerate"}, path
         if not path.is_relative_to("parallel3d/engine"):
             assert "deepspeed" not in packages, path
 
 
-def test_ranks_live_in_the_mesh(trees):
-    for path, tree in trees.items():
+def test_ranks_live_in_the_mesh():
+    for path in FILES:
         if path.is_relative_to("parallel3d/mesh"):
             continue
-        for node in ast.walk(tree):
+        for node in nodes_of(path):
             name = getattr(node, "attr", getattr(node, "id", getattr(node, "value", None)))
             assert name not in MESH_ONLY | {"RANK", "LOCAL_RANK"}, f"{path}:{node.lineno}: {name}"
 
 
-def test_collectives_go_by_the_names_of_this_torch(trees):
-    for path, tree in trees.items():
+def test_collectives_go_by_the_names_of_this_torch():
+    for path in FILES:
         if path != Path("parallel3d/mesh/single.py"):
-            for node in ast.walk(tree):
+            for node in nodes_of(path):
                 assert getattr(node, "attr", None) not in RENAMED, f"{path}:{node.lineno}"
 
 
@@ -179,10 +179,10 @@ def test_what_is_pure_imports_no_torch():
     files = {module_of(path): path for path in TESTS}
     for path in TESTS:
         if path.name.startswith("test_") and "mark.pure" in text_of(path):
-            names, seen = imports_of(tree_of(path)), set[str]()
+            names, seen = imports_of(path), set[str]()
             while helpers := names & files.keys() - seen:
                 seen |= helpers
-                names = names.union(*(imports_of(tree_of(files[name])) for name in helpers))
+                names = names.union(*(imports_of(files[name]) for name in helpers))
             for name in names:
                 heavy = name.split(".")[0] in ("torch", "deepspeed", "transformers")
                 is_low = FLOOR[ROOM.get(name, "parallel3d")] in (0, 6)

@@ -80,7 +80,7 @@ def test_rows_are_those_of_an_exhaustive_search(devices, batch, layers, memory):
 
 
 def test_offload_is_looked_at_where_it_may_be_faster():
-    request = request_of(config(batch=4, layers=4), machine(cores=4), 4)
+    request = request_of(config(batch=4, layers=2), machine(cores=4), 4)
     found = search(request, rows=4, per_mesh=1)
     expected = [seconds for _, seconds in best_of_each_mesh(request, 4)]
     assert [plan.time.seconds for plan in found.plans] == pytest.approx(expected, rel=1e-8)
@@ -206,13 +206,13 @@ def test_faster_plans_that_do_not_fit_are_said_with_what_to_change():
 
 
 def test_where_nothing_fits_it_says_what_would():
-    found = search(request_of(config(batch=4), machine(GIB // 4), 4))
+    found = search(request_of(config(batch=4, layers=2), machine(GIB // 4), 2))
     assert not found.plans and found.least is not None
     # What it needs suffices.
     enough = machine(found.least.memory.total, 10**12)
-    assert search(request_of(config(batch=4), enough, 4), rows=1).plans
-    with pytest.raises(ConfigError, match=r'mesh = "plan": NOTHING FITS on 4 x toy: the least is'):
-        choose(config(batch=4), 4, machine(GIB // 4))
+    assert search(request_of(config(batch=4, layers=2), enough, 2), rows=1).plans
+    with pytest.raises(ConfigError, match=r'mesh = "plan": NOTHING FITS on 2 x toy: the least is'):
+        choose(config(batch=4, layers=2), 2, machine(GIB // 4))
 
 
 def test_the_chosen_config_is_the_first_row():
