@@ -109,7 +109,7 @@ def folded(
         factors = _unless_one(scales.branch) if p.name.startswith(branches) else ()
         if p.name.startswith(query) and scales.query != 1:
             factors = (scales.query, *[1.0] * (fused - 1))
-        found.append(replace(p, folded=factors))
+        found.append(p if factors == p.folded else replace(p, folded=factors))
     return tuple(found)
 
 
