@@ -122,7 +122,7 @@ class Executor:
         self._gradients: dict[_Key, Tensor] = {}
         self._held_back: dict[_Key, WeightGradients] = {}
         self._arriving: dict[Action, Transfer] = {}
-        self._sending: list[tuple[Transfer, Tensor]] = []
+        self._sending: dict[Action, tuple[Transfer, Tensor]] = {}
         self._losses: list[Tensor] = []
         self._of_tokens: dict[int, Tensor] = {}
         self._divisor = self._losses_divisor()
@@ -231,8 +231,8 @@ class Executor:
         peer = self.schedule.pp_coord_of_stage[receive.stage]
         work = self.mesh.isend(tensor, peer, self._tag(receive))
         # The buffer must outlive the send; what has left is let go of.
-        self._sending = [(w, t) for w, t in self._sending if not w.is_completed()]
-        self._sending.append((work, tensor))
+        self._sending = {a: s for a, s in self._sending.items() if not s[0].is_completed()}
+        self._sending[send] = work, tensor
 
     def _receive(self, receive: Action) -> Tensor:
         buffer = torch.empty(
@@ -259,6 +259,10 @@ class Executor:
         if transfer is not None:  # None: it was made on this rank
             with pulse.waiting(f"waiting for {compute._replace(op=op)}"):
                 transfer.wait()
+                # gloo never says that a message has left. One whose gradient is there has.
+                forward = compute._replace(op=Op.SEND_F)
+                if op is Op.RECV_B and (sent := self._sending.pop(forward, None)):
+                    sent[0].wait()
                 if self._scatter:
                     kept = self._inputs if op is Op.RECV_F else self._gradients
                     whole = kept[compute.stage, compute.microbatch].view(-1)
@@ -271,6 +275,6 @@ class Executor:
         return self.schedule.pp_coord_of_stage[stage] == self.mesh.coord("pp")
 
     def _finish_sends(self) -> None:
-        for work, _ in self._sending:
+        for work, _ in self._sending.values():
             work.wait()
         self._sending.clear()

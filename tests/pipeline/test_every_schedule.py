@@ -60,12 +60,15 @@ def cases(name, pp, few):
 
 
 def behave_like_nccl(mesh):
-    """Transfers that hold up their rank until the peer is there, on one channel without tags."""
+    """Transfers that hold up their rank until the peer is there, on one channel without tags.
+
+    As gloo's they never say of themselves that they are done.
+    """
 
     def blocking(start):
         def transfer(tensor, pp_coord, tag):
             start(tensor, pp_coord, 0).wait()
-            return SimpleNamespace(wait=lambda: None, is_completed=lambda: True)
+            return SimpleNamespace(wait=lambda: None, is_completed=lambda: False)
 
         return transfer
 
@@ -73,8 +76,8 @@ def behave_like_nccl(mesh):
 
 
 def counting(executor):
-    """Runs `executor` with a count of what it holds after each action: inputs and outputs."""
-    most = {"inputs": 0, "outputs": 0, "held": 0}
+    """Runs `executor` with a count of what it holds after each action, and of messages sent."""
+    most = {"inputs": 0, "outputs": 0, "held": 0, "sent": 0}
 
     def watched(method):
         def run(stage, microbatch):
@@ -82,6 +85,8 @@ def counting(executor):
             posted = sum(action.op is Op.RECV_F for action in executor._arriving)
             most["inputs"] = max(most["inputs"], len(executor._inputs) - posted)
             most["outputs"] = max(most["outputs"], len(executor._outputs))
+            sent = sum(action.op is Op.SEND_F for action in executor._sending)
+            most["sent"] = max(most["sent"], sent)
             most["held"] = max(most["held"], len(executor._outputs) + len(executor._held_back))
 
         return run
@@ -141,6 +146,8 @@ def test_against_one_process(name, pp, few):
             split = splits_backward(case.schedule)
             assert holds["held"] == at_most, where
             assert holds["outputs"] == at_most or (split and holds["outputs"] <= at_most), where
+            if case.microbatches == LIKE_NCCL:  # what was sent goes when its gradient is there
+                assert holds["sent"] <= at_most, where
             assert holds["inputs"] <= at_most + 1, where  # one more, which its F has not taken yet
             assert evaluator_holds["outputs"] <= case.stages_per_rank, where
             assert left == 0, where

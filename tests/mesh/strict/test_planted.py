@@ -37,7 +37,7 @@ def a_tensor_scaled_while_it_is_sent():
 
     def reuse(executor, tensor, action):
         send(executor, tensor, action)
-        executor._sending[-1][1].mul_(1.01)
+        executor._sending[action][1].mul_(1.01)
 
     with patch.object(Executor, "_send", reuse):
         yield
