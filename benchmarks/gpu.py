@@ -131,7 +131,7 @@ def transformers(config: RunConfig, mesh: Mesh) -> Iterator[Step]:
 
     def step() -> None:
         optimizer.zero_grad()
-        for tokens, labels, _ in batch:
+        for tokens, labels, *_ in batch:
             with torch.autocast(device.type, torch.bfloat16):
                 logits = model(tokens, use_cache=False).logits
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
