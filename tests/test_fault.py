@@ -11,7 +11,7 @@ import pytest
 
 from parallel3d.fault import fault_point
 
-pytestmark = pytest.mark.pure
+pytestmark = pytest.mark.gloo  # what it tests are processes
 
 # Passes points as a process of rank 1 does; says each, and what happened there.
 PROGRAM = """

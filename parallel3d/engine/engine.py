@@ -18,7 +18,7 @@ from parallel3d.engine import operators, swap
 from parallel3d.engine.construction import ModelParallelUnit, building, swap_folder
 from parallel3d.engine.engine_settings import EngineSettings
 from parallel3d.engine.gathering import GatheredWeights, Layers
-from parallel3d.engine.quirks import compiler, core, fp16, nvme, resume, tracing, updating
+from parallel3d.engine.quirks import compiler, core, fp16, masters, nvme, resume, tracing, updating
 from parallel3d.engine.reduction import Reduction
 from parallel3d.engine.states import OptimizerStates
 from parallel3d.errors import ConfigError, TrainingError
@@ -116,11 +116,14 @@ class Engine:
             self._deepspeed, *_ = deepspeed.initialize(
                 model=self._module,
                 optimizer=optimizer,
-                config=settings.deepspeed_config(mesh.size(settings.shard_axis)),
+                config=settings.deepspeed_config(
+                    mesh.size(settings.shard_axis), sum(h.elements for h in self.held)
+                ),
                 mpu=ModelParallelUnit(mesh, settings.shard_axis),
                 dist_init_required=False,
             )
         self._check_groups()
+        masters.share_with_weights(self._deepspeed.optimizer)
         if settings.overlap_update and settings.offload_optimizer == "cpu":
             updating.stage_weights(self._deepspeed.optimizer, mesh.device)
         self._finish_scale = fp16.grow_scale_after_step(self._deepspeed.optimizer)

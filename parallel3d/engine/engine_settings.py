@@ -15,6 +15,7 @@ from parallel3d.schedule.sharding import Weights
 from parallel3d.section import Section
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_BUCKET = 500_000_000  # DeepSpeed's own reduce_bucket_size
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,12 @@ class EngineSettings:
         return "self" if self.zero_stage == 0 else "dp"
 
     @property
+    def reduce_bucket_size(self) -> int:
+        """Elements that are reduced at a time."""
+        size: int = self.zero_options.get("reduce_bucket_size", _BUCKET)
+        return size
+
+    @property
     def reduces_once(self) -> bool:
         """Whether gradients are reduced once a step."""
         return reduces_once(self.zero_stage, self.gradient_reduction)
@@ -118,8 +125,10 @@ class EngineSettings:
         wanted: bool = self.shards_parameters if overlap is None else overlap
         return self.runs_without_hooks and wanted
 
-    def deepspeed_config(self, dp_size: int) -> dict[str, Any]:
+    def deepspeed_config(self, dp_size: int, elements: int | None = None) -> dict[str, Any]:
         """The config that DeepSpeed sees, which shards over `dp_size` ranks.
+
+        Its buckets are allocated whole: none is larger than this rank's `elements`.
 
         Stages 0, 1 and 2 are DeepSpeed's stage 2 here: its stage 0 refuses a direct backward and
         coalescing, its stage 1 wraps bf16 in an optimizer that cannot coalesce. Stage 0 shards over
@@ -133,6 +142,12 @@ class EngineSettings:
             "offload_optimizer": {"device": self.offload_optimizer, **self.optimizer_options},
             "offload_param": {"device": self.offload_param, **self.param_options},
         }
+        if elements is not None:
+            zero["reduce_bucket_size"] = min(self.reduce_bucket_size, max(elements, 1))
+        if self.shards_parameters and self.reduces_once and zero.get("reduce_scatter", True):
+            # Gradients that add up in their own places would be copied into a bucket to be copied
+            # out of it again, and the bucket stands beside the activations of every step.
+            zero["contiguous_gradients"] = False
         return {
             "train_batch_size": self.micro_batch_size * dp_size,
             "train_micro_batch_size_per_gpu": self.micro_batch_size,

@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from math import prod
 from typing import Any
 
 import torch
@@ -15,8 +14,6 @@ from parallel3d.engine.gathering import Layers
 from parallel3d.engine.quirks import core, reducing
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.tensor.held import HeldParameter
-
-_BUCKET = 500_000_000  # DeepSpeed's own reduce_bucket_size
 
 
 class Reduction:
@@ -51,7 +48,7 @@ class Reduction:
         # At ZeRO-0, which DeepSpeed does not average: what is on its way.
         self._averages: list[Callable[[], None]] = []
         self._averaged: Sequence[HeldParameter] = ()
-        self._bucket = settings.zero_options.get("reduce_bucket_size", _BUCKET)
+        self._bucket = settings.reduce_bucket_size
         self._waiting: dict[int, HeldParameter] = {}  # of this step, not yet reduced
         self._deferred: core.DeferredReduction | None = None
         summed = [h.parameter for h in self._held if h.tied_across or h.partial]
@@ -110,7 +107,7 @@ class Reduction:
             for h in self._of_stage[stage]
             if id(h.parameter) in self._waiting and self._index[h.parameter] > index
         ]
-        if sum(prod(h.cut.local_shape) for h in ready) < self._bucket:
+        if sum(h.elements for h in ready) < self._bucket:
             return
         if self._settings.zero_stage > 0:  # on a stream of DeepSpeed's, where there are any
             self._reduce(ready)

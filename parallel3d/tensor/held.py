@@ -1,6 +1,7 @@
 """What is known of each parameter that this rank holds: its name, its spec, how it was cut."""
 
 from dataclasses import dataclass
+from math import prod
 
 from torch import nn
 
@@ -28,6 +29,11 @@ class HeldParameter:
     def cut(self) -> Cut:
         """How tensor parallelism cut the parameter."""
         return cut_of(self.parameter)
+
+    @property
+    def elements(self) -> int:
+        """Elements of this tensor-parallel rank's part."""
+        return prod(self.cut.local_shape)
 
     @property
     def counts(self) -> bool:

@@ -83,7 +83,7 @@ def test_a_run_that_is_all_warmup():
 
 @st.composite
 def runs(draw):
-    steps = draw(st.integers(1, 200))
+    steps = draw(st.integers(1, 50))
     return steps, {
         "type": draw(st.sampled_from(["constant", "cosine", "linear", "wsd"])),
         "warmup_steps": draw(st.integers(0, steps)),
@@ -108,4 +108,4 @@ def test_every_schedule(run):
         assert min(rest) >= floor - 1e-12
         # Half a cosine and a line are point-symmetric about their middle.
         for k in range(len(rest) - 1 if schedule["type"] != "wsd" else 0):
-            assert rest[k] + rest[-2 - k] == pytest.approx(1 + floor)
+            assert abs(rest[k] + rest[-2 - k] - (1 + floor)) < 1e-12

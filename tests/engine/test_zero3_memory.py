@@ -94,7 +94,7 @@ def test_bytes_of_zero3_and_both_reductions():
             whole = sizes["stage"] * FP32
             print(f"{mode:15} rank {rank}: {held}, gradients at most {peaks.gradient_bytes}")
             assert_share(held["parameters"], sizes, FP32)
-            assert_share(held["optimizer"], sizes, 3 * FP32)
+            assert_share(held["optimizer"], sizes, 2 * FP32)  # the weights are the masters
             assert_share(held["gradients"], sizes, FP32)  # after the reduction
             if mode == "per_step":
                 assert peaks.gradient_bytes >= whole
@@ -116,7 +116,7 @@ def test_bytes_of_zero1(mode):
         print(f"{mode:15} rank {rank}: {held}")
         # The stage's flat buffer is padded, not each parameter.
         assert sizes["stage"] * FP32 <= held["parameters"] <= (sizes["stage"] + 16) * FP32
-        assert_share(held["optimizer"], sizes, 3 * FP32)
+        assert_share(held["optimizer"], sizes, 2 * FP32)
         # A parameter that lies across the cut keeps its whole gradient, one in each group.
         share, most = sizes["stage"] * FP32 / 2, sizes["largest"] * FP32
         assert share <= held["gradients"] <= share + 2 * most

@@ -96,7 +96,7 @@ def test_what_each_stage_holds(stage):
     quarter = pytest.approx(0.25, rel=0.1)
     assert share["parameters"] == (quarter if stage == 3 else pytest.approx(1, rel=0.01))
     assert share["optimizer"] == (
-        pytest.approx(3, rel=0.01) if stage == 0 else pytest.approx(0.75, rel=0.1)
+        pytest.approx(2, rel=0.01) if stage == 0 else pytest.approx(0.5, rel=0.1)
     )
     if stage == 2:
         assert share["gradients"] < 0.6

@@ -5,7 +5,7 @@ from math import nan
 
 import pytest
 
-from parallel3d.scaling.coordinates import draw, slopes
+from parallel3d.scaling.coordinates import slopes
 from parallel3d.scaling.result import finite
 
 pytestmark = pytest.mark.pure
@@ -66,9 +66,3 @@ def test_what_is_no_number_is_not_flat(power):
     assert not check.passed
     said = json.loads(json.dumps(finite(check.to_json()), allow_nan=False))
     assert said["layers"][0]["slope"] is None and said["layers"][0]["flat"] is False
-
-
-def test_it_is_drawn():
-    pytest.importorskip("matplotlib")
-    check = slopes(measured(embedding=(0, 0, 0), head_output=(-0.5, -0.3, 0)))
-    assert draw({"mup": check, "standard": check}).startswith(b"\x89PNG")

@@ -80,4 +80,4 @@ def test_it_is_that_of_one_batch(mesh, settings, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_a_mean_over_all_tokens_is_told_from_it(tmp_path, monkeypatch):
     found = errors((1, 1, 1), tmp_path, monkeypatch, loss=F.cross_entropy, microbatches=2)
-    assert found.loss > 1e-2
+    assert found.grad_norm > 0.1 and not found.within(measure.TOLERANCE["fp32"])

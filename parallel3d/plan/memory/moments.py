@@ -164,13 +164,12 @@ class CoordinateRank:
         last = s.pp * s.stages_per_rank - 1
         count_of = dict(zip(self.home, counts, strict=True))
         for index, stage, count in zip(self.home, self.stages, counts, strict=True):
-            ends = (index > 0 and index - 1 not in count_of) + (
-                index < last and index + 1 not in count_of
-            )
-            waiting = ends  # a receive is posted one compute ahead of its use
-            if self.on_cpu:
-                # gloo does not say that a message has left: each is held to the end of the step.
-                waiting += ends * (s.num_microbatches - count)
+            before = index > 0 and index - 1 not in count_of
+            waiting = before + (index < last and index + 1 not in count_of)
+            # A receive is posted one compute ahead of its use.
+            if self.on_cpu and before:
+                # gloo does not say that a message has left: a gradient is held to the step's end.
+                waiting += s.num_microbatches - count
             if self.on_cpu and index + 1 in count_of:
                 # What a stage gives is what the next one takes, and is counted with both.
                 waiting -= min(count, count_of[index + 1])

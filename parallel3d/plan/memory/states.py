@@ -96,6 +96,8 @@ def states(setting: Setting, s: WeightSizes, on_cpu: bool) -> StateBytes:
     share = -(-s.params // shards) if setting.zero_stage else s.params
     kept = (share if zero3 else s.params) * element
     optimizer = share * STATE_BYTES
+    if element == MASTER_BYTES and setting.offload_optimizer == setting.offload_param == "none":
+        optimizer -= share * MASTER_BYTES  # the weights are their own masters
     shard = share * gradient
     places = {"none": 0, "cpu": 0, "nvme": 0}
     places[setting.offload_optimizer] += optimizer
@@ -119,7 +121,8 @@ def states(setting: Setting, s: WeightSizes, on_cpu: bool) -> StateBytes:
     content = min(buffers.reduce_bucket_size, s.params)
     if zero3:
         reduced = software.reduction_bytes
-        standing = buffers.reduce_bucket_size * reduced
+        # Reduced once a step, gradients go from where they added up.
+        standing = 0 if setting.reduces_once else content * reduced
         # What is in the bucket is copied rank by rank, and gloo makes a copy of its own.
         reducing = content * reduced * (1 + on_cpu)
         if reduced != gradient:
@@ -129,7 +132,7 @@ def states(setting: Setting, s: WeightSizes, on_cpu: bool) -> StateBytes:
             host, shard = host + locked(shard) + again, 0
     else:
         # Its bucket is in the training type; what is in it is copied once more, and again in fp32.
-        bucket = buffers.reduce_bucket_size * element
+        bucket = content * element
         if loose and shards > 1:  # a parameter that two ranks share is whole with both
             shard += s.largest * gradient
         reducing = content * (element + software.reduction_bytes)
@@ -147,8 +150,7 @@ def states(setting: Setting, s: WeightSizes, on_cpu: bool) -> StateBytes:
     stepping = 0
     if not offloads:
         group = min(share, buffers.sub_group_size) * MASTER_BYTES
-        # What is not in one buffer is copied together; torch's Adam on a CPU makes two copies.
-        stepping = group * (zero3 or loose) + 2 * group * on_cpu
+        stepping = group * (zero3 or loose)  # what is not in one buffer is copied together
     return StateBytes(
         weights=kept if setting.offload_param == "none" else 0,
         optimizer=optimizer if not offloads else 0,

@@ -10,7 +10,7 @@ from parallel3d.scaling.ladder import process, slurm
 from parallel3d.scaling.ladder.plan import ladder_of
 from tests.scaling.ladder.cases import write
 
-pytestmark = pytest.mark.pure
+pytestmark = pytest.mark.gloo  # what it tests are processes
 
 
 def stand_in(folder, name, does):
