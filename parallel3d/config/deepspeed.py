@@ -169,7 +169,7 @@ class ZeroConfig(Section):
     offload_param: OffloadParamConfig = OffloadParamConfig()
     """Parameters in host memory or on NVMe (stage 3)."""
     contiguous_gradients: bool = True
-    """Copy gradients to one buffer as they are produced, against fragmentation."""
+    """Copy gradients to one buffer as they are produced; not at stage 3 reducing once a step."""
     overlap_comm: bool | None = None
     """Overlap gradient reduction with backward; null means: at stage 3. Reduced once a step: with a
     stage's last backward, each time that reduce_bucket_size elements are complete."""

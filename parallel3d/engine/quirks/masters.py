@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 
@@ -25,7 +24,7 @@ def share_with_weights(optimizer: Any) -> None:
     else:
         masters = optimizer.single_partition_of_fp32_groups
         weights = [
-            parts[dist.get_rank(group)]
+            parts[group.rank()]
             for parts, group in zip(
                 optimizer.parallel_partitioned_bit16_groups,
                 optimizer.real_dp_process_group,

@@ -19,19 +19,22 @@ def setting(*settings: str) -> Setting:
     return Setting.from_config(config.resolve(1))
 
 
-def test_the_default_bucket_of_a_small_model_is_nearly_all_of_its_memory():
-    of = setting()
+def test_a_bucket_is_remarked_upon_where_it_stands():
+    assert not list(on_buffers(setting(), fullest(setting()), None))  # reduced once a step
+    deep = "--parallel3d.model.num_hidden_layers", "24", "--train_micro_batch_size_per_gpu", "1"
+    of = setting("--pipeline.gradient_reduction", "per_microbatch", *deep)
     memory = fullest(of)
     (said,) = on_buffers(of, memory, None)
-    assert "1.9 GiB: DeepSpeed's reduce_bucket_size = 500,000,000 elements" in said
+    assert "GiB: DeepSpeed's reduce_bucket_size = 500,000,000 elements" in said
     # Token table and positions, 2,048 + 128 rows of 128; a block has 12 h^2 + 13 h.
     assert largest_layer(of) == 280_000 >= (2048 + 128) * 128 > 12 * 128**2 + 13 * 128
     found = re.search(r"--zero_optimization.reduce_bucket_size (\d+)$", said)
     assert found
     lower = of.but(buffers=replace(of.buffers, reduce_bucket_size=int(found[1])))
-    # The bucket of ZeRO-3 is in fp32, there all the time.
+    # The bucket of ZeRO-3 is in fp32, there all the time, and no larger than the model.
     saved = memory.total - fullest(lower).total
-    assert saved == pytest.approx(4 * (500_000_000 - 280_000), rel=0.01)
+    elements = memory.parts["weights"] // 4
+    assert saved >= 4 * (elements - 280_000) > 0
     assert list(on_buffers(lower, fullest(lower), None)) == []
 
 
