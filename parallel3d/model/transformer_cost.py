@@ -118,6 +118,9 @@ def _block(
         recomputed = Work(forward.matmuls, forward.attention, forward.traffic, ran)
         # Where it runs to the end, that is as a forward's, with the gradient of the result besides.
         end = part + forward_sum + (whole if sequence_parallel else 0) + part if c.dropout else 0
+        if sequence_parallel and not c.dropout:
+            # That gradient has been gathered, and the last product of all is made once more.
+            end = 2 * whole + forward_sum
         peak = max(Kept(end), peak, key=lambda kept: kept.elements)
         saved, working = Kept(part), kept + attention + peak - Kept(part)
     return LayerCost(
