@@ -1,7 +1,8 @@
 """Linear layers whose weight is cut over a tensor-parallel group (arXiv:1909.08053, section 3).
 
 Under sequence parallelism (arXiv:2205.05198, section 4.2.2) their activations outside are
-[..., seq / tp, size] instead of replicated.
+[..., seq / tp, size] instead of replicated. A bias is added in place: no backward needs a product's
+result, and one more tensor of its size would be there for a moment.
 """
 
 from collections.abc import Mapping
@@ -42,7 +43,7 @@ class ColumnParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in], or its part of the sequence -> [..., fused * out / tp]."""
         (y,) = column_linear(x, [self.weight], self.group, self.sequence_parallel)
-        return y if self.bias is None else y + self.bias.flatten()
+        return y if self.bias is None else y.add_(self.bias.flatten())
 
     def extra_repr(self) -> str:
         return f"{cut_of(self.weight).global_shape}, columns / {self.group.size()}"
@@ -85,7 +86,7 @@ class GroupedColumnLinear(nn.Module):
         if self.has_bias:
             biases = [self.get_parameter(f"{name}_bias") for name in self.heads]
             ys = tuple(
-                y + (b if r is None else b[slice(*r)])
+                y.add_(b if r is None else b[slice(*r)])
                 for y, b, r in zip(ys, biases, rows, strict=True)
             )
         return tuple(y.unflatten(-1, (-1, self.head_size)) for y in ys)
@@ -126,7 +127,7 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in / tp] -> [..., out], the same on each rank, or its part of the sequence."""
         y = reduce_from_group(linear(x, self.weight), self.group, self.sequence_parallel)
-        return y if self.bias is None else y + self.bias
+        return y if self.bias is None else y.add_(self.bias)
 
     def extra_repr(self) -> str:
         return f"{cut_of(self.weight).global_shape}, rows / {self.group.size()}"
