@@ -101,8 +101,8 @@ def divide_by_microbatches():
     core.accumulation_steps = lambda: 2
     told = EngineSettings.deepspeed_config
 
-    def config(settings, dp_size):
-        config = told(settings, dp_size)
+    def config(settings, *sizes):
+        config = told(settings, *sizes)
         return config | {"train_batch_size": 2 * config["train_batch_size"]}
 
     EngineSettings.deepspeed_config = config
