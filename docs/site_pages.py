@@ -4,12 +4,12 @@ mkdocs calls `on_config` and `on_files` (mkdocs.yml, `hooks`). The home page is 
 turned to the site's; the reference has a page for each room of the library, of its docstrings.
 """
 
-import ast
 import re
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+_DOCSTRING = re.compile(r"(#.*\n|\s)*r?\"\"\"")
 _LINK = re.compile(r"\]\(([^)#\s]+)(#[^)]*)?\)")
 
 
@@ -20,7 +20,7 @@ def rooms() -> list[tuple[str, list[str]]]:
         parts = path.relative_to(ROOT).with_suffix("").parts
         loose = len(parts) == 2
         name = ".".join(part for part in parts if part != "__init__")
-        if not path.stem.startswith("__main") and ast.get_docstring(ast.parse(path.read_text())):
+        if not path.stem.startswith("__main") and _DOCSTRING.match(path.read_text()):
             found.setdefault("parallel3d" if loose else f"parallel3d.{parts[1]}", []).append(name)
     return sorted(found.items())
 

@@ -3,9 +3,9 @@
 A family may bring `huggingface.py`: its architecture and its names in transformers.
 """
 
+import os
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -19,7 +19,8 @@ __path__ += own_folders.from_environment(own_folders.MODELS)
 
 def families() -> list[str]:
     """The names of the families found: every folder, here or of the user's, with a spec.py."""
-    return sorted({p.parent.name for folder in __path__ for p in Path(folder).glob("*/spec.py")})
+    names = {name for folder in __path__ if os.path.isdir(folder) for name in os.listdir(folder)}
+    return sorted(n for n in names if any(os.path.isfile(f"{f}/{n}/spec.py") for f in __path__))
 
 
 def config_class(family: str) -> Any:

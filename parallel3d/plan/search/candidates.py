@@ -102,7 +102,7 @@ def _all_orders(request: Request, flow: Flow) -> tuple[Order, ...]:
 
 
 def _orders(request: Request, flow: Flow) -> Iterator[Order]:
-    pp, num_layers = flow.mesh.pp, len(request.base.layers)
+    pp, num_layers, names = flow.mesh.pp, len(request.base.layers), schedules.names()
     count = request.global_batch_size // flow.mesh.dp // flow.micro_batch
     # A pipeline of one rank has one stage: more would be the same computes in the same order.
     for stages_per_rank in range(1, 1 + (1 if pp == 1 else min(num_layers // pp, MOST_STAGES))):
@@ -110,7 +110,7 @@ def _orders(request: Request, flow: Flow) -> Iterator[Order]:
         lengths = {num % (pp * stages_per_rank) for num in (num_layers, num_layers - 2)}
         if stages_per_rank > UNEVEN and 0 not in lengths:
             continue
-        for name in schedules.names():
+        for name in names:
             order = Order(stages_per_rank, name)
             if flow.recompute == "full" and schedules.splits_backward(name):
                 continue  # what W needs is kept, whatever is computed again
