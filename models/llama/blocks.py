@@ -98,8 +98,9 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, segments: Segments | None = None) -> Tensor:
         """x [batch, seq, hidden], or its part of the sequence -> the same shape."""
-        x = x + scaled(self.attention(self.norm1(x), segments), self.scale)
-        return x + scaled(self.mlp(self.norm2(x)), self.scale)
+        # In place: no backward needs what a branch gave.
+        x = scaled(self.attention(self.norm1(x), segments), self.scale).add_(x)
+        return scaled(self.mlp(self.norm2(x)), self.scale).add_(x)
 
 
 class Head(nn.Module):

@@ -98,7 +98,7 @@ def _block(
     # ReLU, which has its result until then; at a gather the whole besides its part; and behind the
     # first product of the MLP both its whole input and the whole gradient of it.
     grads = part * (2 if c.dropout else 1)
-    forward_sum = part * (2 if c.parallel else 1)  # what is kept by none before the MLP's result
+    forward_sum = part if c.parallel else 0  # what is kept by none before the MLP's result
     if sequence_parallel:
         moments = [part + whole + inner, max(grads, forward_sum) + whole + part]
         moments.append(2 * part + 2 * whole - (2 if c.gated else 0 if c.relu else 1) * inner)
@@ -116,11 +116,13 @@ def _block(
         # dropout's mask comes after it.
         ran = forward.collectives if c.dropout else forward.collectives[:-1]
         recomputed = Work(forward.matmuls, forward.attention, forward.traffic, ran)
-        # Where it runs to the end, that is as a forward's, with the gradient of the result besides.
-        end = part + forward_sum + (whole if sequence_parallel else 0) + part if c.dropout else 0
-        if sequence_parallel and not c.dropout:
+        # That is as a forward, its own sums among it, with the gradient of the result besides.
+        end = forward_sum + 2 * part
+        if c.dropout:  # it runs to the end
+            end += part + (whole if sequence_parallel else 0)
+        elif sequence_parallel:
             # That gradient has been gathered, and the last product of all is made once more.
-            end = 2 * whole + forward_sum
+            end += 2 * whole - part
         peak = max(Kept(end), peak, key=lambda kept: kept.elements)
         saved, working = Kept(part), kept + attention + peak - Kept(part)
     return LayerCost(
