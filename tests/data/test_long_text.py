@@ -155,8 +155,8 @@ def test_pieces_have_the_ids_of_the_whole(kind, name, short_pieces):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "name"), CASES)
-def test_two_megabytes(kind, name):
-    check(kind, name, 2_000_000)
+def test_pieces_of_the_size_that_is_used(kind, name):
+    check(kind, name, long_text.LONGEST + long_text.PIECE)
 
 
 def test_where_a_tokenizer_splits_nowhere_it_is_counted(short_pieces):
