@@ -190,9 +190,7 @@ def _walk(
 ) -> Iterator[SettingDoc]:
     for name, field in section.model_fields.items():
         path = _join(prefix, name)
-        inner = _section_of(field.annotation)
-        default = "" if field.is_required() else json.dumps(field.default, default=_block)
-        doc = " ".join((field.description or "").split())
+        inner, default, doc = _told(section, name)
         if path in beyond.choices:
             if field.default is None:
                 yield SettingDoc(path, "block | null", default, doc, only)
@@ -214,6 +212,14 @@ def _walk(
             yield from _walk(inner, path + each, beyond, only)
         else:
             yield SettingDoc(path, _type_name(field.annotation), default, doc, only)
+
+
+@cache  # a list of all settings asks for each, and an error for the list
+def _told(section: type[Section], name: str) -> tuple[type[Section] | None, str, str]:
+    """The section that a field holds, if any; its default as JSON; its text."""
+    field = section.model_fields[name]
+    default = "" if field.is_required() else json.dumps(field.default, default=_block)
+    return _section_of(field.annotation), default, " ".join((field.description or "").split())
 
 
 def _block(value: Section) -> Any:

@@ -51,7 +51,7 @@ def table(tmp_path):
 def test_a_table_with_flops_alone_gives_the_law(scaled, table, tmp_path):
     code, out, said = scaled(
         "fit", table, "--n-column", "size", "--flops-column", "compute", "--loss-column", "final",
-        "--drop-largest-losses", "2", "--bootstraps", "50", "--no-report", "--json",
+        "--drop-largest-losses", "2", "--bootstraps", "20", "--no-report", "--json",
     )  # fmt: skip
     assert code == 0, said
     found = json.loads(out)
@@ -71,7 +71,7 @@ def test_a_table_with_flops_alone_gives_the_law(scaled, table, tmp_path):
     assert len(reasons) == 2 and all("largest losses" in why for why in reasons.values())
     stored = json.loads((tmp_path / "fit.json").read_text())
     assert stored["parameters"] == found["parameters"]
-    assert len(stored["samples"]["alpha"]) == 50
+    assert len(stored["samples"]["alpha"]) == 20
     assert "79 points" in said and "dropped line 84" in said
 
 
@@ -92,7 +92,7 @@ def test_every_other_law_is_printed_and_stored(scaled, tmp_path):
         "best-value": ("--setting-column", "lr"),
         "over-training": ("--estimator", "squares"),
     }.items():
-        code, out, said = scaled("fit", "runs.csv", "--law", law, *flags, "--bootstraps", 5, *QUIET)
+        code, out, said = scaled("fit", "runs.csv", "--law", law, *flags, "--bootstraps", 3, *QUIET)
         assert code == 0, said
         found = json.loads(out)
         assert list(found) == KEYS and found["law"] == law

@@ -24,8 +24,8 @@ def test_weights_that_are_fixed_stay_gathered_as_long_as_the_config_says():
     raw["zero_optimization"]["stage"] = 3
     raw["parallel3d"]["plan"] = {"fix": ["zero_stage", "weights"]}
     raw["parallel3d"]["pipeline"]["weights"] = "per_microbatch"
-    kept, plan = choose(RunConfig.from_dict(raw), 8, machine())
+    kept, plan = choose(RunConfig.from_dict(raw), 4, machine())
     assert plan.setting.weights == kept.pipeline.weights == "per_microbatch"
     raw["parallel3d"]["pipeline"]["weights"] = "auto"
-    free, plan = choose(RunConfig.from_dict(raw), 8, machine())
+    free, plan = choose(RunConfig.from_dict(raw), 4, machine())
     assert plan.setting.weights == free.pipeline.weights == "per_step"

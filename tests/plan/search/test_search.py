@@ -60,7 +60,7 @@ def best_of_each_mesh(request, rows):
 @pytest.mark.parametrize(
     ("devices", "batch", "layers", "memory"),
     [
-        (4, 2, 6, 2),
+        (2, 4, 6, 2),
         pytest.param(4, 4, 4, 80, marks=pytest.mark.slow),
         *(pytest.param(4, 4, 6, memory, marks=pytest.mark.slow) for memory in (2, 3)),
         *(pytest.param(8, 16, 6, memory, marks=pytest.mark.slow) for memory in (80, 7, 5, 4)),
