@@ -91,15 +91,10 @@ class Block(nn.Module):
     def forward(self, x: Tensor, segments: Segments | None = None) -> Tensor:
         """x [batch, seq, hidden], or its part of the sequence -> the same shape."""
         # In place: no backward needs what a branch gave.
-        if self.parallel:
-            # Unnamed, what the attention gives is gone before the MLP; by a name it would stay.
-            return (
-                scaled(self.attention(self.norm1(x), segments), self.scale)
-                .add_(x)
-                .add_(scaled(self.mlp(self.norm2(x)), self.scale))
-            )
-        x = scaled(self.attention(self.norm1(x), segments), self.scale).add_(x)
-        return scaled(self.mlp(self.norm2(x)), self.scale).add_(x)
+        summed = scaled(self.attention(self.norm1(x), segments), self.scale).add_(x)
+        if not self.parallel:
+            x = summed
+        return scaled(self.mlp(self.norm2(x)), self.scale).add_(summed)
 
 
 class Head(nn.Module):
