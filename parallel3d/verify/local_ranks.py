@@ -12,6 +12,7 @@ import multiprocessing as mp
 import multiprocessing.connection
 import os
 import pickle
+import re
 import socket
 import sys
 import time
@@ -99,11 +100,12 @@ def run_locally(
 def _collect(ranks: list[tuple[ForkServerProcess, Connection]], deadline: float) -> list[Any]:
     results: dict[int, Any] = {}
     waiting = {pipe: number for number, (_, pipe) in enumerate(ranks)}
+    lost: RankFailed | None = None  # a rank that lost another one, which is still to be heard of
     while waiting:
         seconds = max(0.0, deadline - time.monotonic())
         ready = mp.connection.wait(list(waiting), timeout=seconds)
         if not ready:
-            raise RanksHung(f"ranks {sorted(waiting.values())} did not end in time")
+            raise lost or RanksHung(f"ranks {sorted(waiting.values())} did not end in time")
         for pipe in ready:
             assert isinstance(pipe, Connection)
             number = waiting.pop(pipe)
@@ -116,8 +118,13 @@ def _collect(ranks: list[tuple[ForkServerProcess, Connection]], deadline: float)
                 said = f"rank {number} of {len(ranks)} died with exit code {process.exitcode}"
                 raise error(said) from None
             if not is_done:
-                raise RankFailed(f"rank {number} of {len(ranks)}: {value}")
+                failed = RankFailed(f"rank {number} of {len(ranks)}: {value}")
+                if not re.search(r"connection (closed|reset) by peer", value, re.IGNORECASE):
+                    raise failed
+                lost, deadline = lost or failed, min(deadline, time.monotonic() + 1)
             results[number] = value
+    if lost is not None:
+        raise lost
     return [results[number] for number in range(len(ranks))]
 
 
@@ -137,6 +144,7 @@ def _run(
     gc.freeze()  # DeepSpeed collects garbage as it builds an engine; what is loaded is none
     launch.announce(port)
     log = open(os.devnull, "w") if quiet else sys.__stderr__  # noqa: SIM115
+    faulthandler.enable(file=log or sys.stderr)  # a crash in native code says where it was
     faulthandler.dump_traceback_later(timeout, exit=True, file=log or sys.stderr)
     try:
         answer = True, function(launch.rank, *args)

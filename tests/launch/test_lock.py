@@ -32,7 +32,8 @@ def start(place, number, launcher=PYTHON, name="shared", steps=4000):
     """So many at once; each with a file of what it says."""
     named = ("--parallel3d.run.name", name, "--parallel3d.checkpoint.every", 5)
     command = place.command(launcher, *SMALL, *named, steps=steps)
-    logs = [place.root / f"log-{i}.txt" for i in range(number)]
+    before = len(list(place.root.glob("log-*.txt")))  # two that write to one file lose lines
+    logs = [place.root / f"log-{before + i}.txt" for i in range(number)]
     return [
         (subprocess.Popen(command, cwd=place.root, env=environment(), stdout=subprocess.DEVNULL,
                           stderr=log.open("w"), start_new_session=True), log)

@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 
 from parallel3d.mesh.device import settle_accelerator
 from parallel3d.verify import local_ranks
-from parallel3d.verify.local_ranks import run_locally
+from parallel3d.verify.local_ranks import RankFailed, run_locally
 from tests.verify import asking
 
 pytestmark = pytest.mark.gloo
@@ -27,6 +29,19 @@ def what_the_server_asked(rank):
 def test_the_server_asks_for_no_gpu():
     assert local_ranks.PRELOAD[0] == asking.__name__
     assert run_locally(what_the_server_asked, 1) == [([], "cpu")]
+
+
+def one_dies(rank):
+    if rank == 1:
+        time.sleep(0.2)  # what it was is heard after what its peer says of it
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise RuntimeError("Connection closed by peer [127.0.0.1]:39306")
+
+
+def test_a_rank_that_died_is_named_and_not_the_one_that_lost_it():
+    """Seen: a crash within gloo, told as another rank's lost connection."""
+    with pytest.raises(RankFailed, match=r"^rank 1 of 2 died with exit code -9$"):
+        run_locally(one_dies, 2)
 
 
 @pytest.mark.slow
