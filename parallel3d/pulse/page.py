@@ -1,7 +1,8 @@
 """The page of memory that a rank and its sentry share (floor 0, no torch).
 
 No locks and no system calls: each field has one writer, and a reader that sees half of a text being
-written reads it again soon.
+written reads it again soon. What is read once, a verdict and the end, is one byte that is written
+last: `struct` clears all of its bytes before it writes the first.
 """
 
 import mmap
@@ -15,7 +16,8 @@ SIZE = mmap.PAGESIZE
 _DOING = struct.Struct("=d?255p")  # since, waits, text
 _LIMIT, _LEFT, _WATCHED, _REASON, _VERDICT = 512, 520, 521, 528, 1024  # where the others begin
 _RUNS = -1
-_TEXT = struct.Struct("=??H")  # of a verdict: there is one, this rank says it, its length
+_TEXT = struct.Struct("=?H")  # of a verdict: this rank says it, its length
+_AFTER = _VERDICT + 1  # the byte that says that there is one
 
 
 class Doing(NamedTuple):
@@ -55,7 +57,7 @@ class Page:
     def leave(self, code: int | None, reason: str = "") -> None:
         """Say that the rank ends, with which exit code (None: it runs), and why it fails alone."""
         struct.pack_into("=255p", self._map, _REASON, reason.encode())
-        struct.pack_into("=b", self._map, _LEFT, _RUNS if code is None else code)
+        self._map[_LEFT] = (_RUNS if code is None else code) & 0xFF
 
     @property
     def doing(self) -> Doing:
@@ -85,9 +87,11 @@ class Page:
 
     def judge(self, verdict: Verdict) -> None:
         """Tell the rank that the run is over."""
-        text = verdict.text.encode()[: SIZE - _VERDICT - _TEXT.size]
-        self._map[_VERDICT + _TEXT.size : _VERDICT + _TEXT.size + len(text)] = text
-        _TEXT.pack_into(self._map, _VERDICT, True, verdict.speaks, len(text))
+        begin = _AFTER + _TEXT.size
+        text = verdict.text.encode()[: SIZE - begin]
+        self._map[begin : begin + len(text)] = text
+        _TEXT.pack_into(self._map, _AFTER, verdict.speaks, len(text))
+        self._map[_VERDICT] = True
 
     @property
     def is_watched(self) -> bool:
@@ -101,10 +105,11 @@ class Page:
     @property
     def verdict(self) -> Verdict | None:
         """Why the run is over, if it is."""
-        there, speaks, length = _TEXT.unpack_from(self._map, _VERDICT)
-        begin = _VERDICT + _TEXT.size
-        text = self._map[begin : begin + length].decode(errors="replace")
-        return Verdict(text, speaks) if there else None
+        if not self._map[_VERDICT]:
+            return None
+        speaks, length = _TEXT.unpack_from(self._map, _AFTER)
+        begin = _AFTER + _TEXT.size
+        return Verdict(self._map[begin : begin + length].decode(errors="replace"), speaks)
 
 
 def new_page() -> tuple[Page, int]:
