@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel3d.mesh import shared_memory
 from parallel3d.mesh.single import all_gather_single, reduce_scatter_single
 from parallel3d.tensor.compiled import apart
 
@@ -34,6 +35,8 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM)
     if group.size() == 1:
         return x
     x = x.clone(memory_format=torch.contiguous_format)
+    if op == dist.ReduceOp.SUM:
+        return start_all_reduce(x, group, later=False).result
     dist.all_reduce(x, op=op, group=group)
     return x
 
@@ -45,7 +48,11 @@ def start_all_reduce(x: Tensor, group: dist.ProcessGroup, later: bool = True) ->
     """
     if group.size() == 1:
         return Pending(x)
-    return Pending(x, dist.all_reduce(x, group=group, async_op=later))
+    if (shared := shared_memory.start(x, group)) is None:
+        return Pending(x, dist.all_reduce(x, group=group, async_op=later))
+    if not later:
+        shared.wait()
+    return Pending(x, shared)
 
 
 def start_all_gather(x: Tensor, group: dist.ProcessGroup, later: bool = True) -> Pending:
