@@ -48,11 +48,9 @@ def start_all_reduce(x: Tensor, group: dist.ProcessGroup, later: bool = True) ->
     """
     if group.size() == 1:
         return Pending(x)
-    if (shared := shared_memory.start(x, group)) is None:
-        return Pending(x, dist.all_reduce(x, group=group, async_op=later))
-    if not later:
-        shared.wait()
-    return Pending(x, shared)
+    if shared_memory.all_reduce(x, group):
+        return Pending(x)
+    return Pending(x, dist.all_reduce(x, group=group, async_op=later))
 
 
 def start_all_gather(x: Tensor, group: dist.ProcessGroup, later: bool = True) -> Pending:
