@@ -214,7 +214,7 @@ def _visit(door: socket.socket, name: int, rank: int, size: int) -> SharedMemory
     """Fetch this rank's share of what rank 0 hands out."""
     door.connect(_address(name))
     door.send(bytes([rank]))
-    _, files, _, _ = socket.recv_fds(door, 1, size)
+    _, files, _, _ = socket.recv_fds(door, 1, size, socket.MSG_CMSG_CLOEXEC)
     if len(files) < size:
         raise ConnectionError("rank 0 has none to share")
     memory, *ends = files
