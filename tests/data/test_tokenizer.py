@@ -134,7 +134,9 @@ def test_code_that_comes_with_a_tokenizer_does_not_run(trained, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_missing_directory_is_not_asked_of_the_hub(monkeypatch):
+def test_a_missing_directory_is_not_asked_of_the_hub(monkeypatch, tmp_path):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")  # beside it is no x
     monkeypatch.setattr(module, "load_tokenizer", lambda name: pytest.fail("asked"))
     for name in ("/no/such/place", "./nowhere", "../x", "~/nowhere-at-all", "a/b/c"):
         with (
