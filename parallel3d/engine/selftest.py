@@ -141,6 +141,7 @@ def _step(engine: Engine, by_loss: bool) -> float:
     samples = _samples(mesh.size("dp"))[mesh.coord("dp")].to(mesh.device, dtype)
     outputs = []
     with engine.accumulation():
+        engine.gather(0)
         for x, _ in samples:
             outputs.append(engine.forward(0, x.clone().requires_grad_()))
         for output, (_, grad) in zip(outputs, samples, strict=True):
@@ -148,6 +149,7 @@ def _step(engine: Engine, by_loss: bool) -> float:
                 engine.backward((output * grad).sum())
             else:
                 engine.backward(output, grad * engine.loss_scale)
+        engine.release(0)
     return engine.step(engine.settings.lr).grad_norm
 
 

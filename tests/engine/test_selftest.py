@@ -31,6 +31,9 @@ MODES = [
         (3, "cpu", "cpu", "fp16", "per_microbatch"), (3, "nvme", "none", "fp32", "per_step"),
         (3, "nvme", "nvme", "bf16", "per_microbatch"), (3, "none", "nvme", "fp16", "per_step"),
     ]
+] + [
+    {"zero_stage": 3, "precision": "fp32", "weights": weights, "offload_param": param}
+    for weights in ("per_step", "per_pass") for param in ("none", "nvme")
 ]  # fmt: skip
 
 

@@ -83,11 +83,18 @@ def test_a_name_that_exists_is_refused_where_nothing_is_to_be_resumed(place, alo
     ("dp", "tp"), [(1, 1), *(pytest.param(dp, 2, marks=pytest.mark.slow) for dp in (1, 2))]
 )
 def test_the_readme_command_trains_the_mesh(place, alone, dp, tp):
-    """The main command of the README, at a few steps: the losses of one process."""
+    """The main command of the README, at a few steps: the losses of one process.
+
+    The hardware is described, so ZeRO-3's weights are gathered once a step.
+    """
     mesh = ("--parallel3d.mesh.pp", 2, "--parallel3d.mesh.tp", tp)
-    done = place.run(deepspeed(2 * dp * tp), *mesh, "--train_micro_batch_size_per_gpu", 8 // dp)
+    hardware = ("--parallel3d.run.hardware", "H100-SXM5-80GB")
+    batch = ("--train_micro_batch_size_per_gpu", 8 // dp)
+    done = place.run(deepspeed(2 * dp * tp), *mesh, *batch, *hardware)
     assert done.returncode == DONE, done.stderr[-4000:]
     run = place.root / f"runs/gpt-h128-l4-2x{dp}x{tp}"
+    config = json.loads((run / "config.json").read_text())
+    assert config["parallel3d"]["pipeline"]["weights"] == "per_step"
     files = {"attempts.json", "checkpoints", "config.json", "corpus.json", "metrics.jsonl"}
     assert {path.name for path in run.iterdir()} == files | {"tokenizer", "weights"}
     assert {"model.safetensors", "config.json", "tokenizer.json", "README.md"} <= {
