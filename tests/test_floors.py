@@ -46,7 +46,6 @@ ROOMS = [
     (2, "parallel3d/data"),
     (3, "models/*"),
     (4, "parallel3d/pipeline"),
-    (4, "parallel3d/spmd"),
     (5, "parallel3d/checkpoint"),
     (5, "parallel3d/pretrained"),
     (5, "parallel3d/train"),

@@ -68,7 +68,6 @@ HOSTS = {
     "parallel3d/mesh/mesh.py:Mesh._split": "ranks of the mesh",
     "parallel3d/mesh/mesh.py:Mesh.join_pair": "ranks of the mesh",
     "parallel3d/mesh/mesh.py:Mesh.picture": "ranks of the mesh",
-    "parallel3d/mesh/shared_memory.py:_meet": "a sum that only host memory has, and once a group",
     "parallel3d/pipeline/stages.py:place_layers": "FLOPs by formula",
     "parallel3d/engine/engine.py:Engine.loss_scale": "DeepSpeed keeps the scale as a number",
     "parallel3d/engine/engine.py:Engine.step": "DeepSpeed's flag",

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallel3d.mesh import shared_memory, strict
+from parallel3d.mesh import strict
 
 BACKEND = "PARALLEL3D_BACKEND"  # in the environment: "strict", or nothing
 
@@ -71,4 +71,3 @@ def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
         group.set_timeout(timeout)
     else:
         dist.distributed_c10d._set_pg_timeout(timeout, group)
-        shared_memory.set_timeout(group, timeout.total_seconds())

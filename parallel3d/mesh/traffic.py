@@ -60,7 +60,7 @@ class Traffic(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run the operator, and count it if it communicates."""
-        if func.namespace in ("c10d", "parallel3d"):  # torch's, and mesh/shared_memory's
+        if func.namespace == "c10d":
             self._count(func._schema.name.partition("::")[2], args)
         return func(*args, **(kwargs or {}))
 

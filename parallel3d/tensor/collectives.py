@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel3d.mesh import shared_memory
 from parallel3d.mesh.single import all_gather_single, reduce_scatter_single
 from parallel3d.tensor.compiled import apart
 
@@ -47,8 +46,6 @@ def start_all_reduce(x: Tensor, group: dist.ProcessGroup, later: bool = True) ->
     `later`: it is waited for where `wait` is called; else it is over (on a device: queued).
     """
     if group.size() == 1:
-        return Pending(x)
-    if shared_memory.all_reduce(x, group):
         return Pending(x)
     return Pending(x, dist.all_reduce(x, group=group, async_op=later))
 

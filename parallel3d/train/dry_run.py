@@ -1,7 +1,7 @@
 """The planner applied to a run: the mesh that a config leaves open, and the dry run."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from parallel3d.plan.report import command, plan_table
 from parallel3d.plan.report.choose import checkpoint_bytes, choose, weights_for
 from parallel3d.plan.search.plans import Plan, choices_json, request_of, with_vocabulary
 from parallel3d.plan.setting import Setting
-from parallel3d.spmd.check import type_errors
 from parallel3d.train.known_hardware import described, machine_of
 
 DONE, FAILED = 0, 1  # exit codes of a dry run; 1: it does not fit, or layers do not match
@@ -57,8 +56,6 @@ def dry_run(config: RunConfig, launch: Launch, *, devices: int, as_json: bool) -
         report = _show(config, plan, out)
         if as_json:
             print(json.dumps(report))
-        if report["type_errors"]:
-            return FAILED
     return FAILED if plan and not plan.fits else DONE
 
 
@@ -93,25 +90,11 @@ def _show(config: RunConfig, plan: Plan | None, out: Console) -> dict[str, Any]:
     lacks = room.disk_lacks(folder, size)
     missing = f"; {folder.absolute()} has {room.shown(lacks)} too little for one" if lacks else ""
     terminal.say(out, f"a checkpoint is about {room.shown(size)}{missing}")
-    mismatches: list[str] = []
-    if config.train.check_layers:
-        mismatches = type_errors(config)
-        _say_types(config.mesh.tp, mismatches, out)
     out.print("dry run: nothing was trained")
     return {
         "dry_run": True,
         "plan": row,
         "checkpoint_bytes": size,
-        "type_errors": mismatches,
         "hardware": plan.request.hardware.name if plan else None,
         "config": config.to_dict(),
     }
-
-
-def _say_types(tp: int, mismatches: Sequence[str], out: Console) -> None:
-    if tp > 1 and not mismatches:
-        terminal.say(
-            out, f"types     the values and gradients of each layer match on tp {tp}", "  "
-        )
-    for line in mismatches:
-        terminal.say(out, f"types     {line}", " " * 10)

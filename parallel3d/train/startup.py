@@ -74,14 +74,9 @@ def find_folder(config: RunConfig, mesh: Mesh, claim: Claim | None) -> RunPlace:
 
     `claim` is rank 0's. Collective; raises on all ranks what `Attempts.check` raises, so that a
     hopeless run builds neither corpus nor model, and ConfigError where a node sees another folder.
-    So does a run whose layers do not match on its tp ranks: TrainingError.
     """
 
     def look() -> tuple[str, str, bool]:
-        from parallel3d.spmd.check import refuse_mismatches  # the first rank alone needs it
-
-        if config.mesh.tp > 1 and config.train.check_layers:  # plain replicas do not wait for it
-            refuse_mismatches(config)
         assert claim, "rank 0 claims the folder before it meets the others"
         exists = claim.folder.exists()
         if exists:

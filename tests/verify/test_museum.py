@@ -9,14 +9,12 @@ import pytest
 import torch
 
 from parallel3d.config import RunConfig
-from parallel3d.engine.quirks import core
 from parallel3d.schedule import schedules
 from parallel3d.verify.check import CaseTask, checked
 from parallel3d.verify.local_ranks import RankFailed
 from parallel3d.verify.measure import TOLERANCE
 from parallel3d.verify.museum import exhibits
 from parallel3d.verify.museum import tour as museum_tour
-from parallel3d.verify.museum.command import detectors
 from parallel3d.verify.museum.halls import HALLS, hall
 from parallel3d.verify.museum.needs import NEEDS
 from parallel3d.verify.museum.tour import Hall
@@ -76,24 +74,8 @@ def test_a_patch_that_raises_shows_nothing(last, seen, raised, halls, monkeypatc
     place = halls("gpt", SMALL_MESHES)
     monkeypatch.setattr(place, "trained", lambda: None)
     monkeypatch.setattr(museum_tour, "checked", fails)
-    visit = place.visit("running_average", {})
+    visit = place.visit("running_average")
     assert (visit.seen, bool(visit.raised)) == (seen, raised), visit
-    # What is said without an exhibit, too, is no sight of it.
-    alarmed = place.visit("running_average", {"types": lambda small: ["a false alarm"]})
-    assert alarmed.by != "types"
-
-
-def test_what_a_detector_says_of_an_exhibit_is_a_sight(halls, monkeypatch):
-    place = halls("gpt", SMALL_MESHES)
-    monkeypatch.setattr(place, "trained", lambda: None)
-    wrong = "norms decay"
-
-    def detect(small):
-        planted = core.param_groups.__module__ != core.__name__
-        return ["a false alarm", wrong] if planted else ["a false alarm"]
-
-    visit = place.visit("decay_on_norms", {"types": detect})
-    assert visit.by == "types"
 
 
 def test_each_can_be_held_by_a_hall(halls):
@@ -105,7 +87,7 @@ def test_each_can_be_held_by_a_hall(halls):
 def test_some_are_seen(name, halls):
     place = halls("gpt", SMALL_MESHES)
     assert not place.lacks(ALL[name])
-    visit = place.visit(name, {})
+    visit = place.visit(name)
     assert visit.seen, visit
     assert visit.relative_size > 1e-5
 
@@ -136,7 +118,7 @@ def test_rounding_moves_no_weight_beyond_the_bound():
 @pytest.mark.parametrize("name", ALL)
 def test_each_is_seen(name, halls):
     title = next(title for title in HALLS if not halls(title).lacks(ALL[name]))
-    visit = halls(title).visit(name, detectors())
+    visit = halls(title).visit(name)
     print(title, visit)
     assert visit.seen, visit
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from parallel3d.atomic import replace_text
 from parallel3d.verify.museum import exhibits
-from parallel3d.verify.museum.command import detectors, halls_of
+from parallel3d.verify.museum.command import halls_of
 from parallel3d.verify.museum.curve import planted_curves, right_curves
 from parallel3d.verify.museum.page import page
 from parallel3d.verify.museum.shown import FILE, mark, stored
@@ -41,7 +41,7 @@ def main() -> None:
 
 def measure(names: Sequence[str], records: dict[str, Any], file: Path, folder: Path) -> None:
     """Plant each exhibit and note what came of it; written as it goes."""
-    for title, visit in tour(halls_of(None, folder), names, detectors()):
+    for title, visit in tour(halls_of(None, folder), names):
         records[visit.name] = {**visit.to_dict(), "hall": title}
         print(records[visit.name], file=sys.stderr, flush=True)
         _write(file, records)

@@ -1,8 +1,6 @@
 """What `launch/verify.py --museum` does: a table, line by line, and the JSON report."""
 
 from collections.abc import Callable, Mapping
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +11,9 @@ from parallel3d.errors import ConfigError
 from parallel3d.verify.museum import exhibits
 from parallel3d.verify.museum.halls import HALLS, hall
 from parallel3d.verify.museum.shown import StoredCurves, mark, stored
-from parallel3d.verify.museum.tour import Detector, Hall, Visit, tour
+from parallel3d.verify.museum.tour import Hall, Visit, tour
 
-_TYPES = "parallel3d.spmd"
 _WIDTHS = (34, 25, 6, 7, 8)  # 80 in all
-
-
-def detectors() -> dict[str, Detector]:
-    """The checks that are asked before a process is started, by name."""
-    if find_spec(_TYPES) is None:
-        return {}
-    return {"types": import_module(f"{_TYPES}.check").type_errors}
 
 
 def show(config: RunConfig | None, folder: Path, console: Console) -> dict[str, Any]:
@@ -33,7 +23,7 @@ def show(config: RunConfig | None, folder: Path, console: Console) -> dict[str, 
     """
     console.print(_row("exhibit", "seen by", "size", "s", "curve"))
     visits, curves = [], stored()
-    for _, visit in tour(halls_of(config, folder), exhibits.names(), detectors()):
+    for _, visit in tour(halls_of(config, folder), exhibits.names()):
         if visit.not_held:
             console.print(f"{visit.name:<34}needs {visit.not_held}")
             continue

@@ -103,14 +103,12 @@ def page(measured: Record, curves: StoredCurves) -> str:
     seen = [r for r in records if r["seen"]]
     published = [r for r in records if exhibits.load(r["name"]).EXHIBIT.source]
     quick = sum(r["seconds"] <= 10 for r in seen)
-    by_types = sum(r["by"] == "types" for r in seen)
     marks = {r["name"]: mark(r["name"], curves) for r in records}
     shown = sum(of is not None and of.shows for of in marks.values())
     text = (
         f"**verify sees {len(seen)} of {len(records)}**, {quick} of them within 10 s each "
         f"({measured['machine']}).\n**A training-loss curve of 100 steps shows {shown} of "
-        f"{len(records)}.**\nTypes see {by_types} of them, before a process is started. "
-        f"{len(published)} are published, with repository and number;\n"
+        f"{len(records)}.** {len(published)} are published, with repository and number;\n"
         f"{len(records) - len(published)} are classics.\n\n"
         "| exhibit | date | source | what was wrong | config, mesh | seen by | size | s "
         "| loss curve |\n|---|---|---|---|---|---|---|---|---|\n"

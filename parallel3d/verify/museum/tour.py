@@ -34,8 +34,6 @@ WORDS = {
     "accumulation": "accumulation",
     "counters": "counters",
 }
-# Asked before any process is started: what a resolved config's plan says is wrong, in messages.
-Detector = Callable[[RunConfig], Sequence[str]]
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,6 @@ class Hall:
         self._drops = drops_out(config)
         self._reference: Reference | None = None
         self._counters: dict[str, Any] | None = None
-        self._said: dict[tuple[str, Sizes], frozenset[str]] = {}
 
     def lacks(self, exhibit: Exhibit) -> str:
         """What the hall's config lacks of an exhibit's needs; "" if it can hold it."""
@@ -94,7 +91,7 @@ class Hall:
         self.trained()
         return self._small[mesh]
 
-    def visit(self, name: str, detectors: Mapping[str, Detector]) -> Visit:
+    def visit(self, name: str) -> Visit:
         """Plant an exhibit that the config can hold, and look."""
         file = exhibits.load(name)
         mesh = self._mesh_of(file.EXHIBIT)
@@ -107,15 +104,6 @@ class Hall:
         def found(by: str, size: float = 1.0, beyond: Mapping[str, float] | None = None) -> Visit:
             return Visit(name, by, size, time.perf_counter() - start, beyond or {})
 
-        for by, detect in detectors.items():
-            known = self._said_of_none(by, detect, mesh)
-            try:
-                with file.plant():
-                    now = set(detect(small))
-            except AttributeError as error:  # what it patches is not there
-                return Visit(name, raised=f"AttributeError: {error}")
-            if now - known:
-                return found(by)
         try:
             errors, _ = checked(
                 small,
@@ -138,12 +126,6 @@ class Hall:
         by = next((k for k in WORDS if k in beyond), max(beyond, key=lambda k: beyond[k]))
         said = WORDS.get(by, by.replace("_", " "))
         return found(f"resume: {said}" if resumes else said, beyond[by], beyond)
-
-    def _said_of_none(self, by: str, detect: Detector, mesh: Sizes) -> frozenset[str]:
-        """What a detector says of a mesh without any exhibit: no exhibit is seen by that."""
-        if (by, mesh) not in self._said:
-            self._said[by, mesh] = frozenset(detect(self._small[mesh]))
-        return self._said[by, mesh]
 
     def _mesh_of(self, exhibit: Exhibit) -> Sizes | None:
         """The first mesh of the hall that has the exhibit's axes."""
@@ -186,9 +168,7 @@ class Planted:
 
 
 def tour(
-    halls: Mapping[str, Callable[[], Hall]],
-    names: Sequence[str],
-    detectors: Mapping[str, Detector],
+    halls: Mapping[str, Callable[[], Hall]], names: Sequence[str]
 ) -> Iterator[tuple[str, Visit]]:
     """Each exhibit in the first hall that can hold it: the hall's name, and what came of it."""
     made: dict[str, Hall] = {}
@@ -199,7 +179,7 @@ def tour(
                 made[title] = make()
             missing = made[title].lacks(exhibit)
             if not missing:
-                yield title, made[title].visit(name, detectors)
+                yield title, made[title].visit(name)
                 break
             lacks = lacks or missing
         else:

@@ -8,7 +8,6 @@ import torch
 
 from parallel3d.config import RunConfig
 from parallel3d.engine.quirks.nvme import swapping_small_tensors
-from parallel3d.mesh import shared_memory
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.pipeline.executor import Microbatch
 from parallel3d.plan.memory.peak import per_rank
@@ -160,7 +159,6 @@ def measure(rank, raws):
 
 
 def measured(config):
-    shared_memory.LEAST = 2**60  # what ranks share is no device's memory
     mesh = Mesh(config.mesh.pp, config.mesh.dp, config.mesh.tp)
     length, samples = config.data.sequence_length, config.micro_batch_size
     with Counting() as counting, swapping_small_tensors(2 * BLOCK):
