@@ -6,7 +6,8 @@ Least squares of the logarithm of the step time; every group of sources weighs t
 its number of rows. One set of parameters for all devices and programs: no constant of a source.
 A weak prior holds a parameter that no row determines at its default. Writes the curves fitted on
 all groups, with which the planner plans, and for each group those that never saw it, by which
-`launch/plan.py --validate` reports that group; and published/development.csv, the fitted rows.
+`benchmarks.published` reports that group; and benchmarks/published/development.csv, the fitted
+rows.
 Needs scipy (`pip install 'parallel3d[scaling]'`).
 """
 
@@ -23,12 +24,12 @@ from pathlib import Path
 import numpy as np
 from scipy.optimize import least_squares
 
+from benchmarks.published import neighbours
+from benchmarks.published.rows import ROWWISE, PublishedRun, read
+from benchmarks.published.statistics import errors
 from parallel3d.plan.time.curves import FILE
 from parallel3d.plan.time.operators import Curves
 from parallel3d.plan.time.step import lower_bound, step_time
-from parallel3d.published import neighbours
-from parallel3d.published.rows import ROWWISE, PublishedRun, read
-from parallel3d.published.statistics import errors
 
 # What is fitted, with bounds; the rest of Curves stays at its defaults.
 BOUNDS = {

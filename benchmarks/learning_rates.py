@@ -19,9 +19,9 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from parallel3d.base.errors import TrainingError
 from parallel3d.config import RunConfig
 from parallel3d.data.prepare import prepare
-from parallel3d.errors import TrainingError
 from parallel3d.scaling import style
 from parallel3d.verify.local_ranks import run_locally
 

@@ -21,7 +21,7 @@ import torch
 
 from parallel3d.calibrate.describe import calibrate
 from parallel3d.calibrate.steps import SmallRun, time_steps
-from parallel3d.hardware import Hardware
+from parallel3d.config.hardware import Hardware
 from parallel3d.plan.setting import Setting
 from parallel3d.plan.time.operators import Curves
 from parallel3d.plan.time.step import step_time

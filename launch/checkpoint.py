@@ -13,9 +13,9 @@ from typing import Any
 
 from rich.console import Console
 
-from parallel3d import terminal
-from parallel3d.arguments import Parser
-from parallel3d.errors import Parallel3DError
+from parallel3d.base import terminal
+from parallel3d.base.arguments import Parser
+from parallel3d.base.errors import Parallel3DError
 
 DONE, FAILED, BAD_INPUT = 0, 1, 2  # exit codes; scripts rely on them
 SHOWN_FROM = 2**28  # bytes of a checkpoint whose checking shows its progress

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from parallel3d import terminal
-from parallel3d.arguments import Parser
-from parallel3d.errors import Parallel3DError, TrainingError
+from parallel3d.base import terminal
+from parallel3d.base.arguments import Parser
+from parallel3d.base.errors import Parallel3DError, TrainingError
 
 if TYPE_CHECKING:  # torch waits for a command line that is right
     from parallel3d.convert.read_back import Proof

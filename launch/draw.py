@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 from typing import get_args
 
-from parallel3d.arguments import Parser, whole_number
-from parallel3d.errors import ConfigError, Parallel3DError
+from parallel3d.base.arguments import Parser, whole_number
+from parallel3d.base.errors import ConfigError, Parallel3DError
 from parallel3d.schedule import draw
 from parallel3d.schedule.schedule import (
     Schedule,

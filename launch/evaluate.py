@@ -10,10 +10,10 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from parallel3d import terminal
-from parallel3d.arguments import Parser, whole_number
+from parallel3d.base import terminal
+from parallel3d.base.arguments import Parser, whole_number
+from parallel3d.base.errors import Parallel3DError, TrainingError
 from parallel3d.config import help_text
-from parallel3d.errors import Parallel3DError, TrainingError
 from parallel3d.mesh.launch import Launch
 from parallel3d.train import ending
 from parallel3d.train.claim import ready

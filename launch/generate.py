@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from parallel3d.arguments import Parser, whole_number
-from parallel3d.errors import Parallel3DError, TrainingError
+from parallel3d.base.arguments import Parser, whole_number
+from parallel3d.base.errors import Parallel3DError, TrainingError
 
 DONE, FAILED, BAD_INPUT = 0, 1, 2  # exit codes; scripts rely on them
 SAMPLING = {"temperature": 0.8, "top_k": 0, "top_p": 1.0}  # 0 and 1.0: of all tokens

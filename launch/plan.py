@@ -1,22 +1,19 @@
 """Plan a run before it is launched: memory, speed, and the best mesh.
 
 `parallel3d plan --config gpt3-175b.json --hardware a100-80gb --devices 1024` prints a ranked
-table of meshes. --calibrate measures this machine, for --hardware this-machine. --validate compares
-the planner with published runs.
+table of meshes. --calibrate measures this machine, for --hardware this-machine.
 """
 
 import argparse
 import json
 import sys
-from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
-from parallel3d import hardware, terminal
-from parallel3d.arguments import Parser, whole_number
-from parallel3d.config import RunConfig
-from parallel3d.errors import ConfigError, Parallel3DError, TrainingError
+from parallel3d.base import terminal
+from parallel3d.base.arguments import Parser, whole_number
+from parallel3d.base.errors import ConfigError, Parallel3DError, TrainingError
+from parallel3d.config import RunConfig, hardware
 from parallel3d.plan.report import command
 
 DONE, FAILED, BAD_INPUT = 0, 1, 2  # exit codes; scripts rely on them
@@ -30,9 +27,9 @@ def main() -> int:
         if args.calibrate:
             return calibrate(args.json, console)
         if args.validate is not None:
-            return validate(args.validate, args.program, args.json, console)
-        if args.program:
-            raise Parallel3DError("--program names what published runs ran; give --validate, too")
+            raise ConfigError(
+                "--validate: has moved; run `python -m benchmarks.published FILE` in a checkout"
+            )
         if not args.config:
             raise ConfigError("--config: is missing; name a config file, or one in configs/")
         config = RunConfig.from_json(args.config, overrides)
@@ -65,17 +62,6 @@ def calibrate(as_json: bool, console: Console) -> int:
     return DONE
 
 
-def validate(file: Path, program: str | None, as_json: bool, console: Console) -> int:
-    """Compare the planner with published runs."""
-    from parallel3d.published.validate import show, validate
-
-    report: dict[str, Any] = validate(file, program)
-    show(report, console)
-    if as_json:
-        print(json.dumps(report))
-    return DONE
-
-
 def parse_args() -> tuple[argparse.Namespace, list[str]]:
     """Read the command line of `plan`, and what it sets in the config."""
     parser = Parser(
@@ -100,15 +86,12 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--explain", type=whole_number(), metavar="N", help="show row N in detail")
     parser.add_pictures("the timeline of --explain's row")
     parser.add_argument("--calibrate", action="store_true", help="measure this machine")
-    parser.add_argument("--validate", type=Path, metavar="FILE.csv", help="published runs")
-    parser.add_argument("--program", metavar="NAME", help="what runs without a program in it ran")
+    parser.add_argument("--validate", nargs="?", const="", help=argparse.SUPPRESS)  # has moved
     parser.add_json()
     args, overrides = parser.parse_known_args()
     for flag, picture in (("--svg", args.svg), ("--trace", args.trace)):
         if picture and not args.explain:
             parser.error(f"{flag} = {picture}: no row is named to draw; add --explain 1")
-    if args.calibrate and args.validate:
-        parser.error("--calibrate: not with --validate; take one of them")
     return args, overrides
 
 

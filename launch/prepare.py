@@ -6,7 +6,8 @@
 import json
 import sys
 
-from parallel3d.arguments import Parser
+from parallel3d.base.arguments import Parser
+from parallel3d.base.errors import Parallel3DError
 from parallel3d.config import RunConfig
 from parallel3d.data.batches import check_length
 from parallel3d.data.corpus import Corpus
@@ -15,7 +16,6 @@ from parallel3d.data.prepare import prepare
 from parallel3d.data.progress import shown_progress
 from parallel3d.data.show import as_json, on_terminal, samples
 from parallel3d.data.summary import as_text, describe
-from parallel3d.errors import Parallel3DError
 
 DONE, BAD_INPUT, STOPPED = 0, 2, 3  # exit codes; scripts rely on them
 

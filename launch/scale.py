@@ -11,9 +11,9 @@ import argparse
 import json
 import sys
 
-from parallel3d import terminal
-from parallel3d.arguments import Parser
-from parallel3d.errors import Parallel3DError
+from parallel3d.base import terminal
+from parallel3d.base.arguments import Parser
+from parallel3d.base.errors import Parallel3DError
 from parallel3d.scaling import command
 from parallel3d.scaling import coordinates_command as coordinates
 from parallel3d.scaling.ladder import command as ladders

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, NoReturn
 
 from rich.console import Console
 
-from parallel3d.arguments import Parser, whole_number
+from parallel3d.base.arguments import Parser, whole_number
+from parallel3d.base.errors import Parallel3DError, TrainingError
 from parallel3d.config import RunConfig, help_text
-from parallel3d.errors import Parallel3DError, TrainingError
 from parallel3d.mesh.launch import Launch
 from parallel3d.pulse import rank as pulse
 from parallel3d.train import ending

@@ -1,8 +1,8 @@
 """Prove a config on this machine: `parallel3d verify --config ds.json`.
 
 Every mesh trains the config's model in small, and is compared with one process of plain
-transformers: loss, gradient norm and weights. With --museum it is this check that is proved:
-published silent bugs are planted in it one at a time, and it must see each (docs/museum.md).
+transformers: loss, gradient norm and weights. `python -m tests.museum` proves this check: it plants
+published silent bugs one at a time, each of which must be seen (docs/museum.md).
 """
 
 import argparse
@@ -13,10 +13,10 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from parallel3d import terminal
-from parallel3d.arguments import Parser
+from parallel3d.base import terminal
+from parallel3d.base.arguments import Parser
+from parallel3d.base.errors import ConfigError, Parallel3DError
 from parallel3d.config import RunConfig
-from parallel3d.errors import ConfigError, Parallel3DError
 from parallel3d.plan.impossible import refuse_impossible
 
 DONE, FAILED, BAD_INPUT = 0, 1, 2
@@ -29,40 +29,25 @@ def main() -> int:
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
     console = terminal.console(args.json)
     try:
-        config = read_config(args, overrides)
+        if args.museum:
+            raise ConfigError("--museum: has moved; run `python -m tests.museum` in a checkout")
+        if args.config is None:
+            raise ConfigError("--config: is missing; add it")
+        config = RunConfig.from_json(args.config, overrides)
+        refuse_impossible(config, ranks_of(config))
         with TemporaryDirectory(prefix="parallel3d-verify-") as folder:
             # Only now: torch and DeepSpeed wait for a config that is right.
-            if config is None or args.museum:
-                from parallel3d.verify.museum.command import show
+            from parallel3d.verify.report import verify
+            from parallel3d.verify.shrink import MESHES, parse_meshes
 
-                report = show(config, Path(folder), console)
-            else:
-                from parallel3d.verify.report import verify
-                from parallel3d.verify.shrink import MESHES, parse_meshes
-
-                meshes = parse_meshes(args.meshes) if args.meshes else MESHES
-                report = verify(config, meshes, Path(folder), console, chosen=bool(args.meshes))
+            meshes = parse_meshes(args.meshes) if args.meshes else MESHES
+            report = verify(config, meshes, Path(folder), console, chosen=bool(args.meshes))
     except Parallel3DError as error:
         print(f"verify: {error}", file=sys.stderr)
         return BAD_INPUT
     if args.json:
         print(json.dumps(report))
     return DONE if report["passed"] else FAILED
-
-
-def read_config(args: argparse.Namespace, overrides: list[str]) -> RunConfig | None:
-    """The config that is named; None where the museum shows its own. Raises ConfigError."""
-    if args.museum and args.meshes:
-        raise ConfigError("--meshes: not with --museum, where each exhibit has its mesh; leave it")
-    if args.config is None:
-        if not args.museum:
-            raise ConfigError("--config: is missing; add it")
-        if overrides:
-            raise ConfigError(f"{overrides[0]}: changes a config, and none is named; add --config")
-        return None
-    config = RunConfig.from_json(args.config, overrides)
-    refuse_impossible(config, ranks_of(config))
-    return config
 
 
 def ranks_of(config: RunConfig) -> int:
@@ -80,11 +65,7 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--meshes", metavar="MESHES", help="pp x dp x tp, as in 1x1x1,2x2x2; else eight of them"
     )
-    parser.add_argument(
-        "--museum",
-        action="store_true",
-        help="plant published silent bugs, one at a time; without --config in configs of its own",
-    )
+    parser.add_argument("--museum", action="store_true", help=argparse.SUPPRESS)  # has moved
     parser.add_json()
     return parser.parse_known_args()
 

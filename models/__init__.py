@@ -9,10 +9,10 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-from parallel3d import own_folders
+from parallel3d.base import own_folders
+from parallel3d.base.section import Problem, Problems
 from parallel3d.model.parametrization import parametrization_of
 from parallel3d.model.spec import LayerSpec, Shape, named_params
-from parallel3d.section import Problem, Problems
 
 __path__ += own_folders.from_environment(own_folders.MODELS)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
+from parallel3d.base.section import PathText, Problem, Problems, Section
 from parallel3d.model.parametrization import (
     ROLES,
     Parametrization,
@@ -15,7 +16,6 @@ from parallel3d.model.parametrization import (
     parametrization_of,
 )
 from parallel3d.model.spec import CostOf, Init, LayerSpec, ParamSpec
-from parallel3d.section import PathText, Problem, Problems, Section
 
 _ZEROS = Init()
 

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from parallel3d import models
-from parallel3d.section import ABSENT, Problem, Problems
+from parallel3d.base.section import ABSENT, Problem, Problems
 
 # What does not change what a model computes: names, ids, generation, how it was saved or trained.
 _NEUTRAL = {

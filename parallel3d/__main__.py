@@ -7,7 +7,7 @@ import sys
 from importlib import import_module
 
 import parallel3d
-from parallel3d.arguments import BAD_INPUT
+from parallel3d.base.arguments import BAD_INPUT
 
 COMMANDS = {
     "train": "train a model",

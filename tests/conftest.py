@@ -130,8 +130,8 @@ def compiled_before_launches(request):
 @pytest.fixture(scope="session")
 def async_io(request, tmp_path_factory):
     """DeepSpeed's reads and writes of NVMe, compiled on no test's time; skips where not."""
+    from parallel3d.base.errors import ConfigError
     from parallel3d.engine.operators import load_async_io
-    from parallel3d.errors import ConfigError
 
     with compiling(request, tmp_path_factory) as (mesh, say):
         try:

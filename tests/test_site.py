@@ -42,9 +42,11 @@ def test_the_navigation_names_each_page_once_and_pages_that_exist():
 
 def test_the_reference_has_every_module_with_a_docstring():
     rooms = dict(site_pages.rooms())
-    assert {"parallel3d", "parallel3d.plan", "parallel3d.schedule", "parallel3d.mesh"} <= set(rooms)
+    assert {"parallel3d.base", "parallel3d.plan", "parallel3d.schedule", "parallel3d.mesh"} <= set(
+        rooms
+    )
     assert "parallel3d.plan.memory.peak" in rooms["parallel3d.plan"]
-    assert "parallel3d.errors" in rooms["parallel3d"]
+    assert "parallel3d.base.errors" in rooms["parallel3d.base"]
     page = site_pages.reference_page("parallel3d.plan", rooms["parallel3d.plan"])
     assert page.startswith("# parallel3d.plan\n") and "::: parallel3d.plan.setting" in page
 

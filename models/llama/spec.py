@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from parallel3d.base.section import Problem, Problems, Section
 from parallel3d.model.head_cost import HeadCost
 from parallel3d.model.spec import Init, LayerSpec, ParamSpec
 from parallel3d.model.transformer_cost import BlockCost, EmbeddingCost
@@ -22,7 +23,6 @@ from parallel3d.models.common import (
     vocab_size,
     weight_inits,
 )
-from parallel3d.section import Problem, Problems, Section
 
 Positive = Annotated[int, Field(gt=0)]
 ZEROS, ONES = Init(), Init(value=1.0)

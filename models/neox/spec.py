@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from parallel3d.base.section import Problem, Problems
 from parallel3d.model.head_cost import HeadCost
 from parallel3d.model.spec import LayerSpec
 from parallel3d.model.transformer_cost import BlockCost, EmbeddingCost
@@ -22,7 +23,6 @@ from parallel3d.models.common import (
     table,
     vocab_size,
 )
-from parallel3d.section import Problem, Problems
 
 Positive = Annotated[int, Field(gt=0)]
 

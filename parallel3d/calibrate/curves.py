@@ -10,7 +10,7 @@ from typing import Any
 
 from parallel3d.calibrate.fit import Bounds, fit, fit_line
 from parallel3d.calibrate.steps import SmallRun, Timed
-from parallel3d.hardware import Cores, Figure, Hardware, Link
+from parallel3d.config.hardware import Cores, Figure, Hardware, Link
 from parallel3d.model.spec import Attention, MatMul
 from parallel3d.plan.setting import ENGINE, Setting
 from parallel3d.plan.time.curves import fitted

@@ -16,14 +16,14 @@ from typing import Any
 import psutil
 import torch
 
-from parallel3d.atomic import replace_text
+from parallel3d.base.atomic import replace_text
+from parallel3d.base.errors import TrainingError
 from parallel3d.calibrate.curves import fit_curves, fit_link, fit_program
 from parallel3d.calibrate.device import Effort, measure_device, set_threads
 from parallel3d.calibrate.fit import typical
 from parallel3d.calibrate.links import measure_links
 from parallel3d.calibrate.steps import SmallRun, Timed, small_runs, time_steps
-from parallel3d.errors import TrainingError
-from parallel3d.hardware import Cores, Figure, Hardware, Host, Link, recognise, user_folder
+from parallel3d.config.hardware import Cores, Figure, Hardware, Host, Link, recognise, user_folder
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.verify.local_ranks import run_locally
 

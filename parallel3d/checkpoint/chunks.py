@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from parallel3d.base.errors import CheckpointError
 from parallel3d.checkpoint.arrays import ArrayFile
 from parallel3d.checkpoint.box import Box, inside
 from parallel3d.checkpoint.files import is_count, parse_object
-from parallel3d.errors import CheckpointError
 
 Dims = tuple[int, ...]
 

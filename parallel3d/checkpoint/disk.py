@@ -10,10 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from parallel3d import atomic
+from parallel3d.base import atomic
+from parallel3d.base.fault import fault_point
 from parallel3d.checkpoint.digest import Digest
 from parallel3d.checkpoint.manifest import Entry
-from parallel3d.fault import fault_point
 
 _POINTS = "checkpoint"  # how the names of the fault points begin
 rename = partial(atomic.rename, points=_POINTS)

@@ -4,12 +4,12 @@ from pathlib import Path
 
 from torch import Tensor
 
+from parallel3d.base.errors import CheckpointError
 from parallel3d.checkpoint.arrays import memory_of
 from parallel3d.checkpoint.chunks import Chunk, ChunkFile
 from parallel3d.checkpoint.digest import Digest
 from parallel3d.checkpoint.files import open_file
 from parallel3d.checkpoint.manifest import Entry
-from parallel3d.errors import CheckpointError
 
 _READ_BYTES = 2**20
 

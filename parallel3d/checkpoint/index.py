@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from parallel3d.base.errors import CheckpointError
 from parallel3d.checkpoint.box import Box, overlapping
 from parallel3d.checkpoint.chunks import KINDS, Chunk, ChunkFile
-from parallel3d.errors import CheckpointError
 from parallel3d.mesh.agree import agree
 from parallel3d.mesh.mesh import Mesh
 

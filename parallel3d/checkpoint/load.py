@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from parallel3d.base.errors import CheckpointError
 from parallel3d.checkpoint.box import Box
 from parallel3d.checkpoint.chunk_runs import boxes_in_whole, parameter_shapes
 from parallel3d.checkpoint.chunks import ChunkFile
 from parallel3d.checkpoint.index import Index, StoredChunk, make_index
 from parallel3d.checkpoint.manifest import shapes_of
 from parallel3d.engine import KINDS, Engine
-from parallel3d.errors import CheckpointError
 from parallel3d.mesh.agree import agree
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.model.spec import LayerSpec, tied_names

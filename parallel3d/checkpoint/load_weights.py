@@ -6,13 +6,13 @@ from math import prod
 
 import torch
 
+from parallel3d.base.errors import CheckpointError
 from parallel3d.checkpoint.chunk_runs import boxes_in_whole
 from parallel3d.checkpoint.index import make_index
 from parallel3d.checkpoint.load import Reads, add_reads, check_parameters, read_all, refuse_twice
 from parallel3d.checkpoint.manifest import shapes_of
 from parallel3d.checkpoint.resume import FoundCheckpoint
 from parallel3d.engine import HeldParameter, writing
-from parallel3d.errors import CheckpointError
 from parallel3d.mesh.agree import agree
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.model.spec import LayerSpec, tied_names

@@ -14,11 +14,11 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from parallel3d.base.errors import CheckpointError
 from parallel3d.checkpoint.box import Box, inside, overlapping
 from parallel3d.checkpoint.chunks import KINDS, Chunk, ChunkFile
 from parallel3d.checkpoint.digest import Digest, digest_of, tokenizer_digest
 from parallel3d.checkpoint.files import is_count, open_file, parse_object, read_bytes
-from parallel3d.errors import CheckpointError
 
 FORMAT = 1
 MANIFEST, STATE = "manifest.json", "state.json"

@@ -4,9 +4,9 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from parallel3d.base.errors import CheckpointError, TrainingError
 from parallel3d.checkpoint import disk
 from parallel3d.checkpoint.manifest import STATE, Entry, check_file, read_manifest, step_folders
-from parallel3d.errors import CheckpointError, TrainingError
 from parallel3d.mesh.agree import agree, on_first
 from parallel3d.mesh.mesh import Mesh
 

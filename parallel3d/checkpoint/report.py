@@ -9,7 +9,9 @@ from typing import Any
 
 from rich.console import Console
 
-from parallel3d import terminal
+from parallel3d.base import terminal
+from parallel3d.base.errors import CheckpointError
+from parallel3d.base.terminal import Column
 from parallel3d.checkpoint.chunks import KINDS, ChunkFile
 from parallel3d.checkpoint.manifest import (
     MANIFEST,
@@ -21,8 +23,6 @@ from parallel3d.checkpoint.manifest import (
     step_folders,
 )
 from parallel3d.checkpoint.room import shown
-from parallel3d.errors import CheckpointError
-from parallel3d.terminal import Column
 
 LEFT_OVER = {
     ".tmp": "unfinished: a save under way, or one that was killed",

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from parallel3d.base.errors import CheckpointError
 from parallel3d.checkpoint import disk
 from parallel3d.checkpoint.chunks import ChunkFile
 from parallel3d.checkpoint.manifest import (
@@ -21,7 +22,6 @@ from parallel3d.checkpoint.manifest import (
     shapes_of,
     step_folders,
 )
-from parallel3d.errors import CheckpointError
 from parallel3d.mesh.agree import agree, on_first
 from parallel3d.mesh.mesh import Mesh
 

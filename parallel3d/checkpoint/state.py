@@ -7,12 +7,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from parallel3d.base.errors import CheckpointError
 from parallel3d.checkpoint.digest import tokenizer_digest
 from parallel3d.config import RunConfig
 from parallel3d.config.learning_rate import rate
 from parallel3d.data.corpus import Corpus
 from parallel3d.data.split import SPLIT_FORMAT
-from parallel3d.errors import CheckpointError
 
 
 @dataclass(frozen=True)

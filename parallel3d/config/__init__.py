@@ -1,5 +1,6 @@
 """Settings of a run: frozen, strict, typed, documented under each field, and free of torch."""
 
+from parallel3d.base.explain import SettingDoc
 from parallel3d.config.data import DataConfig
 from parallel3d.config.deepspeed import (
     AdamParams,
@@ -18,7 +19,6 @@ from parallel3d.config.parallel3d_block import (
     TrainConfig,
 )
 from parallel3d.config.run import RunConfig
-from parallel3d.explain import SettingDoc
 
 __all__ = [
     "AdamParams",

@@ -2,8 +2,8 @@
 
 from fractions import Fraction
 
+from parallel3d.base.section import ABSENT, Problem, Problems
 from parallel3d.config.parallel3d_block import MeshConfig
-from parallel3d.section import ABSENT, Problem, Problems
 
 BATCH, MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
 ACCUMULATION = "gradient_accumulation_steps"

@@ -10,7 +10,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
-from parallel3d.section import ABSENT
+from parallel3d.base.section import ABSENT
 
 AUTO = "auto"
 

@@ -1,9 +1,9 @@
 """Facts about a config file that the classes of a run's config do not hold."""
 
 from parallel3d import models
+from parallel3d.base.section import Beyond
 from parallel3d.config import auto, deepspeed_keys
 from parallel3d.config.scheduler import SCHEDULERS
-from parallel3d.section import Beyond
 
 BEYOND = Beyond(
     choices={

@@ -12,6 +12,7 @@ from inspect import signature
 from math import isqrt
 from typing import Any
 
+from parallel3d.base.section import ABSENT, Problem
 from parallel3d.config import arithmetic
 from parallel3d.config.data import DataConfig
 from parallel3d.config.deepspeed import Bf16Config, Fp16Config, OptimizerConfig, ZeroConfig
@@ -24,7 +25,6 @@ from parallel3d.config.parallel3d_block import (
     TrainConfig,
 )
 from parallel3d.config.pipeline_checks import check_compile, check_reduction, check_schedule
-from parallel3d.section import ABSENT, Problem
 
 _signature = cache(signature)  # the planner asks for thousands of meshes
 

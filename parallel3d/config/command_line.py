@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from parallel3d import reader
+from parallel3d.base import reader
 from parallel3d.config import folders, pretrained
 from parallel3d.config.short_paths import full_path
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, Strict, model_validator
 
-from parallel3d.section import ABSENT, PathText, Problem, Problems, Section
+from parallel3d.base.section import ABSENT, PathText, Problem, Problems, Section
 
 # Files of token ids that another program wrote: by Megatron-LM, by datatrove, flat arrays.
 OF_IDS = ("megatron", "datatrove", "tokens")

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, Strict, model_validator
 
+from parallel3d.base.section import PathText, Problem, Problems, Section, Size
 from parallel3d.config import examples
-from parallel3d.section import PathText, Problem, Problems, Section, Size
 
 _LEAST_ON_NVME = 2**18  # elements; DeepSpeed keeps fewer bytes than 1 MiB in host memory
 Beta = Annotated[float, Field(ge=0, lt=1)]

@@ -3,11 +3,11 @@
 import json
 from collections.abc import Iterator
 
+from parallel3d.base.explain import SettingDoc
 from parallel3d.config import auto
 from parallel3d.config.deepspeed_keys import BY_SECTION
 from parallel3d.config.key import ANY, Key
 from parallel3d.config.listing import settings
-from parallel3d.explain import SettingDoc
 
 _INTRODUCTION = """\
 # Settings

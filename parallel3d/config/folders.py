@@ -7,9 +7,10 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Strict
 
-from parallel3d import models, own_folders
+from parallel3d import models
+from parallel3d.base import own_folders
+from parallel3d.base.section import PathText
 from parallel3d.schedule import schedules
-from parallel3d.section import PathText
 
 
 def _families_in(folder: Path) -> Iterable[str]:

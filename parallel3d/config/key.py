@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from parallel3d.section import ABSENT
+from parallel3d.base.section import ABSENT
 
 ANY: Any = object()  # every value
 

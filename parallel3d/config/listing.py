@@ -2,9 +2,9 @@
 
 import textwrap
 
-from parallel3d import explain
+from parallel3d.base import explain
+from parallel3d.base.explain import SettingDoc
 from parallel3d.config.run import RunConfig
-from parallel3d.explain import SettingDoc
 
 
 def settings() -> list[SettingDoc]:

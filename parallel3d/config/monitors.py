@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, Strict
 
-from parallel3d.section import PathText, Section, Strings
+from parallel3d.base.section import PathText, Section, Strings
 
 # Blocks that say nothing unless they are switched on.
 SWITCHED = ("tensorboard", "csv_monitor", "wandb", "comet", "flops_profiler", "comms_logger")

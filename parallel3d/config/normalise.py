@@ -8,10 +8,10 @@ What it leaves is checked strictly, so what is not accepted here is refused ther
 from copy import deepcopy
 from typing import Any
 
+from parallel3d.base.section import ABSENT
 from parallel3d.config import auto, folders, pretrained
 from parallel3d.config.deepspeed_keys import BY_SECTION
 from parallel3d.config.monitors import SWITCHED
-from parallel3d.section import ABSENT
 
 # DeepSpeed reads the old name where the new one is not there: section, old, new, and what it means.
 _OLD_NAMES = (

@@ -5,13 +5,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, Strict, WrapValidator
 
-from parallel3d import hardware, models
+from parallel3d import models
+from parallel3d.base.section import ABSENT, PathText, Problem, Problems, Section
+from parallel3d.config import hardware
 from parallel3d.config.data import DataConfig
 from parallel3d.config.folders import ModelFolders, ScheduleFolders
 from parallel3d.config.monitors import Trackers
 from parallel3d.schedule import schedules
 from parallel3d.schedule.sharding import Weights
-from parallel3d.section import ABSENT, PathText, Problem, Problems, Section
 
 Positive = Annotated[int, Field(gt=0)]
 _LONGEST_NAME = 100  # characters; file systems take 255 bytes, of which "-2" or a suffix need some

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
+from parallel3d.base.section import Problem
 from parallel3d.config.deepspeed import ZeroConfig
 from parallel3d.config.parallel3d_block import MeshConfig, PipelineConfig, TrainConfig, reduces_once
 from parallel3d.schedule import schedules
-from parallel3d.section import Problem
 
 
 def check_schedule(

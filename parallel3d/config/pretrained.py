@@ -13,10 +13,10 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from parallel3d.errors import ConfigError
+from parallel3d.base.errors import ConfigError
+from parallel3d.base.network import why_unreachable
+from parallel3d.base.section import Problem, Problems
 from parallel3d.models import pretrained
-from parallel3d.network import why_unreachable
-from parallel3d.section import Problem, Problems
 
 KEY = "from_pretrained"
 _PATH = f"parallel3d.model.{KEY}"

@@ -5,7 +5,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PlainValidator, PrivateAttr, ValidationError
 
-from parallel3d import explain, reader
+from parallel3d.base import explain, reader
+from parallel3d.base.section import Beyond, Problem, Problems, Section, Size
 from parallel3d.config import arithmetic, checks, examples
 from parallel3d.config.beyond import BEYOND
 from parallel3d.config.command_line import apply_overrides
@@ -38,7 +39,6 @@ from parallel3d.config.parallel3d_block import (
     TrainConfig,
 )
 from parallel3d.config.scheduler import scheduler_section
-from parallel3d.section import Beyond, Problem, Problems, Section, Size
 
 
 class RunConfig(Section):

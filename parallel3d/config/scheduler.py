@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from parallel3d.section import ABSENT, Problem, Problems, Section
+from parallel3d.base.section import ABSENT, Problem, Problems, Section
 
 Steps = Annotated[int, Field(gt=0)]
 Rate = Annotated[float, Field(ge=0)]

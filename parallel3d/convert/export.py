@@ -6,6 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from parallel3d.base.errors import ConfigError, TrainingError
 from parallel3d.checkpoint.arrays import recycled
 from parallel3d.checkpoint.room import disk_lacks, shown
 from parallel3d.convert.card import About, write_rest
@@ -16,7 +17,6 @@ from parallel3d.convert.source import CheckpointSource
 from parallel3d.convert.stamp import Stamp, stamp
 from parallel3d.convert.weight_files import WeightFiles
 from parallel3d.data.sources import Progress
-from parallel3d.errors import ConfigError, TrainingError
 
 
 def quiet() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from parallel3d.atomic import rename, sync, sync_folder
+from parallel3d.base.atomic import rename, sync, sync_folder
 from parallel3d.checkpoint.arrays import memory_of
 from parallel3d.convert.weight_files import INDEX, WeightFiles
 from parallel3d.mesh.nodes import appears

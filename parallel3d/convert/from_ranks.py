@@ -6,13 +6,13 @@ from pathlib import Path
 
 from torch import Tensor
 
+from parallel3d.base.errors import TrainingError
 from parallel3d.config import RunConfig
 from parallel3d.convert.card import About, line_after, write_rest
 from parallel3d.convert.files import Writer, create, publish
 from parallel3d.convert.weight_files import SHARD_BYTES, WeightFiles
 from parallel3d.data.corpus import Corpus
 from parallel3d.engine import Engine
-from parallel3d.errors import TrainingError
 from parallel3d.mesh.agree import agree, gather_json
 from parallel3d.mesh.mesh import Mesh
 

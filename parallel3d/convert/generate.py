@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
+from parallel3d.base.errors import ConfigError, TrainingError
 from parallel3d.checkpoint.manifest import step_folders
 from parallel3d.convert.card import steps_of
 from parallel3d.convert.export import export, quiet
 from parallel3d.convert.source import CheckpointSource
 from parallel3d.convert.weight_files import WeightFiles
 from parallel3d.data.sources import silent
-from parallel3d.errors import ConfigError, TrainingError
 
 Say = Callable[[str], None]
 

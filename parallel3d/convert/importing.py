@@ -8,6 +8,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from parallel3d import models
+from parallel3d.base.errors import ConfigError
 from parallel3d.config.pretrained import derived, read_config
 from parallel3d.convert.card import CARD, CONFIG, GENERATION, tokenizer_files
 from parallel3d.convert.export import made, write_tensors
@@ -25,7 +26,6 @@ from parallel3d.convert.read_back import (
 from parallel3d.convert.stamp import Stamp, stamp
 from parallel3d.convert.weight_files import SHARD_BYTES, WeightFiles
 from parallel3d.data.sources import Progress, silent
-from parallel3d.errors import ConfigError
 from parallel3d.models import pretrained
 from parallel3d.pretrained.header import StoredTensor
 from parallel3d.pretrained.published_weights import PublishedWeights

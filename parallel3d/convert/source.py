@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from parallel3d import models
+from parallel3d.base.errors import CheckpointError
 from parallel3d.checkpoint.arrays import empty
 from parallel3d.checkpoint.box import overlapping
 from parallel3d.checkpoint.chunks import Chunk
@@ -27,7 +28,6 @@ from parallel3d.convert.card import About, line_after, tokenizer_files
 from parallel3d.data.cache import cache_root
 from parallel3d.data.sources import Progress, silent
 from parallel3d.data.tokenizer import load_tokenizer
-from parallel3d.errors import CheckpointError
 from parallel3d.model.spec import named_params
 
 

@@ -17,9 +17,9 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
 
 from parallel3d import models
+from parallel3d.base.errors import ConfigError
 from parallel3d.checkpoint.arrays import empty
 from parallel3d.checkpoint.chunks import framed
-from parallel3d.errors import ConfigError
 from parallel3d.model.spec import ParamSpec, named_params
 
 INDEX = "model.safetensors.index.json"

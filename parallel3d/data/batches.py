@@ -8,11 +8,11 @@ of one of its streams.
 
 import numpy as np
 
+from parallel3d.base.errors import DataError
 from parallel3d.data.corpus import Corpus, Mixture, TokenStream
 from parallel3d.data.mixing import Mixing
 from parallel3d.data.order import GOLDEN, sample_index
 from parallel3d.data.paging import will_need
-from parallel3d.errors import DataError
 
 
 def num_windows(num_tokens: int, sequence_length: int) -> int:

@@ -14,8 +14,8 @@ from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
 
-from parallel3d.atomic import rename, sync
-from parallel3d.lock import Lock
+from parallel3d.base.atomic import rename, sync
+from parallel3d.base.lock import Lock
 
 MANIFEST = "files.json"
 

@@ -11,13 +11,13 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from parallel3d.atomic import replaced
+from parallel3d.base.atomic import replaced
+from parallel3d.base.errors import DataError
 from parallel3d.data.cache import prune
 from parallel3d.data.pieces import UNREADABLE, Flaw
 from parallel3d.data.rows import ALL_ROWS, FileReader, Wanted
 from parallel3d.data.skips import LISTED, Skips
 from parallel3d.data.sources import Files, Progress, silent
-from parallel3d.errors import DataError
 
 # A document: number of its file; row or line in it, from 1; byte where the line starts; bytes of
 # its text in UTF-8; their digest.

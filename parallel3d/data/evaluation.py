@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from parallel3d.base.errors import DataError
 from parallel3d.data.batches import Batches
 from parallel3d.data.corpus import Corpus, Mixture, TokenStream
 from parallel3d.data.statistics import held_out_bytes, train_frequencies
-from parallel3d.errors import DataError
 
 # Of the order of samples, whatever seed a run trains with. Losses are compared: it never changes.
 ORDER_SEED = 20

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from parallel3d.atomic import rename, sync
+from parallel3d.base.atomic import rename, sync
+from parallel3d.base.errors import DataError
 from parallel3d.data.corpus import Corpus, TokenStream
 from parallel3d.data.foreign import megatron
 from parallel3d.data.foreign.files import BLOCK, INTEGERS, blocks
 from parallel3d.data.sources import Progress, silent
-from parallel3d.errors import DataError
 
 # Megatron-LM takes uint16 for fewer tokens than this, else int32.
 MOST_OF_UINT16 = 65500

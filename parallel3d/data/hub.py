@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from parallel3d.errors import DataError
-from parallel3d.network import why_unreachable
+from parallel3d.base.errors import DataError
+from parallel3d.base.network import why_unreachable
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from parallel3d.atomic import replaced
+from parallel3d.base.atomic import replaced
+from parallel3d.base.errors import DataError
 from parallel3d.config.data import DataConfig, PartConfig
 from parallel3d.data.cache import prune
 from parallel3d.data.corpus_folder import digest_of
@@ -17,7 +18,6 @@ from parallel3d.data.foreign import megatron
 from parallel3d.data.foreign.check import Checked, Vocabulary, check
 from parallel3d.data.foreign.files import TokenFile, is_file
 from parallel3d.data.foreign.remote import is_url, version_of
-from parallel3d.errors import DataError
 
 # Part of an index's name: raise it when what is found in the same file changes.
 INDEX_FORMAT = 1

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from parallel3d.errors import DataError
+from parallel3d.base.errors import DataError
 
 PIECE_BYTES = 2**20
 BOM = b"\xef\xbb\xbf"

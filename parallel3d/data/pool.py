@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import IO
 
 import parallel3d
+from parallel3d.base.errors import DataError
 from parallel3d.data.shards import ShardPlan, make_shard
-from parallel3d.errors import DataError
 
 # On two cores one process with two threads is as fast (7.4 MB/s) and starts two seconds sooner;
 # but what it does alone, reading and converting, is not shared out when there are many cores.

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from parallel3d.base.errors import DataError
 from parallel3d.config.data import DataConfig, PartConfig, holds_ids
 from parallel3d.data.cache import cache_root, is_whole, locked, staged
 from parallel3d.data.corpus import Corpus, entropy
@@ -30,7 +31,6 @@ from parallel3d.data.split import num_common, split_documents
 from parallel3d.data.tokenised import Tokenised, TokenRecipe, find_tokens, vocabulary_of
 from parallel3d.data.tokenizer import check_name, save_tokenizer, tokenizer_directory
 from parallel3d.data.validation import validation_sets
-from parallel3d.errors import DataError
 
 
 def prepare(config: DataConfig, progress: Progress = silent) -> Corpus:

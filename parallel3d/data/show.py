@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from parallel3d.base.errors import DataError
 from parallel3d.data.batches import num_windows
 from parallel3d.data.corpus import Corpus, Mixture
 from parallel3d.data.mixing import Mixing
 from parallel3d.data.order import GOLDEN, sample_index
 from parallel3d.data.tokenizer import load_tokenizer
-from parallel3d.errors import DataError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

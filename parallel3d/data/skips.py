@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, NamedTuple
 
+from parallel3d.base.errors import DataError
 from parallel3d.data.pieces import EMPTY, Flaw
-from parallel3d.errors import DataError
 
 LISTED = 20
 LEAVE_OUT = 'or set data.on_error to "skip"'

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from parallel3d.errors import DataError
+from parallel3d.base.errors import DataError
 
 if TYPE_CHECKING:
     # A tokenising process, which reads no config, starts in half the time without it.

@@ -10,8 +10,8 @@ from typing import Literal
 
 import numpy as np
 
+from parallel3d.base.errors import DataError
 from parallel3d.data.order import mix
-from parallel3d.errors import DataError
 
 # Of what a checkpoint was trained on: raise it when the same corpus is split in another way.
 SPLIT_FORMAT = 3

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from parallel3d.base.errors import DataError
 from parallel3d.config.data import DataConfig, PartConfig
 from parallel3d.data.corpus import PLACE, entropy
 from parallel3d.data.corpus_folder import FORMAT, contents_of, digest_of, seen
@@ -37,7 +38,6 @@ from parallel3d.data.indexes import indexed
 from parallel3d.data.sources import Progress, matching_files
 from parallel3d.data.statistics import save_held_out
 from parallel3d.data.tokenizer import load_tokenizer, num_tokens, save_tokenizer
-from parallel3d.errors import DataError
 
 MEGA = 1_000_000
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from parallel3d.errors import DataError
-from parallel3d.network import why_unreachable
+from parallel3d.base.errors import DataError
+from parallel3d.base.network import why_unreachable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -6,8 +6,8 @@ import signal
 import sys
 from pathlib import Path
 
+from parallel3d.base.errors import DataError
 from parallel3d.data.shards import ShardPlan, make_shard
-from parallel3d.errors import DataError
 
 
 def main() -> None:

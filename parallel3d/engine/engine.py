@@ -14,6 +14,7 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
 
+from parallel3d.base.errors import ConfigError, TrainingError
 from parallel3d.engine import operators, swap
 from parallel3d.engine.construction import ModelParallelUnit, building, swap_folder
 from parallel3d.engine.engine_settings import EngineSettings
@@ -21,7 +22,6 @@ from parallel3d.engine.gathering import GatheredWeights, Layers
 from parallel3d.engine.quirks import compiler, core, fp16, masters, nvme, resume, tracing, updating
 from parallel3d.engine.reduction import Reduction
 from parallel3d.engine.states import OptimizerStates
-from parallel3d.errors import ConfigError, TrainingError
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.tensor.held import HeldParameter
 from parallel3d.tensor.held_back import added_in_place

@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
+from parallel3d.base.section import Section
 from parallel3d.config import RunConfig
 from parallel3d.config.parallel3d_block import gathered_for, reduces_once
 from parallel3d.engine.quirks import core
 from parallel3d.model.parametrization import Rate, Role, Scales
 from parallel3d.models.common import scales_of
 from parallel3d.schedule.sharding import Weights
-from parallel3d.section import Section
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _BUCKET = 500_000_000  # DeepSpeed's own reduce_bucket_size

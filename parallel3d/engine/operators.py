@@ -22,8 +22,8 @@ from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder, PinMemoryBu
 from torch.utils import cpp_extension
 from torch.utils.file_baton import FileBaton
 
+from parallel3d.base.errors import ConfigError
 from parallel3d.engine.quirks import core
-from parallel3d.errors import ConfigError
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.pulse import rank as pulse
 

@@ -13,11 +13,11 @@ import deepspeed
 import torch
 from torch import Tensor, nn
 
+from parallel3d.base.errors import TrainingError
 from parallel3d.engine.construction import building, writing
 from parallel3d.engine.engine import Engine
 from parallel3d.engine.engine_settings import EngineSettings
 from parallel3d.engine.quirks import core, nvme
-from parallel3d.errors import TrainingError
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.model.spec import Init, ParamSpec
 from parallel3d.tensor.cut import Cut

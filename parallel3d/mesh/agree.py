@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from parallel3d.errors import Parallel3DError, TrainingError, packed, unpacked
+from parallel3d.base.errors import Parallel3DError, TrainingError, packed, unpacked
 from parallel3d.mesh.mesh import Mesh
 
 _T = TypeVar("_T")

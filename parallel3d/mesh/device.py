@@ -5,7 +5,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from parallel3d.errors import ConfigError
+from parallel3d.base.errors import ConfigError
 from parallel3d.mesh.environment import set_allocator
 from parallel3d.mesh.launch import Launch
 

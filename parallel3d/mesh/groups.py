@@ -1,31 +1,44 @@
 """Process groups: the backend that a launch takes, and how groups are split off the world's.
 
-Under NCCL, and under the strict backend as there, every rank of the world takes part in each split:
-one call makes the groups of a whole axis (floor 1).
+Under NCCL every rank of the world takes part in each split: one call makes the groups of a whole
+axis (floor 1).
 """
 
 import os
 from collections.abc import Sequence
 from datetime import timedelta
+from importlib import import_module
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from parallel3d.mesh import strict
+from parallel3d.base.errors import ConfigError
 
-BACKEND = "PARALLEL3D_BACKEND"  # in the environment: "strict", or nothing
+BACKEND = "PARALLEL3D_BACKEND"  # in the environment: "package.module:name,settings", or nothing
 
 
 def choose_backend(device: torch.device) -> str:
-    """The backend of process groups: the device's own, or what the environment names for tests."""
+    """Return the backend of process groups: the device's own, or what the environment names.
+
+    The environment may name a function that registers another backend with torch, for tests: it is
+    called with the settings and the device's type, and returns the backend's name. Raises
+    ConfigError if there is no such function.
+    """
     # The pipeline's transfers are meant to be serialised; each rank would say that they are.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     if not (text := os.environ.get(BACKEND, "")):
         return dist.get_default_backend_for_device(device)
-    options = strict.StrictOptions.from_text(text)
-    strict.register(options, device.type)
-    return strict.NAME
+    place, _, settings = text.partition(",")
+    module, _, name = place.partition(":")
+    try:
+        register = getattr(import_module(module), name)
+    except (AttributeError, ImportError, ValueError) as error:
+        raise ConfigError(
+            f'the environment has {BACKEND} = "{text}": cannot be imported ({error}); write '
+            '"package.module:name", or unset it to train'
+        ) from None
+    return str(register(settings, device.type))
 
 
 def options_of(backend: str, timeout: timedelta, urgent: bool = False) -> Any:
@@ -52,8 +65,9 @@ def split(
     """
     world = dist.group.WORLD
     assert world is not None
-    if isinstance(world, strict.StrictGroup):
-        return strict.split_group(world, ranks, timeout=timeout, group_desc=name)
+    if hasattr(world, "split_among"):  # a backend from the environment that splits as NCCL does
+        mine: dist.ProcessGroup | None = world.split_among(ranks, timeout, name)
+        return mine
     if world.bound_device_id is not None:
         return dist.split_group(
             world,
@@ -62,12 +76,29 @@ def split(
             pg_options=options_of(dist.get_backend(), timeout, urgent),
             group_desc=name,
         )
-    return strict.join_one_of(ranks, timeout=timeout, name=name)
+    return join_one_of(ranks, timeout, name)
+
+
+def join_one_of(
+    ranks: Sequence[Sequence[int]], timeout: timedelta, name: str
+) -> dist.ProcessGroup | None:
+    """Make the groups of `split` one after another, where a backend cannot split."""
+    mine = None
+    for members in ranks:
+        # torch counts the groups to name them, so each rank must make each, its own or not. That
+        # costs nothing; a group of one is named after its rank.
+        alone = len(members) == 1
+        if not alone or dist.get_rank() in members:
+            group = dist.new_group(
+                list(members), timeout=timeout, use_local_synchronization=alone, group_desc=name
+            )
+            mine = group if dist.get_rank() in members else mine
+    return mine
 
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Let a group's operations fail after `timeout` from now on."""
-    if isinstance(group, strict.StrictGroup):
+    if hasattr(group, "split_among"):
         group.set_timeout(timeout)
     else:
         dist.distributed_c10d._set_pg_timeout(timeout, group)

@@ -11,10 +11,9 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from parallel3d.errors import packed, unpacked
-from parallel3d.mesh import strict
+from parallel3d.base.errors import packed, unpacked
 from parallel3d.mesh.device import claim_device, identity_of
-from parallel3d.mesh.groups import choose_backend, options_of
+from parallel3d.mesh.groups import BACKEND, choose_backend, options_of
 from parallel3d.mesh.launch import Launch
 from parallel3d.mesh.network import allow_open_files, choose_interface, connect_on_demand
 from parallel3d.pulse import rank as pulse
@@ -92,7 +91,7 @@ def join(launch: Launch, device: torch.device, watched: bool = False) -> None:
         rank=launch.rank,
         world_size=launch.world_size,
         timeout=STARTUP_TIMEOUT,
-        device_id=device if device.type != "cpu" and backend != strict.NAME else None,
+        device_id=device if device.type != "cpu" and BACKEND not in os.environ else None,
         # An axis that holds every rank has this group, so it is as urgent as theirs.
         pg_options=options_of(backend, STARTUP_TIMEOUT, urgent=True),
     )

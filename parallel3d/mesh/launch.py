@@ -5,8 +5,8 @@ import re
 from dataclasses import dataclass
 from itertools import chain, islice, repeat
 
-from parallel3d.errors import ConfigError
-from parallel3d.holder import Job
+from parallel3d.base.errors import ConfigError
+from parallel3d.base.holder import Job
 
 
 @dataclass(frozen=True)

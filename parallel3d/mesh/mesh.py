@@ -13,8 +13,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from parallel3d import fault
-from parallel3d.errors import ConfigError
+from parallel3d.base import fault
+from parallel3d.base.errors import ConfigError
 from parallel3d.mesh.device import pick_device
 from parallel3d.mesh.groups import set_timeout, split
 from parallel3d.mesh.join import STARTUP_TIMEOUT, join

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import Field, model_validator
 
-from parallel3d.section import Problem, Problems, Section
+from parallel3d.base.section import Problem, Problems, Section
 
 Role = Literal["input", "hidden", "output", "vector"]
 """What a parameter maps: a table's rows to the width ("input"), width to width ("hidden"), width to

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from parallel3d.base.errors import ScheduleError
 from parallel3d.engine import Engine
-from parallel3d.errors import ScheduleError
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.single import all_gather_single
 from parallel3d.mesh.transfer import Transfer

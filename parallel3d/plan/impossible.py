@@ -3,10 +3,10 @@
 from typing import Any
 
 from parallel3d import models
+from parallel3d.base.section import Problem, Problems
 from parallel3d.config import RunConfig
 from parallel3d.model.spec import STATE_BYTES
 from parallel3d.plan.setting import BYTES
-from parallel3d.section import Problem, Problems
 
 MOST_LAYERS = 2_000
 """Layers that are listed one by one; the deepest model that was published has 1,000

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import torch
 
+from parallel3d.base.errors import CheckpointError
 from parallel3d.checkpoint.arrays import ArrayFile
 from parallel3d.checkpoint.chunks import MAX_HEADER_BYTES
 from parallel3d.checkpoint.files import is_count, parse_object
-from parallel3d.errors import CheckpointError
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 

@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from parallel3d.base.errors import CheckpointError, ConfigError
 from parallel3d.checkpoint.chunk_runs import boxes_in_whole
 from parallel3d.config.pretrained import SETTINGS, WEIGHTS, digest_of, downloaded
 from parallel3d.engine import Engine
-from parallel3d.errors import CheckpointError, ConfigError
 from parallel3d.mesh.agree import agree
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.nodes import find_nodes

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from parallel3d import models
+from parallel3d.base.errors import CheckpointError, ConfigError
 from parallel3d.checkpoint.arrays import ArrayFile, empty
 from parallel3d.checkpoint.box import Box, boxes_of
 from parallel3d.config.pretrained import weight_files
-from parallel3d.errors import CheckpointError, ConfigError
 from parallel3d.model.spec import named_params, tied_names
 from parallel3d.models.pretrained import Part
 from parallel3d.pretrained.header import DTYPES, StoredTensor, read_header

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from parallel3d.base.errors import DataError
 from parallel3d.data.tokenizer import encode, load_tokenizer
-from parallel3d.errors import DataError
 
 _SAMPLE = "def main():\n    print('1234', \"naïve\")\n\n The quick fox, in 1999.  \U0001f98a 東京"
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from parallel3d.errors import ConfigError
+from parallel3d.base.errors import ConfigError
 from parallel3d.scaling.points import Array, Points
 
 SAME = 1e-3  # sizes and tokens that differ by less, relative, are one

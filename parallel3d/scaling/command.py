@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from parallel3d.arguments import Parser, whole_number
-from parallel3d.atomic import replace_text
-from parallel3d.errors import ConfigError
+from parallel3d.base.arguments import Parser, whole_number
+from parallel3d.base.atomic import replace_text
+from parallel3d.base.errors import ConfigError
 from parallel3d.scaling import data_constrained, forecast, frontier, power, report, runs
 from parallel3d.scaling.estimator import Estimator
 from parallel3d.scaling.fit import fit_law

@@ -9,9 +9,9 @@ from math import isnan
 from rich.console import Console
 from rich.table import Table
 
-from parallel3d.arguments import Parser, output_file, whole_number
+from parallel3d.base.arguments import Parser, output_file, whole_number
+from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
-from parallel3d.errors import ConfigError
 from parallel3d.model.parametrization import parametrization_of
 from parallel3d.scaling.command import NO_EXTRA
 from parallel3d.scaling.coordinates import MOST, CoordinateCheck, Layer, draw

@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from parallel3d.errors import ConfigError
+from parallel3d.base.errors import ConfigError
 from parallel3d.scaling.laws import Law
 from parallel3d.scaling.points import Array, Points
 from parallel3d.scaling.solve import ENOUGH, ROUGHLY, Model, Solution, huber, minimise

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from parallel3d.errors import ConfigError
+from parallel3d.base.errors import ConfigError
 from parallel3d.scaling.checks import SAME_BUDGET, check, groups
 from parallel3d.scaling.estimator import EXPONENTS, Estimator, SumModel
 from parallel3d.scaling.laws import Law

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from parallel3d.errors import ConfigError
+from parallel3d.base.errors import ConfigError
 from parallel3d.scaling.checks import check
 from parallel3d.scaling.estimator import Estimator, SumModel
 from parallel3d.scaling.fit import fit_law, noise_floor

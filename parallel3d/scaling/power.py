@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from parallel3d.errors import ConfigError
+from parallel3d.base.errors import ConfigError
 from parallel3d.scaling.points import Array, Points
 from parallel3d.scaling.result import Fit
 

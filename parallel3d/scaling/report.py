@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from parallel3d.atomic import replaced
+from parallel3d.base.atomic import replaced
 from parallel3d.scaling.estimator import EXPONENTS
 from parallel3d.scaling.laws import LAWS
 from parallel3d.scaling.plots import pictures

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from parallel3d.errors import ConfigError
+from parallel3d.base.errors import ConfigError
 from parallel3d.scaling.points import Array, Dropped, Points
 
 LEVEL = 95  # per cent that an interval holds

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from parallel3d.errors import ConfigError
+from parallel3d.base.errors import ConfigError
 
 LARGEST = 64 * 2**20  # bytes of a table that are read
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from parallel3d import models
+from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
-from parallel3d.errors import ConfigError
 from parallel3d.scaling.run_table import Table, number
 
 CONFIG, METRICS = "config.json", "metrics.jsonl"

@@ -5,10 +5,10 @@ from typing import Any
 
 from rich.console import Console
 
-from parallel3d import terminal
+from parallel3d.base import terminal
+from parallel3d.base.terminal import Column
 from parallel3d.scaling.forecast import ONE_RUN, Forecast
 from parallel3d.scaling.result import StoredFit
-from parallel3d.terminal import Column
 
 _MOST = 12  # dropped rows that are printed; the rest are counted
 

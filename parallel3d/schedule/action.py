@@ -5,7 +5,7 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import NamedTuple
 
-from parallel3d.errors import ScheduleError
+from parallel3d.base.errors import ScheduleError
 
 
 class Op(StrEnum):

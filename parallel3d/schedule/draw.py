@@ -7,7 +7,7 @@ from html import escape
 from statistics import mean
 from typing import Any
 
-from parallel3d.errors import ScheduleError
+from parallel3d.base.errors import ScheduleError
 from parallel3d.schedule import lanes
 from parallel3d.schedule.action import Action, Cost, Op, Span, Spans
 from parallel3d.schedule.fold import Timeline, fold, tick_step

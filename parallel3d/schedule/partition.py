@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from math import lcm
 
-from parallel3d.errors import ConfigError
+from parallel3d.base.errors import ConfigError
 
 
 def partition(costs: Sequence[float], num_stages: int) -> tuple[range, ...]:

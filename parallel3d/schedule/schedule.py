@@ -11,7 +11,7 @@ from functools import cache, cached_property, partial
 from itertools import accumulate, chain, pairwise
 from typing import NoReturn
 
-from parallel3d.errors import ScheduleError
+from parallel3d.base.errors import ScheduleError
 from parallel3d.schedule.action import Action, Cost, Op, Span, Spans, unit_cost
 from parallel3d.schedule.bubble import bubble
 from parallel3d.schedule.sharding import SHARDING, Weights, gathers, problems, with_sharding

@@ -16,8 +16,8 @@ from typing import Any
 
 import psutil
 
-from parallel3d.atomic import replace_text
-from parallel3d.errors import TrainingError
+from parallel3d.base.atomic import replace_text
+from parallel3d.base.errors import TrainingError
 from parallel3d.mesh.launch import jobs_of_this_process
 from parallel3d.train.stopping import Stopped
 

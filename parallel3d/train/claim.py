@@ -7,11 +7,11 @@ from itertools import count
 from pathlib import Path
 from tempfile import TemporaryFile
 
+from parallel3d.base.errors import ConfigError
+from parallel3d.base.holder import Holder, read
+from parallel3d.base.lock import Lock, LockHeld
 from parallel3d.config import RunConfig
 from parallel3d.config.digest import digest_of
-from parallel3d.errors import ConfigError
-from parallel3d.holder import Holder, read
-from parallel3d.lock import Lock, LockHeld
 from parallel3d.mesh.launch import Launch
 from parallel3d.plan.impossible import refuse_impossible
 from parallel3d.train.attempts import folder_of_this_launch, unfinished

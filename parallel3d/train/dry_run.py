@@ -8,10 +8,10 @@ from typing import Any
 
 from rich.console import Console
 
-from parallel3d import hardware, terminal
+from parallel3d.base import terminal
+from parallel3d.base.errors import ConfigError
 from parallel3d.checkpoint import room
-from parallel3d.config import RunConfig
-from parallel3d.errors import ConfigError
+from parallel3d.config import RunConfig, hardware
 from parallel3d.mesh.device import pick_device
 from parallel3d.mesh.launch import Launch
 from parallel3d.plan.impossible import refuse_impossible

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import psutil
 
-from parallel3d.errors import RankError, TrainingError
+from parallel3d.base.errors import RankError, TrainingError
 from parallel3d.mesh.launch import Launch
 from parallel3d.pulse import rank as pulse
 from parallel3d.pulse.page import Verdict

@@ -7,6 +7,7 @@ from typing import cast
 
 from rich.console import Console
 
+from parallel3d.base.errors import CheckpointError, ConfigError
 from parallel3d.checkpoint import resume
 from parallel3d.checkpoint.digest import tokenizer_digest
 from parallel3d.checkpoint.load_weights import load_weights
@@ -15,7 +16,6 @@ from parallel3d.config import RunConfig
 from parallel3d.data.corpus import Corpus
 from parallel3d.data.split import SPLIT_FORMAT
 from parallel3d.engine import Engine, EngineSettings, ForwardEngine, forward_settings
-from parallel3d.errors import CheckpointError, ConfigError
 from parallel3d.mesh.agree import on_first
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.pipeline.executor import Executor

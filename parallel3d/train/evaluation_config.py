@@ -6,12 +6,13 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from parallel3d import models, reader
+from parallel3d import models
+from parallel3d.base import reader
+from parallel3d.base.errors import CheckpointError, ConfigError
 from parallel3d.checkpoint.manifest import STATE, read_state
 from parallel3d.checkpoint.report import find_checkpoints
 from parallel3d.config import RunConfig
 from parallel3d.config.command_line import apply_overrides
-from parallel3d.errors import CheckpointError, ConfigError
 from parallel3d.mesh.launch import Launch
 
 ALL = 10**12  # more samples than there are

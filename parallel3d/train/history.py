@@ -5,7 +5,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from parallel3d.atomic import replace_text
+from parallel3d.base.atomic import replace_text
 
 METRICS = "metrics.jsonl"
 _TAIL = 2**20  # bytes of it, far more than its last line

@@ -2,8 +2,7 @@
 
 import torch
 
-from parallel3d import hardware
-from parallel3d.config import RunConfig
+from parallel3d.config import RunConfig, hardware
 from parallel3d.mesh.device import pick_device
 from parallel3d.mesh.launch import Launch
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import psutil
 import torch
 
+from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
 from parallel3d.engine.swap import check_writable
-from parallel3d.errors import ConfigError
 from parallel3d.mesh.agree import agree, on_first
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.nodes import appears, find_nodes

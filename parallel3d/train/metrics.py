@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from parallel3d.atomic import replace_text
+from parallel3d.base.atomic import replace_text
 from parallel3d.train.evaluation import HELD_OUT, Losses
 from parallel3d.train.history import METRICS
 from parallel3d.train.trackers import Trackers

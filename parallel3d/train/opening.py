@@ -6,6 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
+from parallel3d.base.errors import DataError, TrainingError
 from parallel3d.config import RunConfig
 from parallel3d.data.batches import check_length
 from parallel3d.data.corpus import Corpus
@@ -14,7 +15,6 @@ from parallel3d.data.prepare import prepare
 from parallel3d.data.progress import shown_progress
 from parallel3d.data.sources import silent
 from parallel3d.data.summary import reasons
-from parallel3d.errors import DataError, TrainingError
 from parallel3d.mesh.agree import agree, gather_json
 from parallel3d.mesh.join import STARTUP_TIMEOUT
 from parallel3d.mesh.mesh import Mesh

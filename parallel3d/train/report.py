@@ -12,12 +12,12 @@ import psutil
 import torch
 from rich.console import Console
 
+from parallel3d.base.errors import DataError
 from parallel3d.checkpoint.manifest import TOKENIZER
 from parallel3d.config import RunConfig
 from parallel3d.config.deepspeed import offload_in_words
 from parallel3d.data.corpus import Corpus
 from parallel3d.data.evaluation import held_out_samples
-from parallel3d.errors import DataError
 from parallel3d.tensor.kernel import say_kernel
 from parallel3d.train.assembly import Assembly
 from parallel3d.train.ending import command_of_this_launch

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from parallel3d import atomic
+from parallel3d.base import atomic
 from parallel3d.checkpoint import prune, resume
 from parallel3d.checkpoint.load import load
 from parallel3d.checkpoint.manifest import TOKENIZER

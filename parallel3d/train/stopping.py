@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from parallel3d.errors import TrainingError
+from parallel3d.base.errors import TrainingError
 from parallel3d.pulse import rank as pulse
 from parallel3d.pulse.page import Verdict
 from parallel3d.train.ending import STOPPED

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from parallel3d.atomic import replace_text
+from parallel3d.base.atomic import replace_text
 from parallel3d.config import RunConfig
 
 Values = Mapping[str, float]

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from statistics import fmean, stdev
 from typing import Any, NamedTuple, NoReturn
 
+from parallel3d.base.errors import TrainingError
+from parallel3d.base.fault import fault_point
 from parallel3d.checkpoint.save import MOST_FAILURES, Saver
 from parallel3d.checkpoint.state import Position, RunState
 from parallel3d.config import RunConfig
 from parallel3d.config.learning_rate import rate
 from parallel3d.data.corpus import Corpus
-from parallel3d.errors import TrainingError
-from parallel3d.fault import fault_point
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.models.common import role_rates
 from parallel3d.pulse import rank as pulse

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
-from parallel3d.errors import ConfigError
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.model.parametrization import parametrization_of
 from parallel3d.scaling.coordinates import CHANGE, START, TRAINED, CoordinateCheck, Sizes, slopes

@@ -24,7 +24,7 @@ from multiprocessing.context import ForkServerProcess
 from typing import Any
 
 from parallel3d import models
-from parallel3d.errors import TrainingError
+from parallel3d.base.errors import TrainingError
 from parallel3d.mesh.launch import Launch
 
 # All that a rank would import: what the server has, a rank has at once.
@@ -38,7 +38,7 @@ PRELOAD = [
     "deepspeed",
     "deepspeed.ops.adam",
     "deepspeed.runtime.zero.muon.muon_optimizer",
-    "parallel3d.verify.museum.tour",
+    "parallel3d.verify.check",
     *(f"parallel3d.models.{family}.blocks" for family in models.families()),
 ]
 

@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from parallel3d import models
+from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
-from parallel3d.errors import ConfigError
 from parallel3d.model.parametrization import Scales
 from parallel3d.model.spec import named_params
 from parallel3d.models.common import scales_of

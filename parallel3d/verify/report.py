@@ -8,8 +8,8 @@ import torch
 from rich.console import Console
 
 from parallel3d import models
+from parallel3d.base.errors import ConfigError, TrainingError
 from parallel3d.config import RunConfig
-from parallel3d.errors import ConfigError, TrainingError
 from parallel3d.verify.check import CaseTask, checked
 from parallel3d.verify.measure import TOLERANCE, ReferenceErrors, compile_operators
 from parallel3d.verify.prepared import prepare

@@ -5,8 +5,8 @@ from itertools import product
 from math import lcm, prod
 from typing import Any
 
+from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
-from parallel3d.errors import ConfigError
 from parallel3d.schedule import schedules
 
 Sizes = tuple[int, int, int]  # pp, dp, tp

@@ -7,13 +7,13 @@ from datetime import date
 
 import pytest
 
+from parallel3d.base.errors import TrainingError
 from parallel3d.calibrate import describe as calibration
 from parallel3d.calibrate.curves import fit_link
 from parallel3d.calibrate.device import QUICK, Measured
 from parallel3d.calibrate.fit import fit, fit_line, typical
 from parallel3d.calibrate.steps import Timed, small_runs
-from parallel3d.errors import TrainingError
-from parallel3d.hardware import Hardware, load
+from parallel3d.config.hardware import Hardware, load
 from parallel3d.plan.setting import Setting
 from parallel3d.plan.time.operators import Curves
 from parallel3d.plan.time.step import step_time

@@ -9,8 +9,8 @@ import tracemalloc
 import pytest
 import torch
 
+from parallel3d.base.errors import CheckpointError
 from parallel3d.checkpoint.chunks import ChunkFile
-from parallel3d.errors import CheckpointError
 from tests.checkpoint.folders import write_raw
 
 pytestmark = pytest.mark.gloo

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
+from parallel3d.base.errors import CheckpointError
 from parallel3d.checkpoint import arrays as module
 from parallel3d.checkpoint.box import Box
 from parallel3d.checkpoint.chunks import Chunk, ChunkFile, header
-from parallel3d.errors import CheckpointError
 from tests.checkpoint.folders import write_tensors
 
 pytestmark = pytest.mark.gloo

@@ -6,8 +6,8 @@ import pickle
 import pytest
 import torch
 
+from parallel3d.base.errors import CheckpointError
 from parallel3d.checkpoint.manifest import check_file, read_manifest, verify
-from parallel3d.errors import CheckpointError
 from tests.checkpoint.conftest import bad_files
 from tests.checkpoint.folders import FIRST, SECOND
 

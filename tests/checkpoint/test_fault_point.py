@@ -18,7 +18,7 @@ WRITES = ("open", "mkdir", "write", "fsync", "rename", "unlink", "rmdir")
 
 def listen(path, rank):
     """Write a line for every fault point, and for every change below checkpoints/, as they come."""
-    from parallel3d import atomic
+    from parallel3d.base import atomic
     from parallel3d.checkpoint import disk
 
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

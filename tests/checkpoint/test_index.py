@@ -5,10 +5,10 @@ import shutil
 import numpy as np
 import pytest
 
+from parallel3d.base.errors import CheckpointError
 from parallel3d.checkpoint.box import Box, overlap
 from parallel3d.checkpoint.chunks import ChunkFile
 from parallel3d.checkpoint.index import make_index
-from parallel3d.errors import CheckpointError
 from tests.checkpoint.coordinates import Coordinate
 from tests.checkpoint.folders import FIRST, KINDS, SECOND, SHAPES, write_tensors
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import xxhash
 
+from parallel3d.base.errors import CheckpointError
 from parallel3d.checkpoint.chunks import ChunkFile
 from parallel3d.checkpoint.manifest import (
     Digest,
@@ -22,7 +23,6 @@ from parallel3d.checkpoint.manifest import (
     step_folders,
     verify,
 )
-from parallel3d.errors import CheckpointError
 from tests.checkpoint.conftest import bad_files
 from tests.checkpoint.folders import (
     FIRST,

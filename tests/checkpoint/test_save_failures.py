@@ -11,11 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from parallel3d import fault
+from parallel3d.base import fault
+from parallel3d.base.errors import TrainingError
 from parallel3d.checkpoint import disk
 from parallel3d.checkpoint.manifest import verify
 from parallel3d.checkpoint.save import MOST_FAILURES
-from parallel3d.errors import TrainingError
 from parallel3d.train.ending import DONE
 from tests.checkpoint.drill import changed, prepared_config
 from tests.checkpoint.resharding import state

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from parallel3d.base.errors import CheckpointError
 from parallel3d.checkpoint.state import Position, RunState
 from parallel3d.config import RunConfig
 from parallel3d.data.prepare import prepare
-from parallel3d.errors import CheckpointError
 
 pytestmark = pytest.mark.gloo
 

@@ -4,8 +4,8 @@ from copy import deepcopy
 
 import pytest
 
+from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
-from parallel3d.errors import ConfigError
 
 MINIMAL = {
     "train_micro_batch_size_per_gpu": 2,

@@ -9,8 +9,8 @@ import json
 import pytest
 
 from launch import plan
+from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
-from parallel3d.errors import ConfigError
 from tests.config.configs import LLAMA, REMOVED, raw
 
 pytestmark = pytest.mark.pure

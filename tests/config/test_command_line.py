@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
-from parallel3d.errors import ConfigError
 from tests.config.configs import raw
 from tests.config.test_pretrained import GPT2, LLAMA, published
 

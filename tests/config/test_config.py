@@ -5,9 +5,9 @@ import json
 import pytest
 from pydantic import ValidationError
 
+from parallel3d.base.errors import ConfigError
+from parallel3d.base.reader import CONFIGS, apply_overrides
 from parallel3d.config import RunConfig, help_text, settings
-from parallel3d.errors import ConfigError
-from parallel3d.reader import CONFIGS, apply_overrides
 from tests.config.configs import MINIMAL, error_of, raw
 
 pytestmark = pytest.mark.pure

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
-from parallel3d.errors import ConfigError
 from tests.config.configs import LLAMA, REMOVED, error_of, raw
 
 pytestmark = pytest.mark.pure

@@ -2,8 +2,8 @@
 
 import pytest
 
-from parallel3d.errors import ConfigError
-from parallel3d.reader import apply_overrides, find, parse, read
+from parallel3d.base.errors import ConfigError
+from parallel3d.base.reader import apply_overrides, find, parse, read
 
 pytestmark = pytest.mark.pure
 

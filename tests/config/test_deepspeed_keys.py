@@ -27,12 +27,12 @@ from deepspeed.runtime.zero.offload_config import (
     DeepSpeedZeroOffloadParamConfig,
 )
 
+from parallel3d.base.section import ABSENT
 from parallel3d.config import RunConfig, deepspeed, deepspeed_keys, monitors
 from parallel3d.config.scheduler import SCHEDULERS
 from parallel3d.engine.engine_settings import EngineSettings
 from parallel3d.engine.selftest import self_test
 from parallel3d.mesh.mesh import Mesh
-from parallel3d.section import ABSENT
 from parallel3d.verify.local_ranks import run_locally
 from tests.cases import Case, measure
 from tests.config.configs import raw

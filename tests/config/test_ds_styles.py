@@ -7,9 +7,9 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
 from parallel3d.data.prepare import prepare
-from parallel3d.errors import ConfigError
 from tests.config.styles import FILES, corpus_in, filled
 from tests.train.running import folder_of, start_all
 

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from parallel3d import models, own_folders
+from parallel3d import models
+from parallel3d.base import own_folders
+from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
-from parallel3d.errors import ConfigError
 from parallel3d.schedule import schedules
 from tests.config.configs import MINIMAL
 

@@ -7,9 +7,9 @@ import time
 import pytest
 
 from parallel3d import models
+from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
 from parallel3d.config import pretrained as module
-from parallel3d.errors import ConfigError
 from tests.config.configs import error_of, raw
 
 pytestmark = pytest.mark.pure

@@ -10,13 +10,13 @@ from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
 from parallel3d import models
+from parallel3d.base.errors import CheckpointError, ConfigError
 from parallel3d.convert import export as export_module
 from parallel3d.convert.export import export
 from parallel3d.convert.read_back import read_back
 from parallel3d.convert.source import CheckpointSource
 from parallel3d.convert.weight_files import DTYPES, INDEX, WeightFiles
 from parallel3d.data.sources import silent
-from parallel3d.errors import CheckpointError, ConfigError
 from parallel3d.models.llama.spec import RopeScaling
 from tests.convert.checkpoints import SHARD_BYTES, checkpoint_of, small, tokenizer_in, written
 from tests.models.families import weights_of

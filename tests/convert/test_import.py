@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from parallel3d import models
+from parallel3d.base.errors import CheckpointError, ConfigError
 from parallel3d.convert import importing
 from parallel3d.convert.importing import import_folder
 from parallel3d.data.tokenizer import save_tokenizer, train_tokenizer
-from parallel3d.errors import CheckpointError, ConfigError
 from parallel3d.models.llama import pretrained as llama
 from tests.pretrained.published import MODELS, save
 

@@ -6,9 +6,9 @@ from unittest.mock import patch
 import pytest
 
 from parallel3d import models
+from parallel3d.base.errors import ConfigError
 from parallel3d.convert import weight_files
 from parallel3d.convert.weight_files import WeightFiles
-from parallel3d.errors import ConfigError
 from parallel3d.models.common import scales_of
 from tests.convert.checkpoints import small
 from tests.convert.test_export import exported

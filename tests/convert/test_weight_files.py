@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
 from parallel3d import models
+from parallel3d.base.errors import ConfigError
 from parallel3d.convert.files import Writer, create
 from parallel3d.convert.weight_files import DTYPES, INDEX, WeightFiles, bytes_of
-from parallel3d.errors import ConfigError
 from tests.models.families import EVERY_FAMILY, small, weights_of
 
 pytestmark = pytest.mark.gloo

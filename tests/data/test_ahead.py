@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from parallel3d.base.errors import DataError
 from parallel3d.data.ahead import ReadAhead
-from parallel3d.errors import DataError
 
 pytestmark = pytest.mark.gloo
 

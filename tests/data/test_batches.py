@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from parallel3d.base.errors import DataError
 from parallel3d.data.batches import (
     Batches,
     check_length,
@@ -14,7 +15,6 @@ from parallel3d.data.batches import (
     num_windows,
 )
 from parallel3d.data.corpus import TokenStream
-from parallel3d.errors import DataError
 
 pytestmark = pytest.mark.gloo
 

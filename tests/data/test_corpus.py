@@ -16,11 +16,11 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from parallel3d.base.errors import DataError
 from parallel3d.data import corpus_folder
 from parallel3d.data import prepare as module
 from parallel3d.data.corpus import Corpus
 from parallel3d.data.prepare import prepare
-from parallel3d.errors import DataError
 from parallel3d.mesh.device import settle_accelerator
 from parallel3d.verify import local_ranks
 from tests.data.documents import READ, TEXTS, contents

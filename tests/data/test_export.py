@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from launch import prepare as command
+from parallel3d.base.errors import DataError
 from parallel3d.data import export
 from parallel3d.data.export import export_megatron
 from parallel3d.data.prepare import prepare
-from parallel3d.errors import DataError
 from tests.data.foreign import writers
 from tests.data.foreign.test_formats import ENDED, config_of
 from tests.data.foreign.writers import END, some_documents

@@ -5,8 +5,8 @@ import json
 import datasets
 import pytest
 
+from parallel3d.base.errors import DataError
 from parallel3d.data.prepare import prepare
-from parallel3d.errors import DataError
 from tests.data.documents import READ, Settings, found, names_of, texts_of
 
 pytestmark = pytest.mark.gloo

@@ -9,10 +9,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
+from parallel3d.base.errors import DataError
 from parallel3d.data.json_line import text_of
 from parallel3d.data.long_json import LongObject
 from parallel3d.data.pieces import UnusableDocument
-from parallel3d.errors import DataError
 from tests.data.documents import found, names_of, texts_of
 
 pytestmark = pytest.mark.gloo

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from parallel3d.base.errors import DataError
 from parallel3d.data.batches import Batches, check_length, documents_of
 from parallel3d.data.corpus import Corpus, Mixture, TokenStream
 from parallel3d.data.mixing import MAX_PATTERN, Mixing, whole_shares
 from parallel3d.data.order import sample_index
 from parallel3d.data.prepare import prepare
-from parallel3d.errors import DataError
 from tests.data.documents import Settings, contents
 
 pytestmark = pytest.mark.gloo

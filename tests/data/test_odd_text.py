@@ -8,12 +8,12 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from parallel3d.base.errors import DataError
 from parallel3d.data import lines, pieces
 from parallel3d.data import sources as sources_module
 from parallel3d.data.documents import find_documents
 from parallel3d.data.prepare import prepare
 from parallel3d.data.sources import find_files
-from parallel3d.errors import DataError
 from tests.data.documents import Settings, contents, found, names_of, texts_of
 
 pytestmark = pytest.mark.gloo

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from launch.prepare import describe, tokens_of_run
+from parallel3d.base.errors import DataError
 from parallel3d.config import RunConfig
 from parallel3d.data.batches import check_length
 from parallel3d.data.prepare import prepare
-from parallel3d.errors import DataError
 
 pytestmark = pytest.mark.gloo
 

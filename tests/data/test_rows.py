@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
 
+from parallel3d.base.errors import DataError
 from parallel3d.data import documents as module
 from parallel3d.data.rows import FileReader
-from parallel3d.errors import DataError
 from tests.data.documents import READ, found, names_of, texts_of
 
 pytestmark = pytest.mark.gloo

@@ -15,12 +15,12 @@ import numpy as np
 import psutil
 import pytest
 
+from parallel3d.base.errors import DataError
 from parallel3d.data import pool, shards
 from parallel3d.data.documents import Documents
 from parallel3d.data.prepare import prepare
 from parallel3d.data.shards import cut
 from parallel3d.data.tokenizer import is_backend_enough, load_tokenizer
-from parallel3d.errors import DataError
 from tests.data.documents import Settings, contents
 
 pytestmark = pytest.mark.gloo

@@ -10,10 +10,10 @@ import pytest
 from rich.console import Console
 
 from launch import prepare as command
+from parallel3d.base.errors import DataError
 from parallel3d.data.batches import Batches
 from parallel3d.data.prepare import prepare
 from parallel3d.data.show import as_json, described, on_terminal, samples
-from parallel3d.errors import DataError
 from tests.data.documents import READ, Settings
 from tests.data.foreign.test_formats import config_of
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from parallel3d.errors import DataError
+from parallel3d.base.errors import DataError
 from tests.data.documents import found, names_of, texts_of
 
 pytestmark = pytest.mark.gloo

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from parallel3d.base.errors import DataError
 from parallel3d.data.documents import ENTRY, digest
 from parallel3d.data.split import split_documents
-from parallel3d.errors import DataError
 from tests.data.documents import table_of
 
 pytestmark = pytest.mark.gloo

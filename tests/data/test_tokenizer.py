@@ -12,7 +12,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from parallel3d import network
+from parallel3d.base import network
+from parallel3d.base.errors import DataError
 from parallel3d.data import corpus_folder
 from parallel3d.data import tokenizer as module
 from parallel3d.data.prepare import prepare
@@ -25,7 +26,6 @@ from parallel3d.data.tokenizer import (
     tokenizer_directory,
     train_tokenizer,
 )
-from parallel3d.errors import DataError
 from tests.data.documents import found, texts_of
 
 pytestmark = pytest.mark.gloo

@@ -8,6 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 import parallel3d.data.prepare as prepare_module
+from parallel3d.base.errors import DataError
 from parallel3d.config.data import DataConfig, PartConfig
 from parallel3d.data import hub
 from parallel3d.data.batches import check_length
@@ -16,7 +17,6 @@ from parallel3d.data.prepare import prepare
 from parallel3d.data.split import num_common
 from parallel3d.data.summary import as_text, describe
 from parallel3d.data.validation import validation_sets
-from parallel3d.errors import DataError
 from parallel3d.train.evaluation import evaluated
 from parallel3d.train.opening import described
 from tests.data.documents import table_of

@@ -10,13 +10,15 @@ import os
 import pytest
 import torch
 
+from tests.strict.running import STRICT
+
 COUNT = torch.cuda.device_count()
 SHARED = COUNT == 1
 RANKS = 4 if COUNT < 2 else COUNT
 """The most ranks that can be asked for."""
 
 if SHARED:
-    os.environ["PARALLEL3D_BACKEND"] = "strict"  # the ranks inherit it
+    os.environ["PARALLEL3D_BACKEND"] = STRICT  # the ranks inherit it
 
 needs_gpu = pytest.mark.skipif(COUNT == 0, reason="no GPU here, and this is about its kernels")
 TOLERANCE = 1e-4 if COUNT else 1e-5  # CUDA's fp32 products round differently than a CPU's

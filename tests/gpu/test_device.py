@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from benchmarks.step import ours, plain
-from parallel3d import models, reader
+from parallel3d import models
+from parallel3d.base import reader
 from parallel3d.config import RunConfig
 from parallel3d.mesh.compute import use
 from parallel3d.mesh.mesh import Mesh

@@ -16,6 +16,7 @@ import pytest
 from parallel3d.pulse import rank as pulse
 from parallel3d.pulse.judge import Limits
 from tests.checkpoint.drill import Run, prepared_config
+from tests.strict.running import STRICT
 
 pytestmark = pytest.mark.drill
 
@@ -40,7 +41,7 @@ def strike(rank, at, number, limits, ask=False, backend=""):
     """
     pulse.LIMITS, doing = limits, pulse.doing
     if backend == "strict":
-        os.environ["PARALLEL3D_BACKEND"] = backend
+        os.environ["PARALLEL3D_BACKEND"] = STRICT
 
     def do(text, waits=False):
         doing(text, waits)

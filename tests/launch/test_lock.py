@@ -95,7 +95,7 @@ def test_of_many_launches_one_trains_and_after_its_death_the_next(place, name, n
     assert [path.name for path in (place.root / "runs").iterdir()] == [folder.name]
 
 
-@pytest.mark.slow  # waits for 15 heartbeats; tests/test_lock.py has it with a short one
+@pytest.mark.slow  # waits for 15 heartbeats; tests/base/test_lock.py has it with a short one
 def test_a_launch_on_another_host_hears_the_heartbeat_and_its_end(place):
     first = start(place, 1)
     try:

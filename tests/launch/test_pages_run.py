@@ -9,7 +9,7 @@ import subprocess
 
 import pytest
 
-from parallel3d.reader import read
+from parallel3d.base.reader import read
 from parallel3d.verify.local_ranks import free_port
 from tests.launch.launching import Place, environment
 from tests.launch.pages import NOT_RUN, ROOT, every_command, script_of, words_of

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from launch import plan
-from parallel3d import hardware
+from parallel3d.config import hardware
 
 pytestmark = pytest.mark.pure
 
@@ -77,7 +77,6 @@ COMMANDS = [
     (("--config", "gpt5.json"), "no config file 'gpt5.json'"),
     (("--config", "/"), "no config file '/': it is a folder"),
     (("--config", "a\0b"), "no config file"),
-    (("--calibrate", "--validate", "x.csv"), "--calibrate: not with --validate"),
     (("--json=yes",), "--json = 'yes': takes no value"),
     (("--parallel3d.model.vocab_size", "1000000000000"), "lower it, or use more ranks"),
     (("--parallel3d.model.num_hidden_layers", "1000000000"), "is more layers than can be listed"),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from parallel3d.errors import ConfigError, DataError, Parallel3DError, TrainingError
+from parallel3d.base.errors import ConfigError, DataError, Parallel3DError, TrainingError
 from parallel3d.mesh.agree import agree, gather_json, on_first
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.verify.local_ranks import run_locally
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.gloo
 
 
 class OwnError(DataError):
-    """Of a kind that parallel3d.errors does not know."""
+    """Of a kind that parallel3d.base.errors does not know."""
 
 
 def outcomes_on_rank(rank):

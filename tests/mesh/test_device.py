@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel3d.errors import ConfigError
+from parallel3d.base.errors import ConfigError
 from parallel3d.mesh.device import claim_device, pick_device, settle_accelerator
 from parallel3d.mesh.launch import Launch
 

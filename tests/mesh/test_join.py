@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel3d.errors import ConfigError
+from parallel3d.base.errors import ConfigError
 from parallel3d.mesh.join import rank_0_first
 from parallel3d.mesh.launch import Launch
 from parallel3d.mesh.mesh import Mesh

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from parallel3d.errors import ConfigError
+from parallel3d.base.errors import ConfigError
 from parallel3d.mesh.launch import Launch
 
 pytestmark = pytest.mark.gloo

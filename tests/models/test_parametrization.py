@@ -7,9 +7,9 @@ import pytest
 from pydantic import ValidationError
 
 from parallel3d import models
+from parallel3d.base.section import Problems
 from parallel3d.model.parametrization import ROLES, Rate
 from parallel3d.models.common import role_rates, scales_of
-from parallel3d.section import Problems
 
 pytestmark = pytest.mark.pure
 

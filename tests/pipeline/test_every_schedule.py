@@ -12,8 +12,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from parallel3d.base.errors import ScheduleError
 from parallel3d.engine.quirks import core
-from parallel3d.errors import ScheduleError
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.pipeline.executor import Executor
 from parallel3d.schedule.schedule import Action, Op, peak_in_flight, validate

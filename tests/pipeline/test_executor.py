@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from parallel3d.errors import ScheduleError
+from parallel3d.base.errors import ScheduleError
 from parallel3d.pipeline.clock import timing
 from parallel3d.pipeline.executor import Executor
 from parallel3d.schedule.schedule import (

@@ -7,7 +7,7 @@ import pytest
 from parallel3d.mesh.traffic import Traffic
 from parallel3d.verify.local_ranks import run_locally
 from tests.cases import Case, Trainer
-from tests.mesh.strict.running import run_strictly
+from tests.strict.running import run_strictly
 
 pytestmark = pytest.mark.gloo
 

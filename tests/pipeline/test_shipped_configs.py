@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from parallel3d import models
+from parallel3d.base.reader import CONFIGS
 from parallel3d.config import RunConfig
 from parallel3d.config.learning_rate import rate
 from parallel3d.engine import EngineSettings
@@ -20,7 +21,6 @@ from parallel3d.mesh.mesh import Mesh
 from parallel3d.model.spec import Shape
 from parallel3d.pipeline import stages as stages_module
 from parallel3d.pipeline.stages import build_stages
-from parallel3d.reader import CONFIGS
 from parallel3d.schedule.schedules import make_schedule
 from parallel3d.tensor.cut import even_split
 from parallel3d.tensor.segments import Segments

@@ -5,13 +5,13 @@ from typing import get_args
 
 from hypothesis import strategies as st
 
-from parallel3d import hardware
-from parallel3d.hardware import Figure, Link
+from benchmarks.published.run import PublishedSetting
+from parallel3d.config import hardware
+from parallel3d.config.hardware import Figure, Link
 from parallel3d.model.spec import LayerCost, LayerSpec, MatMul, Recompute, Shape, Work
 from parallel3d.models.gpt.spec import Config
 from parallel3d.plan.setting import Setting, Software, layers_of
 from parallel3d.plan.time.operators import Curves
-from parallel3d.published.run import PublishedSetting
 from parallel3d.schedule.schedules import names, why_not
 from parallel3d.schedule.sharding import Weights
 

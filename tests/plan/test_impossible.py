@@ -5,10 +5,10 @@ import time
 import pytest
 
 from parallel3d import models
+from parallel3d.base.errors import ConfigError
+from parallel3d.base.reader import CONFIGS
 from parallel3d.config import RunConfig
-from parallel3d.errors import ConfigError
 from parallel3d.plan.impossible import MOST_BYTES, refuse_impossible
-from parallel3d.reader import CONFIGS
 
 pytestmark = pytest.mark.pure
 

@@ -1,7 +1,7 @@
 """A small model to plan, and a made-up cluster to plan it for."""
 
 from parallel3d.config import RunConfig
-from parallel3d.hardware import Cores, Figure, Hardware, Host, Link
+from parallel3d.config.hardware import Cores, Figure, Hardware, Host, Link
 
 GIB = 2**30
 

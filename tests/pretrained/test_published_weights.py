@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from parallel3d import models
+from parallel3d.base.errors import CheckpointError, ConfigError
 from parallel3d.checkpoint.box import Box
 from parallel3d.config.pretrained import derived, read_config
-from parallel3d.errors import CheckpointError, ConfigError
 from parallel3d.pretrained.published_weights import PublishedWeights
 from tests.pretrained.published import MODELS, save
 

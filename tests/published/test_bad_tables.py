@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from launch import plan as command
-from parallel3d.errors import ConfigError
-from parallel3d.published.cells import COLUMNS, OPTIONAL
-from parallel3d.published.rows import read
+from benchmarks.published import __main__ as command
+from benchmarks.published.cells import COLUMNS, OPTIONAL
+from benchmarks.published.rows import read
+from parallel3d.base.errors import ConfigError
 
 pytestmark = pytest.mark.pure
 
@@ -54,7 +54,7 @@ def validate(
     path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *more: str
 ) -> tuple[int, str, str]:
     """The command's exit code, standard output and standard error, in this process."""
-    monkeypatch.setattr(sys, "argv", ["plan.py", "--validate", str(path), "--json", *more])
+    monkeypatch.setattr(sys, "argv", ["published", str(path), "--json", *more])
     code = command.main()
     out, err = capsys.readouterr()
     return code, out, err
@@ -127,7 +127,7 @@ def test_a_bad_file_is_one_message(
     path.write_bytes(content)
     code, out, err = validate(path, monkeypatch, capsys)
     assert (code, out) == (BAD_INPUT, "")
-    assert err.startswith(f"plan: {path}") and says in err and err.count("\n") == 1
+    assert err.startswith(f"published: {path}") and says in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("place", ["nowhere.csv", ".", "a\0b", "/dev/zero"])
@@ -175,13 +175,3 @@ def test_what_spreadsheets_write_is_read(
 def test_an_unknown_program_is_refused_before_any_row(name: str) -> None:
     with pytest.raises(ConfigError, match=r'--program = ".*" is not described; write one of: "'):
         read(SAMPLE, name)
-
-
-def test_a_program_without_a_table_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["plan.py", "--program", "FSDP2"])
-    assert command.main() == BAD_INPUT
-    assert capsys.readouterr().err == (
-        "plan: --program names what published runs ran; give --validate, too\n"
-    )

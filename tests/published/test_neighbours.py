@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.published.neighbours import NEIGHBOURS, Lookup, RunFigures, development, write
+from benchmarks.published.rows import read
 from parallel3d.plan.time import curves
-from parallel3d.published.neighbours import NEIGHBOURS, Lookup, RunFigures, development, write
-from parallel3d.published.rows import read
 
 pytestmark = pytest.mark.pure
 

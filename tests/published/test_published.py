@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from parallel3d.errors import ConfigError
-from parallel3d.published import programs
-from parallel3d.published.cells import COLUMNS, OPTIONAL
-from parallel3d.published.flops import model_flops
-from parallel3d.published.rows import LeftOut, PublishedRun, read
+from benchmarks.published import programs
+from benchmarks.published.cells import COLUMNS, OPTIONAL
+from benchmarks.published.flops import model_flops
+from benchmarks.published.rows import LeftOut, PublishedRun, read
+from parallel3d.base.errors import ConfigError
 
 pytestmark = pytest.mark.pure
 

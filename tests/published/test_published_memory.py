@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.published import memory_compared as published_memory
+from benchmarks.published import program_memory
+from benchmarks.published import rows as published
+from benchmarks.published.cells import COLUMNS
+from benchmarks.published.program_memory import Holds
 from parallel3d.model.spec import Shape
 from parallel3d.models.gpt.spec import Config
 from parallel3d.plan.layers.placement import model_of
 from parallel3d.plan.memory.margin import ALLOCATOR, CONTEXT, margin
 from parallel3d.plan.setting import Setting, Software, layers_of
-from parallel3d.published import memory_compared as published_memory
-from parallel3d.published import program_memory
-from parallel3d.published import rows as published
-from parallel3d.published.cells import COLUMNS
-from parallel3d.published.program_memory import Holds
 
 pytestmark = pytest.mark.pure
 

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from parallel3d.errors import ConfigError
-from parallel3d.hardware import Hardware
+from benchmarks.published.rows import LeftOut, read
+from benchmarks.published.statistics import Choice, constants, errors, rank_correlation, regrets
+from benchmarks.published.validate import MEANS, outcomes, show, summary, validate
+from parallel3d.base.errors import ConfigError
+from parallel3d.config.hardware import Hardware
 from parallel3d.plan.setting import Setting
 from parallel3d.plan.time import curves
 from parallel3d.plan.time.operators import Curves
-from parallel3d.published.rows import LeftOut, read
-from parallel3d.published.statistics import Choice, constants, errors, rank_correlation, regrets
-from parallel3d.published.validate import MEANS, outcomes, show, summary, validate
 
 pytestmark = pytest.mark.pure
 

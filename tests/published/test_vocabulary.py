@@ -2,8 +2,8 @@
 
 import pytest
 
-from parallel3d.published import programs, vocabulary
-from parallel3d.published.cells import UnusableRow
+from benchmarks.published import programs, vocabulary
+from benchmarks.published.cells import UnusableRow
 
 pytestmark = pytest.mark.pure
 

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from parallel3d.errors import ConfigError
+from parallel3d.base.errors import ConfigError
 from parallel3d.scaling.data_constrained import fit_decays
 from parallel3d.scaling.estimator import Estimator
 from parallel3d.scaling.fit import fit_law

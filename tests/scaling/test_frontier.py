@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from parallel3d.errors import ConfigError
+from parallel3d.base.errors import ConfigError
 from parallel3d.scaling.data_constrained import DECAYS, DecayModel, best_params, fit_decays
 from parallel3d.scaling.estimator import Estimator
 from parallel3d.scaling.frontier import drawn_losses, envelope, fit_frontier, frontier_loss

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
-from parallel3d.errors import ConfigError
 from parallel3d.scaling.data_constrained import fit_decays
 from parallel3d.scaling.estimator import Estimator
 from parallel3d.scaling.points import points_of

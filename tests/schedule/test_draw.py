@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from parallel3d.errors import ScheduleError
+from parallel3d.base.errors import ScheduleError
 from parallel3d.schedule import draw
 from parallel3d.schedule.schedule import Action, Span, simulate, unit_cost
 from parallel3d.schedule.schedules import make_schedule

@@ -7,7 +7,7 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from parallel3d.errors import ConfigError
+from parallel3d.base.errors import ConfigError
 from parallel3d.schedule.partition import partition
 
 pytestmark = pytest.mark.pure

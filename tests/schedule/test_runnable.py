@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
-from parallel3d.errors import ConfigError
 from parallel3d.plan.search import candidates
 from parallel3d.plan.search.best_first import search
 from parallel3d.plan.search.plans import request_of

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from parallel3d.errors import ScheduleError
+from parallel3d.base.errors import ScheduleError
 from parallel3d.schedule.schedule import (
     Action,
     Op,

@@ -9,7 +9,7 @@ from itertools import product
 
 import pytest
 
-from parallel3d.errors import ConfigError, ScheduleError
+from parallel3d.base.errors import ConfigError, ScheduleError
 from parallel3d.schedule.schedule import Op, Schedule, bubble, peak_in_flight, simulate, validate
 from parallel3d.schedule.schedules import load, make_evaluation, make_schedule, names
 from tests.schedule.blocking import runs_when_blocking

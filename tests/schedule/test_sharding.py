@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from parallel3d.errors import ScheduleError
+from parallel3d.base.errors import ScheduleError
 from parallel3d.schedule.schedule import (
     Op,
     add_sharding,

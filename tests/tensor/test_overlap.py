@@ -10,8 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from parallel3d.mesh.mesh import Mesh
-from parallel3d.mesh.strict.group import StrictGroup
-from parallel3d.mesh.strict.operation import Handle
 from parallel3d.tensor import overlap, product
 from parallel3d.tensor.collectives import (
     all_gather_sequence,
@@ -21,14 +19,16 @@ from parallel3d.tensor.collectives import (
 from parallel3d.tensor.held_back import held_back
 from parallel3d.tensor.linear import ColumnParallelLinear, GroupedColumnLinear
 from parallel3d.verify.local_ranks import run_locally
-from tests.mesh.strict.running import run_strictly
+from tests.strict.group import StrictGroup
+from tests.strict.operation import Handle
+from tests.strict.running import run_strictly
 
 pytestmark = pytest.mark.gloo
 
 BATCH, SEQ, SIZE, HEAD = 2, 8, 6, 4
 SECONDS = 0.15  # of each product and each collective
 KINDS = ("all_reduce", "all_gather", "reduce_scatter")
-DELAYS = ",".join(["strict", *(f"{kind}={SECONDS}" for kind in KINDS)])
+DELAYS = ",".join(f"{kind}={SECONDS}" for kind in KINDS)
 
 
 @contextmanager

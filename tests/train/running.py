@@ -8,11 +8,11 @@ from unittest.mock import patch
 from rich.console import Console
 
 import launch.train
+from parallel3d.base.errors import Parallel3DError, TrainingError
 from parallel3d.config import RunConfig
 from parallel3d.data.batches import Batches
 from parallel3d.data.evaluation import ORDER_SEED
 from parallel3d.engine import selftest
-from parallel3d.errors import Parallel3DError, TrainingError
 from parallel3d.mesh.agree import agree
 from parallel3d.mesh.launch import Launch
 from parallel3d.mesh.mesh import Mesh

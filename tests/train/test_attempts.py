@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from parallel3d.errors import TrainingError
+from parallel3d.base.errors import TrainingError
 from parallel3d.train import attempts
 from parallel3d.train.attempts import Attempts, folder_of_this_launch, launch_identity
 from parallel3d.train.history import step_reached

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from parallel3d.base.errors import ConfigError
+from parallel3d.base.lock import Lock
 from parallel3d.config import RunConfig
 from parallel3d.config.digest import digest_of
-from parallel3d.errors import ConfigError
-from parallel3d.lock import Lock
 from parallel3d.mesh.launch import Launch
 from parallel3d.train import attempts
 from parallel3d.train import claim as claims

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from parallel3d.errors import ConfigError
+from parallel3d.base.errors import ConfigError
 from parallel3d.mesh.launch import Launch
 from parallel3d.train import ending
 

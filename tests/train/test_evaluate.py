@@ -10,10 +10,10 @@ import pytest
 
 import launch.evaluate
 from launch.evaluate import SHOWN
+from parallel3d.base.errors import Parallel3DError
 from parallel3d.checkpoint.report import find_checkpoints
 from parallel3d.config import RunConfig
 from parallel3d.data.prepare import prepare
-from parallel3d.errors import Parallel3DError
 from parallel3d.mesh.launch import Launch
 from parallel3d.train.ending import DONE, STOPPED
 from parallel3d.train.evaluation_config import checkpoint_in, evaluation_config

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from parallel3d.base.errors import ConfigError
 from parallel3d.checkpoint.manifest import STATE
 from parallel3d.config import RunConfig
-from parallel3d.errors import ConfigError
 from parallel3d.mesh.launch import Launch
 from parallel3d.train.evaluation_config import evaluation_config
 from tests.config.configs import raw

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from parallel3d.base.errors import DataError, RankError
 from parallel3d.config import RunConfig
 from parallel3d.config.data import DataConfig
 from parallel3d.data.batches import Batches
@@ -15,7 +16,6 @@ from parallel3d.data.corpus import Corpus, Mixture, TokenStream
 from parallel3d.data.evaluation import EvaluationSamples
 from parallel3d.data.foreign.blocks import SET_BYTES
 from parallel3d.data.prepare import prepare
-from parallel3d.errors import DataError, RankError
 from parallel3d.schedule.schedules import make_schedule
 from parallel3d.tensor.segments import Segments
 from parallel3d.train.feed import Feed

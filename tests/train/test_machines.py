@@ -9,9 +9,9 @@ import pytest
 import torch.distributed as dist
 from rich.console import Console
 
+from parallel3d.base.errors import ConfigError, DataError, TrainingError
+from parallel3d.base.lock import Lock
 from parallel3d.config import RunConfig
-from parallel3d.errors import ConfigError, DataError, TrainingError
-from parallel3d.lock import Lock
 from parallel3d.mesh import nodes
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.nodes import Nodes

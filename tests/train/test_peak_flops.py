@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from parallel3d import hardware
-from parallel3d.config import RunConfig
+from parallel3d.config import RunConfig, hardware
 from parallel3d.train import mfu, startup
 from tests.config.configs import raw
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from parallel3d.errors import TrainingError
+from parallel3d.base.errors import TrainingError
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.waiting import SharedFlag
 from parallel3d.train import stopping

@@ -39,7 +39,7 @@ def test_csv_rows_stay_where_the_disk_is_full_at_the_start(tmp_path, monkeypatch
     def sync(path):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("parallel3d.atomic.sync", sync)
+    monkeypatch.setattr("parallel3d.base.atomic.sync", sync)
     with pytest.raises(OSError, match="No space left"):
         CsvTracker(tmp_path, 1).start()
     assert (tmp_path / "loss.csv").read_bytes() == before

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from launch.train import train
+from parallel3d.base.errors import TrainingError
 from parallel3d.checkpoint import disk
 from parallel3d.checkpoint.manifest import step_folders, verify
 from parallel3d.config import RunConfig
 from parallel3d.data.prepare import prepare
 from parallel3d.engine import Engine
-from parallel3d.errors import TrainingError
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.pipeline.executor import Executor
 from parallel3d.train import mfu

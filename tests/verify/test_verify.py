@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from launch import verify as launch_verify
+from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
-from parallel3d.errors import ConfigError
 from parallel3d.models import layers
 from parallel3d.tensor import loss, product
 from parallel3d.tensor.collectives import Pending
@@ -143,6 +143,12 @@ def test_what_cannot_run_is_refused(monkeypatch, capsys):
     assert launch_verify.main() == 2
     printed = capsys.readouterr()
     assert printed.out == "" and "'2x2': is no mesh" in printed.err
+
+
+def test_the_museum_has_moved(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["verify", "--museum"])
+    assert launch_verify.main() == 2
+    assert "python -m tests.museum" in capsys.readouterr().err
 
 
 def test_a_difference_ends_with_exit_code_1(monkeypatch, capsys):

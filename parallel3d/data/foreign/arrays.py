@@ -11,8 +11,8 @@ from typing import BinaryIO
 
 import numpy as np
 
+from parallel3d.base.errors import DataError
 from parallel3d.data.foreign.files import INTEGERS, TokenFile, flat, num_bytes, open_head
-from parallel3d.errors import DataError
 
 NUMPY = b"\x93NUMPY"
 # llm.c: magic number: (version, type of the ids).

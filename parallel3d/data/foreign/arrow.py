@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from parallel3d.base.errors import DataError
 from parallel3d.data.foreign.files import INTEGERS, TokenFile, num_bytes
-from parallel3d.errors import DataError
 
 if TYPE_CHECKING:
     import pyarrow

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from parallel3d.errors import DataError
+from parallel3d.base.errors import DataError
 
 # Small enough that samples from anywhere take little more than their own bytes.
 BLOCK = 2**16

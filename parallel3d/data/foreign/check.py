@@ -11,8 +11,8 @@ from itertools import pairwise
 
 import numpy as np
 
+from parallel3d.base.errors import DataError
 from parallel3d.data.foreign.files import BLOCK, TokenFile, blocks
-from parallel3d.errors import DataError
 
 DIGEST = np.dtype("V16")
 SAMPLED_DOCUMENTS, SAMPLED_IDS = 256, 4096

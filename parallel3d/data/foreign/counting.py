@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 
+from parallel3d.base.errors import DataError
 from parallel3d.data.foreign import arrow
 from parallel3d.data.foreign.files import NUMBERS, TokenFile, blocks, is_file, num_bytes
 from parallel3d.data.foreign.spans import Spans
-from parallel3d.errors import DataError
 
 IGNORED = -100
 """The label of a token that does not count."""

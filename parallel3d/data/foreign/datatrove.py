@@ -7,6 +7,7 @@ of ids, and the same for people.
 
 import numpy as np
 
+from parallel3d.base.errors import DataError
 from parallel3d.data.foreign.files import (
     INTEGERS,
     TokenFile,
@@ -16,7 +17,6 @@ from parallel3d.data.foreign.files import (
     num_bytes,
     open_head,
 )
-from parallel3d.errors import DataError
 
 BESIDE = (".index", ".metadata", ".loss")
 

@@ -7,9 +7,9 @@ from typing import BinaryIO
 
 import numpy as np
 
+from parallel3d.base.errors import DataError
 from parallel3d.data.foreign.ranges import Range
 from parallel3d.data.foreign.remote import is_url, open_url, read_ranges, size_of
-from parallel3d.errors import DataError
 
 # What a file of ids may hold, by the name that configs and messages give it.
 INTEGERS = {

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from parallel3d.base.errors import DataError
 from parallel3d.data.foreign.files import INTEGERS, TokenFile, column, is_file, num_bytes, open_head
-from parallel3d.errors import DataError
 
 MAGIC, OLD_MAGIC = b"MMIDIDX\0\0", b"TNTIDX\0\0"
 CODES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}

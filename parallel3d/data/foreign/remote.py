@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, BinaryIO, cast
 
+from parallel3d.base.errors import DataError
 from parallel3d.data.foreign.ranges import Range
-from parallel3d.errors import DataError
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem

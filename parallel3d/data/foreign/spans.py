@@ -8,11 +8,11 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from parallel3d.base.errors import DataError
 from parallel3d.data.foreign.files import NUMBERS, advise, open_ids, read_ids, unreadable
 from parallel3d.data.foreign.ranges import Range, gathered
 from parallel3d.data.foreign.remote import is_url
 from parallel3d.data.foreign.through_cache import RemoteFiles
-from parallel3d.errors import DataError
 
 OPEN_FILES = 64
 BYTE = np.dtype(np.uint8)

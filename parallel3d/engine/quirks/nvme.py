@@ -15,7 +15,7 @@ from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from torch import Tensor, nn
 
-from parallel3d.errors import ConfigError
+from parallel3d.base.errors import ConfigError
 
 _Swapper = optimizer_utils.OptimizerSwapper
 _ParamSwapper = partitioned_param_swapper.AsyncPartitionedParameterSwapper

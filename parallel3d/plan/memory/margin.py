@@ -1,6 +1,6 @@
 """Device memory that is not tensors: the CUDA context and the reserve of torch's allocator."""
 
-from parallel3d.hardware import Hardware
+from parallel3d.config.hardware import Hardware
 
 CONTEXT = 1113 * 2**20
 """Bytes of a process's CUDA context and kernels: bigscience experiments/tr3m-1B3.md, "calibration"

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from parallel3d.hardware import Hardware
+from parallel3d.config.hardware import Hardware
 from parallel3d.model.spec import Recompute
 from parallel3d.plan.layers.placement import StageLayers, in_flight, model_of, parts_of, stages_on
 from parallel3d.plan.memory.activations import StageActivations, stage

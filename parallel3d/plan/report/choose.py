@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
-from parallel3d.errors import ConfigError
-from parallel3d.hardware import Hardware
+from parallel3d.config.hardware import Hardware
 from parallel3d.model.spec import STATE_BYTES
 from parallel3d.plan.report.command import nothing_fits
 from parallel3d.plan.report.plan_table import lines_of, seconds

@@ -8,17 +8,17 @@ from typing import Any
 
 from rich.console import Console
 
-from parallel3d import hardware, reader, terminal
-from parallel3d.config import RunConfig
-from parallel3d.errors import ConfigError
-from parallel3d.hardware import THIS_MACHINE, Hardware
+from parallel3d.base import reader, terminal
+from parallel3d.base.errors import ConfigError
+from parallel3d.base.section import Problem, Problems
+from parallel3d.config import RunConfig, hardware
+from parallel3d.config.hardware import THIS_MACHINE, Hardware
 from parallel3d.plan.report import parts, plan_table
 from parallel3d.plan.search import refuse
 from parallel3d.plan.search.best_first import FoundPlans, search
 from parallel3d.plan.search.plans import CHOICES, Plan, Request, request_of
 from parallel3d.plan.search.remedy import evaluate, gib
 from parallel3d.plan.setting import Setting
-from parallel3d.section import Problem, Problems
 
 ROWS = 20  # plans that fit, where it is not said how many to show
 MOST_DEVICES = 10_000_000  # what divides them is looked for one by one

@@ -5,13 +5,13 @@ from dataclasses import replace
 from rich.console import Console
 from rich.text import Text
 
-from parallel3d import terminal
+from parallel3d.base import terminal
+from parallel3d.base.terminal import Column
 from parallel3d.plan.memory.peak import PARTS
 from parallel3d.plan.report.plan_table import seconds, three
 from parallel3d.plan.search.plans import Plan, Request
 from parallel3d.plan.search.remedy import gib
 from parallel3d.plan.time.step import TIMES
-from parallel3d.terminal import Column
 
 _SHORT = {
     "gathered": "gath.", "gradients": "grads", "optimizer": "optim", "activations": "activ.",

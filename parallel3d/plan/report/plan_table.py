@@ -5,16 +5,16 @@ from collections.abc import Callable, Iterator, Mapping
 from rich.console import Console
 from rich.text import Text
 
-from parallel3d import terminal
+from parallel3d.base import terminal
+from parallel3d.base.terminal import Column
 from parallel3d.config.deepspeed import offload_in_words
-from parallel3d.hardware import Hardware
+from parallel3d.config.hardware import Hardware
 from parallel3d.plan.memory.peak import Memory
 from parallel3d.plan.report import remarks
 from parallel3d.plan.search.best_first import FoundPlans
 from parallel3d.plan.search.plans import Plan, Request
 from parallel3d.plan.search.remedy import gib
 from parallel3d.plan.setting import Setting
-from parallel3d.terminal import Column
 
 _BAR = 8  # columns of the bar of memory
 _EIGHTHS = " ▏▎▍▌▋▊▉█"

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from parallel3d.hardware import Hardware
+from parallel3d.config.hardware import Hardware
 from parallel3d.plan.memory.peak import Memory, at
 from parallel3d.plan.search.remedy import gib
 from parallel3d.plan.setting import Setting

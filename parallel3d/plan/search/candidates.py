@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from parallel3d.base.section import Problem
 from parallel3d.config import MeshConfig, checks
 from parallel3d.config.parallel3d_block import reduces_once
 from parallel3d.model.spec import Recompute, Shape
@@ -15,7 +16,6 @@ from parallel3d.plan.search.plans import Request
 from parallel3d.plan.setting import Device, Setting
 from parallel3d.schedule import schedules
 from parallel3d.schedule.sharding import Weights
-from parallel3d.section import Problem
 
 UNEVEN = 4  # stages of a rank; more only where all stages, or all but the ends, are equally long
 MOST_STAGES = 64  # of a rank; each has its messages, and a list of hundreds takes minutes

@@ -1,6 +1,6 @@
 """Choice of how long ZeRO-3's weights stay gathered, where a config leaves it open."""
 
-from parallel3d.hardware import Hardware
+from parallel3d.config.hardware import Hardware
 from parallel3d.plan.memory.peak import Memory
 from parallel3d.plan.search.candidates import gathered_longest
 from parallel3d.plan.search.remedy import Room, worst

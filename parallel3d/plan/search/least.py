@@ -7,7 +7,7 @@ plan/memory/peak.py finds for that rank; a test compares them.
 from functools import lru_cache
 from typing import NamedTuple
 
-from parallel3d.hardware import Hardware
+from parallel3d.config.hardware import Hardware
 from parallel3d.plan.layers.placement import LayerKinds, cost_of, model_of, stages_of, stages_on
 from parallel3d.plan.memory.margin import margin
 from parallel3d.plan.memory.peak import is_cpu

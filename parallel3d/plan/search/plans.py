@@ -5,15 +5,15 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
+from parallel3d.base.section import Problem, Problems
 from parallel3d.config import RunConfig
 from parallel3d.config.deepspeed import offload_in_words
-from parallel3d.hardware import Hardware
+from parallel3d.config.hardware import Hardware
 from parallel3d.model.spec import LayerSpec, Shape
 from parallel3d.plan.impossible import refuse_impossible
 from parallel3d.plan.memory.peak import Memory
 from parallel3d.plan.setting import Setting
 from parallel3d.plan.time.step import StepTime
-from parallel3d.section import Problem, Problems
 
 CHOICES = (
     "pp", "dp", "tp", "sequence_parallel", "micro_batch", "schedule", "stages_per_rank",

@@ -3,6 +3,7 @@
 from difflib import get_close_matches
 from typing import Any
 
+from parallel3d.base.section import Problem, Problems
 from parallel3d.plan.search.candidates import (
     DEVICES,
     RECOMPUTES,
@@ -15,7 +16,6 @@ from parallel3d.plan.search.candidates import (
 )
 from parallel3d.plan.search.plans import CHOICES, Request
 from parallel3d.schedule import schedules
-from parallel3d.section import Problem, Problems
 
 
 def refuse_empty(request: Request) -> None:

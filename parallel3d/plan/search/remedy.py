@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import count
 
-from parallel3d.hardware import Hardware
+from parallel3d.config.hardware import Hardware
 from parallel3d.plan.memory.peak import Memory, at, fullest, per_rank
 from parallel3d.plan.search import candidates
 from parallel3d.plan.search.candidates import RECOMPUTES, Flow, MeshSizes, Order, ZeroState

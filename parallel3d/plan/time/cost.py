@@ -11,7 +11,7 @@ from itertools import accumulate
 from operator import sub
 from typing import NamedTuple
 
-from parallel3d.hardware import Hardware
+from parallel3d.config.hardware import Hardware
 from parallel3d.model.spec import Shape
 from parallel3d.plan.layers.stage_classes import StageClasses, stage_classes_of
 from parallel3d.plan.setting import BYTES, Precision, Setting

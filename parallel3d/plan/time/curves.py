@@ -11,9 +11,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from parallel3d.hardware import Hardware
+from parallel3d.base.section import Problem, Problems
+from parallel3d.config.hardware import Hardware
 from parallel3d.plan.time.operators import Curves
-from parallel3d.section import Problem, Problems
 
 FILE = Path(__file__).with_name("curves.json")
 # Fractions that no device passes. Calibrated ones of a CPU's work can: what is in its caches is

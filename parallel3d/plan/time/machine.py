@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from parallel3d.hardware import Hardware
+from parallel3d.config.hardware import Hardware
 from parallel3d.plan.setting import Software
 from parallel3d.plan.time.operators import Curves
 

@@ -4,8 +4,8 @@ from functools import lru_cache
 from math import gcd, log2
 from typing import Literal, NamedTuple
 
-from parallel3d.errors import ConfigError
-from parallel3d.hardware import Hardware, Link
+from parallel3d.base.errors import ConfigError
+from parallel3d.config.hardware import Hardware, Link
 from parallel3d.plan.time.operators import Curves
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]

@@ -1,7 +1,7 @@
 """Seconds of offload: transfers between device, host and NVMe, and the CPU's optimizer."""
 
-from parallel3d.errors import ConfigError
-from parallel3d.hardware import Host
+from parallel3d.base.errors import ConfigError
+from parallel3d.config.hardware import Host
 from parallel3d.model.spec import STATE_BYTES
 from parallel3d.plan.setting import Device
 from parallel3d.plan.time.machine import Machine

@@ -8,8 +8,8 @@ FLOPs and what its bytes need, and the time of its launch. What no data sheet te
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from parallel3d.errors import ConfigError
-from parallel3d.hardware import Hardware
+from parallel3d.base.errors import ConfigError
+from parallel3d.config.hardware import Hardware
 from parallel3d.model.spec import Attention, MatMul, Work
 from parallel3d.plan.setting import BYTES, Precision, Software
 

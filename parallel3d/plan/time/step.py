@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from operator import mul
 
-from parallel3d.errors import ConfigError
-from parallel3d.hardware import Hardware
+from parallel3d.base.errors import ConfigError
+from parallel3d.config.hardware import Hardware
 from parallel3d.plan.setting import Setting
 from parallel3d.plan.time.cost import ActionCosts, SecondsByPart, costs_of
 from parallel3d.plan.time.curves import curves_for

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from parallel3d.errors import ConfigError
+from parallel3d.base.errors import ConfigError
+from parallel3d.base.section import Problem, Problems
 from parallel3d.models.common import divisor_below
-from parallel3d.section import Problem, Problems
 
 
 def shared_model(base: Mapping[str, Any], source: Path) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Flags of launch/scale.py plan and run."""
 
-from parallel3d.arguments import Parser, whole_number
+from parallel3d.base.arguments import Parser, whole_number
 
 
 def add_plan(parser: Parser) -> None:

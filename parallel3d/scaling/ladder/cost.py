@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from parallel3d import hardware
-from parallel3d.config import RunConfig
-from parallel3d.errors import ConfigError
-from parallel3d.hardware import THIS_MACHINE, Hardware
+from parallel3d.base.errors import ConfigError
+from parallel3d.config import RunConfig, hardware
+from parallel3d.config.hardware import THIS_MACHINE, Hardware
 from parallel3d.plan.impossible import refuse_impossible
 from parallel3d.plan.memory.peak import fullest
 from parallel3d.plan.report import command

@@ -6,10 +6,10 @@ import sys
 
 from rich.console import Console
 
-from parallel3d import terminal
-from parallel3d.atomic import replace_text
-from parallel3d.errors import ConfigError
-from parallel3d.lock import Lock, LockHeld
+from parallel3d.base import terminal
+from parallel3d.base.atomic import replace_text
+from parallel3d.base.errors import ConfigError
+from parallel3d.base.lock import Lock, LockHeld
 from parallel3d.scaling.ladder import oath
 from parallel3d.scaling.ladder.expand import LadderRun
 from parallel3d.scaling.ladder.plan import Ladder, ladder_of

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from parallel3d import models
+from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
-from parallel3d.errors import ConfigError
 from parallel3d.plan.search.plans import with_vocabulary
 from parallel3d.scaling.ladder.base import ranks_of, shared_model, write_batch
 from parallel3d.scaling.ladder.file import HeldOutConfig, LadderConfig, SizeConfig

@@ -14,9 +14,9 @@ from pydantic import (
     model_validator,
 )
 
-from parallel3d import explain, reader
+from parallel3d.base import explain, reader
+from parallel3d.base.section import PathText, Problem, Problems, Section
 from parallel3d.scaling.ladder.hyperparameter_laws import LAWS
-from parallel3d.section import PathText, Problem, Problems, Section
 
 Positive = Annotated[int, Field(gt=0)]
 Devices = Annotated[int, Field(gt=0, le=10**9)]

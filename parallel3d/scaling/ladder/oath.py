@@ -4,8 +4,8 @@ import json
 from dataclasses import replace
 from importlib.util import find_spec
 
-from parallel3d.atomic import replace_text
-from parallel3d.errors import ConfigError
+from parallel3d.base.atomic import replace_text
+from parallel3d.base.errors import ConfigError
 from parallel3d.scaling import forecast
 from parallel3d.scaling.command import DRAWS, NO_EXTRA
 from parallel3d.scaling.estimator import Estimator

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from parallel3d.atomic import replace_text
+from parallel3d.base.atomic import replace_text
 from parallel3d.scaling.ladder.cost import Cost, with_costs
 from parallel3d.scaling.ladder.expand import CONFIGS, LadderRun, runs_of
 from parallel3d.scaling.ladder.file import LadderConfig, load

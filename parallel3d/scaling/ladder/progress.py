@@ -7,7 +7,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from parallel3d import terminal
+from parallel3d.base import terminal
 from parallel3d.scaling.ladder.expand import LadderRun
 from parallel3d.scaling.ladder.process import Process
 from parallel3d.scaling.runs import METRICS, NoEnd, last_line

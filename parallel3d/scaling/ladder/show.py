@@ -4,11 +4,11 @@ from typing import Any
 
 from rich.console import Console
 
-from parallel3d import terminal
+from parallel3d.base import terminal
+from parallel3d.base.terminal import Column
 from parallel3d.plan.search.remedy import gib
 from parallel3d.scaling.ladder.hyperparameter_laws import LAWS
 from parallel3d.scaling.ladder.plan import Ladder, Rung
-from parallel3d.terminal import Column
 
 _COLUMNS = (
     Column("run", right=False), Column("blocks"), Column("head"), Column("embedding"),

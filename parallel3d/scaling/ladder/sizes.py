@@ -8,10 +8,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from parallel3d import explain, models
+from parallel3d import models
+from parallel3d.base import explain
+from parallel3d.base.section import ABSENT, Problem, Problems
 from parallel3d.scaling import runs
 from parallel3d.scaling.ladder.file import LadderConfig, SizeConfig
-from parallel3d.section import ABSENT, Problem, Problems
 
 SHAPE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
 _MOST_WIDTHS = 4096  # heads that the rule tries

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from parallel3d.base.errors import ConfigError
 from parallel3d.config.digest import PLACED, digest_of
-from parallel3d.errors import ConfigError
 from parallel3d.scaling.ladder.expand import LadderRun
 from parallel3d.scaling.runs import CONFIG, METRICS, NoEnd, config_of, last_line
 

@@ -2,10 +2,10 @@
 
 import pytest
 
+from parallel3d.base.errors import DataError
 from parallel3d.data import hub
 from parallel3d.data.foreign import arrow
 from parallel3d.data.prepare import prepare
-from parallel3d.errors import DataError
 from tests.data.foreign import writers
 from tests.data.foreign.test_formats import DOCUMENTS, ENDED, check_streams, config_of
 

@@ -5,12 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from parallel3d.base.errors import ConfigError, DataError
 from parallel3d.config import RunConfig
 from parallel3d.config.data import DataConfig
 from parallel3d.data.batches import Batches
 from parallel3d.data.evaluation import EvaluationSamples
 from parallel3d.data.prepare import prepare
-from parallel3d.errors import ConfigError, DataError
 from tests.data.foreign import writers
 from tests.data.foreign.writers import END, SIZE
 

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from parallel3d.base.errors import DataError
 from parallel3d.data import tokenised
 from parallel3d.data.batches import Batches
 from parallel3d.data.corpus import Corpus
 from parallel3d.data.prepare import prepare
-from parallel3d.errors import DataError
 from tests.data.foreign import writers
 from tests.data.foreign.test_formats import DOCUMENTS, ENDED, config_of
 

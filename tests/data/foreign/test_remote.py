@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from parallel3d.base.errors import DataError
 from parallel3d.data.batches import Batches
 from parallel3d.data.corpus import Corpus
 from parallel3d.data.foreign import blocks, through_cache
@@ -19,7 +20,6 @@ from parallel3d.data.foreign.blocks import BLOCK, SET_BYTES, WAYS, BlockCache
 from parallel3d.data.foreign.ranges import Range
 from parallel3d.data.foreign.through_cache import RemoteFiles
 from parallel3d.data.prepare import prepare
-from parallel3d.errors import DataError
 from tests.data.foreign import writers
 from tests.data.foreign.slow import SlowFiles
 from tests.data.foreign.test_formats import FORMATS, check_streams, config_of

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 
 from parallel3d import models
 from parallel3d.config import RunConfig
+from parallel3d.config.hardware import load
 from parallel3d.engine import EngineSettings
-from parallel3d.hardware import load
 from parallel3d.model.spec import Shape
 from parallel3d.pipeline.executor import Executor, Microbatch
 from parallel3d.pipeline.stages import build_stages

@@ -11,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from parallel3d import hardware
+from parallel3d.config import hardware
 from parallel3d.model.head_cost import num_chunks
 from parallel3d.model.spec import Shape
 from parallel3d.models.gpt.spec import Config

@@ -3,7 +3,7 @@
 import pytest
 
 from parallel3d.config import RunConfig
-from parallel3d.hardware import load
+from parallel3d.config.hardware import load
 from parallel3d.plan.memory.peak import fullest
 from parallel3d.plan.setting import Setting
 

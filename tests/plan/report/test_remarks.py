@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
+from parallel3d.base.reader import CONFIGS
 from parallel3d.config import RunConfig
 from parallel3d.plan.memory.peak import fullest
 from parallel3d.plan.report.remarks import largest_layer, on_buffers
 from parallel3d.plan.setting import Setting
-from parallel3d.reader import CONFIGS
 
 pytestmark = pytest.mark.pure
 

@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallel3d import hardware
-from parallel3d.config import RunConfig
-from parallel3d.errors import ConfigError
+from parallel3d.base.errors import ConfigError
+from parallel3d.config import RunConfig, hardware
 from parallel3d.plan.memory.peak import at, per_rank
 from parallel3d.plan.report.choose import apply, checkpoint_bytes, choose
 from parallel3d.plan.search import candidates

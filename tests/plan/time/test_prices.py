@@ -5,8 +5,8 @@ from functools import partial
 
 import pytest
 
-from parallel3d import hardware
-from parallel3d.errors import ConfigError
+from parallel3d.base.errors import ConfigError
+from parallel3d.config import hardware
 from parallel3d.model.spec import Attention, MatMul, Shape
 from parallel3d.plan.layers.stage_classes import stage_classes_of
 from parallel3d.plan.memory.states import WeightSizes, states

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from parallel3d import hardware
-from parallel3d.hardware import Cores, Figure, Hardware
+from parallel3d.config import hardware
+from parallel3d.config.hardware import Cores, Figure, Hardware
 from parallel3d.model.spec import Shape
 from parallel3d.plan.setting import Setting, Software, layers_of
 from parallel3d.plan.time.curves import curves_for

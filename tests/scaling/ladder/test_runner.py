@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from launch import scale
-from parallel3d.errors import ConfigError
+from parallel3d.base.errors import ConfigError
 from parallel3d.scaling.ladder import execute as execution
 from parallel3d.scaling.ladder import oath, process
 from parallel3d.scaling.ladder.execute import execute

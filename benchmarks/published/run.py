@@ -1,0 +1,142 @@
+"""A published run in the form that the planner's time and memory take."""
+
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
+
+from benchmarks.published import vocabulary
+from benchmarks.published.architectures import Architecture
+from benchmarks.published.cells import UnusableRow
+from benchmarks.published.fill import Filled
+from benchmarks.published.programs import cuts_sequence
+from parallel3d.model.spec import Shape
+from parallel3d.plan.layers.placement import model_of, stages_of
+from parallel3d.plan.setting import Setting, Software
+from parallel3d.plan.time.step import check
+
+# Ten times what any published run asks of the planner; a row at either limit takes seconds.
+ACTIONS = 1_000_000  # forwards and backwards of a step on all pipeline ranks
+PLACEMENTS = 20_000_000  # stages x layers squared: what balancing the stages searches
+
+
+@dataclass(frozen=True)
+class PublishedSetting(Setting):
+    """One way in which another program ran one model, with features that this engine lacks.
+
+    `cp`: context-parallel ranks. `recomputed_share`: the part that is recomputed of what
+    `recompute` recomputes.
+    """
+
+    _: KW_ONLY
+    cp: int = 1
+    recomputed_share: float = 1.0
+
+
+def setting_of(
+    cells: Mapping[str, str], filled: Filled, model: Architecture, program: Software, sixteen: str
+) -> PublishedSetting:
+    """The setting of a row; raises UnusableRow or ConfigError where it cannot have run so.
+
+    `sixteen`: the chip's number format of 16 bits, in which a row ran that states none.
+    """
+    pp, dp, tp, cp = _mesh(cells, filled)
+    micro, count = _batch(filled, dp)
+    numbers = filled.numbers
+    virtual = filled.or_else("virtual_pp", numbers.get("virtual_pp"), 1) if pp > 1 else 1
+    recompute, share = vocabulary.recompute_of(
+        filled.or_else("recompute", cells["recompute"], "none")
+    )
+    sharded = program.name.startswith(("FSDP", "DeepSpeed ZeRO-3"))
+    stage = filled.or_else("zero_stage", cells["zero_stage"], 3 if sharded else 0)
+    zero = vocabulary.zero_stage_of(str(stage))
+    optimizer, params = vocabulary.offload_of(filled.or_else("offload", cells["offload"], "none"))
+    assert model.heads and model.hidden and model.seq
+    if model.heads % tp:
+        raise UnusableRow(
+            f"tp = {tp} does not divide {model.heads} attention heads",
+            "tp does not divide the attention heads",
+        )
+    setting = PublishedSetting(
+        layers=model.specs(),
+        hidden_size=model.hidden,
+        shape=Shape(micro, model.seq),
+        num_microbatches=count,
+        pp=pp,
+        dp=dp,
+        tp=tp,
+        cp=cp,
+        sequence_parallel=tp > 1 and cuts_sequence(program),
+        schedule="interleaved" if virtual > 1 and pp > 1 else "one_f_one_b" if pp > 1 else "gpipe",
+        stages_per_rank=virtual,
+        recompute=recompute,
+        recomputed_share=share,
+        precision=vocabulary.precision_of(filled.or_else("precision", cells["precision"], sixteen)),
+        zero_stage=zero,
+        reduces_once=zero < 2,
+        offload_optimizer=optimizer,
+        offload_param=params,
+        software=vocabulary.with_kernel(program, cells["attention_kernel"]),
+    )
+    _check(setting)
+    return setting
+
+
+def _mesh(cells: Mapping[str, str], filled: Filled) -> tuple[int, int, int, int]:
+    """(pp, dp, tp, cp); dp is what the others leave of the devices."""
+    numbers = filled.numbers
+    devices = numbers.get("n_gpus")
+    if devices is None:
+        raise UnusableRow("the number of devices is not stated; fill n_gpus")
+    stated = [numbers.get(name) for name in ("tp", "pp", "dp", "zero_stage")]
+    if not any(stated) and not cells["zero_stage"]:
+        raise UnusableRow("no mesh is stated; fill tp, pp, dp or zero_stage")
+    pp, tp, cp = (filled.or_else(name, numbers.get(name), 1) for name in ("pp", "tp", "cp"))
+    dp = numbers.get("dp") or max(1, devices // (tp * pp * cp))
+    if tp * pp * cp * dp != devices:
+        raise UnusableRow(
+            f"tp x pp x cp x dp = {tp * pp * cp * dp}, but there are {devices} devices",
+            "tp x pp x cp x dp is not the number of devices",
+        )
+    return pp, dp, tp, cp
+
+
+def _batch(filled: Filled, dp: int) -> tuple[int, int]:
+    """Sequences of a microbatch, and microbatches of a data-parallel rank."""
+    batch, micro = (filled.numbers.get(name) for name in ("global_batch_seqs", "micro_batch"))
+    if batch is None or micro is None:
+        blank, column = ("microbatch", "micro_batch")
+        if batch is None:
+            blank, column = "global batch", "global_batch_seqs"
+        raise UnusableRow(f"the {blank} is not stated; fill {column}")
+    count, rest = divmod(batch, micro * dp)
+    if rest:
+        raise UnusableRow(
+            f"a batch of {batch} is not microbatches of {micro} on dp = {dp}",
+            "the batch is not microbatches on all data-parallel ranks",
+        )
+    return micro, count
+
+
+def _check(setting: PublishedSetting) -> None:
+    """Raises where the pipeline cannot be built, or would be simulated for minutes."""
+    stages = setting.pp * setting.stages_per_rank
+    if setting.pp == 1:
+        return
+    if stages > len(setting.layers):
+        raise UnusableRow(
+            f"{len(setting.layers)} layers (embedding and head counted) cannot fill {stages} "
+            "pipeline stages (pp x virtual_pp)",
+            "the layers cannot fill the pipeline stages (pp x virtual_pp)",
+        )
+    for what, size, most in (
+        ("forwards and backwards", 2 * stages * setting.num_microbatches, ACTIONS),
+        ("placements of layers", stages * len(setting.layers) ** 2, PLACEMENTS),
+    ):
+        if size > most:
+            raise UnusableRow(
+                f"{setting.num_microbatches:,} microbatches of {len(setting.layers)} layers on "
+                f"{stages} stages are {size:,} {what}, more than the {most:,} that the planner "
+                "looks at; correct pp, virtual_pp, n_layers or the batch",
+                f"more than {most:,} {what}",
+            )
+    check(setting)
+    stages_of(model_of(setting.layers), stages, setting.shape.seq)

@@ -1,0 +1,165 @@
+"""The reader of ds.json: JSON with comments and trailing commas, and settings of the command line.
+
+DeepSpeed reads its file with hjson, which takes `lr: 1e-3 # fast` for a string and trains with it.
+Here everything beyond comments and trailing commas is an error with its line.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import parallel3d
+from parallel3d.base.errors import ConfigError
+
+CONFIGS = Path(parallel3d.__file__).parent / "configs"
+
+_STRING = r'"(?:\\.|[^"\\\n])*"'
+_COMMENT = re.compile(rf"{_STRING}|(//[^\n]*|/\*.*?\*/)", re.DOTALL)
+# The middle choice leaves `[,` and `,,` as they are: errors.
+_TRAILING_COMMA = re.compile(rf"{_STRING}|[\[{{,]\s*,|(,)(?=\s*[\]}}])")
+
+
+def find(name: str) -> Path:
+    """The config file that `name` means: a path, or what is shipped as configs/NAME.
+
+    That is a bare name, or a path below configs/ as the documents write it, from any folder.
+    """
+    path = Path(name)
+    shipped = [CONFIGS / name, CONFIGS / f"{name}.json"] if path.name == name else []
+    if path.parts[:1] == ("configs",):
+        shipped = [CONFIGS.joinpath(*path.parts[1:])]
+    for candidate in [path, *shipped]:
+        with suppress(OSError, ValueError):  # a name too long, or with a NUL
+            if candidate.is_file():
+                return candidate
+    names = ", ".join(sorted(p.name for p in CONFIGS.glob("*.json")))
+    what = ": it is a folder" if _is_folder(path) else ""
+    raise ConfigError(f"no config file {name!r}{what}; give a path, or one of configs/: {names}")
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):  # a name too long, or with a NUL
+        return False
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The object in a config file; raises ConfigError with the line where it is not JSON.
+
+    A byte order mark, which some editors write, is no part of the text.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"cannot read {path}: {why}; give a UTF-8 text file") from None
+    return parse(text, str(path))
+
+
+def parse(text: str, source: str = "config") -> dict[str, Any]:
+    """The object that `text` holds; comments and trailing commas are left out of it."""
+    value = _load(text, source)
+    if not isinstance(value, dict):
+        raise ConfigError(f"{source} holds {value!r}; write one object: {{...}}")
+    return value
+
+
+def apply_overrides(
+    raw: dict[str, Any], overrides: Sequence[str], full_path: Callable[[str], str] = str
+) -> None:
+    """Set values in `raw` by their dotted paths: `--a.b 2` or `--a.b=2`; the last one wins.
+
+    `full_path` gives the path that a shorter one stands for.
+    """
+    for path, text in pairs(overrides):
+        *sections, key = full_path(path).split(".")
+        block = raw
+        for section in sections:
+            block = block.setdefault(section, {})
+            if not isinstance(block, dict):
+                raise ConfigError(f"--{path}: {section!r} holds {block!r}, which has no settings")
+        block[key] = value(text)
+
+
+def pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """The dotted path and the text of each setting of a command line, as they stand there."""
+    words = iter(overrides)
+    for word in words:
+        if not re.match(r"--\w", word):
+            raise ConfigError(f"{word!r} sets nothing; write --dotted.path value")
+        path, equals, text = word[2:].partition("=")
+        if not all(path.split(".")):
+            raise ConfigError(f"--{path} has a dot too many; write --dotted.path value")
+        if not equals:
+            following = next(words, None)
+            if following is None or following.startswith("--"):
+                raise ConfigError(f"{word} has no value; write {word} value")
+            text = following
+        yield path, text
+
+
+def value(text: str) -> Any:
+    """A value as a command line has it: JSON where it is JSON, else the text itself.
+
+    So names need no quotes.
+    """
+    try:
+        return _load(text, "the command line")
+    except ConfigError:
+        return text
+
+
+def _load(text: str, source: str) -> Any:
+    clean = _TRAILING_COMMA.sub(_blank, _COMMENT.sub(_blank, text))
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        for key, count in Counter(key for key, _ in pairs).items():
+            if count > 1:
+                lines = ", ".join(map(str, _lines_with_key(clean, key)))
+                raise ConfigError(
+                    f"{source}: the key {key!r} stands {count} times in one block (it is on lines "
+                    f"{lines}); keep one of them"
+                )
+        return dict(pairs)
+
+    def refuse_constant(name: str) -> Any:
+        raise ConfigError(f"{source}: {name} is not JSON; write a finite number")
+
+    try:
+        return json.loads(clean, object_pairs_hook=unique, parse_constant=refuse_constant)
+    except json.JSONDecodeError as error:
+        place = f"{source}, line {error.lineno}, column {error.colno}"
+        if not clean.strip():
+            raise ConfigError(f"{source}: is empty; write one object: {{...}}") from None
+        if error.pos >= len(clean.rstrip()):
+            rule = f"the text ends too early ({error.msg})"
+            raise ConfigError(f"{place}: {rule}; add what is missing, a brace or so") from None
+        line = text.split("\n")[error.lineno - 1].strip()  # lines as json counts them
+        line = line if len(line) <= 80 else f"{line[:76]} ..."
+        raise ConfigError(
+            f"{place}: {error.msg}: {line!r}; "
+            "write JSON (comments // and /* */ and trailing commas are allowed)"
+        ) from None
+    except RecursionError:
+        raise ConfigError(f"{source}: has too many blocks in blocks; take some out") from None
+    except ConfigError:
+        raise
+    except ValueError:
+        raise ConfigError(f"{source}: a number has thousands of digits; write fewer") from None
+
+
+def _blank(match: re.Match[str]) -> str:
+    """White space in place of a comment or comma, so that line and column stay true."""
+    if match[1] is None:
+        return match[0]
+    return re.sub(r"[^\n]", " ", match[1])
+
+
+def _lines_with_key(text: str, key: str) -> list[int]:
+    pattern = re.compile(re.escape(json.dumps(key)) + r"\s*:")
+    return [text.count("\n", 0, match.start()) + 1 for match in pattern.finditer(text)]

@@ -1,0 +1,211 @@
+"""A lock has one holder, on any file system, and a dead one is never in the way."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from parallel3d.base import lock
+from parallel3d.base.holder import Holder, read, start_of
+from parallel3d.base.lock import Lock, LockHeld
+
+pytestmark = pytest.mark.gloo
+
+ROOT = Path(__file__).parents[1]
+# Takes the lock, says so, and holds it until its standard input ends.
+HOLD = """
+import sys
+from pathlib import Path
+from parallel3d.base import lock
+{before}
+held = lock.Lock(Path(sys.argv[1]))
+try:
+    held.take()
+except lock.LockHeld as error:
+    print("held", error.holder.pid, flush=True)
+else:
+    print("mine", flush=True)
+    sys.stdin.read()
+    held.release()
+"""
+FILE_SYSTEMS = {
+    "flock": "",
+    "no flock": "lock._flocked = lambda descriptor: False",
+    "neither flock nor links": """lock._flocked = lambda descriptor: False
+def link(*args): raise PermissionError
+lock.os.link = link""",
+}
+
+
+@contextmanager
+def processes(path, number, before=""):
+    code = [sys.executable, "-c", HOLD.format(before=before), str(path)]
+    started = [
+        subprocess.Popen(code, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        for _ in range(number)
+    ]
+    try:
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.parametrize("kind", FILE_SYSTEMS)
+@pytest.mark.parametrize("number", [4, pytest.param(8, marks=pytest.mark.slow)])
+def test_of_many_one_holds_it_and_a_killed_one_is_followed_at_once(tmp_path, kind, number):
+    path = tmp_path / "run.lock"
+    for _ in range(2):  # the second time the file of the first holder is in the way
+        with processes(path, number, FILE_SYSTEMS[kind]) as started:
+            said = [process.stdout.readline().split() for process in started]
+            [holder] = [p for p, words in zip(started, said, strict=True) if words == ["mine"]]
+            assert all(words == ["held", str(holder.pid)] for words in said if len(words) > 1)
+            assert len([words for words in said if words[0] == "held"]) == number - 1
+            os.kill(holder.pid, signal.SIGKILL)
+            holder.wait()
+    assert [p.name for p in tmp_path.iterdir()] == ["run.lock"]
+    with processes(path, 1) as [last]:
+        assert last.stdout.readline() == "mine\n"
+        last.communicate("")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(lock, "BEAT", 0.05)
+    monkeypatch.setattr(lock, "MISSED", 6)
+    monkeypatch.setattr(lock, "_NAP", 0.02)
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch, quick):
+    """A lock that a process of another machine has taken; it beats until it is released."""
+    other = Lock(tmp_path / "run.lock", on_lost=lambda text: None)
+    other._mine = replace(other._mine, host="node7", pid=1)
+    other.take()
+    yield other
+    other.release()
+
+
+def test_a_heartbeat_of_another_machine_keeps_the_lock(elsewhere):
+    said = []
+    with pytest.raises(LockHeld, match="process 1 on node7, since 2"):
+        Lock(elsewhere.path).take(said.append)
+    assert len(said) == 1 and "waiting for its heartbeat, at most" in said[0]
+    assert read(elsewhere.path).token == elsewhere._mine.token
+
+
+def test_without_a_heartbeat_it_is_taken_after_so_many(elsewhere, monkeypatch):
+    elsewhere._ended.set()  # as after a power cut: the file stays
+    elsewhere._heart.join()
+    mine, began = Lock(elsewhere.path), time.monotonic()
+    assert mine.try_to_take().host == "node7"  # who does not wait does not get it
+    mine.take()
+    assert time.monotonic() - began >= lock.BEAT * lock.MISSED
+    assert read(mine.path).token == mine._mine.token
+    mine.release()
+
+
+def test_who_waits_for_a_silent_holder_says_so_too(elsewhere):
+    elsewhere._ended.set()
+    elsewhere._heart.join()
+    said, mine = [], Lock(elsewhere.path)
+    mine.wait(lambda: said.append("waiting"))
+    mine.release()
+    assert said == ["waiting"]
+
+
+def test_who_was_silent_for_too_long_is_told(tmp_path, quick):
+    lost = []
+    first = Lock(tmp_path / "run.lock", on_lost=lost.append)
+    first.take()
+    first.path.unlink()
+    second = Lock(first.path)
+    second.take()
+    first._heart.join(5)
+    assert len(lost) == 1 and "was taken over by process" in lost[0]
+    first.release()
+    assert read(first.path).token == second._mine.token  # not the first's to remove
+    second.release()
+
+
+def test_it_stays_where_it_is_when_the_process_goes_elsewhere(tmp_path, quick, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    held = Lock(Path("run.lock"), on_lost=pytest.fail)
+    held.take()
+    (tmp_path / "below").mkdir()
+    monkeypatch.chdir("below")
+    (tmp_path / "below/run.lock").write_text("another's")
+    time.sleep(4 * lock.BEAT)
+    held.release()
+    assert [path.name for path in tmp_path.iterdir()] == ["below"]
+
+
+def test_a_file_that_vanished_is_made_again(tmp_path, quick):
+    held = Lock(tmp_path / "run.lock", on_lost=pytest.fail)
+    held.take()
+    held.path.unlink()
+    while not held.path.exists():
+        time.sleep(0.01)
+    with pytest.raises(LockHeld):
+        Lock(held.path).take()
+    held.release()
+
+
+ME = Lock(Path("never"))._mine
+DEAD = [
+    (replace(ME, started="1"), ()),  # another process has the pid now
+    (replace(ME, pid=2**22 + 1), ()),
+    (replace(ME, host="node7", jobs=(("slurm", "5", 0),)), (("slurm", "5", 1),)),  # requeued
+    (replace(ME, pid=2**22 + 1, jobs=(("torchelastic", "x", 1),)), (("torchelastic", "x", 2),)),
+]
+ALIVE = [
+    (ME, ()),
+    (replace(ME, jobs=(("slurm", "5", 0),)), (("slurm", "5", 0),)),  # two steps of one job
+    (replace(ME, jobs=(("slurm", "5", 0),)), (("slurm", "6", 1),)),
+    # Two terminals with one --rdzv-id: the second's restarts do not end the first.
+    (replace(ME, jobs=(("torchelastic", "100", 0),)), (("torchelastic", "100", 1),)),
+]
+UNKNOWN = [
+    (replace(ME, host="node7"), ()),
+    (replace(ME, place="other"), ()),
+    (
+        replace(ME, host="node7", jobs=(("torchelastic", "100", 0),)),
+        (("torchelastic", "100", 1),),
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("alive", "holder", "jobs"),
+    [(alive, *case) for alive, cases in ((False, DEAD), (True, ALIVE), (None, UNKNOWN))
+     for case in cases],
+)  # fmt: skip
+def test_who_lives(alive, holder: Holder, jobs):
+    assert holder.is_alive(jobs) is alive
+
+
+def test_a_process_that_ended_and_was_not_waited_for_is_dead():
+    child = subprocess.Popen([sys.executable, "-c", ""], stdin=subprocess.PIPE)
+    started = start_of(child.pid)
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert started and start_of(child.pid) is None
+    child.communicate()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"jobs": 3}', '{"jobs": [], "x": 1}'])
+def test_a_damaged_file_is_a_silent_holder(tmp_path, quick, text):
+    path = tmp_path / "run.lock"
+    path.write_text(text)
+    mine = Lock(path)
+    assert mine.try_to_take() is not None
+    mine.take()
+    mine.release()
+    assert not path.exists()

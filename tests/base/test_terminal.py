@@ -1,0 +1,148 @@
+"""Tables and paragraphs at any width: nothing wider than the terminal, nothing left out."""
+
+import re
+import sys
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from launch import plan
+from parallel3d.base import terminal
+from parallel3d.base.terminal import Column
+from parallel3d.plan.report import command
+
+pytestmark = pytest.mark.pure
+
+FIGURE = re.compile(r"[\d,]*\.?\d+[a-zA-Z%]*")
+
+
+def lines_at(width: int, columns: list[Column], rows: list[list[str]]) -> list[str]:
+    return [line.plain for line in terminal.table(columns, rows, width)]
+
+
+def test_a_table_that_fits_is_one_line_a_row() -> None:
+    columns = [Column("#"), Column("name", right=False, line=1), Column("GiB")]
+    assert lines_at(40, columns, [["1", "a b", "72.4"], ["10", "c", "8.0"]]) == [
+        " #  name   GiB",
+        " 1  a b   72.4",
+        "10  c      8.0",
+    ]
+
+
+def test_a_table_that_does_not_folds_its_rows_by_the_lines_of_its_columns() -> None:
+    columns = [Column("#"), Column("name", right=False, line=1), Column("GiB")]
+    assert lines_at(11, columns, [["1", "a b c d", "72.4"], ["10", "c", "8.0"]]) == [
+        " #   GiB",
+        "    name",
+        " 1  72.4",
+        "    a b c d",
+        "10   8.0",
+        "    c",
+    ]
+
+
+def test_a_rule_is_between_columns_only() -> None:
+    columns = [Column("a"), Column("│", line=1, rule=True), Column("b", line=1)]
+    assert lines_at(9, columns, [["111", "│", "222"]]) == ["  a │   b", "111 │ 222"]
+    assert lines_at(8, columns, [["111", "│", "222"]]) == ["  a", "      b", "111", "    222"]
+
+
+def test_a_text_goes_on_below_itself() -> None:
+    columns = [Column("", right=False), Column("", right=False, wraps=True)]
+    text = "one of the longest texts that there are"
+    assert lines_at(30, columns, [["key", text], ["other", "short"]]) == [
+        "key    one of the longest",
+        "       texts that there are",
+        "other  short",
+    ]
+
+
+cells = st.text(alphabet="0123456789", min_size=1, max_size=9)
+tables = st.integers(2, 9).flatmap(
+    lambda n: st.tuples(
+        st.lists(st.integers(0, 2), min_size=n, max_size=n),
+        st.lists(st.lists(cells, min_size=n, max_size=n), min_size=1, max_size=3),
+    )
+)
+
+
+@given(tables, st.integers(14, 120))
+def test_no_line_is_too_wide_and_no_cell_is_lost(table, width) -> None:
+    lines, rows = table
+    columns = [Column(f"h{place}", line=line) for place, line in enumerate(lines)]
+    found = lines_at(width, columns, rows)
+    assert max(map(len, found)) <= width
+    heads = [f"h{place}" for place in range(len(columns))]
+    expected = [*heads, *(cell for row in rows for cell in row)]
+    assert sorted(" ".join(found).split()) == sorted(expected)
+
+
+def screen(monkeypatch, capsys, width: int, *arguments: str) -> str:
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        [
+            "plan.py",
+            "--config",
+            "gpt2-1.5b",
+            "--hardware",
+            "a100-40gb",
+            "--devices",
+            "8",
+            *arguments,
+        ],
+    )
+    assert plan.main() == plan.DONE
+    return capsys.readouterr().out
+
+
+TABLE = ("--fix", "pp=2")  # enough for rows that do not fit, and for most parts
+
+
+@pytest.fixture(scope="module")
+def planned_once() -> Iterator[None]:
+    """All screens are of the same plans."""
+    plans, find = [], command.find
+
+    def once(*asked):
+        if not plans:
+            plans.append(find(*asked))
+        return plans[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "find", once)
+        yield
+
+
+@pytest.mark.usefixtures("planned_once")
+@pytest.mark.parametrize("narrow", [80, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("arguments", [TABLE, (*TABLE, "--explain", "1")], ids=["table", "row"])
+def test_the_planners_screens_have_every_figure_at_every_width(
+    monkeypatch, capsys, arguments, narrow
+) -> None:
+    screens = {w: screen(monkeypatch, capsys, w, *arguments) for w in (narrow, 140)}
+    for width, text in screens.items():
+        assert max(map(len, text.splitlines())) <= width
+        assert "…" not in text
+    figures, others = (sorted(FIGURE.findall(screens[width])) for width in (140, narrow))
+    assert len(figures) > 30 and others == figures
+    heads = ("GiB", "bubble", "tokens/s", "MFU", "TFLOP/s")
+    assert all(head in text for head in heads for text in screens.values())
+
+
+def test_a_pipe_is_as_wide_as_most_tables(monkeypatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert terminal.console(as_json=True).width == terminal.PIPED
+    monkeypatch.setenv("COLUMNS", "90")
+    assert terminal.console(as_json=True).width == 90
+
+
+def test_a_paragraph_is_wrapped_at_words(capsys) -> None:
+    terminal.say(
+        Console(width=30, soft_wrap=True), "the first of the lines and then the rest", "    "
+    )
+    assert capsys.readouterr().out == "the first of the lines and\n    then the rest\n"

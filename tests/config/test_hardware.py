@@ -1,0 +1,108 @@
+"""Hardware descriptions: sourced figures, found by the driver's name."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from parallel3d.base.errors import ConfigError
+from parallel3d.base.section import Section
+from parallel3d.config import hardware
+from parallel3d.config.hardware import Figure
+
+pytestmark = pytest.mark.pure
+
+DESCRIBED = [name for name in hardware.names() if name != hardware.THIS_MACHINE]
+
+
+def figures(section: Section) -> Iterator[Figure]:
+    """All numbers of a description."""
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        for found in value.values() if isinstance(value, Mapping) else (value,):
+            if isinstance(found, Figure):
+                yield found
+            elif isinstance(found, Section):
+                yield from figures(found)
+
+
+@pytest.mark.parametrize("name", DESCRIBED)
+def test_described_with_sources(name: str) -> None:
+    described = hardware.load(name)
+    assert described.name == name
+    assert all(len(figure.source) > 5 and figure.value > 0 for figure in figures(described))
+    assert 1e14 < described.peak_flops[next(iter(described.peak_flops))].value < 1e16
+    assert 1e10 < described.memory_bytes.value < 1e12
+
+
+@pytest.mark.parametrize("name", DESCRIBED)
+def test_what_a_plan_needs_is_there_and_plausible(name: str) -> None:
+    h = hardware.load(name)
+    assert h.memory_bandwidth and h.link and h.network and h.host and h.devices_per_node
+    for dtype, measured in h.matmul_flops.items():
+        peak = h.peak(dtype)
+        assert peak and 0.6 * peak < measured.value < peak
+    # Memory is faster than the links in a node, and these than what leaves it.
+    link, network = h.link.bandwidth.value, h.network.bandwidth.value
+    assert h.memory_bandwidth.value > 2 * link > 4 * network
+    assert h.link.latency.value < h.network.latency.value < 1e-4
+    assert h.devices_per_node.value in (4, 8, 16, 72)
+    assert 1e9 < h.host.device_bandwidth.value < link
+
+
+def test_aliases_name_one_device_each() -> None:
+    aliases = [alias for name in DESCRIBED for alias in hardware.load(name).aliases]
+    assert len(aliases) == len(set(aliases))
+    assert all(alias == alias.lower() for alias in aliases)
+    for gpu in ("v100", "a100", "a100-40gb", "h100", "h200", "b200", "gb200", "mi300x"):
+        assert gpu in aliases
+    for name in ("a100-80gb", "A100-80GB", "a100-sxm4-80gb", "A100"):
+        assert hardware.load(name).name == "A100-SXM4-80GB"
+
+
+def test_this_machine_must_be_measured_first(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(hardware, "DIRECTORY", tmp_path)
+    with pytest.raises(ConfigError, match=r"`parallel3d plan --calibrate` first"):
+        hardware.load("this-machine")
+
+
+@pytest.fixture
+def own_folder(monkeypatch, tmp_path):
+    """The user's own folder, with nothing in it."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    folder = tmp_path / "parallel3d" / "hardware"
+    folder.mkdir(parents=True)
+    return folder
+
+
+def test_the_users_own_folder_is_read_beside_the_shipped_one(own_folder, monkeypatch) -> None:
+    shipped = hardware.DIRECTORY / "V100-SXM2-32GB.json"
+    own = json.loads(shipped.read_text()) | {"name": "mine", "aliases": []}
+    (own_folder / "mine.json").write_text(json.dumps(own))
+    assert set(hardware.names()) == {*DESCRIBED, "mine"} | {
+        path.stem for path in hardware.DIRECTORY.glob("this-machine.json")
+    }
+    assert hardware.load("MINE").name == "mine"
+    # Of two with one name the user's: a checkout's calibration may be years old.
+    own["memory_bytes"] = {"value": 1e9, "source": "the test's own"}
+    (own_folder / shipped.name).write_text(json.dumps(own))
+    assert hardware.load("V100-SXM2-32GB").memory_bytes.value == 1e9
+    monkeypatch.setenv("XDG_CONFIG_HOME", "relative")  # which the standard says is none
+    assert hardware.user_folder().is_relative_to(Path.home() / ".config")
+
+
+def test_peak():
+    assert hardware.load("H100-SXM5-80GB").peak("bf16") == 989e12
+    assert hardware.load("V100-SXM2-32GB").peak("bf16") is None
+
+
+def test_recognise():
+    found = hardware.recognise("NVIDIA A100-SXM4-80GB")
+    assert found and found.name == "A100-SXM4-80GB"
+    assert hardware.recognise("cpu") is None
+
+
+def test_unknown_name():
+    with pytest.raises(ConfigError, match=r'"abacus": is not described; .*H100-SXM5-80GB'):
+        hardware.load("abacus")

@@ -1,0 +1,36 @@
+"""The learning rate's schedule begins anew after a resume."""
+
+from typing import Any
+
+from parallel3d.config import learning_rate
+from parallel3d.engine.states import OptimizerStates
+from tests.museum.exhibit import Exhibit, Planted, all_of, wrapped
+
+EXHIBIT = Exhibit(
+    date="2025-11-04",
+    source="NVIDIA-NeMo/Automodel#763",
+    what=(
+        "The scheduler was not restored with the checkpoint, and the learning rate began "
+        "again with its warm-up."
+    ),
+    mesh=(1, 2, 2),
+    needs=("resume",),
+)
+
+
+def plant() -> Planted:
+    """Steps are counted from the checkpoint."""
+    begun = [0]
+
+    def set_counters(original: Any, states: OptimizerStates, counters: Any) -> None:
+        begun[0] = int(counters["optimizer_steps"])
+        original(states, counters)
+
+    def fraction(original: Any, schedule: Any, step: int, num_steps: int) -> float:
+        found: float = original(schedule, step - begun[0], num_steps)
+        return found
+
+    return all_of(
+        wrapped(OptimizerStates, "set_counters", set_counters),
+        wrapped(learning_rate, "fraction", fraction),
+    )

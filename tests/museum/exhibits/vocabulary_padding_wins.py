@@ -1,0 +1,42 @@
+"""Logits of padding have a share of the probability."""
+
+from typing import Any
+
+import torch.nn.functional as F
+
+from parallel3d.tensor import loss, output
+from tests.museum.exhibit import Exhibit, Planted, all_of, wrapped
+
+EXHIBIT = Exhibit(
+    date="2026-09-09",
+    source="unslothai/unsloth#10616",
+    what=(
+        "Columns beyond the vocabulary took part in the softmax, and with them the "
+        "probability of tokens that do not exist."
+    ),
+    mesh=(1, 1, 4),
+)
+
+
+def plant() -> Planted:
+    """The last rank's slice has three columns more, of zeros."""
+    last = False
+
+    def of_slice(original: Any, x: Any, weight: Any, labels: Any, **of: Any) -> Any:
+        nonlocal last
+        last = of["group"].rank() == of["group"].size() - 1
+        return original(x, weight, labels, **of)
+
+    def logits(original: Any, *given: Any) -> Any:
+        return F.pad(original(*given), (0, 3 * last))
+
+    def gradient(original: Any, *given: Any) -> Any:
+        found = original(*given)
+        return found[:, :-3] if last else found
+
+    return all_of(
+        wrapped(output, "vocab_parallel_loss", of_slice),
+        wrapped(loss, "_logits", logits),
+        wrapped(loss, "gradient_of_spent", gradient),
+        wrapped(loss, "gradient_of", gradient),
+    )

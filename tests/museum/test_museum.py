@@ -1,0 +1,164 @@
+"""Published silent bugs are planted in the check that `verify` runs, and it sees each.
+
+By default some of each kind, by lot; `pytest -m slow` plants all, and looks for false alarms.
+"""
+
+import random
+
+import pytest
+import torch
+
+from parallel3d.config import RunConfig
+from parallel3d.schedule import schedules
+from parallel3d.verify.check import CaseTask, checked
+from parallel3d.verify.local_ranks import RankFailed
+from parallel3d.verify.measure import TOLERANCE
+from parallel3d.verify.prepared import prepare
+from parallel3d.verify.shrink import MESHES, drops_out, shrink
+from tests.museum import exhibits
+from tests.museum import tour as museum_tour
+from tests.museum.halls import HALLS, hall
+from tests.museum.needs import NEEDS
+from tests.museum.tour import Hall
+from tests.verify.configs import MODELS, config_of
+
+pytestmark = pytest.mark.gloo
+
+ALL = {name: exhibits.load(name).EXHIBIT for name in exhibits.names()}
+# What one process, or two ranks, and the first hall can hold costs little.
+FEW = ["loss_divided_twice", "clipped_by_stage", "first_epoch_again", "decay_on_norms"]
+SMALL_MESHES = [(1, 1, 1), (2, 1, 1)]
+
+
+@pytest.fixture(scope="module")
+def halls(tmp_path_factory):
+    """The halls of the museum, each made once."""
+    made = {}
+
+    def get(title, meshes=MESHES):
+        key = title, tuple(meshes)
+        if key not in made:
+            made[key] = Hall(hall(title), tmp_path_factory.mktemp("hall"), meshes)
+        return made[key]
+
+    return get
+
+
+def test_there_are_as_many_as_the_museum_says():
+    published = [name for name, exhibit in ALL.items() if exhibit.source]
+    assert len(ALL) >= 40 and len(published) >= 25
+    for name, exhibit in ALL.items():
+        assert set(exhibit.needs) <= NEEDS.keys(), name
+        assert exhibit.mesh in MESHES, name
+        assert bool(exhibit.date) == bool(exhibit.source), name
+        assert exhibit.what.endswith("."), name
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_what_each_patches_is_there(name):
+    with exhibits.load(name).plant():
+        pass
+
+
+@pytest.mark.parametrize(
+    ("last", "seen", "raised"),
+    [
+        ("TypeError: backward() got an unexpected keyword", False, True),
+        ("parallel3d.base.errors.TrainingError: the loss is nan", True, False),
+    ],
+)
+def test_a_patch_that_raises_shows_nothing(last, seen, raised, halls, monkeypatch):
+    def fails(*args, **kwargs):
+        raise RankFailed(f"rank 0 of 1: Traceback (most recent call last):\n  ...\n{last}\n")
+
+    place = halls("gpt", SMALL_MESHES)
+    monkeypatch.setattr(place, "trained", lambda: None)
+    monkeypatch.setattr(museum_tour, "checked", fails)
+    visit = place.visit("running_average")
+    assert (visit.seen, bool(visit.raised)) == (seen, raised), visit
+
+
+def test_each_can_be_held_by_a_hall(halls):
+    for name, exhibit in ALL.items():
+        assert any(not halls(title).lacks(exhibit) for title in HALLS), name
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_some_are_seen(name, halls):
+    place = halls("gpt", SMALL_MESHES)
+    assert not place.lacks(ALL[name])
+    visit = place.visit(name)
+    assert visit.seen, visit
+    assert visit.relative_size > 1e-5
+
+
+def test_nothing_is_seen_where_nothing_is_planted(halls):
+    place = halls("gpt", SMALL_MESHES)
+    clean = place.small((2, 1, 1))
+    errors, _ = checked(clean, place.trained(), CaseTask(drops=True))
+    assert not errors.beyond(TOLERANCE["fp32"]), errors
+
+
+def test_rounding_moves_no_weight_beyond_the_bound():
+    """Not even one whose gradient is all but zero, which Adam's first step takes for a whole one.
+
+    Sums of rounded numbers are off by 1e-9 where gradients are of 1e-2.
+    """
+    adam = shrink(RunConfig.from_dict(config_of()), MESHES)[1, 1, 1].optimizer.params
+    moved = []
+    for gradient in (0.0, 2e-9):
+        weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        weight.grad = torch.full_like(weight, gradient)
+        torch.optim.AdamW([weight], lr=adam.lr, betas=adam.betas, eps=adam.eps).step()
+        moved.append(weight.item())
+    assert 0 < abs(moved[1] - moved[0]) < TOLERANCE["fp32"] / 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALL)
+def test_each_is_seen(name, halls):
+    title = next(title for title in HALLS if not halls(title).lacks(ALL[name]))
+    visit = halls(title).visit(name)
+    print(title, visit)
+    assert visit.seen, visit
+
+
+def drawn(number):
+    """A config by lot, and a mesh that it can run on."""
+    lot = random.Random(number)
+    while True:
+        settings = {
+            "model": lot.choice(list(MODELS)),
+            "zero": lot.choice([0, 1, 2, 3]),
+            "schedule": lot.choice(schedules.names()),
+            "stages_per_rank": lot.choice([1, 2]),
+            "reduction": lot.choice(["per_step", "per_microbatch"]),
+            "checkpointing": lot.choice(["none", "selective", "full"]),
+            "sequence_parallel": lot.choice([False, True]),
+            "isolate": lot.choice([False, True]),
+        }
+        mesh = lot.choice(MESHES)
+        schedule, stages = settings["schedule"], settings["stages_per_rank"]
+        split = schedules.splits_backward(schedule) and settings["reduction"] == "per_microbatch"
+        if not schedules.why_not(schedule, mesh[0], 4, stages) and not split:
+            return config_of(**settings), mesh
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(20))
+def test_no_false_alarm(number, tmp_path):
+    raw, mesh = drawn(number)
+    raw["gradient_clipping"] = random.Random(number).choice([0.0, 1.0])
+    if raw["parallel3d"]["model"]["family"] == "gpt":
+        raw["parallel3d"]["model"] |= {"embd_pdrop": 0.1, "resid_pdrop": 0.1, "attn_pdrop": 0.1}
+    config = RunConfig.from_dict(raw)
+    other = (1, 2, 2) if config.pipeline.stages_per_rank == 1 else mesh
+    small, reference = prepare(config, (mesh, other), tmp_path)
+    saved = tmp_path / "saved"
+    errors, counters = checked(
+        small[mesh], reference, CaseTask(saves=saved, drops=drops_out(config)), timeout=300
+    )
+    print(mesh, errors)
+    assert not errors.beyond(TOLERANCE["fp32"]), errors
+    resumed, _ = checked(small[mesh], reference, CaseTask(resumes=saved), counters=counters)
+    assert not resumed.beyond(TOLERANCE["fp32"]), resumed

@@ -1,0 +1,186 @@
+"""Plants exhibits one at a time into the check that verify runs, and says which it sees."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parallel3d.base.errors import TrainingError
+from parallel3d.config import RunConfig
+from parallel3d.verify.check import CaseTask, RankFindings, check, checked
+from parallel3d.verify.local_ranks import RanksHung
+from parallel3d.verify.measure import TOLERANCE, compile_operators
+from parallel3d.verify.prepared import prepare
+from parallel3d.verify.reference import Reference
+from parallel3d.verify.shrink import (
+    MESHES,
+    drops_out,
+    resuming_pair,
+    shrink,
+    why_not,
+)
+from tests.museum import exhibits
+from tests.museum.exhibit import Exhibit, Sizes
+from tests.museum.needs import lacking
+
+TIMEOUT_SECONDS = 300.0
+_OURS = "parallel3d.base.errors."
+WORDS = {
+    "samples": "order of samples",
+    "masks": "dropout masks",
+    "accumulation": "accumulation",
+    "counters": "counters",
+}
+
+
+@dataclass(frozen=True)
+class Visit:
+    """What came of planting one exhibit.
+
+    `by` is what saw it, "" if nothing did; `relative_size` how large the largest difference was, 1
+    where it is none of numbers. `not_held` says what the config lacks to hold it. `raised`: planted
+    it raises, so it is not silent, and shows nothing: its patch does not fit our code any more.
+    """
+
+    name: str
+    by: str = ""
+    relative_size: float = 0.0
+    seconds: float = 0.0
+    beyond: Mapping[str, float] = field(default_factory=dict)
+    not_held: str = ""
+    raised: str = ""
+
+    @property
+    def seen(self) -> bool:
+        """Whether any check saw the exhibit."""
+        return bool(self.by)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The visit as `--json` gives it."""
+        kept = ("name", "seen", "by", "relative_size", "seconds")
+        return {name: getattr(self, name) for name in kept}
+
+
+class Hall:
+    """One config in small, with its reference, in which exhibits are planted.
+
+    Files go to `folder`. Raises ConfigError for a config that cannot be verified.
+    """
+
+    def __init__(self, config: RunConfig, folder: Path, meshes: Sequence[Sizes] = MESHES) -> None:
+        torch.set_num_threads(1)  # tiny products on many threads spend their time waiting
+        self._config, self._folder = config, folder
+        self._meshes = [mesh for mesh in meshes if not why_not(config, mesh)]
+        self._small = shrink(config, tuple(self._meshes), str(folder))
+        self._drops = drops_out(config)
+        self._reference: Reference | None = None
+        self._counters: dict[str, Any] | None = None
+
+    def lacks(self, exhibit: Exhibit) -> str:
+        """What the hall's config lacks of an exhibit's needs; "" if it can hold it."""
+        mesh = self._mesh_of(exhibit)
+        if mesh is None:
+            return "a mesh " + "x".join(map(str, exhibit.mesh))
+        return lacking(exhibit, self._config, self._small[mesh]) or ""
+
+    def small(self, mesh: Sizes) -> RunConfig:
+        """The small config of one of the hall's meshes."""
+        self.trained()
+        return self._small[mesh]
+
+    def visit(self, name: str) -> Visit:
+        """Plant an exhibit that the config can hold, and look."""
+        file = exhibits.load(name)
+        mesh = self._mesh_of(file.EXHIBIT)
+        assert mesh is not None
+        reference, small = self.trained(), self.small(mesh)
+        resumes = "resume" in file.EXHIBIT.needs
+        task = CaseTask(resumes=self._saved()) if resumes else CaseTask(drops=self._drops)
+        start = time.perf_counter()
+
+        def found(by: str, size: float = 1.0, beyond: Mapping[str, float] | None = None) -> Visit:
+            return Visit(name, by, size, time.perf_counter() - start, beyond or {})
+
+        try:
+            errors, _ = checked(
+                small,
+                reference,
+                task,
+                function=Planted(name),
+                counters=self._counters if resumes else None,
+                timeout=TIMEOUT_SECONDS,
+            )
+        except RanksHung:
+            return found("hang")
+        except TrainingError as error:
+            last = str(error).strip().splitlines()[-1]
+            # What the library itself says is no silent bug; any other error is the patch's.
+            return found("error") if last.startswith(_OURS) else Visit(name, raised=last)
+        beyond = errors.beyond(TOLERANCE[small.precision])
+        if not beyond:
+            return found("", 0.0)
+        # What has no reference comes first: where samples or masks are wrong, the loss is, too.
+        by = next((k for k in WORDS if k in beyond), max(beyond, key=lambda k: beyond[k]))
+        said = WORDS.get(by, by.replace("_", " "))
+        return found(f"resume: {said}" if resumes else said, beyond[by], beyond)
+
+    def _mesh_of(self, exhibit: Exhibit) -> Sizes | None:
+        """The first mesh of the hall that has the exhibit's axes."""
+        if exhibit.mesh in self._meshes:
+            return exhibit.mesh
+        fits = (
+            mesh
+            for mesh in self._meshes
+            if all(has > 1 or not wants > 1 for has, wants in zip(mesh, exhibit.mesh, strict=True))
+        )
+        return next(fits, None)
+
+    def trained(self) -> Reference:
+        """The reference of the hall, trained once."""
+        if self._reference is None:
+            compile_operators(self._small[self._meshes[0]])
+            self._small, self._reference = prepare(self._config, self._meshes, self._folder)
+        return self._reference
+
+    def _saved(self) -> Path:
+        """The folder of a run that was saved without any exhibit."""
+        folder = self._folder / "saved"
+        if self._counters is None:
+            mesh, _ = resuming_pair(self._meshes)
+            _, self._counters = checked(self.small(mesh), self.trained(), CaseTask(saves=folder))
+        return folder
+
+
+@dataclass(frozen=True)
+class Planted:
+    """`check` with an exhibit in the code of the rank that runs it."""
+
+    name: str
+
+    def __call__(
+        self, rank: int, config: RunConfig, reference: Reference, task: CaseTask
+    ) -> RankFindings:
+        with exhibits.load(self.name).plant():
+            return check(rank, config, reference, task)
+
+
+def tour(
+    halls: Mapping[str, Callable[[], Hall]], names: Sequence[str]
+) -> Iterator[tuple[str, Visit]]:
+    """Each exhibit in the first hall that can hold it: the hall's name, and what came of it."""
+    made: dict[str, Hall] = {}
+    for name in names:
+        exhibit, lacks = exhibits.load(name).EXHIBIT, ""
+        for title, make in halls.items():
+            if title not in made:
+                made[title] = make()
+            missing = made[title].lacks(exhibit)
+            if not missing:
+                yield title, made[title].visit(name)
+                break
+            lacks = lacks or missing
+        else:
+            yield "", Visit(name, not_held=lacks)

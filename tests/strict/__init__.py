@@ -1,0 +1,33 @@
+"""A process group that keeps NCCL's rules, over gloo: for CPUs, or for ranks on one GPU .
+
+What gloo forgives, a GPU does not. Here, as there:
+
+- a group runs its operations one after another, in the order of their calls; sends and receives
+  stand in the same queue as collectives;
+- a send is over when its receive has come; tags match nothing (they are compared: a transfer whose
+  ends disagree is an error);
+- ranks must call a group's collectives in the same order, with the same sizes and types: each is
+  compared before it runs, and the error names the ranks and what each of them called;
+- a result is in its buffer once `wait` has returned, and NaN (-1, True) before; a buffer that is
+  sent must stay as it is until the operation is over;
+- each operation must be over within its group's time-out, counted from its call. A peer that dies
+  is not noticed before. Who waits hears no signals.
+
+A violation on one rank ends all: its message is raised from every `wait`.
+"""
+
+from tests.strict.group import StrictGroup
+from tests.strict.options import NAME, StrictOptions
+from tests.strict.register import register
+from tests.strict.watch import StrictError
+
+__all__ = ["NAME", "StrictError", "StrictGroup", "StrictOptions", "strict"]
+
+
+def strict(settings: str, device: str) -> str:
+    """Register the backend with torch; `PARALLEL3D_BACKEND=tests.strict:strict` names this.
+
+    `settings` are delays, as in "delay=0.001,seed=7,send@1=0.5" (seconds).
+    """
+    register(StrictOptions.from_text(settings), device)
+    return NAME

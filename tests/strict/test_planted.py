@@ -1,0 +1,121 @@
+"""Faults planted in the executor and the engine, as a change of them might: each is named."""
+
+import re
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+
+from parallel3d.engine.quirks import core
+from parallel3d.mesh.mesh import Mesh
+from parallel3d.pipeline.executor import Executor
+from parallel3d.schedule.schedule import Action, Op
+from tests.cases import Case, Trainer
+from tests.schedule.queues import reordered
+from tests.strict import StrictError
+from tests.strict.running import run_strictly
+
+pytestmark = [pytest.mark.gloo, pytest.mark.slow]
+
+CASE = Case(mesh=(2, 2, 1), schedule="one_f_one_b", zero_stage=3, batch=8, steps=1)
+
+
+@contextmanager
+def no_wait_for_what_arrives():
+    def drop(executor, compute):
+        op = Op.RECV_F if compute.op is Op.F else Op.RECV_B
+        executor._arriving.pop(compute._replace(op=op), None)
+
+    with patch.object(Executor, "_wait", drop):
+        yield
+
+
+@contextmanager
+def a_tensor_scaled_while_it_is_sent():
+    send = Executor._send
+
+    def reuse(executor, tensor, action):
+        send(executor, tensor, action)
+        executor._sending[action][1].mul_(1.01)
+
+    with patch.object(Executor, "_send", reuse):
+        yield
+
+
+@contextmanager
+def receives_in_another_order():
+    run = Executor.run
+
+    def swap(executor, batch, step=0):
+        first, second = (Action(Op.RECV_F, 1, microbatch) for microbatch in (0, 1))
+        bad = reordered(executor.schedule, first, second)
+        executor._program = bad.programs[executor.mesh.coord("pp")]
+        return run(executor, batch, step)
+
+    with patch.object(Executor, "run", swap):
+        yield
+
+
+@contextmanager
+def gradients_sent_the_other_way():
+    """Through the queue of what flows forward, on the ranks of the first stage alone."""
+    pipe = Mesh._pipe
+
+    def forward(mesh, step):
+        return pipe(mesh, 1 if mesh.coord("pp") == 0 else step)
+
+    with patch.object(Mesh, "_pipe", forward):
+        yield
+
+
+@contextmanager
+def a_world_collective_in_a_stage():
+    """What DeepSpeed does in a forward pass, where nobody keeps it from that."""
+    with patch.object(core, "bind_trace_check", lambda group, device: None):
+        yield
+
+
+# The fault, the changes of the case, and what is said of it.
+FAULTS = [
+    (no_wait_for_what_arrives, r"receive of \d+ float32, tag \d+ on pp .*nobody waited for"),
+    (a_tensor_scaled_while_it_is_sent, r"send of \d+ float32, .*the buffer changed before"),
+    (
+        receives_in_another_order,
+        r"send of (\d+) float32, tag 2 on pp .* it met rank \d with receive of \1 float32, tag 6"
+        r"|receive of (\d+) float32, tag 6 on pp .* it met rank \d with send of \2 float32, tag 2",
+    ),
+    (gradients_sent_the_other_way, r"met rank \d with (send|receive)|was not over within"),
+    (
+        a_world_collective_in_a_stage,
+        r"was not over within 2 s; .*in broadcast \d+ .* on default_pg \(ranks 0, 1, 2, 3\).*"
+        r"in receive of \d+ float32, .* on pp \(ranks 0, 2\)",
+    ),
+]
+
+
+def train_on_rank(rank, case, number):
+    plant = nullcontext if number is None else FAULTS[number][0]
+    try:
+        with plant():
+            trainer = Trainer(case)
+            trainer.mesh.set_timeouts(2)
+            trainer.run()
+            trainer.run()
+            trainer.close()
+            trainer.mesh.close()
+    except (StrictError, RuntimeError) as error:
+        return f"{type(error).__name__} {error}"
+    return "nothing"
+
+
+def test_without_a_fault_nothing_is_found():
+    assert run_strictly(train_on_rank, 4, CASE, None, timeout=60) == ["nothing"] * 4
+
+
+@pytest.mark.parametrize("number", range(len(FAULTS)), ids=lambda n: FAULTS[n][0].__name__)
+def test_a_fault_of_the_executor_is_named(number):
+    _, pattern = FAULTS[number]
+    case = replace(CASE, microbatches=4)
+    said = set(run_strictly(train_on_rank, 4, case, number, text="send=0.05", timeout=60))
+    assert len(said) == 1 and re.search(pattern, said.copy().pop()), said

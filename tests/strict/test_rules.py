@@ -1,0 +1,274 @@
+"""The rules of the strict backend, each broken once: all ranks end, and hear who met what."""
+
+import os
+import random
+import re
+import signal
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from parallel3d.base.errors import ConfigError
+from parallel3d.mesh.groups import choose_backend, split
+from parallel3d.mesh.join import STARTUP_TIMEOUT
+from parallel3d.mesh.mesh import Mesh
+from parallel3d.mesh.single import all_gather_single
+from tests.strict import StrictError, StrictOptions
+from tests.strict.running import STRICT, run_strictly
+
+pytestmark = pytest.mark.gloo
+
+LIMIT = 1.0  # seconds for an operation, where that is what ends the ranks
+LATE_SENDS = "send=0.3"  # a busy machine, too, changes the buffer before
+
+
+def all_reduce(mesh, axis, size=4, **options):
+    return dist.all_reduce(torch.ones(size), group=mesh.group(axis), **options)
+
+
+def missing_wait(mesh):
+    if mesh.coord("pp") == 0:
+        mesh.isend(torch.ones(4), 1, 0).wait()
+    else:
+        mesh.irecv(torch.empty(4), 0, 0)
+
+
+def reused_buffer(mesh):
+    buffer = torch.ones(4)
+    if mesh.coord("pp") == 0:
+        sent = mesh.isend(buffer, 1, 0)
+        buffer.mul_(2)
+        sent.wait()
+    else:
+        mesh.irecv(buffer, 0, 0).wait()
+
+
+def swapped_order(mesh):
+    if mesh.coord("pp") == 0:
+        works = [mesh.isend(torch.ones(4), 1, tag) for tag in (0, 1)]
+    else:
+        works = [mesh.irecv(torch.empty(4), 0, tag) for tag in (1, 0)]
+    for work in works:
+        work.wait()
+
+
+def wrong_group(mesh):
+    all_reduce(mesh, "dp" if mesh.rank == 0 else "tp")
+
+
+def wrong_size(mesh):
+    all_reduce(mesh, "tp", 4 + mesh.coord("tp"))
+
+
+def wrong_type(mesh):
+    dist.all_reduce(torch.ones(4, dtype=torch.int64 if mesh.rank else torch.float32))
+
+
+def wrong_kind(mesh):
+    if mesh.rank:
+        all_gather_single(torch.empty(8), torch.ones(4))
+    else:
+        all_reduce(mesh, "world")
+
+
+def world_inside_a_stage(mesh):
+    if mesh.coord("pp") == 0:
+        all_reduce(mesh, "world")
+        mesh.isend(torch.ones(4), 1, 0).wait()
+    else:
+        mesh.irecv(torch.empty(4), 0, 0).wait()
+
+
+def written_result(mesh):
+    buffer = torch.ones(4)
+    work = dist.all_reduce(buffer, async_op=True)
+    buffer.zero_()
+    work.wait()
+
+
+def pending_at_the_end(mesh):
+    work = all_reduce(mesh, "world", async_op=True)
+    mesh.close()
+    return work
+
+
+def silent_peer(mesh):
+    if mesh.rank == 0:
+        all_reduce(mesh, "world")
+
+
+def split_without_a_rank(mesh):
+    if mesh.rank == 0:
+        dist.group.WORLD.split_among([[0], [1]], timedelta(minutes=10), "halves")
+
+
+# The fault, the mesh on which it is planted, and what is said of it.
+FAULTS = [
+    (missing_wait, (2, 1, 1), r"rank 1: receive of 4 float32, tag 0 on .*: nobody waited"),
+    (reused_buffer, (2, 1, 1), r"rank 0: send of 4 float32, tag 0 on .*: the buffer changed"),
+    (
+        swapped_order,
+        (2, 1, 1),
+        r"rank 0: send of 4 float32, tag 0 on .* rank 1 with receive of 4 float32, tag 1"
+        r"|rank 1: receive of 4 float32, tag 1 on .* rank 0 with send of 4 float32, tag 0",
+    ),
+    (
+        wrong_group,
+        (1, 2, 2),
+        r"was not over within 1 s; .*rank 0 was in all_reduce 1 of 4 float32, sum on dp "
+        r"\(ranks 0, 2\), rank 1 was in all_reduce 1 of 4 float32, sum on tp \(ranks 0, 1\), ",
+    ),
+    (
+        wrong_size,
+        (1, 1, 2),
+        r"rank (0: all_reduce .* of 4 .* rank 1 with all_reduce \d+ of 5 float32, sum"
+        r"|1: all_reduce .* of 5 .* rank 0 with all_reduce \d+ of 4 float32, sum)",
+    ),
+    (wrong_type, (1, 2, 1), r"of 4 (float32|int64), sum on .* met rank \d with all_reduce .* of 4"),
+    (
+        wrong_kind,
+        (1, 2, 1),
+        r"rank 0: all_reduce .* met rank 1 with all_gather"
+        r"|rank 1: all_gather .* met rank 0 with all_reduce",
+    ),
+    (
+        world_inside_a_stage,
+        (2, 1, 2),
+        r"rank 0 was in all_reduce \d+ of 4 float32, sum on default_pg \(ranks 0, 1, 2, 3\), .*"
+        r"rank 2 was in receive of 4 float32, tag 0 on pp \(ranks 0, 2\)",
+    ),
+    (written_result, (1, 2, 1), r": its result's buffer was written before `wait`"),
+    (pending_at_the_end, (1, 2, 1), r"all_reduce .*: it was pending as the group was destroyed"),
+    (silent_peer, (1, 2, 1), r"was not over within 1 s; .* rank 1 was in no communication"),
+    (split_without_a_rank, (1, 2, 1), r"rank 0: split_group \d+ of halves into 2 .* was not over"),
+]
+# Nobody comes with anything else: the ranks wait for each other until the time is over.
+TIMED = {wrong_group, world_inside_a_stage, silent_peer, split_without_a_rank}
+
+
+def fault_on_rank(rank, number):
+    plant, sizes, _ = FAULTS[number]
+    mesh = Mesh(*sizes)
+    mesh.barrier()
+    mesh.set_timeouts(LIMIT if plant in TIMED else 60)
+    start = time.monotonic()
+    try:
+        plant(mesh)
+        for _ in range(200):  # a rank without a fault hears of the others' when it communicates
+            time.sleep(0.05)
+            all_reduce(mesh, "self")
+    except StrictError as error:
+        return str(error), time.monotonic() - start
+    return "nothing", 0.0
+
+
+# The six faults of which each stands for a rule; the others are seen in the same ways.
+SIX = {
+    missing_wait, reused_buffer, swapped_order, wrong_group, wrong_size, world_inside_a_stage,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(n, id=plant.__name__, marks=[] if plant in SIX else [pytest.mark.slow])
+        for n, (plant, _, _) in enumerate(FAULTS)
+    ],
+)
+def test_a_broken_rule_is_named_on_every_rank(number):
+    _, sizes, pattern = FAULTS[number]
+    world = sizes[0] * sizes[1] * sizes[2]
+    found = run_strictly(fault_on_rank, world, number, text=LATE_SENDS, timeout=30)
+    said = {text for text, _ in found}
+    assert len(said) == 1, said
+    assert re.search(pattern, said.pop()), found
+    assert all(seconds < 15 for _, seconds in found), found
+
+
+def timeouts_on_rank(rank):
+    """The seconds that groups give their operations, and what a killed peer's waits for."""
+    mesh = Mesh(2, 1, 1)
+    ends = mesh.join_pair(0, 1)
+    groups = [*map(mesh.group, ("pp", "dp", "world")), mesh._backward, ends]
+    halves = dist.group.WORLD.split_among([[1], [0]], timedelta(minutes=10), "halves")
+    outside = split([[1]], "one", timedelta(seconds=7))
+    return [
+        *(group.queue.seconds for group in groups),
+        halves.queue.seconds,
+        None if outside is None else outside.queue.seconds,
+    ]
+
+
+def test_a_groups_time_is_that_of_a_start_and_ten_minutes_where_ten_are_given():
+    """NCCL's watchdog gave the axes 10 minutes, and the world 30."""
+    start = [STARTUP_TIMEOUT.total_seconds()] * 5
+    assert run_strictly(timeouts_on_rank, 2) == [[*start, 600, None], [*start, 600, 7]]
+
+
+def killed_peer(rank, victim):
+    """The seconds for which a rank waits for one that is gone, and what it hears."""
+    if rank == victim and os.fork():
+        os.wait()  # the child is the rank
+        return None
+    mesh = Mesh(2, 1, 1)
+    mesh.set_timeouts(LIMIT)
+    mesh.barrier()
+    if rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.2)
+    start = time.monotonic()
+    with pytest.raises(StrictError, match="was not over within"):
+        mesh.irecv(torch.empty(1), victim, 0).wait()
+    return time.monotonic() - start
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_peer_is_not_noticed_before_the_time_is_over(victim):
+    """gloo says so at once; NCCL's kernels spin. With rank 0 the store is gone, too."""
+    waited = run_strictly(killed_peer, 2, victim, timeout=30)[1 - victim]
+    assert LIMIT - 0.1 < waited < 15
+
+
+DELAYS = StrictOptions(delay=0.25, seed=3, chosen={"send": 2.0, "all_reduce@1": 1.0})
+
+
+def test_delays_are_chosen_or_drawn_by_a_seed():
+    assert StrictOptions.from_text("delay=0.25,seed=3,send=2,all_reduce@1=1") == DELAYS
+    assert DELAYS.seconds("send", 0, random.Random()) == 2
+    assert DELAYS.seconds("all_reduce", 1, random.Random()) == 1
+    drawn = [DELAYS.seconds("all_reduce", 0, random.Random(5)) for _ in range(2)]
+    assert drawn[0] == drawn[1] and 0 <= drawn[0] <= 0.25
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("nccl", "cannot be imported"),
+        ("tests.strict:loose", "cannot be imported"),
+        ("no.such.package:strict", "cannot be imported"),
+        (f"{STRICT},delay", "no settings"),
+        (f"{STRICT},delay=-1", "no settings"),
+        (f"{STRICT},send=soon", "no settings"),
+    ],
+)
+def test_another_backend_is_refused(monkeypatch, text, said):
+    monkeypatch.setenv("PARALLEL3D_BACKEND", text)
+    with pytest.raises(ConfigError, match=f"PARALLEL3D_BACKEND.*{said}"):
+        choose_backend(torch.device("cpu"))
+
+
+def test_ranks_on_one_device_may_take_it(monkeypatch):
+    """NCCL would refuse them; their tensors go through the host."""
+    registered = {}
+    monkeypatch.setattr(
+        dist.Backend,
+        "register_backend",
+        lambda name, create, **options: registered.update({name: options["devices"]}),
+    )
+    monkeypatch.setenv("PARALLEL3D_BACKEND", STRICT)
+    assert choose_backend(torch.device("cuda", 0)) == "strict"
+    assert registered == {"strict": ["cpu", "cuda"]}
