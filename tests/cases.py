@@ -16,9 +16,10 @@ from parallel3d.config import RunConfig
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.train.assembly import assemble
 from parallel3d.verify.local_ranks import run_locally
-from parallel3d.verify.measure import differences, errors_of, microbatches, train
+from parallel3d.verify.measure import microbatches
 from parallel3d.verify.reference import SEED, batches, train_reference
 from parallel3d.verify.shrink import BLOCK, NO_THRESHOLDS
+from tests.verify.measuring import differences, errors_of, train
 
 GPT = {
     "family": "gpt", "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,

@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 
+from parallel3d.checkpoint.load import load
+from parallel3d.checkpoint.resume import find
+from parallel3d.checkpoint.save import Saver
 from parallel3d.checkpoint.state import Position, RunState
 from parallel3d.config import RunConfig
 from parallel3d.config.learning_rate import rate
@@ -32,7 +35,6 @@ from parallel3d.verify.measure import (
     worst,
 )
 from parallel3d.verify.reference import SEED, Reference
-from parallel3d.verify.resume import go_on, save
 from parallel3d.verify.shrink import BLOCK, STEPS
 
 SAVED_STEPS = STEPS - 1  # the run is saved after these, and the resumed one makes the last
@@ -113,6 +115,29 @@ def check(rank: int, config: RunConfig, reference: Reference, task: CaseTask) ->
     mesh.barrier()
     parts.engine.close()
     return found
+
+
+def save(parts: Assembly, mesh: Mesh, state: dict[str, Any], folder: Path) -> None:
+    """Write a checkpoint, and wait for it. Raises CheckpointError."""
+    saver = Saver(parts.engine, mesh, parts.layers, folder=folder, asynchronous=False)
+    saver.save(state, wait=True)
+    saver.require_saved()
+
+
+def go_on(parts: Assembly, mesh: Mesh, state: RunState, folder: Path) -> Position:
+    """Load the newest checkpoint; the position at which training goes on."""
+    found, _ = find(folder, "auto", mesh)
+    assert found is not None, folder
+    position = state.position_in(found.state, found.folder, lambda text: None)
+    load(
+        found.folder,
+        found.files,
+        found.state,
+        engine=parts.engine,
+        mesh=mesh,
+        layers=parts.layers,
+    )
+    return position
 
 
 class CaseRun:

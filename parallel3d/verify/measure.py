@@ -1,31 +1,26 @@
-"""A small config trained on real ranks of this machine, compared with the reference."""
+"""How far a small run on ranks of this machine is from the reference."""
 
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from parallel3d.config import RunConfig, ZeroConfig
 from parallel3d.engine.operators import load_async_io, load_cpu_adam
-from parallel3d.engine.quirks.nvme import swapping_small_tensors
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.model.spec import tied_names
 from parallel3d.pipeline.executor import Microbatch
 from parallel3d.tensor.segments import Segments
-from parallel3d.train.assembly import Assembly, assemble
+from parallel3d.train.assembly import Assembly
 from parallel3d.verify.local_ranks import run_locally
-from parallel3d.verify.reference import SEED, Reference, batches, first_weights
-from parallel3d.verify.shrink import BLOCK
+from parallel3d.verify.reference import Reference, first_weights
 
 # fp32 is equality up to rounding. In half precision the errors are those of the type itself.
 TOLERANCE = {"fp32": 1e-5, "bf16": 2e-1, "fp16": 1e-1}
-Curves = tuple[list[float], list[float]]  # each step's loss and gradient norm
-Differences = tuple[float, float, dict[str, float]]
 
 
 @dataclass(frozen=True)
@@ -90,24 +85,6 @@ def _compile_operators(rank: int, zero: ZeroConfig) -> None:
         load_async_io(mesh, say)
 
 
-def measure(config: RunConfig, reference: Reference, timeout: float = 300) -> ReferenceErrors:
-    """Run a resolved config on as many ranks as its mesh has, and compare.
-
-    Raises TrainingError if a rank does.
-    """
-    assert isinstance(config.mesh.dp, int)
-    world_size = config.mesh.pp * config.mesh.dp * config.mesh.tp
-    return errors_of(
-        config, run_locally(train_and_compare, world_size, config, reference, timeout=timeout)
-    )
-
-
-def errors_of(config: RunConfig, results: Iterable[Differences]) -> ReferenceErrors:
-    """The largest errors of what each rank found."""
-    losses, norms, weights = zip(*results, strict=True)
-    return ReferenceErrors(worst(losses), worst(norms), weight_error(config, weights))
-
-
 def weight_error(config: RunConfig, weights: Sequence[dict[str, float]]) -> float:
     """The error of the weights from what `weight_errors` gives on each rank."""
     if config.precision == "fp32":
@@ -122,46 +99,9 @@ def worst(errors: Any) -> float:
     return max(errors) if all(map(math.isfinite, errors)) else math.inf
 
 
-def train_and_compare(rank: int, config: RunConfig, reference: Reference) -> Differences:
-    """Train on one rank, and compare with the reference."""
-    assert isinstance(config.mesh.dp, int)
-    mesh = Mesh(config.mesh.pp, config.mesh.dp, config.mesh.tp)
-    torch.set_num_threads(1)  # tiny products on many threads spend their time waiting
-    with swapping_small_tensors(2 * BLOCK):
-        parts = assemble(config, mesh, seed=SEED)
-        found = differences(parts, config, train(parts, config, mesh), reference)
-    mesh.barrier()
-    parts.engine.close()
-    return found
-
-
-def differences(
-    parts: Assembly, config: RunConfig, curves: Curves, reference: Reference
-) -> Differences:
-    """The largest relative errors of a rank's losses and norms, and those of its weights."""
-    losses, norms = curves
-    return (
-        worst(relative(losses, reference.losses)),
-        worst(relative(norms, reference.grad_norms)),
-        weight_errors(parts, config, reference),
-    )
-
-
 def relative(found: list[float], expected: list[float]) -> list[float]:
     """Relative differences, step by step."""
     return [abs(x - y) / abs(y) for x, y in zip(found, expected, strict=True)]
-
-
-def train(parts: Assembly, config: RunConfig, mesh: Mesh) -> Curves:
-    """Train on the reference's batches: each step's mean loss and gradient norm."""
-    losses, norms = [], []
-    for step, batch in enumerate(batches(config)):
-        local = parts.executor.run(microbatches(batch, config, mesh), step)
-        everyone = mesh.gather_floats([local])
-        # Every tp rank of the last stage reports the same loss.
-        losses.append(sum(row[0] for row in everyone) / (mesh.size("dp") * mesh.size("tp")))
-        norms.append(parts.engine.step(config.optimizer.params.lr).grad_norm)
-    return losses, norms
 
 
 def microbatches(

@@ -1,7 +1,8 @@
 """The reference: one process of plain transformers and torch trains the same, without an engine."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf, sqrt
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,11 @@ from parallel3d.model.spec import named_params
 from parallel3d.models.common import scales_of
 from parallel3d.tensor.cut import Cut
 from parallel3d.tensor.initialise import fill
-from parallel3d.verify.course import Course
+from parallel3d.verify.course import LOUD_STEP, Course, course_of
+from parallel3d.verify.shrink import Sizes, shrink
 
 SEED = 0
+_NEVER_CLIPPED = 1e9
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,27 @@ def train_reference(config: RunConfig, folder: Path, course: Course | None = Non
     """
     model, family = _loaded(config, first_weights(config))
     return train_model(model.train(), family, config, folder, course)
+
+
+def prepare(
+    config: RunConfig, meshes: Sequence[Sizes], folder: Path
+) -> tuple[dict[Sizes, RunConfig], Reference]:
+    """The small config of each mesh, and the reference of all, trained on the course.
+
+    Where the config clips, the limit lies between the norms of the quiet and the loud step, which
+    are measured first. Raises ConfigError.
+    """
+    small = shrink(config, tuple(meshes), str(folder), clipping=_NEVER_CLIPPED)
+    first = small[meshes[0]]
+    course = course_of(first)
+    if config.gradient_clipping:
+        until = slice(0, LOUD_STEP + 1)
+        beginning = replace(course, steps=course.steps[until], rates=course.rates[until])
+        *quiet, loud = train_reference(first, folder, beginning).grad_norms
+        limit = sqrt(max(quiet) * loud)
+        assert 0 < limit < inf, (quiet, loud)
+        small = shrink(config, tuple(meshes), str(folder), clipping=limit)
+    return small, train_reference(small[meshes[0]], folder, course)
 
 
 def loss_of(

@@ -13,8 +13,8 @@ from parallel3d.engine import operators
 from parallel3d.engine.operators import remove_stale_lock, wait_for_build
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.verify.local_ranks import RanksHung, run_locally
-from parallel3d.verify.measure import errors_of
 from tests.cases import Case, Trainer
+from tests.verify.measuring import errors_of
 
 pytestmark = pytest.mark.gloo
 

@@ -13,8 +13,8 @@ from parallel3d.engine import operators, swap
 from parallel3d.engine.quirks import nvme
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.verify.local_ranks import RankFailed, run_locally
-from parallel3d.verify.measure import errors_of
 from tests.cases import Case, Trainer, measure
+from tests.verify.measuring import errors_of
 
 pytestmark = pytest.mark.gloo
 on_nvme = pytest.mark.usefixtures("cpu_adam", "async_io")

@@ -12,8 +12,8 @@ from parallel3d.engine.quirks import core, nvme
 from parallel3d.engine.selftest import KNOWN_GOOD, self_test
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.verify.local_ranks import RankFailed, run_locally
-from parallel3d.verify.measure import errors_of
 from tests.cases import Case, compare_on_rank
+from tests.verify.measuring import errors_of
 
 pytestmark = pytest.mark.gloo
 

@@ -29,13 +29,14 @@ from parallel3d.mesh.launch import Launch
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.plan.memory.peak import per_rank
 from parallel3d.plan.setting import Setting
-from parallel3d.verify.measure import ReferenceErrors, errors_of, train_and_compare
+from parallel3d.verify.measure import ReferenceErrors
 from parallel3d.verify.reference import train_reference
 from parallel3d.verify.shrink import shrink
 from tests.gpu import test_device as device
 from tests.gpu.crossing import WITHIN, Crossing
 from tests.plan.memory.test_peak_of_real_runs import config_of as small_config
 from tests.verify.configs import config_of
+from tests.verify.measuring import errors_of, train_and_compare
 
 
 def meshes_of(launch: Launch) -> dict[str, tuple[int, int, int]]:

@@ -5,11 +5,12 @@ import torch
 
 from parallel3d.config import RunConfig
 from parallel3d.schedule import schedules
-from parallel3d.verify.measure import TOLERANCE, measure
+from parallel3d.verify.measure import TOLERANCE
 from parallel3d.verify.reference import train_reference
 from parallel3d.verify.shrink import shrink
 from tests.gpu import here
 from tests.verify.configs import MODELS, config_of
+from tests.verify.measuring import measure
 
 pytestmark = pytest.mark.gpu
 

@@ -13,7 +13,7 @@ from parallel3d.schedule import schedules
 from parallel3d.verify.check import CaseTask, checked
 from parallel3d.verify.local_ranks import RankFailed
 from parallel3d.verify.measure import TOLERANCE
-from parallel3d.verify.prepared import prepare
+from parallel3d.verify.reference import prepare
 from parallel3d.verify.shrink import MESHES, drops_out, shrink
 from tests.museum import exhibits
 from tests.museum import tour as museum_tour

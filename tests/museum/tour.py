@@ -13,8 +13,7 @@ from parallel3d.config import RunConfig
 from parallel3d.verify.check import CaseTask, RankFindings, check, checked
 from parallel3d.verify.local_ranks import RanksHung
 from parallel3d.verify.measure import TOLERANCE, compile_operators
-from parallel3d.verify.prepared import prepare
-from parallel3d.verify.reference import Reference
+from parallel3d.verify.reference import Reference, prepare
 from parallel3d.verify.shrink import (
     MESHES,
     drops_out,

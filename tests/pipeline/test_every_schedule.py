@@ -25,9 +25,9 @@ from parallel3d.schedule.schedules import (
     why_not,
 )
 from parallel3d.verify.local_ranks import run_locally
-from parallel3d.verify.measure import errors_of
 from parallel3d.verify.reference import batches, first_weights, loss_of
 from tests.cases import Case, Trainer, measure
+from tests.verify.measuring import errors_of
 
 pytestmark = pytest.mark.gloo
 

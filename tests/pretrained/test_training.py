@@ -17,12 +17,12 @@ from parallel3d.mesh.mesh import Mesh
 from parallel3d.pretrained.load import find_weights, load_weights
 from parallel3d.train.assembly import assemble
 from parallel3d.verify.local_ranks import run_locally
-from parallel3d.verify.measure import differences, errors_of, train
 from parallel3d.verify.reference import train_model
 from parallel3d.verify.shrink import NO_THRESHOLDS
 from tests.convert.checkpoints import checkpoint_of, small
 from tests.models.families import part
 from tests.pretrained.published import MODELS, run_config, save
+from tests.verify.measuring import differences, errors_of, train
 
 pytestmark = pytest.mark.gloo
 

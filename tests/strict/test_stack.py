@@ -13,9 +13,9 @@ import pytest
 
 from parallel3d.mesh.groups import BACKEND
 from parallel3d.schedule.schedules import names, splits_backward
-from parallel3d.verify.measure import errors_of
 from tests.cases import Case, Trainer
 from tests.strict.running import STRICT, run_strictly
+from tests.verify.measuring import errors_of
 
 pytestmark = pytest.mark.gloo
 

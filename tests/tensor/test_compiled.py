@@ -9,8 +9,9 @@ import torch
 
 from parallel3d.tensor import compiled
 from parallel3d.verify.local_ranks import run_locally
-from parallel3d.verify.measure import TOLERANCE, errors_of
+from parallel3d.verify.measure import TOLERANCE
 from tests.cases import Case, Trainer
+from tests.verify.measuring import errors_of
 
 pytestmark = pytest.mark.gloo
 

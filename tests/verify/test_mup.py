@@ -12,12 +12,13 @@ from parallel3d.mesh.mesh import Mesh
 from parallel3d.model.parametrization import Rate, Scales
 from parallel3d.models import config_class, families
 from parallel3d.train.assembly import assemble
-from parallel3d.verify import measure as measuring
 from parallel3d.verify.local_ranks import run_locally
-from parallel3d.verify.measure import TOLERANCE, errors_of, measure, relative, train_and_compare
+from parallel3d.verify.measure import TOLERANCE, relative
 from parallel3d.verify.reference import SEED, train_reference
 from parallel3d.verify.shrink import shrink
+from tests.verify import measuring
 from tests.verify.configs import config_of
+from tests.verify.measuring import errors_of, measure, train_and_compare
 from tests.verify.plain_mup import train_plain
 
 pytestmark = pytest.mark.gloo

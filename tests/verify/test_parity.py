@@ -15,10 +15,11 @@ import pytest
 
 from parallel3d.config import RunConfig
 from parallel3d.schedule import schedules
-from parallel3d.verify.measure import TOLERANCE, measure
+from parallel3d.verify.measure import TOLERANCE
 from parallel3d.verify.reference import train_reference
 from parallel3d.verify.shrink import MESHES, shrink
 from tests.verify.configs import MODELS, config_of
+from tests.verify.measuring import measure
 from tests.verify.pairwise import draw, pairs, pairwise, possible_pairs
 from tests.verify.parity_table import by_hand, markdown
 

@@ -16,11 +16,11 @@ from parallel3d.tensor import loss, product
 from parallel3d.tensor.collectives import Pending
 from parallel3d.verify import report
 from parallel3d.verify.local_ranks import run_locally
-from parallel3d.verify.measure import TOLERANCE, measure, train_and_compare, weight_error
-from parallel3d.verify.prepared import prepare
-from parallel3d.verify.reference import train_reference
+from parallel3d.verify.measure import TOLERANCE, weight_error
+from parallel3d.verify.reference import prepare, train_reference
 from parallel3d.verify.shrink import MESHES, parse_meshes, shrink
 from tests.verify.configs import MODELS, config_of
+from tests.verify.measuring import measure, train_and_compare
 
 pytestmark = pytest.mark.gloo
 

@@ -10,6 +10,7 @@ from parallel3d.verify import measure, reference
 from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.reference import train_reference
 from parallel3d.verify.shrink import shrink
+from tests.verify import measuring
 from tests.verify.configs import config_of
 
 pytestmark = pytest.mark.gloo
@@ -45,8 +46,8 @@ def train_weighted(rank, config, expected):
         found = plain((batch[0], masked, batch[2]), config, mesh)
         return [m._replace(weights=w) for m, w in zip(found, own, strict=False)]
 
-    measure.microbatches = microbatches
-    return measure.train_and_compare(rank, config, expected)
+    measuring.microbatches = microbatches
+    return measuring.train_and_compare(rank, config, expected)
 
 
 def errors(mesh, tmp_path, monkeypatch, loss=weighted, **settings):
@@ -58,7 +59,7 @@ def errors(mesh, tmp_path, monkeypatch, loss=weighted, **settings):
         patch.setattr(reference, "F", functions)
         expected = train_reference(config, tmp_path)
     ranks = run_locally(train_weighted, mesh[0] * mesh[1] * mesh[2], config, expected, timeout=200)
-    return measure.errors_of(config, ranks)
+    return measuring.errors_of(config, ranks)
 
 
 ALL = [

@@ -1,0 +1,79 @@
+"""A small config trained on ranks of this machine on the reference's own batches, and compared."""
+
+from collections.abc import Iterable
+
+import torch
+
+from parallel3d.config import RunConfig
+from parallel3d.engine.quirks.nvme import swapping_small_tensors
+from parallel3d.mesh.mesh import Mesh
+from parallel3d.train.assembly import Assembly, assemble
+from parallel3d.verify.local_ranks import run_locally
+from parallel3d.verify.measure import (
+    ReferenceErrors,
+    microbatches,
+    relative,
+    weight_error,
+    weight_errors,
+    worst,
+)
+from parallel3d.verify.reference import SEED, Reference, batches
+from parallel3d.verify.shrink import BLOCK
+
+Curves = tuple[list[float], list[float]]  # each step's loss and gradient norm
+Differences = tuple[float, float, dict[str, float]]
+
+
+def measure(config: RunConfig, reference: Reference, timeout: float = 300) -> ReferenceErrors:
+    """Run a resolved config on as many ranks as its mesh has, and compare.
+
+    Raises TrainingError if a rank does.
+    """
+    assert isinstance(config.mesh.dp, int)
+    world_size = config.mesh.pp * config.mesh.dp * config.mesh.tp
+    return errors_of(
+        config, run_locally(train_and_compare, world_size, config, reference, timeout=timeout)
+    )
+
+
+def errors_of(config: RunConfig, results: Iterable[Differences]) -> ReferenceErrors:
+    """The largest errors of what each rank found."""
+    losses, norms, weights = zip(*results, strict=True)
+    return ReferenceErrors(worst(losses), worst(norms), weight_error(config, weights))
+
+
+def train_and_compare(rank: int, config: RunConfig, reference: Reference) -> Differences:
+    """Train on one rank, and compare with the reference."""
+    assert isinstance(config.mesh.dp, int)
+    mesh = Mesh(config.mesh.pp, config.mesh.dp, config.mesh.tp)
+    torch.set_num_threads(1)  # tiny products on many threads spend their time waiting
+    with swapping_small_tensors(2 * BLOCK):
+        parts = assemble(config, mesh, seed=SEED)
+        found = differences(parts, config, train(parts, config, mesh), reference)
+    mesh.barrier()
+    parts.engine.close()
+    return found
+
+
+def differences(
+    parts: Assembly, config: RunConfig, curves: Curves, reference: Reference
+) -> Differences:
+    """The largest relative errors of a rank's losses and norms, and those of its weights."""
+    losses, norms = curves
+    return (
+        worst(relative(losses, reference.losses)),
+        worst(relative(norms, reference.grad_norms)),
+        weight_errors(parts, config, reference),
+    )
+
+
+def train(parts: Assembly, config: RunConfig, mesh: Mesh) -> Curves:
+    """Train on the reference's batches: each step's mean loss and gradient norm."""
+    losses, norms = [], []
+    for step, batch in enumerate(batches(config)):
+        local = parts.executor.run(microbatches(batch, config, mesh), step)
+        everyone = mesh.gather_floats([local])
+        # Every tp rank of the last stage reports the same loss.
+        losses.append(sum(row[0] for row in everyone) / (mesh.size("dp") * mesh.size("tp")))
+        norms.append(parts.engine.step(config.optimizer.params.lr).grad_norm)
+    return losses, norms
