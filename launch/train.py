@@ -1,7 +1,6 @@
 """Train a model: `deepspeed launch/train.py --config ds.json` (or torchrun, srun, plain python)."""
 
 import argparse
-import gc
 import json
 from contextlib import closing
 from typing import TYPE_CHECKING, NoReturn
@@ -38,7 +37,6 @@ def train(
     )
     startup.begin(config, mesh, console)
     place = startup.find_folder(config, mesh, claimed)
-    startup.collect_again()
     report.print_place(console, config, place.folder)
     machines.check_machine(config, mesh, console.print)
     pulse.doing("opening the corpus, or waiting for who prepares it")
@@ -103,7 +101,6 @@ def main() -> NoReturn:
                 if launch.rank == 0:
                     claimed = claim(asked, config, launch, ending.say)
                     end.at_end.append(claimed.release)
-                gc.disable()  # what is loaded is no garbage (startup.collect_again)
                 from parallel3d.mesh.mesh import Mesh
                 from parallel3d.mesh.waiting import SharedFlag
 

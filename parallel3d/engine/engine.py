@@ -19,7 +19,7 @@ from parallel3d.engine import operators, swap
 from parallel3d.engine.construction import ModelParallelUnit, building, swap_folder
 from parallel3d.engine.engine_settings import EngineSettings
 from parallel3d.engine.gathering import GatheredWeights, Layers
-from parallel3d.engine.quirks import compiler, core, fp16, masters, nvme, resume, tracing, updating
+from parallel3d.engine.quirks import core, fp16, masters, nvme, resume, tracing, updating
 from parallel3d.engine.reduction import Reduction
 from parallel3d.engine.states import OptimizerStates
 from parallel3d.mesh.mesh import Mesh
@@ -96,7 +96,6 @@ class Engine:
             ballast = core.Ballast(len(self._kinds))
         self._module = _Module(stages, ballast)
         offload = settings.offload_optimizer != "none"
-        compiler.call_directly()
         optimizer = operators.make_optimizer(
             core.param_groups(
                 self.held, ballast, settings.weight_decay, settings.eps, settings.rates
@@ -112,7 +111,7 @@ class Engine:
         self._folders: list[Path] = [folder] if folder else []
         if settings.offload_optimizer == "nvme":
             settings = self._make_folder(settings, say)
-        with core.without_muon(), compiler.unloaded():
+        with core.without_muon():
             self._deepspeed, *_ = deepspeed.initialize(
                 model=self._module,
                 optimizer=optimizer,
@@ -197,7 +196,7 @@ class Engine:
         if self.settings.runs_without_hooks:
             scaled = self._deepspeed.optimizer.scale_if_loss(output) if grad is None else output
             with added_in_place(), self._reduction.last_backward(stage) if last else nullcontext():
-                compiler.backward(scaled, grad)
+                scaled.backward(grad)
             return
         core.start_backward(self._deepspeed)
         self._counters.restore()
@@ -207,7 +206,7 @@ class Engine:
             self._deepspeed.backward(output)
         else:
             fp16.expect_scaled_gradient(self._deepspeed)
-            compiler.backward(output, grad)
+            output.backward(grad)
 
     @property
     def loss_scale(self) -> float:
@@ -265,12 +264,6 @@ class Engine:
     def states(self) -> OptimizerStates:
         """The masters and moments of this rank: what a checkpoint holds."""
         return OptimizerStates(self._deepspeed, self.held)
-
-    def memory_bytes(self) -> dict[str, int]:
-        """Bytes that this rank holds of parameters, gradients and optimizer states."""
-        from parallel3d.engine import storage_bytes
-
-        return storage_bytes.held_bytes(self._deepspeed, [h.parameter for h in self.held])
 
     def close(self) -> None:
         """Free DeepSpeed's hooks and buffers, and remove its files."""

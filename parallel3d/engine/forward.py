@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from parallel3d.engine import swap
 from parallel3d.engine.construction import ModelParallelUnit, swap_folder
 from parallel3d.engine.engine_settings import EngineSettings
-from parallel3d.engine.quirks import compiler, core
+from parallel3d.engine.quirks import core
 from parallel3d.mesh.mesh import Mesh
 
 
@@ -30,14 +30,12 @@ class ForwardEngine:
             core.bind_trace_check(mesh.group("dp"), mesh.device)
             first = next(stages.parameters(), None)
             self._folder = swap_folder(first) if isinstance(first, nn.Parameter) else None
-            compiler.call_directly()
-            with compiler.unloaded():
-                self._deepspeed, *_ = deepspeed.initialize(
-                    model=stages,
-                    config=settings.deepspeed_config(mesh.size("dp")),
-                    mpu=ModelParallelUnit(mesh, "dp"),
-                    dist_init_required=False,
-                )
+            self._deepspeed, *_ = deepspeed.initialize(
+                model=stages,
+                config=settings.deepspeed_config(mesh.size("dp")),
+                mpu=ModelParallelUnit(mesh, "dp"),
+                dist_init_required=False,
+            )
             self._run = self._deepspeed
 
     def evaluate(self, stage: int, *inputs: Tensor | None) -> Tensor:

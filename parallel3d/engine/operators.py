@@ -2,8 +2,7 @@
 
 DeepSpeed's CPU Adam and its asynchronous input and output are compiled on their first use (half a
 minute of g++, and some minutes), and anew where another torch or DeepSpeed had built them. A build
-that was killed leaves a file named `lock`, on which every later run would wait for ever; so it is
-looked after.
+that was killed leaves a file named `lock`, on which torch would wait for ever.
 """
 
 import logging
@@ -11,7 +10,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,73 +35,21 @@ _ABOUT = {
 _WHY = re.compile(r"\berror: |: cannot find |undefined reference")
 _LONGEST = 300  # characters of a reason: before its own words torch puts the whole command
 _LOOK_SECONDS = 1.0  # between looks for a compiler; ninja that finds nothing to do is gone sooner
-_STARTUP_SECONDS = 30.0  # between taking the lock and starting the compiler
-_UNSEEN_SECONDS = 600.0  # a whole build, where its processes may be another machine's
-_NETWORK = {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "9p", "fuse.sshfs"}
-
-
-def remove_stale_lock(directory: Path, startup_seconds: float | None = None) -> bool:
-    """Remove a build lock whose build is dead; gives whether there was one.
-
-    A build is alive while some process holds the lock open (torch does) or has the build directory
-    as its working directory (ninja and the compilers do), and in any case for `startup_seconds`
-    after it took the lock: by default half a minute, and ten on a network file system, where the
-    build may be another machine's.
-    """
-    lock = directory / "lock"
-    if startup_seconds is None:
-        startup_seconds = _UNSEEN_SECONDS if _is_shared(directory) else _STARTUP_SECONDS
-    try:
-        age = time.time() - lock.stat().st_mtime
-    except FileNotFoundError:
-        return False
-    if age < startup_seconds or _is_busy(directory):
-        return False
-    lock.unlink(missing_ok=True)
-    _log.warning("removed a stale build lock, %.0f s old: %s", age, lock)
-    return True
-
-
-def _is_busy(directory: Path) -> bool:
-    directory = directory.resolve()
-    for process in psutil.process_iter():
-        if _works_in(process, directory):
-            return True
-        try:
-            if any(Path(file.path) == directory / "lock" for file in process.open_files()):
-                return True
-        except (psutil.Error, OSError):  # gone meanwhile, or not ours to look into
-            continue
-    return False
-
-
-def _works_in(process: psutil.Process, directory: Path) -> bool:
-    """Whether a directory is a process's working directory, as it is of ninja and the compilers."""
-    try:
-        return Path(process.cwd()) == directory.resolve()
-    except (psutil.Error, OSError):
-        return False
-
-
-def _is_shared(directory: Path) -> bool:
-    """Whether other machines may build there, too."""
-    directory = directory.resolve()
-    mounts = [p for p in psutil.disk_partitions(all=True) if directory.is_relative_to(p.mountpoint)]
-    deepest = max(mounts, key=lambda p: len(p.mountpoint), default=None)
-    return deepest is not None and deepest.fstype in _NETWORK
-
-
-def wait_for_build(directory: Path) -> None:
-    """Wait until no living process builds an operator in a directory."""
-    while (directory / "lock").exists() and not remove_stale_lock(directory):
-        time.sleep(0.05)
+_BUILD_SECONDS = 900.0  # longer than any build takes
 
 
 class _Baton(FileBaton):
-    """torch's build lock, which does not outlive the build that one waits for."""
+    """torch's build lock; gives up on a build that takes longer than any does."""
 
     def wait(self) -> None:
-        wait_for_build(Path(self.lock_file_path).parent)
+        lock, start = Path(self.lock_file_path), time.monotonic()
+        while lock.exists():
+            if time.monotonic() - start > _BUILD_SECONDS:
+                raise ConfigError(
+                    f"{lock}: no build released this lock within {_BUILD_SECONDS:.0f} s; if no "
+                    "other process compiles there, a build was killed: delete the file"
+                )
+            time.sleep(self.wait_seconds)
 
 
 def load_cpu_adam(mesh: Mesh, say: Callable[[str], None]) -> bool:
@@ -162,9 +109,11 @@ def _load(builder: Any, say: Callable[[str], None]) -> None:
     if not installed_ops.get(name):
         cpp_extension.FileBaton = _Baton  # type: ignore[misc]
         directory = Path(cpp_extension._get_build_directory(name, verbose=False))
-        if (directory / "lock").exists() and not remove_stale_lock(directory):
-            say(f"waiting for another process that compiles DeepSpeed's {name}: {directory}")
-            wait_for_build(directory)
+        if (lock := directory / "lock").exists():
+            say(
+                f"waiting for another process that compiles DeepSpeed's {name}; if there is none, "
+                f"a build was killed: delete {lock}"
+            )
         pulse.doing(f"loading or compiling DeepSpeed's {name}")
         with _telling_of_compiler(directory, name, say):
             builder.load(verbose=False)
@@ -189,9 +138,10 @@ def _telling_of_compiler(directory: Path, name: str, say: Callable[[str], None])
 
     def look() -> None:
         while not done.wait(_LOOK_SECONDS):
-            if any(_works_in(child, directory) for child in psutil.Process().children()):
-                say(text)
-                return
+            with suppress(psutil.Error, OSError):  # a child that has ended
+                if any(c.cwd() == str(directory.resolve()) for c in psutil.Process().children()):
+                    say(text)
+                    return
 
     looking = threading.Thread(target=look, daemon=True)
     looking.start()

@@ -4,7 +4,6 @@ Whatever a new DeepSpeed release changes under our remedies (docs/deepspeed.md) 
 first second of a run, and not as a loss curve that is wrong by a little.
 """
 
-import gc
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -79,9 +78,6 @@ def self_test(settings: EngineSettings, mesh: Mesh, say: Callable[[str], None] =
     raises TrainingError if any finds a difference.
     """
     settings = _scaled_down(settings)
-    # DeepSpeed collects garbage while it builds an engine; what is loaded by now need not be
-    # searched (two thirds of this test's time), now or when the run's own engine is built.
-    gc.freeze()
     try:
         with nvme.swapping_small_tensors(_BLOCK):
             norms, weights = _run(settings, mesh, say)
@@ -173,33 +169,21 @@ def _reference(
     before = {name: weight.detach().clone() for name, weight in mine.items()}
     decay = [w[s.name] for w in stages for s in specs if s.weight_decay]
     no_decay = [w[s.name] for w in stages for s in specs if not s.weight_decay]
-    moments = {w: (torch.zeros_like(w), torch.zeros_like(w)) for w in decay + no_decay}
+    groups = [
+        {"params": decay, "weight_decay": settings.weight_decay},
+        {"params": no_decay, "weight_decay": 0.0},
+    ]
+    adam = torch.optim.AdamW(groups, settings.lr, settings.betas, settings.eps)
     x, grad = _samples(mesh.size("dp")).flatten(0, 1).transpose(0, 1).flatten(1, 2)
     norms = []
-    for step in (1, 2):
+    for _ in range(2):
         for weights in stages:
             (_plain(weights, x) * grad / mesh.size("dp")).sum().backward()
         norm = nn.utils.clip_grad_norm_(decay + no_decay, settings.gradient_clipping)
         norms.append(float(norm))
-        for w in decay:
-            w.data.mul_(1 - settings.lr * settings.weight_decay)
-        for w, (mean, square) in moments.items():
-            _adam(w, mean, square, step, settings)
+        adam.step()
+        adam.zero_grad()
     return norms, before, {name: weight.detach() for name, weight in mine.items()}
-
-
-def _adam(w: Tensor, mean: Tensor, square: Tensor, step: int, settings: EngineSettings) -> None:
-    """Adam's step `step` (from 1) of arXiv:1412.6980, algorithm 1; forgets the gradient.
-
-    torch's own would load its compiler, which most runs that start by this test never need.
-    """
-    assert w.grad is not None
-    first, second = settings.betas
-    mean.mul_(first).add_((1 - first) * w.grad)
-    square.mul_(second).add_((1 - second) * w.grad**2)
-    root = (square / (1 - second**step)).sqrt()
-    w.data -= settings.lr * (mean / (1 - first**step)) / (root + settings.eps)
-    w.grad = None
 
 
 def _whole_weights(specs: list[ParamSpec], seed: int, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -18,18 +18,13 @@ def use(*, tf32: bool, deterministic: bool) -> None:
     deterministic: the same bits from the same inputs; an operation that cannot raises RuntimeError.
     """
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
-    if deterministic != torch.are_deterministic_algorithms_enabled():  # to ask loads no compiler
+    if deterministic != torch.are_deterministic_algorithms_enabled():  # to set it loads inductor
         torch.use_deterministic_algorithms(deterministic)
     if deterministic:
         # It would fill all memory that is yet to be written, which changes nothing that is read.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         if os.environ.get(_CUBLAS) not in _DETERMINISTIC_CUBLAS:
             os.environ[_CUBLAS] = _DETERMINISTIC_CUBLAS[0]
-
-
-def load_compiler() -> None:
-    """Load torch's compiler, which a process would else load when it first needs it."""
-    torch.compiler.disable(load_compiler)
 
 
 def describe(device: torch.device) -> list[str]:

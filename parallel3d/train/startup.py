@@ -1,6 +1,5 @@
 """The start of a run: its corpus, the checkpoint that it resumes from, its folder."""
 
-import gc
 import json
 import shutil
 from collections.abc import Callable, Mapping
@@ -92,25 +91,7 @@ def find_folder(config: RunConfig, mesh: Mesh, claim: Claim | None) -> RunPlace:
 def begin(config: RunConfig, mesh: Mesh, console: Console) -> None:
     """Set how this process computes; print each rank's place and device, and what was filled in."""
     compute.use(tf32=config.train.tf32, deterministic=config.train.deterministic)
-    if _needs_compiler(config):
-        compute.load_compiler()  # now, while no collection looks at what is loaded
     console.print(mesh.picture(), *compute.describe(mesh.device), *config.notes, sep="\n")
-
-
-def collect_again() -> None:
-    """Have Python collect garbage again; what is loaded by now is never searched.
-
-    Of the collections that run while it loads a launch has none (a tenth of its start).
-    """
-    gc.freeze()
-    gc.enable()
-
-
-def _needs_compiler(config: RunConfig) -> bool:
-    """Whether the run loads torch's compiler: to compile, to recompute, by torch's own AdamW."""
-    compiles = config.train.compile != "none"
-    recomputes = config.pipeline.activation_checkpointing != "none"
-    return compiles or recomputes or config.zero_optimization.offload_optimizer.device == "none"
 
 
 def find_start(

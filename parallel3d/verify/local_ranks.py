@@ -7,7 +7,6 @@ what gloo leaves behind: the event loops of process groups whose peers have let 
 """
 
 import faulthandler
-import gc
 import multiprocessing as mp
 import multiprocessing.connection
 import os
@@ -141,7 +140,6 @@ def _run(
     import torch
 
     torch.set_num_threads(1)
-    gc.freeze()  # DeepSpeed collects garbage as it builds an engine; what is loaded is none
     launch.announce(port)
     log = open(os.devnull, "w") if quiet else sys.__stderr__  # noqa: SIM115
     faulthandler.enable(file=log or sys.stderr)  # a crash in native code says where it was

@@ -14,6 +14,7 @@ from parallel3d.engine.quirks import nvme
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.verify.local_ranks import RankFailed, run_locally
 from tests.cases import Case, Trainer, measure
+from tests.engine.storage_bytes import memory_bytes
 from tests.verify.measuring import errors_of
 
 pytestmark = pytest.mark.gloo
@@ -157,7 +158,7 @@ def files_and_memory(rank, case):
     files = [path for f in folders for path in Path(f).rglob("*.swp")]
     sizes = {path.name: path.stat().st_size for path in files}
     elements = sum(h.parameter.ds_tensor.ds_numel for h in trainer.engine.held)
-    held = trainer.engine.memory_bytes()
+    held = memory_bytes(trainer.engine)
     trainer.engine.close()
     return folders, sizes, elements, held
 

@@ -12,12 +12,13 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from parallel3d.engine import Engine, EngineSettings, storage_bytes
+from parallel3d.engine import Engine, EngineSettings
 from parallel3d.engine.quirks import core
 from parallel3d.engine.reduction import Reduction
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.verify.local_ranks import RankFailed, RanksHung, run_locally
 from tests.cases import Case, Trainer, measure
+from tests.engine import storage_bytes
 
 pytestmark = pytest.mark.gloo
 

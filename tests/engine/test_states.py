@@ -16,6 +16,7 @@ from parallel3d.models import huggingface
 from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.reference import train_reference
 from tests.cases import Case, Trainer
+from tests.engine.storage_bytes import memory_bytes
 from tests.train import resuming
 from tests.train.resuming import copy_out, differences, load, run_resumed, run_unbroken, train
 
@@ -64,7 +65,7 @@ def pieces(rank, case):
     held = sum(t.nbytes for block in copies for kinds in block for t in kinds.values())
     on_nvme = engine.settings.offload_optimizer == "nvme"
     # Of what lies on NVMe no tensor stays in memory; small ones never leave it.
-    assert (engine.memory_bytes()["optimizer"] < held / 5) is on_nvme
+    assert (memory_bytes(engine)["optimizer"] < held / 5) is on_nvme
     whole = {h.name: engine.full_parameter(h).flatten().cpu() for h in engine.held}
     for block, tensors in zip(engine.states.blocks, copies, strict=True):
         for piece, kinds in zip(block, tensors, strict=True):

@@ -12,7 +12,6 @@ from parallel3d.engine import (
     EngineSettings,
     HeldParameter,
     building,
-    storage_bytes,
     writing,
 )
 from parallel3d.engine.quirks import core
@@ -22,6 +21,7 @@ from parallel3d.tensor.initialise import fill
 from parallel3d.tensor.linear import ColumnParallelLinear
 from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.shrink import NO_THRESHOLDS
+from tests.engine import storage_bytes
 from tests.engine.test_partial import BATCH, HIDDEN, inputs
 
 pytestmark = pytest.mark.gloo

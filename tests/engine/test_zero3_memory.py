@@ -5,9 +5,10 @@ from functools import cache
 
 import pytest
 
-from parallel3d.engine import storage_bytes
 from parallel3d.verify.local_ranks import run_locally
 from tests.cases import Case, Trainer
+from tests.engine import storage_bytes
+from tests.engine.storage_bytes import memory_bytes
 
 pytestmark = pytest.mark.gloo
 
@@ -48,7 +49,7 @@ def measure(rank, case):
     else:
         peaks = None
         trainer.executor.run(batch)
-    held = engine.memory_bytes()
+    held = memory_bytes(engine)
     engine.step(1e-3)
     return sizes, held, peaks
 

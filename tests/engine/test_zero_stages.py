@@ -10,6 +10,7 @@ import torch
 from parallel3d.engine.reduction import Reduction
 from parallel3d.verify.local_ranks import run_locally
 from tests.cases import Case, Trainer, measure, train_on_rank
+from tests.engine.storage_bytes import memory_bytes
 
 pytestmark = pytest.mark.gloo
 
@@ -65,12 +66,12 @@ def bytes_held(rank, case):
 
     def watched(*args, **stage):
         backward(*args, **stage)
-        most.append(engine.memory_bytes()["gradients"])
+        most.append(memory_bytes(engine)["gradients"])
 
     engine.backward = watched
     trainer.executor.run(batch)
     numel = sum(getattr(p, "ds_numel", p.numel()) for p in parameters)
-    return engine.memory_bytes(), max(most), numel
+    return memory_bytes(engine), max(most), numel
 
 
 @cache

@@ -16,6 +16,7 @@ from parallel3d.train.assembly import assemble
 from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.shrink import BLOCK, NO_THRESHOLDS
 from tests.counting import Counting
+from tests.engine.storage_bytes import memory_bytes
 
 pytestmark = pytest.mark.gloo
 
@@ -171,7 +172,7 @@ def measured(config):
                 batch.append(Microbatch(tokens, tokens.clone()))
             parts.executor.run(batch, step)
             parts.engine.step(1e-3)
-    held = parts.engine.memory_bytes()
+    held = memory_bytes(parts.engine)
     mesh.barrier()
     parts.engine.close()
     return counting.peak, held

@@ -1,7 +1,4 @@
-"""Bytes that a rank holds of parameters, gradients and optimizer states, storage by storage.
-
-The only file that reads DeepSpeed's private attributes for it.
-"""
+"""Bytes that a rank holds of parameters, gradients and optimizer states, storage by storage."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -11,6 +8,8 @@ from typing import Any
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+
+from parallel3d.engine import Engine
 
 
 def held_bytes(engine: Any, parameters: Iterable[nn.Parameter]) -> dict[str, int]:
@@ -37,6 +36,11 @@ def held_bytes(engine: Any, parameters: Iterable[nn.Parameter]) -> dict[str, int
     }
     seen: set[int] = set()
     return {kind: _bytes(tensors, seen) for kind, tensors in kinds.items()}
+
+
+def memory_bytes(engine: Engine) -> dict[str, int]:
+    """`held_bytes` of our engine."""
+    return held_bytes(engine._deepspeed, [held.parameter for held in engine.held])
 
 
 def _masters(optimizer: Any) -> list[Tensor]:
