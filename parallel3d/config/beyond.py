@@ -5,6 +5,14 @@ from parallel3d.base.section import Beyond
 from parallel3d.config import auto, deepspeed_keys
 from parallel3d.config.scheduler import SCHEDULERS
 
+# Settings of the release before, with what to do without them; to be dropped in the next.
+_REMOVED = {
+    "parallel3d.train": {
+        "check_layers": "was removed with the check of layers at the start; remove it, and run "
+        "`parallel3d verify`, which compares them with one process"
+    }
+}
+
 BEYOND = Beyond(
     choices={
         "parallel3d.model": (
@@ -13,7 +21,8 @@ BEYOND = Beyond(
         ),
         "scheduler": ("type", lambda: SCHEDULERS),
     },
-    refused={
+    refused=_REMOVED
+    | {
         section: {name: key.reason for name, key in keys.items()}
         for section, keys in deepspeed_keys.BY_SECTION.items()
     }

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, Strict, model_validator
 
-from parallel3d.base.section import ABSENT, PathText, Problem, Problems, Section
+from parallel3d.base.section import ABSENT, PathText, Problem, Problems, Section, Size
 
 # Files of token ids that another program wrote: by Megatron-LM, by datatrove, flat arrays.
 OF_IDS = ("megatron", "datatrove", "tokens")
@@ -124,6 +124,8 @@ class DataConfig(Section):
     text_field: str = Field(default="text", min_length=1)
     """Field or column that holds a document's text, for "jsonl", "parquet" and "hub"; "meta.text"
     is the field text of the object or struct meta."""
+    max_line_bytes: Size = Field(default=64_000_000, gt=0)
+    """Most bytes of a line of "jsonl"; on_error says what becomes of a longer one."""
     name: str = ""
     """A data set's name on the Hugging Face hub, or a folder of one, for source "hub"."""
     subset: str | None = None

@@ -17,6 +17,7 @@ _APART = (
         "parallel3d.checkpoint",
         "parallel3d.pipeline.weights",
         "parallel3d.data.cache",
+        "parallel3d.data.max_line_bytes",
         "parallel3d.data.workers",
         "parallel3d.data.read_ahead",
         "parallel3d.data.remote_cache_bytes",
@@ -38,6 +39,8 @@ def digest_of(config: RunConfig, also: Iterable[str] = ()) -> str:
     was read, before the number of processes filled anything in, it tells meshes apart.
     """
     values = config.to_dict()
+    # Until the next release, runs are found that were begun before this setting was removed.
+    values["parallel3d"]["train"]["check_layers"] = True
     for path in (*_APART, *also):
         *blocks, name = path.split(".")
         place: Any = values

@@ -212,9 +212,6 @@ class TrainConfig(Section):
     overlap_update: bool = False
     """ZeRO-3 with its optimizer on the host: the new weights go to the device by parts, out of 128
     MiB of page-locked memory, while the host goes on with the update. The same numbers."""
-    check_layers: bool = True
-    """On more than one tp rank: refuse a start where the layers' values and gradients do not match
-    there (docs/parity.md). Set it to false for a layer that is right and refused all the same."""
     tf32: bool = False
     """Multiply fp32 matrices as TF32, with 10 bits of mantissa, where the device can: several times
     faster, no longer equal to a CPU within 1e-4. Nothing changes in bf16 or fp16."""

@@ -100,7 +100,7 @@ def build(
     _tokenise(plan, workers, progress)
     counts = _join(folder, plan, progress)
     copy_tokenizer(work / "tokenizer", folder / "tokenizer")
-    found: dict[str, float] = {**seen(documents.table), "num_uncertain_cuts": plan.num_uncertain()}
+    found: dict[str, float] = dict(seen(documents.table))
     if lost > LOST:
         found["unknown_share"] = round(lost, 4)
     found["num_bytes"] = int(documents.table["num_bytes"].sum())

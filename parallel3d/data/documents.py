@@ -223,6 +223,8 @@ def _indexed(
 def _signature(reader: FileReader, path: str) -> str:
     name = os.path.realpath(path)
     parts: tuple[object, ...] = (INDEX_FORMAT, reader.kind, name, reader.field, reader.rows)
+    if reader.kind == "jsonl":
+        parts += (reader.max_line_bytes,)
     # What is not there is told by who reads it.
     with suppress(OSError):
         state = os.stat(path)
@@ -232,4 +234,6 @@ def _signature(reader: FileReader, path: str) -> str:
 
 def _reader(files: Files, file: int) -> FileReader:
     rows = range(*files.rows[file]) if files.rows else ALL_ROWS
-    return FileReader(files.kind, files.paths[file], files.names[file], files.field, rows)
+    return FileReader(
+        files.kind, files.paths[file], files.names[file], files.field, rows, files.max_line_bytes
+    )

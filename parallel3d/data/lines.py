@@ -6,12 +6,17 @@ from itertools import chain
 from typing import IO, cast
 
 from parallel3d.data.json_line import text_of
-from parallel3d.data.long_json import LongObject
-from parallel3d.data.pieces import BOM, PIECE_BYTES, TextPiece, document, short
+from parallel3d.data.pieces import (
+    BOM,
+    PIECE_BYTES,
+    TOO_LONG,
+    TextPiece,
+    UnusableDocument,
+    document,
+    short,
+)
 
 COMPRESSED = (".gz", ".bz2", ".zst")
-# A longer line of JSON is never held as a whole.
-LONG_LINE = 8 * 2**20
 
 
 class Lines:
@@ -53,7 +58,7 @@ class Lines:
         return line
 
     def rest(self) -> Iterator[bytes]:
-        """The rest of a line whose start was read."""
+        """Yield the rest of a line whose start was read."""
         while block := self.read():
             yield block
             if block.endswith(b"\n"):
@@ -103,16 +108,20 @@ def text_block(
 
 
 def json_line(
-    first: bytes, lines: Lines, *, row: int, offset: int, place: str, field: str
+    line: bytes, *, row: int, offset: int, place: str, field: str, most_bytes: int
 ) -> Iterator[TextPiece]:
-    """The text of a line of JSON, whose start `first` was read; nothing for a blank line."""
-    if row == 1:
-        first = first.removeprefix(BOM)
-    if len(first) < LONG_LINE - len(BOM) or first.endswith(b"\n"):
-        yield from short(text_of(first, place, field), row, offset, place)
-    else:
-        found = LongObject(_line(first, lines), place, field).text()
-        yield from document(found, row, offset, place)
+    """Yield the text of a line of JSON; nothing for a blank line.
+
+    Raises UnusableDocument for a line of more than `most_bytes`.
+    """
+    if len(line.removesuffix(b"\n")) > most_bytes:
+        raise UnusableDocument(
+            TOO_LONG,
+            f"{place} has more than {most_bytes:,} bytes; raise data.max_line_bytes, or split the"
+            " line",
+        )
+    line = line.removeprefix(BOM) if row == 1 else line
+    yield from short(text_of(line, place, field), row, offset, place)
 
 
 def _line(first: bytes, lines: Lines) -> Iterator[bytes]:

@@ -9,7 +9,7 @@ PIECE_BYTES = 2**20
 BOM = b"\xef\xbb\xbf"
 # Why a document is left out; of those that have no text nobody complains.
 EMPTY, NOT_UTF8, NUL = "empty", "not UTF-8", "only NUL bytes"
-UNREADABLE = "unreadable file"
+UNREADABLE, TOO_LONG = "unreadable file", "too long a line"
 
 
 class TextPiece(NamedTuple):

@@ -139,7 +139,7 @@ def _find(
     """Find the documents of a source that is no mixture, of text or of token ids."""
     if not holds_ids(section):
         rule = (config.on_error, config.max_skipped)
-        return find_documents(find_files(section), cache, progress, rule)
+        return find_documents(find_files(section, config.max_line_bytes), cache, progress, rule)
     with _given_tokenizer(config) as tokenizer:
         return find_tokens(section, vocabulary_of(config, tokenizer), cache, progress)
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from parallel3d.data.columns import StringColumn
-from parallel3d.data.lines import LONG_LINE, Lines, json_line, text_block, text_line, whole_text
+from parallel3d.data.lines import Lines, json_line, text_block, text_line, whole_text
 from parallel3d.data.pieces import (
     EMPTY,
     PIECE_BYTES,
@@ -17,6 +17,7 @@ from parallel3d.data.pieces import (
     document,
     short,
 )
+from parallel3d.data.sources import MAX_LINE_BYTES
 
 # More rows than any file has.
 ALL_ROWS = range(1, 2**62)
@@ -38,9 +39,16 @@ class FileReader:
     """
 
     def __init__(
-        self, kind: str, path: str, name: str, field: str, rows: Sequence[int] = ALL_ROWS
+        self,
+        kind: str,
+        path: str,
+        name: str,
+        field: str,
+        rows: Sequence[int] = ALL_ROWS,
+        max_line_bytes: int = MAX_LINE_BYTES,
     ) -> None:
         self.kind, self.path, self.name, self.field, self.rows = kind, path, name, field, rows
+        self.max_line_bytes = max_line_bytes
         self._lines: Lines | None = None
 
     def scan(self) -> Iterator[TextPiece | Flaw]:
@@ -115,7 +123,8 @@ class FileReader:
 
     @property
     def _limit(self) -> int:
-        return LONG_LINE if self.kind == "jsonl" else PIECE_BYTES
+        """Bytes of a line that are read at a time; a line of JSON is read whole, or refused."""
+        return self.max_line_bytes + 2 if self.kind == "jsonl" else PIECE_BYTES
 
     def _open(self) -> Lines:
         self._lines = Lines(self.path)
@@ -127,7 +136,10 @@ class FileReader:
     def _next(self, first: bytes, lines: Lines, row: int, offset: int) -> Iterator[TextPiece]:
         place = self.place(row)
         if self.kind == "jsonl":
-            return json_line(first, lines, row=row, offset=offset, place=place, field=self.field)
+            return json_line(
+                first, row=row, offset=offset, place=place, field=self.field,
+                most_bytes=self.max_line_bytes,
+            )  # fmt: skip
         text = text_line if self.kind == "line" else text_block
         return text(first, lines, row=row, offset=offset, place=place)
 

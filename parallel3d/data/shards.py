@@ -8,7 +8,6 @@ A preparation works in a folder of its own:
         train.bin, held_out.bin           ids of the documents of each part, with end-of-text
         lengths.npy                       int64 [documents]: tokens of each, end-of-text included
         counts.npy                        int64 [vocabulary]: how often each id occurs
-        uncertain.npy                     pieces of long documents that may not end as in the whole
 
 Where a preparation is killed, its shards stay, and the next one of the same content goes on from
 there: the folder's name is that of the corpus, so no other setting finds it.
@@ -28,9 +27,8 @@ import numpy as np
 from parallel3d.data.cache import is_whole, locked, staged
 from parallel3d.data.corpus import check_ids
 from parallel3d.data.documents import Documents
-from parallel3d.data.long_text import LongText
 from parallel3d.data.sources import Files
-from parallel3d.data.tokenizer import Backend, encode, load_tokenizer
+from parallel3d.data.tokenizer import Backend, encode, encode_long, load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -106,12 +104,6 @@ class ShardPlan:
         """Numbers of the shards that do not exist, or differ from the bits that were written."""
         return [i for i in range(self.num_shards) if not is_whole(self.shard(i), bits=True)]
 
-    def num_uncertain(self) -> int:
-        """Number of pieces of long documents that may end otherwise than as a whole."""
-        counts = (self.shard(number) / "uncertain.npy" for number in range(self.num_shards))
-        # A shard that was kept may be from before they were counted.
-        return sum(int(np.load(path)) for path in counts if path.exists())
-
     def num_documents(self, number: int) -> int:
         """The number of documents in a shard."""
         return self.bounds[number + 1] - self.bounds[number]
@@ -161,9 +153,8 @@ def _fill(
     counts = np.zeros(plan.vocab_size, dtype=np.int64)
     lengths: list[int] = []
     length = 0
-    long = LongText(tokenizer)
     with open(folder / "train.bin", "wb") as train, open(folder / "held_out.bin", "wb") as held_out:
-        for batch in _encoded(plan.documents, first, last, long):
+        for batch in _encoded(plan.documents, first, last, tokenizer):
             tokens = [
                 np.array([*ids, plan.end_of_text] if is_last else ids, dtype=np.int64)
                 for ids, is_last in batch
@@ -187,11 +178,13 @@ def _fill(
             on_documents(len(lengths) - before)
     np.save(folder / "lengths.npy", np.array(lengths, dtype=np.int64), allow_pickle=False)
     np.save(folder / "counts.npy", counts, allow_pickle=False)
-    np.save(folder / "uncertain.npy", np.array(long.num_uncertain), allow_pickle=False)
 
 
 def _encoded(
-    documents: Documents, first: int, last: int, long: LongText
+    documents: Documents,
+    first: int,
+    last: int,
+    tokenizer: "PreTrainedTokenizerBase | Backend",
 ) -> Iterator[list[tuple[list[int], bool]]]:
     """The ids of documents first .. last - 1, about BATCH_BYTES of text at a time.
 
@@ -203,14 +196,14 @@ def _encoded(
         ahead: deque[Future[list[list[int]]]] = deque()
         for texts, start in chain(_batches(pieces), [([], "")]):
             if texts:
-                ahead.append(thread.submit(encode, long.tokenizer, texts))
+                ahead.append(thread.submit(encode, tokenizer, texts))
             # A tokenizer cannot be used by two threads: before a long text, as at the end, the
             # thread is done.
             while len(ahead) > (1 if texts and not start else 0):
                 yield [(ids, True) for ids in ahead.popleft().result()]
             if start:
                 found = None
-                for ids in long.ids(_rest(start, pieces)):
+                for ids in encode_long(tokenizer, _rest(start, pieces)):
                     if found is not None:
                         yield [(found, False)]
                     found = ids

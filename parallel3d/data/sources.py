@@ -22,6 +22,7 @@ def silent(phase: str, done: int, total: int) -> None:
     """A progress display that shows nothing."""
 
 
+MAX_LINE_BYTES = 64 * 10**6  # of a line of JSON
 NOT_LIBRARY = {"test", "tests", "idlelib", "site-packages", "dist-packages", "__pycache__"}
 KINDS = {"file": "whole", "line": "line", "blank_line": "blank_line"}
 SUFFIX = {"text": "txt", "jsonl": "jsonl", "parquet": "parquet"}
@@ -33,7 +34,7 @@ class Files:
 
     `kind` says how `rows.FileReader` reads them, `names` what messages call them; `field` holds
     the text where a file has many documents. `rows`: first and end of those that count in each
-    file, from 1; none where all do.
+    file, from 1; none where all do. A line of JSON has `max_line_bytes` at most.
     """
 
     kind: str
@@ -41,9 +42,10 @@ class Files:
     names: tuple[str, ...]
     field: str = "text"
     rows: tuple[tuple[int, int], ...] = ()
+    max_line_bytes: int = MAX_LINE_BYTES
 
 
-def find_files(config: "DataConfig | PartConfig") -> Files:
+def find_files(config: "DataConfig | PartConfig", max_line_bytes: int = MAX_LINE_BYTES) -> Files:
     """The files of a source that is no mixture, in an order that depends on names alone.
 
     Raises DataError where nothing matches, or a data set cannot be loaded.
@@ -64,7 +66,7 @@ def find_files(config: "DataConfig | PartConfig") -> Files:
         raise DataError(f"data.source={source!r} is not known; use one of: {', '.join(SUFFIX)}")
     found = tuple(matching_files(config.paths, SUFFIX[source]))
     kind = KINDS[config.documents] if source == "text" else source
-    return Files(kind, found, found, config.text_field)
+    return Files(kind, found, found, config.text_field, max_line_bytes=max_line_bytes)
 
 
 def library_files(root: Path) -> list[Path]:

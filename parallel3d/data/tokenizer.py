@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 END_OF_TEXT = "<|endoftext|>"
 NUM_BYTES = 256
+# Characters that are encoded at once, at most: it takes up to 250 bytes for each.
+LONGEST = 2**17
 # What AutoTokenizer reads; a model's directory also holds weights, of gigabytes.
 TOKENIZER_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
 
@@ -215,3 +217,22 @@ def encode(tokenizer: Any, texts: list[str]) -> list[list[int]]:
     backend.no_padding()
     backend.encode_special_tokens = True
     return [found.ids for found in backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+
+def encode_long(tokenizer: Any, chunks: Iterable[str]) -> Iterator[list[int]]:
+    """Yield the ids of a text that arrives in chunks, with nothing added.
+
+    The text is cut before white space about every LONGEST characters, or after so many without
+    any. The ids at a cut may differ from those of the whole text.
+    """
+    text = ""
+    for chunk in chunks:
+        text += chunk
+        parts = []
+        while len(text) > 2 * LONGEST:
+            between = [m.start() for m in re.finditer(r"\s(?=\S)", text[: LONGEST + 1])]
+            cut = between[-1] if between and between[-1] else LONGEST
+            parts.append(text[:cut])
+            text = text[cut:]
+        yield from encode(tokenizer, parts)
+    yield from encode(tokenizer, [text])

@@ -95,6 +95,7 @@ BAD = [
     ("zero_optimization.cpu_offload", "yes", "is deprecated", '"offload_optimizer"'),
     (f"{ZERO}.offload_optimizer.ratio", 0.5, "all of the optimizer's state", "remove it"),
     ("bf16.bf16_optimizer_states", True, "moments are fp32", "remove it"),
+    ("parallel3d.train.check_layers", False, "was removed", "parallel3d verify"),
     ("amp", {"enabled": True}, "removed from DeepSpeed", "use bf16"),
     ("activation_checkpointing", {"cpu_checkpointing": True}, "stay on the device", "remove it"),
     ("activation_checkpointing", {"partition_activations": True}, "not cut", "sequence_parallel"),

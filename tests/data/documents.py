@@ -33,6 +33,7 @@ class Settings:
     on_error: str = "stop"
     max_skipped: float = 0.1
     workers: int | str = "auto"
+    max_line_bytes: int = 64_000_000
 
 
 TEXTS = {
@@ -60,7 +61,7 @@ def found(source: str, paths=(), cache="/nonexistent", **settings) -> Documents:
     """The documents of a source; its index is kept nowhere unless a cache is given."""
     section = Settings(source=source, paths=tuple(map(str, paths)), **settings)
     rule = (section.on_error, section.max_skipped)
-    return find_documents(find_files(section), Path(cache), rule=rule)
+    return find_documents(find_files(section, section.max_line_bytes), Path(cache), rule=rule)
 
 
 def texts_of(documents: Documents) -> list[str]:

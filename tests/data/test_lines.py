@@ -5,14 +5,9 @@ import json
 
 import pyarrow as pa
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 from pyarrow import parquet
 
 from parallel3d.base.errors import DataError
-from parallel3d.data.json_line import text_of
-from parallel3d.data.long_json import LongObject
-from parallel3d.data.pieces import UnusableDocument
 from tests.data.documents import found, names_of, texts_of
 
 pytestmark = pytest.mark.gloo
@@ -148,58 +143,14 @@ def test_other_keys_may_come_twice(tmp_path, small):
     assert texts_of(found("jsonl", [tmp_path / "a.jsonl"], text_field="meta.text")) == ["a", "a"]
 
 
-def objects(inner):
-    """Objects as JSON text, in which keys come twice, too."""
-    keys = st.sampled_from(["a", "b", "a.b", "b.c", "a.b.c", "c"])
-    pairs = st.lists(st.tuples(keys, inner), max_size=3)
-    return pairs.map(lambda all_of: "{" + ", ".join(f'"{k}": {v}' for k, v in all_of) + "}")
-
-
-LEAVES = ['"x"', '"y"', "1", "null", '"x\\ud800y"', "tru"]
-
-
-@settings(max_examples=300)
-@example('{"a.b.c": 1, "a.b.c": "x"}')
-@example('{"a.b": {"c": 1}, "a": {"b.c": "x"}}')
-@example('{"a.b.c": "\\ud800", "a.b.c": "x"}')
-@example('{"a.b.c": "x", "a.b.c": "y", "z": tru}')
-@given(objects(st.recursive(st.sampled_from(LEAVES), objects, max_leaves=8)))
-def test_long_lines_are_judged_as_short_ones(line):
-    """By the same reason, too: it is counted under it."""
-
-    def outcome(read):
-        try:
-            return read()
-        except UnusableDocument as flaw:
-            return flaw.reason
-
-    short = outcome(lambda: text_of(line.encode(), "line 1", "a.b.c"))
-    blocks = [line[i : i + 5].encode() for i in range(0, len(line), 5)]
-    assert outcome(lambda: b"".join(LongObject(blocks, "line 1", "a.b.c").text())) == short
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.floats(allow_nan=False) | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=8,
-)
-
-
-@settings(max_examples=40)
-@given(
-    text=st.text(),
-    before=st.dictionaries(st.text(), JSON, max_size=3),
-    ascii_only=st.booleans(),
-    size=st.integers(1, 30),
-)
-def test_a_line_of_json_in_blocks_is_read_as_json_reads_it(text, before, ascii_only, size):
-    text = text.encode(errors="ignore").decode()
-    value = {**before, "text": text, "after": list(before.values())}
-    line = json.dumps(value, ensure_ascii=ascii_only).encode(errors="ignore")
-    blocks = [line[i : i + size] for i in range(0, len(line), size)]
-    assert b"".join(LongObject(blocks, "line 1", "text").text()).decode() == text
-    # And what `json` refuses is refused.
-    for cut in {len(line) - 1, len(line) // 2, 1}:
-        broken = line[:cut]
-        with pytest.raises(UnusableDocument, match="line 1"):
-            b"".join(LongObject([broken[:size], broken[size:]], "line 1", "text").text())
+def test_a_line_of_json_above_the_limit_is_refused_by_name(tmp_path):
+    """Up to the limit it is read whole, and what comes behind a longer one is read, too."""
+    path = tmp_path / "a.jsonl"
+    fits = json.dumps({"text": "a" * 88})
+    path.write_text(f"{fits}\n{json.dumps({'text': 'b' * 300})}\n{fits}")
+    assert len(fits) == 100
+    with pytest.raises(DataError, match=r"a\.jsonl, line 2 has more than 100 bytes; raise"):
+        found("jsonl", [path], max_line_bytes=100)
+    read = found("jsonl", [path], max_line_bytes=100, on_error="skip", max_skipped=0.5)
+    assert texts_of(read) == ["a" * 88] * 2 and read.skips.counts == {"too long a line": 1}
+    assert len(texts_of(found("jsonl", [path], max_line_bytes=400))) == 3

@@ -67,12 +67,6 @@ ODD = {
         r"line 21 is not JSON: .*write",
     ),
     "cut JSON": ("a.jsonl", lines_of('{"text": "a'), {"not JSON": 1}, r"line 21 is not JSON"),
-    "long, not JSON": (
-        "a.jsonl",
-        lines_of('{"text": "' + LONG, '"x}\n', GOOD[0]),
-        {"not JSON": 1},
-        r"line 21 is not JSON: Expecting ',' delimiter at byte \d+; write one",
-    ),
     "null": (
         "a.jsonl",
         lines_of('{"text": null}\n'),
