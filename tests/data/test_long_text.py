@@ -56,7 +56,7 @@ def peak_bytes():
 
 
 def grown(tmp_path, size):
-    """Bytes that a preparation of a text of so many bytes takes at most, beside what is there before."""
+    """Bytes of memory that preparing a text of `size` bytes takes beyond what was held before."""
     words = "a line of some words, again and again \u20ac, "
     path, count = tmp_path / f"{size}.txt", size // len(words)
     (tmp_path / "a.txt").write_text("to hold out")
