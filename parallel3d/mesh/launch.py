@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import chain, islice, repeat
 
 from parallel3d.errors import ConfigError
-from parallel3d.holder import Job
+from parallel3d.lock import Job
 
 
 @dataclass(frozen=True)

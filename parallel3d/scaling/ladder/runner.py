@@ -10,7 +10,7 @@ from types import FrameType
 from typing import Any
 
 from parallel3d.errors import ConfigError
-from parallel3d.holder import read as holder_of
+from parallel3d.lock import read as holder_of
 from parallel3d.scaling.ladder.expand import LadderRun
 from parallel3d.scaling.ladder.plan import Ladder
 from parallel3d.scaling.ladder.process import LOGS, Process, start, visible_devices
