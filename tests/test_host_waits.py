@@ -56,7 +56,7 @@ START = {
 }
 SAVE = {
     "parallel3d/checkpoint/chunk_runs.py:host_arrays": "a copy of the state, in host memory",
-    "parallel3d/checkpoint/host_copy.py:HostCopy.fill": "training goes on when the copy is whole",
+    "parallel3d/checkpoint/chunk_runs.py:HostCopy.fill": "training goes on when the copy is whole",
     "parallel3d/convert/from_ranks.py:_write.write": "one at a time, at the end of a run",
     "parallel3d/engine/engine.py:Engine.full_parameter": "one at a time, to export or compare",
 }
@@ -78,7 +78,7 @@ HOSTS = {
     "parallel3d/engine/states.py:OptimizerStates.set_counters": "of a checkpoint's file",
     "parallel3d/engine/states.py:OptimizerStates._is_swapped": "DeepSpeed's flag",
     "parallel3d/checkpoint/chunks.py:Chunk.from_key": "words of a file's header",
-    "parallel3d/checkpoint/host_copy.py:HostCopy.arrays": "host memory that was copied into",
+    "parallel3d/checkpoint/chunk_runs.py:HostCopy.arrays": "host memory that was copied into",
     "parallel3d/tensor/segments.py:Segments.of": "documents that the host has found",
     "parallel3d/convert/generate.py:generate": "a prompt, and a model that is not trained",
     "parallel3d/convert/logits.py:most_apart": "a model on the host, after an export",

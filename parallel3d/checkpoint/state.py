@@ -7,7 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from parallel3d.checkpoint.digest import tokenizer_digest
+from parallel3d.checkpoint.files import tokenizer_digest
 from parallel3d.config import RunConfig
 from parallel3d.config.learning_rate import rate
 from parallel3d.data.corpus import Corpus
