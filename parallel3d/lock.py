@@ -42,7 +42,8 @@ class Holder:
     """The boot of the machine and the namespace within which `pid` means anything."""
     pid: int
     started: str
-    """When the process was started; another process may have its pid later."""
+    """When the process was started, "" where only a heartbeat can tell; its pid may be another's
+    later."""
     jobs: tuple[Job, ...] = ()
     since: str = ""
     about: str = ""
@@ -55,7 +56,8 @@ class Holder:
 
     def is_alive(self, jobs: tuple[Job, ...] = ()) -> bool | None:
         """Whether the holder lives; None if only its heartbeat can tell. `jobs` are the asker's."""
-        if (self.host, self.place) == (socket.gethostname(), place_of_this_process()):
+        here = (socket.gethostname(), place_of_this_process())
+        if self.started and (self.host, self.place) == here:
             return start_of(self.pid) == self.started
         for kind, name, count in self.jobs:
             # Slurm starts a job again after it has ended it. What a torchrun starts again may have
@@ -251,9 +253,12 @@ def text_of(holder: Holder) -> str:
 
 
 def place_of_this_process() -> str:
-    """What tells two machines apart, and two containers of one machine."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    """What tells two machines apart, and two containers of one machine; "" where nothing does."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
 
 
 def start_of(pid: int) -> str | None:
