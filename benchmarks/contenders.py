@@ -10,11 +10,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from xxhash import xxh3_128
 
 from parallel3d import models
 from parallel3d.checkpoint import resume
 from parallel3d.checkpoint.load import load
-from parallel3d.checkpoint.manifest import Digest, read_manifest, read_state
+from parallel3d.checkpoint.manifest import read_manifest, read_state
 from parallel3d.checkpoint.save import Saver
 from parallel3d.engine import KINDS, Engine, EngineSettings
 from parallel3d.mesh.mesh import Mesh
@@ -208,7 +209,7 @@ def _flat(part: Tensor) -> Tensor:
 
 def digest_of(engine: Engine) -> str:
     """The hash of this rank's masters and moments."""
-    digest = Digest()
+    digest = xxh3_128()
     for number in range(len(engine.states.blocks)):
         with engine.states.opened(number) as tensors:
             for kinds in tensors:

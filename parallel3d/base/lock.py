@@ -1,29 +1,72 @@
 """One holder at a time, on any file system, and a dead one never in the way (floor 0).
 
-A lock is a file that appears with its contents (`link`, which network file systems keep atomic;
-`flock` they may not have) and that its holder rewrites every `BEAT` seconds. Whether a holder
-lives is known at once on its own machine, by its process; elsewhere by its heartbeat.
+A lock is a file that its holder makes and then rewrites every `BEAT` seconds. Whether a holder
+lives is known at once on its own machine, by its process; elsewhere by its heartbeat. It needs no
+`flock`, no links and no exchange of two names, which network file systems may not have.
+
+filelock's `SoftFileLease` (4.2) does not do: without an exchange of names (NFS) it never follows a
+dead holder; it takes the lock of a living one on another machine of the same name, and of a stopped
+one on its own; it waits for a zombie, and for ever at an empty file; it has no room for a job.
 """
 
-import fcntl
-import glob
+import json
 import os
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from hashlib import blake2b
 from pathlib import Path
 from uuid import uuid4
-
-from parallel3d.base.holder import Holder, Job, place_of_this_process, read, start_of, text_of
 
 BEAT = 2.0  # seconds between two heartbeats
 MISSED = 15  # heartbeats without which a holder on another machine is dead
 _NAP = 0.25  # seconds between two looks at a lock
-_SETTLE = 0.2  # seconds after which a lock is looked at again, where nothing guards its taking
+
+Job = tuple[str, str, int]
+"""What a launcher starts again: its kind, its identity, how often it has been started before."""
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who holds a lock, as its file says."""
+
+    token: str
+    """Of this lock alone: no two are equal."""
+    host: str
+    place: str
+    """The boot of the machine and the namespace within which `pid` means anything."""
+    pid: int
+    started: str
+    """When the process was started, "" where only a heartbeat can tell; its pid may be another's
+    later."""
+    jobs: tuple[Job, ...] = ()
+    since: str = ""
+    about: str = ""
+    """What the lock is taken for, in its owner's words."""
+    beat: int = 0
+
+    def __str__(self) -> str:
+        jobs = "".join(f", {kind} job {name}" for kind, name, _ in self.jobs)
+        return f"process {self.pid} on {self.host}{jobs}, since {self.since}"
+
+    def is_alive(self, jobs: tuple[Job, ...] = ()) -> bool | None:
+        """Whether the holder lives; None if only its heartbeat can tell. `jobs` are the asker's."""
+        here = (socket.gethostname(), place_of_this_process())
+        if self.started and (self.host, self.place) == here:
+            return start_of(self.pid) == self.started
+        for kind, name, count in self.jobs:
+            # Slurm starts a job again after it has ended it. What a torchrun starts again may have
+            # the name of another's: users choose it (--rdzv-id).
+            if kind == "slurm" and any(
+                mine[:2] == (kind, name) and mine[2] > count for mine in jobs
+            ):
+                return False
+        return None
 
 
 class LockHeld(Exception):
@@ -70,59 +113,41 @@ class Lock:
 
         Of a holder on another machine it waits for a heartbeat, and says so.
         """
-        dead, said = "", False
+        dead = ""
         while holder := self.try_to_take(dead):
             if holder.is_alive(self._jobs):
                 raise LockHeld(holder)
-            if not said:
-                said = True
-                say(
-                    f"{self.path} is held by {holder}; waiting for its heartbeat, at most "
-                    f"{BEAT * MISSED:.0f} s"
-                )
+            say(
+                f"{self.path} is held by {holder}; waiting for its heartbeat, at most "
+                f"{BEAT * MISSED:.0f} s"
+            )
             dead = self._listen(holder)
 
     def wait(self, on_wait: Callable[[], None]) -> None:
         """Take the lock once nobody has it; `on_wait` is called if somebody has it now, or may."""
-        nap, said = 0.0, False
-
-        def say(text: str = "") -> None:
-            nonlocal said
-            if not said:
-                said = True
-                on_wait()
-
+        waiting = cache(on_wait)  # called once
         while True:
             try:
-                return self.take(say)
+                return self.take(lambda text: waiting())
             except LockHeld:
-                say()
-                nap = min(2 * nap or 0.001, _NAP)
-                time.sleep(nap)
+                waiting()
+                time.sleep(_NAP)
 
     def try_to_take(self, dead: str = "") -> Holder | None:
         """Take the lock if it is free, or its holder dead; else give the holder, without waiting.
 
         `dead` is the token of a holder that is known to be dead.
         """
-        with _alone_in(self.path.parent) as alone:
-            while True:
-                holder = read(self.path)
-                if holder is None:
-                    if self._create():
-                        break
-                elif holder.token != dead and holder.is_alive(self._jobs) is not False:
-                    return holder
-                else:
-                    self._bury(holder)
-            if not alone:
-                time.sleep(_SETTLE)
-                holder = read(self.path)
-                if holder is None or holder.token != self._mine.token:
-                    return holder or self.try_to_take(dead)
+        while not self._create(self.path):
+            holder = read(self.path)
+            if holder is None:
+                continue
+            if holder.token != dead and holder.is_alive(self._jobs) is not False:
+                return holder
+            if self._replace(holder):
+                break
         self._heart = threading.Thread(target=self._beat, name="lock", daemon=True)
         self._heart.start()
-        self._sweep()
         return None
 
     def release(self) -> None:
@@ -137,41 +162,37 @@ class Lock:
             if holder and holder.token == self._mine.token:
                 self.path.unlink()
 
-    def _sweep(self) -> None:
-        """Remove what processes left that were killed as they took or buried this lock."""
-        for path in self.path.parent.glob(f"{glob.escape(self.path.name)}.*"):
-            with suppress(OSError):
-                if time.time() - path.stat().st_mtime > BEAT * MISSED:
-                    path.unlink()
-
-    def _create(self) -> bool:
-        """Make the file with its contents; False if there is one."""
-        own = self.path.with_name(f"{self.path.name}.{self._mine.token}")
-        text = text_of(self._mine)
+    def _create(self, path: Path) -> bool:
+        """Make a file that names this process; False if there is one."""
         try:
-            own.write_text(text)
-            try:
-                os.link(own, self.path)
-            except FileExistsError:
-                return False
-            except OSError:
-                # The reply of a network file system can be lost although it was done.
-                if own.stat().st_nlink != 2:
-                    return _create_alone(self.path, text)
-            return True
-        finally:
-            own.unlink(missing_ok=True)
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        except FileExistsError:
+            return False
+        try:
+            with open(file, "w") as out:
+                out.write(text_of(self._mine))
+        except OSError:  # a full disk
+            path.unlink()
+            raise
+        return True
 
-    def _bury(self, dead: Holder) -> None:
-        """Remove a dead holder's file, and no other that has taken its place meanwhile."""
-        grave = self.path.with_name(f"{self.path.name}.{self._mine.token}")
-        with suppress(FileNotFoundError):
-            os.rename(self.path, grave)
-            buried = read(grave)
-            if buried and buried.token != dead.token:
-                with suppress(FileExistsError):
-                    os.link(grave, self.path)
-            grave.unlink()
+    def _replace(self, dead: Holder) -> bool:
+        """Take over a dead holder's lock; False if another process has done it."""
+        # Of all who find it dead, the one that makes this file replaces the lock by it, in one
+        # step. It is there for longer only if its maker was killed at that.
+        mine = self.path.with_name(f"{self.path.name}.{dead.token}")
+        deadline = time.monotonic() + BEAT * MISSED
+        while not self._create(mine):
+            other = read(mine)
+            if other and (other.is_alive() is False or time.monotonic() > deadline):
+                mine.unlink(missing_ok=True)
+            time.sleep(0.01)
+        now = read(self.path)
+        if now is None or now.token != dead.token:
+            mine.unlink()
+            return False
+        os.replace(mine, self.path)
+        return True
 
     def _listen(self, holder: Holder) -> str:
         """Wait for a sign of life; LockHeld if there is one. Gives the token if there is none."""
@@ -192,7 +213,7 @@ class Lock:
             # A full disk or a server that is away for a moment is no reason to end.
             with suppress(OSError):
                 holder = read(self.path)
-                if holder is None and self._create():
+                if holder is None and self._create(self.path):
                     continue
                 if holder is None or holder.token != mine.token:
                     return self._on_lost(
@@ -203,37 +224,47 @@ class Lock:
                     file.write(text_of(replace(mine, beat=number)))
 
 
-def _create_alone(path: Path, text: str) -> bool:
-    """Make the file where there are no links; False if there is one."""
-    try:
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    except FileExistsError:
-        return False
-    with open(file, "w") as out:
-        out.write(text)
-    return True
+def read(path: Path) -> Holder | None:
+    """Who holds the lock at `path`; None if nobody does.
 
-
-@contextmanager
-def _alone_in(folder: Path) -> Iterator[bool]:
-    """Whether no other process of this machine is taking a lock in `folder` now.
-
-    False where the file system has no `flock`.
+    A damaged file is a holder of whom nothing is known but that it is silent.
     """
-    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        yield _flocked(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _flocked(descriptor: int) -> bool:
-    for _ in range(40):
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:  # somebody is at it, for some microseconds
+        text = path.read_text(errors="replace")
+        if not text:  # its holder is about to write it
             time.sleep(0.05)
-        except OSError:
-            return False
-    return False
+            text = path.read_text(errors="replace")
+    except FileNotFoundError:
+        return None
+    try:
+        said = json.loads(text)
+        jobs = tuple((str(k), str(n), int(c)) for k, n, c in said.pop("jobs"))
+        return Holder(**{**said, "jobs": jobs})
+    except (ValueError, TypeError, KeyError, AttributeError):
+        token = f"damaged-{blake2b(text.encode(), digest_size=16).hexdigest()}"
+        return Holder(token, host="?", place="?", pid=0, started="")
+
+
+def text_of(holder: Holder) -> str:
+    """The text of a lock's file, always of one length: a heartbeat overwrites the one before."""
+    said = asdict(holder)
+    beat = said.pop("beat")
+    return f'{json.dumps(said)[:-1]}, "beat": {beat:12}}}\n'
+
+
+def place_of_this_process() -> str:
+    """What tells two machines apart, and two containers of one machine; "" where nothing does."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def start_of(pid: int) -> str | None:
+    """When a process was started, by the kernel's count; None if there is only its remains."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else fields[19]

@@ -10,9 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from xxhash import xxh3_128
+
 from parallel3d.base import atomic
 from parallel3d.base.fault import fault_point
-from parallel3d.checkpoint.digest import Digest
 from parallel3d.checkpoint.manifest import Entry
 
 _POINTS = "checkpoint"  # how the names of the fault points begin
@@ -29,7 +30,7 @@ def write_file(
     Nothing is copied: host arrays are written from where they lie. `synced`: False leaves it to
     the caller to have the file on disk. Raises OSError.
     """
-    digest, size, begun = Digest(), 0, 0
+    digest, size, begun = xxh3_128(), 0, 0
     fault_point("checkpoint.before_create")
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:

@@ -1,10 +1,12 @@
-"""Opening and parsing of files that may be damaged or malicious."""
+"""Opening, hashing and parsing of files that may be damaged or malicious."""
 
 import json
 import os
 import stat
 from pathlib import Path
 from typing import Any, NoReturn
+
+from xxhash import xxh3_128
 
 
 def open_file(path: Path) -> tuple[int, int]:
@@ -28,6 +30,18 @@ def read_bytes(path: Path, limit: int) -> bytes:
         if size > limit:
             raise OSError(f"it is {size:,} bytes; at most {limit:,} are read")
         return file.read(limit)
+
+
+def tokenizer_digest(directory: Path) -> str:
+    """The digest of a tokenizer's meaning of tokens, as state.json stores it."""
+    digest = xxh3_128()
+    # Beside it there are names of classes and versions, which differ between libraries' versions.
+    whole = directory / "tokenizer.json"
+    for path in [whole] if whole.is_file() else sorted(directory.rglob("*")):
+        if path.is_file():
+            digest.update(f"{path.relative_to(directory)}\n{path.stat().st_size}\n".encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def parse_object(data: bytes) -> dict[str, Any]:

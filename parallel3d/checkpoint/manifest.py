@@ -14,11 +14,18 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from xxhash import xxh3_128, xxh3_128_hexdigest
+
 from parallel3d.base.errors import CheckpointError
 from parallel3d.checkpoint.box import Box, inside, overlapping
 from parallel3d.checkpoint.chunks import KINDS, Chunk, ChunkFile
-from parallel3d.checkpoint.digest import Digest, digest_of, tokenizer_digest
-from parallel3d.checkpoint.files import is_count, open_file, parse_object, read_bytes
+from parallel3d.checkpoint.files import (
+    is_count,
+    open_file,
+    parse_object,
+    read_bytes,
+    tokenizer_digest,
+)
 
 FORMAT = 1
 MANIFEST, STATE = "manifest.json", "state.json"
@@ -66,7 +73,7 @@ def manifest_bytes(step: int, files: Mapping[str, Entry]) -> bytes:
         "step": step,
     }
     blank = (json.dumps(content, indent=1, sort_keys=True) + "\n").encode()
-    return blank.replace(b"0" * 32, digest_of(blank).encode(), 1)
+    return blank.replace(b"0" * 32, xxh3_128_hexdigest(blank).encode(), 1)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -121,7 +128,7 @@ def _parse(content: dict[str, Any]) -> Manifest:
 
 def check_file(folder: Path, name: str, entry: Entry, *, progress: Progress | None = None) -> str:
     """Why a file differs from its entry in the manifest, read to its end; "" where it does not."""
-    digest, done = Digest(), 0
+    digest, done = xxh3_128(), 0
     buffer = memoryview(bytearray(min(_READ_BYTES, entry.size + 1)))
     try:
         descriptor, size = open_file(folder / name)

@@ -19,8 +19,8 @@ import numpy as np
 
 from parallel3d.base.errors import TrainingError
 from parallel3d.checkpoint import chunk_runs, disk, prune, room
+from parallel3d.checkpoint.chunk_runs import HostCopy, copy_bytes
 from parallel3d.checkpoint.chunks import header
-from parallel3d.checkpoint.host_copy import HostCopy, copy_bytes
 from parallel3d.checkpoint.manifest import FORMAT, TOKENIZER, Entry, manifest_bytes
 from parallel3d.engine import Engine
 from parallel3d.mesh.agree import agree, gather_json, on_first

@@ -4,16 +4,15 @@ None of them reaches DeepSpeed: train/trackers.py opens the trackers, once, and 
 prints the rest, from parallel3d's own figures.
 """
 
-from difflib import get_close_matches
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, Strict
+from pydantic import Field, Strict
 
 from parallel3d.base.section import PathText, Section, Strings
 
 # Blocks that say nothing unless they are switched on.
 SWITCHED = ("tensorboard", "csv_monitor", "wandb", "comet", "flops_profiler", "comms_logger")
-TRACKERS = (
+Tracker = Literal[
     "tensorboard",
     "csv",
     "wandb",
@@ -24,18 +23,8 @@ TRACKERS = (
     "dvclive",
     "swanlab",
     "trackio",
-)
-
-
-def _known_tracker(name: str) -> str:
-    if name not in TRACKERS:
-        near = get_close_matches(name.lower(), TRACKERS, n=1)
-        known = f"the nearest one is {near[0]}" if near else f"use one of: {', '.join(TRACKERS)}"
-        raise ValueError(f"names no tracker; {known}")
-    return name
-
-
-Trackers = Annotated[tuple[Annotated[str, AfterValidator(_known_tracker)], ...], Strict(False)]
+]
+Trackers = Annotated[tuple[Tracker, ...], Strict(False)]
 _ENABLED = "Whether the block is on; one that is off may hold anything."
 
 

@@ -12,7 +12,7 @@ from parallel3d.base.errors import CheckpointError
 from parallel3d.checkpoint.arrays import empty
 from parallel3d.checkpoint.box import overlapping
 from parallel3d.checkpoint.chunks import Chunk
-from parallel3d.checkpoint.digest import tokenizer_digest
+from parallel3d.checkpoint.files import tokenizer_digest
 from parallel3d.checkpoint.hashed import HashedChunks
 from parallel3d.checkpoint.manifest import (
     STATE,

@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from xxhash import xxh3_128_hexdigest
 
 from parallel3d.checkpoint.arrays import memory_of
-from parallel3d.checkpoint.digest import digest_of
 
 
 class Stamp(NamedTuple):
@@ -22,4 +22,4 @@ class Stamp(NamedTuple):
 
 def stamp(value: Tensor) -> Stamp:
     """The stamp of a contiguous tensor of the host."""
-    return Stamp(value.dtype, tuple(value.shape), digest_of(memory_of(value)))
+    return Stamp(value.dtype, tuple(value.shape), xxh3_128_hexdigest(memory_of(value)))

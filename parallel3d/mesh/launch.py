@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import chain, islice, repeat
 
 from parallel3d.base.errors import ConfigError
-from parallel3d.base.holder import Job
+from parallel3d.base.lock import Job
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from parallel3d.base.holder import place_of_this_process
+from parallel3d.base.lock import place_of_this_process
 from parallel3d.mesh.agree import gather_json
 from parallel3d.mesh.mesh import Mesh
 

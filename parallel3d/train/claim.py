@@ -8,8 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 from parallel3d.base.errors import ConfigError
-from parallel3d.base.holder import Holder, read
-from parallel3d.base.lock import Lock, LockHeld
+from parallel3d.base.lock import Holder, Lock, LockHeld, read
 from parallel3d.config import RunConfig
 from parallel3d.config.digest import digest_of
 from parallel3d.mesh.launch import Launch

@@ -9,8 +9,8 @@ from rich.console import Console
 
 from parallel3d.base.errors import CheckpointError, ConfigError
 from parallel3d.checkpoint import resume
-from parallel3d.checkpoint.digest import tokenizer_digest
-from parallel3d.checkpoint.load_weights import load_weights
+from parallel3d.checkpoint.files import tokenizer_digest
+from parallel3d.checkpoint.load import load_weights
 from parallel3d.checkpoint.manifest import TOKENIZER
 from parallel3d.config import RunConfig
 from parallel3d.data.corpus import Corpus

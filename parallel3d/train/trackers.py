@@ -6,25 +6,26 @@ which also say where to: DeepSpeed never sees these blocks, so nothing is opened
 knows ranks: the process that constructs `Trackers` is the one that reports.
 """
 
+import csv
 import logging
-import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from parallel3d.base.atomic import replace_text
 from parallel3d.config import RunConfig
-from parallel3d.train.tracker_kinds import Values, make
 
 _log = logging.getLogger(__name__)
 
-_AGAIN = 30.0  # seconds until a tracker whose disk was full is tried again
-_KEPT = 10_000  # steps that are kept for it
+Values = Mapping[str, float]
+PROJECT = "parallel3d"  # where a tracker wants one, and nobody named it
 _LIST = "parallel3d.run.trackers"
 # DeepSpeed's block of each tracker that has one.
 _BLOCKS = {"tensorboard": "tensorboard", "csv": "csv_monitor", "wandb": "wandb", "comet": "comet"}
 _LOCAL = ("tensorboard", "csv")
-_PACKAGES = {"tensorboard": "tensorboard", "comet": "comet_ml"}
+_PACKAGES = {"comet": "comet_ml"}  # accelerate calls the tracker so, too
 _REMEDIES = {
     "wandb": "run `wandb login`, or set WANDB_MODE=offline and send the run later: `wandb sync`",
     "comet": 'set COMET_API_KEY, or comet.online to false and send it later: "comet upload"',
@@ -39,18 +40,17 @@ def wanted(config: RunConfig) -> dict[str, str]:
     found: dict[str, str] = dict.fromkeys(ours.trackers, _LIST)
     if ours.tensorboard:
         found.setdefault("tensorboard", "parallel3d.run.tensorboard")
-    for name, block in _BLOCKS.items():
-        if getattr(config, block).enabled:
-            found[name] = block
-    return found
+    return found | {
+        name: block for name, block in _BLOCKS.items() if getattr(config, block).enabled
+    }
 
 
 class Trackers:
     """The trackers that `config` asks for, of the run in `directory`.
 
-    A tracker that cannot be started or fails later is named once, with what to do, and dropped; one
-    of this machine's that finds its disk full is tried again, and loses nothing meanwhile. What it
-    holds of steps after `step`, from which the run goes on, is forgotten where that is possible.
+    A tracker that cannot be started or fails later is named once, with what to do, and dropped.
+    What it holds of steps after `step`, from which the run goes on, is forgotten where that is
+    possible.
     """
 
     def __init__(
@@ -61,109 +61,163 @@ class Trackers:
         step: int = 0,
         say: Callable[[str], None] = _log.warning,
     ) -> None:
-        self._config, self._directory, self._say = config, directory, say
-        self._wanted = wanted(config)
+        self._say, self._wanted = say, wanted(config)
         self._running: dict[str, Any] = {}
-        self._kept: dict[str, list[tuple[Values, int]]] = {}  # of those whose disk is full
-        self._tried_at = 0.0
         for name in self._wanted:
-            try:
-                self._running[name] = self._started(name, step)
-            except (Exception, SystemExit) as error:
-                self._drop(name, "cannot be started", error)
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the trackers that are running."""
-        return list(self._running)
+            with self._dropped_on_error(name, "cannot be started and is left out"):
+                self._running[name] = tracker = make(name, config, directory, step)
+                tracker.start()
+                if name not in _LOCAL:
+                    tracker.store_init_configuration(_flat(config.to_dict()))
 
     def log(self, values: Values, step: int) -> None:
         """Pass the values of a step to each tracker; raises nothing."""
-        again = bool(self._kept) and time.monotonic() - self._tried_at > _AGAIN
-        for name in list(self._kept) if again else ():
-            self._catch_up(name)
-        for kept in self._kept.values():
-            kept.append((values, step))
-            del kept[:-_KEPT]
         for name, tracker in list(self._running.items()):
-            try:
+            with self._dropped_on_error(name, f"failed at step {step} and is left out"):
                 tracker.log(dict(values), step=step)
-            except OSError as error:
-                if name not in _LOCAL:
-                    self._drop(name, f"failed at step {step}", error)
-                    continue
-                self._close(name)
-                self._kept[name], self._tried_at = [(values, step)], time.monotonic()
-                self._warn(name, f"cannot write; its values are kept, tried every {_AGAIN:.0f} s",
-                           error, "make room")  # fmt: skip
-            except (Exception, SystemExit) as error:
-                self._drop(name, f"failed at step {step}", error)
 
     def finish(self) -> None:
         """Close each tracker; raises nothing."""
-        for name in list(self._kept):
-            self._catch_up(name)
         for name, tracker in list(self._running.items()):
-            try:
+            del self._running[name]
+            with self._dropped_on_error(name, "could not be closed"):
                 tracker.finish()
-            except (Exception, SystemExit) as error:
-                self._warn(name, "could not be closed", error, _REMEDIES.get(name, "see its log"))
-        self._running.clear()
 
-    def _started(self, name: str, step: int) -> Any:
-        tracker = make(name, self._config, self._directory, step)
+    @contextmanager
+    def _dropped_on_error(self, name: str, what: str) -> Iterator[None]:
         try:
-            tracker.start()
-            if name not in _LOCAL:
-                tracker.store_init_configuration(_flat(self._config.to_dict()))
-        except (Exception, SystemExit):
-            with suppress(Exception, SystemExit):
-                tracker.finish()  # of what has begun
-            raise
-        return tracker
+            yield
+        except (Exception, SystemExit) as error:
+            with suppress(Exception, SystemExit):  # it has failed already
+                self._running.pop(name).finish()
+            first = next(iter(str(error).strip().splitlines()), "")
+            reason = f"{type(error).__name__}: {first}"[:200]
+            remedy = _REMEDIES.get(name, "see its log")
+            if isinstance(error, ImportError):
+                remedy = f"pip install {_PACKAGES.get(name, name)}"
+            self._say(
+                f"WARNING: {self._wanted[name]}: {name} {what} ({reason}); {remedy}, or take it out"
+            )
 
-    def _catch_up(self, name: str) -> None:
-        """Start a local tracker again with what was kept for it, if its disk has room by now."""
-        self._tried_at = time.monotonic()
-        kept = self._kept[name]
-        try:
-            # What it wrote before stays; of the first step that is kept it may have a part.
-            tracker = self._started(name, kept[0][1] - 1)
-            for values, step in kept:
-                tracker.log(dict(values), step=step)
-        except (Exception, SystemExit):
-            return
-        self._running[name] = tracker
-        del self._kept[name]
-        self._say(f"{name} writes again, {len(kept)} steps late")
 
-    def _close(self, name: str) -> None:
-        with suppress(Exception, SystemExit):  # it has failed already, which was said
-            self._running.pop(name).finish()
+def make(name: str, config: RunConfig, directory: Path, step: int) -> Any:
+    """The tracker called `name`, not yet started; `step` is where the run resumes."""
+    if name == "csv":
+        block = config.csv_monitor
+        folder = Path(block.output_path, block.job_name) if block.enabled else directory / "csv"
+        return CsvTracker(folder, step)
+    from accelerate import tracking
 
-    def _drop(self, name: str, what: str, error: BaseException) -> None:
-        if name in self._running:
-            self._close(name)
-        remedy = _REMEDIES.get(name, "see its log")
-        if isinstance(error, ImportError):
-            package = _PACKAGES.get(name, name)
-            remedy = f"pip install {package}"
-        self._warn(name, f"{what} and is left out; training goes on", error, remedy)
+    # The trackers and their logger ask accelerate's PartialState which rank this is, and setting
+    # that up would choose a device and a backend a second time; the caller has decided already.
+    tracking.logger = logging.getLogger("accelerate.tracking")
+    cls = tracking.LOGGER_TYPE_TO_CLASS.get(_PACKAGES.get(name, name))
+    if cls is None:
+        raise ImportError(f"accelerate has no tracker {name}; update it")
+    tracker = cls(**_arguments(name, config, directory, step))
+    tracker.main_process_only = False
+    return _Comet(tracker, config) if name == "comet" and config.comet.enabled else tracker
 
-    def _warn(self, name: str, what: str, error: BaseException, remedy: str) -> None:
-        first = next(iter(str(error).strip().splitlines()), "")
-        reason = f"{type(error).__name__}: {first}"[:200]
-        setting = self._wanted[name]
-        self._say(f"WARNING: {setting}: {name} {what} ({reason}); {remedy}, or take it out")
+
+def _arguments(name: str, config: RunConfig, directory: Path, step: int) -> dict[str, Any]:
+    """What accelerate's class is called with; its `run_name` is most trackers' project."""
+    run, environ = directory.name, os.environ
+    arguments: dict[str, dict[str, Any]] = {
+        "tensorboard": {"run_name": name, "logging_dir": str(directory), "purge_step": step + 1},
+        "wandb": {
+            "run_name": environ.get("WANDB_PROJECT", PROJECT),
+            "name": environ.get("WANDB_NAME", run),
+            "dir": environ.get("WANDB_DIR", str(directory)),
+        },
+        "comet": {"run_name": environ.get("COMET_PROJECT_NAME", PROJECT)},
+        "mlflow": {"experiment_name": PROJECT, "run_name": run},
+        "aim": {"run_name": run},
+        "clearml": {"run_name": PROJECT, "task_name": run},
+        "dvclive": {"run_name": run, "dir": str(directory / "dvclive")},
+        "swanlab": {"run_name": PROJECT, "experiment_name": run, "logdir": str(directory / name)},
+        "trackio": {"run_name": PROJECT, "name": run},
+    }
+    board, wandb, comet = config.tensorboard, config.wandb, config.comet
+    keys = ("workspace", "api_key", "experiment_key", "online", "mode")
+    of_comet = {key: getattr(comet, key) for key in keys}
+    blocks: dict[str, dict[str, Any]] = {
+        "tensorboard": {"run_name": board.job_name, "logging_dir": board.output_path},
+        "wandb": {"run_name": wandb.project, "group": wandb.group, "entity": wandb.team},
+        "comet": {"run_name": comet.project}
+        | {key: value for key, value in of_comet.items() if value not in (None, "")},
+    }
+    has_block = name in blocks and getattr(config, name).enabled
+    return arguments[name] | (blocks[name] if has_block else {})
+
+
+class CsvTracker:
+    """One csv file for each metric, in DeepSpeed's form: a head, then `step,value`.
+
+    Rows of steps after `step`, which will be done again, are dropped at the start.
+    """
+
+    def __init__(self, folder: Path, step: int = 0) -> None:
+        self._folder, self._step = folder, step
+
+    def start(self) -> None:
+        """Make the folder, and drop the rows of steps that will be done again."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for path in self._folder.glob("*.csv"):
+            text = path.read_bytes().decode(errors="replace")
+            # A disk that filled took the last line in part.
+            lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
+            kept = "".join(lines[:1] + [row for row in lines[1:] if self._is_before(row)])
+            if kept != text:
+                replace_text(path, kept)
+
+    def log(self, values: Values, step: int) -> None:
+        """Add a row to the csv file of each value."""
+        for name, value in values.items():
+            path = self._folder / f"{name.replace('/', '_').replace(' ', '_')}.csv"
+            with path.open("a", newline="", encoding="utf-8") as file:
+                rows = csv.writer(file)
+                if not file.tell():
+                    rows.writerow(["step", name.rpartition("/")[2]])
+                rows.writerow([step, value])
+
+    def finish(self) -> None:
+        """Do nothing: no file is open."""
+
+    def _is_before(self, row: str) -> bool:
+        first = row.partition(",")[0]
+        return not first.isdecimal() or int(first) <= self._step
+
+
+class _Comet:
+    """Comet's tracker, which gets each metric once in so many samples, as DeepSpeed sends it."""
+
+    def __init__(self, tracker: Any, config: RunConfig) -> None:
+        self._tracker, self._block = tracker, config.comet
+        self._samples_per_step = config.global_batch_size
+        self._last: dict[str, int] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tracker, name)
+
+    def start(self) -> None:
+        self._tracker.start()
+        if self._block.experiment_name is not None:
+            self._tracker.writer.set_name(self._block.experiment_name)
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        samples, every = step * self._samples_per_step, self._block.samples_log_interval
+        due = {k: v for k, v in values.items() if samples - self._last.get(k, -every) >= every}
+        self._last |= dict.fromkeys(due, samples)
+        if due:
+            self._tracker.log(due, step=step)
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """A config as trackers want it: one value a dotted path."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        path = f"{prefix}{key}"
         if isinstance(value, Mapping):
-            flat |= _flat(value, f"{path}.")
+            flat |= _flat(value, f"{prefix}{key}.")
         else:
-            flat[path] = str(value) if isinstance(value, list | tuple) else value
+            flat[f"{prefix}{key}"] = str(value) if isinstance(value, list | tuple) else value
     return flat

@@ -6,8 +6,8 @@ import random
 import pytest
 import torch
 
-from parallel3d.checkpoint import host_copy
-from parallel3d.checkpoint.host_copy import HostCopy, copy_bytes, piece_sizes
+from parallel3d.checkpoint import chunk_runs
+from parallel3d.checkpoint.chunk_runs import HostCopy, copy_bytes, piece_sizes
 
 pytestmark = pytest.mark.gloo
 
@@ -31,7 +31,7 @@ def test_page_locked_memory_is_what_is_counted(gib):
 
 @pytest.mark.parametrize("numel", [0, 1, 63, 64, 65, 1000, 4096, 5001])
 def test_it_holds_what_it_was_filled_with(numel, monkeypatch):
-    monkeypatch.setattr(host_copy, "SMALLEST", 64)
+    monkeypatch.setattr(chunk_runs, "SMALLEST", 64)
     draw, value, parts = random.Random(numel), torch.randn(numel), []
     while sum(map(len, parts)) < numel:
         start = sum(map(len, parts))

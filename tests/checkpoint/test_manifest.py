@@ -7,15 +7,12 @@ import shutil
 import numpy as np
 import pytest
 import torch
-import xxhash
 
 from parallel3d.base.errors import CheckpointError
 from parallel3d.checkpoint.chunks import ChunkFile
 from parallel3d.checkpoint.manifest import (
-    Digest,
     Entry,
     check_file,
-    digest_of,
     manifest_bytes,
     read_manifest,
     read_state,
@@ -71,14 +68,6 @@ def test_our_manifest_is_the_one_that_the_document_describes(folder):
     files = {name: Entry(**entry) for name, entry in content["files"].items()}
     assert manifest_bytes(10, files) == data
     assert manifest_bytes(10, dict(reversed(files.items()))) == data
-
-
-def test_a_hash_piece_by_piece(folder):
-    data = (folder / FIRST).read_bytes()
-    digest = Digest()
-    for start in range(0, len(data), 7):
-        digest.update(memoryview(data)[start : start + 7])
-    assert digest.hexdigest() == digest_of(data) == xxhash.xxh3_128_hexdigest(data)
 
 
 def test_the_state_of_another_step_is_seen(folder):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from parallel3d.checkpoint import disk, host_copy, prune, resume
+from parallel3d.checkpoint import chunk_runs, disk, prune, resume
 from parallel3d.checkpoint.chunks import ChunkFile
 from parallel3d.checkpoint.load import load
 from parallel3d.checkpoint.manifest import verify
@@ -38,7 +38,7 @@ SIDES = [
 def save_both_ways(rank, sides, root):
     """A synchronous save, an asynchronous one, and another step while it is being written."""
     write, moved = disk.write_file, []
-    host_copy.SMALLEST = 64  # so that the copy has several pieces
+    chunk_runs.SMALLEST = 64  # so that the copy has several pieces
     for side in sides:
         trained = Trained(side, root)
         trained.train()

@@ -19,7 +19,7 @@ ON = {"enabled": True}
 TRACKERS, LR = "parallel3d.run.trackers", "parallel3d.train.lr_schedule"
 AC, NAME = "activation_checkpointing", "parallel3d.run.name"
 SWITCH = "write true or false without quotes"
-KNOWN = "use one of: tensorboard, csv, wandb, comet, mlflow"
+KNOWN = 'write "tensorboard", "csv", "wandb", "comet", "mlflow"'
 PASTE = '"params": {"lr": 0.0003, "betas": [0.9, 0.95], "weight_decay": 0.1}'
 
 # by kind: the path that is changed and its value; rule; remedy
@@ -47,11 +47,11 @@ FILES = {
     ],
     "trackers": [
         (TRACKERS, "wandb", "must be a list", "[...]"),
-        (TRACKERS, ["csv", "tensorbord"], "names no tracker", "tensorboard"),
-        (TRACKERS, ["WandB"], "names no tracker", "nearest one is wandb"),
-        (TRACKERS, ["comet_ml"], "names no tracker", "nearest one is comet"),
-        (TRACKERS, ["all"], "names no tracker", KNOWN),
-        (TRACKERS, [None], "must be a string", "double quotes"),
+        (TRACKERS, ["csv", "tensorbord"], "must be", KNOWN),
+        (TRACKERS, ["WandB"], "must be", KNOWN),
+        (TRACKERS, ["comet_ml"], "must be", KNOWN),
+        (TRACKERS, ["all"], "must be", KNOWN),
+        (TRACKERS, [None], "must be", KNOWN),
         (TRACKERS, {"wandb": True}, "must be a list", "[...]"),
         ("trackers", ["csv"], "no setting here", "parallel3d.run.trackers?"),
         ("parallel3d.run.tracker", ["csv"], "no setting", '"trackers"'),
@@ -124,7 +124,7 @@ WORDS = [
     ("--run.name ..", 'parallel3d.run.name = ".."', "no folder of its own", "run-1"),
     ("--run.name -rf", 'parallel3d.run.name = "-rf"', "begins as an option", "a letter"),
     ("--run.trackers wandb", f'{TRACKERS} = "wandb"', "must be a list", "[...]"),
-    ('--run.trackers ["x"]', f'{TRACKERS}.0 = "x"', "names no tracker", KNOWN),
+    ('--run.trackers ["x"]', f'{TRACKERS}.0 = "x"', "must be", KNOWN),
     ("--run x", 'parallel3d.run = "x"', "block of settings", "{...}"),
     ("--checkpoint.every -1", "parallel3d.checkpoint.every = -1", "at least 0", "0 or more"),
     ("--checkpoint.evry 1", "parallel3d.checkpoint.evry = 1", "no setting", '"every"'),

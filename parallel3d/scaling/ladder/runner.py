@@ -10,7 +10,7 @@ from types import FrameType
 from typing import Any
 
 from parallel3d.base.errors import ConfigError
-from parallel3d.base.holder import read as holder_of
+from parallel3d.base.lock import read as holder_of
 from parallel3d.scaling.ladder.expand import LadderRun
 from parallel3d.scaling.ladder.plan import Ladder
 from parallel3d.scaling.ladder.process import LOGS, Process, start, visible_devices
