@@ -65,7 +65,7 @@ def train(rank: int, raw: dict[str, Any]) -> float:
 
     from parallel3d.mesh.mesh import Mesh
     from parallel3d.train.assembly import assemble
-    from parallel3d.train.opening import open_corpus
+    from parallel3d.train.start import Start, open_corpus
     from parallel3d.train.trainer import Trainer
 
     config = RunConfig.from_dict(raw).resolve(1)
@@ -74,7 +74,7 @@ def train(rank: int, raw: dict[str, Any]) -> float:
     config = config.with_corpus(corpus.vocab_size, len(corpus.train))
     parts = assemble(config, mesh)
     try:
-        result = Trainer(config, mesh, corpus=corpus, parts=parts, peak_flops=None).run()
+        result = Trainer(Start(config, {}, Path(), "", corpus), mesh, parts).run()
     except TrainingError:
         return math.inf
     return result.held_out_loss if result.held_out_loss is not None else math.nan

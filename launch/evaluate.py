@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from parallel3d.base import terminal
 from parallel3d.base.arguments import Parser, whole_number
-from parallel3d.base.errors import Parallel3DError, TrainingError
 from parallel3d.config import help_text
 from parallel3d.mesh.launch import Launch
 from parallel3d.train import ending
 from parallel3d.train.claim import ready
-from parallel3d.train.stopping import Stopped, StopRequest
+from parallel3d.train.stopping import StopRequest, end_with, join
 
 if TYPE_CHECKING:
     from parallel3d.data.evaluation import SetLoss
@@ -28,25 +27,14 @@ SHOWN = ("loss", "standard_error", "tokens", "perplexity", "bits_per_byte")  # o
 def main() -> NoReturn:
     """Run the command `evaluate`, and end with its exit code; the first rank alone speaks."""
     args, overrides = parse_args()
-    end = ending.Ending()
-    stop = StopRequest(end.judged)
-    try:
-        with stop.listening():
-            end.launch = launch = Launch.from_environment()
-            code = evaluate(args, overrides, launch, stop)
-    except Stopped:
-        code = stop.part()
-    except (Parallel3DError, TrainingError) as error:
-        code = ending.end_all(end.launch, error)
-    except Exception as error:
-        code = ending.died(end.launch, error, stop.explains_loss, stop.part)
-    end.leave(code)
+    end_with(lambda end, stop: evaluate(args, overrides, end.launch, stop))
 
 
 def evaluate(
     args: argparse.Namespace, overrides: list[str], launch: Launch, stop: StopRequest
 ) -> int:
-    """Evaluate, and print what it came to; gives the exit code."""
+    """Evaluate, and print what it came to; return the exit code."""
+    # They load torch, for which a wrong path does not wait.
     from parallel3d.train.evaluation_config import checkpoint_in, evaluation_config
 
     checkpoint = checkpoint_in(args.path)
@@ -54,12 +42,9 @@ def evaluate(
         checkpoint, launch, file=args.config, overrides=overrides, samples=args.samples
     )
     config = ready(asked, launch)
-    from parallel3d.mesh.mesh import Mesh
-    from parallel3d.mesh.waiting import SharedFlag
     from parallel3d.train.evaluate import evaluate as losses_of
 
-    mesh = Mesh(config.mesh.pp, int(config.mesh.dp), config.mesh.tp, launch, watched=True)
-    stop.share(SharedFlag("stop"), mesh.rank)
+    mesh = join(config, launch, stop)
     console = terminal.console(True)
     console.quiet = mesh.rank != 0
     losses = losses_of(config, mesh, checkpoint, stop, console)

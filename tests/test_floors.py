@@ -47,8 +47,8 @@ ROOMS = [
     (4, "parallel3d/pipeline"),
     (5, "parallel3d/checkpoint"),
     (5, "parallel3d/pretrained"),
-    (5, "parallel3d/train"),
     (5, "parallel3d/convert"),
+    (5, "parallel3d/train"),
     (5, "parallel3d/verify"),
     (5, "parallel3d/calibrate"),
     (6, "launch"),
@@ -197,7 +197,7 @@ def test_what_is_pure_imports_no_torch():
                 assert is_low and not heavy, f"{path} imports {name}"
 
 
-def test_no_file_over_300_lines():
+def test_no_file_over_500_lines():
     for path in [*FILES, *TESTS]:
-        assert len(text_of(path).splitlines()) <= 300, path
+        assert len(text_of(path).splitlines()) <= 500, path
         assert path.name != "utils.py"

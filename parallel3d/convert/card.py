@@ -15,7 +15,6 @@ from parallel3d import models
 from parallel3d.config import RunConfig
 from parallel3d.convert.weight_files import WeightFiles
 from parallel3d.data.tokenizer import TOKENIZER_SUFFIXES
-from parallel3d.train.history import METRICS
 
 CONFIG, GENERATION, CARD = "config.json", "generation_config.json", "README.md"
 # Of a model that lay beside the tokenizer; ours are others.
@@ -87,7 +86,7 @@ def tokenizer_files(folder: Path | None) -> list[Path]:
 def line_after(run: Path, step: int) -> dict[str, Any]:
     """The line of a run's metrics.jsonl after `step` steps; {} where there is none."""
     found: dict[str, Any] = {}
-    with suppress(OSError), open(run / METRICS, encoding="utf-8", errors="replace") as file:
+    with suppress(OSError), open(run / "metrics.jsonl", encoding="utf-8", errors="replace") as file:
         for text in file:
             with suppress(ValueError):
                 line = json.loads(text)

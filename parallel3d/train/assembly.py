@@ -11,6 +11,7 @@ from parallel3d.mesh.mesh import Mesh
 from parallel3d.model.spec import LayerSpec, Shape
 from parallel3d.pipeline.executor import Executor
 from parallel3d.pipeline.stages import BuiltStages, build_stages
+from parallel3d.pulse import rank as pulse
 from parallel3d.schedule.schedule import Schedule, add_sharding
 from parallel3d.schedule.schedules import make_evaluation, make_schedule
 from parallel3d.tensor import compiled, overlap
@@ -50,6 +51,7 @@ def assemble(
 
     Raises ConfigError or ScheduleError for what cannot be run together.
     """
+    pulse.doing("building the model")
     settings = EngineSettings.from_config(config)
     layers, shape, schedule, stages = build(
         config, mesh, settings, seed=config.train.seed if seed is None else seed

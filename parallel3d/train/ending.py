@@ -9,11 +9,13 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import pairwise
+from pathlib import Path
 from typing import NoReturn
 
 import psutil
 
 from parallel3d.base.errors import RankError, TrainingError
+from parallel3d.config import RunConfig
 from parallel3d.mesh.launch import Launch
 from parallel3d.pulse import rank as pulse
 from parallel3d.pulse.page import Verdict
@@ -149,6 +151,16 @@ def command_of_this_launch() -> str:
     if words[0].startswith("python"):
         words[0] = "python"
     return shlex.join(word for word in words if not word.startswith("--local_rank"))
+
+
+def command_to_go_on(config: RunConfig, folder: Path) -> str:
+    """The command of this launch, with what it needs to find `folder` again."""
+    command = command_of_this_launch()
+    if config.run.name == "auto" and config.checkpoint.resume != "auto":
+        command += f" --parallel3d.run.name {shlex.quote(folder.name)}"
+    if config.checkpoint.resume != "auto":
+        command += " --parallel3d.checkpoint.resume auto"
+    return command
 
 
 def _starts(line: list[str], named: list[str]) -> bool:

@@ -21,10 +21,10 @@ from parallel3d.mesh.mesh import Mesh
 from parallel3d.pipeline.executor import Executor
 from parallel3d.pulse import rank as pulse
 from parallel3d.schedule.schedules import make_evaluation
-from parallel3d.train import opening, startup
 from parallel3d.train.assembly import build, hidden_shape
 from parallel3d.train.evaluation import Evaluation, Losses, evaluated
 from parallel3d.train.feed import Feed
+from parallel3d.train.start import begin, open_corpus
 from parallel3d.train.stopping import StopRequest
 
 
@@ -37,9 +37,8 @@ def evaluate(
     somebody asked to stop. Raises ConfigError where there is nothing to evaluate, CheckpointError
     where the checkpoint cannot be used.
     """
-    startup.begin(config, mesh, console)
-    pulse.doing("opening the corpus, or waiting for who prepares it")
-    corpus = opening.open_corpus(config, mesh, console)
+    begin(config, mesh, console)
+    corpus = open_corpus(config, mesh, console)
     if not evaluated(corpus):
         raise ConfigError(
             "nothing is held out (parallel3d.data.held_out_fraction = 0), and there is no "

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch.profiler import profile, supported_activities
 
+from parallel3d.config import RunConfig
 from parallel3d.config.parallel3d_block import ProfileConfig
 from parallel3d.mesh.agree import gather_json
 from parallel3d.mesh.mesh import Mesh
@@ -32,6 +33,7 @@ from parallel3d.pipeline.clock import timing
 from parallel3d.pipeline.executor import Executor
 from parallel3d.schedule import draw
 from parallel3d.schedule.schedule import Action, Span
+from parallel3d.train.trackers import wanted
 
 _BARRIERS = 5
 _ROUNDING = 0.0006  # microseconds; times are written to the nanosecond
@@ -245,3 +247,13 @@ def _nested(events: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 def _name(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
     place = {"ph": "M", "pid": pid, "tid": tid}
     return {"name": f"{kind}_name", **place, "args": {"name": name}}
+
+
+def make_profiler(
+    config: RunConfig, mesh: Mesh, executor: Executor, folder: Path
+) -> Profiler | None:
+    """Return the profiler of the steps of train.profile, or None."""
+    if config.train.profile is None:
+        return None
+    tensorboard = "tensorboard" in wanted(config)
+    return Profiler(config.train.profile, mesh, executor, run=folder, tensorboard=tensorboard)

@@ -1,6 +1,5 @@
 """A run's report of itself: its stages at the start, its results at the end."""
 
-import shlex
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -16,15 +15,13 @@ from parallel3d.base.errors import DataError
 from parallel3d.checkpoint.manifest import TOKENIZER
 from parallel3d.config import RunConfig
 from parallel3d.config.deepspeed import offload_in_words
-from parallel3d.data.corpus import Corpus
 from parallel3d.data.evaluation import held_out_samples
 from parallel3d.tensor.kernel import say_kernel
 from parallel3d.train.assembly import Assembly
-from parallel3d.train.ending import command_of_this_launch
 from parallel3d.train.evaluation import HELD_OUT
-from parallel3d.train.history import METRICS
-from parallel3d.train.metrics import finite
+from parallel3d.train.metrics import METRICS, finite
 from parallel3d.train.progress import in_words, percent
+from parallel3d.train.start import Start
 from parallel3d.train.trainer import Result
 
 
@@ -90,22 +87,6 @@ class Summary:
         }
 
 
-def print_place(console: Console, config: RunConfig, folder: Path) -> None:
-    """Print where the run is written, and how to resume it if it ends early."""
-    console.print(f"run     {folder}; if it ends early, this command goes on with it:")
-    console.print(f"        {command_to_go_on(config, folder)}")
-
-
-def command_to_go_on(config: RunConfig, folder: Path) -> str:
-    """The command of this launch, with what it needs to find `folder` again."""
-    command = command_of_this_launch()
-    if config.run.name == "auto" and config.checkpoint.resume != "auto":
-        command += f" --parallel3d.run.name {shlex.quote(folder.name)}"
-    if config.checkpoint.resume != "auto":
-        command += " --parallel3d.checkpoint.resume auto"
-    return command
-
-
 def print_placement(
     console: Console,
     config: RunConfig,
@@ -150,16 +131,9 @@ def print_placement(
         )
 
 
-def summarise(
-    config: RunConfig,
-    result: Result,
-    *,
-    corpus: Corpus,
-    peak_name: str,
-    directory: Path,
-    is_said: bool,
-) -> Summary:
-    """The closing summary of a run; `is_said`: whether this rank prints it."""
+def summarise(start: Start, result: Result, peak_name: str, is_said: bool) -> Summary:
+    """Return the closing summary of a run; `is_said`: whether this rank prints it."""
+    config, corpus, directory = start.config, start.corpus, start.folder
     files = {
         "run": directory,
         "checkpoints": directory / "checkpoints",

@@ -16,16 +16,19 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import psutil
 
-from parallel3d.base.errors import TrainingError
+from parallel3d.base.errors import Parallel3DError, TrainingError
+from parallel3d.config import RunConfig
+from parallel3d.mesh.launch import Launch
 from parallel3d.pulse import rank as pulse
 from parallel3d.pulse.page import Verdict
-from parallel3d.train.ending import STOPPED
+from parallel3d.train.ending import STOPPED, Ending, died, end_all
 
 if TYPE_CHECKING:  # it needs torch, which a launch that is refused must not wait for
+    from parallel3d.mesh.mesh import Mesh
     from parallel3d.mesh.waiting import SharedFlag
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -230,6 +233,33 @@ class StopRequest:
         if self._folder is not None:
             with suppress(OSError):
                 (self._folder / name).unlink()
+
+
+def end_with(command: Callable[[Ending, StopRequest], int]) -> NoReturn:
+    """Run a command that computes on a mesh, and end the process with its exit code."""
+    end = Ending()
+    stop = StopRequest(end.judged)
+    try:
+        with stop.listening():
+            end.launch = Launch.from_environment()
+            code = command(end, stop)
+    except Stopped:
+        code = stop.part()
+    except (Parallel3DError, TrainingError) as error:
+        code = end_all(end.launch, error)
+    except Exception as error:
+        code = died(end.launch, error, stop.explains_loss, stop.part)
+    end.leave(code)
+
+
+def join(config: RunConfig, launch: Launch, stop: StopRequest) -> "Mesh":
+    """Join the other ranks of a resolved config, watched by a sentry, with requests shared."""
+    from parallel3d.mesh.mesh import Mesh  # it loads torch, and what is refused has ended before
+    from parallel3d.mesh.waiting import SharedFlag
+
+    mesh = Mesh(config.mesh.pp, int(config.mesh.dp), config.mesh.tp, launch, watched=True)
+    stop.share(SharedFlag("stop"), mesh.rank)
+    return mesh
 
 
 def _nothing() -> None:

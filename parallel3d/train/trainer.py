@@ -11,10 +11,8 @@ from typing import Any, NamedTuple, NoReturn
 from parallel3d.base.errors import TrainingError
 from parallel3d.base.fault import fault_point
 from parallel3d.checkpoint.save import MOST_FAILURES, Saver
-from parallel3d.checkpoint.state import Position, RunState
-from parallel3d.config import RunConfig
+from parallel3d.checkpoint.state import RunState
 from parallel3d.config.learning_rate import rate
-from parallel3d.data.corpus import Corpus
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.models.common import role_rates
 from parallel3d.pulse import rank as pulse
@@ -25,6 +23,7 @@ from parallel3d.train.feed import Feed
 from parallel3d.train.metrics import MetricsWriter, StepMetrics, peak_memory_bytes
 from parallel3d.train.profiler import Profiler
 from parallel3d.train.progress import Progress
+from parallel3d.train.start import Start
 from parallel3d.train.stopping import StopRequest
 from parallel3d.train.watch import watch_of
 
@@ -74,7 +73,7 @@ class _Row(NamedTuple):
 
 
 class Trainer:
-    """The loop from `position` to `train.steps`, with evaluations and saves on the way.
+    """The loop from where a run starts to `train.steps`, with evaluations and saves on the way.
 
     `peak_flops` are a device's (None: MFU is not reported). `writer` and `progress` are given on
     the rank that reports, and there alone. Without a `saver` nothing is saved.
@@ -82,38 +81,30 @@ class Trainer:
 
     def __init__(
         self,
-        config: RunConfig,
+        start: Start,
         mesh: Mesh,
-        *,
-        corpus: Corpus,
         parts: Assembly,
-        peak_flops: float | None,
+        *,
+        peak_flops: float | None = None,
         writer: MetricsWriter | None = None,
         progress: Progress | None = None,
         profiler: Profiler | None = None,
         saver: Saver | None = None,
         stop: StopRequest | None = None,
-        position: Position | None = None,
     ) -> None:
+        config, corpus = start.config, start.corpus
         self.config, self.mesh, self.engine = config, mesh, parts.engine
         self.executor = parts.executor
         self.flops_per_token, self.peak_flops = parts.flops_per_token, peak_flops
         self.writer, self.progress, self.profiler = writer, progress, profiler
-        say = progress.say if progress else None
-        self.watch = watch_of(config, mesh, parts, say=say)
-        self.saver, self.stop = saver, stop or StopRequest()
-        self.position = position or Position()
+        self.watch = watch_of(config, mesh, parts, say=progress.say if progress else None)
+        self.saver, self.stop, self.position = saver, stop or StopRequest(), start.position
         self._state = RunState(config, corpus) if saver else None
         self._role_rates = role_rates(config.model)
         self._stall: float | None = None  # of the newest save, until a line of metrics has it
         self._feed = Feed(config, mesh, corpus, parts.schedule)
         self._evaluation = Evaluation(
-            config,
-            mesh,
-            corpus=corpus,
-            feed=self._feed,
-            evaluator=parts.evaluator,
-            stop=self.stop,
+            config, mesh, corpus=corpus, feed=self._feed, evaluator=parts.evaluator, stop=self.stop
         )
 
     def run(self) -> Result:

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from parallel3d.train.history import forget_after
+from parallel3d.train.metrics import forget_after
 from tests.checkpoint.drill import Run, check_resumed, prepared_config
 
 pytestmark = pytest.mark.drill

@@ -18,7 +18,7 @@ from parallel3d.data.split import num_common
 from parallel3d.data.summary import as_text, describe
 from parallel3d.data.validation import validation_sets
 from parallel3d.train.evaluation import evaluated
-from parallel3d.train.opening import described
+from parallel3d.train.start import described
 from tests.data.documents import table_of
 
 pytestmark = pytest.mark.gloo

@@ -10,7 +10,7 @@ import pytest
 from parallel3d.base.errors import TrainingError
 from parallel3d.train import attempts
 from parallel3d.train.attempts import Attempts, folder_of_this_launch, launch_identity
-from parallel3d.train.history import step_reached
+from parallel3d.train.metrics import step_reached
 from parallel3d.train.stopping import Stopped
 
 pytestmark = pytest.mark.gloo

@@ -15,7 +15,7 @@ from parallel3d.config import RunConfig
 from parallel3d.mesh import nodes
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.nodes import Nodes
-from parallel3d.train import machines, opening, startup
+from parallel3d.train import start
 from parallel3d.verify.local_ranks import run_locally
 from tests.checkpoint.drill import prepared_config
 
@@ -43,18 +43,18 @@ def on_two_nodes(rank, raw, root):
     deal_cyclically(rank)
     mesh = Mesh(1, 2, 2)
     config = RunConfig.from_dict(raw).resolve(4)
-    said, prepared, prepare = [], [], opening.prepare
+    said, prepared, prepare = [], [], start.prepare
 
     def noted(*args):
         prepared.append(rank)
         return prepare(*args)
 
-    opening.prepare = noted
-    machines.check_machine(config, mesh, said.append)
+    start.prepare = noted
+    start.check_machine(config, mesh, said.append)
     quiet = Console(quiet=True)
-    corpus = opening.open_corpus(config, mesh, quiet)
+    corpus = start.open_corpus(config, mesh, quiet)
 
-    machines.appears = lambda look: look()
+    start.appears = lambda look: look()
     refused = {}
     for name, shared in (("shared", True), ("apart", False)):
         place = root / name / ("" if shared else f"node{rank % 2}")
@@ -64,9 +64,9 @@ def on_two_nodes(rank, raw, root):
         lock.path.parent.mkdir(exist_ok=True)
         if rank == 0:
             lock.take()
-        folder = startup.Path("runs/mine")
+        folder = start.Path("runs/mine")
         try:
-            machines.refuse_unshared(folder, "runs", mesh)
+            start.refuse_unshared(folder, "runs", mesh)
         except ConfigError as error:
             refused[name] = str(error)
         mesh.barrier()
@@ -76,20 +76,20 @@ def on_two_nodes(rank, raw, root):
         seed = {"held_out_seed": nodes.machine_of_this_process() == "machine 1"}
         return prepare(data.model_copy(update=seed), progress)
 
-    opening.prepare = other_on_the_second
+    start.prepare = other_on_the_second
     different = ""
     try:
-        opening.open_corpus(config, mesh, quiet)
+        start.open_corpus(config, mesh, quiet)
     except DataError as error:
         different = str(error)
 
     # Last, as it leaves the group broken.
-    opening.prepare = lambda *args: time.sleep(1) if rank == 0 else prepare(*args)
-    opening.check_length = lambda *args: None
+    start.prepare = lambda *args: time.sleep(1) if rank == 0 else prepare(*args)
+    start.check_length = lambda *args: None
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.3), mesh._aside)
     late = ""
     try:
-        opening.open_corpus(config, mesh, quiet)
+        start.open_corpus(config, mesh, quiet)
     except TrainingError as error:
         late = str(error)
     except Exception:

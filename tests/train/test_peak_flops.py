@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from parallel3d.config import RunConfig, hardware
-from parallel3d.train import mfu, startup
+from parallel3d.train import mfu, start
 from tests.config.configs import raw
 
 pytestmark = pytest.mark.gloo
@@ -63,10 +63,10 @@ def test_the_settings_of_products_reach_torch():
     mesh = SimpleNamespace(**vars(MESH) | {"picture": lambda: "the mesh"})
     on = {"parallel3d.train.tf32": True, "parallel3d.train.deterministic": True}
     try:
-        startup.begin(config_in("fp32", **on), mesh, console)
+        start.begin(config_in("fp32", **on), mesh, console)
         assert torch.are_deterministic_algorithms_enabled()
         assert torch.get_float32_matmul_precision() == "high"
     finally:
-        startup.begin(config_in("fp32"), mesh, console)
+        start.begin(config_in("fp32"), mesh, console)
     assert not torch.are_deterministic_algorithms_enabled()
     assert torch.get_float32_matmul_precision() == "highest" and said[0] == "the mesh"

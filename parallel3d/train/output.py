@@ -1,0 +1,97 @@
+"""The folder of a run: its config, metrics, tokenizer and checkpoints; rank 0 alone writes."""
+
+import json
+import shutil
+from pathlib import Path
+
+from rich.console import Console
+
+from parallel3d.base.atomic import replace_text
+from parallel3d.checkpoint import prune, resume
+from parallel3d.checkpoint.manifest import TOKENIZER
+from parallel3d.engine import Engine
+from parallel3d.mesh.agree import on_first
+from parallel3d.mesh.mesh import Mesh
+from parallel3d.pulse import rank as pulse
+from parallel3d.train.attempts import Attempts
+from parallel3d.train.claim import written_to
+from parallel3d.train.metrics import METRICS, MetricsWriter, forget_after, step_reached
+from parallel3d.train.progress import Progress
+from parallel3d.train.start import Start
+from parallel3d.train.trackers import Trackers
+
+_SAVING_TIMEOUT = 1800.0  # seconds that a rank waits for another's disk
+
+
+class Output:
+    """The run's folder, its metrics and its progress; rank 0 alone writes.
+
+    Raises Parallel3DError on all ranks if the folder cannot be made, and TrainingError if the run
+    has ended at the same step again and again.
+    """
+
+    def __init__(self, start: Start, mesh: Mesh, console: Console) -> None:
+        config, step = start.config, start.position.step
+        self._console, self._start, self._mesh = console, start, mesh
+        self.directory = start.folder
+        self.checkpoints = self.directory / "checkpoints"
+        self.writer: MetricsWriter | None = None
+        self.progress: Progress | None = None
+        self._attempts = Attempts(self.directory, start.settings, start.digest)
+        tokenizer = start.corpus.tokenizer_directory
+        if names := resume.set_aside(self.checkpoints, step, mesh):
+            console.print(f"resume  not part of the run any more: {', '.join(names)}")
+        on_first(mesh, lambda: self._begin(start, restart=mesh.restart_count > 0))
+        on_first(mesh, lambda: self._copy_tokenizer(tokenizer))
+        if mesh.rank == 0:
+            self.progress = Progress(config.num_steps, config.steps_per_print, console, step)
+            trackers = Trackers(config, self.directory, step=step, say=self.progress.say)
+            self.writer = MetricsWriter(self.directory, trackers, self.progress.say)
+
+    def _begin(self, start: Start, restart: bool) -> None:
+        config, step = start.config, start.position.step
+        with written_to(self.directory):
+            self.directory.mkdir(exist_ok=True)
+            self._attempts.begin(step_reached(self.directory), restart)
+            prune.remove_leftovers(self.checkpoints)
+            forget_after(self.directory / METRICS, step)
+            resolved = json.dumps(config.to_dict(), indent=1)
+            replace_text(self.directory / "config.json", f"{resolved}\n")
+            # Scaling laws of repeated data are fitted by it.
+            counted = json.dumps({"training_tokens": len(start.corpus.train)})
+            replace_text(self.directory / "corpus.json", f"{counted}\n")
+
+    def _copy_tokenizer(self, tokenizer: Path) -> None:
+        """The run's own copy of its tokenizer: a cache may be emptied."""
+        own = self.directory / TOKENIZER
+        if own.exists() or not any(tokenizer.iterdir()):
+            return
+        with written_to(self.directory):
+            partial = own.with_name(f"{TOKENIZER}.partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            shutil.copytree(tokenizer, partial, copy_function=shutil.copyfile)
+            partial.chmod(self.directory.stat().st_mode)
+            partial.rename(own)
+
+    def finish(self, stopped: bool, engine: Engine) -> None:
+        """Write the weights of a run that is done, and record that it ended well; collective."""
+        config = self._start.config
+        if config.run.save_weights and not stopped:
+            from parallel3d.convert.from_ranks import save_weights  # it loads transformers
+
+            self._mesh.set_timeouts(_SAVING_TIMEOUT)
+            pulse.doing("writing the weights")
+            save_weights(
+                engine, self._mesh, self.directory, config=config, corpus=self._start.corpus
+            )
+        if self.writer:
+            try:
+                self._attempts.end(stopped)
+            except OSError as error:
+                self._console.print(f"{self.directory} cannot be written ({error.strerror})")
+
+    def close(self) -> None:
+        """Close the files that rank 0 has open."""
+        for part in (self.writer, self.progress):
+            if part:
+                part.close()

@@ -1,0 +1,334 @@
+"""The beginning of a run: its folder, corpus and checkpoint, and with them its final config."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from rich.console import Console
+
+from parallel3d.base.errors import ConfigError, DataError, TrainingError
+from parallel3d.checkpoint import resume
+from parallel3d.checkpoint.load import load
+from parallel3d.checkpoint.state import Position, RunState
+from parallel3d.config import RunConfig
+from parallel3d.data.batches import check_length
+from parallel3d.data.corpus import Corpus
+from parallel3d.data.pieces import EMPTY
+from parallel3d.data.prepare import prepare
+from parallel3d.data.progress import shown_progress
+from parallel3d.data.sources import silent
+from parallel3d.data.summary import reasons
+from parallel3d.engine.swap import check_writable
+from parallel3d.mesh import compute
+from parallel3d.mesh.agree import agree, gather_json, on_first
+from parallel3d.mesh.join import STARTUP_TIMEOUT
+from parallel3d.mesh.mesh import Mesh
+from parallel3d.mesh.nodes import Nodes, appears, find_nodes
+from parallel3d.plan.impossible import MOST_BYTES, refuse_impossible
+from parallel3d.plan.open_weights import leaves_weights_open, with_weights
+from parallel3d.pretrained.load import find_weights, load_weights
+from parallel3d.pretrained.tokenizer import remark
+from parallel3d.pulse import rank as pulse
+from parallel3d.train.assembly import Assembly
+from parallel3d.train.attempts import Attempts
+from parallel3d.train.claim import Claim, token_of
+from parallel3d.train.ending import command_to_go_on
+from parallel3d.train.known_hardware import described as described_hardware
+from parallel3d.train.metrics import step_reached
+from parallel3d.train.progress import in_words
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Start:
+    """The beginning of a run, the same on every rank before its model is built."""
+
+    config: RunConfig
+    """The final config: the corpus's vocabulary, and the number of steps from `position` on."""
+    settings: Mapping[str, Any]
+    """The config as the user gave it; an attempt with other settings is a fresh chance."""
+    folder: Path
+    """The run's folder, which need not exist yet."""
+    digest: str
+    """The digest by which the same config finds its unfinished run."""
+    corpus: Corpus
+    found: resume.FoundCheckpoint | None = None
+    """The checkpoint to load; None where training starts afresh."""
+    position: Position = field(default_factory=Position)
+    """The position in the run and in its data."""
+    pretrained: Path | None = None
+    """The folder of the model whose weights training starts from, without a checkpoint."""
+
+    @property
+    def tokenizer(self) -> Path | None:
+        """The folder of what the ids mean; None where the corpus is ids alone."""
+        folder = self.corpus.tokenizer_directory
+        return folder if any(folder.iterdir()) else None
+
+
+def find_start(config: RunConfig, mesh: Mesh, claim: Claim | None, console: Console) -> Start:
+    """Return the beginning of a run; `claim` is rank 0's claim on the run's folder.
+
+    Collective. Prints the mesh, the folder, the corpus, the checkpoint and what was rejected.
+    What costs little is checked first: a run that dies at each attempt, a folder that a node does
+    not see, a model that cannot fit. Raises on all ranks: ConfigError, DataError or CheckpointError
+    if config, machine, corpus and checkpoint do not go together; what `Attempts.check` raises.
+    """
+    begin(config, mesh, console)
+    folder, digest, exists = _find_folder(config, mesh, claim)
+    console.print(f"run     {folder}; if it ends early, this command goes on with it:")
+    console.print(f"        {command_to_go_on(config, folder)}")
+    check_machine(config, mesh, console.print)
+    corpus = open_corpus(config, mesh, console)
+    pulse.doing("looking for a checkpoint")
+    settings, said = config.to_dict(), len(config.notes)
+    config = _with_weights(config.with_corpus(corpus.vocab_size, len(corpus.train)), mesh)
+    for note in config.notes[said:]:
+        console.print(note)
+    found, position, pretrained = None, Position(), None
+    if found := _find_checkpoint(config, mesh, folder if exists else None, console.print):
+        state = RunState(config, corpus)
+        position = state.position_in(found.state, found.folder, console.print)
+    else:
+        pretrained = _find_pretrained(config, mesh, corpus.tokenizer_directory, console.print)
+    config = config.resumed(position.step, position.next_sample)
+    return Start(config, settings, folder, digest, corpus, found, position, pretrained)
+
+
+def begin(config: RunConfig, mesh: Mesh, console: Console) -> None:
+    """Set how this process computes; print each rank's place and device, and what was filled in."""
+    compute.use(tf32=config.train.tf32, deterministic=config.train.deterministic)
+    console.print(mesh.picture(), *compute.describe(mesh.device), *config.notes, sep="\n")
+
+
+def _find_folder(config: RunConfig, mesh: Mesh, claim: Claim | None) -> tuple[Path, str, bool]:
+    """Return the run's folder, its digest, and whether the folder exists."""
+
+    def look() -> tuple[str, str, bool]:
+        assert claim, "rank 0 claims the folder before it meets the others"
+        exists = claim.folder.exists()
+        if exists:
+            attempts = Attempts(claim.folder, config.to_dict(), claim.config)
+            attempts.check(step_reached(claim.folder), mesh.restart_count > 0)
+        return str(claim.folder), claim.config, exists
+
+    folder, digest, exists = on_first(mesh, look)
+    refuse_unshared(Path(folder), config.run.directory, mesh)
+    return Path(folder), digest, exists
+
+
+def _with_weights(config: RunConfig, mesh: Mesh) -> RunConfig:
+    """Settle parallel3d.pipeline.weights where it is "auto", by the device of rank 0."""
+    if not leaves_weights_open(config):
+        return config
+    known = described_hardware(config, mesh.device)
+
+    def look() -> tuple[str, str]:
+        from parallel3d.plan.report.choose import weights_for  # the first rank alone needs it
+
+        return weights_for(config, known)
+
+    return with_weights(config, *on_first(mesh, look))
+
+
+def refuse_unshared(folder: Path, directory: str, mesh: Mesh) -> None:
+    """Raise ConfigError on all ranks unless every node sees the run's `folder`.
+
+    A node does if it finds the lock that rank 0 holds beside it. Collective.
+    """
+    nodes = find_nodes(mesh)
+    if not nodes.are_several:
+        return
+    token = on_first(mesh, lambda: token_of(folder))
+
+    def look() -> None:
+        if nodes.first(mesh.rank) == mesh.rank and not appears(lambda: token_of(folder) == token):
+            raise ConfigError(
+                f'parallel3d.run.directory = "{directory}": {folder.parent.absolute()} on '
+                f"{nodes.hosts[mesh.rank]} (rank {mesh.rank}) is not the folder that rank 0 on "
+                f"{nodes.hosts[0]} writes to; name one that all nodes share"
+            )
+
+    agree(mesh, look)
+
+
+def check_machine(config: RunConfig, mesh: Mesh, say: Callable[[str], None]) -> None:
+    """Raise ConfigError on all ranks if the run cannot fit, or its NVMe folders not be written.
+
+    Before there is a corpus or a model: what takes an hour must not be what fails. Says so where a
+    tensor-parallel group is on several hosts.
+    """
+    nodes = find_nodes(mesh)
+    if torn := nodes.torn(mesh.size("tp")):
+        others = f", and {len(torn) - 1} more groups" if torn[1:] else ""
+        say(
+            f"mesh    tp = {mesh.size('tp')} SPANS HOSTS: {nodes.in_words(torn[0])}{others}; each "
+            "layer waits for what is between them. Use a tp that divides the ranks of a node, and "
+            "start a node's ranks one after the other (srun --distribution=block)"
+        )
+
+    def look() -> None:
+        host = (psutil.virtual_memory().total + psutil.swap_memory().total) // mesh.local_size
+        device = 0
+        if mesh.device.type != "cpu":
+            ask = getattr(torch.get_device_module(mesh.device), "mem_get_info", None)
+            device = ask(mesh.device)[1] if ask else MOST_BYTES
+        refuse_impossible(config, mesh.size("world"), host + device)
+        for name in ("offload_optimizer", "offload_param"):
+            section = getattr(config.zero_optimization, name)
+            if section.device == "nvme":
+                setting = f"zero_optimization.{name}.nvme_path"
+                check_writable(section.nvme_path, mesh, setting)
+
+    agree(mesh, look)
+
+
+def open_corpus(config: RunConfig, mesh: Mesh, console: Console) -> Corpus:
+    """The corpus on every rank; the first rank of each node prepares it, if nobody has yet.
+
+    Raises Parallel3DError on all ranks if it cannot be used on one.
+    """
+
+    pulse.doing("opening the corpus, or waiting for who prepares it")
+    nodes = find_nodes(mesh)
+    first = nodes.first(mesh.rank)
+
+    def prepared() -> dict[str, Any] | None:
+        if mesh.rank != first:
+            return None
+        with nullcontext(silent) if console.quiet else shown_progress() as progress:
+            corpus = prepare(config.data, progress)
+        check_length(corpus, config.data.sequence_length, config.global_batch_size)
+        return corpus.place()
+
+    try:
+        places = gather_json(mesh, agree(mesh, prepared), aside=True)
+    except RuntimeError as error:
+        if "timed out" not in str(error).lower():
+            raise
+        raise TrainingError(
+            f"rank {mesh.rank} on {nodes.hosts[mesh.rank]} has waited for "
+            f"{in_words(STARTUP_TIMEOUT.total_seconds())} for the corpus of another node: prepare "
+            "it before the run, `parallel3d prepare --config ...` on each node, or once in a "
+            "parallel3d.data.cache that all nodes share"
+        ) from None
+    refuse_different(places, nodes)
+    corpus = Corpus.at(places[first], config.data.remote_cache_bytes)
+    console.print(*described(corpus), sep="\n")
+    return corpus
+
+
+def described(corpus: Corpus) -> Iterator[str]:
+    """The lines that a run begins with: its corpus, and what was left out of it."""
+    train, held_out = len(corpus.train), len(corpus.held_out)
+    yield (
+        f"corpus  {corpus.num_documents:,} documents, {train:,} tokens + {held_out:,} held out (of "
+        f"{corpus.held_out.num_documents:,} documents)"
+    )
+    yield f"        vocabulary {corpus.vocab_size:,}, unigram entropy {corpus.unigram_entropy:.4f}"
+    if lost := max(part.found.get("unknown_share", 0.0) for part in corpus.parts or (corpus,)):
+        yield f"WARNING: the tokenizer does not know {lost:.0%} of the text; use another"
+    yield from _left_out(corpus, "left out")
+    for name, part in corpus.validation.items():
+        documents = part.held_out.num_documents
+        yield f"        validation {name}: {documents:,} documents, {len(part.held_out):,} tokens"
+        yield from _left_out(part, f"left out of validation {name}")
+        if common := part.found["num_in_training"]:
+            yield (
+                f"WARNING: {common:,} of the {documents:,} documents of data.validation.{name} are "
+                "trained on, too: its loss is too low; take them out of one of the two"
+            )
+
+
+def _left_out(corpus: Corpus, what: str) -> Iterator[str]:
+    if skipped := corpus.found.get("skipped"):
+        # Documents without text are counted alone.
+        where = " (prepare.py lists the first 20)" if skipped.keys() - {EMPTY} else ""
+        yield f"        {what}: {reasons(skipped)}{where}"
+
+
+def refuse_different(places: list[dict[str, Any] | None], nodes: Nodes) -> None:
+    """Raise DataError, on all ranks, unless every node has prepared the same text.
+
+    `places` are what the first rank of each node says of its corpus. A file that one node cannot
+    read, with data.on_error = "skip", makes every sample after it another one there.
+    """
+    keys = {rank: _keys(place) for rank, place in enumerate(places) if place is not None}
+    for rank, found in keys.items():
+        if wrong := sorted({name for name, _ in keys[0].items() ^ found.items()}):
+            raise DataError(
+                f"{wrong[0]} is not the same on {nodes.hosts[0]} and {nodes.hosts[rank]}: "
+                "a file, or a data set, was read on one of the two alone. Run `parallel3d prepare "
+                "--config ...` on both and compare, or share a folder: parallel3d.data.cache"
+            )
+
+
+def _keys(place: dict[str, Any]) -> dict[str, str]:
+    sets = {f"data.validation.{name}": part["key"] for name, part in place["validation"].items()}
+    return {"the corpus": place["key"], **sets}
+
+
+def _find_pretrained(config: RunConfig, mesh: Mesh, tokenizer: Path, say: Say) -> Path | None:
+    """The folder of model.from_pretrained, if there is one; says so, and of its tokenizer."""
+    origin = getattr(config.model, "from_pretrained", None)
+    if origin is None:
+        return None
+    folder = find_weights(config.model, mesh)
+    at = f" at {origin.revision}" if origin.revision else ""
+    say(f"weights of {origin.folder}{at}")
+    if said := on_first(mesh, lambda: remark(folder, tokenizer, origin.folder)):
+        say(said)
+    return folder
+
+
+def _find_checkpoint(
+    config: RunConfig, mesh: Mesh, folder: Path | None, say: Say
+) -> resume.FoundCheckpoint | None:
+    """The checkpoint to start from; says which, and what was rejected and why.
+
+    Collective. Raises CheckpointError on all ranks if the one that was asked for cannot be used.
+    """
+    wanted = config.checkpoint.resume
+    own = folder / "checkpoints" if folder else None
+    found: resume.FoundCheckpoint | None = None
+    rejected: list[str] = []
+    if own and (mesh.restart_count or wanted == "auto"):
+        # After a restart the run's own newest checkpoint is further than what was asked for.
+        found, rejected = resume.find(own, "auto", mesh)
+    if found is None and wanted not in ("auto", "none"):
+        found, rejected = resume.find(own or Path(), wanted, mesh)
+    for reason in rejected:
+        say(f"resume  {reason}")
+    if found:
+        say(f"resume  from {found.folder}: step {found.step} of {config.num_steps}")
+    elif folder:
+        said = "no checkpoint that can be used" if rejected else "no checkpoint"
+        say(f"resume  NOTHING TO RESUME: {folder} has {said}; starting afresh from step 0")
+    return found
+
+
+def restore(start: Start, mesh: Mesh, parts: Assembly) -> None:
+    """Load a start's checkpoint, or published weights, if any, into the engine; collective."""
+    pulse.doing("loading the checkpoint")
+    if start.pretrained:
+        load_weights(
+            start.pretrained,
+            start.config.model,
+            engine=parts.engine,
+            mesh=mesh,
+            layers=parts.layers,
+        )
+    if found := start.found:
+        load(
+            found.folder,
+            found.files,
+            found.state,
+            engine=parts.engine,
+            mesh=mesh,
+            layers=parts.layers,
+        )
