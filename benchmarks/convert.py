@@ -32,12 +32,12 @@ from parallel3d.checkpoint.chunks import KINDS, Chunk, header
 from parallel3d.checkpoint.manifest import manifest_bytes
 from parallel3d.checkpoint.room import shown
 from parallel3d.config import RunConfig
-from parallel3d.convert.export import export, quiet
-from parallel3d.convert.importing import import_folder
-from parallel3d.convert.read_back import Proof
-from parallel3d.convert.source import CheckpointSource
-from parallel3d.convert.weight_files import WeightFiles
 from parallel3d.data.sources import silent
+from parallel3d.huggingface.export import export, quiet
+from parallel3d.huggingface.importing import import_folder
+from parallel3d.huggingface.read_back import Proof
+from parallel3d.huggingface.source import CheckpointSource
+from parallel3d.huggingface.weight_files import WeightFiles
 from parallel3d.model.spec import named_params
 
 SIZES = {  # hidden size, layers, heads, vocabulary

@@ -21,10 +21,10 @@ import torch.distributed as dist
 from parallel3d import models
 from parallel3d.engine import Engine, EngineSettings
 from parallel3d.mesh.mesh import Mesh
+from parallel3d.mesh.pulse import rank as pulse
 from parallel3d.model.spec import Shape
 from parallel3d.pipeline.executor import Executor, Microbatch
 from parallel3d.pipeline.stages import build_stages
-from parallel3d.pulse import rank as pulse
 from parallel3d.schedule.schedules import make_schedule
 from parallel3d.verify.local_ranks import run_locally
 

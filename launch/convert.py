@@ -19,7 +19,7 @@ from parallel3d.base.arguments import Parser
 from parallel3d.base.errors import Parallel3DError, TrainingError
 
 if TYPE_CHECKING:  # torch waits for a command line that is right
-    from parallel3d.convert.read_back import Proof
+    from parallel3d.huggingface.read_back import Proof
 
 DONE, FAILED, BAD_INPUT = 0, 1, 2  # exit codes; scripts rely on them
 DTYPES = ("fp32", "bf16", "fp16")
@@ -42,11 +42,11 @@ def main() -> int:
 
 def export(args: argparse.Namespace, console: Console) -> int:
     """Write a checkpoint as a folder of transformers, and say what was proved of it."""
-    from parallel3d.convert import export as conversion
-    from parallel3d.convert.source import CheckpointSource
-    from parallel3d.convert.weight_files import DTYPES as TYPES
-    from parallel3d.convert.weight_files import WeightFiles, bytes_of
     from parallel3d.data.progress import shown_progress
+    from parallel3d.huggingface import export as conversion
+    from parallel3d.huggingface.source import CheckpointSource
+    from parallel3d.huggingface.weight_files import DTYPES as TYPES
+    from parallel3d.huggingface.weight_files import WeightFiles, bytes_of
 
     conversion.check_new(args.to)
     size = bytes_of(args.shard_size)
@@ -62,10 +62,10 @@ def export(args: argparse.Namespace, console: Console) -> int:
 
 def import_(args: argparse.Namespace, console: Console) -> int:
     """Write a published model as a start for training, and say what was proved of it."""
-    from parallel3d.convert import export as conversion
-    from parallel3d.convert.importing import import_folder
-    from parallel3d.convert.weight_files import bytes_of
     from parallel3d.data.progress import shown_progress
+    from parallel3d.huggingface import export as conversion
+    from parallel3d.huggingface.importing import import_folder
+    from parallel3d.huggingface.weight_files import bytes_of
 
     conversion.check_new(args.to)
     size = bytes_of(args.shard_size)

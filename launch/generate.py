@@ -20,7 +20,7 @@ SAMPLING = {"temperature": 0.8, "top_k": 0, "top_p": 1.0}  # 0 and 1.0: of all t
 def main() -> int:
     """Run the command `generate`: 0, 1 if a checkpoint cannot be exported, 2 for wrong input."""
     args = parse_args()
-    from parallel3d.convert.generate import generate, model_folder
+    from parallel3d.huggingface.generate import generate, model_folder
 
     def say(text: str) -> None:
         print(text, file=sys.stderr)

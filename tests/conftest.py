@@ -86,7 +86,7 @@ def pytest_addoption(parser):
 
 
 PRELOAD = [
-    "launch.train", "parallel3d.train.trainer", "parallel3d.convert.from_ranks",
+    "launch.train", "parallel3d.train.trainer", "parallel3d.huggingface.from_ranks",
     "parallel3d.engine.selftest", "safetensors.torch", "pytest", "hypothesis", "tests.cases",
     # Half of what DeepSpeed would import in each rank, as it builds an engine.
     "deepspeed.module_inject.auto_ep_layer",

@@ -28,8 +28,8 @@ import numpy as np
 from parallel3d.base.errors import DataError
 from parallel3d.data.bounds import DocumentBounds
 from parallel3d.data.cache import is_whole
-from parallel3d.data.foreign.counting import TokenWeights
-from parallel3d.data.foreign.spans import Spans
+from parallel3d.data.ids.counting import TokenWeights
+from parallel3d.data.ids.spans import Spans
 from parallel3d.data.numbers import tokens_of, weights_of
 from parallel3d.data.rows import FileReader
 

@@ -14,10 +14,10 @@ from parallel3d.config.data import DataConfig, PartConfig
 from parallel3d.data.cache import prune
 from parallel3d.data.corpus_folder import digest_of
 from parallel3d.data.documents import DAYS_KEPT, SECONDS_UNTIL_SETTLED
-from parallel3d.data.foreign import megatron
-from parallel3d.data.foreign.check import Checked, Vocabulary, check
-from parallel3d.data.foreign.files import TokenFile, is_file
-from parallel3d.data.foreign.remote import is_url, version_of
+from parallel3d.data.ids import megatron
+from parallel3d.data.ids.check import Checked, Vocabulary, check
+from parallel3d.data.ids.files import TokenFile, is_file
+from parallel3d.data.ids.remote import is_url, version_of
 
 # Part of an index's name: raise it when what is found in the same file changes.
 INDEX_FORMAT = 1

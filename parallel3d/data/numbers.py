@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from parallel3d.data.foreign.blocks import SET_BYTES, BlockCache
-from parallel3d.data.foreign.counting import TokenWeights
-from parallel3d.data.foreign.remote import is_url
-from parallel3d.data.foreign.spans import Spans, check_sizes
-from parallel3d.data.foreign.through_cache import RemoteFiles
+from parallel3d.data.ids.blocks import SET_BYTES, BlockCache
+from parallel3d.data.ids.counting import TokenWeights
+from parallel3d.data.ids.remote import is_url
+from parallel3d.data.ids.spans import Spans, check_sizes
+from parallel3d.data.ids.through_cache import RemoteFiles
 
 
 def tokens_of(

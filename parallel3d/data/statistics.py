@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from parallel3d.data.corpus import Corpus, Mixture
-from parallel3d.data.foreign.spans import Spans
+from parallel3d.data.ids.spans import Spans
 
 COUNTS, BYTES = "held_out_counts.npy", "held_out_bytes.npy"
 _AT_ONCE = 2**20  # ids

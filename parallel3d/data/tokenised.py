@@ -28,12 +28,12 @@ from parallel3d.config.data import DataConfig, PartConfig
 from parallel3d.data.corpus import PLACE, entropy
 from parallel3d.data.corpus_folder import FORMAT, contents_of, digest_of, seen
 from parallel3d.data.documents import ENTRY
-from parallel3d.data.foreign import arrays, arrow, datatrove, megatron
-from parallel3d.data.foreign.check import Vocabulary
-from parallel3d.data.foreign.counting import beside_ids, in_json
-from parallel3d.data.foreign.files import INTEGERS, TokenFile
-from parallel3d.data.foreign.remote import is_url, matching
-from parallel3d.data.foreign.spans import Spans
+from parallel3d.data.ids import arrays, arrow, datatrove, megatron
+from parallel3d.data.ids.check import Vocabulary
+from parallel3d.data.ids.counting import beside_ids, in_json
+from parallel3d.data.ids.files import INTEGERS, TokenFile
+from parallel3d.data.ids.remote import is_url, matching
+from parallel3d.data.ids.spans import Spans
 from parallel3d.data.indexes import indexed
 from parallel3d.data.sources import Progress, matching_files
 from parallel3d.data.statistics import save_held_out

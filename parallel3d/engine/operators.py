@@ -24,7 +24,7 @@ from torch.utils.file_baton import FileBaton
 from parallel3d.base.errors import ConfigError
 from parallel3d.engine.quirks import core
 from parallel3d.mesh.mesh import Mesh
-from parallel3d.pulse import rank as pulse
+from parallel3d.mesh.pulse import rank as pulse
 
 _log = logging.getLogger(__name__)
 _ABOUT = {

@@ -16,7 +16,7 @@ from parallel3d.mesh.device import claim_device, identity_of
 from parallel3d.mesh.groups import BACKEND, choose_backend, options_of
 from parallel3d.mesh.launch import Launch
 from parallel3d.mesh.network import allow_open_files, choose_interface, connect_on_demand
-from parallel3d.pulse import rank as pulse
+from parallel3d.mesh.pulse import rank as pulse
 
 _START = "rank 0 starts"  # in the store: "", or the error that it met before it could
 _HEARD = timedelta(seconds=5)  # that rank 0, which may keep the store, waits for the others

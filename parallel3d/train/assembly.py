@@ -8,10 +8,10 @@ from parallel3d import models
 from parallel3d.config import RunConfig
 from parallel3d.engine import Engine, EngineSettings
 from parallel3d.mesh.mesh import Mesh
+from parallel3d.mesh.pulse import rank as pulse
 from parallel3d.model.spec import LayerSpec, Shape
 from parallel3d.pipeline.executor import Executor
 from parallel3d.pipeline.stages import BuiltStages, build_stages
-from parallel3d.pulse import rank as pulse
 from parallel3d.schedule.schedule import Schedule, add_sharding
 from parallel3d.schedule.schedules import make_evaluation, make_schedule
 from parallel3d.tensor import compiled, overlap

@@ -17,8 +17,8 @@ import psutil
 from parallel3d.base.errors import RankError, TrainingError
 from parallel3d.config import RunConfig
 from parallel3d.mesh.launch import Launch
-from parallel3d.pulse import rank as pulse
-from parallel3d.pulse.page import Verdict
+from parallel3d.mesh.pulse import rank as pulse
+from parallel3d.mesh.pulse.page import Verdict
 
 DONE, FAILED, BAD_INPUT, STOPPED = 0, 1, 2, 3  # exit codes; scripts rely on them
 _IN_WORDS = {

@@ -18,8 +18,8 @@ from parallel3d.data.split import SPLIT_FORMAT
 from parallel3d.engine import Engine, EngineSettings, ForwardEngine, forward_settings
 from parallel3d.mesh.agree import on_first
 from parallel3d.mesh.mesh import Mesh
+from parallel3d.mesh.pulse import rank as pulse
 from parallel3d.pipeline.executor import Executor
-from parallel3d.pulse import rank as pulse
 from parallel3d.schedule.schedules import make_evaluation
 from parallel3d.train.assembly import build, hidden_shape
 from parallel3d.train.evaluation import Evaluation, Losses, evaluated

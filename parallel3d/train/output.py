@@ -12,7 +12,7 @@ from parallel3d.checkpoint.manifest import TOKENIZER
 from parallel3d.engine import Engine
 from parallel3d.mesh.agree import on_first
 from parallel3d.mesh.mesh import Mesh
-from parallel3d.pulse import rank as pulse
+from parallel3d.mesh.pulse import rank as pulse
 from parallel3d.train.attempts import Attempts
 from parallel3d.train.claim import written_to
 from parallel3d.train.metrics import METRICS, MetricsWriter, forget_after, step_reached
@@ -77,7 +77,7 @@ class Output:
         """Write the weights of a run that is done, and record that it ended well; collective."""
         config = self._start.config
         if config.run.save_weights and not stopped:
-            from parallel3d.convert.from_ranks import save_weights  # it loads transformers
+            from parallel3d.huggingface.from_ranks import save_weights  # it loads transformers
 
             self._mesh.set_timeouts(_SAVING_TIMEOUT)
             pulse.doing("writing the weights")

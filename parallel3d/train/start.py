@@ -23,16 +23,16 @@ from parallel3d.data.progress import shown_progress
 from parallel3d.data.sources import silent
 from parallel3d.data.summary import reasons
 from parallel3d.engine.swap import check_writable
+from parallel3d.huggingface.load import find_weights, load_weights
+from parallel3d.huggingface.tokenizer import remark
 from parallel3d.mesh import compute
 from parallel3d.mesh.agree import agree, gather_json, on_first
 from parallel3d.mesh.join import STARTUP_TIMEOUT
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.nodes import Nodes, appears, find_nodes
+from parallel3d.mesh.pulse import rank as pulse
 from parallel3d.plan.impossible import MOST_BYTES, refuse_impossible
 from parallel3d.plan.open_weights import leaves_weights_open, with_weights
-from parallel3d.pretrained.load import find_weights, load_weights
-from parallel3d.pretrained.tokenizer import remark
-from parallel3d.pulse import rank as pulse
 from parallel3d.train.assembly import Assembly
 from parallel3d.train.attempts import Attempts
 from parallel3d.train.claim import Claim, token_of

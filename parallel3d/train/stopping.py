@@ -23,8 +23,8 @@ import psutil
 from parallel3d.base.errors import Parallel3DError, TrainingError
 from parallel3d.config import RunConfig
 from parallel3d.mesh.launch import Launch
-from parallel3d.pulse import rank as pulse
-from parallel3d.pulse.page import Verdict
+from parallel3d.mesh.pulse import rank as pulse
+from parallel3d.mesh.pulse.page import Verdict
 from parallel3d.train.ending import STOPPED, Ending, died, end_all
 
 if TYPE_CHECKING:  # it needs torch, which a launch that is refused must not wait for

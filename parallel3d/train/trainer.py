@@ -14,8 +14,8 @@ from parallel3d.checkpoint.save import MOST_FAILURES, Saver
 from parallel3d.checkpoint.state import RunState
 from parallel3d.config.learning_rate import rate
 from parallel3d.mesh.mesh import Mesh
+from parallel3d.mesh.pulse import rank as pulse
 from parallel3d.models.common import role_rates
-from parallel3d.pulse import rank as pulse
 from parallel3d.tensor import compiled
 from parallel3d.train.assembly import Assembly
 from parallel3d.train.evaluation import HELD_OUT, Evaluation, Losses

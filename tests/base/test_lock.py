@@ -16,7 +16,7 @@ from parallel3d.base.lock import Holder, Lock, LockHeld, read, start_of, text_of
 
 pytestmark = pytest.mark.gloo
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 # Takes the lock, says so, and holds it until its standard input ends.
 HOLD = """
 import sys

@@ -144,7 +144,7 @@ def test_other_settings(config, cpu_adam, variant):
         assert len(set(scales[2:])) > 1, "the scale does not move after the kill"
 
 
-@pytest.mark.slow  # tests/data/foreign/ compares the samples themselves
+@pytest.mark.slow  # tests/data/ids/ compares the samples themselves
 @pytest.mark.parametrize("protocol", ["", "file://"], ids=["path", "url"])
 def test_with_ids_of_another_program(config, cpu_adam, tmp_path, protocol):
     corpus = prepare(RunConfig.from_dict(config).data)

@@ -13,9 +13,9 @@ from parallel3d.base.errors import DataError
 from parallel3d.data import export
 from parallel3d.data.export import export_megatron
 from parallel3d.data.prepare import prepare
-from tests.data.foreign import writers
-from tests.data.foreign.test_formats import ENDED, config_of
-from tests.data.foreign.writers import END, some_documents
+from tests.data.ids import writers
+from tests.data.ids.test_formats import ENDED, config_of
+from tests.data.ids.writers import END, some_documents
 
 pytestmark = pytest.mark.gloo
 

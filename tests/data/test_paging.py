@@ -10,7 +10,7 @@ import pytest
 
 from parallel3d.data.batches import Batches
 from parallel3d.data.corpus import TokenStream
-from parallel3d.data.foreign import spans
+from parallel3d.data.ids import spans
 from parallel3d.data.paging import will_need
 
 pytestmark = pytest.mark.gloo

@@ -15,7 +15,7 @@ from parallel3d.data.batches import Batches
 from parallel3d.data.prepare import prepare
 from parallel3d.data.show import as_json, described, on_terminal, samples
 from tests.data.documents import READ, Settings
-from tests.data.foreign.test_formats import config_of
+from tests.data.ids.test_formats import config_of
 
 pytestmark = pytest.mark.gloo
 

@@ -20,7 +20,7 @@ NOT_RUN = {
     "torchrun --nnodes 4 --nproc_per_node 8 --rdzv_id my-run --rdzv_backend c10d --rdzv_endpoint"
     " node1:29500 launch/train.py --config llama-8b.json": "wants four nodes",
     "python launch/train.py --config mine.json"
-    " --model.from_pretrained folder-or-hub-name": "names no folder; see tests/pretrained",
+    " --model.from_pretrained folder-or-hub-name": "names no folder; see tests/huggingface",
 }
 """The commands that test_pages_run.py does not run, and why."""
 _PROGRAM = re.compile(r"(pip|git|python|deepspeed|torchrun|srun|touch|mkdocs|export)\s")

@@ -7,7 +7,7 @@ import pytest
 
 from launch import convert
 from parallel3d import models
-from tests.convert.checkpoints import checkpoint_of, small
+from tests.huggingface.checkpoints import checkpoint_of, small
 
 pytestmark = pytest.mark.gloo
 

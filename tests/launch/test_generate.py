@@ -8,8 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from launch import convert, generate
-from parallel3d.convert.generate import model_folder
-from tests.convert.checkpoints import checkpoint_of, small, tokenizer_in
+from parallel3d.huggingface.generate import model_folder
+from tests.huggingface.checkpoints import checkpoint_of, small, tokenizer_in
 
 pytestmark = pytest.mark.gloo
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from tests.data.foreign import writers
+from tests.data.ids import writers
 from tests.launch.launching import torchrun
 from tests.launch.test_restart import begin, finish, place, wait_for  # noqa: F401
 

@@ -19,7 +19,7 @@ from tests.verify.measuring import errors_of
 
 pytestmark = pytest.mark.gloo
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 SMALL = {"microbatches": 2, "batch": 8, "steps": 1, "model": {"num_hidden_layers": 4}}
 # Each schedule and ZeRO stage once, and each axis.
 CASES = [

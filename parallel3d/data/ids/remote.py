@@ -1,0 +1,125 @@
+"""Files with a URL, such as s3://bucket/file, read in ranges through fsspec.
+
+fsspec comes with `datasets`; the file system of a protocol is a package of its own (s3fs, gcsfs).
+Credentials are that package's affair, and fsspec's own config files'.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, BinaryIO, cast
+
+from parallel3d.base.errors import DataError
+from parallel3d.data.ids.ranges import Range
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+
+class Unreachable(DataError):
+    """A file that cannot be read now but may be later: the network or its server failed."""
+
+
+def is_url(path: str) -> bool:
+    """Whether a path names a protocol."""
+    return "://" in path
+
+
+def size_of(url: str) -> int | None:
+    """A file's size in bytes; None where there is no such file."""
+    with _said_of(url):
+        system, path = _find(url)
+        return int(system.size(path)) if system.isfile(path) else None
+
+
+def version_of(url: str) -> str:
+    """A value that changes with the file's contents, as far as its file system knows."""
+    with _said_of(url):
+        system, path = _find(url)
+        return str(system.ukey(path))
+
+
+def open_url(url: str) -> BinaryIO:
+    """Open a file to read its head."""
+    with _said_of(url):
+        system, path = _find(url)
+        return cast(BinaryIO, system.open(path, "rb", block_size=2**16))
+
+
+def matching(pattern: str) -> list[str]:
+    """The URLs of the files that a URL or a glob of them names, sorted.
+
+    Raises DataError if it names none.
+    """
+    with _said_of(pattern):
+        system, path = _find(pattern)
+        found = (
+            [path] if system.isfile(path) else [p for p in system.glob(path) if system.isfile(p)]
+        )
+        if not found:
+            raise DataError(
+                f"data.paths: {pattern!r} matches no file there; give the URL of a file, or a glob"
+            )
+        return sorted(str(system.unstrip_protocol(p)) for p in found)
+
+
+def read_ranges(ranges: Sequence[Range]) -> list[bytes]:
+    """The bytes of each range, all requested at once where the file system can.
+
+    Raises DataError where a file has fewer.
+    """
+    found: list[bytes | None] = [None] * len(ranges)
+    systems: dict[int, tuple[AbstractFileSystem, list[tuple[int, str]]]] = {}
+    for place, (url, _, _) in enumerate(ranges):
+        with _said_of(url):
+            system, path = _find(url)
+        systems.setdefault(id(system), (system, []))[1].append((place, path))
+    for system, wanted in systems.values():
+        places, paths = [place for place, _ in wanted], [path for _, path in wanted]
+        with _said_of(ranges[places[0]].path):
+            read = system.cat_ranges(
+                paths, [ranges[p].start for p in places], [ranges[p].end for p in places]
+            )
+        for place, data in zip(places, read, strict=True):
+            found[place] = _checked(ranges[place], data)
+    return cast(list[bytes], found)
+
+
+def _checked(wanted: Range, data: bytes | BaseException) -> bytes:
+    with _said_of(wanted.path):
+        if isinstance(data, BaseException):
+            raise data
+    if len(data) != wanted.end - wanted.start:
+        raise DataError(
+            f"{wanted.path} has fewer than the {wanted.end:,} bytes that belong to its documents:"
+            " it shrank since it was prepared; write it again"
+        )
+    return data
+
+
+def _find(url: str) -> tuple["AbstractFileSystem", str]:
+    # Half a second to import, for those who name a URL.
+    from fsspec.core import url_to_fs
+
+    system, path = url_to_fs(url)
+    return system, path
+
+
+@contextmanager
+def _said_of(url: str) -> Iterator[None]:
+    """Say of which file it is, whatever a file system raises."""
+    try:
+        yield
+    except DataError:
+        raise
+    except ImportError as error:
+        raise DataError(
+            f"{url} cannot be read: {error}; pip install parallel3d[remote], or the package that"
+            " fsspec has for this protocol"
+        ) from error
+    except Exception as error:
+        lasts = isinstance(error, FileNotFoundError | PermissionError | ValueError)
+        kind = DataError if lasts else Unreachable
+        reason = str(error) or type(error).__name__
+        raise kind(
+            f"{url} cannot be read ({reason}); check its name, your credentials and the network"
+        ) from error

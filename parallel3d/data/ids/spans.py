@@ -1,0 +1,160 @@
+"""Documents that lie in other programs' files, as one array of ids that is read when asked for."""
+
+import os
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from parallel3d.base.errors import DataError
+from parallel3d.data.ids.files import NUMBERS, advise, open_ids, read_ids, unreadable
+from parallel3d.data.ids.ranges import Range, gathered
+from parallel3d.data.ids.remote import is_url
+from parallel3d.data.ids.through_cache import RemoteFiles
+
+OPEN_FILES = 64
+BYTE = np.dtype(np.uint8)
+# Between two documents there is an end-of-text or nothing.
+LOCAL_GAP = 64
+
+
+class _Piece(NamedTuple):
+    """What a document has of a window: its file's number, the place of its ids, their bytes."""
+
+    number: int
+    place: int
+    of: Range
+
+
+class Spans:
+    """Ids [num_tokens] of documents one after the other, each closed by an end-of-text.
+
+    `files` are name, path, dtype, offset and size of each; document i is the ids of file
+    `places[i]` from the `starts[i]`-th on, and here `bounds[i]` .. `bounds[i + 1]` - 1, where its
+    end-of-text is the last. Slices and arrays of indices give arrays. Any thread may ask. Read, not
+    mapped: a file that shrinks raises DataError, where a map would end the process. What is in the
+    files that are named by URLs is read through `remote`, all that one key asks for at once.
+    """
+
+    def __init__(
+        self,
+        *,
+        files: Sequence[dict[str, Any]],
+        places: np.ndarray,
+        starts: np.ndarray,
+        bounds: np.ndarray,
+        end_of_text: int,
+        dtype: np.dtype,
+        remote: RemoteFiles | None = None,
+    ) -> None:
+        self.dtype, self.shape, self.ndim = np.dtype(dtype), (int(bounds[-1] - bounds[0]),), 1
+        self._files, self._places, self._starts, self._bounds = files, places, starts, bounds
+        self._end_of_text = end_of_text
+        self._remote = remote or RemoteFiles()
+        self._dtypes = [NUMBERS[file["dtype"]] for file in files]
+        self._sizes = np.array([dtype.itemsize for dtype in self._dtypes], np.int64)
+        self._offsets = np.array([file["offset"] for file in files], np.int64)
+        self._names = {file["path"]: file["name"] for file in files}
+        self._is_remote = [is_url(file["path"]) for file in files]
+        self._open = lru_cache(OPEN_FILES)(self._opened)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, key: Any) -> np.ndarray:
+        if isinstance(key, slice):
+            first, last, step = key.indices(len(self))
+            if step == 1:
+                return self._read([(first, max(first, last))])
+            key = np.arange(first, last, step)
+        index = np.asarray(key)
+        flat = index.reshape(-1)
+        flat = np.where(flat < 0, flat + len(self), flat)
+        if len(flat) and not 0 <= flat.min() <= flat.max() < len(self):
+            raise IndexError(f"index {key} is out of bounds for {len(self)} ids")
+        # Windows are asked for: what follows on each other is read at once.
+        cuts = np.flatnonzero(np.diff(flat) != 1) + 1
+        edges = [0, *cuts.tolist(), len(flat)] if len(flat) else [0]
+        windows = [(int(flat[a]), int(flat[a]) + b - a) for a, b in pairwise(edges)]
+        return self._read(windows).reshape(index.shape)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        ids = self[:]
+        return ids if dtype is None else ids.astype(dtype)
+
+    def _read(self, windows: Sequence[tuple[int, int]]) -> np.ndarray:
+        """The ids first .. last - 1 of each window, one after the other."""
+        ids = np.full(sum(last - first for first, last in windows), self._end_of_text, self.dtype)
+        pieces, at = [], 0
+        for first, last in windows:
+            pieces += self._pieces(first, last, at)
+            at += last - first
+        for is_remote, read in ((False, self._read_local), (True, self._remote.read)):
+            chosen = [piece for piece in pieces if self._is_remote[piece.number] == is_remote]
+            found: Sequence[Any] = read([piece.of for piece in chosen]) if chosen else []
+            for piece, data in zip(chosen, found, strict=True):
+                part = np.frombuffer(data, self._dtypes[piece.number])
+                ids[piece.place : piece.place + len(part)] = part
+        return ids
+
+    def _pieces(self, first: int, last: int, at: int) -> list[_Piece]:
+        """What the documents have of a window whose first id is to stand at the place `at`.
+
+        Where they have nothing, an end-of-text stands.
+        """
+        base = int(self._bounds[0])
+        document = int(np.searchsorted(self._bounds, base + first, side="right")) - 1
+        end = int(np.searchsorted(self._bounds, base + last, side="left"))
+        bounds = self._bounds[document : end + 1] - base
+        begins = np.maximum(bounds[:-1], first)
+        counts = np.minimum(bounds[1:] - 1, last) - begins
+        some = np.flatnonzero(counts > 0)
+        numbers = self._places[document:end][some]
+        starts = (self._starts[document:end] + begins - bounds[:-1])[some]
+        begins, sizes = begins[some] - first + at, self._sizes[numbers]
+        bytes_ = self._offsets[numbers] + starts * sizes
+        ends = bytes_ + counts[some] * sizes
+        columns = numbers.tolist(), begins.tolist(), bytes_.tolist(), ends.tolist()
+        return [
+            _Piece(number, place, Range(self._files[number]["path"], *of))
+            for number, place, *of in zip(*columns, strict=True)
+        ]
+
+    def _read_local(self, ranges: Sequence[Range]) -> list[np.ndarray]:
+        return gathered(ranges, LOCAL_GAP, self._read_runs)
+
+    def _read_runs(self, runs: Sequence[Range]) -> list[np.ndarray]:
+        # The disk is asked for all of it before the first is waited for.
+        for path, start, end in runs if len(runs) > 1 else ():
+            advise(self._open(path), start, end)
+        return [
+            read_ids(
+                self._open(path), self._names[path], dtype=BYTE, start=start, count=end - start
+            )
+            for path, start, end in runs
+        ]
+
+    def _opened(self, path: str) -> BinaryIO:
+        # Closed when it is neither kept nor read from any more.
+        return open_ids(path, self._names[path])
+
+
+def check_sizes(files: Sequence[dict[str, Any]]) -> None:
+    """Raise DataError unless each file is there with the size that it had.
+
+    Of those that are remote this is seen when they are read.
+    """
+    for file in files:
+        if is_url(file["path"]):
+            continue
+        try:
+            size = os.stat(file["path"]).st_size
+        except OSError as error:
+            raise unreadable(file["name"], error) from error
+        if size != file["size"]:
+            raise DataError(
+                f"{file['name']} has {size:,} bytes, and had {file['size']:,} when it was prepared;"
+                " restore it, or run `parallel3d prepare` again"
+            )

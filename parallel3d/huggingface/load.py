@@ -1,0 +1,84 @@
+"""The first weights of a run, from a published model into this mesh's shards."""
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from parallel3d.base.errors import CheckpointError, ConfigError
+from parallel3d.checkpoint.chunk_runs import boxes_in_whole
+from parallel3d.config.pretrained import SETTINGS, WEIGHTS, digest_of, downloaded
+from parallel3d.engine import Engine
+from parallel3d.huggingface.published_weights import PublishedWeights
+from parallel3d.mesh.agree import agree
+from parallel3d.mesh.mesh import Mesh
+from parallel3d.mesh.nodes import find_nodes
+from parallel3d.model.spec import LayerSpec, tied_names
+
+
+def find_weights(config: Any, mesh: Mesh) -> Path:
+    """The folder of published weights that `config`, of a model, starts from, once checked.
+
+    Collective. A model on the hub is fetched, by the first rank of each node. Raises ConfigError or
+    CheckpointError on all ranks where the folder is missing, or is not what the config has found.
+    """
+    origin = config.from_pretrained
+    nodes = find_nodes(mesh)
+
+    def fetched() -> Path:
+        if origin.revision is None:
+            return Path(origin.folder)
+        return downloaded(origin.folder, origin.revision, (*SETTINGS, *WEIGHTS))
+
+    def look() -> None:
+        if mesh.rank != nodes.first(mesh.rank):
+            return
+        folder = fetched()
+        if not os.path.isdir(folder):
+            raise ConfigError(
+                f'parallel3d.model.from_pretrained = "{folder}": is no folder any more; put it '
+                "back, or go on from a checkpoint"
+            )
+        if origin.weights and digest_of(folder) != origin.weights:
+            raise ConfigError(
+                f"{folder} holds other weights than when the config was read; name it in "
+                "parallel3d.model.from_pretrained again, or put them back"
+            )
+        with PublishedWeights(folder, config) as weights:
+            weights.check_tied()
+
+    agree(mesh, look)
+    return agree(mesh, fetched)
+
+
+def load_weights(
+    folder: Path, config: Any, *, engine: Engine, mesh: Mesh, layers: Sequence[LayerSpec]
+) -> None:
+    """Fill the engine's fp32 masters with a published model's weights; the optimizer is new.
+
+    Collective. Each rank reads the byte ranges that its own shards need, into their memory. Raises
+    CheckpointError on all ranks where a file cannot be read.
+    """
+    originals = tied_names(layers)
+
+    def read() -> None:
+        try:
+            with PublishedWeights(folder, config) as weights:
+                _fill(weights, engine, lambda name: originals.get(name, name))
+        except OSError as error:  # of what is offloaded to NVMe
+            raise CheckpointError(str(error)) from None
+
+    agree(mesh, read)
+    engine.states.finish_loading()
+    engine.states.set_counters({"optimizer_steps": 0, "loss_scale": None})
+
+
+def _fill(weights: PublishedWeights, engine: Engine, original: Callable[[str], str]) -> None:
+    states = engine.states
+    for number, block in enumerate(states.blocks):
+        with states.opened(number, write=True) as tensors:
+            for piece, kinds in zip(block, tensors, strict=True):
+                name, stop = original(piece.held.name), piece.start + piece.numel
+                for box, at in boxes_in_whole(piece.held, piece.start, stop):
+                    out = kinds["master"][at : at + box.numel].view(box.shape)
+                    weights.read(name, box, out)

@@ -1,1 +1,0 @@
-"""Weights of published models, from folders of transformers into this mesh (floor 5)."""

@@ -1,0 +1,203 @@
+"""Files that are damaged, or of another kind than they seem: one message, and nothing left."""
+
+import os
+import struct
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from parallel3d.base.errors import DataError
+from parallel3d.data import tokenised
+from parallel3d.data.batches import Batches
+from parallel3d.data.corpus import Corpus
+from parallel3d.data.prepare import prepare
+from tests.data.ids import writers
+from tests.data.ids.test_formats import DOCUMENTS, ENDED, config_of
+
+pytestmark = pytest.mark.gloo
+
+
+def patched(path: Path, offset: int, data: bytes) -> None:
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        file.write(data)
+
+
+def cut(path: Path, by: int = 4) -> None:
+    os.truncate(path, path.stat().st_size - by)
+
+
+NUM = len(ENDED)
+# the source, what is done to the .bin and the .idx of a good pair, and what the message says
+PAIRS = [
+    (lambda b, i: cut(b), r"a\.idx: sequence \d+ ends at byte .* of .*a\.bin.* is cut short"),
+    (lambda b, i: cut(i), r"a\.idx has .* bytes, and .* by its header: it is cut short"),
+    (lambda b, i: cut(i, i.stat().st_size - 20), r"a\.idx has 20 bytes, and 34 by its header"),
+    (lambda b, i: b.write_bytes(b""), r"a\.bin is empty \(0 bytes\)"),
+    (lambda b, i: i.write_bytes(b""), r"a\.idx is empty \(0 bytes\)"),
+    (lambda b, i: i.unlink(), r"a\.bin has no index .*a\.idx beside it"),
+    (lambda b, i: b.write_bytes(b.read_bytes() + b"12"), r"which has .* holds more than it says"),
+    (lambda b, i: patched(i, 0, b"PK"), r"neither b'MMIDIDX.* use the data\.source of its format"),
+    (lambda b, i: patched(i, 9, b"\2"), r"a\.idx has version 2, and 1 is the one that is known"),
+    (lambda b, i: patched(i, 17, b"\6"), r"a\.idx has the dtype 6, which holds no ids"),
+    (lambda b, i: patched(i, 17, b"\4"), r"sequence 2 begins at byte 10 and"),
+    (lambda b, i: patched(i, 18, struct.pack("<Q", 2**60)), r"by its header: it is cut short"),
+    (lambda b, i: patched(i, 34, struct.pack("<i", -5)), r"sequence 0 begins .* has -5 ids"),
+    (
+        lambda b, i: patched(i, 34 + 12 * NUM + 8, struct.pack("<q", NUM + 9)),
+        r"documents do not ascend from sequence 0 to",
+    ),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), PAIRS)
+def test_a_damaged_pair_of_megatron(damage, message, tmp_path):
+    path = writers.megatron(tmp_path / "a.bin", ENDED)
+    damage(path, path.with_suffix(".idx"))
+    refused(config_of("megatron", path), message, tmp_path)
+
+
+OLD_PAIRS = [
+    (lambda b, i: cut(b), r"a\.idx: sequence \d+ ends at byte .* of .*a\.bin.* is cut short"),
+    (lambda b, i: cut(i), r"a\.idx has .* bytes, and .* by its header: it is cut short"),
+    (lambda b, i: cut(i, i.stat().st_size - 40), r"a\.idx has 40 bytes, and 56 by its header"),
+    (lambda b, i: patched(i, 8, b"\2"), r"a\.idx has version 2, and 1 is the one that is known"),
+    (lambda b, i: patched(i, 16, b"\7"), r"a\.idx has the dtype 7, which holds no ids"),
+    (lambda b, i: patched(i, 24, b"\2"), r"and 2 bytes an id of int32: its items are no lists"),
+    (lambda b, i: patched(i, 56 + 8 * NUM + 16, b"\1\1"), r"its sizes are not those between"),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), OLD_PAIRS)
+def test_a_damaged_pair_of_the_older_index(damage, message, tmp_path):
+    path = writers.old_megatron(tmp_path / "a.bin", ENDED)
+    damage(path, path.with_suffix(".idx"))
+    refused(config_of("megatron", path), message, tmp_path)
+
+
+def refused(config, message, folder):
+    with pytest.raises(DataError, match=message):
+        prepare(config)
+    left = [path for path in (folder / "cache").rglob("*") if path.is_file()]
+    assert left == []
+
+
+def write(name, writer, *arguments, **settings):
+    return lambda folder: writer(folder / name, *arguments, **settings)
+
+
+def half(name, writer, *arguments, beside=""):
+    def made(folder):
+        path = writer(folder / name, *arguments)
+        cut(Path(f"{path}{beside}"))
+        return path
+
+    return made
+
+
+FILES = [
+    ("megatron", write("a.bin", writers.megatron, ENDED, modes=True), r"a mode for each sequence"),
+    ("megatron", write("a.bin", writers.megatron, []), r"a\.bin is empty"),
+    ("megatron", write("a.bin", writers.megatron, [[7], [7]]), r"no document with ids"),
+    ("datatrove", half("a.ds", writers.datatrove, ENDED), r"one of the two is cut short"),
+    ("datatrove", half("a.ds", writers.datatrove, ENDED, beside=".index"), r"no list of uint64"),
+    ("datatrove", write("a.ds", writers.datatrove, ENDED, "uint64"), r"neither 2 nor 4 for each"),
+    ("tokens", half("a.npy", writers.numpys, ENDED), r"by its header .* it is cut short"),
+    ("tokens", half("a.bin", writers.llm_c, DOCUMENTS), r"by its header .* it is cut short"),
+    ("tokens", write("a.bin", writers.llm_c, DOCUMENTS, version=2), r"version 2, and 1 is the"),
+    ("tokens", write("a.bin", writers.llm_c, DOCUMENTS, magic=20240522), r"file of questions"),
+    ("tokens", write("a.npy", writers.raw, ENDED, "uint32"), r"every second id is 0.*token_dtype"),
+    ("tokens", write("a.npy", writers.raw, DOCUMENTS), r"has no end-of-text, id 7"),
+    ("tokens", write("a.npy", writers.numpys, ENDED, "float32"), r"holds float32 .* whole numbers"),
+    ("tokens", write("a.npy", writers.numpys, ENDED, ">u2"), r"holds >u2, big-endian"),
+    ("tokens", write("a.npy", writers.raw, [*ENDED[:-1], [9, 300]]), r"id 300 \(uint16, place 1\)"),
+    ("megatron", write("a.bin", writers.megatron, ENDED, "int32"), None),
+]
+
+
+@pytest.mark.parametrize(("source", "made", "message"), FILES)
+def test_an_odd_file(source, made, message, tmp_path):
+    config = config_of(source, made(tmp_path))
+    if message:
+        refused(config, message, tmp_path)
+    else:
+        assert len(prepare(config).train) > 0  # tokens
+
+
+def test_what_the_file_has_beyond_the_vocabulary_is_named(tmp_path):
+    bad = [*ENDED[:20], [8, 9, -3, 7], *ENDED[20:]]
+    path = writers.megatron(tmp_path / "a.bin", bad, "int32")
+    refused(config_of("megatron", path), r"document 21: id -3 \(int32, place 2\)", tmp_path)
+    for check_ids in ("full", "sample"):
+        config = config_of("megatron", path, vocab_size=257, check_ids=check_ids)
+        refused(config, r"document 3: id \d+ .* beyond a vocabulary of 257", tmp_path)
+
+
+def test_a_width_that_is_not_the_files(tmp_path):
+    path = writers.raw(tmp_path / "a.npy", ENDED)
+    config = config_of("tokens", path, token_dtype="uint32")
+    refused(config, r"has no end-of-text|no whole number of uint32", tmp_path)
+
+
+def test_a_sample_says_so_and_takes_the_rest_on_trust(tmp_path, monkeypatch):
+    monkeypatch.setattr("parallel3d.data.ids.check.SAMPLED_DOCUMENTS", 10)
+    bad = [*ENDED[:5], [299, 7], *ENDED[5:]]
+    path = writers.megatron(tmp_path / "a.bin", bad, "int32")
+    patched(path, 4 * sum(map(len, ENDED[:5])), struct.pack("<i", 300))
+    corpus = prepare(config_of("megatron", path, check_ids="sample"))
+    summary = corpus.summary()
+    assert summary["check_ids"] == "sample" and summary["num_checked_ids"] < len(corpus.train)
+    assert corpus.num_tokens == sum(map(len, bad))
+    mixed = writers.megatron(tmp_path / "b.bin", [*ENDED[:20], *DOCUMENTS[20:]])
+    with pytest.raises(DataError, match=r'\d of 10 documents .* set check_ids to "full"'):
+        prepare(config_of("megatron", mixed, check_ids="sample"))
+
+
+def test_documents_that_all_end_with_another_id(tmp_path, monkeypatch):
+    words = {f"w{i}": i for i in range(300)}
+    tokenizer = SimpleNamespace(eos_token_id=7, get_vocab=lambda: words)
+    monkeypatch.setattr(tokenised, "load_tokenizer", lambda _: tokenizer)
+    monkeypatch.setattr(tokenised, "save_tokenizer", lambda _, folder: (folder / "a").touch())
+    (tmp_path / "tokenizer").mkdir()
+    given = {"tokenizer": str(tmp_path / "tokenizer"), "end_of_text_id": None}
+    right = writers.megatron(tmp_path / "a.bin", ENDED * 2)
+    corpus = prepare(config_of("megatron", right, **given))
+    assert (corpus.vocab_size, corpus.end_of_text) == (300, 7)
+    assert (corpus.tokenizer_directory / "a").is_file()
+    wrong = writers.megatron(tmp_path / "b.bin", [[*ids, 5] for ids in DOCUMENTS * 2])
+    with pytest.raises(DataError, match=r"all 80 documents .* end with id 5, and .* is 7"):
+        prepare(config_of("megatron", wrong, **given))
+    assert prepare(config_of("megatron", wrong, **{**given, "end_of_text_id": 7}))
+    with pytest.raises(DataError, match=r"end_of_text_id = 5: .* ends documents with id 7"):
+        prepare(config_of("megatron", wrong, **{**given, "end_of_text_id": 5}))
+
+
+def test_a_file_that_shrinks_or_changes(tmp_path):
+    path = writers.megatron(tmp_path / "a.bin", ENDED)
+    config = config_of("megatron", path)
+    corpus = prepare(config)
+    assert prepare(config).key == corpus.key
+    batches = Batches(corpus.train, 8, seed=0)
+    data = path.read_bytes()
+    os.truncate(path, 100)
+    with pytest.raises(DataError, match=r"a\.bin has 100 bytes, and ids up to .* it shrank"):
+        batches.microbatch(0, 50)
+    with pytest.raises(DataError, match=r"a\.bin has 100 bytes, and had .* when it was prepared"):
+        Corpus.open(corpus.directory)
+    path.unlink()
+    with pytest.raises(DataError, match=r"a\.bin cannot be read \(No such file"):
+        Corpus.open(corpus.directory)
+    path.write_bytes(np.frombuffer(data, "<u2").clip(0, 200).astype("<u2").tobytes())
+    assert prepare(config).key != corpus.key
+
+
+def test_what_was_looked_through_is_not_read_again(tmp_path, monkeypatch):
+    path = writers.megatron(tmp_path / "a.bin", ENDED)
+    monkeypatch.setattr("parallel3d.data.indexes.SECONDS_UNTIL_SETTLED", -1.0)
+    first = prepare(config_of("megatron", path))
+    monkeypatch.setattr("parallel3d.data.indexes.check", lambda *_, **__: pytest.fail("again"))
+    again = prepare(config_of("megatron", path, held_out_fraction=0.4))
+    assert again.num_tokens == first.num_tokens and again.key != first.key
+    assert again.counts().tolist() == first.counts().tolist()

@@ -1,0 +1,247 @@
+"""Ids of remote files are those of local ones, through a bounded cache that survives anything."""
+
+import os
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+import fsspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parallel3d.base.errors import DataError
+from parallel3d.data.batches import Batches
+from parallel3d.data.corpus import Corpus
+from parallel3d.data.ids import blocks, through_cache
+from parallel3d.data.ids import ranges as joining
+from parallel3d.data.ids.blocks import BLOCK, SET_BYTES, WAYS, BlockCache
+from parallel3d.data.ids.ranges import Range
+from parallel3d.data.ids.through_cache import RemoteFiles
+from parallel3d.data.prepare import prepare
+from tests.data.ids import writers
+from tests.data.ids.slow import SlowFiles
+from tests.data.ids.test_formats import FORMATS, check_streams, config_of
+
+pytestmark = pytest.mark.gloo
+
+
+@pytest.fixture(autouse=True)
+def nothing_read():
+    SlowFiles.reads.clear()
+    yield
+    SlowFiles.speed = None
+
+
+def by_url(source, url, cache):
+    return prepare(config_of(source, Path("x"), paths=(str(url),), cache=str(cache)))
+
+
+def key(number):
+    return int(number + 1).to_bytes(16, "little")
+
+
+def data_of(number, size=BLOCK):
+    return np.random.default_rng(number).bytes(size)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["megatron", "old megatron", "datatrove", "datatrove, no index", "raw", "numpy", "llm.c"],
+)
+def test_a_format_by_its_url_is_as_by_its_path(name, tmp_path):
+    source, path = FORMATS[name](tmp_path)
+    cache = str(tmp_path / "cache")
+    local = prepare(config_of(source, path, cache=cache))
+    memory = fsspec.filesystem("memory")
+    for file in tmp_path.iterdir():
+        if file.is_file():
+            memory.pipe(f"/{tmp_path.name}/{file.name}", file.read_bytes())
+    at = f"memory://{tmp_path.name}"
+    for pattern in (f"{at}/{path.name}", f"{at}/*{path.suffix}"):
+        corpus = by_url(source, pattern, cache)
+        check_streams(corpus)
+        assert corpus.key == local.key and corpus.directory != local.directory
+    check_streams(Corpus.open(corpus.directory, 2 * SET_BYTES))  # cold
+    check_streams(Corpus.open(corpus.directory, 2 * SET_BYTES))
+    memory.rm(f"/{tmp_path.name}", recursive=True)
+    with pytest.raises(DataError, match="cannot be read"):
+        Corpus.open(corpus.directory).train.tokens[:]
+    check_streams(Corpus.open(corpus.directory, 2 * SET_BYTES))  # of the cache alone
+
+
+def slow_corpus(folder, num_documents=300):
+    documents = [[*ids, writers.END] for ids in writers.some_documents(num_documents, seed=1)]
+    path = writers.megatron(folder / "ids.bin", documents)
+    return by_url("megatron", f"slow://{path}", folder / "cache"), path
+
+
+def test_once_the_cache_is_ahead_nothing_is_read_from_afar(tmp_path, monkeypatch):
+    """And until then each block once, and never more than a sample needs."""
+    monkeypatch.setattr(through_cache, "BLOCK", 512)
+    monkeypatch.setattr(blocks, "BLOCK", 512)
+    corpus, path = slow_corpus(tmp_path)
+    SlowFiles.reads.clear()
+    for turn in range(3):
+        # So many sets that none has more than its share by chance.
+        opened = Corpus.open(corpus.directory, 64 * SET_BYTES)
+        batches = Batches(opened.train, 8, seed=turn)
+        batches.microbatch(0, batches.num_samples)
+        assert {name for name, _, _ in SlowFiles.reads} == {str(path)}
+        read = sum(size for _, size, _ in SlowFiles.reads)
+        assert 0.5 * path.stat().st_size < read <= path.stat().st_size
+    one = Batches(Corpus.open(corpus.directory, 0).train, 8, seed=0)
+    SlowFiles.reads.clear()
+    one.microbatch(0, 4)
+    assert 1 <= len(SlowFiles.reads) <= 4
+    # A stretch of many documents is one range.
+    SlowFiles.reads.clear()
+    assert len(corpus.train.tokens[:2000]) == 2000
+    assert len(SlowFiles.reads) < 5
+
+
+def test_what_is_wrong_afar_is_said_with_the_name(tmp_path):
+    corpus, path = slow_corpus(tmp_path)
+    os.truncate(path, path.stat().st_size // 2)
+    with pytest.raises(DataError, match=r"ids\.bin has fewer than .* bytes .*it shrank"):
+        corpus.train.tokens[:]
+    with pytest.raises(DataError, match=r"ids\.bin, which has .* that is cut short"):
+        by_url("megatron", f"slow://{path}", tmp_path / "c")
+    for url, said in (
+        (f"slow://{tmp_path}/none.bin", "matches no file"),
+        ("nothing-known://a/b.bin", r"nothing-known://a/b\.bin cannot be read .*known"),
+        ("adl://a/b.bin", r"adl://a/b\.bin cannot be read: .*pip install parallel3d\[remote\]"),
+    ):
+        with pytest.raises(DataError, match=said):
+            by_url("tokens", url, tmp_path / "c")
+
+
+def test_the_bound_holds_and_what_was_used_stays(tmp_path, monkeypatch):
+    clock = iter(range(1, 10**6))
+    monkeypatch.setattr(blocks, "time", SimpleNamespace(time=lambda: next(clock)))
+    path = tmp_path / "remote/blocks"
+    cache = BlockCache(path, SET_BYTES + 5)  # one set: the order of use is exact
+    for number in range(WAYS):
+        cache.put(key(number), data_of(number))
+    assert cache.get(key(0)) == data_of(0)
+    for number in range(WAYS, 2 * WAYS - 1):
+        cache.put(key(number), data_of(number))
+    kept = [number for number in range(2 * WAYS) if cache.get(key(number))]
+    assert kept == [0, *range(WAYS, 2 * WAYS - 1)]
+    cache = BlockCache(path, limit := 3 * SET_BYTES - 1)
+    for number in range(200):
+        cache.put(key(number), data_of(number, BLOCK - number))
+    kept = [number for number in range(200) if cache.get(key(number)) is not None]
+    assert all(cache.get(key(number)) == data_of(number, BLOCK - number) for number in kept)
+    assert len(kept) == 2 * WAYS and path.stat().st_size <= limit
+    assert 512 * path.stat().st_blocks <= limit + 2**16
+    # Of another limit, at the same time.
+    smaller = BlockCache(path, SET_BYTES)
+    for number in range(200):
+        assert cache.get(key(number)) in (None, data_of(number, BLOCK - number))
+    smaller.put(key(1), data_of(1))
+    assert smaller.get(key(1)) == data_of(1)
+
+
+@pytest.mark.parametrize("written", ["nothing", "half a block", "block", "half an entry", "all"])
+def test_what_a_killed_process_has_half_written_is_no_block(tmp_path, monkeypatch, written):
+    path = tmp_path / "blocks"
+    before = BlockCache(path, SET_BYTES)
+    for number in range(WAYS):
+        before.put(key(number), data_of(number))
+    write, calls = os.pwrite, []
+
+    def killed(file, data, place):
+        calls.append(place)
+        whole = {"nothing": 0, "half a block": 0.5, "block": 1, "half an entry": 1.5, "all": 2}
+        left = whole[written] - len(calls) + 1
+        if left > 0:
+            write(file, data[: int(len(data) * min(left, 1))], place)
+        if left < 1:
+            raise KeyboardInterrupt
+        return len(data)
+
+    monkeypatch.setattr(os, "pwrite", killed)
+    try:
+        before.put(key(100), data_of(100))
+    except KeyboardInterrupt:
+        assert written != "all"
+    monkeypatch.undo()
+    after = BlockCache(path, SET_BYTES)
+    found = {n: after.get(key(n)) for n in (*range(WAYS), 100)}
+    assert all(data in (None, data_of(n)) for n, data in found.items())
+    assert sum(data is None for data in found.values()) in (1, 2)
+    assert (found[100] is not None) == (written == "all")
+    after.put(key(100), data_of(100))
+    assert after.get(key(100)) == data_of(100)
+
+
+def test_a_disk_that_is_full_keeps_nothing_and_a_folder_that_cannot_be_written_is_named(tmp_path):
+    cache = BlockCache(tmp_path / "blocks", SET_BYTES)
+    os.dup2(os.open(tmp_path / "blocks", os.O_RDONLY), cache._file.fileno())
+    cache.put(key(1), data_of(1))
+    assert cache.get(key(1)) is None
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match=r"file/blocks cannot be written .* set data\.cache"):
+        BlockCache(tmp_path / "file/blocks", SET_BYTES)
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_any_ranges_are_the_files_bytes(data):
+    files = {"a": data_of(1, 3 * 64 + 17), "b": data_of(2, 5), "c": data_of(3, 2 * 64)}
+    asked = []
+
+    def read(ranges):
+        asked.extend(ranges)
+        return [files[r.path][r.start : r.end] for r in ranges]
+
+    ranges = []
+    for _ in range(data.draw(st.integers(1, 8))):
+        url = data.draw(st.sampled_from("abc"))
+        start = data.draw(st.integers(0, len(files[url]) - 1))
+        ranges.append(Range(url, start, data.draw(st.integers(start + 1, len(files[url])))))
+    kept = {}
+    memory = SimpleNamespace(get=kept.get, put=kept.__setitem__)
+    reader = RemoteFiles({url: len(whole) for url, whole in files.items()}, "corpus", memory)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(through_cache, "read_ranges", read)
+        patch.setattr(through_cache, "BLOCK", 64)
+        for _ in range(2):
+            assert reader.read(ranges) == [files[r.path][r.start : r.end] for r in ranges]
+            # No byte comes twice, and ranges that follow on each other are one.
+            assert not any(a.path == b.path and a.end == b.start for a in asked for b in asked)
+            assert sum(r.end - r.start for r in asked) == sum(map(len, kept.values()))
+        # Nor does it without a cache, where what is between two ranges is small.
+        asked.clear()
+        patch.setattr(through_cache, "GAP", 10)
+        patch.setattr(joining, "MOST", data.draw(st.sampled_from((1, 100, 1000))))
+        assert RemoteFiles().read(ranges) == [files[r.path][r.start : r.end] for r in ranges]
+        assert len(asked) <= len(ranges)
+        if joining.MOST == 1000:
+            for a, b in pairwise(sorted(asked)):
+                assert a.path != b.path or b.start > a.end + 10
+
+
+@pytest.mark.parametrize(("error", "asked"), [(OSError("reset by peer"), 4), (PermissionError, 1)])
+def test_a_network_that_fails_is_asked_again_and_a_refusal_is_not(
+    tmp_path, monkeypatch, error, asked
+):
+    corpus, _ = slow_corpus(tmp_path)
+    pauses, calls = [], []
+
+    def fails(self, path, *args, **options):
+        calls.append(path)
+        raise error
+
+    monkeypatch.setattr(through_cache, "time", SimpleNamespace(sleep=pauses.append))
+    read = SlowFiles.cat_file
+    monkeypatch.setattr(SlowFiles, "cat_file", fails)
+    with pytest.raises(DataError, match=r"ids\.bin cannot be read"):
+        corpus.train.tokens[:1]
+    assert len(set(calls)) == 1 and len(calls) == asked and len(pauses) == asked - 1
+    # It comes back in time.
+    monkeypatch.setattr(through_cache.time, "sleep", lambda s: setattr(SlowFiles, "cat_file", read))
+    if asked > 1:
+        assert len(corpus.train.tokens[:9]) == 9

@@ -1,0 +1,265 @@
+"""Checkpoints exported and read back: every architecture holds, every planted damage is found."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
+
+from parallel3d import models
+from parallel3d.base.errors import CheckpointError, ConfigError
+from parallel3d.data.sources import silent
+from parallel3d.huggingface import export as export_module
+from parallel3d.huggingface.export import export
+from parallel3d.huggingface.read_back import read_back
+from parallel3d.huggingface.source import CheckpointSource
+from parallel3d.huggingface.weight_files import DTYPES, INDEX, WeightFiles
+from parallel3d.models.llama.spec import RopeScaling
+from tests.huggingface.checkpoints import SHARD_BYTES, checkpoint_of, small, tokenizer_in, written
+from tests.models.families import weights_of
+
+pytestmark = pytest.mark.gloo
+
+SCALING = RopeScaling(
+    factor=4.0, low_freq_factor=0.1, high_freq_factor=1.0, original_max_position_embeddings=16
+)
+# With room for a sample that scaled rotations show in.
+GROUPED = {"num_key_value_heads": 2, "max_position_embeddings": 64}
+MODELS = {
+    "GPT2LMHeadModel": small("gpt"),
+    "GPT2LMHeadModel, untied": small("gpt", tie_word_embeddings=False),
+    "GPTNeoXForCausalLM": small("neox"),
+    "LlamaForCausalLM, grouped, tied": small("llama", tie_word_embeddings=True, **GROUPED),
+    "LlamaForCausalLM, scaled": small("llama", rope_scaling=SCALING),
+    "MistralForCausalLM": small("llama", head_dim=16, **GROUPED),
+    "Qwen2ForCausalLM, biases": small("llama", attention_bias=True, **GROUPED),
+    "Qwen3ForCausalLM, wide heads": small("llama", qk_norm=True, head_dim=16, **GROUPED),
+}
+
+
+def exported(config, root, dtype="fp32", architecture=None):
+    source = CheckpointSource(checkpoint_of(config, root))
+    about = source.about(architecture=architecture)
+    layout = WeightFiles(config, DTYPES[dtype], SHARD_BYTES)
+    return export(source, about, layout, root / "out", silent)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_architecture_is_proved(name, tmp_path):
+    config, wanted = MODELS[name], name.partition(",")[0]
+    proof = exported(config, tmp_path, architecture=wanted)
+    assert proof.ok and proof.architecture == wanted, proof
+    assert [what.partition(" ")[0] for what in proof.checked] == [
+        "names,", "config.json", wanted, "logits",
+    ]  # fmt: skip
+    assert proof.left_out == ("tokenizer: there is none",)
+    # And by what the test knows of the weights.
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    theirs = models.huggingface(config.family).to_huggingface(config, weights_of(config))
+    found = revert_weight_conversion(model, dict(model.named_parameters()))
+    assert found.keys() == theirs.keys() and proof.tensors == len(theirs)
+    assert all(torch.equal(found[n], value) for n, value in theirs.items())
+    assert "held-out loss | 2.7500 nats" in (tmp_path / "out/README.md").read_text()
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_half_precision_is_proved_against_rounded_weights(dtype, tmp_path):
+    proof = exported(MODELS["GPT2LMHeadModel"], tmp_path, dtype)
+    assert proof.ok and len(proof.checked) == 4, proof
+    assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == str(
+        DTYPES[dtype]
+    ).removeprefix("torch.")
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    """A folder that was written, and what it is compared with."""
+    root = tmp_path_factory.mktemp("sound")
+    config = MODELS["LlamaForCausalLM, grouped, tied"]
+    found = written(checkpoint_of(config, root), root / "out", shard_bytes=SHARD_BYTES)
+    assert read_back(*found, silent).ok
+    return found
+
+
+def shard_with(folder, name):
+    return folder / json.loads((folder / INDEX).read_text())["weight_map"][name]
+
+
+def edit(folder, name, change):
+    """Save a shard again, as its library does, with `change` done to its tensors."""
+    path = shard_with(folder, name)
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, {"format": "pt"})
+
+
+O_PROJ, NORM = "model.layers.0.self_attn.o_proj.weight", "model.norm.weight"
+
+
+def missing(folder):
+    edit(folder, NORM, lambda tensors: tensors.pop(NORM))
+    return "model.norm.weight is missing"
+
+
+def extra(folder):
+    edit(folder, NORM, lambda tensors: tensors.update(more=torch.zeros(1)))
+    return "more should not be in it"
+
+
+def transposed(folder):
+    edit(folder, O_PROJ, lambda t: t.update({O_PROJ: t[O_PROJ].t().contiguous()}))
+    return "self_attn.o_proj.weight has other values in "
+
+
+def another_type(folder):
+    edit(folder, NORM, lambda tensors: tensors.update({NORM: tensors[NORM].half()}))
+    return "model.norm.weight is of type torch.float16"
+
+
+def swapped_layers(folder):
+    path = [shard_with(folder, f"model.layers.{i}.self_attn.q_proj.weight") for i in (0, 1)]
+    names = [f"model.layers.{i}.self_attn.q_proj.weight" for i in (0, 1)]
+    both = [load_file(p)[n] for p, n in zip(path, names, strict=True)]
+    for name, value in zip(names, reversed(both), strict=True):
+        edit(folder, name, lambda tensors, n=name, v=value: tensors.update({n: v}))
+    return "model.layers.0.self_attn.q_proj.weight has other values in "
+
+
+def empty_shard(folder):
+    shard_with(folder, NORM).write_bytes(b"")
+    return f"{shard_with(folder, NORM).name}: "
+
+
+def shard_without_tensors(folder):
+    edit(folder, NORM, lambda tensors: tensors.clear())
+    return "model.norm.weight is missing"
+
+
+def truncated(folder):
+    path = shard_with(folder, O_PROJ)
+    path.write_bytes(path.read_bytes()[:-4])
+    return f"{path.name}: "
+
+
+def missing_shard(folder):
+    shard_with(folder, O_PROJ).unlink()
+    return f"{shard_with(folder, O_PROJ).name}: is missing"
+
+
+def wrong_rope_base(folder):
+    path = folder / "config.json"
+    text = path.read_text()
+    assert '"rope_theta": 10000.0' in text
+    path.write_text(text.replace('"rope_theta": 10000.0', '"rope_theta": 500000.0'))
+    return "config.json: rope_parameters is "
+
+
+def another_end_of_text(folder):
+    path = folder / "generation_config.json"
+    path.write_text(path.read_text().replace('"eos_token_id": 1', '"eos_token_id": 2'))
+    return "generation_config.json: eos_token_id is 2, not 1"
+
+
+DAMAGES = [
+    missing, extra, transposed, another_type, swapped_layers, empty_shard, shard_without_tensors,
+    truncated, missing_shard, wrong_rope_base, another_end_of_text,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_damage_is_found_and_named(damage, sound, tmp_path):
+    folder, *rest = sound
+    shutil.copytree(folder, tmp_path / "out")
+    said = damage(tmp_path / "out")
+    proof = read_back(tmp_path / "out", *rest, silent)
+    assert not proof.ok
+    assert any(said in what for what in proof.differs), proof.differs
+
+
+def test_a_wrong_mapping_of_names_is_found_by_the_logits_alone(tmp_path, monkeypatch):
+    """What writes and reads back by one mistaken rule agrees with itself."""
+    family = models.huggingface("llama")
+    right = family.to_huggingface
+
+    def swapped(config, weights):
+        found = right(config, weights)
+        return {
+            n.replace("gate_", "x_").replace("up_", "gate_").replace("x_", "up_"): value
+            for n, value in found.items()
+        }
+
+    monkeypatch.setattr(family, "to_huggingface", swapped)
+    proof = exported(MODELS["Qwen2ForCausalLM, biases"], tmp_path)
+    (said,) = proof.differs
+    assert said.startswith("logits: are up to ")
+    # Nothing has its name, nor any other.
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_the_tokenizer_is_the_one_of_the_run_and_no_other(tmp_path):
+    run = checkpoint_of(MODELS["GPT2LMHeadModel"], tmp_path, tokenizer_in(tmp_path / "own"))
+    source = CheckpointSource(run)
+    proof = export(
+        source, source.about(), WeightFiles(source.config.model), tmp_path / "out", silent
+    )
+    assert proof.ok and "tokenizer" in proof.checked and proof.left_out == ()
+    theirs, ours = (tmp_path / where / "tokenizer.json" for where in ("out", "own"))
+    assert theirs.read_bytes() == ours.read_bytes()
+    assert json.loads((tmp_path / "out/config.json").read_text())["eos_token_id"] == 0
+
+    ours.write_text(ours.read_text().replace('"main"', '"niam"').replace("words", "swords"))
+    with pytest.raises(CheckpointError, match="it is not where it was; give its folder with --tok"):
+        source.about()
+    with pytest.raises(CheckpointError, match="own holds another one; give its folder"):
+        source.about(tmp_path / "own")
+    assert source.about(tmp_path / "out").tokenizer == tmp_path / "out"
+
+
+def test_what_stands_there_is_not_written_over(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/mine").touch()
+    with pytest.raises(ConfigError, match="out: exists and is not empty; remove it"):
+        exported(MODELS["GPT2LMHeadModel"], tmp_path)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
+
+
+def test_a_model_that_no_class_can_be_is_refused(tmp_path):
+    config = small("llama", attention_bias=True, qk_norm=True)
+    with pytest.raises(ConfigError, match="no class of transformers has biases"):
+        exported(config, tmp_path)
+    with pytest.raises(ConfigError, match="cannot be a LlamaForCausalLM; use GPT2LMHeadModel"):
+        exported(small("gpt"), tmp_path / "gpt", architecture="LlamaForCausalLM")
+
+
+def test_a_damaged_checkpoint_is_not_exported(tmp_path):
+    run = checkpoint_of(MODELS["GPT2LMHeadModel"], tmp_path)
+    path = run / "checkpoints/step-10/shard-00001-of-00002.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    source = CheckpointSource(run)
+    with pytest.raises(CheckpointError, match=r"00001-of-00002.* do not match the manifest"):
+        export(source, source.about(), WeightFiles(source.config.model), tmp_path / "out", silent)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    with pytest.raises(CheckpointError, match="do not match the manifest"):
+        source.check()  # and again
+
+
+def test_other_values_than_were_written_are_found(tmp_path, monkeypatch):
+    """The read-back believes neither the writer, nor that what it wrote stayed as it was."""
+    right = export_module.Writer.write
+
+    def wrong(self, name, value):
+        if name == "transformer.h.1.ln_1.weight":
+            value = value.clone()
+            value[3] += 2**-10
+        right(self, name, value)
+
+    monkeypatch.setattr(export_module.Writer, "write", wrong)
+    proof = exported(MODELS["GPT2LMHeadModel"], tmp_path)
+    said = "transformer.h.1.ln_1.weight has other values in 1 of 32 elements"
+    assert any(said in what for what in proof.differs), proof.differs
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]

@@ -1,0 +1,212 @@
+"""The saved weights, as anybody reads them: every name once, whole, in fp32, and right."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from parallel3d import models
+from parallel3d.config import RunConfig
+from parallel3d.huggingface.card import About, write_rest
+from parallel3d.huggingface.files import Writer, create
+from parallel3d.huggingface.from_ranks import save_weights
+from parallel3d.huggingface.weight_files import INDEX, WeightFiles
+from parallel3d.mesh.mesh import Mesh
+from parallel3d.train.assembly import assemble
+from parallel3d.verify.local_ranks import run_locally
+from parallel3d.verify.reference import SEED, first_weights
+from parallel3d.verify.shrink import shrink
+from tests.cases import Case, Trainer
+from tests.mesh.mortal import mortal
+from tests.verify.configs import MODELS
+from tests.verify.configs import config_of as whole_config
+
+pytestmark = pytest.mark.gloo
+SHARDS = 20_000  # bytes of one
+
+
+def train_and_save(rank, case, directory):
+    trainer = Trainer(case)
+    trainer.run()
+    parts = [
+        (name, cut.dim, cut.start, cut.stop, value)
+        for name, cut, copy, value in trainer.weights()
+        if not copy
+    ]
+    save_weights(trainer.engine, trainer.mesh, directory, config=trainer.config)
+    # Its return says that all is on disk, on every rank.
+    return parts, sorted(path.name for path in (directory / "weights").iterdir())
+
+
+def read(directory, config):
+    """Every tensor of every file, by our names; one that stands twice is an error."""
+    tensors = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118  # it is no dict
+                assert name not in tensors, f"{name} stands twice"
+                tensors[name] = file.get_tensor(name)
+    return models.huggingface(config.family).from_huggingface(config, tensors)
+
+
+CASES = [
+    pytest.param(Case(mesh=(2, 2, 2), tied=True, steps=3), marks=pytest.mark.slow),
+    pytest.param(Case(mesh=(2, 2, 2), tied=False, steps=3, offload="cpu"), marks=pytest.mark.slow),
+    Case(mesh=(1, 1, 1), zero_stage=1, steps=3),
+    # Seven layers on three coordinates of the pipeline, a vocabulary that tp does not divide.
+    Case(mesh=(3, 1, 2), zero_stage=1, steps=3, model={"num_hidden_layers": 5}),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_what_is_read_is_what_was_trained(case, tmp_path):
+    directory = tmp_path / "run"
+    ranks = run_locally(train_and_save, case.world_size, case, directory)
+    tensors = read(directory / "weights", case.config.model)
+    whole = first_weights(case.config)
+    assert tensors.keys() == whole.keys()
+    assert ("head.output.weight" in tensors) == (not case.tied)
+
+    trained = load_file(case.reference.weights)
+    for name, value in tensors.items():
+        assert value.dtype == torch.float32, name
+        assert value.shape == whole[name].shape, name
+        assert (value - trained[name]).abs().max() < 1e-5, name
+        assert not torch.equal(value, whole[name]), f"{name} never moved"
+    # Bit for bit what the ranks hold.
+    for parts, _ in ranks:
+        for name, dim, start, stop, part in parts:
+            value = tensors[name]
+            here = value if dim is None else value.narrow(dim, start, stop - start)
+            assert torch.equal(here, part), name
+
+    for _, names in ranks:
+        assert names == ["README.md", "config.json", "generation_config.json", "model.safetensors"]
+    assert [path.name for path in directory.iterdir()] == ["weights"]
+
+
+def test_weights_trained_in_bf16_are_saved_in_fp32(tmp_path):
+    case = Case(mesh=(1, 2, 1), precision="bf16", steps=2, batch=16)
+    run_locally(train_and_save, 2, case, tmp_path)
+    tensors = read(tmp_path / "weights", case.config.model)
+    assert {value.dtype for value in tensors.values()} == {torch.float32}
+    # The masters, not the rounded copies that the forward reads.
+    value = tensors["blocks.0.mlp.up.weight"]
+    assert not torch.equal(value, value.bfloat16().float())
+
+
+def save_with_a_full_disk(rank, directory):
+    """Each rank's error; the writer of the second pipeline coordinate cannot write."""
+    trainer = Trainer(Case(mesh=(2, 1, 1), steps=1, batch=16))
+    if rank == 1:
+
+        def full(descriptor, data, at):
+            raise OSError(28, "No space left on device")
+
+        os.pwrite = full
+    try:
+        save_weights(trainer.engine, trainer.mesh, directory, config=trainer.config)
+    except Exception as error:
+        return str(error)
+    return None
+
+
+def test_a_failed_write_leaves_the_old_folder_and_fails_everywhere(tmp_path):
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights/model.safetensors").write_text("of the run's last end")
+    for error in run_locally(mortal, 2, save_with_a_full_disk, tmp_path):
+        assert "No space left on device" in error, error
+    assert (tmp_path / "weights/model.safetensors").read_text() == "of the run's last end"
+
+
+def save_on_two_hosts(rank, directory):
+    """Each rank's error, where the two see different folders."""
+    from parallel3d.huggingface import files
+
+    files.appears = lambda look: look()
+    trainer = Trainer(Case(mesh=(2, 1, 1), steps=1, batch=16))
+    try:
+        save_weights(trainer.engine, trainer.mesh, directory / f"host{rank}", config=trainer.config)
+    except Exception as error:
+        return str(error)
+    return None
+
+
+def test_two_hosts_that_share_no_folder_leave_nothing_that_looks_whole(tmp_path):
+    for error in run_locally(save_on_two_hosts, 2, tmp_path):
+        assert "model.safetensors was made on another host, and is not here" in error, error
+    assert not (tmp_path / "host0/weights").exists()
+
+
+def save_as_started(rank, raw, directory):
+    config = RunConfig.from_dict(raw)
+    mesh = Mesh(config.mesh.pp, config.mesh.dp, config.mesh.tp)
+    parts = assemble(config, mesh, seed=SEED)
+    save_weights(parts.engine, mesh, Path(directory), config=config, shard_bytes=SHARDS)
+    mesh.barrier()
+
+
+MESHES = [
+    Case(mesh=(2, 1, 2)),
+    *(
+        pytest.param(case, marks=pytest.mark.slow)
+        for case in (
+            Case(mesh=(1, 1, 1), zero_stage=1),
+            Case(mesh=(2, 1, 1), zero_stage=1, tied=False),
+            Case(mesh=(1, 1, 2), zero_stage=3, offload="cpu"),
+            Case(mesh=(1, 2, 1), zero_stage=1),
+            Case(mesh=(1, 2, 1), zero_stage=3, precision="bf16"),
+            Case(mesh=(2, 2, 2), zero_stage=3, tied=False),
+            Case(mesh=(4, 1, 1), zero_stage=1, model={"num_hidden_layers": 5}),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("case", MESHES, ids=str)
+def test_the_same_weights_are_the_same_bytes_from_every_mesh(case, tmp_path):
+    """Of one process, which knows no mesh and no engine, in the same shards."""
+    config, files = case.config, ["config.json", "generation_config.json", INDEX]
+    layout = WeightFiles(config.model, shard_bytes=SHARDS)
+    create(tmp_path / "alone", layout)
+    writer = Writer(tmp_path / "alone", layout)
+    for name, value in first_weights(config).items():
+        if case.precision == "bf16":
+            value = value.bfloat16().float()  # masters start as what the forward reads
+        for theirs, tensor in layout.converted(name, value).items():
+            writer.write(theirs, tensor)
+    writer.close()
+    write_rest(tmp_path / "alone", About(config, 0, 0), layout)
+    assert len(layout.files) > 2
+
+    run_locally(save_as_started, case.world_size, config.to_dict(), str(tmp_path), timeout=60)
+    for name in [*layout.files, *files]:
+        found = (tmp_path / "weights" / name).read_bytes()
+        assert found == (tmp_path / "alone" / name).read_bytes(), name
+
+
+# The names of the others' weights: tests/models/test_transformers.py.
+WHOLE = {"llama": False, "qwen2": False, "qwen3": False}
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        n if WHOLE.get(n, True) else pytest.param(n, marks=pytest.mark.slow)
+        for n, m in MODELS.items()
+        if m["family"] != "gpt"
+    ],
+)
+def test_every_family_is_saved_whole(model, tmp_path):
+    """On tp 4, where each rank holds the key and value weights of two heads whole."""
+    config = RunConfig.from_dict(whole_config(model=model, sequence_parallel=True))
+    small = shrink(config, ((1, 1, 4),))[1, 1, 4]
+    run_locally(save_as_started, 4, small.to_dict(), str(tmp_path), timeout=60)
+    saved = read(tmp_path / "weights", small.model)
+    whole = first_weights(small)
+    assert saved.keys() == whole.keys()
+    for name, value in whole.items():
+        assert torch.equal(saved[name], value), name

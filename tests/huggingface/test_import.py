@@ -1,0 +1,134 @@
+"""Published models imported and proved: every architecture holds, what differs is found."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from parallel3d import models
+from parallel3d.base.errors import CheckpointError, ConfigError
+from parallel3d.data.tokenizer import save_tokenizer, train_tokenizer
+from parallel3d.huggingface import importing
+from parallel3d.huggingface.importing import import_folder
+from parallel3d.models.llama import pretrained as llama
+from tests.huggingface.published import MODELS, save
+
+pytestmark = pytest.mark.gloo
+
+CLASSES = {
+    "gpt2": "GPT2LMHeadModel", "llama2": "LlamaForCausalLM", "llama3": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
+    "smollm2": "LlamaForCausalLM", "pythia": "GPTNeoXForCausalLM", "neox": "GPTNeoXForCausalLM",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_architecture_is_proved(name, tmp_path):
+    """The logits, too: the config that was derived, and how positions rotate."""
+    folder, out = save(name, tmp_path / "model"), tmp_path / "out"
+    proof = import_folder(folder, out, shard_bytes=20_000)
+    assert proof.ok and proof.architecture == CLASSES[name.split()[0]], proof
+    assert len(proof.checked) == 4 and proof.left_out == ("tokenizer: there is none",)
+    theirs = load_file(folder / "model.safetensors")
+    ours = {}
+    for path in out.glob("*.safetensors"):
+        ours |= load_file(path)
+    assert ours.keys() == theirs.keys() and proof.tensors == len(theirs)
+    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_types_stay_and_what_is_superfluous_goes(tmp_path):
+    folder = save("gpt2", tmp_path / "model", torch.float16)
+    tensors = load_file(folder / "model.safetensors")
+    extra = {"transformer.h.0.attn.bias": torch.ones(1, 1, 4, 4)}
+    extra["lm_head.weight"] = tensors["transformer.wte.weight"].clone()
+    save_file(tensors | extra, folder / "model.safetensors", {"format": "pt"})
+    save_tokenizer(train_tokenizer(["words and words"], 300), folder)
+    proof = import_folder(folder, tmp_path / "out")
+    assert proof.ok and proof.left_out == ()
+    found = load_file(tmp_path / "out/model.safetensors")
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[n], value) for n, value in tensors.items())
+    assert (tmp_path / "out/tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize("name", ["pythia", "neox one after the other"])
+def test_an_output_projection_of_either_name_is_the_same(name, tmp_path):
+    """transformers reads GPT-NeoX's as embed_out and as lm_head; tied, as a copy or not at all."""
+    folder, other = save(name, tmp_path / "model"), tmp_path / "other"
+    tensors = load_file(folder / "model.safetensors")
+    tied = "embed_out.weight" not in tensors
+    head = tensors["gpt_neox.embed_in.weight"] + 0 if tied else tensors.pop("embed_out.weight")
+    shutil.copytree(folder, other)
+    save_file(tensors | {"lm_head.weight": head}, other / "model.safetensors", {"format": "pt"})
+    proof = import_folder(other, tmp_path / "out")
+    assert proof.ok and len(proof.checked) == 4, proof
+    found, wanted = (
+        load_file(tmp_path / "out/model.safetensors"),
+        load_file(folder / "model.safetensors"),
+    )
+    assert found.keys() == wanted.keys() and proof.tensors == len(wanted)
+    assert all(torch.equal(found[n], value) for n, value in wanted.items())
+    if tied:
+        wrong = tensors | {"lm_head.weight": head * 2}
+        save_file(wrong, other / "model.safetensors", {"format": "pt"})
+        with pytest.raises(ConfigError, match=r"lm_head\.weight is not gpt_neox\.embed_in"):
+            import_folder(other, tmp_path / "wrong")
+    both = tensors | {"lm_head.weight": head, "embed_out.weight": head + 0}
+    save_file(both, other / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"holds \w+\.weight and \w+\.weight, two names of one"):
+        import_folder(other, tmp_path / "both")
+
+
+def test_a_wrong_mapping_of_names_is_found_by_the_logits_alone(tmp_path, monkeypatch):
+    family = models.huggingface("llama")
+    right = family._gate_and_up
+    monkeypatch.setattr(family, "_gate_and_up", lambda name: right(name)[::-1])
+    proof = import_folder(save("qwen2", tmp_path / "model"), tmp_path / "out")
+    (said,) = proof.differs
+    assert said.startswith("logits: are up to ")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_wrong_reading_of_config_json_is_found_by_the_logits(tmp_path, monkeypatch):
+    right = llama._rope
+    monkeypatch.setattr(llama, "_rope", lambda fields: (7e5, right(fields)[1]))
+    proof = import_folder(save("llama3", tmp_path / "model"), tmp_path / "out")
+    assert [said[:18] for said in proof.differs] == ["logits: are up to "]
+
+
+def test_other_values_than_the_folders_are_found(tmp_path, monkeypatch):
+    right = importing.PublishedWeights.whole
+
+    def wrong(self, name):
+        value = right(self, name)
+        if name == "blocks.1.norm1.weight":
+            value[3] += 2**-10
+        return value
+
+    monkeypatch.setattr(importing.PublishedWeights, "whole", wrong)
+    proof = import_folder(save("llama2", tmp_path / "model"), tmp_path / "out")
+    said = "model.layers.1.input_layernorm.weight has other values in 1 of 32 elements"
+    assert any(said in what for what in proof.differs), proof.differs
+
+
+def test_what_cannot_be_imported_is_refused(tmp_path):
+    folder = save("llama2", tmp_path / "model")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/mine").touch()
+    with pytest.raises(ConfigError, match="out: exists and is not empty"):
+        import_folder(folder, tmp_path / "out")
+    with pytest.raises(ConfigError, match="nothing: is no folder"):
+        import_folder(tmp_path / "nothing", tmp_path / "new")
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(CheckpointError, match="is no sound file of safetensors"):
+        import_folder(folder, tmp_path / "new")
+    config = json.loads((folder / "config.json").read_text()) | {"hidden_act": "relu"}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r'config\.json: hidden_act = "relu": is not SiLU'):
+        import_folder(folder, tmp_path / "new")
+    assert not (tmp_path / "new").exists()

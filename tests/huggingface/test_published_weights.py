@@ -1,0 +1,165 @@
+"""Weights of published models by our names: every box, bit by bit, and what is refused."""
+
+import json
+import os
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from parallel3d import models
+from parallel3d.base.errors import CheckpointError, ConfigError
+from parallel3d.checkpoint.box import Box
+from parallel3d.config.pretrained import derived, read_config
+from parallel3d.huggingface.published_weights import PublishedWeights
+from tests.huggingface.published import MODELS, save
+
+pytestmark = pytest.mark.gloo
+
+
+def config_of(folder):
+    block = derived(folder, read_config(folder))
+    return models.config_class(block["family"]).model_validate(block)
+
+
+def opened(folder):
+    return PublishedWeights(folder, config_of(folder))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("published")
+    return {name: save(name, root / name) for name in MODELS}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_imported_and_exported_is_bit_equal(name, folders):
+    folder = folders[name]
+    config = config_of(folder)
+    family = models.huggingface(config.family)
+    theirs = load_file(folder / "model.safetensors")
+    with opened(folder) as weights:
+        ours = {name: weights.whole(name) for name in weights.names}
+    back = family.to_huggingface(config, ours)
+    assert back.keys() == theirs.keys()
+    assert all(torch.equal(back[name], value) for name, value in theirs.items())
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen2", "pythia"])
+@given(st.data())
+def test_any_box_is_what_a_slice_of_the_whole_is(name, folders, data):
+    with opened(folders[name]) as weights:
+        ours = data.draw(st.sampled_from(weights.names))
+        whole = weights.whole(ours)
+        first = [data.draw(st.integers(0, size - 1)) for size in whole.shape]
+        size = [data.draw(st.integers(1, n - a)) for n, a in zip(whole.shape, first, strict=True)]
+        out = torch.empty(size)
+        weights.read(ours, Box(tuple(first), tuple(size)), out)
+    ends = [slice(a, a + n) for a, n in zip(first, size, strict=True)]
+    assert torch.equal(out, whole[tuple(ends)])
+
+
+def test_shards_half_precision_and_bare_names_are_one_model(folders, tmp_path):
+    wanted = load_file(folders["gpt2"] / "model.safetensors")
+    half = save("gpt2", tmp_path / "half", torch.bfloat16, max_shard_size="20KB")
+    assert len(list(half.glob("model-*.safetensors"))) > 2
+    with opened(folders["gpt2"]) as exact, opened(half) as weights:
+        assert weights.dtype == torch.bfloat16 and exact.dtype == torch.float32
+        for name in weights.names:
+            assert torch.equal(weights.whole(name), exact.whole(name).bfloat16().float())
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "config.json").write_bytes((folders["gpt2"] / "config.json").read_bytes())
+    names = {name.removeprefix("transformer."): value for name, value in wanted.items()}
+    # As the first GPT-2 has them: masks, and the tied head.
+    names |= {"h.0.attn.bias": torch.ones(1, 1, 4, 4), "lm_head.weight": names["wte.weight"] + 0}
+    save_file(names, bare / "model.safetensors")
+    with opened(folders["gpt2"]) as exact, opened(bare) as weights:
+        weights.check_tied()
+        assert all(torch.equal(weights.whole(n), exact.whole(n)) for n in exact.names)
+    save_file(names | {"lm_head.weight": names["wte.weight"] * 2}, bare / "model.safetensors")
+    with opened(bare) as weights, pytest.raises(ConfigError, match="tie_word_embeddings = true"):
+        weights.check_tied()
+
+
+def test_what_old_versions_saved_of_neox_beside_its_weights_is_passed_over(folders, tmp_path):
+    tensors = load_file(folders["pythia"] / "model.safetensors")
+    for name in ("bias", "masked_bias", "rotary_emb.inv_freq"):
+        tensors[f"gpt_neox.layers.2.attention.{name}"] = torch.ones(1)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((folders["pythia"] / "config.json").read_bytes())
+    with opened(tmp_path) as weights:
+        assert len(weights.stored) == len(weights.names) == len(tensors) - 3
+
+
+def test_a_rank_reads_its_own_bytes_and_no_others(folders, monkeypatch):
+    reads = []
+    preadv = os.preadv
+    monkeypatch.setattr("parallel3d.checkpoint.arrays.GAP_BYTES", 0)
+    with opened(folders["gpt2"]) as gpt, opened(folders["llama3"]) as llama:
+        monkeypatch.setattr(
+            os, "preadv", lambda d, buffers, at: reads.append(len(buffers[0])) or
+            preadv(d, buffers, at),
+        )  # fmt: skip
+        for weights, name, box in [
+            (llama, "embedding.token.weight", Box((20, 0), (20, 32))),
+            (llama, "blocks.0.attention.output.weight", Box((0, 8), (32, 8))),
+            (llama, "blocks.1.mlp.gate_up.weight", Box((1, 14, 0), (1, 14, 32))),
+            # Transposed there, so a rank's rows are columns.
+            (gpt, "blocks.0.mlp.up.weight", Box((32, 0), (32, 32))),
+            (gpt, "blocks.2.attention.qkv.weight", Box((0, 8, 0), (3, 8, 32))),
+        ]:
+            reads.clear()
+            weights.read(name, box, torch.empty(box.shape))
+            assert sum(reads) == 4 * box.numel, name
+
+
+def missing(tensors):
+    del tensors["model.norm.weight"]
+    return "model.norm.weight is missing"
+
+
+def another_shape(tensors):
+    tensors["model.norm.weight"] = torch.ones(33)
+    return r"model.norm.weight has the shape \[33\], and by config.json \[32\]"
+
+
+def extra(tensors):
+    tensors["model.layers.0.self_attn.sinks"] = torch.ones(4)
+    return "holds model.layers.0.self_attn.sinks, which the model"
+
+
+def quantised(tensors):
+    tensors["model.norm.weight"] = torch.ones(32, dtype=torch.int8)
+    return "model.norm.weight is of type I8"
+
+
+@pytest.mark.parametrize("damage", [missing, another_shape, extra, quantised])
+def test_what_is_not_the_model_of_config_json_is_refused(damage, folders, tmp_path):
+    tensors = load_file(folders["llama2"] / "model.safetensors")
+    said = damage(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((folders["llama2"] / "config.json").read_bytes())
+    with pytest.raises(ConfigError, match=said):
+        opened(tmp_path)
+
+
+@pytest.mark.parametrize("cut", [0, 5, 300, -1])
+def test_a_file_that_is_cut_off_is_refused(cut, folders, tmp_path):
+    data = (folders["llama2"] / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(data[:cut])
+    with pytest.raises(CheckpointError, match="is no sound file of safetensors"):
+        PublishedWeights(tmp_path, config_of(folders["llama2"]))
+
+
+def test_a_name_in_two_shards_is_refused(folders, tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.safetensors").write_bytes(
+            (folders["llama2"] / "model.safetensors").read_bytes()
+        )
+    index = {"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=r"is also in a\.safetensors"):
+        PublishedWeights(tmp_path, config_of(folders["llama2"]))

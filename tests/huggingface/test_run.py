@@ -1,0 +1,83 @@
+"""A whole run that starts from a published model, and goes on from its checkpoint without it."""
+
+import json
+import shutil
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, GPT2Config
+
+from parallel3d.config import RunConfig
+from parallel3d.data.tokenizer import save_tokenizer, train_tokenizer
+from parallel3d.huggingface.tokenizer import remark
+from tests.huggingface.published import MODELS, run_config
+from tests.train.running import start_all
+
+pytestmark = pytest.mark.gloo
+
+TEXTS = ["def main(): return 'words and words'"] * 3
+VOCAB = 300
+
+
+def tokenizer_in(folder, texts=TEXTS):
+    folder.mkdir(exist_ok=True)
+    save_tokenizer(train_tokenizer(texts, VOCAB), folder)
+    return folder
+
+
+@pytest.fixture
+def raw(tmp_path):
+    """A run on from a model, on a corpus of one token over and over."""
+    folder, tokenizer = (tokenizer_in(tmp_path / name) for name in ("model", "tokenizer"))
+    torch.manual_seed(0)
+    settings = MODELS["gpt2"][1] | {"vocab_size": VOCAB}
+    AutoModelForCausalLM.from_config(GPT2Config(**settings)).save_pretrained(folder)
+    (tmp_path / "a.txt").write_text("a" * 3000)
+    data = {
+        "source": "text", "paths": [str(tmp_path / "a.txt")], "tokenizer": str(tokenizer),
+        "sequence_length": 16, "cache": str(tmp_path / "cache"), "held_out_fraction": 0,
+    }  # fmt: skip
+    place = {"directory": str(tmp_path / "runs"), "name": "a", "save_weights": False}
+    raw = run_config(folder, **{"parallel3d.data": data, "parallel3d.run": place})
+    return raw | {"zero_optimization": {"stage": 1}}
+
+
+def remove(rank, folder):
+    shutil.rmtree(folder)
+
+
+def test_a_run_starts_from_the_model_and_goes_on_without_it(raw, tmp_path):
+    folder, run = tmp_path / "model", tmp_path / "runs/a"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+    tokens = torch.full((1, 16), vocabulary["a"])
+    wanted = F.cross_entropy(model(tokens).logits[0], tokens[0]).item()
+    # As the run writes it: a record in the folder's place.
+    resolved = RunConfig.from_dict(raw).to_dict()
+    raw["parallel3d"]["train"]["stop_after"] = 1
+    (first,), (again,) = start_all([(raw,), (resolved, remove, folder)], (1, 1, 1))
+    assert first.code == 3 and again.code == 0, (first, again)
+    assert first.says(f"weights of {folder}") == 1 and not first.says("WARNING: data.tokenizer")
+    assert again.says("resume  from ") == 1 and not again.says("weights of")
+    assert not folder.exists()
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert abs(lines[0]["loss"] - wanted) < 1e-4
+    origin = json.loads((run / "config.json").read_text())["parallel3d"]["model"]["from_pretrained"]
+    assert origin["folder"] == str(folder) and origin["weights"]
+
+
+def test_another_tokenizer_than_the_models_is_remarked_on(tmp_path):
+    model = tokenizer_in(tmp_path / "model")
+    same, other = tokenizer_in(tmp_path / "same"), tokenizer_in(tmp_path / "other", ["in to it"])
+    (tmp_path / "none").mkdir()
+    assert remark(model, model, "m") == remark(model, same, "m") == ""
+    (same / "tokenizer.json").write_text((same / "tokenizer.json").read_text() + "\n")
+    assert remark(model, same, "m") == "", "written in another way"
+    said = remark(model, other, "m")
+    assert (
+        said.startswith("WARNING: data.tokenizer is not the one of m: ") and "to m, unless" in said
+    )
+    assert remark(model, tmp_path / "none", "m") == "", "token ids, of which nobody knows"
+    assert "m has no tokenizer" in remark(tmp_path / "none", other, "m")

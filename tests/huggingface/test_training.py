@@ -1,0 +1,139 @@
+"""Training on from a published model: the losses and weights of plain transformers."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from parallel3d import models
+from parallel3d.checkpoint.load import load
+from parallel3d.config import RunConfig
+from parallel3d.data.sources import silent
+from parallel3d.huggingface.export import export
+from parallel3d.huggingface.importing import import_folder
+from parallel3d.huggingface.load import find_weights, load_weights
+from parallel3d.huggingface.source import CheckpointSource
+from parallel3d.huggingface.weight_files import WeightFiles
+from parallel3d.mesh.mesh import Mesh
+from parallel3d.train.assembly import assemble
+from parallel3d.verify.local_ranks import run_locally
+from parallel3d.verify.reference import train_model
+from parallel3d.verify.shrink import NO_THRESHOLDS
+from tests.huggingface.checkpoints import checkpoint_of, small
+from tests.huggingface.published import MODELS, run_config, save
+from tests.models.families import part
+from tests.verify.measuring import differences, errors_of, train
+
+pytestmark = pytest.mark.gloo
+
+
+def config_on(folder, mesh, **changes):
+    """The resolved config of a run on a mesh (pp, dp, tp), of the same global batch on all."""
+    pp, dp, tp = mesh
+    sizes = {"parallel3d.mesh": {"pp": pp, "dp": dp, "tp": tp}, "train_batch_size": 8}
+    raw = run_config(folder, **sizes, **changes)
+    raw["train_micro_batch_size_per_gpu"] = 8 // (2 * dp)
+    raw["zero_optimization"] = NO_THRESHOLDS | raw["zero_optimization"]
+    return RunConfig.from_dict(raw).resolve(pp * dp * tp)
+
+
+def started(config):
+    mesh = Mesh(config.mesh.pp, config.mesh.dp, config.mesh.tp)
+    parts = assemble(config, mesh)
+    folder = find_weights(config.model, mesh)
+    load_weights(folder, config.model, engine=parts.engine, mesh=mesh, layers=parts.layers)
+    return mesh, parts
+
+
+def train_on_rank(rank, config, reference):
+    mesh, parts = started(config)
+    found = differences(parts, config, train(parts, config, mesh), reference)
+    mesh.barrier()
+    parts.engine.close()
+    return found
+
+
+def largest_errors(folder, mesh, tmp_path, **changes):
+    config = config_on(folder, mesh, **changes)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    family = models.huggingface(config.model.family)
+    if name_as_in_files := getattr(family, "named_as_in_files", None):
+        theirs = name_as_in_files(theirs)
+    reference = train_model(theirs.double().train(), family, config, tmp_path)
+    pp, dp, tp = mesh
+    return errors_of(config, run_locally(train_on_rank, pp * dp * tp, config, reference))
+
+
+def test_training_on_is_that_of_transformers(tmp_path):
+    errors = largest_errors(save("gpt2", tmp_path / "model"), (1, 1, 1), tmp_path)
+    assert errors.within(1e-5), errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2), (1, 1, 4)], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_training_on_from_each_architecture_on_each_mesh(name, mesh, tmp_path):
+    errors = largest_errors(save(name, tmp_path / "model"), mesh, tmp_path)
+    print(name, mesh, errors)
+    assert errors.within(1e-5), errors
+
+
+def held_on_rank(rank, configs):
+    """What each rank holds once its weights are loaded: name, cut, value."""
+    found = []
+    for config in configs:
+        mesh, parts = started(config)
+        found.append(
+            [(h.name, h.cut, parts.engine.full_parameter(h).cpu()) for h in parts.engine.held]
+        )
+        mesh.barrier()
+        parts.engine.close()
+    return found
+
+
+MESHES = [((2, 1, 2), 0, "none"), ((1, 2, 2), 3, "cpu")]
+
+
+@pytest.mark.usefixtures("cpu_adam")
+def test_every_shard_has_its_elements_exactly(tmp_path):
+    """From bfloat16, which fp32 masters hold to the bit; at ZeRO 0, and 3 with offload."""
+    folder = save("qwen3", tmp_path / "model", torch.bfloat16)
+    configs = []
+    for mesh, stage, offload in MESHES:
+        zero = {"stage": stage} | ({"offload_optimizer": {"device": offload}} if stage else {})
+        configs.append(config_on(folder, mesh, **{"zero_optimization": zero}))
+    theirs = {n: v.float() for n, v in load_file(folder / "model.safetensors").items()}
+    family = models.huggingface(configs[0].model.family)
+    wanted = family.from_huggingface(configs[0].model, theirs)
+    for rank in run_locally(held_on_rank, 4, configs):
+        for held in rank:
+            assert held
+            for name, cut, value in held:
+                original = name if name in wanted else "embedding.token.weight"  # it is tied
+                assert torch.equal(value, part(wanted[original], cut)), name
+
+
+def train_both_on_rank(rank, started_from, plain, folder, state, files):
+    """Losses of training on from an export, and from the checkpoint that it was made of."""
+    mesh, parts = started(started_from)
+    exported = train(parts, started_from, mesh)
+    mesh.barrier()
+    parts.engine.close()
+    mesh = Mesh()
+    parts = assemble(plain, mesh)
+    load(folder, files, state, engine=parts.engine, mesh=mesh, layers=parts.layers)
+    return exported, train(parts, plain, mesh)
+
+
+def test_exported_and_imported_trains_on_as_the_checkpoint_does(tmp_path):
+    model = small("llama", qk_norm=True, head_dim=16, num_key_value_heads=2)
+    source = CheckpointSource(checkpoint_of(model, tmp_path))
+    proof = export(source, source.about(), WeightFiles(model), tmp_path / "out", silent)
+    assert proof.ok and import_folder(tmp_path / "out", tmp_path / "start").ok
+    config = config_on(tmp_path / "start", (1, 1, 1))
+    plain = config_on(None, (1, 1, 1), **{"parallel3d.model": model.model_dump(mode="json")})
+    # The checkpoint's moments are zeros; its Adam begins anew, too.
+    state = source.state | {"optimizer_steps": 0}
+    files = sorted(path.name for path in source.folder.glob("*.safetensors"))
+    (found,) = run_locally(train_both_on_rank, 1, config, plain, source.folder, state, files)
+    assert found[0] == found[1]

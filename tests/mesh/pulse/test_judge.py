@@ -1,0 +1,180 @@
+"""Whom the judge accuses, by a clock of the test's own."""
+
+import pytest
+
+from parallel3d.mesh.pulse.judge import GONE, RUNS, STOPPED, TRACED, Judge, Limits, Report
+
+pytestmark = pytest.mark.pure
+
+LIMIT = 300.0
+
+
+class Play:
+    """Three ranks on two machines that report every two seconds; what the judge says, and when."""
+
+    def __init__(self):
+        self.judge = Judge(Limits())
+        self.now = 1000.0
+        self.reports = {}
+        for rank, host in enumerate(["a", "a", "b"]):
+            self.reports[rank] = Report(host, RUNS, f"{rank}F0 of step 7", 1.0, False, LIMIT)
+
+    def set(self, rank, **values):
+        self.reports[rank] = self.reports[rank]._replace(**values)
+        self.judge.hear(rank, self.reports[rank])
+
+    def run(self, seconds, silent=()):
+        """Time goes by, in which some are silent; gives when there was a verdict, and which."""
+        for tick in range(round(2 * seconds)):
+            if tick % 4 == 0:
+                for rank, report in self.reports.items():
+                    if rank not in silent:
+                        self.judge.hear(rank, report)
+            self.now += 0.5
+            text, blamed = self.judge.verdict(self.now)
+            if text:
+                return tick / 2, blamed, text
+        return None
+
+
+@pytest.fixture
+def play():
+    play = Play()
+    assert play.run(10) is None
+    return play
+
+
+def test_who_dies_is_named_with_what_it_did(play):
+    play.set(1, state=GONE)
+    said = 'rank 1 on a died at "1F0 of step 7": killed, or crashed'
+    assert play.run(1) == (0, 1, said)
+    assert play.judge.speakers(1) == {0, 2}  # one of each machine
+
+
+def test_who_is_lost_with_its_sentry_is_dead(play):
+    play.judge.lose(0)
+    seconds, blamed, text = play.run(1, silent=[0])
+    assert (seconds, blamed) == (0, 0) and "and its sentry with it" in text
+    assert play.judge.speakers(0) == {1, 2}
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_who_has_ended_well_is_no_loss(play, code):
+    play.set(1, state=GONE, left=code)
+    play.judge.lose(1)
+    play.judge.lose_store()  # it was the last that kept it
+    assert play.run(100) is None
+
+
+def test_an_error_of_one_is_that_of_all_or_a_fault(play):
+    play.set(1, state=GONE, left=2)
+    assert play.run(5) is None
+    seconds, blamed, text = play.run(10)
+    assert (4 <= seconds <= 5, blamed) == (
+        True,
+        1,
+    ) and 'ended with exit code 2 at "1F0 of step 7", and others' in text
+
+
+def test_who_fails_alone_says_why(play):
+    play.set(2, left=1, reason="ValueError: no")
+    said = 'rank 2 on b failed at "2F0 of step 7": ValueError: no'
+    assert play.run(1) == (0, 2, said)
+
+
+def test_who_is_stopped_has_twenty_seconds(play):
+    play.set(2, state=STOPPED)
+    assert play.run(19) is None
+    play.set(2, state=RUNS)
+    assert play.run(5) is None
+    play.set(2, state=STOPPED)
+    seconds, blamed, text = play.run(30)
+    assert (19 <= seconds <= 21, blamed) == (True, 2) and "stopped (SIGSTOP) for 20 s" in text
+
+
+def test_where_all_are_stopped_nobody_is_accused(play):
+    for rank in range(3):
+        play.set(rank, state=STOPPED)
+    assert play.run(1000) is None
+    play.set(0, state=RUNS)  # they wake one by one
+    assert play.run(5) is None
+
+
+def test_who_is_traced_is_no_fault(play):
+    play.set(1, state=TRACED)
+    assert play.run(1000) is None
+
+
+def test_time_in_a_debugger_makes_nobody_late(play):
+    play.set(0, doing="1F0, waiting", since=2.0, waits=True)
+    assert play.run(200) is None
+    play.set(1, state=TRACED)
+    assert play.run(1000) is None
+    play.set(1, state=RUNS)
+    seconds, _, text = play.run(400)
+    assert 98 <= seconds <= 102 and "rank 0 waited (300 s are allowed)" in text
+
+
+def test_who_computes_for_hours_is_no_fault(play):
+    assert play.run(4000) is None
+
+
+def test_a_silent_machine(play):
+    seconds, blamed, text = play.run(30, silent=[2])
+    assert (17 <= seconds <= 20, blamed) == (True, 2)
+    assert text.startswith("rank 2 on b has been silent for 20 s")
+
+
+def test_a_machine_that_slept_accuses_nobody(play):
+    """With all that is on it; its clock may have gone on."""
+    play.set(0, waits=True)
+    for _ in range(3):
+        play.now += 10_000
+        assert play.run(15) is None
+
+
+def test_a_lost_store(play):
+    play.judge.store = "master:29500"
+    play.judge.lose_store()
+    seconds, blamed, text = play.run(30)
+    assert (2 <= seconds <= 3, blamed) == (True, None)
+    assert text == "the store of the process group at master:29500 is gone: its keeper died"
+
+
+def test_who_is_late_is_who_does_not_wait(play):
+    play.set(0, doing="1F0, waiting", since=2.0, waits=True)
+    play.run(50)
+    play.set(1, since=2.0)
+    play.set(2, doing="a gather", since=3.0, waits=True)
+    seconds, blamed, text = play.run(400)
+    assert blamed == 1 and 249 <= seconds <= 251
+    said = 'rank 1 on a is late: at "1F0 of step 7" for 250 s; rank 0 waited (300 s are allowed)'
+    assert text == said
+
+
+def test_where_all_wait_the_first_to_wait_is_named(play):
+    play.set(1, since=2.0, waits=True)
+    play.run(50)
+    for rank in (0, 2):
+        play.set(rank, since=3.0, waits=True)
+    assert play.run(400)[1] == 1
+
+
+def test_without_a_limit_nobody_is_late(play):
+    """Before the first step is done: somebody compiles, or prepares a corpus."""
+    for rank in range(3):
+        play.set(rank, limit=0.0, waits=rank > 0, since=2.0)
+    assert play.run(3000) is None
+
+
+@pytest.mark.parametrize("end", [{"state": GONE}, {"left": 1, "reason": "Timed out"}])
+def test_who_is_ended_by_a_timeout_has_waited_for_another(play, end):
+    """NCCL's watchdog aborts a process that waits where nothing of ours sees it; gloo's raises."""
+    play.set(0, since=5.0)
+    play.set(2, since=2.0)
+    play.run(310)
+    play.set(0, since=6.0)
+    play.set(1, **end)
+    _, blamed, text = play.run(1)
+    assert blamed == 1
+    assert '; rank 2 on b has stood still for 310 s at "2F0 of step 7"' in text

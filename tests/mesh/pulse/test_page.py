@@ -1,0 +1,49 @@
+"""What one process writes on a page another never reads in parts, where parts would mislead."""
+
+import os
+
+import pytest
+
+from parallel3d.mesh.pulse.page import Verdict, new_page
+
+pytestmark = pytest.mark.pure
+
+PAGES = 300
+VERDICT = Verdict("rank 0 on node7 died", True)
+
+
+def first_read(page):
+    """What is read first of a page that another process writes at this moment."""
+    page.is_watched = True  # the other one waits for it
+    while (code := page.left) is None:
+        pass
+    while (verdict := page.verdict) is None:
+        pass
+    return code, verdict
+
+
+def write(pages):
+    for page in pages:
+        while not page.is_watched:
+            pass
+        page.leave(3)
+        page.judge(VERDICT)
+
+
+def test_a_verdict_is_whole_and_an_exit_code_is_the_one_that_was_written():
+    """Seen: a run that ended said "; the run ends", and not which rank had died."""
+    pages = []
+    for _ in range(PAGES):
+        page, descriptor = new_page()
+        os.close(descriptor)
+        pages.append(page)
+    if not (child := os.fork()):
+        try:
+            write(pages)
+        finally:
+            os._exit(0)
+    try:
+        assert {first_read(page) for page in pages} == {(3, VERDICT)}
+    finally:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
