@@ -71,6 +71,8 @@ def room_of(path: Path) -> str:
     if path.match("models/*/*.py"):
         is_low = path.name in ("spec.py", "pretrained.py", "__init__.py")
         return "models/*/spec.py" if is_low else "models/*"
+    if path == Path("models/blocks.py"):
+        return "models/*"
     if path == Path("parallel3d/__main__.py"):
         return "launch"
     return path.parent.as_posix()

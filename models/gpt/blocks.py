@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from parallel3d.models.blocks import GeluMLP, NormedHead
 from parallel3d.models.common import scales_of
 from parallel3d.models.gpt.spec import Config
 from parallel3d.tensor.attention import CausalAttention
@@ -16,8 +17,6 @@ from parallel3d.tensor.cut import cut_of, cut_parameter
 from parallel3d.tensor.dropout import Dropout
 from parallel3d.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from parallel3d.tensor.norm import LayerNorm
-from parallel3d.tensor.output import VocabParallelOutput
-from parallel3d.tensor.pointwise import gelu
 from parallel3d.tensor.scale import scaled
 from parallel3d.tensor.segments import Segments
 from parallel3d.tensor.vocab import VocabParallelEmbedding
@@ -86,21 +85,6 @@ class Attention(nn.Module):
         return self.output(self.core(q, k, v, segments))  # [batch, seq, hidden]
 
 
-class MLP(nn.Module):
-    """Two linear layers around a GELU; each tp rank computes its share of the inner features."""
-
-    def __init__(self, config: Config, context: LayerContext) -> None:
-        super().__init__()
-        size, inner = config.hidden_size, config.inner_size
-        group, split = context.group, context.sequence_parallel
-        self.up = ColumnParallelLinear(size, inner, group, sequence_parallel=split)
-        self.down = RowParallelLinear(inner, size, group, sequence_parallel=split)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [batch, seq, hidden], or its part of the sequence -> the same shape."""
-        return self.down(gelu(self.up(x), "tanh"))
-
-
 class Block(nn.Module):
     """One transformer layer."""
 
@@ -112,7 +96,7 @@ class Block(nn.Module):
         self.attention = Attention(config, name, context)
         self.dropout1 = Dropout(config.resid_pdrop, f"{name}.dropout1", key, split)
         self.norm2 = LayerNorm(size, group, eps)
-        self.mlp = MLP(config, context)
+        self.mlp = GeluMLP(config, context, "tanh")
         self.dropout2 = Dropout(config.resid_pdrop, f"{name}.dropout2", key, split)
         self.scale = scales_of(config).branch
 
@@ -123,19 +107,9 @@ class Block(nn.Module):
         return self.dropout2(scaled(self.mlp(self.norm2(x)), self.scale)).add_(x)
 
 
-class Head(nn.Module):
-    """Final norm, logits and loss."""
+class Head(NormedHead):
+    """Final LayerNorm, logits and loss."""
 
     def __init__(self, config: Config, name: str, context: LayerContext) -> None:
-        super().__init__()
-        self.norm = LayerNorm(config.hidden_size, context.group, config.layer_norm_epsilon)
-        self.output = VocabParallelOutput(int(config.vocab_size), config.hidden_size, context)
-        self.scale = scales_of(config).output
-
-    def forward(self, x: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
-        """x [batch, seq, hidden], or its part; labels [batch, seq] -> the mean loss in nats, [].
-
-        With `weights` [batch, seq] the losses' weighted sum; in evaluation each token's loss.
-        """
-        loss: Tensor = self.output(scaled(self.norm(x), self.scale), labels, weights)
-        return loss
+        norm = LayerNorm(config.hidden_size, context.group, config.layer_norm_epsilon)
+        super().__init__(config, norm, context)

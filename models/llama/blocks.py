@@ -5,33 +5,17 @@ Touvron et al., arXiv:2302.13971 and 2307.09288; grouped-query attention is arXi
 
 from torch import Tensor, nn
 
+from parallel3d.models.blocks import NormedHead
 from parallel3d.models.common import scales_of
 from parallel3d.models.llama.spec import Config
 from parallel3d.tensor.attention import CausalAttention
 from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.linear import ColumnParallelLinear, GroupedColumnLinear, RowParallelLinear
 from parallel3d.tensor.norm import RMSNorm
-from parallel3d.tensor.output import VocabParallelOutput
 from parallel3d.tensor.pointwise import swiglu
 from parallel3d.tensor.rotary import FrequencyScaling, Rotary
 from parallel3d.tensor.scale import scaled
 from parallel3d.tensor.segments import Segments
-from parallel3d.tensor.vocab import VocabParallelEmbedding
-
-
-class Embedding(nn.Module):
-    """Token embedding; positions enter in the attention."""
-
-    def __init__(self, config: Config, name: str, context: LayerContext) -> None:
-        super().__init__()
-        self.token = VocabParallelEmbedding(
-            int(config.vocab_size), config.hidden_size, context.group, context.sequence_parallel
-        )
-        self.scale = scales_of(config).input
-
-    def forward(self, tokens: Tensor, segments: Segments | None = None) -> Tensor:
-        """tokens [batch, seq] -> [batch, seq, hidden], or this rank's part of the sequence."""
-        return scaled(self.token(tokens), self.scale)
 
 
 class Attention(nn.Module):
@@ -103,22 +87,12 @@ class Block(nn.Module):
         return scaled(self.mlp(self.norm2(x)), self.scale).add_(x)
 
 
-class Head(nn.Module):
-    """Final norm, logits and loss."""
+class Head(NormedHead):
+    """Final RMSNorm, logits and loss."""
 
     def __init__(self, config: Config, name: str, context: LayerContext) -> None:
-        super().__init__()
-        self.norm = RMSNorm(config.hidden_size, context.group, config.rms_norm_eps)
-        self.output = VocabParallelOutput(int(config.vocab_size), config.hidden_size, context)
-        self.scale = scales_of(config).output
-
-    def forward(self, x: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
-        """x [batch, seq, hidden], or its part; labels [batch, seq] -> the mean loss in nats, [].
-
-        With `weights` [batch, seq] the losses' weighted sum; in evaluation each token's loss.
-        """
-        loss: Tensor = self.output(scaled(self.norm(x), self.scale), labels, weights)
-        return loss
+        norm = RMSNorm(config.hidden_size, context.group, config.rms_norm_eps)
+        super().__init__(config, norm, context)
 
 
 def _scaling(config: Config) -> FrequencyScaling | None:

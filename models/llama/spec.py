@@ -138,7 +138,7 @@ def layers(config: Config) -> list[LayerSpec]:
 def _embedding(config: Config) -> LayerSpec:
     params = (table(config, "token.weight", vocab_size(config), 0),)
     cost = EmbeddingCost(config.hidden_size)
-    return LayerSpec("embedding", params, cost, "parallel3d.models.llama.blocks:Embedding", config)
+    return LayerSpec("embedding", params, cost, "parallel3d.models.blocks:TokenEmbedding", config)
 
 
 def _block(config: Config, name: str) -> LayerSpec:

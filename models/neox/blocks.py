@@ -5,33 +5,16 @@ Black et al., arXiv:2204.06745; Biderman et al., arXiv:2304.01373.
 
 from torch import Tensor, nn
 
+from parallel3d.models.blocks import GeluMLP, NormedHead
 from parallel3d.models.common import scales_of
 from parallel3d.models.neox.spec import Config
 from parallel3d.tensor.attention import CausalAttention
 from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from parallel3d.tensor.norm import LayerNorm
-from parallel3d.tensor.output import VocabParallelOutput
-from parallel3d.tensor.pointwise import gelu
 from parallel3d.tensor.rotary import Rotary
 from parallel3d.tensor.scale import scaled
 from parallel3d.tensor.segments import Segments
-from parallel3d.tensor.vocab import VocabParallelEmbedding
-
-
-class Embedding(nn.Module):
-    """Token embedding; positions enter in the attention."""
-
-    def __init__(self, config: Config, name: str, context: LayerContext) -> None:
-        super().__init__()
-        self.token = VocabParallelEmbedding(
-            int(config.vocab_size), config.hidden_size, context.group, context.sequence_parallel
-        )
-        self.scale = scales_of(config).input
-
-    def forward(self, tokens: Tensor, segments: Segments | None = None) -> Tensor:
-        """tokens [batch, seq] -> [batch, seq, hidden], or this rank's part of the sequence."""
-        return scaled(self.token(tokens), self.scale)
 
 
 class Attention(nn.Module):
@@ -61,22 +44,6 @@ class Attention(nn.Module):
         return self.output(self.core(q, k, v, segments))  # [batch, seq, hidden]
 
 
-class MLP(nn.Module):
-    """Two linear layers around a GELU; each tp rank computes its share of the inner features."""
-
-    def __init__(self, config: Config, context: LayerContext) -> None:
-        super().__init__()
-        size, inner = config.hidden_size, config.inner_size
-        group, split = context.group, context.sequence_parallel
-        self.up = ColumnParallelLinear(size, inner, group, sequence_parallel=split)
-        self.down = RowParallelLinear(inner, size, group, sequence_parallel=split)
-        self.approximate = "none" if config.activation == "gelu" else "tanh"
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [batch, seq, hidden], or its part of the sequence -> the same shape."""
-        return self.down(gelu(self.up(x), self.approximate))
-
-
 class Block(nn.Module):
     """One transformer layer: attention and MLP side by side, or one after the other."""
 
@@ -85,7 +52,8 @@ class Block(nn.Module):
         size, eps, group = config.hidden_size, config.layer_norm_eps, context.group
         self.norm1, self.norm2 = LayerNorm(size, group, eps), LayerNorm(size, group, eps)
         self.attention = Attention(config, name, context)
-        self.mlp = MLP(config, context)
+        approximate = "none" if config.activation == "gelu" else "tanh"
+        self.mlp = GeluMLP(config, context, approximate)
         self.parallel, self.scale = config.use_parallel_residual, scales_of(config).branch
 
     def forward(self, x: Tensor, segments: Segments | None = None) -> Tensor:
@@ -97,19 +65,9 @@ class Block(nn.Module):
         return scaled(self.mlp(self.norm2(x)), self.scale).add_(summed)
 
 
-class Head(nn.Module):
-    """Final norm, logits and loss."""
+class Head(NormedHead):
+    """Final LayerNorm, logits and loss."""
 
     def __init__(self, config: Config, name: str, context: LayerContext) -> None:
-        super().__init__()
-        self.norm = LayerNorm(config.hidden_size, context.group, config.layer_norm_eps)
-        self.output = VocabParallelOutput(int(config.vocab_size), config.hidden_size, context)
-        self.scale = scales_of(config).output
-
-    def forward(self, x: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
-        """x [batch, seq, hidden], or its part; labels [batch, seq] -> the mean loss in nats, [].
-
-        With `weights` [batch, seq] the losses' weighted sum; in evaluation each token's loss.
-        """
-        loss: Tensor = self.output(scaled(self.norm(x), self.scale), labels, weights)
-        return loss
+        norm = LayerNorm(config.hidden_size, context.group, config.layer_norm_eps)
+        super().__init__(config, norm, context)

@@ -104,7 +104,7 @@ def layers(config: Config) -> list[LayerSpec]:
 def _embedding(config: Config) -> LayerSpec:
     token = table(config, "token.weight", vocab_size(config), 0)
     cost = EmbeddingCost(config.hidden_size)
-    return LayerSpec("embedding", (token,), cost, "parallel3d.models.neox.blocks:Embedding", config)
+    return LayerSpec("embedding", (token,), cost, "parallel3d.models.blocks:TokenEmbedding", config)
 
 
 def _block(config: Config, name: str) -> LayerSpec:

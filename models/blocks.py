@@ -1,0 +1,66 @@
+"""Layers that several families share, on tensor-parallel layers."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from parallel3d.models.common import scales_of
+from parallel3d.tensor.context import LayerContext
+from parallel3d.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from parallel3d.tensor.output import VocabParallelOutput
+from parallel3d.tensor.pointwise import gelu
+from parallel3d.tensor.scale import scaled
+from parallel3d.tensor.segments import Segments
+from parallel3d.tensor.vocab import VocabParallelEmbedding
+
+
+class TokenEmbedding(nn.Module):
+    """Token embedding of a family whose positions enter in the attention."""
+
+    def __init__(self, config: Any, name: str, context: LayerContext) -> None:
+        super().__init__()
+        self.token = VocabParallelEmbedding(
+            int(config.vocab_size), config.hidden_size, context.group, context.sequence_parallel
+        )
+        self.scale = scales_of(config).input
+
+    def forward(self, tokens: Tensor, segments: Segments | None = None) -> Tensor:
+        """tokens [batch, seq] -> [batch, seq, hidden], or this rank's part of the sequence."""
+        return scaled(self.token(tokens), self.scale)
+
+
+class GeluMLP(nn.Module):
+    """Two linear layers around a GELU; each tp rank computes its share of the inner features.
+
+    `approximate` is "none" or "tanh", as in torch.
+    """
+
+    def __init__(self, config: Any, context: LayerContext, approximate: str) -> None:
+        super().__init__()
+        size, inner = config.hidden_size, config.inner_size
+        group, split = context.group, context.sequence_parallel
+        self.up = ColumnParallelLinear(size, inner, group, sequence_parallel=split)
+        self.down = RowParallelLinear(inner, size, group, sequence_parallel=split)
+        self.approximate = approximate
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [batch, seq, hidden], or its part of the sequence -> the same shape."""
+        return self.down(gelu(self.up(x), self.approximate))
+
+
+class NormedHead(nn.Module):
+    """Final norm, logits and loss; a family's head gives its `norm`."""
+
+    def __init__(self, config: Any, norm: nn.Module, context: LayerContext) -> None:
+        super().__init__()
+        self.norm = norm
+        self.output = VocabParallelOutput(int(config.vocab_size), config.hidden_size, context)
+        self.scale = scales_of(config).output
+
+    def forward(self, x: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
+        """x [batch, seq, hidden], or its part; labels [batch, seq] -> the mean loss in nats, [].
+
+        With `weights` [batch, seq] the losses' weighted sum; in evaluation each token's loss.
+        """
+        loss: Tensor = self.output(scaled(self.norm(x), self.scale), labels, weights)
+        return loss
