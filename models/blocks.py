@@ -39,7 +39,9 @@ class GeluMLP(nn.Module):
         super().__init__()
         size, inner = config.hidden_size, config.inner_size
         group, split = context.group, context.sequence_parallel
-        self.up = ColumnParallelLinear(size, inner, group, sequence_parallel=split)
+        self.up = ColumnParallelLinear(
+            size, inner, group, sequence_parallel=split, overlap=context.overlap
+        )
         self.down = RowParallelLinear(inner, size, group, sequence_parallel=split)
         self.approximate = approximate
 

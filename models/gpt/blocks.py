@@ -67,7 +67,9 @@ class Attention(nn.Module):
         super().__init__()
         size, group, split = config.hidden_size, context.group, context.sequence_parallel
         self.head_size = size // config.num_attention_heads
-        self.qkv = ColumnParallelLinear(size, size, group, fused=3, sequence_parallel=split)
+        self.qkv = ColumnParallelLinear(
+            size, size, group, fused=3, sequence_parallel=split, overlap=context.overlap
+        )
         self.core = CausalAttention(
             config.attn_pdrop,
             f"{name}.attention",

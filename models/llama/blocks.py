@@ -26,7 +26,9 @@ class Attention(nn.Module):
         size, group, split = config.head_size, context.group, context.sequence_parallel
         hidden, eps = config.hidden_size, config.rms_norm_eps
         heads = {"q": config.num_attention_heads, "k": config.kv_heads, "v": config.kv_heads}
-        self.qkv = GroupedColumnLinear(hidden, heads, size, group, config.attention_bias, split)
+        self.qkv = GroupedColumnLinear(
+            hidden, heads, size, group, config.attention_bias, split, context.overlap
+        )
         self.q_norm = RMSNorm(size, group, eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(size, group, eps) if config.qk_norm else nn.Identity()
         self.rotary = Rotary(size, config.rope_theta, _scaling(config))
@@ -59,7 +61,13 @@ class MLP(nn.Module):
         size, inner = config.hidden_size, config.inner_size
         group, split = context.group, context.sequence_parallel
         self.gate_up = ColumnParallelLinear(
-            size, inner, group, bias=False, fused=2, sequence_parallel=split
+            size,
+            inner,
+            group,
+            bias=False,
+            fused=2,
+            sequence_parallel=split,
+            overlap=context.overlap,
         )
         self.down = RowParallelLinear(inner, size, group, bias=False, sequence_parallel=split)
 

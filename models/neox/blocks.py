@@ -24,7 +24,9 @@ class Attention(nn.Module):
         super().__init__()
         size, group, split = config.hidden_size, context.group, context.sequence_parallel
         heads, self.head_size = config.num_attention_heads, config.head_size
-        self.qkv = ColumnParallelLinear(size, size, group, fused=3, sequence_parallel=split)
+        self.qkv = ColumnParallelLinear(
+            size, size, group, fused=3, sequence_parallel=split, overlap=context.overlap
+        )
         self.rotary = Rotary(config.rotary_size, config.rotary_emb_base)
         self.core = CausalAttention(
             0.0,

@@ -58,8 +58,8 @@ class _Module(nn.Module):
         super().__init__()
         self.stages, self.ballast = stages, ballast
 
-    def forward(self, *inputs: Any) -> Tensor:
-        result: Tensor = self.stages(*inputs)
+    def forward(self, *inputs: Any, **options: Any) -> Tensor:
+        result: Tensor = self.stages(*inputs, **options)
         return result
 
 
@@ -69,8 +69,8 @@ class Engine:
     `stages(stage, *inputs)` runs one stage; `held` names its parameters; `owners` are the pipeline
     coordinates of the first and the last stage, whose weights may be tied; `layers` are those of
     each stage, which `gather`, `release` and `reduce` go by (None: there is stage 0 alone).
-    `reached` is for them to call in a backward, where that reduces. Raises ConfigError if the
-    stages cannot be run together.
+    Where a backward reduces gradients, `stages` are handed `reached`, to be called in it. Raises
+    ConfigError if the stages cannot be run together.
     """
 
     def __init__(
@@ -135,7 +135,8 @@ class Engine:
         self._reduction = Reduction(
             self._deepspeed, self.held, layers, settings=settings, mesh=mesh, owners=pair
         )
-        self.reached = self._reduction.reached if settings.reduces_in_backward else None
+        in_backward = settings.reduces_in_backward
+        self._options = {"reached": self._reduction.reached} if in_backward else {}
 
     def gather(self, stage: int) -> None:
         """Start to gather a stage's ZeRO-3 weights, where the program says when."""
@@ -176,12 +177,13 @@ class Engine:
 
     def _run(self, stage: int, *inputs: Tensor | None, hooks: bool) -> Tensor:
         self.wait_for_weights(stage)
+        options = self._options if self._module.training else {}
         if not hooks:
-            output: Tensor = self._module.stages(stage, *inputs)
+            output: Tensor = self._module.stages(stage, *inputs, **options)
             return output
         if self._traces:
             self._traces.begin(stage, "forward")
-        output = self._deepspeed(stage, *inputs)
+        output = self._deepspeed(stage, *inputs, **options)
         if self._module.training and self._weights is None:
             self._counters.save(self._module, stage)
         return output

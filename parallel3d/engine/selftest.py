@@ -7,6 +7,7 @@ first second of a run, and not as a loss curve that is wrong by a little.
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import deepspeed
 import torch
@@ -57,8 +58,8 @@ class _Stage(nn.Module):
         self.up = ColumnParallelLinear(_HIDDEN, inner, group)
         self.down = RowParallelLinear(inner, _HIDDEN, group)
 
-    def forward(self, stage: int, x: Tensor) -> Tensor:
-        """x [batch, hidden] -> [batch, hidden]."""
+    def forward(self, stage: int, x: Tensor, reached: Any = None) -> Tensor:
+        """x [batch, hidden] -> [batch, hidden]; it has one layer, and nothing to report."""
         added: Tensor = self.down(torch.tanh(self.up(x)))
         return x + added
 

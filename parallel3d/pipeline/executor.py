@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
 
@@ -46,6 +47,27 @@ def let_go(output: Tensor) -> None:
     where an operator needs its own result.
     """
     output.data = output.new_empty(1).expand(output.shape)
+
+
+@dataclass
+class Flow:
+    """The tensors of one run of a program: held, on their way, and its results.
+
+    `divisor`: what makes the mean of the batch of the microbatches' losses.
+    """
+
+    divisor: Tensor | int
+    inputs: dict[_Key, Tensor] = field(default_factory=dict)
+    outputs: dict[_Key, Tensor] = field(default_factory=dict)
+    gradients: dict[_Key, Tensor] = field(default_factory=dict)
+    """Of the outputs, until their backward."""
+    held_back: dict[_Key, WeightGradients] = field(default_factory=dict)
+    arriving: dict[Action, Transfer] = field(default_factory=dict)
+    sending: dict[Action, tuple[Transfer, Tensor]] = field(default_factory=dict)
+    losses: list[Tensor] = field(default_factory=list)
+    """Of each microbatch, over `divisor`."""
+    token_losses: dict[int, Tensor] = field(default_factory=dict)
+    """Of each microbatch of an evaluation: [batch, seq]."""
 
 
 class Executor:
@@ -99,6 +121,8 @@ class Executor:
         backwards = {a.stage: a for a in self._program if a.op in (Op.B, Op.W)}
         self._completing = {a[1:] for a in backwards.values() if a.op is Op.B}
         self._no_loss = torch.zeros((), device=mesh.device)
+        self._batch: list[Microbatch] = []
+        self.flow = Flow(1)
         self._trains = schedule.has_backward
         self.token_losses: Tensor | None = None
         self.timed = False
@@ -116,42 +140,33 @@ class Executor:
         """
         assert len(batch) == self.schedule.num_microbatches
         self._batch, self._key.step = batch, step
-        # What a stage takes in and gives, and the gradient of what it gave.
-        self._inputs: dict[_Key, Tensor] = {}
-        self._outputs: dict[_Key, Tensor] = {}
-        self._gradients: dict[_Key, Tensor] = {}
-        self._held_back: dict[_Key, WeightGradients] = {}
-        self._arriving: dict[Action, Transfer] = {}
-        self._sending: dict[Action, tuple[Transfer, Tensor]] = {}
-        self._losses: list[Tensor] = []
-        self._of_tokens: dict[int, Tensor] = {}
-        self._divisor = self._losses_divisor()
+        self.flow = flow = Flow(self._losses_divisor(batch))
         clock = DeviceClock(self.mesh.device) if self.timed else None
         marks, self.spans = [], []
-        self._work = f"step {step + 1}" if self._trains else "an evaluation"
+        work = f"step {step + 1}" if self._trains else "an evaluation"
         with self.engine.accumulation() if self._trains else nullcontext():
             for action in self._program:
                 if action.is_compute:
                     self._wait(action)
-                pulse.doing(f"{action} of {self._work}")
+                pulse.doing(f"{action} of {work}")
                 start = clock.mark() if clock else None
                 self._run[action.op](action.stage, action.microbatch)
                 if clock:
                     marks.append((action, start, clock.mark()))
             with pulse.waiting("until its messages have left"):
                 self._finish_sends()
-            pulse.doing(f"the sums of gradients of {self._work}")
+            pulse.doing(f"the sums of gradients of {work}")
         if clock:
             self.started, self.ended, self.spans = clock.spans(marks)
-        if self._of_tokens:
-            self.token_losses = torch.stack([self._of_tokens[m] for m in range(len(batch))])
-        return torch.stack(self._losses).sum() if self._losses else self._no_loss
+        if flow.token_losses:
+            self.token_losses = torch.stack([flow.token_losses[m] for m in range(len(batch))])
+        return torch.stack(flow.losses).sum() if flow.losses else self._no_loss
 
     def _forward(self, stage: int, microbatch: int) -> None:
         x, labels, segments, weights = self._batch[microbatch]
         if stage > 0:
             # In evaluation nobody will come for its gradient.
-            take = self._inputs.__getitem__ if self._trains else self._inputs.pop
+            take = self.flow.inputs.__getitem__ if self._trains else self.flow.inputs.pop
             x = take((stage, microbatch)).requires_grad_(self._trains)
         assert x is not None, "the first stage's rank has the tokens"
         self._key.microbatch = microbatch
@@ -164,27 +179,27 @@ class Executor:
             if not self._trains:
                 assert labels is not None, "the last stage's rank has the labels"
                 assert output.shape == labels.shape, "a head gives each token's loss in evaluation"
-                self._of_tokens[microbatch], output = output, output.mean()
+                self.flow.token_losses[microbatch], output = output, output.mean()
             # The only place where the number of microbatches scales anything.
-            output = output / self._divisor
-            self._losses.append(output.detach())
+            output = output / self.flow.divisor
+            self.flow.losses.append(output.detach())
         elif self._on_this_rank(stage + 1):
             # A leaf for the next stage, as what a rank receives: each stage's backward ends there.
-            self._inputs[stage + 1, microbatch] = output.detach()
+            self.flow.inputs[stage + 1, microbatch] = output.detach()
             let_go(output)
         if self._trains or stage in self.schedule.crossings:
-            self._outputs[stage, microbatch] = output
+            self.flow.outputs[stage, microbatch] = output
 
-    def _losses_divisor(self) -> Tensor | int:
+    def _losses_divisor(self, batch: list[Microbatch]) -> Tensor | int:
         """What makes the mean of a batch of the microbatches' losses, and then of the dp ranks'.
 
         Of weighted sums it is a dp-th of all weights of the batch: one all-reduce over dp, before
         the first forward.
         """
-        weights = [m.weights for m in self._batch if m.weights is not None]
+        weights = [m.weights for m in batch if m.weights is not None]
         if not weights or not self._trains or not self._on_this_rank(self._last_stage):
             return self.schedule.num_microbatches
-        assert len(weights) == len(self._batch), "all microbatches have weights, or none"
+        assert len(weights) == len(batch), "all microbatches have weights, or none"
         total = torch.stack([w.sum() for w in weights]).sum()
         total = all_reduce(total, self.mesh.group("dp")) / self.mesh.size("dp")
         # Where nothing counts in the whole batch, there is no loss and no gradient.
@@ -192,38 +207,38 @@ class Executor:
 
     def _backward(self, stage: int, microbatch: int) -> None:
         self._key.microbatch = microbatch  # activation checkpointing draws the same masks again
-        output = self._outputs.pop((stage, microbatch))
-        given = None if stage == self._last_stage else self._gradients.pop((stage, microbatch))
+        output = self.flow.outputs.pop((stage, microbatch))
+        given = None if stage == self._last_stage else self.flow.gradients.pop((stage, microbatch))
         completes = (stage, microbatch) in self._completing
         self.engine.backward(output, given, stage=stage, last=completes)
         if stage > 0:
-            grad = self._inputs.pop((stage, microbatch)).grad
+            grad = self.flow.inputs.pop((stage, microbatch)).grad
             assert grad is not None
-            self._gradients[stage - 1, microbatch] = grad
+            self.flow.gradients[stage - 1, microbatch] = grad
 
     def _input_gradient(self, stage: int, microbatch: int) -> None:
         with held_back() as products:
             self._backward(stage, microbatch)
-        self._held_back[stage, microbatch] = products
+        self.flow.held_back[stage, microbatch] = products
 
     def _weight_gradient(self, stage: int, microbatch: int) -> None:
-        self._held_back.pop((stage, microbatch)).make()
+        self.flow.held_back.pop((stage, microbatch)).make()
 
     def _send_forward(self, stage: int, microbatch: int) -> None:
-        take = self._outputs.__getitem__ if self._trains else self._outputs.pop
+        take = self.flow.outputs.__getitem__ if self._trains else self.flow.outputs.pop
         output = take((stage, microbatch))
         self._send(output.detach(), Action(Op.SEND_F, stage, microbatch))
         let_go(output)
 
     def _send_backward(self, stage: int, microbatch: int) -> None:
-        gradient = self._gradients.pop((stage - 1, microbatch))
+        gradient = self.flow.gradients.pop((stage - 1, microbatch))
         self._send(gradient, Action(Op.SEND_B, stage, microbatch))
 
     def _receive_forward(self, stage: int, microbatch: int) -> None:
-        self._inputs[stage, microbatch] = self._receive(Action(Op.RECV_F, stage, microbatch))
+        self.flow.inputs[stage, microbatch] = self._receive(Action(Op.RECV_F, stage, microbatch))
 
     def _receive_backward(self, stage: int, microbatch: int) -> None:
-        self._gradients[stage, microbatch] = self._receive(Action(Op.RECV_B, stage, microbatch))
+        self.flow.gradients[stage, microbatch] = self._receive(Action(Op.RECV_B, stage, microbatch))
 
     def _send(self, tensor: Tensor, send: Action) -> None:
         tensor = self._part(tensor.contiguous())
@@ -231,15 +246,15 @@ class Executor:
         peer = self.schedule.pp_coord_of_stage[receive.stage]
         work = self.mesh.isend(tensor, peer, self._tag(receive))
         # The buffer must outlive the send; what has left is let go of.
-        self._sending = {a: s for a, s in self._sending.items() if not s[0].is_completed()}
-        self._sending[send] = work, tensor
+        self.flow.sending = {a: s for a, s in self.flow.sending.items() if not s[0].is_completed()}
+        self.flow.sending[send] = work, tensor
 
     def _receive(self, receive: Action) -> Tensor:
         buffer = torch.empty(
             self._hidden_shape, dtype=self.engine.settings.dtype, device=self.mesh.device
         )
         peer = self.schedule.pp_coord_of_stage[receive.other_end.stage]
-        self._arriving[receive] = self.mesh.irecv(self._part(buffer), peer, self._tag(receive))
+        self.flow.arriving[receive] = self.mesh.irecv(self._part(buffer), peer, self._tag(receive))
         return buffer
 
     def _part(self, tensor: Tensor) -> Tensor:
@@ -255,16 +270,16 @@ class Executor:
 
     def _wait(self, compute: Action) -> None:
         op = Op.RECV_F if compute.op is Op.F else Op.RECV_B
-        transfer = self._arriving.pop(compute._replace(op=op), None)
+        transfer = self.flow.arriving.pop(compute._replace(op=op), None)
         if transfer is not None:  # None: it was made on this rank
             with pulse.waiting(f"waiting for {compute._replace(op=op)}"):
                 transfer.wait()
                 # gloo never says that a message has left. One whose gradient is there has.
                 forward = compute._replace(op=Op.SEND_F)
-                if op is Op.RECV_B and (sent := self._sending.pop(forward, None)):
+                if op is Op.RECV_B and (sent := self.flow.sending.pop(forward, None)):
                     sent[0].wait()
                 if self._scatter:
-                    kept = self._inputs if op is Op.RECV_F else self._gradients
+                    kept = self.flow.inputs if op is Op.RECV_F else self.flow.gradients
                     whole = kept[compute.stage, compute.microbatch].view(-1)
                     part = self._part(whole)
                     all_gather_single(whole, part, group=self.mesh.group("tp"))
@@ -275,6 +290,6 @@ class Executor:
         return self.schedule.pp_coord_of_stage[stage] == self.mesh.coord("pp")
 
     def _finish_sends(self) -> None:
-        for work, _ in self._sending.values():
+        for work, _ in self.flow.sending.values():
             work.wait()
-        self._sending.clear()
+        self.flow.sending.clear()

@@ -29,15 +29,13 @@ class Stages(nn.Module):
     A stage's layers get what flows between them and the segments of its samples, the model's last
     layer what flows and the labels. `recompute` lists the layers whose activations are
     dropped after the forward and computed again in the backward (activation checkpointing
-    "full": all but embedding and head). `reached` hears in a backward of the stage and the index of
-    a layer whose input has its gradient: the layers behind that one need nothing more.
+    "full": all but embedding and head).
     """
 
     def __init__(self, layers: dict[int, list[nn.Module]], recompute: set[nn.Module]) -> None:
         super().__init__()
         self.stages = nn.ModuleDict({str(s): nn.ModuleList(ls) for s, ls in layers.items()})
         self.layers, self._recompute = layers, recompute
-        self.reached: Callable[[int, int], None] | None = None
 
     def forward(
         self,
@@ -46,17 +44,20 @@ class Stages(nn.Module):
         labels: Tensor | None = None,
         segments: Segments | None = None,
         weights: Tensor | None = None,
+        reached: Callable[[int, int], None] | None = None,
     ) -> Tensor:
         """Run a stage: token ids or activations -> activations; the mean loss given `labels`.
 
         With `weights` [batch, seq] the sum of the losses times these; in evaluation each token's
-        loss [batch, seq]. `segments` are of documents that do not see each other.
+        loss [batch, seq]. `segments` are of documents that do not see each other. `reached` is
+        called in the backward with the stage and the index of a layer whose input has its gradient:
+        the layers behind that one need nothing more.
         """
         layers = list(self.stages[str(stage)].children())
         last = layers.pop() if labels is not None else None
         for index, layer in enumerate(layers):
-            if index and self.reached and x.requires_grad:
-                x.register_hook(partial(_reached, self.reached, stage, index))
+            if index and reached and x.requires_grad:
+                x.register_hook(partial(_reached, reached, stage, index))
             if layer in self._recompute and torch.is_grad_enabled():
                 # Dropout masks are functions of their place, so no generator state is kept.
                 x = checkpoint(layer, x, segments, use_reentrant=False, preserve_rng_state=False)
@@ -97,6 +98,7 @@ def build_stages(
     seed: int | None = 0,
     activation_checkpointing: str = "none",
     sequence_parallel: bool = False,
+    overlap: bool = True,
 ) -> BuiltStages:
     """Make this rank's stages and give every weight its start.
 
@@ -106,7 +108,7 @@ def build_stages(
     """
     key = RandomKey(seed or 0, mesh.coord("dp"))
     selective = activation_checkpointing == "selective"
-    context = LayerContext(mesh.group("tp"), key, sequence_parallel, selective)
+    context = LayerContext(mesh.group("tp"), key, sequence_parallel, selective, overlap)
     placement = place_layers(layers, schedule.num_stages, shape)
     mine = [s for s, coord in enumerate(schedule.pp_coord_of_stage) if coord == mesh.coord("pp")]
     modules: dict[str, nn.Module] = {}

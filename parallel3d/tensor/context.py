@@ -13,13 +13,16 @@ class LayerContext:
 
     `sequence_parallel`: between the layers each rank of the group holds its part of the sequence,
     [batch, seq / tp, hidden]. `recompute_attention`: the attention is computed again in the
-    backward pass, instead of keeping its inner activations.
+    backward pass, instead of keeping its inner activations. `overlap`: collectives of
+    a backward run under its products; without it each is over (on a device: queued) before the next
+    operator, which takes less memory: an input and its gradient are not both held whole.
     """
 
     group: dist.ProcessGroup
     key: RandomKey
     sequence_parallel: bool = False
     recompute_attention: bool = False
+    overlap: bool = True
 
     @property
     def sequence_group(self) -> dist.ProcessGroup | None:

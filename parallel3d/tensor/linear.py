@@ -32,9 +32,10 @@ class ColumnParallelLinear(nn.Module):
         bias: bool = True,
         fused: int = 0,
         sequence_parallel: bool = False,
+        overlap: bool = True,
     ) -> None:
         super().__init__()
-        self.group, self.sequence_parallel = group, sequence_parallel
+        self.group, self.sequence_parallel, self.overlap = group, sequence_parallel, overlap
         layers = (fused,) if fused else ()
         dim = len(layers)
         self.weight = cut_parameter((*layers, out_features, in_features), dim, group)
@@ -42,7 +43,9 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in], or its part of the sequence -> [..., fused * out / tp]."""
-        (y,) = column_linear(x, [self.weight], self.group, self.sequence_parallel)
+        (y,) = column_linear(
+            x, [self.weight], self.group, self.sequence_parallel, overlap=self.overlap
+        )
         return y if self.bias is None else y.add_(self.bias.flatten())
 
     def extra_repr(self) -> str:
@@ -65,9 +68,10 @@ class GroupedColumnLinear(nn.Module):
         group: dist.ProcessGroup,
         bias: bool = False,
         sequence_parallel: bool = False,
+        overlap: bool = True,
     ) -> None:
         super().__init__()
-        self.group, self.sequence_parallel = group, sequence_parallel
+        self.group, self.sequence_parallel, self.overlap = group, sequence_parallel, overlap
         self.heads, self.head_size = dict(heads), head_size
         for name, count in heads.items():
             dim = 0 if count >= group.size() else None
@@ -82,7 +86,7 @@ class GroupedColumnLinear(nn.Module):
         """x [..., in], or its part of the sequence -> for each layer [..., heads here, size]."""
         rows = [self._rows(count) for count in self.heads.values()]
         weights = [self.get_parameter(f"{name}_weight") for name in self.heads]
-        ys = column_linear(x, weights, self.group, self.sequence_parallel, rows)
+        ys = column_linear(x, weights, self.group, self.sequence_parallel, rows, self.overlap)
         if self.has_bias:
             biases = [self.get_parameter(f"{name}_bias") for name in self.heads]
             ys = tuple(

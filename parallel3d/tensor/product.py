@@ -13,7 +13,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel3d.tensor import overlap
 from parallel3d.tensor.collectives import (
     Pending,
     all_gather_sequence,
@@ -78,12 +77,13 @@ class _ColumnLinear(torch.autograd.Function):
         x: Tensor,
         group: dist.ProcessGroup,
         sequence_parallel: bool,
+        overlap: bool,
         rows: Sequence[Rows],
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x, *weights)
         ctx.group, ctx.sequence_parallel, ctx.rows = group, sequence_parallel, rows
-        ctx.weights = weights
+        ctx.weights, ctx.overlap = weights, overlap
         whole = all_gather_sequence(x, group) if sequence_parallel else x
         return tuple(whole @ _used(w, r).t() for w, r in zip(weights, rows, strict=True))
 
@@ -91,8 +91,8 @@ class _ColumnLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         """Gradients of the input and of each weight, from those of the outputs."""
         x, *weights = ctx.saved_tensors
-        group, split, later = ctx.group, ctx.sequence_parallel, overlap.is_on()
-        needs_x, _, _, _, *needs_weights = ctx.needs_input_grad
+        group, split, later = ctx.group, ctx.sequence_parallel, ctx.overlap
+        needs_x, _, _, _, _, *needs_weights = ctx.needs_input_grad
         whole_x = cache(lambda: all_gather_sequence(x, group) if split else x)
         if split and later and any(needs_weights) and not is_holding_back():
             whole_x = cache(start_all_gather(x, group).wait)
@@ -108,7 +108,7 @@ class _ColumnLinear(torch.autograd.Function):
                 needs_weights, ctx.weights, grads, weights, ctx.rows, strict=True
             )
         ]
-        return None if reduced is None else reduced.wait(), None, None, None, *grad_weights
+        return None if reduced is None else reduced.wait(), None, None, None, None, *grad_weights
 
 
 def _input_gradient(
@@ -151,6 +151,7 @@ def column_linear(
     group: dist.ProcessGroup,
     sequence_parallel: bool = False,
     rows: Sequence[Rows] | None = None,
+    overlap: bool = True,
 ) -> tuple[Tensor, ...]:
     """Products of `x` with `weights` whose output features are cut over the group.
 
@@ -160,7 +161,7 @@ def column_linear(
     rows = rows or [None] * len(weights)
     if torch.compiler.is_compiling() and group.size() == 1:
         return tuple(linear(x, weight) for weight in weights)
-    return _across(x, group, sequence_parallel, rows, *weights)
+    return _across(x, group, sequence_parallel, overlap, rows, *weights)
 
 
 @apart("a collective of tensor parallelism")

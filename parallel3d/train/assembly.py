@@ -14,7 +14,7 @@ from parallel3d.pipeline.executor import Executor
 from parallel3d.pipeline.stages import BuiltStages, build_stages
 from parallel3d.schedule.schedule import Schedule, add_sharding
 from parallel3d.schedule.schedules import make_evaluation, make_schedule
-from parallel3d.tensor import compiled, overlap
+from parallel3d.tensor import compiled
 
 _log = logging.getLogger(__name__)
 
@@ -66,7 +66,6 @@ def assemble(
         owners=owners,
         layers=stages.module.layers,
     )
-    stages.module.reached = engine.reached
     weights = settings.weights if settings.holds_weights else "per_microbatch"
     training = add_sharding(schedule, weights, settings.reduces_once)
     executor, evaluator = (
@@ -90,7 +89,6 @@ def build(
 
     Raises ConfigError or ScheduleError for what cannot be run together.
     """
-    overlap.use(config.train.overlap)
     compiled.use(config.train.compile)
     layers, pipeline = models.layers(config.model), config.pipeline
     shape = Shape(config.micro_batch_size, config.data.sequence_length)
@@ -106,6 +104,7 @@ def build(
         seed=seed,
         activation_checkpointing=pipeline.activation_checkpointing,
         sequence_parallel=config.mesh.sequence_parallel,
+        overlap=config.train.overlap,
     )
     return layers, shape, schedule, stages
 

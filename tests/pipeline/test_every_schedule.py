@@ -82,12 +82,14 @@ def counting(executor):
     def watched(method):
         def run(stage, microbatch):
             method(stage, microbatch)
-            posted = sum(action.op is Op.RECV_F for action in executor._arriving)
-            most["inputs"] = max(most["inputs"], len(executor._inputs) - posted)
-            most["outputs"] = max(most["outputs"], len(executor._outputs))
-            sent = sum(action.op is Op.SEND_F for action in executor._sending)
+            posted = sum(action.op is Op.RECV_F for action in executor.flow.arriving)
+            most["inputs"] = max(most["inputs"], len(executor.flow.inputs) - posted)
+            most["outputs"] = max(most["outputs"], len(executor.flow.outputs))
+            sent = sum(action.op is Op.SEND_F for action in executor.flow.sending)
             most["sent"] = max(most["sent"], sent)
-            most["held"] = max(most["held"], len(executor._outputs) + len(executor._held_back))
+            most["held"] = max(
+                most["held"], len(executor.flow.outputs) + len(executor.flow.held_back)
+            )
 
         return run
 
@@ -109,7 +111,14 @@ def train_all_on_rank(rank, cases, references):
         left = [
             len(held)
             for e in (trainer.executor, evaluator)
-            for held in (e._inputs, e._outputs, e._gradients, e._arriving, e._sending, e._held_back)
+            for held in (
+                e.flow.inputs,
+                e.flow.outputs,
+                e.flow.gradients,
+                e.flow.arriving,
+                e.flow.sending,
+                e.flow.held_back,
+            )
         ]
         coord = trainer.mesh.coord("pp")
         at_most = max(peak_in_flight(trainer.executor.schedule)[coord], 1)

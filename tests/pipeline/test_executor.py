@@ -60,7 +60,7 @@ def watched_step(rank, case):
                 lambda t: keep(Saved(t, (stage, microbatch))), lambda s: s.tensor
             ):
                 method(stage, microbatch)
-            alive.append(({s.place for s in saved}, set(executor._outputs)))
+            alive.append(({s.place for s in saved}, set(executor.flow.outputs)))
 
         return run
 
@@ -72,7 +72,12 @@ def watched_step(rank, case):
     executor._run = {op: watching(method) for op, method in executor._run.items()}
     with timing(executor):
         executor.run(trainer.batches()[0])
-    left = [executor._inputs, executor._outputs, executor._gradients, executor._arriving]
+    left = [
+        executor.flow.inputs,
+        executor.flow.outputs,
+        executor.flow.gradients,
+        executor.flow.arriving,
+    ]
     where = [mesh.coord(axis) for axis in ("pp", "dp", "tp")]
     return executor.spans, transfers, alive, sum(map(len, left)), *where
 
@@ -152,7 +157,7 @@ def evaluate_on_rank(rank, case):
     before, first, after = trainer.weights(), mean_loss(evaluator), trainer.weights()
     same = all(torch.equal(a[-1], b[-1]) for a, b in zip(before, after, strict=True))
     grads = [h.name for h in trainer.engine.held if h.parameter.grad is not None]
-    left = len(evaluator._inputs) + len(evaluator._outputs) + len(evaluator._sending)
+    left = len(evaluator.flow.inputs) + len(evaluator.flow.outputs) + len(evaluator.flow.sending)
     trained, _ = trainer.run()
     return first, same, grads, left, trained, mean_loss(evaluator)
 

@@ -25,7 +25,7 @@ CASE = Case(mesh=(2, 2, 1), schedule="one_f_one_b", zero_stage=3, batch=8, steps
 def no_wait_for_what_arrives():
     def drop(executor, compute):
         op = Op.RECV_F if compute.op is Op.F else Op.RECV_B
-        executor._arriving.pop(compute._replace(op=op), None)
+        executor.flow.arriving.pop(compute._replace(op=op), None)
 
     with patch.object(Executor, "_wait", drop):
         yield
@@ -37,7 +37,7 @@ def a_tensor_scaled_while_it_is_sent():
 
     def reuse(executor, tensor, action):
         send(executor, tensor, action)
-        executor._sending[action][1].mul_(1.01)
+        executor.flow.sending[action][1].mul_(1.01)
 
     with patch.object(Executor, "_send", reuse):
         yield

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from parallel3d.mesh.mesh import Mesh
-from parallel3d.tensor import overlap, product
+from parallel3d.tensor import product
 from parallel3d.tensor.collectives import (
     all_gather_sequence,
     reduce_from_group,
@@ -94,7 +94,7 @@ def bits(rank):
         for layer in layers(group, split):
             of_layer = []
             for on, apart in ((False, False), (True, False), (True, True)):
-                overlap.use(on)
+                layer.overlap = on
                 of_layer.append(passed(layer, split, apart))
             found.append(of_layer)
     return found
@@ -113,7 +113,7 @@ def order_and_time(rank):
     for split in (False, True):
         layer, _ = layers(mesh.group("tp"), split)
         for on in (False, True):
-            overlap.use(on)
+            layer.overlap = on
             x = torch.randn(BATCH, SEQ // (2 if split else 1), SIZE, requires_grad=True)
             y = layer(x).sum()
             mesh.barrier()

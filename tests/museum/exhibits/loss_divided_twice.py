@@ -22,8 +22,8 @@ def plant() -> Planted:
 
     def backward(original: Any, executor: Executor, stage: int, microbatch: int) -> None:
         if stage == executor._last_stage:
-            loss = executor._outputs[stage, microbatch]
-            executor._outputs[stage, microbatch] = loss / executor.schedule.num_microbatches
+            loss = executor.flow.outputs[stage, microbatch]
+            executor.flow.outputs[stage, microbatch] = loss / executor.schedule.num_microbatches
         original(executor, stage, microbatch)
 
     return wrapped(Executor, "_backward", backward)

@@ -22,8 +22,8 @@ def plant() -> Planted:
     def backward(original: Any, executor: Executor, stage: int, microbatch: int) -> None:
         labels = executor._batch[microbatch].labels
         if stage == executor._last_stage and labels is not None:
-            loss = executor._outputs[stage, microbatch]
-            executor._outputs[stage, microbatch] = loss * labels.numel()
+            loss = executor.flow.outputs[stage, microbatch]
+            executor.flow.outputs[stage, microbatch] = loss * labels.numel()
         original(executor, stage, microbatch)
 
     return wrapped(Executor, "_backward", backward)

@@ -22,8 +22,8 @@ def plant() -> Planted:
 
     def forward(original: Any, executor: Executor, stage: int, microbatch: int) -> None:
         original(executor, stage, microbatch)
-        before = executor._inputs.get((stage, microbatch - 1))
+        before = executor.flow.inputs.get((stage, microbatch - 1))
         if before is not None:
-            before.data.copy_(executor._inputs[stage, microbatch].data)
+            before.data.copy_(executor.flow.inputs[stage, microbatch].data)
 
     return wrapped(Executor, "_forward", forward)

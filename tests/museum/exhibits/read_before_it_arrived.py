@@ -20,6 +20,6 @@ def plant() -> Planted:
     def wait(original: Any, executor: Executor, compute: Action) -> None:
         original(executor, compute)
         if compute.op is Op.F and compute.stage > 0 and compute.microbatch == 0:
-            executor._inputs[compute.stage, 0].zero_()
+            executor.flow.inputs[compute.stage, 0].zero_()
 
     return wrapped(Executor, "_wait", wait)

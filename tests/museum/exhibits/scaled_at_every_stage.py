@@ -23,6 +23,6 @@ def plant() -> Planted:
     def backward(original: Any, executor: Executor, stage: int, microbatch: int) -> None:
         original(executor, stage, microbatch)
         if stage > 0:
-            executor._gradients[stage - 1, microbatch] /= executor.schedule.num_microbatches
+            executor.flow.gradients[stage - 1, microbatch] /= executor.schedule.num_microbatches
 
     return wrapped(Executor, "_backward", backward)
