@@ -128,7 +128,9 @@ def test_no_layer_keeps_a_released_weight_alive(monkeypatch, mesh):
     counts, gradients = alive()
     assert counts == [0, 0, 0]
     monkeypatch.setattr(linear_module, "linear", plain)
-    monkeypatch.setattr(linear_module, "column_linear", lambda x, ws, *rest, **more: [plain(x, *ws)])
+    monkeypatch.setattr(
+        linear_module, "column_linear", lambda x, ws, *rest, **more: [plain(x, *ws)]
+    )
     monkeypatch.setattr(output_module, "vocab_parallel_loss", plain_loss)
     counts, expected = alive()
     assert counts == [0, 4, 1]  # torch's own: qkv, output, up, down; the logits
