@@ -9,9 +9,8 @@ from parallel3d.model.spec import STATE_BYTES
 from parallel3d.plan.report.command import nothing_fits
 from parallel3d.plan.report.plan_table import lines_of, seconds
 from parallel3d.plan.search.best_first import search
-from parallel3d.plan.search.gathered_weights import choose_weights
 from parallel3d.plan.search.plans import Plan, request_of
-from parallel3d.plan.search.remedy import gib
+from parallel3d.plan.search.remedy import choose_weights, gib
 from parallel3d.plan.setting import Setting
 from parallel3d.schedule.sharding import Weights
 

@@ -7,7 +7,7 @@ undecided node can be faster. So the rows equal those of an exhaustive search; a
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush, nsmallest
 from itertools import count, islice
@@ -17,12 +17,9 @@ from parallel3d.model.spec import Shape
 from parallel3d.plan.memory.peak import Memory, at
 from parallel3d.plan.search import candidates, least, refuse
 from parallel3d.plan.search.candidates import Flow, MeshSizes, Order, ZeroState, setting_of
-from parallel3d.plan.search.kinds import Kind, kinds
-from parallel3d.plan.search.least import Flight, Standing
+from parallel3d.plan.search.least import HeldBytes, InFlightBytes
 from parallel3d.plan.search.plans import Plan, Request
-from parallel3d.plan.search.remedy import Choices, Room, evaluate, fitting, worst
-from parallel3d.plan.search.simplicity import simplicity
-from parallel3d.plan.search.uncollected import uncollected
+from parallel3d.plan.search.remedy import Capacity, Choices, evaluate, fitting, worst
 from parallel3d.plan.setting import Setting
 from parallel3d.plan.time.cost import costs_of
 from parallel3d.plan.time.curves import curves_for
@@ -52,7 +49,6 @@ class FoundPlans:
         return self.plans + self.too_large
 
 
-@uncollected()
 def search(
     request: Request, rows: int = 20, per_mesh: int | None = None, curves: Curves | None = None
 ) -> FoundPlans:
@@ -86,10 +82,10 @@ class _Search:
     num_simulated: int = 0
     _saved: dict[tuple[Any, ...], tuple[int, ...]] = field(default_factory=dict)
     _passes: dict[tuple[Any, ...], float] = field(default_factory=dict)
-    _states: dict[tuple[MeshSizes, Order, ZeroState], Standing] = field(default_factory=dict)
+    _states: dict[tuple[MeshSizes, Order, ZeroState], HeldBytes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.room = Room.of(self.request.hardware)
+        self.capacity = Capacity.of(self.request.hardware)
         # Adding up gradients depends on the ZeRO stage; without it the floor is one for all.
         self._software = replace(self.request.base.software, gradient_bytes=0)
         self.meshes = tuple(candidates.meshes(self.request))
@@ -124,47 +120,55 @@ class _Search:
         request = self.request
         if isinstance(node, Flow):
             for order in candidates.orders(request, node):
-                flight = self._in_flight(node, order)
-                if flight.device > self.room.device:
+                in_flight = self._in_flight(node, order)
+                if in_flight.device > self.capacity.device:
                     continue
-                for kind, then in kinds(self.request, node.mesh):
-                    if not candidates.go_together(order, kind[0]):
+                for states, fallback in candidates.alternatives(request, node.mesh):
+                    if not candidates.go_together(order, states[0]):
                         continue
-                    yield from self._opened(node, order, kind, then)
+                    left, later = (
+                        tuple(s for s in some if self._may_fit(node, order, s, in_flight))
+                        for some in (states, fallback)
+                    )
+                    if left[:1] == states[:1]:
+                        yield from self._undecided(node, order, left, later)
+                    else:
+                        yield from self._undecided(node, order, left)
+                        yield from self._undecided(node, order, later)
             return
-        flow, order, (state, *others), then = node
+        flow, order, (state, *others), fallback = node
         setting = setting_of(request, flow, order, state)
-        memory = fitting(setting, self.room, request.hardware)
+        memory = fitting(setting, self.capacity, request.hardware)
         if memory:
             plan = self._simulated(setting, memory)
             yield float(f"{plan.time.seconds:.9g}"), plan, None
         else:
-            yield from self._opened(flow, order, then, ())
-            others = [*candidates.leaner(request, order, state)[:1], *others]
-        left = tuple(others) if not memory or self._shares_cores else ()
-        if left:
-            bound = min(self._bound(flow, order, s) for s in self._tried(left))
-            yield bound, None, (flow, order, left, ())
+            yield from self._undecided(flow, order, fallback)
+            others = [*candidates.shorter_gathers(request, order, state)[:1], *others]
+        if not memory or self._shares_cores:
+            yield from self._undecided(flow, order, others)
 
-    def _opened(
-        self, flow: Flow, order: Order, kind: Kind, then: Kind
+    def _undecided(
+        self,
+        flow: Flow,
+        order: Order,
+        states: Sequence[ZeroState],
+        fallback: Sequence[ZeroState] = (),
     ) -> Iterator[tuple[float, Plan | None, Any]]:
-        """A node of the states of a kind, and one of `then` unless the first of `kind` may fit."""
-        flight = self._in_flight(flow, order)
-        left = tuple(s for s in kind if self._may_fit(flow, order, s, flight))
-        if left:
-            waits = then if left[0] == kind[0] else ()
-            bound = min(self._bound(flow, order, s) for s in self._tried(left))
-            yield bound, None, (flow, order, left, waits)
-        if then and not (left and waits):
-            yield from self._opened(flow, order, then, ())
+        """Yield the node of alternative states, if there are any, with its lower bound.
+
+        `fallback`: states to look at if the first of `states` does not fit.
+        """
+        if states:
+            bound = min(self._bound(flow, order, s) for s in self._tried(states))
+            yield bound, None, (flow, order, states, fallback)
 
     @property
     def _shares_cores(self) -> bool:
         """Whether host and device are the same cores, so that offload may be faster."""
         return self.request.hardware.cores is not None
 
-    def _tried(self, states: tuple[ZeroState, ...]) -> tuple[ZeroState, ...]:
+    def _tried(self, states: Sequence[ZeroState]) -> Sequence[ZeroState]:
         """The states, of offloads of one kind, that may be the fastest: the first adds least time.
 
         Where the first must gather weights more often to fit, the next may be faster.
@@ -214,32 +218,34 @@ class _Search:
             software=self._software,
         )
 
-    def _may_fit(self, flow: Flow, order: Order, state: ZeroState, flight: Flight) -> bool:
+    def _may_fit(
+        self, flow: Flow, order: Order, state: ZeroState, in_flight: InFlightBytes
+    ) -> bool:
         """Whether the lower bound on the first rank's memory fits: necessary, not sufficient."""
-        standing = self._standing(flow, order, state)
-        needed = least.total(standing, flight, self.request.hardware)
-        return needed <= self.room.device and standing.host <= self.room.host
+        held_bytes = self._held(flow, order, state)
+        needed = least.total(held_bytes, in_flight, self.request.hardware)
+        return needed <= self.capacity.device and held_bytes.host <= self.capacity.host
 
     def _least(self, flow: Flow, order: Order, state: ZeroState) -> int:
         """Lower bound on the bytes of the first rank's device."""
-        flight = self._in_flight(flow, order)
-        return least.total(self._standing(flow, order, state), flight, self.request.hardware)
+        in_flight = self._in_flight(flow, order)
+        return least.total(self._held(flow, order, state), in_flight, self.request.hardware)
 
-    def _standing(self, flow: Flow, order: Order, state: ZeroState) -> Standing:
+    def _held(self, flow: Flow, order: Order, state: ZeroState) -> HeldBytes:
         """Bytes that the first rank holds whatever its microbatches."""
         key = flow.mesh, order, state
         if key not in self._states:
             setting = setting_of(self.request, flow, order, state)
-            self._states[key] = least.standing_on_first(setting, self.request.hardware)
+            self._states[key] = least.held_on_first(setting, self.request.hardware)
         return self._states[key]
 
-    def _in_flight(self, flow: Flow, order: Order) -> Flight:
+    def _in_flight(self, flow: Flow, order: Order) -> InFlightBytes:
         """Bytes of the first rank's activations in flight."""
         key = (flow.mesh.tp, *flow[1:])
         if key not in self._saved:
             self._saved[key] = least.saved_of_kinds(self._alone(flow), self.request.hardware)
         microbatches = self.request.global_batch_size // flow.mesh.dp // flow.micro_batch
-        return least.flight_on_first(
+        return least.in_flight_on_first(
             self.request.base, self._saved[key], flow.mesh.pp, microbatches, order
         )
 
@@ -256,9 +262,9 @@ class _Search:
         settings = [
             setting_of(self.request, flow, order, kept)
             for *_, (flow, order, state) in nsmallest(40, sizes)
-            for kept in (state, *candidates.leaner(self.request, order, state))[-2:]
+            for kept in (state, *candidates.shorter_gathers(self.request, order, state))[-2:]
         ]
-        return min(settings, key=lambda s: worst(s, self.room, self.request.hardware).total)
+        return min(settings, key=lambda s: worst(s, self.capacity, self.request.hardware).total)
 
     def too_large(self, fastest: float) -> list[Plan]:
         """Faster plans that do not fit, for each mesh the one that comes nearest to fitting.
@@ -283,13 +289,29 @@ class _Search:
             faster = (c for *_, c in sorted(choices) if self._bound(*c) < fastest)
             settings = [setting_of(self.request, *c) for c in islice(faster, _TRIED)]
             for size, i in sorted((at(s, 0, hardware).total, i) for i, s in enumerate(settings)):
-                if fitting(settings[i], self.room, hardware):
+                if fitting(settings[i], self.capacity, hardware):
                     continue
                 if step_time(settings[i], hardware, self.curves).seconds < fastest:
                     missed.append((size, len(missed), settings[i]))
                     break
         plans = [evaluate(self.request, s, self.curves) for *_, s in nsmallest(TOO_LARGE, missed)]
         return sorted(plans, key=lambda plan: plan.time.seconds)
+
+
+def simplicity(plan: Plan) -> tuple[Any, ...]:
+    """Sort key of equally fast plans: fewer stages, less offload, smaller tp, and so on, first."""
+    s = plan.setting
+    flow, order, state = candidates.choices_of(s)
+    return (
+        s.pp * s.stages_per_rank,
+        state,
+        s.tp,
+        s.sequence_parallel,
+        candidates.RECOMPUTES.index(s.recompute),
+        plan.memory.total,
+        order,
+        flow.micro_batch,
+    )
 
 
 def _mesh_of(node: Any) -> MeshSizes:

@@ -134,7 +134,7 @@ def states(request: Request, mesh: MeshSizes) -> tuple[ZeroState, ...]:
 
     On one data-parallel rank nothing is sharded: of stages 0 to 2 only 0 is listed, and gradients
     are reduced once. Stages 1 and 2 differ in the reduction alone (docs/deepspeed.md). ZeRO-3's
-    weights stay gathered in the fastest way; `leaner` gives the other ways.
+    weights stay gathered in the fastest way; `shorter_gathers` gives the other ways.
     """
     found = []
     once = request.fixed.get("gradient_reduction") != "per_microbatch"
@@ -159,6 +159,30 @@ def states(request: Request, mesh: MeshSizes) -> tuple[ZeroState, ...]:
     return tuple(sorted(found, key=lambda s: (s.num_offloads, s.zero_stage, not s.reduces_once)))
 
 
+Alternatives = tuple[ZeroState, ...]
+
+
+@lru_cache(maxsize=1024)
+def alternatives(
+    request: Request, mesh: MeshSizes
+) -> tuple[tuple[Alternatives, Alternatives], ...]:
+    """The states of a mesh in groups that differ in their offload alone, each with a fallback.
+
+    ZeRO-3 is the fallback of the highest stage below it that reduces gradients as often: where that
+    one fits, ZeRO-3 gathers no less, and is not looked at.
+    """
+    groups: dict[tuple[int, bool], Alternatives] = {}
+    for state in states(request, mesh):
+        key = state.zero_stage, state.reduces_once
+        groups[key] = (*groups.get(key, ()), state)
+    highest = {once: zero for zero, once in sorted(groups) if zero < 3}
+    return tuple(
+        (group, groups.get((3, once), ()) if highest.get(once) == zero else ())
+        for (zero, once), group in groups.items()
+        if zero < 3 or once not in highest
+    )
+
+
 def ways(request: Request, zero_stage: int, offload_param: Device) -> tuple[Weights, ...]:
     """The choices for how long weights stay gathered, the fastest first.
 
@@ -178,7 +202,7 @@ def gathered_longest(offload_param: Device) -> tuple[Weights, ...]:
     return WEIGHTS if offload_param == "none" else WEIGHTS[1:]
 
 
-def leaner(request: Request, order: Order, state: ZeroState) -> tuple[ZeroState, ...]:
+def shorter_gathers(request: Request, order: Order, state: ZeroState) -> tuple[ZeroState, ...]:
     """A state's variants with weights gathered for less long, the fastest first.
 
     With one stage on a rank, "per_pass" gathers it for as long as "per_step".
@@ -193,7 +217,7 @@ def leaner(request: Request, order: Order, state: ZeroState) -> tuple[ZeroState,
 
 
 def has_state(request: Request, mesh: MeshSizes, state: ZeroState) -> bool:
-    """Whether a mesh offers this state, or a state of which this is a leaner variant."""
+    """Return whether a mesh offers this state, or the same with longer gathers."""
     all_ways = ways(request, state.zero_stage, state.offload_param)
     fastest = state._replace(weights=all_ways[0])
     return state.weights in all_ways and fastest in states(request, mesh)

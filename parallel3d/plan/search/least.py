@@ -17,7 +17,7 @@ from parallel3d.plan.setting import Setting
 from parallel3d.schedule.schedules import load
 
 
-class Standing(NamedTuple):
+class HeldBytes(NamedTuple):
     """Bytes that the first rank holds whatever its microbatches.
 
     `device`: on the device; `gradients`: on the device besides, where forwards and backwards
@@ -29,7 +29,7 @@ class Standing(NamedTuple):
     host: int
 
 
-class Flight(NamedTuple):
+class InFlightBytes(NamedTuple):
     """Bytes of the first rank's microbatches in flight, at most.
 
     `alternates`: whether a forward follows a backward while that many are in flight.
@@ -39,13 +39,15 @@ class Flight(NamedTuple):
     alternates: bool
 
 
-def total(standing: Standing, flight: Flight, hardware: Hardware) -> int:
+def total(held_bytes: HeldBytes, in_flight: InFlightBytes, hardware: Hardware) -> int:
     """Lower bound on the device bytes of the first rank."""
-    tensors = standing.device + flight.device + (standing.gradients if flight.alternates else 0)
+    tensors = (
+        held_bytes.device + in_flight.device + (held_bytes.gradients if in_flight.alternates else 0)
+    )
     return tensors + margin(tensors, hardware)
 
 
-def standing_on_first(setting: Setting, hardware: Hardware) -> Standing:
+def held_on_first(setting: Setting, hardware: Hardware) -> HeldBytes:
     """Bytes of the first rank's weights, optimizer states, buffers and gradients."""
     model, num_stages = model_of(setting.layers), setting.pp * setting.stages_per_rank
     cuts = stages_of(model, num_stages, setting.shape.seq)
@@ -60,7 +62,7 @@ def standing_on_first(setting: Setting, hardware: Hardware) -> Standing:
     shard = held.shard if held.standing else 0
     gradients = held.whole if held.whole > 0 else held.shard - shard
     device = held.weights + held.optimizer + held.buffers + shard
-    return Standing(device, gradients, held.host)
+    return HeldBytes(device, gradients, held.host)
 
 
 def saved_of_kinds(setting: Setting, hardware: Hardware) -> tuple[int, ...]:
@@ -76,9 +78,9 @@ def saved_of_kinds(setting: Setting, hardware: Hardware) -> tuple[int, ...]:
     )
 
 
-def flight_on_first(
+def in_flight_on_first(
     base: Setting, saved: tuple[int, ...], pp: int, num_microbatches: int, order: Order
-) -> Flight:
+) -> InFlightBytes:
     """Bytes that the first rank's microbatches in flight hold, with `saved` bytes per kind.
 
     Where a rank has several stages, each microbatch is counted in the stage that saves least.
@@ -90,7 +92,7 @@ def flight_on_first(
         for counts in _first(model, base, pp, per_rank, name)
     )
     most = _most(name, pp, num_microbatches, per_rank)
-    return Flight(least * most, most < num_microbatches * per_rank)
+    return InFlightBytes(least * most, most < num_microbatches * per_rank)
 
 
 @lru_cache(maxsize=16384)

@@ -14,20 +14,21 @@ from parallel3d.plan.setting import Setting
 from parallel3d.plan.time.curves import curves_for
 from parallel3d.plan.time.operators import Curves
 from parallel3d.plan.time.step import step_time
+from parallel3d.schedule.sharding import Weights
 
 MOST_CHANGES = 400  # settings that are tried for a remedy
 Choices = tuple[Flow, Order, ZeroState]
 
 
 @dataclass(frozen=True)
-class Room:
+class Capacity:
     """Bytes of memory that one device has, and its share of the host's."""
 
     device: int
     host: int
 
     @classmethod
-    def of(cls, hardware: Hardware) -> "Room":
+    def of(cls, hardware: Hardware) -> "Capacity":
         """The room of a kind of hardware."""
         host = hardware.host
         return cls(int(hardware.memory_bytes.value), int(host.memory_bytes.value) if host else 0)
@@ -60,33 +61,33 @@ def gib(num_bytes: float) -> str:
     return f"{size:.0f}" if size >= 100 else f"{size:.1f}" if size >= 1 else f"{size:.3f}"
 
 
-def fitting(setting: Setting, room: Room, hardware: Hardware) -> Memory | None:
+def fitting(setting: Setting, capacity: Capacity, hardware: Hardware) -> Memory | None:
     """The memory of the fullest rank if all ranks fit, else None; the first rank is tried first."""
-    if not room.fits(at(setting, 0, hardware)):
+    if not capacity.fits(at(setting, 0, hardware)):
         return None
-    memory = worst(setting, room, hardware)
-    return memory if room.fits(memory) else None
+    memory = worst(setting, capacity, hardware)
+    return memory if capacity.fits(memory) else None
 
 
-def worst(setting: Setting, room: Room, hardware: Hardware) -> Memory:
+def worst(setting: Setting, capacity: Capacity, hardware: Hardware) -> Memory:
     """The memory of the rank that decides: the fullest, or one whose host share is too small."""
     memory = fullest(setting, hardware)
-    if memory.host and memory.total <= room.device:
-        return max(per_rank(setting, hardware), key=lambda m: (m.host > room.host, m.total))
+    if memory.host and memory.total <= capacity.device:
+        return max(per_rank(setting, hardware), key=lambda m: (m.host > capacity.host, m.total))
     return memory
 
 
 def evaluate(request: Request, setting: Setting, curves: Curves | None = None) -> Plan:
     """The plan of one setting, with a remedy where it does not fit."""
     curves = curves or curves_for(request.hardware)
-    room = Room.of(request.hardware)
-    memory = worst(setting, room, request.hardware)
+    capacity = Capacity.of(request.hardware)
+    memory = worst(setting, capacity, request.hardware)
     plan = Plan(request, setting, memory, step_time(setting, request.hardware, curves))
-    if room.fits(memory):
+    if capacity.fits(memory):
         return plan
     change = smallest_change(request, candidates.choices_of(setting))
     remedy = change[0] if change else "no change nearby makes it fit; use more devices"
-    return replace(plan, reason=room.reason(memory), remedy=remedy)
+    return replace(plan, reason=capacity.reason(memory), remedy=remedy)
 
 
 def smallest_change(request: Request, start: Choices) -> tuple[str, Choices] | None:
@@ -95,7 +96,7 @@ def smallest_change(request: Request, start: Choices) -> tuple[str, Choices] | N
     Changes are tried in a fixed order of cost (see `_nearby`); a change of several choices costs
     their sum. None where none of the first MOST_CHANGES fits.
     """
-    room, serial = Room.of(request.hardware), count()
+    capacity, serial = Capacity.of(request.hardware), count()
     meshes = frozenset(candidates.meshes(request))
     heap = [(0, next(serial), start)]
     seen, tried = {start}, 0
@@ -104,7 +105,7 @@ def smallest_change(request: Request, start: Choices) -> tuple[str, Choices] | N
         if choices != start:
             tried += 1
             setting = candidates.setting_of(request, *choices)
-            if fitting(setting, room, request.hardware):
+            if fitting(setting, capacity, request.hardware):
                 return " + ".join(_said(start, choices)), choices
         for extra, changed in _nearby(request, *choices):
             if changed not in seen and _is_allowed(request, meshes, *changed):
@@ -141,7 +142,7 @@ def _nearby(
     for other in candidates.orders(request, flow):
         if other.stages_per_rank <= order.stages_per_rank and other != order:
             yield 1, (flow, other, state)
-    for less in candidates.leaner(request, order, state)[:1]:
+    for less in candidates.shorter_gathers(request, order, state)[:1]:
         yield 1, (flow, order, less)
     for recompute in RECOMPUTES[RECOMPUTES.index(flow.recompute) + 1 :]:
         cost = 2 * RECOMPUTES.index(recompute)
@@ -201,3 +202,19 @@ def _said(old: Choices, new: Choices) -> Iterator[str]:
         yield f"optimizer on {new_state.offload_optimizer}"
     if new_state.offload_param != state.offload_param:
         yield f"parameters on {new_state.offload_param}"
+
+
+def choose_weights(setting: Setting, hardware: Hardware) -> tuple[Weights, Memory]:
+    """The fastest `weights` choice that fits, and the memory of its fullest rank.
+
+    "per_step" (with no offload of parameters, see candidates.ways), then "per_pass"; where neither
+    fits, what holds less of "per_pass" and "per_microbatch".
+    """
+    capacity = Capacity.of(hardware)
+    ways = candidates.gathered_longest(setting.offload_param)
+    tried = {way: worst(setting.but(weights=way), capacity, hardware) for way in ways}
+    for way, memory in tried.items():
+        if capacity.fits(memory):
+            return way, memory
+    least = min(ways[-2:], key=lambda way: tried[way].total)
+    return least, tried[least]

@@ -16,7 +16,7 @@ from parallel3d.plan.search.best_first import _Search, search
 from parallel3d.plan.search.candidates import choices_of, setting_of
 from parallel3d.plan.search.least import total
 from parallel3d.plan.search.plans import request_of
-from parallel3d.plan.search.remedy import Room, evaluate, smallest_change, worst
+from parallel3d.plan.search.remedy import Capacity, evaluate, smallest_change, worst
 from parallel3d.plan.time.curves import curves_for
 from parallel3d.plan.time.step import lower_bound, step_time
 from parallel3d.schedule.schedules import names, splits_backward
@@ -37,11 +37,11 @@ def everything(request):
 
 def best_of_each_mesh(request, rows):
     """By simulating all that fits."""
-    room, best = Room.of(request.hardware), {}
+    room, best = Capacity.of(request.hardware), {}
     fitting = []
     for flow, order, state in everything(request):
         # Of the times that weights may stay gathered the longest that fits; the next are slower.
-        for kept in (state, *candidates.leaner(request, order, state)):
+        for kept in (state, *candidates.shorter_gathers(request, order, state)):
             setting = setting_of(request, flow, order, kept)
             if room.fits(worst(setting, room, request.hardware)):
                 fitting.append((flow, order, kept))
@@ -97,7 +97,7 @@ def test_bounds_are_bounds():
         bound = lower_bound(setting, request.hardware)
         assert floors[flow] <= bound * (1 + 1e-9) and bound <= seconds * (1 + 1e-9)
         first = at(setting, 0, request.hardware)
-        standing = work._standing(flow, order, state)
+        standing = work._held(flow, order, state)
         least = total(standing, work._in_flight(flow, order), request.hardware)
         assert 0.3 * first.total < least <= first.total and standing.host <= first.host
         assert choices_of(setting) == (flow, order, state)
@@ -113,7 +113,7 @@ def test_more_memory_never_fits_less(choices, less, more):
     less, more = sorted((less, more))
     small, large = (request_of(config(), machine(memory), 8) for memory in (less, more))
     fits = [
-        (room := Room.of(r.hardware)).fits(worst(setting_of(r, *choices), room, r.hardware))
+        (room := Capacity.of(r.hardware)).fits(worst(setting_of(r, *choices), room, r.hardware))
         for r in (small, large)
     ]
     assert fits[0] <= fits[1]
@@ -123,7 +123,7 @@ def test_what_fits_depends_on_memory():
     counts = []
     for memory in (3, 5, 80):
         request = request_of(config(), machine(memory * GIB), 8)
-        room = Room.of(request.hardware)
+        room = Capacity.of(request.hardware)
         settings = (setting_of(request, *choices) for choices in ALL[::51])
         counts.append(sum(room.fits(worst(s, room, request.hardware)) for s in settings))
     assert 0 < counts[0] < counts[1] < counts[2]
@@ -175,7 +175,7 @@ def test_what_is_fixed_stays():
 def test_the_smallest_change_fits(devices, memory, batch, every):
     """For settings that are too large by little and by much; applied, what is said fits."""
     request = request_of(config(batch), machine(memory * GIB), devices)
-    room, changed = Room.of(request.hardware), 0
+    room, changed = Capacity.of(request.hardware), 0
     for choices in [*everything(request)][::every]:
         plan = evaluate(request, setting_of(request, *choices))
         assert plan.fits == room.fits(plan.memory) == (plan.remedy == "")
