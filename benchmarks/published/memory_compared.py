@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from benchmarks.published import rows as published
 from benchmarks.published.program_memory import Holds, parts_of
 from benchmarks.published.rows import PublishedRun
-from parallel3d.plan.memory.margin import ALLOCATOR, CONTEXT
+from parallel3d.plan.memory.peak import ALLOCATOR, CONTEXT
 
 GIB = 2**30  # what the sources print as GB or GiB: each divides by 1024 three times
 

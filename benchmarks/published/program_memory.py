@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 from parallel3d.config.hardware import Hardware
 from parallel3d.model.spec import STATE_BYTES, Kept, LayerCost, Shape
 from parallel3d.plan.layers.placement import LayerKinds, cost_of, in_flight, model_of, stages_on
-from parallel3d.plan.memory.margin import margin
+from parallel3d.plan.memory.peak import margin
 from parallel3d.plan.setting import Setting
 
 Parts = dict[str, int]

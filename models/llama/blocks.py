@@ -12,9 +12,8 @@ from parallel3d.tensor.attention import CausalAttention
 from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.linear import ColumnParallelLinear, GroupedColumnLinear, RowParallelLinear
 from parallel3d.tensor.norm import RMSNorm
-from parallel3d.tensor.pointwise import swiglu
+from parallel3d.tensor.pointwise import scaled, swiglu
 from parallel3d.tensor.rotary import FrequencyScaling, Rotary
-from parallel3d.tensor.scale import scaled
 from parallel3d.tensor.segments import Segments
 
 

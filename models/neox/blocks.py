@@ -12,8 +12,8 @@ from parallel3d.tensor.attention import CausalAttention
 from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from parallel3d.tensor.norm import LayerNorm
+from parallel3d.tensor.pointwise import scaled
 from parallel3d.tensor.rotary import Rotary
-from parallel3d.tensor.scale import scaled
 from parallel3d.tensor.segments import Segments
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from parallel3d.calibrate.device import Effort
 from parallel3d.mesh.mesh import Mesh
-from parallel3d.mesh.single import all_gather_single, reduce_scatter_single
+from parallel3d.mesh.transfer import all_gather_single, reduce_scatter_single
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "send")
 SIZES = tuple(4 * 1024 * 4**i for i in range(8))  # bytes of the whole tensor, 4 KiB to 64 MiB

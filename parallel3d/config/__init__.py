@@ -9,7 +9,7 @@ from parallel3d.config.deepspeed import (
     OptimizerConfig,
     ZeroConfig,
 )
-from parallel3d.config.listing import help_text, settings
+from parallel3d.config.document import help_text, settings
 from parallel3d.config.parallel3d_block import (
     LrScheduleConfig,
     MeshConfig,

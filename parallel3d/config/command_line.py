@@ -5,7 +5,8 @@ from typing import Any
 
 from parallel3d.base import reader
 from parallel3d.config import folders, pretrained
-from parallel3d.config.short_paths import full_path
+from parallel3d.config.deepspeed_keys import TOP_LEVEL
+from parallel3d.config.parallel3d_block import Parallel3DConfig
 
 _NAMED = f"parallel3d.model.{pretrained.KEY}"
 
@@ -30,3 +31,19 @@ def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> list[str]:
     reader.apply_overrides(raw, overrides, full_path)
     folders.look_into(raw)  # a family of the user's own may be the model's
     return pretrained.fill(raw, beneath)
+
+
+def full_path(path: str) -> str:
+    """The path in the file that `path` on the command line means.
+
+    A path below `parallel3d.` needs no prefix where no key of DeepSpeed's has it: DeepSpeed has
+    blocks `checkpoint` and `pipeline` of its own, so that `checkpoint.every` is parallel3d's and
+    `checkpoint.tag_validation` is DeepSpeed's.
+    """
+    section, _, inside = path.partition(".")
+    if section not in Parallel3DConfig.model_fields:
+        return path
+    theirs = TOP_LEVEL.get(section)
+    if theirs and (not inside or inside.partition(".")[0] in theirs.items):
+        return path
+    return f"parallel3d.{path}"

@@ -1,13 +1,15 @@
 """The text of docs/config.md: every setting, and every key of DeepSpeed."""
 
 import json
+import textwrap
 from collections.abc import Iterator
 
+from parallel3d.base import explain
 from parallel3d.base.explain import SettingDoc
 from parallel3d.config import auto
 from parallel3d.config.deepspeed_keys import BY_SECTION
 from parallel3d.config.key import ANY, Key
-from parallel3d.config.listing import settings
+from parallel3d.config.run import RunConfig
 
 _INTRODUCTION = """\
 # Settings
@@ -91,3 +93,19 @@ def _table(head: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> str:
     lines = [head, ("---",) * len(head), *rows]
     cells = (" | ".join(cell.replace("|", "\\|") for cell in line) for line in lines)
     return "\n".join(f"| {line} |" for line in cells) + "\n"
+
+
+def settings() -> list[SettingDoc]:
+    """Every setting of a ds.json, in the order of the file."""
+    return explain.settings(RunConfig)
+
+
+def help_text() -> str:
+    """Every setting with its type, default and doc, for `--help`."""
+    lines = []
+    for setting in settings():
+        default = f"default {setting.default}" if setting.default else "required"
+        only = f", {setting.only} only" if setting.only else ""
+        doc = textwrap.wrap(setting.doc, 92)
+        lines += [f"--{setting.path} {setting.type} ({default}{only})", *(f"    {x}" for x in doc)]
+    return "\n".join(lines)

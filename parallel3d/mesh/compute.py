@@ -5,7 +5,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from parallel3d.mesh.environment import steering
+from parallel3d.mesh.device import steering
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 _DETERMINISTIC_CUBLAS = (":4096:8", ":16:8")  # those that torch takes for deterministic

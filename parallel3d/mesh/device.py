@@ -6,7 +6,6 @@ import torch
 import torch.distributed as dist
 
 from parallel3d.base.errors import ConfigError
-from parallel3d.mesh.environment import set_allocator
 from parallel3d.mesh.launch import Launch
 
 
@@ -62,3 +61,27 @@ def claim_device(identity: str, launch: Launch, store: dist.Store) -> None:
             "each; start as many processes on a node as it has devices, or let the launcher show "
             "each process one of its own (srun --gpus-per-task=1)"
         )
+
+
+# Read once, before the first allocation; torch takes one of them.
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+_STEERING = ("NCCL_", "RCCL_", "TORCH_NCCL_", "GLOO_", "TORCH_GLOO_", "CUDA_DEVICE_MAX_CONNECTIONS")
+
+
+def set_allocator() -> None:
+    """Let the device's allocator grow its segments, unless the user has set it up.
+
+    Stages of a pipeline hold tensors of many lifetimes, which fragment segments of fixed sizes. To
+    be called before the device is used.
+    """
+    if not any(name in os.environ for name in _ALLOCATOR):
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+
+def steering() -> list[str]:
+    """The variables that steer devices, those that are set, as NAME=value in order of name."""
+    return [
+        f"{name}={value}"
+        for name, value in sorted(os.environ.items())
+        if name.startswith((*_STEERING, *_ALLOCATOR))
+    ]

@@ -21,8 +21,7 @@ from parallel3d.mesh.join import STARTUP_TIMEOUT, join
 from parallel3d.mesh.launch import Launch
 from parallel3d.mesh.picture import draw_mesh
 from parallel3d.mesh.pulse import rank as pulse
-from parallel3d.mesh.single import all_gather_single
-from parallel3d.mesh.transfer import Transfer
+from parallel3d.mesh.transfer import Transfer, all_gather_single
 from parallel3d.mesh.waiting import wait_with_open_ears
 
 AXES = ("pp", "dp", "tp")

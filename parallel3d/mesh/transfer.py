@@ -1,4 +1,4 @@
-"""A message between two ranks that is under way (floor 1)."""
+"""A message between two ranks, and collectives of one tensor by this torch's names (floor 1)."""
 
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,3 +27,11 @@ class Transfer:
     def is_completed(self) -> bool:
         """Whether the transfer is done."""
         return self.work.is_completed()
+
+
+if hasattr(dist, "all_gather_single"):
+    all_gather_single = dist.all_gather_single
+    reduce_scatter_single = dist.reduce_scatter_single
+else:
+    all_gather_single = dist.all_gather_into_tensor
+    reduce_scatter_single = dist.reduce_scatter_tensor

@@ -13,8 +13,7 @@ from parallel3d.base.errors import ScheduleError
 from parallel3d.engine import Engine
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.pulse import rank as pulse
-from parallel3d.mesh.single import all_gather_single
-from parallel3d.mesh.transfer import Transfer
+from parallel3d.mesh.transfer import Transfer, all_gather_single
 from parallel3d.pipeline.clock import DeviceClock
 from parallel3d.schedule.schedule import Action, Op, Schedule, Span
 from parallel3d.tensor.collectives import all_reduce

@@ -82,35 +82,14 @@ def _parabola(x: Array, y: Array) -> tuple[float, float] | None:
 
 
 def _akima_least(x: Array, y: Array) -> tuple[float, float] | None:
-    """The least turn of the interpolation, if it is below both ends."""
-    width, slopes = akima(x, y)
-    rise, left, right = np.diff(y) / width, slopes[:-1], slopes[1:]
-    # On each piece: y + left s + two s^2 + three s^3, s from 0 to its width.
-    two = (3 * rise - 2 * left - right) / width
-    three = (left + right - 2 * rise) / width**2
-    with np.errstate(all="ignore"):
-        root = np.sqrt(two**2 - 3 * three * left)
-        # The form without cancellation; where the curve bends upwards there is a minimum.
-        turn = np.where(two >= 0, -left / (two + root), (root - two) / (3 * three))
-        inside = (turn >= 0) & (turn <= width)
-        value = y[:-1] + turn * (left + turn * (two + turn * three))
-    value = np.where(inside & np.isfinite(value), value, np.inf)
-    best = int(np.argmin(value))
-    if not value[best] < min(y[0], y[-1]):
+    """The least turn of an Akima interpolation, if it is below both ends."""
+    from scipy.interpolate import Akima1DInterpolator  # of the extra `scaling`
+
+    curve = Akima1DInterpolator(x, y)
+    turns = curve.derivative().roots(extrapolate=False)
+    turns = turns[np.isfinite(turns)]
+    values = curve(turns)
+    if not len(turns) or not values.min() < min(y[0], y[-1]):
         return None
-    return float(x[best] + turn[best]), float(value[best])
-
-
-def akima(x: Array, y: Array) -> tuple[Array, Array]:
-    """The widths of the pieces of an interpolation, and its slope at each point (Akima 1970)."""
-    width = np.diff(x)
-    inner = np.diff(y) / width
-    before = 2 * inner[0] - inner[1]
-    after = 2 * inner[-1] - inner[-2]
-    m = np.concatenate([[2 * before - inner[0], before], inner, [after, 2 * after - inner[-1]]])
-    change = np.abs(np.diff(m))
-    first, last = change[2:], change[:-2]
-    total = first + last
-    even = total <= 1e-9 * total.max()
-    slope = (first * m[1:-2] + last * m[2:-1]) / np.where(even, 1, total)
-    return width, np.where(even, (m[1:-2] + m[2:-1]) / 2, slope)
+    best = int(np.argmin(values))
+    return float(turns[best]), float(values[best])

@@ -13,9 +13,8 @@ from typing import NoReturn
 
 from parallel3d.base.errors import ScheduleError
 from parallel3d.schedule.action import Action, Cost, Op, Span, Spans, unit_cost
-from parallel3d.schedule.bubble import bubble
 from parallel3d.schedule.sharding import SHARDING, Weights, gathers, problems, with_sharding
-from parallel3d.schedule.simulate import times_of
+from parallel3d.schedule.simulate import bubble, times_of
 
 __all__ = [
     "Action",

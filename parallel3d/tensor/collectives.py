@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel3d.mesh.single import all_gather_single, reduce_scatter_single
+from parallel3d.mesh.transfer import all_gather_single, reduce_scatter_single
 from parallel3d.tensor.compiled import apart
 
 

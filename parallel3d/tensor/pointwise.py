@@ -47,3 +47,8 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return torch.cat([part.transpose(1, 2) for part in parts], -1).transpose(1, 2)
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat((-second, first), -1) * sin
+
+
+def scaled(x: Tensor, factor: float) -> Tensor:
+    """Multiply x [...] by a factor; without a factor gives `x` itself, in no more memory."""
+    return x if factor == 1 else x * factor

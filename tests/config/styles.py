@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from parallel3d.base.reader import apply_overrides
-from parallel3d.config.short_paths import full_path
+from parallel3d.config.command_line import full_path
 
 FILES = {path.stem: path for path in sorted((Path(__file__).parent / "ds_styles").glob("*.json"))}
 SIZES = {

@@ -4,8 +4,8 @@ import pytest
 
 from parallel3d.base.errors import ConfigError
 from parallel3d.config import Parallel3DConfig, RunConfig
+from parallel3d.config.command_line import full_path
 from parallel3d.config.deepspeed_keys import TOP_LEVEL
-from parallel3d.config.short_paths import full_path
 from tests.config.configs import LLAMA, error_of
 
 pytestmark = pytest.mark.pure

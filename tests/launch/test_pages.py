@@ -9,7 +9,7 @@ import re
 import pytest
 
 from parallel3d.config import RunConfig
-from parallel3d.config.listing import settings
+from parallel3d.config.document import settings
 from tests.launch.pages import (
     NOT_RUN,
     PAGES,

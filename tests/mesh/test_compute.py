@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from parallel3d.mesh import compute
-from parallel3d.mesh.environment import set_allocator, steering
+from parallel3d.mesh.device import set_allocator, steering
 from parallel3d.models import families
 from parallel3d.verify.local_ranks import run_locally
 from tests.cases import Case, Trainer

@@ -14,7 +14,7 @@ from benchmarks.published.program_memory import Holds
 from parallel3d.model.spec import Shape
 from parallel3d.models.gpt.spec import Config
 from parallel3d.plan.layers.placement import model_of
-from parallel3d.plan.memory.margin import ALLOCATOR, CONTEXT, margin
+from parallel3d.plan.memory.peak import ALLOCATOR, CONTEXT, margin
 from parallel3d.plan.setting import Setting, Software, layers_of
 
 pytestmark = pytest.mark.pure

@@ -15,7 +15,7 @@ from parallel3d.base.errors import ConfigError
 from parallel3d.mesh.groups import choose_backend, split
 from parallel3d.mesh.join import STARTUP_TIMEOUT
 from parallel3d.mesh.mesh import Mesh
-from parallel3d.mesh.single import all_gather_single
+from parallel3d.mesh.transfer import all_gather_single
 from tests.strict import StrictError, StrictOptions
 from tests.strict.running import STRICT, run_strictly
 

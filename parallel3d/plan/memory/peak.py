@@ -11,7 +11,6 @@ from parallel3d.config.hardware import Hardware
 from parallel3d.model.spec import Recompute
 from parallel3d.plan.layers.placement import StageLayers, in_flight, model_of, parts_of, stages_on
 from parallel3d.plan.memory.activations import StageActivations, stage
-from parallel3d.plan.memory.margin import margin
 from parallel3d.plan.memory.moments import CoordinateRank
 from parallel3d.plan.setting import Setting
 from parallel3d.schedule.schedules import splits_backward
@@ -136,3 +135,20 @@ def _stage(setting: Setting, part: StageLayers, on_cpu: bool) -> StageActivation
         software.attention == "classic",
         on_cpu,
     )
+
+
+CONTEXT = 1113 * 2**20
+"""Bytes of a process's CUDA context and kernels: bigscience experiments/tr3m-1B3.md, "calibration"
+(the same on a V100 of 16 GB and of 32 GB)."""
+ALLOCATOR = 0.1
+"""What torch's caching allocator reserves beyond the tensors at their fullest moment, as a share of
+them: blocks that are free but of no fitting size. The same for every program and device. What runs
+reported that had room to spare is 0.13 to 0.16 (published_memory.py, each group left out in turn);
+an allocator that runs out first gives back what is free."""
+
+
+def margin(tensors: int, hardware: Hardware | None) -> int:
+    """Bytes of device memory beside `tensors` bytes of tensors; 0 where no GPU is named."""
+    if hardware is None or hardware.cores is not None:
+        return 0
+    return CONTEXT + round(ALLOCATOR * tensors)

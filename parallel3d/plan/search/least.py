@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from parallel3d.config.hardware import Hardware
 from parallel3d.plan.layers.placement import LayerKinds, cost_of, model_of, stages_of, stages_on
-from parallel3d.plan.memory.margin import margin
-from parallel3d.plan.memory.peak import is_cpu
+from parallel3d.plan.memory.peak import is_cpu, margin
 from parallel3d.plan.memory.states import sizes, states
 from parallel3d.plan.search.candidates import Order
 from parallel3d.plan.setting import Setting
