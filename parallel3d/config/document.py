@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from parallel3d.base import explain
 from parallel3d.base.explain import SettingDoc
 from parallel3d.config import auto
-from parallel3d.config.deepspeed_keys import BY_SECTION
-from parallel3d.config.key import ANY, Key
+from parallel3d.config.deepspeed_keys import ANY, BY_SECTION, Key
 from parallel3d.config.run import RunConfig
 
 _INTRODUCTION = """\

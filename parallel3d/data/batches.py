@@ -6,13 +6,14 @@ may hold several documents, with end-of-text between them. Of a mixture, each sa
 of one of its streams.
 """
 
+import mmap
+
 import numpy as np
 
 from parallel3d.base.errors import DataError
 from parallel3d.data.corpus import Corpus, Mixture, TokenStream
 from parallel3d.data.mixing import Mixing
 from parallel3d.data.order import GOLDEN, sample_index
-from parallel3d.data.paging import will_need
 
 
 def num_windows(num_tokens: int, sequence_length: int) -> int:
@@ -159,3 +160,23 @@ def check_length(corpus: Corpus, sequence_length: int, global_batch: int) -> Non
                 f" data.sequence_length={sequence_length} (+ 1); add text, or "
                 + (f"set {setting} to null" if setting else "leave it out")
             )
+
+
+def will_need(array: np.ndarray, starts: np.ndarray, count: int) -> None:
+    """Ask the system to prefetch the `count` items from each of `starts` [n], if memory-mapped.
+
+    It reads them while this goes on; a gather of them then waits for the disk once, not at each
+    page that is not in memory. On arrays in memory it does nothing.
+    """
+    whole = array
+    while isinstance(whole.base, np.ndarray):
+        whole = whole.base
+    mapped = whole.base
+    if not isinstance(mapped, mmap.mmap) or not hasattr(mmap, "MADV_WILLNEED"):
+        return
+    # The map's own first byte: np.memmap begins some way into it where its offset says so.
+    first = array.ctypes.data - np.frombuffer(mapped, np.uint8).ctypes.data
+    size = count * array.itemsize
+    for start in (first + starts * array.itemsize).tolist():
+        page = start - start % mmap.PAGESIZE
+        mapped.madvise(mmap.MADV_WILLNEED, page, start + size - page)

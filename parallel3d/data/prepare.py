@@ -30,7 +30,6 @@ from parallel3d.data.sources import Progress, find_files, silent
 from parallel3d.data.split import num_common, split_documents
 from parallel3d.data.tokenised import Tokenised, TokenRecipe, find_tokens, vocabulary_of
 from parallel3d.data.tokenizer import check_name, save_tokenizer, tokenizer_directory
-from parallel3d.data.validation import validation_sets
 
 
 def prepare(config: DataConfig, progress: Progress = silent) -> Corpus:
@@ -283,3 +282,25 @@ def _label(part: PartConfig) -> str:
     more = f" and {len(part.paths) - 1} more" if len(part.paths) > 1 else ""
     which = part.paths[0] + more if part.paths else part.name
     return " ".join(filter(None, [part.source, which, part.subset]))
+
+
+def validation_sets(config: DataConfig) -> dict[str, PartConfig]:
+    """The validation sets by name; a data set's `validation_split` is one of them.
+
+    Its name is "validation", of part i of a mixture "mixture.i.validation".
+    """
+    sets: dict[str, PartConfig] = dict(config.validation)
+    split = config.validation_split
+    found: dict[str, PartConfig | DataConfig] = {"validation": config}
+    for number, part in enumerate(config.mixture):
+        found[f"mixture.{number}.validation"] = part
+    for name, source in found.items():
+        if split is None or source.source != "hub" or source.split == split or name in sets:
+            continue
+        # Takes a second to import.
+        from parallel3d.data.hub import has_split
+
+        if has_split(source.name, source.subset, split):
+            keys = {key: getattr(source, key) for key in PartConfig.model_fields if key != "weight"}
+            sets[name] = PartConfig(**keys | {"split": split})
+    return sets

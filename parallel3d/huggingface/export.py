@@ -11,11 +11,10 @@ from parallel3d.checkpoint.arrays import recycled
 from parallel3d.checkpoint.room import disk_lacks, shown
 from parallel3d.data.sources import Progress
 from parallel3d.huggingface.card import About, write_rest
-from parallel3d.huggingface.files import Writer, create, publish, remove
+from parallel3d.huggingface.files import Stamp, Writer, create, publish, remove, stamp
 from parallel3d.huggingface.logits import Read
 from parallel3d.huggingface.read_back import Proof, read_back
 from parallel3d.huggingface.source import CheckpointSource
-from parallel3d.huggingface.stamp import Stamp, stamp
 from parallel3d.huggingface.weight_files import WeightFiles
 
 

@@ -13,6 +13,7 @@ from parallel3d.config.pretrained import derived, read_config
 from parallel3d.data.sources import Progress, silent
 from parallel3d.huggingface.card import CARD, CONFIG, GENERATION, tokenizer_files
 from parallel3d.huggingface.export import made, write_tensors
+from parallel3d.huggingface.files import Stamp, stamp
 from parallel3d.huggingface.header import StoredTensor
 from parallel3d.huggingface.published_weights import PublishedWeights
 from parallel3d.huggingface.read_back import (
@@ -26,7 +27,6 @@ from parallel3d.huggingface.read_back import (
     prove,
     tensors_differ,
 )
-from parallel3d.huggingface.stamp import Stamp, stamp
 from parallel3d.huggingface.weight_files import SHARD_BYTES, WeightFiles
 from parallel3d.models import pretrained
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from parallel3d.data.sources import Progress
 from parallel3d.huggingface.card import About, tokenizer_files
+from parallel3d.huggingface.files import Stamp, stamp
 from parallel3d.huggingface.logits import Read, most_apart
 from parallel3d.huggingface.source import CheckpointSource
-from parallel3d.huggingface.stamp import Stamp, stamp
 from parallel3d.huggingface.weight_files import INDEX, WeightFiles
 
 TOLERANCE = 1e-4  # of logits in fp32, relative to the largest where that is above 1

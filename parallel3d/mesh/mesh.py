@@ -19,7 +19,6 @@ from parallel3d.mesh.device import pick_device
 from parallel3d.mesh.groups import set_timeout, split
 from parallel3d.mesh.join import STARTUP_TIMEOUT, join
 from parallel3d.mesh.launch import Launch
-from parallel3d.mesh.picture import draw_mesh
 from parallel3d.mesh.pulse import rank as pulse
 from parallel3d.mesh.transfer import Transfer, all_gather_single
 from parallel3d.mesh.waiting import wait_with_open_ears
@@ -284,3 +283,37 @@ class Mesh:
         """Leave the process group; without it torch ends the process with an abort."""
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+_LIMIT = 8  # rows and columns shown; of a longer axis, the ends
+
+
+def draw_mesh(grid: Sequence[Sequence[Sequence[int]]]) -> str:
+    """Draw the ranks `grid[pp][dp][tp]`: a column for each pp coordinate, a row for each dp.
+
+    A cell holds the ranks of one tp group.
+    """
+    pp, dp, tp = len(grid), len(grid[0]), len(grid[0][0])
+    columns, rows = _shown(pp), _shown(dp)
+    table = [["", *("" if p is None else f"pp {p}" for p in columns)]]
+    for d in rows:
+        cells = ["·" if p is None or d is None else _cell(grid[p][d]) for p in columns]
+        table.append(["" if d is None else f"dp {d}", *cells])
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = [f"mesh pp {pp} × dp {dp} × tp {tp} = {pp * dp * tp} rank{'s'[: pp * dp * tp > 1]}"]
+    for i, row in enumerate(table):
+        label, *cells = (f"{cell:^{width}}" for cell, width in zip(row, widths, strict=True))
+        lines.append(f"  {label}  {(' → ' if i else '   ').join(cells)}".rstrip())
+    legend = {"→ pp cuts the layers": pp, "rows: dp cuts the batch": dp}
+    legend["[ ] tp cuts the matrices"] = tp
+    said = [text for text, size in legend.items() if size > 1]
+    return "\n".join([*lines, "  " + "   ".join(said)] if said else lines)
+
+
+def _shown(size: int) -> list[int | None]:
+    """The coordinates of an axis; None stands for those that are left out."""
+    return list(range(size)) if size <= _LIMIT else [*range(_LIMIT - 2), None, size - 1]
+
+
+def _cell(ranks: Sequence[int]) -> str:
+    return f"[{' '.join(map(str, ranks))}]" if len(ranks) <= 4 else f"[{ranks[0]}..{ranks[-1]}]"

@@ -23,8 +23,7 @@ from parallel3d.data.progress import shown_progress
 from parallel3d.data.sources import silent
 from parallel3d.data.summary import reasons
 from parallel3d.engine.swap import check_writable
-from parallel3d.huggingface.load import find_weights, load_weights
-from parallel3d.huggingface.tokenizer import remark
+from parallel3d.huggingface.load import find_weights, load_weights, remark
 from parallel3d.mesh import compute
 from parallel3d.mesh.agree import agree, gather_json, on_first
 from parallel3d.mesh.join import STARTUP_TIMEOUT

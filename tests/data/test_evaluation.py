@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel3d.data.batches import num_windows
-from parallel3d.data.bounds import DocumentBounds
+from parallel3d.data.corpus import DocumentBounds
 from parallel3d.data.evaluation import bits_per_byte, held_out_samples, losses_per_document
 from parallel3d.data.prepare import prepare
 from parallel3d.data.statistics import held_out_bytes, train_frequencies

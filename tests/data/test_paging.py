@@ -8,10 +8,9 @@ import time
 import numpy as np
 import pytest
 
-from parallel3d.data.batches import Batches
+from parallel3d.data.batches import Batches, will_need
 from parallel3d.data.corpus import TokenStream
 from parallel3d.data.ids import spans
-from parallel3d.data.paging import will_need
 
 pytestmark = pytest.mark.gloo
 

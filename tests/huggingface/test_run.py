@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from parallel3d.config import RunConfig
 from parallel3d.data.tokenizer import save_tokenizer, train_tokenizer
-from parallel3d.huggingface.tokenizer import remark
+from parallel3d.huggingface.load import remark
 from tests.huggingface.published import MODELS, run_config
 from tests.train.running import start_all
 

@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from parallel3d.base.errors import ConfigError
 from parallel3d.mesh.launch import Launch
-from parallel3d.mesh.mesh import AXES, Mesh
-from parallel3d.mesh.picture import draw_mesh
+from parallel3d.mesh.mesh import AXES, Mesh, draw_mesh
 from parallel3d.verify.local_ranks import run_locally
 
 pytestmark = pytest.mark.gloo
