@@ -57,6 +57,16 @@ def divisor_below(number: int, limit: int) -> int:
     return max(n for n in divisors if n < limit)
 
 
+def refuse_uneven_heads(config: Any) -> None:
+    """Raise Problems where the heads are not of one width."""
+    heads, hidden = config.num_attention_heads, config.hidden_size
+    if hidden % heads:
+        near = divisor_below(hidden, heads)
+        rule = f"does not divide hidden_size={hidden}"
+        remedy = f"use {near} heads, or a hidden_size that is a multiple of {heads}"
+        raise Problems([Problem("num_attention_heads", heads, rule, remedy)])
+
+
 def vocab_size(config: Any) -> int:
     """The number of rows of the embedding; raises ValueError while it is still "auto"."""
     if config.vocab_size == "auto":
@@ -174,6 +184,15 @@ def renamed(name: str, names: Mapping[str, str]) -> str:
     for ours, theirs in names.items():
         name = name.replace(ours, theirs)
     return name
+
+
+def reference_model(settings: Any) -> Any:
+    """The model that a config of transformers names, in fp32 and with weights of its own."""
+    import transformers
+
+    settings._attn_implementation = "eager"
+    model: Any = getattr(transformers, settings.architectures[0])
+    return model(settings).float()
 
 
 def class_named(wanted: str | None, *possible: str) -> str:

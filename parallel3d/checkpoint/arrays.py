@@ -1,12 +1,10 @@
 """Direct reads of boxes of row-major arrays in a file into tensors."""
 
 import os
-import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
-from threading import Lock
+from typing import Self
 
 import numpy as np
 import torch
@@ -36,47 +34,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """A new tensor of the host, of any values."""
     # Not torch.empty: deterministic torch fills it, and numpy asks for large pages, which halves
     # the cost of memory that is new.
-    size = dtype.itemsize * prod(shape)
-    memory = np.empty(size, "u1") if _recycled is None else _recycled.take(size)
-    return torch.from_numpy(memory).view(dtype).view(tuple(shape))
-
-
-class _Blocks:
-    """Blocks of memory that nothing uses: never more of them than were in use at once."""
-
-    def __init__(self) -> None:
-        self._free: list[np.ndarray] = []
-        self._lock = Lock()
-
-    def take(self, size: int) -> np.ndarray:
-        """An array of so many bytes, whose block is free again when nothing refers to it."""
-        with self._lock:
-            fit = [block for block in self._free if len(block) >= size]
-            if self._free:  # of those that are too small one makes room for a larger one
-                old = min(fit or self._free, key=len)
-                del self._free[next(n for n, block in enumerate(self._free) if block is old)]
-        block = min(fit, key=len) if fit else np.empty(size, "u1")
-        found = block[:size]
-        # Without the lock: it may run wherever an object goes, and to append is one step.
-        weakref.finalize(found, self._free.append, block).atexit = False
-        return found
-
-
-_recycled: _Blocks | None = None
-
-
-@contextmanager
-def recycled() -> Iterator[None]:
-    """Within, `empty` gives the memory of its tensors that are gone to new ones, in all threads.
-
-    The system clears memory that is new, which takes as long as to read as much from a file.
-    """
-    global _recycled
-    before, _recycled = _recycled, _recycled or _Blocks()
-    try:
-        yield
-    finally:
-        _recycled = before
+    return torch.from_numpy(np.empty(dtype.itemsize * prod(shape), "u1")).view(dtype).view(*shape)
 
 
 class ArrayFile:
@@ -86,19 +44,23 @@ class ArrayFile:
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError."""
+        """Raises CheckpointError where the file cannot be opened, or is no plain file."""
         self.path = path
-        self.descriptor, self.size = open_file(path)
+        try:
+            self.descriptor, self.size = open_file(path)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be opened: {error.strerror or error}") from None
 
-    def read(self, at: int, shape: Dims, offsets: Dims, out: Tensor, dtype: torch.dtype) -> None:
+    def read_box(
+        self, at: int, shape: Dims, offsets: Dims, out: Tensor, dtype: torch.dtype
+    ) -> None:
         """Fill `out` with the box at `offsets` of an array [*shape] of `dtype` stored from `at`.
 
         out: of any type, strides and device. What is contiguous in the file and in the host's
         memory, and of one type, is read straight into it, the rest through a buffer of at most
         8 MiB, or two. Raises CheckpointError where the file ends too early or cannot be read.
         """
-        item = dtype.itemsize
-        staging = empty([min(STAGING_BYTES // item, prod(shape))], dtype)
+        staging = empty([min(STAGING_BYTES // dtype.itemsize, prod(shape))], dtype)
         self._read(at, shape, offsets, out.detach(), staging)
 
     def _read(self, at: int, shape: Dims, offsets: Dims, out: Tensor, staging: Tensor) -> None:
@@ -157,3 +119,9 @@ class ArrayFile:
         if self.descriptor >= 0:
             os.close(self.descriptor)
         self.descriptor = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()

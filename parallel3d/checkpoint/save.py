@@ -8,7 +8,7 @@ step-N is whole, whatever happens. docs/checkpoint.md lists the guarantees.
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from itertools import chain
 from pathlib import Path
@@ -16,16 +16,26 @@ from threading import Thread
 from typing import Any
 
 import numpy as np
+from rich.filesize import decimal
 
-from parallel3d.base.errors import TrainingError
-from parallel3d.checkpoint import chunk_runs, disk, prune, room
+from parallel3d.base.errors import CheckpointError, TrainingError
+from parallel3d.checkpoint import chunk_runs, disk, room
 from parallel3d.checkpoint.chunk_runs import HostCopy, copy_bytes
 from parallel3d.checkpoint.chunks import header
-from parallel3d.checkpoint.manifest import FORMAT, TOKENIZER, Entry, manifest_bytes
+from parallel3d.checkpoint.manifest import (
+    FORMAT,
+    STATE,
+    TOKENIZER,
+    Entry,
+    check_file,
+    manifest_bytes,
+    read_manifest,
+    step_folders,
+)
 from parallel3d.engine import Engine
 from parallel3d.mesh.agree import agree, gather_json, on_first
 from parallel3d.mesh.mesh import Mesh
-from parallel3d.model.spec import LayerSpec
+from parallel3d.model.spec import LayerSpec, named_params
 
 _log = logging.getLogger(__name__)
 MOST_FAILURES = 3  # saves in a row that may fail before training stops
@@ -60,7 +70,7 @@ class Saver:
         self._keep, self._asynchronous, self._say = keep, asynchronous, say
         self._always = always
         self._hashed = hashed
-        self._shapes = chunk_runs.parameter_shapes(layers)
+        self._shapes = {name: spec.shape for name, spec in named_params(layers).items()}
         self._runs = chunk_runs.runs_to_write(engine, mesh)
         chunks = [chunk for run in self._runs for chunk in run.chunks]
         self._header = header(chunks) if chunks else b""
@@ -143,14 +153,11 @@ class Saver:
         rows = self._mesh.gather_floats([memory_lacks if wanted else 0, disk_lacks])
         memory, space = (max(int(row[i]) for row in rows) for i in range(2))
         if space:
-            need, folder = room.shown(self.num_bytes), self._folder
-            return (
-                False,
-                f"{folder} has no room: {need} are needed, {room.shown(space)} are missing",
-            )
+            need = decimal(self.num_bytes)
+            return False, f"{self._folder} has no room: {decimal(space)} missing of {need}"
         if memory:
             self._say(
-                f"host memory lacks {room.shown(memory)} a rank for a copy of the training state; "
+                f"host memory lacks {decimal(memory)} a rank for a copy of the training state; "
                 "this checkpoint is written while training waits (checkpoint.asynchronous)"
             )
         return wanted and not memory, ""
@@ -192,9 +199,9 @@ class Saver:
             found = gather_json(mesh, mine, aside=True)
             files = {name: Entry(*entry) for own in found for name, entry in own.items()}
             self._on_first(lambda: self._name(state, files, partial, folder))
-            remove, begun = prune.remove_checkpoint, folder
+            remove, begun = disk.remove_checkpoint, folder
             known = {name: Entry(*entry) for name, entry in mine.items() if self._hashed}
-            prune.keep_newest(
+            keep_newest(
                 self._folder, self._keep, newest=folder, mine=known, mesh=mesh, always=self._always
             )
         except TrainingError:
@@ -224,7 +231,7 @@ class Saver:
         disk.sync_folder(partial)
         if folder.exists():
             # Of a history that was left when an earlier step was resumed.
-            prune.remove_checkpoint(folder)
+            disk.remove_checkpoint(folder)
         disk.rename(partial, folder)
         with suppress(OSError):  # a hint, which nothing depends on
             disk.replace_text(self._folder / "latest", f"{folder.name}\n")
@@ -254,6 +261,50 @@ class Saver:
             f"CHECKPOINT NOT SAVED ({self._failures} of {MOST_FAILURES} in a row): {problem}. "
             f"The checkpoints before it stand; {then}"
         )
+
+
+def keep_newest(
+    folder: Path, keep: int, *, newest: Path, mine: Mapping[str, Entry], mesh: Mesh,
+    always: Collection[int] = (),
+) -> None:  # fmt: skip
+    """Remove all but the newest `keep` checkpoints, unless the newest of them is bad.
+
+    Those of the steps `always` stay, and are not counted. Collective, on the group that is aside.
+    `mine`: the files of the newest that this rank wrote, which it reads again and compares; rank 0
+    does so with the manifest and the state, too. If anything is bad, nothing is removed and
+    TrainingError is raised on all ranks. What cannot be removed stays.
+    """
+
+    def look() -> None:
+        if reason := _damage(newest, mine, with_manifest=mesh.rank == 0):
+            raise TrainingError(f"{newest} cannot be read back: {reason}")
+
+    def remove() -> None:
+        with suppress(OSError):
+            for name in old:
+                disk.remove_checkpoint(folder / name)
+
+    # All ranks look before any of them removes something.
+    old = on_first(
+        mesh, lambda: [p.name for n, p in step_folders(folder) if n not in always][keep:]
+    )
+    if old:
+        agree(mesh, look)
+        on_first(mesh, remove)
+
+
+def _damage(newest: Path, mine: Mapping[str, Entry], with_manifest: bool) -> str:
+    """What is wrong with these files of a checkpoint, and with those that rank 0 wrote alone."""
+    entries = dict(mine)
+    try:
+        if with_manifest:
+            entries[STATE] = read_manifest(newest).files[STATE]
+    except CheckpointError as error:
+        return str(error)
+    for name, entry in entries.items():
+        if reason := check_file(newest, name, entry):
+            return f"{name}: {reason}"
+    return ""
 
 
 @contextmanager

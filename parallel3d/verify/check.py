@@ -2,15 +2,20 @@
 
 Training is that of `measure`, with what it leaves out: samples come through the feed, in epochs;
 some steps are clipped and some are not; the learning rate changes; the run may begin with a
-checkpoint of another mesh; and dropout is looked at in a step of its own, which is not compared.
+checkpoint of another mesh; and dropout is looked at in a step of its own. No reference has its
+masks, which depend on the mesh: so the generator is looked at as each is drawn.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch import nn
 
 from parallel3d.checkpoint.load import load
 from parallel3d.checkpoint.resume import find
@@ -21,11 +26,11 @@ from parallel3d.config.learning_rate import rate
 from parallel3d.engine.quirks.nvme import swapping_small_tensors
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.pipeline.executor import Microbatch
+from parallel3d.tensor.attention import CausalAttention
+from parallel3d.tensor.dropout import Dropout
 from parallel3d.train.assembly import Assembly, assemble
 from parallel3d.train.feed import Feed
-from parallel3d.verify.course import corpus_of
 from parallel3d.verify.local_ranks import run_locally
-from parallel3d.verify.masks import Masks, share_of_wrong, watched
 from parallel3d.verify.measure import (
     ReferenceErrors,
     microbatches,
@@ -34,7 +39,7 @@ from parallel3d.verify.measure import (
     weight_errors,
     worst,
 )
-from parallel3d.verify.reference import SEED, Reference
+from parallel3d.verify.reference import SEED, Reference, corpus_of
 from parallel3d.verify.shrink import BLOCK, STEPS
 
 SAVED_STEPS = STEPS - 1  # the run is saved after these, and the resumed one makes the last
@@ -48,6 +53,74 @@ class CaseTask:
     saves: Path | None = None
     resumes: Path | None = None
     drops: bool = False
+
+
+@dataclass
+class Masks:
+    """What one rank drew in a step: of each place and microbatch the state it was drawn from.
+
+    `split` are the places whose activation is another on each tp rank; `places` all that there are
+    on the rank. `redrawn` are those that recomputation drew from another state.
+    """
+
+    coords: tuple[int, int]  # dp, tp
+    places: list[str]
+    split: list[str]
+    drawn: dict[tuple[str, int], str] = field(default_factory=dict)
+    redrawn: list[tuple[str, int]] = field(default_factory=list)
+
+
+@contextmanager
+def watched(module: nn.Module, coords: tuple[int, int], split: bool, p: float) -> Iterator[Masks]:
+    """Have dropout in `module` drop with probability `p` inside the context, and note its masks.
+
+    `split`: the activations between layers are cut over tp.
+    """
+    layers = [m for m in module.modules() if isinstance(m, Dropout)]
+    inner = {m.dropout.place for m in module.modules() if isinstance(m, CausalAttention)}
+    places = [layer.place for layer in layers]
+    masks = Masks(coords, places, [place for place in places if split or place in inner])
+    seed, before = Dropout.seed, [layer.p for layer in layers]
+
+    def noted(layer: Dropout, device: torch.device) -> None:
+        seed(layer, device)
+        if layer.active_p > 0:
+            key = layer.place, layer.key.microbatch
+            state = hashlib.blake2b(torch.get_rng_state().numpy().tobytes()).hexdigest()
+            if masks.drawn.setdefault(key, state) != state:
+                masks.redrawn.append(key)
+
+    for layer in layers:
+        layer.p = p
+    try:
+        with patch.object(Dropout, "seed", noted):
+            yield masks
+    finally:
+        for layer, old in zip(layers, before, strict=True):
+            layer.p = old
+
+
+def share_of_wrong(ranks: Iterable[Masks], num_microbatches: int) -> float:
+    """Share of dropout masks that are not drawn, or not where they must agree or differ.
+
+    A mask is one of its own for each place, microbatch and dp coordinate; for each tp coordinate,
+    too, where activations are split. Recomputation draws the same.
+    """
+    owners: dict[str, set[Any]] = {}
+    wrong = total = 0
+    states: dict[Any, set[str]] = {}
+    for masks in ranks:
+        wrong += len(masks.redrawn)
+        total += len(masks.places) * num_microbatches
+        wrong += len(masks.places) * num_microbatches - len(masks.drawn)
+        for (place, microbatch), state in masks.drawn.items():
+            dp, tp = masks.coords
+            owner = place, microbatch, dp, tp if place in masks.split else 0
+            owners.setdefault(state, set()).add(owner)
+            states.setdefault(owner, set()).add(state)
+    wrong += sum(len(by) - 1 for by in owners.values())
+    wrong += sum(len(of) - 1 for of in states.values())
+    return wrong / max(1, total)
 
 
 @dataclass(frozen=True)
@@ -194,7 +267,6 @@ class CaseRun:
 
     def _compare(self, batch: list[Microbatch], step: int) -> None:
         """Note the share of a step's tokens that are not the course's."""
-        assert self.reference.course is not None
         wanted = microbatches(self.reference.course.steps[step], self.config, self.mesh)
         for mine, right in zip(batch, wanted, strict=True):
             pairs = [(mine.tokens, right.tokens), (mine.labels, right.labels)]

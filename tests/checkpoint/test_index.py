@@ -8,7 +8,7 @@ import pytest
 from parallel3d.base.errors import CheckpointError
 from parallel3d.checkpoint.box import Box, overlap
 from parallel3d.checkpoint.chunks import ChunkFile
-from parallel3d.checkpoint.index import make_index
+from parallel3d.checkpoint.load import make_index
 from tests.checkpoint.coordinates import Coordinate
 from tests.checkpoint.folders import FIRST, KINDS, SECOND, SHAPES, write_tensors
 

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from parallel3d.checkpoint import index, resume
-from parallel3d.checkpoint.load import load
+from parallel3d.checkpoint import resume
+from parallel3d.checkpoint.load import _packed_rows, load
 from parallel3d.checkpoint.manifest import shapes_of
 from parallel3d.models import layers
 from tests.cases import Case
@@ -112,7 +112,7 @@ def test_the_work_of_a_rank_does_not_grow_with_their_number(sizes, tmp_path, not
     found = resume._described(folder)
     first = [json.dumps(["step-2"]), json.dumps(found)]
     headers = [
-        json.dumps(index._packed_rows(folder, shards, shapes_of(found[1]), Coordinate(sizes, rank)))
+        json.dumps(_packed_rows(folder, shards, shapes_of(found[1]), Coordinate(sizes, rank)))
         for rank in range(world)
     ]
     counts = noted()

@@ -11,9 +11,8 @@ from safetensors.torch import load_file
 from parallel3d import models
 from parallel3d.config import RunConfig
 from parallel3d.huggingface.card import About, write_rest
-from parallel3d.huggingface.files import Writer, create
 from parallel3d.huggingface.from_ranks import save_weights
-from parallel3d.huggingface.weight_files import INDEX, WeightFiles
+from parallel3d.huggingface.weight_files import INDEX, WeightFiles, Writer, create
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.train.assembly import assemble
 from parallel3d.verify.local_ranks import run_locally
@@ -124,9 +123,9 @@ def test_a_failed_write_leaves_the_old_folder_and_fails_everywhere(tmp_path):
 
 def save_on_two_hosts(rank, directory):
     """Each rank's error, where the two see different folders."""
-    from parallel3d.huggingface import files
+    from parallel3d.huggingface import weight_files
 
-    files.appears = lambda look: look()
+    weight_files.appears = lambda look: look()
     trainer = Trainer(Case(mesh=(2, 1, 1), steps=1, batch=16))
     try:
         save_weights(trainer.engine, trainer.mesh, directory / f"host{rank}", config=trainer.config)

@@ -9,7 +9,7 @@ from parallel3d.checkpoint.load import load
 from parallel3d.checkpoint.save import Saver
 from parallel3d.data.sources import silent
 from parallel3d.huggingface.card import About
-from parallel3d.huggingface.export import export
+from parallel3d.huggingface.conversion import export
 from parallel3d.huggingface.from_ranks import save_weights
 from parallel3d.huggingface.source import CheckpointSource
 from parallel3d.huggingface.weight_files import INDEX, WeightFiles

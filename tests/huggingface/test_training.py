@@ -9,8 +9,7 @@ from parallel3d import models
 from parallel3d.checkpoint.load import load
 from parallel3d.config import RunConfig
 from parallel3d.data.sources import silent
-from parallel3d.huggingface.export import export
-from parallel3d.huggingface.importing import import_folder
+from parallel3d.huggingface.conversion import export, import_folder
 from parallel3d.huggingface.load import find_weights, load_weights
 from parallel3d.huggingface.source import CheckpointSource
 from parallel3d.huggingface.weight_files import WeightFiles
@@ -22,7 +21,7 @@ from parallel3d.verify.shrink import NO_THRESHOLDS
 from tests.huggingface.checkpoints import checkpoint_of, small
 from tests.huggingface.published import MODELS, run_config, save
 from tests.models.families import part
-from tests.verify.measuring import differences, errors_of, train
+from tests.verify.measuring import differences, errors_of, plain_course, train
 
 pytestmark = pytest.mark.gloo
 
@@ -59,7 +58,7 @@ def largest_errors(folder, mesh, tmp_path, **changes):
     family = models.huggingface(config.model.family)
     if name_as_in_files := getattr(family, "named_as_in_files", None):
         theirs = name_as_in_files(theirs)
-    reference = train_model(theirs.double().train(), family, config, tmp_path)
+    reference = train_model(theirs.double().train(), family, config, tmp_path, plain_course(config))
     pp, dp, tp = mesh
     return errors_of(config, run_locally(train_on_rank, pp * dp * tp, config, reference))
 

@@ -11,8 +11,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from parallel3d import models
 from parallel3d.base.errors import ConfigError
-from parallel3d.huggingface.files import Writer, create
-from parallel3d.huggingface.weight_files import DTYPES, INDEX, WeightFiles, bytes_of
+from parallel3d.huggingface.weight_files import DTYPES, INDEX, WeightFiles, Writer, bytes_of, create
 from tests.models.families import EVERY_FAMILY, small, weights_of
 
 pytestmark = pytest.mark.gloo

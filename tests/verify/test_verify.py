@@ -17,10 +17,10 @@ from parallel3d.tensor.collectives import Pending
 from parallel3d.verify import report
 from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.measure import TOLERANCE, weight_error
-from parallel3d.verify.reference import prepare, train_reference
+from parallel3d.verify.reference import prepare
 from parallel3d.verify.shrink import MESHES, parse_meshes, shrink
 from tests.verify.configs import MODELS, config_of
-from tests.verify.measuring import measure, train_and_compare
+from tests.verify.measuring import measure, reference_on_batches, train_and_compare
 
 pytestmark = pytest.mark.gloo
 
@@ -89,7 +89,7 @@ def test_a_fault_is_seen(precision, tmp_path, monkeypatch):
     """A missing all-reduce in the backward pass of tensor parallelism."""
     config = RunConfig.from_dict(config_of(precision=precision, zero=1))
     small = shrink(config, ((1, 1, 2),))[1, 1, 2]
-    reference = train_reference(small, tmp_path)
+    reference = reference_on_batches(small, tmp_path)
     tolerance = TOLERANCE[precision]
     right = measure(small, reference)
     print(right)
