@@ -90,7 +90,7 @@ class ChunkFile(ArrayFile):
 
     `chunks` gives for each chunk where its bytes begin in the file. Opening reads and checks the
     header alone, and trusts no number in it; where `chunks` is given, by who has done so, it is not
-    read again. Reads may come from several threads.
+    read again.
     """
 
     def __init__(self, path: Path, chunks: Mapping[Chunk, int] | None = None) -> None:

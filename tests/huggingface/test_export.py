@@ -218,14 +218,6 @@ def test_the_tokenizer_is_the_one_of_the_run_and_no_other(tmp_path):
     assert source.about(tmp_path / "out").tokenizer == tmp_path / "out"
 
 
-def test_what_stands_there_is_not_written_over(tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out/mine").touch()
-    with pytest.raises(ConfigError, match="out: exists and is not empty; remove it"):
-        exported(MODELS["GPT2LMHeadModel"], tmp_path)
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
-
-
 def test_a_model_that_no_class_can_be_is_refused(tmp_path):
     config = small("llama", attention_bias=True, qk_norm=True)
     with pytest.raises(ConfigError, match="no class of transformers has biases"):
