@@ -74,7 +74,7 @@ def _row(name: str, text: str) -> str:
 
 
 def verify_one(folder: Path) -> tuple[list[Any], str]:
-    """What is wrong with a checkpoint, and a word on what was read."""
+    """The faults of a checkpoint, and how much was read in what time."""
     from parallel3d.checkpoint.manifest import verify
     from parallel3d.data.progress import shown_progress
 

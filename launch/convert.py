@@ -2,7 +2,7 @@
 
 `parallel3d convert export CHECKPOINT --to OUT` takes a run's folder, or one of a checkpoint,
 step-N; of several it is the newest. `import DIR --to OUT` is for `model.from_pretrained`.
-No ranks and no GPU are needed. What was written is read back and compared before it has its name.
+No ranks and no GPU are needed. The folder is read back and compared before it has its name.
 """
 
 import argparse

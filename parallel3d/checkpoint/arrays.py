@@ -16,7 +16,7 @@ from parallel3d.checkpoint.files import open_file
 STAGING_BYTES = 8 * 2**20
 # Reading over a gap is cheaper than one more call to the system, up to about here.
 GAP_BYTES = 64 * 2**10
-# Of a transposition at once: their pages and lines fit the caches of addresses and of data.
+# Rows transposed at once: their pages and lines fit the caches of addresses and of data.
 TURNED_ROWS = 512
 PAGE_BYTES = 4096
 
@@ -38,10 +38,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 class ArrayFile:
-    """A file of arrays open for reading; reads may be concurrent.
-
-    The caller knows where each array begins.
-    """
+    """A file of arrays open for reading; the caller knows where each array begins."""
 
     def __init__(self, path: Path) -> None:
         """Raises CheckpointError where the file cannot be opened, or is no plain file."""
@@ -56,9 +53,9 @@ class ArrayFile:
     ) -> None:
         """Fill `out` with the box at `offsets` of an array [*shape] of `dtype` stored from `at`.
 
-        out: of any type, strides and device. What is contiguous in the file and in the host's
-        memory, and of one type, is read straight into it, the rest through a buffer of at most
-        8 MiB, or two. Raises CheckpointError where the file ends too early or cannot be read.
+        out: of any type, strides and device. Bytes that are contiguous in the file and in the
+        host's memory, and of one type, are read straight into it, others through a buffer of at
+        most 8 MiB, or two. Raises CheckpointError where the file ends too early or cannot be read.
         """
         staging = empty([min(STAGING_BYTES // dtype.itemsize, prod(shape))], dtype)
         self._read(at, shape, offsets, out.detach(), staging)

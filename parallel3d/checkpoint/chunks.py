@@ -117,7 +117,7 @@ class ChunkFile(ArrayFile):
 
 
 def read_header(file: ArrayFile) -> tuple[dict[str, Any], int]:
-    """What a safetensors file says of its tensors, by name, and where their bytes begin.
+    """Read what a safetensors file says of its tensors, by name, and where their bytes begin.
 
     No number in it is trusted. Raises ValueError, OSError.
     """
@@ -156,7 +156,7 @@ def _parse(file: ArrayFile) -> dict[Chunk, int]:
 
 
 def _tensors(tensors: dict[str, Any]) -> list[tuple[Chunk, tuple[int, int]]]:
-    """What a header lists: each chunk with its data offsets; the numbers fit each other."""
+    """The chunks in a header, each with its data offsets; the numbers fit each other."""
     found = []
     for key, entry in tensors.items():
         if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:

@@ -218,7 +218,7 @@ class Read(NamedTuple):
 
 
 Reads = dict[int, list[Read]]
-"""What is read of each file, by the file's number."""
+"""The reads from each file, by its number."""
 
 
 def add_reads(
@@ -272,7 +272,7 @@ def load_weights(
         for h in held:
             reads: Reads = defaultdict(list)
             with writing(h.parameter) as (flat, start), torch.no_grad():
-                # What lies beyond the part's end is ZeRO's padding.
+                # Elements beyond the part's end are ZeRO's padding.
                 stop = min(start + flat.numel(), prod(h.cut.local_shape))
                 if stop <= start:
                     continue

@@ -103,7 +103,7 @@ def _check_format(content: dict[str, Any]) -> None:
 
 
 def _parse(content: dict[str, Any]) -> Manifest:
-    """What the JSON says, if it is a manifest. Raises ValueError."""
+    """The manifest that a JSON object is. Raises ValueError."""
     if set(content) != {"digest", "files", "format", "step"} or not is_count(content["step"]):
         raise ValueError("it is damaged, or not a manifest")
     if not isinstance(content["files"], dict) or STATE not in content["files"]:
@@ -187,7 +187,7 @@ def verify(folder: Path, progress: Callable[[int], None] = lambda size: None) ->
 
 
 def _check_contents(folder: Path, manifest: Manifest) -> list[Bad]:
-    """What is wrong within files that are as they were written."""
+    """Faults within files that are as they were written."""
     try:
         state = read_state(folder)
         _check_format(state)

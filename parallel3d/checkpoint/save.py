@@ -82,14 +82,14 @@ class Saver:
         self._failures = 0
         self._started = 0.0
         self.seconds: float | None = None
-        """What the newest save that is done took, until it was on disk."""
+        """Seconds until the newest finished save was on disk."""
         mine = len(self._header) + 4 * self._numel
         self.num_bytes = int(sum(row[0] for row in mesh.gather_floats([mine])))
         """Size of a checkpoint's tensors, of all ranks together."""
 
     @property
     def broken(self) -> bool:
-        """Whether MOST_FAILURES saves in a row have failed, so that training must stop."""
+        """True if MOST_FAILURES saves in a row have failed, so that training must stop."""
         return self._failures >= MOST_FAILURES
 
     def expected_seconds(self) -> float:
@@ -145,7 +145,7 @@ class Saver:
             raise TrainingError(f"the last checkpoint was not saved: {self._problem}")
 
     def _plan(self, wait: bool) -> tuple[bool, str]:
-        """Whether to write behind the training, and why nothing can be saved ("" if it can)."""
+        """True to write behind the training; and why nothing can be saved ("" if it can)."""
         wanted = self._asynchronous and not wait
         new_bytes = 0 if self._buffer is not None else copy_bytes(self._numel)
         memory_lacks = room.memory_lacks(new_bytes, self._mesh.local_size)
@@ -222,7 +222,7 @@ class Saver:
     def _name(
         self, state: dict[str, Any], files: dict[str, Entry], partial: Path, folder: Path
     ) -> None:
-        """What one rank does at the end: the state, the manifest, and the folder's name."""
+        """Write the state and the manifest, and give the folder its name; one rank does."""
         text = json.dumps(state, indent=1, sort_keys=True, allow_nan=False) + "\n"
         if self._tokenizer is not None:
             disk.copy_folder(self._tokenizer, partial / TOKENIZER)
@@ -230,7 +230,7 @@ class Saver:
         disk.write_file(partial / "manifest.json", [manifest_bytes(state["step"], files)])
         disk.sync_folder(partial)
         if folder.exists():
-            # Of a history that was left when an earlier step was resumed.
+            # It belongs to a history that was left when an earlier step was resumed.
             disk.remove_checkpoint(folder)
         disk.rename(partial, folder)
         with suppress(OSError):  # a hint, which nothing depends on
@@ -272,7 +272,7 @@ def keep_newest(
     Those of the steps `always` stay, and are not counted. Collective, on the group that is aside.
     `mine`: the files of the newest that this rank wrote, which it reads again and compares; rank 0
     does so with the manifest and the state, too. If anything is bad, nothing is removed and
-    TrainingError is raised on all ranks. What cannot be removed stays.
+    TrainingError is raised on all ranks. A folder that cannot be removed stays.
     """
 
     def look() -> None:
@@ -294,7 +294,7 @@ def keep_newest(
 
 
 def _damage(newest: Path, mine: Mapping[str, Entry], with_manifest: bool) -> str:
-    """What is wrong with these files of a checkpoint, and with those that rank 0 wrote alone."""
+    """The fault of these files of a checkpoint, or of those that rank 0 wrote alone; else ""."""
     entries = dict(mine)
     try:
         if with_manifest:

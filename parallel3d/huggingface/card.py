@@ -16,7 +16,7 @@ from parallel3d.data.tokenizer import TOKENIZER_SUFFIXES
 from parallel3d.huggingface.weight_files import WeightFiles
 
 CONFIG, GENERATION, CARD = "config.json", "generation_config.json", "README.md"
-# Of a model that lay beside the tokenizer; ours are others.
+# They belong to a model that lay beside the tokenizer.
 _NOT_OF_A_TOKENIZER = {CONFIG, GENERATION}
 
 

@@ -84,8 +84,8 @@ def import_folder(
 ) -> Proof:
     """Read a folder of transformers, and write one that `model.from_pretrained` takes.
 
-    Two parameters at a time are in memory; each tensor has the type that it had. What was only
-    there for old versions goes: masks, a tied weight's copy. Where a check fails, nothing is left.
+    Two parameters at a time are in memory; each tensor keeps its type. Masks and a tied weight's
+    copy, which old versions saved, are left out. Where a check fails, nothing is left.
     Raises ConfigError for a model that cannot be trained here, CheckpointError where a file is
     damaged, TrainingError where the disk is full.
     """

@@ -96,7 +96,7 @@ def generate(
 
 
 def _but_newer(run: Path, weights: Path) -> str:
-    """That a run, which was trained on, has a checkpoint of more steps than its weights; or ""."""
+    """A remark where a run has a checkpoint of more steps than its weights; else ""."""
     steps, found = steps_of(weights), step_folders(run / "checkpoints")
     if weights == run or steps is None or not found or found[0][0] <= steps:
         return ""
@@ -104,7 +104,7 @@ def _but_newer(run: Path, weights: Path) -> str:
 
 
 def _is_model(folder: Path) -> bool:
-    """Whether a folder's config.json is of transformers; a run has one of its own."""
+    """True if a folder's config.json is of transformers; a run has one of its own."""
     with suppress(OSError, ValueError):
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         return isinstance(config, dict) and "model_type" in config

@@ -86,7 +86,7 @@ _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def remark(model: Path, tokenizer: Path, shown: str) -> str:
-    """What to say of a corpus' `tokenizer` beside a model's folder; "" where they are the same.
+    """A remark where a corpus' `tokenizer` is not the one in a model's folder; else "".
 
     `shown`: what the user calls the model. They are one if the same ids stand for the same tokens,
     and a sample of text becomes the same ids.

@@ -70,7 +70,7 @@ class Proof:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing differs."""
+        """True if nothing differs."""
         return not self.differs
 
 
@@ -118,8 +118,8 @@ def prove(
     """The outcome of the checks of a model of class `name`, each of which gives its differences.
 
     Those of transformers' own loading, and of its logits, are added. Tensors are read with the
-    library of safetensors, the rest with transformers. What cannot be loaded differs; nothing is
-    raised for it.
+    library of safetensors, the rest with transformers. A file that cannot be loaded differs;
+    nothing is raised for it.
     """
     loads = f"{name} loads with nothing missing, unexpected or mismatched"
     checks = {**checks, loads: _loading_differs(folder, name)}
@@ -217,7 +217,7 @@ def _loading_differs(folder: Path, name: str) -> Iterator[str]:
 
 
 def loaded(folder: Path, **options: Any) -> Any:
-    """What transformers loads of a folder, never from the network, and never a pickle."""
+    """Load a folder with transformers, never from the network, and never a pickle."""
     from transformers import AutoModelForCausalLM
 
     load: Any = AutoModelForCausalLM.from_pretrained
@@ -238,9 +238,9 @@ def _tokenizer(folder: Path, original: Path) -> Iterator[str]:
 
 @torch.no_grad()
 def _logits_differ(folder: Path, read: Read, layout: WeightFiles) -> Iterator[str]:
-    """Whether a folder's logits of a sample are further than TOLERANCE from ours, both in fp32.
+    """Difference of a folder's logits of a sample from ours, if above TOLERANCE; both in fp32.
 
-    Ours are by the weights that `read` gives, as the layout's type rounds them.
+    Ours come from the weights that `read` gives, as the layout's type rounds them.
     """
     config = layout.config
     length = min(MOST_TOKENS, config.max_position_embeddings)

@@ -1,13 +1,13 @@
-"""What verify does on the ranks of a mesh: a course of training, an evaluation, a resume.
+"""A case of verify on the ranks of a mesh: a course of training, an evaluation, a resume.
 
-Training is that of `measure`, with what it leaves out: samples come through the feed, in epochs;
-some steps are clipped and some are not; the learning rate changes; the run may begin with a
-checkpoint of another mesh; and dropout is looked at in a step of its own. No reference has its
-masks, which depend on the mesh: so the generator is looked at as each is drawn.
+Samples come through the feed, in epochs; some steps are clipped and some are not; the learning rate
+changes; the run may begin with a checkpoint of another mesh. Dropout is looked at in a step of its
+own: no reference has its masks, which depend on the mesh, so the generator is looked at as each is
+drawn.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,7 +48,7 @@ DROPOUT = 0.5
 
 @dataclass(frozen=True)
 class CaseTask:
-    """What a case does beside training: where it saves or resumes, and whether it has dropout."""
+    """The work of a case besides training: where it saves or resumes, and whether it drops out."""
 
     saves: Path | None = None
     resumes: Path | None = None
@@ -57,10 +57,11 @@ class CaseTask:
 
 @dataclass
 class Masks:
-    """What one rank drew in a step: of each place and microbatch the state it was drawn from.
+    """The masks that one rank drew in a step.
 
-    `split` are the places whose activation is another on each tp rank; `places` all that there are
-    on the rank. `redrawn` are those that recomputation drew from another state.
+    `places` are those that drop out on the rank; `split` those whose activation is another on each
+    tp rank. `drawn`: for each place and microbatch the generator's state. `redrawn`: those that
+    recomputation drew from another state.
     """
 
     coords: tuple[int, int]  # dp, tp
@@ -125,7 +126,7 @@ def share_of_wrong(ranks: Iterable[Masks], num_microbatches: int) -> float:
 
 @dataclass(frozen=True)
 class RankFindings:
-    """What one rank found: relative differences, its weights' errors, and what has no reference.
+    """The findings of one rank: differences from the reference, and what no reference has.
 
     `accumulation` is the precision that gradients are added up in, where it is not fp32's.
     `counters` are Adam's and the loss scaler's after the last step.
@@ -156,16 +157,11 @@ def checked(
     ends with. Raises TrainingError if a rank does.
     """
     size = config.mesh.pp * int(config.mesh.dp) * config.mesh.tp
-    found = run_locally(function or check, size, config, reference, task, timeout=timeout)
-    return errors_of_found(config, found, counters), found[0].counters
-
-
-def errors_of_found(
-    config: RunConfig, found: Sequence[RankFindings], counters: dict[str, Any] | None
-) -> ReferenceErrors:
-    """The largest errors of what each rank found."""
+    found: list[RankFindings] = run_locally(
+        function or check, size, config, reference, task, timeout=timeout
+    )
     masks = [f.masks for f in found if f.masks is not None]
-    return ReferenceErrors(
+    errors = ReferenceErrors(
         loss=worst(f.loss for f in found),
         grad_norm=worst(f.grad_norm for f in found),
         weight=weight_error(config, [f.weights for f in found]),
@@ -175,6 +171,7 @@ def errors_of_found(
         accumulation=max(f.accumulation for f in found),
         counters=float(any(counters not in (None, f.counters) for f in found)),
     )
+    return errors, found[0].counters
 
 
 def check(rank: int, config: RunConfig, reference: Reference, task: CaseTask) -> RankFindings:

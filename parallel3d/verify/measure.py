@@ -46,7 +46,7 @@ class ReferenceErrors:
     counters: float = 0.0
 
     def within(self, tolerance: float) -> bool:
-        """Whether no error is beyond a tolerance; a NaN is."""
+        """True if no error is beyond a tolerance; a NaN is."""
         return not self.beyond(tolerance)
 
     def beyond(self, tolerance: float) -> dict[str, float]:

@@ -94,10 +94,10 @@ def course_of(config: RunConfig) -> Course:
 
 @dataclass(frozen=True)
 class Reference:
-    """What the reference came to on its course.
+    """The outcome of the reference on its course.
 
-    Each step's loss and gradient norm (before clipping), the file of the weights after the last,
-    and the trained model's loss on what the course evaluates.
+    Each step's loss and gradient norm (before clipping), the file of the weights after the last
+    step, and the trained model's loss on the batch that the course evaluates.
     """
 
     losses: list[float]
@@ -211,7 +211,7 @@ def train_model(
     model: Any, family: Any, config: RunConfig, folder: Path, course: Course
 ) -> Reference:
     """Train a model of transformers by torch's AdamW; its family names its weights."""
-    # What each of their parameters is: the mapping of names, carried out on the answers.
+    # The kind of each of their parameters: the mapping of names, applied to the kinds of ours.
     adam, rates = config.optimizer.params, scales_of(config.model).rates()
     kinds = [(role, decays) for role in rates for decays in (True, False)]
     marks = {
@@ -256,10 +256,10 @@ def train_model(
 
 
 def _isolation(documents: Tensor | None) -> dict[str, Tensor]:
-    """What keeps transformers from looking into another document: positions and a 4-D mask."""
+    """Positions and a 4-D mask that keep transformers from looking into another document."""
     if documents is None:
         return {}
-    # What stands before a token in its document: by comparing all pairs, as no kernel of ours does.
+    # All pairs of tokens are compared, as no kernel of ours does.
     mask = (documents.unsqueeze(-1) == documents.unsqueeze(-2)).tril()  # [batch, seq, seq]
     positions = mask.sum(-1) - 1
     mask = mask.unsqueeze(1)

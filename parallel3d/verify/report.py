@@ -81,7 +81,7 @@ def verify(
 
 
 def _print_head(config: RunConfig, small: RunConfig, console: Console) -> None:
-    """What is compared with what."""
+    """Print the small model and the settings that are compared."""
     model, zero, pipeline = small.model, config.zero_optimization, config.pipeline
     total = models.num_params(model)
     console.print(

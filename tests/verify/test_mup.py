@@ -135,16 +135,6 @@ def test_at_base_width_it_is_the_standard_one_bit_for_bit():
         assert [groups for _, groups in found] == [2 if same else 4] * 2  # on both stages
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("zero", [0, 3])
-def test_at_base_width_every_stage_is_the_standard_one(zero):
-    mesh = (2, 2, 1)
-    width = small("llama", mesh).model.hidden_size
-    both = [None, {"type": "mup", "base_width": width, "base_depth": 3, "base_head_size": 8}]
-    one, other = (run_locally(train_only, 4, small("llama", mesh, m, zero=zero)) for m in both)
-    assert one == other
-
-
 def local_fan_in():
     of = Scales.of.__func__
 
