@@ -80,9 +80,6 @@ class Saver:
         self._problem = ""  # of the newest save, the same on all ranks
         self._lost: Exception | None = None  # what the ranks did not come to an answer for
         self._failures = 0
-        self._started = 0.0
-        self.seconds: float | None = None
-        """Seconds until the newest finished save was on disk."""
         mine = len(self._header) + 4 * self._numel
         self.num_bytes = int(sum(row[0] for row in mesh.gather_floats([mine])))
         """Size of a checkpoint's tensors, of all ranks together."""
@@ -108,7 +105,7 @@ class Saver:
         """
         start = time.perf_counter()
         self.finish()
-        self._started, self._problem = start, ""
+        self._problem = ""
         alone, problem = self._plan(wait)
         if problem:
             self._fail(problem)
@@ -186,7 +183,6 @@ class Saver:
             self._problem = str(error)
         except Exception as error:  # a lost rank: training cannot go on, and shall say why
             self._lost = error
-        self.seconds = time.perf_counter() - self._started
 
     def _write_all(self, state: dict[str, Any], arrays: Iterable[np.ndarray]) -> None:
         """Raises TrainingError on all ranks if it cannot be done, and leaves nothing of it."""
