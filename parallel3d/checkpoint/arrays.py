@@ -1,9 +1,12 @@
 """Direct reads of boxes of row-major arrays in a file into tensors."""
 
 import os
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
+from threading import Lock
 from typing import Self
 
 import numpy as np
@@ -34,7 +37,47 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """A new tensor of the host, of any values."""
     # Not torch.empty: deterministic torch fills it, and numpy asks for large pages, which halves
     # the cost of memory that is new.
-    return torch.from_numpy(np.empty(dtype.itemsize * prod(shape), "u1")).view(dtype).view(*shape)
+    size = dtype.itemsize * prod(shape)
+    memory = np.empty(size, "u1") if _recycled is None else _recycled.take(size)
+    return torch.from_numpy(memory).view(dtype).view(tuple(shape))
+
+
+class _Blocks:
+    """Blocks of memory that nothing uses: never more of them than were in use at once."""
+
+    def __init__(self) -> None:
+        self._free: list[np.ndarray] = []
+        self._lock = Lock()
+
+    def take(self, size: int) -> np.ndarray:
+        """An array of so many bytes, whose block is free again when nothing refers to it."""
+        with self._lock:
+            fit = [block for block in self._free if len(block) >= size]
+            if self._free:  # of those that are too small one makes room for a larger one
+                old = min(fit or self._free, key=len)
+                del self._free[next(n for n, block in enumerate(self._free) if block is old)]
+        block = min(fit, key=len) if fit else np.empty(size, "u1")
+        found = block[:size]
+        # Without the lock: it may run wherever an object goes, and to append is one step.
+        weakref.finalize(found, self._free.append, block).atexit = False
+        return found
+
+
+_recycled: _Blocks | None = None
+
+
+@contextmanager
+def recycled() -> Iterator[None]:
+    """Within, `empty` gives the memory of its tensors that are gone to new ones, in all threads.
+
+    The system clears memory that is new, which takes as long as to read as much from a file.
+    """
+    global _recycled
+    before, _recycled = _recycled, _recycled or _Blocks()
+    try:
+        yield
+    finally:
+        _recycled = before
 
 
 class ArrayFile:

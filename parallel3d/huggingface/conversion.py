@@ -13,6 +13,7 @@ from torch import Tensor
 
 from parallel3d import models
 from parallel3d.base.errors import ConfigError, TrainingError
+from parallel3d.checkpoint.arrays import recycled
 from parallel3d.checkpoint.room import disk_lacks
 from parallel3d.config.pretrained import derived, read_config
 from parallel3d.data.sources import Progress, silent
@@ -175,7 +176,7 @@ def write_tensors(
     written. Returns the stamps of what was written, by the names in the files.
     """
     stamps: dict[str, Stamp] = {}
-    with Writer(folder, layout) as writer, ThreadPoolExecutor(1) as behind:
+    with Writer(folder, layout) as writer, ThreadPoolExecutor(1) as behind, recycled():
 
         def write(name: str, value: Tensor) -> None:
             for theirs, tensor in layout.converted(name, value).items():

@@ -23,7 +23,7 @@ from torch import Tensor
 from parallel3d import models
 from parallel3d.base.atomic import rename, sync, sync_folder
 from parallel3d.base.errors import ConfigError
-from parallel3d.checkpoint.arrays import memory_of
+from parallel3d.checkpoint.arrays import empty, memory_of
 from parallel3d.checkpoint.chunks import framed
 from parallel3d.mesh.nodes import appears
 from parallel3d.model.spec import ParamSpec, named_params
@@ -92,7 +92,7 @@ class WeightFiles:
             family = models.huggingface(self.config.family)
             assert family is not None
             found = family.to_huggingface(self.config, found)
-        return {n: tensor.to(self.dtype).contiguous() for n, tensor in found.items()}
+        return {n: _contiguous(tensor.to(self.dtype)) for n, tensor in found.items()}
 
     @cached_property
     def names(self) -> dict[str, tuple[str, ...]]:
@@ -178,6 +178,12 @@ class WeightFiles:
     def _tensors(self) -> dict[str, Tensor]:
         """Every tensor of the files, on the meta device."""
         return {n: t for found in self._meta.values() for n, t in found.items()}
+
+
+def _contiguous(value: Tensor) -> Tensor:
+    if value.device.type != "cpu" or value.is_contiguous():
+        return value.contiguous()
+    return empty(value.shape, value.dtype).copy_(value)  # memory that is used again
 
 
 def fold(value: Tensor, factors: tuple[float, ...]) -> Tensor:
