@@ -134,7 +134,8 @@ class Ours(Contender):
         self._fill(folder, files, read_state(folder))
 
     def _fill(self, folder: Path, files: Sequence[str], state: Mapping[str, Any]) -> None:
-        load(folder, files, state, engine=self.engine, mesh=self.mesh, layers=self._layers)
+        found = resume.FoundCheckpoint(folder, tuple(files), state)
+        load(found, engine=self.engine, mesh=self.mesh, layers=self._layers)
 
 
 class Torch(Contender):

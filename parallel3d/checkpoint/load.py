@@ -135,13 +135,7 @@ def _packed_rows(folder: Path, files: Sequence[str], shapes: Shapes, mesh: Mesh)
 
 
 def load(
-    folder: Path,
-    files: Sequence[str],
-    state: Mapping[str, Any],
-    *,
-    engine: Engine,
-    mesh: Mesh,
-    layers: Sequence[LayerSpec],
+    found: FoundCheckpoint, *, engine: Engine, mesh: Mesh, layers: Sequence[LayerSpec]
 ) -> None:
     """Fill the engine with the training state in a checkpoint that has been verified.
 
@@ -149,19 +143,25 @@ def load(
     opens the files that have them, one at a time. Raises CheckpointError on all ranks if the
     checkpoint is of another model, or cannot be read.
     """
-    check_parameters(folder, state, layers)
-    shapes = shapes_of(state)
     originals = tied_names(layers)
     held = {piece.held.name for block in engine.states.blocks for piece in block}
-    index = make_index(folder, files, shapes, {originals.get(n, n) for n in held}, mesh)
+    index = _index_of(found, layers, {originals.get(name, name) for name in held}, mesh)
 
     def read() -> None:
-        refuse_twice(folder, index)
-        _fill(folder, files, engine, index, originals)
+        refuse_twice(found.folder, index)
+        _fill(found, engine, index, originals)
 
     agree(mesh, lambda: reading(read))
     engine.states.finish_loading()
-    engine.states.set_counters({k: state[k] for k in ("optimizer_steps", "loss_scale")})
+    engine.states.set_counters({k: found.state[k] for k in ("optimizer_steps", "loss_scale")})
+
+
+def _index_of(
+    found: FoundCheckpoint, layers: Sequence[LayerSpec], names: Iterable[str], mesh: Mesh
+) -> Index:
+    """The index of some parameters of a checkpoint, once it is seen to be of this model."""
+    check_parameters(found.folder, found.state, layers)
+    return make_index(found.folder, found.files, shapes_of(found.state), names, mesh)
 
 
 def check_parameters(folder: Path, state: Mapping[str, Any], layers: Sequence[LayerSpec]) -> None:
@@ -192,7 +192,7 @@ def refuse_twice(folder: Path, index: Index) -> None:
 
 
 def _fill(
-    folder: Path, files: Sequence[str], engine: Engine, index: Index, originals: Mapping[str, str]
+    found: FoundCheckpoint, engine: Engine, index: Index, originals: Mapping[str, str]
 ) -> None:
     """Read block by block, and in each file by file, so that one is open at a time."""
     states = engine.states
@@ -205,8 +205,8 @@ def _fill(
                 for box, at in boxes_in_whole(piece.held, piece.start, stop):
                     for kind in KINDS:
                         out = kinds[kind][at : at + box.numel].view(box.shape)
-                        add_reads(reads, index, name, kind, box, out, folder=folder)
-            read_all(folder, files, reads)
+                        add_reads(reads, index, name, kind, box, out, folder=found.folder)
+            read_all(found, reads)
 
 
 class Read(NamedTuple):
@@ -239,12 +239,12 @@ def add_reads(
         reads[stored.file].append(Read(stored, part))
 
 
-def read_all(folder: Path, files: Sequence[str], reads: Reads) -> None:
+def read_all(found: FoundCheckpoint, reads: Reads) -> None:
     """Read file by file, so that one is open at a time, each in the order of its chunks."""
     for number in sorted(reads):
         own = sorted(reads[number], key=lambda read: read.stored.at)
         places = {read.stored.chunk: read.stored.at for read in own}
-        with ChunkFile(folder / files[number], places) as file:
+        with ChunkFile(found.folder / found.files[number], places) as file:
             for stored, out in own:
                 file.read(stored.chunk, stored.common, out)
 
@@ -261,11 +261,9 @@ def load_weights(
     Collective. Each rank reads the byte ranges of its own parts. Raises CheckpointError on all
     ranks if the checkpoint is of another model, or cannot be read.
     """
-    check_parameters(found.folder, found.state, layers)
     originals = tied_names(layers)
     names = {h.name: originals.get(h.name, h.name) for h in held}
-    shapes = shapes_of(found.state)
-    index = make_index(found.folder, found.files, shapes, set(names.values()), mesh)
+    index = _index_of(found, layers, set(names.values()), mesh)
 
     def read() -> None:
         refuse_twice(found.folder, index)
@@ -280,7 +278,7 @@ def load_weights(
                 for box, at in boxes_in_whole(h, start, stop):
                     out = whole[at : at + box.numel].view(box.shape)
                     add_reads(reads, index, names[h.name], "master", box, out, folder=found.folder)
-                read_all(found.folder, found.files, reads)
+                read_all(found, reads)
                 flat[: len(whole)].copy_(whole)
 
     agree(mesh, lambda: reading(read))

@@ -199,14 +199,7 @@ def go_on(parts: Assembly, mesh: Mesh, state: RunState, folder: Path) -> Positio
     found, _ = find(folder, "auto", mesh)
     assert found is not None, folder
     position = state.position_in(found.state, found.folder, lambda text: None)
-    load(
-        found.folder,
-        found.files,
-        found.state,
-        engine=parts.engine,
-        mesh=mesh,
-        layers=parts.layers,
-    )
+    load(found, engine=parts.engine, mesh=mesh, layers=parts.layers)
     return position
 
 

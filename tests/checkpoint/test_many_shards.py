@@ -65,10 +65,8 @@ def load_under_a_limit(rank, checkpoints, limit, root):
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
     found, rejected = resume.find(checkpoints, "auto", trained.mesh)
     assert found, rejected
-    load(
-        found.folder, found.files, found.state,
-        engine=trained.engine, mesh=trained.mesh, layers=layers(trained.config.model),
-    )  # fmt: skip
+    model = layers(trained.config.model)
+    load(found, engine=trained.engine, mesh=trained.mesh, layers=model)
     wrong = differences(trained, {f"{n}|{k}": value_of(n, k) for n in SHAPES for k in KINDS})
     said = [] if rank else [run_command(which, found.folder) for which in ("verify", "inspect")]
     trained.mesh.barrier()

@@ -250,10 +250,8 @@ def weigh(rank, root):
     other = Trained(replace(WIDE, mesh=(1, 2, 1)), root)
     other.train(1)
     found, _ = resume.find(root / "waiting", 1, other.mesh)
-    read = partial(
-        load, found.folder, found.files, found.state,
-        engine=other.engine, mesh=other.mesh, layers=layers(other.config.model),
-    )  # fmt: skip
+    model = layers(other.config.model)
+    read = partial(load, found, engine=other.engine, mesh=other.mesh, layers=model)
     read()
     peaks.append(peak_of(read))
     return size, copied, peaks
