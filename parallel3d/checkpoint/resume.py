@@ -100,17 +100,10 @@ def verified(path: Path, mesh: Mesh) -> FoundCheckpoint:
     CheckpointError on all ranks, in one line without the folder, unless each finds it good.
     """
 
-    def described() -> tuple[Mapping[str, Entry], dict[str, Any]]:
-        with _rejecting(mesh.rank):
-            return _described(path)
-
-    def look() -> None:
-        with _rejecting(mesh.rank):
-            _look(path, files, mesh.rank, mesh.size("world"))
-
-    found, state = on_first(mesh, described)
+    rejecting = _rejecting(mesh.rank)
+    found, state = on_first(mesh, rejecting(lambda: _described(path)))
     files = {name: Entry(*entry) for name, entry in found.items()}
-    agree(mesh, look)
+    agree(mesh, rejecting(lambda: _look(path, files, mesh.rank, mesh.size("world"))))
     return FoundCheckpoint(
         path, tuple(name for name in sorted(files) if name.endswith(_TENSORS)), state
     )

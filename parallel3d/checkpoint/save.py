@@ -234,12 +234,7 @@ class Saver:
 
     def _on_first(self, work: Callable[[], None]) -> None:
         """Have rank 0 do it; raises TrainingError on all ranks if that cannot."""
-
-        def reported() -> None:
-            with _reporting(self._folder):
-                work()
-
-        on_first(self._mesh, reported)
+        on_first(self._mesh, _reporting(self._folder)(work))
 
     def _conclude(self) -> None:
         if self._lost is not None:

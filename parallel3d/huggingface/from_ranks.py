@@ -34,10 +34,7 @@ def save_weights(
     directory = run / "weights"
     unfinished = directory.with_name(f"{directory.name}.partial")
 
-    def begin() -> None:
-        with _ending_the_run(directory):
-            create(unfinished, layout)
-
+    @_ending_the_run(directory)
     def end() -> None:
         about = About(
             config,
@@ -47,13 +44,12 @@ def save_weights(
             tokenizer=corpus.tokenizer_directory if corpus else None,
             line=line_after(run, config.num_steps),
         )
-        with _ending_the_run(directory):
-            if missing := layout.places.keys() - {name for names in written for name in names}:
-                raise OSError(f"no rank wrote {min(missing)}")
-            write_rest(unfinished, about, layout)
-            publish(unfinished, directory)
+        if missing := layout.places.keys() - {name for names in written for name in names}:
+            raise OSError(f"no rank wrote {min(missing)}")
+        write_rest(unfinished, about, layout)
+        publish(unfinished, directory)
 
-    on_first(mesh, begin)
+    on_first(mesh, _ending_the_run(directory)(lambda: create(unfinished, layout)))
     written = gather_json(mesh, _write(engine, mesh, directory, Writer(unfinished, layout), layout))
     on_first(mesh, end)
 
@@ -79,8 +75,9 @@ def _write(
             except OSError as error:
                 problem = error  # the other ranks gather with this one to the end
 
+    @_ending_the_run(directory)
     def close() -> None:
-        with _ending_the_run(directory), writer:
+        with writer:
             if problem is not None:
                 raise problem
 

@@ -96,8 +96,6 @@ def remark(model: Path, tokenizer: Path, shown: str) -> str:
         return f"WARNING: {shown} has no tokenizer: whether data.tokenizer is its own is not known"
     if not any(tokenizer.iterdir()):
         return ""  # token ids alone, whose tokenizer nobody has named
-    if all(_bytes(model / name) == _bytes(tokenizer / name) for name in _FILES):
-        return ""
     try:
         theirs, ours = load_tokenizer(model), load_tokenizer(tokenizer)
     except DataError as error:
@@ -110,7 +108,3 @@ def remark(model: Path, tokenizer: Path, shown: str) -> str:
             f"tokens than they are; {use}, unless that is what you want"
         )
     return ""
-
-
-def _bytes(path: Path) -> bytes:
-    return path.read_bytes() if path.is_file() else b""
