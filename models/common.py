@@ -186,15 +186,6 @@ def renamed(name: str, names: Mapping[str, str]) -> str:
     return name
 
 
-def reference_model(settings: Any) -> Any:
-    """The model that a config of transformers names, in fp32 and with weights of its own."""
-    import transformers
-
-    settings._attn_implementation = "eager"
-    model: Any = getattr(transformers, settings.architectures[0])
-    return model(settings).float()
-
-
 def class_named(wanted: str | None, *possible: str) -> str:
     """The class of transformers that is wanted, or the first that is possible; ValueError."""
     if wanted is not None and wanted not in possible:

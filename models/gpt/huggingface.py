@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from parallel3d.model.spec import named_params
-from parallel3d.models.common import class_named, reference_model, renamed
+from parallel3d.models.common import class_named, renamed
 from parallel3d.models.gpt.spec import Config, layers
 from parallel3d.models.pretrained import Part
 
@@ -66,7 +66,11 @@ def architecture(config: Config, end_of_text: int | None = None, name: str | Non
 
 def reference(config: Config) -> Any:
     """A `GPT2LMHeadModel` of the same architecture, in fp32 and with weights of its own."""
-    return reference_model(architecture(config))
+    from transformers import GPT2LMHeadModel
+
+    settings = architecture(config)
+    settings._attn_implementation = "eager"
+    return GPT2LMHeadModel(settings).float()
 
 
 def to_huggingface(config: Config, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from parallel3d.model.spec import named_params
-from parallel3d.models.common import class_named, reference_model, renamed
+from parallel3d.models.common import class_named, renamed
 from parallel3d.models.llama.spec import Config, layers
 from parallel3d.models.pretrained import Part
 
@@ -100,7 +100,12 @@ def reference(config: Config) -> Any:
 
     Raises ValueError as `architecture` does.
     """
-    return reference_model(architecture(config))
+    import transformers
+
+    settings = architecture(config)
+    settings._attn_implementation = "eager"
+    model: Any = getattr(transformers, settings.architectures[0])
+    return model(settings).float()
 
 
 def to_huggingface(config: Config, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

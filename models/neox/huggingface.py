@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from parallel3d.model.spec import named_params
-from parallel3d.models.common import class_named, reference_model, renamed
+from parallel3d.models.common import class_named, renamed
 from parallel3d.models.neox.spec import Config, layers
 from parallel3d.models.pretrained import Part
 
@@ -77,7 +77,11 @@ def reference(config: Config) -> Any:
 
     Its parameters bear the names that they have in files.
     """
-    return named_as_in_files(reference_model(architecture(config)))
+    from transformers import GPTNeoXForCausalLM
+
+    settings = architecture(config)
+    settings._attn_implementation = "eager"
+    return named_as_in_files(GPTNeoXForCausalLM(settings).float())
 
 
 def named_as_in_files(model: Any) -> Any:
