@@ -33,8 +33,8 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 from contenders import Contender, DeepSpeed, Ours, Torch, digest_of, trained, wipe
+from rich.filesize import decimal
 
-from parallel3d.checkpoint.room import shown
 from parallel3d.engine import Engine, EngineSettings
 from parallel3d.mesh.launch import Launch
 from parallel3d.mesh.mesh import Mesh
@@ -43,16 +43,16 @@ TIMES = ("save", "stall", "memcpy", "load", "load verified")
 _SECONDS = "{:.2f} s".format
 OURS, UNHASHED, BEHIND = "ours", "ours, not hashed", "ours, asynchronous"
 COLUMNS = {
-    "bytes": shown,
+    "bytes": decimal,
     "save": _SECONDS,
     "save least": _SECONDS,
     "save cpu": _SECONDS,
-    "save memory": shown,
+    "save memory": decimal,
     "load": _SECONDS,
     "load least": _SECONDS,
     "load cpu": _SECONDS,
     "load verified": _SECONDS,
-    "load memory": shown,
+    "load memory": decimal,
 }
 Numbers = dict[str, dict[str, list[float]]]  # contender -> what was measured -> every round's
 Work = Callable[[], object]
@@ -233,7 +233,7 @@ def table(report: dict[str, Any]) -> str:
     behind = found[BEHIND]
     return "\n".join(
         [
-            f"{report['parameters'] / 1e6:.1f} M parameters, {shown(report['state_bytes'])} of "
+            f"{report['parameters'] / 1e6:.1f} M parameters, {decimal(report['state_bytes'])} of "
             f"masters and moments; {report['ranks']} ranks, ZeRO-{report['zero']}, "
             f"{report['precision']}; {report['rounds']} rounds; torch {report['torch']}, "
             f"{os.cpu_count()} cores",

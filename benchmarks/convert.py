@@ -24,17 +24,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.filesize import decimal
 
 from parallel3d import models
 from parallel3d.checkpoint import disk
 from parallel3d.checkpoint.box import Box
 from parallel3d.checkpoint.chunks import KINDS, Chunk, header
 from parallel3d.checkpoint.manifest import manifest_bytes
-from parallel3d.checkpoint.room import shown
 from parallel3d.config import RunConfig
 from parallel3d.data.sources import silent
-from parallel3d.huggingface.export import export, quiet
-from parallel3d.huggingface.importing import import_folder
+from parallel3d.huggingface.conversion import export, import_folder, quiet
 from parallel3d.huggingface.read_back import Proof
 from parallel3d.huggingface.source import CheckpointSource
 from parallel3d.huggingface.weight_files import WeightFiles
@@ -203,7 +202,7 @@ def main() -> None:
 
 def text_of(row: dict[str, Any]) -> str:
     """A row for people."""
-    parts = [f"{row['what']} of {shown(row['bytes'])}: {shown(row['memory'])} of memory"]
+    parts = [f"{row['what']} of {decimal(row['bytes'])}: {decimal(row['memory'])} of memory"]
     for key in ("seconds", "processor"):
         parts.append(
             f"{row[key]:.1f} s of the {'clock' if key == 'seconds' else key}, "

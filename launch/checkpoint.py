@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.filesize import decimal
 
 from parallel3d.base import terminal
 from parallel3d.base.arguments import Parser
@@ -73,9 +74,8 @@ def _row(name: str, text: str) -> str:
 
 
 def verify_one(folder: Path) -> tuple[list[Any], str]:
-    """What is wrong with a checkpoint, and a word on what was read."""
+    """The faults of a checkpoint, and how much was read in what time."""
     from parallel3d.checkpoint.manifest import verify
-    from parallel3d.checkpoint.room import shown
     from parallel3d.data.progress import shown_progress
 
     total = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
@@ -89,7 +89,7 @@ def verify_one(folder: Path) -> tuple[list[Any], str]:
                 show(f"{folder.absolute().name}, MiB", done >> 20, total >> 20)
 
         wrong = verify(folder, progress)
-    return wrong, f"{shown(done)} read in {time.perf_counter() - start:.1f} s"
+    return wrong, f"{decimal(done)} read in {time.perf_counter() - start:.1f} s"
 
 
 def parse_args() -> argparse.Namespace:

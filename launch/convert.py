@@ -2,7 +2,7 @@
 
 `parallel3d convert export CHECKPOINT --to OUT` takes a run's folder, or one of a checkpoint,
 step-N; of several it is the newest. `import DIR --to OUT` is for `model.from_pretrained`.
-No ranks and no GPU are needed. What was written is read back and compared before it has its name.
+No ranks and no GPU are needed. The folder is read back and compared before it has its name.
 """
 
 import argparse
@@ -29,21 +29,25 @@ def main() -> int:
     """Run the command `convert`: 0, 1 where a check fails or the disk is full, 2 for bad input."""
     args = parse_args()
     try:
-        command = {"export": export, "import": import_}[args.command]
-        return command(args, terminal.console(args.json))
-    except TrainingError as error:
-        code = FAILED
+        proof, of = converted(args)
+    except (Parallel3DError, TrainingError, OSError) as error:
         print(f"convert: {error}", file=sys.stderr)
-    except (Parallel3DError, OSError) as error:
-        code = BAD_INPUT
-        print(f"convert: {error}", file=sys.stderr)
-    return code
+        return FAILED if isinstance(error, TrainingError) else BAD_INPUT
+    console = terminal.console(args.json)
+    say(proof, of, args, console)
+    if proof.ok and args.command == "import":
+        named = f"--parallel3d.model.from_pretrained {shlex.quote(str(args.to))}"
+        console.print(f"start training from it with {named}")
+    return DONE if proof.ok else FAILED
 
 
-def export(args: argparse.Namespace, console: Console) -> int:
-    """Write a checkpoint as a folder of transformers, and say what was proved of it."""
+def converted(args: argparse.Namespace) -> tuple["Proof", str]:
+    """Write a checkpoint as a folder of transformers, or a published model as a start for training.
+
+    Return what was proved of it, and the words for its source.
+    """
     from parallel3d.data.progress import shown_progress
-    from parallel3d.huggingface import export as conversion
+    from parallel3d.huggingface import conversion
     from parallel3d.huggingface.source import CheckpointSource
     from parallel3d.huggingface.weight_files import DTYPES as TYPES
     from parallel3d.huggingface.weight_files import WeightFiles, bytes_of
@@ -52,31 +56,16 @@ def export(args: argparse.Namespace, console: Console) -> int:
     size = bytes_of(args.shard_size)
     conversion.quiet()
     with shown_progress() as progress:
+        if args.command == "import":
+            proof = conversion.import_folder(
+                args.folder, args.to, shard_bytes=size, progress=progress
+            )
+            return proof, f"of {args.folder}"
         source = CheckpointSource(args.checkpoint)
         about = source.about(args.tokenizer, args.architecture)
         files = WeightFiles(source.config.model, TYPES[args.dtype], size)
         proof = conversion.export(source, about, files, args.to, progress)
-    say(proof, f"in {args.dtype}, of {source.folder}", args, console)
-    return DONE if proof.ok else FAILED
-
-
-def import_(args: argparse.Namespace, console: Console) -> int:
-    """Write a published model as a start for training, and say what was proved of it."""
-    from parallel3d.data.progress import shown_progress
-    from parallel3d.huggingface import export as conversion
-    from parallel3d.huggingface.importing import import_folder
-    from parallel3d.huggingface.weight_files import bytes_of
-
-    conversion.check_new(args.to)
-    size = bytes_of(args.shard_size)
-    conversion.quiet()
-    with shown_progress() as progress:
-        proof = import_folder(args.folder, args.to, shard_bytes=size, progress=progress)
-    say(proof, f"of {args.folder}", args, console)
-    if proof.ok:
-        named = f"--parallel3d.model.from_pretrained {shlex.quote(str(args.to))}"
-        console.print(f"start training from it with {named}")
-    return DONE if proof.ok else FAILED
+        return proof, f"in {args.dtype}, of {source.folder}"
 
 
 def say(proof: "Proof", of: str, args: argparse.Namespace, console: Console) -> None:
@@ -98,38 +87,32 @@ def parse_args() -> argparse.Namespace:
     parser = Parser(__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     text = "write a checkpoint as a folder that transformers loads, and read it back"
-    command = commands.add_parser("export", help=text, description=text)
-    command.add_argument(
+    export = commands.add_parser("export", help=text, description=text)
+    export.add_argument(
         "checkpoint", type=Path, metavar="CHECKPOINT", help="a folder step-N, or a run's folder"
     )
-    command.add_argument(
-        "--to", type=Path, required=True, metavar="OUT", help="a folder that is new, or empty"
-    )
-    command.add_argument(
+    export.add_argument(
         "--dtype", choices=DTYPES, default="fp32", help="of the weights; fp32 is all there is"
     )
-    command.add_argument(
-        "--shard-size", default="5GB", metavar="SIZE", help="most bytes of a file (5GB)"
-    )
-    command.add_argument(
+    export.add_argument(
         "--architecture", metavar="CLASS", help="MistralForCausalLM for a plain llama"
     )
-    command.add_argument(
+    export.add_argument(
         "--tokenizer", type=Path, metavar="FOLDER", help="where it is not where the run found it"
     )
-    command.add_json()
     text = "read a folder of transformers, and write it as model.from_pretrained takes it"
-    command = commands.add_parser("import", help=text, description=text)
-    command.add_argument(
+    import_ = commands.add_parser("import", help=text, description=text)
+    import_.add_argument(
         "folder", type=Path, metavar="DIR", help="with config.json and safetensors"
     )
-    command.add_argument(
-        "--to", type=Path, required=True, metavar="OUT", help="a folder that is new, or empty"
-    )
-    command.add_argument(
-        "--shard-size", default="5GB", metavar="SIZE", help="most bytes of a file (5GB)"
-    )
-    command.add_json()
+    for command in (export, import_):
+        command.add_argument(
+            "--to", type=Path, required=True, metavar="OUT", help="a folder that is new, or empty"
+        )
+        command.add_argument(
+            "--shard-size", default="5GB", metavar="SIZE", help="most bytes of a file (5GB)"
+        )
+        command.add_json()
     return parser.parse_args()
 
 

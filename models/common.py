@@ -57,6 +57,16 @@ def divisor_below(number: int, limit: int) -> int:
     return max(n for n in divisors if n < limit)
 
 
+def refuse_uneven_heads(config: Any) -> None:
+    """Raise Problems where the heads are not of one width."""
+    heads, hidden = config.num_attention_heads, config.hidden_size
+    if hidden % heads:
+        near = divisor_below(hidden, heads)
+        rule = f"does not divide hidden_size={hidden}"
+        remedy = f"use {near} heads, or a hidden_size that is a multiple of {heads}"
+        raise Problems([Problem("num_attention_heads", heads, rule, remedy)])
+
+
 def vocab_size(config: Any) -> int:
     """The number of rows of the embedding; raises ValueError while it is still "auto"."""
     if config.vocab_size == "auto":

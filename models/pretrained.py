@@ -99,6 +99,21 @@ class Fields:
         if value is not None and not any(value == x and type(value) is type(x) for x in allowed):
             self.refuse(name, rule, remedy)
 
+    def rope(self, *places: str) -> tuple[str, str, dict[str, Any]]:
+        """The block of the rotation: which field it is, its rule, and what else it says.
+
+        The first of the `places` that is there counts, as in transformers.
+        """
+        where = next((place for place in places if self.take(place, None)), places[-1])
+        self.ignore(*places)
+        block = self.take(where, {})
+        if not isinstance(block, dict):
+            self.refuse(where, "is no block")
+            block = {}
+        block = dict(block)
+        kinds = block.pop("rope_type", None), block.pop("type", None)
+        return where, kinds[0] or kinds[1] or "default", block
+
     def ignore(self, *names: str) -> None:
         """Take fields that change nothing."""
         self._asked.update(names)

@@ -17,9 +17,9 @@ from parallel3d.mesh.mesh import Mesh
 from parallel3d.train.assembly import assemble
 from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.measure import microbatches
-from parallel3d.verify.reference import SEED, batches, train_reference
+from parallel3d.verify.reference import SEED
 from parallel3d.verify.shrink import BLOCK, NO_THRESHOLDS
-from tests.verify.measuring import differences, errors_of, train
+from tests.verify.measuring import batches, differences, errors_of, reference_on_batches, train
 
 GPT = {
     "family": "gpt", "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -126,7 +126,7 @@ class Case:
             torch.set_num_threads(1)
             folder = mkdtemp()
             atexit.register(rmtree, folder)
-            _REFERENCES[key] = train_reference(config, Path(folder))
+            _REFERENCES[key] = reference_on_batches(config, Path(folder))
         return _REFERENCES[key]
 
 

@@ -9,16 +9,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from parallel3d.base.section import Problem, Problems
 from parallel3d.model.head_cost import HeadCost
 from parallel3d.model.spec import LayerSpec
 from parallel3d.model.transformer_cost import BlockCost, EmbeddingCost
 from parallel3d.models.common import (
     ModelSection,
     biased_block_params,
-    divisor_below,
     head,
     layer_norm,
+    refuse_uneven_heads,
     table,
     vocab_size,
 )
@@ -65,19 +64,14 @@ class Config(ModelSection):
 
     @model_validator(mode="after")
     def _check(self) -> "Config":
-        heads, hidden = self.num_attention_heads, self.hidden_size
-        if hidden % heads:
-            near = divisor_below(hidden, heads)
-            rule = f"does not divide hidden_size={hidden}"
-            remedy = f"use {near} heads, or a hidden_size that is a multiple of {heads}"
-            raise Problems([Problem("num_attention_heads", heads, rule, remedy)])
+        refuse_uneven_heads(self)
         return self
 
 
 def layers(config: Config) -> list[LayerSpec]:
     """Embedding, blocks and head, first to last; raises ValueError if vocab_size is "auto"."""
     blocks = [_block(config, f"blocks.{i}") for i in range(config.num_hidden_layers)]
-    cost = HeadCost(config.hidden_size, vocab_size(config), statistics=2, composite_norm=False)
+    cost = HeadCost(config.hidden_size, vocab_size(config))
     return [_embedding(config), *blocks, head(config, layer_norm("norm", config.hidden_size), cost)]
 
 
@@ -91,22 +85,17 @@ def _embedding(config: Config) -> LayerSpec:
 
 
 def _block(config: Config, name: str) -> LayerSpec:
-    hidden, inner = config.hidden_size, config.inner_size
-    params = biased_block_params(config)
-
     heads = config.num_attention_heads
     cost = BlockCost(
-        hidden,
-        inner,
+        config.hidden_size,
+        config.inner_size,
         heads,
         kv_heads=heads,
-        head_size=hidden // heads,
-        gated=False,
+        head_size=config.hidden_size // heads,
         fused_qkv=True,
-        statistics=2,
-        composite_norm=False,
         biases=True,
         dropout=config.resid_pdrop > 0,
         attention_dropout=config.attn_pdrop > 0,
     )
+    params = biased_block_params(config)
     return LayerSpec(name, params, cost, "parallel3d.models.gpt.blocks:Block", config)

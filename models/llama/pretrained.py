@@ -87,18 +87,8 @@ def _longest(fields: Fields) -> Any:
 def _rope(fields: Fields) -> tuple[Any, dict[str, Any] | None]:
     """The base of the rotary frequencies, and Llama 3.1's scaling of them, or None."""
     base = fields.take("rope_theta", 10_000.0)
-    where = "rope_parameters" if fields.take("rope_parameters", None) else "rope_scaling"
-    rope = fields.take("rope_parameters", None) or fields.take("rope_scaling", None)
-    fields.ignore("rope_scaling")
-    if rope is None:
-        return base, None
-    if not isinstance(rope, dict):
-        fields.refuse(where, "is no block")
-        return base, None
-    rope = dict(rope)
+    where, kind, rope = fields.rope("rope_parameters", "rope_scaling")
     base = rope.pop("rope_theta", base)
-    kinds = rope.pop("rope_type", None), rope.pop("type", None)
-    kind = kinds[0] or kinds[1] or "default"
     if rope.pop("partial_rotary_factor", 1) not in (1, None):
         fields.refuse(where, "rotates a part of each head")
     if kind == "default":

@@ -41,17 +41,8 @@ def model_block(fields: Fields) -> dict[str, Any]:
 def _rope(fields: Fields) -> tuple[Any, Any]:
     """The base of the rotary frequencies, and the share of each head that rotates."""
     base, share = fields.take("rotary_emb_base", 10_000.0), fields.take("rotary_pct", 0.25)
-    # Of the two blocks the older one counts where both are there, as in transformers.
-    where = "rope_scaling" if fields.take("rope_scaling", None) else "rope_parameters"
-    rope = fields.take(where, {})
-    fields.ignore("rope_parameters")
-    if not isinstance(rope, dict):
-        fields.refuse(where, "is no block")
-        return base, share
-    rope = dict(rope)
+    where, kind, rope = fields.rope("rope_scaling", "rope_parameters")
     base, share = rope.pop("rope_theta", base), rope.pop("partial_rotary_factor", share)
-    kinds = rope.pop("rope_type", None), rope.pop("type", None)
-    kind = kinds[0] or kinds[1] or "default"
     if kind != "default":
         rule = f'scales rotations by the rule "{kind}", which the family does not have'
         fields.refuse(where, rule, 'use a model with "default"')

@@ -17,9 +17,9 @@ from parallel3d.model.transformer_cost import BlockCost, EmbeddingCost
 from parallel3d.models.common import (
     ModelSection,
     biased_block_params,
-    divisor_below,
     head,
     layer_norm,
+    refuse_uneven_heads,
     table,
     vocab_size,
 )
@@ -76,13 +76,8 @@ class Config(ModelSection):
 
     @model_validator(mode="after")
     def _check(self) -> "Config":
-        heads, hidden = self.num_attention_heads, self.hidden_size
-        if hidden % heads:
-            rule = f"does not divide hidden_size={hidden}"
-            near = divisor_below(hidden, heads)
-            remedy = f"use {near} heads, or a hidden_size that is a multiple of {heads}"
-            raise Problems([Problem("num_attention_heads", heads, rule, remedy)])
-        size, turning = self.head_size, self.rotary_size
+        refuse_uneven_heads(self)
+        heads, size, turning = self.num_attention_heads, self.head_size, self.rotary_size
         if size < 2:
             rule = "makes heads of 1 feature, of which none can rotate: they do so in pairs"
             raise Problems([Problem("num_attention_heads", heads, rule, f"use {heads // 2} heads")])
@@ -108,13 +103,10 @@ def _embedding(config: Config) -> LayerSpec:
 
 
 def _block(config: Config, name: str) -> LayerSpec:
-    hidden, inner = config.hidden_size, config.inner_size
-    params = biased_block_params(config)
-
     heads = config.num_attention_heads
     cost = BlockCost(
-        hidden,
-        inner,
+        config.hidden_size,
+        config.inner_size,
         heads,
         kv_heads=heads,
         head_size=config.head_size,
@@ -123,4 +115,5 @@ def _block(config: Config, name: str) -> LayerSpec:
         rotary=config.rotary_size,
         parallel=config.use_parallel_residual,
     )
+    params = biased_block_params(config)
     return LayerSpec(name, params, cost, "parallel3d.models.neox.blocks:Block", config)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from threading import Lock
+from typing import Self
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from parallel3d.checkpoint.files import open_file
 STAGING_BYTES = 8 * 2**20
 # Reading over a gap is cheaper than one more call to the system, up to about here.
 GAP_BYTES = 64 * 2**10
-# Of a transposition at once: their pages and lines fit the caches of addresses and of data.
+# Rows transposed at once: their pages and lines fit the caches of addresses and of data.
 TURNED_ROWS = 512
 PAGE_BYTES = 4096
 
@@ -80,25 +81,26 @@ def recycled() -> Iterator[None]:
 
 
 class ArrayFile:
-    """A file of arrays open for reading; reads may be concurrent.
-
-    The caller knows where each array begins.
-    """
+    """A file of arrays open for reading; the caller knows where each array begins."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError."""
+        """Raises CheckpointError where the file cannot be opened, or is no plain file."""
         self.path = path
-        self.descriptor, self.size = open_file(path)
+        try:
+            self.descriptor, self.size = open_file(path)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be opened: {error.strerror or error}") from None
 
-    def read(self, at: int, shape: Dims, offsets: Dims, out: Tensor, dtype: torch.dtype) -> None:
+    def read_box(
+        self, at: int, shape: Dims, offsets: Dims, out: Tensor, dtype: torch.dtype
+    ) -> None:
         """Fill `out` with the box at `offsets` of an array [*shape] of `dtype` stored from `at`.
 
-        out: of any type, strides and device. What is contiguous in the file and in the host's
-        memory, and of one type, is read straight into it, the rest through a buffer of at most
-        8 MiB, or two. Raises CheckpointError where the file ends too early or cannot be read.
+        out: of any type, strides and device. Bytes that are contiguous in the file and in the
+        host's memory, and of one type, are read straight into it, others through a buffer of at
+        most 8 MiB, or two. Raises CheckpointError where the file ends too early or cannot be read.
         """
-        item = dtype.itemsize
-        staging = empty([min(STAGING_BYTES // item, prod(shape))], dtype)
+        staging = empty([min(STAGING_BYTES // dtype.itemsize, prod(shape))], dtype)
         self._read(at, shape, offsets, out.detach(), staging)
 
     def _read(self, at: int, shape: Dims, offsets: Dims, out: Tensor, staging: Tensor) -> None:
@@ -157,3 +159,9 @@ class ArrayFile:
         if self.descriptor >= 0:
             os.close(self.descriptor)
         self.descriptor = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()

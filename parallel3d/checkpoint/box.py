@@ -70,7 +70,7 @@ def shift(box: Box, offsets: Sequence[int]) -> Box:
 
 
 def inside(box: Box, whole: Box) -> bool:
-    """Whether every element of `box` is in `whole`."""
+    """True if every element of `box` is in `whole`."""
     starts = all(map(int.__ge__, box.offsets, whole.offsets))
     return starts and all(map(int.__le__, _ends(box), _ends(whole)))
 

@@ -15,7 +15,6 @@ from parallel3d.checkpoint.box import Box, boxes_of, shift
 from parallel3d.checkpoint.chunks import Chunk
 from parallel3d.engine import KINDS, Engine, HeldParameter, ParameterPiece
 from parallel3d.mesh.mesh import Mesh
-from parallel3d.model.spec import LayerSpec, named_params
 from parallel3d.tensor.cut import even_split
 
 SMALLEST = 2**18  # elements of the smallest piece of a copy but the last: 1 MiB
@@ -36,11 +35,6 @@ class ChunkRun:
     def numel(self) -> int:
         """Number of elements in the run of chunks."""
         return self.stop - self.start
-
-
-def parameter_shapes(layers: Sequence[LayerSpec]) -> dict[str, tuple[int, ...]]:
-    """The global shape of every parameter that a checkpoint holds, by its global name."""
-    return {name: spec.shape for name, spec in named_params(layers).items()}
 
 
 def boxes_in_whole(held: HeldParameter, start: int, stop: int) -> list[tuple[Box, int]]:

@@ -11,7 +11,6 @@ import re
 from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -86,27 +85,19 @@ def framed(tensors: Mapping[str, Any]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-class ChunkFile:
+class ChunkFile(ArrayFile):
     """A safetensors file of chunks, open for reading.
 
     `chunks` gives for each chunk where its bytes begin in the file. Opening reads and checks the
     header alone, and trusts no number in it; where `chunks` is given, by who has done so, it is not
-    read again. Reads may come from several threads.
+    read again.
     """
-
-    chunks: Mapping[Chunk, int]
 
     def __init__(self, path: Path, chunks: Mapping[Chunk, int] | None = None) -> None:
         """Raises CheckpointError for what is no safetensors file of chunks."""
-        self.path = path
+        super().__init__(path)
         try:
-            self._file = ArrayFile(path)
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be opened: {error.strerror or error}") from None
-        try:
-            self.chunks = (
-                _parse(self._file.descriptor, self._file.size) if chunks is None else chunks
-            )
+            self.chunks = _parse(self) if chunks is None else chunks
         except (OSError, ValueError) as error:
             self.close()
             raise CheckpointError(
@@ -116,47 +107,40 @@ class ChunkFile:
     def read(self, chunk: Chunk, box: Box, out: Tensor) -> None:
         """Fill `out` with a box of the chunk, given in the coordinates of the whole parameter.
 
-        out: fp32 [*box.shape], of any strides and on any device. What is contiguous in the file and
-        in the host's memory is read straight into it, the rest through a buffer of at most 8 MiB.
-        Raises CheckpointError where the file ends too early or cannot be read.
+        out: fp32 [*box.shape], of any strides and on any device; as `read_box` reads it. Raises
+        CheckpointError where the file ends too early or cannot be read.
         """
         assert inside(box, chunk.box), f"{box} is not inside {chunk}"
         assert out.dtype == torch.float32 and tuple(out.shape) == box.shape, f"{out.shape} {box}"
         offsets = tuple(map(int.__sub__, box.offsets, chunk.box.offsets))
-        self._file.read(self.chunks[chunk], chunk.box.shape, offsets, out, torch.float32)
-
-    def close(self) -> None:
-        """Close the file; twice does no harm."""
-        self._file.close()
-
-    def __enter__(self) -> "ChunkFile":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
+        self.read_box(self.chunks[chunk], chunk.box.shape, offsets, out, torch.float32)
 
 
-def _parse(descriptor: int, size: int) -> dict[Chunk, int]:
-    """The chunks of a file of `size` bytes, and where they begin. Raises ValueError, OSError."""
-    start = os.pread(descriptor, 8, 0)
+def read_header(file: ArrayFile) -> tuple[dict[str, Any], int]:
+    """Read what a safetensors file says of its tensors, by name, and where their bytes begin.
+
+    No number in it is trusted. Raises ValueError, OSError.
+    """
+    start = os.pread(file.descriptor, 8, 0)
     if len(start) < 8:
-        raise ValueError(f"it is {size} bytes; a safetensors file has 8 and a header")
+        raise ValueError(f"it is {file.size} bytes; a safetensors file has 8 and a header")
     length = int.from_bytes(start, "little")
-    if length > min(size - 8, MAX_HEADER_BYTES):
+    if length > min(file.size - 8, MAX_HEADER_BYTES):
         pickle = start[:1] == b"\x80" or start[:4] == b"PK\3\4"
         hint = "; it looks like a pickle, and those are never read" if pickle else ""
-        raise ValueError(f"its header claims {length:,} of the file's {size:,} bytes{hint}")
+        raise ValueError(f"its header claims {length:,} of the file's {file.size:,} bytes{hint}")
     try:
-        tensors = parse_object(os.pread(descriptor, length, 8))
+        tensors = parse_object(os.pread(file.descriptor, length, 8))
     except ValueError as error:
         raise ValueError(f"its header is not JSON as it should be: {error}") from None
     tensors.pop("__metadata__", None)
-    begin, at = 8 + length, 0
+    return tensors, 8 + length
+
+
+def _parse(file: ArrayFile) -> dict[Chunk, int]:
+    """The chunks of a file, and where they begin. Raises ValueError, OSError."""
+    tensors, begin = read_header(file)
+    at = 0
     chunks: dict[Chunk, int] = {}
     for chunk, (first, end) in sorted(_tensors(tensors), key=lambda found: found[1]):
         if first != at:
@@ -164,13 +148,15 @@ def _parse(descriptor: int, size: int) -> dict[Chunk, int]:
             raise ValueError(f"{_short(chunk.key)} at bytes [{first}, {end}) {which}")
         chunks[chunk] = begin + first
         at = end
-    if begin + at != size:
-        raise ValueError(f"its header describes {begin + at:,} bytes, but the file has {size:,}")
+    if begin + at != file.size:
+        raise ValueError(
+            f"its header describes {begin + at:,} bytes, but the file has {file.size:,}"
+        )
     return chunks
 
 
 def _tensors(tensors: dict[str, Any]) -> list[tuple[Chunk, tuple[int, int]]]:
-    """What a header lists: each chunk with its data offsets; the numbers fit each other."""
+    """The chunks in a header, each with its data offsets; the numbers fit each other."""
     found = []
     for key, entry in tensors.items():
         if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:

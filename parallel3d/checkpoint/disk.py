@@ -90,6 +90,22 @@ def remove_folder(path: Path) -> None:
     fault_point("checkpoint.after_rmdir")
 
 
+def remove_checkpoint(path: Path) -> None:
+    """Remove a checkpoint, in such an order that a part of it is never taken for one."""
+    gone = path.with_name(f"{path.name}.deleted")
+    remove_folder(gone)
+    rename(path, gone)
+    remove_folder(gone)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what a killed save left behind; nothing else may be saving there."""
+    for pattern in ("step-*.tmp", "step-*.deleted"):
+        for path in folder.glob(pattern):
+            with suppress(OSError):
+                remove_folder(path)
+
+
 def copy_folder(source: Path, target: Path) -> None:
     """Copy a small folder, on disk on return; an old one at the target is removed first.
 

@@ -56,7 +56,7 @@ def parse_object(data: bytes) -> dict[str, Any]:
 
 
 def is_count(value: object) -> bool:
-    """Whether a parsed value is a whole number from 0 to 2^63 - 1; true and 1.0 are not."""
+    """True if a parsed value is a whole number from 0 to 2^63 - 1; true and 1.0 are not."""
     return type(value) is int and 0 <= value < 2**63
 
 

@@ -18,8 +18,8 @@ class HashedChunks:
     """A file of chunks whose bytes are hashed up to the last one that was read, in their order.
 
     A chunk that is read whole, after those before it in the file, is hashed where it has been read
-    to: its bytes come from the disk once, and are those of the hash. What was passed over before
-    is read again. `chunks` are those of a `ChunkFile`; no file stays open.
+    to: its bytes come from the disk once, and are those of the hash. A chunk that was passed over
+    before is read again. `chunks` are those of a `ChunkFile`; no file stays open.
     """
 
     def __init__(self, path: Path, entry: Entry) -> None:

@@ -1,37 +1,141 @@
-"""Loading of a checkpoint of any mesh straight into this mesh's shards, or of its weights alone."""
+"""Loading of a checkpoint of any mesh straight into this mesh's shards, or of its weights alone.
 
+No rank reads every header, and yet each knows where every chunk is: a rank reads the headers of its
+share of the files, and sends the others what it found. Nothing of this index is on disk: the
+headers are read anyway, to compare hashes, and an index of them cannot disagree with the files. A
+rank keeps no file open.
+"""
+
+import json
+import zlib
+from base64 import b64decode, b64encode
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from parallel3d.base.errors import CheckpointError
-from parallel3d.checkpoint.box import Box
-from parallel3d.checkpoint.chunk_runs import boxes_in_whole, parameter_shapes
-from parallel3d.checkpoint.chunks import ChunkFile
-from parallel3d.checkpoint.index import Index, StoredChunk, make_index
+from parallel3d.checkpoint.box import Box, overlapping
+from parallel3d.checkpoint.chunk_runs import boxes_in_whole
+from parallel3d.checkpoint.chunks import KINDS, Chunk, ChunkFile
 from parallel3d.checkpoint.manifest import shapes_of
 from parallel3d.checkpoint.resume import FoundCheckpoint
-from parallel3d.engine import KINDS, Engine, HeldParameter, writing
+from parallel3d.engine import Engine, HeldParameter, writing
 from parallel3d.mesh.agree import agree
 from parallel3d.mesh.mesh import Mesh
-from parallel3d.model.spec import LayerSpec, tied_names
+from parallel3d.model.spec import LayerSpec, named_params, tied_names
 
-_AT_ONCE = 2**26  # elements that are read into host memory before they are put in place
+Shapes = Mapping[str, Sequence[int]]
+
+
+class StoredChunk(NamedTuple):
+    """A chunk in a file, and the box of it that was asked for."""
+
+    file: int
+    """Which of the checkpoint's files."""
+    at: int
+    """Where its bytes begin there."""
+    chunk: Chunk
+    common: Box
+
+
+class Index:
+    """The places of the chunks of some parameters.
+
+    `rows[name]`: int64 [chunks, 1 + 2 dims + kinds], a row for each box in a file: the file's
+    number, the box's offsets and shape, and where the bytes of each of KINDS begin, 0 for none.
+    """
+
+    def __init__(self, rows: Mapping[str, np.ndarray]) -> None:
+        self._rows = rows
+
+    def twice(self) -> tuple[str, str, Box] | None:
+        """A parameter and kind of which two chunks share elements, and one such chunk, or None."""
+        for name, rows in self._rows.items():
+            seen: set[bytes] = set()  # the kinds are mostly cut alike
+            for place, kind in enumerate(KINDS):
+                there = rows[:, place - len(KINDS)] > 0
+                if there.tobytes() not in seen:
+                    seen.add(there.tobytes())
+                    if pair := overlapping(_boxes(rows[there])):
+                        return name, kind, pair[0]
+        return None
+
+    def find(self, name: str, kind: str, box: Box) -> Iterator[StoredChunk]:
+        """The chunks that overlap a box of a parameter's kind, each with the shared box."""
+        rows, dims = self._rows.get(name), len(box.shape)
+        if rows is None or rows.shape[1] != 1 + 2 * dims + len(KINDS):
+            return
+        at = rows[:, KINDS.index(kind) - len(KINDS)]
+        first, shape = rows[:, 1 : 1 + dims], rows[:, 1 + dims : 1 + 2 * dims]
+        starts = np.maximum(first, box.offsets)
+        sizes = np.minimum(first + shape, np.add(box.offsets, box.shape)) - starts
+        for row in np.flatnonzero((at > 0) & (sizes > 0).all(axis=1)):
+            stored = Box(tuple(first[row].tolist()), tuple(shape[row].tolist()))
+            common = Box(tuple(starts[row].tolist()), tuple(sizes[row].tolist()))
+            yield StoredChunk(int(rows[row, 0]), int(at[row]), Chunk(name, kind, stored), common)
+
+
+def _boxes(rows: np.ndarray) -> list[Box]:
+    dims = (rows.shape[1] - 1 - len(KINDS)) // 2
+    return [Box(tuple(row[:dims]), tuple(row[dims:])) for row in rows[:, 1 : 1 + 2 * dims].tolist()]
+
+
+def make_index(
+    folder: Path,
+    files: Sequence[str],
+    shapes: Shapes,
+    names: Iterable[str],
+    mesh: Mesh,
+) -> Index:
+    """The index of the parameters `names`, whose global `shapes` are given with all others'.
+
+    Collective: the ranks share the headers of `files`. Raises CheckpointError on all ranks where a
+    file is none of chunks, or has one of a parameter that is not in `shapes`.
+    """
+
+    def read() -> str:
+        return json.dumps(_packed_rows(folder, files, shapes, mesh))
+
+    found = [json.loads(text) for text in mesh.gather_texts(agree(mesh, read), aside=True)]
+    index = {}
+    for name in names:
+        width = 1 + 2 * len(shapes[name]) + len(KINDS)
+        parts = b"".join(zlib.decompress(b64decode(part[name])) for part in found if name in part)
+        index[name] = np.frombuffer(parts, "<i8").reshape(-1, width)
+    return Index(index)
+
+
+def _packed_rows(folder: Path, files: Sequence[str], shapes: Shapes, mesh: Mesh) -> dict[str, str]:
+    """The rows of this rank's share of the files by parameter, as text."""
+    rows: dict[str, list[list[int]]] = defaultdict(list)
+    for number in range(mesh.rank, len(files), mesh.size("world")):
+        boxes: dict[tuple[str, Box], list[int]] = {}
+        with ChunkFile(folder / files[number]) as file:
+            for chunk, at in file.chunks.items():
+                if len(shapes.get(chunk.name, ())) != len(chunk.box.shape):
+                    raise CheckpointError(
+                        f"{file.path}: {chunk.key[:80]!r} is not of a parameter that state.json "
+                        "lists; use another checkpoint"
+                    )
+                places = boxes.setdefault((chunk.name, chunk.box), [0] * len(KINDS))
+                places[KINDS.index(chunk.kind)] = at
+        for (name, box), places in boxes.items():
+            rows[name].append([number, *box.offsets, *box.shape, *places])
+    # Small numbers in eight bytes each: a few are left of them.
+    return {
+        name: b64encode(zlib.compress(np.array(own, "<i8").tobytes(), 1)).decode()
+        for name, own in rows.items()
+    }
 
 
 def load(
-    folder: Path,
-    files: Sequence[str],
-    state: Mapping[str, Any],
-    *,
-    engine: Engine,
-    mesh: Mesh,
-    layers: Sequence[LayerSpec],
+    found: FoundCheckpoint, *, engine: Engine, mesh: Mesh, layers: Sequence[LayerSpec]
 ) -> None:
     """Fill the engine with the training state in a checkpoint that has been verified.
 
@@ -39,28 +143,31 @@ def load(
     opens the files that have them, one at a time. Raises CheckpointError on all ranks if the
     checkpoint is of another model, or cannot be read.
     """
-    check_parameters(folder, state, layers)
-    shapes = shapes_of(state)
     originals = tied_names(layers)
     held = {piece.held.name for block in engine.states.blocks for piece in block}
-    index = make_index(folder, files, shapes, {originals.get(n, n) for n in held}, mesh)
+    index = _index_of(found, layers, {originals.get(name, name) for name in held}, mesh)
 
     def read() -> None:
-        refuse_twice(folder, index)
-        try:
-            _fill(folder, files, engine, index, originals)
-        except OSError as error:  # of what is offloaded to NVMe
-            raise CheckpointError(str(error)) from None
+        refuse_twice(found.folder, index)
+        _fill(found, engine, index, originals)
 
-    agree(mesh, read)
+    agree(mesh, lambda: reading(read))
     engine.states.finish_loading()
-    engine.states.set_counters({k: state[k] for k in ("optimizer_steps", "loss_scale")})
+    engine.states.set_counters({k: found.state[k] for k in ("optimizer_steps", "loss_scale")})
+
+
+def _index_of(
+    found: FoundCheckpoint, layers: Sequence[LayerSpec], names: Iterable[str], mesh: Mesh
+) -> Index:
+    """The index of some parameters of a checkpoint, once it is seen to be of this model."""
+    check_parameters(found.folder, found.state, layers)
+    return make_index(found.folder, found.files, shapes_of(found.state), names, mesh)
 
 
 def check_parameters(folder: Path, state: Mapping[str, Any], layers: Sequence[LayerSpec]) -> None:
     """Raise CheckpointError if a checkpoint is not of the model that these layers make."""
     stored = {name: tuple(p["shape"]) for name, p in state["parameters"].items()}
-    wanted = parameter_shapes(layers)
+    wanted = {name: spec.shape for name, spec in named_params(layers).items()}
     for name in [*wanted, *stored]:
         if stored.get(name) != wanted.get(name):
             there = f"shape {list(stored[name])}" if name in stored else "no such parameter"
@@ -85,7 +192,7 @@ def refuse_twice(folder: Path, index: Index) -> None:
 
 
 def _fill(
-    folder: Path, files: Sequence[str], engine: Engine, index: Index, originals: Mapping[str, str]
+    found: FoundCheckpoint, engine: Engine, index: Index, originals: Mapping[str, str]
 ) -> None:
     """Read block by block, and in each file by file, so that one is open at a time."""
     states = engine.states
@@ -98,21 +205,20 @@ def _fill(
                 for box, at in boxes_in_whole(piece.held, piece.start, stop):
                     for kind in KINDS:
                         out = kinds[kind][at : at + box.numel].view(box.shape)
-                        add_reads(reads, index, name, kind, box, out, folder=folder)
-            read_all(folder, files, reads)
+                        add_reads(reads, index, name, kind, box, out, folder=found.folder)
+            read_all(found, reads)
 
 
 class Read(NamedTuple):
-    """A stored chunk, and the box of a parameter that a part of the chunk fills."""
+    """A stored chunk, and the memory for the part of it that is wanted."""
 
     stored: StoredChunk
-    box: Box
     out: Tensor
-    """[*box.shape]"""
+    """[*stored.common.shape]"""
 
 
 Reads = dict[int, list[Read]]
-"""What is read of each file, by the file's number."""
+"""The reads from each file, by its number."""
 
 
 def add_reads(
@@ -127,26 +233,20 @@ def add_reads(
             f"{list(box.offsets)}; use another checkpoint"
         )
     for stored in found:
-        reads[stored.file].append(Read(stored, box, out))
+        part = out
+        for dim, (first, size) in enumerate(zip(*stored.common, strict=True)):
+            part = part.narrow(dim, first - box.offsets[dim], size)
+        reads[stored.file].append(Read(stored, part))
 
 
-def read_all(folder: Path, files: Sequence[str], reads: Reads) -> None:
-    """Read file by file, so that one is open at a time."""
-    for place in sorted(reads):
-        _read(folder / files[place], reads[place])
-
-
-def _read(path: Path, reads: list[Read]) -> None:
-    """Read from one file, in the order in which the chunks lie there."""
-    places = {read.stored.chunk: read.stored.at for read in reads}
-    with ChunkFile(path, places) as file:
-        for stored, box, out in sorted(reads, key=lambda read: read.stored.at):
-            common = stored.common
-            for dim, (there, here, size) in enumerate(
-                zip(common.offsets, box.offsets, common.shape, strict=True)
-            ):
-                out = out.narrow(dim, there - here, size)
-            file.read(stored.chunk, common, out)
+def read_all(found: FoundCheckpoint, reads: Reads) -> None:
+    """Read file by file, so that one is open at a time, each in the order of its chunks."""
+    for number in sorted(reads):
+        own = sorted(reads[number], key=lambda read: read.stored.at)
+        places = {read.stored.chunk: read.stored.at for read in own}
+        with ChunkFile(found.folder / found.files[number], places) as file:
+            for stored, out in own:
+                file.read(stored.chunk, stored.common, out)
 
 
 def load_weights(
@@ -161,46 +261,32 @@ def load_weights(
     Collective. Each rank reads the byte ranges of its own parts. Raises CheckpointError on all
     ranks if the checkpoint is of another model, or cannot be read.
     """
-    check_parameters(found.folder, found.state, layers)
     originals = tied_names(layers)
     names = {h.name: originals.get(h.name, h.name) for h in held}
-    shapes = shapes_of(found.state)
-    index = make_index(found.folder, found.files, shapes, set(names.values()), mesh)
+    index = _index_of(found, layers, set(names.values()), mesh)
 
     def read() -> None:
         refuse_twice(found.folder, index)
-        for some in _batches(held):
+        for h in held:
             reads: Reads = defaultdict(list)
-            values = []
-            for h in some:
-                with writing(h.parameter) as (flat, start):
-                    # What lies beyond the part's end is ZeRO's padding.
-                    stop = min(start + flat.numel(), prod(h.cut.local_shape))
-                whole = torch.empty(max(0, stop - start))
-                for box, at in boxes_in_whole(h, start, stop) if len(whole) else ():
+            with writing(h.parameter) as (flat, start), torch.no_grad():
+                # Elements beyond the part's end are ZeRO's padding.
+                stop = min(start + flat.numel(), prod(h.cut.local_shape))
+                if stop <= start:
+                    continue
+                whole = torch.empty(stop - start)
+                for box, at in boxes_in_whole(h, start, stop):
                     out = whole[at : at + box.numel].view(box.shape)
                     add_reads(reads, index, names[h.name], "master", box, out, folder=found.folder)
-                values.append(whole)
-            read_all(found.folder, found.files, reads)
-            for h, whole in zip(some, values, strict=True):
-                with writing(h.parameter) as (flat, _), torch.no_grad():
-                    flat[: len(whole)].copy_(whole)
+                read_all(found, reads)
+                flat[: len(whole)].copy_(whole)
 
-    def read_or_refuse() -> None:
-        try:
-            read()
-        except OSError as error:
-            raise CheckpointError(str(error)) from None
-
-    agree(mesh, read_or_refuse)
+    agree(mesh, lambda: reading(read))
 
 
-def _batches(held: Sequence[HeldParameter]) -> Iterator[list[HeldParameter]]:
-    some: list[HeldParameter] = []
-    for h in held:
-        if some and sum(prod(o.cut.local_shape) for o in (*some, h)) > _AT_ONCE:
-            yield some
-            some = []
-        some.append(h)
-    if some:
-        yield some
+def reading(work: Callable[[], None]) -> None:
+    """Do `work`; an error of the system, as of what is offloaded to NVMe, is a CheckpointError."""
+    try:
+        work()
+    except OSError as error:
+        raise CheckpointError(str(error)) from None

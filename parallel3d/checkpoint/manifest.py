@@ -10,6 +10,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from hashlib import file_digest
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,12 +33,9 @@ MANIFEST, STATE = "manifest.json", "state.json"
 TOKENIZER = "tokenizer"  # a folder beside them, whose digest is in state.json
 
 _MAX_JSON_BYTES = 2**30
-_READ_BYTES = 2**20
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors|state\.json", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _STEP_FOLDER = re.compile(r"step-(0|[1-9][0-9]{0,17})", re.ASCII)
-
-Progress = Callable[[int], None]  # is told of so many more bytes
 
 
 class Entry(NamedTuple):
@@ -105,7 +103,7 @@ def _check_format(content: dict[str, Any]) -> None:
 
 
 def _parse(content: dict[str, Any]) -> Manifest:
-    """What the JSON says, if it is a manifest. Raises ValueError."""
+    """The manifest that a JSON object is. Raises ValueError."""
     if set(content) != {"digest", "files", "format", "step"} or not is_count(content["step"]):
         raise ValueError("it is damaged, or not a manifest")
     if not isinstance(content["files"], dict) or STATE not in content["files"]:
@@ -126,25 +124,19 @@ def _parse(content: dict[str, Any]) -> Manifest:
     return Manifest(content["step"], files)
 
 
-def check_file(folder: Path, name: str, entry: Entry, *, progress: Progress | None = None) -> str:
+def check_file(folder: Path, name: str, entry: Entry) -> str:
     """Why a file differs from its entry in the manifest, read to its end; "" where it does not."""
-    digest, done = xxh3_128(), 0
-    buffer = memoryview(bytearray(min(_READ_BYTES, entry.size + 1)))
     try:
         descriptor, size = open_file(folder / name)
         with open(descriptor, "rb", buffering=0) as file:
             if size != entry.size:
                 return f"is {size:,} bytes, not {entry.size:,}"
-            while count := file.readinto(buffer):
-                digest.update(buffer[:count])
-                done += count
-                if progress is not None:
-                    progress(count)
+            digest = file_digest(file, xxh3_128).hexdigest()
     except FileNotFoundError:
         return "missing"
     except OSError as error:
         return f"cannot be read: {error.strerror or error}"
-    if done != entry.size or digest.hexdigest() != entry.digest:
+    if digest != entry.digest:
         return "its contents do not match the manifest (a damaged disk or copy)"
     return ""
 
@@ -175,26 +167,27 @@ def shapes_of(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def verify(folder: Path, progress: Progress | None = None) -> list[Bad]:
+def verify(folder: Path, progress: Callable[[int], None] = lambda size: None) -> list[Bad]:
     """Every fault of a checkpoint; an empty list where it is sound.
 
     Reads every byte, in this process alone: manifest, hashes, headers, and that the chunks of all
-    files are every parameter's master weight and moments, each element once.
+    files are every parameter's master weight and moments, each element once. `progress` is told
+    the size of each file that is read.
     """
     try:
         manifest = read_manifest(folder)
     except CheckpointError as error:
         return [Bad(MANIFEST, _reason(error, folder / MANIFEST))]
-    bad = [
-        Bad(name, reason)
-        for name, entry in manifest.files.items()
-        if (reason := check_file(folder, name, entry, progress=progress))
-    ]
+    bad = []
+    for name, entry in manifest.files.items():
+        if reason := check_file(folder, name, entry):
+            bad.append(Bad(name, reason))
+        progress(entry.size)
     return bad or _check_contents(folder, manifest)
 
 
 def _check_contents(folder: Path, manifest: Manifest) -> list[Bad]:
-    """What is wrong within files that are as they were written."""
+    """Faults within files that are as they were written."""
     try:
         state = read_state(folder)
         _check_format(state)

@@ -3,11 +3,13 @@
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.filesize import decimal
 
 from parallel3d.base import terminal
 from parallel3d.base.errors import CheckpointError
@@ -22,7 +24,6 @@ from parallel3d.checkpoint.manifest import (
     shapes_of,
     step_folders,
 )
-from parallel3d.checkpoint.room import shown
 
 LEFT_OVER = {
     ".tmp": "unfinished: a save under way, or one that was killed",
@@ -33,13 +34,12 @@ _STATE_KEYS = (
     *("format", "step", "tokens", "next_sample", "optimizer_steps", "learning_rate", "loss_scale"),
     *("random", "corpus", "split", "tokenizer", "versions", "mesh", "config"),
 )
-_MODEL_SIZES = {
-    "num_hidden_layers": "layers",
-    "num_attention_heads": "heads",
-    "hidden_size": "hidden size",
-    "vocab_size": "vocabulary",
+_MODEL_KEYS = "family", "num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size"
+_KIND_NAMES = {
+    "master": "weights (master)",
+    "exp_avg": "Adam's first moments (exp_avg)",
+    "exp_avg_sq": "second moments (exp_avg_sq)",
 }
-_KIND_NAMES = dict(zip(KINDS, ("weights", "Adam's first moments", "second moments"), strict=True))
 _MOST_FILES = 12  # that a table lists
 
 
@@ -113,17 +113,15 @@ def show(found: Mapping[str, Any], out: Console) -> None:
     columns = [Column("", right=False), Column("", right=False, wraps=True)]
     terminal.show(out, columns, _facts(found))
     out.print()
-    rows = [
-        (name, f"{tensors:,} tensors", f"{numel:,}")
-        for name, tensors, numel in _layers(found["parameters"])
-    ]
+    parts: dict[str, list[int]] = {}
+    for name, shape in found["parameters"].items():
+        parts.setdefault(name.partition(".")[0], []).append(prod(shape))
+    rows = [(name, f"{len(own):,} tensors", f"{sum(own):,}") for name, own in parts.items()]
     total = ("in all", f"{found['num_parameters']:,} tensors", f"{found['num_elements']:,}")
     _print_table(out, [("parameters", "", "elements"), *rows, total])
-    sizes = dict(found["bytes"])
-    end, other = sizes.pop("total"), sizes.pop("other")
-    rows = [(f"{_KIND_NAMES[kind]} ({kind})", shown(n), f"{n:,}") for kind, n in sizes.items()]
-    rows.append(("headers, state and manifest", shown(other), f"{other:,}"))
-    _print_table(out, [("on disk", "", "bytes"), *rows, ("in all", shown(end), f"{end:,}")])
+    words = _KIND_NAMES | {"other": "headers, state and manifest", "total": "in all"}
+    rows = [(words[kind], decimal(size), f"{size:,}") for kind, size in found["bytes"].items()]
+    _print_table(out, [("on disk", "", "bytes"), *rows])
     files = [
         (f["file"], f"{f['chunks']:,} chunks" if f["chunks"] else "", f"{f['bytes']:,}")
         for f in found["files"]
@@ -135,72 +133,32 @@ def show(found: Mapping[str, Any], out: Console) -> None:
 
 
 def _facts(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """A name and a text each: where the run is, what it is, and who wrote this."""
-    for key in ("step", "tokens", "next_sample", "optimizer_steps"):
-        yield key.replace("_", " "), _text(found[key])
-    yield "learning rate", _learning_rate(found["learning_rate"])
-    yield "loss scale", _text(found["loss_scale"])
-    mesh = found["mesh"] if isinstance(found["mesh"], dict) else {}
-    sizes = " x ".join(f"{axis} {mesh.get(axis, '?')}" for axis in ("pp", "dp", "tp"))
-    schedule, stages = mesh.get("schedule", "?"), mesh.get("stages_per_rank", "?")
-    yield "written by", f"{sizes}, {schedule}, stages a rank {stages}"
-    places = {"optimizer": "offload_optimizer", "parameters": "offload_param"}
-    offload = [f"{w} on {mesh[k]}" for w, k in places.items() if mesh.get(k, "none") != "none"]
-    yield "", ", ".join([f"ZeRO-{mesh.get('zero_stage', '?')}", *(offload or ["no offload"])])
-    config = found["config"] if isinstance(found["config"], dict) else {}
-    block = config.get("parallel3d")
-    model = block.get("model") if isinstance(block, dict) else None
-    if isinstance(model, dict):
-        sizes_of = [f"{word} {_text(model[k])}" for k, word in _MODEL_SIZES.items() if k in model]
-        yield "model", ", ".join([str(model.get("family", "?")), *sizes_of])
-    for key in ("corpus", "tokenizer", "versions", "format"):
-        yield key, _text(found[key])
+    """A name and a text each: where the run is, who wrote this, and of what model it is."""
+    for key in _STATE_KEYS:
+        if key not in ("config", "random", "split"):
+            yield _words(key), _text(found[key])
+    with suppress(KeyError, TypeError):
+        model = found["config"]["parallel3d"]["model"]
+        yield "model", _text({key: model[key] for key in _MODEL_KEYS if key in model})
     yield "config", "--show-config prints it"
 
 
-def _layers(parameters: Mapping[str, list[int]]) -> Iterator[tuple[str, int, int]]:
-    """Name, number of tensors and of elements of each layer; equal layers in a row are one."""
-    layers: dict[tuple[str, int], dict[str, list[int]]] = {}
-    for name, shape in parameters.items():
-        match = re.match(r"(.+?)\.(\d{1,9})\.(.+)", name)
-        first, _, rest = name.partition(".")
-        key = (match[1], int(match[2])) if match else (first, -1)
-        layers.setdefault(key, {})[match[3] if match else rest] = shape
-    runs: list[tuple[str, int, int, dict[str, list[int]]]] = []
-    for (name, number), layer in sorted(layers.items()):
-        start = number
-        if runs and (runs[-1][0], runs[-1][2], runs[-1][3]) == (name, number - 1, layer):
-            start = runs.pop()[1]
-        runs.append((name, start, number, layer))
-    for name, start, end, layer in runs:
-        count = end - start + 1
-        numel = count * sum(prod(shape) for shape in layer.values())
-        span = "" if start < 0 else f".{start}" if start == end else f".{start} to {name}.{end}"
-        yield name + span, count * len(layer), numel
-
-
 def _print_table(out: Console, rows: Sequence[tuple[str, ...]]) -> None:
-    """A table whose first row are its heads."""
+    """Print a table whose first row are its heads."""
     heads, *rest = rows
     columns = [Column(head, right=bool(place)) for place, head in enumerate(heads)]
     terminal.show(out, columns, rest)
     out.print()
 
 
-def _learning_rate(said: object) -> str:
-    """The rate that comes next; a run that is done has none."""
-    if not isinstance(said, dict) or said.keys() != {"next", "of_steps"}:
-        return _text(said)
-    steps = _text(said["of_steps"])
-    if said["next"] is None:
-        return f"the schedule of {steps} steps is over"
-    return f"{_text(said['next'])} in the next step, of {steps}"
-
-
 def _text(value: object) -> str:
     """A value of state.json in a line."""
     if isinstance(value, dict):
-        return ", ".join(f"{str(k).replace('_', ' ')} {_text(v)}" for k, v in value.items())
+        return ", ".join(f"{_words(str(key))} {_text(own)}" for key, own in value.items())
     if isinstance(value, bool) or not isinstance(value, int | float):
         return "none" if value is None else str(value)
     return f"{value:,}" if isinstance(value, int) else f"{value:g}"
+
+
+def _words(key: str) -> str:
+    return key.replace("_", " ")

@@ -1,8 +1,8 @@
 """Search for the checkpoint to resume from: the newest that every rank can verify, or a named one.
 
 The ranks share the work: rank 0 sees that all files are there with their sizes, and each reads
-every so many-th of them whole to compare its digest. What the digests do not find is looked for,
-too: that a file is what its name says, lest the load fails where an older checkpoint would do.
+every so many-th of them whole to compare its digest. They also see that a file is what its name
+says, which digests do not tell, lest the load fails where an older checkpoint would do.
 """
 
 from collections.abc import Iterator, Mapping
@@ -75,8 +75,8 @@ def find(folder: Path, resume: int | str, mesh: Mesh) -> tuple[FoundCheckpoint |
 def set_aside(folder: Path, step: int, mesh: Mesh) -> list[str]:
     """Rename the checkpoints after `step`, which are no longer the run's; gives the new names.
 
-    Collective. What was rejected, or lies ahead of a step that was asked for, must not be taken
-    for the newest when the run is resumed again.
+    Collective. A checkpoint that was rejected, or lies ahead of the step that was asked for, must
+    not be taken for the newest when the run is resumed again.
     """
 
     def rename() -> list[str]:
@@ -100,17 +100,10 @@ def verified(path: Path, mesh: Mesh) -> FoundCheckpoint:
     CheckpointError on all ranks, in one line without the folder, unless each finds it good.
     """
 
-    def described() -> tuple[Mapping[str, Entry], dict[str, Any]]:
-        with _rejecting(mesh.rank):
-            return _described(path)
-
-    def look() -> None:
-        with _rejecting(mesh.rank):
-            _look(path, files, mesh.rank, mesh.size("world"))
-
-    found, state = on_first(mesh, described)
+    rejecting = _rejecting(mesh.rank)
+    found, state = on_first(mesh, rejecting(lambda: _described(path)))
     files = {name: Entry(*entry) for name, entry in found.items()}
-    agree(mesh, look)
+    agree(mesh, rejecting(lambda: _look(path, files, mesh.rank, mesh.size("world"))))
     return FoundCheckpoint(
         path, tuple(name for name in sorted(files) if name.endswith(_TENSORS)), state
     )

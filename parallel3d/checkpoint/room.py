@@ -55,13 +55,3 @@ def seconds_to_write(folder: Path, num_bytes: int) -> float:
         file.flush()
         os.fsync(file.fileno())
     return (time.perf_counter() - start) * num_bytes / _PROBE
-
-
-def shown(num_bytes: int) -> str:
-    """A number of bytes as text."""
-    size, unit = float(num_bytes), "bytes"
-    for unit in ("bytes", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
-            break
-        size /= 1024
-    return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"

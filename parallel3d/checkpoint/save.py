@@ -8,7 +8,7 @@ step-N is whole, whatever happens. docs/checkpoint.md lists the guarantees.
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from itertools import chain
 from pathlib import Path
@@ -16,16 +16,26 @@ from threading import Thread
 from typing import Any
 
 import numpy as np
+from rich.filesize import decimal
 
-from parallel3d.base.errors import TrainingError
-from parallel3d.checkpoint import chunk_runs, disk, prune, room
+from parallel3d.base.errors import CheckpointError, TrainingError
+from parallel3d.checkpoint import chunk_runs, disk, room
 from parallel3d.checkpoint.chunk_runs import HostCopy, copy_bytes
 from parallel3d.checkpoint.chunks import header
-from parallel3d.checkpoint.manifest import FORMAT, TOKENIZER, Entry, manifest_bytes
+from parallel3d.checkpoint.manifest import (
+    FORMAT,
+    STATE,
+    TOKENIZER,
+    Entry,
+    check_file,
+    manifest_bytes,
+    read_manifest,
+    step_folders,
+)
 from parallel3d.engine import Engine
 from parallel3d.mesh.agree import agree, gather_json, on_first
 from parallel3d.mesh.mesh import Mesh
-from parallel3d.model.spec import LayerSpec
+from parallel3d.model.spec import LayerSpec, named_params
 
 _log = logging.getLogger(__name__)
 MOST_FAILURES = 3  # saves in a row that may fail before training stops
@@ -60,7 +70,7 @@ class Saver:
         self._keep, self._asynchronous, self._say = keep, asynchronous, say
         self._always = always
         self._hashed = hashed
-        self._shapes = chunk_runs.parameter_shapes(layers)
+        self._shapes = {name: spec.shape for name, spec in named_params(layers).items()}
         self._runs = chunk_runs.runs_to_write(engine, mesh)
         chunks = [chunk for run in self._runs for chunk in run.chunks]
         self._header = header(chunks) if chunks else b""
@@ -70,16 +80,13 @@ class Saver:
         self._problem = ""  # of the newest save, the same on all ranks
         self._lost: Exception | None = None  # what the ranks did not come to an answer for
         self._failures = 0
-        self._started = 0.0
-        self.seconds: float | None = None
-        """What the newest save that is done took, until it was on disk."""
         mine = len(self._header) + 4 * self._numel
         self.num_bytes = int(sum(row[0] for row in mesh.gather_floats([mine])))
         """Size of a checkpoint's tensors, of all ranks together."""
 
     @property
     def broken(self) -> bool:
-        """Whether MOST_FAILURES saves in a row have failed, so that training must stop."""
+        """True if MOST_FAILURES saves in a row have failed, so that training must stop."""
         return self._failures >= MOST_FAILURES
 
     def expected_seconds(self) -> float:
@@ -98,7 +105,7 @@ class Saver:
         """
         start = time.perf_counter()
         self.finish()
-        self._started, self._problem = start, ""
+        self._problem = ""
         alone, problem = self._plan(wait)
         if problem:
             self._fail(problem)
@@ -135,7 +142,7 @@ class Saver:
             raise TrainingError(f"the last checkpoint was not saved: {self._problem}")
 
     def _plan(self, wait: bool) -> tuple[bool, str]:
-        """Whether to write behind the training, and why nothing can be saved ("" if it can)."""
+        """True to write behind the training; and why nothing can be saved ("" if it can)."""
         wanted = self._asynchronous and not wait
         new_bytes = 0 if self._buffer is not None else copy_bytes(self._numel)
         memory_lacks = room.memory_lacks(new_bytes, self._mesh.local_size)
@@ -143,14 +150,11 @@ class Saver:
         rows = self._mesh.gather_floats([memory_lacks if wanted else 0, disk_lacks])
         memory, space = (max(int(row[i]) for row in rows) for i in range(2))
         if space:
-            need, folder = room.shown(self.num_bytes), self._folder
-            return (
-                False,
-                f"{folder} has no room: {need} are needed, {room.shown(space)} are missing",
-            )
+            need = decimal(self.num_bytes)
+            return False, f"{self._folder} has no room: {decimal(space)} missing of {need}"
         if memory:
             self._say(
-                f"host memory lacks {room.shown(memory)} a rank for a copy of the training state; "
+                f"host memory lacks {decimal(memory)} a rank for a copy of the training state; "
                 "this checkpoint is written while training waits (checkpoint.asynchronous)"
             )
         return wanted and not memory, ""
@@ -179,7 +183,6 @@ class Saver:
             self._problem = str(error)
         except Exception as error:  # a lost rank: training cannot go on, and shall say why
             self._lost = error
-        self.seconds = time.perf_counter() - self._started
 
     def _write_all(self, state: dict[str, Any], arrays: Iterable[np.ndarray]) -> None:
         """Raises TrainingError on all ranks if it cannot be done, and leaves nothing of it."""
@@ -192,9 +195,9 @@ class Saver:
             found = gather_json(mesh, mine, aside=True)
             files = {name: Entry(*entry) for own in found for name, entry in own.items()}
             self._on_first(lambda: self._name(state, files, partial, folder))
-            remove, begun = prune.remove_checkpoint, folder
+            remove, begun = disk.remove_checkpoint, folder
             known = {name: Entry(*entry) for name, entry in mine.items() if self._hashed}
-            prune.keep_newest(
+            keep_newest(
                 self._folder, self._keep, newest=folder, mine=known, mesh=mesh, always=self._always
             )
         except TrainingError:
@@ -215,7 +218,7 @@ class Saver:
     def _name(
         self, state: dict[str, Any], files: dict[str, Entry], partial: Path, folder: Path
     ) -> None:
-        """What one rank does at the end: the state, the manifest, and the folder's name."""
+        """Write the state and the manifest, and give the folder its name; one rank does."""
         text = json.dumps(state, indent=1, sort_keys=True, allow_nan=False) + "\n"
         if self._tokenizer is not None:
             disk.copy_folder(self._tokenizer, partial / TOKENIZER)
@@ -223,20 +226,15 @@ class Saver:
         disk.write_file(partial / "manifest.json", [manifest_bytes(state["step"], files)])
         disk.sync_folder(partial)
         if folder.exists():
-            # Of a history that was left when an earlier step was resumed.
-            prune.remove_checkpoint(folder)
+            # It belongs to a history that was left when an earlier step was resumed.
+            disk.remove_checkpoint(folder)
         disk.rename(partial, folder)
         with suppress(OSError):  # a hint, which nothing depends on
             disk.replace_text(self._folder / "latest", f"{folder.name}\n")
 
     def _on_first(self, work: Callable[[], None]) -> None:
         """Have rank 0 do it; raises TrainingError on all ranks if that cannot."""
-
-        def reported() -> None:
-            with _reporting(self._folder):
-                work()
-
-        on_first(self._mesh, reported)
+        on_first(self._mesh, _reporting(self._folder)(work))
 
     def _conclude(self) -> None:
         if self._lost is not None:
@@ -254,6 +252,50 @@ class Saver:
             f"CHECKPOINT NOT SAVED ({self._failures} of {MOST_FAILURES} in a row): {problem}. "
             f"The checkpoints before it stand; {then}"
         )
+
+
+def keep_newest(
+    folder: Path, keep: int, *, newest: Path, mine: Mapping[str, Entry], mesh: Mesh,
+    always: Collection[int] = (),
+) -> None:  # fmt: skip
+    """Remove all but the newest `keep` checkpoints, unless the newest of them is bad.
+
+    Those of the steps `always` stay, and are not counted. Collective, on the group that is aside.
+    `mine`: the files of the newest that this rank wrote, which it reads again and compares; rank 0
+    does so with the manifest and the state, too. If anything is bad, nothing is removed and
+    TrainingError is raised on all ranks. A folder that cannot be removed stays.
+    """
+
+    def look() -> None:
+        if reason := _damage(newest, mine, with_manifest=mesh.rank == 0):
+            raise TrainingError(f"{newest} cannot be read back: {reason}")
+
+    def remove() -> None:
+        with suppress(OSError):
+            for name in old:
+                disk.remove_checkpoint(folder / name)
+
+    # All ranks look before any of them removes something.
+    old = on_first(
+        mesh, lambda: [p.name for n, p in step_folders(folder) if n not in always][keep:]
+    )
+    if old:
+        agree(mesh, look)
+        on_first(mesh, remove)
+
+
+def _damage(newest: Path, mine: Mapping[str, Entry], with_manifest: bool) -> str:
+    """The fault of these files of a checkpoint, or of those that rank 0 wrote alone; else ""."""
+    entries = dict(mine)
+    try:
+        if with_manifest:
+            entries[STATE] = read_manifest(newest).files[STATE]
+    except CheckpointError as error:
+        return str(error)
+    for name, entry in entries.items():
+        if reason := check_file(newest, name, entry):
+            return f"{name}: {reason}"
+    return ""
 
 
 @contextmanager

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from parallel3d.data.tokenizer import TOKENIZER_SUFFIXES
 from parallel3d.huggingface.weight_files import WeightFiles
 
 CONFIG, GENERATION, CARD = "config.json", "generation_config.json", "README.md"
-# Of a model that lay beside the tokenizer; ours are others.
+# They belong to a model that lay beside the tokenizer.
 _NOT_OF_A_TOKENIZER = {CONFIG, GENERATION}
 
 
@@ -105,34 +104,37 @@ def steps_of(folder: Path) -> int | None:
 
 
 def _card(about: About, layout: WeightFiles, settings: Any) -> str:
-    rows = "\n".join(f"| {name} | {value} |" for name, value in _facts(about, layout, settings))
-    name = settings.architectures[0] if settings is not None else about.config.model.family
-    text = [
-        "---",
-        "library_name: transformers",
-        "pipeline_tag: text-generation",
-        "---",
-        f"# {name}, trained with parallel3d",
-        "",
-        "| | |",
-        "|---|---|",
-        rows,
-        "",
-    ]
-    if settings is None:
-        text += [
+    rows = "\n".join(f"| {name} | {value} |" for name, value in _facts(about, layout))
+    name, remark = about.config.model.family, ""
+    if settings is not None:
+        name = settings.architectures[0]
+    else:
+        remark = (
             f"No class of transformers can be this model ({layout.refusal}): the tensors bear "
-            "parallel3d's names, and there is no config.json.",
-            "",
-        ]
+            "parallel3d's names, and there is no config.json.\n\n"
+        )
     config = json.dumps(about.config.to_dict(), indent=1)
-    text += ["The config of the run:", "", "```json", config, "```", ""]
-    return "\n".join(text)
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+---
+# {name}, trained with parallel3d
+
+| | |
+|---|---|
+{rows}
+
+{remark}The config of the run:
+
+```json
+{config}
+```
+"""
 
 
-def _facts(about: About, layout: WeightFiles, settings: Any) -> Iterator[tuple[str, str]]:
+def _facts(about: About, layout: WeightFiles) -> Iterator[tuple[str, str]]:
     config, line = about.config, about.line
-    yield "parameters", f"{sum(prod(place.shape) for place in layout.places.values()):,}"
+    yield "parameters", f"{layout.num_elements:,}"
     yield "type", str(layout.dtype).removeprefix("torch.")
     yield "steps", f"{about.step:,}"
     yield "tokens", f"{about.tokens:,}"

@@ -1,19 +1,16 @@
 """The weights of a run, from its ranks into a folder that transformers loads."""
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-
-from torch import Tensor
 
 from parallel3d.base.errors import TrainingError
 from parallel3d.config import RunConfig
 from parallel3d.data.corpus import Corpus
 from parallel3d.engine import Engine
 from parallel3d.huggingface.card import About, line_after, write_rest
-from parallel3d.huggingface.files import Writer, create, publish
-from parallel3d.huggingface.weight_files import SHARD_BYTES, WeightFiles
-from parallel3d.mesh.agree import agree, gather_json
+from parallel3d.huggingface.weight_files import SHARD_BYTES, WeightFiles, Writer, create, publish
+from parallel3d.mesh.agree import agree, gather_json, on_first
 from parallel3d.mesh.mesh import Mesh
 
 
@@ -31,27 +28,30 @@ def save_weights(
     Collective; raises TrainingError on all ranks where a disk is full, and leaves what stood there.
     The rank at dp = tp = 0 of each pipeline coordinate gathers its weights, one after the other,
     and writes each where it belongs, so that the files do not tell the mesh; no rank holds more
-    than one. What is written has another name until all of it is on disk.
+    than one. The folder has another name until all of it is on disk.
     """
     layout = WeightFiles(config.model, shard_bytes=shard_bytes)
     directory = run / "weights"
     unfinished = directory.with_name(f"{directory.name}.partial")
 
-    def on_rank_0(work: Callable[[], None]) -> None:
-        agree(mesh, _or_end_the_run(directory, lambda: work() if mesh.rank == 0 else None))
-
-    def begin() -> None:
-        create(unfinished, layout)
-
+    @_ending_the_run(directory)
     def end() -> None:
+        about = About(
+            config,
+            step=config.num_steps,
+            tokens=config.num_steps * config.tokens_per_step,
+            end_of_text=corpus.end_of_text if corpus else None,
+            tokenizer=corpus.tokenizer_directory if corpus else None,
+            line=line_after(run, config.num_steps),
+        )
         if missing := layout.places.keys() - {name for names in written for name in names}:
             raise OSError(f"no rank wrote {min(missing)}")
-        write_rest(unfinished, _about(config, corpus, run), layout)
+        write_rest(unfinished, about, layout)
         publish(unfinished, directory)
 
-    on_rank_0(begin)
+    on_first(mesh, _ending_the_run(directory)(lambda: create(unfinished, layout)))
     written = gather_json(mesh, _write(engine, mesh, directory, Writer(unfinished, layout), layout))
-    on_rank_0(end)
+    on_first(mesh, end)
 
 
 def _write(
@@ -60,13 +60,7 @@ def _write(
     """Gather this pipeline coordinate's weights, and write them where this rank does."""
     writes = mesh.coord("dp") == 0 and mesh.coord("tp") == 0
     written: list[str] = []
-    problem: TrainingError | None = None
-
-    def write(name: str, value: Tensor) -> None:
-        for theirs, tensor in layout.converted(name, value.cpu()).items():
-            writer.write(theirs, tensor)
-            written.append(theirs)
-
+    problem: OSError | None = None
     for held in engine.held:
         if held.copy:
             continue
@@ -75,42 +69,30 @@ def _write(
             value = mesh.all_gather(value, "tp", held.cut.dim)
         if writes and problem is None:
             try:
-                _or_end_the_run(directory, partial(write, held.name, value))()
-            except TrainingError as error:
+                for theirs, tensor in layout.converted(held.name, value.cpu()).items():
+                    writer.write(theirs, tensor)
+                    written.append(theirs)
+            except OSError as error:
                 problem = error  # the other ranks gather with this one to the end
 
+    @_ending_the_run(directory)
     def close() -> None:
-        if problem is not None:
-            writer.close(synced=False)
-            raise problem
-        writer.close()
+        with writer:
+            if problem is not None:
+                raise problem
 
-    agree(mesh, _or_end_the_run(directory, close))
+    agree(mesh, close)
     return written
 
 
-def _about(config: RunConfig, corpus: Corpus | None, run: Path) -> About:
-    return About(
-        config,
-        step=config.num_steps,
-        tokens=config.num_steps * config.tokens_per_step,
-        end_of_text=corpus.end_of_text if corpus else None,
-        tokenizer=corpus.tokenizer_directory if corpus else None,
-        line=line_after(run, config.num_steps),
-    )
-
-
-def _or_end_the_run(directory: Path, write: Callable[[], None]) -> Callable[[], None]:
-    """`write`, whose errors of the system say what is left to do."""
-
-    def written() -> None:
-        try:
-            write()
-        except OSError as error:
-            raise TrainingError(
-                f"the trained weights cannot be written to {directory} ({error}); the checkpoints "
-                "stand: make room and start the same command again, or set "
-                "parallel3d.run.save_weights to false"
-            ) from error
-
-    return written
+@contextmanager
+def _ending_the_run(directory: Path) -> Iterator[None]:
+    """Make an error of the system one that ends the run, and says what is left to do."""
+    try:
+        yield
+    except OSError as error:
+        raise TrainingError(
+            f"the trained weights cannot be written to {directory} ({error}); the checkpoints "
+            "stand: make room and start the same command again, or set "
+            "parallel3d.run.save_weights to false"
+        ) from error

@@ -13,7 +13,8 @@ from parallel3d.base.errors import ConfigError, TrainingError
 from parallel3d.checkpoint.manifest import step_folders
 from parallel3d.data.sources import silent
 from parallel3d.huggingface.card import steps_of
-from parallel3d.huggingface.export import export, quiet
+from parallel3d.huggingface.conversion import export, quiet
+from parallel3d.huggingface.read_back import loaded
 from parallel3d.huggingface.source import CheckpointSource
 from parallel3d.huggingface.weight_files import WeightFiles
 
@@ -54,14 +55,11 @@ def generate(
     `options` are those of transformers' `generate`. An empty prompt begins a document. Raises
     ConfigError for a folder without a tokenizer, and for a prompt that is too long.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+    from transformers import AutoTokenizer, TextStreamer
 
-    load: Any = AutoModelForCausalLM.from_pretrained
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        model, report = load(
-            folder, use_safetensors=True, local_files_only=True, output_loading_info=True
-        )
+        model, report = loaded(folder, output_loading_info=True)
     # Broad: each of their libraries refuses in its own way, some with a bare Exception.
     except Exception as error:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
@@ -98,7 +96,7 @@ def generate(
 
 
 def _but_newer(run: Path, weights: Path) -> str:
-    """That a run, which was trained on, has a checkpoint of more steps than its weights; or ""."""
+    """A remark where a run has a checkpoint of more steps than its weights; else ""."""
     steps, found = steps_of(weights), step_folders(run / "checkpoints")
     if weights == run or steps is None or not found or found[0][0] <= steps:
         return ""
@@ -106,7 +104,7 @@ def _but_newer(run: Path, weights: Path) -> str:
 
 
 def _is_model(folder: Path) -> bool:
-    """Whether a folder's config.json is of transformers; a run has one of its own."""
+    """True if a folder's config.json is of transformers; a run has one of its own."""
     with suppress(OSError, ValueError):
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         return isinstance(config, dict) and "model_type" in config

@@ -1,12 +1,13 @@
 """The first weights of a run, from a published model into this mesh's shards."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from parallel3d.base.errors import CheckpointError, ConfigError, DataError
+from parallel3d.base.errors import ConfigError, DataError
 from parallel3d.checkpoint.chunk_runs import boxes_in_whole
+from parallel3d.checkpoint.load import reading
 from parallel3d.config.pretrained import SETTINGS, WEIGHTS, digest_of, downloaded
 from parallel3d.data.tokenizer import encode, load_tokenizer
 from parallel3d.engine import Engine
@@ -45,8 +46,7 @@ def find_weights(config: Any, mesh: Mesh) -> Path:
                 f"{folder} holds other weights than when the config was read; name it in "
                 "parallel3d.model.from_pretrained again, or put them back"
             )
-        with PublishedWeights(folder, config) as weights:
-            weights.check_tied()
+        PublishedWeights(folder, config).check_tied()
 
     agree(mesh, look)
     return agree(mesh, fetched)
@@ -60,26 +60,22 @@ def load_weights(
     Collective. Each rank reads the byte ranges that its own shards need, into their memory. Raises
     CheckpointError on all ranks where a file cannot be read.
     """
-    originals = tied_names(layers)
 
     def read() -> None:
-        try:
-            with PublishedWeights(folder, config) as weights:
-                _fill(weights, engine, lambda name: originals.get(name, name))
-        except OSError as error:  # of what is offloaded to NVMe
-            raise CheckpointError(str(error)) from None
+        _fill(PublishedWeights(folder, config), engine, tied_names(layers))
 
-    agree(mesh, read)
+    agree(mesh, lambda: reading(read))
     engine.states.finish_loading()
     engine.states.set_counters({"optimizer_steps": 0, "loss_scale": None})
 
 
-def _fill(weights: PublishedWeights, engine: Engine, original: Callable[[str], str]) -> None:
+def _fill(weights: PublishedWeights, engine: Engine, originals: dict[str, str]) -> None:
     states = engine.states
     for number, block in enumerate(states.blocks):
         with states.opened(number, write=True) as tensors:
             for piece, kinds in zip(block, tensors, strict=True):
-                name, stop = original(piece.held.name), piece.start + piece.numel
+                name = originals.get(piece.held.name, piece.held.name)
+                stop = piece.start + piece.numel
                 for box, at in boxes_in_whole(piece.held, piece.start, stop):
                     out = kinds["master"][at : at + box.numel].view(box.shape)
                     weights.read(name, box, out)
@@ -90,7 +86,7 @@ _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def remark(model: Path, tokenizer: Path, shown: str) -> str:
-    """What to say of a corpus' `tokenizer` beside a model's folder; "" where they are the same.
+    """A remark where a corpus' `tokenizer` is not the one in a model's folder; else "".
 
     `shown`: what the user calls the model. They are one if the same ids stand for the same tokens,
     and a sample of text becomes the same ids.
@@ -100,8 +96,6 @@ def remark(model: Path, tokenizer: Path, shown: str) -> str:
         return f"WARNING: {shown} has no tokenizer: whether data.tokenizer is its own is not known"
     if not any(tokenizer.iterdir()):
         return ""  # token ids alone, whose tokenizer nobody has named
-    if all(_bytes(model / name) == _bytes(tokenizer / name) for name in _FILES):
-        return ""
     try:
         theirs, ours = load_tokenizer(model), load_tokenizer(tokenizer)
     except DataError as error:
@@ -114,7 +108,3 @@ def remark(model: Path, tokenizer: Path, shown: str) -> str:
             f"tokens than they are; {use}, unless that is what you want"
         )
     return ""
-
-
-def _bytes(path: Path) -> bytes:
-    return path.read_bytes() if path.is_file() else b""

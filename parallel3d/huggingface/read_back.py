@@ -1,31 +1,60 @@
-"""Proof that an exported folder, as other programs read it, equals its checkpoint."""
+"""Proof that a folder of weights, as other programs read it, equals what it was made from."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
+from xxhash import xxh3_128_hexdigest
 
+from parallel3d import models
+from parallel3d.checkpoint.arrays import memory_of
 from parallel3d.data.sources import Progress
 from parallel3d.huggingface.card import About, tokenizer_files
-from parallel3d.huggingface.files import Stamp, stamp
-from parallel3d.huggingface.logits import Read, most_apart
 from parallel3d.huggingface.source import CheckpointSource
 from parallel3d.huggingface.weight_files import INDEX, WeightFiles
+from parallel3d.model.spec import LayerSpec, tied_names
+from parallel3d.tensor.context import LayerContext
+from parallel3d.tensor.dropout import RandomKey
 
 TOLERANCE = 1e-4  # of logits in fp32, relative to the largest where that is above 1
 MOST_BYTES = 800 * 2**20  # of a model in fp32 whose logits are compared, which takes it twice
+MOST_TOKENS = 256  # of the sample for the logits: far enough for rotations to tell
 SAMPLE = "def main():\n    print('1234', \"naïve\")\n\n<|endoftext|> The quick fox, in 1999.  "
-LOGITS = f"logits against parallel3d's own modules, within {TOLERANCE:g}"
-LARGE = f"logits: in fp32 the model is larger than {MOST_BYTES >> 20} MiB"
-Check = Callable[[], Iterator[str]]
+Read = Callable[[str], Tensor]  # a parameter by our name, whole, in fp32
 _READERS = 2  # threads that read tensors back, each one at a time
 # The version is this one's, and the name the folder's.
 _NOT_COMPARED = ("_name_or_path", "transformers_version")
+
+
+class Stamp(NamedTuple):
+    """The type and the shape of a tensor, and the 128-bit hash of its bytes.
+
+    Stamps are equal where all bits are: a NaN equals itself, and 0 is not -0.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    digest: str
+
+    def difference(self, wanted: "Stamp") -> str:
+        """How the tensor differs from another one, in words."""
+        if self.dtype != wanted.dtype:
+            return f"is of type {self.dtype}, not {wanted.dtype}"
+        if self.shape != wanted.shape:
+            return f"has the shape {list(self.shape)}, not {list(wanted.shape)}"
+        return "has other values"
+
+
+def stamp(value: Tensor) -> Stamp:
+    """The stamp of a contiguous tensor of the host."""
+    return Stamp(value.dtype, tuple(value.shape), xxh3_128_hexdigest(memory_of(value)))
 
 
 @dataclass(frozen=True)
@@ -41,7 +70,7 @@ class Proof:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing differs."""
+        """True if nothing differs."""
         return not self.differs
 
 
@@ -55,56 +84,55 @@ def read_back(
 ) -> Proof:
     """Compare a folder with the checkpoint that it was made from.
 
-    `stamps`: of the checkpoint's tensors, converted, by their names in the folder. Tensors are read
-    with the library of safetensors, the rest with transformers' own loading. What cannot be loaded
-    differs; nothing is raised for it.
+    `stamps`: of the checkpoint's tensors, converted, by their names in the folder.
     """
-    ours = {theirs: name for name, found in layout.names.items() for theirs in found}
-
-    def wanted(theirs: str) -> Tensor:
-        return layout.converted(ours[theirs], source.read(ours[theirs]))[theirs]
-
     settings = about.settings(layout)
-    name = settings.architectures[0]
-    count = len(layout.places)
-    checks: dict[str, Check] = {
-        f"names, shapes, type and values of {count} tensors against the checkpoint": lambda: (
-            tensors_differ(folder, layout, stamps, wanted, progress)
-        ),
-        "config.json and generation_config.json": lambda: _config(folder, about, settings),
-        f"{name} loads with nothing missing, unexpected or mismatched": lambda: loading_differs(
-            folder, name
-        ),
-    }
-    left_out = []
-    if about.tokenizer is None:
-        left_out.append("tokenizer: there is none")
-    else:
-        checks["tokenizer"] = lambda: _tokenizer(folder, about)
-    if is_large(layout):
-        left_out.append(LARGE)
-    else:
-        checks[LOGITS] = lambda: logits_differ(folder, source.read, layout)
-    return prove(name, layout, checks, left_out)
-
-
-def is_large(layout: WeightFiles) -> bool:
-    """Whether the model is too large for its logits to be compared."""
-    sizes = (torch.Size(place.shape).numel() for place in layout.places.values())
-    return 4 * sum(sizes) > MOST_BYTES
+    beside = {"config.json and generation_config.json": _config(folder, about, settings)}
+    if about.tokenizer is not None:
+        beside["tokenizer"] = _tokenizer(folder, about.tokenizer)
+    tensors = f"{len(layout.places)} tensors against the checkpoint"
+    return prove(
+        settings.architectures[0],
+        folder,
+        layout,
+        {
+            f"names, shapes, type and values of {tensors}": tensors_differ(
+                folder, layout, stamps, progress
+            ),
+            **beside,
+        },
+        read=source.read,
+        has_tokenizer=about.tokenizer is not None,
+    )
 
 
 def prove(
-    name: str, layout: WeightFiles, checks: Mapping[str, Check], left_out: Iterable[str]
+    name: str,
+    folder: Path,
+    layout: WeightFiles,
+    checks: Mapping[str, Iterator[str]],
+    *,
+    read: Read,
+    has_tokenizer: bool,
 ) -> Proof:
     """The outcome of the checks of a model of class `name`, each of which gives its differences.
 
-    What cannot be loaded differs; nothing is raised for it.
+    Those of transformers' own loading, and of its logits, are added. Tensors are read with the
+    library of safetensors, the rest with transformers. A file that cannot be loaded differs;
+    nothing is raised for it.
     """
+    loads = f"{name} loads with nothing missing, unexpected or mismatched"
+    checks = {**checks, loads: _loading_differs(folder, name)}
+    left_out = [] if has_tokenizer else ["tokenizer: there is none"]
+    if 4 * layout.num_elements > MOST_BYTES:
+        left_out.append(f"logits: in fp32 the model is larger than {MOST_BYTES >> 20} MiB")
+    else:
+        logits = f"logits against parallel3d's own modules, within {TOLERANCE:g}"
+        checks[logits] = _logits_differ(folder, read, layout)
     checked, differs = [], []
-    for what, check in checks.items():
+    for what, differences in checks.items():
         try:
-            found = list(check())
+            found = list(differences)
         # Broad: each of their libraries refuses a damaged file in its own way.
         except Exception as error:
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
@@ -118,16 +146,9 @@ def prove(
 
 
 def tensors_differ(
-    folder: Path,
-    layout: WeightFiles,
-    stamps: Mapping[str, Stamp],
-    wanted: Callable[[str], Tensor],
-    progress: Progress,
+    folder: Path, layout: WeightFiles, stamps: Mapping[str, Stamp], progress: Progress
 ) -> Iterator[str]:
-    """Differences of a folder's shards and tensors from those with these stamps, by name.
-
-    `wanted` gives such a tensor, of the layout's type: one that differs is compared with it.
-    """
+    """Differences of a folder's shards and tensors from those with these stamps, by name."""
     files = {path.name for path in folder.glob("*.safetensors")}
     for file in sorted(files ^ layout.files.keys()):
         yield f"{file}: {'is not one of the shards' if file in files else 'is missing'}"
@@ -147,14 +168,9 @@ def tensors_differ(
     for name in sorted(stamps.keys() ^ layout.places.keys()):
         yield f"{name}: is {'not one of the model' if name in stamps else 'not in the source'}"
 
-    def found(name: str) -> Tensor:
-        # Opened anew, so that what is mapped of it is let go of.
-        with safe_open(folder / layout.places[name].file, "pt") as opened:
-            value: Tensor = opened.get_tensor(name)
-            return value
-
     def look(name: str) -> Stamp | None:
-        return stamp(found(name)) if name in there.get(layout.places[name].file, ()) else None
+        file = layout.places[name].file
+        return stamp(tensor_in(folder / file, name)) if name in there.get(file, ()) else None
 
     names = list(layout.places)
     with ThreadPoolExecutor(_READERS) as readers:
@@ -165,24 +181,15 @@ def tensors_differ(
                 if file in there:
                     yield f"{file}: {name} is missing"
             elif name in stamps and read != stamps[name]:
-                yield from _difference(f"{file}: {name}", found(name), wanted(name))
+                yield f"{file}: {name} {read.difference(stamps[name])}"
 
 
-def _difference(what: str, found: Tensor, wanted: Tensor) -> Iterator[str]:
-    """What differs of two tensors, of which something does."""
-    if found.dtype != wanted.dtype:
-        yield f"{what} is of type {found.dtype}, not {wanted.dtype}"
-    elif found.shape != wanted.shape:
-        yield f"{what} has the shape {list(found.shape)}, not {list(wanted.shape)}"
-    elif count := int((_bits(found) != _bits(wanted)).sum()):
-        yield f"{what} has other values in {count:,} of {wanted.numel():,} elements"
-    else:
-        yield f"{what} reads as other values now than before: the disk or the memory is not sound"
-
-
-def _bits(value: Tensor) -> Tensor:
-    """So that a NaN is equal to itself, and 0 is not -0."""
-    return value.contiguous().view(torch.int32 if value.element_size() == 4 else torch.int16)
+def tensor_in(path: Path, name: str) -> Tensor:
+    """A tensor of a file, as the library of safetensors reads it."""
+    # Opened for each, so that what is mapped of the file is let go of.
+    with safe_open(path, "pt") as opened:
+        value: Tensor = opened.get_tensor(name)
+        return value
 
 
 def _config(folder: Path, about: About, settings: Any) -> Iterator[str]:
@@ -199,18 +206,9 @@ def _config(folder: Path, about: About, settings: Any) -> Iterator[str]:
             yield f"generation_config.json: {key} is {there}, not {about.end_of_text}"
 
 
-def loading_differs(folder: Path, name: str) -> Iterator[str]:
+def _loading_differs(folder: Path, name: str) -> Iterator[str]:
     """Differences in transformers' own loading report, on the meta device."""
-    from transformers import AutoModelForCausalLM
-
-    load: Any = AutoModelForCausalLM.from_pretrained
-    model, report = load(
-        folder,
-        output_loading_info=True,
-        device_map="meta",
-        use_safetensors=True,
-        local_files_only=True,
-    )
+    model, report = loaded(folder, output_loading_info=True, device_map="meta")
     if type(model).__name__ != name:
         yield f"config.json: loads as {type(model).__name__}, not {name}"
     for kind, found in report.items():
@@ -218,22 +216,65 @@ def loading_differs(folder: Path, name: str) -> Iterator[str]:
             yield f"loading: {kind.replace('_', ' ')}: {what}"
 
 
-def _tokenizer(folder: Path, about: About) -> Iterator[str]:
+def loaded(folder: Path, **options: Any) -> Any:
+    """Load a folder with transformers, never from the network, and never a pickle."""
+    from transformers import AutoModelForCausalLM
+
+    load: Any = AutoModelForCausalLM.from_pretrained
+    return load(folder, use_safetensors=True, local_files_only=True, **options)
+
+
+def _tokenizer(folder: Path, original: Path) -> Iterator[str]:
     from transformers import AutoTokenizer
 
-    assert about.tokenizer is not None
     ours, theirs = (
-        AutoTokenizer.from_pretrained(path, local_files_only=True)
-        for path in (about.tokenizer, folder)
+        AutoTokenizer.from_pretrained(path, local_files_only=True) for path in (original, folder)
     )
     if ours(SAMPLE).input_ids != theirs(SAMPLE).input_ids:
         yield "tokenizer: gives other ids for a sample of text"
-    if len(tokenizer_files(folder)) < len(tokenizer_files(about.tokenizer)):
+    if len(tokenizer_files(folder)) < len(tokenizer_files(original)):
         yield "tokenizer: a file is missing"
 
 
-def logits_differ(folder: Path, read: Read, layout: WeightFiles) -> Iterator[str]:
-    """Whether a folder's logits of a sample are further than TOLERANCE from ours."""
-    apart, largest = most_apart(folder, read, layout)
+@torch.no_grad()
+def _logits_differ(folder: Path, read: Read, layout: WeightFiles) -> Iterator[str]:
+    """Difference of a folder's logits of a sample from ours, if above TOLERANCE; both in fp32.
+
+    Ours come from the weights that `read` gives, as the layout's type rounds them.
+    """
+    config = layout.config
+    length = min(MOST_TOKENS, config.max_position_embeddings)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(config.vocab_size, (1, length), generator=generator)
+    ours = _logits(read, layout, tokens)
+    model = loaded(folder, dtype=torch.float32, attn_implementation="eager")
+    theirs = model.eval()(tokens, use_cache=False).logits
+    apart, largest = float((ours - theirs).abs().max()), float(ours.abs().max())
     if not apart <= TOLERANCE * max(1.0, largest):  # a NaN is not
         yield f"logits: are up to {apart:.2g} apart, of {largest:.2g}"
+
+
+def _logits(read: Read, layout: WeightFiles, tokens: Tensor) -> Tensor:
+    """By the modules that train, layer after layer; one of them has its weights at a time."""
+    layers = models.layers(layout.config)
+    originals = tied_names(layers)
+    # A group of this process alone: layers ask it for its size and rank, and nothing else.
+    alone: Any = dist.ProcessGroup
+    context = LayerContext(alone(0, 1), RandomKey(0, 0))
+
+    def built(layer: LayerSpec) -> nn.Module:
+        place, _, name = layer.build.partition(":")
+        module: nn.Module = getattr(import_module(place), name)(layer.config, layer.name, context)
+        for name, parameter in module.named_parameters():
+            full = f"{layer.name}.{name}"
+            parameter.copy_(read(originals.get(full, full)).to(layout.dtype))
+        return module.eval()
+
+    x = tokens
+    for layer in layers[:-1]:
+        x = built(layer)(x, None)
+    head: Any = built(layers[-1])
+    found: list[Tensor] = []
+    head.output.register_forward_hook(lambda output, args, _: found.append(output.logits(args[0])))
+    head(x, tokens)
+    return found[0]

@@ -1,15 +1,19 @@
-"""Places of the weights in a folder of transformers: a pure function of the model and the type.
+"""Files of weights in a folder of transformers: where each tensor lies, and how it is written.
 
-No tensor is needed for it, so ranks that hold parts of a model write into one file, and the same
-weights are the same bytes from every mesh, ZeRO stage and offload.
+The places are a pure function of the model and the type. No tensor is needed for them, so ranks
+that hold parts of a model write into one file, and the same weights are the same bytes from every
+mesh, ZeRO stage and offload. A folder gets its name once all of its files are on disk.
 """
 
 import json
+import os
 import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from math import frexp, prod
+from math import frexp
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,9 +21,11 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
 
 from parallel3d import models
+from parallel3d.base.atomic import rename, sync, sync_folder
 from parallel3d.base.errors import ConfigError
-from parallel3d.checkpoint.arrays import empty
+from parallel3d.checkpoint.arrays import empty, memory_of
 from parallel3d.checkpoint.chunks import framed
+from parallel3d.mesh.nodes import appears
 from parallel3d.model.spec import ParamSpec, named_params
 
 INDEX = "model.safetensors.index.json"
@@ -78,7 +84,7 @@ class WeightFiles:
     def converted(self, name: str, value: Tensor) -> dict[str, Tensor]:
         """A whole parameter of ours -> tensors under transformers' names, of the layout's type.
 
-        Each is contiguous, where the value is not on the meta device; none is larger than it.
+        Each is contiguous; none is larger than the parameter.
         """
         found = {name: value}
         if not self.refusal:
@@ -96,9 +102,8 @@ class WeightFiles:
     @cached_property
     def files(self) -> dict[str, list[str]]:
         """Each file, and the tensors in it in their order."""
-        tensors = {n: t for found in self._meta.values() for n, t in found.items()}
         split = split_state_dict_into_shards_factory(
-            tensors,
+            self._tensors,
             get_storage_size=lambda tensor: tensor.nbytes,
             filename_pattern="model{suffix}.safetensors",
             max_shard_size=self.shard_bytes,
@@ -108,51 +113,53 @@ class WeightFiles:
     @cached_property
     def headers(self) -> dict[str, bytes]:
         """The header of each file."""
-        found = {}
+        headers = {}
         for file, names in self.files.items():
             entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
             at = 0
             for name in names:
-                size = self._sizes[name]
-                offsets = at, at + size
+                tensor = self._tensors[name]
                 entries[name] = {
                     "dtype": _CODES[self.dtype],
-                    "shape": self._shapes[name],
-                    "data_offsets": offsets,
+                    "shape": tuple(tensor.shape),
+                    "data_offsets": (at, at + tensor.nbytes),
                 }
-                at += size
-            found[file] = framed(entries)
-        return found
+                at += tensor.nbytes
+            headers[file] = framed(entries)
+        return headers
 
     @cached_property
     def places(self) -> dict[str, TensorPlace]:
         """The place of each tensor."""
-        found = {}
+        places = {}
         for file, names in self.files.items():
             at = len(self.headers[file])
             for name in names:
-                found[name] = TensorPlace(file, at, self._sizes[name], self._shapes[name])
-                at += self._sizes[name]
-        return found
+                tensor = self._tensors[name]
+                places[name] = TensorPlace(file, at, tensor.nbytes, tuple(tensor.shape))
+                at += tensor.nbytes
+        return places
 
     @property
     def total_size(self) -> int:
         """Bytes of all tensors together."""
-        return sum(self._sizes.values())
+        return sum(tensor.nbytes for tensor in self._tensors.values())
+
+    @property
+    def num_elements(self) -> int:
+        """Number of elements of all tensors together."""
+        return sum(tensor.numel() for tensor in self._tensors.values())
 
     def file_size(self, file: str) -> int:
         """Bytes of one whole file, its header included."""
-        return len(self.headers[file]) + sum(self._sizes[name] for name in self.files[file])
+        return len(self.headers[file]) + sum(self._tensors[n].nbytes for n in self.files[file])
 
     @property
     def index(self) -> str | None:
         """The text of the index, as transformers writes it; None for a single file."""
         if len(self.files) == 1:
             return None
-        metadata = {
-            "total_parameters": sum(map(prod, self._shapes.values())),
-            "total_size": self.total_size,
-        }
+        metadata = {"total_parameters": self.num_elements, "total_size": self.total_size}
         places = {name: place.file for name, place in self.places.items()}
         return json.dumps({"metadata": metadata, "weight_map": places}, indent=2, sort_keys=True)
 
@@ -168,18 +175,15 @@ class WeightFiles:
         return named_params(models.layers(self.config))
 
     @cached_property
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        return {n: tuple(t.shape) for found in self._meta.values() for n, t in found.items()}
-
-    @cached_property
-    def _sizes(self) -> dict[str, int]:
-        return {n: t.nbytes for found in self._meta.values() for n, t in found.items()}
+    def _tensors(self) -> dict[str, Tensor]:
+        """Every tensor of the files, on the meta device."""
+        return {n: t for found in self._meta.values() for n, t in found.items()}
 
 
 def _contiguous(value: Tensor) -> Tensor:
     if value.device.type != "cpu" or value.is_contiguous():
         return value.contiguous()
-    return empty(value.shape, value.dtype).copy_(value)
+    return empty(value.shape, value.dtype).copy_(value)  # memory that is used again
 
 
 def fold(value: Tensor, factors: tuple[float, ...]) -> Tensor:
@@ -199,3 +203,77 @@ def bytes_of(text: str) -> int:
     if size < 1:
         raise ConfigError(f"--shard-size = {text[:40]}: is no size; write 5GB, or 500MB")
     return size
+
+
+class Writer:
+    """A writer of tensors at their places in the files of a folder that `create` has made.
+
+    Several processes may write into one folder, each its own tensors. Raises OSError.
+    """
+
+    def __init__(self, folder: Path, layout: WeightFiles) -> None:
+        self._folder, self._layout = folder, layout
+        self._open: dict[str, int] = {}
+
+    def write(self, name: str, value: Tensor) -> None:
+        """Write a contiguous host tensor of the layout's type and of its shape."""
+        place = self._layout.places[name]
+        assert tuple(value.shape) == place.shape and value.dtype == self._layout.dtype, name
+        if place.file not in self._open:
+            path = self._folder / place.file
+            if not appears(path.is_file):
+                raise OSError(f"{place.file} was made on another host, and is not here")
+            self._open[place.file] = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        data, done = memory_of(value), 0
+        while done < len(data):  # one call takes 2 GiB at most
+            done += os.pwrite(self._open[place.file], data[done:], place.start + done)
+
+    def close(self, synced: bool = True) -> None:
+        """Close what this process wrote; with `synced`, once it is on disk."""
+        try:
+            for descriptor in self._open.values() if synced else ():
+                os.fsync(descriptor)
+        finally:
+            for descriptor in self._open.values():
+                os.close(descriptor)
+            self._open = {}
+
+    def __enter__(self) -> "Writer":
+        return self
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        self.close(synced=kind is None)
+
+
+def create(folder: Path, layout: WeightFiles) -> None:
+    """Make a new folder with the layout's files: their headers, and room for the tensors.
+
+    An older folder of that name goes. Raises OSError.
+    """
+    remove(folder)
+    folder.mkdir(parents=True)
+    for name, header in layout.headers.items():
+        with open(folder / name, "xb") as file:
+            file.write(header)
+            file.truncate(layout.file_size(name))
+    if layout.index is not None:
+        (folder / INDEX).write_text(f"{layout.index}\n", encoding="utf-8")
+
+
+def publish(folder: Path, name: Path) -> None:
+    """Give a folder its name, in the place of one that stood there; all is on disk before."""
+    for path in folder.iterdir():
+        sync(path)
+    sync_folder(folder)
+    aside = name.with_name(f"{name.name}.deleted")
+    remove(aside)
+    if name.exists():
+        rename(name, aside)
+    rename(folder, name)
+    remove(aside)
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder that this program made, if it exists."""
+    if folder.is_dir():
+        shutil.rmtree(folder)

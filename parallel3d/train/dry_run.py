@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.filesize import decimal
 
 from parallel3d.base import terminal
 from parallel3d.base.errors import ConfigError
@@ -88,8 +89,8 @@ def _show(config: RunConfig, plan: Plan | None, out: Console) -> dict[str, Any]:
         row = choices_json(setting, memory)
     size, folder = checkpoint_bytes(setting), Path(config.run.directory)
     lacks = room.disk_lacks(folder, size)
-    missing = f"; {folder.absolute()} has {room.shown(lacks)} too little for one" if lacks else ""
-    terminal.say(out, f"a checkpoint is about {room.shown(size)}{missing}")
+    missing = f"; {folder.absolute()} has {decimal(lacks)} too little for one" if lacks else ""
+    terminal.say(out, f"a checkpoint is about {decimal(size)}{missing}")
     out.print("dry run: nothing was trained")
     return {
         "dry_run": True,

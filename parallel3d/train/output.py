@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from parallel3d.base.atomic import replace_text
-from parallel3d.checkpoint import prune, resume
+from parallel3d.checkpoint import disk, resume
 from parallel3d.checkpoint.manifest import TOKENIZER
 from parallel3d.engine import Engine
 from parallel3d.mesh.agree import on_first
@@ -53,7 +53,7 @@ class Output:
         with written_to(self.directory):
             self.directory.mkdir(exist_ok=True)
             self._attempts.begin(step_reached(self.directory), restart)
-            prune.remove_leftovers(self.checkpoints)
+            disk.remove_leftovers(self.checkpoints)
             forget_after(self.directory / METRICS, step)
             resolved = json.dumps(config.to_dict(), indent=1)
             replace_text(self.directory / "config.json", f"{resolved}\n")

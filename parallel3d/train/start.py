@@ -323,11 +323,4 @@ def restore(start: Start, mesh: Mesh, parts: Assembly) -> None:
             layers=parts.layers,
         )
     if found := start.found:
-        load(
-            found.folder,
-            found.files,
-            found.state,
-            engine=parts.engine,
-            mesh=mesh,
-            layers=parts.layers,
-        )
+        load(found, engine=parts.engine, mesh=mesh, layers=parts.layers)

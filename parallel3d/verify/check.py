@@ -1,16 +1,21 @@
-"""What verify does on the ranks of a mesh: a course of training, an evaluation, a resume.
+"""A case of verify on the ranks of a mesh: a course of training, an evaluation, a resume.
 
-Training is that of `measure`, with what it leaves out: samples come through the feed, in epochs;
-some steps are clipped and some are not; the learning rate changes; the run may begin with a
-checkpoint of another mesh; and dropout is looked at in a step of its own, which is not compared.
+Samples come through the feed, in epochs; some steps are clipped and some are not; the learning rate
+changes; the run may begin with a checkpoint of another mesh. Dropout is looked at in a step of its
+own: no reference has its masks, which depend on the mesh, so the generator is looked at as each is
+drawn.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch import nn
 
 from parallel3d.checkpoint.load import load
 from parallel3d.checkpoint.resume import find
@@ -21,11 +26,11 @@ from parallel3d.config.learning_rate import rate
 from parallel3d.engine.quirks.nvme import swapping_small_tensors
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.pipeline.executor import Microbatch
+from parallel3d.tensor.attention import CausalAttention
+from parallel3d.tensor.dropout import Dropout
 from parallel3d.train.assembly import Assembly, assemble
 from parallel3d.train.feed import Feed
-from parallel3d.verify.course import corpus_of
 from parallel3d.verify.local_ranks import run_locally
-from parallel3d.verify.masks import Masks, share_of_wrong, watched
 from parallel3d.verify.measure import (
     ReferenceErrors,
     microbatches,
@@ -34,7 +39,7 @@ from parallel3d.verify.measure import (
     weight_errors,
     worst,
 )
-from parallel3d.verify.reference import SEED, Reference
+from parallel3d.verify.reference import SEED, Reference, corpus_of
 from parallel3d.verify.shrink import BLOCK, STEPS
 
 SAVED_STEPS = STEPS - 1  # the run is saved after these, and the resumed one makes the last
@@ -43,16 +48,85 @@ DROPOUT = 0.5
 
 @dataclass(frozen=True)
 class CaseTask:
-    """What a case does beside training: where it saves or resumes, and whether it has dropout."""
+    """The work of a case besides training: where it saves or resumes, and whether it drops out."""
 
     saves: Path | None = None
     resumes: Path | None = None
     drops: bool = False
 
 
+@dataclass
+class Masks:
+    """The masks that one rank drew in a step.
+
+    `places` are those that drop out on the rank; `split` those whose activation is another on each
+    tp rank. `drawn`: for each place and microbatch the generator's state. `redrawn`: those that
+    recomputation drew from another state.
+    """
+
+    coords: tuple[int, int]  # dp, tp
+    places: list[str]
+    split: list[str]
+    drawn: dict[tuple[str, int], str] = field(default_factory=dict)
+    redrawn: list[tuple[str, int]] = field(default_factory=list)
+
+
+@contextmanager
+def watched(module: nn.Module, coords: tuple[int, int], split: bool, p: float) -> Iterator[Masks]:
+    """Have dropout in `module` drop with probability `p` inside the context, and note its masks.
+
+    `split`: the activations between layers are cut over tp.
+    """
+    layers = [m for m in module.modules() if isinstance(m, Dropout)]
+    inner = {m.dropout.place for m in module.modules() if isinstance(m, CausalAttention)}
+    places = [layer.place for layer in layers]
+    masks = Masks(coords, places, [place for place in places if split or place in inner])
+    seed, before = Dropout.seed, [layer.p for layer in layers]
+
+    def noted(layer: Dropout, device: torch.device) -> None:
+        seed(layer, device)
+        if layer.active_p > 0:
+            key = layer.place, layer.key.microbatch
+            state = hashlib.blake2b(torch.get_rng_state().numpy().tobytes()).hexdigest()
+            if masks.drawn.setdefault(key, state) != state:
+                masks.redrawn.append(key)
+
+    for layer in layers:
+        layer.p = p
+    try:
+        with patch.object(Dropout, "seed", noted):
+            yield masks
+    finally:
+        for layer, old in zip(layers, before, strict=True):
+            layer.p = old
+
+
+def share_of_wrong(ranks: Iterable[Masks], num_microbatches: int) -> float:
+    """Share of dropout masks that are not drawn, or not where they must agree or differ.
+
+    A mask is one of its own for each place, microbatch and dp coordinate; for each tp coordinate,
+    too, where activations are split. Recomputation draws the same.
+    """
+    owners: dict[str, set[Any]] = {}
+    wrong = total = 0
+    states: dict[Any, set[str]] = {}
+    for masks in ranks:
+        wrong += len(masks.redrawn)
+        total += len(masks.places) * num_microbatches
+        wrong += len(masks.places) * num_microbatches - len(masks.drawn)
+        for (place, microbatch), state in masks.drawn.items():
+            dp, tp = masks.coords
+            owner = place, microbatch, dp, tp if place in masks.split else 0
+            owners.setdefault(state, set()).add(owner)
+            states.setdefault(owner, set()).add(state)
+    wrong += sum(len(by) - 1 for by in owners.values())
+    wrong += sum(len(of) - 1 for of in states.values())
+    return wrong / max(1, total)
+
+
 @dataclass(frozen=True)
 class RankFindings:
-    """What one rank found: relative differences, its weights' errors, and what has no reference.
+    """The findings of one rank: differences from the reference, and what no reference has.
 
     `accumulation` is the precision that gradients are added up in, where it is not fp32's.
     `counters` are Adam's and the loss scaler's after the last step.
@@ -83,16 +157,11 @@ def checked(
     ends with. Raises TrainingError if a rank does.
     """
     size = config.mesh.pp * int(config.mesh.dp) * config.mesh.tp
-    found = run_locally(function or check, size, config, reference, task, timeout=timeout)
-    return errors_of_found(config, found, counters), found[0].counters
-
-
-def errors_of_found(
-    config: RunConfig, found: Sequence[RankFindings], counters: dict[str, Any] | None
-) -> ReferenceErrors:
-    """The largest errors of what each rank found."""
+    found: list[RankFindings] = run_locally(
+        function or check, size, config, reference, task, timeout=timeout
+    )
     masks = [f.masks for f in found if f.masks is not None]
-    return ReferenceErrors(
+    errors = ReferenceErrors(
         loss=worst(f.loss for f in found),
         grad_norm=worst(f.grad_norm for f in found),
         weight=weight_error(config, [f.weights for f in found]),
@@ -102,6 +171,7 @@ def errors_of_found(
         accumulation=max(f.accumulation for f in found),
         counters=float(any(counters not in (None, f.counters) for f in found)),
     )
+    return errors, found[0].counters
 
 
 def check(rank: int, config: RunConfig, reference: Reference, task: CaseTask) -> RankFindings:
@@ -129,14 +199,7 @@ def go_on(parts: Assembly, mesh: Mesh, state: RunState, folder: Path) -> Positio
     found, _ = find(folder, "auto", mesh)
     assert found is not None, folder
     position = state.position_in(found.state, found.folder, lambda text: None)
-    load(
-        found.folder,
-        found.files,
-        found.state,
-        engine=parts.engine,
-        mesh=mesh,
-        layers=parts.layers,
-    )
+    load(found, engine=parts.engine, mesh=mesh, layers=parts.layers)
     return position
 
 
@@ -194,7 +257,6 @@ class CaseRun:
 
     def _compare(self, batch: list[Microbatch], step: int) -> None:
         """Note the share of a step's tokens that are not the course's."""
-        assert self.reference.course is not None
         wanted = microbatches(self.reference.course.steps[step], self.config, self.mesh)
         for mine, right in zip(batch, wanted, strict=True):
             pairs = [(mine.tokens, right.tokens), (mine.labels, right.labels)]

@@ -5,7 +5,7 @@ for some steps on one batch; what is looked at is a forward pass of that batch i
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from math import lcm
 from typing import Any
 
@@ -173,14 +173,10 @@ def _activations(parts: Assembly) -> Iterator[dict[str, list[Tensor]]]:
 
         return hook
 
-    hooks = []
-    for name, module in _modules(parts):
-        hooks.append(module.register_forward_hook(note(name)))
-    try:
+    with ExitStack() as hooks:
+        for name, module in _modules(parts):
+            hooks.callback(module.register_forward_hook(note(name)).remove)
         yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _modules(parts: Assembly) -> Iterator[tuple[str, nn.Module]]:

@@ -4,6 +4,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from safetensors import safe_open
@@ -46,7 +47,7 @@ class ReferenceErrors:
     counters: float = 0.0
 
     def within(self, tolerance: float) -> bool:
-        """Whether no error is beyond a tolerance; a NaN is."""
+        """True if no error is beyond a tolerance; a NaN is."""
         return not self.beyond(tolerance)
 
     def beyond(self, tolerance: float) -> dict[str, float]:
@@ -74,11 +75,7 @@ def compile_operators(config: RunConfig) -> None:
 
 
 def _compile_operators(rank: int, zero: ZeroConfig) -> None:
-    mesh = Mesh()
-
-    def say(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-
+    mesh, say = Mesh(), partial(print, file=sys.stderr, flush=True)
     if zero.offload_optimizer.device != "none":
         load_cpu_adam(mesh, say)
     if "nvme" in (zero.offload_optimizer.device, zero.offload_param.device):

@@ -1,11 +1,18 @@
-"""The reference: one process of plain transformers and torch trains the same, without an engine."""
+"""The reference: one process of plain transformers and torch trains the same, without an engine.
 
-from collections.abc import Iterator, Mapping, Sequence
+It trains on a course: samples in an order of epochs, loud and quiet steps, a warm-up. A stream of
+tokens in memory is read by the feed that reads a corpus. Its second step is loud: one token again
+and again, so that its gradient is several times the others', and it alone is clipped. The last step
+begins the second epoch, and the learning rate is not that of the first.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, sqrt
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
@@ -14,45 +21,90 @@ from torch import Tensor, nn
 from parallel3d import models
 from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
+from parallel3d.config.learning_rate import rate
+from parallel3d.data.batches import Batches, documents_of
+from parallel3d.data.corpus import Corpus, TokenStream
+from parallel3d.data.order import sample_index
 from parallel3d.model.parametrization import Scales
 from parallel3d.model.spec import named_params
 from parallel3d.models.common import scales_of
 from parallel3d.tensor.cut import Cut
 from parallel3d.tensor.initialise import fill
-from parallel3d.verify.course import LOUD_STEP, Course, course_of
 from parallel3d.verify.shrink import Sizes, shrink
 
 SEED = 0
 _NEVER_CLIPPED = 1e9
+LOUD_STEP = 1
+Batch = tuple[Tensor, Tensor, Tensor | None]  # tokens, labels, documents: [batch, seq] each
+
+
+@dataclass(frozen=True)
+class Course:
+    """Each step's global batch and learning rate, and what is evaluated after the last."""
+
+    steps: list[Batch]
+    rates: list[float]
+    evaluated: Batch
+
+
+def corpus_of(config: RunConfig, folder: Path) -> Corpus:
+    """The corpus of a small config, in memory; `folder` stands for its tokenizer's.
+
+    Two and a half steps make an epoch.
+    """
+    length, vocab = config.data.sequence_length, int(config.model.vocab_size)
+    size, end = config.global_batch_size, vocab - 1
+    count = 2 * size + size // 2
+    generator = np.random.default_rng(7)
+    tokens = generator.integers(end, size=count * length + 1, dtype=np.int64)
+    tokens[generator.random(len(tokens)) < 0.2] = end
+    loud = np.arange(LOUD_STEP * size, (LOUD_STEP + 1) * size)
+    for window in sample_index(config.train.seed, loud, count):
+        tokens[window * length : (window + 1) * length] = end // 2
+    everything = TokenStream(tokens, np.array([0, len(tokens)]))
+    return Corpus(
+        directory=folder,
+        vocab_size=vocab,
+        end_of_text=end,
+        unigram_entropy=0.0,
+        train=everything,
+        held_out=everything,
+        key="verify",
+    )
+
+
+def course_of(config: RunConfig) -> Course:
+    """The course of a small config, as one process reads it."""
+    corpus = corpus_of(config, Path())
+    samples = Batches(corpus.train, config.data.sequence_length, config.train.seed)
+    size, count = config.global_batch_size, config.num_steps
+
+    def batch(step: int) -> Batch:
+        tokens, labels = samples.microbatch(step * size, size)
+        documents = torch.from_numpy(documents_of(tokens, corpus.end_of_text))
+        isolated = documents if config.data.isolate_documents else None
+        return torch.from_numpy(tokens), torch.from_numpy(labels), isolated
+
+    return Course(
+        [batch(step) for step in range(count)],
+        [rate(config, step) for step in range(count)],
+        batch(count),
+    )
 
 
 @dataclass(frozen=True)
 class Reference:
-    """Each step's loss and gradient norm (before clipping), and the file of the weights after."""
+    """The outcome of the reference on its course.
+
+    Each step's loss and gradient norm (before clipping), the file of the weights after the last
+    step, and the trained model's loss on the batch that the course evaluates.
+    """
 
     losses: list[float]
     grad_norms: list[float]
     weights: str
-    evaluation: float = 0.0
-    """The trained model's loss on what the course evaluates."""
-    course: Course | None = None
-
-
-def batches(config: RunConfig) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
-    """Tokens, labels and documents of each step's global batch, [batch, seq] each.
-
-    Without isolation there are no documents. The same for every mesh of one global batch size.
-    """
-    length, vocab = config.data.sequence_length, int(config.model.vocab_size)
-    generator = torch.Generator().manual_seed(7)
-    assert config.train.steps is not None
-    for _ in range(config.train.steps):
-        shape = (config.global_batch_size, length + 1)
-        text = torch.randint(vocab, shape, generator=generator)
-        ends = torch.rand(shape, generator=generator) < 0.2
-        documents = (ends.cumsum(-1) - ends.long())[:, :-1]  # an end belongs to what it ends
-        isolated = documents if config.data.isolate_documents else None
-        yield text[:, :-1], text[:, 1:], isolated
+    evaluation: float
+    course: Course
 
 
 def first_weights(config: RunConfig) -> dict[str, Tensor]:
@@ -65,11 +117,11 @@ def first_weights(config: RunConfig) -> dict[str, Tensor]:
     return weights
 
 
-def train_reference(config: RunConfig, folder: Path, course: Course | None = None) -> Reference:
+def train_reference(config: RunConfig, folder: Path, course: Course) -> Reference:
     """Train the small model of `config` by transformers and torch's AdamW, in fp64.
 
-    On `batches`, or as the `course` says. In fp64, so that what differs from it is the mesh's own
-    rounding, not this one's too. Raises ConfigError for a family that transformers does not have.
+    In fp64, so that what differs from it is the mesh's own rounding, not this one's too. Raises
+    ConfigError for a family that transformers does not have.
     """
     model, family = _loaded(config, first_weights(config))
     return train_model(model.train(), family, config, folder, course)
@@ -94,13 +146,6 @@ def prepare(
         assert 0 < limit < inf, (quiet, loud)
         small = shrink(config, tuple(meshes), str(folder), clipping=limit)
     return small, train_reference(small[meshes[0]], folder, course)
-
-
-def loss_of(
-    config: RunConfig, weights: Mapping[str, Tensor], tokens: Tensor, labels: Tensor
-) -> float:
-    """The mean loss of whole weights, under our names, on tokens [batch, seq]; without dropout."""
-    return float(losses_of(config, weights, tokens, labels).mean())
 
 
 def losses_of(
@@ -163,10 +208,10 @@ def _times(factor: float) -> Any:
 
 
 def train_model(
-    model: Any, family: Any, config: RunConfig, folder: Path, course: Course | None = None
+    model: Any, family: Any, config: RunConfig, folder: Path, course: Course
 ) -> Reference:
     """Train a model of transformers by torch's AdamW; its family names its weights."""
-    # What each of their parameters is: the mapping of names, carried out on the answers.
+    # The kind of each of their parameters: the mapping of names, applied to the kinds of ours.
     adam, rates = config.optimizer.params, scales_of(config.model).rates()
     kinds = [(role, decays) for role in rates for decays in (True, False)]
     marks = {
@@ -192,10 +237,9 @@ def train_model(
         logits = model(tokens, use_cache=False, **_isolation(documents)).logits
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
-    steps = batches(config) if course is None else course.steps
-    for step, batch in enumerate(steps):
+    for batch, lr in zip(course.steps, course.rates, strict=True):
         for group in optimizer.param_groups:
-            group["lr"] = group["of_rate"] * (adam.lr if course is None else course.rates[step])
+            group["lr"] = group["of_rate"] * lr
         optimizer.zero_grad()
         loss = loss_on(*batch)
         loss.backward()
@@ -206,18 +250,16 @@ def train_model(
     weights = family.from_huggingface(config.model, trained)
     file = folder / "reference.safetensors"
     save_file({name: value.contiguous() for name, value in weights.items()}, file)
-    if course is None:
-        return Reference(losses, norms, str(file))
     with torch.no_grad():
         evaluation = loss_on(*course.evaluated).item()
     return Reference(losses, norms, str(file), evaluation, course)
 
 
 def _isolation(documents: Tensor | None) -> dict[str, Tensor]:
-    """What keeps transformers from looking into another document: positions and a 4-D mask."""
+    """Positions and a 4-D mask that keep transformers from looking into another document."""
     if documents is None:
         return {}
-    # What stands before a token in its document: by comparing all pairs, as no kernel of ours does.
+    # All pairs of tokens are compared, as no kernel of ours does.
     mask = (documents.unsqueeze(-1) == documents.unsqueeze(-2)).tril()  # [batch, seq, seq]
     positions = mask.sum(-1) - 1
     mask = mask.unsqueeze(1)

@@ -81,28 +81,22 @@ def verify(
 
 
 def _print_head(config: RunConfig, small: RunConfig, console: Console) -> None:
-    """What is compared with what."""
-    model, zero = small.model, config.zero_optimization
-    total = sum(layer.num_params for layer in models.layers(model))
+    """Print the small model and the settings that are compared."""
+    model, zero, pipeline = small.model, config.zero_optimization, config.pipeline
+    total = models.num_params(model)
     console.print(
         f"{model.family} in small: {total:,} parameters, {model.num_hidden_layers} blocks, "
         f"{model.num_attention_heads} heads; {small.global_batch_size} samples a step, "
         f"{small.train.steps} steps"
     )
-    flow = [
-        f"schedule {config.pipeline.schedule}, stages a rank {config.pipeline.stages_per_rank}",
-        f"activation checkpointing {config.pipeline.activation_checkpointing}",
-        *(["sequence parallel"] if config.mesh.sequence_parallel else []),
-        *(["documents isolated"] if config.data.isolate_documents else []),
-    ]
-    state = [
-        f"ZeRO-{zero.stage}",
-        f"offload {_offload(config)}",
-        config.precision,
-        f"reduction {config.pipeline.gradient_reduction}",
-    ]
-    console.print("; ".join(flow))
-    console.print("; ".join(state))
+    console.print(
+        f"schedule {pipeline.schedule}, stages a rank {pipeline.stages_per_rank}; "
+        f"activation checkpointing {pipeline.activation_checkpointing}"
+        f"{'; sequence parallel' if config.mesh.sequence_parallel else ''}"
+        f"{'; documents isolated' if config.data.isolate_documents else ''}\n"
+        f"ZeRO-{zero.stage}; offload {_offload(config)}; {config.precision}; "
+        f"reduction {pipeline.gradient_reduction}"
+    )
     console.print("largest differences from plain transformers on one process:\n")
     console.print(_row(*_COLUMNS))
 

@@ -100,7 +100,7 @@ def shrink(
 
 
 def drops_out(config: RunConfig) -> bool:
-    """Whether a config trains with dropout."""
+    """True if a config trains with dropout."""
     model = config.model
     return any(getattr(model, n) > 0 for n in type(model).model_fields if n.endswith("_pdrop"))
 

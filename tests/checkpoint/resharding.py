@@ -210,10 +210,8 @@ def load_on_rank(rank, cases, root):
         for source in sources:
             folder = root / str(source)
             found, _ = resume.find(folder, str(folder / f"step-{STEPS}"), trained.mesh)
-            load(
-                found.folder, found.files, found.state,
-                engine=trained.engine, mesh=trained.mesh, layers=layers(trained.config.model),
-            )  # fmt: skip
+            model = layers(trained.config.model)
+            load(found, engine=trained.engine, mesh=trained.mesh, layers=model)
             results.append(differences(trained, load_file(folder / "reference.safetensors")))
         everything.append(results)
         trained.mesh.barrier()

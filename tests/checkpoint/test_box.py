@@ -57,21 +57,6 @@ def test_boxes_tile_a_flat_range_in_order(case):
     assert at == stop
 
 
-def test_boxes_of_a_range_in_words():
-    shape = (4, 3, 5)
-    found = boxes_of(shape, 8, 57)
-    assert found == [
-        (Box((0, 1, 3), (1, 1, 2)), 0),
-        (Box((0, 2, 0), (1, 1, 5)), 2),
-        (Box((1, 0, 0), (2, 3, 5)), 7),
-        (Box((3, 0, 0), (1, 2, 5)), 37),
-        (Box((3, 2, 0), (1, 1, 2)), 47),
-    ]
-    assert boxes_of(shape, 0, 60) == [(Box((0, 0, 0), shape), 0)]
-    assert boxes_of((), 0, 1) == [(Box((), ()), 0)]
-    assert boxes_of(shape, 7, 7) == boxes_of((0, 3), 0, 0) == []
-
-
 @settings(deadline=None)
 @given(st.data(), st.integers(0, 3))
 def test_overlap_is_what_both_have(data, ndim):
@@ -83,10 +68,6 @@ def test_overlap_is_what_both_have(data, ndim):
         assert (elements(found) == common).all()
         assert inside(found, a) and inside(found, b)
     assert inside(a, b) == bool((elements(b) | ~elements(a)).all())
-
-
-def test_shift_moves_a_box():
-    assert shift(Box((1, 0), (2, 3)), (10, 20)) == Box((11, 20), (2, 3))
 
 
 @settings(deadline=None)

@@ -2,7 +2,6 @@
 
 import os
 import tracemalloc
-from threading import Thread
 
 import numpy as np
 import pytest
@@ -128,26 +127,6 @@ def test_small_gaps_are_read_over_and_large_ones_are_not(tmp_path, monkeypatch, 
     assert len(reads) == num_reads and sum(reads) == (4 * 16 * 8 if num_reads > 1 else value.nbytes)
 
 
-def test_several_threads_read_one_file(tmp_path):
-    value = np.arange(2**16, dtype="<f4").reshape(64, 2**10)
-    chunk = chunk_of(value)
-    write_tensors(tmp_path / "a.safetensors", {chunk.key: value})
-    out = torch.zeros(64, 2**10)
-    with ChunkFile(tmp_path / "a.safetensors") as file:
-
-        def read(row):
-            for column in range(0, 2**10, 64):
-                box = Box((row, column), (1, 64))
-                file.read(chunk, box, out[row : row + 1, column : column + 64])
-
-        threads = [Thread(target=read, args=(row,)) for row in range(64)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert np.array_equal(out.numpy(), value)
-
-
 VALUES = {
     "a.weight|master|0,0": np.arange(6, dtype="<f4").reshape(2, 3),
     "a.weight|exp_avg|4,0": np.full((1, 3), np.nan, "<f4"),
@@ -182,18 +161,6 @@ def test_we_read_what_the_safetensors_library_writes(tmp_path, metadata):
             out = torch.empty(chunk.box.shape)
             file.read(chunk, chunk.box, out)
             assert out.numpy().tobytes() == VALUES[chunk.key].tobytes()
-
-
-def test_keys_go_there_and_back():
-    chunk = Chunk("blocks.0.qkv.weight", "exp_avg_sq", Box((12, 0), (3, 4)))
-    assert chunk.key == "blocks.0.qkv.weight|exp_avg_sq|12,0"
-    assert Chunk.from_key(chunk.key, [3, 4]) == chunk
-
-
-def test_a_file_without_chunks(tmp_path):
-    (tmp_path / "a.safetensors").write_bytes(header([]))
-    with ChunkFile(tmp_path / "a.safetensors") as file:
-        assert file.chunks == {}
 
 
 def test_a_file_that_was_cut_off_since(tmp_path):

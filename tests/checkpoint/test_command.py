@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import xxhash
 
@@ -89,37 +88,31 @@ def test_inspect_for_people(run, run_folder, width, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(width))
     code, out, err = run("inspect", run_folder)
     assert code == 0 and err == ""
-    lines = [line.split() for line in out.splitlines()]
-    lines_of_text = (
-        "step 10",
-        "tokens 40,960",
-        "next sample 80",
-        "written by pp 1 x dp 2 x tp 1, gpipe, stages a rank 1",
-        "ZeRO-3, optimizer on cpu",
-        "model gpt",
+    words = " ".join(out.split())
+    for text in (
+        "step 10 tokens 40,960 next sample 80",
+        "learning rate next 0.001, of steps 1,000 loss scale none",
+        "mesh pp 1, dp 2, tp 1, schedule gpipe, stages per rank 1, zero stage 3, offload optimizer "
+        "cpu, offload param none",
+        "model family gpt",
         "versions parallel3d 0.1.0, torch 2.13.0",
-        "embedding 1 tensors 10",
-        "blocks.0 1 tensors 4",
-        "in all 2 tensors 14",
+        "embedding 1 tensors 10 blocks 1 tensors 4 in all 2 tensors 14",
         "weights (master) 56 bytes 56",
-    )
-    for line in lines_of_text:
-        assert line.split() in lines, line
+    ):
+        assert text in words, text
     assert all(len(line) <= width for line in out.splitlines()[1:]), "the first is the path"
 
 
-def test_equal_layers_are_one_line_and_many_files_a_few(run, tmp_path):
+def test_blocks_are_one_line_and_many_files_a_few(run, tmp_path):
     shapes = {f"blocks.{i}.{name}": (4, 2) for i in range(12) for name in ("a", "b")}
-    shapes |= {"blocks.12.a": (6,), "embedding": (7, 1)}
-    folder = make_checkpoint(tmp_path, shapes=shapes)
+    folder = make_checkpoint(tmp_path, shapes=shapes | {"embedding": (7, 1)})
     empty = b"\2\0\0\0\0\0\0\0{}"
     for i in range(30):
         (folder / f"shard-{i:05d}-of-00030.safetensors").write_bytes(empty)
     seal(folder, 10)
     out = run("inspect", folder)[1]
     lines = [line.split() for line in out.splitlines()]
-    assert ["blocks.0", "to", "blocks.11", "24", "tensors", "192"] in lines
-    assert ["blocks.12", "1", "tensors", "6"] in lines
+    assert ["blocks", "24", "tensors", "192"] in lines
     assert ["embedding", "1", "tensors", "7"] in lines
     assert out.count(".safetensors") + out.count("state.json") == 12
     assert "... 21 more" in out
@@ -131,32 +124,13 @@ def test_the_config_comes_as_a_file_to_train_with(run, run_folder, flag):
     assert code == 0 and json.loads(out) == state_of(10)["config"]
 
 
-@pytest.mark.parametrize(
-    ("rate", "said"),
-    [
-        ({"next": 1e-3, "of_steps": 1000}, "0.001 in the next step, of 1,000"),
-        ({"next": None, "of_steps": 4}, "the schedule of 4 steps is over"),
-        ({"next": "x"}, "next x"),
-        ("x", "x"),
-    ],
-)
-def test_the_learning_rate_in_words(run, tmp_path, rate, said):
-    folder = make_checkpoint(tmp_path)
-    state = json.loads((folder / "state.json").read_text()) | {"learning_rate": rate}
-    (folder / "state.json").write_text(json.dumps(state))
-    seal(folder, 10)
-    lines = run("inspect", folder)[1].splitlines()
-    assert f"learning rate    {said}" in [line.rstrip() for line in lines]
-    assert json.loads(run("inspect", folder, "--json")[1])["learning_rate"] == rate
-
-
 def test_a_state_with_odd_values_is_shown_all_the_same(run, tmp_path):
     folder = make_checkpoint(tmp_path)
     state = {"format": 1, "step": 10, "parameters": {}, "mesh": [1], "config": {"parallel3d": 3}}
     (folder / "state.json").write_text(json.dumps(state))
     seal(folder, 10)
     code, out, _ = run("inspect", folder)
-    assert code == 0 and "pp ? x dp ? x tp ?" in out
+    assert code == 0 and "tokens none" in " ".join(out.split())
 
 
 def test_verify_says_that_all_is_well(run, run_folder):
@@ -251,13 +225,3 @@ def test_from_a_shell(run_folder):
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["ok"] is True
     assert done.stderr.startswith("step-9                ok")
-
-
-def test_the_helper_writes_what_the_library_reads(run_folder):
-    """The folders above are not only what our own reader takes."""
-    from safetensors.numpy import load_file
-
-    for step in (9, 10):
-        for name in (FIRST, SECOND):
-            tensors = load_file(run_folder / "checkpoints" / f"step-{step}" / name)
-            assert len(tensors) == 6 and all(np.isfinite(x).all() for x in tensors.values())

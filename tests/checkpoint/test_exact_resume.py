@@ -8,9 +8,6 @@ import random
 
 import pytest
 
-from parallel3d.config import RunConfig
-from parallel3d.data.export import export_megatron
-from parallel3d.data.prepare import prepare
 from tests.checkpoint.drill import (
     LENGTH,
     Run,
@@ -22,16 +19,15 @@ from tests.checkpoint.drill import (
 
 pytestmark = pytest.mark.drill
 
-STEPS, STOPPED = 5, 3
+STEPS = 5
 MESHES = {"1x2x1": (1, 2, 1), "2x1x1": (2, 1, 1), "1x1x2": (1, 1, 2), "2x2x2": (2, 2, 2)}
 ZERO = {
     "zero1": {"zero_optimization": {"stage": 1}},
     "zero3": {"zero_optimization": {"stage": 3}},
     "offload": {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}},
 }
-# The others are slow; test_kill.py kills a pipeline under ZeRO-3.
 # By default test_kill.py has kills at chosen points, and tests/engine/test_states.py every way of
-# keeping state.
+# keeping state; tests/launch/test_restart.py stops a run and goes on with it.
 TABLE = [pytest.param(zero, mesh, marks=pytest.mark.slow) for zero in ZERO for mesh in MESHES]
 
 
@@ -73,18 +69,6 @@ def test_after_a_kill(config, cpu_adam, zero, mesh):
     check(config, f"{zero}-{mesh}", MESHES[mesh], **settings)
 
 
-@pytest.mark.slow  # tests/launch/test_restart.py stops a run and goes on with it
-def test_after_a_stop(config):
-    mesh = (1, 2, 1)
-    unbroken, run = (Run(config, name, mesh) for name in ("never-stopped", "stopped"))
-    unbroken.start()
-    ended = run.start(parallel3d__train__stop_after=2)
-    assert [end.code for end in ended] == [STOPPED] * 2, ended[0].log
-    assert run.complete_steps()[-1] == 2
-    check_resumed(run.start(), 2)
-    check_same(run, unbroken)
-
-
 FP16 = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2}
 LLAMA = {
     "family": "llama",
@@ -94,6 +78,7 @@ LLAMA = {
     "num_key_value_heads": 2,
     "max_position_embeddings": LENGTH,
 }
+# The other ways to keep state, and several stages a rank: test_resharding.py.
 VARIANTS = {
     "bf16": ((1, 2, 1), {"bf16": {"enabled": True}}),
     "bf16 offload": ((2, 1, 2), ZERO["offload"] | {"bf16": {"enabled": True}}),
@@ -106,26 +91,6 @@ VARIANTS = {
     "evaluation": (
         (1, 2, 1),
         {"parallel3d__train__evaluate_every": 1, "parallel3d__train__evaluate_samples": 40},
-    ),
-    "zero0": ((1, 2, 1), {"zero_optimization": {"stage": 0}}),
-    "zero2": ((2, 2, 1), {"zero_optimization": {"stage": 2}}),
-    "parameters offloaded": (
-        (1, 2, 1),
-        {
-            "zero_optimization": {
-                "stage": 3,
-                "offload_optimizer": {"device": "cpu"},
-                "offload_param": {"device": "cpu"},
-            }
-        },
-    ),
-    "several stages a rank": (
-        (2, 1, 1),
-        {
-            "parallel3d__model__num_hidden_layers": 4,
-            "parallel3d__pipeline__schedule": "interleaved",
-            "parallel3d__pipeline__stages_per_rank": 2,
-        },
     ),
     "selective recomputation": (
         (1, 1, 2),
@@ -142,16 +107,3 @@ def test_other_settings(config, cpu_adam, variant):
     if "fp16" in settings:
         scales = [line["loss_scale"] for line in run.lines]
         assert len(set(scales[2:])) > 1, "the scale does not move after the kill"
-
-
-@pytest.mark.slow  # tests/data/ids/ compares the samples themselves
-@pytest.mark.parametrize("protocol", ["", "file://"], ids=["path", "url"])
-def test_with_ids_of_another_program(config, cpu_adam, tmp_path, protocol):
-    corpus = prepare(RunConfig.from_dict(config).data)
-    export_megatron(corpus, str(tmp_path / "ids"))
-    data = {name: config["parallel3d"]["data"][name] for name in ("sequence_length", "cache")}
-    data |= {"source": "megatron", "paths": [f"{protocol}{tmp_path}/ids"], "held_out_fraction": 0.1}
-    data |= {"tokenizer": "none", "vocab_size": corpus.vocab_size}
-    data |= {"end_of_text_id": corpus.end_of_text}
-    ids = {**config, "parallel3d": {**config["parallel3d"], "data": data}}
-    check(ids, f"ids{len(protocol)}", (2, 1, 1), **ZERO["zero1"], **synchronous())

@@ -1,4 +1,4 @@
-"""A checkpoint of more files than a process may open: verified, inspected and loaded as any."""
+"""A checkpoint of more files than a process may open, and the work of each of many ranks."""
 
 import contextlib
 import io
@@ -6,25 +6,57 @@ import json
 import os
 import resource
 import sys
+from collections import Counter
+from functools import cache
+from math import prod
 
 import pytest
+import torch
 
 from launch import checkpoint as command
+from parallel3d.checkpoint import load as loading
 from parallel3d.checkpoint import resume
-from parallel3d.checkpoint.load import load
+from parallel3d.checkpoint.box import boxes_of
+from parallel3d.checkpoint.chunks import Chunk
+from parallel3d.checkpoint.load import load, make_index
+from parallel3d.checkpoint.manifest import read_manifest
 from parallel3d.engine import KINDS
+from parallel3d.model.spec import named_params
 from parallel3d.models import layers
+from parallel3d.tensor.cut import even_split
 from parallel3d.verify.local_ranks import run_locally
 from tests.cases import Case
-from tests.checkpoint.coordinates import value_of, write
-from tests.checkpoint.resharding import Side, Trained, differences
+from tests.checkpoint.folders import seal, state_of, write_tensors
+from tests.checkpoint.resharding import STEPS, Side, Trained, differences
+from tests.checkpoint.test_index import Rank
 
 pytestmark = pytest.mark.gloo
+SHAPES = {name: spec.shape for name, spec in named_params(layers(Case().config.model)).items()}
 
 
-@pytest.fixture
-def unsynced(monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+@cache
+def value_of(name, kind):
+    """A whole tensor: its numbers tell each element of each tensor from every other."""
+    first = 100_000 * (sum(name.encode()) % 97) + 30_000_000 * KINDS.index(kind) / 100
+    numel = prod(SHAPES[name])
+    return first + torch.arange(numel, dtype=torch.float32).reshape(SHAPES[name])
+
+
+def write(checkpoints, count):
+    """A checkpoint in `count` files, each of which has an equal share of every tensor."""
+    folder = checkpoints / f"step-{STEPS}"
+    folder.mkdir(parents=True)
+    for number in range(count):
+        tensors = {}
+        for name, shape in SHAPES.items():
+            for box, _ in boxes_of(shape, *even_split(prod(shape), count, number)):
+                where = tuple(slice(at, at + size) for at, size in zip(*box, strict=True))
+                for kind in KINDS:
+                    tensors[Chunk(name, kind, box).key] = value_of(name, kind)[where].numpy()
+        write_tensors(folder / f"shard-{number:05d}-of-{count:05d}.safetensors", tensors)
+    (folder / "state.json").write_text(json.dumps(state_of(STEPS, SHAPES)))
+    seal(folder, STEPS)
+    return folder, sorted(path.name for path in folder.glob("*.safetensors"))
 
 
 def load_under_a_limit(rank, checkpoints, limit, root):
@@ -33,14 +65,9 @@ def load_under_a_limit(rank, checkpoints, limit, root):
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
     found, rejected = resume.find(checkpoints, "auto", trained.mesh)
     assert found, rejected
-    load(
-        found.folder, found.files, found.state,
-        engine=trained.engine, mesh=trained.mesh, layers=layers(trained.config.model),
-    )  # fmt: skip
-    shapes = {name: tuple(p["shape"]) for name, p in found.state["parameters"].items()}
-    wrong = differences(
-        trained, {f"{n}|{k}": value_of(n, k, s) for n, s in shapes.items() for k in KINDS}
-    )
+    model = layers(trained.config.model)
+    load(found, engine=trained.engine, mesh=trained.mesh, layers=model)
+    wrong = differences(trained, {f"{n}|{k}": value_of(n, k) for n in SHAPES for k in KINDS})
     said = [] if rank else [run_command(which, found.folder) for which in ("verify", "inspect")]
     trained.mesh.barrier()
     return *wrong, said
@@ -54,18 +81,46 @@ def run_command(which, folder):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "limit"),
-    [((2, 16, 4), 64), pytest.param((2, 128, 4), 256, marks=pytest.mark.slow)],
-    ids=["128 of 64", "1024 of 256"],
+    ("count", "limit"),
+    [(128, 64), pytest.param(1024, 256, marks=pytest.mark.slow)],
 )
-def test_ranks_load_more_shards_than_they_may_open(sizes, limit, tmp_path, unsynced):
-    """Every element of every master and moment is the one that the writers of all ranks had."""
-    folder = write(tmp_path / "checkpoints", sizes, Case().config)
-    shards = sorted(path.name for path in folder.glob("*.safetensors"))
-    assert len(shards) == sizes[0] * sizes[1] * sizes[2] > limit
+def test_ranks_load_more_shards_than_they_may_open(count, limit, tmp_path):
+    """Every element of every master and moment is the one that was written."""
+    _, shards = write(tmp_path / "checkpoints", count)
     results = run_locally(load_under_a_limit, 2, tmp_path / "checkpoints", limit, tmp_path)
     for wrong, compared, _ in results:
         assert not wrong and compared > 0
     verified, inspected = results[0][2]
     assert verified == {"ok": True, "bad": [], "left_over": []}
     assert [file["file"] for file in inspected["files"] if file["chunks"]] == shards
+
+
+@pytest.mark.parametrize("count", [8, 64, pytest.param(1024, marks=pytest.mark.slow)])
+def test_the_work_of_a_rank_does_not_grow_with_their_number(count, tmp_path, monkeypatch):
+    """It opens its own file to hash it, to see that it is what its name says, and for the index."""
+    folder, shards = write(tmp_path, count)
+    headers = [
+        json.dumps(loading._packed_rows(folder, shards, SHAPES, Rank(rank, count)))
+        for rank in range(count)
+    ]
+    opened, really_open = Counter(), os.open
+
+    def noted(path, *args, **options):
+        opened[os.path.basename(path)] += 1
+        return really_open(path, *args, **options)
+
+    monkeypatch.setattr(os, "open", noted)
+    # The manifest's names are sorted: the state comes after the shards.
+    files = read_manifest(folder).files
+    opened.clear()
+    resume._look(folder, files, 3, count + 1)
+    index = make_index(folder, shards, SHAPES, list(SHAPES), Rank(3, count, headers))
+    assert opened == {shards[3]: 3} and index.twice() is None
+    chunks = sum(boxes_in(count)) * len(KINDS)
+    assert sum(map(len, headers)) < 100 * count + 40 * chunks  # what the others send
+
+
+def boxes_in(count):
+    for number in range(count):
+        for shape in SHAPES.values():
+            yield len(boxes_of(shape, *even_split(prod(shape), count, number)))

@@ -75,16 +75,6 @@ OTHERS = [
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("async_io")
-def test_other_models_schedules_and_stages(tmp_path):
-    """The first of each set on the second, and the two after them likewise."""
-    pairs = [tuple(sides[:2]) for sides in OTHERS] + [tuple(OTHERS[2][2:4]), OTHERS[2][1::-1]]
-    save(dict.fromkeys(source for source, _ in pairs), tmp_path)
-    cases = [(target, [source]) for source, target in pairs]
-    check(load_all(cases, tmp_path), cases)
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("async_io")
 def test_other_models_schedules_and_stages_in_full(tmp_path):

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from parallel3d.checkpoint import chunk_runs, disk, prune, resume
+from parallel3d.checkpoint import chunk_runs, disk, resume
+from parallel3d.checkpoint import save as saving
 from parallel3d.checkpoint.chunks import ChunkFile
 from parallel3d.checkpoint.load import load
 from parallel3d.checkpoint.manifest import verify
@@ -141,7 +142,7 @@ def flip_a_bit(path):
 
 def damage_the_newest(rank, trained, folder, name):
     """Saves 1 to 3, the files of 3 damaged before they are read again; then 4."""
-    said, keep_newest = [], prune.keep_newest
+    said, keep_newest = [], saving.keep_newest
     saver = saver_of(trained, folder, say=said.append)
     for step in (1, 2):
         saver.save(state(step))
@@ -153,12 +154,12 @@ def damage_the_newest(rank, trained, folder, name):
         return keep_newest(folder, keep, newest=newest, mine=mine, mesh=mesh, **settings)
 
     saver.finish()
-    prune.keep_newest = meanwhile
+    saving.keep_newest = meanwhile
     saver.save(state(3))
     saver.finish()
     trained.mesh.barrier()
     left = names(folder)
-    prune.keep_newest = keep_newest
+    saving.keep_newest = keep_newest
     saver.save(state(4))
     saver.require_saved()
     trained.mesh.barrier()
@@ -198,7 +199,7 @@ def save_among_leftovers(rank, trained, folder):
     left = names(folder)
     trained.mesh.barrier()
     if rank == 0:
-        prune.remove_leftovers(folder)
+        disk.remove_leftovers(folder)
     return left, trained.engine.states.counters()["optimizer_steps"]
 
 
@@ -249,10 +250,8 @@ def weigh(rank, root):
     other = Trained(replace(WIDE, mesh=(1, 2, 1)), root)
     other.train(1)
     found, _ = resume.find(root / "waiting", 1, other.mesh)
-    read = partial(
-        load, found.folder, found.files, found.state,
-        engine=other.engine, mesh=other.mesh, layers=layers(other.config.model),
-    )  # fmt: skip
+    model = layers(other.config.model)
+    read = partial(load, found, engine=other.engine, mesh=other.mesh, layers=model)
     read()
     peaks.append(peak_of(read))
     return size, copied, peaks

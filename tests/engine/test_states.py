@@ -14,11 +14,11 @@ from parallel3d.checkpoint import chunks
 from parallel3d.engine import KINDS
 from parallel3d.models import huggingface
 from parallel3d.verify.local_ranks import run_locally
-from parallel3d.verify.reference import train_reference
 from tests.cases import Case, Trainer
 from tests.engine.storage_bytes import memory_bytes
 from tests.train import resuming
 from tests.train.resuming import copy_out, differences, load, run_resumed, run_unbroken, train
+from tests.verify.measuring import reference_on_batches
 
 pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("operators")]
 
@@ -40,7 +40,7 @@ def expected(case, folder):
             made.append(self)
 
     with patch("torch.optim.AdamW", Kept):
-        found = train_reference(case.config, folder)
+        found = reference_on_batches(case.config, folder)
     weights = family.to_huggingface(case.config.model, load_file(found.weights))
     states = {}
     for name, weight in weights.items():

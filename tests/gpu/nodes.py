@@ -30,13 +30,12 @@ from parallel3d.mesh.mesh import Mesh
 from parallel3d.plan.memory.peak import per_rank
 from parallel3d.plan.setting import Setting
 from parallel3d.verify.measure import ReferenceErrors
-from parallel3d.verify.reference import train_reference
 from parallel3d.verify.shrink import shrink
 from tests.gpu import test_device as device
 from tests.gpu.crossing import WITHIN, Crossing
 from tests.plan.memory.test_peak_of_real_runs import config_of as small_config
 from tests.verify.configs import config_of
-from tests.verify.measuring import errors_of, train_and_compare
+from tests.verify.measuring import errors_of, reference_on_batches, train_and_compare
 
 
 def meshes_of(launch: Launch) -> dict[str, tuple[int, int, int]]:
@@ -58,7 +57,7 @@ def compare(sizes: tuple[int, int, int], zero: int, folder: Path) -> tuple[Refer
     mesh = Mesh(*sizes)
     own = folder / f"rank-{mesh.rank}"
     own.mkdir(exist_ok=True)
-    reference = train_reference(config, own)
+    reference = reference_on_batches(config, own)
     mesh.barrier()
     start = time.monotonic()
     mine = train_and_compare(mesh.rank, config, reference)

@@ -6,11 +6,10 @@ import torch
 from parallel3d.config import RunConfig
 from parallel3d.schedule import schedules
 from parallel3d.verify.measure import TOLERANCE
-from parallel3d.verify.reference import train_reference
 from parallel3d.verify.shrink import shrink
 from tests.gpu import here
 from tests.verify.configs import MODELS, config_of
-from tests.verify.measuring import measure
+from tests.verify.measuring import measure, reference_on_batches
 
 pytestmark = pytest.mark.gpu
 
@@ -32,7 +31,7 @@ def errors_of(mesh, folder, overlap=None, update=False, **settings):
     if overlap is not None:
         raw["zero_optimization"]["overlap_comm"] = overlap
     config = shrink(RunConfig.from_dict(raw), (mesh, (1, 1, 4)), str(folder))[mesh]
-    return measure(config, train_reference(config, folder))
+    return measure(config, reference_on_batches(config, folder))
 
 
 def test_products_are_not_tf32():

@@ -1,6 +1,7 @@
 """The saved weights, as anybody reads them: every name once, whole, in fp32, and right."""
 
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,8 @@ from safetensors.torch import load_file
 from parallel3d import models
 from parallel3d.config import RunConfig
 from parallel3d.huggingface.card import About, write_rest
-from parallel3d.huggingface.files import Writer, create
 from parallel3d.huggingface.from_ranks import save_weights
-from parallel3d.huggingface.weight_files import INDEX, WeightFiles
+from parallel3d.huggingface.weight_files import INDEX, WeightFiles, Writer, create
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.train.assembly import assemble
 from parallel3d.verify.local_ranks import run_locally
@@ -124,9 +124,9 @@ def test_a_failed_write_leaves_the_old_folder_and_fails_everywhere(tmp_path):
 
 def save_on_two_hosts(rank, directory):
     """Each rank's error, where the two see different folders."""
-    from parallel3d.huggingface import files
+    from parallel3d.huggingface import weight_files
 
-    files.appears = lambda look: look()
+    weight_files.appears = lambda look: look()
     trainer = Trainer(Case(mesh=(2, 1, 1), steps=1, batch=16))
     try:
         save_weights(trainer.engine, trainer.mesh, directory / f"host{rank}", config=trainer.config)
@@ -149,10 +149,17 @@ def save_as_started(rank, raw, directory):
     mesh.barrier()
 
 
-MESHES = [
-    Case(mesh=(2, 1, 2)),
+def as_verified(model):
+    """On tp 4, where each rank holds the key and value weights of two heads whole."""
+    config = RunConfig.from_dict(whole_config(model=model, sequence_parallel=True))
+    return shrink(config, ((1, 1, 4),))[1, 1, 4]
+
+
+SLOW = partial(pytest.param, marks=pytest.mark.slow)
+CONFIGS = [
+    Case(mesh=(2, 1, 2)).config,
     *(
-        pytest.param(case, marks=pytest.mark.slow)
+        SLOW(case.config, id=str(case))
         for case in (
             Case(mesh=(1, 1, 1), zero_stage=1),
             Case(mesh=(2, 1, 1), zero_stage=1, tied=False),
@@ -163,50 +170,35 @@ MESHES = [
             Case(mesh=(4, 1, 1), zero_stage=1, model={"num_hidden_layers": 5}),
         )
     ),
+    # The names of the others' weights: tests/models/test_transformers.py.
+    *(
+        (SLOW if name in ("llama", "qwen2", "qwen3") else pytest.param)(as_verified(name), id=name)
+        for name, model in MODELS.items()
+        if model["family"] != "gpt"
+    ),
 ]
 
 
-@pytest.mark.parametrize("case", MESHES, ids=str)
-def test_the_same_weights_are_the_same_bytes_from_every_mesh(case, tmp_path):
-    """Of one process, which knows no mesh and no engine, in the same shards."""
-    config, files = case.config, ["config.json", "generation_config.json", INDEX]
+@pytest.mark.parametrize("config", CONFIGS)
+def test_the_same_weights_are_the_same_bytes_from_every_mesh(config, tmp_path):
+    """Of one process, which knows no mesh and no engine, in the same shards; every family whole."""
     layout = WeightFiles(config.model, shard_bytes=SHARDS)
     create(tmp_path / "alone", layout)
-    writer = Writer(tmp_path / "alone", layout)
-    for name, value in first_weights(config).items():
-        if case.precision == "bf16":
-            value = value.bfloat16().float()  # masters start as what the forward reads
-        for theirs, tensor in layout.converted(name, value).items():
-            writer.write(theirs, tensor)
-    writer.close()
+    whole = first_weights(config)
+    if config.precision == "bf16":  # masters start as what the forward reads
+        whole = {name: value.bfloat16().float() for name, value in whole.items()}
+    with Writer(tmp_path / "alone", layout) as writer:
+        for name, value in whole.items():
+            for theirs, tensor in layout.converted(name, value).items():
+                writer.write(theirs, tensor)
     write_rest(tmp_path / "alone", About(config, 0, 0), layout)
     assert len(layout.files) > 2
 
-    run_locally(save_as_started, case.world_size, config.to_dict(), str(tmp_path), timeout=60)
-    for name in [*layout.files, *files]:
+    size = config.mesh.pp * config.mesh.dp * config.mesh.tp
+    run_locally(save_as_started, size, config.to_dict(), str(tmp_path), timeout=60)
+    for name in [*layout.files, "config.json", "generation_config.json", INDEX]:
         found = (tmp_path / "weights" / name).read_bytes()
         assert found == (tmp_path / "alone" / name).read_bytes(), name
-
-
-# The names of the others' weights: tests/models/test_transformers.py.
-WHOLE = {"llama": False, "qwen2": False, "qwen3": False}
-
-
-@pytest.mark.parametrize(
-    "model",
-    [
-        n if WHOLE.get(n, True) else pytest.param(n, marks=pytest.mark.slow)
-        for n, m in MODELS.items()
-        if m["family"] != "gpt"
-    ],
-)
-def test_every_family_is_saved_whole(model, tmp_path):
-    """On tp 4, where each rank holds the key and value weights of two heads whole."""
-    config = RunConfig.from_dict(whole_config(model=model, sequence_parallel=True))
-    small = shrink(config, ((1, 1, 4),))[1, 1, 4]
-    run_locally(save_as_started, 4, small.to_dict(), str(tmp_path), timeout=60)
-    saved = read(tmp_path / "weights", small.model)
-    whole = first_weights(small)
+    saved = read(tmp_path / "weights", config.model)
     assert saved.keys() == whole.keys()
-    for name, value in whole.items():
-        assert torch.equal(saved[name], value), name
+    assert all(torch.equal(saved[name], value) for name, value in whole.items())

@@ -20,39 +20,35 @@ MUP = {
     "input_multiplier": 1.5, "output_multiplier": 0.7,
 }  # fmt: skip
 EXACT = {"type": "mup", "base_width": 8, "base_head_size": 2, "base_depth": 1}  # powers of two
-BASE = {
-    "gpt": {}, "llama": {"tie_word_embeddings": True, "num_key_value_heads": 2}, "neox": {},
-}  # fmt: skip
-MORE = {
+GROUPED = {"tie_word_embeddings": True, "num_key_value_heads": 2}
+# Every family that is found, and what else some of them can be.
+MODELS = {
+    family: (family, GROUPED if family == "llama" else {})
+    for family in models.families()
+    if "parametrization" in models.config_class(family).model_fields
+} | {
     "gpt, untied": ("gpt", {"tie_word_embeddings": False}),
     "neox, one after the other": ("neox", {"use_parallel_residual": False}),
     "qwen2": ("llama", {"attention_bias": True}),
     "qwen3": ("llama", {"qk_norm": True, "head_dim": 16}),
 }
-FAMILIES = [
-    f for f in models.families() if "parametrization" in models.config_class(f).model_fields
-]
 
 
 def wide(family, mup, **settings):
     return small(family, parametrization=mup, max_position_embeddings=64, **settings)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_multiplier_is_folded(family, tmp_path):
-    config = wide(family, MUP, **BASE.get(family, {}))
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow) if n not in models.families() else n for n in MODELS],
+)
+def test_every_multiplier_is_folded(name, tmp_path):
+    family, settings = MODELS[name]
+    config = wide(family, MUP, **settings)
     scales = scales_of(config)
     assert not any(math.isclose(x, 1) for x in (scales.input, scales.branch, scales.query))
     proof = exported(config, tmp_path)
     assert proof.ok and proof.checked[-1].startswith("logits"), proof
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MORE)
-def test_every_multiplier_is_folded_in_other_models(name, tmp_path):
-    family, settings = MORE[name]
-    proof = exported(wide(family, MUP, **settings), tmp_path)
-    assert proof.ok, proof
 
 
 @pytest.mark.parametrize("family", ["gpt", pytest.param("llama", marks=pytest.mark.slow)])

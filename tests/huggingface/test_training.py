@@ -6,23 +6,16 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from parallel3d import models
-from parallel3d.checkpoint.load import load
 from parallel3d.config import RunConfig
-from parallel3d.data.sources import silent
-from parallel3d.huggingface.export import export
-from parallel3d.huggingface.importing import import_folder
 from parallel3d.huggingface.load import find_weights, load_weights
-from parallel3d.huggingface.source import CheckpointSource
-from parallel3d.huggingface.weight_files import WeightFiles
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.train.assembly import assemble
 from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.reference import train_model
 from parallel3d.verify.shrink import NO_THRESHOLDS
-from tests.huggingface.checkpoints import checkpoint_of, small
 from tests.huggingface.published import MODELS, run_config, save
 from tests.models.families import part
-from tests.verify.measuring import differences, errors_of, train
+from tests.verify.measuring import differences, errors_of, plain_course, train
 
 pytestmark = pytest.mark.gloo
 
@@ -59,7 +52,7 @@ def largest_errors(folder, mesh, tmp_path, **changes):
     family = models.huggingface(config.model.family)
     if name_as_in_files := getattr(family, "named_as_in_files", None):
         theirs = name_as_in_files(theirs)
-    reference = train_model(theirs.double().train(), family, config, tmp_path)
+    reference = train_model(theirs.double().train(), family, config, tmp_path, plain_course(config))
     pp, dp, tp = mesh
     return errors_of(config, run_locally(train_on_rank, pp * dp * tp, config, reference))
 
@@ -111,29 +104,3 @@ def test_every_shard_has_its_elements_exactly(tmp_path):
             for name, cut, value in held:
                 original = name if name in wanted else "embedding.token.weight"  # it is tied
                 assert torch.equal(value, part(wanted[original], cut)), name
-
-
-def train_both_on_rank(rank, started_from, plain, folder, state, files):
-    """Losses of training on from an export, and from the checkpoint that it was made of."""
-    mesh, parts = started(started_from)
-    exported = train(parts, started_from, mesh)
-    mesh.barrier()
-    parts.engine.close()
-    mesh = Mesh()
-    parts = assemble(plain, mesh)
-    load(folder, files, state, engine=parts.engine, mesh=mesh, layers=parts.layers)
-    return exported, train(parts, plain, mesh)
-
-
-def test_exported_and_imported_trains_on_as_the_checkpoint_does(tmp_path):
-    model = small("llama", qk_norm=True, head_dim=16, num_key_value_heads=2)
-    source = CheckpointSource(checkpoint_of(model, tmp_path))
-    proof = export(source, source.about(), WeightFiles(model), tmp_path / "out", silent)
-    assert proof.ok and import_folder(tmp_path / "out", tmp_path / "start").ok
-    config = config_on(tmp_path / "start", (1, 1, 1))
-    plain = config_on(None, (1, 1, 1), **{"parallel3d.model": model.model_dump(mode="json")})
-    # The checkpoint's moments are zeros; its Adam begins anew, too.
-    state = source.state | {"optimizer_steps": 0}
-    files = sorted(path.name for path in source.folder.glob("*.safetensors"))
-    (found,) = run_locally(train_both_on_rank, 1, config, plain, source.folder, state, files)
-    assert found[0] == found[1]

@@ -11,8 +11,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from parallel3d import models
 from parallel3d.base.errors import ConfigError
-from parallel3d.huggingface.files import Writer, create
-from parallel3d.huggingface.weight_files import DTYPES, INDEX, WeightFiles, bytes_of
+from parallel3d.huggingface.weight_files import DTYPES, INDEX, WeightFiles, Writer, bytes_of, create
 from tests.models.families import EVERY_FAMILY, small, weights_of
 
 pytestmark = pytest.mark.gloo
@@ -62,11 +61,6 @@ def test_files_hold_what_was_written_in_shards_as_transformers_cuts_them(tmp_pat
         assert (tmp_path / "out" / file).stat().st_size == layout.file_size(file)
 
 
-def test_one_file_has_no_index(tmp_path):
-    write(tmp_path / "out", WeightFiles(small("gpt")))
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
-
-
 @pytest.mark.parametrize("name", EVERY_FAMILY)
 def test_the_class_that_the_config_names_has_these_tensors(name):
     """Of each switch of each family, under the names in files; the meta device holds no values."""
@@ -81,25 +75,6 @@ def test_the_class_that_the_config_names_has_these_tensors(name):
     written = revert_weight_conversion(model, dict(model.named_parameters()))
     shapes = {name: tuple(value.shape) for name, value in written.items()}
     assert shapes == {name: place.shape for name, place in layout.places.items()}
-
-
-def test_files_are_as_the_umask_has_it(tmp_path):
-    layout = WeightFiles(small("gpt"))
-    create(tmp_path / "out", layout)
-    (tmp_path / "plain").touch()
-    mode = (tmp_path / "plain").stat().st_mode
-    assert (tmp_path / "out/model.safetensors").stat().st_mode == mode
-
-
-def test_mistral_is_had_by_name_and_by_no_other_model():
-    settings = models.huggingface("llama").architecture(
-        small("llama", num_key_value_heads=2), 0, "MistralForCausalLM"
-    )
-    assert (settings.model_type, settings.sliding_window) == ("mistral", None)
-    for config in (small("gpt"), small("llama", qk_norm=True)):
-        family = models.huggingface(config.family)
-        with pytest.raises(ValueError, match="cannot be a MistralForCausalLM; use "):
-            family.architecture(config, 0, "MistralForCausalLM")
 
 
 def test_sizes():

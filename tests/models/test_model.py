@@ -4,15 +4,12 @@ from functools import lru_cache
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from parallel3d import models
 from parallel3d.model.spec import Shape, named_params
 from tests.models.families import (
     ALL,
     EVERY_FAMILY,
-    batch_of,
     build,
     computed,
     on_ranks,
@@ -65,35 +62,6 @@ def test_spec_describes_the_built_module(name):
                 assert spec.units is None or all(c.start % unit == 0 for c in parts)
 
 
-def counted_flops(config, tp):
-    """Forward FLOPs of each layer, and of the whole model's forward and backward, on this rank."""
-    built, _ = build(config, tp)
-    tokens, labels = batch_of(config)
-    found, x = {}, tokens
-    # Torch counts no FLOPs in its fused attention for the CPU.
-    with sdpa_kernel(SDPBackend.MATH):
-        for layer, module in zip(models.layers(config), built.module.stages["0"], strict=True):
-            with FlopCounterMode(display=False) as counter:
-                x = module(x, labels) if layer.name == "head" else module(x)
-            found[layer.name] = counter.get_total_flops()
-        with FlopCounterMode(display=False) as counter:
-            built.module(0, tokens, labels).backward()
-    return found, counter.get_total_flops()
-
-
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("name", NAMES)
-def test_cost_is_what_torch_counts(name, tp):
-    config = CONFIGS[name]
-    specs = models.layers(config)
-    group = [found["flops"][tp] for found in found_of(name)[:tp]]
-    for layer in specs:
-        assert layer.cost(SHAPE).forward_flops == sum(found[layer.name] for found, _ in group)
-    train = sum(layer.cost(SHAPE).train_flops for layer in specs)
-    assert train == sum(total for _, total in group)
-    assert train == 3 * sum(sum(found.values()) for found, _ in group)
-
-
 def on_every_mesh(config):
     """Loss and gradients at tp = 1, then the same on more ranks: all on this rank."""
     cases = [(1, False), (2, False), (2, True), (4, False), (4, True)]
@@ -138,7 +106,6 @@ def of_family(family, one_by_one):
 def studied(name, config):
     return {
         "described": described(config),
-        "flops": {tp: counted_flops(config, tp) for tp in (1, 2)},
         "computed": on_every_mesh(config) if name in UNKNOWN_ELSEWHERE else [],
         "printed": str(build(config, 4)[0].module),
     }

@@ -89,13 +89,6 @@ def test_depth_transfers_by_complete_p(family):
         assert p.init.std == pytest.approx(there.init.std * factor), name
 
 
-def test_no_mesh_changes_a_scale():
-    """They are made of a model's settings alone, where nothing of a mesh is known."""
-    assert set(type(model("gpt")).model_fields) & {"tp", "pp", "dp"} == set()
-    p = params(model("gpt", MUP))["blocks.0.attention.output.weight"]
-    assert p.cut_dim(4) == 1 and p.init.std == pytest.approx(0.02 / sqrt(8) / 2)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     ("wrong", "said"),

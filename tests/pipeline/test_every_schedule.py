@@ -25,9 +25,9 @@ from parallel3d.schedule.schedules import (
     why_not,
 )
 from parallel3d.verify.local_ranks import run_locally
-from parallel3d.verify.reference import batches, first_weights, loss_of
+from parallel3d.verify.reference import first_weights, losses_of
 from tests.cases import Case, Trainer, measure
-from tests.verify.measuring import errors_of
+from tests.verify.measuring import batches, errors_of
 
 pytestmark = pytest.mark.gloo
 
@@ -147,7 +147,7 @@ def test_against_one_process(name, pp, few):
         errors = errors_of(case.config, trained)
         assert errors.within(1e-5), f"{case}: {errors}"
         tokens, labels, _ = next(batches(case.config))
-        start = loss_of(case.config, first_weights(case.config), tokens, labels)
+        start = losses_of(case.config, first_weights(case.config), tokens, labels).mean().item()
         assert sum(starts) == pytest.approx(start, rel=1e-6), case
         for coord, at_most, holds, evaluator_holds, left in memory:
             where = f"{case}, coordinate {coord}"

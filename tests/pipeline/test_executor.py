@@ -22,9 +22,10 @@ from parallel3d.schedule.schedule import (
 )
 from parallel3d.schedule.schedules import make_schedule, splits_backward
 from parallel3d.verify.local_ranks import run_locally
-from parallel3d.verify.reference import batches, first_weights, loss_of
+from parallel3d.verify.reference import first_weights, losses_of
 from tests.cases import Case, Trainer, train_on_rank
 from tests.mesh.mortal import mortal
+from tests.verify.measuring import batches
 
 pytestmark = pytest.mark.gloo
 
@@ -176,7 +177,7 @@ def test_a_forward_only_program_evaluates(case):
     """Against transformers; the dropout of the model is off in it, and on in training."""
     config = case.config
     tokens, labels, _ = next(batches(config))
-    start = loss_of(config, first_weights(config), tokens, labels)
+    start = losses_of(config, first_weights(config), tokens, labels).mean().item()
     ranks = run_locally(evaluate_on_rank, case.world_size, case)
     for first, same, grads, left, trained, last in ranks:
         assert first == pytest.approx(start, rel=1e-6)
@@ -185,7 +186,7 @@ def test_a_forward_only_program_evaluates(case):
             assert abs(trained[0] - start) > 1e-3
             continue
         assert trained[0] == pytest.approx(start, rel=1e-6)
-        end = loss_of(config, load_file(case.reference.weights), tokens, labels)
+        end = losses_of(config, load_file(case.reference.weights), tokens, labels).mean().item()
         assert last == pytest.approx(end, rel=1e-5)
 
 

@@ -1,6 +1,7 @@
 """A small config trained on ranks of this machine on the reference's own batches, and compared."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import torch
 
@@ -17,11 +18,38 @@ from parallel3d.verify.measure import (
     weight_errors,
     worst,
 )
-from parallel3d.verify.reference import SEED, Reference, batches
+from parallel3d.verify.reference import SEED, Batch, Course, Reference, train_reference
 from parallel3d.verify.shrink import BLOCK
 
 Curves = tuple[list[float], list[float]]  # each step's loss and gradient norm
 Differences = tuple[float, float, dict[str, float]]
+
+
+def batches(config: RunConfig) -> Iterator[Batch]:
+    """Tokens, labels and documents of each step's global batch, [batch, seq] each.
+
+    Without isolation there are no documents. The same for every mesh of one global batch size.
+    """
+    length, vocab = config.data.sequence_length, int(config.model.vocab_size)
+    generator = torch.Generator().manual_seed(7)
+    for _ in range(config.num_steps):
+        shape = (config.global_batch_size, length + 1)
+        text = torch.randint(vocab, shape, generator=generator)
+        ends = torch.rand(shape, generator=generator) < 0.2
+        documents = (ends.cumsum(-1) - ends.long())[:, :-1]  # an end belongs to what it ends
+        isolated = documents if config.data.isolate_documents else None
+        yield text[:, :-1], text[:, 1:], isolated
+
+
+def plain_course(config: RunConfig) -> Course:
+    """These batches at one learning rate."""
+    steps = list(batches(config))
+    return Course(steps, [config.optimizer.params.lr] * len(steps), steps[-1])
+
+
+def reference_on_batches(config: RunConfig, folder: Path) -> Reference:
+    """The reference, trained on these batches."""
+    return train_reference(config, folder, plain_course(config))
 
 
 def measure(config: RunConfig, reference: Reference, timeout: float = 300) -> ReferenceErrors:

@@ -13,7 +13,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from parallel3d import models
-from parallel3d.verify.reference import Reference, batches, first_weights
+from parallel3d.verify.reference import Reference, first_weights
+from tests.verify.measuring import batches, plain_course
 
 
 def plain_model(standard, mup):
@@ -98,4 +99,4 @@ def train_plain(standard, mup, folder):
     weights = models.huggingface(size.family).from_huggingface(size, trained)
     file = folder / "plain.safetensors"
     save_file({name: value.contiguous() for name, value in weights.items()}, file)
-    return Reference(losses, norms, str(file))
+    return Reference(losses, norms, str(file), 0.0, plain_course(standard))

@@ -14,11 +14,16 @@ from parallel3d.models import config_class, families
 from parallel3d.train.assembly import assemble
 from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.measure import TOLERANCE, relative
-from parallel3d.verify.reference import SEED, train_reference
+from parallel3d.verify.reference import SEED
 from parallel3d.verify.shrink import shrink
 from tests.verify import measuring
 from tests.verify.configs import config_of
-from tests.verify.measuring import errors_of, measure, train_and_compare
+from tests.verify.measuring import (
+    errors_of,
+    measure,
+    reference_on_batches,
+    train_and_compare,
+)
 from tests.verify.plain_mup import train_plain
 
 pytestmark = pytest.mark.gloo
@@ -104,7 +109,7 @@ def test_half_precision_follows(precision, plain):
 @pytest.mark.parametrize("mup", [SLOW(MUP, id="mup"), pytest.param(DEPTH, id="depth")])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_reference_of_verify_is_told_the_same(family, mup, plain, tmp_path):
-    told, ours = plain(family, mup), train_reference(small(family, (1, 1, 1), mup), tmp_path)
+    told, ours = plain(family, mup), reference_on_batches(small(family, (1, 1, 1), mup), tmp_path)
     for found, expected in ((ours.losses, told.losses), (ours.grad_norms, told.grad_norms)):
         assert max(relative(found, expected)) < 1e-6
 
@@ -128,16 +133,6 @@ def test_at_base_width_it_is_the_standard_one_bit_for_bit():
         same = mup["base_width"] == width
         assert (found == standard) == same
         assert [groups for _, groups in found] == [2 if same else 4] * 2  # on both stages
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("zero", [0, 3])
-def test_at_base_width_every_stage_is_the_standard_one(zero):
-    mesh = (2, 2, 1)
-    width = small("llama", mesh).model.hidden_size
-    both = [None, {"type": "mup", "base_width": width, "base_depth": 3, "base_head_size": 8}]
-    one, other = (run_locally(train_only, 4, small("llama", mesh, m, zero=zero)) for m in both)
-    assert one == other
 
 
 def local_fan_in():

@@ -16,10 +16,9 @@ import pytest
 from parallel3d.config import RunConfig
 from parallel3d.schedule import schedules
 from parallel3d.verify.measure import TOLERANCE
-from parallel3d.verify.reference import train_reference
 from parallel3d.verify.shrink import MESHES, shrink
 from tests.verify.configs import MODELS, config_of
-from tests.verify.measuring import measure
+from tests.verify.measuring import measure, reference_on_batches
 from tests.verify.pairwise import draw, pairs, pairwise, possible_pairs
 from tests.verify.parity_table import by_hand, markdown
 
@@ -84,7 +83,7 @@ def reference_of(tmp_path_factory):
             model=model, schedule=schedule, stages_per_rank=stages_per_rank, isolate=isolate
         )
         small = shrink(RunConfig.from_dict(raw), meshes_of(pp), batch=batch)
-        return train_reference(small[pp, 1, 1], tmp_path_factory.mktemp("reference"))
+        return reference_on_batches(small[pp, 1, 1], tmp_path_factory.mktemp("reference"))
 
     return train
 

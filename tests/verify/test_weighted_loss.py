@@ -8,7 +8,6 @@ from parallel3d.config import RunConfig
 from parallel3d.tensor.output import IGNORED
 from parallel3d.verify import measure, reference
 from parallel3d.verify.local_ranks import run_locally
-from parallel3d.verify.reference import train_reference
 from parallel3d.verify.shrink import shrink
 from tests.verify import measuring
 from tests.verify.configs import config_of
@@ -57,7 +56,7 @@ def errors(mesh, tmp_path, monkeypatch, loss=weighted, **settings):
     functions = type("functions", (), {"cross_entropy": staticmethod(loss)})
     with monkeypatch.context() as patch:
         patch.setattr(reference, "F", functions)
-        expected = train_reference(config, tmp_path)
+        expected = measuring.reference_on_batches(config, tmp_path)
     ranks = run_locally(train_weighted, mesh[0] * mesh[1] * mesh[2], config, expected, timeout=200)
     return measuring.errors_of(config, ranks)
 

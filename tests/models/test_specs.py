@@ -1,0 +1,224 @@
+"""Every family's sizes against published counts and closed forms, and what its settings refuse.
+
+Names and cuts of parameters are compared with the built modules in test_model.py, costs with torch
+in test_layer_cost_of_torch.py.
+"""
+
+from math import sqrt
+
+import pytest
+from pydantic import ValidationError
+
+from parallel3d.config import RunConfig
+from parallel3d.models import (
+    config_class,
+    families,
+    layers,
+    num_params,
+    train_flops_per_token,
+)
+from parallel3d.models.llama.spec import RopeScaling
+
+pytestmark = pytest.mark.pure
+
+
+SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 61}
+
+
+def small(family, **settings):
+    return config_class(family)(family=family, **SIZES | settings)
+
+
+def model(family, hidden, blocks, heads, vocab, **settings):
+    sizes = dict(zip(SIZES, (hidden, blocks, heads, vocab), strict=True))
+    return small(family, **sizes | settings)
+
+
+LLAMA3 = {"vocab": 128256, "num_key_value_heads": 8}
+QWEN = {"vocab": 151936, "tie_word_embeddings": True}
+PUBLISHED = [
+    (model("gpt", 768, 12, 12, 50257), 124_439_808),
+    (model("gpt", 1024, 24, 16, 50257), 354_823_168),
+    (model("gpt", 1280, 36, 20, 50257), 774_030_080),
+    (model("gpt", 1600, 48, 25, 50257), 1_557_611_200),
+    (model("gpt", 768, 12, 12, 50257, tie_word_embeddings=False), 124_439_808 + 50257 * 768),
+    (model("llama", 4096, 32, 32, 32000), 6_738_415_616),  # Llama 2, the inner width by the rule
+    (model("llama", 5120, 40, 40, 32000), 13_015_864_320),
+    (
+        model("llama", 8192, 80, 64, 32000, num_key_value_heads=8, intermediate_size=28672),
+        68_976_648_192,
+    ),
+    (model("llama", 4096, 32, 32, intermediate_size=14336, **LLAMA3), 8_030_261_248),  # Llama 3
+    (model("llama", 8192, 80, 64, intermediate_size=28672, **LLAMA3), 70_553_706_496),
+    (
+        model("llama", 896, 24, 14, num_key_value_heads=2, intermediate_size=4864,
+              attention_bias=True, **QWEN),
+        494_032_768,  # Qwen2 0.5B
+    ),
+    (
+        model("llama", 1024, 28, 16, num_key_value_heads=8, intermediate_size=3072, head_dim=128,
+              qk_norm=True, **QWEN),
+        596_049_920,  # Qwen3 0.6B
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "count"), PUBLISHED)
+def test_parameters_of_published_models(config, count):
+    assert num_params(config) == count
+
+
+@pytest.mark.parametrize(
+    ("sizes", "count", "own"),
+    [
+        # The model cards of Pythia, and table 1 of arXiv:2304.01373.
+        ((512, 6, 8, 50304), 70_426_624, 18_915_328),
+        ((768, 12, 12, 50304), 162_322_944, 85_056_000),
+        ((1024, 24, 16, 50304), 405_334_016, 302_311_424),
+        ((2048, 16, 8, 50304), 1_011_781_632, 805_736_448),
+        ((2048, 24, 16, 50304), 1_414_647_808, 1_208_602_624),
+        ((2560, 32, 32, 50304), 2_775_208_960, 2_517_652_480),
+        ((4096, 32, 32, 50432), 6_857_302_016, 6_444_163_072),
+        ((5120, 36, 40, 50688), 11_846_072_320, 11_327_027_200),
+        # GPT-NeoX-20B (its model card).
+        ((6144, 44, 64, 50432), 20_554_567_680, 19_934_859_264),
+    ],
+)
+def test_parameters_of_neox_with_and_without_embeddings(sizes, count, own):
+    config = model("neox", *sizes)
+    first, *_, last = layers(config)
+    output = sum(p.numel for p in last.params if p.name == "output.weight")
+    assert (num_params(config), num_params(config) - first.num_params - output) == (count, own)
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("pythia-70m", 70_426_624), ("pythia-1.4b", 1_414_647_808)]
+)
+def test_shipped_configs_are_the_published_models(name, count):
+    """And train in as many steps as those did, of 1024 x 2048 tokens."""
+    config = RunConfig.from_json(name)
+    sizes = config.mesh
+    config = config.resolve(sizes.pp * sizes.dp * sizes.tp)
+    assert num_params(config.model) == count
+    assert (config.global_batch_size, config.data.sequence_length) == (1024, 2048)
+    assert (config.num_steps, config.train.lr_schedule.warmup_steps) == (143_000, 1430)
+
+
+HIDDEN, BLOCKS, VOCAB, SEQ, INNER = 64, 3, 1000, 32, 96
+ATTENTION = 4 * HIDDEN * HIDDEN  # elements of its matrices
+
+
+@pytest.mark.parametrize(
+    ("family", "heads", "settings", "matrices", "width"),
+    [
+        ("gpt", 4, {}, ATTENTION + 8 * HIDDEN * HIDDEN, HIDDEN),
+        ("neox", 4, {"intermediate_size": INNER}, ATTENTION + 2 * HIDDEN * INNER, HIDDEN),
+        (
+            "llama", 8, {"num_key_value_heads": 2, "intermediate_size": INNER, "head_dim": 16},
+            HIDDEN * (2 * 8 * 16 + 2 * 2 * 16 + 3 * INNER), 8 * 16,
+        ),
+    ],
+)  # fmt: skip
+def test_flops_closed_form(family, heads, settings, matrices, width):
+    """6 per matrix parameter, 12 x blocks x seq x the heads' width (arXiv:2204.02311, B)."""
+    config = model(family, HIDDEN, BLOCKS, heads, VOCAB, **settings)
+    expected = 6 * (BLOCKS * matrices + VOCAB * HIDDEN) + 12 * BLOCKS * SEQ * width
+    assert train_flops_per_token(config, SEQ) == expected
+
+
+@pytest.mark.parametrize("family", families())
+def test_decay_and_start(family):
+    switches = {"attention_bias": True, "qk_norm": True} if family == "llama" else {}
+    for layer in layers(small(family, **switches)):
+        for p in layer.params:
+            matrix = len(p.shape) > 1 and not p.name.endswith("bias")
+            assert p.weight_decay == matrix
+            residual = p.name in ("attention.output.weight", "mlp.down.weight")
+            assert p.init.std == pytest.approx(0.02 / sqrt(4) if residual else 0.02 * matrix)
+            is_scale = "norm" in p.name and p.name.endswith("weight")
+            assert p.init.value == (1.0 if is_scale else 0.0)
+
+
+def test_a_tied_output_is_the_embedding():
+    for family in families():
+        head = layers(small(family, tie_word_embeddings=True))[-1]
+        assert head.tied == (("output.weight", "embedding.token.weight"),)
+        assert layers(small(family, tie_word_embeddings=False))[-1].tied == ()
+
+
+def test_a_key_value_head_is_never_cut():
+    params = {p.name: p for p in layers(small("llama", num_key_value_heads=2))[1].params}
+    keys = params["attention.qkv.k_weight"]
+    assert [keys.cut_dim(tp) for tp in (1, 2, 4)] == [0, 0, None]
+    assert [keys.is_partial(tp, False) for tp in (1, 2, 4)] == [False, False, True]
+
+
+@pytest.mark.parametrize(("share", "turning"), [(0.25, 4), (1.0, 16), (0.5, 8), (0.3, 4)])
+def test_features_that_turn(share, turning):
+    """Of heads of 16; rounded down, as in transformers."""
+    assert model("neox", 64, 1, 4, VOCAB, rotary_pct=share).rotary_size == turning
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "message"),
+    [
+        ("gpt", {"width": 3}, "width"),
+        ("llama", {"num_attention_heads": 5}, "num_attention_heads = 5: does not divide "
+         "hidden_size=64; use 4 heads, or give head_dim"),
+        ("llama", {"num_attention_heads": 64}, "num_attention_heads = 64: makes heads of 1 "
+         "features, which rotate in pairs; give an even head_dim, such as 2"),
+        ("llama", {"head_dim": 7}, "head_dim = 7: makes heads of 7 features, which rotate in "
+         "pairs; use 8"),
+        ("llama", {"num_key_value_heads": 3}, "num_key_value_heads = 3: does not divide "
+         "num_attention_heads=4; use 2"),
+        ("llama", {"num_key_value_heads": 8}, "num_key_value_heads = 8: does not divide "
+         "num_attention_heads=4; use 4"),
+        ("neox", {"num_attention_heads": 5}, "num_attention_heads = 5: does not divide "
+         "hidden_size=64; use 4 heads, or a hidden_size that is a multiple of 5"),
+        ("neox", {"num_attention_heads": 64}, "num_attention_heads = 64: makes heads of 1 "
+         "feature, of which none can rotate: they do so in pairs; use 32 heads"),
+        ("neox", {"rotary_pct": 0.2}, "rotary_pct = 0.2: makes 3 of a head's 16 features rotate, "
+         "which they do in pairs; use 0.25"),
+        ("neox", {"rotary_pct": 0.05}, "rotary_pct = 0.05: makes 0 of a head's 16 features "
+         "rotate, which they do in pairs; use 0.125"),
+        ("neox", {"hidden_size": 60, "rotary_pct": 1.0}, "rotary_pct = 1.0: makes 15 of a head's "
+         "15 features rotate, which they do in pairs; use 0.9334"),
+        ("neox", {"rotary_pct": 0.0}, "greater than 0"),
+        ("neox", {"rotary_pct": 1.5}, "less than or equal to 1"),
+        ("neox", {"activation": "relu"}, "'gelu', 'gelu_fast' or 'gelu_new'"),
+    ],
+)  # fmt: skip
+def test_refused_sizes(family, settings, message):
+    with pytest.raises(ValidationError) as error:
+        small(family, **settings)
+    assert message in str(error.value)
+
+
+def test_refused_scaling():
+    with pytest.raises(ValidationError, match=r"high_freq_factor = 1.0: is not above low_freq"):
+        RopeScaling(factor=8.0, high_freq_factor=1.0)
+    with pytest.raises(ValidationError):
+        RopeScaling(factor=8.0, rope_type="yarn")
+
+
+def test_all_problems_at_once():
+    with pytest.raises(ValidationError, match=r"num_attention_heads = 5(.|\n)*num_key_value_he"):
+        model("llama", 64, 1, 5, VOCAB, num_key_value_heads=4)
+
+
+def test_the_remedy_is_accepted():
+    """Also where the share is no round number."""
+    for hidden in range(8, 400, 4):
+        for percent in range(1, 101):
+            try:
+                model("neox", hidden, 1, 4, VOCAB, rotary_pct=percent / 100)
+            except ValidationError as error:
+                remedy = str(error).rpartition("use ")[2].split()[0].rstrip(",;[")
+                made = model("neox", hidden, 1, 4, VOCAB, rotary_pct=float(remedy))
+                assert made.rotary_size % 2 == 0
+
+
+@pytest.mark.parametrize("family", families())
+def test_unresolved_vocabulary(family):
+    with pytest.raises(ValueError, match="with_vocab_size"):
+        layers(small(family, vocab_size="auto"))
