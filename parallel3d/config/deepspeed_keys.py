@@ -244,8 +244,6 @@ OFFLOAD_OPTIMIZER = {
     ),
 }
 
-OFFLOAD_PARAM: dict[str, Key] = {}
-
 AIO = {"use_gds": Key("is not supported: it needs NVIDIA's GPUDirect Storage; remove it", (False,))}
 
 BF16 = {
@@ -297,5 +295,9 @@ BY_SECTION: dict[str, dict[str, Key]] = {
     "scheduler.params": CYCLE | _LAST,
     "zero_optimization": ZERO,
     "zero_optimization.offload_optimizer": OFFLOAD_OPTIMIZER,
-    "zero_optimization.offload_param": OFFLOAD_PARAM,
 }
+# Why values are refused, by the path of the block and by the key.
+REASONS = {
+    section: {name: key.reason for name, key in keys.items()}
+    for section, keys in BY_SECTION.items()
+} | {name: key.reasons for name, key in TOP_LEVEL.items() if key.reasons}

@@ -94,7 +94,7 @@ def test_top_level_keys():
         (
             DeepSpeedZeroOffloadParamConfig,
             deepspeed.OffloadParamConfig,
-            deepspeed_keys.OFFLOAD_PARAM,
+            {},
             (),
         ),
     ],
