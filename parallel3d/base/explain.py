@@ -58,7 +58,7 @@ def settings(section: type[Section], prefix: str = "") -> Iterator[SettingDoc]:
     for name, field in section.model_fields.items():
         path = f"{prefix}.{name}" if prefix else name
         default = "" if field.is_required() else json.dumps(field.default, default=_as_json)
-        doc = " ".join((field.description or "").split())
+        doc = _doc(field)
         inner, origin = _section_of(field.annotation), get_origin(field.annotation)
         if choice := _choice_of(field):
             if field.default is None:
@@ -72,7 +72,12 @@ def settings(section: type[Section], prefix: str = "") -> Iterator[SettingDoc]:
             if origin is Mapping:
                 yield SettingDoc(path, "table of blocks", default, doc)
             each = "[]" if origin is tuple else ".NAME" if origin is Mapping else ""
-            yield from settings(inner, path + each)
+            for setting in settings(inner, path + each):
+                same = section.model_fields.get(setting.path.rpartition(".")[2])
+                if each and same and _doc(same) == setting.doc:  # of a base that both have
+                    doc = f"As {prefix.removeprefix(_OURS)}.{setting.path.rpartition('.')[2]}."
+                    setting = replace(setting, doc=doc)
+                yield setting
 
 
 def _settings_of_choice(choice: Choice, path: str) -> Iterator[SettingDoc]:
@@ -248,6 +253,10 @@ def _either(problems: list[Problem]) -> Problem:
 def _split(text: str) -> tuple[str, str]:
     rule, _, remedy = text.partition("; ")
     return rule, remedy or "see --help"
+
+
+def _doc(field: FieldInfo) -> str:
+    return " ".join((field.description or "").split())
 
 
 def _as_json(value: Section) -> Any:

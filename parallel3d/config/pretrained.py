@@ -7,11 +7,13 @@ weights they began from, and read nothing of the folder again.
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
-from errno import ENAMETOOLONG
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from parallel3d.base.errors import ConfigError
 from parallel3d.base.network import why_unreachable
@@ -22,13 +24,13 @@ KEY = "from_pretrained"
 _PATH = f"parallel3d.model.{KEY}"
 _DOWNLOAD = "download it where there is a network, and give that folder"
 _MOST_BYTES = 2**24  # of a config.json
-_MOST_HEADER = 10**8  # the limit of the safetensors library, in bytes
 _SAMPLE = 2**16  # bytes of a file of weights that its digest reads, at each end
 # What a config needs of a model on the hub; its weights are fetched when they are loaded.
 SETTINGS = (
     *("config.json", "generation_config.json", "*tokenizer*", "*.model", "merges.txt"),
     *("vocab.*", "special_tokens_map.json", "added_tokens.json", "chat_template*"),
 )
+_SHARD = re.compile(r"[^/\\\x00-\x1f]{1,240}\.safetensors")
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 
 
@@ -93,26 +95,17 @@ def weight_files(folder: Path) -> list[Path]:
 
     Raises ConfigError where there is none, or not every one, and for weights that are pickled.
     """
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     try:
-        return _weight_files(folder)
+        if index.is_file():
+            shards = _shards(index)
+            if missing := next((path for path in shards if not path.is_file()), None):
+                raise ConfigError(f"{missing}: is missing, and in the index; download it")
+            return shards
+        if single.is_file():
+            return [single]
     except OSError as error:
         raise _unreadable(Path(error.filename or folder), error) from None
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            shards = _shards(index)
-        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-            why = "it is nested too deeply" if isinstance(error, RecursionError) else error
-            raise ConfigError(f"{index}: is no index ({why}); download it again") from None
-        for path, is_there in shards.items():
-            if not is_there:
-                raise ConfigError(f"{path}: is missing, and in the index; download it")
-        return list(shards)
-    if (folder / "model.safetensors").is_file():
-        return [folder / "model.safetensors"]
     if pickled := sorted([*folder.glob("*.bin"), *folder.glob("*.pt*"), *folder.glob("*.ckpt")]):
         raise ConfigError(
             f"{folder} has its weights as {pickled[0].name}, which is pickled and never read; "
@@ -122,23 +115,15 @@ def _weight_files(folder: Path) -> list[Path]:
     raise ConfigError(f"{folder}: has no model.safetensors, and no index of shards; download it")
 
 
-def _shards(index: Path) -> dict[Path, bool]:
-    """The files that an index names, in order, and whether they are there; raises what it meets."""
-    found = {}
-    for name in sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())):
-        if Path(name).name != name or name in ("", ".."):
-            raise ValueError("it names a file of another folder")
-        shown = repr(name if len(name) <= 60 else f"{name[:60]}...")
-        if not name.isprintable():
-            raise ValueError(f"it names {shown}, which holds what cannot be typed")
-        path = index.with_name(name)
-        try:
-            found[path] = path.is_file()
-        except OSError as error:
-            if error.errno != ENAMETOOLONG:
-                raise
-            raise ValueError(f"it names {shown}: {error.strerror}") from None
-    return found
+def _shards(index: Path) -> list[Path]:
+    """The files that an index names, in order; raises ConfigError for one that is no index."""
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        if strange := [name for name in names if not _SHARD.fullmatch(name)]:
+            raise ValueError(f"it names {strange[0][:60]!r}, which is no shard of this folder")
+    except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{index}: is no index ({error}); download it again") from None
+    return [index.with_name(name) for name in names]
 
 
 def digest_of(folder: Path) -> str:
@@ -149,29 +134,20 @@ def digest_of(folder: Path) -> str:
     digest = blake2b(digest_size=16)
     for path in weight_files(folder):
         try:
+            with safe_open(path, "numpy"):  # refuses what has no sound header
+                size = path.stat().st_size
             with open(path, "rb") as file:
                 start = file.read(8)
-                header = int.from_bytes(start, "little")
-                size = path.stat().st_size
-                _check_header(path, header, size)
                 digest.update(f"{path.name}\0{size}\0".encode() + start)
-                digest.update(file.read(header + _SAMPLE))
+                digest.update(file.read(int.from_bytes(start, "little") + _SAMPLE))
                 file.seek(max(0, size - _SAMPLE))
                 digest.update(file.read(_SAMPLE))
         except OSError as error:
             raise _unreadable(path, error) from None
+        except SafetensorError as error:
+            why = f"is no sound file of safetensors ({error})"
+            raise ConfigError(f"{path}: {why}; download it again") from None
     return digest.hexdigest()
-
-
-def _check_header(path: Path, header: int, size: int) -> None:
-    """Raise ConfigError for a header longer than its file of `size` bytes, or than the format's."""
-    if size < 8:
-        why = f"it has {size} bytes, and 8 come before its header"
-    elif header > min(size - 8, _MOST_HEADER):
-        why = f"its header claims {header:,} of the {size:,} bytes"
-    else:
-        return
-    raise ConfigError(f"{path}: is no sound file of safetensors ({why}); download it again")
 
 
 def _unreadable(path: Path, error: OSError) -> ConfigError:
@@ -182,17 +158,13 @@ def _unreadable(path: Path, error: OSError) -> ConfigError:
 def _found(name: str) -> tuple[Path, dict[str, Any]]:
     """A folder of this machine, or what the hub has under a name; and what is recorded of it."""
     known = "name one that holds config.json, or a model on the hub"
-    try:
-        path = Path(name).expanduser()
-        is_folder, is_there = path.is_dir(), path.exists()
-    # Too long a name, a folder that may not be searched, the home of nobody.
-    except (OSError, RuntimeError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else str(error).rstrip(".")
-        raise Problems([Problem(_PATH, name, f"cannot be looked up ({why})", known)]) from None
-    if is_folder:
+    if not name.isprintable():
+        raise Problems([Problem(_PATH, name, "holds what cannot be typed", known)])
+    path = Path(os.path.expanduser(name))
+    if os.path.isdir(path):  # which a name is not that no file system takes
         folder = path.resolve()
         return folder, {"folder": str(folder), "weights": digest_of(folder)}
-    if is_there:
+    if os.path.exists(path):
         rule, remedy = "is a file", f"name its folder, {str(path.parent)!r}"
         raise Problems([Problem(_PATH, name, rule, remedy)])
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
