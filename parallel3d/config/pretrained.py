@@ -15,6 +15,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from parallel3d.base import reader
 from parallel3d.base.errors import ConfigError
 from parallel3d.base.network import why_unreachable
 from parallel3d.base.section import Problem, Problems
@@ -23,7 +24,6 @@ from parallel3d.models import pretrained
 KEY = "from_pretrained"
 _PATH = f"parallel3d.model.{KEY}"
 _DOWNLOAD = "download it where there is a network, and give that folder"
-_MOST_BYTES = 2**24  # of a config.json
 _SAMPLE = 2**16  # bytes of a file of weights that its digest reads, at each end
 # What a config needs of a model on the hub; its weights are fetched when they are loaded.
 SETTINGS = (
@@ -67,17 +67,9 @@ def fill(raw: dict[str, Any], beneath: Mapping[str, Any] | None = None) -> list[
 def read_config(folder: Path) -> dict[str, Any]:
     """The object in a folder's config.json. Raises ConfigError."""
     path = folder / "config.json"
-    try:
-        with open(path, "rb") as file:
-            found = json.loads(file.read(_MOST_BYTES))
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: is missing; name a folder that transformers can load") from None
-    except (OSError, ValueError, RecursionError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not JSON"
-        raise ConfigError(f"{path}: cannot be read: {why}; download it again") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path}: is not one object; download it again")
-    return found
+    if not os.path.isfile(path):
+        raise ConfigError(f"{path}: is missing; name a folder that transformers can load")
+    return reader.read(path)
 
 
 def derived(folder: Path, config: Mapping[str, Any], length: int | None = None) -> dict[str, Any]:

@@ -229,7 +229,7 @@ def test_an_index_names_its_shards(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("{", "it is not JSON"), ("[]", "is not one object")], ids=["cut", "list"]
+    ("text", "said"), [("{", "the text ends there"), ("[]", "one object")], ids=["cut", "list"]
 )
 def test_a_config_json_that_is_none(text, said, tmp_path):
     folder = published(tmp_path / "model", LLAMA)
