@@ -157,6 +157,9 @@ def _problems_of(detail: ErrorDetails, raw: Any, root: type[Section]) -> Iterato
         rule, remedy = rule.format(**shown), remedy.format(**shown)
         if detail["type"] == "model_type" and field and field.examples:
             remedy = f"write {_pasted(path, field)}"
+        elif detail["type"] == "model_type" and field and (block := _section_of(field.annotation)):
+            needed = [f'"{n}": ...' for n, f in block.model_fields.items() if f.is_required()]
+            remedy = f"write {{{', '.join(needed) or '...'}}}"
         yield Problem(path, value, rule, remedy)
 
 

@@ -9,11 +9,10 @@ import json
 import os
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, model_validator
+from pydantic import AfterValidator, Field, ValidationError, ValidationInfo
 
 from parallel3d.base import explain, reader
 from parallel3d.base.errors import ConfigError
@@ -48,14 +47,6 @@ class Figure(Section):
     """The number, in the unit that the field's name says."""
     source: str = Field(min_length=1)
     """The document that states it."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _has_source(cls, raw: Any) -> Any:
-        if isinstance(raw, (dict, cls)):
-            return raw
-        rule, remedy = "is no figure", 'write {"value": the number, "source": "where it is from"}'
-        raise Problems([Problem("", raw, rule, remedy)])
 
 
 def _whole(figure: Figure) -> Figure:
@@ -220,18 +211,6 @@ def load(name: str, place: str = "parallel3d.run.hardware") -> Hardware:
 
 
 def _at(path: Path) -> Hardware:
-    try:
-        written = path.stat().st_mtime_ns
-    except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(
-            f"cannot read {path}: {why}; give the path of a file like those in configs/hardware"
-        ) from None
-    return _parse(path, written)
-
-
-@lru_cache(maxsize=64)
-def _parse(path: Path, written: int) -> Hardware:
     raw = reader.read(path)
     try:
         return Hardware.model_validate(raw, context="file")

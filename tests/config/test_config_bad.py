@@ -36,7 +36,7 @@ BAD = [
     (f"{P3D}.mesh", 8, "block of settings", "{...}"),
     (f"{P3D}.model", 8, "block of settings", "{...}"),
     ("scheduler", "WarmupLR", "block of settings", "{...}"),
-    ("zero_optimization", None, "block of settings", "{...}"),
+    ("zero_optimization", None, "block of settings", '{"stage": ...}'),
     ("optimizer", None, "block of settings", PASTE),
     (f"{P3D}.run.directory", 5, "must be a string", "double quotes"),
     (f"{P3D}.mesh.tp", None, "must be an integer", "write a whole number"),

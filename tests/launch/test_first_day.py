@@ -2,7 +2,7 @@
 
 In one process but for ten; hardware files and tables of published runs have tables of their own
 (test_plan_bad.py, tests/published/test_bad_tables.py), and so have DeepSpeed's keys
-(tests/config/test_bad_styles.py).
+(tests/config/test_config_bad.py).
 """
 
 import os

@@ -122,7 +122,7 @@ FIGURES = [
     ("network.latency.value", 1e300, "no device is so: figures are 1e-15 to 1e+21"),
     ("network.bandwidth.value", 1e-300, "no device is so"),
     ("devices_per_node.value", 7.5, "devices_per_node.value = 7.5: must be a whole number"),
-    ("memory_bytes", 8e10, 'is no figure; write {"value": the number, "source": '),
+    ("memory_bytes", 8e10, 'block of settings; write {"value": ..., "source": ...}'),
     ("memory_bytes", None, "memory_bytes: is required; add it: Device memory"),
     ("memory_bytes.source", "", "memory_bytes.source"),
     ("peak_flops.bf61", FIGURE, 'peak_flops.bf61: is none of the keys here; use'),
