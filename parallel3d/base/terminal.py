@@ -95,11 +95,12 @@ def _lines(columns: Sequence[Column], widths: list[int], width: int) -> tuple[li
     for gap in (2, 1):
         if _width(everything, least, gap) <= width:
             return [everything], gap
+    lines: list[list[int]] = [[]]
 
     def fits(line: list[int]) -> bool:
-        return _width(_trimmed(columns, line), least, 2) <= width - _INDENT
+        room = width - (_INDENT if len(lines) > 1 else 0)
+        return _width(_trimmed(columns, line), least, 2) <= room
 
-    lines: list[list[int]] = [[]]
     for wanted in sorted({column.line for column in columns}):
         group = [i for i in everything if columns[i].line == wanted]
         if not fits(lines[-1] + group):

@@ -1,6 +1,6 @@
 """The "parallel3d" block: mesh, pipeline, model, data, training and where a run is written."""
 
-import unicodedata
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, Strict, WrapValidator
@@ -46,21 +46,16 @@ def _known_schedule(name: str) -> str:
 
 
 def _plain_name(name: str) -> str:
-    """A name that is one folder everywhere, and no option on a command line."""
-    size = len(name.encode(errors="replace"))
-    if "/" in name or "\\" in name or not name.strip():
-        raise ValueError("must be a plain name; write it without / and \\")
-    if name in (".", ".."):
-        raise ValueError("is no folder of its own; use a name with letters or digits, as in run-1")
-    if name.startswith("-"):
-        raise ValueError("begins as an option does; begin it with a letter or a digit")
-    if name.endswith(".lock"):
-        raise ValueError("ends as the lock of another run does; leave the ending out")
-    if hidden := next((c for c in name if unicodedata.category(c)[0] in "CZ" and c != " "), ""):
-        raise ValueError(f"holds the invisible character U+{ord(hidden):04X}; write it without")
-    if len(name) > _LONGEST_NAME or size > 2 * _LONGEST_NAME:
-        long = f"is {len(name)} characters ({size} bytes) long"
-        raise ValueError(f"{long}; use at most {_LONGEST_NAME} ({2 * _LONGEST_NAME} bytes)")
+    """A name that is one folder everywhere, no option on a command line, and no lock's."""
+    fits = 0 < len(name.strip()) <= len(name) <= _LONGEST_NAME
+    fits = fits and len(name.encode(errors="replace")) <= 2 * _LONGEST_NAME
+    strange = not name.isprintable() or name in (".", "..") or name.endswith(".lock")
+    if not fits or strange or not re.match(r"[^-/\\][^/\\]*$", name):
+        raise ValueError(
+            "must be a plain name; write one with letters or digits, as in run-1: no / and \\, "
+            "no - in front, nothing invisible, no .lock at the end, "
+            f"{_LONGEST_NAME} characters ({2 * _LONGEST_NAME} bytes) at most"
+        )
     return name
 
 

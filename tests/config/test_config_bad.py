@@ -22,6 +22,19 @@ ON = {"enabled": True}
 CYCLE = {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3, "cycle_momentum": False}
 PASTE = '"params": {"lr": 0.0003, "betas": [0.9, 0.95], "weight_decay": 0.1}'
 
+NO_NAMES = [
+    "a\\b",
+    "a/b",
+    "",
+    "  ",
+    "..",
+    "-rf",
+    "a.lock",
+    "a\u202eb",
+    "a\ud800b",
+    "x" * 101,
+    "模" * 100,
+]
 # path, value, and what the message must say beside path and value: the rule and the remedy
 BAD = [
     # types
@@ -52,15 +65,7 @@ BAD = [
     (f"{P3D}.train.seed", 2**63, "less than", "lower it"),
     (f"{ZERO}.reduce_bucket_size", 0.5, "must be an integer", "without quotes, point"),
     # names
-    (NAME, "a\\b", "plain name", "without /"),
-    (NAME, "  ", "plain name", "write it without"),
-    (NAME, "..", "no folder of its own", "run-1"),
-    (NAME, "-rf", "begins as an option", "letter or a digit"),
-    (NAME, "first.lock", "ends as the lock of another run", "leave the ending out"),
-    (NAME, "a\u202eb", "invisible character U+202E", "write it without"),
-    (NAME, "a\ud800b", "invisible character U+D800", "write it without"),
-    (NAME, "x" * 101, "101 characters", "at most 100"),
-    (NAME, "模" * 100, "300 bytes", "200 bytes"),
+    *((NAME, name, "must be a plain name", "as in run-1") for name in NO_NAMES),
     ("csv_monitor", ON | {"output_path": "a\0b"}, "U+0000", "write it without"),
     # unknown keys
     ("zero_optimisation", {"stage": 3}, "no setting", 'nearest one is "zero_optimization"'),

