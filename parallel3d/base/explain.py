@@ -64,13 +64,10 @@ def settings(section: type[Section], prefix: str = "") -> Iterator[SettingDoc]:
             if field.default is None:
                 yield SettingDoc(path, "block | null", default, doc)
             yield from _settings_of_choice(choice, path)
-        elif inner is None:
+            continue
+        if inner is None or origin in (Union, UnionType, Mapping):
             yield SettingDoc(path, _type_name(field.annotation), default, doc)
-        else:
-            if others := _beside_section(field.annotation):
-                yield SettingDoc(path, f"block | {others}", default, doc)
-            if origin is Mapping:
-                yield SettingDoc(path, "table of blocks", default, doc)
+        if inner is not None:
             each = "[]" if origin is tuple else ".NAME" if origin is Mapping else ""
             for setting in settings(inner, path + each):
                 same = section.model_fields.get(setting.path.rpartition(".")[2])
@@ -282,12 +279,6 @@ def _section_of(annotation: Any) -> type[Section] | None:
     return None
 
 
-def _beside_section(annotation: Any) -> str:
-    """What may stand in place of a section, "" if nothing may."""
-    choices = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else ()
-    return " | ".join(_type_name(choice) for choice in choices if _section_of(choice) is None)
-
-
 def _json_word(word: Any) -> str:
     """One of pydantic's words, which it writes as Python does, in the file's way."""
     if isinstance(word, float) and word.is_integer():
@@ -306,6 +297,8 @@ def _type_name(annotation: Any) -> str:
     if origin is tuple:
         return "[" + ", ".join("..." if a is Ellipsis else _type_name(a) for a in args) + "]"
     if origin in (Mapping, dict):
-        return f"table of {_type_name(args[1])}"
+        return f"table of {_type_name(args[1])}s"
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return "block"
     names = {NoneType: "null", str: "string", int: "integer", float: "number", bool: "boolean"}
     return names.get(annotation, "any value")

@@ -14,6 +14,7 @@ from typing import Any
 
 import parallel3d
 from parallel3d.base.errors import ConfigError
+from parallel3d.base.section import ABSENT
 
 CONFIGS = Path(parallel3d.__file__).parent / "configs"
 
@@ -76,6 +77,13 @@ def apply_overrides(
             if not isinstance(block, dict):
                 raise ConfigError(f"--{path}: {section!r} holds {block!r}, which has no settings")
         block[key] = value(text)
+
+
+def at(raw: Any, path: str) -> Any:
+    """The value at a dotted path of an object; ABSENT where there is none."""
+    for name in path.split(".") if path else ():
+        raw = raw.get(name, ABSENT) if isinstance(raw, dict) else ABSENT
+    return raw
 
 
 def pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:

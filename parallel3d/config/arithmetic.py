@@ -3,7 +3,7 @@
 from fractions import Fraction
 from typing import Any
 
-from parallel3d.base.section import ABSENT, Problem, Problems
+from parallel3d.base.section import Problem, Problems
 from parallel3d.config.parallel3d_block import MeshConfig, TrainConfig
 from parallel3d.config.scheduler import TOTAL_STEPS
 
@@ -78,12 +78,6 @@ def samples_of_epochs(epochs: float, samples: int) -> int:
     """The whole samples in `epochs` passes over `samples`."""
     # In fractions, because 0.29 x 100 samples are 28.999999999999996 as floats.
     return int(Fraction(str(epochs)) * samples)
-
-
-def missing_batch() -> Problem:
-    """The problem of a config that gives neither the batch nor the micro batch."""
-    remedy = f"add it: samples in a microbatch, on each data-parallel rank (or {BATCH})"
-    return Problem(MICRO, ABSENT, "is required", remedy)
 
 
 def fit(train: TrainConfig, scheduler: Any) -> tuple[TrainConfig, Any, list[str]]:

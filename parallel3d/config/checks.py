@@ -177,7 +177,9 @@ def _check_batch(
 ) -> Iterator[Problem]:
     micro, steps = train_micro_batch_size_per_gpu, gradient_accumulation_steps
     if train_batch_size is None and micro is None:
-        yield arithmetic.missing_batch()
+        samples = "samples in a microbatch, on each data-parallel rank"
+        remedy = f"add it: {samples} (or {arithmetic.BATCH})"
+        yield Problem(arithmetic.MICRO, ABSENT, "is required", remedy)
     if None in (train_batch_size, micro, steps) or mesh.dp == "auto":
         return
     assert train_batch_size and micro and steps

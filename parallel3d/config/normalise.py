@@ -8,6 +8,7 @@ What it leaves is checked strictly, so what is not accepted here is refused ther
 from copy import deepcopy
 from typing import Any
 
+from parallel3d.base.reader import at
 from parallel3d.base.section import ABSENT
 from parallel3d.config import auto, folders, pretrained
 from parallel3d.config.deepspeed_keys import BY_SECTION
@@ -74,7 +75,5 @@ def _without_comments(raw: dict[str, Any]) -> dict[str, Any]:
 
 def _block(raw: dict[str, Any], path: str) -> dict[str, Any]:
     """The block at a dotted path of `raw`; an empty one of its own where there is none."""
-    block: Any = raw
-    for name in path.split(".") if path else []:
-        block = block.get(name) if isinstance(block, dict) else None
+    block = at(raw, path)
     return block if isinstance(block, dict) else {}

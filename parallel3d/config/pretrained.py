@@ -22,7 +22,7 @@ from parallel3d.base.section import Problem, Problems
 from parallel3d.models import pretrained
 
 KEY = "from_pretrained"
-_PATH = f"parallel3d.model.{KEY}"
+PATH = f"parallel3d.model.{KEY}"
 _DOWNLOAD = "download it where there is a network, and give that folder"
 _SAMPLE = 2**16  # bytes of a file of weights that its digest reads, at each end
 # What a config needs of a model on the hub; its weights are fetched when they are loaded.
@@ -41,14 +41,11 @@ def fill(raw: dict[str, Any], beneath: Mapping[str, Any] | None = None) -> list[
     Raises ConfigError for a folder that is none, a model that no family can be, and settings that
     contradict it.
     """
-    block = raw.get("parallel3d")
-    model = block.get("model") if isinstance(block, dict) else None
-    name = model.get(KEY) if isinstance(model, dict) else None
-    if not (isinstance(block, dict) and isinstance(model, dict) and isinstance(name, str)):
+    name, model = reader.at(raw, PATH), reader.at(raw, "parallel3d.model")
+    if not isinstance(name, str):
         return []
     folder, record = _found(name)
-    data = block.get("data")
-    length = data.get("sequence_length") if isinstance(data, dict) else None
+    length = reader.at(raw, "parallel3d.data.sequence_length")
     config = read_config(folder)
     fixed = derived(folder, config, length if type(length) is int else None)
     chosen = {key: value for key, value in model.items() if key != KEY}
@@ -60,7 +57,7 @@ def fill(raw: dict[str, Any], beneath: Mapping[str, Any] | None = None) -> list[
         chosen = {key: value for key, value in beneath.items() if key in free} | chosen
         gone = [key for key in beneath if key not in free]
         notes += [f"model: {', '.join(gone)} of the config give way to {name}"] if gone else []
-    block["model"] = {**chosen, **fixed, KEY: record}
+    raw["parallel3d"]["model"] = {**chosen, **fixed, KEY: record}
     return [*notes, *_dropouts(config, fixed, chosen)]
 
 
@@ -151,16 +148,16 @@ def _found(name: str) -> tuple[Path, dict[str, Any]]:
     """A folder of this machine, or what the hub has under a name; and what is recorded of it."""
     known = "name one that holds config.json, or a model on the hub"
     if not name.isprintable():
-        raise Problems([Problem(_PATH, name, "holds what cannot be typed", known)])
+        raise Problems([Problem(PATH, name, "holds what cannot be typed", known)])
     path = Path(os.path.expanduser(name))
     if os.path.isdir(path):  # which a name is not that no file system takes
         folder = path.resolve()
         return folder, {"folder": str(folder), "weights": digest_of(folder)}
     if os.path.exists(path):
         rule, remedy = "is a file", f"name its folder, {str(path.parent)!r}"
-        raise Problems([Problem(_PATH, name, rule, remedy)])
+        raise Problems([Problem(PATH, name, rule, remedy)])
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-        raise Problems([Problem(_PATH, name, "is no folder", known)])
+        raise Problems([Problem(PATH, name, "is no folder", known)])
     owner, _, revision = name.partition("@")
     folder = downloaded(owner, revision or None, SETTINGS)
     return folder, {"folder": owner, "revision": folder.name}
@@ -174,7 +171,7 @@ def downloaded(name: str, revision: str | None, patterns: tuple[str, ...]) -> Pa
     why = why_unreachable()
     if why and not os.path.isdir(_hub_cache() / f"models--{name.replace('/', '--')}"):
         rule = f"is no folder here, and the hub cannot be asked: {why}"
-        raise Problems([Problem(_PATH, name, rule, _DOWNLOAD)])
+        raise Problems([Problem(PATH, name, rule, _DOWNLOAD)])
     # After the question: to import it takes a second.
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
@@ -193,7 +190,7 @@ def downloaded(name: str, revision: str | None, patterns: tuple[str, ...]) -> Pa
         lines = str(error).strip().splitlines()
         reason = why or (lines[0] if lines else type(error).__name__)
         rule = f"cannot be had of the hub, or of its cache here ({reason})"
-        raise Problems([Problem(_PATH, name, rule, _DOWNLOAD)]) from None
+        raise Problems([Problem(PATH, name, rule, _DOWNLOAD)]) from None
     finally:
         enable_progress_bars()
     return Path(found)
