@@ -168,8 +168,11 @@ def downloaded(name: str, revision: str | None, patterns: tuple[str, ...]) -> Pa
 
     Its name is the revision's. Raises ConfigError at once where the hub cannot be asked.
     """
+    from huggingface_hub import constants
+
     why = why_unreachable()
-    if why and not os.path.isdir(_hub_cache() / f"models--{name.replace('/', '--')}"):
+    cache = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
+    if why and not os.path.isdir(cache):
         rule = f"is no folder here, and the hub cannot be asked: {why}"
         raise Problems([Problem(PATH, name, rule, _DOWNLOAD)])
     # After the question: to import it takes a second.
@@ -182,7 +185,6 @@ def downloaded(name: str, revision: str | None, patterns: tuple[str, ...]) -> Pa
             name,
             revision=revision,
             allow_patterns=list(patterns),
-            cache_dir=_hub_cache(),
             local_files_only=bool(why),
         )
     # Broad: what goes wrong comes as it is, of the network, of the name, of the disk.
@@ -194,14 +196,6 @@ def downloaded(name: str, revision: str | None, patterns: tuple[str, ...]) -> Pa
     finally:
         enable_progress_bars()
     return Path(found)
-
-
-def _hub_cache() -> Path:
-    """Where huggingface_hub keeps what it has fetched, by its own rule."""
-    home = os.environ.get("HF_HOME") or Path(
-        os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface"
-    )
-    return Path(os.environ.get("HF_HUB_CACHE") or Path(home, "hub")).expanduser()
 
 
 def _contradictions(

@@ -288,7 +288,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 def test_a_model_of_the_hub_is_recorded_with_its_commit(tmp_path, monkeypatch):
     """From the hub's own cache, which is read without a network, too."""
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(module, "why_unreachable", lambda: "no answer of mine")
     cached = tmp_path / "models--somebody--small"
     for folder in ("refs", "snapshots"):
@@ -365,7 +365,7 @@ def test_a_name_that_no_folder_can_have(name, said):
 def test_a_name_that_the_cache_of_the_hub_cannot_have(tmp_path, monkeypatch):
     """Of 250 characters a folder can be; not so with what the cache puts before it."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     said = refused("y" * 250)
     assert "is no folder here, and the hub cannot be asked" in said
 
