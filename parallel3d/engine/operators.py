@@ -107,7 +107,8 @@ def _load(builder: Any, say: Callable[[str], None]) -> None:
                 f"a build was killed: delete {lock}"
             )
         elif not (directory / f"{name}.so").exists():
-            say(f"compiling DeepSpeed's {name}, once for this installation: {_ABOUT[name]}")
+            about = f"once for this installation; {_ABOUT[name]} on idle cores"
+            say(f"compiling DeepSpeed's {name} ({about})")
         pulse.doing(f"loading or compiling DeepSpeed's {name}")
     builder.load(verbose=False)
 
