@@ -6,9 +6,9 @@ the schedule's start, and step n what the formula gives for n - 1.
 """
 
 from math import cos, floor, log, pi
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, create_model
 
 from parallel3d.base.section import Choice, Section
 
@@ -160,52 +160,23 @@ class LRRangeTestParams(Section):
         return self.lr_range_test_min_lr * (1 + self.lr_range_test_step_rate * intervals)
 
 
-class WarmupLR(Section):
-    """DeepSpeed's WarmupLR."""
-
-    type: Literal["WarmupLR"]
-    """The schedule's name."""
-    params: WarmupLRParams = WarmupLRParams()
-    """Its parameters."""
-
-
-class WarmupDecayLR(Section):
-    """DeepSpeed's WarmupDecayLR."""
-
-    type: Literal["WarmupDecayLR"]
-    """The schedule's name."""
-    params: WarmupDecayLRParams
-    """Its parameters."""
+def _schedule(name: str, params: type[Section], default: Any = ...) -> type[Section]:
+    """The section of DeepSpeed's schedule of this name."""
+    return create_model(
+        name,
+        __base__=Section,
+        __module__=__name__,
+        type=(Literal[name], Field(description="The schedule's name.")),
+        params=(params, Field(default, description="Its parameters.")),
+    )
 
 
-class WarmupCosineLR(Section):
-    """DeepSpeed's WarmupCosineLR."""
-
-    type: Literal["WarmupCosineLR"]
-    """The schedule's name."""
-    params: WarmupCosineLRParams
-    """Its parameters."""
-
-
-class OneCycle(Section):
-    """DeepSpeed's OneCycle."""
-
-    type: Literal["OneCycle"]
-    """The schedule's name."""
-    params: OneCycleParams
-    """Its parameters."""
-
-
-class LRRangeTest(Section):
-    """DeepSpeed's LRRangeTest."""
-
-    type: Literal["LRRangeTest"]
-    """The schedule's name."""
-    params: LRRangeTestParams = LRRangeTestParams()
-    """Its parameters."""
-
-
-SCHEDULERS: dict[str, type[Section]] = {
+WarmupLR = _schedule("WarmupLR", WarmupLRParams, WarmupLRParams())
+WarmupDecayLR = _schedule("WarmupDecayLR", WarmupDecayLRParams)
+WarmupCosineLR = _schedule("WarmupCosineLR", WarmupCosineLRParams)
+OneCycle = _schedule("OneCycle", OneCycleParams)
+LRRangeTest = _schedule("LRRangeTest", LRRangeTestParams, LRRangeTestParams())
+SCHEDULERS = {
     cls.__name__: cls for cls in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)
 }
 SCHEDULER = Choice("type", "scheduler", lambda: list(SCHEDULERS), SCHEDULERS.__getitem__)
