@@ -72,7 +72,7 @@ def table(
 
     Each row has a cell for each column. Heads that are all empty are left out.
     """
-    cells = [[_text(cell) for cell in row] for row in rows]
+    cells = [[Text.assemble(cell) for cell in row] for row in rows]
     heads = [Text(column.head, "bold underline") for column in columns]
     widths = [max(text.cell_len for text in column) for column in zip(heads, *cells, strict=True)]
     lines, gap = _lines(columns, widths, width)
@@ -142,10 +142,6 @@ def _row(
         last = place == len(line) - 1
         found += Text(pad) + row[i] if columns[i].right else row[i] + Text("" if last else pad)
     return [found]
-
-
-def _text(cell: Cell) -> Text:
-    return cell if isinstance(cell, Text) else Text(cell)
 
 
 def _wrapped(text: str, width: int, indent: str = "", breaks: bool = False) -> list[str]:

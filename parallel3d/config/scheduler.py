@@ -162,11 +162,12 @@ class LRRangeTestParams(Section):
 
 def _schedule(name: str, params: type[Section], default: Any = ...) -> type[Section]:
     """The section of DeepSpeed's schedule of this name."""
+    named: Any = Literal[name]
     return create_model(
         name,
         __base__=Section,
         __module__=__name__,
-        type=(Literal[name], Field(description="The schedule's name.")),
+        type=(named, Field(description="The schedule's name.")),
         params=(params, Field(default, description="Its parameters.")),
     )
 
