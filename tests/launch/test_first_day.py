@@ -22,15 +22,13 @@ BAD_INPUT = 2
 P, DATA, MODEL = "--parallel3d.", "--parallel3d.data.", "--parallel3d.model."
 NAME, DIRECTORY, CACHE = f"{P}run.name", f"{P}run.directory", f"{DATA}cache"
 OPTIMIZER = "--zero_optimization.offload_optimizer."
+NO_NAMES = ["..", ".", "-rf", "a/b", "   ", "a\tb", "a\u200bb", "mine.lock", "x" * 300, "é" * 101]
 BIG, HUGE = str(10**12), str(10**30)
 
 # By kind: the words on the command line (and, for a launch, the environment), and what is said.
 CASES = {
     "name": [
-        *(
-            (NAME, name, "run.name = ")
-            for name in ("..", "-rf", "a/b", "   ", "a\tb", "mine.lock", "x" * 300, "é" * 101)
-        ),
+        *((NAME, name, "must be a plain name") for name in NO_NAMES),
     ],
     "size": [
         (f"{MODEL}vocab_size", BIG, f"model.vocab_size = {BIG}: wants at least"),
