@@ -1,17 +1,18 @@
 """The settings as a list (for `--help`), and pydantic's errors as problems with remedies."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import PlainValidator, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from parallel3d.base import suggest
-from parallel3d.base.section import ABSENT, Beyond, Problem, Problems, Section
+from parallel3d.base.section import ABSENT, Choice, Problem, Problems, Section
 
 # The rule and the remedy of each kind of error that pydantic finds; {..} are pydantic's words.
 _WORDING = {
@@ -33,6 +34,9 @@ _WORDING = {
     "dict_type": ("must be a table of blocks", 'write {{"NAME": {{...}}}}'),
     "model_type": ("must be a block of settings", "write {{...}}"),
 }
+_TYPO = 0.8  # as alike as a word and its misspelling; below that, the same word elsewhere is nearer
+_SWAPPED = 0.75  # a word of four letters, two of them swapped
+_OURS = "parallel3d."
 
 
 @dataclass(frozen=True)
@@ -49,23 +53,47 @@ class SettingDoc:
     only: str = ""
 
 
-def settings(section: type[Section], prefix: str = "") -> list[SettingDoc]:
-    """Every setting of a section and of the sections in it, in the order of the file."""
+def settings(section: type[Section], prefix: str = "") -> Iterator[SettingDoc]:
+    """Yield every setting of a section and of the sections in it, in the order of the file."""
+    for name, field in section.model_fields.items():
+        path = f"{prefix}.{name}" if prefix else name
+        default = "" if field.is_required() else json.dumps(field.default, default=_as_json)
+        doc = _doc(field)
+        inner, origin = _section_of(field.annotation), get_origin(field.annotation)
+        if choice := _choice_of(field):
+            if field.default is None:
+                yield SettingDoc(path, "block | null", default, doc)
+            yield from _settings_of_choice(choice, path)
+            continue
+        if inner is None or origin in (Union, UnionType, Mapping):
+            yield SettingDoc(path, _type_name(field.annotation), default, doc)
+        if inner is not None:
+            each = "[]" if origin is tuple else ".NAME" if origin is Mapping else ""
+            for setting in settings(inner, path + each):
+                same = section.model_fields.get(setting.path.rpartition(".")[2])
+                if each and same and _doc(same) == setting.doc:  # of a base that both have
+                    doc = f"As {prefix.removeprefix(_OURS)}.{setting.path.rpartition('.')[2]}."
+                    setting = replace(setting, doc=doc)
+                yield setting
+
+
+def _settings_of_choice(choice: Choice, path: str) -> Iterator[SettingDoc]:
+    """Yield the settings of every class that may be chosen; one that several share comes once."""
+    key, names = f"{path}.{choice.key}", list(choice.names())
+    words = " | ".join(map(json.dumps, names))
+    yield SettingDoc(key, words, "", f"Which {choice.key}; it decides what else is here.")
     found: dict[SettingDoc, list[str]] = {}
-    for setting in _walk(section, prefix, section.beyond):
-        found.setdefault(replace(setting, only=""), []).append(setting.only)
-    return [replace(s, only=_only(s.path, names, section.beyond)) for s, names in found.items()]
-
-
-def _only(path: str, names: list[str], beyond: Beyond) -> str:
-    for choice, (key, classes) in beyond.choices.items():
-        if path.startswith(f"{choice}.") and any(names) and len(names) < len(classes()):
-            return f"{key} {', '.join(json.dumps(name) for name in names)}"
-    return ""
+    for name in names:
+        for setting in settings(choice.class_of(name), path):
+            found.setdefault(setting, []).append(json.dumps(name))
+    for setting, having in found.items():
+        only = f"{choice.key} {', '.join(having)}" if len(having) < len(names) else ""
+        if setting.path != key:
+            yield replace(setting, only=only)
 
 
 def problems_in(error: ValidationError, raw: Any, root: type[Section]) -> list[Problem]:
-    """What pydantic found in `raw`, one problem for each path; `root` is the model of `raw`."""
+    """Return what pydantic found in `raw`, whose model is `root`: one problem for each path."""
     found: dict[str, list[Problem]] = {}
     for detail in error.errors():
         for problem in _problems_of(detail, raw, root):
@@ -78,25 +106,18 @@ def sound_settings(
 ) -> dict[str, Any]:
     """The settings of `raw`, and of its "parallel3d" block, that have no problem of their own."""
     broken = {".".join(p.path.split(".")[:n]) for p in problems for n in (1, 2)}
-    block, values = _section_at(root, "parallel3d", raw), raw.get("parallel3d")
-    assert block, "the root has a parallel3d block"
-    sound = _sound_fields(root, raw, "", broken)
-    if isinstance(values, dict):
-        sound |= _sound_fields(block, values, "parallel3d.", broken)
-    return sound
-
-
-def _sound_fields(
-    model: type[Section], values: dict[str, Any], prefix: str, broken: set[str]
-) -> dict[str, Any]:
+    ours = _section_of(root.model_fields["parallel3d"].annotation)
+    assert ours, "the root has a parallel3d block"
     sound: dict[str, Any] = {}
-    for name, field in model.model_fields.items():
-        if prefix + name in broken:
-            continue
-        if name in values:
-            sound[name] = _reader(model, name).validate_python(values[name])
-        elif not field.is_required():
-            sound[name] = field.default
+    for model, prefix, given in ((root, "", raw), (ours, _OURS, raw.get("parallel3d"))):
+        block: Any = given
+        for name, field in model.model_fields.items() if isinstance(block, dict) else ():
+            if prefix + name in broken:
+                continue
+            if name in block:
+                sound[name] = _reader(model, name).validate_python(block[name])
+            elif not field.is_required():
+                sound[name] = field.default
     return sound
 
 
@@ -108,18 +129,16 @@ def _reader(model: type[Section], name: str) -> TypeAdapter[Any]:
 
 
 def _problems_of(detail: ErrorDetails, raw: Any, root: type[Section]) -> Iterator[Problem]:
-    path, value = _located(detail["loc"], raw)
-    section, _, key = path.rpartition(".")
-    model = _section_at(root, section, raw)
+    path, value, model = _located(detail["loc"], raw, root)
+    field = model.model_fields.get(path.rpartition(".")[2]) if model else None
     words = detail.get("ctx", {})
     cause = words.get("error")
     if detail["type"] == "extra_forbidden":
         yield from _unknown(path, value, model, root)
     elif detail["type"] == "missing":
-        field = model.model_fields.get(key) if model else None
         doc = (field.description or "").split("\n")[0] if field else "the list is too short"
         if field and field.examples:  # a block that can be pasted
-            doc = ", or ".join([f'"{key}": {json.dumps(field.examples[0])}', *field.examples[1:]])
+            doc = ", or ".join([_pasted(path, field), *field.examples[1:]])
         yield Problem(path, ABSENT, "is required", f"add it: {doc}")
     elif isinstance(cause, Problems):
         yield from (problem.under(path) for problem in cause.problems)
@@ -127,40 +146,81 @@ def _problems_of(detail: ErrorDetails, raw: Any, root: type[Section]) -> Iterato
         yield Problem(path, value, *_split(str(cause)))
     elif value == "auto":
         ours = [s.path for s in settings(root) if '"auto"' in s.type + s.doc]
-        autos = dict.fromkeys([*root.beyond.autos, *ours])
-        remedy = f"write a value; auto may be: {', '.join(autos)}"
+        remedy = f"write a value; auto may be: {', '.join(dict.fromkeys([*root.autos, *ours]))}"
         yield Problem(path, value, "cannot be auto", remedy)
     else:
         rule, remedy = _WORDING.get(detail["type"], (detail["msg"], "see --help"))
-        rule, remedy = (_format(text, words) for text in (rule, remedy))
-        field = model.model_fields.get(key) if model else None
+        shown = {name: _json_word(word) for name, word in words.items()}
+        rule, remedy = rule.format(**shown), remedy.format(**shown)
         if detail["type"] == "model_type" and field and field.examples:
-            remedy = f'write "{key}": {json.dumps(field.examples[0])}'
+            remedy = f"write {_pasted(path, field)}"
+        elif detail["type"] == "model_type" and field and (block := _section_of(field.annotation)):
+            needed = [f'"{n}": ...' for n, f in block.model_fields.items() if f.is_required()]
+            remedy = f"write {{{', '.join(needed) or '...'}}}"
         yield Problem(path, value, rule, remedy)
+
+
+def _pasted(path: str, field: FieldInfo) -> str:
+    assert field.examples
+    return f'"{path.rpartition(".")[2]}": {json.dumps(field.examples[0])}'
 
 
 def _unknown(
     path: str, value: Any, model: type[Section] | None, root: type[Section]
 ) -> Iterator[Problem]:
-    """A key that is no setting: refused by name where it is known, else with what may be meant."""
+    """Yield the problem of a key that is no setting: why it is refused, else what it may mean."""
     section, _, key = path.rpartition(".")
-    refused = root.beyond.refused.get(section, {})
+    refused, inside = root.refused.get(section, {}), root.refused.get(path, {})
     if key in refused:
-        inside = root.beyond.refused.get(path, {}) if isinstance(value, dict) else {}
-        for name in [name for name in value if name in inside] if inside else ():
-            yield Problem(f"{path}.{name}", value[name], *_split(inside[name]))
-        left = {k: v for k, v in value.items() if k not in inside} if inside else value
-        if left or not inside:
-            yield Problem(path, left, *_split(refused[key]))
+        if inside and isinstance(value, dict):
+            named = [name for name in value if name in inside]
+            yield from (Problem(f"{path}.{n}", value[n], *_split(inside[n])) for n in named)
+            value = {name: item for name, item in value.items() if name not in inside}
+        if value != {} or not inside:
+            yield Problem(path, value, *_split(refused[key]))
         return
     known = list(model.model_fields) if model else []
     listed = {setting.path: setting.only for setting in settings(root)}
-    yield suggest.unknown(path, value, known=known, refused=refused, listed=listed)
+    here = f"this block has: {', '.join(known)}" if known else "remove it"
+    names, key = [*known, *refused], key.lower()
+    if only := listed.get(path):
+        yield Problem(path, value, f"is a setting of {only} alone", f"remove it; {here}")
+    elif near := get_close_matches(key, names, n=1, cutoff=_TYPO):
+        yield Problem(path, value, "is no setting", f'the nearest one is "{near[0]}"')
+    elif meant := _elsewhere(path, key, listed):
+        yield Problem(path, value, "is no setting here", f"did you mean {meant}?")
+    elif near := get_close_matches(key, names, n=1):
+        yield Problem(path, value, "is no setting", f'the nearest one is "{near[0]}"')
+    else:
+        yield Problem(path, value, "is no setting", here)
 
 
-def _located(loc: tuple[int | str, ...], raw: Any) -> tuple[str, Any]:
-    """Dotted path and value; pydantic ends a path with its names of a union's members."""
+def _elsewhere(path: str, key: str, settings: Iterable[str]) -> str:
+    """The setting or block that a key in the wrong place means, the outermost first; "" if none.
+
+    At the top of the file that may be a misspelled block of parallel3d's.
+    """
+    parts = [setting.split(".") for setting in settings]
+    places = {".".join(names[:n]) for names in parts for n in range(1, len(names) + 1)}
+    same = [p for p in places if p.rpartition(".")[2] == key and p != path]
+    if not same:
+        blocks = sorted(names[1] for names in parts if names[0] == "parallel3d")
+        return "".join(_OURS + n for n in get_close_matches(path.lower(), blocks, 1, _SWAPPED))
+    meant = min(same, key=lambda p: (not p.startswith(_OURS), p.count("."), p))
+    outside = path.startswith(_OURS) and not meant.startswith(_OURS)
+    return f'{meant}, outside the block "parallel3d"' if outside else meant
+
+
+def _located(
+    loc: tuple[int | str, ...], raw: Any, root: type[Section]
+) -> tuple[str, Any, type[Section] | None]:
+    """Dotted path and value of an error, and the section that the path's last name is of.
+
+    pydantic ends a path with its names of a union's members.
+    """
     path: list[str] = []
+    section: type[Section] | None = root  # the one that `raw` is, or that its items are
+    owner, of_items = section, False
     for part in loc:
         if isinstance(raw, dict):
             raw = raw.get(str(part), ABSENT)
@@ -169,7 +229,17 @@ def _located(loc: tuple[int | str, ...], raw: Any) -> tuple[str, Any]:
         else:
             break
         path.append(str(part))
-    return ".".join(path), raw
+        owner = None if of_items else section
+        if of_items:
+            of_items = False
+            continue
+        field = section.model_fields.get(str(part)) if section else None
+        section = _section_of(field.annotation) if field else None
+        of_items = field is not None and get_origin(field.annotation) in (tuple, Mapping)
+        if field and (choice := _choice_of(field)) and isinstance(raw, dict):
+            name: Any = raw.get(choice.key)
+            section = choice.class_of(name) if name in choice.names() else None
+    return ".".join(path), raw, owner
 
 
 def _either(problems: list[Problem]) -> Problem:
@@ -185,45 +255,18 @@ def _split(text: str) -> tuple[str, str]:
     return rule, remedy or "see --help"
 
 
-def _walk(
-    section: type[Section], prefix: str, beyond: Beyond, only: str = ""
-) -> Iterator[SettingDoc]:
-    for name, field in section.model_fields.items():
-        path = _join(prefix, name)
-        inner, default, doc = _told(section, name)
-        if path in beyond.choices:
-            if field.default is None:
-                yield SettingDoc(path, "block | null", default, doc, only)
-            key, classes = beyond.choices[path]
-            names = " | ".join(json.dumps(choice) for choice in classes())
-            yield SettingDoc(
-                f"{path}.{key}", names, "", f"Which {key}; it decides what else is here."
-            )
-            for choice, cls in classes().items():
-                inside = _walk(cls, path, beyond, choice)
-                yield from (s for s in inside if s.path != f"{path}.{key}")
-        elif inner:
-            if others := _beside_section(field.annotation):
-                yield SettingDoc(path, f"block | {others}", default, doc, only)
-            origin = get_origin(field.annotation)
-            if origin is Mapping:
-                yield SettingDoc(path, "table of blocks", default, doc, only)
-            each = "[]" if origin is tuple else ".NAME" if origin is Mapping else ""
-            yield from _walk(inner, path + each, beyond, only)
-        else:
-            yield SettingDoc(path, _type_name(field.annotation), default, doc, only)
+def _doc(field: FieldInfo) -> str:
+    return " ".join((field.description or "").split())
 
 
-@cache  # a list of all settings asks for each, and an error for the list
-def _told(section: type[Section], name: str) -> tuple[type[Section] | None, str, str]:
-    """The section that a field holds, if any; its default as JSON; its text."""
-    field = section.model_fields[name]
-    default = "" if field.is_required() else json.dumps(field.default, default=_block)
-    return _section_of(field.annotation), default, " ".join((field.description or "").split())
-
-
-def _block(value: Section) -> Any:
+def _as_json(value: Section) -> Any:
     return value.model_dump(mode="json")
+
+
+def _choice_of(field: FieldInfo) -> Choice | None:
+    """The choice of classes that a field is validated by, if it is one."""
+    functions = (m.func for m in field.metadata if isinstance(m, PlainValidator))
+    return next((function for function in functions if isinstance(function, Choice)), None)
 
 
 def _section_of(annotation: Any) -> type[Section] | None:
@@ -236,44 +279,8 @@ def _section_of(annotation: Any) -> type[Section] | None:
     return None
 
 
-def _beside_section(annotation: Any) -> str:
-    """What may stand in place of a section, "" if nothing may."""
-    choices = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else ()
-    return " | ".join(_type_name(choice) for choice in choices if _section_of(choice) is None)
-
-
-def _section_at(root: type[Section], path: str, raw: Any) -> type[Section] | None:
-    """The section that stands at `path`; where there is a choice, the one that `raw` makes."""
-    model: type[Section] | None = root
-    at, keyed = "", False
-    for name in path.split(".") if path else []:
-        if keyed:  # a key of a table of sections
-            keyed, raw = False, raw.get(name) if isinstance(raw, dict) else None
-            continue
-        if name.isdigit() and isinstance(raw, list):  # an item of a list of sections
-            raw = raw[int(name)]
-            continue
-        field = model.model_fields.get(name) if model else None
-        model = _section_of(field.annotation) if field else None
-        keyed = field is not None and get_origin(field.annotation) is Mapping
-        at = _join(at, name)
-        raw = raw.get(name) if isinstance(raw, dict) else None
-        if at in root.beyond.choices and isinstance(raw, dict):
-            key, classes = root.beyond.choices[at]
-            model = classes().get(str(raw.get(key)))
-    return model
-
-
-def _join(prefix: str, path: str) -> str:
-    return ".".join(part for part in (prefix, path) if part)
-
-
-def _format(text: str, words: Mapping[str, Any]) -> str:
-    """The text with pydantic's words in it, which it writes as Python does, in the file's way."""
-    return text.format(**{name: _json_word(word) for name, word in words.items()})
-
-
 def _json_word(word: Any) -> str:
+    """One of pydantic's words, which it writes as Python does, in the file's way."""
     if isinstance(word, float) and word.is_integer():
         word = int(word) if abs(word) < 1e15 else f"{word:g}"  # 1e+40, not its 41 digits
     return {"True": "true", "False": "false"}.get(str(word), str(word).replace("'", '"'))
@@ -289,10 +296,9 @@ def _type_name(annotation: Any) -> str:
         return " | ".join(_type_name(arg) for arg in args)
     if origin is tuple:
         return "[" + ", ".join("..." if a is Ellipsis else _type_name(a) for a in args) + "]"
-    if annotation is Any:
-        return "any value"
     if origin in (Mapping, dict):
-        return f"table of {_type_name(args[1])}"
-    return {NoneType: "null", str: "string", int: "integer", float: "number", bool: "boolean"}[
-        annotation
-    ]
+        return f"table of {_type_name(args[1])}s"
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return "block"
+    names = {NoneType: "null", str: "string", int: "integer", float: "number", bool: "boolean"}
+    return names.get(annotation, "any value")

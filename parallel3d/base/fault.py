@@ -11,53 +11,35 @@ Unset, a point is one comparison.
 import errno
 import os
 import signal
-from dataclasses import dataclass
-from functools import cache
 
 _VARIABLE = "PARALLEL3D_FAULT"
 _rank = 0
-
-
-@dataclass
-class _Plan:
-    action: str
-    name: str
-    occurrence: int = 0
-    rank: int = 0
-    seen: int = 0
-
-    def at(self, name: str) -> None:
-        """What is to happen at a point."""
-        if self.action == "record":
-            with open(f"{self.name}-{_rank}", "a") as file:
-                file.write(name + "\n")
-            return
-        if _rank != self.rank or self.name not in ("*", name):
-            return
-        self.seen += 1
-        if self.action == "kill" and self.seen == self.occurrence:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if self.action == "full" and self.seen >= self.occurrence:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+_passed = 0  # points of the fault's name, so far
 
 
 def fault_point(name: str) -> None:
     """A place where a process may be killed or its disk be full, if a test says so."""
-    plan = _plan()
-    if plan is not None:
-        plan.at(name)
+    fault = os.environ.get(_VARIABLE)
+    if fault is not None:
+        _happen(name, *fault.split(" "))
+
+
+def _happen(name: str, action: str, where: str, occurrence: str = "0", rank: str = "0") -> None:
+    global _passed
+    if action == "record":
+        with open(f"{where}-{_rank}", "a") as file:
+            file.write(name + "\n")
+        return
+    if int(rank) != _rank or where not in ("*", name):
+        return
+    _passed += 1
+    if action == "kill" and _passed == int(occurrence):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if action == "full" and _passed >= int(occurrence):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def set_rank(rank: int) -> None:
     """Say which rank this process is."""
     global _rank
     _rank = rank
-
-
-@cache
-def _plan() -> _Plan | None:
-    text = os.environ.get(_VARIABLE)
-    if text is None:
-        return None
-    action, name, *numbers = text.split(" ")
-    return _Plan(action, name, *map(int, numbers))

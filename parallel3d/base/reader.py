@@ -5,15 +5,16 @@ Here everything beyond comments and trailing commas is an error with its line.
 """
 
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import parallel3d
 from parallel3d.base.errors import ConfigError
+from parallel3d.base.section import ABSENT
 
 CONFIGS = Path(parallel3d.__file__).parent / "configs"
 
@@ -33,19 +34,11 @@ def find(name: str) -> Path:
     if path.parts[:1] == ("configs",):
         shipped = [CONFIGS.joinpath(*path.parts[1:])]
     for candidate in [path, *shipped]:
-        with suppress(OSError, ValueError):  # a name too long, or with a NUL
-            if candidate.is_file():
-                return candidate
+        if os.path.isfile(candidate):  # which a name is not that no file system takes
+            return candidate
     names = ", ".join(sorted(p.name for p in CONFIGS.glob("*.json")))
-    what = ": it is a folder" if _is_folder(path) else ""
+    what = ": it is a folder" if os.path.isdir(path) else ""
     raise ConfigError(f"no config file {name!r}{what}; give a path, or one of configs/: {names}")
-
-
-def _is_folder(path: Path) -> bool:
-    try:
-        return path.is_dir()
-    except (OSError, ValueError):  # a name too long, or with a NUL
-        return False
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -86,6 +79,13 @@ def apply_overrides(
         block[key] = value(text)
 
 
+def at(raw: Any, path: str) -> Any:
+    """The value at a dotted path of an object; ABSENT where there is none."""
+    for name in path.split(".") if path else ():
+        raw = raw.get(name, ABSENT) if isinstance(raw, dict) else ABSENT
+    return raw
+
+
 def pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
     """The dotted path and the text of each setting of a command line, as they stand there."""
     words = iter(overrides)
@@ -120,7 +120,8 @@ def _load(text: str, source: str) -> Any:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         for key, count in Counter(key for key, _ in pairs).items():
             if count > 1:
-                lines = ", ".join(map(str, _lines_with_key(clean, key)))
+                places = re.finditer(re.escape(json.dumps(key)) + r"\s*:", clean)
+                lines = ", ".join(str(clean.count("\n", 0, m.start()) + 1) for m in places)
                 raise ConfigError(
                     f"{source}: the key {key!r} stands {count} times in one block (it is on lines "
                     f"{lines}); keep one of them"
@@ -133,24 +134,17 @@ def _load(text: str, source: str) -> Any:
     try:
         return json.loads(clean, object_pairs_hook=unique, parse_constant=refuse_constant)
     except json.JSONDecodeError as error:
-        place = f"{source}, line {error.lineno}, column {error.colno}"
-        if not clean.strip():
-            raise ConfigError(f"{source}: is empty; write one object: {{...}}") from None
-        if error.pos >= len(clean.rstrip()):
-            rule = f"the text ends too early ({error.msg})"
-            raise ConfigError(f"{place}: {rule}; add what is missing, a brace or so") from None
         line = text.split("\n")[error.lineno - 1].strip()  # lines as json counts them
         line = line if len(line) <= 80 else f"{line[:76]} ..."
+        shown = repr(line) if error.pos < len(clean.rstrip()) else "the text ends there"
         raise ConfigError(
-            f"{place}: {error.msg}: {line!r}; "
+            f"{source}, line {error.lineno}, column {error.colno}: {error.msg}: {shown}; "
             "write JSON (comments // and /* */ and trailing commas are allowed)"
         ) from None
-    except RecursionError:
-        raise ConfigError(f"{source}: has too many blocks in blocks; take some out") from None
     except ConfigError:
         raise
-    except ValueError:
-        raise ConfigError(f"{source}: a number has thousands of digits; write fewer") from None
+    except (RecursionError, ValueError) as error:  # blocks in blocks, or digits, by the thousand
+        raise ConfigError(f"{source}: cannot be read as JSON ({error}); write less of it") from None
 
 
 def _blank(match: re.Match[str]) -> str:
@@ -158,8 +152,3 @@ def _blank(match: re.Match[str]) -> str:
     if match[1] is None:
         return match[0]
     return re.sub(r"[^\n]", " ", match[1])
-
-
-def _lines_with_key(text: str, key: str) -> list[int]:
-    pattern = re.compile(re.escape(json.dumps(key)) + r"\s*:")
-    return [text.count("\n", 0, match.start()) + 1 for match in pattern.finditer(text)]

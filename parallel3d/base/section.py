@@ -1,8 +1,8 @@
 """What every section of a config is made of: strict frozen models, and problems with a remedy."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Strict
@@ -10,24 +10,14 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Str
 from parallel3d.base.errors import ConfigError
 
 
-@dataclass(frozen=True)
-class Beyond:
-    """What a file's classes do not tell of its settings, for their list and their errors.
-
-    `choices`: sections of one class or another, by path: the key that tells, and the classes by its
-    value. `refused`: keys that are known and refused, by section: "rule; remedy". `autos`: paths
-    where "auto" may stand, besides those whose type or text says so.
-    """
-
-    choices: Mapping[str, tuple[str, Callable[[], Mapping[str, Any]]]] = field(default_factory=dict)
-    refused: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    autos: Sequence[str] = ()
-
-
 class Section(BaseModel):
     """One frozen block of settings: unknown keys and wrong types are errors, never converted."""
 
-    beyond: ClassVar[Beyond] = Beyond()  # read of the outermost section alone
+    # Read of the outermost section alone.
+    refused: ClassVar[Mapping[str, Mapping[str, str]]] = {}
+    """Keys that are known and refused, by the path of their block: "rule; remedy"."""
+    autos: ClassVar[Sequence[str]] = ()
+    """Paths where "auto" may stand, besides those whose type or text says so."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -66,6 +56,30 @@ class Problems(ConfigError):
         self.problems = tuple(problems)
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
         super().__init__("\n  ".join([f"{count} in {source}:", *map(str, self.problems)]))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A validator of a block of one class or another: its setting `key` names the class.
+
+    `what`: the word for a name; `names`: all of them; `class_of`: the class of one.
+    """
+
+    key: str
+    what: str
+    names: Callable[[], Iterable[str]]
+    class_of: Callable[[str], type[Section]]
+
+    def __call__(self, value: Any) -> Any:
+        if isinstance(value, Section):
+            return value
+        if not isinstance(value, dict):
+            raise ValueError("must be a block of settings; write {...}")
+        name, names = value.get(self.key, ABSENT), list(self.names())
+        if name not in names:
+            remedy = f"use one of: {', '.join(names)}"
+            raise Problems([Problem(self.key, name, f"names no {self.what}", remedy)])
+        return self.class_of(name).model_validate(value)
 
 
 def _whole(value: Any) -> Any:

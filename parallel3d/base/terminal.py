@@ -40,9 +40,8 @@ def console(as_json: bool) -> Console:
     As wide as the terminal; elsewhere as COLUMNS says, else as most tables are in one line.
     """
     out = Console(stderr=as_json, highlight=False, markup=False, soft_wrap=True)
-    if out.is_terminal or os.environ.get("COLUMNS", "").isdigit():
-        return out
-    out.width = PIPED
+    if not out.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
+        out.width = PIPED
     return out
 
 
@@ -73,7 +72,7 @@ def table(
 
     Each row has a cell for each column. Heads that are all empty are left out.
     """
-    cells = [[_text(cell) for cell in row] for row in rows]
+    cells = [[Text.assemble(cell) for cell in row] for row in rows]
     heads = [Text(column.head, "bold underline") for column in columns]
     widths = [max(text.cell_len for text in column) for column in zip(heads, *cells, strict=True)]
     lines, gap = _lines(columns, widths, width)
@@ -96,26 +95,21 @@ def _lines(columns: Sequence[Column], widths: list[int], width: int) -> tuple[li
     for gap in (2, 1):
         if _width(everything, least, gap) <= width:
             return [everything], gap
-    gap, lines = 2, list[list[int]]()
+    lines: list[list[int]] = [[]]
+
+    def fits(line: list[int]) -> bool:
+        room = width - (_INDENT if len(lines) > 1 else 0)
+        return _width(_trimmed(columns, line), least, 2) <= room
+
     for wanted in sorted({column.line for column in columns}):
         group = [i for i in everything if columns[i].line == wanted]
-        room = width - (_INDENT if lines else 0)
-        own = _trimmed(columns, group)
-        if lines and _width(_trimmed(columns, lines[-1] + group), least, gap) <= room:
-            lines[-1] = lines[-1] + group
-        elif _width(own, least, gap) <= room:
-            lines.append(group)
-        else:
-            for i in own:
-                if (
-                    not lines
-                    or lines[-1][-1] not in own
-                    or (_width([*lines[-1], i], least, gap) > width - _INDENT)
-                ):
-                    lines.append([i])
-                else:
-                    lines[-1].append(i)
-    return [_trimmed(columns, line) for line in lines], gap
+        if not fits(lines[-1] + group):
+            lines.append([])
+        for i in group:
+            if not fits([*lines[-1], i]):
+                lines.append([])
+            lines[-1].append(i)
+    return [trimmed for line in lines if (trimmed := _trimmed(columns, line))], 2
 
 
 def _trimmed(columns: Sequence[Column], line: list[int]) -> list[int]:
@@ -148,10 +142,6 @@ def _row(
         last = place == len(line) - 1
         found += Text(pad) + row[i] if columns[i].right else row[i] + Text("" if last else pad)
     return [found]
-
-
-def _text(cell: Cell) -> Text:
-    return cell if isinstance(cell, Text) else Text(cell)
 
 
 def _wrapped(text: str, width: int, indent: str = "", breaks: bool = False) -> list[str]:

@@ -10,6 +10,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
+from parallel3d.base.reader import at
 from parallel3d.base.section import ABSENT
 
 AUTO = "auto"
@@ -35,7 +36,7 @@ def _constant(path: str, value: Any) -> Rule:
 
 def _hidden(path: str, words: str, of_hidden_size: Callable[[int], int]) -> Rule:
     def value(raw: dict[str, Any]) -> Any:
-        hidden = _at(raw, "parallel3d.model.hidden_size")
+        hidden = at(raw, "parallel3d.model.hidden_size")
         return of_hidden_size(hidden) if type(hidden) is int else ABSENT
 
     return Rule(f"zero_optimization.{path}", words, value)
@@ -51,7 +52,7 @@ RULES = (
     Rule(
         "bf16.enabled",
         "true unless fp16 is on: a file that leaves it open does not mean fp32",
-        lambda raw: _at(raw, "fp16.enabled") is not True,
+        lambda raw: at(raw, "fp16.enabled") is not True,
     ),
     replace(
         _constant("optimizer.params.lr", 5e-5),
@@ -69,7 +70,7 @@ RULES = (
     Rule(
         "scheduler.params.warmup_max_lr",
         "optimizer.params.lr",
-        lambda raw: _at(raw, "optimizer.params.lr"),
+        lambda raw: at(raw, "optimizer.params.lr"),
     ),
     Rule("scheduler.params.warmup_num_steps", "1: TrainingArguments has no warm-up", lambda raw: 1),
 )
@@ -80,7 +81,7 @@ def resolve(raw: dict[str, Any]) -> list[str]:
     notes, warnings = [], []
     for rule in RULES:
         section, _, key = rule.path.rpartition(".")
-        block = _at(raw, section) if section else raw
+        block = at(raw, section)
         if not isinstance(block, dict) or block.get(key) != AUTO:
             continue
         value = rule.value(raw)
@@ -93,9 +94,3 @@ def resolve(raw: dict[str, Any]) -> list[str]:
             notes.append(f"{rule.path}: auto = {known}")
             warnings += [rule.warning] if rule.warning else []
     return notes + warnings
-
-
-def _at(raw: Any, path: str) -> Any:
-    for name in path.split("."):
-        raw = raw.get(name, ABSENT) if isinstance(raw, dict) else ABSENT
-    return raw

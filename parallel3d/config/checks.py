@@ -23,8 +23,9 @@ from parallel3d.config.parallel3d_block import (
     PipelineConfig,
     PlanConfig,
     TrainConfig,
+    reduces_once,
 )
-from parallel3d.config.pipeline_checks import check_compile, check_reduction, check_schedule
+from parallel3d.schedule import schedules
 
 _signature = cache(signature)  # the planner asks for thousands of meshes
 
@@ -82,6 +83,54 @@ def _check_layers(mesh: MeshConfig, pipeline: PipelineConfig, model: Any) -> Ite
             yield Problem("parallel3d.pipeline.stages_per_rank", per_rank, rule, remedy)
 
 
+def _check_schedule(
+    mesh: MeshConfig,
+    pipeline: PipelineConfig,
+    train_batch_size: int | None,
+    gradient_accumulation_steps: int | None,
+) -> Iterator[Problem]:
+    """Check that the schedule can be run with the config's sizes, as far as they are known."""
+    if gradient_accumulation_steps is None and train_batch_size is not None:
+        return  # follows from dp
+    sizes = mesh.pp, gradient_accumulation_steps or 1, pipeline.stages_per_rank
+    if reason := schedules.why_not(pipeline.schedule, *sizes):
+        names = ("pp", "microbatches", "stages_per_rank")
+        given = ", ".join(f"{name}={size}" for name, size in zip(names, sizes, strict=True))
+        rule, _, remedy = reason.partition("; ")
+        remedy = remedy or "use another schedule"
+        rule = f"cannot run with {given}" if rule in given else f"cannot run: {rule}"
+        yield Problem("parallel3d.pipeline.schedule", pipeline.schedule, rule, remedy)
+
+
+def _check_reduction(pipeline: PipelineConfig, zero_optimization: ZeroConfig) -> Iterator[Problem]:
+    """Check that a schedule with split backwards reduces gradients once a step."""
+    chosen = pipeline.gradient_reduction
+    if schedules.splits_backward(pipeline.schedule) and not reduces_once(
+        zero_optimization.stage, chosen
+    ):
+        rule = f"is after each microbatch at ZeRO-{zero_optimization.stage}, but "
+        rule = (
+            f"{rule if chosen == 'auto' else ''}schedule {pipeline.schedule!r} makes weight "
+            "gradients apart, which add up until the step"
+        )
+        yield Problem("parallel3d.pipeline.gradient_reduction", chosen, rule, 'use "per_step"')
+
+
+def _check_compile(
+    pipeline: PipelineConfig, train: TrainConfig, zero_optimization: ZeroConfig
+) -> Iterator[Problem]:
+    """A compiled block has its weights, and makes their gradients in its backward."""
+    if train.compile != "block":
+        return
+    path, remedy = "parallel3d.train.compile", 'use "pointwise"'
+    if zero_optimization.stage == 3:
+        rule = "needs each block's weights, which ZeRO-3 gathers while it runs"
+        yield Problem(path, train.compile, rule, f"{remedy}, or zero_optimization.stage = 2")
+    if schedules.splits_backward(pipeline.schedule):
+        rule = f"cannot make weight gradients apart, as schedule {pipeline.schedule!r} does"
+        yield Problem(path, train.compile, rule, f"{remedy}, or another schedule")
+
+
 def _check_sequence_parallel(mesh: MeshConfig, data: DataConfig) -> Iterator[Problem]:
     length = data.sequence_length
     if mesh.sequence_parallel and length % mesh.tp:
@@ -128,7 +177,9 @@ def _check_batch(
 ) -> Iterator[Problem]:
     micro, steps = train_micro_batch_size_per_gpu, gradient_accumulation_steps
     if train_batch_size is None and micro is None:
-        yield arithmetic.missing_batch()
+        samples = "samples in a microbatch, on each data-parallel rank"
+        remedy = f"add it: {samples} (or {arithmetic.BATCH})"
+        yield Problem(arithmetic.MICRO, ABSENT, "is required", remedy)
     if None in (train_batch_size, micro, steps) or mesh.dp == "auto":
         return
     assert train_batch_size and micro and steps
@@ -271,9 +322,9 @@ CHECKS: tuple[Callable[..., Iterator[Problem]], ...] = (
     _check_key_value_heads,
     _check_inner_size,
     _check_layers,
-    check_schedule,
-    check_reduction,
-    check_compile,
+    _check_schedule,
+    _check_reduction,
+    _check_compile,
     _check_sequence,
     _check_sequence_parallel,
     _check_tp_of_vocabulary,

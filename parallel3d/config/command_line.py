@@ -8,8 +8,6 @@ from parallel3d.config import folders, pretrained
 from parallel3d.config.deepspeed_keys import TOP_LEVEL
 from parallel3d.config.parallel3d_block import Parallel3DConfig
 
-_NAMED = f"parallel3d.model.{pretrained.KEY}"
-
 
 def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> list[str]:
     """Set `--a.b value` in `raw`, in place; gives notes on what else of it changed.
@@ -20,11 +18,8 @@ def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> list[str]:
     """
     alone: dict[str, Any] = {}
     reader.apply_overrides(alone, overrides, full_path)
-    named = any(full_path(path) == _NAMED for path, _ in reader.pairs(overrides))
-    model = alone["parallel3d"]["model"] if named else {}
-    block = raw.get("parallel3d")
-    beneath = block.get("model") if isinstance(block, dict) else None
-    if not isinstance(model.get(pretrained.KEY), str) or not isinstance(beneath, dict):
+    named, beneath = reader.at(alone, pretrained.PATH), reader.at(raw, "parallel3d.model")
+    if not isinstance(named, str) or not isinstance(beneath, dict):
         reader.apply_overrides(raw, overrides, full_path)
         return []
     del raw["parallel3d"]["model"]

@@ -2,9 +2,10 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, Strict, model_validator
+from pydantic_core import to_jsonable_python
 
 from parallel3d.base.section import ABSENT, PathText, Problem, Problems, Section, Size
 
@@ -63,51 +64,8 @@ NEEDS = {
 }
 
 
-class PartConfig(Section):
-    """One part of a mixture: a source, and its share of the samples."""
-
-    source: Source
-    """As data.source."""
-    paths: Paths = ()
-    """As data.paths."""
-    documents: Literal["file", "line", "blank_line"] = "file"
-    """As data.documents."""
-    text_field: str = Field(default="text", min_length=1)
-    """As data.text_field."""
-    name: str = ""
-    """As data.name."""
-    subset: str | None = None
-    """As data.subset."""
-    split: Split = "train"
-    """As data.split."""
-    token_field: str | None = Field(default=None, min_length=1)
-    """As data.token_field."""
-    label_field: str | None = Field(default=None, min_length=1)
-    """As data.label_field."""
-    weight_field: str | None = Field(default=None, min_length=1)
-    """As data.weight_field."""
-    token_dtype: TokenDtype = "auto"
-    """As data.token_dtype."""
-    check_ids: Literal["full", "sample"] = "full"
-    """As data.check_ids."""
-    weight: float = Field(default=1.0, gt=0)
-    """Share of the samples, relative to the other parts' weights."""
-
-    @model_validator(mode="after")
-    def _check(self) -> "PartConfig":
-        _check_source(self)
-        return self
-
-
-class ValidationConfig(PartConfig):
-    """A validation set: a source, all of whose text is evaluated on and none trained on."""
-
-    weight: Literal[1] = 1
-    """Not used: every set is evaluated by itself."""
-
-
-class DataConfig(Section):
-    """The corpus or mixture, its tokenizer, and how it is cut into samples."""
+class SourceConfig(Section):
+    """Where text or token ids come from: a source, and the keys that it reads."""
 
     source: Source | Literal["mixture"] = "python-stdlib"
     """"python-stdlib" is the running interpreter's standard library; "text", "jsonl" and "parquet"
@@ -124,8 +82,6 @@ class DataConfig(Section):
     text_field: str = Field(default="text", min_length=1)
     """Field or column that holds a document's text, for "jsonl", "parquet" and "hub"; "meta.text"
     is the field text of the object or struct meta."""
-    max_line_bytes: Size = Field(default=64_000_000, gt=0)
-    """Most bytes of a line of "jsonl"; on_error says what becomes of a longer one."""
     name: str = ""
     """A data set's name on the Hugging Face hub, or a folder of one, for source "hub"."""
     subset: str | None = None
@@ -148,6 +104,35 @@ class DataConfig(Section):
     check_ids: Literal["full", "sample"] = "full"
     """Reads all token ids of other programs once to find those beyond the vocabulary, or those of
     256 documents a file; flat arrays are always read in full."""
+
+    @model_validator(mode="after")
+    def _check_source(self) -> "SourceConfig":
+        if found := [*_check_keys(self), *_check_counting(self)]:
+            raise Problems(found)
+        return self
+
+
+class PartConfig(SourceConfig):
+    """One part of a mixture: a source, and its share of the samples."""
+
+    source: Source
+    """As data.source."""
+    weight: float = Field(default=1.0, gt=0)
+    """Share of the samples, relative to the other parts' weights."""
+
+
+class ValidationConfig(PartConfig):
+    """A validation set: a source, all of whose text is evaluated on and none trained on."""
+
+    weight: Literal[1] = 1
+    """Not used: every set is evaluated by itself."""
+
+
+class DataConfig(SourceConfig):
+    """The corpus or mixture, its tokenizer, and how it is cut into samples."""
+
+    max_line_bytes: Size = Field(default=64_000_000, gt=0)
+    """Most bytes of a line of "jsonl"; on_error says what becomes of a longer one."""
     end_of_text_id: int | None = Field(default=None, ge=0)
     """Id that ends documents of token ids; null is the tokenizer's, which it must be."""
     mixture: Annotated[tuple[PartConfig, ...], Strict(False)] = ()
@@ -194,7 +179,6 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> "DataConfig":
-        _check_source(self)
         if found := [*_check_tokenizer(self), *_check_names(self)]:
             raise Problems(found)
         return self
@@ -205,14 +189,14 @@ class DataConfig(Section):
         return self.tokenizer in ("train", "none")
 
 
-def holds_ids(section: PartConfig | DataConfig) -> bool:
+def holds_ids(section: SourceConfig) -> bool:
     """Whether a source that is no mixture gives token ids, not text."""
     return section.source in OF_IDS or section.token_field is not None
 
 
 def _check_tokenizer(data: DataConfig) -> Iterator[Problem]:
     """What is wrong with the tokenizer for the kinds of sources that there are."""
-    parts: tuple[PartConfig | DataConfig, ...] = data.mixture
+    parts: tuple[SourceConfig, ...] = data.mixture
     parts = (*(parts if data.source == "mixture" else (data,)), *data.validation.values())
     ids, text = (any(holds_ids(part) == kind for part in parts) for kind in (True, False))
     end, remedy = data.end_of_text_id, 'write "vocab_size" and "end_of_text_id" of the ids'
@@ -245,32 +229,25 @@ def _check_names(data: DataConfig) -> Iterator[Problem]:
             yield Problem("validation", name, "is what is held out itself", "use another name")
 
 
-def _check_source(section: PartConfig | DataConfig) -> None:
-    """Raise Problems for keys that the section's source does not read, and for those it lacks."""
-    source, found = section.source, []
+def _check_keys(section: SourceConfig) -> Iterator[Problem]:
+    """Give the keys that the section's source does not read, and those it lacks."""
+    source = section.source
     for key, sources in READ_BY.items():
         field = type(section).model_fields.get(key)
-        value: Any = getattr(section, key, None)
-        if field and value != field.default and source not in sources:
+        value = to_jsonable_python(getattr(section, key, None))
+        if field and getattr(section, key) != field.default and source not in sources:
             allowed = " or ".join(f'"{name}"' for name in sources)
             rule, remedy = (
                 f'is not read by source "{source}"',
                 f"remove it, or use source {allowed}",
             )
-            found.append(Problem(key, _plain(value), rule, remedy))
-    if source in NEEDS:
-        key, example = NEEDS[source]
-        value = getattr(section, key)
-        if not value:
-            found.append(
-                Problem(key, _plain(value), f'is required by source "{source}"', f"add {example}")
-            )
-    found += _check_counting(section)
-    if found:
-        raise Problems(found)
+            yield Problem(key, value, rule, remedy)
+    key, example = NEEDS.get(source, ("source", ""))
+    if not (value := to_jsonable_python(getattr(section, key))):
+        yield Problem(key, value, f'is required by source "{source}"', f"add {example}")
 
 
-def _check_counting(section: PartConfig | DataConfig) -> Iterator[Problem]:
+def _check_counting(section: SourceConfig) -> Iterator[Problem]:
     """Give what is wrong with the columns that say which tokens count."""
     labels, weights = section.label_field, section.weight_field
     if labels and weights:
@@ -280,9 +257,3 @@ def _check_counting(section: PartConfig | DataConfig) -> Iterator[Problem]:
         if value and section.source in READ_BY["token_field"] and section.token_field is None:
             rule = "is read beside token ids, and token_field names none"
             yield Problem(key, value, rule, 'add "token_field": "input_ids"')
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    return value.model_dump(mode="json") if isinstance(value, Section) else value

@@ -9,8 +9,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, Strict, model_validator
 
 from parallel3d.base.section import PathText, Problem, Problems, Section, Size
-from parallel3d.config import examples
 
+# A block that a message gives to be pasted where it is missing.
+EXAMPLE = {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}}
 _LEAST_ON_NVME = 2**18  # elements; DeepSpeed keeps fewer bytes than 1 MiB in host memory
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -60,7 +61,7 @@ class OptimizerConfig(Section):
     type: Annotated[Literal["AdamW", "Adam"], BeforeValidator(_optimizer_name)] = "AdamW"
     """"AdamW" or "Adam"; DeepSpeed's "Adam" decouples weight decay too. "FusedAdam" means "Adam",
     which is fused on devices and torch's on a CPU."""
-    params: AdamParams = Field(examples=[examples.OPTIMIZER["params"]])
+    params: AdamParams = Field(examples=[EXAMPLE["params"]])
     """Learning rate, betas, eps and weight decay."""
 
 

@@ -189,113 +189,107 @@ TOP_LEVEL = {
 _SAVED = "weights are saved whole if parallel3d.run.save_weights says so"
 _QUANTISED = "is part of ZeRO++: what is quantised does not train to the numbers of one process"
 
-ZERO = {
-    "compute_grad_norm": Key(
-        "must be true: each step reports its gradient norm; remove it", (True,)
-    ),
-    "cpu_offload": Key('is deprecated; use "offload_optimizer": {"device": "cpu"}', (False, None)),
-    "cpu_offload_param": Key(
-        'is deprecated; use "offload_param": {"device": "cpu"}', (False, None)
-    ),
-    "cpu_offload_use_pin_memory": Key(
-        "is deprecated, DeepSpeed does not read it; use offload_optimizer.pin_memory", (None,)
-    ),
-    "elastic_checkpoint": Key(_CHECKPOINT, (False,)),
-    "leaf_module": Key(
-        "is not used: no layer is a leaf to ZeRO-3; use stage3_module_granularity_threshold",
-        items=dict.fromkeys(("classes", "names", "name_suffixes"), ([],)),
-    ),
-    "legacy_stage1": Key("is the old stage 1, which DeepSpeed no longer has; remove it", (False,)),
-    "load_from_fp32_weights": Key(_CHECKPOINT, (True,)),
-    "memory_efficient_linear": _either("parallel3d's own linear layers save that memory"),
-    "mics_hierarchical_params_gather": Key(f"{_REMOVED}; remove it", (False,)),
-    "mics_shard_size": Key(f"{_REMOVED}; remove it", (-1,)),
-    "pipeline_loading_checkpoint": Key(_CHECKPOINT, (False,)),
-    "round_robin_gradients": Key(
-        "is not possible: with it DeepSpeed 0.19.8 reads fp32 weights from wrong places "
-        "(link_hp_params), so what is saved would be wrong; remove it",
-        (False,),
-    ),
-    "save_muon_momentum_buffer_in_memory": Key("has no effect on Adam; remove it", (False,)),
-    "stage3_gather_16bit_weights_on_model_save": _either(_SAVED),
-    "stage3_gather_fp16_weights_on_model_save": _either(_SAVED),
-    "zenflow": Key(
-        "is not possible: it steps on stale gradients, so results change; remove it", (None,)
-    ),
-    "zero_hpz_partition_size": Key(
-        "is part of ZeRO++, whose groups are neighbouring ranks, not those of a stage; remove it",
-        (1,),
-    ),
-    "zero_quantized_gradients": Key(f"{_QUANTISED}; remove it", (False,)),
-    "zero_quantized_nontrainable_weights": Key(f"{_QUANTISED}; remove it", (False,)),
-    "zero_quantized_weights": Key(f"{_QUANTISED}; remove it", (False,)),
-    "zeropp_loco_param": Key(f"{_REMOVED}; remove it", (None,)),
-}
-
 _ALL_OFFLOADED = "is not possible: all of the optimizer's state is offloaded, or none; remove it"
-
-OFFLOAD_OPTIMIZER = {
-    "cpuadam_cores_perc": Key(
-        "belongs to super_offload, which is not supported; remove it", (0.8,)
-    ),
-    "ratio": Key(_ALL_OFFLOADED, (1,)),
-    "super_offload": Key(
-        "is not supported: it is for one kind of chip (GH200); remove it", (False,)
-    ),
-}
-
-OFFLOAD_PARAM: dict[str, Key] = {}
-
-AIO = {"use_gds": Key("is not supported: it needs NVIDIA's GPUDirect Storage; remove it", (False,))}
-
-BF16 = {
-    "bf16_master_weights_and_grads": Key(_MASTERS, (False,)),
-    "bf16_optimizer_states": Key(_MASTERS, (False,)),
-    "check_grad_overflow": Key(
-        "must be true: a gradient that is not finite stops the run; remove it", (True,)
-    ),
-    "immediate_grad_update": Key(_OWN_LOOP, (False,)),
-}
-
-FP16 = {
-    "auto_cast": _either("what goes into the model are token ids"),
-    "fp16_master_weights_and_grads": Key(_MASTERS, (False,)),
-}
-
-OPTIMIZER = {"legacy_fusion": Key("is for LAMB, which is not supported; remove it", (False,))}
-
-ADAM_PARAMS = {
-    "adam_w_mode": Key("must be true: weight decay is decoupled, as in AdamW; remove it", (True,)),
-    "amsgrad": Key("is not supported: DeepSpeed's Adams do not have it; remove it", (False,)),
-    "bias_correction": Key(
-        "must be true: the moments' bias is always corrected; remove it", (True,)
-    ),
-    "foreach": Key("is not used: torch chooses the fastest implementation; remove it", (None,)),
-    "fp32_optimizer_states": Key(_MASTERS.replace("possible", "a choice"), (True,)),
-    "fused": Key("is not used: it is on wherever the device has it; remove it", (None,)),
-    "max_grad_norm": Key("is not used; set gradient_clipping", (None, 0)),
-}
-
-CYCLE = {
-    "cycle_min_mom": Key("is not used: the betas are constant; remove it", (0.8,)),
-    "cycle_max_mom": Key("is not used: the betas are constant; remove it", (0.9,)),
-    "decay_mom_rate": Key("is not used: the betas are constant; remove it", (0,)),
-}
-# Resuming is parallel3d's, not the file's.
-_LAST = {
-    "last_batch_iteration": Key("is not used: a run starts at its first step; remove it", (-1,))
-}
 
 # By the dotted path of the section that the keys stand in.
 BY_SECTION: dict[str, dict[str, Key]] = {
     "": TOP_LEVEL,
-    "aio": AIO,
-    "bf16": BF16,
-    "fp16": FP16,
-    "optimizer": OPTIMIZER,
-    "optimizer.params": ADAM_PARAMS,
-    "scheduler.params": CYCLE | _LAST,
-    "zero_optimization": ZERO,
-    "zero_optimization.offload_optimizer": OFFLOAD_OPTIMIZER,
-    "zero_optimization.offload_param": OFFLOAD_PARAM,
+    "aio": {
+        "use_gds": Key("is not supported: it needs NVIDIA's GPUDirect Storage; remove it", (False,))
+    },
+    "bf16": {
+        "bf16_master_weights_and_grads": Key(_MASTERS, (False,)),
+        "bf16_optimizer_states": Key(_MASTERS, (False,)),
+        "check_grad_overflow": Key(
+            "must be true: a gradient that is not finite stops the run; remove it", (True,)
+        ),
+        "immediate_grad_update": Key(_OWN_LOOP, (False,)),
+    },
+    "fp16": {
+        "auto_cast": _either("what goes into the model are token ids"),
+        "fp16_master_weights_and_grads": Key(_MASTERS, (False,)),
+    },
+    "optimizer": {"legacy_fusion": Key("is for LAMB, which is not supported; remove it", (False,))},
+    "optimizer.params": {
+        "adam_w_mode": Key(
+            "must be true: weight decay is decoupled, as in AdamW; remove it", (True,)
+        ),
+        "amsgrad": Key("is not supported: DeepSpeed's Adams do not have it; remove it", (False,)),
+        "bias_correction": Key(
+            "must be true: the moments' bias is always corrected; remove it", (True,)
+        ),
+        "foreach": Key("is not used: torch chooses the fastest implementation; remove it", (None,)),
+        "fp32_optimizer_states": Key(_MASTERS.replace("possible", "a choice"), (True,)),
+        "fused": Key("is not used: it is on wherever the device has it; remove it", (None,)),
+        "max_grad_norm": Key("is not used; set gradient_clipping", (None, 0)),
+    },
+    "scheduler.params": {
+        "cycle_min_mom": Key("is not used: the betas are constant; remove it", (0.8,)),
+        "cycle_max_mom": Key("is not used: the betas are constant; remove it", (0.9,)),
+        "decay_mom_rate": Key("is not used: the betas are constant; remove it", (0,)),
+        # Resuming is parallel3d's, not the file's.
+        "last_batch_iteration": Key(
+            "is not used: a run starts at its first step; remove it", (-1,)
+        ),
+    },
+    "zero_optimization": {
+        "compute_grad_norm": Key(
+            "must be true: each step reports its gradient norm; remove it", (True,)
+        ),
+        "cpu_offload": Key(
+            'is deprecated; use "offload_optimizer": {"device": "cpu"}', (False, None)
+        ),
+        "cpu_offload_param": Key(
+            'is deprecated; use "offload_param": {"device": "cpu"}', (False, None)
+        ),
+        "cpu_offload_use_pin_memory": Key(
+            "is deprecated, DeepSpeed does not read it; use offload_optimizer.pin_memory", (None,)
+        ),
+        "elastic_checkpoint": Key(_CHECKPOINT, (False,)),
+        "leaf_module": Key(
+            "is not used: no layer is a leaf to ZeRO-3; use stage3_module_granularity_threshold",
+            items=dict.fromkeys(("classes", "names", "name_suffixes"), ([],)),
+        ),
+        "legacy_stage1": Key(
+            "is the old stage 1, which DeepSpeed no longer has; remove it", (False,)
+        ),
+        "load_from_fp32_weights": Key(_CHECKPOINT, (True,)),
+        "memory_efficient_linear": _either("parallel3d's own linear layers save that memory"),
+        "mics_hierarchical_params_gather": Key(f"{_REMOVED}; remove it", (False,)),
+        "mics_shard_size": Key(f"{_REMOVED}; remove it", (-1,)),
+        "pipeline_loading_checkpoint": Key(_CHECKPOINT, (False,)),
+        "round_robin_gradients": Key(
+            "is not possible: with it DeepSpeed 0.19.8 reads fp32 weights from wrong places "
+            "(link_hp_params), so what is saved would be wrong; remove it",
+            (False,),
+        ),
+        "save_muon_momentum_buffer_in_memory": Key("has no effect on Adam; remove it", (False,)),
+        "stage3_gather_16bit_weights_on_model_save": _either(_SAVED),
+        "stage3_gather_fp16_weights_on_model_save": _either(_SAVED),
+        "zenflow": Key(
+            "is not possible: it steps on stale gradients, so results change; remove it", (None,)
+        ),
+        "zero_hpz_partition_size": Key(
+            "is part of ZeRO++, whose groups are neighbouring ranks, not a stage's; remove it",
+            (1,),
+        ),
+        "zero_quantized_gradients": Key(f"{_QUANTISED}; remove it", (False,)),
+        "zero_quantized_nontrainable_weights": Key(f"{_QUANTISED}; remove it", (False,)),
+        "zero_quantized_weights": Key(f"{_QUANTISED}; remove it", (False,)),
+        "zeropp_loco_param": Key(f"{_REMOVED}; remove it", (None,)),
+    },
+    "zero_optimization.offload_optimizer": {
+        "cpuadam_cores_perc": Key(
+            "belongs to super_offload, which is not supported; remove it", (0.8,)
+        ),
+        "ratio": Key(_ALL_OFFLOADED, (1,)),
+        "super_offload": Key(
+            "is not supported: it is for one kind of chip (GH200); remove it", (False,)
+        ),
+    },
 }
+# Why values are refused, by the path of the block and by the key.
+REASONS = {
+    section: {name: key.reason for name, key in keys.items()}
+    for section, keys in BY_SECTION.items()
+} | {name: key.reasons for name, key in TOP_LEVEL.items() if key.reasons}

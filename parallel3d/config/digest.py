@@ -3,8 +3,8 @@
 import json
 from collections.abc import Iterable
 from hashlib import blake2b
-from typing import Any
 
+from parallel3d.base import reader
 from parallel3d.config.run import RunConfig
 
 # What says where and how a run is written, how far this time, and how fast, not what is trained.
@@ -42,10 +42,8 @@ def digest_of(config: RunConfig, also: Iterable[str] = ()) -> str:
     # Until the next release, runs are found that were begun before this setting was removed.
     values["parallel3d"]["train"]["check_layers"] = True
     for path in (*_APART, *also):
-        *blocks, name = path.split(".")
-        place: Any = values
-        for block in blocks:
-            place = place.get(block) or {}
-        if isinstance(place, dict):
-            place.pop(name, None)
+        section, _, name = path.rpartition(".")
+        block = reader.at(values, section)
+        if isinstance(block, dict):
+            block.pop(name, None)
     return blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=16).hexdigest()

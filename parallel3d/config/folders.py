@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Strict
 
 from parallel3d import models
 from parallel3d.base import own_folders
+from parallel3d.base.reader import at
 from parallel3d.base.section import PathText
 from parallel3d.schedule import schedules
 
@@ -32,10 +33,8 @@ def look_into(raw: dict[str, Any]) -> None:
 
     What names no folder is passed over here, and refused with all else that is wrong.
     """
-    block = raw.get("parallel3d")
-    run = block.get("run") if isinstance(block, dict) else None
     for name, (package, variable, _) in _KINDS.items():
-        folders = run.get(name) if isinstance(run, dict) else None
+        folders = at(raw, f"parallel3d.run.{name}")
         for folder in folders if isinstance(folders, list) else ():
             if isinstance(folder, str) and "\0" not in folder and Path(folder).is_dir():
                 own_folders.add(folder, package.__path__, variable)

@@ -8,13 +8,11 @@ taken.
 import json
 import os
 from collections.abc import Mapping
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, model_validator
+from pydantic import AfterValidator, Field, ValidationError, ValidationInfo
 
 from parallel3d.base import explain, reader
 from parallel3d.base.errors import ConfigError
@@ -50,14 +48,6 @@ class Figure(Section):
     source: str = Field(min_length=1)
     """The document that states it."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _has_source(cls, raw: Any) -> Any:
-        if isinstance(raw, (dict, cls)):
-            return raw
-        rule, remedy = "is no figure", 'write {"value": the number, "source": "where it is from"}'
-        raise Problems([Problem("", raw, rule, remedy)])
-
 
 def _whole(figure: Figure) -> Figure:
     if not figure.value.is_integer():
@@ -73,17 +63,12 @@ def _fraction(figure: Figure) -> Figure:
 
 
 def _known(names: tuple[str, ...]) -> AfterValidator:
-    """Refuses a table with other keys than `names`; the nearest is named."""
+    """Refuses a table with other keys than `names`."""
 
     def check(table: Mapping[str, Figure]) -> Mapping[str, Figure]:
-        problems = []
-        for name in table:
-            if name not in names:
-                near = get_close_matches(name, names, n=1)
-                known = f'the nearest one is "{near[0]}"' if near else f"use {', '.join(names)}"
-                problems.append(Problem(name, ABSENT, "is none of the keys here", known))
-        if problems:
-            raise Problems(problems)
+        rule, remedy = "is none of the keys here", f"use {', '.join(names)}"
+        if unknown := [Problem(n, ABSENT, rule, remedy) for n in table if n not in names]:
+            raise Problems(unknown)
         return table
 
     return AfterValidator(check)
@@ -206,17 +191,13 @@ def load(name: str, place: str = "parallel3d.run.hardware") -> Hardware:
     A path ends in .json. Raises ConfigError, which says that the name stands at `place`, if none is
     described.
     """
-    if name.endswith(".json"):
-        if (known := name.removesuffix(".json")) not in names():
-            return _at(Path(name))
-        name = known
-    wanted = name.lower()
-    for known in names():
-        if known.lower() == wanted:
-            return _read(known)
-    for known in names():
-        if wanted in _read(known).aliases:
-            return _read(known)
+    if name.endswith(".json") and name.removesuffix(".json") not in names():
+        return _at(Path(name))
+    name = name.removesuffix(".json")
+    wanted, known = name.lower(), names()
+    described = [n for n in known if n.lower() == wanted]
+    for found in described or [n for n in known if wanted in _at(_files()[n]).aliases]:
+        return _at(_files()[found])
     if wanted == THIS_MACHINE:
         raise ConfigError(
             f'{place} = "{THIS_MACHINE}": is not measured yet; run '
@@ -225,27 +206,11 @@ def load(name: str, place: str = "parallel3d.run.hardware") -> Hardware:
     auto = '"auto" or ' if "." in place else ""
     raise ConfigError(
         f"{place} = {json.dumps(name)}: is not described; use {auto}one of: "
-        f"{', '.join(names())}; or the path of a file like those in configs/hardware"
+        f"{', '.join(known)}; or the path of a file like those in configs/hardware"
     )
 
 
-def _read(name: str) -> Hardware:
-    return _at(_files()[name])
-
-
 def _at(path: Path) -> Hardware:
-    try:
-        written = path.stat().st_mtime_ns
-    except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(
-            f"cannot read {path}: {why}; give the path of a file like those in configs/hardware"
-        ) from None
-    return _parse(path, written)
-
-
-@lru_cache(maxsize=64)
-def _parse(path: Path, written: int) -> Hardware:
     raw = reader.read(path)
     try:
         return Hardware.model_validate(raw, context="file")

@@ -25,36 +25,34 @@ Tracker = Literal[
     "trackio",
 ]
 Trackers = Annotated[tuple[Tracker, ...], Strict(False)]
-_ENABLED = "Whether the block is on; one that is off may hold anything."
 
 
-class TensorBoardConfig(Section):
+class Switched(Section):
+    """A block that says nothing unless it is switched on."""
+
+    enabled: bool = False
+    """Whether the block is on; one that is off may hold anything."""
+
+
+class TensorBoardConfig(Switched):
     """TensorBoard's files, as DeepSpeed places them: in <output_path>/<job_name>."""
 
-    enabled: bool = Field(default=False, description=_ENABLED)
     output_path: PathText = ""
     """Folder, relative to the working directory."""
     job_name: PathText = "DeepSpeedJobName"
     """Folder in it."""
 
 
-class CsvMonitorConfig(Section):
+class CsvMonitorConfig(TensorBoardConfig):
     """One csv file for each metric, as DeepSpeed writes them: <output_path>/<job_name>/<name>.csv.
 
     The names are those of metrics.jsonl, and a row is `step,value`.
     """
 
-    enabled: bool = Field(default=False, description=_ENABLED)
-    output_path: PathText = ""
-    """Folder, relative to the working directory."""
-    job_name: PathText = "DeepSpeedJobName"
-    """Folder in it."""
 
-
-class WandbConfig(Section):
+class WandbConfig(Switched):
     """Weights & Biases; WANDB_MODE=offline keeps the run on disk."""
 
-    enabled: bool = Field(default=False, description=_ENABLED)
     group: str | None = None
     """The group of runs that this one belongs to."""
     team: str | None = None
@@ -63,10 +61,9 @@ class WandbConfig(Section):
     """The project."""
 
 
-class CometConfig(Section):
+class CometConfig(Switched):
     """Comet; null leaves a setting to Comet's own file and environment."""
 
-    enabled: bool = Field(default=False, description=_ENABLED)
     samples_log_interval: int = Field(default=100, ge=0)
     """Samples after which a metric is sent again."""
     project: str | None = None
@@ -85,10 +82,9 @@ class CometConfig(Section):
     """Whether to go on with an experiment, or to make one."""
 
 
-class FlopsProfilerConfig(Section):
+class FlopsProfilerConfig(Switched):
     """A table of FLOPs after a step: parallel3d's own count, which MFU uses, not DeepSpeed's."""
 
-    enabled: bool = Field(default=False, description=_ENABLED)
     profile_step: int = Field(default=1, gt=0)
     """The step after which it is printed, counted from 1."""
     detailed: bool = True
@@ -103,10 +99,9 @@ class FlopsProfilerConfig(Section):
     """Not used: what is computed again is not counted, as in MFU."""
 
 
-class CommsLoggerConfig(Section):
+class CommsLoggerConfig(Switched):
     """A table of one step's communication: calls and bytes, by group and operation."""
 
-    enabled: bool = Field(default=False, description=_ENABLED)
     prof_all: bool = True
     """Count every operation; false: those in prof_ops."""
     prof_ops: Strings = ()

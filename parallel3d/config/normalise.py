@@ -8,6 +8,7 @@ What it leaves is checked strictly, so what is not accepted here is refused ther
 from copy import deepcopy
 from typing import Any
 
+from parallel3d.base.reader import at
 from parallel3d.base.section import ABSENT
 from parallel3d.config import auto, folders, pretrained
 from parallel3d.config.deepspeed_keys import BY_SECTION
@@ -19,8 +20,13 @@ _OLD_NAMES = (
     ("zero_optimization", "cpu_offload", "offload_optimizer", {"device": "cpu"}),
     ("zero_optimization", "cpu_offload_param", "offload_param", {"device": "cpu"}),
 )
-# DeepSpeed writes null for "none".
-_NULLABLE = ("offload_optimizer", "offload_param")
+# Where null means what a missing key means: section and key.
+_NULLABLE = (
+    ("", "steps_per_print"),
+    ("", "scheduler"),
+    ("zero_optimization", "offload_optimizer"),
+    ("zero_optimization", "offload_param"),
+)
 
 
 def normalise(raw: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -28,29 +34,22 @@ def normalise(raw: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     raw, notes = _without_comments(raw), []
     if "zero_optimization" not in raw:
         notes.append("zero_optimization: not there = stage 0, DeepSpeed's default: no sharding")
-    zero = raw.get("zero_optimization")
-    if isinstance(zero, dict):
-        for name in _NULLABLE:
-            if name in zero and zero[name] is None:
-                del zero[name]
+    for section, name in _NULLABLE:
+        block = _block(raw, section)
+        if block.get(name, ABSENT) is None:
+            del block[name]
     for name in SWITCHED:
         block = raw.get(name, ABSENT)
         if block is None or (isinstance(block, dict) and block.get("enabled", False) is False):
             del raw[name]
-    if "steps_per_print" in raw and raw["steps_per_print"] is None:
-        del raw["steps_per_print"]
-    for path, old, new, meaning in _OLD_NAMES:
-        block = _block(raw, path)
-        if block is not None and old in block and new not in block:
-            if meaning is None:
-                block[new] = block.pop(old)
-            elif block[old] is True:
-                block[new] = dict(meaning)
-                del block[old]
-    for path, keys in BY_SECTION.items():
-        block = _block(raw, path)
-        for name in keys.keys() & (block or {}).keys():
-            assert block is not None
+    for section, old, new, meaning in _OLD_NAMES:
+        block = _block(raw, section)
+        if old in block and new not in block and (meaning is None or block[old] is True):
+            value = block.pop(old)
+            block[new] = value if meaning is None else dict(meaning)
+    for section, keys in BY_SECTION.items():
+        block = _block(raw, section)
+        for name in keys.keys() & block.keys():
             left = keys[name].refused(block.pop(name))
             if left is not ABSENT:
                 block[name] = left
@@ -74,8 +73,7 @@ def _without_comments(raw: dict[str, Any]) -> dict[str, Any]:
     return theirs | ours
 
 
-def _block(raw: dict[str, Any], path: str) -> dict[str, Any] | None:
-    block: Any = raw
-    for name in path.split(".") if path else []:
-        block = block.get(name) if isinstance(block, dict) else None
-    return block if isinstance(block, dict) else None
+def _block(raw: dict[str, Any], path: str) -> dict[str, Any]:
+    """The block at a dotted path of `raw`; an empty one of its own where there is none."""
+    block = at(raw, path)
+    return block if isinstance(block, dict) else {}

@@ -1,12 +1,12 @@
 """The "parallel3d" block: mesh, pipeline, model, data, training and where a run is written."""
 
-import unicodedata
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, Strict, WrapValidator
 
 from parallel3d import models
-from parallel3d.base.section import ABSENT, PathText, Problem, Problems, Section
+from parallel3d.base.section import Choice, PathText, Section
 from parallel3d.config import hardware
 from parallel3d.config.data import DataConfig
 from parallel3d.config.folders import ModelFolders, ScheduleFolders
@@ -17,6 +17,13 @@ from parallel3d.schedule.sharding import Weights
 Positive = Annotated[int, Field(gt=0)]
 _LONGEST_NAME = 100  # characters; file systems take 255 bytes, of which "-2" or a suffix need some
 PLAN: Literal["plan"] = "plan"  # in place of a mesh: the planner's first row
+# A block that a message gives to be pasted where it is missing.
+_SIZES = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+EXAMPLE = {
+    "model": {"family": "gpt"} | _SIZES,
+    "data": {"sequence_length": 128},
+    "train": {"steps": 100},
+}
 Fixable = Literal[
     "zero_stage",
     "offload",
@@ -26,6 +33,7 @@ Fixable = Literal[
     "gradient_reduction",
     "weights",
 ]
+FAMILY = Choice("family", "model family", models.families, models.config_class)
 # pp and tp cannot be derived from the number of processes, so their "auto" means 1.
 OneIfAuto = Annotated[Positive, BeforeValidator(lambda value: 1 if value == "auto" else value)]
 
@@ -38,21 +46,16 @@ def _known_schedule(name: str) -> str:
 
 
 def _plain_name(name: str) -> str:
-    """A name that is one folder everywhere, and no option on a command line."""
-    size = len(name.encode(errors="replace"))
-    if "/" in name or "\\" in name or not name.strip():
-        raise ValueError("must be a plain name; write it without / and \\")
-    if name in (".", ".."):
-        raise ValueError("is no folder of its own; use a name with letters or digits, as in run-1")
-    if name.startswith("-"):
-        raise ValueError("begins as an option does; begin it with a letter or a digit")
-    if name.endswith(".lock"):
-        raise ValueError("ends as the lock of another run does; leave the ending out")
-    if hidden := next((c for c in name if unicodedata.category(c)[0] in "CZ" and c != " "), ""):
-        raise ValueError(f"holds the invisible character U+{ord(hidden):04X}; write it without")
-    if len(name) > _LONGEST_NAME or size > 2 * _LONGEST_NAME:
-        long = f"is {len(name)} characters ({size} bytes) long"
-        raise ValueError(f"{long}; use at most {_LONGEST_NAME} ({2 * _LONGEST_NAME} bytes)")
+    """A name that is one folder everywhere, no option on a command line, and no lock's."""
+    fits = 0 < len(name.strip()) <= len(name) <= _LONGEST_NAME
+    fits = fits and len(name.encode(errors="replace")) <= 2 * _LONGEST_NAME
+    strange = not name.isprintable() or name in (".", "..") or name.endswith(".lock")
+    if not fits or strange or not re.match(r"[^-/\\][^/\\]*$", name):
+        raise ValueError(
+            "must be a plain name; write one with letters or digits, as in run-1: no / and \\, "
+            "no - in front, nothing invisible, no .lock at the end, "
+            f"{_LONGEST_NAME} characters ({2 * _LONGEST_NAME} bytes) at most"
+        )
     return name
 
 
@@ -61,20 +64,6 @@ def _known_hardware(name: str) -> str:
     if name not in ("auto", *known):
         raise ValueError(f'is not described in configs/hardware; use "auto", {", ".join(known)}')
     return name
-
-
-def _family_config(value: Any) -> Any:
-    """The model section, by the family's own `Config`."""
-    if isinstance(value, Section):
-        return value
-    if not isinstance(value, dict):
-        raise ValueError("must be a block of settings; write {...}")
-    family = value.get("family", ABSENT)
-    if family not in models.families():
-        path = "family"
-        known = ", ".join(models.families())
-        raise Problems([Problem(path, family, "names no model family", f"use one of: {known}")])
-    return models.config_class(family).model_validate(value)
 
 
 def _mesh_or_plan(value: Any, _: Any) -> Any:
@@ -282,7 +271,7 @@ class Parallel3DConfig(Section):
     """What the planner may choose."""
     pipeline: PipelineConfig = PipelineConfig()
     """How microbatches flow through the stages."""
-    model: Annotated[Any, PlainValidator(_family_config)]
+    model: Annotated[Any, PlainValidator(FAMILY)]
     """The model: its family, and that family's own settings."""
     data: DataConfig
     """The corpus."""

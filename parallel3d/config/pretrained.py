@@ -7,28 +7,30 @@ weights they began from, and read nothing of the folder again.
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
-from errno import ENAMETOOLONG
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
+from parallel3d.base import reader
 from parallel3d.base.errors import ConfigError
 from parallel3d.base.network import why_unreachable
 from parallel3d.base.section import Problem, Problems
 from parallel3d.models import pretrained
 
 KEY = "from_pretrained"
-_PATH = f"parallel3d.model.{KEY}"
+PATH = f"parallel3d.model.{KEY}"
 _DOWNLOAD = "download it where there is a network, and give that folder"
-_MOST_BYTES = 2**24  # of a config.json
-_MOST_HEADER = 10**8  # the limit of the safetensors library, in bytes
 _SAMPLE = 2**16  # bytes of a file of weights that its digest reads, at each end
 # What a config needs of a model on the hub; its weights are fetched when they are loaded.
 SETTINGS = (
     *("config.json", "generation_config.json", "*tokenizer*", "*.model", "merges.txt"),
     *("vocab.*", "special_tokens_map.json", "added_tokens.json", "chat_template*"),
 )
+_SHARD = re.compile(r"[^/\\\x00-\x1f]{1,240}\.safetensors")
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 
 
@@ -39,14 +41,11 @@ def fill(raw: dict[str, Any], beneath: Mapping[str, Any] | None = None) -> list[
     Raises ConfigError for a folder that is none, a model that no family can be, and settings that
     contradict it.
     """
-    block = raw.get("parallel3d")
-    model = block.get("model") if isinstance(block, dict) else None
-    name = model.get(KEY) if isinstance(model, dict) else None
-    if not (isinstance(block, dict) and isinstance(model, dict) and isinstance(name, str)):
+    name, model = reader.at(raw, PATH), reader.at(raw, "parallel3d.model")
+    if not isinstance(name, str):
         return []
     folder, record = _found(name)
-    data = block.get("data")
-    length = data.get("sequence_length") if isinstance(data, dict) else None
+    length = reader.at(raw, "parallel3d.data.sequence_length")
     config = read_config(folder)
     fixed = derived(folder, config, length if type(length) is int else None)
     chosen = {key: value for key, value in model.items() if key != KEY}
@@ -58,24 +57,16 @@ def fill(raw: dict[str, Any], beneath: Mapping[str, Any] | None = None) -> list[
         chosen = {key: value for key, value in beneath.items() if key in free} | chosen
         gone = [key for key in beneath if key not in free]
         notes += [f"model: {', '.join(gone)} of the config give way to {name}"] if gone else []
-    block["model"] = {**chosen, **fixed, KEY: record}
+    raw["parallel3d"]["model"] = {**chosen, **fixed, KEY: record}
     return [*notes, *_dropouts(config, fixed, chosen)]
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The object in a folder's config.json. Raises ConfigError."""
     path = folder / "config.json"
-    try:
-        with open(path, "rb") as file:
-            found = json.loads(file.read(_MOST_BYTES))
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: is missing; name a folder that transformers can load") from None
-    except (OSError, ValueError, RecursionError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not JSON"
-        raise ConfigError(f"{path}: cannot be read: {why}; download it again") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path}: is not one object; download it again")
-    return found
+    if not os.path.isfile(path):
+        raise ConfigError(f"{path}: is missing; name a folder that transformers can load")
+    return reader.read(path)
 
 
 def derived(folder: Path, config: Mapping[str, Any], length: int | None = None) -> dict[str, Any]:
@@ -93,26 +84,17 @@ def weight_files(folder: Path) -> list[Path]:
 
     Raises ConfigError where there is none, or not every one, and for weights that are pickled.
     """
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     try:
-        return _weight_files(folder)
+        if index.is_file():
+            shards = _shards(index)
+            if missing := next((path for path in shards if not path.is_file()), None):
+                raise ConfigError(f"{missing}: is missing, and in the index; download it")
+            return shards
+        if single.is_file():
+            return [single]
     except OSError as error:
         raise _unreadable(Path(error.filename or folder), error) from None
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            shards = _shards(index)
-        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-            why = "it is nested too deeply" if isinstance(error, RecursionError) else error
-            raise ConfigError(f"{index}: is no index ({why}); download it again") from None
-        for path, is_there in shards.items():
-            if not is_there:
-                raise ConfigError(f"{path}: is missing, and in the index; download it")
-        return list(shards)
-    if (folder / "model.safetensors").is_file():
-        return [folder / "model.safetensors"]
     if pickled := sorted([*folder.glob("*.bin"), *folder.glob("*.pt*"), *folder.glob("*.ckpt")]):
         raise ConfigError(
             f"{folder} has its weights as {pickled[0].name}, which is pickled and never read; "
@@ -122,23 +104,15 @@ def _weight_files(folder: Path) -> list[Path]:
     raise ConfigError(f"{folder}: has no model.safetensors, and no index of shards; download it")
 
 
-def _shards(index: Path) -> dict[Path, bool]:
-    """The files that an index names, in order, and whether they are there; raises what it meets."""
-    found = {}
-    for name in sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())):
-        if Path(name).name != name or name in ("", ".."):
-            raise ValueError("it names a file of another folder")
-        shown = repr(name if len(name) <= 60 else f"{name[:60]}...")
-        if not name.isprintable():
-            raise ValueError(f"it names {shown}, which holds what cannot be typed")
-        path = index.with_name(name)
-        try:
-            found[path] = path.is_file()
-        except OSError as error:
-            if error.errno != ENAMETOOLONG:
-                raise
-            raise ValueError(f"it names {shown}: {error.strerror}") from None
-    return found
+def _shards(index: Path) -> list[Path]:
+    """The files that an index names, in order; raises ConfigError for one that is no index."""
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        if strange := [name for name in names if not _SHARD.fullmatch(name)]:
+            raise ValueError(f"it names {strange[0][:60]!r}, which is no shard of this folder")
+    except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{index}: is no index ({error}); download it again") from None
+    return [index.with_name(name) for name in names]
 
 
 def digest_of(folder: Path) -> str:
@@ -149,29 +123,20 @@ def digest_of(folder: Path) -> str:
     digest = blake2b(digest_size=16)
     for path in weight_files(folder):
         try:
+            with safe_open(path, "numpy"):  # refuses what has no sound header
+                size = path.stat().st_size
             with open(path, "rb") as file:
                 start = file.read(8)
-                header = int.from_bytes(start, "little")
-                size = path.stat().st_size
-                _check_header(path, header, size)
                 digest.update(f"{path.name}\0{size}\0".encode() + start)
-                digest.update(file.read(header + _SAMPLE))
+                digest.update(file.read(int.from_bytes(start, "little") + _SAMPLE))
                 file.seek(max(0, size - _SAMPLE))
                 digest.update(file.read(_SAMPLE))
         except OSError as error:
             raise _unreadable(path, error) from None
+        except SafetensorError as error:
+            why = f"is no sound file of safetensors ({error})"
+            raise ConfigError(f"{path}: {why}; download it again") from None
     return digest.hexdigest()
-
-
-def _check_header(path: Path, header: int, size: int) -> None:
-    """Raise ConfigError for a header longer than its file of `size` bytes, or than the format's."""
-    if size < 8:
-        why = f"it has {size} bytes, and 8 come before its header"
-    elif header > min(size - 8, _MOST_HEADER):
-        why = f"its header claims {header:,} of the {size:,} bytes"
-    else:
-        return
-    raise ConfigError(f"{path}: is no sound file of safetensors ({why}); download it again")
 
 
 def _unreadable(path: Path, error: OSError) -> ConfigError:
@@ -182,21 +147,17 @@ def _unreadable(path: Path, error: OSError) -> ConfigError:
 def _found(name: str) -> tuple[Path, dict[str, Any]]:
     """A folder of this machine, or what the hub has under a name; and what is recorded of it."""
     known = "name one that holds config.json, or a model on the hub"
-    try:
-        path = Path(name).expanduser()
-        is_folder, is_there = path.is_dir(), path.exists()
-    # Too long a name, a folder that may not be searched, the home of nobody.
-    except (OSError, RuntimeError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else str(error).rstrip(".")
-        raise Problems([Problem(_PATH, name, f"cannot be looked up ({why})", known)]) from None
-    if is_folder:
+    if not name.isprintable():
+        raise Problems([Problem(PATH, name, "holds what cannot be typed", known)])
+    path = Path(os.path.expanduser(name))
+    if os.path.isdir(path):  # which a name is not that no file system takes
         folder = path.resolve()
         return folder, {"folder": str(folder), "weights": digest_of(folder)}
-    if is_there:
+    if os.path.exists(path):
         rule, remedy = "is a file", f"name its folder, {str(path.parent)!r}"
-        raise Problems([Problem(_PATH, name, rule, remedy)])
+        raise Problems([Problem(PATH, name, rule, remedy)])
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-        raise Problems([Problem(_PATH, name, "is no folder", known)])
+        raise Problems([Problem(PATH, name, "is no folder", known)])
     owner, _, revision = name.partition("@")
     folder = downloaded(owner, revision or None, SETTINGS)
     return folder, {"folder": owner, "revision": folder.name}
@@ -207,10 +168,13 @@ def downloaded(name: str, revision: str | None, patterns: tuple[str, ...]) -> Pa
 
     Its name is the revision's. Raises ConfigError at once where the hub cannot be asked.
     """
+    from huggingface_hub import constants
+
     why = why_unreachable()
-    if why and not os.path.isdir(_hub_cache() / f"models--{name.replace('/', '--')}"):
+    cache = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
+    if why and not os.path.isdir(cache):
         rule = f"is no folder here, and the hub cannot be asked: {why}"
-        raise Problems([Problem(_PATH, name, rule, _DOWNLOAD)])
+        raise Problems([Problem(PATH, name, rule, _DOWNLOAD)])
     # After the question: to import it takes a second.
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
@@ -221,7 +185,6 @@ def downloaded(name: str, revision: str | None, patterns: tuple[str, ...]) -> Pa
             name,
             revision=revision,
             allow_patterns=list(patterns),
-            cache_dir=_hub_cache(),
             local_files_only=bool(why),
         )
     # Broad: what goes wrong comes as it is, of the network, of the name, of the disk.
@@ -229,18 +192,10 @@ def downloaded(name: str, revision: str | None, patterns: tuple[str, ...]) -> Pa
         lines = str(error).strip().splitlines()
         reason = why or (lines[0] if lines else type(error).__name__)
         rule = f"cannot be had of the hub, or of its cache here ({reason})"
-        raise Problems([Problem(_PATH, name, rule, _DOWNLOAD)]) from None
+        raise Problems([Problem(PATH, name, rule, _DOWNLOAD)]) from None
     finally:
         enable_progress_bars()
     return Path(found)
-
-
-def _hub_cache() -> Path:
-    """Where huggingface_hub keeps what it has fetched, by its own rule."""
-    home = os.environ.get("HF_HOME") or Path(
-        os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface"
-    )
-    return Path(os.environ.get("HF_HUB_CACHE") or Path(home, "hub")).expanduser()
 
 
 def _contradictions(

@@ -1,14 +1,13 @@
 """The whole config of a run: what DeepSpeed's file holds, plus the "parallel3d" block."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PlainValidator, PrivateAttr, ValidationError
 
 from parallel3d.base import explain, reader
-from parallel3d.base.section import Beyond, Problem, Problems, Section, Size
-from parallel3d.config import arithmetic, checks, examples
-from parallel3d.config.beyond import BEYOND
+from parallel3d.base.section import Problem, Problems, Section, Size
+from parallel3d.config import arithmetic, auto, checks, deepspeed, deepspeed_keys, parallel3d_block
 from parallel3d.config.command_line import apply_overrides
 from parallel3d.config.data import DataConfig
 from parallel3d.config.deepspeed import (
@@ -18,7 +17,6 @@ from parallel3d.config.deepspeed import (
     OptimizerConfig,
     ZeroConfig,
 )
-from parallel3d.config.fitted import fit
 from parallel3d.config.monitors import (
     CometConfig,
     CommsLoggerConfig,
@@ -38,13 +36,22 @@ from parallel3d.config.parallel3d_block import (
     Positive,
     TrainConfig,
 )
-from parallel3d.config.scheduler import scheduler_section
+from parallel3d.config.scheduler import SCHEDULER
+
+# Settings of the release before, with what to do without them; to be dropped in the next.
+_REMOVED = {
+    "parallel3d.train": {
+        "check_layers": "was removed with the check of layers at the start; remove it, and run "
+        "`parallel3d verify`, which compares them with one process"
+    }
+}
 
 
 class RunConfig(Section):
     """One ds.json: DeepSpeed's keys with DeepSpeed's meaning, and the "parallel3d" block."""
 
-    beyond: ClassVar[Beyond] = BEYOND
+    refused: ClassVar[Mapping[str, Mapping[str, str]]] = _REMOVED | deepspeed_keys.REASONS
+    autos: ClassVar[Sequence[str]] = [rule.path for rule in auto.RULES]
 
     train_batch_size: Positive | None = None
     """Samples in a step: micro batch x accumulation x dp. Of the three, what is not given is
@@ -80,13 +87,15 @@ class RunConfig(Section):
     the bytes; microbatches add up in fp32 before, and so does what is partial or tied."""
     aio: AioConfig = AioConfig()
     """Input and output of NVMe offload."""
-    optimizer: OptimizerConfig = Field(examples=[examples.OPTIMIZER, examples.OPTIMIZER_OPTION])
+    optimizer: OptimizerConfig = Field(
+        examples=[deepspeed.EXAMPLE, "--optimizer.params.lr 3e-4 on the command line"]
+    )
     """The optimizer and its parameters."""
-    scheduler: Annotated[Any, PlainValidator(scheduler_section)] = None
+    scheduler: Annotated[Any, PlainValidator(SCHEDULER)] = None
     """DeepSpeed's schedule of the learning rate, in place of parallel3d.train.lr_schedule."""
     zero_optimization: ZeroConfig = ZeroConfig(stage=0)
     """Sharding of the training state, and offload; without the block stage 0, as in DeepSpeed."""
-    parallel3d: Parallel3DConfig = Field(examples=[examples.PARALLEL3D])
+    parallel3d: Parallel3DConfig = Field(examples=[parallel3d_block.EXAMPLE])
     """Everything that is not DeepSpeed's."""
 
     _notes: tuple[str, ...] = PrivateAttr(default=())
@@ -292,7 +301,7 @@ class RunConfig(Section):
 
     def _fitted(self) -> "RunConfig":
         """This config with what sets the learning rate fitted to its length, if that is known."""
-        train, scheduler, notes = fit(self.train, self.scheduler)
+        train, scheduler, notes = arithmetic.fit(self.train, self.scheduler)
         block = self.parallel3d.model_copy(update={"train": train})
         config = self.model_copy(update={"parallel3d": block, "scheduler": scheduler})
         config._notes = (*self._notes, *notes)

@@ -10,9 +10,8 @@ if torch.accelerator.current_accelerator() is None:  # this build of torch knows
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 from parallel3d.engine.construction import building, writing
-from parallel3d.engine.engine import Engine, StepResult
+from parallel3d.engine.engine import Engine, ForwardEngine, StepResult, forward_settings
 from parallel3d.engine.engine_settings import EngineSettings
-from parallel3d.engine.forward import ForwardEngine, forward_settings
 from parallel3d.engine.states import KINDS, OptimizerStates, ParameterPiece
 from parallel3d.engine.swap import remove_folders as remove_swap_folders
 from parallel3d.tensor.held import HeldParameter

@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -77,14 +77,12 @@ def building(
     deepspeed.init_distributed(dist_init_required=False)
     swapper = getattr(beside, "nvme_swapper", None)
     if settings.offload_param == "nvme" and swapper is None:
-        operators.load_async_io(mesh, say)
         nvme.read_through_buffers()
         nvme.refuse_small_buffers()
         nvme.copy_out_of_buffers()
-        setting = "zero_optimization.offload_param.nvme_path"
-        options = settings.param_options
-        folder = swap.make_folder(options["nvme_path"], mesh, setting)
-        settings = replace(settings, param_options=options | {"nvme_path": str(folder)})
+        folder = make_folder(settings.param_options, "param", mesh, say)
+        options = settings.param_options | {"nvme_path": str(folder)}
+        settings = replace(settings, param_options=options)
     sharding: AbstractContextManager[Any] = deepspeed.zero.Init(
         data_parallel_group=mesh.group("dp"),
         config_dict_or_path=settings.deepspeed_config(mesh.size("dp")),
@@ -124,6 +122,18 @@ def writing(parameter: nn.Parameter) -> Iterator[tuple[Tensor, int]]:
     yield shard.data, shard.numel() * parameter.ds_process_group.rank()  # type: ignore[attr-defined]
     if swapped:
         swapper.swap_out_and_release([parameter])
+
+
+def make_folder(
+    options: Mapping[str, Any], part: str, mesh: Mesh, say: Callable[[str], None]
+) -> Path:
+    """Load what NVMe offload needs, and make an engine's own folder in the section's `nvme_path`.
+
+    `part`: "param" or "optimizer".
+    """
+    operators.load_async_io(mesh, say)
+    setting = f"zero_optimization.offload_{part}.nvme_path"
+    return swap.make_folder(options["nvme_path"], mesh, setting)
 
 
 def swap_folder(parameter: nn.Parameter) -> Path | None:

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from parallel3d.base.errors import ConfigError, TrainingError
 from parallel3d.engine import operators, swap
-from parallel3d.engine.construction import ModelParallelUnit, building, swap_folder
+from parallel3d.engine.construction import ModelParallelUnit, building, make_folder, swap_folder
 from parallel3d.engine.engine_settings import EngineSettings
 from parallel3d.engine.gathering import GatheredWeights, Layers
-from parallel3d.engine.quirks import core, fp16, masters, nvme, resume, tracing, updating
+from parallel3d.engine.quirks import core, fp16, nvme, tracing, updating
 from parallel3d.engine.reduction import Reduction
 from parallel3d.engine.states import OptimizerStates
 from parallel3d.mesh.mesh import Mesh
@@ -106,11 +106,15 @@ class Engine:
             cpu_adam=offload and operators.load_cpu_adam(mesh, say),
             device=mesh.device,
         )
-        resume.power_afresh(optimizer)
+        updating.power_afresh(optimizer)
         folder = swap_folder(first) if first is not None else None
         self._folders: list[Path] = [folder] if folder else []
         if settings.offload_optimizer == "nvme":
-            settings = self._make_folder(settings, say)
+            nvme.align_gradients()
+            folder = make_folder(settings.optimizer_options, "optimizer", mesh, say)
+            self._folders.append(folder)
+            options = settings.optimizer_options | {"nvme_path": str(folder)}
+            settings = replace(settings, optimizer_options=options)
         with core.without_muon():
             self._deepspeed, *_ = deepspeed.initialize(
                 model=self._module,
@@ -122,7 +126,7 @@ class Engine:
                 dist_init_required=False,
             )
         self._check_groups()
-        masters.share_with_weights(self._deepspeed.optimizer)
+        updating.share_with_weights(self._deepspeed.optimizer)
         if settings.overlap_update and settings.offload_optimizer == "cpu":
             updating.stage_weights(self._deepspeed.optimizer, mesh.device)
         self._finish_scale = fp16.grow_scale_after_step(self._deepspeed.optimizer)
@@ -273,15 +277,6 @@ class Engine:
         for folder in self._folders:
             swap.remove_folder(folder)
 
-    def _make_folder(self, settings: EngineSettings, say: Callable[[str], None]) -> EngineSettings:
-        """The settings with a folder of this engine's own for the optimizer on NVMe."""
-        operators.load_async_io(self.mesh, say)
-        nvme.align_gradients()
-        options, setting = settings.optimizer_options, "zero_optimization.offload_optimizer"
-        folder = swap.make_folder(options["nvme_path"], self.mesh, f"{setting}.nvme_path")
-        self._folders.append(folder)
-        return replace(settings, optimizer_options=options | {"nvme_path": str(folder)})
-
     def _check_groups(self) -> None:
         """Stages with unequal optimizer groups give a wrong norm and then hang; see them first."""
         optimizer = self._deepspeed.optimizer
@@ -293,3 +288,56 @@ class Engine:
                 f"zero_optimization.sub_group_size cuts the stages into unequal numbers of "
                 f"optimizer groups ({sorted(set(counts))}); make it larger"
             )
+
+
+class ForwardEngine:
+    """Stages of this rank, built with the same `settings`, for evaluation alone.
+
+    Parameters that are cut over dp (ZeRO-3) are gathered layer by layer, by DeepSpeed.
+    """
+
+    def __init__(self, stages: nn.Module, settings: EngineSettings, mesh: Mesh) -> None:
+        self.settings = settings
+        self._run: Any = stages.eval()
+        self._deepspeed: Any = None
+        self._folder: Path | None = None
+        if settings.shards_parameters:
+            core.bind_trace_check(mesh.group("dp"), mesh.device)
+            first = next(stages.parameters(), None)
+            self._folder = swap_folder(first) if first is not None else None
+            self._deepspeed, *_ = deepspeed.initialize(
+                model=stages,
+                config=settings.deepspeed_config(mesh.size("dp")),
+                mpu=ModelParallelUnit(mesh, "dp"),
+                dist_init_required=False,
+            )
+            self._run = self._deepspeed
+
+    def evaluate(self, stage: int, *inputs: Tensor | None) -> Tensor:
+        """Run a stage without dropout and without gradients."""
+        with torch.no_grad():
+            output: Tensor = self._run(stage, *inputs)
+        return output
+
+    def wait_for_weights(self, stage: int) -> None:
+        """Wait for nothing: DeepSpeed gathers the weights in the forward."""
+
+    def close(self) -> None:
+        """Free DeepSpeed's hooks and buffers, and remove its files."""
+        if self._deepspeed is not None:
+            self._deepspeed.destroy()
+        if self._folder is not None:
+            swap.remove_folder(self._folder)
+
+
+def forward_settings(settings: EngineSettings) -> EngineSettings:
+    """The engine's settings for stages that are only run forward.
+
+    They are cut over dp where those of the training are, and else whole.
+    """
+    stage = 3 if settings.shards_parameters else 0
+    offload = settings.offload_param if stage == 3 else "none"
+    return replace(
+        settings, zero_stage=stage, offload_optimizer="none", optimizer_options={},
+        offload_param=offload, weights="per_microbatch",
+    )  # fmt: skip

@@ -9,9 +9,10 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
+
+from parallel3d.engine.quirks import nvme
 
 Layers = Mapping[int, Sequence[nn.Module]]  # of each stage of a rank
 
@@ -40,8 +41,8 @@ class GatheredWeights:
         self._coming[stage] = handles = []
         for parameters in self._layers[stage]:
             todo = [p for p in parameters if not self._holders[p] and _is_cut(p)]
-            swapped = [p for p in todo if _on_nvme(p)]
-            if there := [p for p in todo if not _on_nvme(p)]:
+            swapped = [p for p in todo if nvme.is_on_nvme(p)]
+            if there := [p for p in todo if not nvme.is_on_nvme(p)]:
                 handles.append(there[0].all_gather_coalesced(there))  # type: ignore[attr-defined]
             while swapped:  # what they are read into are a few buffers for all
                 swapper: Any = swapped[0].nvme_swapper  # type: ignore[attr-defined]
@@ -71,8 +72,3 @@ class GatheredWeights:
 
 def _is_cut(parameter: nn.Parameter) -> bool:
     return parameter.ds_status is ZeroParamStatus.NOT_AVAILABLE  # type: ignore[attr-defined]
-
-
-def _on_nvme(parameter: nn.Parameter) -> bool:
-    shard = parameter.ds_tensor  # type: ignore[attr-defined]
-    return getattr(shard, "final_location", None) is OffloadDeviceEnum.nvme

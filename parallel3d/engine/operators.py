@@ -7,14 +7,11 @@ that was killed leaves a file named `lock`, on which torch would wait for ever.
 
 import logging
 import re
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from deepspeed.git_version_info import installed_ops
 from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder, PinMemoryBuilder
@@ -27,14 +24,9 @@ from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.pulse import rank as pulse
 
 _log = logging.getLogger(__name__)
-_ABOUT = {
-    "cpu_adam": "about 30 s",
-    "pin_memory": "about 30 s",
-    "async_io": "some minutes",
-}
+_ABOUT = {"cpu_adam": "about 30 s", "pin_memory": "about 30 s", "async_io": "some minutes"}
 _WHY = re.compile(r"\berror: |: cannot find |undefined reference")
 _LONGEST = 300  # characters of a reason: before its own words torch puts the whole command
-_LOOK_SECONDS = 1.0  # between looks for a compiler; ninja that finds nothing to do is gone sooner
 _BUILD_SECONDS = 900.0  # longer than any build takes
 
 
@@ -114,42 +106,11 @@ def _load(builder: Any, say: Callable[[str], None]) -> None:
                 f"waiting for another process that compiles DeepSpeed's {name}; if there is none, "
                 f"a build was killed: delete {lock}"
             )
+        elif not (directory / f"{name}.so").exists():
+            about = f"once for this installation; {_ABOUT[name]} on idle cores"
+            say(f"compiling DeepSpeed's {name} ({about})")
         pulse.doing(f"loading or compiling DeepSpeed's {name}")
-        with _telling_of_compiler(directory, name, say):
-            builder.load(verbose=False)
-    else:
-        builder.load(verbose=False)
-
-
-@contextmanager
-def _telling_of_compiler(directory: Path, name: str, say: Callable[[str], None]) -> Iterator[None]:
-    """Say once that an operator is compiled: at once if it never was, else when a compiler runs.
-
-    torch alone knows whether what another installation built will do, and does not say.
-    """
-    text = (
-        f"compiling DeepSpeed's {name} (once for this installation; {_ABOUT[name]} on idle cores)"
-    )
-    if not (directory / f"{name}.so").exists():
-        say(text)
-        yield
-        return
-    done = threading.Event()
-
-    def look() -> None:
-        while not done.wait(_LOOK_SECONDS):
-            with suppress(psutil.Error, OSError):  # a child that has ended
-                if any(c.cwd() == str(directory.resolve()) for c in psutil.Process().children()):
-                    say(text)
-                    return
-
-    looking = threading.Thread(target=look, daemon=True)
-    looking.start()
-    try:
-        yield
-    finally:
-        done.set()
-        looking.join()
+    builder.load(verbose=False)
 
 
 def make_optimizer(

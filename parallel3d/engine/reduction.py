@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,9 +46,8 @@ class Reduction:
                 for parameter in layer.parameters():
                     self._index.setdefault(parameter, index)
         self._last: int | None = None  # the stage whose last backward runs
-        # At ZeRO-0, which DeepSpeed does not average: what is on its way.
+        # At ZeRO-0, which DeepSpeed does not average: what is on its way, and what follows it.
         self._averages: list[Callable[[], None]] = []
-        self._averaged: Sequence[HeldParameter] = ()
         self._bucket = settings.reduce_bucket_size
         self._waiting: dict[int, HeldParameter] = {}  # of this step, not yet reduced
         self._deferred: core.DeferredReduction | None = None
@@ -114,7 +114,8 @@ class Reduction:
             return
         self._finish_average()
         self._sum(ready)
-        self._averaged = ready
+        parameters = [h.parameter for h in ready]
+        self._averages.append(partial(reducing.reduce_now, self._deepspeed, parameters))
         self._forget(ready)
 
     def _reduce(self, held: Sequence[HeldParameter]) -> None:
@@ -127,9 +128,7 @@ class Reduction:
         """Wait for what a backward has started to average, and have DeepSpeed take it over."""
         for finish in self._averages:
             finish()
-        if self._averaged:
-            reducing.reduce_now(self._deepspeed, [h.parameter for h in self._averaged])
-        self._averages, self._averaged = [], ()
+        self._averages = []
 
     def _forget(self, held: Iterable[HeldParameter]) -> None:
         for h in held:

@@ -82,20 +82,8 @@ def test_no_line_is_too_wide_and_no_cell_is_lost(table, width) -> None:
 
 def screen(monkeypatch, capsys, width: int, *arguments: str) -> str:
     monkeypatch.setenv("COLUMNS", str(width))
-    monkeypatch.setattr(
-        sys,
-        "argv",
-        [
-            "plan.py",
-            "--config",
-            "gpt2-1.5b",
-            "--hardware",
-            "a100-40gb",
-            "--devices",
-            "8",
-            *arguments,
-        ],
-    )
+    words = ["plan.py", "--config", "gpt2-1.5b", "--hardware", "a100-40gb", "--devices", "8"]
+    monkeypatch.setattr(sys, "argv", [*words, *arguments])
     assert plan.main() == plan.DONE
     return capsys.readouterr().out
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from parallel3d.base import fault
 from parallel3d.base.errors import TrainingError
 from parallel3d.checkpoint import disk
 from parallel3d.checkpoint.manifest import verify
@@ -27,7 +26,6 @@ pytestmark = pytest.mark.gloo
 
 def let_the_disk_be_full(full=True):
     os.environ["PARALLEL3D_FAULT"] = "full checkpoint.before_write 1 0"
-    fault._plan.cache_clear()
     if not full:
         del os.environ["PARALLEL3D_FAULT"]
 

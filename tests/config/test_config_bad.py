@@ -1,9 +1,14 @@
-"""Bad configs of every kind: the message names place, value, rule and remedy."""
+"""Bad configs of every kind: one line for each problem, with its place, value, rule and remedy.
+
+Each row is a kind of its own: a wording, a rule, a place that is suggested. Every key of DeepSpeed
+that is refused by name is in test_config_deepspeed.py.
+"""
 
 import json
 
 import pytest
 
+from launch import plan
 from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
 from tests.config.configs import LLAMA, REMOVED, error_of, raw
@@ -11,274 +16,242 @@ from tests.config.configs import LLAMA, REMOVED, error_of, raw
 pytestmark = pytest.mark.pure
 
 ZERO, ADAM, P3D = "zero_optimization", "optimizer.params", "parallel3d"
-NAME = f"{P3D}.run.name"
-STEPS, LR = f"{P3D}.train.steps", f"{P3D}.train.lr_schedule"
+NAME, STEPS, TRACKERS = f"{P3D}.run.name", f"{P3D}.train.steps", f"{P3D}.run.trackers"
+LR, AC = f"{P3D}.train.lr_schedule", "activation_checkpointing"
+ON = {"enabled": True}
 CYCLE = {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3, "cycle_momentum": False}
+PASTE = '"params": {"lr": 0.0003, "betas": [0.9, 0.95], "weight_decay": 0.1}'
 
+NO_NAMES = [
+    "a\\b",
+    "a/b",
+    "",
+    "  ",
+    "..",
+    "-rf",
+    "a.lock",
+    "a\u202eb",
+    "a\ud800b",
+    "x" * 101,
+    "模" * 100,
+]
 # path, value, and what the message must say beside path and value: the rule and the remedy
 BAD = [
     # types
     (STEPS, "100", "must be an integer", "without quotes"),
     (STEPS, 100.0, "must be an integer", "without quotes, point"),
     (STEPS, True, "must be an integer", "write a whole number"),
-    ("parallel3d.run.tensorboard", "true", "must be true or false", "without quotes"),
-    ("parallel3d.run.tensorboard", 1, "must be true or false", "write true or false"),
+    ("tensorboard.enabled", "true", "must be true or false", "without quotes"),
     ("optimizer.params.lr", "1e-3", "must be a number", "without quotes"),
     ("optimizer.params.betas", 0.9, "must be a list", "write [...]"),
     ("optimizer.params.betas", [0.9, 0.95, 0.99], "too many items", "exactly 2"),
-    ("parallel3d.mesh", 8, "block of settings", "{...}"),
-    ("parallel3d.model", 8, "block of settings", "{...}"),
+    ("tensorboard", True, "block of settings", "{...}"),
+    (f"{P3D}.mesh", 8, "block of settings", "{...}"),
+    (f"{P3D}.model", 8, "block of settings", "{...}"),
     ("scheduler", "WarmupLR", "block of settings", "{...}"),
-    ("zero_optimization", True, "block of settings", "{...}"),
-    ("parallel3d.run.directory", 5, "must be a string", "double quotes"),
-    ("parallel3d.mesh.tp", None, "must be an integer", "write a whole number"),
+    ("zero_optimization", None, "block of settings", '{"stage": ...}'),
+    ("optimizer", None, "block of settings", PASTE),
+    (f"{P3D}.run.directory", 5, "must be a string", "double quotes"),
+    (f"{P3D}.mesh.tp", None, "must be an integer", "write a whole number"),
+    (TRACKERS, "wandb", "must be a list", "[...]"),
     # ranges
     ("optimizer.params.lr", 0.0, "greater than 0", "raise it"),
     ("optimizer.params.lr", float("nan"), "finite", "finite number"),
-    ("optimizer.params.eps", 0.0, "greater than 0", "raise it"),
-    ("optimizer.params.weight_decay", -0.1, "at least 0", "0 or more"),
     ("gradient_clipping", -1.0, "at least 0", "0 or more"),
-    ("train_micro_batch_size_per_gpu", 0, "greater than 0", "raise it"),
-    ("parallel3d.mesh.dp", 0, "greater than 0", '"auto"'),
-    ("parallel3d.data.held_out_fraction", 0.5, "less than 0.5", "lower it"),
-    ("parallel3d.data.vocab_size", 256, "at least 257", "257 or more"),
-    ("parallel3d.model.resid_pdrop", 1.0, "less than 1", "lower it"),
+    (f"{P3D}.mesh.dp", 0, "greater than 0", '"auto"'),
+    (f"{P3D}.data.held_out_fraction", 0.5, "less than 0.5", "lower it"),
+    (f"{P3D}.data.vocab_size", 256, "at least 257", "257 or more"),
     (f"{LR}.min_ratio", 1.5, "at most 1", "1 or less"),
-    ("parallel3d.train.epochs", 0.0, "greater than 0", "raise it"),
-    ("parallel3d.train.seed", 2**63, "less than", "lower it"),
-    (NAME, "a/b", "plain name", "without /"),
-    (NAME, "a\\b", "plain name", "without /"),
-    (NAME, "", "plain name", "write it without"),
-    (NAME, "  ", "plain name", "write it without"),
-    (NAME, "..", "no folder of its own", "run-1"),
-    (NAME, ".", "no folder of its own", "run-1"),
-    (NAME, "-rf", "begins as an option", "letter or a digit"),
-    (NAME, "first.lock", "ends as the lock of another run", "leave the ending out"),
-    (NAME, "--run", "begins as an option", "letter or a digit"),
-    (NAME, "a\nb", "invisible character U+000A", "write it without"),
-    (NAME, "a\tb", "invisible character U+0009", "write it without"),
-    (NAME, "a\0b", "invisible character U+0000", "write it without"),
-    (NAME, "a\u202eb", "invisible character U+202E", "write it without"),
-    (NAME, "a\u2028b", "invisible character U+2028", "write it without"),
-    (NAME, "a\ud800b", "invisible character U+D800", "write it without"),
-    (NAME, "x" * 101, "101 characters", "at most 100"),
-    (NAME, "模" * 100, "300 bytes", "200 bytes"),
-    (NAME, 7, "must be a string", "double quotes"),
-    ("zero_optimization.reduce_bucket_size", 0.5, "must be an integer", "without quotes, point"),
+    (f"{P3D}.train.seed", 2**63, "less than", "lower it"),
+    (f"{ZERO}.reduce_bucket_size", 0.5, "must be an integer", "without quotes, point"),
+    # names
+    *((NAME, name, "must be a plain name", "as in run-1") for name in NO_NAMES),
+    ("csv_monitor", ON | {"output_path": "a\0b"}, "U+0000", "write it without"),
     # unknown keys
     ("zero_optimisation", {"stage": 3}, "no setting", 'nearest one is "zero_optimization"'),
-    ("parallel3d.mesh.pipeline", 2, "no setting", "did you mean|this block has: pp, dp, tp"),
-    ("parallel3d.model.hiden_size", 64, "no setting", '"hidden_size"'),
-    ("zero_optimization.stage3_max_live_parameter", 0, "no setting", "_max_live_parameters"),
-    ("steps", 100, "no setting here", "did you mean parallel3d.train.steps"),
-    # what a name may be
-    ("zero_optimization.stage", 4, "must be 0, 1, 2 or 3", "write 0, 1, 2 or 3"),
-    ("zero_optimization.stage", True, "must be 0, 1, 2 or 3", "write a whole number"),
-    ("zero_optimization.stage", "3", "must be 0, 1, 2 or 3", "write a whole number"),
-    ("optimizer.type", "Lion", "not yet supported", '"AdamW"'),
-    ("optimizer.type", "SGD", 'must be "AdamW" or "Adam"', 'write "AdamW"'),
-    ("parallel3d.mesh", "best", "block of settings", "{...}"),
-    ("parallel3d.plan.fix", ["offload"], 'with mesh "plan" only', "remove it"),
-    ("parallel3d.pipeline.schedule", "zigzag", "names no file", "one_f_one_b"),
-    ("parallel3d.pipeline.activation_checkpointing", "half", "must be", '"selective" or "full"'),
-    ("parallel3d.model.family", "bert", "no model family", "gpt"),
-    ("parallel3d.run.hardware", "abacus", "not described", "H100-SXM5-80GB"),
-    ("parallel3d.checkpoint.keep", 1, "at least 2", "write 2 or more"),
-    ("parallel3d.checkpoint.resume", True, "no place to resume from", "a step, or a path"),
-    ("scheduler.type", "Cosine", "names no scheduler", "WarmupCosineLR"),
-    (f"{ZERO}.offload_optimizer", {"device": "disk"}, "must be", '"none", "cpu" or "nvme"'),
-    # DeepSpeed's keys that parallel3d refuses by name
-    ("zero_optimization.zero_quantized_weights", True, "ZeRO++", "remove it"),
-    ("zero_optimization.zero_hpz_partition_size", 8, "ZeRO++", "remove it"),
-    ("zero_optimization.mics_shard_size", 8, "removed from DeepSpeed", "remove it"),
-    ("zero_optimization.round_robin_gradients", True, "wrong places", "remove it"),
-    ("zero_optimization.cpu_offload", "yes", "is deprecated", '"offload_optimizer"'),
-    (f"{ZERO}.offload_optimizer.ratio", 0.5, "all of the optimizer's state", "remove it"),
-    ("bf16.bf16_optimizer_states", True, "moments are fp32", "remove it"),
-    ("parallel3d.train.check_layers", False, "was removed", "parallel3d verify"),
-    ("amp", {"enabled": True}, "removed from DeepSpeed", "use bf16"),
-    ("activation_checkpointing", {"cpu_checkpointing": True}, "stay on the device", "remove it"),
-    ("activation_checkpointing", {"partition_activations": True}, "not cut", "sequence_parallel"),
-    ("communication_data_type", "bf16", "would round gradients", "bf16.enabled = true"),
-    ("communication_data_type", "fp16", "fp32", "bf16"),
-    ("data_types", {"grad_accum_dtype": "bf16"}, "must be fp32", "remove it"),
-    ("prescale_gradients", True, "reduces the gradients itself", "remove it"),
-    ("prescale_gradients", 0, "reduces the gradients itself", "remove it"),  # no JSON false
-    ("optimizer.params.amsgrad", True, "not supported", "remove it"),
-    ("optimizer.params.max_grad_norm", 1.0, "is not used", "gradient_clipping"),
-    ("optimizer.params.adam_w_mode", False, "decoupled", "remove it"),
-    ("zero_optimization.stage", "auto", "must be 0, 1, 2 or 3", "write a whole number"),
+    (f"{P3D}.mesh.tp_size", 2, "no setting", "this block has: pp, dp, tp"),
+    (f"{P3D}.model.hiden_size", 64, "no setting", '"hidden_size"'),
+    (f"{P3D}._why", "x", "no setting", "mesh, plan, pipeline"),
+    ("steps", 100, "no setting here", "did you mean parallel3d.train.steps?"),
+    ("lr", 0.001, "no setting here", "did you mean optimizer.params.lr?"),
+    ("mesh", {"pp": 2}, "no setting here", "did you mean parallel3d.mesh?"),
+    ("mseh", {"pp": 2}, "no setting here", "did you mean parallel3d.mesh?"),
+    (f"{P3D}.train_batch_size", 8, "no setting here", "outside the block"),
+    (f"{P3D}.wandb", ON, "no setting here", "did you mean wandb, outside"),
+    (f"{P3D}.model", LLAMA | {"embd_pdrop": 0.1}, 'of family "gpt" alone', "has: from_"),
+    (f"{P3D}.model.rope_theta", 10000.0, 'of family "llama" alone', "this block has"),
+    ("scheduler", {"type": "WarmupLR", "params": {"cycle_max_lr": 1}}, '"OneCycle" alone', "has:"),
+    # choices
+    (f"{ZERO}.stage", 4, "must be 0, 1, 2 or 3", "write 0, 1, 2 or 3"),
+    (f"{ZERO}.stage", True, "must be 0, 1, 2 or 3", "write a whole number"),
+    (f"{ZERO}.stage", "auto", "must be 0, 1, 2 or 3", "write a whole number"),
     ("steps_per_print", "auto", "cannot be auto", "auto may be: train_micro_batch_size_per_gpu"),
+    ("optimizer.type", "Lion", "not yet supported", '"AdamW"'),
+    ("optimizer.type", "zerooneadam", "to one bit", 'use "AdamW"'),
+    ("optimizer.type", "SGD", 'must be "AdamW" or "Adam"', 'write "AdamW"'),
+    (f"{P3D}.mesh", "best", "block of settings", "{...}"),
+    (f"{P3D}.pipeline.schedule", "zigzag", "names no file", "one_f_one_b"),
+    (f"{P3D}.model.family", "bert", "no model family", "gpt"),
+    (f"{P3D}.run.hardware", "abacus", "not described", "H100-SXM5-80GB"),
+    (f"{P3D}.checkpoint.resume", True, "no place to resume from", "a step, or a path"),
+    ("scheduler.type", "Cosine", "names no scheduler", "WarmupCosineLR"),
+    (f"{TRACKERS}", ["tensorbord"], "must be", 'write "tensorboard", "csv", "wandb", "comet"'),
+    # refused by name
+    (f"{P3D}.train.check_layers", False, "was removed", "parallel3d verify"),
+    (AC, {"partition_activations": True}, "not cut over tp", "sequence_parallel"),
+    (AC, {"granularity": "full"}, "is not used", "set parallel3d.pipeline"),
+    ("communication_data_type", "fp16", "fp32", "bf16"),
+    ("prescale_gradients", 0, "reduces the gradients itself", "remove it"),  # no JSON false
     # between settings
-    ("parallel3d.mesh.tp", 3, "divide num_attention_heads=16", "use tp = 1, 2, 4, 8 or 16"),
-    ("parallel3d.model.intermediate_size", 255, "not a multiple of tp=2", "use 256"),
-    ("parallel3d.mesh.pp", 7, "6 layers", "pp = 6 or less"),
-    ("parallel3d.model.num_attention_heads", 6, "divide hidden_size=64", "use 4 heads"),
-    ("parallel3d.model.vocab_size", 1000, "tokenizer's 4096 tokens", 'use 4096 or more, or "auto"'),
-    ("parallel3d.data.sequence_length", 2048, "max_position_embeddings=1024", "at most 1024"),
-    ("parallel3d.data.paths", ["a.txt"], "not read by source", "remove it"),
+    (f"{P3D}.plan.fix", ["offload"], 'with mesh "plan" only', "remove it"),
+    ("communication_data_type", "bf16", "would round gradients", "bf16.enabled = true"),
+    (f"{P3D}.mesh.tp", 3, "divide num_attention_heads=16", "use tp = 1, 2, 4, 8 or 16"),
+    (f"{P3D}.model.intermediate_size", 255, "not a multiple of tp=2", "use 256"),
+    (f"{P3D}.mesh.pp", 7, "6 layers", "pp = 6 or less"),
+    (f"{P3D}.model.num_attention_heads", 6, "divide hidden_size=64", "use 4 heads"),
+    (f"{P3D}.model.vocab_size", 1000, "tokenizer's 4096 tokens", 'use 4096 or more, or "auto"'),
+    (f"{P3D}.data.sequence_length", 2048, "max_position_embeddings=1024", "at most 1024"),
+    (f"{P3D}.data.paths", ["a.txt"], "not read by source", "remove it"),
     ("train_batch_size", 9, "dp=1 = 8", 'use 8 or "auto"'),
-    (f"{ZERO}.offload_optimizer.device", "nvme", "has no nvme_path", '"/local/nvme"'),
     (f"{ZERO}.offload_param.device", "cpu", "stage is 1", "use stage 3"),
     (f"{LR}.decay_steps", 5, 'not read by type "constant"', 'use type "wsd"'),
 ]  # fmt: skip
+NVME = {"device": "nvme", "nvme_path": "/x"}
+# what is changed; path and value of the problem; its rule and remedy
+BAD_TOGETHER = [
+    ({f"{P3D}.train.compile": "block", f"{ZERO}.stage": 3},
+     f"{P3D}.train.compile", "block", "each block's weights", f"or {ZERO}.stage = 2"),
+    ({f"{P3D}.train.compile": "block", f"{P3D}.pipeline.schedule": "zero_bubble"},
+     f"{P3D}.train.compile", "block", "weight gradients apart", "or another schedule"),
+    ({"fp16": ON, "bf16": ON}, "fp16.enabled", True, "bf16.enabled too", "switch one of them off"),
+    ({"bf16": ON, "bfloat16": ON}, "bfloat16", ON, "old name", "remove it"),
+    ({f"{P3D}.train": {"steps": 10, "max_tokens": 10_000}},
+     f"{P3D}.train", {"steps": 10, "max_tokens": 10_000}, "one thing too many", "exactly one of"),
+    ({f"{P3D}.train": {}}, f"{P3D}.train", {}, "says not how long", "exactly one of"),
+    ({LR: {"type": "wsd", "warmup_steps": 4, "decay_steps": 7}},
+     f"{LR}.decay_steps", 7, "warmup_steps=4 are longer than the run", "use at most 6"),
+    ({LR: {"type": "wsd", "warmup_steps": 20, "decay_steps": 12}},
+     f"{LR}.decay_steps", 12, "longer than the run", "10 or less for both"),
+    ({f"{P3D}.train.profile": {"start": 8, "steps": 3}},
+     f"{P3D}.train.profile", {"start": 8, "steps": 3}, "end at step 11", "steps = 2 or less"),
+    ({f"{P3D}.train.profile": {"start": 10}},
+     f"{P3D}.train.profile", {"start": 10, "steps": 1}, "the run's 10 steps", "start = 9 or less"),
+    ({"scheduler": {"type": "WarmupLR"}, LR: {"type": "cosine"}},
+     "scheduler", "WarmupLR", "both set the learning rate", "remove one of them"),
+    ({"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 10}}},
+     "scheduler.params.total_num_steps", 10, "than warmup_num_steps=1000", "use 1000 or more"),
+    ({"scheduler": {"type": "OneCycle", "params": CYCLE | {"cycle_momentum": True}}},
+     "scheduler.params.cycle_momentum", True, "must be false", "write false"),
+    ({"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": [0, 0]}}},
+     "scheduler.params.warmup_min_lr", [0, 0], "must be a number", "without quotes"),
+    ({f"{P3D}.mesh": {"tp": 4}, f"{P3D}.model": LLAMA},
+     f"{P3D}.mesh.tp", 4, "neither divides num_key_value_heads=6", "1, 2, 3, 6 or 12"),
+    ({f"{P3D}.mesh": {"tp": 2, "sequence_parallel": True}, f"{P3D}.data.sequence_length": 127},
+     f"{P3D}.data.sequence_length", 127, "not a multiple of tp=2", "use 128"),
+    ({f"{P3D}.pipeline": {"stages_per_rank": 2}},
+     f"{P3D}.pipeline.schedule", "gpipe", "with pp=2, microbatches=4", "'interleaved'"),
+    ({f"{P3D}.pipeline": {"schedule": "interleaved", "stages_per_rank": 4}},
+     f"{P3D}.pipeline.stages_per_rank", 4, "8 stages on pp=2 ranks", "use 3 or less"),
+    ({ZERO: {"stage": 3, "offload_param": {"device": "nvme"}}},
+     f"{ZERO}.offload_param.device", "nvme", "has no nvme_path", '"/local/nvme"'),
+    ({ZERO: {"stage": 2, "offload_optimizer": NVME}},
+     f"{ZERO}.offload_optimizer.device", "nvme", "needs stage 3", 'device "cpu"'),
+    ({ZERO: {"stage": 3, "offload_optimizer": NVME | {"pipeline_read": True}}},
+     f"{ZERO}.offload_optimizer.buffer_count", 4, "too few", "use 8 or more"),
+    ({f"{ADAM}.torch_adam": True, f"{ZERO}.offload_optimizer": {"device": "cpu"}},
+     f"{ADAM}.torch_adam", True, "does not go with offload", "remove one of them"),
+]  # fmt: skip
+# words on the command line of the default config
+WORDS = [
+    ("--mesh.ppp 2", "parallel3d.mesh.ppp = 2", "no setting", 'nearest one is "pp"'),
+    ("--MESH.pp 2", 'MESH = {"pp": 2}', "no setting here", "did you mean parallel3d.mesh?"),
+    ("--mesh.pp.x 2", "--mesh.pp.x: 'pp' holds 1", "which has no settings", ""),
+    ("--mesh..pp 2", "--mesh..pp", "has a dot too many", "--dotted.path value"),
+    ("--mesh.pp", "--mesh.pp", "has no value", "write --mesh.pp value"),
+    ("-mesh.pp 2", "'-mesh.pp'", "sets nothing", "--dotted.path value"),
+    ("--model.hidden_size big", 'hidden_size = "big"', "must be an integer", "whole number"),
+    ("--checkpoint.evry 1", "parallel3d.checkpoint.evry = 1", "no setting", '"every"'),
+    ("--checkpoint.writer x", 'checkpoint = {"writer": "x"}', "own files", "set parallel3d.che"),
+    ("--pipeline.partition 1", 'pipeline = {"partition": 1}', "does not run", "set parallel3d.pip"),
+]  # fmt: skip
+
+
+def place_of(path, value, message):
+    """Where the problem is said to be: the setting, or what is wrong inside it; and the value."""
+    while value and (isinstance(value, dict) or message.count(f"{path}.0 = ")):
+        inner = next(reversed(value)) if isinstance(value, dict) else 0
+        if f"{path}.{inner}" not in message:
+            break
+        path, value = f"{path}.{inner}", value[inner]
+    shown = json.dumps(value)
+    return f"{path} = {shown if len(shown) <= 80 else f'{shown[:76]} ...'}: "
+
+
+def check(message, place, rule, remedy):
+    """The message has one problem, which says all of this."""
+    assert "Traceback" not in message
+    lines = message.splitlines()
+    assert len(lines) == 1 or (len(lines) == 2 and "1 problem in " in lines[0]), message
+    _, found, after = lines[-1].partition(place)
+    assert found and rule in after and remedy in after, lines[-1]
 
 
 @pytest.mark.parametrize(("path", "value", "rule", "remedy"), BAD)
 def test_bad_value_is_named_with_rule_and_remedy(path, value, rule, remedy):
     # dp is given so that the batch is checked, too.
-    message = error_of(**{"parallel3d.mesh.dp": 1, path: value})
-    check(message, path, value, rule, remedy)
-
-
-def check(message, path, value, rule, remedy):
-    inner = next(iter(value)) if isinstance(value, dict) and value else None
-    leaf = value[inner] if f"{path}.{inner} = " in message else value
-    line = next(line for line in message.splitlines()[1:] if path in line)
-    shown = json.dumps(leaf)
-    assert f" = {shown if len(shown) <= 80 else f'{shown[:76]} ...'}: " in line
-    assert rule in line
-    assert any(choice in line for choice in remedy.split("|"))
-
-
-# what is changed; then path and value of the problem, its rule and remedy
-BAD_TOGETHER = [
-    (
-        {f"{P3D}.train.compile": "block", f"{ZERO}.stage": 3},
-        f"{P3D}.train.compile",
-        "block",
-        "needs each block's weights, which ZeRO-3 gathers while it runs",
-        f'use "pointwise", or {ZERO}.stage = 2',
-    ),
-    (
-        {f"{P3D}.train.compile": "block", f"{P3D}.pipeline.schedule": "zero_bubble"},
-        f"{P3D}.train.compile",
-        "block",
-        "cannot make weight gradients apart, as schedule 'zero_bubble' does",
-        'use "pointwise", or another schedule',
-    ),
-    (
-        {"fp16": {"enabled": True}, "bf16": {"enabled": True}},
-        "fp16.enabled", True, "bf16.enabled too", "switch one of them off",
-    ),
-    (
-        {"parallel3d.train": {"steps": 10, "max_tokens": 10_000}},
-        "parallel3d.train", {"steps": 10, "max_tokens": 10_000}, "one thing too many",
-        "exactly one of steps, max_tokens, epochs",
-    ),
-    ({"parallel3d.train": {}}, "parallel3d.train", {}, "says not how long", "exactly one of"),
-    (
-        {LR: {"type": "wsd", "warmup_steps": 4, "decay_steps": 7}},
-        f"{LR}.decay_steps", 7, "warmup_steps=4 are longer than the run", "use at most 6",
-    ),
-    (
-        {"parallel3d.train.profile": {"start": 8, "steps": 3}},
-        "parallel3d.train.profile", {"start": 8, "steps": 3}, "end at step 11", "steps = 2 or less",
-    ),
-    (
-        {"parallel3d.train.profile": {"start": 10}},
-        "parallel3d.train.profile", {"start": 10, "steps": 1}, "the run's 10 steps",
-        "start = 9 or less",
-    ),
-    (
-        {"scheduler": {"type": "WarmupLR"}, LR: {"type": "cosine"}},
-        "scheduler", "WarmupLR", "both set the learning rate", "remove one of them",
-    ),
-    (
-        {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 10}}},
-        "scheduler.params.total_num_steps", 10, "less than warmup_num_steps=1000",
-        "use 1000 or more",
-    ),
-    (
-        {"scheduler": {"type": "OneCycle", "params": CYCLE | {"cycle_momentum": True}}},
-        "scheduler.params.cycle_momentum", True, "must be false", "write false",
-    ),
-    (
-        {"scheduler": {"type": "OneCycle", "params": CYCLE | {"cycle_min_mom": 0.7}}},
-        "scheduler.params.cycle_min_mom", 0.7, "betas are constant", "remove it",
-    ),
-    (
-        {"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": [0, 0]}}},
-        "scheduler.params.warmup_min_lr", [0, 0], "must be a number", "without quotes",
-    ),
-    (
-        {"scheduler": {"type": "WarmupLR", "params": {"warmup_max": 1}}},
-        "scheduler.params.warmup_max", 1, "no setting", '"warmup_max_lr"',
-    ),
-    (
-        {"parallel3d.mesh": {"tp": 4}, "parallel3d.model": LLAMA},
-        "parallel3d.mesh.tp", 4, "neither divides num_key_value_heads=6", "1, 2, 3, 6 or 12",
-    ),
-    (
-        {"parallel3d.mesh": {"tp": 2, "sequence_parallel": True},
-         "parallel3d.data.sequence_length": 127},
-        "parallel3d.data.sequence_length", 127, "not a multiple of tp=2", "use 128",
-    ),
-    (
-        {"parallel3d.pipeline": {"stages_per_rank": 2}},
-        "parallel3d.pipeline.schedule", "gpipe", "cannot run with pp=2, microbatches=4",
-        "'interleaved'",
-    ),
-    (
-        {"parallel3d.pipeline": {"schedule": "interleaved", "stages_per_rank": 4}},
-        "parallel3d.pipeline.stages_per_rank", 4, "8 stages on pp=2 ranks", "use 3 or less",
-    ),
-    (
-        {"bf16": {"enabled": True}, "bfloat16": {"enabled": True}},
-        "bfloat16", {"enabled": True}, "old name", 'use "bf16"|remove it',
-    ),
-    (
-        {"zero_optimization": {"stage": 2, "offload_optimizer":
-                               {"device": "nvme", "nvme_path": "/x"}}},
-        f"{ZERO}.offload_optimizer.device", "nvme", "needs stage 3", 'device "cpu"',
-    ),
-    (
-        {"optimizer.params.torch_adam": True, f"{ZERO}.offload_optimizer": {"device": "cpu"}},
-        "optimizer.params.torch_adam", True, "does not go with offload", "remove one of them",
-    ),
-    (
-        {"zero_optimization": {"stage": 3, "offload_optimizer":
-                               {"device": "nvme", "nvme_path": "/x", "pipeline_read": True}}},
-        f"{ZERO}.offload_optimizer.buffer_count", 4, "too few", "use 8 or more",
-    ),
-]  # fmt: skip
+    message = error_of(**{f"{P3D}.mesh.dp": 1, path: value})
+    check(message, place_of(path, value, message), rule, remedy)
 
 
 @pytest.mark.parametrize(("changes", "path", "value", "rule", "remedy"), BAD_TOGETHER)
 def test_settings_that_do_not_go_together(changes, path, value, rule, remedy):
-    check(error_of(**changes), path, value, rule, remedy)
+    check(error_of(**changes), f"  {path} = {json.dumps(value)}: ", rule, remedy)
 
 
-def test_kinds():
-    """The kinds are told apart by place and rule."""
-    kinds = {(path, rule) for path, _, rule, _ in BAD}
-    kinds |= {(path, rule) for _, path, _, rule, _ in BAD_TOGETHER}
-    assert len(kinds) >= 90
+@pytest.mark.parametrize(("words", "place", "rule", "remedy"), WORDS)
+def test_bad_words_on_the_command_line_have_one_message(words, place, rule, remedy):
+    with pytest.raises(ConfigError) as caught:
+        RunConfig.from_json("ds.json", words.split())
+    check(str(caught.value), place, rule, remedy)
 
 
 @pytest.mark.parametrize(
     "path",
     [
-        "train_micro_batch_size_per_gpu",
-        "optimizer",
-        "optimizer.params.lr",
-        "zero_optimization.stage",
-        "parallel3d",
-        "parallel3d.model.hidden_size",
+        "train_micro_batch_size_per_gpu", "optimizer", "optimizer.params", "optimizer.params.lr",
+        f"{ZERO}.stage", P3D, f"{P3D}.model.hidden_size",
     ],
-)
+)  # fmt: skip
 def test_missing_setting(path):
     assert f"{path}: is required; add it: " in error_of(**{path: REMOVED})
 
 
+def test_a_command_ends_with_2_and_the_message_alone(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "theirs.json"
+    file.write_text(json.dumps(raw(**{STEPS: "100"})))
+    monkeypatch.setattr("sys.argv", ["plan.py", "--config", str(file)])
+    assert plan.main() == plan.BAD_INPUT == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 2
+    check(captured.err, f'{STEPS} = "100": ', "must be an integer", "without quotes")
+
+
+def test_what_is_off_may_hold_anything():
+    """Of what is not supported, too; and what logs refuses nothing that DeepSpeed would take."""
+    off = {"enabled": False, "whatever": [1, {"x": None}]}
+    names = ("tensorboard", "csv_monitor", "wandb", "comet", "flops_profiler", "comms_logger")
+    names += ("hybrid_engine", "elasticity", "autotuning", "curriculum_learning", "amp", "nebula")
+    assert RunConfig.from_dict(raw(**dict.fromkeys(names, off))) == RunConfig.from_dict(raw())
+
+
 def test_a_mesh_that_is_planned_wants_the_batch_that_it_is_planned_for():
-    planned = {"parallel3d.mesh": "plan"}
+    planned = {f"{P3D}.mesh": "plan"}
     said = error_of(**planned)
     assert 'train_batch_size: is required with mesh "plan"' in said
-    kept = {"parallel3d.plan": {"fix": ["micro_batch"]}, "train_batch_size": 8}
+    kept = {f"{P3D}.plan": {"fix": ["micro_batch"]}, "train_batch_size": 8}
     said = error_of(**planned, **kept, train_micro_batch_size_per_gpu=REMOVED)
     assert "train_micro_batch_size_per_gpu: is required, as parallel3d.plan.fix" in said
-    said = error_of(**planned, **{"parallel3d.plan": {"fix": ["tp"]}})
+    said = error_of(**planned, **{f"{P3D}.plan": {"fix": ["tp"]}})
     assert 'parallel3d.plan.fix.0 = "tp": must be "zero_stage", "offload"' in said
     config = RunConfig.from_dict(raw(**planned, train_batch_size=8))
     assert config.is_planned and RunConfig.from_dict(config.to_dict()) == config
@@ -288,6 +261,6 @@ def test_a_mesh_that_is_planned_wants_the_batch_that_it_is_planned_for():
 
 def test_the_base_of_all_these_is_valid():
     """Otherwise each of them would fail for the same reason."""
-    RunConfig.from_dict(raw(**{"parallel3d.mesh.dp": 1}))
-    llama = {"parallel3d.mesh": {"tp": 12}, "parallel3d.model": LLAMA}
+    RunConfig.from_dict(raw(**{f"{P3D}.mesh.dp": 1}))
+    llama = {f"{P3D}.mesh": {"tp": 12}, f"{P3D}.model": LLAMA}
     assert RunConfig.from_dict(raw(**llama)).mesh.tp == 12

@@ -13,6 +13,7 @@ from parallel3d.config import RunConfig
 from parallel3d.config.arithmetic import steps_of_epochs
 from parallel3d.config.deepspeed_keys import BY_SECTION
 from tests.config.configs import REMOVED, error_of, raw
+from tests.config.styles import FILES
 
 pytestmark = pytest.mark.pure
 
@@ -24,49 +25,15 @@ KEYS = [
 ]
 
 # What Hugging Face's documentation shows for ZeRO-3, and what such files gather over time.
-REAL_WORLD = {
+REAL_WORLD = json.loads(FILES["trainer_zero3"].read_text()) | {
     "fp16": {"enabled": "auto", "auto_cast": False, "loss_scale": 0, "loss_scale_window": 1000},
-    "bf16": {"enabled": "auto"},
-    "optimizer": {
-        "type": "AdamW",
-        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto",
-                   "torch_adam": False, "adam_w_mode": True},
-    },
-    "scheduler": {
-        "type": "WarmupDecayLR",
-        "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto",
-                   "total_num_steps": "auto", "last_batch_iteration": -1},
-    },
-    "zero_optimization": {
-        "stage": 3,
-        "offload_optimizer": {"device": "cpu", "pin_memory": True},
-        "offload_param": {"device": "cpu", "pin_memory": True},
-        "overlap_comm": True,
-        "contiguous_gradients": True,
-        "sub_group_size": 1e9,
-        "reduce_bucket_size": "auto",
-        "stage3_prefetch_bucket_size": "auto",
-        "stage3_param_persistence_threshold": "auto",
-        "stage3_max_live_parameters": 1e9,
-        "stage3_max_reuse_distance": 1e9,
-        "stage3_gather_16bit_weights_on_model_save": True,
-        "round_robin_gradients": False,
-    },
-    "gradient_accumulation_steps": "auto",
-    "gradient_clipping": "auto",
-    "steps_per_print": 2000,
-    "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": "auto",
-    "wall_clock_breakdown": False,
     "prescale_gradients": False,
     "zero_allow_untested_optimizer": True,
     "flops_profiler": {"enabled": False, "profile_step": 1},
-    "tensorboard": {"enabled": False},
     "activation_checkpointing": {"partition_activations": False, "number_checkpoints": None},
     "data_types": {"grad_accum_dtype": "fp32"},
     "communication_data_type": None,
-    "comms_logger": {"enabled": False},
-}  # fmt: skip
+}
 
 
 def placed(path, value):

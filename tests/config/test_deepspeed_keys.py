@@ -75,34 +75,34 @@ def test_top_level_keys():
 
 
 @pytest.mark.parametrize(
-    ("theirs", "ours", "others", "removed"),
+    ("theirs", "ours", "path", "removed"),
     [
         (
             DeepSpeedZeroConfig,
             deepspeed.ZeroConfig,
-            deepspeed_keys.ZERO,
+            "zero_optimization",
             deepspeed_config._REMOVED_ZERO_CONFIG_KEYS,
         ),
-        (DeepSpeedBF16Config, deepspeed.Bf16Config, deepspeed_keys.BF16, ()),
-        (DeepSpeedFP16Config, deepspeed.Fp16Config, deepspeed_keys.FP16, ()),
+        (DeepSpeedBF16Config, deepspeed.Bf16Config, "bf16", ()),
+        (DeepSpeedFP16Config, deepspeed.Fp16Config, "fp16", ()),
         (
             DeepSpeedZeroOffloadOptimizerConfig,
             deepspeed.OffloadOptimizerConfig,
-            deepspeed_keys.OFFLOAD_OPTIMIZER,
+            "zero_optimization.offload_optimizer",
             (),
         ),
         (
             DeepSpeedZeroOffloadParamConfig,
             deepspeed.OffloadParamConfig,
-            deepspeed_keys.OFFLOAD_PARAM,
+            "zero_optimization.offload_param",
             (),
         ),
     ],
     ids=["zero", "bf16", "fp16", "offload_optimizer", "offload_param"],
 )
-def test_section(theirs, ours, others, removed):
+def test_section(theirs, ours, path, removed):
     """Every key is a setting with DeepSpeed's default, or one of which the default is accepted."""
-    fields = theirs.model_fields
+    fields, others = theirs.model_fields, deepspeed_keys.BY_SECTION.get(path, {})
     defaults = {f.alias or n: f.get_default(call_default_factory=True) for n, f in fields.items()}
     assert set(ours.model_fields) | set(others) == set(defaults) | set(removed)
     assert not set(ours.model_fields) & set(others)
@@ -148,7 +148,7 @@ def test_deepspeed_is_told_of_no_monitor():
 
 def test_aio():
     ours = {name: field.default for name, field in deepspeed.AioConfig.model_fields.items()}
-    neutral = {name: key.values[0] for name, key in deepspeed_keys.AIO.items()}
+    neutral = {name: key.values[0] for name, key in deepspeed_keys.BY_SECTION["aio"].items()}
     assert ours | neutral == AIO_DEFAULT_DICT
 
 
@@ -205,7 +205,9 @@ def test_optimizers():
     assert names == set(deepspeed_config.DEEPSPEED_OPTIMIZERS)
     code = DeepSpeedCPUAdam.__init__.__code__
     known = set(code.co_varnames[2 : code.co_argcount]) - {"adamw_mode"}
-    assert known <= set(deepspeed.AdamParams.model_fields) | set(deepspeed_keys.ADAM_PARAMS)
+    assert known <= set(deepspeed.AdamParams.model_fields) | set(
+        deepspeed_keys.BY_SECTION["optimizer.params"]
+    )
 
 
 REDUCTIONS = ("per_microbatch", "per_step")
@@ -285,7 +287,7 @@ def test_round_robin_gradients_are_refused_for_a_reason():
     """Losses and norms are right, but the weights that DeepSpeed reads back are not."""
     assert (
         "reads fp32 weights from wrong places"
-        in deepspeed_keys.ZERO["round_robin_gradients"].reason
+        in deepspeed_keys.BY_SECTION["zero_optimization"]["round_robin_gradients"].reason
     )
     errors = measure(ODD, round_robin)
     assert max(errors.loss, errors.grad_norm) < 1e-5

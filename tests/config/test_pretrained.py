@@ -1,10 +1,13 @@
 """model.from_pretrained: the block that a folder's config.json fixes, and what is refused."""
 
+import errno
 import json
 import os
 import time
 
+import numpy
 import pytest
+from safetensors.numpy import save_file
 
 from parallel3d import models
 from parallel3d.base.errors import ConfigError
@@ -41,6 +44,16 @@ QWEN2 = LLAMA | {
     "use_sliding_window": False, "max_window_layers": 2, "is_llama_config": None,
 }  # fmt: skip
 QWEN3 = QWEN2 | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+
+PYTHIA = {
+    "architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox", "hidden_size": 64,
+    "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 5000,
+    "max_position_embeddings": 512, "layer_norm_eps": 1e-5, "rotary_emb_base": 10000,
+    "rotary_pct": 0.25, "hidden_act": "gelu", "use_parallel_residual": True, "bos_token_id": 0,
+    "eos_token_id": 0, "initializer_range": 0.02, "tie_word_embeddings": False,
+    "classifier_dropout": 0.1, "torch_dtype": "float16", "use_cache": True,
+}  # fmt: skip
+ROPE = {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5}
 
 
 def published(folder, config, weights=("model.safetensors",)):
@@ -80,6 +93,17 @@ def refused(folder, **changes):
         (QWEN2, {"attention_bias": True, "max_position_embeddings": 512}),
         (QWEN2 | {"layer_types": ["full_attention"] * 4}, {"qk_norm": False}),
         (QWEN3 | {"head_dim": 128}, {"qk_norm": True, "head_size": 128, "attention_bias": False}),
+        (
+            PYTHIA,
+            {"rotary_size": 4, "rotary_emb_base": 1e4, "inner_size": 256, "activation": "gelu"},
+        ),
+        (PYTHIA | {"rotary_pct": None, "rotary_emb_base": None}, {"rotary_pct": 0.25}),
+        (PYTHIA | {"rope_parameters": ROPE}, {"rotary_pct": 0.5, "rotary_emb_base": 5e5}),
+        (PYTHIA | {"rope_scaling": {"type": "default"}}, {"rotary_pct": 0.25}),
+        (PYTHIA | {"use_parallel_residual": False}, {"use_parallel_residual": False}),
+        (PYTHIA | {"tie_word_embeddings": True}, {"tie_word_embeddings": True}),
+        (PYTHIA | {"hidden_act": "gelu_fast"}, {"activation": "gelu_fast"}),
+        (PYTHIA | {"hidden_act": "gelu_pytorch_tanh"}, {"activation": "gelu_new"}),
     ],
 )
 def test_config_json_gives_the_model_block(config, fixed, tmp_path):
@@ -132,6 +156,19 @@ REFUSED = [
     ({}, "model_type: is none of those that can be trained here; use a model of one of the types"),
     (LLAMA | {"hidden_size": "96"}, 'model.hidden_size = "96": must be an integer'),
     (LLAMA | {"num_key_value_heads": 5}, "num_key_value_heads = 5: does not divide"),
+    (PYTHIA | {"hidden_act": "relu"}, 'hidden_act = "relu": is neither GELU nor'),
+    (PYTHIA | {"attention_bias": False}, "attention_bias = false: leaves out the biases"),
+    (PYTHIA | {"attention_dropout": 0.1}, "attention_dropout = 0.1: is dropout"),
+    (PYTHIA | {"hidden_dropout": 0.1}, "hidden_dropout = 0.1: is dropout"),
+    (PYTHIA | {"architectures": ["GPTNeoXForQuestionAnswering"]}, "architectures = "),
+    (PYTHIA | {"rope_scaling": {"type": "linear", "factor": 2.0}}, 'by the rule "linear"'),
+    (PYTHIA | {"rope_scaling": {"rope_type": "dynamic"}}, 'by the rule "dynamic"'),
+    (PYTHIA | {"rope_parameters": ROPE | {"rope_type": "yarn"}}, 'by the rule "yarn"'),
+    (PYTHIA | {"rope_parameters": ROPE | {"more": 1}}, "has more, which is unknown"),
+    (PYTHIA | {"rope_parameters": [1]}, "rope_parameters = [1]: is no block"),
+    (PYTHIA | {"num_attention_heads": 5}, "num_attention_heads = 5: does not divide"),
+    (PYTHIA | {"rotary_pct": 0.2}, "rotary_pct = 0.2: makes 3 of a head's 16 features rotate"),
+    (PYTHIA | {"logits_soft_cap": 3.0}, "logits_soft_cap = 3.0: caps the logits"),
 ]  # fmt: skip
 
 
@@ -193,12 +230,11 @@ def test_a_resolved_config_reads_nothing_of_the_folder(tmp_path):
 
 
 def test_other_weights_are_told_apart(tmp_path):
-    first = module.digest_of(published(tmp_path / "model", LLAMA))
-    path = tmp_path / "model/model.safetensors"
-    path.write_bytes(path.read_bytes() + b"1234")
-    second = module.digest_of(tmp_path / "model")
-    path.write_bytes(path.read_bytes()[:-1] + b"5")
-    assert len({first, second, module.digest_of(tmp_path / "model")}) == 3
+    folder, digests = published(tmp_path / "model", LLAMA), set()
+    for last in (0, 1):
+        save_file({"x": numpy.array([1, last])}, folder / "model.safetensors")
+        digests.add(module.digest_of(folder))
+    assert len(digests) == 2
 
 
 @pytest.mark.parametrize(
@@ -222,13 +258,13 @@ def test_an_index_names_its_shards(tmp_path):
     index.write_text(json.dumps({"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}))
     assert "b.safetensors: is missing, and in the index" in refused(folder)
     index.write_text(json.dumps({"weight_map": {"x": "../a.safetensors"}}))
-    assert "it names a file of another folder" in refused(folder)
+    assert "'../a.safetensors', which is no shard" in refused(folder)
     index.write_text("[]")
     assert "is no index" in refused(folder)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("{", "it is not JSON"), ("[]", "is not one object")], ids=["cut", "list"]
+    ("text", "said"), [("{", "the text ends there"), ("[]", "one object")], ids=["cut", "list"]
 )
 def test_a_config_json_that_is_none(text, said, tmp_path):
     folder = published(tmp_path / "model", LLAMA)
@@ -252,7 +288,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 def test_a_model_of_the_hub_is_recorded_with_its_commit(tmp_path, monkeypatch):
     """From the hub's own cache, which is read without a network, too."""
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(module, "why_unreachable", lambda: "no answer of mine")
     cached = tmp_path / "models--somebody--small"
     for folder in ("refs", "snapshots"):
@@ -274,3 +310,121 @@ def test_a_tokenizer_that_outgrows_the_vocabulary_is_said(tmp_path):
     ):
         config.with_corpus(5001, 10**6)
     assert config.with_corpus(4000, 10**6).model.vocab_size == 5000
+
+
+def test_on_the_command_line_it_takes_the_place_of_the_files_model(tmp_path):
+    folder = published(tmp_path / "model", LLAMA)
+    own = raw(**{"parallel3d.model.initializer_range": 0.01, "parallel3d.model.resid_pdrop": 0.1})
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(own))
+    named = ["--parallel3d.model.from_pretrained", str(folder)]
+    config = RunConfig.from_json(str(file), named)
+    model = config.model
+    assert (model.family, model.hidden_size, model.initializer_range) == ("llama", 96, 0.01)
+    gone = "family, hidden_size, num_hidden_layers, num_attention_heads, resid_pdrop"
+    assert f"model: {gone} of the config give way to {folder}" in config.notes
+    short = ["--model.from_pretrained", str(folder), "--model.initializer_range", "0.02"]
+    assert RunConfig.from_json(str(file), short).model.initializer_range == 0.02
+    # Resolved, it is like any other: the same run is found again, and goes on.
+    assert RunConfig.from_dict(config.to_dict()).to_dict() == config.to_dict()
+    with pytest.raises(ConfigError, match=r"hidden_size = 64: contradicts"):
+        RunConfig.from_json(str(file), [*named, "--parallel3d.model.hidden_size", "64"])
+    own["parallel3d"]["model"]["from_pretrained"] = str(folder)
+    file.write_text(json.dumps(own))
+    with pytest.raises(ConfigError, match=r"hidden_size = 64: contradicts"):
+        RunConfig.from_json(str(file))
+    assert RunConfig.from_json(str(file), named).model.hidden_size == 96
+
+
+def test_on_the_command_line_dropout_of_the_file_stays(tmp_path):
+    folder = published(tmp_path / "model", GPT2)
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(raw(**{"parallel3d.model.resid_pdrop": 0.2})))
+    config = RunConfig.from_json(str(file), ["--model.from_pretrained", str(folder)])
+    assert config.model.resid_pdrop == 0.2 and not any("pdrop" in note for note in config.notes)
+
+
+LONG = "x" * 5000  # no file system takes such a name
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (f"/{LONG}", "is no folder; "),
+        ("~no such user/x", "is no folder; "),
+        ("/x\0y", "holds what cannot be typed; "),
+    ],
+    ids=["long", "user", "null"],
+)
+def test_a_name_that_no_folder_can_have(name, said):
+    (line,) = refused(name).splitlines()[1:]
+    assert line.startswith('  parallel3d.model.from_pretrained = "') and len(line) < 300
+    assert said in line
+
+
+def test_a_name_that_the_cache_of_the_hub_cannot_have(tmp_path, monkeypatch):
+    """Of 250 characters a folder can be; not so with what the cache puts before it."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    said = refused("y" * 250)
+    assert "is no folder here, and the hub cannot be asked" in said
+
+
+@pytest.mark.parametrize(
+    "name", [LONG, "a\0.safetensors", "", ".."], ids=["long", "null", "empty", "above"]
+)
+def test_an_index_of_names_that_no_shard_can_have(name, tmp_path):
+    folder = published(tmp_path / "model", LLAMA, ())
+    path = folder / "model.safetensors.index.json"
+    path.write_text(json.dumps({"weight_map": {"a": name}}))
+    found = refused(folder)
+    assert found.startswith(f"{path}: is no index (") and repr(name[:60]) in found
+    assert found.endswith("; download it again") and len(found) < 400
+    path.write_text("[" * 100_000)
+    assert refused(folder).startswith(f"{path}: is no index (")
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (LLAMA | {"layer_types": [["x"]]}, 'layer_types = [["x"]]: has layers that do not attend'),
+        (MISTRAL | {"layer_types": [{}]}, "layer_types = [{}]: has layers that do not attend"),
+        (LLAMA | {"layer_types": "full_attention"}, 'layer_types = "full_attention": is no list'),
+        (MISTRAL | {"sliding_window": "a"}, 'sliding_window = "a": is no number of tokens'),
+    ],
+    ids=["list", "block", "text", "window"],
+)
+def test_fields_of_other_kinds(config, said, tmp_path):
+    folder = published(tmp_path / "model", config)
+    assert f"{folder / 'config.json'}: {said}" in refused(folder)
+
+
+@pytest.mark.parametrize(
+    ("start", "size"),
+    [(b"abc", 3), (b"version https://git-lfs", 130), (int.to_bytes(123, 8, "little"), 130)],
+    ids=["short", "pointer", "cut"],
+)
+def test_a_shard_whose_header_is_no_header(start, size, tmp_path):
+    path = published(tmp_path / "model", LLAMA) / "model.safetensors"
+    path.write_bytes(start.ljust(size, b"\0"))
+    found = refused(path.parent)
+    assert found.startswith(f"{path}: is no sound file of safetensors (")
+    assert found.endswith("; download it again")
+
+
+def test_a_folder_that_may_not_be_searched(tmp_path, monkeypatch):
+    """Root may search every folder, so the system's answer is put in."""
+    folder = published(tmp_path / "model", LLAMA)
+    looked_up = os.stat
+
+    def stat(path, **options):
+        if str(path).startswith(f"{folder}/"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return looked_up(path, **options)
+
+    monkeypatch.setattr(os, "stat", stat)
+    said = refused(folder)
+    assert said.startswith(f"{folder}/model.safetensors")
+    assert said.endswith(
+        ": cannot be read: Permission denied; make it readable, or download it again"
+    )

@@ -1,7 +1,6 @@
 """A build lock never hangs a run, and where nothing can be compiled torch's Adam does the work."""
 
 import os
-import subprocess
 
 import pytest
 
@@ -57,34 +56,6 @@ ninja: build stopped: subcommand failed.
 def test_the_reason_is_the_line_that_has_it(said, why):
     assert why in operators._reason(RuntimeError(said)).splitlines()[0]
     assert "[1/" not in operators._reason(RuntimeError(said))
-
-
-class Builder:
-    """An operator whose load takes so many seconds of another process."""
-
-    name = "cpu_adam"
-
-    def __init__(self, directory, seconds):
-        self.directory, self.seconds = directory, seconds
-
-    def load(self, verbose):
-        subprocess.run(["sleep", str(self.seconds)], cwd=self.directory, check=True)
-
-
-@pytest.mark.parametrize("seconds, told", [(1, 1), (0, 0)], ids=["it runs", "there is none"])
-def test_a_compiler_is_told_of_where_another_installation_had_built(
-    tmp_path, monkeypatch, seconds, told
-):
-    """What is there is built anew under another torch: minutes in which nothing was printed."""
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    monkeypatch.setattr(operators, "_LOOK_SECONDS", 0.05)
-    directory = tmp_path / "cpu_adam"
-    directory.mkdir()
-    (directory / "cpu_adam.so").touch()
-    said = []
-    operators._load(Builder(directory, seconds), said.append)
-    text = "compiling DeepSpeed's cpu_adam (once for this installation; about 30 s on idle cores)"
-    assert said == [text] * told
 
 
 def train_without_compiler(rank, case, reference, only_on):

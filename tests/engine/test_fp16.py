@@ -1,6 +1,7 @@
 """fp16 with a loss scale: as good as fp32, and one decision about each step over the whole mesh."""
 
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import pairwise, product
 from unittest.mock import patch
 
@@ -142,15 +143,25 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(mesh, stage, offload):
         assert max(norms) < 1.5 * min(norms)
 
 
+def nothing(*_):
+    """What a remedy does that is taken away."""
+
+
+def nothing_later(*_):
+    return nothing
+
+
 @contextmanager
-def keep_skipped_gradients():
-    with patch.object(fp16, "forget_skipped_gradients", lambda optimizer: None):
+def without(remedy, instead=nothing):
+    """A function of quirks/fp16.py is taken away."""
+    with patch.object(fp16, remedy, instead):
         yield
 
 
 def test_without_forgetting_one_overflow_is_followed_by_many(cpu_adam):
     case = small(zero_stage=1, offload="cpu", steps=4)
-    [found] = run_locally(train, 1, case, (1, 0), keep_skipped_gradients)
+    gone = partial(without, "forget_skipped_gradients")
+    [found] = run_locally(train, 1, case, (1, 0), gone)
     assert [result.overflow for _, result, _ in found] == [False, True, True, True]
 
 
@@ -164,15 +175,10 @@ def test_an_overflow_at_the_smallest_scale_stops_the_run(mesh):
         run_locally(train, case.world_size, case, (1, 0))
 
 
-@contextmanager
-def do_not_expect_scaled_gradients():
-    with patch.object(fp16, "expect_scaled_gradient", lambda engine: None):
-        yield
-
-
 def test_without_saying_so_a_direct_backward_is_refused():
+    gone = partial(without, "expect_scaled_gradient")
     with pytest.raises(RankFailed, match="Loss scaling is required"):
-        run_locally(train, 2, small((2, 1, 1), steps=1), None, do_not_expect_scaled_gradients)
+        run_locally(train, 2, small((2, 1, 1), steps=1), None, gone)
 
 
 @contextmanager
@@ -191,15 +197,10 @@ def test_without_leave_fp16_needs_a_cpu_that_has_it():
         run_locally(train, 1, small(steps=1), None, old_cpu)
 
 
-@contextmanager
-def grow_before_the_step():
-    with patch.object(fp16, "grow_scale_after_step", lambda optimizer: lambda: None):
-        yield
-
-
 def test_without_waiting_a_growing_scale_halves_the_gradients():
     case = small(steps=STEPS)
-    [found] = run_locally(train, 1, case, None, grow_before_the_step)
+    gone = partial(without, "grow_scale_after_step", nothing_later)
+    [found] = run_locally(train, 1, case, None, gone)
     ratios = [
         r.grad_norm / norm for (_, r, _), norm in zip(found, case.reference.grad_norms, strict=True)
     ]

@@ -92,26 +92,10 @@ def test_breadth_first_holds_two_stages_weights_at_most():
         assert left == 0  # all is let go of
 
 
-# What is neither offloaded nor kept whole: tests/verify/test_parity.py has it with everything.
-PLAIN = [
-    Case(mesh=(2, 2, 1), weights="per_step", schedule="one_f_one_b"),
-    Case(mesh=(1, 2, 2), weights="per_step", sequence_parallel=True, checkpointing="full"),
-    Case(mesh=(2, 1, 1), weights="per_pass", schedule="breadth_first", stages_per_rank=2),
-]
-EQUAL = [
-    *(pytest.param(case, marks=pytest.mark.slow) for case in PLAIN),
-    # Equal to gathering each time, below; offload with each way of gathering: test_parity.py.
-    pytest.param(
-        replace(BREADTH, steps=3, offload="cpu+param-cpu", checkpointing="selective"),
-        marks=pytest.mark.slow,
-    ),
-    Case(mesh=(1, 2, 1), weights="per_step", reduction="per_microbatch", thresholds=True),
-]
-
-
 @pytest.mark.usefixtures("operators")
-@pytest.mark.parametrize("case", EQUAL, ids=str)
-def test_against_one_process(case):
+def test_against_one_process():
+    """What is kept whole; all else is in tests/verify/test_parity.py."""
+    case = Case(mesh=(1, 2, 1), weights="per_step", reduction="per_microbatch", thresholds=True)
     errors = measure(case)
     assert errors.within(1e-5), errors
 

@@ -35,46 +35,23 @@ def small(offload, folder, zero=None, **settings):
 
 @on_nvme
 @pytest.mark.parametrize(
-    ("offload", "mesh", "reduction", "tied"),
+    ("offload", "mesh", "reduction", "precision"),
     [
-        pytest.param("nvme", (2, 1, 1), "per_step", True, marks=pytest.mark.slow),
-        pytest.param("param-nvme", (2, 1, 1), "per_microbatch", False, marks=pytest.mark.slow),
-        ("param-cpu", (1, 2, 1), "per_microbatch", True),
+        ("param-cpu", (1, 2, 1), "per_microbatch", "fp32"),
+        *(
+            pytest.param(*case, "bf16", marks=pytest.mark.slow)
+            for case in product(
+                OFFLOADS, [(1, 1, 1), (2, 2, 1), (2, 2, 2)], ["per_step", "per_microbatch"]
+            )
+        ),
     ],
     ids=str,
 )
-def test_parity(offload, mesh, reduction, tied, tmp_path):
-    case = small(offload, tmp_path, mesh=mesh, reduction=reduction, tied=tied)
-    errors = measure(case)
-    print(f"{case!s:84} {errors}")
-    assert errors.within(1e-5), errors
-
-
-@on_nvme
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("offload", "mesh", "reduction", "precision"),
-    list(
-        product(
-            OFFLOADS, [(1, 1, 1), (2, 2, 1), (2, 2, 2)],
-            ["per_step", "per_microbatch"], ["bf16"],
-        )
-    ),
-    ids=str,
-)  # fmt: skip
-def test_parity_in_full(offload, mesh, reduction, precision, tmp_path):
+def test_parity(offload, mesh, reduction, precision, tmp_path):
     case = small(offload, tmp_path, mesh=mesh, reduction=reduction, precision=precision)
     errors = measure(case)
     print(f"{case!s:84} {errors}")
     assert errors.within(1e-5) if precision == "fp32" else errors.loss < 1e-3, errors
-
-
-@pytest.mark.slow  # tests/verify/test_parity.py has it at every stage
-@pytest.mark.usefixtures("cpu_adam")
-@pytest.mark.parametrize("stage", [0, 2])
-def test_the_optimizer_on_the_host_at_the_other_stages(stage):
-    errors = measure(small("cpu", "", mesh=(1, 2, 1), zero_stage=stage, reduction="auto"))
-    assert errors.within(1e-5), errors
 
 
 @on_nvme

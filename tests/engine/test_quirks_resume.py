@@ -5,7 +5,7 @@ from unittest.mock import patch
 
 import pytest
 
-from parallel3d.engine.quirks import resume
+from parallel3d.engine.quirks import updating
 from tests.engine.test_states import EXACT
 from tests.train.resuming import differences, run_resumed, run_unbroken
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gloo
 
 @contextmanager
 def running_products():
-    with patch.object(resume, "power_afresh", lambda optimizer: None):
+    with patch.object(updating, "power_afresh", lambda optimizer: None):
         yield
 
 

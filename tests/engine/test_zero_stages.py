@@ -17,25 +17,6 @@ pytestmark = pytest.mark.gloo
 SMALL = {"steps": 3, "batch": 16}
 
 
-@pytest.mark.slow  # tests/verify/test_parity.py has every pair of these
-@pytest.mark.parametrize(
-    ("stage", "mesh", "reduction", "tied"),
-    [
-        (0, (2, 2, 1), "per_microbatch", True),
-        (0, (1, 2, 2), "per_step", False),
-        (2, (2, 2, 1), "auto", True),
-        (0, (1, 4, 1), "per_step", True),
-        (2, (1, 2, 2), "per_step", False),
-    ],
-    ids=str,
-)
-def test_parity(stage, mesh, reduction, tied):
-    case = Case(mesh=mesh, zero_stage=stage, reduction=reduction, tied=tied, **SMALL)
-    errors = measure(case)
-    print(f"{case!s:72} {errors}")
-    assert errors.within(1e-5), errors
-
-
 @contextmanager
 def without_the_mean():
     with patch.object(Reduction, "_average_over_replicas", lambda *_: None):

@@ -2,7 +2,7 @@
 
 In one process but for ten; hardware files and tables of published runs have tables of their own
 (test_plan_bad.py, tests/published/test_bad_tables.py), and so have DeepSpeed's keys
-(tests/config/test_bad_styles.py).
+(tests/config/test_config_bad.py).
 """
 
 import os
@@ -22,24 +22,13 @@ BAD_INPUT = 2
 P, DATA, MODEL = "--parallel3d.", "--parallel3d.data.", "--parallel3d.model."
 NAME, DIRECTORY, CACHE = f"{P}run.name", f"{P}run.directory", f"{DATA}cache"
 OPTIMIZER = "--zero_optimization.offload_optimizer."
+NO_NAMES = ["..", ".", "-rf", "a/b", "   ", "a\tb", "a\u200bb", "mine.lock", "x" * 300, "é" * 101]
 BIG, HUGE = str(10**12), str(10**30)
 
 # By kind: the words on the command line (and, for a launch, the environment), and what is said.
 CASES = {
     "name": [
-        (NAME, "..", 'run.name = "..": is no folder of its own'),
-        (NAME, ".", 'run.name = ".": is no folder of its own'),
-        (NAME, "a\nb", "holds the invisible character U+000A"),
-        (NAME, "-rf", 'run.name = "-rf": begins as an option does'),
-        (NAME, "x" * 300, "is 300 characters"),
-        (NAME, "a/b", "must be a plain name"),
-        (NAME, "../../x", "must be a plain name"),
-        (NAME, "", "must be a plain name"),
-        (NAME, "   ", "must be a plain name"),
-        (NAME, "a\tb", "holds the invisible character U+0009"),
-        (NAME, "a\u200bb", "holds the invisible character U+200B"),
-        (NAME, "mine.lock", "ends as the lock of another run does"),
-        (NAME, "é" * 101, "is 101 characters (202 bytes) long"),
+        *((NAME, name, "must be a plain name") for name in NO_NAMES),
     ],
     "size": [
         (f"{MODEL}vocab_size", BIG, f"model.vocab_size = {BIG}: wants at least"),

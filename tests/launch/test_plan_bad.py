@@ -122,10 +122,10 @@ FIGURES = [
     ("network.latency.value", 1e300, "no device is so: figures are 1e-15 to 1e+21"),
     ("network.bandwidth.value", 1e-300, "no device is so"),
     ("devices_per_node.value", 7.5, "devices_per_node.value = 7.5: must be a whole number"),
-    ("memory_bytes", 8e10, 'is no figure; write {"value": the number, "source": '),
+    ("memory_bytes", 8e10, 'block of settings; write {"value": ..., "source": ...}'),
     ("memory_bytes", None, "memory_bytes: is required; add it: Device memory"),
     ("memory_bytes.source", "", "memory_bytes.source"),
-    ("peak_flops.bf61", FIGURE, 'peak_flops.bf61: is none of the keys here; the nearest'),
+    ("peak_flops.bf61", FIGURE, 'peak_flops.bf61: is none of the keys here; use'),
     ("peak_flops.bf16.valeu", 1, 'valeu = 1: is no setting; the nearest one is "value"'),
     ("memory_bandwith", FIGURE, 'the nearest one is "memory_bandwidth"'),
     ("tpu", FIGURE, "tpu = {"),
@@ -148,16 +148,16 @@ def test_a_bad_figure_is_one_message(refused, tmp_path, path, value, words):
 
 WHOLE = json.dumps(DESCRIBED, indent=1)
 FILES = {
-    "no last brace": (WHOLE.rstrip()[:-1].encode(), "the text ends too early"),
-    "no last brace, a new line": (f"{WHOLE.rstrip()[:-1]}\n".encode(), "the text ends too early"),
-    "empty": (b"", "is empty; write one object"),
+    "no last brace": (WHOLE.rstrip()[:-1].encode(), "the text ends there"),
+    "no last brace, a new line": (f"{WHOLE.rstrip()[:-1]}\n".encode(), "the text ends there"),
+    "empty": (b"", "the text ends there"),
     "a list": (b"[]", "holds []; write one object"),
     "binary": (bytes(range(256)), "give a UTF-8 text file"),
     "UTF-16": (WHOLE.encode("utf-16"), "give a UTF-8 text file"),
     "NaN": (WHOLE.replace("80000000000.0", "NaN").encode(), "NaN is not JSON"),
     "infinite": (WHOLE.replace("80000000000.0", "1e400").encode(), "must be finite"),
     "twice": (WHOLE.replace('"aliases"', '"name"').encode(), "the key 'name' stands 2 times"),
-    "deep": (b"[" * 100_000, "too many blocks in blocks"),
+    "deep": (b"[" * 100_000, "cannot be read as JSON"),
 }
 
 

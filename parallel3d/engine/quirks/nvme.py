@@ -21,6 +21,12 @@ _Swapper = optimizer_utils.OptimizerSwapper
 _ParamSwapper = partitioned_param_swapper.AsyncPartitionedParameterSwapper
 
 
+def is_on_nvme(parameter: Any) -> bool:
+    """True if ZeRO-3 keeps the parameter's shard on NVMe."""
+    location = getattr(parameter.ds_tensor, "final_location", None)
+    return bool(location == OffloadDeviceEnum.nvme)
+
+
 def align_gradients() -> None:
     """Swap only the part of each gradient at multiples of a block in the optimizer's buffer.
 
@@ -78,9 +84,7 @@ def _copying(make: Callable[..., None]) -> Callable[..., None]:
     def make_and_copy(handle: Any, params: Any) -> None:
         make(handle, params)
         for param in params if isinstance(params, list) else [params]:
-            shard = param.ds_tensor
-            on_nvme = getattr(shard, "final_location", None) == OffloadDeviceEnum.nvme
-            if on_nvme and param.data.data_ptr() == shard.data.data_ptr():
+            if is_on_nvme(param) and param.data.data_ptr() == param.ds_tensor.data.data_ptr():
                 param.data = param.data.clone()
 
     return make_and_copy

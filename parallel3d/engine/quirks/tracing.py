@@ -20,7 +20,11 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import (
 Direction = Literal["forward", "backward"]
 _PRIVATE = "_PartitionedParameterCoordinator__"
 _RELEASED = f"{_PRIVATE}params_to_release"
-_KEPT = ("trace_mode", "submodule_order", "param_order", "step_id_module_fetched_for")
+_KEPT = (
+    *(f"{_PRIVATE}{name}" for name in ("trace_mode", "submodule_order", "param_order")),
+    f"{_PRIVATE}step_id_module_fetched_for",
+    _RELEASED,
+)
 
 
 class Traces:
@@ -37,23 +41,18 @@ class Traces:
         if pass_ != self._current:
             held = vars(self._coordinator)
             if self._current is not None:
-                self._kept[self._current] = {name: held[name] for name in self._names}
+                self._kept[self._current] = {name: held[name] for name in _KEPT}
             held.update(self._kept.get(pass_) or self._afresh())
             self._current = pass_
         if direction == "backward":  # before a forward DeepSpeed's own hook does so
             self._coordinator.reset_step()
-
-    @property
-    def _names(self) -> tuple[str, ...]:
-        return (*(_PRIVATE + name for name in _KEPT), _RELEASED)
 
     def _afresh(self) -> dict[str, Any]:
         """Of a pass that none has gone before. What it releases is cached by the place in a trace,
         so each has a cache of its own."""
         instrumented: Any = getattr(PartitionedParameterCoordinator, _RELEASED)
         released = getclosurevars(instrumented).nonlocals["func"].__wrapped__
-        values: tuple[Any, ...] = ZeRoTraceMode.INVALID, [], [], defaultdict(deque)
-        return {
-            **{_PRIVATE + name: value for name, value in zip(_KEPT, values, strict=True)},
-            _RELEASED: lru_cache(maxsize=None)(partial(released, self._coordinator)),
-        }
+        release = lru_cache(maxsize=None)(partial(released, self._coordinator))
+        return dict(
+            zip(_KEPT, (ZeRoTraceMode.INVALID, [], [], defaultdict(deque), release), strict=True)
+        )

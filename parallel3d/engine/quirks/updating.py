@@ -1,15 +1,10 @@
-"""DeepSpeed 0.19.8's update on the host: new weights on their way while the host goes on.
-
-ZeRO-3 with its optimizer on the host updates group by group. After each it copies the group's new
-weights to the device: torch casts them into memory that it makes anew and that the device cannot
-read by itself, and the host waits for both. Here they go by parts through page-locked buffers: a
-part is on its way while the host casts the next one, or begins with the next group's Adam.
-"""
+"""What DeepSpeed 0.19.8 does around an update of the weights, and the remedy for each."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam
 from torch import Tensor
 
 PART = 2**25  # elements: of bf16 64 MiB, and that twice
@@ -26,7 +21,11 @@ class _Buffer(NamedTuple):
 def stage_weights(optimizer: Any, device: torch.device) -> None:
     """Have ZeRO-3 send the weights that the host has updated by parts of PART elements.
 
-    Weights that stay on the host take DeepSpeed's own way.
+    ZeRO-3 with its optimizer on the host updates group by group. After each, DeepSpeed copies the
+    group's new weights to the device: torch casts them into new memory, which the device cannot
+    read by itself, and the host waits for both. Here they go through page-locked buffers: a part is
+    on its way while the host casts the next one, or begins with the next group's Adam. Weights that
+    stay on the host take DeepSpeed's own way.
     """
     whole = optimizer._reassign_or_swap_out_partitioned_parameters
     buffers: list[_Buffer] = []
@@ -70,3 +69,65 @@ def _buffer(size: int, like: Tensor) -> _Buffer:
 
 def _nothing() -> None:
     """There is nothing to wait for."""
+
+
+def share_with_weights(optimizer: Any) -> None:
+    """Let a master be the weights that it is of, where both lie on one device in one type.
+
+    DeepSpeed copies these, too, and keeps 4 bytes an element of this rank's share for nothing: it
+    has Adam write the master, and copies it into the weights after. To be called before the first
+    step.
+    """
+    is_zero3 = hasattr(optimizer, "fp16_groups")
+    settings = ("offload_optimizer", "offload_param") if is_zero3 else ("cpu_offload",)
+    if any(getattr(optimizer, name) for name in settings):
+        return  # on a CPU both would lie on one device all the same
+    if is_zero3:
+        masters, weights = (
+            optimizer.fp32_partitioned_groups_flat,
+            optimizer.fp16_partitioned_groups_flat,
+        )
+    else:
+        masters = optimizer.single_partition_of_fp32_groups
+        weights = [
+            parts[group.rank()]
+            for parts, group in zip(
+                optimizer.parallel_partitioned_bit16_groups,
+                optimizer.real_dp_process_group,
+                strict=True,
+            )
+        ]
+    for master, own in zip(masters, weights, strict=True):
+        if own is not None and _alike(master, own):
+            master.data = own.data
+    if not is_zero3:
+        optimizer._link_all_hp_params()  # it has views of the masters
+
+
+def _alike(master: Tensor, weights: Tensor) -> bool:
+    return (
+        master.dtype == weights.dtype
+        and master.device == weights.device
+        and master.shape == weights.shape
+    )
+
+
+def power_afresh(optimizer: torch.optim.Optimizer) -> None:
+    """Make CPU Adam's bias correction a function of the step number alone.
+
+    Its compiled part keeps betas to the power of the step as running fp32 products, and takes the
+    true power only where the step number jumps: a resumed run's first step jumps, so it and all
+    later ones differ in the last bits. A call without elements before each step makes each a jump.
+    """
+    if isinstance(optimizer, DeepSpeedCPUAdam):
+        optimizer.register_step_pre_hook(_jump)
+
+
+def _jump(adam: Any, *_: Any) -> None:
+    nothing, group = torch.empty(0), adam.param_groups[0]
+    beta1, beta2 = group["betas"]
+    options = group["lr"], beta1, beta2, group["eps"], group["weight_decay"]
+    bias_correction = group["bias_correction"]
+    adam.ds_opt_adam.adam_update(
+        adam.opt_id, 0, *options, bias_correction, nothing, nothing, nothing, nothing
+    )
