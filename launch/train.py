@@ -80,7 +80,7 @@ def run(
     if launch.rank == 0:
         claimed = claim(asked, config, launch, ending.say)
         end.at_end.append(claimed.release)
-    mesh = join(config, launch, stop)
+    mesh = join(config, launch)
     code = train(config, mesh, claimed, stop, args.json)
     mesh.close()
     return code

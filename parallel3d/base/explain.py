@@ -54,12 +54,15 @@ def settings(section: type[Section], prefix: str = "") -> list[SettingDoc]:
     found: dict[SettingDoc, list[str]] = {}
     for setting in _walk(section, prefix, section.beyond):
         found.setdefault(replace(setting, only=""), []).append(setting.only)
-    return [replace(s, only=_only(s.path, names, section.beyond)) for s, names in found.items()]
+    choices = {
+        path: (key, len(classes())) for path, (key, classes) in section.beyond.choices.items()
+    }
+    return [replace(s, only=_only(s.path, names, choices)) for s, names in found.items()]
 
 
-def _only(path: str, names: list[str], beyond: Beyond) -> str:
-    for choice, (key, classes) in beyond.choices.items():
-        if path.startswith(f"{choice}.") and any(names) and len(names) < len(classes()):
+def _only(path: str, names: list[str], choices: Mapping[str, tuple[str, int]]) -> str:
+    for choice, (key, number) in choices.items():
+        if path.startswith(f"{choice}.") and any(names) and len(names) < number:
             return f"{key} {', '.join(json.dumps(name) for name in names)}"
     return ""
 

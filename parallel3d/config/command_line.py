@@ -19,16 +19,17 @@ def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> list[str]:
     the model that are on the command line, too, are compared with it. Raises ConfigError.
     """
     alone: dict[str, Any] = {}
-    reader.apply_overrides(alone, overrides, full_path)
-    named = any(full_path(path) == _NAMED for path, _ in reader.pairs(overrides))
+    values = [(full_path(path), text) for path, text in reader.pairs(overrides)]
+    reader.set_values(alone, values)
+    named = any(path == _NAMED for path, _ in values)
     model = alone["parallel3d"]["model"] if named else {}
     block = raw.get("parallel3d")
     beneath = block.get("model") if isinstance(block, dict) else None
     if not isinstance(model.get(pretrained.KEY), str) or not isinstance(beneath, dict):
-        reader.apply_overrides(raw, overrides, full_path)
+        reader.set_values(raw, values)
         return []
     del raw["parallel3d"]["model"]
-    reader.apply_overrides(raw, overrides, full_path)
+    reader.set_values(raw, values)
     folders.look_into(raw)  # a family of the user's own may be the model's
     return pretrained.fill(raw, beneath)
 

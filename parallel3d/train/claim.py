@@ -58,14 +58,15 @@ def claim(asked: RunConfig, config: RunConfig, launch: Launch, say: Callable[[st
     To be called on one process of a launch. Raises ConfigError where a living process writes to
     the folder, or nobody can.
     """
-    directory, same = Path(config.run.directory), digest_of(asked)
+    run, resume, same = config.run, config.checkpoint.resume, digest_of(asked)
+    directory = Path(run.directory)
     made = None if directory.exists() else directory.absolute()
     try:
         directory.mkdir(parents=True, exist_ok=True)
         folder, lock = _find(config, launch, directory, same, say)
     except OSError as error:
         raise ConfigError(
-            f'parallel3d.run.directory = "{config.run.directory}": cannot be written '
+            f'parallel3d.run.directory = "{run.directory}": cannot be written '
             f"({error.strerror}); name a folder that can"
         ) from None
     claimed = Claim(folder, same, lock, made)
@@ -73,9 +74,9 @@ def claim(asked: RunConfig, config: RunConfig, launch: Launch, say: Callable[[st
         with written_to(folder):
             if exists := folder.exists():
                 TemporaryFile(dir=folder).close()
-        if not exists and isinstance(config.checkpoint.resume, int):
+        if not exists and isinstance(resume, int):
             raise ConfigError(
-                f"parallel3d.checkpoint.resume = {config.checkpoint.resume}: a step is one of an "
+                f"parallel3d.checkpoint.resume = {resume}: a step is one of an "
                 "existing run; set parallel3d.run.name to it, or give the checkpoint's path"
             )
     except ConfigError:
@@ -102,11 +103,12 @@ def _find(
     def lock(name: str) -> Lock:
         return Lock(directory / f"{name}{SUFFIX}", about=same, jobs=launch.jobs)
 
-    if config.run.name != "auto":
-        folder = directory / config.run.name
-        if config.checkpoint.resume == "none" and folder.exists() and not launch.restart_count:
+    chosen, resume = config.run.name, config.checkpoint.resume
+    if chosen != "auto":
+        folder = directory / chosen
+        if resume == "none" and folder.exists() and not launch.restart_count:
             raise ConfigError(
-                f'parallel3d.run.name = "{config.run.name}": {folder} exists, and '
+                f'parallel3d.run.name = "{chosen}": {folder} exists, and '
                 'checkpoint.resume = "none" starts afresh; use another name, or resume "auto"'
             )
         mine = lock(folder.name)
@@ -118,7 +120,7 @@ def _find(
     found = None
     if launch.restart_count:
         found = folder_of_this_launch(directory, name_of(config), same)
-    goes_on = config.checkpoint.resume == "auto" or isinstance(config.checkpoint.resume, int)
+    goes_on = resume == "auto" or isinstance(resume, int)
     if found is None and goes_on:  # as the first attempt did, whose folder may have another name
         found = unfinished(directory, same)
     for number in count(1):
@@ -131,7 +133,7 @@ def _find(
             mine.take(say)
         except LockHeld as error:
             # Another run has the name; the same run, starting too, is not to be trained twice.
-            if found or (error.holder.about == same and config.checkpoint.resume != "none"):
+            if found or (error.holder.about == same and resume != "none"):
                 raise ConfigError(_held(folder, error.holder)) from None
             continue
         if found or not folder.exists():  # another may have had it meanwhile

@@ -51,7 +51,9 @@ def test_a_launcher_does_not_cut_off_rank_0_when_the_others_have_ended(monkeypat
 
     monkeypatch.setattr("parallel3d.mesh.join.rank_0_first", others_end_first)
     if not (child := os.fork()):
-        ending.end_all(Launch(0, 2, 0, 2), ConfigError("no such key"))
+        end = ending.Ending()
+        end.launch = Launch(0, 2, 0, 2)
+        end.on_shared_error(ConfigError("no such key"))
         os._exit(ending.BAD_INPUT)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == ending.BAD_INPUT

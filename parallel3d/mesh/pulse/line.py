@@ -56,11 +56,10 @@ class Line:
             self.socket.close()
 
 
-def connect(hosts: list[str], port: int, seconds: float = 3.0) -> socket.socket | None:
-    """Connect to the first of the hosts that answers, within so many seconds each."""
-    for host in dict.fromkeys(hosts):
-        with suppress(OSError):
-            return socket.create_connection((host, port), timeout=seconds)
+def connect(host: str, port: int) -> Line | None:
+    """Connect to a host; None if it does not answer soon."""
+    with suppress(OSError):
+        return Line(socket.create_connection((host, port), timeout=3.0))
     return None
 
 

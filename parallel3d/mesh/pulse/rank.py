@@ -57,8 +57,8 @@ def begin(
     else:
         token, hosts, port = json.loads(fetch())
     task = SentryTask(
-        rank, world_size, socket.gethostname(), os.getpid(), descriptor, token, list(LIMITS),
-        hosts, port, passed[1] if rank == 0 else -1, store,
+        rank, world_size, os.getpid(), descriptor, token, list(LIMITS), hosts, port,
+        passed[1] if rank == 0 else -1, store,
     )  # fmt: skip
     # Not in a session of its own: what stops the whole job (Ctrl-Z) shall stop its sentries, too.
     process = subprocess.Popen(
@@ -106,11 +106,11 @@ def is_watched() -> bool:
 def set_limit(seconds: float) -> None:
     """Set how many seconds a rank may wait for another from now on; 0: for ever."""
     if _page is not None:
-        _page.set_limit(seconds)
+        _page.limit = seconds
 
 
 def leave(code: int, reason: str = "") -> None:
-    """Say that this rank ends by itself, with which code, and why if it alone fails."""
+    """Say that this rank ends by itself, with which code, and why if no other rank knows it."""
     if _page is not None and _page.left is None:
         _page.leave(code, reason)
 

@@ -116,8 +116,8 @@ def main(task, folder, rank):
             time.sleep(0.05)
         if verdict.speaks:
             print(verdict.text, flush=True)
-        pulse.leave(1)
-        os._exit(1)
+        pulse.leave(verdict.code)
+        os._exit(verdict.code)
 
     threading.Thread(target=end, daemon=True).start()
     pulse.doing(f"work {rank}")
@@ -152,6 +152,15 @@ def fail_alone(rank):
     time.sleep(1000)
 
 
+def ask(rank):
+    """Rank 1 is asked to stop."""
+    if rank == 1:
+        time.sleep(2)
+        pulse.leave(3, "it was asked to")
+        os._exit(3)
+    time.sleep(1000)
+
+
 def end_well(rank):
     """One after the other, the one with the judge first."""
     time.sleep(2 + rank)
@@ -164,6 +173,7 @@ DOES = {
     "hold lock": hold_lock,
     "wait for one": wait_for_one,
     "fail alone": fail_alone,
+    "ask": ask,
     "end well": end_well,
 }
 

@@ -74,6 +74,6 @@ def test_the_judge_of_a_thousand_ranks(judged):
 def last_word(line):
     line.settimeout(10)
     said = b""
-    while b"verdict" not in said or not said.endswith(b"\n"):
+    while b'"verdict": "rank' not in said or not said.endswith(b"\n"):
         said += line.recv(2**16)
     return json.loads(said.splitlines()[-1])
