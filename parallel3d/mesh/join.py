@@ -15,7 +15,12 @@ from parallel3d.base.errors import packed, unpacked
 from parallel3d.mesh.device import claim_device, identity_of
 from parallel3d.mesh.groups import BACKEND, choose_backend, options_of
 from parallel3d.mesh.launch import Launch
-from parallel3d.mesh.network import allow_open_files, choose_interface, connect_on_demand
+from parallel3d.mesh.network import (
+    address_towards,
+    allow_open_files,
+    choose_interface,
+    connect_on_demand,
+)
 from parallel3d.mesh.pulse import rank as pulse
 
 _START = "rank 0 starts"  # in the store: "", or the error that it met before it could
@@ -79,9 +84,11 @@ def join(launch: Launch, device: torch.device, watched: bool = False) -> None:
         connect_on_demand()
         claim_device(identity_of(device), launch, store)
     if watched and not pulse.is_watched():
-        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        # Others may reach this host as they do the store, by its address on the way there, by name.
+        names = list(filter(None, [host, address_towards(host), socket.gethostname()]))
         judge = partial(store.set, "judge"), lambda: store.get("judge").decode()
-        pulse.begin(launch.rank, launch.world_size, address, *judge)
+        pulse.begin(launch.rank, launch.world_size, (host, port), names, *judge)
         pulse.doing("making the process groups")
     dist.init_process_group(
         backend,

@@ -29,7 +29,7 @@ def refuse_impossible(config: RunConfig, ranks: int, room: int = MOST_BYTES) -> 
     is less than any schedule, ZeRO stage or recomputation needs, so no config that could run is
     refused. Takes milliseconds, whatever the sizes, and needs no torch.
     """
-    model = config.model
+    model = config.parallel3d.model
     if problems := _counts(config, model):
         raise Problems(problems)
     sizes = {path: size for path, size in _least_bytes(config, model, ranks).items() if size}
@@ -68,13 +68,12 @@ def _counts(config: RunConfig, model: Any) -> list[Problem]:
 def _least_bytes(config: RunConfig, model: Any, ranks: int) -> dict[str, int]:
     """Bytes that some rank holds at least, on device and host, by the config key they come from."""
     zero, element = config.zero_optimization, BYTES[config.precision]
+    mesh, data = config.parallel3d.mesh, config.parallel3d.data
     split, tp, weights, optimizer = ranks, ranks, 1, 1
-    mesh = config.parallel3d.mesh
     if isinstance(mesh, MeshConfig):
         tp, split = mesh.tp, mesh.pp * mesh.tp
         dp = mesh.dp if isinstance(mesh.dp, int) else max(1, ranks // split)
         weights, optimizer = (dp if zero.stage == 3 else 1), (dp if zero.stage else 1)
-    data = config.data
     params, states = _num_params(model, data), 0
     if zero.offload_param.device != "nvme":
         states += params * element // (split * weights)

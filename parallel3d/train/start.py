@@ -78,7 +78,7 @@ def find_start(config: RunConfig, mesh: Mesh, claim: Claim | None, console: Cons
     not see, a model that cannot fit. Raises on all ranks: ConfigError, DataError or CheckpointError
     if config, machine, corpus and checkpoint do not go together; what `Attempts.check` raises.
     """
-    begin(config, mesh, console)
+    said = begin(config, mesh, console)
     nodes, settings = find_nodes(mesh), config.to_dict()
     folder, digest, exists = _find_folder(settings, mesh, claim)
     refuse_unshared(folder, config.run.directory, mesh, nodes)
@@ -87,9 +87,8 @@ def find_start(config: RunConfig, mesh: Mesh, claim: Claim | None, console: Cons
     check_machine(config, mesh, nodes, console.print)
     corpus = open_corpus(config, mesh, nodes, console)
     pulse.doing("looking for a checkpoint")
-    said = len(config.notes)
     config = _with_weights(config.with_corpus(corpus.vocab_size, len(corpus.train)), mesh)
-    for note in config.notes[said:]:
+    for note in config.notes[len(said) :]:
         console.print(note)
     found, position, pretrained = None, Position(), None
     if found := _find_checkpoint(config, mesh, folder if exists else None, console.print):
@@ -101,11 +100,15 @@ def find_start(config: RunConfig, mesh: Mesh, claim: Claim | None, console: Cons
     return Start(config, settings, folder, digest, corpus, found, position, pretrained)
 
 
-def begin(config: RunConfig, mesh: Mesh, console: Console) -> None:
-    """Set how this process computes; print each rank's place and device, and what was filled in."""
-    train = config.train
+def begin(config: RunConfig, mesh: Mesh, console: Console) -> tuple[str, ...]:
+    """Set how this process computes; print each rank's place and device, and the config's notes.
+
+    Returns these notes, what was filled in.
+    """
+    train, notes = config.train, config.notes
     compute.use(tf32=train.tf32, deterministic=train.deterministic)
-    console.print(mesh.picture(), *compute.describe(mesh.device), *config.notes, sep="\n")
+    console.print(mesh.picture(), *compute.describe(mesh.device), *notes, sep="\n")
+    return notes
 
 
 def _find_folder(

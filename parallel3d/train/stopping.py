@@ -51,7 +51,7 @@ class StopRequest:
 
     def __init__(self, end: Ending | None = None) -> None:
         self._end = end or Ending()
-        self._flush: Callable[[], None] = _nothing
+        self._flush: Callable[[], None] = lambda: None
         self.asked = self.stopping = self.saving = False
         self._held = self._listening = False
         self._since = 0.0
@@ -87,14 +87,14 @@ class StopRequest:
                 for s, handler in zip(SIGNALS, previous, strict=True):
                     signal.signal(s, handler)
 
-    def hold(self, folder: Path | None, flush: Callable[[], None] | None = None) -> None:
+    def hold(self, folder: Path | None, flush: Callable[[], None] = lambda: None) -> None:
         """Let a request wait for the end of a step from now on.
 
         `folder` is the run's, on the rank that is to look for the files STOP and SAVE in it; None
         on the others. `flush` writes what a run has not written yet. Raises Stopped if there has
         been a request.
         """
-        self._folder, self._flush = folder, flush or _nothing
+        self._folder, self._flush = folder, flush
         self._held = True
         if self.asked:  # an exception that was swallowed, in a destructor for example
             self._held = False
@@ -197,10 +197,6 @@ def join(config: RunConfig, launch: Launch) -> "Mesh":
 
     sizes = config.mesh
     return Mesh(sizes.pp, int(sizes.dp), sizes.tp, launch, watched=True)
-
-
-def _nothing() -> None:
-    """There is nothing to write."""
 
 
 class _Launcher:

@@ -85,27 +85,6 @@ def test_jobs_that_are_started_again(launch_of):
     assert named.jobs == (("torchelastic", "a", 1),)
 
 
-BAD = [
-    ("RANK", "abc"), ("RANK", ""), ("RANK", "-1"), ("RANK", "2"), ("RANK", "1.0"),
-    ("WORLD_SIZE", None), ("WORLD_SIZE", "0"), ("WORLD_SIZE", "two"), ("LOCAL_RANK", "2"),
-    ("LOCAL_RANK", "-1"), ("LOCAL_WORLD_SIZE", "0"), ("LOCAL_WORLD_SIZE", "3"),
-    ("TORCHELASTIC_RESTART_COUNT", "x"), ("TORCHELASTIC_MAX_RESTARTS", "\u0663"),
-]  # fmt: skip
-BAD_SLURM = [("SLURM_PROCID", "9"), ("SLURM_NTASKS", "many"), ("SLURM_LOCALID", None)]
-
-
-@pytest.mark.parametrize(
-    ("good", "name", "value"),
-    [(TORCHRUN, *case) for case in BAD] + [(SLURM, *case) for case in BAD_SLURM],
-)
-def test_an_environment_that_is_no_launchers(launch_of, good, name, value):
-    variables = {k: v for k, v in (good | {name: value}).items() if v is not None}
-    with pytest.raises(ConfigError) as refused:
-        launch_of(variables)
-    said = str(refused.value)
-    assert name in said and "it must be a whole number from" in said and "unset RANK" in said
-
-
 def test_the_command_is_the_one_that_was_typed():
     """Through a process that starts another one with the same script, as a launcher does."""
     code = (

@@ -15,15 +15,6 @@ from typing import ClassVar, NamedTuple
 _RUNS = -1  # in place of an exit code
 
 
-class Doing(NamedTuple):
-    """What a rank does now, since when, and whether it waits for another."""
-
-    text: str
-    since: float
-    """`time.monotonic` of its machine."""
-    waits: bool
-
-
 class Verdict(NamedTuple):
     """Why the run is over."""
 
@@ -61,9 +52,12 @@ class Page(ctypes.Structure):
         self._since, self._waits, self._doing = time.monotonic(), waits, text.encode()[:255]
 
     @property
-    def doing(self) -> Doing:
-        """What the rank does, or did when it died."""
-        return Doing(self._doing.decode(errors="replace"), self._since, self._waits)
+    def doing(self) -> tuple[str, float, bool]:
+        """What the rank does, or did when it died; since when; whether it waits for another.
+
+        The time is `time.monotonic` of its machine.
+        """
+        return (self._doing.decode(errors="replace"), self._since, self._waits)
 
     def leave(self, code: int, reason: str = "") -> None:
         """Say that the rank ends, with which exit code, and why if no other rank knows it."""

@@ -119,17 +119,14 @@ class Sentry:
 
     def _report(self, now: float) -> None:
         """Report what is new at once, and else at each beat."""
-        page, state, doing = self._page, self._state(), self._page.doing
+        page, state = self._page, self._state()
         if state == GONE and self._gone is None:
             self._gone = now
         if self._line and not page.is_watched and now - self._called > _ANSWER:
             self._hang_up()
         if self._line is None and not self._verdict:
             self._call(now)
-        report = Report(
-            self._host, state, doing.text, doing.since, doing.waits, page.limit, page.left,
-            page.reason,
-        )  # fmt: skip
+        report = Report(self._host, state, *page.doing, page.limit, page.left, page.reason)
         same = self._sent and (report.state, report.left) == (self._sent.state, self._sent.left)
         if self._line and self._line.is_open and not (same and now < self._beat):
             self._beat, self._sent = now + BEAT, report
@@ -232,11 +229,4 @@ def main() -> None:
     """Read the sentry's task from standard input, and do it."""
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)  # it ends with its rank
-    task = SentryTask(*json.load(sys.stdin))
-    if task.listener >= 0:
-        with suppress(ImportError, ValueError, OSError):
-            import resource
-
-            _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    Sentry(task).run()
+    Sentry(SentryTask(*json.load(sys.stdin))).run()

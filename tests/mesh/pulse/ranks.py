@@ -109,7 +109,8 @@ def main(task, folder, rank):
         return place.read_text()
 
     pulse.LIMITS = Limits(**task["limits"])
-    pulse.begin(rank, task["number"], ("127.0.0.1", task["port"]), publish, fetch)
+    names = ["127.0.0.1", socket.gethostname()]
+    pulse.begin(rank, task["number"], ("127.0.0.1", task["port"]), names, publish, fetch)
 
     def end():
         while not (verdict := pulse.verdict()):

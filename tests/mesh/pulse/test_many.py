@@ -29,7 +29,7 @@ def judged(monkeypatch):
     published = []
     with socket.create_server(("127.0.0.1", 0)) as store:
         others = psutil.Process().children()  # the server that ranks are forked from
-        pulse.begin(0, RANKS, store.getsockname(), published.append, lambda: "")
+        pulse.begin(0, RANKS, store.getsockname(), ["127.0.0.1"], published.append, lambda: "")
         token, _, port = json.loads(published[0])
         [sentry] = set(psutil.Process().children()) - set(others)
         lines = {r: socket.create_connection(("127.0.0.1", port)) for r in range(1, RANKS)}

@@ -224,7 +224,7 @@ def test_a_verdict_that_comes_with_the_greeting_is_heard(monkeypatch):
     monkeypatch.setattr(pulse, "_page", None)
     with socket.create_server(("127.0.0.1", 0)) as judge:
         address = json.dumps(["secret", ["127.0.0.1"], judge.getsockname()[1]])
-        pulse.begin(1, 2, ("127.0.0.1", 1), lambda text: None, lambda: address)
+        pulse.begin(1, 2, ("127.0.0.1", 1), [], lambda text: None, lambda: address)
         pulse.leave(1)  # this process is not to be ended
         greeting = {"token": "secret", "verdict": "", "speaks": False}
         verdict = greeting | {"verdict": "it is over", "speaks": True, "blamed": False, "code": 1}
@@ -244,7 +244,7 @@ ALONE = """
 import os, socket, sys
 from parallel3d.mesh.pulse import rank as pulse
 store = socket.create_server(("127.0.0.1", 0))
-pulse.begin(0, 2, store.getsockname(), lambda text: None, lambda: "")
+pulse.begin(0, 2, store.getsockname(), ["127.0.0.1"], lambda text: None, lambda: "")
 input()
 """
 
