@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from parallel3d.mesh.pulse.court import listen
 from parallel3d.mesh.pulse.judge import Limits
-from parallel3d.mesh.pulse.line import listen
 from parallel3d.mesh.pulse.page import Page, Verdict, new_page
 from parallel3d.mesh.pulse.sentry import SentryTask
 

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from parallel3d.mesh.pulse.court import BEAT, Court
+from parallel3d.mesh.pulse.court import BEAT, Court, Line, connect
 from parallel3d.mesh.pulse.judge import (
     FAILED,
     GONE,
@@ -28,7 +28,6 @@ from parallel3d.mesh.pulse.judge import (
     Limits,
     Report,
 )
-from parallel3d.mesh.pulse.line import Line, connect
 from parallel3d.mesh.pulse.page import Verdict, open_page
 
 LOOK = 1.0  # seconds between two looks at the rank
