@@ -44,6 +44,7 @@ def ready(config: RunConfig, launch: Launch) -> RunConfig:
     """
     refuse_impossible(config, launch.world_size)
     if config.is_planned:
+        # The planner, which other configs do not need, and torch.
         from parallel3d.plan.report.choose import choose
         from parallel3d.train.known_hardware import machine_of
 

@@ -99,7 +99,7 @@ class Ending:
 
     def on_own_error(self, error: Exception) -> int:
         """Say why this rank ends alone, and tell the judge; gives the exit code."""
-        from parallel3d.mesh.join import lost_peer
+        from parallel3d.mesh.join import lost_peer  # it loads torch
 
         lost = lost_peer(error)
         # The backend may see a loss first, but not who it was and what they did.

@@ -24,8 +24,8 @@ from parallel3d.data.sources import silent
 from parallel3d.data.summary import reasons
 from parallel3d.engine.swap import check_writable
 from parallel3d.huggingface.load import find_weights, load_weights, remark
-from parallel3d.mesh import compute
 from parallel3d.mesh.agree import agree, gather_json, on_first
+from parallel3d.mesh.device import describe_device, set_numerics
 from parallel3d.mesh.join import STARTUP_TIMEOUT
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.nodes import Nodes, appears, find_nodes
@@ -106,8 +106,8 @@ def begin(config: RunConfig, mesh: Mesh, console: Console) -> tuple[str, ...]:
     Returns these notes, what was filled in.
     """
     train, notes = config.train, config.notes
-    compute.use(tf32=train.tf32, deterministic=train.deterministic)
-    console.print(mesh.picture(), *compute.describe(mesh.device), *notes, sep="\n")
+    set_numerics(tf32=train.tf32, deterministic=train.deterministic)
+    console.print(mesh.picture(), *describe_device(mesh.device), *notes, sep="\n")
     return notes
 
 
