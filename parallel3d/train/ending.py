@@ -61,7 +61,7 @@ class Ending:
         os._exit(exit_code(code, self.launch))
 
     def on_request(self) -> int:
-        """Say that this launch ends before training; the judge ends the other ranks."""
+        """End before training, as a user asked; the judge tells the other ranks. Return 3."""
         tell_of_request()
         if self.launch.rank == 0:
             say(
@@ -72,7 +72,7 @@ class Ending:
         return STOPPED
 
     def on_verdict(self, verdict: Verdict, flush: Callable[[], None]) -> NoReturn:
-        """End the process for the fault of another rank, from a thread that waits for nothing."""
+        """End the process as the judge says, from a thread that waits for nothing."""
         pulse.leave(verdict.code)
         say_verdict(verdict)
         flushing = threading.Thread(target=flush, daemon=True)
@@ -81,7 +81,7 @@ class Ending:
         self.leave(verdict.code)
 
     def on_shared_error(self, error: Exception) -> int:
-        """Say on rank 0 why the run ends, where all ranks raise the same; gives the exit code."""
+        """Say on rank 0 why the run ends, where all ranks raise the same; return the exit code."""
         code = FAILED if isinstance(error, TrainingError) else BAD_INPUT
         pulse.leave(code)
         if self.launch.world_size == 1:  # without torch, which it may have come before
@@ -98,7 +98,7 @@ class Ending:
         return code
 
     def on_own_error(self, error: Exception) -> int:
-        """Say why this rank ends alone, and tell the judge; gives the exit code."""
+        """Say why this rank ends alone, and tell the judge; return the exit code."""
         from parallel3d.mesh.join import lost_peer  # it loads torch
 
         lost = lost_peer(error)
