@@ -117,7 +117,7 @@ class Ending:
 
 def tell_of_request() -> None:
     """Have the judge tell the other ranks that this one was asked to stop before training."""
-    pulse.leave(STOPPED, "a rank was asked to stop before the first step")
+    pulse.leave(STOPPED, "was asked to stop before the first step")
 
 
 def say_verdict(verdict: Verdict) -> None:

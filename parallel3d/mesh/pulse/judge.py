@@ -121,13 +121,13 @@ class Judge:
         if not running:
             return Finding()
         ranks = sorted(self.ranks.items())
-        for _, r in ranks:
-            if r.report.left == ASKED and r.report.reason:
-                return Finding(r.report.reason, code=ASKED)
-        for find in (self._dead, self._failed, self._stopped, self._silent, self._left):
+        # A launcher asks all to stop when one has died or failed: what came first is the reason.
+        first = self._dead, self._failed, self._asked
+        for find in (*first, self._stopped, self._silent, self._left):
             for rank, r in ranks:
                 if text := find(r):
-                    return Finding(f"rank {rank} on {r.report.host} {text}", rank)
+                    code = ASKED if r.report.left == ASKED else FAILED
+                    return Finding(f"rank {rank} on {r.report.host} {text}", rank, code)
         if store := self._without_store():
             return Finding(store)
         return self._late()
@@ -147,9 +147,12 @@ class Judge:
         return ""
 
     def _failed(self, r: _Rank) -> str:
-        if not r.report.reason:
+        if not r.report.reason or r.report.left == ASKED:
             return ""
         return f"failed {_at(r)}: {r.report.reason}{self._first_to_stand_still()}"
+
+    def _asked(self, r: _Rank) -> str:
+        return r.report.reason if r.report.left == ASKED else ""
 
     def _stopped(self, r: _Rank) -> str:
         if r.stopped < self.limits.stopped:

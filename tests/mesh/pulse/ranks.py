@@ -157,7 +157,7 @@ def ask(rank):
     """Rank 1 is asked to stop."""
     if rank == 1:
         time.sleep(2)
-        pulse.leave(3, "it was asked to")
+        pulse.leave(3, "was asked to")
         os._exit(3)
     time.sleep(1000)
 

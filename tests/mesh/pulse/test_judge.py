@@ -84,8 +84,10 @@ def test_who_fails_alone_says_why(play):
 
 
 def test_who_was_asked_to_stop_ends_all_well(play):
-    play.set(2, left=3, reason="asked")
-    assert play.judge.verdict(play.now) == ("asked", None, 3)
+    play.set(1, left=3, reason="was asked")
+    assert play.judge.verdict(play.now) == ("rank 1 on a was asked", 1, 3)
+    play.set(2, state=GONE)  # for which a launcher ends the others
+    assert play.judge.verdict(play.now).code == 1
 
 
 def test_who_is_stopped_has_twenty_seconds(play):

@@ -133,7 +133,7 @@ def test_one_fails_alone(tmp_path):
 def test_one_is_asked_to_stop(tmp_path):
     with started(tmp_path, 3, "ask") as ranks:
         assert ranks.codes(SLACK) == [3, 3, 3]
-        assert ranks.said == [["it was asked to"], [], []]
+        assert ranks.said == [[f"rank 1 on {socket.gethostname()} was asked to"], [], []]
 
 
 @pytest.mark.slow
