@@ -35,7 +35,7 @@ ALL = {name for variables in (TORCHRUN, DEEPSPEED, SLURM) for name in variables}
 @pytest.fixture
 def launch_of(monkeypatch):
     def launch_of(variables):
-        for name in ALL | {"SLURM_NTASKS_PER_NODE"}:
+        for name in ALL:
             monkeypatch.delenv(name, raising=False)
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
