@@ -64,13 +64,14 @@ def train(rank: int, raw: dict[str, Any]) -> float:
     from rich.console import Console
 
     from parallel3d.mesh.mesh import Mesh
+    from parallel3d.mesh.nodes import find_nodes
     from parallel3d.train.assembly import assemble
     from parallel3d.train.start import Start, open_corpus
     from parallel3d.train.trainer import Trainer
 
     config = RunConfig.from_dict(raw).resolve(1)
     mesh = Mesh()
-    corpus = open_corpus(config, mesh, Console(quiet=True))
+    corpus = open_corpus(config, mesh, find_nodes(mesh), Console(quiet=True))
     config = config.with_corpus(corpus.vocab_size, len(corpus.train))
     parts = assemble(config, mesh)
     try:

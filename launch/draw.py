@@ -39,11 +39,8 @@ def main() -> int:
             args.svg.write_text(draw.figure(panels), encoding="utf-8")
         if args.trace:
             args.trace.write_text(json.dumps(draw.chrome_trace(spans)), encoding="utf-8")
-    except Parallel3DError as error:
+    except (Parallel3DError, OSError) as error:
         print(f"draw: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"draw: cannot write: {error}", file=sys.stderr)
         return 2
     for file in filter(None, (args.svg, args.trace)):
         print(f"written to {file}", file=sys.stderr)

@@ -44,7 +44,7 @@ def evaluate(
     config = ready(asked, launch)
     from parallel3d.train.evaluate import evaluate as losses_of
 
-    mesh = join(config, launch, stop)
+    mesh = join(config, launch)
     console = terminal.console(True)
     console.quiet = mesh.rank != 0
     losses = losses_of(config, mesh, checkpoint, stop, console)

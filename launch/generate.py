@@ -31,12 +31,9 @@ def main() -> int:
                 folder, args.prompt, tokens=args.max_new_tokens, seed=args.seed,
                 options=options_of(args), say=say,
             )  # fmt: skip
-    except TrainingError as error:
+    except (Parallel3DError, TrainingError, OSError) as error:
         say(f"generate: {error}")
-        return FAILED
-    except (Parallel3DError, OSError) as error:
-        say(f"generate: {error}")
-        return BAD_INPUT
+        return FAILED if isinstance(error, TrainingError) else BAD_INPUT
     return DONE
 
 

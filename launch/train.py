@@ -39,9 +39,10 @@ def train(
         stderr=True, quiet=mesh.rank != 0, highlight=False, markup=False, soft_wrap=True
     )
     start = find_start(config, mesh, claimed, console)
-    self_test(EngineSettings.from_config(start.config), mesh, console.print)
-    parts = assemble(start.config, mesh, say=console.print)
-    report.print_placement(console, start.config, parts)
+    config = start.config
+    self_test(EngineSettings.from_config(config), mesh, console.print)
+    parts = assemble(config, mesh, say=console.print)
+    report.print_placement(console, config, parts)
     restore(start, mesh, parts)
     with closing(Output(start, mesh, console)) as output:
         saver = Saver(
@@ -49,8 +50,8 @@ def train(
             keep=config.checkpoint.keep, asynchronous=config.checkpoint.asynchronous,
             say=console.print, tokenizer=start.tokenizer, always=config.checkpoint.at,
         )  # fmt: skip
-        peak_name, peak_flops = peak(start.config, mesh)
-        profiler = make_profiler(start.config, mesh, parts.executor, start.folder)
+        peak_name, peak_flops = peak(config, mesh)
+        profiler = make_profiler(config, mesh, parts.executor, start.folder)
         stop.hold(start.folder if mesh.rank == 0 else None, output.close)
         result = Trainer(
             start, mesh, parts, peak_flops=peak_flops, writer=output.writer,
@@ -80,7 +81,7 @@ def run(
     if launch.rank == 0:
         claimed = claim(asked, config, launch, ending.say)
         end.at_end.append(claimed.release)
-    mesh = join(config, launch, stop)
+    mesh = join(config, launch)
     code = train(config, mesh, claimed, stop, args.json)
     mesh.close()
     return code

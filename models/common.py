@@ -79,18 +79,17 @@ def weight_inits(config: Any) -> tuple[Init, Init]:
 
     Two projections of each block add to the residual stream (Radford et al. 2019, section 2.3).
     """
-    std = config.initializer_range * scales_of(config).std("hidden")
+    scales = scales_of(config)
+    std = config.initializer_range * scales.hidden_std
     # Where depth transfers, its branches' multiplier stands for what their start would say of it.
-    depth = parametrization_of(config).base_depth or config.num_hidden_layers
+    depth = scales.base_depth or config.num_hidden_layers
     return Init(std=std), Init(std=std / sqrt(2 * depth))
 
 
 def scales_of(config: Any) -> Scales:
-    """What the parametrisation of a model of any family multiplies its sizes and rates by."""
-    heads, width = config.num_attention_heads, config.hidden_size
-    head_size = getattr(config, "head_size", width // heads)
-    settings, depth = parametrization_of(config), config.num_hidden_layers
-    return Scales.of(settings, width=width, depth=depth, head_size=head_size)
+    """Return what the parametrisation of a model of any family multiplies sizes and rates by."""
+    head_size = getattr(config, "head_size", config.hidden_size // config.num_attention_heads)
+    return Scales.of(config, head_size)
 
 
 def role_rates(config: Any) -> dict[Role, float]:

@@ -8,7 +8,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,15 +62,15 @@ def parse(text: str, source: str = "config") -> dict[str, Any]:
     return value
 
 
-def apply_overrides(
-    raw: dict[str, Any], overrides: Sequence[str], full_path: Callable[[str], str] = str
-) -> None:
-    """Set values in `raw` by their dotted paths: `--a.b 2` or `--a.b=2`; the last one wins.
+def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Set values in `raw` by their dotted paths: `--a.b 2` or `--a.b=2`; the last one wins."""
+    set_values(raw, pairs(overrides))
 
-    `full_path` gives the path that a shorter one stands for.
-    """
-    for path, text in pairs(overrides):
-        *sections, key = full_path(path).split(".")
+
+def set_values(raw: dict[str, Any], values: Iterable[tuple[str, str]]) -> None:
+    """Set values in `raw`, each a dotted path and its text on a command line."""
+    for path, text in values:
+        *sections, key = path.split(".")
         block = raw
         for section in sections:
             block = block.setdefault(section, {})

@@ -17,13 +17,14 @@ def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> list[str]:
     the model that are on the command line, too, are compared with it. Raises ConfigError.
     """
     alone: dict[str, Any] = {}
-    reader.apply_overrides(alone, overrides, full_path)
+    values = [(full_path(path), text) for path, text in reader.pairs(overrides)]
+    reader.set_values(alone, values)
     named, beneath = reader.at(alone, pretrained.PATH), reader.at(raw, "parallel3d.model")
     if not isinstance(named, str) or not isinstance(beneath, dict):
-        reader.apply_overrides(raw, overrides, full_path)
+        reader.set_values(raw, values)
         return []
     del raw["parallel3d"]["model"]
-    reader.apply_overrides(raw, overrides, full_path)
+    reader.set_values(raw, values)
     folders.look_into(raw)  # a family of the user's own may be the model's
     return pretrained.fill(raw, beneath)
 

@@ -239,7 +239,7 @@ class RunConfig(Section):
                 "train_micro_batch_size_per_gpu": micro,
                 "gradient_accumulation_steps": accumulation,
             }
-        )._checked()
+        )
         if config.train.max_tokens is not None:
             steps = arithmetic.steps_of_tokens(config.train.max_tokens, config.tokens_per_step)
             samples = config.train.max_tokens // config.data.sequence_length

@@ -52,7 +52,7 @@ class EngineSettings:
     @classmethod
     def from_config(cls, config: RunConfig) -> "EngineSettings":
         """The engine's section of a run's config."""
-        zero, adam = config.zero_optimization, config.optimizer.params
+        zero, adam, pipeline = config.zero_optimization, config.optimizer.params, config.pipeline
         ours = {"stage", "offload_optimizer", "offload_param"}
         return cls(
             micro_batch_size=config.micro_batch_size,
@@ -61,8 +61,8 @@ class EngineSettings:
             offload_param=zero.offload_param.device,
             precision=config.precision,
             reduced_in=config.communication_data_type or "fp32",
-            gradient_reduction=config.pipeline.gradient_reduction,
-            weights=gathered_for(config.pipeline.weights),
+            gradient_reduction=pipeline.gradient_reduction,
+            weights=gathered_for(pipeline.weights),
             gradient_clipping=config.gradient_clipping,
             overlap_update=config.train.overlap_update and zero.stage == 3,
             lr=adam.lr,

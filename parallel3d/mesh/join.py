@@ -15,11 +15,18 @@ from parallel3d.base.errors import packed, unpacked
 from parallel3d.mesh.device import claim_device, identity_of
 from parallel3d.mesh.groups import BACKEND, choose_backend, options_of
 from parallel3d.mesh.launch import Launch
-from parallel3d.mesh.network import allow_open_files, choose_interface, connect_on_demand
+from parallel3d.mesh.network import (
+    address_towards,
+    allow_open_files,
+    choose_interface,
+    connect_on_demand,
+)
 from parallel3d.mesh.pulse import rank as pulse
 
 _START = "rank 0 starts"  # in the store: "", or the error that it met before it could
-_HEARD = timedelta(seconds=5)  # that rank 0, which may keep the store, waits for the others
+_SPOKEN = "rank 0 has spoken"
+_PATIENCE = timedelta(seconds=30)  # for ranks that may still be on their way to the store
+_HEARD = timedelta(seconds=5)  # for ranks that have met, until they have heard rank 0's last words
 STARTUP_TIMEOUT = timedelta(minutes=30)  # data preparation and compilation happen under it
 
 _store: dist.Store | None = None  # where the ranks met first: rank 0 keeps it to its end
@@ -36,20 +43,16 @@ def rank_0_first(launch: Launch, speak: Callable[[], None], error: Exception) ->
         speak()
     if launch.world_size == 1:
         return
-    patience = timedelta(seconds=30)
     with suppress(Exception):  # nobody can be told any more
-        if not dist.is_initialized():
-            rank, size, store = launch.rank, launch.world_size, _meet(launch, patience)
-            if rank == 0:
-                store.set(_START, packed(error))
-            dist.init_process_group("gloo", None, patience, size, rank, store)
-        store = dist.distributed_c10d._get_default_store()
+        store = _meet(launch, _PATIENCE)
         heard = [f"rank {rank} has heard it" for rank in range(1, launch.world_size)]
         if launch.rank == 0:
-            store.set("rank 0 has spoken", "yes")
-            store.wait(heard, _HEARD)  # who still asks when the store is gone prints a stack trace
+            store.set(_START, packed(error))
+            store.set(_SPOKEN, "yes")
+            # Who still asks when the store is gone prints a stack trace.
+            store.wait(heard, _HEARD if dist.is_initialized() else _PATIENCE)
         else:
-            store.wait(["rank 0 has spoken"], patience)
+            store.wait([_SPOKEN], _PATIENCE)
             store.set(heard[launch.rank - 1], "yes")
 
 
@@ -81,9 +84,11 @@ def join(launch: Launch, device: torch.device, watched: bool = False) -> None:
         connect_on_demand()
         claim_device(identity_of(device), launch, store)
     if watched and not pulse.is_watched():
-        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        # Others may reach this host as they do the store, by its address on the way there, by name.
+        names = list(filter(None, [host, address_towards(host), socket.gethostname()]))
         judge = partial(store.set, "judge"), lambda: store.get("judge").decode()
-        pulse.begin(launch.rank, launch.world_size, address, *judge)
+        pulse.begin(launch.rank, launch.world_size, (host, port), names, *judge)
         pulse.doing("making the process groups")
     dist.init_process_group(
         backend,

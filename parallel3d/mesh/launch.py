@@ -72,22 +72,17 @@ class Launch:
 
 
 def _tasks_on_this_node(least: int, most: int) -> int:
-    """How many processes Slurm started on this node, as it says; `least` where it does not say.
+    """Return how many processes srun started on this node; `least` where it does not say.
 
-    Of a step it says "8(x4),4": 8 on each of four nodes, 4 on the next. SLURM_NTASKS_PER_NODE is
-    there where that option was given alone, and is a limit.
+    It says "8(x4),4": 8 on each of four nodes, 4 on the next.
     """
-    node = _number("SLURM_NODEID", default=0)
-    for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"):
-        text = os.environ.get(name, "")
-        if not re.fullmatch(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*", text, re.ASCII):
-            continue
-        runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
-        sizes = chain.from_iterable(repeat(int(size), int(times or 1)) for size, times in runs)
-        here = int(text) if "NTASKS" in name else next(islice(sizes, node, None), 0)
-        if least <= here <= most:
-            return here
-    return least
+    text = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+    if not re.fullmatch(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*", text, re.ASCII):
+        return least
+    runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    sizes = chain.from_iterable(repeat(int(size), int(times or 1)) for size, times in runs)
+    here = next(islice(sizes, _number("SLURM_NODEID", default=0), None), 0)
+    return here if least <= here <= most else least
 
 
 def jobs_of_this_process() -> tuple[Job, ...]:

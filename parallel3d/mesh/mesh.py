@@ -6,6 +6,7 @@
 """
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -21,7 +22,6 @@ from parallel3d.mesh.join import STARTUP_TIMEOUT, join
 from parallel3d.mesh.launch import Launch
 from parallel3d.mesh.pulse import rank as pulse
 from parallel3d.mesh.transfer import Transfer, all_gather_single
-from parallel3d.mesh.waiting import wait_with_open_ears
 
 AXES = ("pp", "dp", "tp")
 _BACKSTOP = 15.0  # seconds that the judge has for its verdict on who is late
@@ -222,17 +222,17 @@ class Mesh:
     def broadcast_text(self, text: str) -> str:
         """Rank 0's text on every rank, over gloo."""
         length = torch.tensor([len(text.encode())])
-        wait_with_open_ears(dist.broadcast(length, 0, self._aside, async_op=True))
+        _wait(dist.broadcast(length, 0, self._aside, async_op=True))
         data = torch.zeros(int(length), dtype=torch.uint8)
         if self.rank == 0:
             data = torch.tensor(list(text.encode()), dtype=torch.uint8)
-        wait_with_open_ears(dist.broadcast(data, 0, self._aside, async_op=True))
+        _wait(dist.broadcast(data, 0, self._aside, async_op=True))
         return bytes(data.tolist()).decode()
 
     def _gather(self, mine: torch.Tensor, aside: bool = False) -> list[torch.Tensor]:
         everyone = [torch.empty_like(mine) for _ in range(self.size("world"))]
         if aside:
-            wait_with_open_ears(dist.all_gather(everyone, mine, self._aside, async_op=True))
+            _wait(dist.all_gather(everyone, mine, self._aside, async_op=True))
         else:
             dist.all_gather(everyone, mine)
         return everyone
@@ -283,6 +283,18 @@ class Mesh:
         """Leave the process group; without it torch ends the process with an abort."""
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _wait(work: dist.Work) -> None:
+    """Wait for a started collective while Python runs, and with it the handlers of signals.
+
+    A nap is a twentieth of the time waited so far: a short collective stays short. RuntimeError if
+    a peer dies.
+    """
+    start = time.monotonic()
+    while not work.is_completed():
+        time.sleep(min(max((time.monotonic() - start) / 20, 0.001), 0.1))
+    work.wait()
 
 
 _LIMIT = 8  # rows and columns shown; of a longer axis, the ends

@@ -1,12 +1,13 @@
 """Counts what this rank communicates while code runs: calls and bytes, by group (floor 1)."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from parallel3d.mesh.mesh import Mesh
 
@@ -74,7 +75,7 @@ class Traffic(TorchDispatchMode):
         name = self._mesh.name_of(group)
         found = self._calls.setdefault((name, operation), Calls(name, group.size(), operation))
         found.calls += 1
-        found.bytes += max(sum(t.nbytes for t in _tensors(arg)) for arg in args)
+        found.bytes += max(map(_num_bytes, args))
 
 
 def _group(arg: Any) -> dist.ProcessGroup | None:
@@ -84,9 +85,5 @@ def _group(arg: Any) -> dist.ProcessGroup | None:
         return None
 
 
-def _tensors(arg: Any) -> Iterator[Tensor]:
-    if isinstance(arg, Tensor):
-        yield arg
-    elif isinstance(arg, Iterable) and not isinstance(arg, str):
-        for item in arg:
-            yield from _tensors(item)
+def _num_bytes(arg: Any) -> int:
+    return sum(leaf.nbytes for leaf in tree_leaves(arg) if isinstance(leaf, Tensor))

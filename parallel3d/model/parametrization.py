@@ -65,9 +65,14 @@ class Rate(NamedTuple):
 class Scales:
     """The factors of one model, global on every mesh; 1 at the sizes of the base model.
 
-    `width` and `depth`: how many times the base's this model's are. `input`, `branch` and `output`
-    multiply the embedding's vectors, what a block's attention and MLP add to the residual stream,
-    and the vectors that the logits are made of; `query` the queries, on top of 1/sqrt(head size).
+    `width` and `depth`: how many times the base's this model's are; `base_depth` is None where
+    rates are not transferred over depth. `hidden_std` multiplies the standard deviation of the
+    first weights of the role "hidden": the variance goes by the fan-in where that is the width and
+    the output is of Theta(1). The output's weights stay, as their multiplier falls.
+
+    `input`, `branch` and `output` multiply the embedding's vectors, what a block's attention and
+    MLP add to the residual stream, and the vectors that the logits are made of; `query` the
+    queries, on top of 1/sqrt(head size).
     """
 
     width: float = 1.0
@@ -76,14 +81,17 @@ class Scales:
     branch: float = 1.0
     output: float = 1.0
     query: float = 1.0
-    transfers_depth: bool = False
+    hidden_std: float = 1.0
+    base_depth: int | None = None
 
     @classmethod
-    def of(cls, settings: Parametrization, *, width: int, depth: int, head_size: int) -> "Scales":
-        """The factors of a model of these sizes."""
+    def of(cls, model: Any, head_size: int) -> "Scales":
+        """Return the factors of a model of any family."""
+        settings, depth = parametrization_of(model), model.num_hidden_layers
         if settings.base_width is None:
             return cls()
-        wider, deeper = width / settings.base_width, depth / (settings.base_depth or depth)
+        wider = model.hidden_size / settings.base_width
+        deeper = depth / (settings.base_depth or depth)
         return cls(
             width=wider,
             depth=deeper,
@@ -91,16 +99,9 @@ class Scales:
             branch=1 / deeper,
             output=settings.output_multiplier / wider,
             query=sqrt((settings.base_head_size or head_size) / head_size),
-            transfers_depth=settings.base_depth is not None,
+            hidden_std=1 / sqrt(wider),
+            base_depth=settings.base_depth,
         )
-
-    def std(self, role: Role) -> float:
-        """What the standard deviation of a role's first weights is multiplied by.
-
-        The variance goes by the fan-in where that is the width and the output is of Theta(1); the
-        output's weights stay, as their multiplier falls with the width.
-        """
-        return 1 / sqrt(self.width) if role == "hidden" else 1.0
 
     def rate(self, role: Role | None) -> Rate:
         """What a role's rates are multiplied by; a parameter without a role has the plain ones.
@@ -110,7 +111,7 @@ class Scales:
         if role is None:
             return Rate()
         is_inner = role in ("hidden", "vector")
-        eps = 1 / (self.width * (self.depth if is_inner else 1)) if self.transfers_depth else 1.0
+        eps = 1 / (self.width * (self.depth if is_inner else 1)) if self.base_depth else 1.0
         if role == "hidden":
             return Rate(1 / self.width, self.width, eps)
         return Rate(eps=eps)

@@ -5,6 +5,8 @@ from typing import Any
 from parallel3d import models
 from parallel3d.base.section import Problem, Problems
 from parallel3d.config import RunConfig
+from parallel3d.config.data import DataConfig
+from parallel3d.config.parallel3d_block import MeshConfig
 from parallel3d.model.spec import STATE_BYTES
 from parallel3d.plan.setting import BYTES
 
@@ -27,15 +29,16 @@ def refuse_impossible(config: RunConfig, ranks: int, room: int = MOST_BYTES) -> 
     is less than any schedule, ZeRO stage or recomputation needs, so no config that could run is
     refused. Takes milliseconds, whatever the sizes, and needs no torch.
     """
-    if problems := [*_counts(config)]:
+    model = config.parallel3d.model
+    if problems := _counts(config, model):
         raise Problems(problems)
-    sizes = {path: size for path, size in _least_bytes(config, ranks).items() if size}
+    sizes = {path: size for path, size in _least_bytes(config, model, ranks).items() if size}
     if (total := sum(sizes.values())) <= room:
         return
     path = max(sizes, key=lambda path: sizes[path])
     if path == "parallel3d.model":
-        name = _to_blame(config.model)
-        path, value = f"{path}.{name}", getattr(config.model, name)
+        name = _to_blame(model)
+        path, value = f"{path}.{name}", getattr(model, name)
     else:
         value = config.data.sequence_length
     each = f"for each of {ranks:,} ranks" if ranks > 1 else "for one rank"
@@ -43,7 +46,7 @@ def refuse_impossible(config: RunConfig, ranks: int, room: int = MOST_BYTES) -> 
     raise Problems([Problem(path, value, rule, "lower it, or use more ranks")])
 
 
-def _counts(config: RunConfig) -> list[Problem]:
+def _counts(config: RunConfig, model: Any) -> list[Problem]:
     """Problems for each count (layers, samples, microbatches) too large to be listed."""
     found = []
 
@@ -52,7 +55,7 @@ def _counts(config: RunConfig) -> list[Problem]:
             rule, remedy = f"is more {what} than can be listed", f"use {most:,} or less"
             found.append(Problem(path, value, rule, remedy))
 
-    layers = getattr(config.model, "num_hidden_layers", None)
+    layers = getattr(model, "num_hidden_layers", None)
     check("parallel3d.model.num_hidden_layers", layers, MOST_LAYERS, "layers")
     accumulation = config.gradient_accumulation_steps
     check("gradient_accumulation_steps", accumulation, MOST_MICROBATCHES, "microbatches")
@@ -62,31 +65,29 @@ def _counts(config: RunConfig) -> list[Problem]:
     return found
 
 
-def _least_bytes(config: RunConfig, ranks: int) -> dict[str, int]:
+def _least_bytes(config: RunConfig, model: Any, ranks: int) -> dict[str, int]:
     """Bytes that some rank holds at least, on device and host, by the config key they come from."""
     zero, element = config.zero_optimization, BYTES[config.precision]
+    mesh, data = config.parallel3d.mesh, config.parallel3d.data
     split, tp, weights, optimizer = ranks, ranks, 1, 1
-    if not config.is_planned:
-        mesh = config.mesh
+    if isinstance(mesh, MeshConfig):
         tp, split = mesh.tp, mesh.pp * mesh.tp
         dp = mesh.dp if isinstance(mesh.dp, int) else max(1, ranks // split)
         weights, optimizer = (dp if zero.stage == 3 else 1), (dp if zero.stage else 1)
-    params = _num_params(config)
-    states = 0
+    params, states = _num_params(model, data), 0
     if zero.offload_param.device != "nvme":
         states += params * element // (split * weights)
     if zero.offload_optimizer.device != "nvme":
         states += params * STATE_BYTES // (split * optimizer)
-    seq, samples = config.data.sequence_length, config.train_micro_batch_size_per_gpu or 1
+    seq, samples = data.sequence_length, config.train_micro_batch_size_per_gpu or 1
     tokens = samples * seq * _TOKEN
-    stream = samples * seq * config.model.hidden_size * element // tp  # what enters a layer
+    stream = samples * seq * model.hidden_size * element // tp  # what enters a layer
     return {"parallel3d.model": states, "parallel3d.data.sequence_length": tokens + stream}
 
 
-def _num_params(config: RunConfig) -> int:
-    model = config.model
+def _num_params(model: Any, data: DataConfig) -> int:
     if model.vocab_size == "auto":
-        own = config.data.vocab_size if config.data.has_own_size else 1
+        own = data.vocab_size if data.has_own_size else 1
         model = model.model_copy(update={"vocab_size": own})
     return models.num_params(model)
 

@@ -44,6 +44,7 @@ def ready(config: RunConfig, launch: Launch) -> RunConfig:
     """
     refuse_impossible(config, launch.world_size)
     if config.is_planned:
+        # The planner, which other configs do not need, and torch.
         from parallel3d.plan.report.choose import choose
         from parallel3d.train.known_hardware import machine_of
 
@@ -61,23 +62,17 @@ def claim(asked: RunConfig, config: RunConfig, launch: Launch, say: Callable[[st
     directory, same = Path(config.run.directory), digest_of(asked)
     made = None if directory.exists() else directory.absolute()
     try:
-        directory.mkdir(parents=True, exist_ok=True)
         folder, lock = _find(config, launch, directory, same, say)
     except OSError as error:
         raise ConfigError(
-            f'parallel3d.run.directory = "{config.run.directory}": cannot be written '
+            f'parallel3d.run.directory = "{directory}": cannot be written '
             f"({error.strerror}); name a folder that can"
         ) from None
     claimed = Claim(folder, same, lock, made)
     try:
         with written_to(folder):
-            if exists := folder.exists():
+            if folder.exists():
                 TemporaryFile(dir=folder).close()
-        if not exists and isinstance(config.checkpoint.resume, int):
-            raise ConfigError(
-                f"parallel3d.checkpoint.resume = {config.checkpoint.resume}: a step is one of an "
-                "existing run; set parallel3d.run.name to it, or give the checkpoint's path"
-            )
     except ConfigError:
         claimed.release()
         raise
@@ -99,44 +94,40 @@ def written_to(folder: Path) -> Iterator[None]:
 def _find(
     config: RunConfig, launch: Launch, directory: Path, same: str, say: Callable[[str], None]
 ) -> tuple[Path, Lock]:
-    def lock(name: str) -> Lock:
-        return Lock(directory / f"{name}{SUFFIX}", about=same, jobs=launch.jobs)
-
-    if config.run.name != "auto":
-        folder = directory / config.run.name
-        if config.checkpoint.resume == "none" and folder.exists() and not launch.restart_count:
+    chosen, resume = config.run.name, config.checkpoint.resume
+    found = None
+    if chosen != "auto":
+        found = directory / chosen
+        if resume == "none" and found.exists() and not launch.restart_count:
             raise ConfigError(
-                f'parallel3d.run.name = "{config.run.name}": {folder} exists, and '
+                f'parallel3d.run.name = "{chosen}": {found} exists, and '
                 'checkpoint.resume = "none" starts afresh; use another name, or resume "auto"'
             )
-        mine = lock(folder.name)
-        try:
-            mine.take(say)
-        except LockHeld as error:
-            raise ConfigError(_held(folder, error.holder)) from None
-        return folder, mine
-    found = None
-    if launch.restart_count:
-        found = folder_of_this_launch(directory, name_of(config), same)
-    goes_on = config.checkpoint.resume == "auto" or isinstance(config.checkpoint.resume, int)
-    if found is None and goes_on:  # as the first attempt did, whose folder may have another name
-        found = unfinished(directory, same)
+    elif launch.restart_count:
+        found = folder_of_this_launch(directory, same)
+    if found is None and (resume == "auto" or isinstance(resume, int)):
+        found = unfinished(directory, same)  # as the first attempt did
+    if isinstance(resume, int) and not (found and found.exists()):
+        raise ConfigError(
+            f"parallel3d.checkpoint.resume = {resume}: a step is one of an existing run; set "
+            "parallel3d.run.name to it, or give the checkpoint's path"
+        )
+    directory.mkdir(parents=True, exist_ok=True)
     for number in count(1):
-        name = name_of(config) if number == 1 else f"{name_of(config)}-{number}"
-        folder = found or directory / name
+        folder = found or directory / (name_of(config) + (f"-{number}" if number > 1 else ""))
         if folder.exists() and not found:
             continue
-        mine = lock(folder.name)
+        lock = Lock(directory / f"{folder.name}{SUFFIX}", about=same, jobs=launch.jobs)
         try:
-            mine.take(say)
+            lock.take(say)
         except LockHeld as error:
             # Another run has the name; the same run, starting too, is not to be trained twice.
-            if found or (error.holder.about == same and config.checkpoint.resume != "none"):
+            if found or (error.holder.about == same and resume != "none"):
                 raise ConfigError(_held(folder, error.holder)) from None
             continue
         if found or not folder.exists():  # another may have had it meanwhile
-            return folder, mine
-        mine.release()
+            return folder, lock
+        lock.release()
     raise AssertionError("count() does not end")
 
 

@@ -27,6 +27,7 @@ _IN_WORDS = {
     STOPPED: "stopped on request",
 }
 _COMMANDS = {"torchrun", "deepspeed", "parallel3d"}
+_SEEN = 2.0  # seconds that rank 0, which keeps the store, waits for the others to hear of a request
 _FLUSH = 3.0  # seconds for what a run has open, where another rank's fault ends it
 
 
@@ -46,15 +47,6 @@ class Ending:
         self.launch = Launch(0, 1, 0)
         self.at_end: list[Callable[[], None]] = []
 
-    def judged(self, verdict: Verdict, flush: Callable[[], None]) -> NoReturn:
-        """End the process for the fault of another rank, from a thread that waits for nothing."""
-        pulse.leave(FAILED)
-        say_verdict(verdict)
-        flushing = threading.Thread(target=flush, daemon=True)
-        flushing.start()
-        flushing.join(_FLUSH)  # what it needs may be held by the main thread
-        self.leave(FAILED)
-
     def leave(self, code: int) -> NoReturn:
         """End with this exit code, or the code that the launcher takes for it."""
         pulse.leave(code)
@@ -68,52 +60,70 @@ class Ending:
         # Not through the interpreter's end, where gloo's threads can abort the process (code -6).
         os._exit(exit_code(code, self.launch))
 
+    def on_request(self) -> int:
+        """End before training, as a user asked; the judge tells the other ranks. Return 3."""
+        tell_of_request()
+        if self.launch.rank == 0:
+            say(
+                "stopped on request before the first step; what is prepared is kept: start again "
+                "to go on"
+            )
+            pulse.verdict(_SEEN)
+        return STOPPED
+
+    def on_verdict(self, verdict: Verdict, flush: Callable[[], None]) -> NoReturn:
+        """End the process as the judge says, from a thread that waits for nothing."""
+        pulse.leave(verdict.code)
+        say_verdict(verdict)
+        flushing = threading.Thread(target=flush, daemon=True)
+        flushing.start()
+        flushing.join(_FLUSH)  # what it needs may be held by the main thread
+        self.leave(verdict.code)
+
+    def on_shared_error(self, error: Exception) -> int:
+        """Say on rank 0 why the run ends, where all ranks raise the same; return the exit code."""
+        code = FAILED if isinstance(error, TrainingError) else BAD_INPUT
+        pulse.leave(code)
+        if self.launch.world_size == 1:  # without torch, which it may have come before
+            say(str(error))
+            return code
+        from parallel3d.mesh.join import rank_0_first
+
+        def speak() -> None:
+            say(str(error))
+            # A launcher that sees the others end first must not cut off the last line.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+        rank_0_first(self.launch, speak, error)
+        return code
+
+    def on_own_error(self, error: Exception) -> int:
+        """Say why this rank ends alone, and tell the judge; return the exit code."""
+        from parallel3d.mesh.join import lost_peer  # it loads torch
+
+        lost = lost_peer(error)
+        # The backend may see a loss first, but not who it was and what they did.
+        if lost and (verdict := pulse.verdict(pulse.SOON)):
+            if verdict.code == STOPPED:
+                return self.on_request()
+            pulse.leave(FAILED)
+            say_verdict(verdict)
+            return FAILED
+        pulse.leave(FAILED, _in_short(error))
+        words = str(error) if isinstance(error, RankError) else traceback.format_exc()
+        say(f"rank {self.launch.rank}: {lost or words}")
+        return FAILED
+
+
+def tell_of_request() -> None:
+    """Have the judge tell the other ranks that this one was asked to stop before training."""
+    pulse.leave(STOPPED, "was asked to stop before the first step")
+
 
 def say_verdict(verdict: Verdict) -> None:
     """Say on one line per machine which rank ended the run, where, and what it did."""
     if verdict.speaks:
         say(f"{verdict.text}; the run ends")
-
-
-def end_all(launch: Launch, error: Exception) -> int:
-    """Say on rank 0 why the run ends, and end the other ranks too; gives the exit code."""
-    code = FAILED if isinstance(error, TrainingError) else BAD_INPUT
-    pulse.leave(code)
-    if launch.world_size == 1:  # without torch, which it may have come before
-        say(str(error))
-        return code
-    from parallel3d.mesh.join import rank_0_first
-
-    def speak() -> None:
-        say(str(error))
-        # A launcher that sees the others end first must not cut off the last line.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-    rank_0_first(launch, speak, error)
-    return code
-
-
-def died(
-    launch: Launch, error: Exception, explains_loss: Callable[[], bool], part: Callable[[], int]
-) -> int:
-    """The exit code of a rank that ends alone; its peers learn of it from the judge.
-
-    `part` gives it where a request to stop `explains_loss` of a peer.
-    """
-    from parallel3d.mesh.join import lost_peer
-
-    lost = lost_peer(error)
-    if lost and explains_loss():
-        return part()
-    # The backend may see a loss first, but not who it was and what they did.
-    if lost and (verdict := pulse.verdict(pulse.SOON)):
-        pulse.leave(FAILED)
-        say_verdict(verdict)
-        return FAILED
-    pulse.leave(FAILED, _in_short(error))
-    words = str(error) if isinstance(error, RankError) else traceback.format_exc()
-    say(f"rank {launch.rank}: {lost or words}")
-    return FAILED
 
 
 def _in_short(error: Exception) -> str:

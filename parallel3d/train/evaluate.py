@@ -18,6 +18,7 @@ from parallel3d.data.split import SPLIT_FORMAT
 from parallel3d.engine import Engine, EngineSettings, ForwardEngine, forward_settings
 from parallel3d.mesh.agree import on_first
 from parallel3d.mesh.mesh import Mesh
+from parallel3d.mesh.nodes import find_nodes
 from parallel3d.mesh.pulse import rank as pulse
 from parallel3d.pipeline.executor import Executor
 from parallel3d.schedule.schedules import make_evaluation
@@ -38,7 +39,7 @@ def evaluate(
     where the checkpoint cannot be used.
     """
     begin(config, mesh, console)
-    corpus = open_corpus(config, mesh, console)
+    corpus = open_corpus(config, mesh, find_nodes(mesh), console)
     if not evaluated(corpus):
         raise ConfigError(
             "nothing is held out (parallel3d.data.held_out_fraction = 0), and there is no "

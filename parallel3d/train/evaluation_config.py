@@ -2,11 +2,9 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from math import prod
 from pathlib import Path
 from typing import Any
 
-from parallel3d import models
 from parallel3d.base import reader
 from parallel3d.base.errors import CheckpointError, ConfigError
 from parallel3d.checkpoint.manifest import STATE, read_state
@@ -16,13 +14,6 @@ from parallel3d.config.command_line import apply_overrides
 from parallel3d.mesh.launch import Launch
 
 ALL = 10**12  # more samples than there are
-# Sizes that a block may leave out, and the property of the model that says what they are then.
-_RESOLVED = {
-    "num_key_value_heads": "kv_heads",
-    "head_dim": "head_size",
-    "intermediate_size": "inner_size",
-}
-_TANH = {"gelu_new", "gelu_fast"}  # names of one function
 
 
 def checkpoint_in(path: Path) -> Path:
@@ -84,12 +75,6 @@ def _mesh_of(raw: dict[str, Any]) -> dict[str, Any]:
     return dict(mesh) if isinstance(mesh, dict) else {}
 
 
-def _size(mesh: dict[str, Any]) -> int | None:
-    """The ranks of a mesh, where its three sizes are known."""
-    sizes = [s for axis in ("pp", "dp", "tp") if isinstance(s := mesh.get(axis), int)]
-    return prod(sizes) if len(sizes) == 3 else None
-
-
 def _place(raw: dict[str, Any], world_size: int, asked: set[str], is_theirs: bool) -> None:
     """Set the mesh of `raw` for so many ranks, but for the axes that the command line has set."""
     mesh, block = _mesh_of(raw), raw.get("parallel3d")
@@ -102,43 +87,20 @@ def _place(raw: dict[str, Any], world_size: int, asked: set[str], is_theirs: boo
         if isinstance(pipeline, dict) and "pp" not in asked:
             # Which stages there are on one rank changes nothing.
             block["pipeline"] = pipeline | {"schedule": "gpipe", "stages_per_rank": 1}
-    elif is_theirs and _size(mesh) != world_size:
+    elif is_theirs:
         changed = {"dp": "auto"}
     changed = {axis: size for axis, size in changed.items() if axis not in asked}
     block["mesh"] = mesh | changed
     given = [raw.get(n) for n in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")]
     if "dp" in changed and all(isinstance(number, int) for number in given):
-        raw.pop("train_batch_size", None)  # it was for another dp
+        raw.pop("train_batch_size", None)  # it may be for another dp
 
 
 def _differing(trained: Any, ours: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Each setting of the model that would change its numbers: name, theirs, ours, as in JSON."""
-    if trained.family != ours.family:
-        yield "family", trained.family, ours.family
-        return
+    """Each setting of the model that may change its numbers: name, theirs, ours, as in JSON."""
     theirs, mine = (model.model_dump(mode="json") for model in (trained, ours))
-    for name, here in mine.items():
-        if not _computes_the_same(name, trained, ours):
-            yield name, theirs[name], here
-
-
-def _computes_the_same(name: str, trained: Any, ours: Any) -> bool:
-    """Whether a setting of two models of a family changes nothing of what a checkpoint computes."""
-    # Where weights begin and what is dropped is training's.
-    if name in ("from_pretrained", "initializer_range") or name.endswith("_pdrop"):
-        return True
-    there, here = getattr(trained, name), getattr(ours, name)
-    # The corpus may have yet to say how large the vocabulary is.
-    if there == here or here == "auto":
-        return True
-    if name in _RESOLVED:
-        resolved = _RESOLVED[name]
-        return bool(getattr(trained, resolved, there) == getattr(ours, resolved, here))
-    if name == "activation":
-        return bool({there, here} <= _TANH)
-    if name == "max_position_embeddings":
-        # A limit to the samples; only a table of positions has parameters for each.
-        sizes = ({name: length, "vocab_size": 1} for length in (there, here))
-        counts = {models.num_params(trained.model_copy(update=size)) for size in sizes}
-        return len(counts) == 1
-    return False
+    for name in mine if trained.family == ours.family else ("family",):
+        # Where weights begin and what is dropped is training's; a corpus says what "auto" is.
+        is_trainings = name in ("from_pretrained", "initializer_range") or name.endswith("_pdrop")
+        if not is_trainings and mine[name] not in (theirs[name], "auto"):
+            yield name, theirs[name], mine[name]

@@ -4,7 +4,7 @@ They lie where the device reads them by itself, once a step and while the host g
 """
 
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,22 +20,19 @@ from parallel3d.pipeline.executor import Microbatch
 from parallel3d.schedule.schedule import Schedule
 from parallel3d.tensor.segments import Segments
 
-Made = TypeVar("Made")
-
 
 class _Step(NamedTuple):
     """What a rank uses of a step, in host memory: int64 [microbatches, kinds, batch, seq].
 
     `segments` are of each microbatch, where documents are isolated; `weights` float32
-    [microbatches, batch, seq], where labels do not all count alike.
+    [microbatches, batch, seq], where labels do not all count alike; `documents` of the labels of an
+    evaluation, [microbatches, batch, seq].
     """
 
     arrays: torch.Tensor
     segments: tuple[Segments, ...] = ()
     weights: torch.Tensor | None = None
-
-
-Evaluated = tuple[_Step, torch.Tensor | None]
+    documents: torch.Tensor | None = None
 
 
 class Feed:
@@ -50,16 +47,13 @@ class Feed:
         length = config.data.sequence_length
         self._config, self._mesh, self._end_of_text = config, mesh, corpus.end_of_text
         owners, coord = schedule.pp_coord_of_stage, mesh.coord("pp")
-        used = {
-            "tokens": owners[0] == coord,
-            "labels": owners[-1] == coord,
-        }
+        used = {"tokens": owners[0] == coord, "labels": owners[-1] == coord}
         self._kinds = [name for name, is_used in used.items() if is_used]
         self._isolates = config.data.isolate_documents
         training = Batches(corpus.train, length, config.train.seed)
         # Each its own: an evaluation does not let go of the steps that come after it.
         self._training = ReadAhead(partial(self._step, training))
-        self._evaluations: dict[EvaluationSamples, ReadAhead[int, Evaluated]] = {}
+        self._evaluations: dict[EvaluationSamples, ReadAhead[int, _Step]] = {}
 
     def training(self, start: int) -> list[Microbatch]:
         """One data-parallel coordinate's microbatches of the step that begins at sample `start`."""
@@ -78,9 +72,9 @@ class Feed:
         size = self._config.global_batch_size
         end = -(-samples.num_samples // size) * size  # every evaluation reads the same
         then = [(start + n) % end for n in self._further()]
-        step, documents = self._taken(self._evaluations[samples], start, then)
-        microbatches = self._cut(step)
-        return microbatches, None if documents is None else self._on_device(documents)
+        step = self._taken(self._evaluations[samples], start, then)
+        documents = None if step.documents is None else self._on_device(step.documents)
+        return self._cut(step), documents
 
     def close(self) -> None:
         """End the threads that build samples ahead."""
@@ -113,14 +107,14 @@ class Feed:
             step = step._replace(weights=self._readable(weights))
         return step
 
-    def _evaluated(self, samples: EvaluationSamples, start: int) -> Evaluated:
+    def _evaluated(self, samples: EvaluationSamples, start: int) -> _Step:
         step = self._step(samples.batches, start)
         if "labels" not in self._kinds:
-            return step, None
+            return step
         config = self._config
         shape = config.num_microbatches, config.micro_batch_size, config.data.sequence_length
         documents = samples.documents(*self._share(start)).reshape(shape)
-        return step, self._readable(documents)
+        return step._replace(documents=self._readable(documents))
 
     def _share(self, start: int) -> tuple[int, int]:
         """The first of this coordinate's samples of a step, and how many follow on each other."""
@@ -135,7 +129,7 @@ class Feed:
         )
         return first, config.micro_batch_size * config.num_microbatches
 
-    def _taken(self, ahead: ReadAhead[int, Made], start: int, then: list[int]) -> Made:
+    def _taken(self, ahead: ReadAhead[int, _Step], start: int, then: list[int]) -> _Step:
         try:
             return ahead.take(start, then)
         except DataError as error:

@@ -111,10 +111,7 @@ class MetricsWriter:
     """
 
     def __init__(
-        self,
-        directory: Path,
-        trackers: Trackers | None = None,
-        say: Callable[[str], None] = print,
+        self, directory: Path, trackers: Trackers | None = None, say: Callable[[str], None] = print
     ) -> None:
         self.path, self._trackers, self._say = directory / METRICS, trackers, say
         directory.mkdir(parents=True, exist_ok=True)

@@ -14,10 +14,9 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from math import inf
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -36,7 +35,6 @@ from parallel3d.schedule.schedule import Action, Span
 from parallel3d.train.trackers import wanted
 
 _BARRIERS = 5
-_ROUNDING = 0.0006  # microseconds; times are written to the nanosecond
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -160,7 +158,7 @@ class Profiler:
             events += _own_events(lane, origin)
             trace = self._trace_of(lane.rank)
             if trace.exists():  # another node's may lie on its own disk
-                events += _nested(_torch_events(json.loads(trace.read_text()), lane, origin))
+                events += _torch_events(json.loads(trace.read_text()), lane, origin)
         timeline = {"traceEvents": events, "displayTimeUnit": "ms"}
         (self._directory / "timeline.json").write_text(json.dumps(timeline))
         title = f"{schedule.name}: step {lanes[0].steps[-1].number}, measured"
@@ -213,35 +211,6 @@ def _torch_events(trace: dict[str, Any], lane: _Lane, origin: float) -> Iterator
         if "id" in event:  # arrows between events, numbered by each rank from 1
             moved["id"] = f"{lane.rank}.{event['id']}"
         yield event | moved
-
-
-def _nested(events: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The events by thread and time; those that overlap others without nesting made asynchronous.
-
-    Transfers do: torch shows them on the thread that began them, until they are over.
-    """
-
-    def place(event: dict[str, Any]) -> tuple[int, int, float, float]:
-        return event["pid"], event["tid"], event.get("ts", 0), -event.get("dur", 0)
-
-    thread, ends = (-1, -1), [inf]
-    for number, event in enumerate(sorted(events, key=place)):
-        if event["ph"] != "X":
-            yield event
-            continue
-        if (event["pid"], event["tid"]) != thread:
-            thread, ends = (event["pid"], event["tid"]), [inf]
-        start, end = event["ts"], event["ts"] + event["dur"]
-        while ends[-1] <= start + _ROUNDING:
-            ends.pop()
-        if end <= ends[-1] + 2 * _ROUNDING:
-            ends.append(end)
-            yield event
-        else:
-            shared = event | {"id": f"{event['pid']}.async.{number}"}
-            del shared["dur"]
-            yield shared | {"ph": "b"}
-            yield shared | {"ph": "e", "ts": round(end, 3)}
 
 
 def _name(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:

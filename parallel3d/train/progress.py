@@ -1,14 +1,13 @@
 """Progress of a run: a bar on a terminal, lines in a log; nothing here knows ranks."""
 
 import time
-from collections import deque
 
 from rich import progress
 from rich.console import Console
 
 from parallel3d.train.metrics import StepMetrics
 
-_MEAN_OF = 50  # steps, for the time that is left
+_MEAN_OVER = 3600.0  # seconds, for the time that is left
 
 
 class Progress:
@@ -22,42 +21,39 @@ class Progress:
     ) -> None:
         self.console = console or Console(stderr=True)
         self._num_steps, self._every = num_steps, every
-        self._began = time.monotonic()
-        self._ends = deque([(first, self._began)], maxlen=_MEAN_OF + 1)  # of the newest steps
-        self._bar: progress.Progress | None = None
-        if self.console.is_terminal:
-            self._bar = progress.Progress(
-                progress.TextColumn("step"),
-                progress.MofNCompleteColumn(),
-                progress.BarColumn(bar_width=16),
-                progress.TextColumn("{task.fields[numbers]}"),
-                console=self.console,
-            )
-            self._task = self._bar.add_task("", total=num_steps, completed=first, numbers="")
-            self._bar.start()
+        self._bar = progress.Progress(
+            progress.TextColumn("step"),
+            progress.MofNCompleteColumn(),
+            progress.BarColumn(bar_width=16),
+            progress.TextColumn("{task.fields[numbers]}"),
+            console=self.console,
+            disable=not self.console.is_terminal,
+            get_time=lambda: time.monotonic(),
+            speed_estimate_period=_MEAN_OVER,
+        )
+        self._task = self._bar.add_task("", total=num_steps, completed=first, numbers="")
+        self._bar.start()
 
     def show(self, metrics: StepMetrics) -> None:
         """Show a step that has ended."""
-        step, last = metrics.step, self._num_steps
-        self._ends.append((step, time.monotonic()))
-        if self._bar:
-            numbers = f"{_numbers(metrics, brief=True)}  {self._times(brief=True)}"
-            self._bar.update(self._task, completed=step, numbers=numbers)
+        step, last, has_bar = metrics.step, self._num_steps, not self._bar.disable
+        self._bar.update(self._task, completed=step)
+        numbers = f"{_numbers(metrics, brief=True)}  {self._times(brief=True)}"
+        self._bar.update(self._task, numbers=numbers)
         evaluated = bool(metrics.validation)
-        if evaluated or (not self._bar and (step % self._every == 0 or step in (1, last))):
-            of_day = "" if self._bar else time.strftime("%H:%M:%S  ")
+        if evaluated or (not has_bar and (step % self._every == 0 or step in (1, last))):
+            of_day = "" if has_bar else time.strftime("%H:%M:%S  ")
             line = f"step {step:>{len(str(last))}}/{last}  {_numbers(metrics)}"
             self.say(f"{of_day}{line}  {self._times()}")
 
     def _times(self, brief: bool = False) -> str:
-        """The time since the start, and what is left."""
-        (first, began), (step, now) = self._ends[0], self._ends[-1]
-        if first == 0 and len(self._ends) > 2:
-            first, began = self._ends[1]  # the first step also warms up
-        left = in_words((self._num_steps - step) * (now - began) / max(1, step - first))
-        elapsed = in_words(now - self._began)
-        if step == self._num_steps:
+        """The time since the start, and what is left, without the first step, which warms up."""
+        task = self._bar.tasks[self._task]
+        elapsed = in_words(task.elapsed or 0.0)
+        if task.finished:
             return elapsed
+        each = 1 / task.speed if task.speed else task.elapsed or 0.0
+        left = in_words((task.remaining or 0.0) * each)
         return f"{elapsed}<{left}" if brief else f"{elapsed} elapsed, {left} left"
 
     def say(self, text: str) -> None:
@@ -66,8 +62,7 @@ class Progress:
 
     def close(self) -> None:
         """Leave the terminal as it was."""
-        if self._bar:
-            self._bar.stop()
+        self._bar.stop()
 
 
 def in_words(seconds: float) -> str:

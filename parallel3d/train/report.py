@@ -87,11 +87,7 @@ class Summary:
         }
 
 
-def print_placement(
-    console: Console,
-    config: RunConfig,
-    parts: Assembly,
-) -> None:
+def print_placement(console: Console, config: RunConfig, parts: Assembly) -> None:
     """Print how large the model is and which layers each stage has."""
     layers, schedule, stages = parts.layers, parts.schedule, parts.stages
     total = sum(layer.num_params for layer in layers)

@@ -24,8 +24,8 @@ from parallel3d.data.sources import silent
 from parallel3d.data.summary import reasons
 from parallel3d.engine.swap import check_writable
 from parallel3d.huggingface.load import find_weights, load_weights, remark
-from parallel3d.mesh import compute
 from parallel3d.mesh.agree import agree, gather_json, on_first
+from parallel3d.mesh.device import describe_device, set_numerics
 from parallel3d.mesh.join import STARTUP_TIMEOUT
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.nodes import Nodes, appears, find_nodes
@@ -78,16 +78,17 @@ def find_start(config: RunConfig, mesh: Mesh, claim: Claim | None, console: Cons
     not see, a model that cannot fit. Raises on all ranks: ConfigError, DataError or CheckpointError
     if config, machine, corpus and checkpoint do not go together; what `Attempts.check` raises.
     """
-    begin(config, mesh, console)
-    folder, digest, exists = _find_folder(config, mesh, claim)
+    said = begin(config, mesh, console)
+    nodes, settings = find_nodes(mesh), config.to_dict()
+    folder, digest, exists = _find_folder(settings, mesh, claim)
+    refuse_unshared(folder, config.run.directory, mesh, nodes)
     console.print(f"run     {folder}; if it ends early, this command goes on with it:")
     console.print(f"        {command_to_go_on(config, folder)}")
-    check_machine(config, mesh, console.print)
-    corpus = open_corpus(config, mesh, console)
+    check_machine(config, mesh, nodes, console.print)
+    corpus = open_corpus(config, mesh, nodes, console)
     pulse.doing("looking for a checkpoint")
-    settings, said = config.to_dict(), len(config.notes)
     config = _with_weights(config.with_corpus(corpus.vocab_size, len(corpus.train)), mesh)
-    for note in config.notes[said:]:
+    for note in config.notes[len(said) :]:
         console.print(note)
     found, position, pretrained = None, Position(), None
     if found := _find_checkpoint(config, mesh, folder if exists else None, console.print):
@@ -99,25 +100,31 @@ def find_start(config: RunConfig, mesh: Mesh, claim: Claim | None, console: Cons
     return Start(config, settings, folder, digest, corpus, found, position, pretrained)
 
 
-def begin(config: RunConfig, mesh: Mesh, console: Console) -> None:
-    """Set how this process computes; print each rank's place and device, and what was filled in."""
-    compute.use(tf32=config.train.tf32, deterministic=config.train.deterministic)
-    console.print(mesh.picture(), *compute.describe(mesh.device), *config.notes, sep="\n")
+def begin(config: RunConfig, mesh: Mesh, console: Console) -> tuple[str, ...]:
+    """Set how this process computes; print each rank's place and device, and the config's notes.
+
+    Returns these notes, what was filled in.
+    """
+    train, notes = config.train, config.notes
+    set_numerics(tf32=train.tf32, deterministic=train.deterministic)
+    console.print(mesh.picture(), *describe_device(mesh.device), *notes, sep="\n")
+    return notes
 
 
-def _find_folder(config: RunConfig, mesh: Mesh, claim: Claim | None) -> tuple[Path, str, bool]:
+def _find_folder(
+    settings: Mapping[str, Any], mesh: Mesh, claim: Claim | None
+) -> tuple[Path, str, bool]:
     """Return the run's folder, its digest, and whether the folder exists."""
 
     def look() -> tuple[str, str, bool]:
         assert claim, "rank 0 claims the folder before it meets the others"
         exists = claim.folder.exists()
         if exists:
-            attempts = Attempts(claim.folder, config.to_dict(), claim.config)
+            attempts = Attempts(claim.folder, settings, claim.config)
             attempts.check(step_reached(claim.folder), mesh.restart_count > 0)
         return str(claim.folder), claim.config, exists
 
     folder, digest, exists = on_first(mesh, look)
-    refuse_unshared(Path(folder), config.run.directory, mesh)
     return Path(folder), digest, exists
 
 
@@ -135,12 +142,11 @@ def _with_weights(config: RunConfig, mesh: Mesh) -> RunConfig:
     return with_weights(config, *on_first(mesh, look))
 
 
-def refuse_unshared(folder: Path, directory: str, mesh: Mesh) -> None:
+def refuse_unshared(folder: Path, directory: str, mesh: Mesh, nodes: Nodes) -> None:
     """Raise ConfigError on all ranks unless every node sees the run's `folder`.
 
     A node does if it finds the lock that rank 0 holds beside it. Collective.
     """
-    nodes = find_nodes(mesh)
     if not nodes.are_several:
         return
     token = on_first(mesh, lambda: token_of(folder))
@@ -156,13 +162,12 @@ def refuse_unshared(folder: Path, directory: str, mesh: Mesh) -> None:
     agree(mesh, look)
 
 
-def check_machine(config: RunConfig, mesh: Mesh, say: Callable[[str], None]) -> None:
+def check_machine(config: RunConfig, mesh: Mesh, nodes: Nodes, say: Say) -> None:
     """Raise ConfigError on all ranks if the run cannot fit, or its NVMe folders not be written.
 
     Before there is a corpus or a model: what takes an hour must not be what fails. Says so where a
     tensor-parallel group is on several hosts.
     """
-    nodes = find_nodes(mesh)
     if torn := nodes.torn(mesh.size("tp")):
         others = f", and {len(torn) - 1} more groups" if torn[1:] else ""
         say(
@@ -187,22 +192,20 @@ def check_machine(config: RunConfig, mesh: Mesh, say: Callable[[str], None]) -> 
     agree(mesh, look)
 
 
-def open_corpus(config: RunConfig, mesh: Mesh, console: Console) -> Corpus:
-    """The corpus on every rank; the first rank of each node prepares it, if nobody has yet.
+def open_corpus(config: RunConfig, mesh: Mesh, nodes: Nodes, console: Console) -> Corpus:
+    """Return the corpus on every rank; the first rank of each node prepares it, if nobody has yet.
 
     Raises Parallel3DError on all ranks if it cannot be used on one.
     """
-
     pulse.doing("opening the corpus, or waiting for who prepares it")
-    nodes = find_nodes(mesh)
-    first = nodes.first(mesh.rank)
+    first, data = nodes.first(mesh.rank), config.data
 
     def prepared() -> dict[str, Any] | None:
         if mesh.rank != first:
             return None
         with nullcontext(silent) if console.quiet else shown_progress() as progress:
-            corpus = prepare(config.data, progress)
-        check_length(corpus, config.data.sequence_length, config.global_batch_size)
+            corpus = prepare(data, progress)
+        check_length(corpus, data.sequence_length, config.global_batch_size)
         return corpus.place()
 
     try:
@@ -217,7 +220,7 @@ def open_corpus(config: RunConfig, mesh: Mesh, console: Console) -> Corpus:
             "parallel3d.data.cache that all nodes share"
         ) from None
     refuse_different(places, nodes)
-    corpus = Corpus.at(places[first], config.data.remote_cache_bytes)
+    corpus = Corpus.at(places[first], data.remote_cache_bytes)
     console.print(*described(corpus), sep="\n")
     return corpus
 

@@ -8,12 +8,10 @@ cannot, which may wait for ever for a rank that is dead, also hears the verdict 
 import os
 import select
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
@@ -24,23 +22,16 @@ from parallel3d.base.errors import Parallel3DError, TrainingError
 from parallel3d.config import RunConfig
 from parallel3d.mesh.launch import Launch
 from parallel3d.mesh.pulse import rank as pulse
-from parallel3d.mesh.pulse.page import Verdict
-from parallel3d.train.ending import STOPPED, Ending, died, end_all
+from parallel3d.train.ending import STOPPED, Ending, tell_of_request
 
 if TYPE_CHECKING:  # it needs torch, which a launch that is refused must not wait for
     from parallel3d.mesh.mesh import Mesh
-    from parallel3d.mesh.waiting import SharedFlag
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _ONE_CTRL_C = 2.0  # seconds within which SIGINTs are one
 _GRACE = 4.0  # seconds that a process has to end by itself, when nothing is trained yet
 _LOOK = 0.25  # seconds between looks at what the other ranks and the launcher do
-_SEEN = 2.0  # seconds that rank 0, which keeps the store, waits for the others to hear of it
 _DEEPSPEED = "deepspeed.launcher.launch"
-
-
-OnVerdict = Callable[[Verdict, Callable[[], None]], None]
-_Tell = Callable[["sys.UnraisableHookArgs"], object]
 
 
 class Stopped(BaseException):
@@ -54,18 +45,17 @@ class StopRequest:
     """Requests to stop or to save, of this rank and (after `agree`) of any rank.
 
     `asked` is this rank's wish; `stopping` and `saving` are what all ranks agreed on. Only these
-    may decide what a rank does next, or the ranks part ways. `on_verdict` hears, in a thread, that
-    the run is over for a rank's fault, and what may have to be written still; it ends the process.
+    may decide what a rank does next, or the ranks part ways. `end` ends the process where the main
+    thread cannot.
     """
 
-    def __init__(self, on_verdict: OnVerdict | None = None) -> None:
-        self._on_verdict, self._flush = on_verdict, _nothing
+    def __init__(self, end: Ending | None = None) -> None:
+        self._end = end or Ending()
+        self._flush: Callable[[], None] = lambda: None
         self.asked = self.stopping = self.saving = False
-        self._held = self._listening = self._swallowed = False
+        self._held = self._listening = False
         self._since = 0.0
         self._folder: Path | None = None
-        self._flag: SharedFlag | None = None
-        self._rank: int | None = None
         self._lock = threading.Lock()
 
     @contextmanager
@@ -83,11 +73,9 @@ class StopRequest:
         former = signal.set_wakeup_fd(mouth, warn_on_full_buffer=False)
         watch = threading.Thread(target=self._watch, args=(ear,), daemon=True)
         watch.start()
-        told, sys.unraisablehook = sys.unraisablehook, partial(self._hear_again, sys.unraisablehook)
         try:
             yield self
         finally:
-            sys.unraisablehook = told
             with self._lock:
                 self._listening = False
             signal.set_wakeup_fd(former)
@@ -99,18 +87,14 @@ class StopRequest:
                 for s, handler in zip(SIGNALS, previous, strict=True):
                     signal.signal(s, handler)
 
-    def share(self, flag: "SharedFlag", rank: int) -> None:
-        """Tell the other ranks of a request by `flag` before training, and learn of theirs."""
-        self._flag, self._rank = flag, rank
-
-    def hold(self, folder: Path | None, flush: Callable[[], None] | None = None) -> None:
+    def hold(self, folder: Path | None, flush: Callable[[], None] = lambda: None) -> None:
         """Let a request wait for the end of a step from now on.
 
         `folder` is the run's, on the rank that is to look for the files STOP and SAVE in it; None
         on the others. `flush` writes what a run has not written yet. Raises Stopped if there has
         been a request.
         """
-        self._folder, self._flush = folder, flush or _nothing
+        self._folder, self._flush = folder, flush
         self._held = True
         if self.asked:  # an exception that was swallowed, in a destructor for example
             self._held = False
@@ -139,29 +123,6 @@ class StopRequest:
         self._remove("SAVE")
         self._remove("STOP")
 
-    def part(self) -> int:
-        """Print the last words before training, on rank 0 alone; gives the exit code."""
-        pulse.leave(STOPPED)
-        if self._rank == 0:
-            print(
-                "stopped on request before the first step; what is prepared is kept: start again "
-                "to go on",
-                file=sys.stderr,
-                flush=True,
-            )
-        if self._flag:
-            with suppress(RuntimeError):  # nobody is left to hear it
-                self._flag.set()
-                if self._rank == 0:
-                    self._flag.wait_until_seen(_SEEN)
-        return STOPPED
-
-    def explains_loss(self) -> bool:
-        """Whether a peer that was lost before training has ended on request."""
-        with suppress(RuntimeError):
-            return not self._held and bool(self.asked or (self._flag and self._flag.is_set()))
-        return False
-
     def _hear(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if not self.asked:
@@ -177,13 +138,6 @@ class StopRequest:
         ):
             raise TrainingError("interrupted a second time; nothing more is saved")
 
-    def _hear_again(self, tell: _Tell, swallowed: "sys.UnraisableHookArgs") -> None:
-        """Take note of a Stopped that went no further: it was raised in a destructor."""
-        if isinstance(swallowed.exc_value, Stopped):
-            self._swallowed = True
-        else:
-            tell(swallowed)
-
     def _watch(self, ear: int) -> None:
         """Turn what Python's handlers do not hear of into a signal, or into the process's end."""
         deadline, launcher = None, _Launcher()
@@ -194,36 +148,21 @@ class StopRequest:
                     return
                 if deadline is None and any(number in SIGNALS for number in numbers):
                     deadline = time.monotonic() + _GRACE
-                    self._tell()
-            if self._on_verdict and (verdict := pulse.verdict()):
-                self._on_verdict(verdict, self._flush)
-            if self._swallowed:
-                self._swallowed = self.asked = False
-                self._ask()
+                    if not self._held:
+                        tell_of_request()
+            verdict = pulse.verdict()
+            if verdict and (self._held or verdict.code != STOPPED):
+                self._end.on_verdict(verdict, self._flush)
             if deadline is None:
-                if launcher.is_gone() or self._is_told():
+                if verdict or launcher.is_gone():
                     self._ask()
             elif not self._held and time.monotonic() > deadline:
-                os._exit(self.part())
+                self._end.leave(self._end.on_request())
 
     def _ask(self) -> None:
         with self._lock:
             if self._listening:
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
-
-    def _tell(self) -> None:
-        if self._flag and not self._held:
-            with suppress(RuntimeError):
-                self._flag.set()
-
-    def _is_told(self) -> bool:
-        if self._flag is None or self._held:
-            return False
-        try:
-            return self._flag.is_set()
-        except RuntimeError:  # who keeps the store has ended, and not on request
-            self._flag = None
-            return False
 
     def _finds(self, name: str) -> bool:
         # Of a disk that is away for a moment it says False; Path.exists would raise.
@@ -238,32 +177,26 @@ class StopRequest:
 def end_with(command: Callable[[Ending, StopRequest], int]) -> NoReturn:
     """Run a command that computes on a mesh, and end the process with its exit code."""
     end = Ending()
-    stop = StopRequest(end.judged)
+    stop = StopRequest(end)
     try:
         with stop.listening():
             end.launch = Launch.from_environment()
             code = command(end, stop)
     except Stopped:
-        code = stop.part()
+        code = end.on_request()
     except (Parallel3DError, TrainingError) as error:
-        code = end_all(end.launch, error)
+        code = end.on_shared_error(error)
     except Exception as error:
-        code = died(end.launch, error, stop.explains_loss, stop.part)
+        code = end.on_own_error(error)
     end.leave(code)
 
 
-def join(config: RunConfig, launch: Launch, stop: StopRequest) -> "Mesh":
-    """Join the other ranks of a resolved config, watched by a sentry, with requests shared."""
+def join(config: RunConfig, launch: Launch) -> "Mesh":
+    """Join the other ranks of a resolved config, watched by a sentry."""
     from parallel3d.mesh.mesh import Mesh  # it loads torch, and what is refused has ended before
-    from parallel3d.mesh.waiting import SharedFlag
 
-    mesh = Mesh(config.mesh.pp, int(config.mesh.dp), config.mesh.tp, launch, watched=True)
-    stop.share(SharedFlag("stop"), mesh.rank)
-    return mesh
-
-
-def _nothing() -> None:
-    """There is nothing to write."""
+    sizes = config.mesh
+    return Mesh(sizes.pp, int(sizes.dp), sizes.tp, launch, watched=True)
 
 
 class _Launcher:

@@ -4,7 +4,7 @@ import math
 import time
 from collections import deque
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean, stdev
 from typing import Any, NamedTuple, NoReturn
 
@@ -13,6 +13,7 @@ from parallel3d.base.fault import fault_point
 from parallel3d.checkpoint.save import MOST_FAILURES, Saver
 from parallel3d.checkpoint.state import RunState
 from parallel3d.config.learning_rate import rate
+from parallel3d.engine import StepResult
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.pulse import rank as pulse
 from parallel3d.models.common import role_rates
@@ -129,7 +130,7 @@ class Trainer:
                         observed.enter_context(observer.step(step))
                 began = time.perf_counter()
                 lr = rate(self.config, step)
-                rows = self._step(step, lr)
+                rows, done = self._step(step, lr)
                 taken = time.perf_counter() - began
             seconds += taken if step > first else 0.0
             if step == first:
@@ -143,8 +144,8 @@ class Trainer:
             losses.append(result.loss)
             result.peak_memory_bytes = [int(row.memory) for row in rows]
             result.stopped = self.stop.stopping or result.steps == self._stop_after
-            losses_of_sets = {} if result.stopped else self._evaluated(result)
-            self._report(self._metrics(step, result.loss, lr, taken, rows, losses_of_sets))
+            validation = {} if result.stopped else self._evaluated(result)
+            self._report(result, lr, taken, rows, done, validation)
             self._save_if_due(result)
         if self.profiler:
             self.profiler.finish()  # of a run that was stopped among the profiled steps
@@ -205,8 +206,8 @@ class Trainer:
             self.saver.require_saved()
             self.stop.finished()
 
-    def _step(self, step: int, lr: float) -> list[_Row]:
-        """One step; what each rank says of it.
+    def _step(self, step: int, lr: float) -> tuple[list[_Row], StepResult]:
+        """Take one step; return what each rank says of it, and what the engine does.
 
         The device gets all of its work before the host waits for it, once, to read what it came to:
         so a step from a loss that is not finite is taken, and nothing of it saved.
@@ -214,10 +215,10 @@ class Trainer:
         pulse.doing(f"the batch of step {step + 1}")
         loss = self.executor.run(self._feed.training(self.position.next_sample), step)
         pulse.doing(f"the optimizer's step {step + 1}")
-        self._done = self.engine.step(lr)
+        done = self.engine.step(lr)
         memory, broken = peak_memory_bytes(self.mesh.device), bool(self.saver and self.saver.broken)
         stop, save = self.stop.flags()
-        mine = _Row(loss, self._done.norm, memory, stop, save, broken)
+        mine = _Row(loss, done.norm, memory, stop, save, broken)
         rows = [_Row(*row) for row in self.mesh.gather_floats(mine)]
         for rank, row in enumerate(rows):
             if not math.isfinite(row.loss):
@@ -232,13 +233,13 @@ class Trainer:
                 f"{MOST_FAILURES} checkpoints in a row could not be saved; all ranks stop. The "
                 "ones before them stand: make room or mend the disk, and start again"
             )
-        self._norm = rows[self.mesh.rank].norm
-        if not self._done.overflow and (not math.isfinite(self._norm) or self._norm < 0):
+        norm = rows[self.mesh.rank].norm
+        if not done.overflow and (not math.isfinite(norm) or norm < 0):
             self._give_up(
                 f"the gradient norm is not finite at step {step + 1}, lr {lr:.3g}, although the "
                 "losses are; all ranks stop. Lower optimizer.params.lr, or try fp32"
             )
-        return rows
+        return rows, replace(done, norm=norm)
 
     def _give_up(self, message: str) -> NoReturn:
         """Raise TrainingError, on all ranks; a save of earlier steps is not lost with the run."""
@@ -256,21 +257,22 @@ class Trainer:
         flops = tokens * self.flops_per_token / self.mesh.size("world")
         return tokens, flops / 1e12, flops / self.peak_flops if self.peak_flops else None
 
-    def _metrics(
+    def _report(
         self,
-        step: int,
-        loss: float,
+        result: Result,
         lr: float,
         seconds: float,
         rows: list[_Row],
+        done: StepResult,
         validation: Losses,
-    ) -> StepMetrics:
+    ) -> None:
+        """Write a step's line of metrics, and show it, on the rank that reports."""
         tokens_per_second, tflops, mfu = self._speed(seconds)
         stall, self._stall = self._stall, None
-        return StepMetrics(
-            step=step + 1,
-            loss=loss,
-            grad_norm=self._norm,
+        metrics = StepMetrics(
+            step=result.steps,
+            loss=result.loss,
+            grad_norm=done.grad_norm,
             lr=lr,
             tokens=self.position.tokens,
             tokens_per_second=tokens_per_second,
@@ -280,11 +282,9 @@ class Trainer:
             step_seconds=seconds,
             role_lr={role: lr * factor for role, factor in self._role_rates.items()},
             validation=validation,
-            loss_scale=self._done.loss_scale if self.config.fp16.enabled else None,
+            loss_scale=done.loss_scale if self.config.fp16.enabled else None,
             checkpoint_stall_seconds=stall,
         )
-
-    def _report(self, metrics: StepMetrics) -> None:
         if self.writer:
             self.writer.write(metrics)
         if self.progress:

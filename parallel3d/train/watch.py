@@ -170,8 +170,4 @@ def watch_of(
     `say` is given on the rank that reports, and there alone.
     """
     asked = config.wall_clock_breakdown, config.flops_profiler.enabled, config.comms_logger.enabled
-    return StepWatch(config, mesh, parts, say=say or _silent) if any(asked) else None
-
-
-def _silent(text: str) -> None:
-    """For the ranks that do not report."""
+    return StepWatch(config, mesh, parts, say=say or (lambda text: None)) if any(asked) else None

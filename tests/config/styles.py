@@ -3,8 +3,7 @@
 import json
 from pathlib import Path
 
-from parallel3d.base.reader import apply_overrides
-from parallel3d.config.command_line import full_path
+from parallel3d.config.command_line import apply_overrides
 
 FILES = {path.stem: path for path in sorted((Path(__file__).parent / "ds_styles").glob("*.json"))}
 SIZES = {
@@ -50,5 +49,5 @@ def filled(theirs, data, steps=2, name="run", pp=1):
         words += [f"--{'data' if key == 'sequence_length' else 'model'}.{key}", str(size)]
     if "optimizer" not in theirs:
         words += ["--optimizer.params.lr", "3e-4"]
-    apply_overrides(raw, words, full_path)
+    apply_overrides(raw, words)
     return raw

@@ -11,7 +11,7 @@ from benchmarks.step import ours, plain
 from parallel3d import models
 from parallel3d.base import reader
 from parallel3d.config import RunConfig
-from parallel3d.mesh.compute import use
+from parallel3d.mesh.device import set_numerics
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.pipeline.executor import Microbatch
 from parallel3d.plan.memory.peak import per_rank
@@ -157,7 +157,7 @@ def test_no_shipped_config_computes_attention_without_a_fused_kernel():
 
 def trained_twice(rank, config):
     """The losses of two runs of a few steps from the same weights, as bits."""
-    use(tf32=False, deterministic=True)
+    set_numerics(tf32=False, deterministic=True)
     curves = []
     for _ in range(2):
         mesh = Mesh(config.mesh.pp, config.mesh.dp, config.mesh.tp)

@@ -4,23 +4,16 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
-from tests.launch.launching import PYTHON, TRAIN, Place, environment, session, torchrun
+from tests.launch.launching import PYTHON, Place, environment, session
 from tests.launch.test_restart import SMALL
 
 pytestmark = pytest.mark.drill
 
 DONE, BAD_INPUT = 0, 2
-# Another host, as far as anybody who asks can see.
-ELSEWHERE = (
-    "import runpy, socket, sys; socket.gethostname = lambda: 'node7'; "
-    "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
-)
 
 
 @pytest.fixture
@@ -93,57 +86,3 @@ def test_of_many_launches_one_trains_and_after_its_death_the_next(place, name, n
     steps = [line["step"] for line in place.lines(folder.name)]
     assert steps == list(range(1, len(steps) + 1))  # no line is lost, and none is there twice
     assert [path.name for path in (place.root / "runs").iterdir()] == [folder.name]
-
-
-@pytest.mark.slow  # waits for 15 heartbeats; tests/base/test_lock.py has it with a short one
-def test_a_launch_on_another_host_hears_the_heartbeat_and_its_end(place):
-    first = start(place, 1)
-    try:
-        wait_until(lambda: (place.root / "runs/shared.lock").exists())
-        began = time.monotonic()
-        [(refused, log)] = start(place, 1, [sys.executable, "-c", ELSEWHERE])
-        assert refused.wait(60) == BAD_INPUT, log.read_text()
-        assert time.monotonic() - began < 8  # 5 s at the lock, and Python's own start
-        assert "waiting for its heartbeat, at most 30 s" in log.read_text()
-        wait_until(lambda: list(place.root.glob("runs/*/checkpoints/step-*[0-9]/manifest.json")))
-    finally:
-        end(first)
-    [(after, log)] = last = start(place, 1, [sys.executable, "-c", ELSEWHERE])
-    try:
-        wait_until(lambda: "resume  from" in log.read_text())
-        (place.root / "runs/shared/STOP").touch()
-        after.wait(60)
-    finally:
-        end(last)
-
-
-@pytest.mark.slow  # tests/train/test_ending.py has the code that it gives
-def test_a_stop_under_torchrun_with_restarts_left_ends_with_0(place):
-    started = start(place, 1, [*torchrun(2), "--max-restarts=3"])
-    [(process, log)] = started
-    try:
-        wait_until(lambda: len(place.lines("shared")) >= 2)
-        (place.root / "runs/shared/STOP").touch()
-        assert process.wait(60) == DONE, log.read_text()
-    finally:
-        end(started)
-    said = log.read_text()
-    assert said.rstrip().endswith("stopped on request (exit code 3)")
-    assert said.count("mesh pp") == 1  # it was not started again
-    assert Path(TRAIN).name in said  # in the command that goes on
-
-
-@pytest.mark.slow  # tests/train/test_claim.py has the message, on one process
-def test_all_ranks_of_a_second_launch_end_with_2(place):
-    first = start(place, 1)
-    try:
-        wait_until(lambda: (place.root / "runs/shared.lock").exists())
-        [(second, log)] = started = start(place, 1, torchrun(2))
-        second.wait(60)
-        end(started)
-    finally:
-        end(first)
-    said = log.read_text()
-    assert said.count("is being trained by process") == 1, said
-    assert said.count("bad config or input: do not retry (exit code 2)") == 1
-    assert set(re.findall(r"exitcode *: *(\d+)", said)) == {"2"}, said

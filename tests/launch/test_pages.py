@@ -10,15 +10,7 @@ import pytest
 
 from parallel3d.config import RunConfig
 from parallel3d.config.document import settings
-from tests.launch.pages import (
-    NOT_RUN,
-    PAGES,
-    ROOT,
-    commands,
-    every_command,
-    ranks_of,
-    script_of,
-)
+from tests.launch.pages import NOT_RUN, PAGES, ROOT, commands, every_command, ranks_of, script_of
 
 pytestmark = pytest.mark.pure
 

@@ -1,7 +1,6 @@
 """launch/plan.py as a user types it, and what a config's `"mesh": "plan"` trains."""
 
 import json
-import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -90,26 +89,6 @@ def test_a_row_in_detail(tmp_path):
     assert outside.returncode == BAD_INPUT and "--explain 99: there are" in outside.stderr
 
 
-BAD = [  # the others are in test_plan_bad.py, in one process
-    (("--devices", "0"), "--devices = 0: is too few; use 1 or more"),
-    (("--train_batch_size", "1000"), "is not train_micro_batch_size_per_gpu=4 x"),
-    (("--parallel3d.model.hidden_size", "1601"), "num_attention_heads"),
-    (("--parallel3d.model.vocab_size", "auto"), '"gpt2", which planning does not load; write'),
-    (("--validate", "nowhere.csv"), "python -m benchmarks.published"),
-]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [BAD[1], *(pytest.param(*bad, marks=pytest.mark.slow) for bad in BAD if bad != BAD[1])],
-)
-def test_bad_input_is_one_message(arguments, said):
-    done = plan(*ON_A_NODE, *arguments)
-    assert done.returncode == BAD_INPUT, done.stdout + done.stderr
-    assert said in done.stderr and done.stdout == ""
-    assert "Traceback" not in done.stderr
-
-
 def test_where_nothing_fits_it_exits_with_1():
     fixed = ("--fix", "zero_stage=0", "offload_optimizer=none", "pp=1", "tp=1")
     done = plan("--config", "gpt3-13b.json", "--hardware", "a100-40gb", "--devices", 8, *fixed,
@@ -179,23 +158,6 @@ def test_a_dry_run_under_a_launcher_speaks_once(tmp_path):
     assert dry.returncode == DONE, dry.stderr
     assert json.loads(dry.stdout) == json.loads(alone.stdout)
     assert dry.stderr.count("dry run: nothing was trained") == 1
-
-
-@pytest.mark.slow  # the next test is a dry run, too; its plan: test_the_table_and_its_json
-def test_a_dry_run_of_a_cluster_by_plain_python(tmp_path):
-    train = str(Path(PLAN).parent / "train.py")
-    done = subprocess.run(
-        [*PYTHON, train, "--config", "gpt3-175b.json", "--dry-run", "--parallel3d.run.hardware",
-         "A100-SXM4-80GB"],
-        cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == DONE, done.stderr
-    assert "gpt of 175B parameters in bf16 on 1,024 x A100-SXM4-80GB" in done.stdout
-    assert "mesh      pp 8 × dp 16 × tp 8, sequence parallel" in done.stdout
-    assert re.search(r"300B tokens take [\d.]+ days", done.stdout)
-    assert "a checkpoint is about 1.9 TiB" in done.stdout
-    assert "the values and gradients of each layer match on tp 8" in done.stdout
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_dry_run_where_the_machine_is_not_described(tmp_path):

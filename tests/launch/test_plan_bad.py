@@ -84,6 +84,10 @@ COMMANDS = [
     (("--parallel3d.mesh.pp", "1000000000"), "parallel3d.mesh.pp"),
     (("--nonsense", "3"), "nonsense = 3: is no setting"),
     (("gpt2",), "'gpt2' sets nothing; write --dotted.path value"),
+    (("--train_batch_size", "1000"), "is not train_micro_batch_size_per_gpu=4 x"),
+    (("--parallel3d.model.hidden_size", "1601"), "num_attention_heads"),
+    (("--parallel3d.model.vocab_size", "auto"), '"gpt2", which planning does not load; write'),
+    (("--validate", "nowhere.csv"), "python -m benchmarks.published"),
 ]  # fmt: skip
 
 

@@ -3,22 +3,13 @@
 What the launchers exit with is their own affair; what they leave behind is ours.
 """
 
-import json
 import subprocess
 import time
 
 import psutil
 import pytest
 
-from tests.launch.launching import (
-    PYTHON,
-    Place,
-    deepspeed,
-    environment,
-    session,
-    torchrun,
-    wait_until_gone,
-)
+from tests.launch.launching import Place, deepspeed, environment, session, torchrun, wait_until_gone
 
 pytestmark = pytest.mark.drill
 
@@ -92,28 +83,6 @@ def test_torchrun_restarts_what_was_killed(place):
     assert steps_of(place, f"{name}-2") == list(range(1, steps + 1))
     assert is_saved(place, f"{name}-2", steps)
     assert sorted(path.name for path in (place.root / "runs").iterdir()) == [name, f"{name}-2"]
-
-
-@pytest.mark.slow  # SAVE is in the next test, STOP in test_lock.py, the next start in both
-def test_a_stop_file_stops_and_the_same_command_goes_on(place):
-    """With a SAVE on the way, on one process."""
-    folder, steps = place.root / "runs/asked", 60
-    arguments = ("--parallel3d.run.name", "asked", "--parallel3d.checkpoint.every", 0)
-    process, log = begin(place, PYTHON, *arguments, steps=steps)
-    wait_for(lambda: len(place.lines("asked")) >= 2, process, log)
-    (folder / "SAVE").touch()
-    wait_for(lambda: list(folder.glob("checkpoints/step-*/manifest.json")), process, log)
-    assert not (folder / "SAVE").exists()
-    (folder / "STOP").touch()
-    assert finish(process, log) == STOPPED
-    assert not (folder / "STOP").exists()
-    [*_, last] = steps_of(place, "asked")
-    assert last < steps and is_saved(place, "asked", last)
-    assert json.loads((folder / "attempts.json").read_text())["stopped"]
-    process, log = begin(place, PYTHON, *arguments, steps=steps)
-    assert finish(process, log) == DONE
-    assert f"checkpoints/step-{last}: step {last} of {steps}" in log.read_text()
-    assert steps_of(place, "asked") == list(range(1, steps + 1))
 
 
 def test_the_end_of_the_deepspeed_command_stops_a_run(place):

@@ -9,8 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from parallel3d.mesh import compute
-from parallel3d.mesh.device import set_allocator, steering
+from parallel3d.mesh.device import set_allocator, set_numerics, steering
 from parallel3d.models import families
 from parallel3d.verify.local_ranks import run_locally
 from tests.cases import Case, Trainer
@@ -22,7 +21,7 @@ pytestmark = pytest.mark.gloo
 def settings_restored():
     before = torch.get_float32_matmul_precision(), os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     yield
-    compute.use(tf32=before[0] != "highest", deterministic=False)
+    set_numerics(tf32=before[0] != "highest", deterministic=False)
     torch.utils.deterministic.fill_uninitialized_memory = True
     os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
     if before[1]:
@@ -30,16 +29,16 @@ def settings_restored():
 
 
 def test_tf32_and_determinism_are_off_until_asked_for(settings_restored):
-    compute.use(tf32=False, deterministic=False)
+    set_numerics(tf32=False, deterministic=False)
     assert not torch.backends.cuda.matmul.allow_tf32
     assert not torch.are_deterministic_algorithms_enabled()
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":16:8"  # torch takes it: the user's own stays
-    compute.use(tf32=True, deterministic=True)
+    set_numerics(tf32=True, deterministic=True)
     assert torch.backends.cuda.matmul.allow_tf32
     assert torch.are_deterministic_algorithms_enabled()
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":0:0"
-    compute.use(tf32=False, deterministic=True)
+    set_numerics(tf32=False, deterministic=True)
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert not torch.backends.cuda.matmul.allow_tf32
 
@@ -78,7 +77,7 @@ class OnFloats(TorchDispatchMode):
 
 def deterministic_step(rank, case):
     """The operators on floats of a training step with determinism on."""
-    compute.use(tf32=False, deterministic=True)
+    set_numerics(tf32=False, deterministic=True)
     trainer = Trainer(case)
     with OnFloats() as ran:
         trainer.run()

@@ -67,7 +67,7 @@ def test_a_few_operations_whatever_the_world(sizes, rank, monkeypatch):
     monkeypatch.setattr(join, "_meet", lambda launch, patience: store)
     monkeypatch.setattr(join, "choose_backend", lambda device: "fake")
 
-    def begin(rank, size, address, publish, fetch):
+    def begin(rank, size, address, names, publish, fetch):
         publish("[]") if rank == 0 else fetch()
 
     monkeypatch.setattr(join.pulse, "begin", begin)

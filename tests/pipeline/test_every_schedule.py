@@ -10,11 +10,9 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
-import torch
 
 from parallel3d.base.errors import ScheduleError
 from parallel3d.engine.quirks import core
-from parallel3d.mesh.mesh import Mesh
 from parallel3d.pipeline.executor import Executor
 from parallel3d.schedule.schedule import Action, Op, peak_in_flight, validate
 from parallel3d.schedule.schedules import (
@@ -131,8 +129,7 @@ def train_all_on_rank(rank, cases, references):
 # On one process each order is the same; on four it was never another answer than on two.
 # What else a size changes, tests/schedule/ shows of the programs, and test_parity.py of numbers.
 @pytest.mark.parametrize(
-    ("pp", "few"),
-    [(2, True), *(pytest.param(n, False, marks=pytest.mark.slow) for n in (1, 2, 4))],
+    ("pp", "few"), [(2, True), *(pytest.param(n, False, marks=pytest.mark.slow) for n in (1, 2, 4))]
 )
 @pytest.mark.parametrize("name", names())
 def test_against_one_process(name, pp, few):
@@ -212,30 +209,6 @@ def test_a_program_that_would_hang_is_refused_and_ends_by_the_time_out():
     first, last = run_locally(swap_on_rank, 2, 1.0)
     assert last[0] == "KeyError"  # it has nothing to send yet
     assert first[0] == "RuntimeError" and first[1] < 10
-
-
-def owners_on_rank(rank):
-    """The groups of some pairs of coordinates, made twice, and the sums over them."""
-    mesh = Mesh(3, 1, 2)
-    seen = []
-    for pair in ((0, 2), (2, 0), (1, 2), (1, 1)):
-        group = mesh.join_pair(*pair)
-        assert mesh.join_pair(*pair) is group
-        total = torch.tensor([2.0**rank])
-        if group is not None:
-            torch.distributed.all_reduce(total, group=group)
-        seen.append(None if group is None else int(total))
-    return seen
-
-
-def test_two_coordinates_are_joined_at_equal_dp_and_tp():
-    for rank, seen in enumerate(run_locally(owners_on_rank, 6)):
-        pp, tp = divmod(rank, 2)
-        expected = [
-            sum(2 ** (2 * coord + tp) for coord in pair) if pp in pair and len(pair) == 2 else None
-            for pair in ({0, 2}, {0, 2}, {1, 2}, {1})
-        ]
-        assert seen == expected
 
 
 def test_a_schedule_keeps_its_placement_in_evaluation():

@@ -13,13 +13,7 @@ from safetensors.torch import load_file
 from parallel3d.base.errors import ScheduleError
 from parallel3d.pipeline.clock import timing
 from parallel3d.pipeline.executor import Executor
-from parallel3d.schedule.schedule import (
-    Action,
-    Op,
-    Schedule,
-    add_sharding,
-    peak_in_flight,
-)
+from parallel3d.schedule.schedule import Action, Op, Schedule, add_sharding, peak_in_flight
 from parallel3d.schedule.schedules import make_schedule, splits_backward
 from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.reference import first_weights, losses_of

@@ -92,7 +92,7 @@ DAMAGED = [
 def test_a_damaged_file_is_none(tmp_path, contents):
     path = tmp_path / "attempts.json"
     path.write_bytes(contents)
-    assert folder_of_this_launch(tmp_path.parent, tmp_path.name) is None
+    assert folder_of_this_launch(tmp_path.parent, "") is None
     start(tmp_path, 7, restart=True)
     assert json.loads(path.read_text())["deaths"] == []
 
@@ -127,22 +127,17 @@ def test_the_step_reached_is_in_the_last_whole_line(tmp_path):
 
 
 def test_a_launch_finds_the_newest_of_its_folders(tmp_path):
-    assert folder_of_this_launch(tmp_path / "none", "gpt") is None
-    assert folder_of_this_launch(tmp_path, "gpt") is None
-    for name in ("gpt", "gpt-2", "gpt-10", "gpt-small", "gpt-01", "xgpt"):
+    assert folder_of_this_launch(tmp_path / "none", "same") is None
+    for name, config in (("gpt", "same"), ("gpt-2", "same"), ("gpt-3", "other")):
         (tmp_path / name).mkdir()
-        start(tmp_path / name, 0)
-    (tmp_path / "gpt-11").mkdir()  # of somebody who has not begun
-    assert folder_of_this_launch(tmp_path, "gpt") == tmp_path / "gpt-10"
+        Attempts(tmp_path / name, SETTINGS, config).begin(0)
+    (tmp_path / "gpt-4").mkdir()  # of somebody who has not begun
+    assert folder_of_this_launch(tmp_path, "same") == tmp_path / "gpt-2"
     host, pid, began = launch_identity().split(" ")
-    for other in (
-        f"elsewhere {pid} {began}",
-        f"{host} {int(pid) + 1} {began}",
-        f"{host} {pid} {int(began) - 60}",
-    ):
-        record = json.loads((tmp_path / "gpt-10" / "attempts.json").read_text())
-        (tmp_path / "gpt-10" / "attempts.json").write_text(json.dumps(record | {"launch": other}))
-        assert folder_of_this_launch(tmp_path, "gpt") == tmp_path / "gpt-2", other
+    path = tmp_path / "gpt-2" / "attempts.json"
+    for other in (f"elsewhere {pid} {began}", f"{host} {pid}1 {began}", f"{host} {pid} {began}1"):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"launch": other}))
+        assert folder_of_this_launch(tmp_path, "same") == tmp_path / "gpt", other
 
 
 def test_the_identity_is_the_launchers():
@@ -151,5 +146,4 @@ def test_the_identity_is_the_launchers():
     said = [subprocess.check_output([sys.executable, "-c", code], text=True) for _ in range(2)]
     assert said[0] == said[1]
     assert said[0].split(" ")[1] == str(os.getpid())
-    assert attempts._is_same_launch(said[0].strip(), said[1].strip())
     assert launch_identity() != said[0].strip()

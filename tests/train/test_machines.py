@@ -50,9 +50,10 @@ def on_two_nodes(rank, raw, root):
         return prepare(*args)
 
     start.prepare = noted
-    start.check_machine(config, mesh, said.append)
+    found = nodes.find_nodes(mesh)
+    start.check_machine(config, mesh, found, said.append)
     quiet = Console(quiet=True)
-    corpus = start.open_corpus(config, mesh, quiet)
+    corpus = start.open_corpus(config, mesh, found, quiet)
 
     start.appears = lambda look: look()
     refused = {}
@@ -66,7 +67,7 @@ def on_two_nodes(rank, raw, root):
             lock.take()
         folder = start.Path("runs/mine")
         try:
-            start.refuse_unshared(folder, "runs", mesh)
+            start.refuse_unshared(folder, "runs", mesh, found)
         except ConfigError as error:
             refused[name] = str(error)
         mesh.barrier()
@@ -79,7 +80,7 @@ def on_two_nodes(rank, raw, root):
     start.prepare = other_on_the_second
     different = ""
     try:
-        start.open_corpus(config, mesh, quiet)
+        start.open_corpus(config, mesh, found, quiet)
     except DataError as error:
         different = str(error)
 
@@ -89,7 +90,7 @@ def on_two_nodes(rank, raw, root):
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.3), mesh._aside)
     late = ""
     try:
-        start.open_corpus(config, mesh, quiet)
+        start.open_corpus(config, mesh, found, quiet)
     except TrainingError as error:
         late = str(error)
     except Exception:

@@ -4,7 +4,6 @@ import json
 import math
 import re
 import signal
-from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,30 +68,18 @@ def test_a_lane_for_each_rank_with_its_steps_and_actions(written):
     assert min(begin for rank in (0, 1) for _, begin, _ in own(events, rank)) == 0
 
 
-def test_the_timeline_is_well_formed(written):
+def test_each_event_is_on_a_named_lane_of_its_rank(written):
     _, events = written
-    lanes = defaultdict(list)
+    lanes = set()
     for event in events:
         assert event["pid"] in (0, 1) and isinstance(event["tid"], int)
         if event["ph"] == "X":
             assert math.isfinite(event["ts"]) and event["dur"] >= 0
-            lanes[event["pid"], event["tid"]].append((event["ts"], -event["dur"]))
+            lanes.add((event["pid"], event["tid"]))
     assert len(lanes) >= 4  # ours and torch's of two ranks
-    named = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
-    assert named == set(lanes)
-    for lane, times in lanes.items():
-        open_until = [math.inf]
-        for start, minus in sorted(times):
-            while open_until[-1] <= start + 0.001:
-                open_until.pop()
-            slack = SLACK if lane[1] == 0 else 0.002
-            assert start - minus <= open_until[-1] + slack, f"{lane} is not nested at {start}"
-            open_until.append(start - minus)
+    assert {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"} == lanes
     ids = {(e["pid"], e["id"].split(".")[0]) for e in events if "id" in e}
     assert ids == {(0, "0"), (1, "1")}
-    begun, ended = ([(e["id"], e["name"]) for e in events if e["ph"] == phase] for phase in "be")
-    assert begun == ended and len(set(begun)) == len(begun)
-    assert {name for _, name in begun} <= {"gloo:send", "gloo:recv"}  # the rest is nested
 
 
 def test_the_clocks_of_spans_and_of_torch_agree(written):

@@ -237,10 +237,7 @@ def test_what_a_run_is_resumed_from(config, half):
     for file in (folder_of(raws["fresh"]) / "checkpoints").glob("step-*/manifest.json"):
         flip(file)
     before = {path: path.stat().st_mtime_ns for path in half.rglob("*")}
-    disturbances = {
-        "one-rank-sees-damage": (see_damage, 4),
-        "restart": (after_restart,),
-    }
+    disturbances = {"one-rank-sees-damage": (see_damage, 4), "restart": (after_restart,)}
     # What disturbs stays in the ranks' processes, so those come last.
     order = ["newest", "step", "path", "fresh"]
     calm = start_all([(raws[name],) for name in order], HOME)

@@ -3,17 +3,16 @@
 import hashlib
 import os
 import signal
-import sys
 import time
 
 import pytest
+import torch.distributed as dist
 
 from parallel3d.base.errors import TrainingError
-from parallel3d.mesh.mesh import Mesh
-from parallel3d.mesh.waiting import SharedFlag
+from parallel3d.mesh.pulse import rank as pulse
 from parallel3d.train import stopping
-from parallel3d.train.stopping import STOPPED, Stopped, StopRequest
-from parallel3d.verify.local_ranks import run_locally
+from parallel3d.train.ending import STOPPED, Ending
+from parallel3d.train.stopping import Stopped, StopRequest
 
 pytestmark = pytest.mark.gloo
 
@@ -49,47 +48,13 @@ def stop():
         signal.signal(number, handler)
 
 
-def wait_for_another(rank, culprit):
-    """What raises on each rank, if one gets a signal while the others wait for it."""
-    mesh = Mesh(dp=3)
-    stop = StopRequest()
-    start = time.monotonic()
-    try:
-        with stop.listening():
-            stop.share(SharedFlag("stop"), rank)
-            mesh.barrier()
-            if rank == culprit:
-                time.sleep(0.3)  # the others wait
-                send()
-            if rank == 2:
-                time.sleep(60)  # it works: it never comes
-            mesh.gather_texts("", aside=True)
-    except Stopped:
-        return stop.part(), time.monotonic() - start
-
-
-@pytest.mark.parametrize("culprit", [0, 1, 2])
-def test_one_rank_stops_those_that_wait_and_those_that_work(culprit):
-    for code, seconds in run_locally(wait_for_another, 3, culprit):
-        assert code == STOPPED and seconds < 30
-
-
-def lose_a_peer(rank):
-    """Rank 1 hears of the request only from rank 0, after a collective that failed."""
-    mesh = Mesh(dp=2)
-    stop = StopRequest()
-    flag = SharedFlag("stop")
-    if rank == 0:
-        flag.set()
-    mesh.barrier()
-    if rank == 0:
-        return flag.wait_until_seen(10), stop.explains_loss()
-    stop.share(flag, rank)
-    return True, stop.explains_loss()
-
-
-def test_a_peer_that_was_lost_to_a_request_is_known():
-    assert run_locally(lose_a_peer, 2) == [(True, False), (True, True)]
+def test_who_loses_a_peer_that_was_asked_to_stop_was_asked_too(monkeypatch, capsys):
+    """The backend sees the loss, and the judge has heard why."""
+    told = pulse.Verdict("a rank was asked", False, STOPPED)
+    monkeypatch.setattr(pulse, "verdict", lambda seconds=0.0: told)
+    end = Ending()
+    assert end.on_own_error(dist.DistNetworkError("gone")) == STOPPED
+    assert capsys.readouterr().err.startswith("stopped on request before the first step; ")
 
 
 def test_a_library_that_computes_is_ended():
@@ -131,18 +96,6 @@ class Noisy:
 
     def __del__(self):
         send()
-
-
-def test_what_a_destructor_swallows_is_raised_again(capfd):
-    """And no traceback is printed of what was swallowed."""
-    handlers = {number: signal.getsignal(number) for number in stopping.SIGNALS}
-    told = sys.unraisablehook
-    with pytest.raises(Stopped), StopRequest().listening():
-        Noisy()
-        time.sleep(20)
-    assert sys.unraisablehook == told and not capfd.readouterr().err
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
 
 
 def test_what_was_swallowed_before_training_is_raised_when_it_begins():

@@ -25,7 +25,6 @@ from parallel3d.train import trainer as trainer_module
 from parallel3d.train.ending import DONE
 from parallel3d.train.stopping import STOPPED, StopRequest
 from parallel3d.verify.local_ranks import run_locally
-from tests.mesh.mortal import mortal
 from tests.train.held_out import check_losses
 from tests.train.running import claim_on_first
 from tests.train.test_metrics import KEYS
@@ -277,24 +276,3 @@ def test_a_request_to_stop_on_one_rank_stops_all_at_one_step(raw, culprit, numbe
     assert [step for step, _ in step_folders(directory / "checkpoints")] == [2]
     assert verify(directory / "checkpoints/step-2") == []
     assert not (directory / "weights").exists()
-
-
-def stall_in_step_two(rank, culprit):
-    """One rank is silent for long in its second step."""
-    run = Executor.run
-
-    def stalled(self, batch, step=0):
-        if rank == culprit and step == 1:
-            time.sleep(9)
-        return run(self, batch, step)
-
-    Executor.run = stalled
-
-
-@pytest.mark.slow  # tests/launch/test_hangs.py stops one of a launch in training
-def test_a_silent_rank_ends_the_others(raw):
-    config = on_mesh(raw, 2, 2, 1, timeout_seconds=2)
-    ranks = run_locally(mortal, 4, run_on_rank, config, stall_in_step_two, 1)
-    for rank, (ended, seen) in enumerate(ranks):
-        assert isinstance(ended, str), (rank, ended)
-        assert (seen.seconds < ranks[1][1].seconds - 3) == (rank != 1), (rank, ended)

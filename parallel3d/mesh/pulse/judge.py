@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 RUNS, STOPPED, TRACED, GONE = "runs", "stopped", "traced", "gone"  # what a process is
-_LONGEST_LOOK = 2.0  # seconds: more between two looks, and this machine slept or the judge did
-_WELL = (0, 3)  # exit codes of ranks that have done what they should
+LONGEST_LOOK = 2.0  # seconds: more between two looks, and this machine slept or the judge did
+DONE, FAILED, ASKED = 0, 1, 3  # exit codes: of a run that is done, fails, was asked to stop
 
 
 class Limits(NamedTuple):
@@ -35,7 +35,16 @@ class Report(NamedTuple):
     left: int | None = None
     """The exit code of a rank that ends by itself."""
     reason: str = ""
-    """Why this rank alone fails."""
+    """Why this rank ends, where the others cannot know it."""
+
+
+class Finding(NamedTuple):
+    """Why the run is over, which rank is to blame, and the exit code of the run."""
+
+    text: str = ""
+    """Empty while the run goes on."""
+    blamed: int | None = None
+    code: int = FAILED
 
 
 @dataclass
@@ -94,12 +103,9 @@ class Judge:
         """Note that the process group's store does not answer."""
         self._store_gone = self._store_gone or 0.0
 
-    def verdict(self, now: float) -> tuple[str, int | None]:
-        """Why the run is over, and the rank that is to blame; ("", None) while it goes on.
-
-        `now` is a monotonic clock's.
-        """
-        passed = min(now - self._looked, _LONGEST_LOOK) if self._looked is not None else 0.0
+    def verdict(self, now: float) -> Finding:
+        """Return why the run is over, if it is; `now` is a monotonic clock's."""
+        passed = min(now - self._looked, LONGEST_LOOK) if self._looked is not None else 0.0
         self._looked, self.news = now, False
         running = [rank for rank, r in self.ranks.items() if r.runs]
         # A person looks at one of them, and the others wait for it: nobody is late meanwhile.
@@ -113,14 +119,17 @@ class Judge:
         if self._store_gone is not None:
             self._store_gone += passed
         if not running:
-            return "", None
+            return Finding()
         ranks = sorted(self.ranks.items())
-        for find in (self._dead, self._failed, self._stopped, self._silent, self._left):
+        # A launcher asks all to stop when one has died or failed: what came first is the reason.
+        first = self._dead, self._failed, self._asked
+        for find in (*first, self._stopped, self._silent, self._left):
             for rank, r in ranks:
                 if text := find(r):
-                    return f"rank {rank} on {r.report.host} {text}", rank
+                    code = ASKED if r.report.left == ASKED else FAILED
+                    return Finding(f"rank {rank} on {r.report.host} {text}", rank, code)
         if store := self._without_store():
-            return store, None
+            return Finding(store)
         return self._late()
 
     def speakers(self, blamed: int | None) -> set[int]:
@@ -138,9 +147,12 @@ class Judge:
         return ""
 
     def _failed(self, r: _Rank) -> str:
-        if not r.report.reason:
+        if not r.report.reason or r.report.left == ASKED:
             return ""
         return f"failed {_at(r)}: {r.report.reason}{self._first_to_stand_still()}"
+
+    def _asked(self, r: _Rank) -> str:
+        return r.report.reason if r.report.left == ASKED else ""
 
     def _stopped(self, r: _Rank) -> str:
         if r.stopped < self.limits.stopped:
@@ -153,8 +165,8 @@ class Judge:
         silent = f"has been silent for {r.silent:.0f} s {_at(r)}"
         return f"{silent}: its machine or its network is down"
 
-    def _late(self) -> tuple[str, int | None]:
-        """Blames the one that stands still without waiting, else the one that waits longest."""
+    def _late(self) -> Finding:
+        """Blame the one that stands still without waiting, else the one that waits longest."""
         waiting = [
             rank
             for rank, w in self.ranks.items()
@@ -162,16 +174,16 @@ class Judge:
         ]
         slowest = self._slowest() if waiting else None
         if slowest is None:
-            return "", None
+            return Finding()
         r, limit = self.ranks[slowest], self.ranks[waiting[0]].report.limit
         others = [rank for rank in sorted(waiting) if rank != slowest]
         who = f"; {_ranks(others)} waited" if others else ""
         late = f"is late: {_at(r)} for {r.same:.0f} s{who} ({limit:.0f} s are allowed)"
-        return f"rank {slowest} on {r.report.host} {late}", slowest
+        return Finding(f"rank {slowest} on {r.report.host} {late}", slowest)
 
     def _left(self, r: _Rank) -> str:
         code = r.report.left
-        if code is None or code in _WELL or r.gone < self.limits.left:
+        if code in (None, DONE, ASKED) or r.gone < self.limits.left:
             return ""
         return f"ended with exit code {code} {_at(r)}, and others have not"
 

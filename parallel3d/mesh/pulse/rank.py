@@ -6,7 +6,6 @@ Of a process without a sentry (one rank, a test, another command) all of this is
 import json
 import os
 import secrets
-import socket
 import subprocess
 import sys
 import time
@@ -14,8 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from parallel3d.mesh.pulse.court import listen
 from parallel3d.mesh.pulse.judge import Limits
-from parallel3d.mesh.pulse.line import listen
 from parallel3d.mesh.pulse.page import Page, Verdict, new_page
 from parallel3d.mesh.pulse.sentry import SentryTask
 
@@ -36,13 +35,15 @@ def begin(
     rank: int,
     world_size: int,
     store: tuple[str, int],
+    names: list[str],
     publish: Callable[[str], None],
     fetch: Callable[[], str],
 ) -> None:
     """Start this rank's sentry; on rank 0, the judge is in it.
 
     `store` is the host and port of the process group's store. Rank 0 gives the others the judge's
-    address through `publish`, and they have it from `fetch`.
+    address through `publish`, with the `names` of its host, the last of them to be shown; they have
+    it from `fetch`.
     """
     global _page
     page, descriptor = new_page()
@@ -52,13 +53,12 @@ def begin(
         listener = listen()
         passed.append(listener.fileno())
         token, port = secrets.token_hex(16), listener.getsockname()[1]
-        hosts = _names_of_this_host(*store)
-        publish(json.dumps([token, hosts, port]))
+        publish(json.dumps([token, names, port]))
     else:
-        token, hosts, port = json.loads(fetch())
+        token, names, port = json.loads(fetch())
     task = SentryTask(
-        rank, world_size, socket.gethostname(), os.getpid(), descriptor, token, list(LIMITS),
-        hosts, port, passed[1] if rank == 0 else -1, store,
+        rank, world_size, os.getpid(), descriptor, token, list(LIMITS), names, port,
+        passed[1] if rank == 0 else -1, store,
     )  # fmt: skip
     # Not in a session of its own: what stops the whole job (Ctrl-Z) shall stop its sentries, too.
     process = subprocess.Popen(
@@ -106,11 +106,11 @@ def is_watched() -> bool:
 def set_limit(seconds: float) -> None:
     """Set how many seconds a rank may wait for another from now on; 0: for ever."""
     if _page is not None:
-        _page.set_limit(seconds)
+        _page.limit = seconds
 
 
 def leave(code: int, reason: str = "") -> None:
-    """Say that this rank ends by itself, with which code, and why if it alone fails."""
+    """Say that this rank ends by itself, with which code, and why if no other rank knows it."""
     if _page is not None and _page.left is None:
         _page.leave(code, reason)
 
@@ -123,21 +123,3 @@ def verdict(seconds: float = 0.0) -> Verdict | None:
         if found or _page is None or time.monotonic() >= deadline:
             return found
         time.sleep(0.05)
-
-
-def _names_of_this_host(host: str, port: int) -> list[str]:
-    """By which others may reach it: as they do the store, by the address on the way there, by name.
-
-    The last is the name to call it by.
-    """
-    found = [host]
-    try:
-        for family, kind, protocol, _, address in socket.getaddrinfo(
-            host, port, type=socket.SOCK_DGRAM
-        ):
-            with socket.socket(family, kind, protocol) as s:
-                s.connect(address)
-                found.append(s.getsockname()[0])
-    except OSError:
-        pass
-    return [*found, socket.gethostname()]

@@ -109,15 +109,16 @@ def main(task, folder, rank):
         return place.read_text()
 
     pulse.LIMITS = Limits(**task["limits"])
-    pulse.begin(rank, task["number"], ("127.0.0.1", task["port"]), publish, fetch)
+    names = ["127.0.0.1", socket.gethostname()]
+    pulse.begin(rank, task["number"], ("127.0.0.1", task["port"]), names, publish, fetch)
 
     def end():
         while not (verdict := pulse.verdict()):
             time.sleep(0.05)
         if verdict.speaks:
             print(verdict.text, flush=True)
-        pulse.leave(1)
-        os._exit(1)
+        pulse.leave(verdict.code)
+        os._exit(verdict.code)
 
     threading.Thread(target=end, daemon=True).start()
     pulse.doing(f"work {rank}")
@@ -152,6 +153,15 @@ def fail_alone(rank):
     time.sleep(1000)
 
 
+def ask(rank):
+    """Rank 1 is asked to stop."""
+    if rank == 1:
+        time.sleep(2)
+        pulse.leave(3, "was asked to")
+        os._exit(3)
+    time.sleep(1000)
+
+
 def end_well(rank):
     """One after the other, the one with the judge first."""
     time.sleep(2 + rank)
@@ -164,6 +174,7 @@ DOES = {
     "hold lock": hold_lock,
     "wait for one": wait_for_one,
     "fail alone": fail_alone,
+    "ask": ask,
     "end well": end_well,
 }
 

@@ -31,9 +31,10 @@ class Play:
                     if rank not in silent:
                         self.judge.hear(rank, report)
             self.now += 0.5
-            text, blamed = self.judge.verdict(self.now)
-            if text:
-                return tick / 2, blamed, text
+            finding = self.judge.verdict(self.now)
+            if finding.text:
+                assert finding.code == 1
+                return tick / 2, finding.blamed, finding.text
         return None
 
 
@@ -80,6 +81,13 @@ def test_who_fails_alone_says_why(play):
     play.set(2, left=1, reason="ValueError: no")
     said = 'rank 2 on b failed at "2F0 of step 7": ValueError: no'
     assert play.run(1) == (0, 2, said)
+
+
+def test_who_was_asked_to_stop_ends_all_well(play):
+    play.set(1, left=3, reason="was asked")
+    assert play.judge.verdict(play.now) == ("rank 1 on a was asked", 1, 3)
+    play.set(2, state=GONE)  # for which a launcher ends the others
+    assert play.judge.verdict(play.now).code == 1
 
 
 def test_who_is_stopped_has_twenty_seconds(play):

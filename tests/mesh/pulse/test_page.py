@@ -9,7 +9,7 @@ from parallel3d.mesh.pulse.page import Verdict, new_page
 pytestmark = pytest.mark.pure
 
 PAGES = 300
-VERDICT = Verdict("rank 0 on node7 died", True)
+VERDICT = Verdict("rank 0 on node7 died", True, 1)
 
 
 def first_read(page):
