@@ -98,6 +98,14 @@ def stages_on(schedule: str, pp: int, stages_per_rank: int) -> tuple[tuple[int, 
     return tuple(tuple(s for s, c in enumerate(placement) if c == coord) for coord in range(pp))
 
 
+@lru_cache(maxsize=65536)
+def most_in_flight(
+    schedule: str, pp: int, num_microbatches: int, stages_per_rank: int
+) -> tuple[int, ...]:
+    """Return the most microbatches that each pipeline coordinate has in flight at once."""
+    return load(schedule).peak_in_flight(pp, num_microbatches, stages_per_rank)
+
+
 _GROUPS = 4
 MicrobatchCounts = tuple[int, ...]  # microbatches in flight of each of a coordinate's stages
 
@@ -113,8 +121,7 @@ def in_flight(
     all candidate moments are given: those before a backward.
     """
     if stages_per_rank == 1:
-        most = load(schedule).peak_in_flight(pp, num_microbatches, 1)
-        return tuple(((n,),) for n in most)
+        return tuple(((n,),) for n in most_in_flight(schedule, pp, num_microbatches, 1))
     few = few_microbatches(schedule, pp, num_microbatches, stages_per_rank)
     return _counted(schedule, pp, few, stages_per_rank)
 
@@ -122,9 +129,9 @@ def in_flight(
 @lru_cache(maxsize=16384)
 def few_microbatches(schedule: str, pp: int, num_microbatches: int, stages_per_rank: int) -> int:
     """The fewest microbatches whose schedule has as much in flight as all of them would."""
-    most = load(schedule).peak_in_flight
     few = _few(pp, num_microbatches)
-    same = most(pp, few, stages_per_rank) == most(pp, num_microbatches, stages_per_rank)
+    most = most_in_flight(schedule, pp, num_microbatches, stages_per_rank)
+    same = most_in_flight(schedule, pp, few, stages_per_rank) == most
     return few if same else num_microbatches
 
 

@@ -8,7 +8,7 @@ from itertools import count
 from parallel3d.config.hardware import Hardware
 from parallel3d.plan.memory.peak import Memory, at, fullest, per_rank
 from parallel3d.plan.search import candidates
-from parallel3d.plan.search.candidates import RECOMPUTES, Flow, MeshSizes, Order, ZeroState
+from parallel3d.plan.search.candidates import RECOMPUTES, Choices, Flow, MeshSizes, Order, ZeroState
 from parallel3d.plan.search.plans import Plan, Request
 from parallel3d.plan.setting import Setting
 from parallel3d.plan.time.curves import curves_for
@@ -17,7 +17,6 @@ from parallel3d.plan.time.step import step_time
 from parallel3d.schedule.sharding import Weights
 
 MOST_CHANGES = 400  # settings that are tried for a remedy
-Choices = tuple[Flow, Order, ZeroState]
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,8 @@ def smallest_change(request: Request, start: Choices) -> tuple[str, Choices] | N
             tried += 1
             setting = candidates.setting_of(request, *choices)
             if fitting(setting, capacity, request.hardware):
-                return " + ".join(_said(start, choices)), choices
+                pairs = zip(_words(*start), _words(*choices), strict=True)
+                return " + ".join(new for old, new in pairs if new != old), choices
         for extra, changed in _nearby(request, *choices):
             if changed not in seen and _is_allowed(request, meshes, *changed):
                 seen.add(changed)
@@ -161,7 +161,7 @@ def _nearby(
         (5, MeshSizes(mesh.pp * 2, mesh.dp, mesh.tp // 2)),
     ):
         if wider.pp * wider.dp * wider.tp == request.devices:
-            for kept in {state, _on(request, wider, state)}:
+            for kept in (state, _on(request, wider, state)):
                 yield cost, (flow._replace(mesh=wider), order, kept)
     for near in candidates.states(request, mesh):
         more = near.num_offloads - state.num_offloads
@@ -177,31 +177,23 @@ def _on(request: Request, mesh: MeshSizes, state: ZeroState) -> ZeroState:
     return next((s for s in candidates.states(request, mesh) if s[1:] >= state[1:]), state)
 
 
-def _said(old: Choices, new: Choices) -> Iterator[str]:
-    """The differences between two choices, in the config's words."""
-    (was, order, state), (flow, new_order, new_state) = old, new
-    for axis in ("pp", "dp", "tp"):
-        if getattr(was.mesh, axis) != getattr(flow.mesh, axis):
-            yield f"{axis} {getattr(flow.mesh, axis)}"
-    if flow.sequence_parallel != was.sequence_parallel:
-        yield "sequence parallel"
-    if new_order != order:
-        several = f" x{new_order.stages_per_rank}" if new_order.stages_per_rank > 1 else ""
-        yield f"schedule {new_order.schedule}{several}"
-    if flow.recompute != was.recompute:
-        yield f"recompute {flow.recompute}"
-    if new_state[1:3] != state[1:3]:
-        each = "" if new_state.reduces_once else " reduced per microbatch"
-        yield f"ZeRO-{new_state.zero_stage}{each}"
-    kept = state.weights if state.zero_stage == 3 else candidates.WEIGHTS[0]
-    if new_state.zero_stage == 3 and new_state.weights != kept:
-        yield f"weights {new_state.weights}"
-    if flow.micro_batch != was.micro_batch:
-        yield f"micro batch {flow.micro_batch}"
-    if new_state.offload_optimizer != state.offload_optimizer:
-        yield f"optimizer on {new_state.offload_optimizer}"
-    if new_state.offload_param != state.offload_param:
-        yield f"parameters on {new_state.offload_param}"
+def _words(flow: Flow, order: Order, state: ZeroState) -> tuple[str, ...]:
+    """Return choices in the config's words, one text for each that a remedy may change."""
+    several = f" x{order.stages_per_rank}" if order.stages_per_rank > 1 else ""
+    each = "" if state.reduces_once else " reduced per microbatch"
+    return (
+        f"pp {flow.mesh.pp}",
+        f"dp {flow.mesh.dp}",
+        f"tp {flow.mesh.tp}",
+        "sequence parallel" if flow.sequence_parallel else "",
+        f"schedule {order.schedule}{several}",
+        f"recompute {flow.recompute}",
+        f"ZeRO-{state.zero_stage}{each}",
+        f"weights {state.weights if state.zero_stage == 3 else candidates.WEIGHTS[0]}",
+        f"micro batch {flow.micro_batch}",
+        f"optimizer on {state.offload_optimizer}",
+        f"parameters on {state.offload_param}",
+    )
 
 
 def choose_weights(setting: Setting, hardware: Hardware) -> tuple[Weights, Memory]:

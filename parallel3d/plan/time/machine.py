@@ -17,19 +17,13 @@ class Machine:
 
 
 _machines: dict[tuple[int, Software, Curves], Machine] = {}
-_found: dict[tuple[int, int, int], tuple[Machine, Software, Curves]] = {}
 
 
 def machine_of(hardware: Hardware, software: Software, curves: Curves) -> Machine:
-    """The machine of this hardware, software and curves; equal arguments give one object."""
-    ids = id(hardware), id(software), id(curves)
-    if found := _found.get(ids):
-        return found[0]
-    if len(_found) > 4096:  # a fit tries thousands of curves
-        _found.clear()
+    """Return the machine of this hardware, software and curves; equal ones are one object."""
+    if len(_machines) > 4096:  # a fit tries thousands of curves
         _machines.clear()
-    key = id(hardware), software, curves
-    machine = _machines.setdefault(key, Machine(hardware, software, curves))
-    # It holds on to all three, so that their ids are not given to others.
-    _found[ids] = machine, software, curves
-    return machine
+    # It holds on to the hardware, so that its id is not given to another.
+    return _machines.setdefault(
+        (id(hardware), software, curves), Machine(hardware, software, curves)
+    )

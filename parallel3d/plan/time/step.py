@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from operator import mul
 
 from parallel3d.base.errors import ConfigError
 from parallel3d.config.hardware import Hardware
+from parallel3d.plan.layers.placement import most_in_flight
 from parallel3d.plan.setting import Setting
 from parallel3d.plan.time.cost import ActionCosts, SecondsByPart, costs_of
 from parallel3d.plan.time.curves import curves_for
@@ -145,7 +145,7 @@ def _bound(costs: ActionCosts, setting: Setting) -> float:
     split = splits_backward(setting.schedule)
     way, around = (costs.there_and_back, costs.alone) if split else (both, both)
     back = 1 if split else 2
-    held = _held(setting.schedule, *sizes) if sends[-1] else ()
+    held = most_in_flight(setting.schedule, *sizes) if sends[-1] else ()
     reduced = 0.0
     for outer in layout.outer:
         work = count * sum([both[i] for i in layout.coords[outer.coord_class]])
@@ -162,9 +162,3 @@ def _bound(costs: ActionCosts, setting: Setting) -> float:
         busy = count * setting.stages_per_rank * (forward + backward)
         reduced = max(reduced, busy / (1 - idle) + costs.least_reducing)
     return reduced + costs.once
-
-
-@lru_cache(maxsize=65536)
-def _held(schedule: str, pp: int, num_microbatches: int, stages_per_rank: int) -> tuple[int, ...]:
-    """The most microbatches that each coordinate holds at once."""
-    return load(schedule).peak_in_flight(pp, num_microbatches, stages_per_rank)

@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 
 from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig, hardware
-from parallel3d.plan.memory.peak import at, per_rank
+from parallel3d.plan.memory.peak import at, least_on_first, per_rank
 from parallel3d.plan.report.choose import apply, checkpoint_bytes, choose
 from parallel3d.plan.search import candidates
 from parallel3d.plan.search.best_first import _Search, search
 from parallel3d.plan.search.candidates import choices_of, setting_of
-from parallel3d.plan.search.least import total
 from parallel3d.plan.search.plans import request_of
 from parallel3d.plan.search.remedy import Capacity, evaluate, smallest_change, worst
 from parallel3d.plan.time.curves import curves_for
@@ -97,9 +96,8 @@ def test_bounds_are_bounds():
         bound = lower_bound(setting, request.hardware)
         assert floors[flow] <= bound * (1 + 1e-9) and bound <= seconds * (1 + 1e-9)
         first = at(setting, 0, request.hardware)
-        standing = work._held(flow, order, state)
-        least = total(standing, work._in_flight(flow, order), request.hardware)
-        assert 0.3 * first.total < least <= first.total and standing.host <= first.host
+        device, host = least_on_first(setting, request.hardware)
+        assert 0.3 * first.total < device <= first.total and host <= first.host
         assert choices_of(setting) == (flow, order, state)
 
 

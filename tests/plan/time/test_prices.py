@@ -9,7 +9,8 @@ from parallel3d.base.errors import ConfigError
 from parallel3d.config import hardware
 from parallel3d.model.spec import Attention, MatMul, Shape
 from parallel3d.plan.layers.stage_classes import stage_classes_of
-from parallel3d.plan.memory.states import WeightSizes, states
+from parallel3d.plan.layers.weight_counts import WeightSizes
+from parallel3d.plan.memory.states import states
 from parallel3d.plan.setting import Setting, Software, layers_of
 from parallel3d.plan.time.cost import costs_of
 from parallel3d.plan.time.machine import machine_of
