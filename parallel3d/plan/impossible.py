@@ -45,20 +45,19 @@ def refuse_impossible(config: RunConfig, ranks: int, room: int = MOST_BYTES) -> 
 
 def _counts(config: RunConfig) -> list[Problem]:
     """Problems for each count (layers, samples, microbatches) too large to be listed."""
+    limits = (
+        ("parallel3d.model.num_hidden_layers", MOST_LAYERS, "layers"),
+        ("gradient_accumulation_steps", MOST_MICROBATCHES, "microbatches"),
+        ("train_batch_size", MOST_SAMPLES, "samples"),
+        ("train_micro_batch_size_per_gpu", MOST_SAMPLES, "samples"),
+    )
     found = []
-
-    def check(path: str, value: Any, most: int, what: str) -> None:
+    for path, most, what in limits:
+        *block, name = path.split(".")
+        value = getattr(config.model if block else config, name, None)
         if isinstance(value, int) and value > most:
             rule, remedy = f"is more {what} than can be listed", f"use {most:,} or less"
             found.append(Problem(path, value, rule, remedy))
-
-    layers = getattr(config.model, "num_hidden_layers", None)
-    check("parallel3d.model.num_hidden_layers", layers, MOST_LAYERS, "layers")
-    accumulation = config.gradient_accumulation_steps
-    check("gradient_accumulation_steps", accumulation, MOST_MICROBATCHES, "microbatches")
-    check("train_batch_size", config.train_batch_size, MOST_SAMPLES, "samples")
-    micro = config.train_micro_batch_size_per_gpu
-    check("train_micro_batch_size_per_gpu", micro, MOST_SAMPLES, "samples")
     return found
 
 

@@ -7,7 +7,7 @@ longer than to look up an answer.
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from parallel3d.model.spec import LayerCost, LayerSpec, Recompute, Shape
 from parallel3d.schedule.partition import partition
@@ -54,28 +54,23 @@ def stages_of(model: LayerKinds, num_stages: int, seq: int) -> tuple[range, ...]
     return partition([costs[k] for k in model.kind_of], num_stages)
 
 
-class StageLayers:
-    """The layers of one stage, counted by kind; stages of one model that are alike share an object.
+class StageLayers(NamedTuple):
+    """The layers of one stage by their kinds; `ends`: whether its last layer is the model's."""
 
-    `ends`: whether the stage's last layer is the model's last.
-    """
-
-    def __init__(self, model: LayerKinds, kinds: tuple[int, ...], ends: bool) -> None:
-        self.model, self.kinds, self.ends = model, kinds, ends
-
-
-_parts: dict[tuple[int, tuple[int, ...], bool], StageLayers] = {}
+    model: LayerKinds
+    kinds: tuple[int, ...]
+    ends: bool
 
 
 @lru_cache(maxsize=4096)
 def parts_of(model: LayerKinds, num_stages: int, seq: int) -> tuple[StageLayers, ...]:
-    """The layers of each stage, counted by kind."""
-    found = []
-    for layers in stages_of(model, num_stages, seq):
-        kinds, ends = model.kind_of[layers.start : layers.stop], layers.stop == len(model.layers)
-        key = id(model), kinds, ends
-        found.append(_parts.setdefault(key, StageLayers(model, kinds, ends)))
-    return tuple(found)
+    """Return the layers of each stage by their kinds."""
+    return tuple(
+        StageLayers(
+            model, model.kind_of[layers.start : layers.stop], layers.stop == len(model.layers)
+        )
+        for layers in stages_of(model, num_stages, seq)
+    )
 
 
 @lru_cache(maxsize=65536)

@@ -14,7 +14,6 @@ from parallel3d.base.section import Problem, Problems
 from parallel3d.config import RunConfig, hardware
 from parallel3d.config.hardware import THIS_MACHINE, Hardware
 from parallel3d.plan.report import parts, plan_table
-from parallel3d.plan.search import refuse
 from parallel3d.plan.search.best_first import FoundPlans, search
 from parallel3d.plan.search.plans import CHOICES, Plan, Request, request_of
 from parallel3d.plan.search.remedy import evaluate, gib
@@ -55,7 +54,6 @@ def ask(config: RunConfig, machine: Hardware, devices: int, fix: Sequence[str]) 
         if name in fixed:
             raise ConfigError(f"--fix {name}: stands twice; keep one of them")
         fixed[name] = reader.value(text.lower())
-    refuse.check_fixed(fixed)
     return request_of(config, machine, devices, fixed)
 
 

@@ -128,7 +128,7 @@ def _cells(
     yield gib(plan.memory.total)
     yield _bar(plan.memory.total / request.hardware.memory_bytes.value)
     yield seconds(plan.time.seconds)
-    yield f"{100 * plan.bubble:.1f} %"
+    yield f"{100 * plan.time.bubble:.1f} %"
     yield count(plan.tokens_per_second)
     flops = request.flops.full
     yield f"{plan.per_device(flops) / 1e12:.{0 if plan.per_device(flops) >= 1e13 else 2}f}"
@@ -166,7 +166,7 @@ def explain(plan: Plan, out: Console) -> None:
     }
     _print_parts(parts, whole, lambda part: f"{seconds(part):>8} s  ", out)
     if plan.setting.pp > 1:
-        said = f"bubble {100 * plan.bubble:.1f} % of the time of all pp ranks in their passes"
+        said = f"bubble {100 * plan.time.bubble:.1f} % of the time of all pp ranks in their passes"
         terminal.say(out, f"\n{said}")
     added = flops.recomputed[plan.setting.recompute]
     terminal.say(

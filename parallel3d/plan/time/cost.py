@@ -25,8 +25,8 @@ from parallel3d.plan.time.network import (
     sharing,
 )
 from parallel3d.plan.time.operators import Curves
-from parallel3d.plan.time.passes import Passes, PassSeconds, stage_passes
-from parallel3d.plan.time.sharding import OncePerStep, StageTransfers, Transfers, transfers_of
+from parallel3d.plan.time.passes import PassSeconds, stage_passes
+from parallel3d.plan.time.sharding import OncePerStep, StageTransfers, transfers_of
 from parallel3d.schedule.schedule import Action, Op
 
 
@@ -44,8 +44,7 @@ class SecondsByPart(NamedTuple):
         return SecondsByPart(*(a + times * b for a, b in zip(self, other, strict=True)))
 
 
-@dataclass(eq=False)
-class SendSeconds:
+class SendSeconds(NamedTuple):
     """Seconds to send from each stage to its successor, or back (0 on one device).
 
     `seconds` [stages - 1]: of each send. `before` [stages]: the sum of the sends up to a stage.
@@ -53,9 +52,6 @@ class SendSeconds:
 
     seconds: tuple[float, ...]
     before: tuple[float, ...]
-
-
-_NO_SENDS = SendSeconds((), (0.0,))
 
 
 @dataclass(eq=False)
@@ -125,58 +121,25 @@ class ActionCosts:
 
 
 def costs_of(setting: Setting, hardware: Hardware, curves: Curves) -> ActionCosts:
-    """Seconds of everything that happens in a step of a setting on a machine.
+    """Return the seconds of everything that happens in a step of a setting on a machine.
 
     Raises ConfigError where the description of the hardware lacks a figure that the setting needs.
     """
     machine = machine_of(hardware, setting.software, curves)
     layout = stage_classes_of(setting)
-    sends = _NO_SENDS
-    if layout.pp > 1:
-        sends = _sends(
-            layout,
-            setting.shape,
-            setting.hidden_size,
-            setting.tp,
-            setting.dp,
-            setting.cp,
-            setting.sequence_parallel,
-            setting.precision,
-            machine,
-        )
-    return _together(
-        layout,
-        stage_passes(layout, setting, machine),
-        transfers_of(layout, setting, machine),
-        sends,
-        last_passes(setting.pp, setting.num_microbatches, setting.stages_per_rank),
-        1.0 if hardware.cores is None else _program_slowdown(setting, hardware),
-        machine,
-    )
-
-
-def _program_slowdown(setting: Setting, hardware: Hardware) -> float:
-    return hardware.slowdown("overhead", sharing(setting.devices, hardware))
-
-
-@lru_cache(maxsize=16384)
-def _together(
-    layout: StageClasses,
-    passes: Passes,
-    transfers: Transfers,
-    sends: SendSeconds,
-    in_a_row: int,
-    slowdown: float,
-    machine: Machine,
-) -> ActionCosts:
+    slowdown = hardware.slowdown("overhead", sharing(setting.devices, hardware))
+    transfers = transfers_of(layout, setting, machine)
     forward, backward, ahead, behind = [], [], [], []
-    for (there, back), moves in zip(passes.both, transfers.stages, strict=True):
+    for (there, back), moves in zip(
+        stage_passes(layout, setting, machine), transfers.stages, strict=True
+    ):
         parts, free = _exposed(there, moves, False, machine, slowdown)
         forward.append(parts)
         ahead.append(free)
         parts, free = _exposed(back, moves, True, machine, slowdown)
         backward.append(parts)
         behind.append(free)
+    in_a_row = last_passes(setting.pp, setting.num_microbatches, setting.stages_per_rank)
     before, reduce, hideable, after = [], [], [], []
     for classes, once in zip(layout.coords, transfers.coords, strict=True):
         first, middle, more, last = _once(
@@ -195,6 +158,17 @@ def _together(
         moves.window_seconds + slowdown * moves.window_overhead_seconds
         for moves in transfers.stages
     ]
+    sends = _sends(
+        layout,
+        setting.shape,
+        setting.hidden_size,
+        setting.tp,
+        setting.dp,
+        setting.cp,
+        setting.sequence_parallel,
+        setting.precision,
+        machine,
+    )
     return ActionCosts(layout, forward, backward, sends, before, reduce, hideable, after, gather)
 
 

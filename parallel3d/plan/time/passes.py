@@ -36,15 +36,12 @@ class PassSeconds(NamedTuple):
         return PassSeconds(*(a + times * b for a, b in zip(self, other, strict=True)))
 
 
-@dataclass(eq=False)
-class Passes:
-    """Forward and backward (with recomputation) of each kind of layer or class of stages."""
-
-    both: tuple[tuple[PassSeconds, PassSeconds], ...]
+# Forward and backward (with recomputation) of each kind of layer or class of stages.
+Passes = tuple[tuple[PassSeconds, PassSeconds], ...]
 
 
 def stage_passes(layout: StageClasses, setting: Setting, machine: Machine) -> Passes:
-    """The passes of each class of stages; equal results are one object."""
+    """Return the passes of each class of stages."""
     return _sums(
         layout,
         _layers(
@@ -67,11 +64,11 @@ def _sums(layout: StageClasses, layers: Passes) -> Passes:
     both = []
     for counts in layout.stages:
         there = back = PassSeconds()
-        for (forward, backward), count in zip(layers.both, counts, strict=True):
+        for (forward, backward), count in zip(layers, counts, strict=True):
             if count:
                 there, back = there.plus(forward, count), back.plus(backward, count)
         both.append((there, back))
-    return Passes(tuple(both))
+    return tuple(both)
 
 
 @lru_cache(maxsize=65536)
@@ -102,7 +99,7 @@ def _layers(
         there = _with_program(forward, units[0] * overhead, machine)
         back = _with_program(backward.plus(again, recomputed_share), units[1] * overhead, machine)
         both.append((there, back))
-    return Passes(tuple(both))
+    return tuple(both)
 
 
 def _units(cost: LayerCost, share: float, machine: Machine) -> tuple[float, float]:

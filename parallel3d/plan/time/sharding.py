@@ -7,14 +7,13 @@ twice a step where they stay gathered.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
 from parallel3d.model.spec import STATE_BYTES
 from parallel3d.plan.layers.placement import LayerKinds
 from parallel3d.plan.layers.stage_classes import Counts, StageClasses
-from parallel3d.plan.layers.weight_counts import WeightCounts, tied_elsewhere, weights_of
+from parallel3d.plan.layers.weight_counts import partial, tied_elsewhere, together, weights_of
 from parallel3d.plan.layers.windows import windows
 from parallel3d.plan.setting import BYTES, Device, Precision, Setting
 from parallel3d.plan.time.machine import Machine
@@ -23,7 +22,6 @@ from parallel3d.plan.time.network import (
     RankGroup,
     collective_seconds,
     group_of,
-    node_size,
     sharing,
 )
 from parallel3d.plan.time.offload import fetch_seconds, to_host_seconds, update_seconds
@@ -124,8 +122,7 @@ class OncePerStep(NamedTuple):
     """Gather of all the weights in one message, as ZeRO-1 does it."""
 
 
-@dataclass(eq=False)
-class Transfers:
+class Transfers(NamedTuple):
     """Transfers of each class of stages per microbatch, and of coordinates per step."""
 
     stages: tuple[StageTransfers, ...]
@@ -133,7 +130,7 @@ class Transfers:
 
 
 def transfers_of(layout: StageClasses, setting: Setting, machine: Machine) -> Transfers:
-    """The transfers of a setting; equal results are one object."""
+    """Return the transfers of a setting."""
     return _transfers(layout, Sharding.of(setting), machine)
 
 
@@ -166,13 +163,10 @@ class _Held:
     def __init__(
         self, model: LayerKinds, held: Counts, sharding: Sharding, machine: Machine
     ) -> None:
-        small = sharding.persistence if sharding.zero_stage == 3 else -1
-        tp, sequence_parallel = sharding.tp, sharding.sequence_parallel
-        self._layers = weights_of(model, held, tp, sequence_parallel, small)
+        small = sharding.persistence if sharding.zero_stage == 3 else 0
+        self._layers = weights_of(model, held, sharding.tp, small)
         self._sharding, self._machine = sharding, machine
-        self.total = WeightCounts()
-        for count, one in self._layers:
-            self.total = self.total.plus(one, count)
+        self.total = together(self._layers)
 
     def gather(self, size: int) -> float:
         """Seconds to gather the weights layer by layer, with `size` bytes per element."""
@@ -191,7 +185,7 @@ class _Held:
     def reduce(self) -> float:
         """Seconds to reduce the gradients, which lie in one contiguous buffer."""
         kind: Kind = "reduce_scatter" if self._sharding.zero_stage else "all_reduce"
-        moved = self.total.elements * self._machine.software.reduction_bytes
+        moved = self.total.params * self._machine.software.reduction_bytes
         one_ring = self._sharding.zero_stage == 3 and self._machine.software.one_ring
         group = _group(self._sharding, self._machine)
         return _collective(kind, moved, group, self._machine, one_ring)
@@ -210,17 +204,19 @@ def _stage(model: LayerKinds, held: Counts, sharding: Sharding, machine: Machine
         window_overhead = mine.num_gathers * (curves.overhead_per_gather + apart)
     elif sharding.zero_stage == 3:
         gather = mine.gather(software.gather_bytes or size)
-        handled = weights.num_params if software.handles_small else weights.num_gathered
+        handled = (
+            weights.num_params if software.handles_small else weights.num_params - weights.num_small
+        )
         overhead = handled * (curves.overhead_per_gather + apart)
-        shard = weights.elements / replicas * size
+        shard = weights.params / replicas * size
         fetch = fetch_seconds(shard, sharding.offload_param, machine)
     reduce = 0.0
     if each:
         reduce = mine.reduce()
         if sharding.offload_optimizer != "none" and sharding.zero_stage >= 1:
-            moved = weights.elements / replicas * software.gradient_bytes
+            moved = weights.params / replicas * software.gradient_bytes
             store = to_host_seconds(moved, machine)
-    kept = weights.elements / (replicas if each and sharding.zero_stage >= 2 else 1)
+    kept = weights.params / (replicas if each and sharding.zero_stage >= 2 else 1)
     added = 2 * kept * software.gradient_bytes
     touched = _touch(added, sharding, machine, curves.traffic)
     return StageTransfers(gather, reduce, fetch, store, touched, overhead, window, window_overhead)
@@ -239,40 +235,42 @@ def _coord(
     mine = _Held(model, held, sharding, machine)
     weights, replicas = mine.total, sharding.dp * sharding.cp
     zero, size = sharding.zero_stage, BYTES[sharding.precision]
-    own = weights.elements / (replicas if zero else 1)
+    own = weights.params / (replicas if zero else 1)
     before = fetch = program = later = least = reduce = after = tensor = tied = 0.0
     for times, place, move in zip(sharding.gathers, classes, moves, strict=False):
         stage = _Held(model, layout.stages[place], sharding, machine)
         later += times * move.window_seconds - (0.0 if before else move.window_seconds)
         before += times * move.window_seconds
         program += times * move.window_overhead_seconds
-        shard = stage.total.elements / replicas * size
+        shard = stage.total.params / replicas * size
         fetch += times * fetch_seconds(shard, sharding.offload_param, machine)
     if sharding.gathers:  # what is too small to be cut comes once more after a step, together
-        every = weights.elements * size
+        every = weights.params * size
         least = _collective("all_gather", every, _group(sharding, machine), machine)
-        kept = (weights.elements - weights.gathered) * size
+        kept = weights.small * size
         after = _collective("all_gather", kept, _group(sharding, machine), machine)
     if sharding.reduces_once:
         reduce = mine.reduce()
     if zero in (1, 2):
-        after = _collective(
-            "all_gather", weights.elements * size, _group(sharding, machine), machine
-        )
-    if sharding.tp > 1 and weights.partial:
+        after = _collective("all_gather", weights.params * size, _group(sharding, machine), machine)
+    split = sharding.sequence_parallel
+    partials = sum(
+        count * partial(model, kind, sharding.tp, split) for kind, count in enumerate(held)
+    )
+    if partials:
         group = group_of(sharding.tp, 1, sharding.devices, hardware)
-        moved = weights.partial * software.gradient_bytes
+        moved = partials * software.gradient_bytes
         tensor = _collective("all_reduce", moved, group, machine)
     if (elements := tied_elsewhere(model, held, sharding.tp)) > 0:
-        node = node_size(hardware)
-        pair = RankGroup(2, 2 if node is None or sharding.devices <= node else 1)
+        in_one_node = sharing(sharding.devices, hardware) == sharding.devices
+        pair = RankGroup(2, 2 if in_one_node else 1)
         tied = _collective("all_reduce", elements * software.gradient_bytes, pair, machine)
     devices = sharing(sharding.devices, hardware)
     optimizer = weights.num_params * curves.overhead_per_param
     optimizer *= hardware.slowdown("overhead", devices)
     offload = 0.0
     if sharding.reduces_once:  # all gradients are read, and written one behind the other
-        flat = 2 * weights.elements * software.gradient_bytes
+        flat = 2 * weights.params * software.gradient_bytes
         optimizer += _touch(flat, sharding, machine, curves.optimizer)
     if sharding.offload_optimizer == "none":
         if hardware.adam_params:

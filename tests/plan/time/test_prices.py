@@ -140,7 +140,7 @@ def test_gradients_reduced_in_bf16_move_half_the_bytes(stage) -> None:
         )
         seconds.append([c.reduce_seconds for c in (*transfers.stages, *transfers.coords)])
         buckets.append(
-            states(setting, WeightSizes(10**6, 10**5, 10**5, 0, 0, 10**5), False).buffers
+            states(setting, WeightSizes(10**6, 10, 0, 0, 10**5, 10**5, 0, 10**5), False).buffers
         )
     half = [s / 2 for s in seconds[0]]
     assert seconds[1] == pytest.approx(half, rel=0.05) and max(half) > 0
