@@ -5,8 +5,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
-from parallel3d.plan.layers.placement import LayerKinds
-from parallel3d.plan.layers.stage_classes import Counts
+from parallel3d.plan.layers.placement import Counts, LayerKinds
 
 
 class WeightSizes(NamedTuple):

@@ -55,7 +55,8 @@ class CoordinateRank:
         self._places: Held = tuple(range(len(self.home)))
         self._order = s.schedule, s.pp, s.num_microbatches, s.stages_per_rank
         self._flight = in_flight(*self._order)[self.coord]
-        self._known: dict[Held, WeightSizes] = {}
+        self._model = model_of(s.layers)
+        self._cuts = stages_of(self._model, s.pp * s.stages_per_rank, s.shape.seq)
         self._in: dict[MicrobatchCounts, tuple[int, int]] = {}
         self._every = self._sizes(self._places)
         self.held = states(s, self._every, self.on_cpu)
@@ -180,15 +181,10 @@ class CoordinateRank:
             yield self._at(counts, at_full, weights.backward, held.shard, reducing)
 
     def _sizes(self, places: Held) -> WeightSizes:
-        """Elements of the weights in some of the coordinate's stages."""
-        if places not in self._known:
-            s = self.setting
-            model = model_of(s.layers)
-            cuts = stages_of(model, s.pp * s.stages_per_rank, s.shape.seq)
-            held = tuple([cuts[self.home[p]] for p in places])
-            threshold = s.buffers.stage3_param_persistence_threshold
-            self._known[places] = sizes(model, held, s.tp, threshold)
-        return self._known[places]
+        """Return the sizes of the weights in some of the coordinate's stages."""
+        held = tuple([self._cuts[self.home[p]] for p in places])
+        threshold = self.setting.buffers.stage3_param_persistence_threshold
+        return sizes(self._model, held, self.setting.tp, threshold)
 
     def _whole(self, places: Held) -> int:
         """Bytes of the unreduced gradients of some stages."""

@@ -13,7 +13,7 @@ from parallel3d.base.errors import ConfigError
 from parallel3d.base.section import Problem, Problems
 from parallel3d.config import RunConfig, hardware
 from parallel3d.config.hardware import THIS_MACHINE, Hardware
-from parallel3d.plan.report import parts, plan_table
+from parallel3d.plan.report import plan_table
 from parallel3d.plan.search.best_first import FoundPlans, search
 from parallel3d.plan.search.plans import CHOICES, Plan, Request, request_of
 from parallel3d.plan.search.remedy import evaluate, gib
@@ -69,9 +69,6 @@ def find(request: Request, rows: int | None) -> FoundPlans:
 def show(found: FoundPlans, request: Request, out: Console) -> None:
     """Print the planner's table, or, where no plan fits, what would make one fit."""
     plan_table.show(found, request, out)
-    if found.plans:
-        parts.show(found.plans, request, out)
-    plan_table.closing(found, out)
     if found.least is not None:
         terminal.say(out, nothing_fits(found.least))
 

@@ -1,6 +1,7 @@
 """The planner's table on a terminal, and the details of one row."""
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 
 from rich.console import Console
 from rich.text import Text
@@ -9,12 +10,12 @@ from parallel3d.base import terminal
 from parallel3d.base.terminal import Column
 from parallel3d.config.deepspeed import offload_in_words
 from parallel3d.config.hardware import Hardware
-from parallel3d.plan.memory.peak import Memory
-from parallel3d.plan.report import remarks
+from parallel3d.plan.memory.peak import PARTS, Memory, at
 from parallel3d.plan.search.best_first import FoundPlans
 from parallel3d.plan.search.plans import Plan, Request
 from parallel3d.plan.search.remedy import gib
 from parallel3d.plan.setting import Setting
+from parallel3d.plan.time.step import TIMES
 
 _BAR = 8  # columns of the bar of memory
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
@@ -27,7 +28,10 @@ _COLOURS = {
 
 
 def show(found: FoundPlans, request: Request, out: Console) -> None:
-    """Print the rows that fit, and below them the faster ones that do not, with remedies."""
+    """Print the rows that fit, the faster ones that do not with remedies, and all by parts.
+
+    The last lines say how the rows were found and what can be done with them.
+    """
     say_heading(request, out)
     if found.plans:
         _show(found.plans, 1, request, out)
@@ -38,11 +42,8 @@ def show(found: FoundPlans, request: Request, out: Console) -> None:
         for number, plan in enumerate(found.too_large, len(found.plans) + 1):
             terminal.say(out, f"{number:>2}  {plan.reason}", "    ")
             terminal.say(out, f"    smallest change: {plan.remedy}", "    ")
-
-
-def closing(found: FoundPlans, out: Console) -> None:
-    """Print how the rows were found and what can be done with them."""
     if found.plans:
+        _show_parts(found.plans, request, out)
         each = "the best" if found.per_mesh == 1 else f"the best {found.per_mesh}"
         tail = '--explain N shows row N; "mesh": "plan" in a config takes row 1'
         said = f"{each} of each mesh, {found.num_simulated} simulated; {tail}"
@@ -203,7 +204,7 @@ def show_memory(memory: Memory, setting: Setting, hardware: Hardware | None, out
     for name, size in (("host", memory.host), ("nvme", memory.nvme)):
         if size:
             out.print(f"  {name:<14}{gib(size):>8} GiB for each device")
-    for remark in remarks.on_buffers(setting, memory, hardware):
+    for remark in on_buffers(setting, memory, hardware):
         terminal.say(out, f"  {remark}", "    ")
 
 
@@ -265,3 +266,86 @@ def count(number: float) -> str:
         if number >= size:
             return f"{three(number / size)}{unit}"
     return f"{number:.3g}"
+
+
+LARGE = 0.05
+"""Share of a rank's device memory from which a buffer is remarked upon."""
+_SIZES = (
+    "reduce_bucket_size",
+    "allgather_bucket_size",
+    "stage3_prefetch_bucket_size",
+    "stage3_max_live_parameters",
+    "sub_group_size",
+)
+
+
+def on_buffers(setting: Setting, memory: Memory, hardware: Hardware | None) -> Iterator[str]:
+    """A line for each DeepSpeed buffer size that makes the fullest rank LARGE times larger.
+
+    The memory due to a size is the difference from the same rank with the size set to the model's
+    largest layer, which is the most that is reduced or gathered at once.
+    """
+    layer = largest_layer(setting)
+    for name in _SIZES:
+        size = getattr(setting.buffers, name)
+        if size <= layer:
+            continue
+        lower = setting.but(buffers=replace(setting.buffers, **{name: layer}))
+        saved = memory.total - at(lower, memory.pp_coord, hardware).total
+        if saved >= LARGE * memory.total:
+            yield (
+                f"{gib(saved)} GiB: DeepSpeed's {name} = {size:,} elements; lower it to that of "
+                f"the largest layer: --zero_optimization.{name} {layer}"
+            )
+
+
+def largest_layer(setting: Setting) -> int:
+    """Parameters of the largest layer on a tensor-parallel rank, rounded up to two digits."""
+    exact = max(sum(p.elements(setting.tp) for p in layer.params) for layer in setting.layers)
+    unit: int = 10 ** max(0, len(str(exact)) - 2)
+    return -(-exact // unit) * unit
+
+
+_SHORT = {
+    "gathered": "gath.", "gradients": "grads", "optimizer": "optim", "activations": "activ.",
+    "compute": "comp.", "bubble": "waits", "pipeline": "pipe", "offload": "offl.",
+}  # fmt: skip
+
+
+def _show_parts(plans: tuple[Plan, ...], request: Request, out: Console) -> None:
+    """Print the memory and step time of each plan by parts, without parts that no plan has.
+
+    Memory is of the fullest pipeline rank, seconds are of the busiest. TFLOP/s count recomputation.
+    MFU counts half of the attention, as its causal mask does.
+    """
+    memory = [part for part in PARTS if any(plan.memory.parts.get(part) for plan in plans)]
+    times = [part for part in TIMES if any(_shown(plan, part) != "–" for plan in plans)]
+    rule = Column("│", rule=True)
+    columns = [Column("#"), *(Column(_SHORT.get(part, part)) for part in memory)]
+    columns += [replace(rule, line=1), *(Column(_SHORT.get(part, part), line=1) for part in times)]
+    columns += [replace(rule, line=2), Column("TF/s hw", line=2)]
+    has_peak = request.hardware.peak(request.base.precision) is not None
+    if has_peak:
+        columns.append(Column("MFU causal", line=2))
+    if request.num_tokens is not None:
+        columns.append(Column("dev-hours", line=2))
+    flops, rows = request.flops, []
+    for number, plan in enumerate(plans, 1):
+        sizes = [plan.memory.parts.get(part, 0) for part in memory]
+        added = flops.recomputed[plan.setting.recompute]
+        cells = [str(number), *(gib(size) if size else "–" for size in sizes), "│"]
+        cells += [_shown(plan, part) for part in times]
+        cells += ["│", three(plan.per_device(flops.full + added) / 1e12)]
+        if has_peak:
+            cells.append(f"{100 * (plan.mfu(flops.causal) or 0):.0f} %")
+        if plan.device_hours is not None:
+            cells.append(three(plan.device_hours))
+        rows.append(cells)
+    title = "by parts: GiB of the fullest rank │ seconds of the busiest │ with recomputation"
+    out.print(Text(f"\n{title}", "bold"))
+    terminal.show(out, columns, rows, first="bold")
+
+
+def _shown(plan: Plan, part: str) -> str:
+    share = plan.time.parts[part]
+    return seconds(share) if share > 1e-3 * plan.time.seconds else "–"

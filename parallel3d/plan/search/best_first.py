@@ -14,7 +14,7 @@ from itertools import count, islice
 from typing import Any, NamedTuple
 
 from parallel3d.plan.memory.peak import Memory, at, least_in_flight, least_on_first
-from parallel3d.plan.search import candidates, refuse
+from parallel3d.plan.search import candidates
 from parallel3d.plan.search.candidates import (
     PLAIN,
     Choices,
@@ -64,8 +64,8 @@ def search(
     fits without an offload is not listed with that offload. Raises ConfigError where no mesh is
     possible, or where the hardware's description lacks a figure.
     """
-    refuse.check_fixed(dict(request.fixed))
-    refuse.refuse_empty(request)
+    candidates.check_fixed(request.fixed)
+    candidates.refuse_empty(request)
     work = _Search(request, curves or curves_for(request.hardware))
     per_mesh = per_mesh or max(1, rows // len(work.meshes))
     plans = tuple(islice(work.best_first(per_mesh), rows))

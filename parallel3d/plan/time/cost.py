@@ -13,9 +13,8 @@ from typing import NamedTuple
 
 from parallel3d.config.hardware import Hardware
 from parallel3d.model.spec import Shape
-from parallel3d.plan.layers.stage_classes import StageClasses, stage_classes_of
+from parallel3d.plan.layers.placement import StageClasses, stage_classes_of
 from parallel3d.plan.setting import BYTES, Precision, Setting
-from parallel3d.plan.time.machine import Machine, machine_of
 from parallel3d.plan.time.makespan import last_passes
 from parallel3d.plan.time.network import (
     collective_seconds,
@@ -24,7 +23,7 @@ from parallel3d.plan.time.network import (
     send_seconds,
     sharing,
 )
-from parallel3d.plan.time.operators import Curves
+from parallel3d.plan.time.operators import Curves, Machine, machine_of
 from parallel3d.plan.time.passes import PassSeconds, stage_passes
 from parallel3d.plan.time.sharding import OncePerStep, StageTransfers, transfers_of
 from parallel3d.schedule.schedule import Action, Op

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+from parallel3d.base.errors import ConfigError
+from parallel3d.config.hardware import Host
 from parallel3d.model.spec import STATE_BYTES
-from parallel3d.plan.layers.placement import LayerKinds
-from parallel3d.plan.layers.stage_classes import Counts, StageClasses
+from parallel3d.plan.layers.placement import Counts, LayerKinds, StageClasses
 from parallel3d.plan.layers.weight_counts import partial, tied_elsewhere, together, weights_of
 from parallel3d.plan.layers.windows import windows
 from parallel3d.plan.setting import BYTES, Device, Precision, Setting
-from parallel3d.plan.time.machine import Machine
 from parallel3d.plan.time.network import (
     Kind,
     RankGroup,
@@ -24,7 +24,7 @@ from parallel3d.plan.time.network import (
     group_of,
     sharing,
 )
-from parallel3d.plan.time.offload import fetch_seconds, to_host_seconds, update_seconds
+from parallel3d.plan.time.operators import Machine
 
 
 class Sharding(NamedTuple):
@@ -296,3 +296,57 @@ def _touch(num_bytes: float, sharding: Sharding, machine: Machine, share: float)
         return 0.0
     slowdown = machine.hardware.slowdown("traffic", sharing(sharding.devices, machine.hardware))
     return num_bytes / (bandwidth.value * share) * slowdown
+
+
+def update_seconds(
+    elements: float, device: Device, moved_bytes: float, machine: Machine
+) -> tuple[float, float]:
+    """Seconds of the CPU's Adam for `elements` elements, and of the bytes it moves.
+
+    `moved_bytes`: bytes of gradients to the host and of new weights back. With "nvme" the
+    optimizer's state is read and written, too.
+    """
+    adam = elements / host_of(machine).adam_params.value
+    moved = to_host_seconds(moved_bytes, machine)
+    if device == "nvme":
+        moved += nvme_seconds(elements * STATE_BYTES, machine, writes=True)
+    if machine.software.overlaps_offload:
+        moved -= min(adam, machine.curves.overlap * moved)
+    return adam, moved
+
+
+def fetch_seconds(num_bytes: float, device: Device, machine: Machine) -> float:
+    """Seconds until `num_bytes` of offloaded weights are on the device."""
+    if device == "none":
+        return 0.0
+    disk = nvme_seconds(num_bytes, machine, writes=False) if device == "nvme" else 0.0
+    return disk + to_host_seconds(num_bytes, machine)
+
+
+def to_host_seconds(num_bytes: float, machine: Machine) -> float:
+    """Seconds to move `num_bytes` between device and host, in either direction."""
+    return num_bytes / (host_of(machine).device_bandwidth.value * machine.curves.host)
+
+
+def nvme_seconds(num_bytes: float, machine: Machine, writes: bool) -> float:
+    """Seconds to read `num_bytes` from NVMe, and also to write them if `writes`."""
+    host, name = host_of(machine), machine.hardware.name
+    if host.nvme_read is None or host.nvme_write is None:
+        raise ConfigError(
+            f"hardware {name}: the speed of its NVMe is not known; add host.nvme_read and "
+            f'host.nvme_write to configs/hardware/{name}.json, or offload to "cpu"'
+        )
+    seconds = num_bytes / host.nvme_read.value
+    seconds += num_bytes / host.nvme_write.value if writes else 0.0
+    return seconds / machine.curves.host
+
+
+def host_of(machine: Machine) -> Host:
+    """The figures of the device's host; raises ConfigError where none are known."""
+    if machine.hardware.host is None:
+        name = machine.hardware.name
+        raise ConfigError(
+            f"hardware {name}: nothing is known of its host; add `host` to "
+            f"configs/hardware/{name}.json, or plan without offload"
+        )
+    return machine.hardware.host

@@ -8,14 +8,13 @@ import pytest
 from parallel3d.base.errors import ConfigError
 from parallel3d.config import hardware
 from parallel3d.model.spec import Attention, MatMul, Shape
-from parallel3d.plan.layers.stage_classes import stage_classes_of
+from parallel3d.plan.layers.placement import stage_classes_of
 from parallel3d.plan.layers.weight_counts import WeightSizes
 from parallel3d.plan.memory.states import states
 from parallel3d.plan.setting import Setting, Software, layers_of
 from parallel3d.plan.time.cost import costs_of
-from parallel3d.plan.time.machine import machine_of
 from parallel3d.plan.time.network import collective_seconds, crosses, group_of, send_seconds
-from parallel3d.plan.time.operators import Curves, attention_seconds, matmul_seconds
+from parallel3d.plan.time.operators import Curves, attention_seconds, machine_of, matmul_seconds
 from parallel3d.plan.time.sharding import transfers_of
 from parallel3d.plan.time.step import step_time
 from parallel3d.schedule.schedule import Action, Op
