@@ -110,7 +110,4 @@ def _to_blame(model: Any) -> str:
 
 
 def _shown(num_bytes: int) -> str:
-    for unit, size in (("PiB", 2**50), ("TiB", 2**40), ("GiB", 2**30)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:,.1f} {unit}"
-    return f"{num_bytes / 2**20:,.1f} MiB"
+    return f"{num_bytes / 2**30:,.1f} GiB"

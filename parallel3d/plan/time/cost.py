@@ -12,9 +12,8 @@ from operator import sub
 from typing import NamedTuple
 
 from parallel3d.config.hardware import Hardware
-from parallel3d.model.spec import Shape
 from parallel3d.plan.layers.placement import StageClasses, stage_classes_of
-from parallel3d.plan.setting import BYTES, Precision, Setting
+from parallel3d.plan.setting import Setting
 from parallel3d.plan.time.makespan import last_passes
 from parallel3d.plan.time.network import (
     collective_seconds,
@@ -157,17 +156,9 @@ def costs_of(setting: Setting, hardware: Hardware, curves: Curves) -> ActionCost
         moves.window_seconds + slowdown * moves.window_overhead_seconds
         for moves in transfers.stages
     ]
-    sends = _sends(
-        layout,
-        setting.shape,
-        setting.hidden_size,
-        setting.tp,
-        setting.dp,
-        setting.cp,
-        setting.sequence_parallel,
-        setting.precision,
-        machine,
-    )
+    num_bytes = setting.shape.tokens // setting.cp * setting.hidden_size * setting.bytes_per_element
+    stride, split = setting.tp * setting.cp * setting.dp, setting.sequence_parallel
+    sends = _sends(layout, num_bytes, setting.tp, stride, split, machine)
     return ActionCosts(layout, forward, backward, sends, before, reduce, hideable, after, gather)
 
 
@@ -238,24 +229,18 @@ def _once(
 
 @lru_cache(maxsize=65536)
 def _sends(
-    layout: StageClasses,
-    shape: Shape,
-    hidden_size: int,
-    tp: int,
-    dp: int,
-    cp: int,
-    sequence_parallel: bool,
-    precision: Precision,
-    machine: Machine,
+    layout: StageClasses, num_bytes: int, tp: int, stride: int, split: bool, machine: Machine
 ) -> SendSeconds:
+    """Return the seconds to send activations of `num_bytes`, before any cut, between all stages.
+
+    `stride`: devices of one pipeline coordinate. `split`: whether sequence parallelism cuts them.
+    """
     hardware, curves = machine.hardware, machine.curves
-    stride = tp * cp * dp
-    devices = stride * layout.pp
-    num_bytes, gather = shape.tokens // cp * hidden_size * BYTES[precision], 0.0
-    if machine.software.scatters_sends and not sequence_parallel:
+    devices, gather = stride * layout.pp, 0.0
+    if machine.software.scatters_sends and not split:
         group = group_of(tp, 1, devices, hardware)
         gather = collective_seconds("all_gather", num_bytes, *group, hardware, curves)
-    if machine.software.scatters_sends or sequence_parallel:
+    if machine.software.scatters_sends or split:
         num_bytes //= tp
     seconds = []
     for here, there in layout.crossings:

@@ -144,19 +144,6 @@ def _transfers(layout: StageClasses, sharding: Sharding, machine: Machine) -> Tr
     return Transfers(stages, coords)
 
 
-def _group(sharding: Sharding, machine: Machine) -> RankGroup:
-    replicas = sharding.dp * sharding.cp
-    return group_of(replicas, sharding.tp, sharding.devices, machine.hardware)
-
-
-def _collective(
-    kind: Kind, num_bytes: float, group: RankGroup, machine: Machine, one_ring: bool = False
-) -> float:
-    return collective_seconds(
-        kind, num_bytes, *group, machine.hardware, machine.curves, one_ring=one_ring
-    )
-
-
 class _Held:
     """The weights of some layers on one tensor-parallel rank, and the seconds to move them."""
 
@@ -165,15 +152,24 @@ class _Held:
     ) -> None:
         small = sharding.persistence if sharding.zero_stage == 3 else 0
         self._layers = weights_of(model, held, sharding.tp, small)
-        self._sharding, self._machine = sharding, machine
         self.total = together(self._layers)
+        self._sharding, self._machine = sharding, machine
+        self._one_ring = sharding.zero_stage == 3 and machine.software.one_ring
+        replicas = sharding.dp * sharding.cp
+        self._replicas = group_of(replicas, sharding.tp, sharding.devices, machine.hardware)
+
+    def collective(
+        self, kind: Kind, num_bytes: float, group: RankGroup | None = None, one_ring: bool = False
+    ) -> float:
+        """Return the seconds of a collective, of the data-parallel group if none is given."""
+        hardware, curves = self._machine.hardware, self._machine.curves
+        ranks = group or self._replicas
+        return collective_seconds(kind, num_bytes, *ranks, hardware, curves, one_ring=one_ring)
 
     def gather(self, size: int) -> float:
-        """Seconds to gather the weights layer by layer, with `size` bytes per element."""
-        group = _group(self._sharding, self._machine)
-        one_ring = self._machine.software.one_ring
+        """Return the seconds to gather the weights layer by layer, `size` bytes per element."""
         return sum(
-            count * _collective("all_gather", one.gathered * size, group, self._machine, one_ring)
+            count * self.collective("all_gather", one.gathered * size, one_ring=self._one_ring)
             for count, one in self._layers
         )
 
@@ -183,12 +179,10 @@ class _Held:
         return sum(count for count, one in self._layers if one.gathered)
 
     def reduce(self) -> float:
-        """Seconds to reduce the gradients, which lie in one contiguous buffer."""
+        """Return the seconds to reduce the gradients, which lie in one contiguous buffer."""
         kind: Kind = "reduce_scatter" if self._sharding.zero_stage else "all_reduce"
         moved = self.total.params * self._machine.software.reduction_bytes
-        one_ring = self._sharding.zero_stage == 3 and self._machine.software.one_ring
-        group = _group(self._sharding, self._machine)
-        return _collective(kind, moved, group, self._machine, one_ring)
+        return self.collective(kind, moved, one_ring=self._one_ring)
 
 
 def _stage(model: LayerKinds, held: Counts, sharding: Sharding, machine: Machine) -> StageTransfers:
@@ -200,10 +194,10 @@ def _stage(model: LayerKinds, held: Counts, sharding: Sharding, machine: Machine
     gather = fetch = store = overhead = window = window_overhead = 0.0
     apart = curves.overhead_per_message if replicas > 1 else 0.0
     if sharding.gathers:
-        window = mine.gather(software.gather_bytes or size)
+        window = mine.gather(size)
         window_overhead = mine.num_gathers * (curves.overhead_per_gather + apart)
     elif sharding.zero_stage == 3:
-        gather = mine.gather(software.gather_bytes or size)
+        gather = mine.gather(size)
         handled = (
             weights.num_params if software.handles_small else weights.num_params - weights.num_small
         )
@@ -245,26 +239,23 @@ def _coord(
         shard = stage.total.params / replicas * size
         fetch += times * fetch_seconds(shard, sharding.offload_param, machine)
     if sharding.gathers:  # what is too small to be cut comes once more after a step, together
-        every = weights.params * size
-        least = _collective("all_gather", every, _group(sharding, machine), machine)
-        kept = weights.small * size
-        after = _collective("all_gather", kept, _group(sharding, machine), machine)
+        least = mine.collective("all_gather", weights.params * size)
+        after = mine.collective("all_gather", weights.small * size)
     if sharding.reduces_once:
         reduce = mine.reduce()
     if zero in (1, 2):
-        after = _collective("all_gather", weights.params * size, _group(sharding, machine), machine)
+        after = mine.collective("all_gather", weights.params * size)
     split = sharding.sequence_parallel
     partials = sum(
         count * partial(model, kind, sharding.tp, split) for kind, count in enumerate(held)
     )
     if partials:
         group = group_of(sharding.tp, 1, sharding.devices, hardware)
-        moved = partials * software.gradient_bytes
-        tensor = _collective("all_reduce", moved, group, machine)
+        tensor = mine.collective("all_reduce", partials * software.gradient_bytes, group)
     if (elements := tied_elsewhere(model, held, sharding.tp)) > 0:
         in_one_node = sharing(sharding.devices, hardware) == sharding.devices
         pair = RankGroup(2, 2 if in_one_node else 1)
-        tied = _collective("all_reduce", elements * software.gradient_bytes, pair, machine)
+        tied = mine.collective("all_reduce", elements * software.gradient_bytes, pair)
     devices = sharing(sharding.devices, hardware)
     optimizer = weights.num_params * curves.overhead_per_param
     optimizer *= hardware.slowdown("overhead", devices)

@@ -56,16 +56,17 @@ def best_of_each_mesh(request, rows):
 
 # From plenty to so little that only recomputation, ZeRO-3 and offload are left.
 @pytest.mark.parametrize(
-    ("devices", "batch", "layers", "memory"),
+    ("devices", "batch", "layers", "memory", "cores"),
     [
-        (2, 4, 6, 2),
-        pytest.param(4, 4, 4, 80, marks=pytest.mark.slow),
-        *(pytest.param(4, 4, 6, memory, marks=pytest.mark.slow) for memory in (2, 3)),
-        *(pytest.param(8, 16, 6, memory, marks=pytest.mark.slow) for memory in (80, 7, 5, 4)),
+        (2, 4, 6, 2, 0),
+        (4, 4, 2, 80, 4),
+        pytest.param(4, 4, 4, 80, 0, marks=pytest.mark.slow),
+        *(pytest.param(4, 4, 6, memory, 0, marks=pytest.mark.slow) for memory in (2, 3)),
+        *(pytest.param(8, 16, 6, memory, 0, marks=pytest.mark.slow) for memory in (80, 7, 5, 4)),
     ],
 )
-def test_rows_are_those_of_an_exhaustive_search(devices, batch, layers, memory):
-    request = request_of(config(batch, layers), machine(memory * GIB), devices)
+def test_rows_are_those_of_an_exhaustive_search(devices, batch, layers, memory, cores):
+    request = request_of(config(batch, layers), machine(memory * GIB, cores=cores), devices)
     expected = best_of_each_mesh(request, 6)
     found = search(request, rows=6, per_mesh=1)
     assert len(expected) > 0
@@ -74,15 +75,10 @@ def test_rows_are_those_of_an_exhaustive_search(devices, batch, layers, memory):
     )
     meshes = [choices_of(plan.setting)[0].mesh for plan in found.plans]
     assert meshes == [mesh for mesh, _ in expected]
-    assert found.num_simulated < 0.5 * sum(1 for _ in everything(request))
-
-
-def test_offload_is_looked_at_where_it_may_be_faster():
-    request = request_of(config(batch=4, layers=2), machine(cores=4), 4)
-    found = search(request, rows=4, per_mesh=1)
-    expected = [seconds for _, seconds in best_of_each_mesh(request, 4)]
-    assert [plan.time.seconds for plan in found.plans] == pytest.approx(expected, rel=1e-8)
-    assert found.plans[0].setting.offload_optimizer == "cpu"
+    if cores:  # the host's Adam may be the faster one, so that offload is looked at
+        assert found.plans[0].setting.offload_optimizer == "cpu"
+    else:
+        assert found.num_simulated < 0.5 * sum(1 for _ in everything(request))
 
 
 def test_bounds_are_bounds():
@@ -148,6 +144,15 @@ def test_it_is_deterministic_and_simplest_first():
     assert all(plan.fits and plan.setting.devices == 4 for plan in rows)
     one_each = search(request, per_mesh=1).plans
     assert len(one_each) == sum(1 for _ in candidates.meshes(request)) > 5
+
+
+def test_full_recomputation_is_not_proposed_where_weight_gradients_wait():
+    """It would save nothing (tests/plan/memory/test_peak.py)."""
+    seen = {
+        (flow.recompute, splits_backward(order.schedule))
+        for flow, order, _ in everything(request_of(config(), machine(), 4))
+    }
+    assert ("full", True) not in seen and {("none", True), ("full", False)} <= seen
 
 
 def test_what_is_fixed_stays():
@@ -231,6 +236,28 @@ def test_the_chosen_config_is_the_first_row():
     # The same Setting as the engine will be planned with.
     assert apply(wanted, plan).to_dict() == chosen.to_dict()
     assert checkpoint_bytes(plan.setting) >= 12 * plan.setting.num_params
+
+
+def test_what_the_config_keeps():
+    raw = config().to_dict()
+    raw["zero_optimization"]["stage"] = 3
+    raw["parallel3d"]["plan"] = {"fix": ["zero_stage", "recompute", "gradient_reduction"]}
+    raw["parallel3d"]["pipeline"]["activation_checkpointing"] = "selective"
+    chosen, plan = choose(RunConfig.from_dict(raw), 8, machine())
+    assert chosen.zero_optimization.stage == 3 and plan.setting.recompute == "selective"
+    assert plan.setting.reduces_once  # as "auto" means at ZeRO-3
+
+
+def test_weights_that_are_fixed_stay_gathered_as_long_as_the_config_says():
+    raw = config().to_dict()
+    raw["zero_optimization"]["stage"] = 3
+    raw["parallel3d"]["plan"] = {"fix": ["zero_stage", "weights"]}
+    raw["parallel3d"]["pipeline"]["weights"] = "per_microbatch"
+    kept, plan = choose(RunConfig.from_dict(raw), 4, machine())
+    assert plan.setting.weights == kept.pipeline.weights == "per_microbatch"
+    raw["parallel3d"]["pipeline"]["weights"] = "auto"
+    free, plan = choose(RunConfig.from_dict(raw), 4, machine())
+    assert plan.setting.weights == free.pipeline.weights == "per_step"
 
 
 def test_parts_sum_and_flops_agree():
