@@ -25,7 +25,7 @@ from parallel3d.plan.search.candidates import (
     setting_of,
 )
 from parallel3d.plan.search.plans import Plan, Request
-from parallel3d.plan.search.remedy import Capacity, evaluate, fitting, worst
+from parallel3d.plan.search.remedy import evaluate, fitting, room_of, worst
 from parallel3d.plan.setting import Setting
 from parallel3d.plan.time.cost import costs_of
 from parallel3d.plan.time.curves import curves_for
@@ -98,7 +98,7 @@ class _Search:
 
     def __init__(self, request: Request, curves: Curves) -> None:
         self.request, self.curves, self.hardware = request, curves, request.hardware
-        self.capacity = Capacity.of(request.hardware)
+        self.room = room_of(request.hardware)  # of a device, and of its host
         self.num_simulated = 0
         # Adding up gradients depends on the ZeRO stage; without it the floor is one for all.
         self._software = replace(request.base.software, gradient_bytes=0)
@@ -133,7 +133,7 @@ class _Search:
         if isinstance(node, Flow):
             for order in candidates.orders(self.request, node):
                 plain = setting_of(self.request, node, order, PLAIN)
-                if least_in_flight(plain, self.hardware) > self.capacity.device:
+                if least_in_flight(plain, self.hardware) > self.room[0]:
                     continue
                 for groups in candidates.alternatives(self.request, node.mesh):
                     if candidates.go_together(order, groups[0][0]):
@@ -180,14 +180,14 @@ class _Search:
             setting = setting_of(self.request, flow, order, kept)
             if not self._may_fit(setting):
                 break
-            if memory := fitting(setting, self.capacity, self.hardware):
+            if memory := fitting(setting, self.hardware):
                 return setting, memory
         return setting, None
 
     def _may_fit(self, setting: Setting) -> bool:
         """Return whether the lower bound on the first rank's memory fits."""
         device, host = least_on_first(setting, self.hardware)
-        return device <= self.capacity.device and host <= self.capacity.host
+        return device <= self.room[0] and host <= self.room[1]
 
     def _bound(self, setting: Setting) -> float:
         """Return a lower bound on the seconds of a step."""
@@ -220,7 +220,7 @@ class _Search:
             for *_, (flow, order, state) in nsmallest(40, sizes)
             for kept in (state, *candidates.shorter_gathers(self.request, order, state))[-2:]
         ]
-        return min(settings, key=lambda s: worst(s, self.capacity, self.hardware).total)
+        return min(settings, key=lambda s: worst(s, self.hardware).total)
 
     def too_large(self, fastest: float) -> list[Plan]:
         """Return faster plans that do not fit, for each mesh the one that comes nearest to fitting.
@@ -242,7 +242,7 @@ class _Search:
             faster = islice((s for s in settings if self._bound(s) < fastest), _TRIED)
             sizes = [(at(s, 0, self.hardware).total, i, s) for i, s in enumerate(faster)]
             for size, _, setting in sorted(sizes):
-                if fitting(setting, self.capacity, self.hardware):
+                if fitting(setting, self.hardware):
                     continue
                 if step_time(setting, self.hardware, self.curves).seconds < fastest:
                     missed.append((size, len(missed), setting))

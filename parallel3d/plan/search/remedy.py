@@ -1,7 +1,7 @@
 """Whether a setting fits, how many bytes it lacks, and the smallest change that makes it fit."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import count
 
@@ -11,7 +11,6 @@ from parallel3d.plan.search import candidates
 from parallel3d.plan.search.candidates import RECOMPUTES, Choices, Flow, MeshSizes, Order, ZeroState
 from parallel3d.plan.search.plans import Plan, Request
 from parallel3d.plan.setting import Setting
-from parallel3d.plan.time.curves import curves_for
 from parallel3d.plan.time.operators import Curves
 from parallel3d.plan.time.step import step_time
 from parallel3d.schedule.sharding import Weights
@@ -19,39 +18,34 @@ from parallel3d.schedule.sharding import Weights
 MOST_CHANGES = 400  # settings that are tried for a remedy
 
 
-@dataclass(frozen=True)
-class Capacity:
-    """Bytes of memory that one device has, and its share of the host's."""
+def room_of(hardware: Hardware) -> tuple[int, int]:
+    """Return the bytes of memory that one device has, and its share of the host's."""
+    host = hardware.host
+    return int(hardware.memory_bytes.value), int(host.memory_bytes.value) if host else 0
 
-    device: int
-    host: int
 
-    @classmethod
-    def of(cls, hardware: Hardware) -> "Capacity":
-        """The room of a kind of hardware."""
-        host = hardware.host
-        return cls(int(hardware.memory_bytes.value), int(host.memory_bytes.value) if host else 0)
+def fits(memory: Memory, hardware: Hardware) -> bool:
+    """Return whether device and host have room for a rank's memory."""
+    device, host = room_of(hardware)
+    return memory.total <= device and memory.host <= host
 
-    def fits(self, memory: Memory) -> bool:
-        """Whether the room holds a rank's memory."""
-        return memory.total <= self.device and memory.host <= self.host
 
-    def reason(self, memory: Memory) -> str:
-        """The memory that has no room, by how much, and its largest part; "" where all fits."""
-        said = []
-        if (over := memory.total - self.device) > 0:
-            part = max(memory.parts, key=lambda name: memory.parts[name])
-            said.append(
-                f"device memory: {over:,} bytes over ({gib(memory.total)} of "
-                f"{gib(self.device)} GiB on pp rank {memory.pp_coord}, "
-                f"{gib(memory.parts[part])} of them {part})"
-            )
-        if (over := memory.host - self.host) > 0:
-            said.append(
-                f"host memory: {over:,} bytes over ({gib(memory.host)} of {gib(self.host)} GiB "
-                "for each device)"
-            )
-        return "; ".join(said)
+def _reason(memory: Memory, hardware: Hardware) -> str:
+    """Return the memory that has no room, by how much, and its largest part; "" if all fits."""
+    device, host = room_of(hardware)
+    said = []
+    if (over := memory.total - device) > 0:
+        part = max(memory.parts, key=lambda name: memory.parts[name])
+        said.append(
+            f"device memory: {over:,} bytes over ({gib(memory.total)} of {gib(device)} GiB on "
+            f"pp rank {memory.pp_coord}, {gib(memory.parts[part])} of them {part})"
+        )
+    if (over := memory.host - host) > 0:
+        said.append(
+            f"host memory: {over:,} bytes over ({gib(memory.host)} of {gib(host)} GiB "
+            "for each device)"
+        )
+    return "; ".join(said)
 
 
 def gib(num_bytes: float) -> str:
@@ -60,33 +54,32 @@ def gib(num_bytes: float) -> str:
     return f"{size:.0f}" if size >= 100 else f"{size:.1f}" if size >= 1 else f"{size:.3f}"
 
 
-def fitting(setting: Setting, capacity: Capacity, hardware: Hardware) -> Memory | None:
-    """The memory of the fullest rank if all ranks fit, else None; the first rank is tried first."""
-    if not capacity.fits(at(setting, 0, hardware)):
+def fitting(setting: Setting, hardware: Hardware) -> Memory | None:
+    """Return the memory of the fullest rank if all ranks fit; the first rank is tried first."""
+    if not fits(at(setting, 0, hardware), hardware):
         return None
-    memory = worst(setting, capacity, hardware)
-    return memory if capacity.fits(memory) else None
+    memory = worst(setting, hardware)
+    return memory if fits(memory, hardware) else None
 
 
-def worst(setting: Setting, capacity: Capacity, hardware: Hardware) -> Memory:
-    """The memory of the rank that decides: the fullest, or one whose host share is too small."""
-    memory = fullest(setting, hardware)
-    if memory.host and memory.total <= capacity.device:
-        return max(per_rank(setting, hardware), key=lambda m: (m.host > capacity.host, m.total))
+def worst(setting: Setting, hardware: Hardware) -> Memory:
+    """Return the memory of the rank that decides: the fullest, or one that lacks host memory."""
+    memory, (device, host) = fullest(setting, hardware), room_of(hardware)
+    if memory.host and memory.total <= device:
+        return max(per_rank(setting, hardware), key=lambda m: (m.host > host, m.total))
     return memory
 
 
 def evaluate(request: Request, setting: Setting, curves: Curves | None = None) -> Plan:
-    """The plan of one setting, with a remedy where it does not fit."""
-    curves = curves or curves_for(request.hardware)
-    capacity = Capacity.of(request.hardware)
-    memory = worst(setting, capacity, request.hardware)
-    plan = Plan(request, setting, memory, step_time(setting, request.hardware, curves))
-    if capacity.fits(memory):
+    """Return the plan of one setting, with a remedy if it does not fit."""
+    hardware = request.hardware
+    memory = worst(setting, hardware)
+    plan = Plan(request, setting, memory, step_time(setting, hardware, curves))
+    if fits(memory, hardware):
         return plan
     change = smallest_change(request, candidates.choices_of(setting))
     remedy = change[0] if change else "no change nearby makes it fit; use more devices"
-    return replace(plan, reason=capacity.reason(memory), remedy=remedy)
+    return replace(plan, reason=_reason(memory, hardware), remedy=remedy)
 
 
 def smallest_change(request: Request, start: Choices) -> tuple[str, Choices] | None:
@@ -95,8 +88,7 @@ def smallest_change(request: Request, start: Choices) -> tuple[str, Choices] | N
     Changes are tried in a fixed order of cost (see `_nearby`); a change of several choices costs
     their sum. None where none of the first MOST_CHANGES fits.
     """
-    capacity, serial = Capacity.of(request.hardware), count()
-    meshes = frozenset(candidates.meshes(request))
+    meshes, serial = frozenset(candidates.meshes(request)), count()
     heap = [(0, next(serial), start)]
     seen, tried = {start}, 0
     while heap and tried < MOST_CHANGES:
@@ -104,7 +96,7 @@ def smallest_change(request: Request, start: Choices) -> tuple[str, Choices] | N
         if choices != start:
             tried += 1
             setting = candidates.setting_of(request, *choices)
-            if fitting(setting, capacity, request.hardware):
+            if fitting(setting, request.hardware):
                 pairs = zip(_words(*start), _words(*choices), strict=True)
                 return " + ".join(new for old, new in pairs if new != old), choices
         for extra, changed in _nearby(request, *choices):
@@ -202,11 +194,10 @@ def choose_weights(setting: Setting, hardware: Hardware) -> tuple[Weights, Memor
     "per_step" (with no offload of parameters, see candidates.ways), then "per_pass"; where neither
     fits, what holds less of "per_pass" and "per_microbatch".
     """
-    capacity = Capacity.of(hardware)
     ways = candidates.gathered_longest(setting.offload_param)
-    tried = {way: worst(setting.but(weights=way), capacity, hardware) for way in ways}
+    tried = {way: worst(setting.but(weights=way), hardware) for way in ways}
     for way, memory in tried.items():
-        if capacity.fits(memory):
+        if fits(memory, hardware):
             return way, memory
     least = min(ways[-2:], key=lambda way: tried[way].total)
     return least, tried[least]

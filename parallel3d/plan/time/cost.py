@@ -131,6 +131,8 @@ def costs_of(setting: Setting, hardware: Hardware, curves: Curves) -> ActionCost
     for (there, back), moves in zip(
         stage_passes(layout, setting, machine), transfers.stages, strict=True
     ):
+        if setting.holds_weights:  # gathered before all passes
+            moves = moves._replace(gather_seconds=0.0, fetch_seconds=0.0, overhead_seconds=0.0)
         parts, free = _exposed(there, moves, False, machine, slowdown)
         forward.append(parts)
         ahead.append(free)
@@ -152,10 +154,7 @@ def costs_of(setting: Setting, hardware: Hardware, curves: Curves) -> ActionCost
         reduce.append(middle)
         hideable.append(more)
         after.append(last)
-    gather = [
-        moves.window_seconds + slowdown * moves.window_overhead_seconds
-        for moves in transfers.stages
-    ]
+    gather = [m.gather_seconds + slowdown * m.overhead_seconds for m in transfers.stages]
     num_bytes = setting.shape.tokens // setting.cp * setting.hidden_size * setting.bytes_per_element
     stride, split = setting.tp * setting.cp * setting.dp, setting.sequence_parallel
     sends = _sends(layout, num_bytes, setting.tp, stride, split, machine)

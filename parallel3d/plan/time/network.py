@@ -2,7 +2,7 @@
 
 from functools import lru_cache
 from math import gcd, log2
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, NoReturn
 
 from parallel3d.base.errors import ConfigError
 from parallel3d.config.hardware import Hardware, Link
@@ -116,20 +116,18 @@ def send_seconds(num_bytes: float, crosses: bool, hardware: Hardware, curves: Cu
 
 
 def _link(hardware: Hardware) -> Link:
-    if hardware.link is None:
-        raise ConfigError(
-            f"hardware {hardware.name}: nothing is known of the link between devices; add `link` "
-            f"to configs/hardware/{hardware.name}.json, or plan for one device"
-        )
-    return hardware.link
+    what, instead = "the link between devices", "one device"
+    return hardware.link or _refuse(hardware, "link", what, instead)
 
 
 def _network(hardware: Hardware) -> Link:
-    if hardware.network is None:
-        size = node_size(hardware)
-        most = f"at most {size} devices" if size else "one node"
-        raise ConfigError(
-            f"hardware {hardware.name}: nothing is known of the network between nodes; add "
-            f"`network` to configs/hardware/{hardware.name}.json, or plan for {most}"
-        )
-    return hardware.network
+    size = node_size(hardware)
+    instead = f"at most {size} devices" if size else "one node"
+    return hardware.network or _refuse(hardware, "network", "the network between nodes", instead)
+
+
+def _refuse(hardware: Hardware, key: str, what: str, instead: str) -> NoReturn:
+    raise ConfigError(
+        f"hardware {hardware.name}: nothing is known of {what}; add `{key}` to "
+        f"configs/hardware/{hardware.name}.json, or plan for {instead}"
+    )

@@ -77,24 +77,24 @@ def _gathers(setting: Setting) -> tuple[int, ...]:
 
 
 class StageTransfers(NamedTuple):
-    """Seconds of a stage's transfers per microbatch, before computes hide any of them."""
+    """Seconds of a stage's transfers per microbatch, before computes hide any of them.
 
-    gather_seconds: float = 0.0
+    If the program gathers the weights, and not each pass its own, those of gathering are of one
+    GATHER.
+    """
+
+    gather_seconds: float
     """Gather of the stage's weights, in each forward and in each backward."""
-    reduce_seconds: float = 0.0
+    fetch_seconds: float
+    """Copy of the weights' shards from the host, as often."""
+    overhead_seconds: float
+    """The host program's own time, as often, for each parameter; in a GATHER for each layer."""
+    reduce_seconds: float
     """Reduction of the stage's gradients, in each backward."""
-    fetch_seconds: float = 0.0
-    """Copy of the weights' shards from the host, in each forward and in each backward."""
-    store_seconds: float = 0.0
+    store_seconds: float
     """Copy of the gradients' shards to the host, in each backward."""
-    accumulate_seconds: float = 0.0
+    accumulate_seconds: float
     """Adding the gradients to those of other microbatches: no transfer, but device memory."""
-    overhead_seconds: float = 0.0
-    """The host program's own time, in each gather and each reduction."""
-    window_seconds: float = 0.0
-    """Seconds of a GATHER of its weights, where the program has one, and not each pass its own."""
-    window_overhead_seconds: float = 0.0
-    """Seconds of the host program in that: one collective a layer."""
 
 
 class OncePerStep(NamedTuple):
@@ -189,31 +189,24 @@ def _stage(model: LayerKinds, held: Counts, sharding: Sharding, machine: Machine
     software, curves = machine.software, machine.curves
     mine = _Held(model, held, sharding, machine)
     weights, replicas = mine.total, sharding.dp * sharding.cp
-    each = not sharding.reduces_once
     size = BYTES[sharding.precision]
-    gather = fetch = store = overhead = window = window_overhead = 0.0
-    apart = curves.overhead_per_message if replicas > 1 else 0.0
-    if sharding.gathers:
-        window = mine.gather(size)
-        window_overhead = mine.num_gathers * (curves.overhead_per_gather + apart)
-    elif sharding.zero_stage == 3:
+    gather = fetch = overhead = reduce = store = 0.0
+    kept: float = weights.params
+    if sharding.zero_stage == 3:
         gather = mine.gather(size)
-        handled = (
-            weights.num_params if software.handles_small else weights.num_params - weights.num_small
-        )
-        overhead = handled * (curves.overhead_per_gather + apart)
-        shard = weights.params / replicas * size
-        fetch = fetch_seconds(shard, sharding.offload_param, machine)
-    reduce = 0.0
-    if each:
+        fetch = fetch_seconds(weights.params / replicas * size, sharding.offload_param, machine)
+        handled = weights.num_params - (0 if software.handles_small else weights.num_small)
+        apart = curves.overhead_per_message if replicas > 1 else 0.0
+        overhead = mine.num_gathers if sharding.gathers else handled
+        overhead *= curves.overhead_per_gather + apart
+    if not sharding.reduces_once:
         reduce = mine.reduce()
         if sharding.offload_optimizer != "none" and sharding.zero_stage >= 1:
-            moved = weights.params / replicas * software.gradient_bytes
-            store = to_host_seconds(moved, machine)
-    kept = weights.params / (replicas if each and sharding.zero_stage >= 2 else 1)
-    added = 2 * kept * software.gradient_bytes
-    touched = _touch(added, sharding, machine, curves.traffic)
-    return StageTransfers(gather, reduce, fetch, store, touched, overhead, window, window_overhead)
+            store = to_host_seconds(weights.params / replicas * software.gradient_bytes, machine)
+        if sharding.zero_stage >= 2:
+            kept /= replicas
+    added = _touch(2 * kept * software.gradient_bytes, sharding, machine, curves.traffic)
+    return StageTransfers(gather, fetch, overhead, reduce, store, added)
 
 
 def _coord(
@@ -231,13 +224,11 @@ def _coord(
     zero, size = sharding.zero_stage, BYTES[sharding.precision]
     own = weights.params / (replicas if zero else 1)
     before = fetch = program = later = least = reduce = after = tensor = tied = 0.0
-    for times, place, move in zip(sharding.gathers, classes, moves, strict=False):
-        stage = _Held(model, layout.stages[place], sharding, machine)
-        later += times * move.window_seconds - (0.0 if before else move.window_seconds)
-        before += times * move.window_seconds
-        program += times * move.window_overhead_seconds
-        shard = stage.total.params / replicas * size
-        fetch += times * fetch_seconds(shard, sharding.offload_param, machine)
+    for times, move in zip(sharding.gathers, moves, strict=False):
+        later += times * move.gather_seconds - (0.0 if before else move.gather_seconds)
+        before += times * move.gather_seconds
+        program += times * move.overhead_seconds
+        fetch += times * move.fetch_seconds
     if sharding.gathers:  # what is too small to be cut comes once more after a step, together
         least = mine.collective("all_gather", weights.params * size)
         after = mine.collective("all_gather", weights.small * size)
