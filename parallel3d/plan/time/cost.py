@@ -5,10 +5,9 @@ the transfers of data-parallel ranks and the sends of stages are each cached by 
 (passes.py, sharding.py), and combined here.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
-from operator import sub
 from typing import NamedTuple
 
 from parallel3d.config.hardware import Hardware
@@ -72,31 +71,6 @@ class ActionCosts:
     after: list[SecondsByPart]
     gather: list[float]
     """[stage classes]: of a GATHER, all of which `before` has."""
-    both: list[float] = field(init=False)
-    """[stage classes]: of a forward and a backward together."""
-    alone: list[float] = field(init=False)
-    """[stage classes]: of a forward."""
-    there_and_back: list[float] = field(init=False)
-    """[stage classes]: of a forward and the part of a backward that the stage before waits for."""
-    fastest: tuple[float, float] = field(init=False)
-    """The shortest forward, and the shortest backward, of any stage."""
-    reducing: list[float] = field(init=False)
-    """[coordinate classes]: what `reduce` is together."""
-    least_reducing: float = field(init=False)
-    """The least that any of them can be, whatever a coordinate waits."""
-    once: float = field(init=False)
-    """What happens before and after all of them."""
-
-    def __post_init__(self) -> None:
-        self.both = [sum(f) + sum(b) for f, b in zip(self.forward, self.backward, strict=True)]
-        self.alone = [*map(sum, self.forward)]
-        self.there_and_back = [
-            f + (both - f) / 2 for f, both in zip(self.alone, self.both, strict=True)
-        ]
-        self.fastest = min(map(sum, self.forward)), min(map(sum, self.backward))
-        self.reducing = [*map(sum, self.reduce)]
-        self.least_reducing = min(map(sub, self.reducing, self.hideable))
-        self.once = max(map(sum, self.before)) + max(map(sum, self.after))
 
     def seconds(self, action: Action) -> float:
         """Seconds of one action; a receive takes none."""
