@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
-from parallel3d.plan.layers.placement import Counts, LayerKinds
+from parallel3d.plan.layers.placement import Counts, LayerKinds, StageLayers
 
 
 class WeightSizes(NamedTuple):
@@ -81,9 +81,10 @@ def together(layers: Iterable[tuple[int, WeightSizes]]) -> WeightSizes:
 
 
 @lru_cache(maxsize=16384)
-def sizes(model: LayerKinds, layers: tuple[range, ...], tp: int, threshold: int) -> WeightSizes:
-    """Return the sizes of the weights in all of these layers."""
-    counts = Counter(model.kind_of[i] for part in layers for i in part)
+def sizes(stages: tuple[StageLayers, ...], tp: int, threshold: int) -> WeightSizes:
+    """Return the sizes of the weights in all layers of these stages."""
+    model = stages[0].model
+    counts = Counter(kind for stage in stages for kind in stage.kinds)
     held = tuple(counts[kind] for kind in range(len(model.kinds)))
     return together(weights_of(model, held, tp, threshold))
 

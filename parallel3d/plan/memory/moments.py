@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from operator import mul
 from typing import NamedTuple
 
-from parallel3d.plan.layers.placement import MicrobatchCounts, in_flight, model_of, stages_of
+from parallel3d.plan.layers.placement import MicrobatchCounts, StageLayers, in_flight
 from parallel3d.plan.layers.weight_counts import WeightSizes, sizes
 from parallel3d.plan.layers.windows import Gradients, Held, Windows, gradients, windows
 from parallel3d.plan.memory.activations import BackwardMoment, StageActivations
@@ -39,12 +39,14 @@ class GatheredBytes(NamedTuple):
 class CoordinateRank:
     """One rank of a pipeline coordinate, with its stages and what each of them holds.
 
-    `home`: the coordinate's stages. `stages`: the bytes that each of them holds.
+    `home`: the coordinate's stages. `layers` and `stages`: the layers and the bytes of activations
+    that each of them holds.
     """
 
     setting: Setting
     coord: int
     home: tuple[int, ...]
+    layers: tuple[StageLayers, ...]
     stages: tuple[StageActivations, ...]
     on_cpu: bool
     held: StateBytes = field(init=False)
@@ -55,8 +57,6 @@ class CoordinateRank:
         self._places: Held = tuple(range(len(self.home)))
         self._order = s.schedule, s.pp, s.num_microbatches, s.stages_per_rank
         self._flight = in_flight(*self._order)[self.coord]
-        self._model = model_of(s.layers)
-        self._cuts = stages_of(self._model, s.pp * s.stages_per_rank, s.shape.seq)
         self._in: dict[MicrobatchCounts, tuple[int, int]] = {}
         self._every = self._sizes(self._places)
         self.held = states(s, self._every, self.on_cpu)
@@ -182,9 +182,9 @@ class CoordinateRank:
 
     def _sizes(self, places: Held) -> WeightSizes:
         """Return the sizes of the weights in some of the coordinate's stages."""
-        held = tuple([self._cuts[self.home[p]] for p in places])
+        held = tuple([self.layers[p] for p in places])
         threshold = self.setting.buffers.stage3_param_persistence_threshold
-        return sizes(self._model, held, self.setting.tp, threshold)
+        return sizes(held, self.setting.tp, threshold)
 
     def _whole(self, places: Held) -> int:
         """Bytes of the unreduced gradients of some stages."""

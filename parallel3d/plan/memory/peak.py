@@ -15,7 +15,6 @@ from parallel3d.plan.layers.placement import (
     model_of,
     most_in_flight,
     parts_of,
-    stages_of,
     stages_on,
 )
 from parallel3d.plan.layers.weight_counts import sizes
@@ -99,8 +98,9 @@ def at(setting: Setting, coord: int, hardware: Hardware | None = None) -> Memory
     on_cpu = is_cpu(hardware)
     home = stages_on(setting.schedule, setting.pp, setting.stages_per_rank)[coord]
     parts = _parts(setting)
-    stages = tuple([_stage(setting, parts[s], on_cpu) for s in home])
-    rank = CoordinateRank(setting, coord, home, stages, on_cpu)
+    layers = tuple([parts[s] for s in home])
+    stages = tuple([_stage(setting, part, on_cpu) for part in layers])
+    rank = CoordinateRank(setting, coord, home, layers, stages, on_cpu)
     most = max(rank.moments(), key=sum)
     found = dict.fromkeys(PARTS, 0)
     found["weights"], found["optimizer"] = rank.held.weights, rank.held.optimizer
@@ -117,11 +117,9 @@ def least_on_first(setting: Setting, hardware: Hardware | None) -> tuple[int, in
 
     It looks at no moment of the step, and so is cheap.
     """
-    s, model = setting, model_of(setting.layers)
-    cuts = stages_of(model, s.pp * s.stages_per_rank, s.shape.seq)
-    home = stages_on(s.schedule, s.pp, s.stages_per_rank)[0]
-    threshold = s.buffers.stage3_param_persistence_threshold
-    weights = sizes(model, tuple([cuts[i] for i in home]), s.tp, threshold)
+    s, parts = setting, _parts(setting)
+    layers = tuple([parts[i] for i in stages_on(s.schedule, s.pp, s.stages_per_rank)[0]])
+    weights = sizes(layers, s.tp, s.buffers.stage3_param_persistence_threshold)
     held = states(s, weights, is_cpu(hardware))
     shard = held.shard if held.standing else 0
     device = held.weights + held.optimizer + held.buffers + shard + least_in_flight(s, hardware)

@@ -1,4 +1,4 @@
-"""The planner's table on a terminal, and the details of one row."""
+"""The planner's two tables on a terminal, and the details of one row."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
