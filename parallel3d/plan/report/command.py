@@ -106,12 +106,10 @@ def explain(
     plan_table.explain(plan, out)
     if svg or trace:
         picture, events = drawing(plan)
-        if svg:
-            svg.write_text(picture, encoding="utf-8")
-            terminal.say(out, f"written to {svg}")
-        if trace:
-            trace.write_text(json.dumps(events), encoding="utf-8")
-            terminal.say(out, f"written to {trace}")
+        for path, text in ((svg, picture), (trace, json.dumps(events))):
+            if path:
+                path.write_text(text, encoding="utf-8")
+                terminal.say(out, f"written to {path}")
 
 
 def to_json(found: FoundPlans, request: Request) -> dict[str, Any]:
