@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.published import fits
 from benchmarks.published.memory_compared import validate_memory
 from benchmarks.published.neighbours import Lookup, RunFigures, development
 from benchmarks.published.rows import LeftOut, PublishedRun, read
@@ -17,7 +18,6 @@ from benchmarks.published.validation_tables import show
 from parallel3d.base.errors import ConfigError
 from parallel3d.config.hardware import Hardware
 from parallel3d.plan.setting import Setting
-from parallel3d.plan.time import curves
 from parallel3d.plan.time.operators import Curves
 from parallel3d.plan.time.step import step_time
 
@@ -53,7 +53,7 @@ def validate(path: Path | str, program: str | None = None) -> dict[str, Any]:
     """
     rows, left_out = read(path, program)
     refused: list[LeftOut] = []
-    found = outcomes(rows, curves.without, refused=refused)
+    found = outcomes(rows, fits.without, refused=refused)
     lines = {out.line for out in refused}
     rows = [row for row in rows if row.line not in lines]
     lost = "it ran out of memory"

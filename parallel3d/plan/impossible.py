@@ -48,20 +48,19 @@ def refuse_impossible(config: RunConfig, ranks: int, room: int = MOST_BYTES) -> 
 
 def _counts(config: RunConfig, model: Any) -> list[Problem]:
     """Problems for each count (layers, samples, microbatches) too large to be listed."""
+    limits = (
+        ("parallel3d.model.num_hidden_layers", MOST_LAYERS, "layers"),
+        ("gradient_accumulation_steps", MOST_MICROBATCHES, "microbatches"),
+        ("train_batch_size", MOST_SAMPLES, "samples"),
+        ("train_micro_batch_size_per_gpu", MOST_SAMPLES, "samples"),
+    )
     found = []
-
-    def check(path: str, value: Any, most: int, what: str) -> None:
+    for path, most, what in limits:
+        *block, name = path.split(".")
+        value = getattr(model if block else config, name, None)
         if isinstance(value, int) and value > most:
             rule, remedy = f"is more {what} than can be listed", f"use {most:,} or less"
             found.append(Problem(path, value, rule, remedy))
-
-    layers = getattr(model, "num_hidden_layers", None)
-    check("parallel3d.model.num_hidden_layers", layers, MOST_LAYERS, "layers")
-    accumulation = config.gradient_accumulation_steps
-    check("gradient_accumulation_steps", accumulation, MOST_MICROBATCHES, "microbatches")
-    check("train_batch_size", config.train_batch_size, MOST_SAMPLES, "samples")
-    micro = config.train_micro_batch_size_per_gpu
-    check("train_micro_batch_size_per_gpu", micro, MOST_SAMPLES, "samples")
     return found
 
 
@@ -112,7 +111,4 @@ def _to_blame(model: Any) -> str:
 
 
 def _shown(num_bytes: int) -> str:
-    for unit, size in (("PiB", 2**50), ("TiB", 2**40), ("GiB", 2**30)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:,.1f} {unit}"
-    return f"{num_bytes / 2**20:,.1f} MiB"
+    return f"{num_bytes / 2**30:,.1f} GiB"

@@ -55,8 +55,6 @@ class Software:
     """Bytes of an accumulated gradient."""
     reduction_bytes: int = 4
     """Bytes of a gradient on its way through the reduction."""
-    gather_bytes: int | None = None
-    """Bytes of a weight on its way through ZeRO-3's gather; None: the training type's."""
 
 
 ENGINE = Software()
@@ -169,22 +167,16 @@ class Setting:
             weights=gathered_for(pipeline.weights),
             offload_optimizer=zero.offload_optimizer.device,
             offload_param=zero.offload_param.device,
-            software=_engine(config),
+            software=Software(
+                reduction_bytes=BYTES[config.communication_data_type or "fp32"],
+                scatters_sends=pipeline.scatter_activations,
+            ),
             buffers=Buffers(**{name: getattr(zero, name) for name in Buffers.__annotations__}),
         )
 
     def but(self, **changes: Any) -> Self:
         """A copy of this setting with some fields changed."""
         return replace(self, **changes)
-
-
-def _engine(config: RunConfig) -> Software:
-    """This project's engine as a config switches it."""
-    reduced = BYTES[config.communication_data_type or "fp32"]
-    scatters = config.pipeline.scatter_activations
-    if not scatters and reduced == ENGINE.reduction_bytes:
-        return ENGINE
-    return replace(ENGINE, reduction_bytes=reduced, scatters_sends=scatters)
 
 
 @lru_cache(maxsize=64)

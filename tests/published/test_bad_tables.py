@@ -71,13 +71,6 @@ def test_a_bad_row_is_left_out_by_line_and_reason(tmp_path: Path, case: dict[str
     assert "\n" not in left_out[0].reason
 
 
-def test_there_are_enough_cases_and_the_good_row_is_good(tmp_path: Path) -> None:
-    assert len(CASES) >= 25
-    path = tmp_path / "table.csv"
-    path.write_text(text_of([good()]), encoding="utf-8")
-    assert [len(found) for found in read(path)] == [1, 0]
-
-
 def test_all_bad_rows_together_abort_no_validation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

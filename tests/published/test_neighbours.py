@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.published import fits
 from benchmarks.published.neighbours import NEIGHBOURS, Lookup, RunFigures, development, write
 from benchmarks.published.rows import read
-from parallel3d.plan.time import curves
 
 pytestmark = pytest.mark.pure
 
@@ -22,7 +22,7 @@ def test_the_development_runs_are_the_rows_of_the_fits_digests() -> None:
     for run in development():
         lines[run.group].append(f"{run.source}:{run.line}:{run.seconds:.6g}")
     assert len(development()) == 503
-    assert curves.seen_by(None) == {
+    assert fits.seen_by(None) == {
         group: hashlib.sha256("\n".join(sorted(text)).encode()).hexdigest()[:16]
         for group, text in lines.items()
     }
@@ -58,7 +58,7 @@ def test_seconds_are_those_at_the_neighbours_mean_efficiency() -> None:
 
 def test_a_group_of_ones_own_may_know_all_development_runs() -> None:
     assert len(Lookup("a group of yours").runs) == 503
-    assert {run.group for run in Lookup("vtrain").runs} == set(curves.seen_by("vtrain"))
+    assert {run.group for run in Lookup("vtrain").runs} == set(fits.seen_by("vtrain"))
 
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.published import programs
-from benchmarks.published.cells import COLUMNS, OPTIONAL
+from benchmarks.published.cells import OPTIONAL
 from benchmarks.published.flops import model_flops
 from benchmarks.published.rows import LeftOut, PublishedRun, read
-from parallel3d.base.errors import ConfigError
 
 pytestmark = pytest.mark.pure
 
@@ -189,30 +188,6 @@ def test_a_blank_number_format_is_one_that_the_chip_has(tmp_path: Path) -> None:
     assert row.setting.precision == row.assumed["precision"] == "fp16"
 
 
-@pytest.mark.parametrize(
-    ("column", "text", "says"),
-    [
-        ("hidden", "many", 'line 2: hidden = "many" is not a whole number above 0'),
-        ("n_gpus", "-8", 'line 2: n_gpus = "-8" is not a whole number above 0'),
-        ("n_gpus", "3.5", 'n_gpus = "3.5"'),
-        ("measured_tflops_per_gpu", "nan", 'line 2: measured_tflops_per_gpu = "nan"'),
-        ("measured_tflops_per_gpu", "0", "is not a number above 0"),
-        ("tp", "5", "tp x pp x cp x dp = 160, but there are 32 devices"),
-        ("global_batch_seqs", "511", "a batch of 511 is not microbatches of 16 on dp = 32"),
-        ("heads", "7", "heads = 7 does not divide hidden = 2304"),
-        ("gpu", "Abacus", "no hardware is described for Abacus"),
-        ("n_layers", "", "the architecture"),
-    ],
-)
-def test_nonsense_in_a_row_leaves_out_that_row_alone(
-    tmp_path: Path, column: str, text: str, says: str
-) -> None:
-    before, left_before = read_sample()
-    rows, left_out = read(edited(tmp_path, lambda cells: cells.update({column: text})))
-    assert len(rows) == len(before) - 1 and len(left_out) == len(left_before) + 1
-    assert [says in out.reason for out in left_out if out.line == 2] == [True]
-
-
 def edited(folder: Path, change: Callable[[dict[str, str]], None]) -> Path:
     """The sample, its first row changed."""
     with SAMPLE.open(newline="") as file:
@@ -224,26 +199,6 @@ def edited(folder: Path, change: Callable[[dict[str, str]], None]) -> Path:
         writer.writeheader()
         writer.writerows(cells)
     return path
-
-
-def test_missing_columns_are_named(tmp_path: Path) -> None:
-    path = tmp_path / "short.csv"
-    path.write_text("source_id,gpu\nme,H100\n")
-    with pytest.raises(ConfigError, match=r"short.csv, line 1: the columns model_name, .* missing"):
-        read(path)
-
-
-def test_a_file_that_is_not_there_or_no_text_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read as a csv table"):
-        read(tmp_path / "nowhere.csv")
-    binary = tmp_path / "binary.csv"
-    binary.write_bytes(bytes(range(128, 256)))
-    with pytest.raises(ConfigError, match="give the path of a table"):
-        read(binary)
-
-
-def test_columns_have_one_name_each() -> None:
-    assert len(COLUMNS) == len(set(COLUMNS))
 
 
 @pytest.mark.slow

@@ -14,7 +14,6 @@ from benchmarks.published.program_memory import Holds
 from parallel3d.model.spec import Shape
 from parallel3d.models.gpt.spec import Config
 from parallel3d.plan.layers.placement import model_of
-from parallel3d.plan.memory.peak import ALLOCATOR, CONTEXT, margin
 from parallel3d.plan.setting import Setting, Software, layers_of
 
 pytestmark = pytest.mark.pure
@@ -169,9 +168,3 @@ def test_layers_are_placed_as_the_programs_place_them():
     assert greedy == (range(0, 10), range(10, 16))
     for stages in (equal, greedy):
         assert [i for stage in stages for i in stage] == list(range(16))
-
-
-def test_a_margin_is_only_a_gpus(rows):
-    gpu = rows[0].hardware
-    assert margin(1000, None) == 0
-    assert margin(1000, gpu) == CONTEXT + round(1000 * ALLOCATOR)

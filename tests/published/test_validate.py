@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from benchmarks.published import fits
 from benchmarks.published.rows import LeftOut, read
-from benchmarks.published.statistics import Choice, constants, errors, rank_correlation, regrets
+from benchmarks.published.statistics import Choice, constants, regrets
 from benchmarks.published.validate import MEANS, outcomes, show, summary, validate
 from parallel3d.base.errors import ConfigError
 from parallel3d.config.hardware import Hardware
 from parallel3d.plan.setting import Setting
-from parallel3d.plan.time import curves
+from parallel3d.plan.time.curves import fitted
 from parallel3d.plan.time.operators import Curves
 
 pytestmark = pytest.mark.pure
@@ -37,25 +38,6 @@ KEYS = {
     "rank_correlation",
     "mesh_regret",
 }
-
-
-def test_errors_are_fractions_of_what_was_measured() -> None:
-    found = errors([1.1, 1.0, 3.0], [1.0, 2.0, 2.0])
-    assert found is not None
-    assert found.mean == pytest.approx((0.1 + 0.5 + 0.5) / 3)
-    assert found.worst == pytest.approx(0.5)
-    assert found.bias == pytest.approx((0.1 - 0.5 + 0.5) / 3)
-    assert errors([], []) is None
-
-
-def test_rank_correlation_by_hand() -> None:
-    # Differences of ranks 0, -1, 1, 0: 1 - 6 x 2 / (4 x 15).
-    assert rank_correlation([1, 2, 3, 4], [10, 30, 20, 40]) == pytest.approx(0.8)
-    assert rank_correlation([1, 2, 3], [9, 5, 1]) == pytest.approx(-1)
-    # Ranks 1, 2.5, 2.5, 4 against 1, 2, 3, 4: 4.5 / sqrt(4.5 x 5).
-    assert rank_correlation([1, 5, 5, 7], [1, 2, 3, 4]) == pytest.approx(4.5 / (4.5 * 5) ** 0.5)
-    assert rank_correlation([1, 1, 1], [1, 2, 3]) is None
-    assert rank_correlation([1, 2], [1, 2]) is None
 
 
 def test_regret_is_what_the_favourite_costs_over_the_fastest() -> None:
@@ -82,15 +64,15 @@ def test_the_constant_is_that_of_the_other_groups_of_a_device() -> None:
 
 
 def test_each_group_has_curves_that_never_saw_it() -> None:
-    everything = curves.seen_by(None)
+    everything = fits.seen_by(None)
     assert len(everything) == 11
     for group in everything:
-        saw = curves.seen_by(group)
+        saw = fits.seen_by(group)
         assert group not in saw
         # ... and saw the very rows of all others.
         assert saw == {name: digest for name, digest in everything.items() if name != group}
-        assert curves.without(group) != curves.fitted()
-    assert curves.without("a group of yours") == curves.fitted()
+        assert fits.without(group) != fitted()
+    assert fits.without("a group of yours") == fitted()
 
 
 @pytest.mark.slow
@@ -100,7 +82,7 @@ def test_digests_are_of_the_rows_in_the_table() -> None:
     pytest.importorskip("scipy")
     from benchmarks.fit_curves import digests, sample
 
-    assert digests(sample(read(SHARED)[0])) == curves.seen_by(None)
+    assert digests(sample(read(SHARED)[0])) == fits.seen_by(None)
 
 
 def test_rows_are_predicted_with_the_curves_of_their_group() -> None:
@@ -219,13 +201,13 @@ def test_one_row_that_the_planner_refuses_aborts_nothing() -> None:
             raise ConfigError("hardware: has no such figure")
         return 1.0
 
-    found = outcomes(rows, curves.without, predict, refused)
+    found = outcomes(rows, fits.without, predict, refused)
     assert [outcome.row.line for outcome in found] == [row.line for row in rows[1:]]
     assert [(out.line, out.reason) for out in refused] == [
         (rows[0].line, "hardware: has no such figure")
     ]
     with pytest.raises(ConfigError):
-        outcomes(rows, curves.without, predict)
+        outcomes(rows, fits.without, predict)
 
 
 @pytest.mark.parametrize("width", [80, 100, 140])
@@ -237,6 +219,7 @@ def test_no_figure_is_cut_at_any_width(table: Path, width: int) -> None:
     line = report["overall"]
     for figure in (line["mean_error"], line["constant_mean_error"], line["neighbour_mean_error"]):
         assert any(f"{figure:.1%}" in text for text in lines if text.startswith("all, by group"))
+    assert "no mesh is stated" in out.getvalue()
     names = [name for name, source in report["sources"].items() if source["rows"]]
     assert all(any(text.startswith(name) for text in lines) for name in names)
 
@@ -258,20 +241,12 @@ def test_the_marks_hold_on_transcribed_rows(table: Path) -> None:
 def test_zero3_collapses_at_a_fixed_batch_as_published() -> None:
     # 174.6B: 88 TFLOP/s on 768 devices, 44 on 1,536: twice the devices, and not a second saved.
     rows = [row for row in read(SAMPLE)[0] if row.model == "GPT-174.6B (ZeRO-3)"]
-    seconds = {o.row.setting.devices: o.predicted for o in outcomes(rows, curves.without)}
+    seconds = {o.row.setting.devices: o.predicted for o in outcomes(rows, fits.without)}
     assert seconds[1536] == pytest.approx(seconds[768], rel=0.1)
     # With tp and pp the same doubling nearly halves the step.
     rows = [row for row in read(SAMPLE)[0] if row.model == "GPT-174.6B (PTD-P)"]
-    seconds = {o.row.setting.devices: o.predicted for o in outcomes(rows, curves.without)}
+    seconds = {o.row.setting.devices: o.predicted for o in outcomes(rows, fits.without)}
     assert seconds[1536] < 0.6 * seconds[768]
-
-
-def test_tables_name_every_source_and_every_reason(table: Path) -> None:
-    report, out = report_of(table), io.StringIO()
-    show(report, Console(file=out, width=200))
-    text = out.getvalue()
-    assert all(name in text for name, source in report["sources"].items() if source["rows"])
-    assert "no mesh is stated" in text and "all" in text
 
 
 @pytest.mark.slow
@@ -279,7 +254,7 @@ def test_the_marks_hold_on_the_whole_table() -> None:
     if not SHARED.exists():
         pytest.skip(f"{SHARED} is not there")
     rows, _ = read(SHARED)
-    found = outcomes(rows, curves.without)
+    found = outcomes(rows, fits.without)
 
     def line(*groups: str) -> dict[str, Any]:
         return summary([o for o in found if o.row.group in groups])
@@ -289,7 +264,7 @@ def test_the_marks_hold_on_the_whole_table() -> None:
     assert line("nanotron")["mean_error"] <= 0.25 and line("nanotron")["rank_correlation"] >= 0.8
     assert line("bigscience")["mean_error"] <= 0.30
     assert line("bigscience")["rank_correlation"] >= 0.8
-    for group in curves.seen_by(None):
+    for group in fits.seen_by(None):
         measured = line(group)
         if group != "single":  # one row, of one mesh
             assert measured["mean_error"] < measured["constant_mean_error"], group

@@ -7,9 +7,10 @@ longer than to look up an answer.
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from parallel3d.model.spec import LayerCost, LayerSpec, Recompute, Shape
+from parallel3d.plan.setting import Setting
 from parallel3d.schedule.partition import partition
 from parallel3d.schedule.schedule import Op
 from parallel3d.schedule.schedules import load
@@ -54,28 +55,23 @@ def stages_of(model: LayerKinds, num_stages: int, seq: int) -> tuple[range, ...]
     return partition([costs[k] for k in model.kind_of], num_stages)
 
 
-class StageLayers:
-    """The layers of one stage, counted by kind; stages of one model that are alike share an object.
+class StageLayers(NamedTuple):
+    """The layers of one stage by their kinds; `ends`: whether its last layer is the model's."""
 
-    `ends`: whether the stage's last layer is the model's last.
-    """
-
-    def __init__(self, model: LayerKinds, kinds: tuple[int, ...], ends: bool) -> None:
-        self.model, self.kinds, self.ends = model, kinds, ends
-
-
-_parts: dict[tuple[int, tuple[int, ...], bool], StageLayers] = {}
+    model: LayerKinds
+    kinds: tuple[int, ...]
+    ends: bool
 
 
 @lru_cache(maxsize=4096)
 def parts_of(model: LayerKinds, num_stages: int, seq: int) -> tuple[StageLayers, ...]:
-    """The layers of each stage, counted by kind."""
-    found = []
-    for layers in stages_of(model, num_stages, seq):
-        kinds, ends = model.kind_of[layers.start : layers.stop], layers.stop == len(model.layers)
-        key = id(model), kinds, ends
-        found.append(_parts.setdefault(key, StageLayers(model, kinds, ends)))
-    return tuple(found)
+    """Return the layers of each stage by their kinds."""
+    return tuple(
+        StageLayers(
+            model, model.kind_of[layers.start : layers.stop], layers.stop == len(model.layers)
+        )
+        for layers in stages_of(model, num_stages, seq)
+    )
 
 
 @lru_cache(maxsize=65536)
@@ -98,6 +94,14 @@ def stages_on(schedule: str, pp: int, stages_per_rank: int) -> tuple[tuple[int, 
     return tuple(tuple(s for s, c in enumerate(placement) if c == coord) for coord in range(pp))
 
 
+@lru_cache(maxsize=65536)
+def most_in_flight(
+    schedule: str, pp: int, num_microbatches: int, stages_per_rank: int
+) -> tuple[int, ...]:
+    """Return the most microbatches that each pipeline coordinate has in flight at once."""
+    return load(schedule).peak_in_flight(pp, num_microbatches, stages_per_rank)
+
+
 _GROUPS = 4
 MicrobatchCounts = tuple[int, ...]  # microbatches in flight of each of a coordinate's stages
 
@@ -113,8 +117,7 @@ def in_flight(
     all candidate moments are given: those before a backward.
     """
     if stages_per_rank == 1:
-        most = load(schedule).peak_in_flight(pp, num_microbatches, 1)
-        return tuple(((n,),) for n in most)
+        return tuple(((n,),) for n in most_in_flight(schedule, pp, num_microbatches, 1))
     few = few_microbatches(schedule, pp, num_microbatches, stages_per_rank)
     return _counted(schedule, pp, few, stages_per_rank)
 
@@ -122,9 +125,9 @@ def in_flight(
 @lru_cache(maxsize=16384)
 def few_microbatches(schedule: str, pp: int, num_microbatches: int, stages_per_rank: int) -> int:
     """The fewest microbatches whose schedule has as much in flight as all of them would."""
-    most = load(schedule).peak_in_flight
     few = _few(pp, num_microbatches)
-    same = most(pp, few, stages_per_rank) == most(pp, num_microbatches, stages_per_rank)
+    most = most_in_flight(schedule, pp, num_microbatches, stages_per_rank)
+    same = most_in_flight(schedule, pp, few, stages_per_rank) == most
     return few if same else num_microbatches
 
 
@@ -163,3 +166,104 @@ def _counted(
                 counts[place[stage]] -= 1
         found.append(tuple(sorted(seen)))
     return tuple(found)
+
+
+Counts = tuple[int, ...]  # of each class or kind, how many
+
+
+@dataclass(eq=False)
+class Outer:
+    """A pipeline coordinate that can be the slowest: none of its class has more stages before it.
+
+    `stages_before` [classes]: how many stages of each class come before the coordinate's first.
+    `home`: the coordinate's stages. `stages_from` [own stages, classes]: how many stages of each
+    class lie from that own stage to the last stage of the model.
+    """
+
+    coord: int
+    coord_class: int
+    stages_before: Counts
+    home: tuple[int, ...]
+    stages_from: tuple[Counts, ...]
+
+
+@dataclass(eq=False)
+class StageClasses:
+    """The stages of a pipeline, sorted into classes that hold the same kinds of layers.
+
+    `stages` [classes]: how many layers of each kind. `class_of` [stages]. `homes` [coordinates]:
+    the stages of each, first to last. `coords` [coordinate classes]: the stage classes of each.
+    `coord_class_of` [coordinates]. `crossings` [stages - 1]: the coordinates of a stage and of its
+    successor.
+    """
+
+    model: LayerKinds
+    stages: tuple[Counts, ...]
+    class_of: tuple[int, ...]
+    homes: tuple[tuple[int, ...], ...]
+    coords: tuple[tuple[int, ...], ...]
+    coord_class_of: tuple[int, ...]
+    crossings: tuple[tuple[int, int], ...]
+    outer: tuple[Outer, ...]
+
+    @property
+    def pp(self) -> int:
+        """Number of pipeline coordinates."""
+        return len(self.homes)
+
+
+def stage_classes_of(setting: Setting) -> StageClasses:
+    """The classes of a setting's stages; equal ones are one object."""
+    return _layout(
+        model_of(setting.layers),
+        setting.shape.seq,
+        setting.schedule,
+        setting.pp,
+        setting.stages_per_rank,
+    )
+
+
+@lru_cache(maxsize=4096)
+def _layout(
+    model: LayerKinds, seq: int, schedule: str, pp: int, stages_per_rank: int
+) -> StageClasses:
+    cuts = stages_of(model, pp * stages_per_rank, seq)
+    return _placed(model, cuts, stages_on(schedule, pp, stages_per_rank))
+
+
+@lru_cache(maxsize=4096)
+def _placed(
+    model: LayerKinds, cuts: tuple[range, ...], homes: tuple[tuple[int, ...], ...]
+) -> StageClasses:
+    kinds = range(len(model.kinds))
+    held = [tuple([model.kind_of[i] for i in layers].count(k) for k in kinds) for layers in cuts]
+    stages = tuple(dict.fromkeys(held))
+    class_of = tuple(map(stages.index, held))
+    on = [tuple(class_of[s] for s in home) for home in homes]
+    coords = tuple(dict.fromkeys(on))
+    coord_class_of = tuple(map(coords.index, on))
+    home_of = {s: coord for coord, home in enumerate(homes) for s in home}
+
+    def count(some: tuple[int, ...]) -> Counts:
+        return tuple(some.count(c) for c in range(len(stages)))
+
+    last = {c: coord for coord, c in enumerate(coord_class_of)}
+    return StageClasses(
+        model=model,
+        stages=stages,
+        class_of=class_of,
+        homes=homes,
+        coords=coords,
+        coord_class_of=coord_class_of,
+        crossings=tuple((home_of[s], home_of[s + 1]) for s in range(len(cuts) - 1)),
+        outer=tuple(
+            Outer(
+                coord,
+                coord_class_of[coord],
+                count(class_of[: homes[coord][0]]),
+                homes[coord],
+                tuple(count(class_of[s:]) for s in homes[coord]),
+            )
+            for coord in sorted({0, *last.values()})
+        ),
+    )

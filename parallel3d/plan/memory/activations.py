@@ -1,10 +1,12 @@
 """Bytes of activations and new gradients that a stage holds on one rank."""
 
 from functools import lru_cache
+from operator import attrgetter
 from typing import NamedTuple
 
 from parallel3d.model.spec import Recompute, Shape
-from parallel3d.plan.layers.placement import LayerKinds, StageLayers, cost_of
+from parallel3d.plan.layers.placement import StageLayers, cost_of
+from parallel3d.plan.layers.weight_counts import weights_of_kind
 
 
 class BackwardMoment(NamedTuple):
@@ -81,8 +83,9 @@ def stage(
     produced: list[int] = []
     for kind in reversed(part.kinds):
         saved, working, _, computes_again = kept[kind]
-        largest = largest_param(model, kind, tp)
-        summed += params(model, kind, tp)
+        weights = weights_of_kind(model, kind, tp)
+        largest = weights.largest
+        summed += weights.params
         logits = working if part.ends and not produced else -freed_logits
         # A gradient comes out of autograd in the training type and is added up in `gradient`; the
         # head's comes as it is added up where its logits are computed again, part by part.
@@ -102,60 +105,9 @@ def stage(
         saved if part.ends else 0,
         sum(kept[kind][2] for kind in part.kinds),
         hidden,
-        max(firsts, key=_total),
-        max(laters, key=_total),
+        max(firsts, key=attrgetter("total")),
+        max(laters, key=attrgetter("total")),
         BackwardMoment(0, working + ending, working if part.ends else 0, 0),
         tuple(produced),
         tuple(moments),
     )
-
-
-def _total(moment: BackwardMoment) -> int:
-    return moment.total
-
-
-@lru_cache(maxsize=4096)
-def params(model: LayerKinds, kind: int, tp: int) -> int:
-    """Parameters of a layer of a kind, on the tensor-parallel rank that holds most of them."""
-    return sum(_sizes(model, kind, tp))
-
-
-@lru_cache(maxsize=4096)
-def largest_param(model: LayerKinds, kind: int, tp: int) -> int:
-    """Elements of the largest parameter in a layer of a kind."""
-    return max(_sizes(model, kind, tp), default=0)
-
-
-@lru_cache(maxsize=4096)
-def small_params(model: LayerKinds, kind: int, tp: int, threshold: int) -> int:
-    """Elements in the parameters, of a layer of a kind, smaller than `threshold` elements."""
-    return sum(n for n in _sizes(model, kind, tp) if n < threshold)
-
-
-@lru_cache(maxsize=4096)
-def copied_params(model: LayerKinds, kind: int, tp: int, threshold: int) -> int:
-    """Elements copied out of the common gather buffer when a layer of a kind is gathered.
-
-    These are the parameters of `threshold` elements or more, if there are several; one alone is
-    gathered in place.
-    """
-    large = [n for n in _sizes(model, kind, tp) if n >= threshold]
-    return sum(large) if len(large) > 1 else 0
-
-
-@lru_cache(maxsize=4096)
-def largest_module(model: LayerKinds, kind: int, tp: int) -> int:
-    """Elements that ZeRO-3 holds at most to gather one module in a layer of a kind.
-
-    A module's parameters are gathered into one buffer and copied out of it; a single parameter is
-    not copied.
-    """
-    modules: dict[str, list[int]] = {}
-    for spec, size in zip(model.kinds[kind].params, _sizes(model, kind, tp), strict=True):
-        modules.setdefault(spec.name.rpartition(".")[0], []).append(size)
-    return max((sum(sizes) * (2 if len(sizes) > 1 else 1) for sizes in modules.values()), default=0)
-
-
-@lru_cache(maxsize=4096)
-def _sizes(model: LayerKinds, kind: int, tp: int) -> tuple[int, ...]:
-    return tuple(spec.elements(tp) for spec in model.kinds[kind].params)

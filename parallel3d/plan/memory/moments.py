@@ -5,15 +5,16 @@ in a stage's first backward, in a later one, in a gradient reduction, and in the
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from operator import mul
+from typing import NamedTuple
 
-from parallel3d.plan.layers.placement import MicrobatchCounts, in_flight, model_of, stages_of
-from parallel3d.plan.layers.windows import Gradients, Held, gradients, windows
+from parallel3d.plan.layers.placement import MicrobatchCounts, StageLayers, in_flight
+from parallel3d.plan.layers.weight_counts import WeightSizes, sizes
+from parallel3d.plan.layers.windows import Gradients, Held, Windows, gradients, windows
 from parallel3d.plan.memory.activations import BackwardMoment, StageActivations
-from parallel3d.plan.memory.gathered import GatheredBytes, arriving, gathered, held_of
-from parallel3d.plan.memory.states import StateBytes, WeightSizes, sizes, states
+from parallel3d.plan.memory.states import StateBytes, states
 from parallel3d.plan.setting import Setting
 
 _TOKEN = 16  # bytes of a token and its label, int64
@@ -21,16 +22,31 @@ _TOKEN = 16  # bytes of a token and its label, int64
 Moment = tuple[int, int, int, int, int]
 
 
+class GatheredBytes(NamedTuple):
+    """Bytes of gathered weights at the moments of a stage's step.
+
+    `forward` and `backward`: during them; `beginning`: as a forward begins; `reducing`: after the
+    stage's last backward, while its gradients are reduced.
+    """
+
+    forward: int
+    backward: int
+    beginning: int
+    reducing: int = 0
+
+
 @dataclass(eq=False)
 class CoordinateRank:
     """One rank of a pipeline coordinate, with its stages and what each of them holds.
 
-    `home`: the coordinate's stages. `stages`: the bytes that each of them holds.
+    `home`: the coordinate's stages. `layers` and `stages`: the layers and the bytes of activations
+    that each of them holds.
     """
 
     setting: Setting
     coord: int
     home: tuple[int, ...]
+    layers: tuple[StageLayers, ...]
     stages: tuple[StageActivations, ...]
     on_cpu: bool
     held: StateBytes = field(init=False)
@@ -41,11 +57,14 @@ class CoordinateRank:
         self._places: Held = tuple(range(len(self.home)))
         self._order = s.schedule, s.pp, s.num_microbatches, s.stages_per_rank
         self._flight = in_flight(*self._order)[self.coord]
-        self._known: dict[Held, WeightSizes] = {}
         self._in: dict[MicrobatchCounts, tuple[int, int]] = {}
         self._every = self._sizes(self._places)
         self.held = states(s, self._every, self.on_cpu)
         self._shard = self.held.shard if self.held.standing else 0
+        # Weights must be gathered or fetched where they are cut over several ranks or offloaded.
+        self._gathers = s.zero_stage == 3 and (
+            s.dp > 1 or (s.offload_param != "none" and not self.on_cpu)
+        )
         self._always = s.num_microbatches * s.shape.tokens * _TOKEN
         self._always += sum([stage.resident_bytes for stage in self.stages])
 
@@ -61,23 +80,72 @@ class CoordinateRank:
             yield 0, held.whole + held.shard, always, 0, reduced
         if self.setting.holds_weights:
             coming = windows(*self._order, self.setting.weights)[self.coord]
-            sums = arriving(self.setting, coming, self._sizes, self.on_cpu)
-            for arrival, num_bytes in zip(coming.arrivals, sums, strict=True):
-                body, logits = self._activations(arrival.flight)
-                there = self._shard if arrival.forward or held.whole else held.shard
-                yield num_bytes, there, body, logits, held.buffers
-            weights = held_of(self.setting, coming, self._sizes, self.on_cpu)
+            yield from self._of_arrivals(coming)
+            weights = [self._by_program(coming, place) for place in self._places]
         else:
-            weights = [
-                gathered(self.setting, self._sizes((place,)), self._every, self.on_cpu)
-                for place in self._places
-            ]
+            weights = [self._by_hooks(place) for place in self._places]
         for place, (whole, its) in enumerate(zip(weights, own, strict=True)):
             yield from self._of_stage(place, whole, its)
             if its:
                 body, logits = self._activations(its.last)
                 there = self._whole((*its.left, place)) + held.shard
                 yield whole.reducing, there, body, logits, reduced
+
+    def _of_arrivals(self, coming: Windows) -> Iterator[Moment]:
+        """Yield the moments at which weights gathered by the program arrive.
+
+        A layer's weights come in one buffer and are copied out of it, but for a single one; its
+        buffer goes before the next layer's is copied. What one process has whole is neither.
+        """
+        held, copies = self.held, self.setting.dp > 1
+        for arrival in coming.arrivals:
+            body, logits = self._activations(arrival.flight)
+            there = self._shard if arrival.forward or held.whole else held.shard
+            copied = copies * self._sizes((arrival.place,)).copied
+            gathered = self._gathered(arrival.held) + copied * self.setting.bytes_per_element
+            yield gathered, there, body, logits, held.buffers
+
+    def _by_program(self, coming: Windows, place: int) -> GatheredBytes:
+        """Return the bytes of gathered weights in a stage's passes, where the program gathers."""
+        forward = max(map(self._gathered, coming.forward[place]))
+        backward = max(map(self._gathered, coming.backward[place]))
+        others = {tuple(p for p in held if p != place) for held in coming.backward[place]}
+        return GatheredBytes(forward, backward, forward, max(map(self._gathered, others)))
+
+    def _by_hooks(self, place: int) -> GatheredBytes:
+        """Return the bytes of gathered weights in a stage's passes, where DeepSpeed's hooks gather.
+
+        They fetch ahead along the trace of each pass (engine/quirks/tracing.py): soon all of the
+        stage is there, or as much as may be, and it goes again module by module. What is too small
+        to be cut stays, of all stages. Full recomputation uses a layer's weights twice in a
+        backward.
+        """
+        if not self._gathers:
+            return GatheredBytes(0, 0, 0)
+        setting, s = self.setting, self._sizes((place,))
+        element, buffers = setting.bytes_per_element, setting.buffers
+        one = (s.module + self._every.small) * element
+        whole = self._gathered((place,))
+        ahead = buffers.stage3_prefetch_bucket_size
+        if not ahead:
+            again = 0
+            if setting.recompute == "full":
+                again = min(s.layer, buffers.stage3_max_reuse_distance) * element
+            return GatheredBytes(one, min(one + again, whole + s.module * element), one)
+        live = max(min(one, whole), min(whole, buffers.stage3_max_live_parameters * element))
+        # What is fetched ahead comes in one buffer and is copied out of it.
+        copied = min(s.params - s.small, ahead + s.largest) * element
+        return GatheredBytes(live, live + copied, live + copied)
+
+    def _gathered(self, places: Held) -> int:
+        """Return the bytes of some stages' gathered weights, with all small ones, never cut."""
+        if not self._gathers:
+            return 0
+        elements = self._every.small
+        if places:
+            own = self._sizes(places)
+            elements += own.params - own.small
+        return elements * self.setting.bytes_per_element
 
     def _of_stage(
         self, place: int, weights: GatheredBytes, own: Gradients | None
@@ -93,35 +161,30 @@ class CoordinateRank:
             before += max(map(self._whole, own.forward))
         elif alternates:
             before += held.whole if once else held.shard - self._shard
-        at = self._in_flight(counts)
-        yield at(s.ending, weights.forward, before, held.buffers)
+        yield self._at(counts, s.ending, weights.forward, before, held.buffers)
         beginning = BackwardMoment(s.saved_bytes, 0, -s.logits_bytes, 0)
-        yield at(beginning, weights.beginning, before, held.buffers)
+        yield self._at(counts, beginning, weights.beginning, before, held.buffers)
         if once and not alternates:
             # Gradients come into being while activations go.
-            there, first = self._shard + s.first.gradients_bytes, at
+            there, first = self._shard + s.first.gradients_bytes, counts
             if own:
                 there += self._whole(own.beside)
-                first = self._in_flight(own.first)
-            yield first(s.first, weights.backward, there, buffers)
+                first = own.first
+            yield self._at(first, s.first, weights.backward, there, buffers)
         else:
-            yield at(s.later, weights.backward, before, buffers)
+            yield self._at(counts, s.later, weights.backward, before, buffers)
         if not once:
             # The first full bucket is reduced, and makes the shards where there are none.
             full = bisect_left(s.produced, self.setting.buffers.reduce_bucket_size)
             at_full = s.backwards[min(full, len(s.backwards) - 1)]
-            yield at(at_full, weights.backward, held.shard, buffers + held.reducing)
+            reducing = buffers + held.reducing
+            yield self._at(counts, at_full, weights.backward, held.shard, reducing)
 
     def _sizes(self, places: Held) -> WeightSizes:
-        """Elements of the weights in some of the coordinate's stages."""
-        if places not in self._known:
-            s = self.setting
-            model = model_of(s.layers)
-            cuts = stages_of(model, s.pp * s.stages_per_rank, s.shape.seq)
-            held = tuple([cuts[self.home[p]] for p in places])
-            threshold = s.buffers.stage3_param_persistence_threshold
-            self._known[places] = sizes(model, held, s.tp, threshold)
-        return self._known[places]
+        """Return the sizes of the weights in some of the coordinate's stages."""
+        held = tuple([self.layers[p] for p in places])
+        threshold = self.setting.buffers.stage3_param_persistence_threshold
+        return sizes(held, self.setting.tp, threshold)
 
     def _whole(self, places: Held) -> int:
         """Bytes of the unreduced gradients of some stages."""
@@ -137,17 +200,13 @@ class CoordinateRank:
             self._in[counts] = self._always + saved + self._passing(counts), logits
         return self._in[counts]
 
-    def _in_flight(
-        self, counts: MicrobatchCounts
-    ) -> Callable[[BackwardMoment, int, int, int], Moment]:
-        """A function that gives the moment of a pass beside `counts` microbatches in flight."""
+    def _at(
+        self, counts: MicrobatchCounts, m: BackwardMoment, whole: int, gradients: int, buffers: int
+    ) -> Moment:
+        """Return the moment of a pass beside `counts` microbatches in flight."""
         body, logits = self._activations(counts)
-
-        def moment(m: BackwardMoment, whole: int, gradients: int, buffers: int) -> Moment:
-            freed, working, more, _ = m
-            return whole, gradients, body + working - freed - more, logits + more, buffers
-
-        return moment
+        body += m.working_bytes - m.freed_bytes - m.logits_bytes
+        return whole, gradients, body, logits + m.logits_bytes, buffers
 
     def _most(self, place: int) -> MicrobatchCounts:
         """The fullest counts of microbatches in flight that include one in the stage at `place`."""

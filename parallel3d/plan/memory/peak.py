@@ -9,9 +9,18 @@ from functools import lru_cache
 
 from parallel3d.config.hardware import Hardware
 from parallel3d.model.spec import Recompute
-from parallel3d.plan.layers.placement import StageLayers, in_flight, model_of, parts_of, stages_on
+from parallel3d.plan.layers.placement import (
+    StageLayers,
+    in_flight,
+    model_of,
+    most_in_flight,
+    parts_of,
+    stages_on,
+)
+from parallel3d.plan.layers.weight_counts import sizes
 from parallel3d.plan.memory.activations import StageActivations, stage
 from parallel3d.plan.memory.moments import CoordinateRank
+from parallel3d.plan.memory.states import states
 from parallel3d.plan.setting import Setting
 from parallel3d.schedule.schedules import splits_backward
 
@@ -89,8 +98,9 @@ def at(setting: Setting, coord: int, hardware: Hardware | None = None) -> Memory
     on_cpu = is_cpu(hardware)
     home = stages_on(setting.schedule, setting.pp, setting.stages_per_rank)[coord]
     parts = _parts(setting)
-    stages = tuple([_stage(setting, parts[s], on_cpu) for s in home])
-    rank = CoordinateRank(setting, coord, home, stages, on_cpu)
+    layers = tuple([parts[s] for s in home])
+    stages = tuple([_stage(setting, part, on_cpu) for part in layers])
+    rank = CoordinateRank(setting, coord, home, layers, stages, on_cpu)
     most = max(rank.moments(), key=sum)
     found = dict.fromkeys(PARTS, 0)
     found["weights"], found["optimizer"] = rank.held.weights, rank.held.optimizer
@@ -100,6 +110,36 @@ def at(setting: Setting, coord: int, hardware: Hardware | None = None) -> Memory
     found["activations"] = max(0, found["activations"])
     found["margin"] = margin(sum(found.values()), hardware)
     return Memory(found, rank.held.host, rank.held.nvme, coord)
+
+
+def least_on_first(setting: Setting, hardware: Hardware | None) -> tuple[int, int]:
+    """Return a lower bound on the first pipeline rank's bytes: on its device, and on its host.
+
+    It looks at no moment of the step, and so is cheap.
+    """
+    s, parts = setting, _parts(setting)
+    layers = tuple([parts[i] for i in stages_on(s.schedule, s.pp, s.stages_per_rank)[0]])
+    weights = sizes(layers, s.tp, s.buffers.stage3_param_persistence_threshold)
+    held = states(s, weights, is_cpu(hardware))
+    shard = held.shard if held.standing else 0
+    device = held.weights + held.optimizer + held.buffers + shard + least_in_flight(s, hardware)
+    most = most_in_flight(s.schedule, s.pp, s.num_microbatches, s.stages_per_rank)[0]
+    if most < s.num_microbatches * s.stages_per_rank:  # a forward comes after a backward
+        device += held.whole or held.shard - shard
+    return device + margin(device, hardware), held.host
+
+
+def least_in_flight(setting: Setting, hardware: Hardware | None) -> int:
+    """Return a lower bound on the bytes of activations that the first pipeline rank holds at once.
+
+    It takes each microbatch to be in the stage that saves least.
+    """
+    s, on_cpu, parts = setting, is_cpu(hardware), _parts(setting)
+    home = stages_on(s.schedule, s.pp, s.stages_per_rank)[0]
+    stages = [_stage(s, part, on_cpu) for part in dict.fromkeys([parts[i] for i in home])]
+    # On a CPU a stage's saved bytes count its output, which is also the next stage's input.
+    saved = min(stage.saved_bytes - on_cpu * stage.hidden_bytes for stage in stages)
+    return saved * most_in_flight(s.schedule, s.pp, s.num_microbatches, s.stages_per_rank)[0]
 
 
 def saved_bytes(setting: Setting, hardware: Hardware | None = None) -> tuple[int, ...]:

@@ -4,60 +4,14 @@ They do not depend on the microbatch. The figures are those of the engine, DeepS
 2 and 3 (docs/planner/memory.md); other programs differ from it by the fields of their Software.
 """
 
-from functools import lru_cache
 from typing import NamedTuple
 
 from parallel3d.model.spec import MASTER_BYTES, STATE_BYTES
-from parallel3d.plan.layers.placement import LayerKinds
-from parallel3d.plan.memory.activations import (
-    copied_params,
-    largest_module,
-    largest_param,
-    params,
-    small_params,
-)
+from parallel3d.plan.layers.weight_counts import WeightSizes
 from parallel3d.plan.setting import Setting
 
 _SWAP_BUFFERS = 4  # DeepSpeed's offload_optimizer.buffer_count
 _PARAM_BUFFERS = 5 * 100_000_000  # elements: its offload_param.buffer_count x buffer_size
-
-
-class WeightSizes(NamedTuple):
-    """Elements of the weights of a pipeline coordinate on one tensor-parallel rank.
-
-    `params`: of all weights; `largest`: of the largest parameter; `module`: of one gathered module
-    at most; `small`: of all parameters below ZeRO-3's persistence threshold; `copied`: of the
-    parameters that a gather of a whole layer copies; `layer`: of the largest layer.
-    """
-
-    params: int
-    largest: int
-    module: int
-    small: int
-    copied: int
-    layer: int
-
-
-@lru_cache(maxsize=16384)
-def sizes(model: LayerKinds, layers: tuple[range, ...], tp: int, threshold: int) -> WeightSizes:
-    """Elements of the weights of a coordinate with these layers; a weight tied here counts once."""
-    held = [i for part in layers for i in part]
-    kinds = {model.kind_of[i] for i in held}
-    elements = sum(params(model, model.kind_of[i], tp) for i in held)
-    names = {model.layers[i].name for i in held}
-    for i in held:
-        for copy, original in model.layers[i].tied:
-            if any(original.startswith(f"{name}.") for name in names):
-                spec = next(p for p in model.layers[i].params if p.name == copy)
-                elements -= spec.elements(tp)
-    return WeightSizes(
-        elements,
-        max(largest_param(model, k, tp) for k in kinds),
-        max(largest_module(model, k, tp) for k in kinds),
-        sum(small_params(model, model.kind_of[i], tp, threshold) for i in held),
-        max(copied_params(model, k, tp, threshold) for k in kinds),
-        max(params(model, k, tp) for k in kinds),
-    )
 
 
 class StateBytes(NamedTuple):

@@ -13,8 +13,7 @@ from parallel3d.base.errors import ConfigError
 from parallel3d.base.section import Problem, Problems
 from parallel3d.config import RunConfig, hardware
 from parallel3d.config.hardware import THIS_MACHINE, Hardware
-from parallel3d.plan.report import parts, plan_table
-from parallel3d.plan.search import refuse
+from parallel3d.plan.report import plan_table
 from parallel3d.plan.search.best_first import FoundPlans, search
 from parallel3d.plan.search.plans import CHOICES, Plan, Request, request_of
 from parallel3d.plan.search.remedy import evaluate, gib
@@ -55,7 +54,6 @@ def ask(config: RunConfig, machine: Hardware, devices: int, fix: Sequence[str]) 
         if name in fixed:
             raise ConfigError(f"--fix {name}: stands twice; keep one of them")
         fixed[name] = reader.value(text.lower())
-    refuse.check_fixed(fixed)
     return request_of(config, machine, devices, fixed)
 
 
@@ -71,9 +69,6 @@ def find(request: Request, rows: int | None) -> FoundPlans:
 def show(found: FoundPlans, request: Request, out: Console) -> None:
     """Print the planner's table, or, where no plan fits, what would make one fit."""
     plan_table.show(found, request, out)
-    if found.plans:
-        parts.show(found.plans, request, out)
-    plan_table.closing(found, out)
     if found.least is not None:
         terminal.say(out, nothing_fits(found.least))
 
@@ -111,12 +106,10 @@ def explain(
     plan_table.explain(plan, out)
     if svg or trace:
         picture, events = drawing(plan)
-        if svg:
-            svg.write_text(picture, encoding="utf-8")
-            terminal.say(out, f"written to {svg}")
-        if trace:
-            trace.write_text(json.dumps(events), encoding="utf-8")
-            terminal.say(out, f"written to {trace}")
+        for path, text in ((svg, picture), (trace, json.dumps(events))):
+            if path:
+                path.write_text(text, encoding="utf-8")
+                terminal.say(out, f"written to {path}")
 
 
 def to_json(found: FoundPlans, request: Request) -> dict[str, Any]:

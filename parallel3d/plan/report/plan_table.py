@@ -1,20 +1,21 @@
-"""The planner's table on a terminal, and the details of one row."""
+"""The planner's two tables on a terminal, and the details of one row."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from rich.console import Console
 from rich.text import Text
 
 from parallel3d.base import terminal
-from parallel3d.base.terminal import Column
+from parallel3d.base.terminal import Cell, Column
 from parallel3d.config.deepspeed import offload_in_words
 from parallel3d.config.hardware import Hardware
-from parallel3d.plan.memory.peak import Memory
-from parallel3d.plan.report import remarks
+from parallel3d.plan.memory.peak import PARTS, Memory, at
 from parallel3d.plan.search.best_first import FoundPlans
 from parallel3d.plan.search.plans import Plan, Request
 from parallel3d.plan.search.remedy import gib
 from parallel3d.plan.setting import Setting
+from parallel3d.plan.time.step import TIMES
 
 _BAR = 8  # columns of the bar of memory
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
@@ -26,8 +27,14 @@ _COLOURS = {
 }  # fmt: skip
 
 
+FilledColumn = tuple[Column, Sequence[Cell]]  # with a cell for each row
+
+
 def show(found: FoundPlans, request: Request, out: Console) -> None:
-    """Print the rows that fit, and below them the faster ones that do not, with remedies."""
+    """Print the rows that fit, the faster ones that do not with remedies, and all by parts.
+
+    The last lines say how the rows were found and what can be done with them.
+    """
     say_heading(request, out)
     if found.plans:
         _show(found.plans, 1, request, out)
@@ -38,11 +45,8 @@ def show(found: FoundPlans, request: Request, out: Console) -> None:
         for number, plan in enumerate(found.too_large, len(found.plans) + 1):
             terminal.say(out, f"{number:>2}  {plan.reason}", "    ")
             terminal.say(out, f"    smallest change: {plan.remedy}", "    ")
-
-
-def closing(found: FoundPlans, out: Console) -> None:
-    """Print how the rows were found and what can be done with them."""
     if found.plans:
+        _show_parts(found.plans, request, out)
         each = "the best" if found.per_mesh == 1 else f"the best {found.per_mesh}"
         tail = '--explain N shows row N; "mesh": "plan" in a config takes row 1'
         said = f"{each} of each mesh, {found.num_simulated} simulated; {tail}"
@@ -70,73 +74,71 @@ def say_heading(request: Request, out: Console) -> None:
 
 
 def _show(plans: tuple[Plan, ...], first: int, request: Request, out: Console) -> None:
-    offloads = any(plan.offload != "none" for plan in plans)
-    unit, days = _unit(plans[0].days) if plans[0].days is not None else ("", 0.0)
-    gathers = any(plan.setting.zero_stage == 3 for plan in plans)
-    shown = {"offload": offloads, "weights": gathers}
-    columns = [c for c in _COLUMNS if shown.get(c.head, True)]
-    if days:
-        columns.append(Column(unit))
-    rows = [
-        [*_cells(number, plan, request, shown, days)] for number, plan in enumerate(plans, first)
+    # What one comes for is on the first line of a row, how it is reached on the second.
+    settings, flops = [plan.setting for plan in plans], request.flops.full
+    room = request.hardware.memory_bytes.value
+    columns: list[FilledColumn] = [
+        (Column("#"), [str(number) for number, _ in enumerate(plans, first)]),
+        (
+            Column("pp×dp×tp", right=False),
+            [f"{s.pp}×{s.dp}×{s.tp}" + (" sp" if s.sequence_parallel else "") for s in settings],
+        ),
+        (
+            Column("ZeRO", right=False, line=1),
+            [f"{s.zero_stage}" + (" each" if _reduces_each(s) else "") for s in settings],
+        ),
     ]
-    terminal.show(out, columns, rows, first="bold" if first == 1 else "")
+    if any(s.zero_stage == 3 for s in settings):
+        gathered = [s.weights.removeprefix("per_") if s.zero_stage == 3 else "–" for s in settings]
+        columns.append((Column("weights", right=False, line=1), gathered))
+    if any(plan.offload != "none" for plan in plans):
+        columns.append((Column("offload", right=False, line=1), [*map(_offload, settings)]))
+    rates = [plan.per_device(flops) for plan in plans]
+    shares = [plan.mfu(flops) for plan in plans]
+    columns += [
+        (Column("micro×M", line=1), [f"{s.shape.batch}×{s.num_microbatches}" for s in settings]),
+        (
+            Column("schedule", right=False, line=1),
+            [
+                s.schedule + (f" ×{s.stages_per_rank}" if s.stages_per_rank > 1 else "")
+                for s in settings
+            ],
+        ),
+        (
+            Column("recompute", right=False, line=1),
+            ["–" if s.recompute == "none" else s.recompute for s in settings],
+        ),
+        (Column("GiB"), [gib(plan.memory.total) for plan in plans]),
+        (Column("of device", right=False), [_bar(plan.memory.total / room) for plan in plans]),
+        (Column("s/step"), [seconds(plan.time.seconds) for plan in plans]),
+        (Column("bubble", line=1), [f"{100 * plan.time.bubble:.1f} %" for plan in plans]),
+        (Column("tokens/s"), [count(plan.tokens_per_second) for plan in plans]),
+        (Column("TFLOP/s"), [f"{rate / 1e12:.{0 if rate >= 1e13 else 2}f}" for rate in rates]),
+        (Column("MFU"), ["–" if mfu is None else f"{100 * mfu:.0f} %" for mfu in shares]),
+    ]
+    if plans[0].days is not None:
+        unit, days = _unit(plans[0].days)
+        columns.append((Column(unit), [three((plan.days or 0) / days) for plan in plans]))
+    _print_columns(columns, "bold" if first == 1 else "", out)
 
 
-# What one comes for is on the first line of a row, how it is reached on the second.
-_COLUMNS = (
-    Column("#"),
-    Column("pp×dp×tp", right=False),
-    Column("ZeRO", right=False, line=1),
-    Column("weights", right=False, line=1),
-    Column("offload", right=False, line=1),
-    Column("micro×M", line=1),
-    Column("schedule", right=False, line=1),
-    Column("recompute", right=False, line=1),
-    Column("GiB"),
-    Column("of device", right=False),
-    Column("s/step"),
-    Column("bubble", line=1),
-    Column("tokens/s"),
-    Column("TFLOP/s"),
-    Column("MFU"),
-)
+def _print_columns(columns: Sequence[FilledColumn], first: str, out: Console) -> None:
+    heads, cells = zip(*columns, strict=True)
+    terminal.show(out, heads, zip(*cells, strict=True), first=first)
 
 
-def _cells(
-    number: int, plan: Plan, request: Request, shown: Mapping[str, bool], days: float
-) -> Iterator[str | Text]:
-    s = plan.setting
-    several = f" ×{s.stages_per_rank}" if s.stages_per_rank > 1 else ""
-    yield str(number)
-    yield f"{s.pp}×{s.dp}×{s.tp}" + (" sp" if s.sequence_parallel else "")
-    yield f"{s.zero_stage}" + ("" if s.reduces_once or s.zero_stage == 2 else " each")
-    if shown["weights"]:
-        held = {"per_step": "step", "per_pass": "pass", "per_microbatch": "microbatch"}
-        yield held[s.weights] if s.zero_stage == 3 else "–"
-    if shown["offload"]:
-        short = {"none": "–", "cpu": "{}", "nvme": "{} nvme"}
-        words = [
-            short[device].format(word)
-            for word, device in (("opt", s.offload_optimizer), ("param", s.offload_param))
-            if device != "none"
-        ]
-        yield "+".join(words) or "–"
-    yield f"{s.shape.batch}×{s.num_microbatches}"
-    yield s.schedule + several
-    yield "–" if s.recompute == "none" else s.recompute
-    yield gib(plan.memory.total)
-    yield _bar(plan.memory.total / request.hardware.memory_bytes.value)
-    yield seconds(plan.time.seconds)
-    yield f"{100 * plan.bubble:.1f} %"
-    yield count(plan.tokens_per_second)
-    flops = request.flops.full
-    yield f"{plan.per_device(flops) / 1e12:.{0 if plan.per_device(flops) >= 1e13 else 2}f}"
-    mfu = plan.mfu(flops)
-    yield "–" if mfu is None else f"{100 * mfu:.0f} %"
-    if days:
-        assert plan.days is not None
-        yield three(plan.days / days)
+def _reduces_each(s: Setting) -> bool:
+    """Return whether a row says that gradients are reduced each time; at ZeRO-2 all are."""
+    return not s.reduces_once and s.zero_stage != 2
+
+
+def _offload(s: Setting) -> str:
+    """Return a setting's offloads in the words of the table."""
+    short = {"cpu": "{}", "nvme": "{} nvme"}
+    places = (("opt", s.offload_optimizer), ("param", s.offload_param))
+    return (
+        "+".join(short[device].format(word) for word, device in places if device != "none") or "–"
+    )
 
 
 def _bar(share: float, width: int = _BAR) -> Text:
@@ -166,7 +168,7 @@ def explain(plan: Plan, out: Console) -> None:
     }
     _print_parts(parts, whole, lambda part: f"{seconds(part):>8} s  ", out)
     if plan.setting.pp > 1:
-        said = f"bubble {100 * plan.bubble:.1f} % of the time of all pp ranks in their passes"
+        said = f"bubble {100 * plan.time.bubble:.1f} % of the time of all pp ranks in their passes"
         terminal.say(out, f"\n{said}")
     added = flops.recomputed[plan.setting.recompute]
     terminal.say(
@@ -203,7 +205,7 @@ def show_memory(memory: Memory, setting: Setting, hardware: Hardware | None, out
     for name, size in (("host", memory.host), ("nvme", memory.nvme)):
         if size:
             out.print(f"  {name:<14}{gib(size):>8} GiB for each device")
-    for remark in remarks.on_buffers(setting, memory, hardware):
+    for remark in on_buffers(setting, memory, hardware):
         terminal.say(out, f"  {remark}", "    ")
 
 
@@ -265,3 +267,86 @@ def count(number: float) -> str:
         if number >= size:
             return f"{three(number / size)}{unit}"
     return f"{number:.3g}"
+
+
+LARGE = 0.05
+"""Share of a rank's device memory from which a buffer is remarked upon."""
+_SIZES = (
+    "reduce_bucket_size",
+    "allgather_bucket_size",
+    "stage3_prefetch_bucket_size",
+    "stage3_max_live_parameters",
+    "sub_group_size",
+)
+
+
+def on_buffers(setting: Setting, memory: Memory, hardware: Hardware | None) -> Iterator[str]:
+    """A line for each DeepSpeed buffer size that makes the fullest rank LARGE times larger.
+
+    The memory due to a size is the difference from the same rank with the size set to the model's
+    largest layer, which is the most that is reduced or gathered at once.
+    """
+    layer = largest_layer(setting)
+    for name in _SIZES:
+        size = getattr(setting.buffers, name)
+        if size <= layer:
+            continue
+        lower = setting.but(buffers=replace(setting.buffers, **{name: layer}))
+        saved = memory.total - at(lower, memory.pp_coord, hardware).total
+        if saved >= LARGE * memory.total:
+            yield (
+                f"{gib(saved)} GiB: DeepSpeed's {name} = {size:,} elements; lower it to that of "
+                f"the largest layer: --zero_optimization.{name} {layer}"
+            )
+
+
+def largest_layer(setting: Setting) -> int:
+    """Parameters of the largest layer on a tensor-parallel rank, rounded up to two digits."""
+    exact = max(sum(p.elements(setting.tp) for p in layer.params) for layer in setting.layers)
+    unit: int = 10 ** max(0, len(str(exact)) - 2)
+    return -(-exact // unit) * unit
+
+
+_SHORT = {
+    "gathered": "gath.", "gradients": "grads", "optimizer": "optim", "activations": "activ.",
+    "compute": "comp.", "bubble": "waits", "pipeline": "pipe", "offload": "offl.",
+}  # fmt: skip
+
+
+def _show_parts(plans: tuple[Plan, ...], request: Request, out: Console) -> None:
+    """Print the memory and step time of each plan by parts, without parts that no plan has.
+
+    Memory is of the fullest pipeline rank, seconds are of the busiest. TFLOP/s count recomputation.
+    MFU counts half of the attention, as its causal mask does.
+    """
+    memory = [part for part in PARTS if any(plan.memory.parts.get(part) for plan in plans)]
+    times = [part for part in TIMES if any(_shown(plan, part) != "–" for plan in plans)]
+    rule, flops = ["│"] * len(plans), request.flops
+    columns: list[FilledColumn] = [(Column("#"), [str(n) for n, _ in enumerate(plans, 1)])]
+    for part in memory:
+        sizes = [plan.memory.parts.get(part, 0) for plan in plans]
+        columns.append((Column(_SHORT.get(part, part)), [gib(n) if n else "–" for n in sizes]))
+    columns.append((Column("│", rule=True, line=1), rule))
+    for part in times:
+        columns.append(
+            (Column(_SHORT.get(part, part), line=1), [_shown(plan, part) for plan in plans])
+        )
+    columns.append((Column("│", rule=True, line=2), rule))
+    rates = [
+        plan.per_device(flops.full + flops.recomputed[plan.setting.recompute]) for plan in plans
+    ]
+    columns.append((Column("TF/s hw", line=2), [three(rate / 1e12) for rate in rates]))
+    if request.hardware.peak(request.base.precision) is not None:
+        shares = [plan.mfu(flops.causal) or 0 for plan in plans]
+        columns.append((Column("MFU causal", line=2), [f"{100 * mfu:.0f} %" for mfu in shares]))
+    if request.num_tokens is not None:
+        hours = [three(plan.device_hours or 0) for plan in plans]
+        columns.append((Column("dev-hours", line=2), hours))
+    title = "by parts: GiB of the fullest rank │ seconds of the busiest │ with recomputation"
+    out.print(Text(f"\n{title}", "bold"))
+    _print_columns(columns, "bold", out)
+
+
+def _shown(plan: Plan, part: str) -> str:
+    share = plan.time.parts[part]
+    return seconds(share) if share > 1e-3 * plan.time.seconds else "–"

@@ -63,7 +63,7 @@ def drawing(plan: Plan, curves: Curves | None = None, width: int = 1000) -> tupl
         f"pp {s.pp} × dp {s.dp} × tp {s.tp}, {s.schedule}, {whole} microbatches of "
         f"{s.shape.batch}{some}"
     )
-    above = draw.figure([(title, spans)], width, plan.bubble)
+    above = draw.figure([(title, spans)], width, plan.time.bubble)
     found = re.search(r'height="(\d+)"', above)
     assert found
     height = int(found[1])

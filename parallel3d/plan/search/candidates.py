@@ -1,18 +1,22 @@
 """Every choice of mesh, microbatch, schedule, ZeRO stage and offload that a request allows.
 
+A request that allows none, or fixes what is no choice, is refused with what to ask instead.
 Meshes and other choices that the config would refuse are refused by the config's own checks;
 schedules are the files of parallel3d/schedule/schedules, where each is valid and can be run.
 """
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 from functools import lru_cache
+from itertools import product
 from typing import Any, NamedTuple
 
-from parallel3d.base.section import Problem
+from parallel3d.base.section import Problem, Problems
 from parallel3d.config import MeshConfig, checks
 from parallel3d.config.parallel3d_block import reduces_once
 from parallel3d.model.spec import Recompute, Shape
-from parallel3d.plan.search.plans import Request
+from parallel3d.plan.search.plans import CHOICES, Request
 from parallel3d.plan.setting import Device, Setting
 from parallel3d.schedule import schedules
 from parallel3d.schedule.sharding import Weights
@@ -60,10 +64,11 @@ class ZeroState(NamedTuple):
 
 
 PLAIN = ZeroState(0, 0, True, "none", "none")  # nothing sharded, nothing offloaded
+Choices = tuple[Flow, Order, ZeroState]
 
 
 def meshes(request: Request) -> Iterator[MeshSizes]:
-    """Every mesh of the request's devices, fewest stages first, then smallest tp first."""
+    """Yield every mesh of the request's devices, fewest stages first, then smallest tp first."""
     for pp in _divisors(request.devices):
         for tp in _divisors(request.devices // pp):
             mesh = MeshSizes(pp, request.devices // pp // tp, tp)
@@ -73,35 +78,21 @@ def meshes(request: Request) -> Iterator[MeshSizes]:
 
 @lru_cache(maxsize=1024)
 def flows(request: Request, mesh: MeshSizes) -> tuple[Flow, ...]:
-    """Every micro batch size, recomputation and sequence parallelism on a mesh, simplest first."""
-    return tuple(_flows(request, mesh))
-
-
-def _flows(request: Request, mesh: MeshSizes) -> Iterator[Flow]:
-    per_replica = request.global_batch_size // mesh.dp
-    seq = request.base.shape.seq
-    for sequence_parallel in (False, True):
-        if sequence_parallel and (mesh.tp == 1 or seq % mesh.tp):
-            continue
-        for recompute in RECOMPUTES:
-            for micro_batch in _divisors(per_replica):
-                flow = Flow(mesh, micro_batch, recompute, sequence_parallel)
-                if _is_open(request, **{k: v for k, v in flow._asdict().items() if k != "mesh"}):
-                    yield flow
-
-
-def orders(request: Request, flow: Flow, state: "ZeroState | None" = None) -> tuple[Order, ...]:
-    """Every schedule that can run the flow (with `state`, if given), fewest stages first."""
-    found = _all_orders(request, flow)
-    return found if state is None else tuple(o for o in found if go_together(o, state))
+    """Return every micro batch, recomputation and sequence parallelism, simplest first."""
+    may_split = mesh.tp > 1 and not request.base.shape.seq % mesh.tp
+    return tuple(
+        Flow(mesh, micro_batch, recompute, split)
+        for split in ((False, True) if may_split else (False,))
+        for recompute in RECOMPUTES
+        for micro_batch in _divisors(request.global_batch_size // mesh.dp)
+        if _is_open(request, micro_batch=micro_batch, recompute=recompute, sequence_parallel=split)
+    )
 
 
 @lru_cache(maxsize=65536)
-def _all_orders(request: Request, flow: Flow) -> tuple[Order, ...]:
-    return tuple(_orders(request, flow))
-
-
-def _orders(request: Request, flow: Flow) -> Iterator[Order]:
+def orders(request: Request, flow: Flow) -> tuple[Order, ...]:
+    """Return every schedule that can run the flow, fewest stages first."""
+    found = []
     pp, num_layers, names = flow.mesh.pp, len(request.base.layers), schedules.names()
     count = request.global_batch_size // flow.mesh.dp // flow.micro_batch
     # A pipeline of one rank has one stage: more would be the same computes in the same order.
@@ -111,20 +102,17 @@ def _orders(request: Request, flow: Flow) -> Iterator[Order]:
         if stages_per_rank > UNEVEN and 0 not in lengths:
             continue
         for name in names:
-            order = Order(stages_per_rank, name)
             if flow.recompute == "full" and schedules.splits_backward(name):
                 continue  # what W needs is kept, whatever is computed again
-            if _is_open(request, **order._asdict()) and runs(name, pp, count, stages_per_rank):
-                yield order
-
-
-def runs(name: str, pp: int, num_microbatches: int, stages_per_rank: int) -> bool:
-    """Whether a schedule can be run with these ranks, microbatches and stages per rank."""
-    return schedules.why_not(name, pp, num_microbatches, stages_per_rank) is None
+            order = Order(stages_per_rank, name)
+            runs = schedules.why_not(name, pp, count, stages_per_rank) is None
+            if runs and _is_open(request, **order._asdict()):
+                found.append(order)
+    return tuple(found)
 
 
 def go_together(order: Order, state: ZeroState) -> bool:
-    """Whether a schedule can be run with a ZeRO stage's gradient reductions."""
+    """Return whether a schedule can be run with a ZeRO stage's gradient reductions."""
     return state.reduces_once or not schedules.splits_backward(order.schedule)
 
 
@@ -145,42 +133,39 @@ def states(request: Request, mesh: MeshSizes) -> tuple[ZeroState, ...]:
             kinds += [(1, False), (2, True)]
     elif "zero_stage" in request.fixed:
         kinds = [(stage, once or not stage) for stage in range(4)]
-    for zero_stage, once in kinds:
-        for optimizer in DEVICES:
-            for param in DEVICES:
-                if _reduces(request, zero_stage, once) and _has_offload(
-                    request, zero_stage, optimizer, param
-                ):
-                    count = DEVICES.index(optimizer) + DEVICES.index(param)
-                    way = ways(request, zero_stage, param)[0]
-                    state = ZeroState(count, zero_stage, once, optimizer, param, way)
-                    if _is_open(request, **_names_of(state)):
-                        found.append(state)
+    for (stage, once), optimizer, param in product(kinds, DEVICES, DEVICES):
+        if (
+            _is_open(request, zero_stage=stage, offload_optimizer=optimizer, offload_param=param)
+            and _reduces(request, stage, once)
+            and _has_offload(request, stage, optimizer, param)
+        ):
+            num_offloads = DEVICES.index(optimizer) + DEVICES.index(param)
+            way = ways(request, stage, param)[0]
+            found.append(ZeroState(num_offloads, stage, once, optimizer, param, way))
     return tuple(sorted(found, key=lambda s: (s.num_offloads, s.zero_stage, not s.reduces_once)))
-
-
-Alternatives = tuple[ZeroState, ...]
 
 
 @lru_cache(maxsize=1024)
 def alternatives(
     request: Request, mesh: MeshSizes
-) -> tuple[tuple[Alternatives, Alternatives], ...]:
-    """The states of a mesh in groups that differ in their offload alone, each with a fallback.
+) -> tuple[tuple[tuple[ZeroState, ...], ...], ...]:
+    """Return the states of a mesh in groups that differ in their offload alone, with fallbacks.
 
-    ZeRO-3 is the fallback of the highest stage below it that reduces gradients as often: where that
-    one fits, ZeRO-3 gathers no less, and is not looked at.
+    A group is followed by its fallback, to look at if the group's first state does not fit. ZeRO-3
+    is the fallback of the highest stage below it that reduces gradients as often: where that one
+    fits, ZeRO-3 gathers no less.
     """
-    groups: dict[tuple[int, bool], Alternatives] = {}
+    groups = defaultdict[tuple[int, bool], list[ZeroState]](list)
     for state in states(request, mesh):
-        key = state.zero_stage, state.reduces_once
-        groups[key] = (*groups.get(key, ()), state)
+        groups[state.zero_stage, state.reduces_once].append(state)
     highest = {once: zero for zero, once in sorted(groups) if zero < 3}
-    return tuple(
-        (group, groups.get((3, once), ()) if highest.get(once) == zero else ())
-        for (zero, once), group in groups.items()
-        if zero < 3 or once not in highest
-    )
+    found: list[tuple[tuple[ZeroState, ...], ...]] = []
+    for (zero, once), group in groups.items():
+        if zero < 3 and highest[once] == zero and (3, once) in groups:
+            found.append((tuple(group), tuple(groups[3, once])))
+        elif zero < 3 or once not in highest:
+            found.append((tuple(group),))
+    return tuple(found)
 
 
 def ways(request: Request, zero_stage: int, offload_param: Device) -> tuple[Weights, ...]:
@@ -250,7 +235,7 @@ def setting_of(request: Request, flow: Flow, order: Order, state: ZeroState) -> 
     )
 
 
-def choices_of(setting: Setting) -> tuple[Flow, Order, ZeroState]:
+def choices_of(setting: Setting) -> Choices:
     """The flow, order and state of a setting."""
     mesh = MeshSizes(setting.pp, setting.dp, setting.tp)
     flow = Flow(mesh, setting.shape.batch, setting.recompute, setting.sequence_parallel)
@@ -265,14 +250,6 @@ def _is_open(request: Request, **choices: Any) -> bool:
     """Whether none of these choices is fixed to another value."""
     fixed = request.fixed
     return all(fixed.get(name, value) == value for name, value in choices.items())
-
-
-def _names_of(state: ZeroState) -> dict[str, Any]:
-    return {
-        "zero_stage": state.zero_stage,
-        "offload_optimizer": state.offload_optimizer,
-        "offload_param": state.offload_param,
-    }
 
 
 def _reduces(request: Request, zero_stage: int, once: bool) -> bool:
@@ -322,3 +299,61 @@ def problem_of(request: Request, mesh: MeshSizes) -> Problem | None:
 def _divisors(number: int) -> list[int]:
     small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})
+
+
+def refuse_empty(request: Request) -> None:
+    """Raise ConfigError if the request has no possible mesh, or no schedule on any mesh."""
+    possible = [flow for mesh in meshes(request) for flow in flows(request, mesh)]
+    if any(orders(request, flow) for flow in possible):
+        return
+    fixed, devices = request.fixed, request.devices
+    asked = ", ".join(f"{name}={value}" for name, value in fixed.items())
+    mesh = MeshSizes(fixed.get("pp", 1), fixed.get("dp", 1), fixed.get("tp", 1))
+    size = mesh.pp * mesh.dp * mesh.tp
+    if possible:
+        rule, remedy = f"no schedule can be run with {asked}", "fix less, or something else"
+    elif devices % size:
+        rule = f"{asked} is a mesh of {size} ranks or a multiple, which {devices} devices are not"
+        remedy = f"use a number of devices that {size} divides, or fix less"
+    elif size == devices and (problem := problem_of(request, mesh)):
+        rule, remedy = f"{problem.path} = {problem.value}: {problem.rule}", problem.remedy
+    else:
+        rule = (
+            f"no mesh of {devices} devices divides the model's heads and layers and "
+            f"{request.global_batch_size} samples a step" + (f" with {asked}" if asked else "")
+        )
+        remedy = "use another number of devices or another train_batch_size" + (
+            ", or fix less" if asked else ""
+        )
+    raise Problems([Problem("--devices", devices, rule, remedy)], "the plan")
+
+
+def check_fixed(fixed: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a fixed choice that is not one of the planner's choices."""
+    allowed: dict[str, tuple[Any, ...]] = {
+        "schedule": schedules.names(),
+        "recompute": RECOMPUTES,
+        "zero_stage": (0, 1, 2, 3),
+        "gradient_reduction": ("auto", "per_step", "per_microbatch"),
+        "weights": ("auto", *WEIGHTS),
+        "offload_optimizer": DEVICES,
+        "offload_param": DEVICES,
+        "sequence_parallel": (True, False),
+    }
+    problems = []
+    for name, value in fixed.items():
+        path = f"--fix {name}"
+        if name not in CHOICES:
+            known = ", ".join(CHOICES)
+            near = get_close_matches(name, CHOICES, n=1)
+            remedy = f'the nearest one is "{near[0]}"' if near else f"use {known}"
+            problems.append(Problem(path, value, "is no choice of the planner", remedy))
+        elif name in allowed and (type(value), value) not in (
+            [(type(choice), choice) for choice in allowed[name]]  # 1, 1.0 and true are not the same
+        ):
+            words = ", ".join(str(choice).lower() for choice in allowed[name])
+            problems.append(Problem(path, value, "is not one of its values", f"use {words}"))
+        elif name not in allowed and (type(value) is not int or value < 1):
+            problems.append(Problem(path, value, "must be a whole number", "use 1 or more"))
+    if problems:
+        raise Problems(problems, "the plan")

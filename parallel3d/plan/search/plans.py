@@ -119,11 +119,6 @@ class Plan:
         """Device-hours of the whole run; None where its length is open."""
         return None if self.days is None else self.days * 24 * self.request.devices
 
-    @property
-    def bubble(self) -> float:
-        """Idle fraction of all ranks' time in a step's passes, as schedule.bubble defines it."""
-        return self.time.bubble
-
     def per_device(self, flops: float) -> float:
         """FLOP/s of one device, if a step takes `flops` FLOPs on all devices together."""
         return flops / self.time.seconds / self.request.devices
@@ -144,7 +139,7 @@ class Plan:
             "remedy": self.remedy,
             "step_seconds": self.time.seconds,
             "time": dict(self.time.parts),
-            "bubble": self.bubble,
+            "bubble": self.time.bubble,
             "tokens_per_second": self.tokens_per_second,
             "model_tflops_per_device": self.per_device(flops.full) / 1e12,
             "hardware_tflops_per_device": self.per_device(flops.full + added) / 1e12,

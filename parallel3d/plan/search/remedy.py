@@ -1,58 +1,51 @@
 """Whether a setting fits, how many bytes it lacks, and the smallest change that makes it fit."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import count
 
 from parallel3d.config.hardware import Hardware
 from parallel3d.plan.memory.peak import Memory, at, fullest, per_rank
 from parallel3d.plan.search import candidates
-from parallel3d.plan.search.candidates import RECOMPUTES, Flow, MeshSizes, Order, ZeroState
+from parallel3d.plan.search.candidates import RECOMPUTES, Choices, Flow, MeshSizes, Order, ZeroState
 from parallel3d.plan.search.plans import Plan, Request
 from parallel3d.plan.setting import Setting
-from parallel3d.plan.time.curves import curves_for
 from parallel3d.plan.time.operators import Curves
 from parallel3d.plan.time.step import step_time
 from parallel3d.schedule.sharding import Weights
 
 MOST_CHANGES = 400  # settings that are tried for a remedy
-Choices = tuple[Flow, Order, ZeroState]
 
 
-@dataclass(frozen=True)
-class Capacity:
-    """Bytes of memory that one device has, and its share of the host's."""
+def room_of(hardware: Hardware) -> tuple[int, int]:
+    """Return the bytes of memory that one device has, and its share of the host's."""
+    host = hardware.host
+    return int(hardware.memory_bytes.value), int(host.memory_bytes.value) if host else 0
 
-    device: int
-    host: int
 
-    @classmethod
-    def of(cls, hardware: Hardware) -> "Capacity":
-        """The room of a kind of hardware."""
-        host = hardware.host
-        return cls(int(hardware.memory_bytes.value), int(host.memory_bytes.value) if host else 0)
+def fits(memory: Memory, hardware: Hardware) -> bool:
+    """Return whether device and host have room for a rank's memory."""
+    device, host = room_of(hardware)
+    return memory.total <= device and memory.host <= host
 
-    def fits(self, memory: Memory) -> bool:
-        """Whether the room holds a rank's memory."""
-        return memory.total <= self.device and memory.host <= self.host
 
-    def reason(self, memory: Memory) -> str:
-        """The memory that has no room, by how much, and its largest part; "" where all fits."""
-        said = []
-        if (over := memory.total - self.device) > 0:
-            part = max(memory.parts, key=lambda name: memory.parts[name])
-            said.append(
-                f"device memory: {over:,} bytes over ({gib(memory.total)} of "
-                f"{gib(self.device)} GiB on pp rank {memory.pp_coord}, "
-                f"{gib(memory.parts[part])} of them {part})"
-            )
-        if (over := memory.host - self.host) > 0:
-            said.append(
-                f"host memory: {over:,} bytes over ({gib(memory.host)} of {gib(self.host)} GiB "
-                "for each device)"
-            )
-        return "; ".join(said)
+def _reason(memory: Memory, hardware: Hardware) -> str:
+    """Return the memory that has no room, by how much, and its largest part; "" if all fits."""
+    device, host = room_of(hardware)
+    said = []
+    if (over := memory.total - device) > 0:
+        part = max(memory.parts, key=lambda name: memory.parts[name])
+        said.append(
+            f"device memory: {over:,} bytes over ({gib(memory.total)} of {gib(device)} GiB on "
+            f"pp rank {memory.pp_coord}, {gib(memory.parts[part])} of them {part})"
+        )
+    if (over := memory.host - host) > 0:
+        said.append(
+            f"host memory: {over:,} bytes over ({gib(memory.host)} of {gib(host)} GiB "
+            "for each device)"
+        )
+    return "; ".join(said)
 
 
 def gib(num_bytes: float) -> str:
@@ -61,33 +54,32 @@ def gib(num_bytes: float) -> str:
     return f"{size:.0f}" if size >= 100 else f"{size:.1f}" if size >= 1 else f"{size:.3f}"
 
 
-def fitting(setting: Setting, capacity: Capacity, hardware: Hardware) -> Memory | None:
-    """The memory of the fullest rank if all ranks fit, else None; the first rank is tried first."""
-    if not capacity.fits(at(setting, 0, hardware)):
+def fitting(setting: Setting, hardware: Hardware) -> Memory | None:
+    """Return the memory of the fullest rank if all ranks fit; the first rank is tried first."""
+    if not fits(at(setting, 0, hardware), hardware):
         return None
-    memory = worst(setting, capacity, hardware)
-    return memory if capacity.fits(memory) else None
+    memory = worst(setting, hardware)
+    return memory if fits(memory, hardware) else None
 
 
-def worst(setting: Setting, capacity: Capacity, hardware: Hardware) -> Memory:
-    """The memory of the rank that decides: the fullest, or one whose host share is too small."""
-    memory = fullest(setting, hardware)
-    if memory.host and memory.total <= capacity.device:
-        return max(per_rank(setting, hardware), key=lambda m: (m.host > capacity.host, m.total))
+def worst(setting: Setting, hardware: Hardware) -> Memory:
+    """Return the memory of the rank that decides: the fullest, or one that lacks host memory."""
+    memory, (device, host) = fullest(setting, hardware), room_of(hardware)
+    if memory.host and memory.total <= device:
+        return max(per_rank(setting, hardware), key=lambda m: (m.host > host, m.total))
     return memory
 
 
 def evaluate(request: Request, setting: Setting, curves: Curves | None = None) -> Plan:
-    """The plan of one setting, with a remedy where it does not fit."""
-    curves = curves or curves_for(request.hardware)
-    capacity = Capacity.of(request.hardware)
-    memory = worst(setting, capacity, request.hardware)
-    plan = Plan(request, setting, memory, step_time(setting, request.hardware, curves))
-    if capacity.fits(memory):
+    """Return the plan of one setting, with a remedy if it does not fit."""
+    hardware = request.hardware
+    memory = worst(setting, hardware)
+    plan = Plan(request, setting, memory, step_time(setting, hardware, curves))
+    if fits(memory, hardware):
         return plan
     change = smallest_change(request, candidates.choices_of(setting))
     remedy = change[0] if change else "no change nearby makes it fit; use more devices"
-    return replace(plan, reason=capacity.reason(memory), remedy=remedy)
+    return replace(plan, reason=_reason(memory, hardware), remedy=remedy)
 
 
 def smallest_change(request: Request, start: Choices) -> tuple[str, Choices] | None:
@@ -96,8 +88,7 @@ def smallest_change(request: Request, start: Choices) -> tuple[str, Choices] | N
     Changes are tried in a fixed order of cost (see `_nearby`); a change of several choices costs
     their sum. None where none of the first MOST_CHANGES fits.
     """
-    capacity, serial = Capacity.of(request.hardware), count()
-    meshes = frozenset(candidates.meshes(request))
+    meshes, serial = frozenset(candidates.meshes(request)), count()
     heap = [(0, next(serial), start)]
     seen, tried = {start}, 0
     while heap and tried < MOST_CHANGES:
@@ -105,8 +96,9 @@ def smallest_change(request: Request, start: Choices) -> tuple[str, Choices] | N
         if choices != start:
             tried += 1
             setting = candidates.setting_of(request, *choices)
-            if fitting(setting, capacity, request.hardware):
-                return " + ".join(_said(start, choices)), choices
+            if fitting(setting, request.hardware):
+                pairs = zip(_words(*start), _words(*choices), strict=True)
+                return " + ".join(new for old, new in pairs if new != old), choices
         for extra, changed in _nearby(request, *choices):
             if changed not in seen and _is_allowed(request, meshes, *changed):
                 seen.add(changed)
@@ -161,7 +153,7 @@ def _nearby(
         (5, MeshSizes(mesh.pp * 2, mesh.dp, mesh.tp // 2)),
     ):
         if wider.pp * wider.dp * wider.tp == request.devices:
-            for kept in {state, _on(request, wider, state)}:
+            for kept in (state, _on(request, wider, state)):
                 yield cost, (flow._replace(mesh=wider), order, kept)
     for near in candidates.states(request, mesh):
         more = near.num_offloads - state.num_offloads
@@ -177,31 +169,23 @@ def _on(request: Request, mesh: MeshSizes, state: ZeroState) -> ZeroState:
     return next((s for s in candidates.states(request, mesh) if s[1:] >= state[1:]), state)
 
 
-def _said(old: Choices, new: Choices) -> Iterator[str]:
-    """The differences between two choices, in the config's words."""
-    (was, order, state), (flow, new_order, new_state) = old, new
-    for axis in ("pp", "dp", "tp"):
-        if getattr(was.mesh, axis) != getattr(flow.mesh, axis):
-            yield f"{axis} {getattr(flow.mesh, axis)}"
-    if flow.sequence_parallel != was.sequence_parallel:
-        yield "sequence parallel"
-    if new_order != order:
-        several = f" x{new_order.stages_per_rank}" if new_order.stages_per_rank > 1 else ""
-        yield f"schedule {new_order.schedule}{several}"
-    if flow.recompute != was.recompute:
-        yield f"recompute {flow.recompute}"
-    if new_state[1:3] != state[1:3]:
-        each = "" if new_state.reduces_once else " reduced per microbatch"
-        yield f"ZeRO-{new_state.zero_stage}{each}"
-    kept = state.weights if state.zero_stage == 3 else candidates.WEIGHTS[0]
-    if new_state.zero_stage == 3 and new_state.weights != kept:
-        yield f"weights {new_state.weights}"
-    if flow.micro_batch != was.micro_batch:
-        yield f"micro batch {flow.micro_batch}"
-    if new_state.offload_optimizer != state.offload_optimizer:
-        yield f"optimizer on {new_state.offload_optimizer}"
-    if new_state.offload_param != state.offload_param:
-        yield f"parameters on {new_state.offload_param}"
+def _words(flow: Flow, order: Order, state: ZeroState) -> tuple[str, ...]:
+    """Return choices in the config's words, one text for each that a remedy may change."""
+    several = f" x{order.stages_per_rank}" if order.stages_per_rank > 1 else ""
+    each = "" if state.reduces_once else " reduced per microbatch"
+    return (
+        f"pp {flow.mesh.pp}",
+        f"dp {flow.mesh.dp}",
+        f"tp {flow.mesh.tp}",
+        "sequence parallel" if flow.sequence_parallel else "",
+        f"schedule {order.schedule}{several}",
+        f"recompute {flow.recompute}",
+        f"ZeRO-{state.zero_stage}{each}",
+        f"weights {state.weights if state.zero_stage == 3 else candidates.WEIGHTS[0]}",
+        f"micro batch {flow.micro_batch}",
+        f"optimizer on {state.offload_optimizer}",
+        f"parameters on {state.offload_param}",
+    )
 
 
 def choose_weights(setting: Setting, hardware: Hardware) -> tuple[Weights, Memory]:
@@ -210,11 +194,10 @@ def choose_weights(setting: Setting, hardware: Hardware) -> tuple[Weights, Memor
     "per_step" (with no offload of parameters, see candidates.ways), then "per_pass"; where neither
     fits, what holds less of "per_pass" and "per_microbatch".
     """
-    capacity = Capacity.of(hardware)
     ways = candidates.gathered_longest(setting.offload_param)
-    tried = {way: worst(setting.but(weights=way), capacity, hardware) for way in ways}
+    tried = {way: worst(setting.but(weights=way), hardware) for way in ways}
     for way, memory in tried.items():
-        if capacity.fits(memory):
+        if fits(memory, hardware):
             return way, memory
     least = min(ways[-2:], key=lambda way: tried[way].total)
     return least, tried[least]

@@ -5,17 +5,14 @@ the transfers of data-parallel ranks and the sends of stages are each cached by 
 (passes.py, sharding.py), and combined here.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
-from operator import sub
 from typing import NamedTuple
 
 from parallel3d.config.hardware import Hardware
-from parallel3d.model.spec import Shape
-from parallel3d.plan.layers.stage_classes import StageClasses, stage_classes_of
-from parallel3d.plan.setting import BYTES, Precision, Setting
-from parallel3d.plan.time.machine import Machine, machine_of
+from parallel3d.plan.layers.placement import StageClasses, stage_classes_of
+from parallel3d.plan.setting import Setting
 from parallel3d.plan.time.makespan import last_passes
 from parallel3d.plan.time.network import (
     collective_seconds,
@@ -24,9 +21,9 @@ from parallel3d.plan.time.network import (
     send_seconds,
     sharing,
 )
-from parallel3d.plan.time.operators import Curves
-from parallel3d.plan.time.passes import Passes, PassSeconds, stage_passes
-from parallel3d.plan.time.sharding import OncePerStep, StageTransfers, Transfers, transfers_of
+from parallel3d.plan.time.operators import Curves, Machine, machine_of
+from parallel3d.plan.time.passes import PassSeconds, stage_passes
+from parallel3d.plan.time.sharding import OncePerStep, StageTransfers, transfers_of
 from parallel3d.schedule.schedule import Action, Op
 
 
@@ -44,8 +41,7 @@ class SecondsByPart(NamedTuple):
         return SecondsByPart(*(a + times * b for a, b in zip(self, other, strict=True)))
 
 
-@dataclass(eq=False)
-class SendSeconds:
+class SendSeconds(NamedTuple):
     """Seconds to send from each stage to its successor, or back (0 on one device).
 
     `seconds` [stages - 1]: of each send. `before` [stages]: the sum of the sends up to a stage.
@@ -53,9 +49,6 @@ class SendSeconds:
 
     seconds: tuple[float, ...]
     before: tuple[float, ...]
-
-
-_NO_SENDS = SendSeconds((), (0.0,))
 
 
 @dataclass(eq=False)
@@ -78,31 +71,6 @@ class ActionCosts:
     after: list[SecondsByPart]
     gather: list[float]
     """[stage classes]: of a GATHER, all of which `before` has."""
-    both: list[float] = field(init=False)
-    """[stage classes]: of a forward and a backward together."""
-    alone: list[float] = field(init=False)
-    """[stage classes]: of a forward."""
-    there_and_back: list[float] = field(init=False)
-    """[stage classes]: of a forward and the part of a backward that the stage before waits for."""
-    fastest: tuple[float, float] = field(init=False)
-    """The shortest forward, and the shortest backward, of any stage."""
-    reducing: list[float] = field(init=False)
-    """[coordinate classes]: what `reduce` is together."""
-    least_reducing: float = field(init=False)
-    """The least that any of them can be, whatever a coordinate waits."""
-    once: float = field(init=False)
-    """What happens before and after all of them."""
-
-    def __post_init__(self) -> None:
-        self.both = [sum(f) + sum(b) for f, b in zip(self.forward, self.backward, strict=True)]
-        self.alone = [*map(sum, self.forward)]
-        self.there_and_back = [
-            f + (both - f) / 2 for f, both in zip(self.alone, self.both, strict=True)
-        ]
-        self.fastest = min(map(sum, self.forward)), min(map(sum, self.backward))
-        self.reducing = [*map(sum, self.reduce)]
-        self.least_reducing = min(map(sub, self.reducing, self.hideable))
-        self.once = max(map(sum, self.before)) + max(map(sum, self.after))
 
     def seconds(self, action: Action) -> float:
         """Seconds of one action; a receive takes none."""
@@ -125,58 +93,27 @@ class ActionCosts:
 
 
 def costs_of(setting: Setting, hardware: Hardware, curves: Curves) -> ActionCosts:
-    """Seconds of everything that happens in a step of a setting on a machine.
+    """Return the seconds of everything that happens in a step of a setting on a machine.
 
     Raises ConfigError where the description of the hardware lacks a figure that the setting needs.
     """
     machine = machine_of(hardware, setting.software, curves)
     layout = stage_classes_of(setting)
-    sends = _NO_SENDS
-    if layout.pp > 1:
-        sends = _sends(
-            layout,
-            setting.shape,
-            setting.hidden_size,
-            setting.tp,
-            setting.dp,
-            setting.cp,
-            setting.sequence_parallel,
-            setting.precision,
-            machine,
-        )
-    return _together(
-        layout,
-        stage_passes(layout, setting, machine),
-        transfers_of(layout, setting, machine),
-        sends,
-        last_passes(setting.pp, setting.num_microbatches, setting.stages_per_rank),
-        1.0 if hardware.cores is None else _program_slowdown(setting, hardware),
-        machine,
-    )
-
-
-def _program_slowdown(setting: Setting, hardware: Hardware) -> float:
-    return hardware.slowdown("overhead", sharing(setting.devices, hardware))
-
-
-@lru_cache(maxsize=16384)
-def _together(
-    layout: StageClasses,
-    passes: Passes,
-    transfers: Transfers,
-    sends: SendSeconds,
-    in_a_row: int,
-    slowdown: float,
-    machine: Machine,
-) -> ActionCosts:
+    slowdown = hardware.slowdown("overhead", sharing(setting.devices, hardware))
+    transfers = transfers_of(layout, setting, machine)
     forward, backward, ahead, behind = [], [], [], []
-    for (there, back), moves in zip(passes.both, transfers.stages, strict=True):
+    for (there, back), moves in zip(
+        stage_passes(layout, setting, machine), transfers.stages, strict=True
+    ):
+        if setting.holds_weights:  # gathered before all passes
+            moves = moves._replace(gather_seconds=0.0, fetch_seconds=0.0, overhead_seconds=0.0)
         parts, free = _exposed(there, moves, False, machine, slowdown)
         forward.append(parts)
         ahead.append(free)
         parts, free = _exposed(back, moves, True, machine, slowdown)
         backward.append(parts)
         behind.append(free)
+    in_a_row = last_passes(setting.pp, setting.num_microbatches, setting.stages_per_rank)
     before, reduce, hideable, after = [], [], [], []
     for classes, once in zip(layout.coords, transfers.coords, strict=True):
         first, middle, more, last = _once(
@@ -191,10 +128,10 @@ def _together(
         reduce.append(middle)
         hideable.append(more)
         after.append(last)
-    gather = [
-        moves.window_seconds + slowdown * moves.window_overhead_seconds
-        for moves in transfers.stages
-    ]
+    gather = [m.gather_seconds + slowdown * m.overhead_seconds for m in transfers.stages]
+    num_bytes = setting.shape.tokens // setting.cp * setting.hidden_size * setting.bytes_per_element
+    stride, split = setting.tp * setting.cp * setting.dp, setting.sequence_parallel
+    sends = _sends(layout, num_bytes, setting.tp, stride, split, machine)
     return ActionCosts(layout, forward, backward, sends, before, reduce, hideable, after, gather)
 
 
@@ -265,24 +202,18 @@ def _once(
 
 @lru_cache(maxsize=65536)
 def _sends(
-    layout: StageClasses,
-    shape: Shape,
-    hidden_size: int,
-    tp: int,
-    dp: int,
-    cp: int,
-    sequence_parallel: bool,
-    precision: Precision,
-    machine: Machine,
+    layout: StageClasses, num_bytes: int, tp: int, stride: int, split: bool, machine: Machine
 ) -> SendSeconds:
+    """Return the seconds to send activations of `num_bytes`, before any cut, between all stages.
+
+    `stride`: devices of one pipeline coordinate. `split`: whether sequence parallelism cuts them.
+    """
     hardware, curves = machine.hardware, machine.curves
-    stride = tp * cp * dp
-    devices = stride * layout.pp
-    num_bytes, gather = shape.tokens // cp * hidden_size * BYTES[precision], 0.0
-    if machine.software.scatters_sends and not sequence_parallel:
+    devices, gather = stride * layout.pp, 0.0
+    if machine.software.scatters_sends and not split:
         group = group_of(tp, 1, devices, hardware)
         gather = collective_seconds("all_gather", num_bytes, *group, hardware, curves)
-    if machine.software.scatters_sends or sequence_parallel:
+    if machine.software.scatters_sends or split:
         num_bytes //= tp
     seconds = []
     for here, there in layout.crossings:

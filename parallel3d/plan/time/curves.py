@@ -1,15 +1,12 @@
-"""Fitted efficiency curves: of all published runs, and with each group of runs left out.
+"""Fitted efficiency curves: of all published runs, or measured on this machine.
 
 benchmarks/fit_curves.py writes curves.json; docs/planner/validation.md has its output.
 """
 
 import json
-from collections.abc import Mapping
-from dataclasses import replace
 from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from parallel3d.base.section import Problem, Problems
 from parallel3d.config.hardware import Hardware
@@ -24,22 +21,10 @@ _MOST = dict.fromkeys((*_FRACTIONS, "overlap", "tensor_overlap"), 1.0)
 _MOST_OF_ALL = 1e12  # a size in elements, say; beyond it sums overflow
 
 
+@lru_cache(maxsize=1)
 def fitted() -> Curves:
-    """The curves fitted on all published runs, with which the planner plans."""
-    return _curves(tuple(_file().get("all", {}).get("curves", {}).items()))
-
-
-def without(group: str) -> Curves:
-    """The curves fitted on all groups but `group`; for an unknown group, those fitted on all."""
-    fit = _file().get("without", {}).get(group)
-    return _curves(tuple(fit["curves"].items())) if fit else fitted()
-
-
-def seen_by(group: str | None) -> Mapping[str, str]:
-    """The groups used in the fit without `group` (None: of all), each with a digest of its rows."""
-    file = _file()
-    fit = file.get("all") if group is None else file.get("without", {}).get(group)
-    return fit["saw"] if fit else {}
+    """Return the curves fitted on all published runs, with which the planner plans."""
+    return Curves(**json.loads(FILE.read_text(encoding="utf-8"))["all"]["curves"])
 
 
 def curves_for(hardware: Hardware) -> Curves:
@@ -49,7 +34,7 @@ def curves_for(hardware: Hardware) -> Curves:
     """
     if problems := [p for item in (hardware.curves or {}).items() if (p := _problem(*item))]:
         raise Problems(problems, f"the hardware {hardware.name}")
-    return _curves(tuple(hardware.curves.items())) if hardware.curves else fitted()
+    return Curves(**hardware.curves) if hardware.curves else fitted()
 
 
 def _problem(name: str, value: float) -> Problem | None:
@@ -63,17 +48,3 @@ def _problem(name: str, value: float) -> Problem | None:
     if (value > 0 or (least == "at least 0" and value == 0)) and value <= most:
         return None
     return Problem(path, value, f"must be {least} and at most {most:g}", "measure it again")
-
-
-@lru_cache(maxsize=1)
-def _file() -> dict[str, Any]:
-    if not FILE.exists():
-        return {}
-    found: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
-    return found
-
-
-@lru_cache(maxsize=64)
-def _curves(values: tuple[tuple[str, float], ...]) -> Curves:
-    known = Curves.__dataclass_fields__
-    return replace(Curves(), **{name: x for name, x in values if name in known})

@@ -2,7 +2,7 @@
 
 from functools import lru_cache
 from math import gcd, log2
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, NoReturn
 
 from parallel3d.base.errors import ConfigError
 from parallel3d.config.hardware import Hardware, Link
@@ -28,8 +28,8 @@ def group_of(ranks: int, stride: int, devices: int, hardware: Hardware) -> RankG
 
     Where groups do not lie evenly on the nodes, the one with the fewest members in a node counts.
     """
-    node = used_of_node(devices, hardware)
-    if node is None or ranks == 1 or devices <= node or node % (ranks * stride) == 0:
+    node = sharing(devices, hardware)
+    if ranks == 1 or devices == node or node % (ranks * stride) == 0:
         return RankGroup(ranks, ranks)
     return RankGroup(ranks, 1 if node % stride else gcd(ranks, node // stride))
 
@@ -39,8 +39,8 @@ def crosses(stride: int, here: int, there: int, devices: int, hardware: Hardware
 
     `stride`: the number of devices of one coordinate.
     """
-    node = used_of_node(devices, hardware)
-    if node is None or devices <= node:
+    node = sharing(devices, hardware)
+    if devices == node:
         return False
     first, other = here * stride, there * stride
     return any((first + i) // node != (other + i) // node for i in range(min(stride, node)))
@@ -51,25 +51,18 @@ def node_size(hardware: Hardware) -> int | None:
     return int(hardware.devices_per_node.value) if hardware.devices_per_node else None
 
 
-@lru_cache(maxsize=4096)
-def _used(devices: int, node: int) -> int:
-    even = (n for n in range(node, node // 2, -1) if devices % n == 0)
-    return node if devices <= node else next(even, node)
-
-
-def used_of_node(devices: int, hardware: Hardware) -> int | None:
-    """Devices of each node that a mesh of `devices` uses: equally many of each node.
+def sharing(devices: int, hardware: Hardware) -> int:
+    """Return how many devices of a mesh are in one node: equally many of each node.
 
     A node must be more than half full: 128 devices are 64 of the 72 in each of two racks.
     """
     node = node_size(hardware)
-    return None if node is None else _used(devices, node)
+    return devices if node is None or devices <= node else _used(devices, node)
 
 
-def sharing(devices: int, hardware: Hardware) -> int:
-    """Number of devices of a mesh that are in one node."""
-    node = used_of_node(devices, hardware)
-    return devices if node is None else min(devices, node)
+@lru_cache(maxsize=4096)
+def _used(devices: int, node: int) -> int:
+    return next((n for n in range(node, node // 2, -1) if devices % n == 0), node)
 
 
 def collective_seconds(
@@ -123,20 +116,18 @@ def send_seconds(num_bytes: float, crosses: bool, hardware: Hardware, curves: Cu
 
 
 def _link(hardware: Hardware) -> Link:
-    if hardware.link is None:
-        raise ConfigError(
-            f"hardware {hardware.name}: nothing is known of the link between devices; add `link` "
-            f"to configs/hardware/{hardware.name}.json, or plan for one device"
-        )
-    return hardware.link
+    what, instead = "the link between devices", "one device"
+    return hardware.link or _refuse(hardware, "link", what, instead)
 
 
 def _network(hardware: Hardware) -> Link:
-    if hardware.network is None:
-        size = node_size(hardware)
-        most = f"at most {size} devices" if size else "one node"
-        raise ConfigError(
-            f"hardware {hardware.name}: nothing is known of the network between nodes; add "
-            f"`network` to configs/hardware/{hardware.name}.json, or plan for {most}"
-        )
-    return hardware.network
+    size = node_size(hardware)
+    instead = f"at most {size} devices" if size else "one node"
+    return hardware.network or _refuse(hardware, "network", "the network between nodes", instead)
+
+
+def _refuse(hardware: Hardware, key: str, what: str, instead: str) -> NoReturn:
+    raise ConfigError(
+        f"hardware {hardware.name}: nothing is known of {what}; add `{key}` to "
+        f"configs/hardware/{hardware.name}.json, or plan for {instead}"
+    )

@@ -83,6 +83,28 @@ class Curves:
     """Seconds of the program once a step."""
 
 
+@dataclass(eq=False)
+class Machine:
+    """The hardware and program that run operators; equal machines are one object."""
+
+    hardware: Hardware
+    software: Software
+    curves: Curves
+
+
+_machines: dict[tuple[int, Software, Curves], Machine] = {}
+
+
+def machine_of(hardware: Hardware, software: Software, curves: Curves) -> Machine:
+    """Return the machine of this hardware, software and curves; equal ones are one object."""
+    if len(_machines) > 4096:  # a fit tries thousands of curves
+        _machines.clear()
+    # It holds on to the hardware, so that its id is not given to another.
+    return _machines.setdefault(
+        (id(hardware), software, curves), Machine(hardware, software, curves)
+    )
+
+
 KERNELS = 8  # memory-bound operators of a layer, of which each must start
 # Times that attention scores pass to or from memory besides the products that write or read them:
 # masked softmax reads and writes, dropout reads and writes (and a mask of one byte).

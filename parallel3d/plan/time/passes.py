@@ -1,16 +1,13 @@
 """Seconds of the forward and backward passes of layers and stages, without transfers."""
 
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
 from parallel3d.model.spec import Collective, LayerCost, Recompute, Shape, Work
-from parallel3d.plan.layers.placement import LayerKinds, cost_of
-from parallel3d.plan.layers.stage_classes import StageClasses
+from parallel3d.plan.layers.placement import LayerKinds, StageClasses, cost_of
 from parallel3d.plan.setting import BYTES, Precision, Setting
-from parallel3d.plan.time.machine import Machine
 from parallel3d.plan.time.network import collective_seconds, group_of, send_seconds, sharing
-from parallel3d.plan.time.operators import work_seconds
+from parallel3d.plan.time.operators import Machine, work_seconds
 
 # The program's time for a layer under full recomputation over that without: 2.8 ms to 1.3 ms, as
 # eager PyTorch takes for a GPT block of toy size on a CPU (2.07 and 0.75), with 5 us for each of
@@ -36,15 +33,12 @@ class PassSeconds(NamedTuple):
         return PassSeconds(*(a + times * b for a, b in zip(self, other, strict=True)))
 
 
-@dataclass(eq=False)
-class Passes:
-    """Forward and backward (with recomputation) of each kind of layer or class of stages."""
-
-    both: tuple[tuple[PassSeconds, PassSeconds], ...]
+# Forward and backward (with recomputation) of each kind of layer or class of stages.
+Passes = tuple[tuple[PassSeconds, PassSeconds], ...]
 
 
 def stage_passes(layout: StageClasses, setting: Setting, machine: Machine) -> Passes:
-    """The passes of each class of stages; equal results are one object."""
+    """Return the passes of each class of stages."""
     return _sums(
         layout,
         _layers(
@@ -67,11 +61,11 @@ def _sums(layout: StageClasses, layers: Passes) -> Passes:
     both = []
     for counts in layout.stages:
         there = back = PassSeconds()
-        for (forward, backward), count in zip(layers.both, counts, strict=True):
+        for (forward, backward), count in zip(layers, counts, strict=True):
             if count:
                 there, back = there.plus(forward, count), back.plus(backward, count)
         both.append((there, back))
-    return Passes(tuple(both))
+    return tuple(both)
 
 
 @lru_cache(maxsize=65536)
@@ -87,22 +81,22 @@ def _layers(
     devices: int,
     machine: Machine,
 ) -> Passes:
-    price = _Pricing(tp, cp, precision, devices, sharing(devices, machine.hardware), machine)
+    mesh = tp, cp, precision, devices, machine
     overhead = machine.curves.overhead_per_layer
-    overhead *= machine.hardware.slowdown("overhead", price.shared)
+    overhead *= machine.hardware.slowdown("overhead", sharing(devices, machine.hardware))
     own = Shape(shape.batch, shape.seq // cp)
     both = []
     for kind in range(len(model.kinds)):
         cost = cost_of(model, kind, own, tp, sequence_parallel, recompute)
-        forward = price(cost.forward, cost.forward.collectives)
-        again = price(cost.recomputed, cost.recomputed.collectives)
-        backward = price(cost.forward, cost.backward_collectives, backward=True)
+        forward = _priced(cost.forward, cost.forward.collectives, *mesh)
+        again = _priced(cost.recomputed, cost.recomputed.collectives, *mesh)
+        backward = _priced(cost.forward, cost.backward_collectives, *mesh, backward=True)
         share = recomputed_share if again.compute else 0.0
         units = _units(cost, share, machine)
         there = _with_program(forward, units[0] * overhead, machine)
         back = _with_program(backward.plus(again, recomputed_share), units[1] * overhead, machine)
         both.append((there, back))
-    return Passes(tuple(both))
+    return tuple(both)
 
 
 def _units(cost: LayerCost, share: float, machine: Machine) -> tuple[float, float]:
@@ -129,49 +123,37 @@ def _with_program(own: PassSeconds, program: float, machine: Machine) -> PassSec
     return PassSeconds(own.compute + waits, own.tensor, own.free + waits)
 
 
-@dataclass(frozen=True)
-class _Pricing:
-    """Pricing of one layer's computes and collectives; `shared`: devices of a node in use."""
-
-    tp: int
-    cp: int
-    precision: Precision
-    devices: int
-    shared: int
-    machine: Machine
-
-    def __call__(
-        self, work: Work, collectives: tuple[Collective, ...], backward: bool = False
-    ) -> PassSeconds:
-        hardware, curves = self.machine.hardware, self.machine.curves
-        seconds = work_seconds(
-            work, self.precision, hardware, curves, self.machine.software, self.shared, backward
-        )
-        group = group_of(self.tp, 1, self.devices, hardware)
-        size = BYTES[self.precision]
-        tensor = sum(
-            collective_seconds(c.kind, c.elements * size, *group, hardware, curves)
-            for c in collectives
-        )
-        hidden = 0.0
-        if self.machine.software.overlaps_tensor:
-            hidden = min(seconds.matmuls, curves.tensor_overlap * tensor)
-        attention = seconds.attention * self.cp  # its queries meet the keys of all cp ranks
-        if work.attention and self.cp > 1:
-            ring = self._ring(work, backward)
-            tensor += ring
-            hidden += min(attention, curves.overlap * ring)
-        compute = seconds.matmuls + attention + seconds.traffic
-        return PassSeconds(compute, tensor - hidden, compute - hidden)
-
-    def _ring(self, work: Work, backward: bool) -> float:
-        """Seconds to pass keys and values (and their gradients) round the context-parallel ranks.
-
-        Ring attention (arXiv:2310.01889) sends them on behind the computes.
-        """
-        hardware, curves = self.machine.hardware, self.machine.curves
-        batch, _, kv_heads, seq, head_size = work.attention or (0, 0, 0, 0, 0)
-        block = 2 * batch * kv_heads * seq * head_size * BYTES[self.precision]
-        leaves = group_of(self.cp, self.tp, self.devices, hardware).nodes > 1
-        times = (self.cp - 1) * (2 if backward else 1)
-        return times * send_seconds(block, leaves, hardware, curves)
+def _priced(
+    work: Work,
+    collectives: tuple[Collective, ...],
+    tp: int,
+    cp: int,
+    precision: Precision,
+    devices: int,
+    machine: Machine,
+    backward: bool = False,
+) -> PassSeconds:
+    """Return the seconds of one layer's computes and collectives."""
+    hardware, curves, software = machine.hardware, machine.curves, machine.software
+    shared = sharing(devices, hardware)
+    seconds = work_seconds(work, precision, hardware, curves, software, shared, backward)
+    group = group_of(tp, 1, devices, hardware)
+    size = BYTES[precision]
+    tensor = sum(
+        collective_seconds(c.kind, c.elements * size, *group, hardware, curves) for c in collectives
+    )
+    hidden = 0.0
+    if software.overlaps_tensor:
+        hidden = min(seconds.matmuls, curves.tensor_overlap * tensor)
+    attention = seconds.attention * cp  # its queries meet the keys of all cp ranks
+    if work.attention and cp > 1:
+        # Ring attention (arXiv:2310.01889) sends keys and values on behind the computes, and their
+        # gradients in a backward.
+        batch, _, kv_heads, seq, head_size = work.attention
+        block = 2 * batch * kv_heads * seq * head_size * size
+        leaves = group_of(cp, tp, devices, hardware).nodes > 1
+        ring = send_seconds(block, leaves, hardware, curves) * (cp - 1) * (2 if backward else 1)
+        tensor += ring
+        hidden += min(attention, curves.overlap * ring)
+    compute = seconds.matmuls + attention + seconds.traffic
+    return PassSeconds(compute, tensor - hidden, compute - hidden)

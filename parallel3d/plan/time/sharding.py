@@ -7,26 +7,24 @@ twice a step where they stay gathered.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+from parallel3d.base.errors import ConfigError
+from parallel3d.config.hardware import Host
 from parallel3d.model.spec import STATE_BYTES
-from parallel3d.plan.layers.placement import LayerKinds
-from parallel3d.plan.layers.stage_classes import Counts, StageClasses
-from parallel3d.plan.layers.weight_counts import WeightCounts, tied_elsewhere, weights_of
+from parallel3d.plan.layers.placement import Counts, LayerKinds, StageClasses
+from parallel3d.plan.layers.weight_counts import partial, tied_elsewhere, together, weights_of
 from parallel3d.plan.layers.windows import windows
 from parallel3d.plan.setting import BYTES, Device, Precision, Setting
-from parallel3d.plan.time.machine import Machine
 from parallel3d.plan.time.network import (
     Kind,
     RankGroup,
     collective_seconds,
     group_of,
-    node_size,
     sharing,
 )
-from parallel3d.plan.time.offload import fetch_seconds, to_host_seconds, update_seconds
+from parallel3d.plan.time.operators import Machine
 
 
 class Sharding(NamedTuple):
@@ -79,24 +77,24 @@ def _gathers(setting: Setting) -> tuple[int, ...]:
 
 
 class StageTransfers(NamedTuple):
-    """Seconds of a stage's transfers per microbatch, before computes hide any of them."""
+    """Seconds of a stage's transfers per microbatch, before computes hide any of them.
 
-    gather_seconds: float = 0.0
+    If the program gathers the weights, and not each pass its own, those of gathering are of one
+    GATHER.
+    """
+
+    gather_seconds: float
     """Gather of the stage's weights, in each forward and in each backward."""
-    reduce_seconds: float = 0.0
+    fetch_seconds: float
+    """Copy of the weights' shards from the host, as often."""
+    overhead_seconds: float
+    """The host program's own time, as often, for each parameter; in a GATHER for each layer."""
+    reduce_seconds: float
     """Reduction of the stage's gradients, in each backward."""
-    fetch_seconds: float = 0.0
-    """Copy of the weights' shards from the host, in each forward and in each backward."""
-    store_seconds: float = 0.0
+    store_seconds: float
     """Copy of the gradients' shards to the host, in each backward."""
-    accumulate_seconds: float = 0.0
+    accumulate_seconds: float
     """Adding the gradients to those of other microbatches: no transfer, but device memory."""
-    overhead_seconds: float = 0.0
-    """The host program's own time, in each gather and each reduction."""
-    window_seconds: float = 0.0
-    """Seconds of a GATHER of its weights, where the program has one, and not each pass its own."""
-    window_overhead_seconds: float = 0.0
-    """Seconds of the host program in that: one collective a layer."""
 
 
 class OncePerStep(NamedTuple):
@@ -124,8 +122,7 @@ class OncePerStep(NamedTuple):
     """Gather of all the weights in one message, as ZeRO-1 does it."""
 
 
-@dataclass(eq=False)
-class Transfers:
+class Transfers(NamedTuple):
     """Transfers of each class of stages per microbatch, and of coordinates per step."""
 
     stages: tuple[StageTransfers, ...]
@@ -133,7 +130,7 @@ class Transfers:
 
 
 def transfers_of(layout: StageClasses, setting: Setting, machine: Machine) -> Transfers:
-    """The transfers of a setting; equal results are one object."""
+    """Return the transfers of a setting."""
     return _transfers(layout, Sharding.of(setting), machine)
 
 
@@ -147,39 +144,32 @@ def _transfers(layout: StageClasses, sharding: Sharding, machine: Machine) -> Tr
     return Transfers(stages, coords)
 
 
-def _group(sharding: Sharding, machine: Machine) -> RankGroup:
-    replicas = sharding.dp * sharding.cp
-    return group_of(replicas, sharding.tp, sharding.devices, machine.hardware)
-
-
-def _collective(
-    kind: Kind, num_bytes: float, group: RankGroup, machine: Machine, one_ring: bool = False
-) -> float:
-    return collective_seconds(
-        kind, num_bytes, *group, machine.hardware, machine.curves, one_ring=one_ring
-    )
-
-
 class _Held:
     """The weights of some layers on one tensor-parallel rank, and the seconds to move them."""
 
     def __init__(
         self, model: LayerKinds, held: Counts, sharding: Sharding, machine: Machine
     ) -> None:
-        small = sharding.persistence if sharding.zero_stage == 3 else -1
-        tp, sequence_parallel = sharding.tp, sharding.sequence_parallel
-        self._layers = weights_of(model, held, tp, sequence_parallel, small)
+        small = sharding.persistence if sharding.zero_stage == 3 else 0
+        self._layers = weights_of(model, held, sharding.tp, small)
+        self.total = together(self._layers)
         self._sharding, self._machine = sharding, machine
-        self.total = WeightCounts()
-        for count, one in self._layers:
-            self.total = self.total.plus(one, count)
+        self._one_ring = sharding.zero_stage == 3 and machine.software.one_ring
+        replicas = sharding.dp * sharding.cp
+        self._replicas = group_of(replicas, sharding.tp, sharding.devices, machine.hardware)
+
+    def collective(
+        self, kind: Kind, num_bytes: float, group: RankGroup | None = None, one_ring: bool = False
+    ) -> float:
+        """Return the seconds of a collective, of the data-parallel group if none is given."""
+        hardware, curves = self._machine.hardware, self._machine.curves
+        ranks = group or self._replicas
+        return collective_seconds(kind, num_bytes, *ranks, hardware, curves, one_ring=one_ring)
 
     def gather(self, size: int) -> float:
-        """Seconds to gather the weights layer by layer, with `size` bytes per element."""
-        group = _group(self._sharding, self._machine)
-        one_ring = self._machine.software.one_ring
+        """Return the seconds to gather the weights layer by layer, `size` bytes per element."""
         return sum(
-            count * _collective("all_gather", one.gathered * size, group, self._machine, one_ring)
+            count * self.collective("all_gather", one.gathered * size, one_ring=self._one_ring)
             for count, one in self._layers
         )
 
@@ -189,41 +179,34 @@ class _Held:
         return sum(count for count, one in self._layers if one.gathered)
 
     def reduce(self) -> float:
-        """Seconds to reduce the gradients, which lie in one contiguous buffer."""
+        """Return the seconds to reduce the gradients, which lie in one contiguous buffer."""
         kind: Kind = "reduce_scatter" if self._sharding.zero_stage else "all_reduce"
-        moved = self.total.elements * self._machine.software.reduction_bytes
-        one_ring = self._sharding.zero_stage == 3 and self._machine.software.one_ring
-        group = _group(self._sharding, self._machine)
-        return _collective(kind, moved, group, self._machine, one_ring)
+        moved = self.total.params * self._machine.software.reduction_bytes
+        return self.collective(kind, moved, one_ring=self._one_ring)
 
 
 def _stage(model: LayerKinds, held: Counts, sharding: Sharding, machine: Machine) -> StageTransfers:
     software, curves = machine.software, machine.curves
     mine = _Held(model, held, sharding, machine)
     weights, replicas = mine.total, sharding.dp * sharding.cp
-    each = not sharding.reduces_once
     size = BYTES[sharding.precision]
-    gather = fetch = store = overhead = window = window_overhead = 0.0
-    apart = curves.overhead_per_message if replicas > 1 else 0.0
-    if sharding.gathers:
-        window = mine.gather(software.gather_bytes or size)
-        window_overhead = mine.num_gathers * (curves.overhead_per_gather + apart)
-    elif sharding.zero_stage == 3:
-        gather = mine.gather(software.gather_bytes or size)
-        handled = weights.num_params if software.handles_small else weights.num_gathered
-        overhead = handled * (curves.overhead_per_gather + apart)
-        shard = weights.elements / replicas * size
-        fetch = fetch_seconds(shard, sharding.offload_param, machine)
-    reduce = 0.0
-    if each:
+    gather = fetch = overhead = reduce = store = 0.0
+    kept: float = weights.params
+    if sharding.zero_stage == 3:
+        gather = mine.gather(size)
+        fetch = fetch_seconds(weights.params / replicas * size, sharding.offload_param, machine)
+        handled = weights.num_params - (0 if software.handles_small else weights.num_small)
+        apart = curves.overhead_per_message if replicas > 1 else 0.0
+        overhead = mine.num_gathers if sharding.gathers else handled
+        overhead *= curves.overhead_per_gather + apart
+    if not sharding.reduces_once:
         reduce = mine.reduce()
         if sharding.offload_optimizer != "none" and sharding.zero_stage >= 1:
-            moved = weights.elements / replicas * software.gradient_bytes
-            store = to_host_seconds(moved, machine)
-    kept = weights.elements / (replicas if each and sharding.zero_stage >= 2 else 1)
-    added = 2 * kept * software.gradient_bytes
-    touched = _touch(added, sharding, machine, curves.traffic)
-    return StageTransfers(gather, reduce, fetch, store, touched, overhead, window, window_overhead)
+            store = to_host_seconds(weights.params / replicas * software.gradient_bytes, machine)
+        if sharding.zero_stage >= 2:
+            kept /= replicas
+    added = _touch(2 * kept * software.gradient_bytes, sharding, machine, curves.traffic)
+    return StageTransfers(gather, fetch, overhead, reduce, store, added)
 
 
 def _coord(
@@ -239,40 +222,37 @@ def _coord(
     mine = _Held(model, held, sharding, machine)
     weights, replicas = mine.total, sharding.dp * sharding.cp
     zero, size = sharding.zero_stage, BYTES[sharding.precision]
-    own = weights.elements / (replicas if zero else 1)
+    own = weights.params / (replicas if zero else 1)
     before = fetch = program = later = least = reduce = after = tensor = tied = 0.0
-    for times, place, move in zip(sharding.gathers, classes, moves, strict=False):
-        stage = _Held(model, layout.stages[place], sharding, machine)
-        later += times * move.window_seconds - (0.0 if before else move.window_seconds)
-        before += times * move.window_seconds
-        program += times * move.window_overhead_seconds
-        shard = stage.total.elements / replicas * size
-        fetch += times * fetch_seconds(shard, sharding.offload_param, machine)
+    for times, move in zip(sharding.gathers, moves, strict=False):
+        later += times * move.gather_seconds - (0.0 if before else move.gather_seconds)
+        before += times * move.gather_seconds
+        program += times * move.overhead_seconds
+        fetch += times * move.fetch_seconds
     if sharding.gathers:  # what is too small to be cut comes once more after a step, together
-        every = weights.elements * size
-        least = _collective("all_gather", every, _group(sharding, machine), machine)
-        kept = (weights.elements - weights.gathered) * size
-        after = _collective("all_gather", kept, _group(sharding, machine), machine)
+        least = mine.collective("all_gather", weights.params * size)
+        after = mine.collective("all_gather", weights.small * size)
     if sharding.reduces_once:
         reduce = mine.reduce()
     if zero in (1, 2):
-        after = _collective(
-            "all_gather", weights.elements * size, _group(sharding, machine), machine
-        )
-    if sharding.tp > 1 and weights.partial:
+        after = mine.collective("all_gather", weights.params * size)
+    split = sharding.sequence_parallel
+    partials = sum(
+        count * partial(model, kind, sharding.tp, split) for kind, count in enumerate(held)
+    )
+    if partials:
         group = group_of(sharding.tp, 1, sharding.devices, hardware)
-        moved = weights.partial * software.gradient_bytes
-        tensor = _collective("all_reduce", moved, group, machine)
+        tensor = mine.collective("all_reduce", partials * software.gradient_bytes, group)
     if (elements := tied_elsewhere(model, held, sharding.tp)) > 0:
-        node = node_size(hardware)
-        pair = RankGroup(2, 2 if node is None or sharding.devices <= node else 1)
-        tied = _collective("all_reduce", elements * software.gradient_bytes, pair, machine)
+        in_one_node = sharing(sharding.devices, hardware) == sharding.devices
+        pair = RankGroup(2, 2 if in_one_node else 1)
+        tied = mine.collective("all_reduce", elements * software.gradient_bytes, pair)
     devices = sharing(sharding.devices, hardware)
     optimizer = weights.num_params * curves.overhead_per_param
     optimizer *= hardware.slowdown("overhead", devices)
     offload = 0.0
     if sharding.reduces_once:  # all gradients are read, and written one behind the other
-        flat = 2 * weights.elements * software.gradient_bytes
+        flat = 2 * weights.params * software.gradient_bytes
         optimizer += _touch(flat, sharding, machine, curves.optimizer)
     if sharding.offload_optimizer == "none":
         if hardware.adam_params:
@@ -298,3 +278,57 @@ def _touch(num_bytes: float, sharding: Sharding, machine: Machine, share: float)
         return 0.0
     slowdown = machine.hardware.slowdown("traffic", sharing(sharding.devices, machine.hardware))
     return num_bytes / (bandwidth.value * share) * slowdown
+
+
+def update_seconds(
+    elements: float, device: Device, moved_bytes: float, machine: Machine
+) -> tuple[float, float]:
+    """Seconds of the CPU's Adam for `elements` elements, and of the bytes it moves.
+
+    `moved_bytes`: bytes of gradients to the host and of new weights back. With "nvme" the
+    optimizer's state is read and written, too.
+    """
+    adam = elements / host_of(machine).adam_params.value
+    moved = to_host_seconds(moved_bytes, machine)
+    if device == "nvme":
+        moved += nvme_seconds(elements * STATE_BYTES, machine, writes=True)
+    if machine.software.overlaps_offload:
+        moved -= min(adam, machine.curves.overlap * moved)
+    return adam, moved
+
+
+def fetch_seconds(num_bytes: float, device: Device, machine: Machine) -> float:
+    """Seconds until `num_bytes` of offloaded weights are on the device."""
+    if device == "none":
+        return 0.0
+    disk = nvme_seconds(num_bytes, machine, writes=False) if device == "nvme" else 0.0
+    return disk + to_host_seconds(num_bytes, machine)
+
+
+def to_host_seconds(num_bytes: float, machine: Machine) -> float:
+    """Seconds to move `num_bytes` between device and host, in either direction."""
+    return num_bytes / (host_of(machine).device_bandwidth.value * machine.curves.host)
+
+
+def nvme_seconds(num_bytes: float, machine: Machine, writes: bool) -> float:
+    """Seconds to read `num_bytes` from NVMe, and also to write them if `writes`."""
+    host, name = host_of(machine), machine.hardware.name
+    if host.nvme_read is None or host.nvme_write is None:
+        raise ConfigError(
+            f"hardware {name}: the speed of its NVMe is not known; add host.nvme_read and "
+            f'host.nvme_write to configs/hardware/{name}.json, or offload to "cpu"'
+        )
+    seconds = num_bytes / host.nvme_read.value
+    seconds += num_bytes / host.nvme_write.value if writes else 0.0
+    return seconds / machine.curves.host
+
+
+def host_of(machine: Machine) -> Host:
+    """The figures of the device's host; raises ConfigError where none are known."""
+    if machine.hardware.host is None:
+        name = machine.hardware.name
+        raise ConfigError(
+            f"hardware {name}: nothing is known of its host; add `host` to "
+            f"configs/hardware/{name}.json, or plan without offload"
+        )
+    return machine.hardware.host

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
-from operator import mul
+from operator import add, mul, sub
 
 from parallel3d.base.errors import ConfigError
 from parallel3d.config.hardware import Hardware
+from parallel3d.plan.layers.placement import most_in_flight
 from parallel3d.plan.setting import Setting
 from parallel3d.plan.time.cost import ActionCosts, SecondsByPart, costs_of
 from parallel3d.plan.time.curves import curves_for
@@ -76,7 +76,7 @@ def step_spans(setting: Setting, hardware: Hardware, curves: Curves | None = Non
         if action.op is not Op.REDUCE:
             return costs.seconds(action)
         own = costs.layout.coord_class_of[place[action.stage]]
-        return (costs.reducing[own] - costs.hideable[own]) / setting.stages_per_rank
+        return (sum(costs.reduce[own]) - costs.hideable[own]) / setting.stages_per_rank
 
     return simulate(schedule, cost)
 
@@ -109,9 +109,10 @@ def _step(costs: ActionCosts, ends: list[CoordinateEnd]) -> float:
 
 
 def _bubble(costs: ActionCosts, setting: Setting, passes: list[CoordinateEnd]) -> float:
-    layout, both = costs.layout, costs.both
+    layout = costs.layout
     stages = [stage for place in layout.coord_class_of for stage in layout.coords[place]]
-    busy = setting.num_microbatches * sum(both[stage] for stage in stages)
+    each = [sum(costs.forward[stage]) + sum(costs.backward[stage]) for stage in stages]
+    busy = setting.num_microbatches * sum(each)
     return idle_fraction(busy, setting.pp, max(end.seconds for end in passes))
 
 
@@ -139,13 +140,17 @@ def lower_bound(setting: Setting, hardware: Hardware, curves: Curves | None = No
 
 
 def _bound(costs: ActionCosts, setting: Setting) -> float:
-    layout, count, both = costs.layout, setting.num_microbatches, costs.both
+    layout, count = costs.layout, setting.num_microbatches
     sizes = layout.pp, count, setting.stages_per_rank
+    forward, backward = [*map(sum, costs.forward)], [*map(sum, costs.backward)]
+    both = [*map(add, forward, backward)]
+    reducing = [*map(sum, costs.reduce)]
     sends = costs.sends.before
-    split = splits_backward(setting.schedule)
-    way, around = (costs.there_and_back, costs.alone) if split else (both, both)
-    back = 1 if split else 2
-    held = _held(setting.schedule, *sizes) if sends[-1] else ()
+    way, around, back = both, both, 2
+    if splits_backward(setting.schedule):
+        way = [f + (whole - f) / 2 for f, whole in zip(forward, both, strict=True)]
+        around, back = forward, 1
+    held = most_in_flight(setting.schedule, *sizes) if sends[-1] else ()
     reduced = 0.0
     for outer in layout.outer:
         work = count * sum([both[i] for i in layout.coords[outer.coord_class]])
@@ -155,16 +160,10 @@ def _bound(costs: ActionCosts, setting: Setting) -> float:
                 trips += sum(map(mul, inside, way)) + 2 * (sends[-1] - sends[stage])
             work = max(work, count * trips / held[outer.coord])
         work += sum(map(mul, outer.stages_before, around)) + back * sends[outer.home[0]]
-        reduced = max(reduced, work + costs.reducing[outer.coord_class])
-    forward, backward = costs.fastest
-    if layout.pp > 1 and forward > 0:
-        idle = load(setting.schedule).bubble(*sizes, backward / forward)
-        busy = count * setting.stages_per_rank * (forward + backward)
-        reduced = max(reduced, busy / (1 - idle) + costs.least_reducing)
-    return reduced + costs.once
-
-
-@lru_cache(maxsize=65536)
-def _held(schedule: str, pp: int, num_microbatches: int, stages_per_rank: int) -> tuple[int, ...]:
-    """The most microbatches that each coordinate holds at once."""
-    return load(schedule).peak_in_flight(pp, num_microbatches, stages_per_rank)
+        reduced = max(reduced, work + reducing[outer.coord_class])
+    fastest = min(forward)
+    if layout.pp > 1 and fastest > 0:
+        idle = load(setting.schedule).bubble(*sizes, min(backward) / fastest)
+        busy = count * setting.stages_per_rank * (fastest + min(backward))
+        reduced = max(reduced, busy / (1 - idle) + min(map(sub, reducing, costs.hideable)))
+    return reduced + max(map(sum, costs.before)) + max(map(sum, costs.after))

@@ -8,7 +8,7 @@ import pytest
 from parallel3d.base.reader import CONFIGS
 from parallel3d.config import RunConfig
 from parallel3d.plan.memory.peak import fullest
-from parallel3d.plan.report.remarks import largest_layer, on_buffers
+from parallel3d.plan.report.plan_table import largest_layer, on_buffers
 from parallel3d.plan.setting import Setting
 
 pytestmark = pytest.mark.pure

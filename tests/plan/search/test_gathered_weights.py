@@ -2,11 +2,12 @@
 
 import pytest
 
+from parallel3d.plan.memory.peak import fullest
 from parallel3d.plan.open_weights import leaves_weights_open, with_weights
 from parallel3d.plan.report.choose import weights_for
 from parallel3d.plan.search.best_first import search
 from parallel3d.plan.search.plans import request_of
-from parallel3d.plan.search.remedy import Capacity, choose_weights, gib, worst
+from parallel3d.plan.search.remedy import choose_weights, gib
 from parallel3d.plan.setting import Setting
 from tests.plan.toy_cluster import GIB, config, machine
 
@@ -33,7 +34,7 @@ def resolved(zero=3, offload="none", **pipeline):
 
 def needs(given, way):
     setting = Setting.from_config(given).but(weights=way)
-    return worst(setting, Capacity(0, 0), machine()).total
+    return fullest(setting, machine()).total
 
 
 def test_the_fastest_is_taken_for_which_there_is_room():
@@ -92,5 +93,5 @@ def test_the_search_takes_what_fits():
 
     roomy = first(80 * GIB)
     for way in ("per_step", "per_pass", "per_microbatch"):
-        total = worst(roomy.but(weights=way), Capacity(0, 0), machine()).total
+        total = fullest(roomy.but(weights=way), machine()).total
         assert first(total) == roomy.but(weights=way)

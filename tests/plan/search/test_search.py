@@ -4,19 +4,16 @@ import time
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig, hardware
-from parallel3d.plan.memory.peak import at, per_rank
+from parallel3d.plan.memory.peak import at, least_on_first, per_rank
 from parallel3d.plan.report.choose import apply, checkpoint_bytes, choose
 from parallel3d.plan.search import candidates
 from parallel3d.plan.search.best_first import _Search, search
 from parallel3d.plan.search.candidates import choices_of, setting_of
-from parallel3d.plan.search.least import total
 from parallel3d.plan.search.plans import request_of
-from parallel3d.plan.search.remedy import Capacity, evaluate, smallest_change, worst
+from parallel3d.plan.search.remedy import evaluate, fits, smallest_change, worst
 from parallel3d.plan.time.curves import curves_for
 from parallel3d.plan.time.step import lower_bound, step_time
 from parallel3d.schedule.schedules import names, splits_backward
@@ -37,13 +34,12 @@ def everything(request):
 
 def best_of_each_mesh(request, rows):
     """By simulating all that fits."""
-    room, best = Capacity.of(request.hardware), {}
-    fitting = []
+    fitting, best = [], {}
     for flow, order, state in everything(request):
         # Of the times that weights may stay gathered the longest that fits; the next are slower.
         for kept in (state, *candidates.shorter_gathers(request, order, state)):
             setting = setting_of(request, flow, order, kept)
-            if room.fits(worst(setting, room, request.hardware)):
+            if fits(worst(setting, request.hardware), request.hardware):
                 fitting.append((flow, order, kept))
                 break
     bare = {(flow, order, state[1:3]) for flow, order, state in fitting if not state.num_offloads}
@@ -57,16 +53,17 @@ def best_of_each_mesh(request, rows):
 
 # From plenty to so little that only recomputation, ZeRO-3 and offload are left.
 @pytest.mark.parametrize(
-    ("devices", "batch", "layers", "memory"),
+    ("devices", "batch", "layers", "memory", "cores"),
     [
-        (2, 4, 6, 2),
-        pytest.param(4, 4, 4, 80, marks=pytest.mark.slow),
-        *(pytest.param(4, 4, 6, memory, marks=pytest.mark.slow) for memory in (2, 3)),
-        *(pytest.param(8, 16, 6, memory, marks=pytest.mark.slow) for memory in (80, 7, 5, 4)),
+        (2, 4, 6, 2, 0),
+        (4, 4, 2, 80, 4),
+        pytest.param(4, 4, 4, 80, 0, marks=pytest.mark.slow),
+        *(pytest.param(4, 4, 6, memory, 0, marks=pytest.mark.slow) for memory in (2, 3)),
+        *(pytest.param(8, 16, 6, memory, 0, marks=pytest.mark.slow) for memory in (80, 7, 5, 4)),
     ],
 )
-def test_rows_are_those_of_an_exhaustive_search(devices, batch, layers, memory):
-    request = request_of(config(batch, layers), machine(memory * GIB), devices)
+def test_rows_are_those_of_an_exhaustive_search(devices, batch, layers, memory, cores):
+    request = request_of(config(batch, layers), machine(memory * GIB, cores=cores), devices)
     expected = best_of_each_mesh(request, 6)
     found = search(request, rows=6, per_mesh=1)
     assert len(expected) > 0
@@ -75,15 +72,10 @@ def test_rows_are_those_of_an_exhaustive_search(devices, batch, layers, memory):
     )
     meshes = [choices_of(plan.setting)[0].mesh for plan in found.plans]
     assert meshes == [mesh for mesh, _ in expected]
-    assert found.num_simulated < 0.5 * sum(1 for _ in everything(request))
-
-
-def test_offload_is_looked_at_where_it_may_be_faster():
-    request = request_of(config(batch=4, layers=2), machine(cores=4), 4)
-    found = search(request, rows=4, per_mesh=1)
-    expected = [seconds for _, seconds in best_of_each_mesh(request, 4)]
-    assert [plan.time.seconds for plan in found.plans] == pytest.approx(expected, rel=1e-8)
-    assert found.plans[0].setting.offload_optimizer == "cpu"
+    if cores:  # the host's Adam may be the faster one, so that offload is looked at
+        assert found.plans[0].setting.offload_optimizer == "cpu"
+    else:
+        assert found.num_simulated < 0.5 * sum(1 for _ in everything(request))
 
 
 def test_bounds_are_bounds():
@@ -97,36 +89,21 @@ def test_bounds_are_bounds():
         bound = lower_bound(setting, request.hardware)
         assert floors[flow] <= bound * (1 + 1e-9) and bound <= seconds * (1 + 1e-9)
         first = at(setting, 0, request.hardware)
-        standing = work._held(flow, order, state)
-        least = total(standing, work._in_flight(flow, order), request.hardware)
-        assert 0.3 * first.total < least <= first.total and standing.host <= first.host
+        device, host = least_on_first(setting, request.hardware)
+        assert 0.3 * first.total < device <= first.total and host <= first.host
         assert choices_of(setting) == (flow, order, state)
 
 
 ALL = [*everything(request_of(config(), machine(), 8))]
-memories = st.integers(2 * GIB, 80 * GIB)
-
-
-@settings(max_examples=20)
-@given(choices=st.sampled_from(ALL), less=memories, more=memories)
-def test_more_memory_never_fits_less(choices, less, more):
-    less, more = sorted((less, more))
-    small, large = (request_of(config(), machine(memory), 8) for memory in (less, more))
-    fits = [
-        (room := Capacity.of(r.hardware)).fits(worst(setting_of(r, *choices), room, r.hardware))
-        for r in (small, large)
-    ]
-    assert fits[0] <= fits[1]
 
 
 def test_what_fits_depends_on_memory():
-    counts = []
+    fitting = []
     for memory in (3, 5, 80):
-        request = request_of(config(), machine(memory * GIB), 8)
-        room = Capacity.of(request.hardware)
-        settings = (setting_of(request, *choices) for choices in ALL[::51])
-        counts.append(sum(room.fits(worst(s, room, request.hardware)) for s in settings))
-    assert 0 < counts[0] < counts[1] < counts[2]
+        request, device = request_of(config(), machine(memory * GIB), 8), machine(memory * GIB)
+        settings = {choices: setting_of(request, *choices) for choices in ALL[::51]}
+        fitting.append({c for c, s in settings.items() if fits(worst(s, device), device)})
+    assert set() < fitting[0] < fitting[1] < fitting[2]  # more memory never fits less
 
 
 def test_bf16_is_not_planned_for_what_has_none():
@@ -152,6 +129,15 @@ def test_it_is_deterministic_and_simplest_first():
     assert len(one_each) == sum(1 for _ in candidates.meshes(request)) > 5
 
 
+def test_full_recomputation_is_not_proposed_where_weight_gradients_wait():
+    """It would save nothing (tests/plan/memory/test_peak.py)."""
+    seen = {
+        (flow.recompute, splits_backward(order.schedule))
+        for flow, order, _ in everything(request_of(config(), machine(), 4))
+    }
+    assert ("full", True) not in seen and {("none", True), ("full", False)} <= seen
+
+
 def test_what_is_fixed_stays():
     fixed = {"zero_stage": 3, "tp": 2, "recompute": "full", "gradient_reduction": "per_microbatch"}
     found = search(request_of(config(), machine(), 8, fixed))
@@ -175,10 +161,10 @@ def test_what_is_fixed_stays():
 def test_the_smallest_change_fits(devices, memory, batch, every):
     """For settings that are too large by little and by much; applied, what is said fits."""
     request = request_of(config(batch), machine(memory * GIB), devices)
-    room, changed = Capacity.of(request.hardware), 0
+    changed = 0
     for choices in [*everything(request)][::every]:
         plan = evaluate(request, setting_of(request, *choices))
-        assert plan.fits == room.fits(plan.memory) == (plan.remedy == "")
+        assert plan.fits == fits(plan.memory, request.hardware) == (plan.remedy == "")
         if plan.fits:
             continue
         assert "bytes over" in plan.reason
@@ -187,8 +173,8 @@ def test_the_smallest_change_fits(devices, memory, batch, every):
             continue
         words, near = change
         assert near != choices and words == plan.remedy
-        held = worst(setting_of(request, *near), room, request.hardware)
-        assert room.fits(held), words
+        held = worst(setting_of(request, *near), request.hardware)
+        assert fits(held, request.hardware), words
         changed += 1
     assert changed >= 5
 
@@ -233,6 +219,28 @@ def test_the_chosen_config_is_the_first_row():
     # The same Setting as the engine will be planned with.
     assert apply(wanted, plan).to_dict() == chosen.to_dict()
     assert checkpoint_bytes(plan.setting) >= 12 * plan.setting.num_params
+
+
+def test_what_the_config_keeps():
+    raw = config().to_dict()
+    raw["zero_optimization"]["stage"] = 3
+    raw["parallel3d"]["plan"] = {"fix": ["zero_stage", "recompute", "gradient_reduction"]}
+    raw["parallel3d"]["pipeline"]["activation_checkpointing"] = "selective"
+    chosen, plan = choose(RunConfig.from_dict(raw), 8, machine())
+    assert chosen.zero_optimization.stage == 3 and plan.setting.recompute == "selective"
+    assert plan.setting.reduces_once  # as "auto" means at ZeRO-3
+
+
+def test_weights_that_are_fixed_stay_gathered_as_long_as_the_config_says():
+    raw = config().to_dict()
+    raw["zero_optimization"]["stage"] = 3
+    raw["parallel3d"]["plan"] = {"fix": ["zero_stage", "weights"]}
+    raw["parallel3d"]["pipeline"]["weights"] = "per_microbatch"
+    kept, plan = choose(RunConfig.from_dict(raw), 4, machine())
+    assert plan.setting.weights == kept.pipeline.weights == "per_microbatch"
+    raw["parallel3d"]["pipeline"]["weights"] = "auto"
+    free, plan = choose(RunConfig.from_dict(raw), 4, machine())
+    assert plan.setting.weights == free.pipeline.weights == "per_step"
 
 
 def test_parts_sum_and_flops_agree():

@@ -8,13 +8,13 @@ import pytest
 from parallel3d.base.errors import ConfigError
 from parallel3d.config import hardware
 from parallel3d.model.spec import Attention, MatMul, Shape
-from parallel3d.plan.layers.stage_classes import stage_classes_of
-from parallel3d.plan.memory.states import WeightSizes, states
+from parallel3d.plan.layers.placement import stage_classes_of
+from parallel3d.plan.layers.weight_counts import WeightSizes
+from parallel3d.plan.memory.states import states
 from parallel3d.plan.setting import Setting, Software, layers_of
 from parallel3d.plan.time.cost import costs_of
-from parallel3d.plan.time.machine import machine_of
 from parallel3d.plan.time.network import collective_seconds, crosses, group_of, send_seconds
-from parallel3d.plan.time.operators import Curves, attention_seconds, matmul_seconds
+from parallel3d.plan.time.operators import Curves, attention_seconds, machine_of, matmul_seconds
 from parallel3d.plan.time.sharding import transfers_of
 from parallel3d.plan.time.step import step_time
 from parallel3d.schedule.schedule import Action, Op
@@ -139,7 +139,7 @@ def test_gradients_reduced_in_bf16_move_half_the_bytes(stage) -> None:
         )
         seconds.append([c.reduce_seconds for c in (*transfers.stages, *transfers.coords)])
         buckets.append(
-            states(setting, WeightSizes(10**6, 10**5, 10**5, 0, 0, 10**5), False).buffers
+            states(setting, WeightSizes(10**6, 10, 0, 0, 10**5, 10**5, 0, 10**5), False).buffers
         )
     half = [s / 2 for s in seconds[0]]
     assert seconds[1] == pytest.approx(half, rel=0.05) and max(half) > 0

@@ -81,22 +81,13 @@ WAITS = Setting(
 )
 
 
-@given(
-    any_setting(),
-    st.sampled_from(
-        (
-            "link",
-            "network",
-            "peak_flops",
-            "memory_bandwidth",
-            "device_bandwidth",
-            "adam_params",
-            "nvme_read",
-            "nvme_write",
-        )
-    ),
-    st.floats(1.01, 1e3),
-)
+FIGURES = (
+    "link", "network", "peak_flops", "memory_bandwidth", "device_bandwidth", "adam_params",
+    "nvme_read", "nvme_write",
+)  # fmt: skip
+
+
+@given(any_setting(), st.sampled_from(FIGURES), st.floats(1.01, 1e3))
 @example(WAITS, "peak_flops", 2.0)
 @settings(max_examples=25)
 def test_faster_hardware_never_makes_a_step_slower(
@@ -107,30 +98,26 @@ def test_faster_hardware_never_makes_a_step_slower(
     assert lower_bound(setting, better) <= lower_bound(setting, A100) * (1 + 1e-9)
 
 
+def of_products(name: str, pp: int, count: int, per_rank: int, *sizes: int) -> Setting:
+    """A setting of a schedule whose every stage is one product."""
+    return Setting(
+        products(pp * per_rank, *sizes), 64, Shape(1, 64), count, pp=pp, schedule=name,
+        stages_per_rank=per_rank, zero_stage=0,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("name", names())
 @given(
-    st.integers(1, 6),
-    st.integers(1, 20),
-    st.integers(1, 3),
-    st.lists(st.integers(1, 4000), min_size=1, max_size=18),
-    st.floats(1e6, 1e12),
-)
+    st.integers(1, 6), st.integers(1, 20), st.integers(1, 3),
+    st.lists(st.integers(1, 4000), min_size=1, max_size=18), st.floats(1e6, 1e12),
+)  # fmt: skip
 @settings(max_examples=8)
 def test_lower_bound_of_every_schedule_with_any_costs(
     name: str, pp: int, count: int, per_rank: int, sizes: list[int], bandwidth: float
 ) -> None:
     if why_not(name, pp, count, per_rank):
         return
-    setting = Setting(
-        products(pp * per_rank, *sizes),
-        64,
-        Shape(1, 64),
-        count,
-        pp=pp,
-        schedule=name,
-        stages_per_rank=per_rank,
-        zero_stage=0,
-    )
+    setting = of_products(name, pp, count, per_rank, *sizes)
     slow = A100.model_copy(update={"link": link(bandwidth), "devices_per_node": None})
     spans = step_spans(setting, slow, IDEAL)
     end = max(s.end for rank in spans for s in rank if s.action.is_compute)
@@ -153,16 +140,7 @@ def test_bubble_of_equal_stages_is_the_schedules_own(
             for per_rank in (1, 2):
                 if why_not(name, pp, count, per_rank):
                     continue
-                setting = Setting(
-                    products(pp * per_rank, 512),
-                    64,
-                    Shape(1, 64),
-                    count,
-                    pp=pp,
-                    schedule=name,
-                    stages_per_rank=per_rank,
-                    zero_stage=0,
-                )
+                setting = of_products(name, pp, count, per_rank, 512)
                 time = step_time(setting, at_once, IDEAL)
                 expected = load(name).bubble(pp, count, per_rank)
                 assert time.parts["bubble"] / time.seconds == pytest.approx(expected, abs=0.002)
@@ -186,11 +164,7 @@ def test_one_rank_is_three_forwards_a_microbatch() -> None:
 
 @pytest.mark.parametrize("name", names())
 @given(
-    st.integers(1, 8),
-    st.integers(1, 150),
-    st.integers(1, 2),
-    st.floats(0, 0.5),
-    st.floats(0, 0.3),
+    st.integers(1, 8), st.integers(1, 150), st.integers(1, 2), st.floats(0, 0.5), st.floats(0, 0.3)
 )
 @settings(max_examples=3)
 def test_a_short_list_tells_how_long_the_long_one_is(
