@@ -131,7 +131,7 @@ def _loss(
     run = Points(one, other, flops, np.ones(1), ("",), {}, unique=corpus)
     model = data_constrained.DecayModel(run, fit.parameters)
     theta = np.log(np.column_stack([np.ravel(values[n]) for n in data_constrained.DECAYS]))
-    return np.exp(model.value(theta))
+    return np.exp([model(row)[0] for row in theta])
 
 
 def _with_scatter(fit: StoredFit, losses: Array) -> Array:

@@ -19,7 +19,6 @@ from parallel3d.scaling.points import Array, Points
 from parallel3d.scaling.power import power_law
 from parallel3d.scaling.profile import METHODS, Best, Method, Profile, profiles
 from parallel3d.scaling.result import Fit
-from parallel3d.scaling.solve import ROUGHLY, minimise
 
 NAMES = ("isoflop", "envelope")
 
@@ -63,55 +62,24 @@ FRONTIER = Law(
 )  # fmt: skip
 
 
-def frontier_loss(bests: Sequence[Best], estimator: Estimator) -> dict[str, float]:
-    """E, A and gamma of the law of the best losses; empty for fewer than four budgets."""
-    if len(bests) < 4:
-        return {}
-    model = _model([bests], estimator)
-    weights = np.ones(len(bests))
-    found = estimator.search(model, model.starts(weights, each=8), weights)
-    best = int(np.argmin(found.objective))
-    return {k: float(v[0]) for k, v in model.natural(found.theta[best : best + 1]).items()}
+def frontier_loss(
+    bests: Sequence[Best], estimator: Estimator, near: Mapping[str, float] | None = None
+) -> dict[str, float]:
+    """Return E, A and gamma of the law of the best losses; empty for fewer than four budgets.
 
-
-def _model(alike: Sequence[Sequence[Best]], estimator: Estimator) -> SumModel:
-    """The law on budgets that are the same in all of `alike`, whose losses may differ."""
-    flops = np.array([best.flops for best in alike[0]])
-    losses = np.array([[best.loss for best in bests] for bests in alike])
-    names = tuple(str(i) for i in range(len(flops)))
-    runs = Points(flops / 6, np.ones(len(flops)), flops, losses[0], names, {})
-    model = SumModel(FRONTIER, runs, log=estimator.kind != "squares")
-    if len(alike) > 1:
-        model.target = np.log(losses) if estimator.kind != "squares" else losses
-    return model
-
-
-def drawn_losses(
-    drawn: Sequence[Sequence[Best]], estimator: Estimator, near: Mapping[str, float]
-) -> list[dict[str, float]]:
-    """The law of the best losses of each draw, from `near`; that itself for fewer than 4 budgets.
-
-    Draws of the same budgets are one batch: one after the other they take ten times as long.
+    `near`: the law of all runs, from which that of a draw of a bootstrap is searched for.
     """
-    found = [dict(near) for _ in drawn]
-    places: dict[tuple[float, ...], list[int]] = {}
-    for i, bests in enumerate(drawn):
-        places.setdefault(tuple(best.flops for best in bests), []).append(i)
-    for flops, members in places.items():
-        if not near or len(flops) < 4:
-            continue
-        model = _model([drawn[i] for i in members], estimator)
-        start = np.repeat(model.theta(near), len(members), axis=0)
-        weights = np.ones((len(members), len(flops)))
-        if estimator.kind == "huber":
-            limit = np.full(len(members), estimator.delta)
-            ends = minimise(model, start, weights, limit, ROUGHLY)
-        else:
-            ends = estimator.minimise(model, start, weights, sharp=False)
-        columns = model.natural(ends.theta)
-        for place, i in enumerate(members):
-            found[i] = {name: float(values[place]) for name, values in columns.items()}
-    return found
+    if len(bests) < 4:
+        return dict(near or {})
+    flops, losses = (np.array([getattr(b, key) for b in bests]) for key in ("flops", "loss"))
+    runs = Points(flops / 6, np.ones(len(flops)), flops, losses, ("",) * len(flops), {})
+    model = SumModel(FRONTIER, runs, log=estimator.kind != "squares")
+    weights = np.ones(len(bests))
+    if near:
+        theta = estimator.minimise(model, model.theta(near), weights, is_draw=True).theta
+    else:
+        theta = estimator.search(model, model.starts(weights, each=8), weights)[0].theta
+    return {name: float(value) for name, value in model.natural(theta).items()}
 
 
 def fit_frontier(
@@ -132,14 +100,13 @@ def fit_frontier(
     values, loss = exponents(bests), frontier_loss(bests, estimator)
     random = np.random.default_rng(seed)
     count = len(points)
-    some_bests = []
+    drawn = []
     for _ in range(draws):
         times = np.bincount(random.integers(count, size=count), minlength=count).astype(float)
         some, _ = _bests(points, kind, method, all_profiles, times)
         if len(some) > len(bests) // 2 and len(some) > 1:
-            some_bests.append(some)
-    laws = drawn_losses(some_bests, estimator, loss)
-    drawn = [exponents(some) | law for some, law in zip(some_bests, laws, strict=True)]
+            law = frontier_loss(some, estimator, loss) if loss else {}
+            drawn.append(exponents(some) | law)
     names = [*values, *loss] if drawn else []
     samples = {name: np.array([one[name] for one in drawn]) for name in names}
     diagnostics: dict[str, Any] = {

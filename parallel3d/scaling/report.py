@@ -189,8 +189,8 @@ def _choices(fit: Fit, settings: Mapping[str, str] | None) -> list[tuple[str, st
              f"{starts['reached']} reached the optimum"),
             ("bounds", f"coefficients not below 0, exponents {EXPONENTS[0]:g} to {EXPONENTS[1]:g}; "
              f"hit: {', '.join(found['bounds_hit']) or 'none'}"),
-            ("polish", "damped Newton, exact gradients and Hessians, until the steps are below "
-             f"1e-11; converged: {'yes' if found['converged'] else 'no'}"),
+            ("minimiser", "L-BFGS-B, exact gradients, until the objective changes by less than 1e-15 of "
+             f"itself; converged: {'yes' if found['converged'] else 'no'}"),
         ]  # fmt: skip
         if found.get("condition"):
             rows.append(("condition", f"{found['condition']:.3g} of the normalised gradients"))

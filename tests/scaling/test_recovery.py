@@ -87,33 +87,32 @@ def test_the_optimum_is_one_by_another_method(kind):
     estimator = Estimator(kind)
     found = fit_law(runs, PARAMETRIC, estimator, draws=0)
     model = SumModel(PARAMETRIC, runs, log=True)
-    weights = np.ones((1, len(runs)))
+    best, _ = estimator.search(model, model.theta(found.parameters)[None], np.ones(len(runs)))
+    assert best.objective == pytest.approx(found.objective, rel=1e-9)
+    x = best.theta
+    if kind == "likelihood":  # the scale is least absolute deviations' times delta, nearly
+        x = np.append(x, np.log(1e-3 * np.mean(np.abs(model.target - model(x)[0]))))
 
-    def value(theta):
-        return estimator.objective(model, theta[None], weights)[0]
+    def value(x):
+        return estimator.objective(model, x, np.ones(len(runs)))[0]
 
-    theta = model.theta(found.parameters)[0]
-    assert value(theta) == pytest.approx(found.objective, rel=1e-9)
-    simplex = theta + np.vstack([np.zeros(5), 0.02 * np.eye(5)])
+    simplex = x + np.vstack([np.zeros(len(x)), 0.02 * np.eye(len(x))])
     options = {"initial_simplex": simplex, "maxfev": 2000, "xatol": 1e-9, "fatol": 1e-13}
-    rival = minimize(value, theta, method="Nelder-Mead", options=options)
+    rival = minimize(value, x, method="Nelder-Mead", options=options)
     assert rival.fun >= found.objective - 1e-8 * abs(found.objective)
 
 
-def test_gradients_and_curvature_are_those_of_the_values():
+@pytest.mark.parametrize("kind", ["huber", "likelihood", "squares"])
+def test_gradients_are_those_of_the_values(kind):
     runs = chinchilla(noise=0.05)
-    for log in (True, False):
-        model = SumModel(PARAMETRIC, runs, log=log)
-        theta = model.theta(CHINCHILLA)
-        weight = np.random.default_rng(0).standard_normal((1, len(runs)))
-        _, slope, curvature = model.expand(theta)
-        for i in range(5):
-            step = np.zeros((1, 5))
-            step[0, i] = 1e-5
-            up, down = model.expand(theta + step), model.expand(theta - step)
-            assert (up[0] - down[0]) / 2e-5 == pytest.approx(slope[:, i], rel=1e-5, abs=1e-8)
-            bent = np.einsum("n,bpn->bp", weight[0], up[1] - down[1]) / 2e-5
-            assert bent == pytest.approx(curvature(weight)[:, i], rel=1e-4, abs=1e-5)
+    estimator, model = Estimator(kind), SumModel(PARAMETRIC, runs, log=kind != "squares")
+    x = model.theta(CHINCHILLA)
+    x = np.append(x, -5.0) if kind == "likelihood" else x
+    weights = np.random.default_rng(0).uniform(0, 2, len(runs))
+    steps = 1e-6 * np.eye(len(x))
+    values = [[estimator.objective(model, x + s, weights)[0] for s in (d, -d)] for d in steps]
+    found = estimator.objective(model, x, weights)[1]
+    assert found == pytest.approx(np.diff(values)[:, 0] / -2e-6, rel=1e-5, abs=1e-6)
 
 
 def test_the_likelihood_is_the_logarithm_of_a_density():
@@ -123,22 +122,27 @@ def test_the_likelihood_is_the_logarithm_of_a_density():
     runs = points([1.0] * 3, [1.0] * 3, [1.0, 1.5, 2.5])
 
     class Flat:
-        target = np.log(runs.loss)
+        target, lower, upper = np.log(runs.loss), np.array([0.3]), np.array([0.3])
 
-        def value(self, theta):
-            return np.repeat(theta, len(runs), axis=1)
+        def __call__(self, theta):
+            return np.repeat(theta, len(runs)), np.ones((len(runs), 1))
 
     estimator = Estimator("likelihood", delta=0.5)
-    scale = estimator._scale(Flat(), np.array([[0.3]]), np.ones((1, 3)))[0]
-
-    def density(x, scale=scale):
-        size = abs(x) / scale
-        return np.exp(-(size**2 / 2 if size <= 0.5 else 0.5 * (size - 0.25))) / scale
-
-    area = 2 * quad(density, 0, 200 * scale, limit=200)[0]
+    best = estimator.minimise(Flat(), np.array([0.3]), np.ones(len(runs)))
     residual = Flat.target - 0.3
-    expected = -sum(np.log(density(r) / area) for r in residual)
-    found = estimator.objective(Flat(), np.array([[0.3]]), np.ones((1, 3)))[0]
-    assert found == pytest.approx(expected, rel=1e-6)
-    for other in (0.95, 1.05):
-        assert -sum(np.log(density(r, scale * other) / area) for r in residual) > expected
+
+    def expected(scale):
+        def density(x):
+            size = abs(x) / scale
+            return np.exp(-(size**2 / 2 if size <= 0.5 else 0.5 * (size - 0.25))) / scale
+
+        area = 2 * quad(density, 0, 200 * scale, limit=200)[0]
+        return -sum(np.log(density(r) / area) for r in residual)
+
+    def value(scale):
+        return estimator.objective(Flat(), np.array([0.3, np.log(scale)]), np.ones(len(runs)))[0]
+
+    scales = np.geomspace(0.01, 10, 4001)
+    assert best.objective == pytest.approx(min(map(value, scales)), abs=1e-5)
+    for scale in (0.1, 0.5, 2.0):
+        assert value(scale) == pytest.approx(expected(scale), rel=1e-6)
