@@ -70,22 +70,21 @@ def run(args: argparse.Namespace) -> int:
 
 def fit(args: argparse.Namespace) -> int:
     """Fit a law, print it, and write fit.json."""
+    from parallel3d.scaling.report import show_fit
     from parallel3d.scaling.result import finite
-    from parallel3d.scaling.show import show_fit
 
     console = terminal.console(args.json)
     found = command.fit(args)
-    report = finite(found.to_json())
-    show_fit(report, console)
+    show_fit(found, console)
     console.print(f"written: {', '.join(map(str, command.write(found, args)))}")
     if args.json:
-        print(json.dumps(report))
+        print(json.dumps(finite(found.to_json())))
     return DONE
 
 
 def predict(args: argparse.Namespace) -> int:
     """Forecast a run from a fit, and register the forecast if asked to."""
-    from parallel3d.scaling.show import show_forecast
+    from parallel3d.scaling.report import show_forecast
 
     console = terminal.console(args.json)
     made, stored, path = command.predict(args)
