@@ -42,18 +42,32 @@ class Curve:
     held_out: list[tuple[float, float]]
 
 
-def count(model: Any) -> dict[str, int]:
-    """Parameters of a model: `transformer` of its blocks, `with_head` of blocks and head.
+@dataclass(frozen=True)
+class PartCounts:
+    """Parameters of a model by part; `transformer`: of the blocks.
 
-    The head's output projection counts with the head even if it is the embedding's: it is
-    multiplied with each token. `total`: of everything, a tied copy once.
+    The head's output projection counts with the head even where it is the embedding's: it is
+    multiplied with each token. `total`: all parameters, a tied copy once.
     """
-    layers = models.layers(model)
-    blocks = sum(layer.num_params for layer in layers[1:-1])
-    head = sum(param.numel for param in layers[-1].params)
-    return {
-        "transformer": blocks, "with_head": blocks + head, "total": models.num_params(model),
-    }  # fmt: skip
+
+    embedding: int
+    head: int
+    transformer: int
+    total: int
+
+    @property
+    def with_head(self) -> int:
+        """N of scaling laws: parameters of blocks and head."""
+        return self.transformer + self.head
+
+
+def count(model: Any) -> PartCounts:
+    """Return the parameters of a model of any family; its vocabulary must be known."""
+    embedding, *blocks, head = models.layers(model)
+    return PartCounts(
+        embedding.num_params, sum(param.numel for param in head.params),
+        sum(layer.num_params for layer in blocks), models.num_params(model),
+    )  # fmt: skip
 
 
 def read_runs(folder: Path) -> Table:
@@ -180,7 +194,7 @@ def _row(path: Path) -> dict[str, Any]:
     if "held_out_loss" not in last:
         raise NoEnd("its last step has no held_out_loss; hold out more of its data")
     row: dict[str, Any] = {
-        **{name: counted[name] for name in COUNTS},
+        **{name: getattr(counted, name) for name in COUNTS},
         "tokens": last["tokens"],
         # JSON has no NaN: what is not finite is null there.
         "held_out_loss": "nan" if last["held_out_loss"] is None else last["held_out_loss"],

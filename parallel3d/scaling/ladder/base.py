@@ -1,6 +1,6 @@
 """The config that a ladder's runs share, and each run's batch in it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,72 +8,58 @@ from parallel3d.base.errors import ConfigError
 from parallel3d.base.section import Problem, Problems
 from parallel3d.models.common import divisor_below
 
+_OWN = ("steps", "max_tokens", "epochs", "lr_schedule", "stop_after")  # a ladder says these itself
+
 
 def shared_model(base: Mapping[str, Any], source: Path) -> dict[str, Any]:
-    """Settings of the model that all sizes share, its vocabulary a number.
+    """Return settings of the model that all sizes share, its vocabulary a number.
 
     `source` is the ladder's file, for messages. Raises ConfigError where the base has no model or
-    no length of a sample, says what is the ladder's to say, or has another thing for a block that
-    the ladder writes into.
+    no length of a sample, has settings that are the ladder's, or has something else than a block
+    where the ladder writes into one.
     """
     block = base.get("parallel3d")
     model = block.get("model") if isinstance(block, dict) else None
     if not isinstance(block, dict) or not isinstance(model, dict):
         raise ConfigError(f'{source}: base: has no block "parallel3d" with a "model"; write both')
-    _refuse_no_objects(base, block, source)
-    _refuse_own_length(block, source)
-    data = block.get("data")
-    seq = data.get("sequence_length") if isinstance(data, dict) else None
-    if not isinstance(seq, int) or isinstance(seq, bool) or seq < 1:
-        rule, remedy = "must be a number of tokens", "write it"
-        path = "base.parallel3d.data.sequence_length"
-        raise Problems([Problem(path, seq, rule, remedy)], str(source))
-    return {**model, "vocab_size": _vocabulary(block, model, source)}
-
-
-def _refuse_no_objects(base: Mapping[str, Any], block: Mapping[str, Any], source: Path) -> None:
+    if found := list(_no_objects(base, block)):
+        raise Problems(found, str(source))
+    data, train = block.get("data"), block.get("train", {})
+    data = data if isinstance(data, dict) else {}
     found = [
-        (f"base.parallel3d.{key}", block[key])
-        for key in ("train", "checkpoint", "run", "mesh")
-        if key in block and not (key == "mesh" and block[key] == "plan")
-    ]
-    if "optimizer" in base:
-        optimizer = base["optimizer"]
-        found.append(("base.optimizer", optimizer))
-        if isinstance(optimizer, dict) and "params" in optimizer:
-            found.append(("base.optimizer.params", optimizer["params"]))
-    problems = []
-    for path, value in found:
-        if not isinstance(value, dict):
-            rule = "must be an object" + (', or "plan"' if path.endswith(".mesh") else "")
-            problems.append(Problem(path, value, rule, "write {...}, or leave it out"))
-    if problems:
-        raise Problems(problems, str(source))
-
-
-def _refuse_own_length(block: Mapping[str, Any], source: Path) -> None:
-    train = block.get("train", {})
-    for key in ("steps", "max_tokens", "epochs", "lr_schedule", "stop_after"):
-        if key in train:
-            rule, remedy = "is the ladder's to say", "remove it; see budgets and schedule"
-            path = f"base.parallel3d.train.{key}"
-            raise Problems([Problem(path, train[key], rule, remedy)], str(source))
-
-
-def _vocabulary(block: Mapping[str, Any], model: Mapping[str, Any], source: Path) -> int:
-    """The vocabulary of all sizes, a number: the model's, else that of the tokenizer to train."""
-    size = model.get("vocab_size", "auto")
-    if size == "auto":
-        data = block.get("data", {})
-        own = (
-            data.get("tokenizer", "train") in ("train", "none") if isinstance(data, dict) else True
+        Problem(
+            f"base.parallel3d.train.{key}", train[key], "is the ladder's to say",
+            "remove it; see budgets and schedule",
         )
-        size = data.get("vocab_size", 4096) if own and isinstance(data, dict) else "auto"
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        rule, remedy = "must be a number, the same for all sizes", "write it"
-        path = "base.parallel3d.model.vocab_size"
-        raise Problems([Problem(path, size, rule, remedy)], str(source))
-    return size
+        for key in _OWN
+        if key in train
+    ]  # fmt: skip
+    own_tokenizer = data.get("tokenizer", "train") in ("train", "none")
+    vocab = model.get("vocab_size", "auto")
+    if vocab == "auto" and own_tokenizer:  # that of the tokenizer to train
+        vocab = data.get("vocab_size", 4096)
+    for path, value, rule in (
+        ("data.sequence_length", data.get("sequence_length"), "must be a number of tokens"),
+        ("model.vocab_size", vocab, "must be a number, the same for all sizes"),
+    ):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            found.append(Problem(f"base.parallel3d.{path}", value, rule, "write it"))
+    if found:
+        raise Problems(found, str(source))
+    return {**model, "vocab_size": vocab}
+
+
+def _no_objects(base: Mapping[str, Any], block: Mapping[str, Any]) -> Iterator[Problem]:
+    blocks = {key: block.get(key, {}) for key in ("train", "checkpoint", "run", "mesh")}
+    found = {f"base.parallel3d.{key}": value for key, value in blocks.items()}
+    found["base.optimizer"] = optimizer = base.get("optimizer", {})
+    if isinstance(optimizer, dict):
+        found["base.optimizer.params"] = optimizer.get("params", {})
+    for path, value in found.items():
+        is_mesh = path.endswith(".mesh")
+        if not isinstance(value, dict) and not (is_mesh and value == "plan"):
+            rule = 'must be an object, or "plan"' if is_mesh else "must be an object"
+            yield Problem(path, value, rule, "write {...}, or leave it out")
 
 
 def write_batch(
@@ -92,14 +78,13 @@ def write_batch(
 
 
 def ranks_of(mesh: Any, devices: int) -> tuple[int, int]:
-    """Processes of a mesh, and the number of them that split a batch; 1 where that is planned."""
+    """Return the processes of a mesh, and how many of them split a batch; 1 where it is planned."""
     if mesh == "plan":
         return devices, 1
-    sizes = {axis: mesh.get(axis, 1) for axis in ("pp", "tp")}
+    pp, dp, tp = (mesh.get(axis, "auto") for axis in ("pp", "dp", "tp"))
     rest = 1
-    for size in sizes.values():
+    for size in (pp, tp):
         rest *= size if isinstance(size, int) and size > 0 else 1
-    dp = mesh.get("dp", "auto")
     if not isinstance(dp, int) or dp < 1:
         dp = max(1, devices // rest)
     return rest * dp, dp

@@ -7,7 +7,7 @@ from rich.console import Console
 from parallel3d.base import terminal
 from parallel3d.base.terminal import Column
 from parallel3d.plan.search.remedy import gib
-from parallel3d.scaling.ladder.hyperparameter_laws import LAWS
+from parallel3d.scaling.ladder.file import LAWS
 from parallel3d.scaling.ladder.plan import Ladder, Rung
 
 _COLUMNS = (
