@@ -11,9 +11,16 @@ from typing import Any
 import numpy as np
 
 from parallel3d.base.errors import ConfigError
-from parallel3d.scaling.checks import check
 from parallel3d.scaling.estimator import Estimator
-from parallel3d.scaling.fit import bounds_hit, condition_of, fit_law, misfit, noise_floor, residuals
+from parallel3d.scaling.fit import (
+    bounds_hit,
+    check,
+    condition_of,
+    fit_law,
+    misfit,
+    noise_floor,
+    residuals,
+)
 from parallel3d.scaling.laws import PARAMETRIC
 from parallel3d.scaling.points import Array, Points
 from parallel3d.scaling.result import Fit
@@ -54,7 +61,7 @@ class DecayModel:
 
 
 def best_params(base: Mapping[str, float], unique: Array) -> Array:
-    """The number of parameters for which `unique` tokens, seen once, are compute-optimal."""
+    """Return the number of parameters for which `unique` tokens, seen once, are compute-optimal."""
     alpha, beta = base["alpha"], base["beta"]
     scale = (alpha * base["A"] / (beta * base["B"])) ** (1 / (alpha + beta))
     found: Array = (unique * scale) ** (beta / alpha) * scale
@@ -79,7 +86,7 @@ def fit_decays(
     points: Points, estimator: Estimator, base: Mapping[str, float] | None = None, *,
     draws: int = 2000, seed: int = 0,
 ) -> Fit:  # fmt: skip
-    """R_D* and R_N* with bootstrap intervals; the other parameters are `base`'s.
+    """Return R_D* and R_N* with bootstrap intervals; the other parameters are `base`'s.
 
     Without a base, the parametric law is first fitted to the runs that repeat nothing. The
     intervals are of the two alone: those of the base are not among them. Raises ConfigError where
@@ -126,7 +133,7 @@ def _base(points: Points, estimator: Estimator) -> dict[str, float]:
     unique = points.tokens if points.unique is None else points.unique
     once = points.take(unique >= points.tokens * (1 - 1e-6))
     try:
-        check(once, PARAMETRIC.name, len(PARAMETRIC.parameters))
+        check(once, PARAMETRIC)
     except ConfigError as problem:
         raise ConfigError(
             f"the runs that repeat nothing, to which the law's base is fitted: {problem}; or give "

@@ -6,10 +6,9 @@ from typing import Any
 import numpy as np
 
 from parallel3d.base.errors import ConfigError
-from parallel3d.scaling.checks import SAME_BUDGET, check, groups
 from parallel3d.scaling.estimator import EXPONENTS, Estimator, Model, SumModel
 from parallel3d.scaling.laws import Law
-from parallel3d.scaling.points import Array, Points
+from parallel3d.scaling.points import SAME, SAME_BUDGET, Array, Points, groups
 from parallel3d.scaling.result import Fit
 
 SINGULAR = 1e9
@@ -30,7 +29,7 @@ def fit_law(
     held-out budgets, which takes a fit of its own. Raises ConfigError where the points cannot tell
     the parameters.
     """
-    check(points, law.name, len(law.parameters))
+    check(points, law)
     model, weights = _model(points, law, estimator), estimator.weights(points)
     starts = model.starts(weights)
     best, reached = estimator.search(model, starts, weights)
@@ -73,6 +72,40 @@ def fit_law(
         optimal=dict(zip("ND", map(float, exponents), strict=True)),
         optimal_samples=drawn, diagnostics=diagnostics,
     )  # fmt: skip
+
+
+def check(points: Points, law: Law) -> None:
+    """Raise ConfigError if the points cannot tell the law's parameters, whatever the fit says.
+
+    Two sizes say nothing of a curve with three unknowns, however many runs there are of each.
+    """
+    place, said = f"{len(points)} points", ""
+    if points.dropped:  # the likely reason for too few
+        said = ", ".join(f"{gone.row} ({gone.reason})" for gone in points.dropped[:4])
+        said = f"; dropped were {said}"
+    if len(points) < len(law.parameters):
+        raise ConfigError(
+            f"{place}: fewer than the {len(law.parameters)} parameters of the {law.name} law; add "
+            f"runs{said}"
+        )
+    values = {
+        "model sizes": points.params, "numbers of tokens": points.tokens,
+        "FLOP budgets": points.flops,
+        "ratios of tokens to parameters": points.tokens / points.params,
+    }  # fmt: skip
+    for what, least in law.needs.items():
+        found = groups(values[what], SAME_BUDGET if what == "FLOP budgets" else SAME)
+        if len(found) < least:
+            few = ", ".join(f"{values[what][group[0]]:.4g}" for group in found[:6])
+            raise ConfigError(
+                f"{place}: {len(found)} of {what} ({few}); the {law.name} law needs {least} or "
+                f"more; add runs with others{said}"
+            )
+    if np.ptp(np.log(points.loss)) < 1e-9:
+        raise ConfigError(
+            f"{place}: all have the loss {points.loss[0]:g}; give the loss of each run's end, with "
+            "all its digits"
+        )
 
 
 def _model(points: Points, law: Law, estimator: Estimator) -> SumModel:
@@ -124,7 +157,7 @@ def _bootstrap(
 def tells(points: Points, law: Law) -> bool:
     """Return True if the points can tell the law's parameters."""
     try:
-        check(points, law.name, len(law.parameters))
+        check(points, law)
     except ConfigError:
         return False
     return True
@@ -196,32 +229,25 @@ def misfit(rest: dict[str, Any]) -> list[str]:
 def _warnings(
     points: Points, law: Law, found: dict[str, Any], draws: int, brief: bool
 ) -> list[str]:
-    said = []
-    low, high = EXPONENTS
-    for name in found["bounds_hit"]:
-        bound = "0" if name in law.coefficients else f"a bound ({low:g} or {high:g})"
-        said.append(f"{name} ended at {bound}: the points do not tell it")
-    starts = found["starts"]
-    if starts["reached"] < starts["number"] // 4:
-        said.append(
-            f"{starts['reached']} of {starts['number']} starts reached the optimum: there are "
-            "others nearly as good, or it is flat"
-        )
-    if not found["converged"]:
-        said.append("the optimum had not converged when the steps ran out")
-    if found["condition"] > _POOR:
-        said.append(
-            f"condition {found['condition']:.1e}: parameters trade off against each other; read "
-            "the intervals, not the values"
-        )
-    if draws and not found["bootstrap"]["draws"]:
-        said.append(
-            f"no intervals: {len(points)} points are too few to resample for "
-            f"{len(law.parameters)} parameters"
-        )
-    if found["held_out"] is None and not brief:
-        said.append("no check on held-out budgets: the rest would be too few to fit")
-    said += misfit(found["residuals"])
-    if points.flops.max() < 10 * points.flops.min():
-        said.append("the budgets span less than a factor of 10: a forecast beyond them is a guess")
-    return said
+    starts, condition, (low, high) = found["starts"], found["condition"], EXPONENTS
+    bounds = {
+        name: "0" if name in law.coefficients else f"a bound ({low:g} or {high:g})"
+        for name in found["bounds_hit"]
+    }
+    said = {
+        f"{starts['reached']} of {starts['number']} starts reached the optimum: there are others "
+        "nearly as good, or it is flat": starts["reached"] < starts["number"] // 4,
+        "the optimum had not converged when the steps ran out": not found["converged"],
+        f"condition {condition:.1e}: parameters trade off against each other; read the intervals, "
+        "not the values": condition > _POOR,
+        f"no intervals: {len(points)} points are too few to resample for {len(law.parameters)} "
+        "parameters": draws and not found["bootstrap"]["draws"],
+        "no check on held-out budgets: the rest would be too few to fit":
+            found["held_out"] is None and not brief,
+        "the budgets span less than a factor of 10: a forecast beyond them is a guess":
+            points.flops.max() < 10 * points.flops.min(),
+    }  # fmt: skip
+    return [
+        *(f"{name} ended at {bound}: the points do not tell it" for name, bound in bounds.items()),
+        *misfit(found["residuals"]), *(text for text, is_true in said.items() if is_true),
+    ]  # fmt: skip

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 
 from parallel3d.scaling import frontier
-from parallel3d.scaling.checks import groups
+from parallel3d.scaling.frontier import profiles
 from parallel3d.scaling.laws import LAWS
-from parallel3d.scaling.profile import profiles
+from parallel3d.scaling.points import groups
 from parallel3d.scaling.result import Fit
 from parallel3d.scaling.runs import Curve
 from parallel3d.scaling.style import png, style

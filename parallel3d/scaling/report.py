@@ -18,7 +18,7 @@ from parallel3d.scaling.estimator import EXPONENTS
 from parallel3d.scaling.forecast import ONE_RUN, Forecast
 from parallel3d.scaling.laws import LAWS
 from parallel3d.scaling.plots import pictures
-from parallel3d.scaling.result import LEVEL, Fit, StoredFit, interval
+from parallel3d.scaling.result import LEVEL, Fit, interval
 from parallel3d.scaling.runs import Curve
 
 PAGE, PICTURES = "report.html", "report"
@@ -73,7 +73,7 @@ def parts(fit: Fit, settings: Mapping[str, str] | None = None) -> list[Part]:
             forecasts,
         ),
         Part("Choices", ("", ""), [*_choices(fit), *(settings or {}).items()], numeric=False),
-        Part("Rows that were left out", ("row", "why"), fit.dropped, numeric=False),
+        Part("Rows that were left out", ("row", "why"), fit.points.dropped, numeric=False),
     ]  # fmt: skip
     return [part for part in made if part.rows]
 
@@ -93,7 +93,7 @@ def summary(fit: Fit) -> str:
 
 def _parameters(fit: Fit) -> list[tuple[str, ...]]:
     found, errors, both = fit.diagnostics, fit.standard_errors, fit.intervals
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (name, f"{value:.6g}", "" if errors[name] is None else f"{errors[name]:.3g}",
          _range(both[name]))
         for name, value in fit.parameters.items()
@@ -173,16 +173,16 @@ def show_fit(fit: Fit, out: Console) -> None:
             for place, head in enumerate(part.heads)
         ]
         terminal.show(out, columns, part.rows[:_MOST] if part.heads[0] == "row" else part.rows)
-    if len(fit.dropped) > _MOST:
-        terminal.say(out, f"and {len(fit.dropped) - _MOST} more rows, which fit.json lists")
+    if len(fit.points.dropped) > _MOST:
+        terminal.say(out, f"and {len(fit.points.dropped) - _MOST} more rows, which fit.json lists")
     for warning in fit.diagnostics["warnings"]:
         terminal.say(out, f"WARNING: {warning}", "  ")
 
 
-def show_forecast(made: Forecast, fit: StoredFit, out: Console) -> None:
+def show_forecast(made: Forecast, fit: Fit, out: Console) -> None:
     """Print a forecast, and how far it reaches beyond the runs that it is made from."""
     spread = made.intervals
-    terminal.say(out, f"{fit.law} law of {len(fit.flops)} runs; {made.flops:.4g} FLOPs")
+    terminal.say(out, f"{fit.law} law of {len(fit.points)} runs; {made.flops:.4g} FLOPs")
     rows = [
         ("N", f"{made.params:.4g}", _range(spread["params"])),
         ("D", f"{made.tokens:.4g}", _range(spread["tokens"])),

@@ -119,7 +119,8 @@ def test_a_forecast_of_nothing(scaled, tmp_path, flags, words):
     (tmp_path / "runs.csv").write_text("{}")
     (tmp_path / "fit.json").write_text(
         '{"law": "parametric", "estimator": "", "parameters": {}, "samples": {}, "scatter": [], '
-        '"data": {"sha256": "", "params": [1], "tokens": [1], "flops": [1]}}'
+        '"objective": 0, "optimal_exponents": {}, "diagnostics": {}, "data": {"names": ["a"], '
+        '"params": [1], "tokens": [1], "flops": [1], "loss": [1]}}'
     )
     code, out, said = scaled("predict", "--fit", "fit.json", *flags)
     assert (code, out) == (2, "") and words in said and said.count("\n") == 1

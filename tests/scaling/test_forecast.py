@@ -13,7 +13,7 @@ from parallel3d.scaling.forecast import Forecast, forecast, judged, register
 from parallel3d.scaling.frontier import fit_frontier
 from parallel3d.scaling.laws import OVER_TRAINING, PARAMETRIC
 from parallel3d.scaling.power import fit_best
-from parallel3d.scaling.result import StoredFit, finite
+from parallel3d.scaling.result import Fit, finite
 from tests.scaling.cases import CHINCHILLA, chinchilla, points
 
 pytestmark = pytest.mark.pure
@@ -28,7 +28,7 @@ def stored(tmp_path):
     def store(fit):
         path = tmp_path / "fit.json"
         path.write_text(json.dumps(finite(fit.document())))
-        return StoredFit.read(path)
+        return Fit.read(path)
 
     return store
 

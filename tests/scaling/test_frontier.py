@@ -8,10 +8,9 @@ import pytest
 from parallel3d.base.errors import ConfigError
 from parallel3d.scaling.data_constrained import DECAYS, DecayModel, best_params, fit_decays
 from parallel3d.scaling.estimator import Estimator
-from parallel3d.scaling.frontier import envelope, fit_frontier, frontier_loss
+from parallel3d.scaling.frontier import Best, envelope, fit_frontier, frontier_loss, profiles
 from parallel3d.scaling.laws import PARAMETRIC
 from parallel3d.scaling.power import fit_best, power_law
-from parallel3d.scaling.profile import Best, profiles
 from tests.scaling.cases import CHINCHILLA, chinchilla, points
 
 pytestmark = pytest.mark.pure
@@ -35,7 +34,7 @@ def test_the_exponent_of_isoflop_profiles(method):
     assert held["worst_error"] < 1e-3 and held["params_ratio"] == pytest.approx(1, rel=0.03)
 
 
-@pytest.mark.parametrize("kind", ["huber", "likelihood", "squares"])
+@pytest.mark.parametrize("kind", ["huber", pytest.param("likelihood", marks=pytest.mark.slow)])
 def test_a_draw_searched_from_the_law_of_all_is_what_a_grid_finds(kind):
     random, estimator = np.random.default_rng(3), Estimator(kind)
     every = [Best(**best) for best in isoflop(chinchilla(sizes=9)).diagnostics["best"]]
@@ -64,23 +63,6 @@ def test_akima_finds_the_best_size_that_a_wide_parabola_misses():
               for p in profiles(runs)]  # fmt: skip
     assert bias["params_ratio"] == pytest.approx(np.exp(np.mean(np.log(ratios))), rel=1e-6)
     assert isoflop(runs, "parabola").optimal["N"] - 0.25 == pytest.approx(bias["N_exponent"])
-
-
-def test_the_least_of_an_interpolation_is_that_of_a_dense_look():
-    from scipy.interpolate import Akima1DInterpolator
-
-    random = np.random.default_rng(0)
-    for count in (4, 5, 12):
-        x = np.cumsum(random.uniform(0.1, 2, count))
-        y = (x - x.mean()) ** 2 + 0.3 * random.standard_normal(count)
-        curve, dense = Akima1DInterpolator(x, y), np.linspace(x[0], x[-1], 200_001)
-        (profile,) = profiles(points(np.exp(x), np.exp(-x), np.exp(y)))
-        best = profile.least("akima")
-        if 0 < (least := np.argmin(curve(dense))) < 200_000:
-            assert np.log(best.params) == pytest.approx(dense[least], abs=1e-4)
-            assert np.log(best.loss) == pytest.approx(curve(dense).min(), abs=1e-9)
-        else:
-            assert best is None
 
 
 def test_a_budget_whose_best_size_is_not_bracketed_is_left_out_by_name():

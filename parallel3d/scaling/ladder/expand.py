@@ -10,14 +10,16 @@ from typing import Any
 
 from parallel3d import models
 from parallel3d.base.errors import ConfigError
+from parallel3d.base.section import Problem, Problems
 from parallel3d.config import RunConfig
+from parallel3d.models.common import divisor_below
 from parallel3d.plan.search.plans import with_vocabulary
-from parallel3d.scaling.ladder.base import ranks_of, shared_model, write_batch
 from parallel3d.scaling.ladder.file import LAWS, LadderConfig, SizeConfig
 from parallel3d.scaling.ladder.sizes import model_of
 from parallel3d.scaling.points import FLOPS_PER_PARAM_AND_TOKEN
 from parallel3d.scaling.runs import ALL, PartCounts, count
 
+_OWN = ("steps", "max_tokens", "epochs", "lr_schedule", "stop_after")  # a ladder says these itself
 CONFIGS, TRUNKS = "configs", "trunks"  # folders of a ladder's directory
 _SIX = FLOPS_PER_PARAM_AND_TOKEN
 
@@ -68,6 +70,57 @@ class LadderRun:
         return Path(self.config.run.directory) / self.config.run.name
 
 
+def _shared_model(base: Mapping[str, Any], source: Path) -> dict[str, Any]:
+    """Return settings of the model that all sizes share, its vocabulary a number.
+
+    `source` is the ladder's file, for messages. Raises ConfigError where the base has no model or
+    no length of a sample, has settings that are the ladder's, or has something else than a block
+    where the ladder writes into one.
+    """
+    block = base.get("parallel3d")
+    model = block.get("model") if isinstance(block, dict) else None
+    if not isinstance(block, dict) or not isinstance(model, dict):
+        raise ConfigError(f'{source}: base: has no block "parallel3d" with a "model"; write both')
+    if found := list(_no_objects(base, block)):
+        raise Problems(found, str(source))
+    data, train = block.get("data"), block.get("train", {})
+    data = data if isinstance(data, dict) else {}
+    found = [
+        Problem(
+            f"base.parallel3d.train.{key}", train[key], "is the ladder's to say",
+            "remove it; see budgets and schedule",
+        )
+        for key in _OWN
+        if key in train
+    ]  # fmt: skip
+    own_tokenizer = data.get("tokenizer", "train") in ("train", "none")
+    vocab = model.get("vocab_size", "auto")
+    if vocab == "auto" and own_tokenizer:  # that of the tokenizer to train
+        vocab = data.get("vocab_size", 4096)
+    for path, value, rule in (
+        ("data.sequence_length", data.get("sequence_length"), "must be a number of tokens"),
+        ("model.vocab_size", vocab, "must be a number, the same for all sizes"),
+    ):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            found.append(Problem(f"base.parallel3d.{path}", value, rule, "write it"))
+    if found:
+        raise Problems(found, str(source))
+    return {**model, "vocab_size": vocab}
+
+
+def _no_objects(base: Mapping[str, Any], block: Mapping[str, Any]) -> Iterator[Problem]:
+    blocks = {key: block.get(key, {}) for key in ("train", "checkpoint", "run", "mesh")}
+    found = {f"base.parallel3d.{key}": value for key, value in blocks.items()}
+    found["base.optimizer"] = optimizer = base.get("optimizer", {})
+    if isinstance(optimizer, dict):
+        found["base.optimizer.params"] = optimizer.get("params", {})
+    for path, value in found.items():
+        is_mesh = path.endswith(".mesh")
+        if not isinstance(value, dict) and not (is_mesh and value == "plan"):
+            rule = 'must be an object, or "plan"' if is_mesh else "must be an object"
+            yield Problem(path, value, rule, "write {...}, or leave it out")
+
+
 @dataclass(frozen=True)
 class _Point:
     """One place of the ladder: a model, its tokens, and its place in the file for messages."""
@@ -98,7 +151,7 @@ def runs_of(ladder: LadderConfig, base: Mapping[str, Any], source: Path) -> list
     `base`: the config that they share; `source`: the ladder's file, for messages. Raises
     ConfigError for a size, a budget or a setting that makes no run.
     """
-    shared = shared_model(base, source)
+    shared = _shared_model(base, source)
     found: list[LadderRun] = []
     kind = ladder.budgets.kind
     for i, size in enumerate(ladder.sizes):
@@ -184,12 +237,12 @@ def _run(
     seq = block["data"]["sequence_length"]
     if (mesh := point.size.mesh or ladder.mesh) is not None:
         block["mesh"] = mesh
-    devices, dp = ranks_of(block.get("mesh", {}), point.size.devices or ladder.devices)
+    devices, dp = _ranks_of(block.get("mesh", {}), point.size.devices or ladder.devices)
     batch = max(1, round(batch_tokens / seq / dp)) * dp
     step_tokens = batch * seq
 
     def steps_of(tokens: float) -> int:
-        return max(1, round(tokens / step_tokens))
+        return int(max(1, round(tokens / step_tokens)))
 
     def before_cooldown(steps: int) -> int:
         return steps - max(1, ceil(ladder.schedule.cooldown * steps))
@@ -211,7 +264,7 @@ def _run(
         schedule |= {"type": "wsd", "decay_steps": steps - before}
     trunks = Path(ladder.directory) / TRUNKS
     trunk = trunk if done else ""  # a run that is too short has none
-    write_batch(raw, block, batch=batch, dp=dp, rate=rate)
+    _write_batch(raw, block, batch=batch, dp=dp, rate=rate)
     block["model"] = point.model.model_dump(mode="json")
     block["train"] = {
         "evaluate_samples": ALL, **block.get("train", {}), "steps": steps, "seed": seed,
@@ -252,3 +305,31 @@ def _power(number: float) -> str:
     """FLOPs for a name: 3e12."""
     mantissa, _, exponent = f"{number:.3g}".partition("e+")
     return f"{mantissa}e{int(exponent)}" if exponent else mantissa
+
+
+def _write_batch(
+    raw: dict[str, Any], block: dict[str, Any], *, batch: int, dp: int, rate: float
+) -> None:
+    """Write the learning rate and the global batch, in microbatches no larger than the base's."""
+    micro = raw.pop("train_micro_batch_size_per_gpu", None)
+    raw.pop("gradient_accumulation_steps", None)
+    raw["train_batch_size"] = batch
+    if block.get("mesh") != "plan":
+        share = batch // dp
+        most = micro if isinstance(micro, int) and micro > 0 else share
+        raw["train_micro_batch_size_per_gpu"] = divisor_below(share, min(most, share) + 1)
+    optimizer = raw.setdefault("optimizer", {"type": "AdamW", "params": {}})
+    optimizer.setdefault("params", {})["lr"] = float(f"{rate:.4g}")
+
+
+def _ranks_of(mesh: Any, devices: int) -> tuple[int, int]:
+    """Return the processes of a mesh, and how many of them split a batch; 1 where it is planned."""
+    if mesh == "plan":
+        return devices, 1
+    pp, dp, tp = (mesh.get(axis, "auto") for axis in ("pp", "dp", "tp"))
+    rest = 1
+    for size in (pp, tp):
+        rest *= size if isinstance(size, int) and size > 0 else 1
+    if not isinstance(dp, int) or dp < 1:
+        dp = max(1, devices // rest)
+    return rest * dp, dp

@@ -239,7 +239,7 @@ class LadderConfig(Section):
 
 
 def load(name: str) -> tuple[LadderConfig, dict[str, Any], Path]:
-    """The ladder in a file (or in configs/ under that name), its base config, and the file.
+    """Return the ladder in a file (or in configs/ under that name), its base config, and the file.
 
     Raises ConfigError that lists all that is wrong.
     """
