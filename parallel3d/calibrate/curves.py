@@ -45,7 +45,7 @@ _PRODUCTS: dict[str, Bounds] = {
 }  # fmt: skip
 _FLASH: dict[str, Bounds] = {"flash": (0.005, 3.0), "flash_backward": (0.02, 5.0)}
 _TRAFFIC: dict[str, Bounds] = {"traffic": (0.005, 20.0)}
-# Whole steps alone tell these. Of one process, until the gradients are reduced: memory-bound work
+# Whole steps alone tell these. For one process, until the gradients are reduced: memory-bound work
 # as the model has it, passes over whole gradients, and the program's own time.
 _ONE: dict[str, Bounds] = {
     "traffic": (0.005, 20.0), "optimizer": (0.005, 20.0), "overhead_per_layer": (1e-6, 0.1),
@@ -53,7 +53,7 @@ _ONE: dict[str, Bounds] = {
 }  # fmt: skip
 _UPDATE: dict[str, Bounds] = {"overhead_per_param": (1e-7, 0.1), "overhead_per_step": (1e-6, 1.0)}
 _CROWD = "crowd"  # no curve: by how much the program's own time is longer among several
-# Of several: the cost of gathers and collectives in a step.
+# For several: the cost of gathers and collectives in a step.
 _SEVERAL: dict[str, Bounds] = {
     "link": (0.02, 5.0), "latency": (0.5, 5.0), "overhead_per_collective": (1e-7, 0.1),
     "overhead_per_message": (1e-7, 0.1), _CROWD: (1.0, 2.0),
@@ -263,7 +263,7 @@ def _with_adam(hardware: Hardware, device: Figure, host: Figure) -> Hardware:
 
 
 def _applied(values: Mapping[str, float], hardware: Hardware) -> tuple[Curves, Hardware]:
-    """Curves and hardware by what `fit_program` fits."""
+    """Return curves and hardware with the values that `fit_program` fits."""
     crowd = values[_CROWD]
     known = {name: value for name, value in values.items() if name != _CROWD}
     fitted = Curves(**{**known, **{name: values[name] * crowd for name in _OWN}})

@@ -75,7 +75,7 @@ def set_threads(mesh: Mesh) -> None:
 
 
 def clock_of(mesh: Mesh) -> Callable[[], float]:
-    """The clock that times computing on a device; on one thread, that thread's own CPU time."""
+    """Return the clock that times computing; on one thread, that thread's own CPU time."""
     single = mesh.device.type == "cpu" and torch.get_num_threads() == 1
     return time.thread_time if single else time.perf_counter
 
@@ -93,9 +93,9 @@ class Timer:
         self.clock = clock_of(mesh)
 
     def seconds(self, run: Callable[[], object]) -> float:
-        """The least time of one `run`, over `effort.seconds` and at least 3 times.
+        """Return the least time of one `run`, over `effort.seconds` and at least 3 times.
 
-        What else the machine does only adds to it; the other ranks run all the while.
+        Other work of the machine only adds to it; the other ranks run all the while.
         """
         run()
         self.mesh.barrier()
@@ -119,7 +119,7 @@ class Timer:
 
 
 def measure_device(mesh: Mesh, effort: Effort, say: Callable[[str], None]) -> dict[str, Any]:
-    """Measurements of this rank's device, as a Measured in JSON.
+    """Return measurements of this rank's device, as a Measured in JSON.
 
     Collective: the ranks measure the same things at the same time, since they may share a machine.
     """
@@ -146,7 +146,7 @@ def measure_device(mesh: Mesh, effort: Effort, say: Callable[[str], None]) -> di
 
 
 def describe(mesh: Mesh) -> tuple[str, float]:
-    """The name of a device, and the bytes of memory that one rank has."""
+    """Return the name of a device, and the bytes of memory that one rank has."""
     if mesh.device.type == "cpu":
         return "", psutil.virtual_memory().total / mesh.local_size
     backend = torch.get_device_module(mesh.device)

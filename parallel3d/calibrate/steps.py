@@ -40,7 +40,7 @@ class SmallRun(NamedTuple):
         return pp * dp * tp
 
     def config(self) -> RunConfig:
-        """The resolved config of the run."""
+        """Return the resolved config of the run."""
         pp, dp, tp = self.mesh
         model = {
             "family": self.family, "hidden_size": self.hidden, "num_hidden_layers": self.layers,

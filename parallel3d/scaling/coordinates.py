@@ -1,4 +1,4 @@
-"""How sizes of activations go with the width: slopes, a table and a picture of them.
+"""Sizes of activations over the width: their slopes, a table and a picture.
 
 A coordinate check (arXiv:2203.03466, appendix D.1): under muP every activation, and what a few
 steps of training change of it, is as large in a wide model as in a narrow one.

@@ -108,7 +108,7 @@ def _akima_least(x: Array, y: Array) -> tuple[float, float] | None:
 def envelope(points: Points) -> list[Best]:
     """Return the runs that no run of as few FLOPs or fewer beats, the cheapest left out.
 
-    Of the end of each run alone: a loss on the way of a schedule that decays is no loss of a
+    Only the end of each run counts: a loss on the way of a schedule that decays is no loss of a
     shorter run. The cheapest run is best among one.
     """
     order = np.lexsort((points.loss, points.flops))

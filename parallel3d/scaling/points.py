@@ -14,7 +14,7 @@ from parallel3d.scaling.run_table import Table, number
 
 Array = npt.NDArray[np.float64]
 FLOPS_PER_PARAM_AND_TOKEN = 6
-"""Of forward and backward: C = 6ND (arXiv:2001.08361, section 2.1)."""
+"""C = 6ND, forward and backward (arXiv:2001.08361, section 2.1)."""
 DIVERGED = 2.0
 """A loss so many times that of a smaller model on fewer tokens is of a run that diverged."""
 SAME = 1e-3  # sizes and tokens that differ by less, relative, are one
@@ -27,7 +27,7 @@ NAMES = {
     "standard_error": ("held_out_standard_error",),
     "unique": ("corpus_unique_tokens",),
 }
-"""What a column is called where no flag names it; the first that a table has."""
+"""Names of a column where no flag names it; the first that a table has is taken."""
 FLAGS = {
     "params": "--n-column", "tokens": "--d-column", "flops": "--flops-column",
     "loss": "--loss-column", "standard_error": "--error-column", "unique": "--unique-column",
@@ -104,7 +104,7 @@ def points_of(
 
     `named`: column of params, tokens, flops, loss, standard_error and unique, where a flag names
     it. `others`: flags and names of further columns of numbers above 0. `drop_largest`: so many
-    points of the largest losses are left out, too. Of params, tokens and flops any two are enough
+    points of the largest losses are left out, too. Any two of params, tokens and flops are enough
     (C = 6ND). Raises ConfigError for a column that is missing, or where no row can be used.
     """
     columns = _columns(table, named)

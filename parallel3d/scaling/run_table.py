@@ -21,7 +21,7 @@ class Table:
     rows: tuple[Mapping[str, Any], ...]
     names: tuple[str, ...]
     left_out: tuple[tuple[str, str], ...] = ()
-    """What of the source is no row at all, and why."""
+    """Parts of the source that are no row at all, and why."""
 
     def column(self, flag: str, name: str) -> str:
         """Return the column called `name`; ConfigError names the columns that exist."""

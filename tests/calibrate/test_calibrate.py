@@ -33,7 +33,7 @@ def figures_of(value, place=""):
 
 
 def planted(ranks, speed=1e11):
-    """What `ranks` would measure on a machine of planted figures."""
+    """Return what `ranks` measure on a machine of planted figures."""
     measured = Measured(memory_bytes=8e9, bandwidth=2e10, adam_params=2e8)
     measured.host_adam_params, measured.host_adam, measured.host_copy = 5e8, "an Adam", 1e10
     shapes = [(s, s, s) for s in (64, 128, 256, 512, 1024)] + [(128, 1024, 64), (512, 64, 2048)]

@@ -23,7 +23,7 @@ SQUARES = Estimator("squares")
 
 @pytest.fixture
 def stored(tmp_path):
-    """What is read back of a fit."""
+    """Give a fit as it is read back from its file."""
 
     def store(fit):
         path = tmp_path / "fit.json"

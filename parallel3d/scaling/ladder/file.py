@@ -174,7 +174,7 @@ class LadderConfig(Section):
     """A ladder: sizes x budgets of one family, on one corpus."""
 
     base: Annotated[Any, PlainValidator(_base)]
-    """What all runs share: a run's config without sizes and length, or its file's name, relative to
+    """A run's config that all runs share, without sizes and length, or its file's name, relative to
     the ladder's folder."""
     directory: PathText = Field(min_length=1)
     """Folder of the runs, relative to the working directory; of this ladder alone."""
@@ -205,7 +205,7 @@ class LadderConfig(Section):
 
     @property
     def is_forked(self) -> bool:
-        """Whether each size has a trunk, and its budgets are forks of it."""
+        """True if each size has a trunk, and its budgets are forks of it."""
         return self.schedule.type == "forks"
 
     @model_validator(mode="after")
