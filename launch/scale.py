@@ -14,9 +14,7 @@ import sys
 from parallel3d.base import terminal
 from parallel3d.base.arguments import Parser
 from parallel3d.base.errors import Parallel3DError
-from parallel3d.scaling import command
-from parallel3d.scaling import coordinates_command as coordinates
-from parallel3d.scaling.ladder import command as ladders
+from parallel3d.scaling import command, coordinates
 
 DONE, FAILED, BAD_INPUT = 0, 1, 2  # exit codes; scripts rely on them; of `run` also 1 and 3
 
@@ -36,8 +34,7 @@ def main() -> int:
 
 def plan(args: argparse.Namespace) -> int:
     """Print a ladder's runs with sizes, tokens, FLOPs, mesh, memory and hours; write nothing."""
-    from parallel3d.scaling.ladder.plan import ladder_of
-    from parallel3d.scaling.ladder.show import show, to_json
+    from parallel3d.scaling.ladder.plan import ladder_of, show, to_json
 
     console = terminal.console(args.json)
     ladder = ladder_of(args.ladder)
@@ -50,12 +47,11 @@ def plan(args: argparse.Namespace) -> int:
 def run(args: argparse.Namespace) -> int:
     """Train the runs of a ladder that are not finished; 1 where one failed, 3 where one stopped."""
     from parallel3d.scaling.ladder.execute import execute
-    from parallel3d.scaling.ladder.show import show, to_json
+    from parallel3d.scaling.ladder.plan import ladder_of, show, to_json
 
     console = terminal.console(args.json)
     if args.emit:
         from parallel3d.scaling.ladder import slurm
-        from parallel3d.scaling.ladder.plan import ladder_of
 
         code, ladder = DONE, ladder_of(args.ladder)
         files = slurm.write(ladder)
@@ -70,22 +66,21 @@ def run(args: argparse.Namespace) -> int:
 
 def fit(args: argparse.Namespace) -> int:
     """Fit a law, print it, and write fit.json."""
+    from parallel3d.scaling.report import show_fit
     from parallel3d.scaling.result import finite
-    from parallel3d.scaling.show import show_fit
 
     console = terminal.console(args.json)
     found = command.fit(args)
-    report = finite(found.to_json())
-    show_fit(report, console)
+    show_fit(found, console)
     console.print(f"written: {', '.join(map(str, command.write(found, args)))}")
     if args.json:
-        print(json.dumps(report))
+        print(json.dumps(finite(found.to_json())))
     return DONE
 
 
 def predict(args: argparse.Namespace) -> int:
     """Forecast a run from a fit, and register the forecast if asked to."""
-    from parallel3d.scaling.show import show_forecast
+    from parallel3d.scaling.report import show_forecast
 
     console = terminal.console(args.json)
     made, stored, path = command.predict(args)
@@ -116,8 +111,8 @@ def parse_args() -> argparse.Namespace:
     parser = Parser(__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, add, words in (
-        ("plan", ladders.add_plan, "print the runs of a ladder, and what they take"),
-        ("run", ladders.add_run, "train the runs of a ladder that are not finished"),
+        ("plan", command.add_plan, "print the runs of a ladder, and what they take"),
+        ("run", command.add_run, "train the runs of a ladder that are not finished"),
         ("fit", command.add_fit, "fit a law to runs"),
         ("predict", command.add_predict, "forecast a run from a fit"),
         ("coordcheck", coordinates.add, "see whether activations depend on the width"),

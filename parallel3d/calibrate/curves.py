@@ -4,11 +4,13 @@ What is fitted calls the planner's own formulas, so that a plan of what was meas
 measured, as far as the formulas can.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from math import exp
 from typing import Any
 
-from parallel3d.calibrate.fit import Bounds, fit, fit_line
+import numpy as np
+
 from parallel3d.calibrate.steps import SmallRun, Timed
 from parallel3d.config.hardware import Cores, Figure, Hardware, Link
 from parallel3d.model.spec import Attention, MatMul
@@ -23,68 +25,93 @@ from parallel3d.plan.time.operators import (
 )
 from parallel3d.plan.time.step import step_time
 
-# What data sheets leave open is in the figures of a Hardware that is measured.
+Bounds = tuple[float, float]
+_PRIOR = 0.05  # how much a parameter that nothing determines stays where it was
+_STEP = 1e-4  # of the logarithm of a parameter, for gradients
+_MOST = 40  # steps of a fit
 _TRIED = "a value that the fit tries"
-_MEASURED = {
-    "datasheet": 1.0,
-    "link": 1.0,
-    "network": 1.0,
-    "latency": 1.0,
-    "host": 1.0,
-    "overhead_per_collective": 1e-6,
+# The figures of a Hardware that is measured have in them what data sheets leave open.
+_MEASURED = dict.fromkeys(("datasheet", "link", "network", "latency", "host"), 1.0) | {
+    "overhead_per_collective": 1e-6
 }
 # Cores have no waves of tiles to speak of, nor a queue of kernels; what there is, the fit finds.
 _ON_CPU = {
-    "wave": 100.0,
-    "depth": 5.0,
-    "flash": 0.5,
-    "traffic": 0.5,
-    "optimizer": 0.1,
-    "overhead_per_collective": 1e-5,
-    "overhead_per_gather": 2e-4,
-    "overhead_per_message": 2e-4,
-}
+    "wave": 100.0, "depth": 5.0, "flash": 0.5, "traffic": 0.5, "optimizer": 0.1,
+    "overhead_per_collective": 1e-5, "overhead_per_gather": 2e-4, "overhead_per_message": 2e-4,
+}  # fmt: skip
 _PRODUCTS: dict[str, Bounds] = {
-    "matmul": (0.05, 1.2),
-    "wave": (1.0, 1e8),
-    "depth": (0.1, 1e4),
+    "matmul": (0.05, 1.2), "wave": (1.0, 1e8), "depth": (0.1, 1e4),
     "overhead_per_operator": (1e-7, 1e-3),
-}
+}  # fmt: skip
 _FLASH: dict[str, Bounds] = {"flash": (0.005, 3.0), "flash_backward": (0.02, 5.0)}
 _TRAFFIC: dict[str, Bounds] = {"traffic": (0.005, 20.0)}
-# What only whole steps tell. Of one process, until the gradients are reduced: memory-bound work as
-# the model has it, passes over whole gradients, and the program's own time.
+# Whole steps alone tell these. For one process, until the gradients are reduced: memory-bound work
+# as the model has it, passes over whole gradients, and the program's own time.
 _ONE: dict[str, Bounds] = {
-    "traffic": (0.005, 20.0),
-    "optimizer": (0.005, 20.0),
-    "overhead_per_layer": (1e-6, 0.1),
-    "overhead_per_action": (1e-6, 0.1),
-    "overhead_per_gather": (1e-7, 0.1),
-}
+    "traffic": (0.005, 20.0), "optimizer": (0.005, 20.0), "overhead_per_layer": (1e-6, 0.1),
+    "overhead_per_action": (1e-6, 0.1), "overhead_per_gather": (1e-7, 0.1),
+}  # fmt: skip
 _UPDATE: dict[str, Bounds] = {"overhead_per_param": (1e-7, 0.1), "overhead_per_step": (1e-6, 1.0)}
 _CROWD = "crowd"  # no curve: by how much the program's own time is longer among several
-# Of several: what gathers and collectives cost in a step.
+# For several: the cost of gathers and collectives in a step.
 _SEVERAL: dict[str, Bounds] = {
-    "link": (0.02, 5.0),
-    "latency": (0.5, 5.0),
-    "overhead_per_collective": (1e-7, 0.1),
-    "overhead_per_message": (1e-7, 0.1),
-    _CROWD: (1.0, 2.0),
-}
+    "link": (0.02, 5.0), "latency": (0.5, 5.0), "overhead_per_collective": (1e-7, 0.1),
+    "overhead_per_message": (1e-7, 0.1), _CROWD: (1.0, 2.0),
+}  # fmt: skip
 _OWN = (
-    "overhead_per_layer",
-    "overhead_per_action",
-    "overhead_per_gather",
-    "overhead_per_param",
+    "overhead_per_layer", "overhead_per_action", "overhead_per_gather", "overhead_per_param",
     "overhead_per_step",
-)
+)  # fmt: skip
+
+
+def fit(
+    start: Mapping[str, float],
+    bounds: Mapping[str, Bounds],
+    predict: Callable[[Mapping[str, float]], Sequence[float]],
+    measured: Sequence[float],
+) -> dict[str, float]:
+    """Return the positive parameters within `bounds` whose predictions are nearest to `measured`.
+
+    Least squares of log(predicted / measured) by Levenberg and Marquardt's method, over the
+    logarithms of the parameters; each is drawn a little to its start, so that what the
+    measurements do not determine stays.
+    """
+    names = list(bounds)
+    low, high = (np.log([bounds[name][i] for name in names]) for i in (0, 1))
+    origin = np.clip(np.log([max(start[name], 1e-12) for name in names]), low, high)
+    wanted = np.log(np.asarray(measured, dtype=float))
+
+    def residuals(x: np.ndarray) -> np.ndarray:
+        values = {name: exp(value) for name, value in zip(names, x, strict=True)}
+        predicted = np.asarray(predict({**start, **values}), dtype=float)
+        return np.concatenate([np.log(predicted) - wanted, _PRIOR * (x - origin)])
+
+    x, damping = origin, 1e-2
+    now = residuals(x)
+    for _ in range(_MOST):
+        moved = [residuals(x + _STEP * row) for row in np.eye(len(names))]
+        jacobian = np.stack([(there - now) / _STEP for there in moved], axis=1)
+        normal = jacobian.T @ jacobian
+        change = np.linalg.solve(normal + damping * np.eye(len(names)), -jacobian.T @ now)
+        candidate = np.clip(x + np.clip(change, -1, 1), low, high)
+        there = residuals(candidate)
+        better = float(there @ there) < float(now @ now)
+        if better:
+            gained = float(now @ now) - float(there @ there)
+            x, now, damping = candidate, there, damping / 3
+            if gained < 1e-9:
+                break
+        else:
+            damping *= 5
+            if damping > 1e8:
+                break
+    return {**start, **{name: exp(value) for name, value in zip(names, x, strict=True)}}
 
 
 def fit_link(links: Mapping[str, Sequence[tuple[int, float]]], ranks: int) -> tuple[float, float]:
-    """Bandwidth and latency that explain the timings of all collectives best."""
-    gathers = [(size * (ranks - 1) / ranks, seconds) for size, seconds in links["all_gather"]]
-    latency, bandwidth = fit_line(gathers)
-    rows = [(kind, size, s) for kind, timed in links.items() for size, s in timed]
+    """Return the bandwidth and latency that explain the timings of all collectives best."""
+    size, seconds = max(links["all_gather"])
+    rows = [(kind, size, seconds) for kind, timed in links.items() for size, seconds in timed]
     curves = Curves(**{**asdict(Curves()), **_MEASURED})
 
     def predict(values: Mapping[str, float]) -> list[float]:
@@ -92,7 +119,7 @@ def fit_link(links: Mapping[str, Sequence[tuple[int, float]]], ranks: int) -> tu
         return [_transfer(kind, size, ranks, hardware, curves) for kind, size, _ in rows]
 
     found = fit(
-        {"bandwidth": bandwidth, "latency": max(latency, 1e-7)},
+        {"bandwidth": size / seconds, "latency": min(seconds for *_, seconds in rows)},
         {"bandwidth": (1e6, 1e13), "latency": (1e-8, 1.0)},
         predict,
         [seconds for *_, seconds in rows],
@@ -107,54 +134,56 @@ def _transfer(kind: Any, size: int, ranks: int, hardware: Hardware, curves: Curv
 
 
 def _with_link(bandwidth: float, latency: float) -> Hardware:
-    one = Figure(value=1.0, source="none: it cancels out")
-    link = Link(
-        bandwidth=Figure(value=bandwidth, source=_TRIED),
-        latency=Figure(value=latency, source=_TRIED),
-    )
+    one, rate, wait = (Figure(value=value, source=_TRIED) for value in (1.0, bandwidth, latency))
+    link = Link(bandwidth=rate, latency=wait)
     return Hardware(name="", device_names=(), peak_flops={}, memory_bytes=one, link=link)
 
 
 def fit_curves(together: Sequence[Mapping[str, Any]], hardware: Hardware, on_gpu: bool) -> Curves:
-    """Fitted efficiency curves of matrix products, attention and memory-bound operators.
+    """Return fitted efficiency curves of matrix products, attention and memory-bound operators.
 
     On a GPU the others are those of published runs.
     """
-    start = asdict(fitted()) | _MEASURED if on_gpu else asdict(Curves()) | _MEASURED | _ON_CPU
     first = together[0]
-    products = [
-        (MatMul(m, k, n), dtype, seconds)
-        for dtype, rows in first["matmul"].items()
-        for m, k, n, seconds in rows
-        if dtype != "fp16" or "bf16" not in first["matmul"]
-    ]
-    values = fit(
-        start,
+    values = asdict(fitted()) | _MEASURED if on_gpu else asdict(Curves()) | _MEASURED | _ON_CPU
+
+    def improve(
+        bounds: dict[str, Bounds], seconds_of: Callable[..., float], rows: list[tuple[Any, float]]
+    ) -> dict[str, float]:
+        return fit(
+            values,
+            bounds,
+            lambda v: [seconds_of(Curves(**v), *row) for row, _ in rows],
+            [seconds for _, seconds in rows],
+        )
+
+    values = improve(
         _PRODUCTS,
-        lambda v: [matmul_seconds(p, t, hardware, Curves(**v)) for p, t, _ in products],
-        [seconds for *_, seconds in products],
-    )
-    heads = [
-        (Attention(b, h, h, s, size), backward, seconds[backward])
-        for b, h, s, size, *seconds in first["attention"]
-        for backward in (False, True)
-        if seconds[backward] > 0
-    ]
-    dtype: Any = "bf16" if on_gpu else "fp32"
-    values = fit(
-        values,
-        _FLASH,
-        lambda v: [
-            attention_seconds(a, dtype, hardware, Curves(**v), ENGINE, back) for a, back, _ in heads
+        lambda curves, product, dtype: matmul_seconds(product, dtype, hardware, curves),
+        [
+            ((MatMul(m, k, n), dtype), seconds)
+            for dtype, rows in first["matmul"].items()
+            for m, k, n, seconds in rows
+            if dtype != "fp16" or "bf16" not in first["matmul"]
         ],
-        [seconds for *_, seconds in heads],
     )
-    moves = [(size // 4, seconds) for _, size, seconds in first["traffic"]]
-    values = fit(
-        values,
+    dtype: Any = "bf16" if on_gpu else "fp32"
+    values = improve(
+        _FLASH,
+        lambda curves, attention, backward: attention_seconds(
+            attention, dtype, hardware, curves, ENGINE, backward
+        ),
+        [
+            ((Attention(b, h, h, s, size), backward), seconds[backward])
+            for b, h, s, size, *seconds in first["attention"]
+            for backward in (False, True)
+            if seconds[backward] > 0
+        ],
+    )
+    values = improve(
         _TRAFFIC,
-        lambda v: [traffic_seconds(n, "fp32", hardware, Curves(**v)) for n, _ in moves],
-        [seconds for _, seconds in moves],
+        lambda curves, numel: traffic_seconds(numel, "fp32", hardware, curves),
+        [((size // 4,), seconds) for _, size, seconds in first["traffic"]],
     )
     return Curves(**values)
 
@@ -162,10 +191,10 @@ def fit_curves(together: Sequence[Mapping[str, Any]], hardware: Hardware, on_gpu
 def fit_program(
     curves: Curves, hardware: Hardware, timed: Mapping[SmallRun, Timed]
 ) -> tuple[Curves, Hardware]:
-    """The curves with the host program's own time, fitted to the steps of small runs.
+    """Return the curves with the host program's own time, fitted to the steps of small runs.
 
-    The hardware comes with the rates at which the whole update goes, norm and clipping included,
-    for those of Adam alone, and with the factor on the program's time of a process alone.
+    The hardware comes with the rates of the whole update, norm and clipping included, in place of
+    those of Adam alone, and with the factor on the program's time of a process alone.
     """
     settings = {run: Setting.from_config(run.config()) for run in timed}
     alone = {settings[run]: one for run, one in timed.items() if run.ranks == 1}
@@ -173,29 +202,31 @@ def fit_program(
     values = {**asdict(curves), _CROWD: 1.0}
     hardware, values = _fit_updates(values, hardware, alone)
 
-    def one(v: Mapping[str, float]) -> list[float]:
-        fitted, there = _applied(v, _without_adam(hardware))
-        return [step_time(setting, there, fitted).seconds for setting in alone]
+    never = Figure(value=1e18, source="none: no limit")
 
-    def all_of_them(v: Mapping[str, float]) -> list[float]:
-        fitted, there = _applied(v, hardware)
-        return [step_time(setting, there, fitted).seconds for setting in several]
+    def steps(v: Mapping[str, float], machine: Hardware, of: Sequence[Setting]) -> list[float]:
+        fitted, there = _applied(v, machine)
+        return [step_time(setting, there, fitted).seconds for setting in of]
 
     if alone:
         # What the program does once a step is in the update, and in the reduction before it.
         after = {name: values[name] for name in _UPDATE}
         reduced = [t.seconds - t.update for t in alone.values()]
-        values = fit(values, {**_ONE, **_UPDATE}, one, reduced)
+        no_adam = _with_adam(hardware, never, never)
+        values = fit(values, {**_ONE, **_UPDATE}, lambda v: steps(v, no_adam, list(alone)), reduced)
         values |= {name: values[name] + after[name] for name in _UPDATE}
     if several:
-        values = fit(values, _SEVERAL, all_of_them, [t.seconds for t in several.values()])
+        values = fit(
+            values, _SEVERAL, lambda v: steps(v, hardware, list(several)),
+            [t.seconds for t in several.values()],
+        )  # fmt: skip
     return _applied(values, hardware)
 
 
 def _fit_updates(
     values: dict[str, float], hardware: Hardware, alone: Mapping[Setting, Timed]
 ) -> tuple[Hardware, dict[str, float]]:
-    """The parameters a second that `engine.step` updates, and its own time besides.
+    """Return the hardware with parameters a second that `engine.step` updates, and its own time.
 
     It takes the norm, clips, runs Adam and copies the weights back. The rates are those of the
     largest models, the program's time is that of the small ones.
@@ -222,19 +253,17 @@ def _fit_updates(
 
     if small:
         values = fit(values, _UPDATE, predict, list(small.values()))
-    host = hardware.host.model_copy(update={"adam_params": rates["cpu"]})
-    return hardware.model_copy(update={"adam_params": rates["none"], "host": host}), values
+    return _with_adam(hardware, rates["none"], rates["cpu"]), values
 
 
-def _without_adam(hardware: Hardware) -> Hardware:
+def _with_adam(hardware: Hardware, device: Figure, host: Figure) -> Hardware:
     assert hardware.host
-    never = Figure(value=1e18, source="none: no limit")
-    host = hardware.host.model_copy(update={"adam_params": never})
-    return hardware.model_copy(update={"adam_params": never, "host": host})
+    changed = hardware.host.model_copy(update={"adam_params": host})
+    return hardware.model_copy(update={"adam_params": device, "host": changed})
 
 
 def _applied(values: Mapping[str, float], hardware: Hardware) -> tuple[Curves, Hardware]:
-    """Curves and hardware by what `fit_program` fits."""
+    """Return curves and hardware with the values that `fit_program` fits."""
     crowd = values[_CROWD]
     known = {name: value for name, value in values.items() if name != _CROWD}
     fitted = Curves(**{**known, **{name: values[name] * crowd for name in _OWN}})

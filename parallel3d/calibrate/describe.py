@@ -9,8 +9,9 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import date
-from math import isfinite
+from math import inf
 from pathlib import Path
+from statistics import fmean, geometric_mean
 from typing import Any
 
 import psutil
@@ -19,9 +20,7 @@ import torch
 from parallel3d.base.atomic import replace_text
 from parallel3d.base.errors import TrainingError
 from parallel3d.calibrate.curves import fit_curves, fit_link, fit_program
-from parallel3d.calibrate.device import Effort, measure_device, set_threads
-from parallel3d.calibrate.fit import typical
-from parallel3d.calibrate.links import measure_links
+from parallel3d.calibrate.device import Effort, measure_device, measure_links, set_threads
 from parallel3d.calibrate.steps import SmallRun, Timed, small_runs, time_steps
 from parallel3d.config.hardware import Cores, Figure, Hardware, Host, Link, recognise, user_folder
 from parallel3d.mesh.mesh import Mesh
@@ -39,7 +38,14 @@ def calibrate(say: Say = print, path: Path | None = None, effort: Effort | None 
     `say` hears what is measured and what comes out. The file appears whole or not at all. Raises
     TrainingError, and writes nothing, where something that a plan needs cannot be measured.
     """
-    effort, path = effort or Effort(), path or _own_file()
+    effort = effort or Effort()
+    if path is None:
+        path = user_folder() / f"{NAME}.json"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            why = f"{error.strerror}; set XDG_CONFIG_HOME to a folder that is yours"
+            raise TrainingError(f"cannot write {path}: {why}") from None
     if not os.access(path.parent, os.W_OK):
         raise TrainingError(f"cannot write {path}: give a folder that is there, and yours")
     on_gpu, ranks = _devices()
@@ -66,25 +72,19 @@ def calibrate(say: Say = print, path: Path | None = None, effort: Effort | None 
     _check(hardware.model_dump())
     numbers = {name: _rounded(value) for name, value in asdict(curves).items()}
     hardware = hardware.model_copy(update={"curves": numbers})
-    _write(hardware, path)
+    text = hardware.model_dump_json(indent=2, exclude_none=True)
+    try:
+        replace_text(path, f"{text}\n", shared=True)
+    except OSError as error:
+        raise TrainingError(f"cannot write {path}: {error}") from None
     for line in summary(hardware, together[0]["left_out"]):
         say(line)
     say(f"written to {path}")
     return hardware
 
 
-def _own_file() -> Path:
-    path = user_folder() / f"{NAME}.json"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        why = f"{error.strerror}; set XDG_CONFIG_HOME to a folder that is yours"
-        raise TrainingError(f"cannot write {path}: {why}") from None
-    return path
-
-
 def summary(hardware: Hardware, left_out: Sequence[str] = ()) -> list[str]:
-    """The figures of a machine as lines of text."""
+    """Return the figures of a machine as lines of text."""
     assert hardware.memory_bandwidth and hardware.adam_params and hardware.host
     products = hardware.matmul_flops.items()
     lines = [
@@ -102,7 +102,7 @@ def summary(hardware: Hardware, left_out: Sequence[str] = ()) -> list[str]:
 
 
 def _devices() -> tuple[bool, int]:
-    """Whether they are GPUs (or other accelerators), and how many processes to measure with."""
+    """Return True for GPUs (or other accelerators), and the number of processes to measure with."""
     if torch.accelerator.is_available():
         return True, torch.accelerator.device_count()
     # Two on a single core: there is no other way to measure what is between ranks.
@@ -127,24 +127,20 @@ def _on_rank(rank: int, ranks: int, effort: Effort) -> dict[str, Any]:
     return measured
 
 
-def _source(note: str = "") -> str:
-    return f"measured on {date.today().isoformat()} by parallel3d plan --calibrate{note}"
-
-
 def _rounded(value: float) -> float:
     return float(f"{value:.4g}")
 
 
 def _figure(value: float, note: str = "") -> Figure:
-    return Figure(value=_rounded(value), source=_source(note))
+    source = f"measured on {date.today().isoformat()} by parallel3d plan --calibrate{note}"
+    return Figure(value=_rounded(value), source=source)
 
 
 def _describe(together: Rows, alone: Rows, on_gpu: bool) -> Hardware:
-    """What the ranks measured, without the link and the curves."""
+    """Return what the ranks measured, without the link and the curves."""
 
     def mean(name: str) -> float:
-        total: float = sum(row[name] for row in together)
-        return total / len(together)
+        return fmean(row[name] for row in together)
 
     first = together[0]
     flops = {
@@ -173,24 +169,27 @@ def _describe(together: Rows, alone: Rows, on_gpu: bool) -> Hardware:
 
 
 def _cores(together: Rows, alone: Rows) -> Cores | None:
+    """Return by how much a process alone is faster than all of them at once."""
     if not alone:
         return None
-    ratios = {
-        "matmul": [
-            by_itself[-1] / among[-1]
-            for dtype, rows in alone[0]["matmul"].items()
-            for by_itself, among in zip(rows, together[0]["matmul"].get(dtype, ()), strict=False)
-        ]
+    one, among = alone[0], together[0]
+    pairs = {
+        kind: [*zip(one[kind], among[kind], strict=False)] for kind in ("attention", "traffic")
     }
-    for kind in ("attention", "traffic"):
-        pairs = zip(alone[0][kind], together[0][kind], strict=False)
-        ratios[kind] = [by_itself[-1] / among[-1] for by_itself, among in pairs]
-    factors = {kind: _figure(min(1.0, typical(values))) for kind, values in ratios.items()}
+    pairs["matmul"] = [
+        pair
+        for dtype, rows in one["matmul"].items()
+        for pair in zip(rows, among["matmul"].get(dtype, ()), strict=False)
+    ]
+    factors = {
+        kind: _figure(min(1.0, geometric_mean(a[-1] / b[-1] for a, b in rows)))
+        for kind, rows in pairs.items()
+    }
     return Cores(count=_figure(len(together)), alone=factors)
 
 
 def _steps(ranks: int, effort: Effort) -> Iterator[tuple[SmallRun, Timed]]:
-    """Small training runs, alone and on all processes, and the least seconds of their steps."""
+    """Yield small runs, alone and on all processes, with the least seconds of their steps."""
     chosen = small_runs(ranks)[: effort.small_runs]
     for world_size in (ranks, 1):
         runs = [run for run in chosen if run.ranks == world_size]
@@ -199,30 +198,16 @@ def _steps(ranks: int, effort: Effort) -> Iterator[tuple[SmallRun, Timed]]:
             yield run, Timed(*map(min, zip(*steps, strict=True)))
 
 
-def _check(measured: Any) -> None:
-    """Raises TrainingError unless every figure is a positive number."""
-    for place, value in _numbers("", measured):
-        if not (isfinite(value) and value > 0):
-            raise TrainingError(
-                f"cannot calibrate: {place} came out as {value:g}; nothing is written. Leave the "
-                "machine alone meanwhile, and try again"
-            )
-
-
-def _numbers(place: str, value: Any) -> Iterator[tuple[str, float]]:
-    if isinstance(value, Mapping):
-        for name, inner in value.items():
-            yield from _numbers(f"{place}.{name}".lstrip("."), inner)
-    elif isinstance(value, Sequence) and not isinstance(value, str):
-        for inner in value:
-            yield from _numbers(place, inner)
-    elif isinstance(value, (int, float)) and not isinstance(value, bool):
-        yield place, float(value)
-
-
-def _write(hardware: Hardware, path: Path) -> None:
-    text = hardware.model_dump_json(indent=2, exclude_none=True)
-    try:
-        replace_text(path, f"{text}\n", shared=True)
-    except OSError as error:
-        raise TrainingError(f"cannot write {path}: {error}") from None
+def _check(measured: Any, place: str = "") -> None:
+    """Raise TrainingError unless every figure is a positive number."""
+    if isinstance(measured, Mapping):
+        for name, inner in measured.items():
+            _check(inner, f"{place}.{name}".lstrip("."))
+    elif isinstance(measured, Sequence) and not isinstance(measured, str):
+        for inner in measured:
+            _check(inner, place)
+    elif type(measured) in (int, float) and not 0 < measured < inf:
+        raise TrainingError(
+            f"cannot calibrate: {place} came out as {measured:g}; nothing is written. Leave the "
+            "machine alone meanwhile, and try again"
+        )

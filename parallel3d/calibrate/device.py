@@ -1,49 +1,44 @@
-"""Measurement of what one rank of this machine computes and moves, on CPU or GPU."""
+"""Measurement of what the ranks of this machine compute and move, on CPU or GPU."""
 
 import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from math import inf
+from itertools import cycle
 from typing import Any
 
 import psutil
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from parallel3d.engine.operators import load_cpu_adam, make_optimizer
 from parallel3d.mesh.mesh import Mesh
+from parallel3d.mesh.transfer import all_gather_single, reduce_scatter_single
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# Batch, heads, seq, head size.
-_ATTENTIONS = (
-    (2, 4, 64, 64),
-    (2, 4, 128, 64),
-    (2, 8, 256, 64),
-    (1, 8, 512, 64),
-    (2, 8, 1024, 64),
+_ATTENTIONS = (  # batch, heads, seq, head size
+    (2, 4, 64, 64), (2, 4, 128, 64), (2, 8, 256, 64), (1, 8, 512, 64), (2, 8, 1024, 64),
     (2, 16, 2048, 128),
-)
+)  # fmt: skip
 _BATCH = 0.002  # seconds of operators that are timed as one
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "send")
+SIZES = tuple(4 * 1024 * 4**i for i in range(8))  # bytes of a gathered tensor, 4 KiB to 64 MiB
 _HOPELESS = 0.05  # seconds of a product of 256 x 256: no such type in this device's hardware
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How long and how large the measurements are.
+    """Length and size of the measurements."""
 
-    `seconds` for each figure; operators up to the `longest` (in seconds) and the `largest` (in
-    rows); Adam on so many parameters; `steps` of so many small training runs.
-    """
-
-    seconds: float = 0.06
-    longest: float = 0.12
-    largest: int = 8192
+    seconds: float = 0.06  # of each figure
+    longest: float = 0.12  # seconds of an operator
+    largest: int = 8192  # rows of an operator
     adam_params: int = 4_000_000
     copied_bytes: int = 64 * 2**20
-    steps: int = 6
+    steps: int = 6  # of each small training run
     small_runs: int = 100
 
 
@@ -52,29 +47,25 @@ QUICK = Effort(0.002, 0.005, 128, 50_000, 2**20, 1, 2)  # enough to see that eve
 
 @dataclass
 class Measured:
-    """Measurements of one rank; each list has rows that end in seconds."""
+    """Measurements of one rank; rates are a second, and each list has rows that end in seconds.
+
+    `matmul`: (m, k, n, seconds) by dtype. `attention`: (batch, heads, seq, head size, seconds
+    forward, seconds backward). `traffic`: (operator, bytes read and written, seconds).
+    `bandwidth`: bytes read and written by a large copy. `left_out`: what could not be measured,
+    with the reason.
+    """
 
     device_name: str = ""
     memory_bytes: float = 0.0
-    threads: int = 1
     matmul: dict[str, list[tuple[int, int, int, float]]] = field(default_factory=dict)
-    """(m, k, n, seconds) by dtype."""
     attention: list[tuple[int, int, int, int, float, float]] = field(default_factory=list)
-    """(batch, heads, seq, head size, seconds forward, seconds backward)."""
     traffic: list[tuple[str, int, float]] = field(default_factory=list)
-    """(operator, bytes read and written, seconds)."""
     bandwidth: float = 0.0
-    """Bytes a second of a large copy, read and written."""
     adam_params: float = 0.0
-    """Parameters a second of the device's Adam."""
     host_adam_params: float = 0.0
-    """Parameters a second of the CPU's Adam."""
-    host_adam: str = ""
-    """Which Adam that is."""
+    host_adam: str = ""  # the name of the CPU's Adam
     host_copy: float = 0.0
-    """Bytes a second between host and device."""
     left_out: list[str] = field(default_factory=list)
-    """What could not be measured, with the reason."""
 
 
 def set_threads(mesh: Mesh) -> None:
@@ -84,9 +75,14 @@ def set_threads(mesh: Mesh) -> None:
 
 
 def clock_of(mesh: Mesh) -> Callable[[], float]:
-    """The clock that times computing on a device; on one thread, that thread's own CPU time."""
+    """Return the clock that times computing; on one thread, that thread's own CPU time."""
     single = mesh.device.type == "cpu" and torch.get_num_threads() == 1
     return time.thread_time if single else time.perf_counter
+
+
+def slowest(mesh: Mesh, seconds: float) -> float:
+    """Return the largest of all ranks' seconds, so that each rank comes to the same answer."""
+    return max(row[0] for row in mesh.gather_floats([seconds]))
 
 
 class Timer:
@@ -97,9 +93,9 @@ class Timer:
         self.clock = clock_of(mesh)
 
     def seconds(self, run: Callable[[], object]) -> float:
-        """The least time of one `run`, over `effort.seconds` and at least 3 times.
+        """Return the least time of one `run`, over `effort.seconds` and at least 3 times.
 
-        What else the machine does only adds to it; the other ranks run all the while.
+        Other work of the machine only adds to it; the other ranks run all the while.
         """
         run()
         self.mesh.barrier()
@@ -123,32 +119,34 @@ class Timer:
 
 
 def measure_device(mesh: Mesh, effort: Effort, say: Callable[[str], None]) -> dict[str, Any]:
-    """Measurements of this rank's device, as a Measured in JSON.
+    """Return measurements of this rank's device, as a Measured in JSON.
 
     Collective: the ranks measure the same things at the same time, since they may share a machine.
     """
     timer, result = Timer(mesh, effort), Measured()
     result.device_name, result.memory_bytes = describe(mesh)
-    result.threads = torch.get_num_threads()
     for name, dtype in DTYPES.items():
         say(f"matrix products in {name}")
         try:
             result.matmul[name] = list(_matmuls(timer, dtype))
         except RuntimeError as error:
-            result.left_out.append(f"matrix products in {name}: {_first_line(error)}")
+            why = (str(error).splitlines() or [repr(error)])[0]
+            result.left_out.append(f"matrix products in {name}: {why}")
     say("attention and memory-bound operators")
     result.attention = list(_attention(timer))
     result.traffic = list(_traffic(timer))
     result.bandwidth = _bandwidth(timer)
     say("Adam on the device and on the host")
     result.adam_params = _adam(timer, mesh.device, cpu_adam=False)
-    result.host_adam, result.host_adam_params = _host_adam(timer, say)
+    built = load_cpu_adam(mesh, say)
+    result.host_adam = "DeepSpeed's CPU Adam" if built else "torch's AdamW on the CPU"
+    result.host_adam_params = _adam(timer, torch.device("cpu"), cpu_adam=built)
     result.host_copy = _host_copy(timer)
     return asdict(result)
 
 
 def describe(mesh: Mesh) -> tuple[str, float]:
-    """The name of a device, and the bytes of memory that one rank has."""
+    """Return the name of a device, and the bytes of memory that one rank has."""
     if mesh.device.type == "cpu":
         return "", psutil.virtual_memory().total / mesh.local_size
     backend = torch.get_device_module(mesh.device)
@@ -158,14 +156,13 @@ def describe(mesh: Mesh) -> tuple[str, float]:
 
 def _matmuls(timer: Timer, dtype: torch.dtype) -> Iterator[tuple[int, int, int, float]]:
     probe = timer.seconds(_product(256, 256, 256, dtype, timer.device))
-    # Every rank must come to the same answer.
-    if max(row[0] for row in timer.mesh.gather_floats([probe])) > _HOPELESS:
+    if slowest(timer.mesh, probe) > _HOPELESS:
         raise RuntimeError(f"256 x 256 x 256 takes {1e3 * probe:.0f} ms")
     size, seconds = 64, 0.0
     while size <= timer.effort.largest and 8 * seconds <= timer.effort.longest:
         for shape in ((size, size, size), (size, 4 * size, size), (2 * size, size // 2, 4 * size)):
             seconds = timer.seconds(_product(*shape, dtype, timer.device))
-            seconds = max(row[0] for row in timer.mesh.gather_floats([seconds]))
+            seconds = slowest(timer.mesh, seconds)
             yield *shape, seconds
         size *= 2
 
@@ -173,44 +170,33 @@ def _matmuls(timer: Timer, dtype: torch.dtype) -> Iterator[tuple[int, int, int, 
 def _product(
     m: int, k: int, n: int, dtype: torch.dtype, device: torch.device
 ) -> Callable[[], Tensor]:
-    """A product as a linear layer has it; its weights take turns, so that no cache holds them."""
-    weights = max(1, min(16, 2**24 // (k * n)))
+    """Return a linear layer's product; its weights take turns, so that no cache holds them."""
     x = torch.randn(m, k, device=device).to(dtype)
-    ws = [torch.randn(n, k, device=device).to(dtype) for _ in range(weights)]
-    turn = [0]
-
-    def run() -> Tensor:
-        turn[0] = (turn[0] + 1) % weights
-        return x @ ws[turn[0]].t()
-
-    return run
+    count = max(1, min(16, 2**24 // (k * n)))
+    weights = cycle([torch.randn(n, k, device=device).to(dtype) for _ in range(count)])
+    return lambda: x @ next(weights).t()
 
 
 def _attention(timer: Timer) -> Iterator[tuple[int, int, int, int, float, float]]:
     dtype = torch.float32 if timer.device.type == "cpu" else torch.bfloat16
     seconds = 0.0
-    for batch, heads, seq, size in _ATTENTIONS:
-        if seconds > timer.effort.longest / 8 or seq > timer.effort.largest:
+    for shape in _ATTENTIONS:
+        if seconds > timer.effort.longest / 8 or shape[2] > timer.effort.largest:
             return
-        shape = (batch, heads, seq, size)
-        q, k, v = (torch.randn(shape, device=timer.device, dtype=dtype) for _ in range(3))
+        q, k, v, grad = (torch.randn(shape, device=timer.device, dtype=dtype) for _ in range(4))
         for x in (q, k, v):
             x.requires_grad_()
-        grad = torch.randn_like(q)
+        forward = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
+        there = timer.seconds(forward)
+        both = timer.seconds(partial(_there_and_back, forward, (q, k, v), grad))
+        seconds = slowest(timer.mesh, both)
+        yield *shape, there, max(both - there, 0.1 * there)
 
-        def forward(q: Tensor = q, k: Tensor = k, v: Tensor = v) -> Tensor:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-        def both(
-            run: Callable[[], Tensor] = forward,
-            inputs: tuple[Tensor, ...] = (q, k, v),
-            grad: Tensor = grad,
-        ) -> object:
-            return torch.autograd.grad(run(), inputs, grad)
-
-        there, there_and_back = timer.seconds(forward), timer.seconds(both)
-        seconds = max(row[0] for row in timer.mesh.gather_floats([there_and_back]))
-        yield *shape, there, max(there_and_back - there, 0.1 * there)
+def _there_and_back(
+    forward: Callable[[], Tensor], inputs: tuple[Tensor, ...], grad: Tensor
+) -> object:
+    return torch.autograd.grad(forward(), inputs, grad)
 
 
 def _traffic(timer: Timer) -> Iterator[tuple[str, int, float]]:
@@ -243,27 +229,61 @@ def _adam(timer: Timer, device: torch.device, cpu_adam: bool) -> float:
     return count / timer.seconds(optimizer.step)
 
 
-def _host_adam(timer: Timer, say: Callable[[str], None]) -> tuple[str, float]:
-    built = load_cpu_adam(timer.mesh, say)
-    name = "DeepSpeed's CPU Adam" if built else "torch's AdamW on the CPU"
-    return name, _adam(timer, torch.device("cpu"), cpu_adam=built)
-
-
 def _host_copy(timer: Timer) -> float:
-    """The slower of the two directions."""
-    size = timer.effort.copied_bytes
-    on_gpu = timer.device.type != "cpu"
+    """Return bytes a second in the slower of the two directions."""
+    size, on_gpu = timer.effort.copied_bytes, timer.device.type != "cpu"
     host = torch.ones(size // 4, pin_memory=on_gpu)
     device = torch.empty(size // 4, device=timer.device)
-    slowest = -inf
-    for target, source in ((device, host), (host, device)):
-
-        def copy(target: Tensor = target, source: Tensor = source) -> Tensor:
-            return target.copy_(source, non_blocking=on_gpu)
-
-        slowest = max(slowest, timer.seconds(copy))
-    return size / slowest
+    pairs = ((device, host), (host, device))
+    return size / max(timer.seconds(partial(a.copy_, b, non_blocking=on_gpu)) for a, b in pairs)
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [repr(error)])[0]
+def measure_links(
+    mesh: Mesh, effort: Effort, say: Callable[[str], None]
+) -> dict[str, list[tuple[int, float]]]:
+    """Return (bytes, seconds) by size for each collective over all ranks, and a send between two.
+
+    Bytes are of the whole, gathered tensor. Collective; seconds are the slowest rank's.
+    """
+    results: dict[str, list[tuple[int, float]]] = {}
+    for kind in KINDS:
+        say(f"{kind} between {mesh.size('world')} ranks")
+        rows = results[kind] = []
+        for size in SIZES:
+            rows.append((size, _collective_seconds(_collective(kind, size, mesh), mesh, effort)))
+            # A line needs two sizes, however slow a busy machine is.
+            if len(rows) > 1 and 4 * rows[-1][1] > effort.longest:
+                break
+    return results
+
+
+def _collective_seconds(run: Callable[[], object], mesh: Mesh, effort: Effort) -> float:
+    run()
+    taken: list[float] = []
+    while len(taken) < 3 or (sum(taken) < effort.seconds and len(taken) < 20):
+        mesh.barrier()
+        torch.get_device_module(mesh.device).synchronize()
+        start = time.perf_counter()
+        run()
+        torch.get_device_module(mesh.device).synchronize()
+        # The same on each rank, so that all stop together.
+        mine = time.perf_counter() - start
+        taken.append(slowest(mesh, mine))
+    return min(taken)
+
+
+def _collective(kind: str, size: int, mesh: Mesh) -> Callable[[], Any]:
+    group, ranks, coord = mesh.group("world"), mesh.size("world"), mesh.coord("world")
+    part = torch.ones(max(1, size // 4 // ranks), device=mesh.device)
+    whole = torch.ones(len(part) * ranks, device=mesh.device)
+    if kind == "all_reduce":
+        return partial(dist.all_reduce, whole, group=group)
+    if kind == "all_gather":
+        return partial(all_gather_single, whole, part, group=group)
+    if kind == "reduce_scatter":
+        return partial(reduce_scatter_single, part, whole, group=group)
+    if coord == 0:
+        return partial(dist.send, whole, group=group, group_dst=1)
+    if coord == 1:
+        return partial(dist.recv, whole, group=group, group_src=0)
+    return lambda: None

@@ -2,13 +2,12 @@
 
 import gc
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from parallel3d.calibrate.device import clock_of, set_threads
+from parallel3d.calibrate.device import clock_of, set_threads, slowest
 from parallel3d.config import RunConfig
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.pipeline.executor import Microbatch
@@ -20,8 +19,7 @@ HEAD_SIZE = 64
 class SmallRun(NamedTuple):
     """A small training run to time: sizes under the names of the config's keys."""
 
-    mesh: tuple[int, int, int]
-    """pp, dp, tp."""
+    mesh: tuple[int, int, int]  # pp, dp, tp
     zero: int
     hidden: int
     layers: int
@@ -42,8 +40,17 @@ class SmallRun(NamedTuple):
         return pp * dp * tp
 
     def config(self) -> RunConfig:
-        """The resolved config of the run."""
+        """Return the resolved config of the run."""
         pp, dp, tp = self.mesh
+        model = {
+            "family": self.family, "hidden_size": self.hidden, "num_hidden_layers": self.layers,
+            "num_attention_heads": max(1, self.hidden // HEAD_SIZE),
+            "max_position_embeddings": self.seq, "vocab_size": self.vocab,
+        }  # fmt: skip
+        # Tokens are drawn at random; nothing is read.
+        data = {
+            "source": "python-stdlib", "sequence_length": self.seq, "vocab_size": self.vocab,
+        }  # fmt: skip
         raw = {
             "train_micro_batch_size_per_gpu": self.micro,
             "gradient_accumulation_steps": self.microbatches,
@@ -51,62 +58,45 @@ class SmallRun(NamedTuple):
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
             "bf16": {"enabled": self.precision == "bf16"},
             "zero_optimization": {
-                "stage": self.zero,
-                "offload_optimizer": {"device": self.offload},
+                "stage": self.zero, "offload_optimizer": {"device": self.offload},
                 # Small parameters are sharded, too, as those of a large model would be.
                 "stage3_param_persistence_threshold": 0,
             },
             "parallel3d": {
-                "mesh": {"pp": pp, "dp": dp, "tp": tp},
+                "mesh": {"pp": pp, "dp": dp, "tp": tp}, "model": model, "data": data,
                 "pipeline": {
-                    "schedule": self.schedule,
-                    "activation_checkpointing": self.recompute,
-                },
-                "model": {
-                    "family": self.family,
-                    "hidden_size": self.hidden,
-                    "num_hidden_layers": self.layers,
-                    "num_attention_heads": max(1, self.hidden // HEAD_SIZE),
-                    "max_position_embeddings": self.seq,
-                    "vocab_size": self.vocab,
-                },
-                # Tokens are drawn at random; nothing is read.
-                "data": {
-                    "source": "python-stdlib",
-                    "sequence_length": self.seq,
-                    "vocab_size": self.vocab,
+                    "schedule": self.schedule, "activation_checkpointing": self.recompute,
                 },
                 "train": {"steps": 1},
             },
-        }
+        }  # fmt: skip
         return RunConfig.from_dict(raw, f"the run {self}").resolve(self.ranks)
 
     def __str__(self) -> str:
         pp, dp, tp = self.mesh
-        extra = [
-            text
-            for text, told in (
-                (f"offload {self.offload}", self.offload != "none"),
-                (f"recompute {self.recompute}", self.recompute != "none"),
-                (self.schedule, self.mesh[0] > 1),
-                (self.precision, self.precision != "fp32"),
-            )
-            if told
+        said = [
+            f"{pp}x{dp}x{tp}",
+            f"ZeRO-{self.zero}",
+            f"{self.family} {self.hidden} x {self.layers}",
         ]
-        sizes = f"{self.family} {self.hidden} x {self.layers}"
-        return ", ".join([f"{pp}x{dp}x{tp}", f"ZeRO-{self.zero}", sizes, *extra])
+        said += [f"offload {self.offload}"] * (self.offload != "none")
+        said += [f"recompute {self.recompute}"] * (self.recompute != "none")
+        said += [self.schedule] * (pp > 1) + [self.precision] * (self.precision != "fp32")
+        return ", ".join(said)
 
 
 class Timed(NamedTuple):
-    """Seconds of a training step of a run, on its slowest rank."""
+    """Seconds of a training step of a run, on its slowest rank.
+
+    `update`: after the gradients are reduced: norm, clipping, Adam, new weights.
+    """
 
     seconds: float
     update: float
-    """Of these, after the gradients are reduced: norm, clipping, Adam, new weights."""
 
 
 def small_runs(ranks: int) -> list[SmallRun]:
-    """Small runs that tell the host program's own time, on one process and on `ranks` of them.
+    """Return small runs that tell the host program's own time, on one process and on `ranks`.
 
     Each differs from another in little: layers, microbatches, gathers, parameters, width.
     """
@@ -145,7 +135,7 @@ def small_runs(ranks: int) -> list[SmallRun]:
 def time_steps(
     rank: int, runs: Sequence[SmallRun], steps: int, own_time: bool = False
 ) -> list[list[Timed]]:
-    """Seconds of `steps` training steps of each run, on this rank.
+    """Return seconds of `steps` training steps of each run.
 
     The runs take turns, step by step, so that whatever disturbs the machine disturbs all alike;
     one round comes first. All take as many ranks as there are. `own_time`: of a process alone
@@ -153,12 +143,16 @@ def time_steps(
     """
     built = [_build(run) for run in runs]
     taken: list[list[Timed]] = [[] for _ in runs]
-    with _without_collection():
+    gc.collect()
+    gc.disable()  # many engines in one process make it slow
+    try:
         for step in range(1 + steps):
             for one, times in zip(built, taken, strict=True):
                 found = _step(*one, step, own_time)
                 if step > 0:
                     times.append(found)
+    finally:
+        gc.enable()
     return taken
 
 
@@ -175,8 +169,7 @@ def _step(
     parts.engine.step(lr)
     backend.synchronize()
     end = now()
-    everyone = mesh.gather_floats([end - start, end - reduced])
-    return Timed(max(row[0] for row in everyone), max(row[1] for row in everyone))
+    return Timed(slowest(mesh, end - start), slowest(mesh, end - reduced))
 
 
 def _build(run: SmallRun) -> tuple[Mesh, Assembly, list[Microbatch], float]:
@@ -187,14 +180,3 @@ def _build(run: SmallRun) -> tuple[Mesh, Assembly, list[Microbatch], float]:
     text = torch.randint(run.vocab, shape, device=mesh.device)
     batch = [Microbatch(t[:, :-1].contiguous(), t[:, 1:].contiguous()) for t in text]
     return mesh, parts, batch, config.optimizer.params.lr
-
-
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """No garbage is collected meanwhile: many engines in one process make that slow."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()

@@ -1,17 +1,31 @@
-"""How sizes of activations go with the width: slopes, what of them must be flat, and a picture.
+"""Sizes of activations over the width: their slopes, a table and a picture.
 
 A coordinate check (arXiv:2203.03466, appendix D.1): under muP every activation, and what a few
 steps of training change of it, is as large in a wide model as in a narrow one.
 """
 
+import argparse
+import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
+from rich.console import Console
 
+from parallel3d.base import terminal
+from parallel3d.base.arguments import Parser, output_file, whole_number
+from parallel3d.base.errors import ConfigError
+from parallel3d.base.terminal import Column
+from parallel3d.config import RunConfig
+from parallel3d.model.parametrization import parametrization_of
 from parallel3d.scaling import style
+from parallel3d.scaling.command import NO_EXTRA
+from parallel3d.scaling.result import finite
 
+WIDTHS = (64, 128, 256, 512)
 MOST = 0.1  # of |slope| where the theory says that there is none
 START, TRAINED, CHANGE = "start", "trained", "change"
 LOGITS = "head.output"
@@ -21,14 +35,16 @@ Sizes = Mapping[str, Mapping[str, float]]
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer's slopes, by measure: log size over log width, the mean over the seeds."""
+    """One layer's slopes by measure: log size over log width, the mean over the seeds.
+
+    `errors`: standard errors of these means, NaN of one seed. `sizes`: for each width, the
+    geometric mean over the seeds.
+    """
 
     name: str
     slopes: Mapping[str, float]
     errors: Mapping[str, float]
-    """By measure: the standard error of that mean; NaN of one seed."""
     sizes: Mapping[str, tuple[float, ...]]
-    """By measure, for each width: the geometric mean over the seeds."""
 
     @property
     def claimed(self) -> tuple[str, ...]:
@@ -42,33 +58,27 @@ class Layer:
     @property
     def slope(self) -> float:
         """The steepest of those that are claimed to be flat; NaN where a size is not finite."""
-        return float(self.slopes[self.steepest])
-
-    @property
-    def steepest(self) -> str:
-        """The measure that has the steepest slope of those that are claimed to be flat."""
         slopes = [self.slopes[measure] for measure in self.claimed]
-        return self.claimed[int(np.argmax(np.abs(slopes)))]  # of a NaN it is its place
+        return slopes[int(np.argmax(np.abs(slopes)))]  # a NaN is the largest
 
     @property
     def flat(self) -> bool:
-        """Whether none of them is steeper than the tolerance."""
+        """True if none of them is steeper than the tolerance."""
         return abs(self.slope) <= MOST
 
     @property
     def undecided(self) -> bool:
-        """Whether a slope is beyond the tolerance by less than two of its standard errors."""
-        return not self.flat and all(
-            abs(self.slopes[measure]) - 2 * self.errors[measure] <= MOST
-            for measure in self.claimed
-            if not abs(self.slopes[measure]) <= MOST
-        )
+        """True if slopes are beyond the tolerance by less than two of their standard errors."""
+        steep = [m for m in self.claimed if not abs(self.slopes[m]) <= MOST]
+        beyond = [abs(self.slopes[m]) - 2 * self.errors[m] for m in steep]
+        return bool(steep) and all(least <= MOST for least in beyond)
 
     def to_json(self) -> dict[str, Any]:
-        """The layer as JSON: name, steepest claimed slope, if it is flat, all slopes and sizes."""
-        own = {"name": self.name, "slope": self.slope, "flat": self.flat}
-        slopes = {"slopes": dict(self.slopes), "standard_errors": dict(self.errors)}
-        return {**own, **slopes, "sizes": dict(self.sizes)}
+        """Return what --json prints of the layer."""
+        return {
+            "name": self.name, "slope": self.slope, "flat": self.flat, "slopes": dict(self.slopes),
+            "standard_errors": dict(self.errors), "sizes": dict(self.sizes),
+        }  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -81,23 +91,24 @@ class CoordinateCheck:
 
     @property
     def passed(self) -> bool:
-        """Whether every layer is flat that is to be."""
+        """True if every layer is flat that is to be."""
         return all(layer.flat for layer in self.layers)
 
     @property
     def undecided(self) -> bool:
-        """Whether all that is not flat may be noise of the seeds; more of them would tell."""
+        """True if all that is not flat may be noise of the seeds; more of them would tell."""
         return not self.passed and all(layer.flat or layer.undecided for layer in self.layers)
 
     def to_json(self) -> dict[str, Any]:
-        """What --json prints; a slope that is no number is null."""
-        layers = [layer.to_json() for layer in self.layers]
-        own = {"passed": self.passed, "widths": list(self.widths), "seeds": self.seeds}
-        return {**own, "layers": layers}
+        """Return what --json prints; a slope that is no number is null."""
+        return {
+            "passed": self.passed, "widths": list(self.widths), "seeds": self.seeds,
+            "layers": [layer.to_json() for layer in self.layers],
+        }  # fmt: skip
 
 
 def slopes(found: Mapping[int, Sequence[Sizes]]) -> CoordinateCheck:
-    """The check of what was measured: of each width the sizes of the same number of seeds.
+    """Return the check of what was measured: of each width the sizes of as many seeds.
 
     All have the same layers. A size of 0, which no logarithm has, makes the slope NaN.
     """
@@ -107,63 +118,94 @@ def slopes(found: Mapping[int, Sequence[Sizes]]) -> CoordinateCheck:
     x -= x.mean()
     layers = []
     for name, measures in found[widths[0]][0].items():
-        logs = {  # [widths, seeds]
-            measure: np.array(
-                [[_log(seed[name][measure]) for seed in found[width]] for width in widths]
-            )
-            for measure in measures
-        }
-        of_seeds = {measure: x @ y / (x @ x) for measure, y in logs.items()}
-        layers.append(
-            Layer(
-                name,
-                slopes={m: float(each.mean()) for m, each in of_seeds.items()},
-                errors={m: _standard_error(each) for m, each in of_seeds.items()},
-                sizes={m: tuple(map(float, np.exp(y.mean(1)))) for m, y in logs.items()},
-            )
-        )
+        means, errors, typical = dict[str, float](), dict[str, float](), {}
+        for measure in measures:
+            sizes = np.array([[seed[name][measure] for seed in found[width]] for width in widths])
+            logs = np.log(np.where((sizes > 0) & (sizes < np.inf), sizes, np.nan))
+            each = x @ logs / (x @ x)
+            means[measure] = float(each.mean())
+            errors[measure] = float(each.std(ddof=1) / seeds**0.5) if seeds > 1 else np.nan
+            typical[measure] = tuple(np.exp(logs.mean(axis=1)).tolist())
+        layers.append(Layer(name, means, errors, typical))
     return CoordinateCheck(widths, tuple(layers), seeds)
 
 
-def _standard_error(values: Any) -> float:
-    return float(values.std(ddof=1) / len(values) ** 0.5) if len(values) > 1 else float("nan")
-
-
-def _log(size: float) -> float:
-    return float(np.log(size)) if 0 < size < np.inf else float("nan")
-
-
 def draw(checks: Mapping[str, CoordinateCheck]) -> bytes:
-    """A PNG: a row for each check by its title, a column for each measure, a line a layer."""
+    """Return a PNG: a row for each check, a column for each measure, a line for each layer."""
+    titles = {START: "at the start", TRAINED: "after training", CHANGE: "change by training"}
+    rows = len(checks)
     with style.style() as plt:
-        titles = {START: "at the start", TRAINED: "after training", CHANGE: "change by training"}
-        rows = len(checks)
         figure, grid = plt.subplots(
-            rows, 3, figsize=(8.4, 2.7 * rows + 0.4), squeeze=False, sharex=True,
-            constrained_layout=True,
-        )  # fmt: skip
+            rows, 3, figsize=(8.4, 2.7 * rows + 0.4), squeeze=False, sharex=True
+        )
         for row, (title, check) in zip(grid, checks.items(), strict=True):
+            colours = plt.cm.viridis(np.linspace(0, 0.92, len(check.layers)))
             for axes, (measure, words) in zip(row, titles.items(), strict=True):
-                _lines(axes, check, measure)
-                axes.set_title(f"{title}: {words}")
+                for layer, colour in zip(check.layers, colours, strict=True):
+                    line = ".-" if measure in layer.claimed else ".:"
+                    axes.plot(check.widths, layer.sizes[measure], line, color=colour, lw=1)
+                axes.set(xscale="log", yscale="log", title=f"{title}: {words}")
+                axes.set_xticks(check.widths, map(str, check.widths))
+                axes.minorticks_off()
             row[0].set_ylabel("mean |activation|")
         for axes in grid[-1]:
             axes.set_xlabel("width")
-        names = [layer.name for layer in next(iter(checks.values())).layers]
-        figure.legend(
-            grid[0][0].get_lines(), names, loc="outside lower center", ncols=4, fontsize=7
-        )
+        names = [layer.name for layer in check.layers]
+        lines = grid[0][0].get_lines()
+        figure.legend(lines, names, loc="outside lower center", ncols=4, fontsize=7)
         return style.png(plt, figure)
 
 
-def _lines(axes: Any, check: CoordinateCheck, measure: str) -> None:
-    import matplotlib
+def add(parser: Parser) -> None:
+    """Add the flags of `coordcheck`; what else is on the command line are settings by path."""
+    parser.add_config()
+    parser.add_argument(
+        "--widths", type=whole_number(), nargs="+", default=list(WIDTHS), metavar="N",
+        help=f"else {' '.join(map(str, WIDTHS))}",
+    )  # fmt: skip
+    parser.add_argument("--steps", type=whole_number(), default=5, metavar="N", help="else 5")
+    parser.add_argument("--seeds", type=whole_number(), default=3, metavar="N", help="else 3")
+    parser.add_argument("--plot", type=output_file, metavar="FILE", help="draw the sizes, as PNG")
+    parser.add_json()
 
-    colours = matplotlib.colormaps["viridis"](np.linspace(0, 0.92, len(check.layers)))
-    for layer, colour in zip(check.layers, colours, strict=True):
-        is_claimed = measure in layer.claimed
-        line = "-" if is_claimed else ":"
-        axes.plot(check.widths, layer.sizes[measure], line, color=colour, marker=".", lw=1)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xticks(check.widths, [str(width) for width in check.widths])
+
+def prepare(args: argparse.Namespace) -> RunConfig:
+    """Return the config that the flags name; ConfigError for it, and for widths that tell nothing.
+
+    The measurement is made on the CPU, wherever it runs: each mesh wants its own devices.
+    """
+    if len(set(args.widths)) < 2:
+        raise ConfigError(f"--widths {args.widths[0]}: is one width; a slope needs two or more")
+    if args.plot and find_spec("matplotlib") is None:
+        raise ConfigError(NO_EXTRA.format("matplotlib"))
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+    args.widths = sorted(set(args.widths))
+    config = RunConfig.from_json(args.config, args.overrides)
+    args.kind = parametrization_of(config.model).type
+    return config
+
+
+def report(found: CoordinateCheck, args: argparse.Namespace, console: Console) -> None:
+    """Print each layer's slopes, draw them, and print the object that --json asks for."""
+    rows = []
+    for layer in found.layers:
+        cells = []
+        for measure, slope in layer.slopes.items():
+            error = f" ± {layer.errors[measure]:.3f}" if found.seeds > 1 else ""
+            cell = f"{slope:+.3f}{error}"
+            cells.append(cell if measure in layer.claimed else f"({cell})")
+        rows.append((layer.name, *cells, "" if layer.flat else "NOT FLAT"))
+    heads = [Column(measure) for measure in (START, TRAINED, CHANGE)]
+    terminal.show(console, (Column("layer", right=False), *heads, Column("", right=False)), rows)
+    verdict = "flat" if found.passed else "NOT FLAT"
+    seeds = f"{found.seeds} seed{'s' if found.seeds > 1 else ''}"
+    console.print(
+        f"{args.kind}: {verdict} over the widths {', '.join(map(str, found.widths))}, {seeds} (a "
+        f"slope of log size over log width is flat up to {MOST:g}; those in brackets are not "
+        "claimed)"
+    )
+    if args.plot:
+        args.plot.write_bytes(draw({args.kind: found}))
+        console.print(f"written: {args.plot}")
+    if args.json:
+        print(json.dumps(finite(found.to_json())))

@@ -5,15 +5,22 @@ D' = U_D + U_D R_D* (1 - exp(-R_D / R_D*)), R_D = D / U_D - 1 the repeats of the
 and N' likewise of U_N, the parameters that are best for U_D tokens seen once.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from parallel3d.base.errors import ConfigError
-from parallel3d.scaling.checks import check
 from parallel3d.scaling.estimator import Estimator
-from parallel3d.scaling.fit import condition_of, fit_law, misfit, noise_floor, residuals
+from parallel3d.scaling.fit import (
+    bounds_hit,
+    check,
+    condition_of,
+    fit_law,
+    misfit,
+    noise_floor,
+    residuals,
+)
 from parallel3d.scaling.laws import PARAMETRIC
 from parallel3d.scaling.points import Array, Points
 from parallel3d.scaling.result import Fit
@@ -26,7 +33,7 @@ _GRID = np.log(np.geomspace(0.1, 1e4, 8))
 
 
 class DecayModel:
-    """The loss with decaying worth of repeated tokens, in log R_D* and log R_N*: theta [batch, 2].
+    """The loss with decaying worth of repeated tokens, in log R_D* and log R_N*: theta [2].
 
     `base`: E, A, B, alpha and beta. The model's value is log(loss).
     """
@@ -44,29 +51,17 @@ class DecayModel:
         self._fitting = np.minimum(best_params(base, self._unique), points.params)
         self._excess = points.params / self._fitting - 1
 
-    def value(self, theta: Array) -> Array:
-        """log(loss) of each point [batch, points], as Model.value defines it."""
-        return self.expand(theta)[0]
-
-    def expand(self, theta: Array) -> tuple[Array, Array, Callable[[Array], Array]]:
-        """log(loss), its gradient and its Hessians' sum, as Model.expand defines them."""
+    def __call__(self, theta: Array) -> tuple[Array, Array]:
+        """Return log(loss) and its gradient, as Model defines them."""
         base, decays = self.base, np.exp(theta)
-        of_tokens = _term(base["B"], base["beta"], self._unique, self._repeats, decays[:, :1])
-        of_params = _term(base["A"], base["alpha"], self._fitting, self._excess, decays[:, 1:])
-        total = base["E"] + of_tokens[0] + of_params[0]
-        slope = np.stack([of_tokens[1] / total, of_params[1] / total], axis=1)
-
-        def curvature(weight: Array) -> Array:
-            found = -(weight[:, None] * slope) @ slope.transpose(0, 2, 1)
-            for i, term in enumerate((of_tokens, of_params)):
-                found[:, i, i] += np.sum(weight * term[2] / total, axis=1)
-            return found
-
-        return np.log(total), slope, curvature
+        by_tokens, slope_d = _term(base["B"], base["beta"], self._unique, self._repeats, decays[0])
+        by_params, slope_n = _term(base["A"], base["alpha"], self._fitting, self._excess, decays[1])
+        total = base["E"] + by_tokens + by_params
+        return np.log(total), np.column_stack([slope_d, slope_n]) / total[:, None]
 
 
 def best_params(base: Mapping[str, float], unique: Array) -> Array:
-    """The number of parameters for which `unique` tokens, seen once, are compute-optimal."""
+    """Return the number of parameters for which `unique` tokens, seen once, are compute-optimal."""
     alpha, beta = base["alpha"], base["beta"]
     scale = (alpha * base["A"] / (beta * base["B"])) ** (1 / (alpha + beta))
     found: Array = (unique * scale) ** (beta / alpha) * scale
@@ -74,26 +69,24 @@ def best_params(base: Mapping[str, float], unique: Array) -> Array:
 
 
 def _term(
-    coefficient: float, exponent: float, first: Array, repeats: Array, decay: Array
-) -> tuple[Array, Array, Array]:
-    """coefficient / worth^exponent, and its derivatives, first and second, by log(decay).
+    coefficient: float, exponent: float, first: Array, repeats: Array, decay: float
+) -> tuple[Array, Array]:
+    """Return coefficient / worth^exponent [points], and its derivative by log(decay).
 
-    The worth is first * (1 + decay (1 - exp(-repeats / decay))): [batch, points] each.
+    The worth is first * (1 + decay (1 - exp(-repeats / decay))).
     """
-    gone = np.exp(-repeats / decay)
     full = -decay * np.expm1(-repeats / decay)  # 1 - exp would lose all digits of a slow decay
     worth = first * (1 + full)
-    one = first * (full - repeats * gone) / worth
-    two = first * (full - repeats * gone - repeats**2 * gone / decay) / worth
-    term = coefficient * worth**-exponent
-    return term, -exponent * term * one, exponent * term * ((exponent + 1) * one**2 - two)
+    term: Array = coefficient * worth**-exponent
+    by_decay = first * (full - repeats * np.exp(-repeats / decay)) / worth
+    return term, -exponent * term * by_decay
 
 
 def fit_decays(
     points: Points, estimator: Estimator, base: Mapping[str, float] | None = None, *,
     draws: int = 2000, seed: int = 0,
 ) -> Fit:  # fmt: skip
-    """R_D* and R_N* with bootstrap intervals; the other parameters are `base`'s.
+    """Return R_D* and R_N* with bootstrap intervals; the other parameters are `base`'s.
 
     Without a base, the parametric law is first fitted to the runs that repeat nothing. The
     intervals are of the two alone: those of the base are not among them. Raises ConfigError where
@@ -107,43 +100,31 @@ def fit_decays(
         raise ConfigError(f"{len(points)} points: none repeats its unique tokens; add such runs")
     weights = estimator.weights(points)
     grid = np.array([(d, n) for d in _GRID for n in _GRID])
-    found = estimator.search(model, grid, weights)
-    best = int(np.argmin(found.objective))
-    theta = found.theta[best : best + 1]
-    least = found.objective[best]
-    random = np.random.default_rng(seed)
+    best, reached = estimator.search(model, grid, weights)
     count = len(points)
-    times = random.multinomial(count, np.full(count, 1 / count), size=draws).astype(float)
-    drawn = np.zeros((0, 2))
-    if draws:
-        start = np.repeat(theta, draws, axis=0)
-        drawn = np.exp(estimator.minimise(model, start, times * weights, sharp=False).theta)
-    hit = [
-        name for i, name in enumerate(DECAYS)
-        if not model.lower[i] + 1e-6 < theta[0, i] < model.upper[i] - 1e-6
-    ]  # fmt: skip
-    scatter = (model.target - model.value(theta))[0]
-    values = dict(zip(DECAYS, map(float, np.exp(theta[0])), strict=True))
-    raw = points.loss - np.exp(model.value(theta)[0])
-    spread = points.loss - points.loss.mean()
+    random = np.random.default_rng(seed)
+    times = random.multinomial(count, np.full(count, 1 / count), size=draws)
+    drawn = np.exp(estimator.draw(model, best.theta, times * weights))
+    hit = bounds_hit(model, best.theta, DECAYS)
+    fitted = model(best.theta)[0]
+    raw, spread = points.loss - np.exp(fitted), points.loss - points.loss.mean()
     diagnostics: dict[str, Any] = {
         "base": dict(chosen), "base_given": base is not None,
-        "starts": {
-            "number": len(grid), "reached": int(np.sum(found.objective <= least * (1 + 1e-6)))
-        },
-        "bounds_hit": hit, "condition": condition_of(model, theta, weights),
-        "converged": bool(found.converged[best]),
+        "starts": {"number": len(grid), "reached": reached},
+        "bounds_hit": hit, "condition": condition_of(model, best.theta, weights),
+        "converged": best.converged,
         "bootstrap": {"draws": draws, "seed": seed, "redrawn": 0},
         "r_squared": float(1 - (raw @ raw) / (spread @ spread)),
-        "residuals": residuals(points, scatter), "noise_floor": noise_floor(points),
+        "residuals": residuals(points, model.target - fitted), "noise_floor": noise_floor(points),
         "warnings": [f"{name} ended at a bound: the points do not tell it" for name in hit],
     }  # fmt: skip
     diagnostics["warnings"] += misfit(diagnostics["residuals"])
     exponents = PARAMETRIC.optimal(chosen)
     return Fit(
-        law=NAME, estimator=str(estimator), points=points, objective=float(least),
-        parameters=values | dict(chosen), scatter=scatter,
-        samples={name: drawn[:, i] for i, name in enumerate(DECAYS)} if draws else {},
+        law=NAME, estimator=str(estimator), points=points, objective=best.objective,
+        parameters=dict(zip(DECAYS, map(float, np.exp(best.theta)), strict=True)) | dict(chosen),
+        samples=dict(zip(DECAYS, drawn.T, strict=True)) if draws else {},
+        scatter=model.target - fitted,
         optimal=dict(zip("ND", map(float, exponents), strict=True)), diagnostics=diagnostics,
     )  # fmt: skip
 
@@ -152,7 +133,7 @@ def _base(points: Points, estimator: Estimator) -> dict[str, float]:
     unique = points.tokens if points.unique is None else points.unique
     once = points.take(unique >= points.tokens * (1 - 1e-6))
     try:
-        check(once, PARAMETRIC.name, len(PARAMETRIC.parameters))
+        check(once, PARAMETRIC)
     except ConfigError as problem:
         raise ConfigError(
             f"the runs that repeat nothing, to which the law's base is fitted: {problem}; or give "

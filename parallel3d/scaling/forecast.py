@@ -13,16 +13,31 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import BaseModel
 
 from parallel3d.base.errors import ConfigError
 from parallel3d.scaling import data_constrained, frontier
 from parallel3d.scaling.laws import LAWS
 from parallel3d.scaling.points import FLOPS_PER_PARAM_AND_TOKEN, Array, Points
-from parallel3d.scaling.result import StoredFit, interval
+from parallel3d.scaling.result import Fit, interval
 
 SAME_RUN = 0.02
 """A run whose N and D are within so much, relative, is the one that a forecast is about."""
 ONE_RUN = "loss_of_a_run"
+
+
+class Registered(BaseModel):
+    """The contents of a registered forecast that its run is held against."""
+
+    registered_at: str
+    law: str
+    data_sha256: str
+    flops: float
+    params: float
+    tokens: float
+    beyond: float
+    loss: float
+    intervals: dict[str, list[float] | None]
 
 
 @dataclass(frozen=True)
@@ -42,7 +57,7 @@ class Forecast:
     beyond: float
 
     def to_json(self) -> dict[str, Any]:
-        """The object that `--json` prints; its keys are published and do not change."""
+        """Return the object that `--json` prints; its keys are published and do not change."""
         return {
             "flops": self.flops, "params": self.params, "tokens": self.tokens, "loss": self.loss,
             "intervals": dict(self.intervals),
@@ -50,54 +65,45 @@ class Forecast:
 
 
 def forecast(
-    fit: StoredFit, *, flops: float | None = None, params: float | None = None,
+    fit: Fit, *, flops: float | None = None, params: float | None = None,
     tokens: float | None = None, unique: float | None = None,
 ) -> Forecast:  # fmt: skip
-    """The forecast of a run's loss; with `flops` alone, at the best N and D.
+    """Return the forecast of a run's loss; with `flops` alone, at the best N and D.
 
     `unique`: tokens of the corpus, of the data-constrained law. Raises ConfigError where the fit
     says nothing of such a run.
     """
     given = {"--flops": flops, "--params": params, "--tokens": tokens}
     known = [flag for flag, value in given.items() if value is not None]
-    if known != ["--flops"] and len(known) != 2:
+    spread: dict[str, list[float] | None] = dict.fromkeys(("params", "tokens", "loss", ONE_RUN))
+    drawn = {**fit.parameters, **{name: draws[:, None] for name, draws in fit.samples.items()}}
+    six = FLOPS_PER_PARAM_AND_TOKEN
+    if known == ["--flops"] and flops:
+        params, tokens = (float(x) for x in _best(fit, fit.parameters, flops))
+        if fit.samples:
+            for name, draws in zip(("params", "tokens"), _best(fit, drawn, flops), strict=True):
+                spread[name] = interval(np.ravel(draws))
+    elif len(known) != 2:
         said = ", ".join(known) or "none"
         raise ConfigError(
             f"{said} of --flops, --params, --tokens: give --flops for the best run of a budget, or "
             "two of the three for one run"
         )
-    six = FLOPS_PER_PARAM_AND_TOKEN
-    spread: dict[str, list[float] | None] = {"params": None, "tokens": None}
-    if flops is not None and len(known) == 1:
-        params, tokens = (float(x) for x in _best(fit, fit.parameters, flops))
-        if fit.samples:
-            drawn = _best(fit, _values(fit), flops)
-            spread = {k: interval(np.ravel(v)) for k, v in zip(spread, drawn, strict=True)}
-    elif params is None:
-        assert flops is not None and tokens is not None
+    elif flops and tokens:
         params = flops / (six * tokens)
-    elif tokens is None:
-        assert flops is not None
+    elif flops and params:
         tokens = flops / (six * params)
     assert params is not None and tokens is not None
     flops = flops if flops is not None else six * params * tokens
     loss = _loss(fit, fit.parameters, params, tokens, unique)
     if fit.samples and loss is not None:
-        draws = np.ravel(_loss(fit, _values(fit), params, tokens, unique))
-        spread["loss"] = interval(draws)
-        spread[ONE_RUN] = interval(_with_scatter(fit, draws))
-    else:
-        spread |= {"loss": None, ONE_RUN: None}
+        draws = np.ravel(_loss(fit, drawn, params, tokens, unique))
+        spread |= {"loss": interval(draws), ONE_RUN: interval(_with_scatter(fit, draws))}
     value = None if loss is None else float(np.ravel(loss)[0])
-    return Forecast(flops, params, tokens, value, spread, flops / float(fit.flops.max()))
+    return Forecast(flops, params, tokens, value, spread, flops / float(fit.points.flops.max()))
 
 
-def _values(fit: StoredFit) -> dict[str, Any]:
-    """The parameters of each draw, [draws, 1]; those that were not drawn as they are."""
-    return {**fit.parameters, **{name: draws[:, None] for name, draws in fit.samples.items()}}
-
-
-def _best(fit: StoredFit, values: Mapping[str, Any], flops: float) -> tuple[Array, Array]:
+def _best(fit: Fit, values: Mapping[str, Any], flops: float) -> tuple[Array, Array]:
     if fit.law in LAWS:
         return LAWS[fit.law].best(values, flops)
     if fit.law in frontier.NAMES:
@@ -114,9 +120,9 @@ def _best(fit: StoredFit, values: Mapping[str, Any], flops: float) -> tuple[Arra
 
 
 def _loss(
-    fit: StoredFit, values: Mapping[str, Any], params: float, tokens: float, unique: float | None
+    fit: Fit, values: Mapping[str, Any], params: float, tokens: float, unique: float | None
 ) -> Any:
-    """None of a frontier of too few budgets for a law of the loss."""
+    """Return the law's loss; None of a frontier of too few budgets for a law of the loss."""
     one, other = np.array([params]), np.array([tokens])
     if fit.law in LAWS:
         return LAWS[fit.law].loss(values, one, other)
@@ -131,11 +137,11 @@ def _loss(
     run = Points(one, other, flops, np.ones(1), ("",), {}, unique=corpus)
     model = data_constrained.DecayModel(run, fit.parameters)
     theta = np.log(np.column_stack([np.ravel(values[n]) for n in data_constrained.DECAYS]))
-    return np.exp(model.value(theta))
+    return np.exp([model(row)[0] for row in theta])
 
 
-def _with_scatter(fit: StoredFit, losses: Array) -> Array:
-    """The losses with residuals of the fitted runs, widened for the freedom that the fit took."""
+def _with_scatter(fit: Fit, losses: Array) -> Array:
+    """Return the losses with residuals of the runs, widened for the freedom of the fit."""
     if not len(fit.scatter):
         return losses
     drawn = [name for name in fit.samples if not name.startswith(("N_", "D_"))]  # of the loss
@@ -147,27 +153,26 @@ def _with_scatter(fit: StoredFit, losses: Array) -> Array:
     return with_one
 
 
-def register(path: Path, made: Forecast, fit: StoredFit) -> None:
+def register(path: Path, made: Forecast, fit: Fit) -> None:
     """Write the forecast to a new file; ConfigError where the file, or the run, exists already."""
-    known = np.concatenate([np.column_stack([fit.params, fit.tokens]), fit.held_out])
-    same = _same_run(known[:, 0], known[:, 1], made.params, made.tokens)
-    if np.any(same):
+    runs = [(run["params"], run["tokens"]) for run in fit.diagnostics.get("forecasts", ())
+            if run["loss"] is not None]  # fmt: skip
+    known = np.array([*zip(fit.points.params, fit.points.tokens, strict=True), *runs])
+    if np.any(_same_run(known[:, 0], known[:, 1], made)):
         raise ConfigError(
             f"--register {path}: a run of N = {made.params:.4g} and D = {made.tokens:.4g} is among "
             f"the points of {fit.path}; a forecast is of a run that is still to come"
         )
     if made.loss is None:
         raise ConfigError(f"--register {path}: {fit.path} has no law of the loss; fit more budgets")
-    text = json.dumps(
-        made.to_json()
-        | {
-            "law": fit.law, "estimator": fit.estimator, "parameters": fit.parameters,
-            "data_sha256": fit.sha256, "fit": str(fit.path), "points": len(fit.flops),
-            "fitted_flops": [float(fit.flops.min()), float(fit.flops.max())],
-            "beyond": made.beyond, "registered_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        },
-        indent=1,
-    )  # fmt: skip
+    fitted = fit.points.flops
+    document = made.to_json() | {
+        "law": fit.law, "estimator": fit.estimator, "parameters": dict(fit.parameters),
+        "data_sha256": fit.points.digest, "fit": str(fit.path), "points": len(fitted),
+        "fitted_flops": [float(fitted.min()), float(fitted.max())], "beyond": made.beyond,
+        "registered_at": datetime.now(UTC).isoformat(timespec="seconds"),
+    }  # fmt: skip
+    text = json.dumps(document, indent=1)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("x", encoding="utf-8") as file:
@@ -181,14 +186,14 @@ def register(path: Path, made: Forecast, fit: StoredFit) -> None:
         ) from None
 
 
-def default_path(fit: StoredFit, flops: float) -> Path:
-    """Path of a forecast's file: beside the fit, named after the budget and the time."""
+def default_path(fit: Fit, flops: float) -> Path:
+    """Return the path of a forecast's file: beside the fit, named after the budget and the time."""
     now = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
     return fit.path.parent / f"forecast-{flops:.3g}-{now}.json"
 
 
 def judged(files: Sequence[Path], points: Points) -> list[dict[str, Any]]:
-    """Registered forecasts beside the runs that they were about: whether each interval held.
+    """Return registered forecasts beside the runs that they were about: if each interval held.
 
     A forecast without a run yet has None for row, loss, error and held; `error` is that of the
     forecast, relative to the truth. Raises ConfigError for a file that is no forecast.
@@ -196,47 +201,33 @@ def judged(files: Sequence[Path], points: Points) -> list[dict[str, Any]]:
     found = []
     for file in files:
         made = _read(file)
-        line = {
-            "file": str(file), "registered_at": made["registered_at"], "law": made["law"],
-            "data_sha256": made["data_sha256"], "flops": made["flops"], "params": made["params"],
-            "tokens": made["tokens"], "beyond": made["beyond"], "predicted": made["loss"],
-            "interval": made["intervals"].get(ONE_RUN),
+        both = made.intervals.get(ONE_RUN)
+        line = made.model_dump(exclude={"intervals", "loss"}) | {
+            "file": str(file), "predicted": made.loss, "interval": both, "row": None, "loss": None,
+            "error": None, "held": None,
         }  # fmt: skip
-        runs = np.flatnonzero(
-            _same_run(points.params, points.tokens, made["params"], made["tokens"])
-        )
-        none = {"row": None, "loss": None, "error": None, "held": None}
+        runs = np.flatnonzero(_same_run(points.params, points.tokens, made))
         for run in runs:
             truth = float(points.loss[run])
-            both = line["interval"]
-            held = None if both is None else bool(both[0] <= truth <= both[1])
-            error = made["loss"] / truth - 1
-            found.append(
-                line | {"row": points.names[run], "loss": truth, "error": error, "held": held}
-            )
+            held = None if both is None else both[0] <= truth <= both[1]
+            error = made.loss / truth - 1
+            outcome = {"row": points.names[run], "loss": truth, "error": error, "held": held}
+            found.append(line | outcome)
         if not len(runs):
-            found.append(line | none)
+            found.append(line)
     return found
 
 
-def _same_run(
-    params: Array, tokens: Array, own_params: float, own_tokens: float
-) -> npt.NDArray[np.bool_]:
-    far = np.maximum(np.abs(params / own_params - 1), np.abs(tokens / own_tokens - 1))
+def _same_run(params: Array, tokens: Array, made: Forecast | Registered) -> npt.NDArray[np.bool_]:
+    far = np.maximum(np.abs(params / made.params - 1), np.abs(tokens / made.tokens - 1))
     return np.asarray(far < SAME_RUN)
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read(file: Path) -> Registered:
     try:
-        made = json.loads(file.read_text(encoding="utf-8"))
-        for key in ("registered_at", "law", "data_sha256"):
-            made[key] = str(made[key])
-        for key in ("flops", "params", "tokens", "beyond", "loss"):
-            made[key] = float(made[key])
-        made["intervals"].get(ONE_RUN)
-        return dict(made)
+        return Registered.model_validate_json(file.read_text(encoding="utf-8"))
     except OSError as problem:
         why = problem.strerror or str(problem)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except ValueError:
         why = "it is no forecast"
     raise ConfigError(f"--forecasts {file}: cannot be used ({why}); give what --register wrote")

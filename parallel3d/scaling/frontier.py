@@ -5,119 +5,163 @@ N = k C^a, D = m C^b, L = E + A C^-gamma (arXiv:2203.15556, approaches 1 and 2).
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from parallel3d.base.errors import ConfigError
-from parallel3d.scaling.checks import check
 from parallel3d.scaling.estimator import Estimator, SumModel
 from parallel3d.scaling.fit import fit_law, noise_floor
-from parallel3d.scaling.laws import PARAMETRIC, Law
-from parallel3d.scaling.points import Array, Points
+from parallel3d.scaling.laws import PARAMETRIC, Law, features_of
+from parallel3d.scaling.points import SAME_BUDGET, Array, Points, groups
 from parallel3d.scaling.power import power_law
-from parallel3d.scaling.profile import METHODS, Best, Method, Profile, profiles
 from parallel3d.scaling.result import Fit
-from parallel3d.scaling.solve import ROUGHLY, minimise
 
 NAMES = ("isoflop", "envelope")
+Method = Literal["akima", "parabola"]
+METHODS: dict[Method, int] = {"akima": 4, "parabola": 3}
+"""How the least loss of a profile is found, and how many sizes that takes."""
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best size at a budget: FLOPs, parameters, tokens, loss, and the number of sizes tried."""
+
+    flops: float
+    params: float
+    tokens: float
+    loss: float
+    sizes: int
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The runs of one budget: their rows among the points, and the size of each.
+
+    `logs`: of parameters, loss and tokens, [3, runs].
+    """
+
+    flops: float
+    rows: npt.NDArray[np.intp]
+    size: npt.NDArray[np.intp]
+    logs: Array
+
+    def least(self, method: Method, times: Array | None = None) -> Best | None:
+        """Return the best size; None where it is not bracketed by sizes on both sides.
+
+        parabola: through log(loss) over log(N) of all sizes. akima: an interpolation of the same,
+        which follows them. Runs of one size are averaged; `times`: how often each counts.
+        """
+        weight = np.ones(len(self.rows)) if times is None else times
+        total = np.bincount(self.size, weight)
+        kept = total > 0
+        if kept.sum() < METHODS[method]:
+            return None
+        x, y, z = (np.bincount(self.size, weight * log)[kept] / total[kept] for log in self.logs)
+        found = _parabola(x, y) if method == "parabola" else _akima_least(x, y)
+        if found is None:
+            return None
+        params, loss = np.exp(found)
+        tokens = float(np.exp(np.interp(found[0], x, z)))
+        return Best(self.flops, float(params), tokens, float(loss), int(kept.sum()))
+
+
+def profiles(points: Points) -> list[Profile]:
+    """Return the runs of each budget that has three sizes or more, ascending."""
+    found = []
+    for rows in groups(points.flops, SAME_BUDGET):
+        sizes = groups(points.params[rows])
+        if len(sizes) >= 3:
+            label = np.zeros(len(rows), dtype=np.intp)
+            for i, some in enumerate(sizes):
+                label[some] = i
+            columns = (points.params, points.loss, points.tokens)
+            logs = np.log([column[rows] for column in columns])
+            flops = float(np.exp(np.log(points.flops[rows]).mean()))
+            found.append(Profile(flops, rows, label, logs))
+    return found
+
+
+def _parabola(x: Array, y: Array) -> tuple[float, float] | None:
+    middle = x.mean()
+    square, slope, offset = np.polyfit(x - middle, y, 2)
+    if square <= 0 or not x[0] < (at := middle - slope / (2 * square)) < x[-1]:
+        return None
+    return float(at), float(offset - slope**2 / (4 * square))
+
+
+def _akima_least(x: Array, y: Array) -> tuple[float, float] | None:
+    """Return the least turn of an Akima interpolation, if it is below both ends."""
+    from scipy.interpolate import Akima1DInterpolator  # of the extra `scaling`
+
+    curve = Akima1DInterpolator(x, y)
+    turns = curve.derivative().roots(extrapolate=False)
+    turns = turns[np.isfinite(turns)]  # a level stretch has a NaN
+    values = curve(turns)
+    if not len(turns) or not values.min() < min(y[0], y[-1]):
+        return None
+    return float(turns[np.argmin(values)]), float(values.min())
 
 
 def envelope(points: Points) -> list[Best]:
-    """The runs that no run of as few FLOPs or fewer beats, the cheapest left out.
+    """Return the runs that no run of as few FLOPs or fewer beats, the cheapest left out.
 
-    Of the end of each run alone: a loss on the way of a schedule that decays is no loss of a
+    Only the end of each run counts: a loss on the way of a schedule that decays is no loss of a
     shorter run. The cheapest run is best among one.
     """
     order = np.lexsort((points.loss, points.flops))
-    found, best = [], np.inf
-    for i in order:
-        if points.loss[i] < best:
-            best = points.loss[i]
-            found.append(i)
-    rows = zip(points.flops, points.params, points.tokens, points.loss, strict=True)
-    runs = [Best(float(c), float(n), float(d), float(loss), 1) for c, n, d, loss in rows]
-    return [runs[i] for i in found[1:]]
+    before = np.minimum.accumulate(points.loss[order])[:-1]
+    rows = order[1:][points.loss[order][1:] < before]
+    columns = (points.flops, points.params, points.tokens, points.loss)
+    return [Best(*values, 1) for values in np.column_stack(columns)[rows].tolist()]
+
+
+def _column(bests: Sequence[Best], name: str) -> Array:
+    return np.array([getattr(best, name) for best in bests])
 
 
 def exponents(bests: Sequence[Best]) -> dict[str, float]:
-    """The power laws of N and of D in C, by least squares of logarithms."""
-    flops = np.array([best.flops for best in bests])
+    """Return the power laws of N and of D in C, by least squares of logarithms."""
     found: dict[str, float] = {}
-    for name, values in (("N", [b.params for b in bests]), ("D", [b.tokens for b in bests])):
-        law = power_law([flops], np.array(values))
+    for name, what in (("N", "params"), ("D", "tokens")):
+        law = power_law([_column(bests, "flops")], _column(bests, what))
         found |= {f"{name}_coefficient": law.coefficient, f"{name}_exponent": law.exponents[0]}
     return found
 
 
-def _by_flops(params: Array, tokens: Array) -> Array:
-    found = np.zeros((*np.shape(params), 2, 1))
-    found[..., 1, 0] = -np.log(6 * params * tokens)
-    return found
-
-
 FRONTIER = Law(
-    "frontier", "L = E + A C^-gamma", "", ("E", "A"), ("gamma",), _by_flops,
+    "frontier", "L = E + A C^-gamma", "", ("E", "A"), ("gamma",),
+    lambda params, tokens: features_of((-np.log(6 * params * tokens),)),
     lambda values, flops: (np.asarray(flops), np.asarray(flops)), lambda values: (0.5, 0.5),
 )  # fmt: skip
 
 
-def frontier_loss(bests: Sequence[Best], estimator: Estimator) -> dict[str, float]:
-    """E, A and gamma of the law of the best losses; empty for fewer than four budgets."""
-    if len(bests) < 4:
-        return {}
-    model = _model([bests], estimator)
-    weights = np.ones(len(bests))
-    found = estimator.search(model, model.starts(weights, each=8), weights)
-    best = int(np.argmin(found.objective))
-    return {k: float(v[0]) for k, v in model.natural(found.theta[best : best + 1]).items()}
+def frontier_loss(
+    bests: Sequence[Best], estimator: Estimator, near: Mapping[str, float] | None = None
+) -> dict[str, float]:
+    """Return E, A and gamma of the law of the best losses; empty for fewer than four budgets.
 
-
-def _model(alike: Sequence[Sequence[Best]], estimator: Estimator) -> SumModel:
-    """The law on budgets that are the same in all of `alike`, whose losses may differ."""
-    flops = np.array([best.flops for best in alike[0]])
-    losses = np.array([[best.loss for best in bests] for bests in alike])
-    names = tuple(str(i) for i in range(len(flops)))
-    runs = Points(flops / 6, np.ones(len(flops)), flops, losses[0], names, {})
-    model = SumModel(FRONTIER, runs, log=estimator.kind != "squares")
-    if len(alike) > 1:
-        model.target = np.log(losses) if estimator.kind != "squares" else losses
-    return model
-
-
-def drawn_losses(
-    drawn: Sequence[Sequence[Best]], estimator: Estimator, near: Mapping[str, float]
-) -> list[dict[str, float]]:
-    """The law of the best losses of each draw, from `near`; that itself for fewer than 4 budgets.
-
-    Draws of the same budgets are one batch: one after the other they take ten times as long.
+    `near`: the law of all runs, from which that of a draw of a bootstrap is searched for.
     """
-    found = [dict(near) for _ in drawn]
-    places: dict[tuple[float, ...], list[int]] = {}
-    for i, bests in enumerate(drawn):
-        places.setdefault(tuple(best.flops for best in bests), []).append(i)
-    for flops, members in places.items():
-        if not near or len(flops) < 4:
-            continue
-        model = _model([drawn[i] for i in members], estimator)
-        start = np.repeat(model.theta(near), len(members), axis=0)
-        weights = np.ones((len(members), len(flops)))
-        if estimator.kind == "huber":
-            limit = np.full(len(members), estimator.delta)
-            ends = minimise(model, start, weights, limit, ROUGHLY)
-        else:
-            ends = estimator.minimise(model, start, weights, sharp=False)
-        columns = model.natural(ends.theta)
-        for place, i in enumerate(members):
-            found[i] = {name: float(values[place]) for name, values in columns.items()}
-    return found
+    if len(bests) < 4:
+        return dict(near or {})
+    flops, losses = _column(bests, "flops"), _column(bests, "loss")
+    runs = Points(flops / 6, np.ones(len(flops)), flops, losses, ("",) * len(flops), {})
+    model = SumModel(FRONTIER, runs, log=estimator.kind != "squares")
+    weights = np.ones(len(bests))
+    if near:
+        theta = estimator.minimise(model, model.theta(near), weights, is_draw=True).theta
+    else:
+        theta = estimator.search(model, model.starts(weights, each=8), weights)[0].theta
+    return {name: float(value) for name, value in model.natural(theta).items()}
 
 
 def fit_frontier(
     points: Points, kind: str, method: Method, estimator: Estimator, *, draws: int, seed: int
 ) -> Fit:
-    """The laws of the best runs, with a bootstrap over the runs; `kind` is one of NAMES.
+    """Return the laws of the best runs, with a bootstrap over the runs; `kind` is one of NAMES.
 
     Raises ConfigError where fewer than two budgets have a least loss within their sizes.
     """
@@ -132,14 +176,13 @@ def fit_frontier(
     values, loss = exponents(bests), frontier_loss(bests, estimator)
     random = np.random.default_rng(seed)
     count = len(points)
-    some_bests = []
+    drawn = []
     for _ in range(draws):
         times = np.bincount(random.integers(count, size=count), minlength=count).astype(float)
         some, _ = _bests(points, kind, method, all_profiles, times)
         if len(some) > len(bests) // 2 and len(some) > 1:
-            some_bests.append(some)
-    laws = drawn_losses(some_bests, estimator, loss)
-    drawn = [exponents(some) | law for some, law in zip(some_bests, laws, strict=True)]
+            law = frontier_loss(some, estimator, loss) if loss else {}
+            drawn.append(exponents(some) | law)
     names = [*values, *loss] if drawn else []
     samples = {name: np.array([one[name] for one in drawn]) for name in names}
     diagnostics: dict[str, Any] = {
@@ -156,11 +199,11 @@ def fit_frontier(
     words = {"akima": "Akima interpolation", "parabola": "a parabola"}[method]
     how = f"{words} of log(loss) over log(N)" if kind == "isoflop" else "the runs of least loss"
     ends = {name: samples[f"{name}_exponent"] for name in "ND"} if samples else {}
-    residual = [np.log(b.params / values["N_coefficient"]) for b in bests]
-    residual -= values["N_exponent"] * np.log([b.flops for b in bests])
-    budgets = np.array([b.flops for b in bests])
-    fitted = FRONTIER.loss(loss, budgets / 6, np.ones(1)) if loss else np.ones(0)
-    scatter = np.log([b.loss for b in bests] / fitted) if loss else np.zeros(0)
+    flops, params, losses = (_column(bests, name) for name in ("flops", "params", "loss"))
+    residual = np.log(params / (values["N_coefficient"] * flops ** values["N_exponent"]))
+    scatter = np.zeros(0)
+    if loss:
+        scatter = np.log(losses / FRONTIER.loss(loss, flops / 6, np.ones(1)))
     return Fit(
         law=kind, estimator=f"{how}, least squares of logarithms; loss by {estimator}",
         parameters=values | loss, objective=float(np.sum(residual**2)), points=points,
@@ -170,7 +213,7 @@ def fit_frontier(
 
 
 def held_out(bests: Sequence[Best], estimator: Estimator) -> dict[str, Any] | None:
-    """Error of the law of the loss on the largest budget's best, fitted to the other budgets.
+    """Return the error on the largest budget's best of the law fitted to the other budgets.
 
     None where fewer than four others are left.
     """
@@ -192,7 +235,7 @@ def held_out(bests: Sequence[Best], estimator: Estimator) -> dict[str, Any] | No
 def _bests(
     points: Points, kind: str, method: Method, found: Sequence[Profile], times: Array | None = None
 ) -> tuple[list[Best], list[str]]:
-    """The best of each budget, and which have none; `times`: how often each point counts."""
+    """Return the best of each budget, and which have none; `times`: how often each point counts."""
     if kind == "envelope":
         return envelope(points if times is None else points.take(times > 0)), []
     bests, left_out = [], []
@@ -209,7 +252,7 @@ def _bests(
 
 
 def _methods(points: Points) -> dict[str, Any]:
-    """What N grows with by each method."""
+    """Return the exponent of N by each method."""
     found: dict[str, Any] = {}
     for method in METHODS:
         bests, _ = _bests(points, "isoflop", method, profiles(points))
@@ -218,14 +261,13 @@ def _methods(points: Points) -> dict[str, Any]:
 
 
 def parabola_bias(points: Points, estimator: Estimator) -> dict[str, float] | None:
-    """Error of a parabola on these very sizes, if the loss followed a parametric law.
+    """Return the error of a parabola on these very sizes, if the loss followed a parametric law.
 
     Where alpha and beta differ a profile is lopsided, and a parabola's vertex beside its least
     loss, the farther the wider the sizes. The parametric law is fitted to the points and put in
     their place, without noise. None where they do not tell it.
     """
     try:
-        check(points, PARAMETRIC.name, len(PARAMETRIC.parameters))
         law = fit_law(points, PARAMETRIC, estimator, draws=0, brief=True).parameters
     except ConfigError:
         return None
@@ -233,9 +275,8 @@ def parabola_bias(points: Points, estimator: Estimator) -> dict[str, float] | No
     bests, _ = _bests(clean, "isoflop", "parabola", profiles(clean))
     if len(bests) < 2:
         return None
-    truth = PARAMETRIC.optimal(law)[0]
     sizes = [b.params / float(PARAMETRIC.best(law, b.flops)[0]) for b in bests]
     return {
-        "N_exponent": exponents(bests)["N_exponent"] - float(truth),
+        "N_exponent": exponents(bests)["N_exponent"] - float(PARAMETRIC.optimal(law)[0]),
         "params_ratio": float(np.exp(np.mean(np.log(sizes)))),
     }

@@ -4,7 +4,7 @@ Each term is log-linear: log(term k) = log(coefficient k) + features[k] . expone
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -20,7 +20,7 @@ class Law:
     `coefficients`: of each term, none below 0, the first the irreducible loss E. `features`: of
     (params, tokens), [points, terms, exponents]. `best`: of a law's values and a budget of FLOPs
     the (params, tokens) of least loss with C = 6ND. `optimal`: exponents of FLOPs that N and D grow
-    with at the optimum. `needs`: the distinct sizes, tokens per parameter or tokens that it takes.
+    with at the optimum. `needs`: how many different sizes, tokens or budgets the points must have.
     """
 
     name: str
@@ -31,6 +31,7 @@ class Law:
     features: Callable[[Array, Array], Array]
     best: Callable[[Values, Array | float], tuple[Array, Array]]
     optimal: Callable[[Values], tuple[Array | float, Array | float]]
+    needs: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -38,23 +39,20 @@ class Law:
         return self.coefficients + self.exponents
 
     def loss(self, values: Values, params: Array, tokens: Array) -> Array:
-        """Loss in nats per token; `values` may be arrays [draws, 1] over points [points]."""
+        """Return loss in nats per token; `values` may be arrays [draws, 1] over points [points]."""
         features = self.features(np.asarray(params), np.asarray(tokens))
         total: Array = np.zeros(())
         for k, name in enumerate(self.coefficients):
-            logs = sum(
-                (values[e] * features[..., k, j] for j, e in enumerate(self.exponents)),
-                np.zeros(()),
-            )
-            total = total + values[name] * np.exp(logs)
+            logs = [values[e] * features[..., k, j] for j, e in enumerate(self.exponents)]
+            total = total + values[name] * np.exp(sum(logs))
         return total
 
 
-def _parametric(params: Array, tokens: Array) -> Array:
-    found = np.zeros((*np.shape(params), 3, 2))
-    found[..., 1, 0] = -np.log(params)
-    found[..., 2, 1] = -np.log(tokens)
-    return found
+def features_of(*terms: tuple[Array | float, ...]) -> Array:
+    """Return features [points, terms, exponents] of each term but the first, which has none."""
+    rows = np.broadcast_arrays(*(np.asarray(value, dtype=float) for row in terms for value in row))
+    made = np.stack(rows, axis=-1).reshape(*rows[0].shape, len(terms), len(terms[0]))
+    return np.concatenate([np.zeros_like(made[..., :1, :]), made], axis=-2)
 
 
 def _parametric_best(v: Values, flops: Array | float) -> tuple[Array, Array]:
@@ -72,12 +70,8 @@ def _parametric_optimal(v: Values) -> tuple[Array | float, Array | float]:
 
 
 def _over_training(params: Array, tokens: Array) -> Array:
-    ratio = np.log(tokens / params)
-    flops = np.log(FLOPS_PER_PARAM_AND_TOKEN * params * tokens)
-    found = np.zeros((*np.shape(params), 3, 1))
-    found[..., 1, 0] = ratio - flops
-    found[..., 2, 0] = -ratio - flops
-    return found
+    ratio, flops = np.log(tokens / params), np.log(FLOPS_PER_PARAM_AND_TOKEN * params * tokens)
+    return features_of((ratio - flops,), (-ratio - flops,))
 
 
 def _over_training_best(v: Values, flops: Array | float) -> tuple[Array, Array]:
@@ -86,17 +80,17 @@ def _over_training_best(v: Values, flops: Array | float) -> tuple[Array, Array]:
     return params, ratio * params
 
 
-def _halves(v: Values) -> tuple[Array | float, Array | float]:
-    return 0.5 + 0 * v["eta"], 0.5 + 0 * v["eta"]
-
-
 PARAMETRIC = Law(
     "parametric", "L = E + A / N^alpha + B / D^beta", "arXiv:2203.15556, approach 3",
-    ("E", "A", "B"), ("alpha", "beta"), _parametric, _parametric_best, _parametric_optimal,
+    ("E", "A", "B"), ("alpha", "beta"),
+    lambda params, tokens: features_of((-np.log(params), 0.0), (0.0, -np.log(tokens))),
+    _parametric_best, _parametric_optimal,
+    {"model sizes": 3, "numbers of tokens": 3, "FLOP budgets": 2},
 )  # fmt: skip
 OVER_TRAINING = Law(
     "over-training", "L = E + (a M^eta + b M^-eta) C^-eta, M = D / N, C = 6 N D",
-    "arXiv:2403.08540, equation 4",
-    ("E", "a", "b"), ("eta",), _over_training, _over_training_best, _halves,
+    "arXiv:2403.08540, equation 4", ("E", "a", "b"), ("eta",), _over_training, _over_training_best,
+    lambda v: (0.5 + 0 * v["eta"], 0.5 + 0 * v["eta"]),
+    {"FLOP budgets": 3, "ratios of tokens to parameters": 2},
 )  # fmt: skip
 LAWS = {law.name: law for law in (PARAMETRIC, OVER_TRAINING)}

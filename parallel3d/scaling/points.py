@@ -2,9 +2,9 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,9 +14,11 @@ from parallel3d.scaling.run_table import Table, number
 
 Array = npt.NDArray[np.float64]
 FLOPS_PER_PARAM_AND_TOKEN = 6
-"""Of forward and backward: C = 6ND (arXiv:2001.08361, section 2.1)."""
+"""C = 6ND, forward and backward (arXiv:2001.08361, section 2.1)."""
 DIVERGED = 2.0
 """A loss so many times that of a smaller model on fewer tokens is of a run that diverged."""
+SAME = 1e-3  # sizes and tokens that differ by less, relative, are one
+SAME_BUDGET = 0.05  # the same of budgets: runs end with a whole step
 NAMES = {
     "params": ("params", "n", "N", "n_params", "num_params", "parameters", "with_head"),
     "tokens": ("tokens", "d", "D", "n_tokens", "num_tokens", "training_tokens"),
@@ -25,7 +27,7 @@ NAMES = {
     "standard_error": ("held_out_standard_error",),
     "unique": ("corpus_unique_tokens",),
 }
-"""What a column is called where no flag names it; the first that a table has."""
+"""Names of a column where no flag names it; the first that a table has is taken."""
 FLAGS = {
     "params": "--n-column", "tokens": "--d-column", "flops": "--flops-column",
     "loss": "--loss-column", "standard_error": "--error-column", "unique": "--unique-column",
@@ -61,23 +63,34 @@ class Points:
         return len(self.loss)
 
     def take(self, rows: npt.NDArray[np.intp] | npt.NDArray[np.bool_]) -> "Points":
-        """The points in `rows`, which are indices or a mask."""
+        """Return the points in `rows`, which are indices or a mask."""
         index = np.arange(len(self))[rows]
-        some = None if self.standard_error is None else self.standard_error[index]
-        unique = None if self.unique is None else self.unique[index]
+        arrays: dict[str, Any] = {
+            k: v[index] for k, v in vars(self).items() if isinstance(v, np.ndarray)
+        }
         others = {name: values[index] for name, values in self.others.items()}
-        return replace(
-            self, params=self.params[index], tokens=self.tokens[index], flops=self.flops[index],
-            loss=self.loss[index], names=tuple(self.names[i] for i in index),
-            standard_error=some, unique=unique, others=others,
-        )  # fmt: skip
+        names = tuple(self.names[i] for i in index)
+        return replace(self, names=names, others=others, **arrays)
+
+    def without(self, reasons: Mapping[int, str]) -> "Points":
+        """Return the points but those in `reasons`, which are listed with these as dropped."""
+        gone = [Dropped(self.names[i], reason) for i, reason in reasons.items()]
+        rest = self.take(np.array([i not in reasons for i in range(len(self))], dtype=bool))
+        return replace(rest, dropped=(*self.dropped, *gone))
 
     @property
     def digest(self) -> str:
         """SHA-256 of size, tokens, FLOPs and loss of all points, whatever their order."""
         columns = (self.params, self.tokens, self.flops, self.loss)
-        lines = sorted(" ".join(map(repr, row)) for row in zip(*(c.tolist() for c in columns)))  # noqa: B905
+        lines = sorted(" ".join(map(repr, row)) for row in np.column_stack(columns).tolist())
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def groups(values: Array, same: float = SAME) -> list[np.ndarray]:
+    """Return indices of values that are equal to within `same` (relative), in ascending groups."""
+    order = np.argsort(values, kind="stable")
+    cuts = np.flatnonzero(np.diff(np.log(values[order])) > same) + 1
+    return np.split(order, cuts)
 
 
 def points_of(
@@ -87,11 +100,11 @@ def points_of(
     others: Sequence[tuple[str, str]] = (),
     drop_largest: int = 0,
 ) -> Points:
-    """The points of a table without unusable rows, which are listed.
+    """Return the points of a table without unusable rows, which are listed.
 
     `named`: column of params, tokens, flops, loss, standard_error and unique, where a flag names
     it. `others`: flags and names of further columns of numbers above 0. `drop_largest`: so many
-    points of the largest losses are left out, too. Of params, tokens and flops any two are enough
+    points of the largest losses are left out, too. Any two of params, tokens and flops are enough
     (C = 6ND). Raises ConfigError for a column that is missing, or where no row can be used.
     """
     columns = _columns(table, named)
@@ -100,34 +113,30 @@ def points_of(
     names: list[str] = []
     read = columns | {f"other {name}": table.column(flag, name) for flag, name in others}
     for name, cells in zip(table.names, table.rows, strict=True):
-        values = {what: number(cells.get(column)) for what, column in read.items()}
-        if reason := _unusable(values, read, cells):
+        row, reason = _numbers(read, cells)
+        if reason:
             dropped.append(Dropped(name, reason))
-            continue
-        found = {what: float(value) for what, value in values.items() if value is not None}
-        missing = [what for what in ("params", "tokens", "flops") if what not in found]
-        if missing:
-            found[missing[0]] = _third(found, missing[0])
-        rows.append(found)
-        names.append(name)
-    keep = _fresh(rows, names, dropped)
-    keep = _converged(rows, keep, names, dropped)
-    keep = _smaller(rows, keep, names, dropped, drop_largest)
-    if not keep:
-        why = f"; {dropped[0].row}: {dropped[0].reason}" if dropped else ""
-        raise ConfigError(f"{table.path}: no row can be used{why}; give each run's size and loss")
-    part = [rows[i] for i in keep]
-
-    def array(what: str) -> Array:
-        return np.array([row[what] for row in part])
-
-    return Points(
-        params=array("params"), tokens=array("tokens"), flops=array("flops"), loss=array("loss"),
-        names=tuple(names[i] for i in keep), columns=columns, dropped=tuple(dropped),
-        standard_error=array("standard_error") if "standard_error" in columns else None,
-        unique=array("unique") if "unique" in columns else None,
-        others={name: array(f"other {name}") for _, name in others},
-    )  # fmt: skip
+        else:
+            rows.append(row)
+            names.append(name)
+    arrays = {what: np.array([row[what] for row in rows]) for what in (rows[0] if rows else ())}
+    if rows:
+        found = Points(
+            **{what: arrays[what] for what in ("params", "tokens", "flops", "loss")},
+            names=tuple(names), columns=columns, dropped=tuple(dropped),
+            standard_error=arrays.get("standard_error"), unique=arrays.get("unique"),
+            others={name: arrays[f"other {name}"] for _, name in others},
+        )  # fmt: skip
+        found = found.without(_repeats(np.column_stack(list(arrays.values())), names))
+        found = found.without(_diverged(found))
+        largest = sorted(np.argsort(-found.loss, kind="stable")[:drop_largest].tolist())
+        rule = f"one of the {drop_largest} largest losses (--drop-largest-losses)"
+        found = found.without({i: f"loss {found.loss[i]:g}: {rule}" for i in largest})
+        if len(found):
+            return found
+        dropped = list(found.dropped)
+    why = f"; {dropped[0].row}: {dropped[0].reason}" if dropped else ""
+    raise ConfigError(f"{table.path}: no row can be used{why}; give each run's size and loss")
 
 
 def _columns(table: Table, named: Mapping[str, str | None]) -> dict[str, str]:
@@ -142,74 +151,59 @@ def _columns(table: Table, named: Mapping[str, str | None]) -> dict[str, str]:
             f"--loss-column: is missing, and {table.path} has no column {NAMES['loss'][0]}; name "
             f"one of its columns: {', '.join(table.columns)}"
         )
-    if len(found.keys() & {"params", "tokens", "flops"}) < 2:
-        has = ", ".join(sorted(found.keys() & {"params", "tokens", "flops"})) or "none"
+    known = sorted(found.keys() & {"params", "tokens", "flops"})
+    if len(known) < 2:
         raise ConfigError(
-            f"{table.path}: two of parameters, tokens and FLOPs are needed, and {has} is known; "
+            f"{table.path}: two of parameters, tokens and FLOPs are needed, and "
+            f"{', '.join(known) or 'none'} is known; "
             "name columns with --n-column, --d-column, --flops-column; the table has: "
             f"{', '.join(table.columns)}"
         )
     return found
 
 
-def _third(found: Mapping[str, float], what: str) -> float:
-    """The one of N, D and C = 6ND that a row lacks."""
-    if what == "flops":
-        return FLOPS_PER_PARAM_AND_TOKEN * found["params"] * found["tokens"]
-    other = "tokens" if what == "params" else "params"
-    return found["flops"] / (FLOPS_PER_PARAM_AND_TOKEN * found[other])
-
-
-def _unusable(
-    values: Mapping[str, float | None], columns: Mapping[str, str], cells: Mapping[str, object]
-) -> str:
-    for what, value in values.items():
-        column = columns[what]
+def _numbers(
+    columns: Mapping[str, str], cells: Mapping[str, object]
+) -> tuple[dict[str, float], str]:
+    """Return the numbers of a row, the one of N, D and C = 6ND that it lacks, and what is wrong."""
+    found: dict[str, float] = {}
+    for what, column in columns.items():
+        value = number(cells.get(column))
         if value is None:
-            return f"{column} = {cells.get(column)!r} is no number"
+            return {}, f"{column} = {cells.get(column)!r} is no number"
         if not math.isfinite(value):
-            return f"{column} = {value}: the run diverged, or was not measured"
+            return {}, f"{column} = {value}: the run diverged, or was not measured"
         if value <= 0:
-            return f"{column} = {value:g} is not above 0"
-    return ""
+            return {}, f"{column} = {value:g} is not above 0"
+        found[what] = value
+    six = FLOPS_PER_PARAM_AND_TOKEN
+    if "flops" not in found:
+        found["flops"] = six * found["params"] * found["tokens"]
+    elif "params" not in found:
+        found["params"] = found["flops"] / (six * found["tokens"])
+    elif "tokens" not in found:
+        found["tokens"] = found["flops"] / (six * found["params"])
+    return found, ""
 
 
-def _fresh(rows: Sequence[dict[str, float]], names: list[str], dropped: list[Dropped]) -> list[int]:
-    """The rows that no earlier row repeats to the last digit; another seed has another loss."""
-    seen: dict[tuple[tuple[str, float], ...], int] = {}
-    for i, row in enumerate(rows):
-        first = seen.setdefault(tuple(sorted(row.items())), i)
-        if first != i:
-            dropped.append(Dropped(names[i], f"repeats {names[first]}"))
-    return sorted(seen.values())
+def _repeats(rows: Array, names: Sequence[str]) -> dict[int, str]:
+    """Return the rows that repeat an earlier one to the last digit, and which."""
+    _, first, of = np.unique(rows, axis=0, return_index=True, return_inverse=True)
+    first = first[np.ravel(of)]
+    return {i: f"repeats {names[j]}" for i, j in enumerate(first.tolist()) if i != j}
 
 
-def _converged(
-    rows: Sequence[dict[str, float]], keep: list[int], names: list[str], dropped: list[Dropped]
-) -> list[int]:
-    """Without runs whose loss is far above that of a smaller model on fewer tokens."""
-    array: Callable[[str], Array] = lambda what: np.array([rows[i][what] for i in keep])  # noqa: E731
-    params, tokens, loss = array("params"), array("tokens"), array("loss")
-    unique = array("unique") if keep and "unique" in rows[keep[0]] else tokens
-    kept = []
-    for place, i in enumerate(keep):
-        below = (params <= params[place]) & (tokens <= tokens[place]) & (unique <= unique[place])
-        best = np.flatnonzero(below)[np.argmin(loss[below])]
-        if loss[place] > DIVERGED * loss[best]:
-            least = names[keep[best]]
-            reason = f"diverged: loss {loss[place]:g}, and {loss[best]:g} at {least} with no more "
-            dropped.append(Dropped(names[i], f"{reason}parameters or tokens"))
-        else:
-            kept.append(i)
-    return kept
-
-
-def _smaller(
-    rows: Sequence[dict[str, float]], keep: list[int], names: list[str], dropped: list[Dropped],
-    count: int,
-) -> list[int]:  # fmt: skip
-    """Without the `count` largest losses."""
-    largest = sorted(keep, key=lambda i: -rows[i]["loss"])[:count]
-    rule = f"one of the {count} largest losses (--drop-largest-losses)"
-    dropped += [Dropped(names[i], f"loss {rows[i]['loss']:g}: {rule}") for i in sorted(largest)]
-    return [i for i in keep if i not in largest]
+def _diverged(points: Points) -> dict[int, str]:
+    """Return the runs whose loss is far above that of a smaller model on fewer tokens."""
+    unique = points.tokens if points.unique is None else points.unique
+    found = {}
+    for i, loss in enumerate(points.loss):
+        below = (points.params <= points.params[i]) & (points.tokens <= points.tokens[i])
+        below &= unique <= unique[i]
+        best = np.flatnonzero(below)[np.argmin(points.loss[below])]
+        if loss > DIVERGED * points.loss[best]:
+            found[i] = (
+                f"diverged: loss {loss:g}, and {points.loss[best]:g} at {points.names[best]} with "
+                "no more parameters or tokens"
+            )
+    return found

@@ -21,44 +21,43 @@ class Power:
     exponents: tuple[float, ...]
 
     def __call__(self, *x: Array | float) -> Array:
-        """y at x."""
+        """Return y at x."""
         powers = [np.power(v, e) for v, e in zip(x, self.exponents, strict=True)]
         return np.asarray(self.coefficient * np.prod(powers, axis=0))
 
 
 def power_law(x: Sequence[Array], y: Array, log_error: Array | None = None) -> Power:
-    """The power law fitted as a line in log(x) to log(y), with weights 1 / log_error^2.
+    """Return the power law fitted as a line in log(x) to log(y), with weights 1 / log_error^2.
 
     `log_error`: the standard error of log(y); a point without a finite one counts for nothing.
     """
-    known = np.isfinite(y)
-    weight = np.ones(len(y))
-    if log_error is not None:
-        known &= np.isfinite(log_error) & (log_error > 0)
-        weight = 1 / log_error
-    middles = [np.log(v[known]).mean() for v in x]
-    columns = [np.log(v[known]) - m for v, m in zip(x, middles, strict=True)]
-    design = np.column_stack([np.ones(int(known.sum())), *columns]) * weight[known, None]
-    found, _, rank, _ = np.linalg.lstsq(design, np.log(y[known]) * weight[known], rcond=None)
+    weight = np.ones(len(y)) if log_error is None else 1 / log_error
+    known = np.isfinite(y) & np.isfinite(weight) & (weight > 0)
+    logs = np.log(np.array([v[known] for v in x]))
+    middles = logs.mean(axis=1)
+    design = np.column_stack([np.ones(known.sum()), (logs - middles[:, None]).T])
+    weight = weight[known]
+    found, _, rank, _ = np.linalg.lstsq(
+        design * weight[:, None], np.log(y[known]) * weight, rcond=None
+    )
     if rank < len(found):
         raise ConfigError(
             f"{known.sum()} values: too few, or too alike, for a power law of {len(x)} exponents; "
             "add runs of other sizes"
         )
-    exponents = tuple(map(float, found[1:]))
-    offset = found[0] - sum(e * m for e, m in zip(exponents, middles, strict=True))
-    return Power(float(np.exp(offset)), exponents)
+    return Power(float(np.exp(found[0] - found[1:] @ middles)), tuple(found[1:].tolist()))
 
 
 def best_values(points: Points, setting: Array) -> tuple[list[dict[str, Any]], list[str]]:
-    """The best value of a swept setting for each size and length, and those left out, with why.
+    """Return the best value of a swept setting by size and length, and those left out, with why.
 
     At least three values are needed, and a loss that is least within the sweep: the vertex of a
     parabola in log(setting) through the best value and its neighbours.
     """
     found, left_out = [], []
-    keys = sorted(set(zip(points.params.tolist(), points.tokens.tolist(), strict=True)))
-    for params, tokens in keys:
+    for params, tokens in np.unique(
+        np.column_stack([points.params, points.tokens]), axis=0
+    ).tolist():
         rows = np.flatnonzero((points.params == params) & (points.tokens == tokens))
         place = f"N = {params:.4g}, D = {tokens:.4g}"
         values = np.unique(setting[rows])
@@ -70,20 +69,16 @@ def best_values(points: Points, setting: Array) -> tuple[list[dict[str, Any]], l
             left_out.append(f"{place}: the best value, {values[least]:g}, is at the sweep's edge")
         else:
             near = slice(least - 1, least + 2)
-            best = _vertex(np.log(values[near]), losses[near])
-            row = {"params": params, "tokens": tokens, "best": float(np.exp(best))}
+            x = np.log(values[near] / values[least])
+            square, slope, _ = np.polyfit(x, losses[near], 2)
+            best = float(values[least] * np.exp(-slope / (2 * square)))
+            row = {"params": params, "tokens": tokens, "best": best}
             found.append(row | {"values": len(values), "loss": float(losses[least])})
     return found, left_out
 
 
-def _vertex(x: Array, y: Array) -> float:
-    """Where the parabola through three points is least."""
-    square, slope, _ = np.polyfit(x - x[1], y, 2)
-    return float(x[1] - slope / (2 * square))
-
-
 def fit_best(points: Points, setting: Array, column: str, *, draws: int, seed: int) -> Fit:
-    """A power law of the best value of `column` in N, in D, or in both, whichever vary.
+    """Return a power law of the best value of `column` in N, in D, or in both, whichever vary.
 
     Where D is a power of N, as a constant multiple, it is of N alone. The form of arXiv:2503.04715:
     the learning rate by N and D, the batch size by D. Intervals are of a bootstrap over the (N, D).

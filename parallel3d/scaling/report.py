@@ -1,48 +1,209 @@
-"""Report of a fit: one HTML page with its pictures in it, for a paper's appendix.
+"""Report of a fit: one list of tables, for the terminal and for an HTML page with pictures in it.
 
 The checklist is that of arXiv:2502.18969: what a reader must know to fit the same again.
 """
 
 import base64
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import Any
 
+from rich.console import Console
+
+from parallel3d.base import terminal
 from parallel3d.base.atomic import replaced
+from parallel3d.base.terminal import Column
 from parallel3d.scaling.estimator import EXPONENTS
+from parallel3d.scaling.forecast import ONE_RUN, Forecast
 from parallel3d.scaling.laws import LAWS
 from parallel3d.scaling.plots import pictures
 from parallel3d.scaling.result import LEVEL, Fit, interval
 from parallel3d.scaling.runs import Curve
-from parallel3d.scaling.style import DOTS
 
 PAGE, PICTURES = "report.html", "report"
+_MOST = 12  # dropped rows that are printed; the page and fit.json list all
 _CSS = """
-body { font: 15px/1.5 Georgia, serif; color: #222; max-width: 46rem; margin: 2.5rem auto;
-  padding: 0 1rem }
-h1 { font-size: 1.6rem; margin-bottom: .2rem } h2 { font-size: 1.15rem; margin-top: 2.2rem }
-table { border-collapse: collapse; margin: .8rem 0; font-size: .92em; width: 100% }
+body { font: 15px/1.5 Georgia, serif; color: #222; max-width: 46rem; margin: 2.5rem auto }
+h1 { font-size: 1.6rem } h2 { font-size: 1.15rem; margin-top: 2.2rem }
+table { border-collapse: collapse; font-size: .92em; width: 100% }
 th, td { text-align: left; padding: .22rem .9rem .22rem 0; vertical-align: top;
-  border-bottom: 1px solid #e4e4e4 }
-td:first-child { min-width: 9.5rem }
-th { font-weight: 600; border-bottom: 1px solid #888 } td.n, th.n { text-align: right;
-  font-variant-numeric: tabular-nums; white-space: nowrap }
+  border-bottom: 1px solid #e4e4e4; overflow-wrap: anywhere }
+td:first-child { min-width: 8rem; overflow-wrap: normal }
+.n td + td, .n th + th { text-align: right; white-space: nowrap }
 figure { margin: 1.6rem 0; break-inside: avoid } img { max-width: 100% }
 figcaption { font-size: .88em; color: #444 } .warn { border-left: 3px solid #c0392b;
-  padding-left: .8rem } code { font-size: .88em; overflow-wrap: anywhere } .q { color: #666 }
+  padding-left: .8rem }
 """
 _NOT_KNOWN = (
-    "learning-rate schedule and its end", "warm-up", "batch size", "learning rate", "seeds",
-    "tokenizer and vocabulary", "training data", "architecture",
-)  # fmt: skip
+    "learning-rate schedule and its end, warm-up, batch size, learning rate, seeds, tokenizer and "
+    "vocabulary, training data, architecture"
+)
+_HELD = {True: "yes", False: "NO", None: ""}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A table of the report with its title; `numeric`: all columns but the first are numbers."""
+
+    title: str
+    heads: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+    numeric: bool = True
+
+
+def parts(fit: Fit, settings: Mapping[str, str] | None = None) -> list[Part]:
+    """Return the tables of a fit's report; `settings` of training in place of those of no table."""
+    found = fit.diagnostics
+    forecasts = [
+        (
+            one["registered_at"][:16].replace("T", " "), f"{one['flops']:.3g}",
+            f"{one['beyond']:.3g}", f"{one['predicted']:.4f}", _range(one["interval"]),
+            "no run yet" if one["loss"] is None else f"{one['loss']:.4f}",
+            "" if one["error"] is None else f"{one['error']:+.2%}", _HELD[one["held"]],
+        )
+        for one in found.get("forecasts", ())
+    ]  # fmt: skip
+    made = [
+        Part("Parameters", ("", "estimate", "std. error", f"{LEVEL} %"), _parameters(fit)),
+        Part(
+            "Registered forecasts",
+            ("registered, UTC", "FLOPs", "x fitted", "forecast", f"{LEVEL} %", "truth", "error",
+             "held"),
+            forecasts,
+        ),
+        Part("Choices", ("", ""), [*_choices(fit), *(settings or {}).items()], numeric=False),
+        Part("Rows that were left out", ("row", "why"), fit.points.dropped, numeric=False),
+    ]  # fmt: skip
+    return [part for part in made if part.rows]
+
+
+def summary(fit: Fit) -> str:
+    """Return the law, and the runs that it is fitted to, in a sentence."""
+    points, law = fit.points, LAWS.get(fit.law)
+    formula = f", {law.formula} ({law.source})" if law else ""
+    spans = (
+        f"{values.min():.3g} to {values.max():.3g} {unit}"
+        for values, unit in (
+            (points.flops, "FLOPs"), (points.params, "parameters"), (points.tokens, "tokens"),
+        )
+    )  # fmt: skip
+    return f"{fit.law} law{formula}, fitted to {len(points)} runs of {', '.join(spans)}."
+
+
+def _parameters(fit: Fit) -> list[tuple[str, ...]]:
+    found, errors, both = fit.diagnostics, fit.standard_errors, fit.intervals
+    rows: list[tuple[str, ...]] = [
+        (name, f"{value:.6g}", "" if errors[name] is None else f"{errors[name]:.3g}",
+         _range(both[name]))
+        for name, value in fit.parameters.items()
+    ]  # fmt: skip
+    exponents = [
+        (f"best {name} grows as C^", value, interval(fit.optimal_samples.get(name)))
+        for name, value in fit.optimal.items()
+        if f"{name}_exponent" not in fit.parameters
+    ]
+    for name, other in found.get("n_compared", {}).items():
+        if name != found["n_counts"] and "N" in other["optimal_exponents"]:
+            label = f"best N, N counted as {name}, as C^"
+            exponents.append((label, other["optimal_exponents"]["N"], None))
+    for method, value in found.get("methods", {}).items():
+        if value is not None:
+            exponents.append((f"best N by {method}, as C^", value, None))
+    rows += [(label, f"{value:.4f}", "", _range(spread)) for label, value, spread in exponents]
+    if bias := found.get("parabola_bias"):
+        rows.append(("bias of a parabola on these sizes", f"{bias['N_exponent']:+.4f}", "", ""))
+    return rows
+
+
+def _choices(fit: Fit) -> list[tuple[str, str]]:
+    found, columns, points = fit.diagnostics, fit.points.columns, fit.points
+    others = [name for name in found.get("n_compared", {}) if name != found["n_counts"]]
+    compared = f"; compared with {', '.join(others)}" if others else ""
+    repeats = "unique tokens not known"
+    if points.unique is not None:
+        most = float((points.tokens / points.unique).max())
+        repeats = f"up to {most:.3g} times the unique tokens"
+    rows = [
+        ("N counts", f"{found.get('n_counts', columns.get('params', ''))}{compared}"),
+        ("D", f"{columns.get('tokens', 'C / 6N')}; {repeats}"),
+        ("C", columns.get("flops", "6 N D")),
+        ("loss", f"{columns.get('loss', 'loss')}, nats per token; standard error: "
+         f"{columns.get('standard_error', 'not known')}"),
+        ("objective", fit.estimator),
+    ]  # fmt: skip
+    if starts := found.get("starts"):
+        low, high = EXPONENTS
+        rows += [
+            ("search", f"L-BFGS-B with exact gradients; {starts['reached']} of {starts['number']} "
+             f"starts reached the optimum; converged: {'yes' if found['converged'] else 'no'}"),
+            ("bounds", f"coefficients not below 0, exponents {low:g} to {high:g}; hit: "
+             f"{', '.join(found['bounds_hit']) or 'none'}"),
+            ("condition", f"{found['condition']:.3g} of the normalised gradients"),
+        ]  # fmt: skip
+    if strap := found.get("bootstrap"):
+        rows.append(("intervals", f"percentiles of {strap['draws']} resamples of the runs, seed "
+                     f"{strap['seed']}; {strap['redrawn']} drawn again"))  # fmt: skip
+    if rest := found.get("residuals"):
+        rows.append(("residuals", f"of log(loss): rms {rest['rms']:.2%}, worst {rest['worst']:+.2%}"
+                     f" ({rest['worst_row']})"))  # fmt: skip
+    if floor := found.get("noise_floor"):
+        rows.append(("seeds", f"{floor['runs']} runs repeat in {floor['groups']} groups, and "
+                     f"scatter by {floor['standard_deviation']:.2%}"))  # fmt: skip
+    if held := found.get("held_out"):
+        rows.append(
+            ("held out", f"{held['points']} of the largest budgets, from {held['flops'][0]:.3g} "
+             f"FLOPs, predicted by a fit to the other {held['fitted_on']} within "
+             f"{held['mean_error']:.2%} (mean), {held['worst_error']:.2%} (worst)")
+        )  # fmt: skip
+    rows.append(("data", f"{found.get('table', '')}, SHA-256 of the fitted points {points.digest}"))
+    if conditions := found.get("where"):
+        rows.append(("rows taken", ", ".join(conditions)))
+    return rows
+
+
+def show_fit(fit: Fit, out: Console) -> None:
+    """Print a fit's report."""
+    terminal.say(out, summary(fit))
+    for part in parts(fit):
+        terminal.say(out, f"\n{part.title}")
+        last = len(part.heads) - 1
+        columns = [
+            Column(head, right=part.numeric and place > 0, wraps=not part.numeric and place == last)
+            for place, head in enumerate(part.heads)
+        ]
+        terminal.show(out, columns, part.rows[:_MOST] if part.heads[0] == "row" else part.rows)
+    if len(fit.points.dropped) > _MOST:
+        terminal.say(out, f"and {len(fit.points.dropped) - _MOST} more rows, which fit.json lists")
+    for warning in fit.diagnostics["warnings"]:
+        terminal.say(out, f"WARNING: {warning}", "  ")
+
+
+def show_forecast(made: Forecast, fit: Fit, out: Console) -> None:
+    """Print a forecast, and how far it reaches beyond the runs that it is made from."""
+    spread = made.intervals
+    terminal.say(out, f"{fit.law} law of {len(fit.points)} runs; {made.flops:.4g} FLOPs")
+    rows = [
+        ("N", f"{made.params:.4g}", _range(spread["params"])),
+        ("D", f"{made.tokens:.4g}", _range(spread["tokens"])),
+    ]
+    if made.loss is not None:
+        rows.append(("loss", f"{made.loss:.4f}", _range(spread["loss"])))
+        rows.append(("loss of one run", "", _range(spread[ONE_RUN])))
+    columns = (Column("", right=False), Column("value"), Column(f"{LEVEL} %"))
+    terminal.show(out, columns, rows)
+    if made.loss is None:
+        terminal.say(out, "WARNING: no loss: the fit had too few budgets for a law of it", "  ")
+    elif spread["loss"] is None:
+        terminal.say(out, "WARNING: no intervals: the fit has no bootstrap", "  ")
+    terminal.say(out, f"{made.beyond:.3g} times the FLOPs of the largest fitted run")
 
 
 def write(
     fit: Fit, folder: Path, *, title: str, curves: Sequence[Curve] = (),
     settings: Mapping[str, str] | None = None,
 ) -> Path:  # fmt: skip
-    """Write report.html, and its pictures beside it in report/; gives the page's path.
+    """Write report.html, and its pictures beside it in report/; return the page's path.
 
     `settings`: how the runs were trained, where that is known.
     """
@@ -61,181 +222,33 @@ def page(
     fit: Fit, title: str, drawn: Mapping[str, tuple[bytes, str]],
     settings: Mapping[str, str] | None,
 ) -> str:  # fmt: skip
-    """The report as HTML; `drawn`: PNG and caption of each picture."""
-    found = fit.diagnostics
-    parts = [
-        f"<h1>{escape(title)}</h1>",
-        f"<p>{escape(_summary(fit))}</p>",
-        *(f"<p class=warn>{escape(text)}.</p>" for text in found["warnings"]),
-        "<h2>Parameters</h2>", _parameters(fit),
-        _forecasts(found.get("forecasts", ())), _held_out(found.get("held_out")),
-        "<h2>Pictures</h2>", *(_figure(name, *made) for name, made in drawn.items()),
-        "<h2>Choices</h2>",
-        _table(("", ""), _choices(fit, settings), numbers=()),
-        "<h2>Rows that were left out</h2>",
-        _table(("row", "why"), fit.dropped, numbers=()) if fit.dropped else "<p>None.</p>",
+    """Return the report as HTML; `drawn`: PNG and caption of each picture."""
+    unsaid = {"not in the table; say it beside this page": _NOT_KNOWN}
+    figures = (
+        f'<figure id="{name}"><img alt="{escape(caption)}" src="data:image/png;base64,'
+        f'{base64.b64encode(image).decode()}"><figcaption>{escape(caption)}</figcaption></figure>'
+        for name, (image, caption) in drawn.items()
+    )
+    body = [
+        f"<h1>{escape(title)}</h1><p>{escape(summary(fit))}</p>",
+        *(f"<p class=warn>{escape(text)}.</p>" for text in fit.diagnostics["warnings"]),
+        *map(_table, parts(fit, settings or unsaid)),
+        "<h2>Pictures</h2>", *figures,
     ]  # fmt: skip
     return (
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title>"
-        f"<style>{_CSS}</style><body>{''.join(parts)}</body></html>\n"
+        f"<style>{_CSS}</style><body>{''.join(body)}</body></html>\n"
     )
 
 
-def _summary(fit: Fit) -> str:
-    points, law = fit.points, LAWS.get(fit.law)
-    formula = f", {law.formula} ({law.source})" if law else ""
-    low, high = points.flops.min(), points.flops.max()
-    text = f"The {fit.law} law{formula}, fitted to {len(points)} runs of {low:.3g} to {high:.3g} "
-    text += f"FLOPs, {points.params.min():.3g} to {points.params.max():.3g} parameters and "
-    text += f"{points.tokens.min():.3g} to {points.tokens.max():.3g} tokens."
-    if rest := fit.diagnostics.get("residuals"):
-        text += f" It leaves residuals of {rest['rms']:.2%} (rms of log loss)"
-        floor = fit.diagnostics.get("noise_floor")
-        deviation = floor["standard_deviation"] if floor else 0
-        text += f"; runs of equal size and tokens scatter by {deviation:.2%}." * bool(floor)
-        text += "." * (not floor)
-    return text
-
-
-def _parameters(fit: Fit) -> str:
-    errors, both = fit.standard_errors, fit.intervals
-    rows = [
-        (name, f"{value:.6g}", _short(errors[name]), _range(both[name]))
-        for name, value in fit.parameters.items()
-    ]
-    for name, value in fit.optimal.items():
-        if f"{name}_exponent" in fit.parameters:
-            continue
-        rows.append((f"best {name} grows as C^", f"{value:.4f}", "",
-                     _range(interval(fit.optimal_samples.get(name)))))  # fmt: skip
-    for name, other in fit.diagnostics.get("n_compared", {}).items():
-        if name != fit.diagnostics["n_counts"] and "N" in other["optimal_exponents"]:
-            exponent = other["optimal_exponents"]["N"]
-            rows.append((f"best N, N counted as {name}, as C^", f"{exponent:.4f}", "", ""))
-    for method, value in fit.diagnostics.get("methods", {}).items():
-        if value is not None:
-            rows.append((f"best N by {method}, as C^", f"{value:.4f}", "", ""))
-    if bias := fit.diagnostics.get("parabola_bias"):
-        said = f"{bias['N_exponent']:+.4f}"
-        rows.append(("of which a parabola's bias on these sizes", said, "", ""))
-    return _table(("", "estimate", "standard error", f"{LEVEL} %"), rows, numbers=(1, 2, 3))
-
-
-def _forecasts(made: Sequence[Mapping[str, Any]]) -> str:
-    if not made:
-        return ""
-    held = {True: "yes", False: "no", None: ""}
-    rows = [
-        (
-            one["registered_at"][:16].replace("T", " "),
-            f"{one['flops']:.3g}", f"{one['beyond']:.3g}", f"{one['predicted']:.4f}",
-            _range(one["interval"]),
-            "no run yet" if one["loss"] is None else f"{one['loss']:.4f}",
-            "" if one["error"] is None else f"{one['error']:+.2%}", held[one["held"]],
-        )
-        for one in made
-    ]  # fmt: skip
-    heads = (
-        "registered, UTC",
-        "FLOPs",
-        "× fitted",
-        "forecast",
-        f"{LEVEL} %",
-        "truth",
-        "error",
-        "held",
-    )
-    return f"<h2>Registered forecasts</h2>{_table(heads, rows, numbers=range(1, 7))}"
-
-
-def _held_out(held: Mapping[str, Any] | None) -> str:
-    if not held:
-        return ""
-    text = (
-        f"The largest budgets, from {held['flops'][0]:.3g} FLOPs ({held['points']} of them), "
-        f"predicted by a fit to the other {held['fitted_on']} (up to "
-        f"{held['fitted_flops'][1]:.3g} FLOPs): mean absolute error {held['mean_error']:.2%}, "
-        f"bias {held['bias']:+.2%}, worst {held['worst_error']:.2%}."
-    )
-    return f"<h2>Held-out budgets</h2><p>{escape(text)}</p>"
-
-
-def _figure(name: str, image: bytes, caption: str) -> str:
-    data = base64.b64encode(image).decode()
-    # A PNG's width in dots stands in its header; a CSS inch has 96.
-    width = round(int.from_bytes(image[16:20], "big") * 96 / DOTS)
-    return (
-        f'<figure id="{name}"><img width="{width}" alt="{escape(caption)}" '
-        f'src="data:image/png;base64,{data}">'
-        f"<figcaption>{escape(caption)}</figcaption></figure>"
-    )
-
-
-def _choices(fit: Fit, settings: Mapping[str, str] | None) -> list[tuple[str, str]]:
-    found, columns = fit.diagnostics, fit.points.columns
-    others = [name for name in found.get("n_compared", {}) if name != found["n_counts"]]
-    counted = f"{found.get('n_counts', columns.get('params', ''))}"
-    rows = [
-        ("N counts", counted + (f"; compared with {', '.join(others)}" if others else "")),
-        ("D", columns.get("tokens", "C / 6N") + _repeats(fit)),
-        ("C", columns.get("flops", "6 N D")),
-        ("loss", columns.get("loss", "loss") + ", nats per token; standard error: "
-         + columns.get("standard_error", "not known")),
-        ("objective", fit.estimator),
-    ]  # fmt: skip
-    if starts := found.get("starts"):
-        rows += [
-            ("search", f"{starts['number']} starts, coefficients by non-negative least squares; "
-             f"{starts['reached']} reached the optimum"),
-            ("bounds", f"coefficients not below 0, exponents {EXPONENTS[0]:g} to {EXPONENTS[1]:g}; "
-             f"hit: {', '.join(found['bounds_hit']) or 'none'}"),
-            ("polish", "damped Newton, exact gradients and Hessians, until the steps are below "
-             f"1e-11; converged: {'yes' if found['converged'] else 'no'}"),
-        ]  # fmt: skip
-        if found.get("condition"):
-            rows.append(("condition", f"{found['condition']:.3g} of the normalised gradients"))
-    if strap := found.get("bootstrap"):
-        rows.append(("intervals", f"percentiles of {strap['draws']} resamples of the runs, seed "
-                     f"{strap['seed']}; {strap['redrawn']} drawn again"))  # fmt: skip
-    floor = found.get("noise_floor")
-    rows += [
-        (
-            "seeds",
-            f"{floor['runs']} runs repeat in {floor['groups']} groups" if floor else "no repeats",
-        ),
-        ("runs", f"{len(fit.points)} fitted, {len(fit.dropped)} left out (below)"),
-        ("data", f"{found.get('table', '')}, SHA-256 of the fitted points {fit.points.digest}"),
-    ]
-    if conditions := found.get("where"):
-        rows.append(("rows taken", ", ".join(conditions)))
-    if settings:
-        return rows + list(settings.items())
-    return [*rows, ("not in the table; say it beside this page", ", ".join(_NOT_KNOWN))]
-
-
-def _repeats(fit: Fit) -> str:
-    if fit.points.unique is None:
-        return "; unique tokens not known"
-    most = float((fit.points.tokens / fit.points.unique).max())
-    return f"; up to {most:.3g} times the unique tokens"
-
-
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: Iterable[int]) -> str:
-    right = set(numbers)
-
+def _table(part: Part) -> str:
     def line(cells: Sequence[str], tag: str) -> str:
-        made = (
-            f"<{tag}{' class=n' if i in right else ''}>{escape(str(cell))}</{tag}>"
-            for i, cell in enumerate(cells)
-        )
-        return f"<tr>{''.join(made)}</tr>"
+        return f"<tr>{''.join(f'<{tag}>{escape(str(cell))}</{tag}>' for cell in cells)}</tr>"
 
-    top = line(heads, "th") if any(heads) else ""
-    return f"<table>{top}{''.join(line(row, 'td') for row in rows)}</table>"
-
-
-def _short(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g}"
+    heads = line(part.heads, "th") if any(part.heads) else ""
+    rows = "".join(line(row, "td") for row in part.rows)
+    kind = " class=n" if part.numeric else ""
+    return f"<h2>{part.title}</h2><table{kind}>{heads}{rows}</table>"
 
 
 def _range(both: Sequence[float] | None) -> str:

@@ -6,7 +6,7 @@ last line, if that is the line of its last step.
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,31 +42,46 @@ class Curve:
     held_out: list[tuple[float, float]]
 
 
-def count(model: Any) -> dict[str, int]:
-    """Parameters of a model: `transformer` of its blocks, `with_head` of blocks and head.
+@dataclass(frozen=True)
+class PartCounts:
+    """Parameters of a model by part; `transformer`: of the blocks.
 
-    The head's output projection counts with the head even if it is the embedding's: it is
-    multiplied with each token. `total`: of everything, a tied copy once.
+    The head's output projection counts with the head even where it is the embedding's: it is
+    multiplied with each token. `total`: all parameters, a tied copy once.
     """
-    layers = models.layers(model)
-    blocks = sum(layer.num_params for layer in layers[1:-1])
-    head = sum(param.numel for param in layers[-1].params)
-    return {
-        "transformer": blocks, "with_head": blocks + head, "total": models.num_params(model),
-    }  # fmt: skip
+
+    embedding: int
+    head: int
+    transformer: int
+    total: int
+
+    @property
+    def with_head(self) -> int:
+        """N of scaling laws: parameters of blocks and head."""
+        return self.transformer + self.head
+
+
+def count(model: Any) -> PartCounts:
+    """Return the parameters of a model of any family; its vocabulary must be known."""
+    embedding, *blocks, head = models.layers(model)
+    return PartCounts(
+        embedding.num_params, sum(param.numel for param in head.params),
+        sum(layer.num_params for layer in blocks), models.num_params(model),
+    )  # fmt: skip
 
 
 def read_runs(folder: Path) -> Table:
-    """A row for each finished run in a folder; the others are left out by name.
+    """Return a row for each finished run in a folder; the others are left out by name.
 
     A run's unique tokens are those that its own folder records, else those of its ladder. Raises
     ConfigError where no run did.
     """
-    rows: dict[str, Mapping[str, Any]] = {}
+    rows: dict[str, dict[str, Any]] = {}
     left_out = []
+    unique = unique_tokens(folder)
     for path in _folders(folder):
         try:
-            rows[path.name] = _row(path)
+            rows[path.name] = ({} if unique is None else {UNIQUE: unique}) | _row(path)
         except NoEnd as why:
             left_out.append((path.name, str(why)))
     if not rows:
@@ -75,15 +90,13 @@ def read_runs(folder: Path) -> Table:
             f"{folder}: holds no finished run{why_not}; give a table, or the folder in which "
             "launch/train.py wrote its runs"
         )
-    if (unique := unique_tokens(folder)) is not None:
-        rows = {name: {UNIQUE: unique, **row} for name, row in rows.items()}
     # A column that some runs lack would drop them.
     columns = [c for c in next(iter(rows.values())) if all(c in row for row in rows.values())]
     return Table(folder, tuple(columns), tuple(rows.values()), tuple(rows), tuple(left_out))
 
 
 def unique_tokens(directory: Path) -> int | None:
-    """Training tokens of the corpus of a run, or of a ladder's runs; None where not recorded."""
+    """Return training tokens of the corpus of a run or a ladder; None where not recorded."""
     try:
         return int(json.loads((directory / CORPUS).read_text())["training_tokens"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -91,7 +104,7 @@ def unique_tokens(directory: Path) -> int | None:
 
 
 def curves(folder: Path) -> list[Curve]:
-    """The loss curves of every run in a folder, thinned for drawing."""
+    """Return the loss curves of every run in a folder, thinned for drawing."""
     found = []
     for path in _folders(folder):
         try:
@@ -99,60 +112,59 @@ def curves(folder: Path) -> list[Curve]:
         except OSError:
             continue
         lines = [line for line in map(_parsed, text.split("\n")) if line]
-        every = max(1, len(lines) // _MOST_POINTS)
-        kept = [x for x in lines[::every] if _is_number(x.get("loss"))]
-        held = [
-            (float(x["tokens"]), float(x["held_out_loss"])) for x in lines
-            if _is_number(x.get("held_out_loss"))
-        ]  # fmt: skip
-        tokens, loss = [float(x["tokens"]) for x in kept], [float(x["loss"]) for x in kept]
-        found.append(Curve(path.name, tokens, loss, held))
+        tokens, loss = _series(lines[:: max(1, len(lines) // _MOST_POINTS)], "loss")
+        held_out = list(zip(*_series(lines, "held_out_loss"), strict=True))
+        found.append(Curve(path.name, tokens, loss, held_out))
     return found
 
 
+def _series(lines: Sequence[Mapping[str, Any]], name: str) -> tuple[list[float], list[float]]:
+    """Return tokens and values of a metric where it is a number."""
+    kept = [line for line in lines if _is_number(line.get(name))]
+    return [float(line["tokens"]) for line in kept], [float(line[name]) for line in kept]
+
+
 def settings(folder: Path) -> dict[str, str]:
-    """Settings of the runs that matter for training, each with all of its values."""
-    found: dict[str, dict[str, None]] = {}
+    """Return settings of the runs that matter for training, each with all of its values."""
+    found: dict[str, set[str]] = {}
     for path in _folders(folder):
         try:
             config = config_of(path)
         except NoEnd:
             continue
         train, schedule, data = config.train, config.train.lr_schedule, config.data
-        adam = config.optimizer.params
-        for name, value in (
-            ("architecture", config.model.family),
-            ("vocabulary", config.model.vocab_size),
-            ("sequence length", data.sequence_length),
-            ("training data", data.source),
-            ("tokenizer", data.tokenizer),
-            ("steps", train.steps),
-            ("batch, tokens", config.tokens_per_step),
-            ("learning rate", adam.lr),
-            ("learning-rate schedule", f"{schedule.type} to {schedule.min_ratio:g} at each end"
-             if schedule.type != "constant" else "constant"),
-            ("warm-up, steps", schedule.warmup_steps),
-            ("betas, weight decay", f"{list(adam.betas)}, {adam.weight_decay}"),
-            ("precision", config.precision),
-            ("seeds", train.seed),
-            ("held-out samples", _samples(train.evaluate_samples)),
-        ):  # fmt: skip
-            found.setdefault(name, {})[str(value)] = None
-    return {name: _few(list(values)) for name, values in found.items()}
+        adam, samples, ends = config.optimizer.params, train.evaluate_samples, ""
+        if schedule.type != "constant":
+            ends = f" to {schedule.min_ratio:g} at each end"
+        for name, value in {
+            "architecture": config.model.family,
+            "vocabulary": config.model.vocab_size,
+            "sequence length": data.sequence_length,
+            "training data": data.source,
+            "tokenizer": data.tokenizer,
+            "steps": train.steps,
+            "batch, tokens": config.tokens_per_step,
+            "learning rate": adam.lr,
+            "learning-rate schedule": f"{schedule.type}{ends}",
+            "warm-up, steps": schedule.warmup_steps,
+            "betas, weight decay": f"{list(adam.betas)}, {adam.weight_decay}",
+            "precision": config.precision,
+            "seeds": train.seed,
+            "held-out samples": "all" if samples >= ALL else samples,
+        }.items():
+            found.setdefault(name, set()).add(str(value))
+    return {name: _few(values) for name, values in found.items()}
 
 
-def _samples(count: int) -> str:
-    return "all" if count >= ALL else str(count)
-
-
-def _few(values: list[str]) -> str:
-    values.sort(key=lambda value: (number(value) is None, number(value) or 0, value))
-    shown = ", ".join(values[:8])
-    return shown if len(values) <= 8 else f"{shown} and {len(values) - 8} more"
+def _few(values: set[str]) -> str:
+    """Return some of the values in order, numbers first."""
+    order = sorted(values, key=lambda text: (number(text) is None, number(text) or 0, text))
+    more = f" and {len(order) - 8} more" if len(order) > 8 else ""
+    return f"{', '.join(order[:8])}{more}"
 
 
 def config_of(path: Path) -> RunConfig:
-    """The resolved config in a run's folder; raises NoEnd if none can be used."""
+    """Return the resolved config in a run's folder; raises NoEnd if none can be used."""
     try:
         raw = json.loads((path / CONFIG).read_text(encoding="utf-8"))
         config = RunConfig.from_dict(raw, source=str(path / CONFIG))
@@ -179,27 +191,22 @@ def _row(path: Path) -> dict[str, Any]:
         raise NoEnd(f"it has no end: step {last['step']} of {steps or 'no known number'}")
     if "held_out_loss" not in last:
         raise NoEnd("its last step has no held_out_loss; hold out more of its data")
-    row: dict[str, Any] = {
-        **{name: counted[name] for name in COUNTS},
+    unique, lr = unique_tokens(path), config.optimizer.params.lr
+    error = ((last.get("validation") or {}).get("held_out") or {}).get("standard_error")
+    maybe = {"lr": lr, UNIQUE: unique, ERROR: error}
+    return {
+        **{name: getattr(counted, name) for name in COUNTS},
         "tokens": last["tokens"],
         # JSON has no NaN: what is not finite is null there.
         "held_out_loss": "nan" if last["held_out_loss"] is None else last["held_out_loss"],
         "exact_flops": per_token * last["tokens"],
         "batch_tokens": config.tokens_per_step,
+        **{name: value for name, value in maybe.items() if _is_number(value)},
     }
-    lr = config.optimizer.params.lr
-    if _is_number(lr):
-        row["lr"] = lr
-    if (unique := unique_tokens(path)) is not None:
-        row[UNIQUE] = unique
-    held_out = (last.get("validation") or {}).get("held_out") or {}
-    if _is_number(held_out.get("standard_error")):
-        row[ERROR] = held_out["standard_error"]
-    return row
 
 
 def last_line(path: Path) -> dict[str, Any]:
-    """The last whole line of metrics.jsonl, whose end a kill may have cut off; raises NoEnd."""
+    """Return the last whole line of metrics.jsonl, whose end may be cut off; raises NoEnd."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))

@@ -9,9 +9,8 @@ import pytest
 
 from parallel3d.base.errors import TrainingError
 from parallel3d.calibrate import describe as calibration
-from parallel3d.calibrate.curves import fit_link
+from parallel3d.calibrate.curves import fit, fit_link
 from parallel3d.calibrate.device import QUICK, Measured
-from parallel3d.calibrate.fit import fit, fit_line, typical
 from parallel3d.calibrate.steps import Timed, small_runs
 from parallel3d.config.hardware import Hardware, load
 from parallel3d.plan.setting import Setting
@@ -34,8 +33,8 @@ def figures_of(value, place=""):
 
 
 def planted(ranks, speed=1e11):
-    """What `ranks` would measure on a machine of planted figures."""
-    measured = Measured(memory_bytes=8e9, threads=1, bandwidth=2e10, adam_params=2e8)
+    """Return what `ranks` measure on a machine of planted figures."""
+    measured = Measured(memory_bytes=8e9, bandwidth=2e10, adam_params=2e8)
     measured.host_adam_params, measured.host_adam, measured.host_copy = 5e8, "an Adam", 1e10
     shapes = [(s, s, s) for s in (64, 128, 256, 512, 1024)] + [(128, 1024, 64), (512, 64, 2048)]
     measured.matmul = {"fp32": [(m, k, n, 1e-5 + 2 * m * k * n / speed) for m, k, n in shapes]}
@@ -62,20 +61,6 @@ def machine(monkeypatch):
     return monkeypatch
 
 
-def test_a_line_is_found_in_exact_timings():
-    found = fit_line([(n, LATENCY + n / BANDWIDTH) for n in SIZES])
-    assert found == pytest.approx((LATENCY, BANDWIDTH), rel=1e-6)
-
-
-@pytest.mark.parametrize("latency", [0.0, -1e-6])
-def test_a_line_through_zero_has_no_latency(latency):
-    found = fit_line([(n, latency + n / BANDWIDTH) for n in SIZES])
-    assert found[0] == 0.0 or found[0] < 1e-12
-    assert found[1] == pytest.approx(BANDWIDTH, rel=0.2)
-    with pytest.raises(ValueError, match="two sizes"):
-        fit_line([(4096, 1.0), (4096, 1.1)])
-
-
 def test_a_link_is_found_in_the_timings_of_all_collectives():
     # A ring of two: each sends half of the bytes once, or twice in an all-reduce.
     bandwidth, latency = fit_link(planted(2)[0]["links"], ranks=2)
@@ -97,12 +82,6 @@ def test_parameters_are_found_and_what_nothing_tells_stays():
     assert found["fixed"] == 3.0
     bounded = fit({"slope": 1.0}, {"slope": (0.5, 2.0)}, lambda v: [v["slope"]], [100.0])
     assert bounded["slope"] == pytest.approx(2.0)
-
-
-def test_the_typical_ratio_is_the_geometric_mean():
-    assert typical([0.5, 2.0, math.nan, 0.0]) == pytest.approx(1.0)
-    with pytest.raises(ValueError, match="no ratio"):
-        typical([])
 
 
 def test_a_planted_machine_is_described(machine, tmp_path):
@@ -167,9 +146,6 @@ def test_it_is_written_to_the_users_own_folder(machine, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "a file"))
     with pytest.raises(TrainingError, match=r"cannot write .*; set XDG_CONFIG_HOME to a folder"):
         calibration.calibrate(lambda text: None)
-
-
-def test_a_folder_that_is_not_there_is_named(machine, tmp_path):
     with pytest.raises(TrainingError, match=r"cannot write .*missing.*: give a folder"):
         calibration.calibrate(lambda text: None, tmp_path / "missing" / "this-machine.json")
 

@@ -13,7 +13,7 @@ from parallel3d.scaling.forecast import Forecast, forecast, judged, register
 from parallel3d.scaling.frontier import fit_frontier
 from parallel3d.scaling.laws import OVER_TRAINING, PARAMETRIC
 from parallel3d.scaling.power import fit_best
-from parallel3d.scaling.result import StoredFit, finite
+from parallel3d.scaling.result import Fit, finite
 from tests.scaling.cases import CHINCHILLA, chinchilla, points
 
 pytestmark = pytest.mark.pure
@@ -23,12 +23,12 @@ SQUARES = Estimator("squares")
 
 @pytest.fixture
 def stored(tmp_path):
-    """What is read back of a fit."""
+    """Give a fit as it is read back from its file."""
 
     def store(fit):
         path = tmp_path / "fit.json"
         path.write_text(json.dumps(finite(fit.document())))
-        return StoredFit.read(path)
+        return Fit.read(path)
 
     return store
 

@@ -9,11 +9,10 @@ import pytest
 from parallel3d.scaling.data_constrained import DECAYS, DecayModel, fit_decays
 from parallel3d.scaling.estimator import Estimator
 from parallel3d.scaling.fit import fit_law
-from parallel3d.scaling.frontier import exponents
+from parallel3d.scaling.frontier import exponents, profiles
 from parallel3d.scaling.laws import OVER_TRAINING
 from parallel3d.scaling.points import points_of
 from parallel3d.scaling.power import power_law
-from parallel3d.scaling.profile import profiles
 from parallel3d.scaling.run_table import Table, read
 from tests.scaling.cases import published
 
@@ -110,10 +109,10 @@ def test_datablations_at_the_published_parameters(repeated):
     target = expected("datablations")
     assert len(points) == target["rows"]
     model = DecayModel(points, base)
-    theta = np.log([[target["law_params"][name] for name in DECAYS]])
-    value = Estimator().objective(model, theta, np.ones((1, len(points))))[0]
+    theta = np.log([target["law_params"][name] for name in DECAYS])
+    value, _ = Estimator().objective(model, theta, np.ones(len(points)))
     assert value == pytest.approx(target["objective_at_published"], rel=1e-6)
-    fitted = np.exp(model.value(theta)[0])
+    fitted = np.exp(model(theta)[0])
     rest, spread = points.loss - fitted, points.loss - points.loss.mean()
     assert 1 - (rest @ rest) / (spread @ spread) == pytest.approx(target["R2"], abs=1e-6)
 

@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
+from importlib.util import find_spec
 
 from rich.console import Console
 
@@ -10,20 +12,26 @@ from parallel3d.base import terminal
 from parallel3d.base.atomic import replace_text
 from parallel3d.base.errors import ConfigError
 from parallel3d.base.lock import Lock, LockHeld
-from parallel3d.scaling.ladder import oath
+from parallel3d.scaling import forecast
+from parallel3d.scaling.command import DRAWS, NO_EXTRA
+from parallel3d.scaling.estimator import Estimator
+from parallel3d.scaling.fit import fit_law
+from parallel3d.scaling.forecast import Forecast
 from parallel3d.scaling.ladder.expand import LadderRun
 from parallel3d.scaling.ladder.plan import Ladder, ladder_of
-from parallel3d.scaling.ladder.process import TRAIN
-from parallel3d.scaling.ladder.progress import Display
-from parallel3d.scaling.ladder.runner import STOPPED, Runner
-from parallel3d.scaling.runs import CORPUS
+from parallel3d.scaling.ladder.runner import STOPPED, TRAIN, Display, Runner
+from parallel3d.scaling.laws import PARAMETRIC
+from parallel3d.scaling.points import points_of
+from parallel3d.scaling.result import finite
+from parallel3d.scaling.runs import CORPUS, read_runs
 
 DONE, FAILED = 0, 1  # exit codes; scripts rely on them
 LOCK = "ladder.lock"
+FIT = "forecast-fit.json"  # of a ladder's directory: the law that the forecasts are of
 
 
 def execute(name: str, parallel: int, out: Console) -> tuple[int, Ladder]:
-    """Run the unfinished runs of a ladder; gives the exit code and the ladder as it then stands.
+    """Run the unfinished runs of a ladder; return the exit code and the ladder as it then stands.
 
     Codes: 0, 1 where a run failed, 3 where it was stopped on request with all saved. Raises
     ConfigError for what makes no ladder, and where another process runs this one.
@@ -47,9 +55,10 @@ def execute(name: str, parallel: int, out: Console) -> tuple[int, Ladder]:
 
 def _execute(ladder: Ladder, parallel: int, out: Console) -> int:
     ladder.write_configs()
-    finished = [rung.run.name for rung in ladder.rungs if rung.state.name == "finished"]
-    todo = [run for run in _needed(ladder) if run.name not in finished]
-    with Display(out, len(ladder.rungs), len(finished)) as display:
+    rungs = [rung for rung in ladder.rungs if rung.state.name != "finished"]
+    trunks = {rung.run.trunk for rung in rungs}  # those that unfinished forks need
+    todo = [r.run for r in rungs if r.run.kind != "trunk" or r.run.name in trunks]
+    with Display(out, len(ladder.rungs), len(ladder.rungs) - len(rungs)) as display:
         runner = Runner(ladder, parallel, display)
         with runner.listening():
             if todo and not (ladder.directory / CORPUS).exists():
@@ -66,14 +75,6 @@ def _execute(ladder: Ladder, parallel: int, out: Console) -> int:
     for name, why in runner.failed.items():
         terminal.say(out, f"FAILED {name}: {why}", "  ")
     return FAILED if runner.failed else DONE
-
-
-def _needed(ladder: Ladder) -> list[LadderRun]:
-    """All runs but the trunks that no unfinished fork needs any more."""
-    unfinished = {
-        rung.run.trunk for rung in ladder.rungs if rung.run.trunk and rung.state.name != "finished"
-    }
-    return [r.run for r in ladder.rungs if r.run.kind != "trunk" or r.run.name in unfinished]
 
 
 def _prepare(ladder: Ladder) -> None:
@@ -100,10 +101,32 @@ def _forecast(ladder: Ladder, held: list[LadderRun], runner: Runner, display: Di
             runner.failed[run.name] = f"not started: its forecast waits for {others}"
             continue
         try:
-            made = oath.register(ladder, run)
+            made = register(ladder, run)
         except ConfigError as error:
             runner.failed[run.name] = f"not started: no forecast can be registered: {error}"
             continue
         if made and made.loss is not None:
             file = ladder.forecast_file(run)
             display.say(f"{run.name}: forecast {made.loss:.4f}, registered in {file}")
+
+
+def register(ladder: Ladder, run: LadderRun) -> Forecast | None:
+    """Register the forecast of a held-out run, by the parametric law of all finished runs.
+
+    None where it is registered already: a forecast is never made again. Raises ConfigError where
+    the runs tell no law.
+    """
+    file = ladder.forecast_file(run)
+    if file.exists():
+        return None
+    if find_spec("scipy") is None:
+        raise ConfigError(NO_EXTRA.format("scipy"))
+    table = read_runs(ladder.directory)
+    fitted = {rung.run.name for rung in ladder.rungs if rung.run.kind == "fit"}
+    table = table.take([i for i, name in enumerate(table.names) if name in fitted])
+    fitted_law = fit_law(points_of(table, {}), PARAMETRIC, Estimator(), draws=DRAWS, seed=0)
+    found = replace(fitted_law, path=ladder.directory / FIT)
+    replace_text(found.path, json.dumps(finite(found.document())))
+    made = forecast.forecast(found, params=run.counts.with_head, tokens=run.tokens)
+    forecast.register(file, made, found)
+    return made

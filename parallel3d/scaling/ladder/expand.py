@@ -3,33 +3,34 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 from typing import Any
 
 from parallel3d import models
 from parallel3d.base.errors import ConfigError
+from parallel3d.base.section import Problem, Problems
 from parallel3d.config import RunConfig
+from parallel3d.models.common import divisor_below
 from parallel3d.plan.search.plans import with_vocabulary
-from parallel3d.scaling.ladder.base import ranks_of, shared_model, write_batch
-from parallel3d.scaling.ladder.file import HeldOutConfig, LadderConfig, SizeConfig
-from parallel3d.scaling.ladder.hyperparameter_laws import LAWS, PowerLaw
-from parallel3d.scaling.ladder.sizes import PartCounts, count, model_of
+from parallel3d.scaling.ladder.file import LAWS, LadderConfig, SizeConfig
+from parallel3d.scaling.ladder.sizes import model_of
 from parallel3d.scaling.points import FLOPS_PER_PARAM_AND_TOKEN
-from parallel3d.scaling.runs import ALL
+from parallel3d.scaling.runs import ALL, PartCounts, count
 
+_OWN = ("steps", "max_tokens", "epochs", "lr_schedule", "stop_after")  # a ladder says these itself
 CONFIGS, TRUNKS = "configs", "trunks"  # folders of a ladder's directory
 _SIX = FLOPS_PER_PARAM_AND_TOKEN
 
 
 @dataclass(frozen=True)
 class LadderRun:
-    """One run of a ladder: what it trains, and the config that launch/train.py reads.
+    """One run of a ladder, with the config that launch/train.py reads.
 
     `counts`: its parameters. `tokens`: on which the weights that it ends with were trained.
-    `exact_flops`: of the same, attention included. `steps_done`: those that its trunk has done
-    for it. `trunk`: the name of the run whose checkpoint it begins from, "" of none.
+    `exact_flops`: of training on these, attention included. `steps_done`: those that its trunk has
+    done for it. `trunk`: the name of the run whose checkpoint it begins from, else "".
     """
 
     name: str
@@ -69,9 +70,60 @@ class LadderRun:
         return Path(self.config.run.directory) / self.config.run.name
 
 
+def _shared_model(base: Mapping[str, Any], source: Path) -> dict[str, Any]:
+    """Return settings of the model that all sizes share, its vocabulary a number.
+
+    `source` is the ladder's file, for messages. Raises ConfigError where the base has no model or
+    no length of a sample, has settings that are the ladder's, or has something else than a block
+    where the ladder writes into one.
+    """
+    block = base.get("parallel3d")
+    model = block.get("model") if isinstance(block, dict) else None
+    if not isinstance(block, dict) or not isinstance(model, dict):
+        raise ConfigError(f'{source}: base: has no block "parallel3d" with a "model"; write both')
+    if found := list(_no_objects(base, block)):
+        raise Problems(found, str(source))
+    data, train = block.get("data"), block.get("train", {})
+    data = data if isinstance(data, dict) else {}
+    found = [
+        Problem(
+            f"base.parallel3d.train.{key}", train[key], "is the ladder's to say",
+            "remove it; see budgets and schedule",
+        )
+        for key in _OWN
+        if key in train
+    ]  # fmt: skip
+    own_tokenizer = data.get("tokenizer", "train") in ("train", "none")
+    vocab = model.get("vocab_size", "auto")
+    if vocab == "auto" and own_tokenizer:  # that of the tokenizer to train
+        vocab = data.get("vocab_size", 4096)
+    for path, value, rule in (
+        ("data.sequence_length", data.get("sequence_length"), "must be a number of tokens"),
+        ("model.vocab_size", vocab, "must be a number, the same for all sizes"),
+    ):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            found.append(Problem(f"base.parallel3d.{path}", value, rule, "write it"))
+    if found:
+        raise Problems(found, str(source))
+    return {**model, "vocab_size": vocab}
+
+
+def _no_objects(base: Mapping[str, Any], block: Mapping[str, Any]) -> Iterator[Problem]:
+    blocks = {key: block.get(key, {}) for key in ("train", "checkpoint", "run", "mesh")}
+    found = {f"base.parallel3d.{key}": value for key, value in blocks.items()}
+    found["base.optimizer"] = optimizer = base.get("optimizer", {})
+    if isinstance(optimizer, dict):
+        found["base.optimizer.params"] = optimizer.get("params", {})
+    for path, value in found.items():
+        is_mesh = path.endswith(".mesh")
+        if not isinstance(value, dict) and not (is_mesh and value == "plan"):
+            rule = 'must be an object, or "plan"' if is_mesh else "must be an object"
+            yield Problem(path, value, rule, "write {...}, or leave it out")
+
+
 @dataclass(frozen=True)
 class _Point:
-    """One place of the ladder: a model, its tokens, and what the laws say of them."""
+    """One place of the ladder: a model, its tokens, and its place in the file for messages."""
 
     name: str
     path: str
@@ -81,36 +133,41 @@ class _Point:
     tokens: float
 
     def settings(self, ladder: LadderConfig) -> tuple[float, float]:
-        """Its learning rate and its batch in tokens."""
+        """Return the learning rate and the batch in tokens, by laws or as given."""
         given = ladder.hyperparameters
-
-        def value(wanted: float | str, what: str) -> float:
-            if not isinstance(wanted, str):
-                return float(wanted)
-            law = LAWS[wanted]
-            power: PowerLaw = getattr(law, what)
-            return power(float(getattr(self.counts, law.counts)), self.tokens)
-
-        rate = value(given.learning_rate, "learning_rate") * given.learning_rate_factor
-        return rate, value(given.batch_tokens, "batch_tokens")
+        values = []
+        for name in ("learning_rate", "batch_tokens"):
+            value = getattr(given, name)
+            if isinstance(value, str):
+                law = LAWS[value]
+                value = getattr(law, name)(getattr(self.counts, law.counts), self.tokens)
+            values.append(float(value))
+        return values[0] * given.learning_rate_factor, values[1]
 
 
 def runs_of(ladder: LadderConfig, base: Mapping[str, Any], source: Path) -> list[LadderRun]:
-    """Every run of the ladder: trunks, those that laws are fitted on, and those held out.
+    """Return every run of the ladder: trunks, those that laws are fitted on, and those held out.
 
     `base`: the config that they share; `source`: the ladder's file, for messages. Raises
     ConfigError for a size, a budget or a setting that makes no run.
     """
-    shared = shared_model(base, source)
+    shared = _shared_model(base, source)
     found: list[LadderRun] = []
+    kind = ladder.budgets.kind
     for i, size in enumerate(ladder.sizes):
-        path = f"sizes.{i}"
-        points = list(_points(ladder, size, shared, path))
+        budgets = sorted(size.budgets or getattr(ladder.budgets, kind))
+        points = list(_points(ladder, size, shared, f"sizes.{i}", kind, budgets))
         for seed in size.seeds or ladder.seeds:
-            build = _cooled if ladder.is_forked else _plain
-            found += build(ladder, base, points, seed)
+            if ladder.is_forked:
+                found += _forks(ladder, base, points, seed)
+            else:
+                found += [_run(ladder, base, point, seed) for point in points]
     for i, held in enumerate(ladder.held_out):
-        found.append(_held_out(ladder, base, held, shared, f"held_out.{i}"))
+        kind, budget = ("tokens", held.tokens) if held.flops is None else ("flops", held.flops)
+        assert budget
+        (point,) = _points(ladder, held.size, shared, f"held_out.{i}", kind, [budget], "size")
+        name, seed = f"held-out-{point.name}", (held.size.seeds or ladder.seeds)[0]
+        found.append(_run(ladder, base, point, seed, name=name, kind="held-out"))
     twice = [name for name, times in Counter(run.name for run in found).items() if times > 1]
     if twice:
         raise ConfigError(
@@ -120,129 +177,106 @@ def runs_of(ladder: LadderConfig, base: Mapping[str, Any], source: Path) -> list
 
 
 def _points(
-    ladder: LadderConfig, size: SizeConfig, shared: Mapping[str, Any], path: str
-) -> Iterator[_Point]:
-    model = model_of(ladder, size, shared, path)
+    ladder: LadderConfig, size: SizeConfig, shared: Mapping[str, Any], path: str, kind: str,
+    budgets: Sequence[float], key: str = "",
+) -> Iterator[_Point]:  # fmt: skip
+    """Yield the point of each budget; `key`: where in the block at `path` the size stands."""
+    model = model_of(ladder, size, shared, ".".join(filter(None, (path, key))))
     counts = count(model)
-    kind = ladder.budgets.kind
-    for budget in sorted(size.budgets or getattr(ladder.budgets, kind)):
-        per = {
-            "flops": 1 / (_SIX * counts.with_head), "tokens_per_param": counts.with_head,
-            "tokens": 1,
-        }[kind]  # fmt: skip
-        shown = {"flops": f"c{_power(budget)}", "tokens_per_param": f"{budget:g}x"}
-        name = f"{_short(counts.transformer)}-{shown.get(kind, f'd{_short(budget)}')}"
-        yield _Point(name, path, size, model, counts, budget * per)
+    for budget in budgets:
+        tokens, shown = {
+            "flops": (budget / (_SIX * counts.with_head), f"c{_power(budget)}"),
+            "tokens_per_param": (budget * counts.with_head, f"{budget:g}x"),
+            "tokens": (budget, f"d{_short(budget)}"),
+        }[kind]
+        name = f"{_short(counts.transformer)}-{shown}"
+        yield _Point(name, path, size, model, counts, tokens)
 
 
-def _plain(
-    ladder: LadderConfig, base: Mapping[str, Any], points: Sequence[_Point], seed: int
-) -> Iterator[LadderRun]:
-    """A run of its own for each budget: cosine to its own end."""
-    for point in points:
-        name = _seeded(point.name, seed, ladder)
-        yield _run(ladder, base, point, seed, name=name)
-
-
-def _cooled(
+def _forks(
     ladder: LadderConfig, base: Mapping[str, Any], points: Sequence[_Point], seed: int
 ) -> list[LadderRun]:
-    """A trunk of constant rate, and a fork for each budget; no trunk where all are too short.
+    """Return a trunk of constant rate, and a fork for each budget; no trunk if all are too short.
 
     Batch and learning rate are the same for all: what the laws say of the longest. The warm-up is
     that of the shortest fork that the trunk has.
     """
     longest, lengths = points[-1], [point.tokens for point in points]
     same = longest.settings(ladder)
-    size = _short(longest.counts.transformer)
-    trunk = _seeded(f"trunk-{size}", seed, ladder)
+    trunk = f"trunk-{_short(longest.counts.transformer)}"
     forks = [
-        _run(
-            ladder, base, point, seed, name=_seeded(point.name, seed, ladder), settings=same,
-            beside=lengths, trunk=trunk,
-        )
+        _run(ladder, base, point, seed, settings=same, beside=lengths, trunk=trunk)
         for point in points
-    ]  # fmt: skip
+    ]
     at = sorted({fork.steps_done for fork in forks if fork.trunk})
     if not at:
         return forks
-    tokens = at[-1] * forks[-1].batch_tokens
-    return [
-        _run(
-            ladder, base, longest, seed, name=trunk, settings=same, beside=lengths, at=at,
-            kind="trunk", tokens=tokens,
-        ),
-        *forks,
-    ]  # fmt: skip
-
-
-def _held_out(
-    ladder: LadderConfig, base: Mapping[str, Any], held: HeldOutConfig, shared: Mapping[str, Any],
-    path: str,
-) -> LadderRun:  # fmt: skip
-    """A run that is forecast; its rate comes down as the others' does, without a trunk."""
-    model = model_of(ladder, held.size, shared, f"{path}.size")
-    counts = count(model)
-    flops = held.flops
-    tokens = held.tokens if flops is None else flops / (_SIX * counts.with_head)
-    assert tokens
-    budget = f"d{_short(tokens)}" if flops is None else f"c{_power(flops)}"
-    name = f"held-out-{_short(counts.transformer)}-{budget}"
-    point = _Point(name, path, held.size, model, counts, tokens)
-    seed = (held.size.seeds or ladder.seeds)[0]
-    return _run(ladder, base, point, seed, name=name, kind="held-out")
+    done = at[-1] * forks[-1].batch_tokens
+    first = _run(
+        ladder, base, replace(longest, tokens=done), seed, name=trunk, settings=same,
+        beside=lengths, at=at, kind="trunk",
+    )  # fmt: skip
+    return [first, *forks]
 
 
 def _run(
-    ladder: LadderConfig, base: Mapping[str, Any], point: _Point, seed: int, *, name: str,
+    ladder: LadderConfig, base: Mapping[str, Any], point: _Point, seed: int, *, name: str = "",
     settings: tuple[float, float] | None = None, beside: Sequence[float] = (), trunk: str = "",
-    at: Sequence[int] = (), kind: str = "fit", tokens: float | None = None,
+    at: Sequence[int] = (), kind: str = "fit",
 ) -> LadderRun:  # fmt: skip
-    """The run of a point; `at` are the steps of a trunk that its forks begin from.
+    """Return the run of a point; `at` are the steps of a trunk that its forks begin from.
 
     `beside`: tokens of all runs of its size and seed where these are forks.
     """
     rate, batch_tokens = settings or point.settings(ladder)
+    is_first = seed == ladder.seeds[0] or kind == "held-out"
+    suffix = "" if is_first else f"-seed{seed}"
+    name, trunk = f"{name or point.name}{suffix}", f"{trunk}{suffix}" if trunk else ""
     raw = deepcopy(dict(base))
     block = raw["parallel3d"]
     seq = block["data"]["sequence_length"]
     if (mesh := point.size.mesh or ladder.mesh) is not None:
         block["mesh"] = mesh
-    devices, dp = ranks_of(block.get("mesh", {}), point.size.devices or ladder.devices)
+    devices, dp = _ranks_of(block.get("mesh", {}), point.size.devices or ladder.devices)
     batch = max(1, round(batch_tokens / seq / dp)) * dp
-    of_a_step = batch * seq
-    steps = _steps(tokens or point.tokens, of_a_step)
-    with_trunk = [d for d in beside if _before_cooldown(ladder, _steps(d, of_a_step))]
+    step_tokens = batch * seq
+
+    def steps_of(tokens: float) -> int:
+        return int(max(1, round(tokens / step_tokens)))
+
+    def before_cooldown(steps: int) -> int:
+        return steps - max(1, ceil(ladder.schedule.cooldown * steps))
+
+    steps = steps_of(point.tokens)
+    with_trunk = [tokens for tokens in beside if before_cooldown(steps_of(tokens))]
     shortest = min(with_trunk, default=point.tokens)
-    warmup = int(min(point.counts.with_head, ladder.schedule.warmup * shortest) / of_a_step)
+    warmup = int(min(point.counts.with_head, ladder.schedule.warmup * shortest) / step_tokens)
     schedule: dict[str, Any] = {"type": "cosine", "min_ratio": ladder.schedule.min_ratio}
     done = 0
     if ladder.is_forked:  # a rate that still rises cannot come down
-        warmup = min(warmup, _before_cooldown(ladder, _steps(shortest, of_a_step)))
+        warmup = min(warmup, before_cooldown(steps_of(shortest)))
     if at:
         schedule = {"type": "constant"}
     elif ladder.is_forked:
-        before = _before_cooldown(ladder, steps)
+        before = before_cooldown(steps)
         warmup = min(warmup, before)
         done = before if trunk else 0
         schedule |= {"type": "wsd", "decay_steps": steps - before}
     trunks = Path(ladder.directory) / TRUNKS
-    if trunk and not done:
-        trunk = ""  # too short for one
-    write_batch(raw, block, batch=batch, dp=dp, rate=rate)
+    trunk = trunk if done else ""  # a run that is too short has none
+    _write_batch(raw, block, batch=batch, dp=dp, rate=rate)
     block["model"] = point.model.model_dump(mode="json")
     block["train"] = {
         "evaluate_samples": ALL, **block.get("train", {}), "steps": steps, "seed": seed,
         "lr_schedule": schedule | {"warmup_steps": warmup},
     }  # fmt: skip
-    checkpoint = dict(block.get("checkpoint", {}))
+    checkpoint = block["checkpoint"] = dict(block.get("checkpoint", {}))
     if at:
         block["train"]["evaluate_samples"] = 1
         checkpoint["at"] = list(at)
     if trunk:
         checkpoint["resume"] = str(trunks / trunk / "checkpoints" / f"step-{done}")
     directory = str(trunks if at else ladder.directory)
-    block["checkpoint"] = checkpoint
     block["run"] = {"save_weights": False, **block.get("run", {})} | {
         "directory": directory, "name": name,
     }  # fmt: skip
@@ -252,24 +286,11 @@ def _run(
             config.resolve(devices)
     except ConfigError as error:
         raise ConfigError(f"{point.path}: {error}") from None
-    trained = steps * batch * seq
+    trained = steps * step_tokens
     exact = models.train_flops_per_token(config.model, seq) * trained
     return LadderRun(
         name, config, point.counts, trained, exact, devices, kind, trunk=trunk, steps_done=done
     )
-
-
-def _steps(tokens: float, of_a_step: int) -> int:
-    return max(1, round(tokens / of_a_step))
-
-
-def _before_cooldown(ladder: LadderConfig, steps: int) -> int:
-    return steps - max(1, ceil(ladder.schedule.cooldown * steps))
-
-
-def _seeded(name: str, seed: int, ladder: LadderConfig) -> str:
-    """The name of a run; of the ladder's first seed as it is."""
-    return name if seed == ladder.seeds[0] else f"{name}-seed{seed}"
 
 
 def _short(number: float) -> str:
@@ -284,3 +305,31 @@ def _power(number: float) -> str:
     """FLOPs for a name: 3e12."""
     mantissa, _, exponent = f"{number:.3g}".partition("e+")
     return f"{mantissa}e{int(exponent)}" if exponent else mantissa
+
+
+def _write_batch(
+    raw: dict[str, Any], block: dict[str, Any], *, batch: int, dp: int, rate: float
+) -> None:
+    """Write the learning rate and the global batch, in microbatches no larger than the base's."""
+    micro = raw.pop("train_micro_batch_size_per_gpu", None)
+    raw.pop("gradient_accumulation_steps", None)
+    raw["train_batch_size"] = batch
+    if block.get("mesh") != "plan":
+        share = batch // dp
+        most = micro if isinstance(micro, int) and micro > 0 else share
+        raw["train_micro_batch_size_per_gpu"] = divisor_below(share, min(most, share) + 1)
+    optimizer = raw.setdefault("optimizer", {"type": "AdamW", "params": {}})
+    optimizer.setdefault("params", {})["lr"] = float(f"{rate:.4g}")
+
+
+def _ranks_of(mesh: Any, devices: int) -> tuple[int, int]:
+    """Return the processes of a mesh, and how many of them split a batch; 1 where it is planned."""
+    if mesh == "plan":
+        return devices, 1
+    pp, dp, tp = (mesh.get(axis, "auto") for axis in ("pp", "dp", "tp"))
+    rest = 1
+    for size in (pp, tp):
+        rest *= size if isinstance(size, int) and size > 0 else 1
+    if not isinstance(dp, int) or dp < 1:
+        dp = max(1, devices // rest)
+    return rest * dp, dp

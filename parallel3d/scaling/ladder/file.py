@@ -1,7 +1,7 @@
 """The ladder file: sizes x budgets, and what all runs share."""
 
-from collections.abc import Iterator
-from itertools import pairwise
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,7 +16,6 @@ from pydantic import (
 
 from parallel3d.base import explain, reader
 from parallel3d.base.section import PathText, Problem, Problems, Section
-from parallel3d.scaling.ladder.hyperparameter_laws import LAWS
 
 Positive = Annotated[int, Field(gt=0)]
 Devices = Annotated[int, Field(gt=0, le=10**9)]
@@ -25,6 +24,33 @@ Budget = Annotated[float, Field(gt=0, le=1e40)]
 Numbers = Annotated[tuple[Budget, ...], Strict(False)]
 _MOST_RATE_OR_BATCH = 1e15
 BUDGETS = ("flops", "tokens_per_param", "tokens")
+
+
+@dataclass(frozen=True)
+class HyperparameterLaw:
+    """The best peak learning rate of Adam and batch in tokens, each of N and tokens.
+
+    `counts`: the name of N among a run's counts of parameters.
+    """
+
+    source: str
+    counts: str
+    learning_rate: Callable[[float, float], float]
+    batch_tokens: Callable[[float, float], float]
+
+
+LAWS = {
+    "olmo": HyperparameterLaw(
+        "OLMo-core model_ladder.py, after Porian et al., arXiv:2406.19146", "with_head",
+        lambda n, tokens: 0.0047 * (n / 108e6) ** (-1 / 3),
+        lambda n, tokens: 160 * 2048 * (n / 108e6) ** (2 / 3),
+    ),
+    "step-law": HyperparameterLaw(
+        "Step Law, Li et al., arXiv:2503.04715, equation 1", "transformer",
+        lambda n, tokens: 1.79 * n**-0.713 * tokens**0.307,
+        lambda n, tokens: 0.58 * tokens**0.571,
+    ),
+}  # fmt: skip
 
 
 def _size(value: Any) -> Any:
@@ -46,16 +72,13 @@ def _mesh(value: Any) -> Any:
 
 
 def _law_or_number(value: Any) -> Any:
-    if isinstance(value, str) and value not in LAWS:
-        known = ", ".join(LAWS)
-        raise ValueError(f"is no law of learning rate and batch size; use {known}, or a number")
-    if not isinstance(value, str) and (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        or not 0 < value <= _MOST_RATE_OR_BATCH
-    ):
-        rule = f"must be a number above 0, of at most {_MOST_RATE_OR_BATCH:g}"
-        raise ValueError(f"{rule}; write one, or a law: {', '.join(LAWS)}")
+    known, most = ", ".join(LAWS), _MOST_RATE_OR_BATCH
+    if isinstance(value, str):
+        if value not in LAWS:
+            raise ValueError(f"is no law of learning rate and batch size; use {known}, or a number")
+    elif isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= most:
+        rule = f"must be a number above 0, of at most {most:g}"
+        raise ValueError(f"{rule}; write one, or a law: {known}")
     return value
 
 
@@ -96,13 +119,10 @@ class BudgetConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> "BudgetConfig":
-        given = [name for name in BUDGETS if getattr(self, name)]
+        given = {name: getattr(self, name) for name in BUDGETS if getattr(self, name)}
         if len(given) != 1:
             rule = f"{' and '.join(given) or 'none'} is given; a budget is one of three things"
-            remedy = f"give one of {', '.join(BUDGETS)}"
-            raise Problems(
-                [Problem("", {name: getattr(self, name) for name in given}, rule, remedy)]
-            )
+            raise Problems([Problem("", given, rule, f"give one of {', '.join(BUDGETS)}")])
         return self
 
 
@@ -154,7 +174,7 @@ class LadderConfig(Section):
     """A ladder: sizes x budgets of one family, on one corpus."""
 
     base: Annotated[Any, PlainValidator(_base)]
-    """What all runs share: a run's config without sizes and length, or its file's name, relative to
+    """A run's config that all runs share, without sizes and length, or its file's name, relative to
     the ladder's folder."""
     directory: PathText = Field(min_length=1)
     """Folder of the runs, relative to the working directory; of this ladder alone."""
@@ -185,44 +205,41 @@ class LadderConfig(Section):
 
     @property
     def is_forked(self) -> bool:
-        """Whether each size has a trunk, and its budgets are forks of it."""
+        """True if each size has a trunk, and its budgets are forks of it."""
         return self.schedule.type == "forks"
 
     @model_validator(mode="after")
     def _check(self) -> "LadderConfig":
-        if found := [*self._problems()]:
+        if found := list(self._problems()):
             raise Problems(found)
         return self
 
     def _problems(self) -> Iterator[Problem]:
         if len(self.sizes) < 2:
-            rule, remedy = "one size tells no law of sizes", "give two or more"
-            yield Problem("sizes", _plain(self.sizes), rule, remedy)
-        kind = self.budgets.kind
-        budgets = getattr(self.budgets, kind)
-        if len(set(budgets)) < 2:
+            sizes = [size.params or size.model for size in self.sizes]
+            yield Problem("sizes", sizes, "one size tells no law of sizes", "give two or more")
+        path = f"budgets.{self.budgets.kind}"
+        budgets = getattr(self.budgets, self.budgets.kind)
+        distinct = set(budgets)
+        if len(distinct) < 2:
             rule = "all budgets are equal" if len(budgets) > 1 else "is one budget"
-            yield Problem(f"budgets.{kind}", list(budgets), rule, "give two or more that differ")
-        elif any(a == b for a, b in pairwise(sorted(budgets))):
-            rule = "has a budget twice"
-            yield Problem(f"budgets.{kind}", list(budgets), rule, "leave one out; see seeds")
+            yield Problem(path, list(budgets), rule, "give two or more that differ")
+        elif len(distinct) < len(budgets):
+            yield Problem(path, list(budgets), "has a budget twice", "leave one out; see seeds")
+        seeds = {"seeds": self.seeds}
         for i, size in enumerate(self.sizes):
-            if other := [b for b in size.budgets if b not in budgets]:
-                rule, remedy = f"is none of budgets.{kind}", f"use some of {list(budgets)}"
-                yield Problem(f"sizes.{i}.budgets", other[0], rule, remedy)
-        own = [(f"sizes.{i}.seeds", size.seeds) for i, size in enumerate(self.sizes)]
-        for path, seeds in [("seeds", self.seeds), *own]:
-            if seeds is not None and (not seeds or len(set(seeds)) < len(seeds)):
+            seeds[f"sizes.{i}.seeds"] = self.seeds if size.seeds is None else size.seeds
+            if other := [b for b in size.budgets if b not in distinct]:
+                remedy = f"use some of {list(budgets)}"
+                yield Problem(f"sizes.{i}.budgets", other[0], f"is none of {path}", remedy)
+        for place, some in seeds.items():
+            if not some or len(set(some)) < len(some):
                 rule, remedy = "must be seeds that differ", "write [0], or [0, 1]"
-                yield Problem(path, list(seeds), rule, remedy)
-
-
-def _plain(sizes: tuple[SizeConfig, ...]) -> list[Any]:
-    return [size.params or size.model for size in sizes]
+                yield Problem(place, list(some), rule, remedy)
 
 
 def load(name: str) -> tuple[LadderConfig, dict[str, Any], Path]:
-    """The ladder in a file (or in configs/ under that name), its base config, and the file.
+    """Return the ladder in a file (or in configs/ under that name), its base config, and the file.
 
     Raises ConfigError that lists all that is wrong.
     """

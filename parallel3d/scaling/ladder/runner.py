@@ -1,25 +1,97 @@
-"""Runner of a ladder's unfinished runs, several at once."""
+"""Runner of a ladder's unfinished runs as processes, several at once, and its display."""
 
+import ctypes
 import os
+import re
 import signal
+import subprocess
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+import parallel3d
+from parallel3d.base import terminal
 from parallel3d.base.errors import ConfigError
 from parallel3d.base.lock import read as holder_of
 from parallel3d.scaling.ladder.expand import LadderRun
-from parallel3d.scaling.ladder.plan import Ladder
-from parallel3d.scaling.ladder.process import LOGS, Process, start, visible_devices
-from parallel3d.scaling.ladder.progress import Display
-from parallel3d.scaling.ladder.state import checkpoints, resume_of, state_of
+from parallel3d.scaling.ladder.plan import Ladder, checkpoints, resume_of, state_of
+from parallel3d.scaling.runs import METRICS, NoEnd, last_line
 
 STOPPED = 3  # exit code of a run that was stopped on request
 _NAP = 0.2  # seconds between two looks at the processes
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+TRAIN = Path(parallel3d.__file__).parent / "launch" / "train.py"
+LOGS = "logs"  # of a ladder's directory: what each run said
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+_DEVICE = re.compile(r"\d+$|GPU-|MIG-")
+_NODES = Path("/dev")
+_THREADS = "OMP_NUM_THREADS"
+_SET_PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
+
+
+@dataclass(frozen=True)
+class Process:
+    """A run that is training: its process, its log, its devices."""
+
+    run: LadderRun
+    popen: "subprocess.Popen[bytes]"
+    log: Path
+    devices: tuple[str, ...]
+
+    def last_words(self) -> str:
+        """Return the last line of the run's log, which says why it ended."""
+        lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        said = [line.strip() for line in lines[-40:] if line.strip()]
+        named = [line for line in said if line.startswith("train: ") or "Error" in line]
+        return (named or said or ["it said nothing"])[-1]
+
+
+class Display(Progress):
+    """Bars of the runs in progress on a terminal; elsewhere a line as each begins or ends."""
+
+    def __init__(self, out: Console, total: int, finished: int) -> None:
+        columns = (
+            TextColumn("{task.description}"), BarColumn(),
+            TextColumn("{task.completed}/{task.total}"), TextColumn("{task.fields[loss]}"),
+            TimeElapsedColumn(),
+        )  # fmt: skip
+        super().__init__(*columns, console=out, disable=not out.is_terminal)
+        self._started = time.monotonic()
+        self._bars: dict[str, TaskID] = {}
+        self._all = self.add_task("all runs", total=total, completed=finished, loss="")
+
+    def say(self, text: str) -> None:
+        """Print a line with the time since the start."""
+        seconds = int(time.monotonic() - self._started)
+        terminal.say(self.console, f"{seconds // 60:3}:{seconds % 60:02}  {text}", " " * 8)
+
+    def began(self, run: LadderRun) -> None:
+        """Add the bar of a run that has started."""
+        self._bars[run.name] = self.add_task(run.name, total=run.steps, loss="")
+
+    def ended(self, run: LadderRun, is_finished: bool) -> None:
+        """Remove the bar of a run that has ended."""
+        self.remove_task(self._bars.pop(run.name))
+        self.advance(self._all, int(is_finished))
+
+    def look(self, processes: Iterable[Process]) -> None:
+        """Read how far the runs are, for their bars."""
+        for process in () if self.disable else processes:
+            try:
+                last = last_line(process.run.folder / METRICS)
+            except NoEnd:
+                continue
+            loss = last.get("loss")
+            shown = f"loss {loss:.3f}" if isinstance(loss, float) else ""
+            self.update(self._bars[process.run.name], completed=int(last["step"]), loss=shown)
 
 
 class Runner:
@@ -28,12 +100,12 @@ class Runner:
     def __init__(self, ladder: Ladder, parallel: int, display: Display) -> None:
         self._ladder, self._parallel, self._display = ladder, parallel, display
         self._devices = visible_devices()
+        self._has_devices = bool(self._devices)
         self._running: list[Process] = []
         self.failed: dict[str, str] = {}
         """Runs that came to no end, and why."""
         self.is_stopped = False
-        """Whether somebody asked to stop."""
-        self._has_devices = bool(self._devices)
+        """True if somebody asked to stop."""
         most = max((rung.run.devices for rung in ladder.rungs), default=1)
         if self._devices and most > len(self._devices):
             raise ConfigError(
@@ -45,7 +117,7 @@ class Runner:
     def listening(self) -> Iterator[None]:
         """Take SIGINT and SIGTERM for a request to stop all runs, each with its state saved."""
 
-        def ask(number: int, frame: FrameType | None) -> None:
+        def ask(*of: object) -> None:
             self.is_stopped = True
 
         before: dict[int, Any] = {number: signal.signal(number, ask) for number in _SIGNALS}
@@ -64,41 +136,33 @@ class Runner:
                 self._collect()
                 if self.is_stopped:
                     waiting = []
-                    if not asked:
+                    if self._running and not asked:
                         asked = True
+                        runs_now = f"{len(self._running)} runs"
+                        self._display.say(f"stopping {runs_now}, each with its state saved")
                         self._stop()
-                elif (place := self._next(waiting)) is not None:
-                    self._start(waiting.pop(place))
+                elif ready := self._ready(waiting):
+                    waiting.remove(ready)
+                    self._start(ready)
                     continue
-                elif waiting and not self._running:
-                    waiting = self._drop_orphans(waiting)
-                    continue
+                elif not self._running:  # only forks are left, whose trunk failed
+                    for run in waiting:
+                        self._fail(run, f"its trunk {run.trunk} came to no end")
+                    return
                 self._display.look(self._running)
                 time.sleep(_NAP)
         finally:
-            for process in self._running:  # an error of ours leaves no run behind
-                process.stop()
+            self._stop()  # an error of ours leaves no run behind
 
-    def _next(self, waiting: Sequence[LadderRun]) -> int | None:
-        """The first run that there is room for, and whose trunk is done."""
-        if len(self._running) >= self._parallel:
-            return None
-        for place, run in enumerate(waiting):
-            fits = not self._has_devices or run.devices <= len(self._devices)
-            if fits and self._has_start(run):
-                return place
+    def _ready(self, waiting: Sequence[LadderRun]) -> LadderRun | None:
+        """Return the first run that there is room for, and whose trunk is done."""
+        room = len(self._running) < self._parallel
+        for run in waiting if room else ():
+            begin = Path(str(run.config.checkpoint.resume)) / "manifest.json"
+            has_start = not run.trunk or checkpoints(run) or begin.exists()
+            if has_start and (not self._has_devices or run.devices <= len(self._devices)):
+                return run
         return None
-
-    def _has_start(self, run: LadderRun) -> bool:
-        if not run.trunk or checkpoints(run):
-            return True
-        return (Path(str(run.config.checkpoint.resume)) / "manifest.json").exists()
-
-    def _drop_orphans(self, waiting: Sequence[LadderRun]) -> list[LadderRun]:
-        """Up the runs whose trunk failed; there is nothing else left to wait for."""
-        for run in waiting:
-            self._fail(run, f"its trunk {run.trunk} came to no end")
-        return []
 
     def _start(self, run: LadderRun) -> None:
         self._wait_for_holder(run)
@@ -119,7 +183,7 @@ class Runner:
         self._display.say(f"{run.name}: started")
 
     def _wait_for_holder(self, run: LadderRun) -> None:
-        """Until nobody writes to the run: one whose ladder was killed saves its state first."""
+        """Wait until nobody writes to the run: after a kill of its ladder it saves its state."""
         path = run.folder.with_name(f"{run.folder.name}.lock")
         said = False
         while not self.is_stopped:
@@ -132,14 +196,12 @@ class Runner:
             time.sleep(_NAP)
 
     def _collect(self) -> None:
-        """See which processes have ended, and what they came to."""
+        """Take the processes that have ended, and see what they came to."""
         for process in list(self._running):
-            code = process.popen.poll()
-            if code is None:
-                continue
-            self._running.remove(process)
-            self._devices += process.devices
-            self._judge(process, code)
+            if (code := process.popen.poll()) is not None:
+                self._running.remove(process)
+                self._devices += process.devices
+                self._judge(process, code)
 
     def _judge(self, process: Process, code: int) -> None:
         run = process.run
@@ -148,10 +210,8 @@ class Runner:
         self._display.ended(run, is_finished)
         if is_finished:
             loss = "" if state.loss is None else f", held-out loss {state.loss:.4f}"
-            error = state.standard_error
-            self._display.say(
-                f"{run.name}: finished{loss}{'' if error is None else f' ± {error:.4f}'}"
-            )
+            error = "" if state.standard_error is None else f" ± {state.standard_error:.4f}"
+            self._display.say(f"{run.name}: finished{loss}{error}")
         elif self.is_stopped:
             self._display.say(f"{run.name}: stopped at step {state.step:,} of {run.steps:,}")
         elif code == STOPPED:  # somebody stopped it, and not us
@@ -164,17 +224,56 @@ class Runner:
         self._display.say(f"{run.name}: FAILED: {why}")
 
     def _stop(self) -> None:
-        if self._running:
-            self._display.say(f"stopping {len(self._running)} runs, each with its state saved")
         for process in self._running:
-            process.stop()
+            process.popen.terminate()
 
 
 def _remedy(run: LadderRun, process: Process) -> str:
-    """Where to read more; and what to do where it is the checkpoint of its trunk that failed."""
+    """Return where to read more, and what to do where the checkpoint of its trunk failed."""
     begin = Path(str(run.config.checkpoint.resume))
     if not run.trunk or checkpoints(run) or str(begin) not in process.last_words():
         return f"; see {process.log}"
     # Trained again it is the same to the bit, and forks that are finished do not wait for it.
     trunk = begin.parent.parent
     return f"; remove {trunk}, and the next start trains the trunk again; see {process.log}"
+
+
+def visible_devices() -> tuple[str, ...]:
+    """Return the accelerators of this machine that runs share; none where they train on the CPU."""
+    if VISIBLE in os.environ:
+        names = (name.strip() for name in os.environ[VISIBLE].split(","))
+        # As CUDA reads it: what follows a name that is none, such as -1, is not seen.
+        return tuple(takewhile(_DEVICE.match, names))
+    # Nodes are named by the host's numbers; CUDA numbers those of a container from 0.
+    return tuple(str(place) for place, _ in enumerate(_NODES.glob("nvidia[0-9]*")))
+
+
+def start(
+    run: LadderRun, config: Path, *, resume: str, log: Path, devices: Sequence[str], threads: int
+) -> Process:
+    """Start a run on some devices (none on the CPU) with `threads` threads a rank.
+
+    `resume`: what checkpoint.resume is this time. The run is asked to stop if this process dies.
+    """
+    command = [sys.executable]
+    if run.devices > 1:  # --standalone finds a free port by itself
+        command += ["-m", "torch.distributed.run", "--standalone"]
+        command += [f"--nproc-per-node={run.devices}"]
+    command += [str(TRAIN), "--config", str(config), "--parallel3d.checkpoint.resume", resume]
+    environment = {_THREADS: str(threads), **os.environ}
+    if devices:
+        environment[VISIBLE] = ",".join(devices)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    libc = ctypes.CDLL(None)  # loaded here: the child may not load anything
+
+    def die_with_parent() -> None:
+        if sys.platform == "linux":
+            libc.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
+
+    with log.open("ab") as file:
+        # A session of its own: Ctrl-C reaches this process, which then asks each run once.
+        popen = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment,
+            start_new_session=True, preexec_fn=die_with_parent,
+        )  # fmt: skip
+    return Process(run, popen, log, tuple(devices))

@@ -3,7 +3,6 @@
 import math
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
@@ -11,78 +10,50 @@ from pydantic import ValidationError
 from parallel3d import models
 from parallel3d.base import explain
 from parallel3d.base.section import ABSENT, Problem, Problems
-from parallel3d.scaling import runs
 from parallel3d.scaling.ladder.file import LadderConfig, SizeConfig
+from parallel3d.scaling.runs import count
 
 SHAPE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
 _MOST_WIDTHS = 4096  # heads that the rule tries
 _MOST_LAYERS = 20_000
 
 
-@dataclass(frozen=True)
-class PartCounts:
-    """Parameters of a model by part: [embedding], [head], [transformer: the blocks].
-
-    A head that is tied to the embedding counts as a head too, for its product with each token.
-    """
-
-    embedding: int
-    head: int
-    transformer: int
-
-    @property
-    def with_head(self) -> int:
-        """N of scaling laws: parameters of blocks and head."""
-        return self.transformer + self.head
-
-
-def count(model: Any) -> PartCounts:
-    """The parameters of a model of any family; its vocabulary must be known."""
-    found = runs.count(model)
-    head = found["with_head"] - found["transformer"]
-    return PartCounts(models.layers(model)[0].num_params, head, found["transformer"])
-
-
 def model_of(ladder: LadderConfig, size: SizeConfig, base: Mapping[str, Any], path: str) -> Any:
-    """Settings of the model of one size, over the base's; `path`: the size's place in the file.
+    """Return settings of the model of one size, over the base's; `path`: its place in the file.
 
     Raises ConfigError where the size names no model.
     """
-    if ladder.mlp_ratio is None and base.get("intermediate_size") is not None:
-        rule, remedy = "would be the same at every size", "remove it, and give mlp_ratio"
-        at = "base.parallel3d.model.intermediate_size"
-        raise Problems([Problem(at, base["intermediate_size"], rule, remedy)])
+    inner, own = base.get("intermediate_size"), dict(size.model)
+    if ladder.mlp_ratio is None and inner is not None:
+        at, rule = "base.parallel3d.model.intermediate_size", "would be the same at every size"
+        raise Problems([Problem(at, inner, rule, "remove it, and give mlp_ratio")])
     shared = {key: value for key, value in base.items() if key not in SHAPE}
-    own = dict(size.model)
     if size.params is not None:
         if clash := sorted(own.keys() & set(SHAPE[:3])):
-            rule, remedy = "is the rule's where params is given", "leave one of them out"
-            raise Problems([Problem(f"{path}.model.{clash[0]}", own[clash[0]], rule, remedy)])
+            at, rule = f"{path}.model.{clash[0]}", "is the rule's where params is given"
+            raise Problems([Problem(at, own[clash[0]], rule, "leave one of them out")])
         return _nearest(ladder, size.params, {**shared, **own}, path)
-    missing = [key for key in SHAPE[:2] if key not in own]
-    if missing:
-        rule, remedy = "is missing", "give it, or params in place of the model"
-        raise Problems([Problem(f"{path}.model.{missing[0]}", ABSENT, rule, remedy)])
-    width = own["hidden_size"]
+    if missing := [key for key in SHAPE[:2] if key not in own]:
+        remedy = "give it, or params in place of the model"
+        raise Problems([Problem(f"{path}.model.{missing[0]}", ABSENT, "is missing", remedy)])
+    width, head = own["hidden_size"], ladder.head_size
     if "num_attention_heads" not in own and isinstance(width, int) and width > 0:
-        if width % ladder.head_size:
-            below = max(1, width // ladder.head_size) * ladder.head_size
-            rule = f"is no multiple of head_size={ladder.head_size}"
-            remedy = f"use {below} or {below + ladder.head_size}, or give num_attention_heads"
+        if width % head:
+            below = max(1, width // head) * head
+            remedy = f"use {below} or {below + head}, or give num_attention_heads"
+            rule = f"is no multiple of head_size={head}"
             raise Problems([Problem(f"{path}.model.hidden_size", width, rule, remedy)])
-        own["num_attention_heads"] = width // ladder.head_size
+        own["num_attention_heads"] = width // head
     return _checked({**shared, **_inner(ladder, width), **own}, path)
 
 
 def _nearest(ladder: LadderConfig, target: float, shared: dict[str, Any], path: str) -> Any:
-    """The width (a multiple of head_size) and depth by the aspect rule that come nearest."""
+    """Return the model whose width, a multiple of head_size, and depth come nearest."""
 
     def shaped(heads: int) -> Any:
         width = heads * ladder.head_size
         layers = max(1, round(width / ladder.aspect_ratio))
-        shape = {
-            "hidden_size": width, "num_attention_heads": heads, "num_hidden_layers": layers,
-        }  # fmt: skip
+        shape = dict(zip(SHAPE, (layers, width, heads), strict=False))
         if layers > _MOST_LAYERS:
             return None
         return _checked({**shared, **shape, **_inner(ladder, width)}, path)
@@ -109,7 +80,7 @@ def _nearest(ladder: LadderConfig, target: float, shared: dict[str, Any], path: 
 
 
 def _inner(ladder: LadderConfig, width: Any) -> dict[str, Any]:
-    """The inner width where the ladder gives its ratio; none of a width that is no whole number."""
+    """Return the inner width by the ladder's ratio; none for a width that is no whole number."""
     ratio = ladder.mlp_ratio
     if ratio is None or isinstance(width, bool) or not isinstance(width, int):
         return {}

@@ -5,9 +5,8 @@ from pathlib import Path
 from shlex import quote
 
 from parallel3d.scaling.ladder.expand import LadderRun
-from parallel3d.scaling.ladder.plan import Ladder
-from parallel3d.scaling.ladder.process import LOGS, TRAIN
-from parallel3d.scaling.ladder.state import FRESH
+from parallel3d.scaling.ladder.plan import FRESH, Ladder
+from parallel3d.scaling.ladder.runner import LOGS, TRAIN
 
 SUBMIT = "submit.sh"
 _JOB = """\
@@ -58,7 +57,7 @@ def write(ladder: Ladder) -> list[Path]:
     """Write a job array for each kind of run and number of ranks, and submit.sh, which chains them.
 
     Trunks first, then what laws are fitted on, then the held-out runs, each after its forecast.
-    Gives the files, submit.sh last.
+    Return the files, submit.sh last.
     """
     ladder.write_configs()
     (ladder.directory / LOGS).mkdir(exist_ok=True)
@@ -114,7 +113,7 @@ def _words(values: Iterable[object]) -> str:
 
 
 def _chain(stages: Sequence[Sequence[Path]]) -> Iterator[str]:
-    """The submissions, each stage after those before it."""
+    """Yield the submissions, each stage after those before it."""
     yield "#!/bin/bash"
     yield "# Submits the ladder from the folder that it was written in: paths of runs are relative."
     yield "set -e"

@@ -33,7 +33,7 @@ raw["gradient_accumulation_steps"] = 1
 
 
 def leave(step):
-    """What there is after so many steps: the law L = 2 + 40 / N^0.3 + 60 / D^0.3, roughly."""
+    """Leave files after so many steps, by the law L = 2 + 40 / N^0.3 + 60 / D^0.3, roughly."""
     seen = step * tokens
     loss = 2 + 40 / block["model"]["hidden_size"] ** 0.6 + 60 / seen**0.3
     line = {"step": step, "loss": loss, "tokens": seen}

@@ -16,12 +16,10 @@ from rich.console import Console
 from launch import scale
 from parallel3d.base.errors import ConfigError
 from parallel3d.scaling.ladder import execute as execution
-from parallel3d.scaling.ladder import oath, process
+from parallel3d.scaling.ladder import runner
 from parallel3d.scaling.ladder.execute import execute
-from parallel3d.scaling.ladder.plan import ladder_of
-from parallel3d.scaling.ladder.process import Process
-from parallel3d.scaling.ladder.progress import Display
-from parallel3d.scaling.ladder.state import state_of
+from parallel3d.scaling.ladder.plan import ladder_of, state_of
+from parallel3d.scaling.ladder.runner import Display, Process
 from tests.scaling.ladder.cases import micro, write
 
 pytestmark = pytest.mark.drill
@@ -34,7 +32,7 @@ def place(tmp_path, monkeypatch):
     """Where a ladder's runs are stand-ins."""
     for name in ("train.py", "prepare.py"):
         shutil.copy(Path(__file__).with_name("stand_in.py"), tmp_path / name)
-    monkeypatch.setattr(process, "TRAIN", tmp_path / "train.py")
+    monkeypatch.setattr(runner, "TRAIN", tmp_path / "train.py")
     monkeypatch.setattr(execution, "TRAIN", tmp_path / "train.py")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     (tmp_path / "runs").mkdir()
@@ -154,7 +152,7 @@ HELD = [{"size": {"model": {"hidden_size": 96, "num_hidden_layers": 1}}, "tokens
 
 def test_a_held_out_run_starts_after_its_forecast_is_registered(place, monkeypatch):
     pytest.importorskip("scipy")
-    monkeypatch.setattr(oath, "DRAWS", 20)
+    monkeypatch.setattr(execution, "DRAWS", 20)
     budgets = {"tokens": [640, 1280, 2560]}
     file = write(place, sizes=SIZES, budgets=budgets, held_out=HELD)
     (place / "runs/2.59k-d640.fails").touch()
@@ -172,7 +170,7 @@ def test_a_held_out_run_starts_after_its_forecast_is_registered(place, monkeypat
     assert made["params"] == held_run.counts.with_head and made["tokens"] == held_run.tokens
     assert made["points"] == 9
     assert sworn.stat().st_mtime <= held_run.folder.stat().st_mtime
-    assert oath.register(ladder, held_run) is None  # never again
+    assert execution.register(ladder, held_run) is None  # never again
 
 
 def test_a_held_out_run_that_cannot_be_forecast_is_not_started(place):
@@ -282,8 +280,23 @@ def test_on_a_terminal_there_are_bars(place, monkeypatch):
     with Display(Console(file=said, force_terminal=True, width=100), 4, 3) as display:
         display.began(one)
         display.look([Process(one, None, place / "log", ())])
-        display._bars.refresh()
+        display.refresh()
         during = said.getvalue()
         display.ended(one, is_finished=True)
     assert one.name in during and f"1/{one.steps}" in during and "loss " in during
     assert "3/4" in during and "4/4" in said.getvalue()
+
+
+def test_devices_are_numbered_as_cuda_does(tmp_path, monkeypatch):
+    """In a container that has the host's GPUs 3 and 10 alone, they are 0 and 1."""
+    for name in ("nvidia3", "nvidia10", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(runner, "_NODES", tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert runner.visible_devices() == ("0", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    assert runner.visible_devices() == ("4", "7")
+    # CUDA sees nothing from the first name on that is none.
+    for given, seen in {"-1": (), "": (), " 2, -1,3": ("2",), "MIG-7f,x": ("MIG-7f",)}.items():
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+        assert runner.visible_devices() == seen, given

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from parallel3d.scaling.ladder import process, slurm
+from parallel3d.scaling.ladder import runner, slurm
 from parallel3d.scaling.ladder.plan import ladder_of
 from tests.scaling.ladder.cases import write
 
@@ -99,7 +99,7 @@ def test_a_forecast_leaves_the_other_held_out_runs_out(tmp_path):
     outs = set()
     for task in range(3):
         fit, predict, _ = calls_of(tmp_path, script, task)
-        assert fit[:3] == [str(process.TRAIN.with_name("scale.py")), "fit", str(ladder.directory)]
+        assert fit[:3] == [str(runner.TRAIN.with_name("scale.py")), "fit", str(ladder.directory)]
         assert not [word for word in fit if word.startswith("--forecasts")]  # there are none
         folder = fit[fit.index("--out") + 1]
         assert predict[predict.index("--fit") + 1] == f"{folder}/fit.json"
