@@ -8,8 +8,13 @@ import numpy as np
 
 from parallel3d.base.errors import DataError
 from parallel3d.data.batches import Batches
-from parallel3d.data.corpus import Corpus, Mixture, TokenStream
-from parallel3d.data.statistics import held_out_bytes, train_frequencies
+from parallel3d.data.corpus import (
+    HELD_OUT_BYTES,
+    HELD_OUT_COUNTS,
+    Corpus,
+    Mixture,
+    TokenStream,
+)
 
 # Of the order of samples, whatever seed a run trains with. Losses are compared: it never changes.
 ORDER_SEED = 20
@@ -201,3 +206,27 @@ def parts_of(corpus: Corpus) -> dict[str, Corpus]:
     if not isinstance(corpus.held_out, Mixture):
         return {}
     return {f"mixture.{number}": part for number, part in enumerate(corpus.parts)}
+
+
+def train_frequencies(corpus: Corpus) -> np.ndarray:
+    """The share of each id in the training samples: float64 [vocab_size], all above 0.
+
+    One is added to each id's count, so that one that training never saw has a frequency too
+    (Laplace's rule of succession). Of a mixture, the frequencies weighted as its samples are. Where
+    ids were checked by a sample, they are those of the documents in that, held out or not.
+    """
+    if isinstance(corpus.train, Mixture):
+        parts = zip(corpus.train.weights, corpus.parts, strict=True)
+        return np.asarray(sum(weight * train_frequencies(part) for weight, part in parts))
+    counts, held_out = corpus.counts() + 1.0, corpus.directory / HELD_OUT_COUNTS
+    if held_out.exists():
+        counts -= np.load(held_out, allow_pickle=False)
+    return np.asarray(counts / counts.sum())
+
+
+def held_out_bytes(corpus: Corpus) -> tuple[np.ndarray, ...] | None:
+    """The bytes of each held-out document's text, of each part; None where unknown."""
+    paths = [part.directory / HELD_OUT_BYTES for part in corpus.parts or (corpus,)]
+    if not all(path.exists() for path in paths):
+        return None
+    return tuple(np.load(path, mmap_mode="r", allow_pickle=False) for path in paths)

@@ -18,7 +18,6 @@ from parallel3d.data.corpus_folder import (
     FORMAT,
     TRAINING_BYTES,
     Recipe,
-    build,
     contents_of,
     copy_tokenizer,
     digest_of,
@@ -164,10 +163,8 @@ def _cached(
     directory = cache / "corpora" / recipe.key()
     unfinished = cache / "unfinished" / directory.name
     with _published(directory, progress) as folder:
-        if folder and isinstance(recipe, Recipe):
-            build(folder, unfinished, recipe, workers, progress)
-        elif folder and isinstance(recipe, TokenRecipe):
-            recipe.fill(folder)
+        if folder:
+            recipe.fill(folder, unfinished, workers, progress)
     if folder:
         # Only now: until the corpus is whole, its shards are all there is.
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -192,8 +189,8 @@ def _cached_tokenizer(
     with _published(directory, progress) as folder:
         if folder:
             budgets = [TRAINING_BYTES * share / sum(shares) for share in shares]
-            trained = train(documents, held_out, budgets, vocab_size, progress)
-            save_tokenizer(trained, folder)
+            sources = list(zip(documents, held_out, budgets, strict=True))
+            save_tokenizer(train(sources, vocab_size, progress), folder)
     return directory
 
 

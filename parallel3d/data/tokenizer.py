@@ -219,20 +219,22 @@ def encode(tokenizer: Any, texts: list[str]) -> list[list[int]]:
     return [found.ids for found in backend.encode_batch_fast(texts, add_special_tokens=False)]
 
 
-def encode_long(tokenizer: Any, chunks: Iterable[str]) -> Iterator[list[int]]:
-    """Yield the ids of a text that arrives in chunks, with nothing added.
+def cut_long(pieces: Iterable[tuple[str, bool]]) -> Iterator[tuple[str, bool]]:
+    """Yield texts that come in pieces, each with whether it is a text's last, to be encoded.
 
-    The text is cut before white space about every LONGEST characters, or after so many without
-    any. The ids at a cut may differ from those of the whole text.
+    A long text is cut before white space about every LONGEST characters, or after so many without
+    any. The ids at a cut may differ from those of the whole text. A text that comes in one piece
+    stays as it is.
     """
-    text = ""
-    for chunk in chunks:
-        text += chunk
-        parts = []
-        while len(text) > 2 * LONGEST:
+    text, is_start = "", True
+    for piece, is_last in pieces:
+        text += piece
+        while len(text) > 2 * LONGEST and not (is_start and is_last):
             between = [m.start() for m in re.finditer(r"\s(?=\S)", text[: LONGEST + 1])]
             cut = between[-1] if between and between[-1] else LONGEST
-            parts.append(text[:cut])
+            yield text[:cut], False
             text = text[cut:]
-        yield from encode(tokenizer, parts)
-    yield from encode(tokenizer, [text])
+        if is_last:
+            yield text, True
+            text = ""
+        is_start = is_last

@@ -1,6 +1,5 @@
 """How much tokens count in the loss: what stands beside ids in other programs' files."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -98,17 +97,3 @@ def _compare(ids: TokenFile, labels: TokenFile, field: str) -> None:
                 f" stands beside; write each token's own id, or {IGNORED} (they are moved to the"
                 " token before here)"
             )
-
-
-def in_json(files: Sequence[TokenFile]) -> list[dict[str, Any]]:
-    """Give the files as a corpus's meta.json names them."""
-    return [
-        {
-            "name": file.name,
-            "path": file.path,
-            "dtype": file.dtype.name,
-            "offset": file.offset,
-            "size": file.size,
-        }
-        for file in files
-    ]

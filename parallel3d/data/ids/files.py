@@ -8,8 +8,7 @@ from typing import BinaryIO
 import numpy as np
 
 from parallel3d.base.errors import DataError
-from parallel3d.data.ids.ranges import Range
-from parallel3d.data.ids.remote import is_url, open_url, read_ranges, size_of
+from parallel3d.data.ids.remote import Range, is_url, open_url, read_ranges, size_of
 
 # What a file of ids may hold, by the name that configs and messages give it.
 INTEGERS = {

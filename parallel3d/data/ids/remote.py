@@ -6,17 +6,21 @@ Credentials are that package's affair, and fsspec's own config files'.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, BinaryIO, cast
+from itertools import groupby
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple, cast
 
 from parallel3d.base.errors import DataError
-from parallel3d.data.ids.ranges import Range
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 
-class Unreachable(DataError):
-    """A file that cannot be read now but may be later: the network or its server failed."""
+class Range(NamedTuple):
+    """Bytes start .. end - 1 of a file."""
+
+    path: str
+    start: int
+    end: int
 
 
 def is_url(path: str) -> bool:
@@ -67,33 +71,24 @@ def read_ranges(ranges: Sequence[Range]) -> list[bytes]:
 
     Raises DataError where a file has fewer.
     """
-    found: list[bytes | None] = [None] * len(ranges)
-    systems: dict[int, tuple[AbstractFileSystem, list[tuple[int, str]]]] = {}
-    for place, (url, _, _) in enumerate(ranges):
-        with _said_of(url):
-            system, path = _find(url)
-        systems.setdefault(id(system), (system, []))[1].append((place, path))
-    for system, wanted in systems.values():
-        places, paths = [place for place, _ in wanted], [path for _, path in wanted]
-        with _said_of(ranges[places[0]].path):
-            read = system.cat_ranges(
-                paths, [ranges[p].start for p in places], [ranges[p].end for p in places]
+    found: list[bytes] = []
+    for system, group in groupby(ranges, lambda wanted: _system_of(wanted.path)):
+        urls, starts, ends = zip(*group, strict=True)
+        with _said_of(urls[0]):
+            paths = [_find(url)[1] for url in urls]
+            found += system.cat_ranges(paths, list(starts), list(ends), on_error="raise")
+    for wanted, data in zip(ranges, found, strict=True):
+        if len(data) != wanted.end - wanted.start:
+            raise DataError(
+                f"{wanted.path} has fewer than the {wanted.end:,} bytes that belong to its"
+                " documents: it shrank since it was prepared; write it again"
             )
-        for place, data in zip(places, read, strict=True):
-            found[place] = _checked(ranges[place], data)
-    return cast(list[bytes], found)
+    return found
 
 
-def _checked(wanted: Range, data: bytes | BaseException) -> bytes:
-    with _said_of(wanted.path):
-        if isinstance(data, BaseException):
-            raise data
-    if len(data) != wanted.end - wanted.start:
-        raise DataError(
-            f"{wanted.path} has fewer than the {wanted.end:,} bytes that belong to its documents:"
-            " it shrank since it was prepared; write it again"
-        )
-    return data
+def _system_of(url: str) -> "AbstractFileSystem":
+    with _said_of(url):
+        return _find(url)[0]
 
 
 def _find(url: str) -> tuple["AbstractFileSystem", str]:
@@ -117,9 +112,7 @@ def _said_of(url: str) -> Iterator[None]:
             " fsspec has for this protocol"
         ) from error
     except Exception as error:
-        lasts = isinstance(error, FileNotFoundError | PermissionError | ValueError)
-        kind = DataError if lasts else Unreachable
         reason = str(error) or type(error).__name__
-        raise kind(
+        raise DataError(
             f"{url} cannot be read ({reason}); check its name, your credentials and the network"
         ) from error

@@ -9,15 +9,12 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from parallel3d.base.errors import DataError
+from parallel3d.data.ids.blocks import RemoteFiles
 from parallel3d.data.ids.files import NUMBERS, advise, open_ids, read_ids, unreadable
-from parallel3d.data.ids.ranges import Range, gathered
-from parallel3d.data.ids.remote import is_url
-from parallel3d.data.ids.through_cache import RemoteFiles
+from parallel3d.data.ids.remote import Range, is_url
 
 OPEN_FILES = 64
 BYTE = np.dtype(np.uint8)
-# Between two documents there is an end-of-text or nothing.
-LOCAL_GAP = 64
 
 
 class _Piece(NamedTuple):
@@ -52,7 +49,7 @@ class Spans:
         self.dtype, self.shape, self.ndim = np.dtype(dtype), (int(bounds[-1] - bounds[0]),), 1
         self._files, self._places, self._starts, self._bounds = files, places, starts, bounds
         self._end_of_text = end_of_text
-        self._remote = remote or RemoteFiles()
+        self._remote = remote or RemoteFiles({}, "", None)
         self._dtypes = [NUMBERS[file["dtype"]] for file in files]
         self._sizes = np.array([dtype.itemsize for dtype in self._dtypes], np.int64)
         self._offsets = np.array([file["offset"] for file in files], np.int64)
@@ -123,17 +120,14 @@ class Spans:
         ]
 
     def _read_local(self, ranges: Sequence[Range]) -> list[np.ndarray]:
-        return gathered(ranges, LOCAL_GAP, self._read_runs)
-
-    def _read_runs(self, runs: Sequence[Range]) -> list[np.ndarray]:
         # The disk is asked for all of it before the first is waited for.
-        for path, start, end in runs if len(runs) > 1 else ():
+        for path, start, end in ranges if len(ranges) > 1 else ():
             advise(self._open(path), start, end)
         return [
             read_ids(
                 self._open(path), self._names[path], dtype=BYTE, start=start, count=end - start
             )
-            for path, start, end in runs
+            for path, start, end in ranges
         ]
 
     def _opened(self, path: str) -> BinaryIO:

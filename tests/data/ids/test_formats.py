@@ -10,10 +10,10 @@ from parallel3d.config.data import DataConfig
 from parallel3d.data.batches import Batches, first_sample
 from parallel3d.data.corpus import Corpus, TokenStream
 from parallel3d.data.documents import ENTRY
+from parallel3d.data.evaluation import held_out_bytes, train_frequencies
 from parallel3d.data.ids import check, files
 from parallel3d.data.prepare import prepare
 from parallel3d.data.split import split_documents
-from parallel3d.data.statistics import held_out_bytes, train_frequencies
 from tests.data.ids import writers
 from tests.data.ids.writers import END, SIZE, some_documents
 
