@@ -31,7 +31,7 @@ from parallel3d.data.ids.blocks import SET_BYTES, BlockCache, RemoteFiles
 from parallel3d.data.ids.counting import TokenWeights
 from parallel3d.data.ids.remote import is_url
 from parallel3d.data.ids.spans import Spans, check_sizes
-from parallel3d.data.rows import FileReader
+from parallel3d.data.rows import place_of
 
 PLACE = np.dtype([("file", "<i4"), ("row", "<i8")])
 HELD_OUT_COUNTS, HELD_OUT_BYTES = "held_out_counts.npy", "held_out_bytes.npy"
@@ -234,7 +234,7 @@ class Corpus:
         place = np.load(self.directory / "places.npy", mmap_mode="r", allow_pickle=False)[index]
         names = json.loads((self.directory / "names.json").read_text())
         name = names["names"][place["file"]]
-        return FileReader(names["kind"], "", name, "").place(int(place["row"]))
+        return place_of(names["kind"], name, int(place["row"]))
 
 
 def streams_of(

@@ -12,7 +12,7 @@ import numpy as np
 from parallel3d.base.errors import DataError
 from parallel3d.data.indexes import is_settled, keep, load, state_of
 from parallel3d.data.pieces import UNREADABLE, Flaw
-from parallel3d.data.rows import ALL_ROWS, FileReader
+from parallel3d.data.rows import FileReader, place_of
 from parallel3d.data.skips import LISTED, Skips
 from parallel3d.data.sources import Files, Progress, silent
 
@@ -40,7 +40,7 @@ class Documents:
     def __init__(self, files: Files, table: np.ndarray, skips: Skips | None = None) -> None:
         self.files, self.table, self.skips = files, table, skips or Skips()
         # The last reader is kept, since it may read on where it is.
-        self._reader = lru_cache(1)(partial(_reader, files))
+        self._reader = lru_cache(1)(partial(FileReader, files))
 
     def __len__(self) -> int:
         return len(self.table)
@@ -48,7 +48,7 @@ class Documents:
     def name(self, index: int) -> str:
         """The name of a document in messages."""
         entry = self.table[index]
-        return _reader(self.files, int(entry["file"])).place(int(entry["row"]))
+        return place_of(self.files.kind, self.files.names[entry["file"]], int(entry["row"]))
 
     def read(self, indices: Sequence[int] | np.ndarray) -> Iterator[str]:
         """Texts of the documents `indices`, which ascend.
@@ -106,7 +106,7 @@ def find_documents(
     sizes = [os.path.getsize(path) if os.path.exists(path) else 0 for path in files.paths]
     total, done, read_on = max(1, sum(sizes) // MEGABYTE), 0, LOOK_ON_BYTES
     for file, (path, size) in enumerate(zip(files.paths, sizes, strict=True)):
-        reader = _reader(files, file)
+        reader = FileReader(files, file)
         if files.kind == "whole":
             table, found = _scan(reader, lambda _: None, on_error)
             progress("reading files", file + 1, len(files.paths))
@@ -193,10 +193,3 @@ def _signature(reader: FileReader, path: str) -> str:
         parts += (reader.max_line_bytes,)
     parts += state_of(path)
     return blake2b("\n".join(map(str, parts)).encode(), digest_size=16).hexdigest()
-
-
-def _reader(files: Files, file: int) -> FileReader:
-    rows = range(*files.rows[file]) if files.rows else ALL_ROWS
-    return FileReader(
-        files.kind, files.paths[file], files.names[file], files.field, rows, files.max_line_bytes
-    )

@@ -117,15 +117,21 @@ class EvaluationSamples:
         over these; `sums` are weighted, too. A document of which nothing counts is left out. Raises
         DataError where nothing counts in any.
         """
-        if weights is not None:
-            return _weighted(sums, weights)
-        mean, error = losses_per_document(sums, self.tokens)
+        counts = self.tokens if weights is None else weights
+        counted = counts > 0
+        if not counted.any():
+            raise DataError(
+                "no token of what is held out counts in the loss; hold out more, or set"
+                " data.held_out_fraction to 0"
+            )
+        mean, error = losses_per_document(sums[counted], counts[counted])
+        num_bytes = self.num_bytes if weights is None else None
         return SetLoss(
             loss=mean,
             standard_error=error,
-            tokens=int(self.tokens.sum()),
-            documents=self.num_documents,
-            bits_per_byte=bits_per_byte(float(sums.sum()), self.num_bytes),
+            tokens=round(float(counts.sum())),
+            documents=int(counted.sum()),
+            bits_per_byte=bits_per_byte(float(sums.sum()), num_bytes),
         )
 
     def unigram_loss(self, corpus: Corpus) -> float:
@@ -161,23 +167,6 @@ class EvaluationSamples:
             lengths = stream.bounds[own + 1] - stream.bounds[own]
             total += float((self.tokens[here] / lengths * texts[part][own]).sum())
         return total
-
-
-def _weighted(sums: np.ndarray, weights: np.ndarray) -> SetLoss:
-    counted = weights > 0
-    if not counted.any():
-        raise DataError(
-            "no token of what is held out counts in the loss; hold out more, or set"
-            " data.held_out_fraction to 0"
-        )
-    mean, error = losses_per_document(sums[counted], weights[counted])
-    return SetLoss(
-        loss=mean,
-        standard_error=error,
-        tokens=round(float(weights.sum())),
-        documents=int(counted.sum()),
-        bits_per_byte=None,
-    )
 
 
 def losses_per_document(sums: np.ndarray, tokens: np.ndarray) -> tuple[float, float | None]:

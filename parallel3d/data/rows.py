@@ -1,7 +1,7 @@
 """The documents in one file, of whichever kind, as a stream of pieces."""
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from parallel3d.data.columns import column_texts
 from parallel3d.data.lines import COMPRESSED, Lines, json_text, open_text, without_ending
@@ -14,7 +14,7 @@ from parallel3d.data.pieces import (
     pieces_of,
     slices,
 )
-from parallel3d.data.sources import MAX_LINE_BYTES
+from parallel3d.data.sources import Files
 
 # More rows than any file has.
 ALL_ROWS = range(1, 2**62)
@@ -23,24 +23,15 @@ _Raw = tuple[int, int, Iterator[bytes] | None]
 
 
 class FileReader:
-    """The documents of one file, in order, or selected ones.
+    """The documents of one file of a source, in order, or selected ones.
 
-    `kind` is "whole" (the file is one document), "line", "blank_line" (documents end there),
-    "jsonl", "parquet" or "arrow" (a stream file of Arrow, as `datasets` caches it), of which
-    only `rows` count. What is wrong names file, line or row, field, rule and remedy.
+    What is wrong with one names file, line or row, field, rule and remedy.
     """
 
-    def __init__(
-        self,
-        kind: str,
-        path: str,
-        name: str,
-        field: str,
-        rows: Sequence[int] = ALL_ROWS,
-        max_line_bytes: int = MAX_LINE_BYTES,
-    ) -> None:
-        self.kind, self.path, self.name, self.field, self.rows = kind, path, name, field, rows
-        self.max_line_bytes = max_line_bytes
+    def __init__(self, files: Files, number: int) -> None:
+        self.kind, self.field, self.max_line_bytes = files.kind, files.field, files.max_line_bytes
+        self.path, self.name = files.paths[number], files.names[number]
+        self.rows = range(*files.rows[number]) if files.rows else ALL_ROWS
         self._lines: Lines | None = None
 
     def scan(self) -> Iterator[TextPiece | Flaw]:
@@ -81,9 +72,7 @@ class FileReader:
 
     def place(self, row: int) -> str:
         """The name of a document in messages."""
-        if self.kind == "whole":
-            return self.name
-        return f"{self.name}, {'row' if self.kind in ('parquet', 'arrow') else 'line'} {row}"
+        return place_of(self.kind, self.name, row)
 
     def _documents(self, wanted: Iterable[tuple[int, int]] | None = None) -> Iterator[_Raw]:
         """The documents at these places, or all."""
@@ -141,6 +130,13 @@ class FileReader:
         reason = (getattr(error, "strerror", None) or str(error)).strip().rstrip(".")
         remedy = "make it readable, or leave it out"
         return Flaw(UNREADABLE, f"{self.name} cannot be read ({reason}); {remedy}")
+
+
+def place_of(kind: str, name: str, row: int) -> str:
+    """The name in messages of a document in the file called `name`."""
+    if kind == "whole":
+        return name
+    return f"{name}, {'row' if kind in ('parquet', 'arrow') else 'line'} {row}"
 
 
 def _failures() -> tuple[type[BaseException], ...]:

@@ -32,9 +32,11 @@ SUFFIX = {"text": "txt", "jsonl": "jsonl", "parquet": "parquet"}
 class Files:
     """The files of a source, in the order of its documents.
 
-    `kind` says how `rows.FileReader` reads them, `names` what messages call them; `field` holds
-    the text where a file has many documents. `rows`: first and end of those that count in each
-    file, from 1; none where all do. A line of JSON has `max_line_bytes` at most.
+    `kind` is "whole" (a file is one document), "line", "blank_line" (documents end there), "jsonl",
+    "parquet" or "arrow" (stream files of Arrow, as `datasets` caches them); `names` are what
+    messages call them; `field` holds the text where a file has many documents. `rows`: first and
+    end of those that count in each file, from 1; none where all do. A line of JSON has
+    `max_line_bytes` at most.
     """
 
     kind: str

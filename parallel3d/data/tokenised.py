@@ -160,22 +160,15 @@ def find_tokens(
     weights = tuple(beside_ids(file, field, are_labels) for file in files) if field else ()
     tables, weight_starts, done = [], [], 0
     counts = np.zeros(vocabulary.size, dtype=np.int64)
-    found: dict[str, Any] = {
-        "check_ids": section.check_ids,
-        "num_checked_ids": 0,
-        "num_empty_documents": 0,
-    }
+    num_checked = num_empty = 0
     for number, file in enumerate(files):
-        heard = done
 
-        def on_ids(count: int) -> None:
-            nonlocal heard
-            heard += count
-            progress("checking ids (M)", min(heard // MEGA, total), total)
+        def on_ids(count: int, before: int = done, most: int = file.num_tokens) -> None:
+            progress("checking ids (M)", ceil((before + min(count, most)) / MEGA), total)
 
         checked = _checked(file, section, vocabulary, cache / "indexes", on_ids)
+        on_ids(file.num_tokens)
         done += file.num_tokens
-        progress("checking ids (M)", min(ceil(done / MEGA), total), total)
         table = np.zeros(len(checked.rows), dtype=ENTRY)
         table["file"], table["row"] = number, checked.rows
         table["offset"], table["num_bytes"] = checked.starts, 4 * checked.lengths
@@ -186,10 +179,15 @@ def find_tokens(
             # Without an index the ids say where documents are; a byte stands beside each.
             weight_starts.append(checked.starts if starts is None else starts[checked.rows - 1])
         counts += checked.counts
-        found["num_checked_ids"] += int(checked.num_checked)
-        found["num_empty_documents"] += int(checked.num_empty)
+        num_checked += int(checked.num_checked)
+        num_empty += int(checked.num_empty)
         if not len(table):
             raise DataError(f"{file.name} has no document with ids; leave it out")
+    found: dict[str, Any] = {
+        "check_ids": section.check_ids,
+        "num_checked_ids": num_checked,
+        "num_empty_documents": num_empty,
+    }
     if field:
         found["weights"] = f"{'labels' if are_labels else 'weights'} {field}"
     return Tokenised(
