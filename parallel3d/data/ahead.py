@@ -39,20 +39,16 @@ class ReadAhead(Generic[Key, Made]):
         # What the thread has not begun is made here at once.
         is_ahead = wanted is not None and not wanted.cancel()
         made = wanted.result() if wanted and is_ahead else self._make(key)
-        self._begin(then)
-        return made
-
-    def _begin(self, then: Sequence[Key]) -> None:
         for other in self._made.keys() - set(then):
             self._made.pop(other).cancel()
         for other in then:
             if other not in self._made:
-                future: Future[Made] = Future()
-                self._made[other] = future
-                self._queue.put((other, future))
+                self._made[other] = Future()
+                self._queue.put((other, self._made[other]))
         if self._made and self._thread is None:
             self._thread = threading.Thread(target=self._work, name="read ahead", daemon=True)
             self._thread.start()
+        return made
 
     def close(self) -> None:
         """End the thread after the value that it is making."""

@@ -73,13 +73,11 @@ def _keys(schema: "pyarrow.Schema", name: str, field: str, num_rows: int) -> lis
     """The column's name and those of the fields that lead to the text."""
     import pyarrow as pa
 
-    keys = _find(schema, field)
-    if keys is None:
+    found = _find(schema, field)
+    if found is None:
         message = f'{name} has no column "{field}"; {others(schema.names)}'
         raise Flaw(NO_FIELD, message, num_rows)
-    kind = schema.field(keys[0]).type
-    for key in keys[1:]:
-        kind = kind.field(key).type
+    keys, kind = found
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
         return keys
     raise Flaw(
@@ -90,16 +88,19 @@ def _keys(schema: "pyarrow.Schema", name: str, field: str, num_rows: int) -> lis
     )
 
 
-def _find(fields: Iterable["pyarrow.Field"], name: str) -> list[str] | None:
+def _find(
+    fields: Iterable["pyarrow.Field"], name: str
+) -> tuple[list[str], "pyarrow.DataType"] | None:
+    """The names that lead to a field, perhaps within structs, and its type."""
     import pyarrow as pa
 
     for field in fields:
         if field.name == name:
-            return [name]
+            return [name], field.type
         if name.startswith(f"{field.name}.") and pa.types.is_struct(field.type):
             inner = _find(field.type, name[len(field.name) + 1 :])
             if inner:
-                return [field.name, *inner]
+                return [field.name, *inner[0]], inner[1]
     return None
 
 
