@@ -107,15 +107,12 @@ class Batches:
         starts = np.empty(count, dtype=np.int64)
         for part in np.unique(parts):
             here = parts == part
-            starts[here] = self._samples(int(part), places[here]) * self.sequence_length
+            size, windows = self._sizes[part], places[here] % self._sizes[part]
+            if self.seed is not None:
+                # Streams of equal length have orders of their own.
+                windows = sample_index(self.seed + int(part) * GOLDEN, places[here], size)
+            starts[here] = windows * self.sequence_length
         return parts, starts
-
-    def _samples(self, part: int, places: np.ndarray) -> np.ndarray:
-        """Which windows of a stream stand at these places of its order."""
-        if self.seed is None:
-            return places % self._sizes[part]
-        # Streams of equal length have orders of their own.
-        return sample_index(self.seed + part * GOLDEN, places, self._sizes[part])
 
 
 def check_length(corpus: Corpus, sequence_length: int, global_batch: int) -> None:

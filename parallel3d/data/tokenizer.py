@@ -137,19 +137,15 @@ def check_name(name: str) -> None:
             f"data.tokenizer={name!r} is not a directory; give a directory that holds"
             " tokenizer.json, a name on the Hugging Face hub, or 'train'"
         )
-    if (reason := why_unreachable()) and not _is_cached(name):
+    from huggingface_hub import constants
+
+    copies = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}" / "snapshots"
+    if (reason := why_unreachable()) and not copies.is_dir():
         raise DataError(
             f"data.tokenizer={name!r} is no directory here, and the Hugging Face hub cannot be"
             f" asked for it ({reason}); download its tokenizer where there is a network, and give"
             " that folder"
         )
-
-
-def _is_cached(name: str) -> bool:
-    from huggingface_hub import constants
-
-    copies = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}" / "snapshots"
-    return copies.is_dir()
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """How much tokens count in the loss: what stands beside ids in other programs' files."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -55,16 +56,7 @@ def beside_ids(ids: TokenFile, field: str, are_labels: bool) -> TokenFile:
                 f"{path} has {size:,} bytes, and {ids.path} {ids.num_tokens:,} ids: not a byte for"
                 " each; write it again"
             )
-        return TokenFile(
-            path=path,
-            name=path,
-            dtype=NUMBERS["uint8"],
-            offset=0,
-            num_tokens=size,
-            size=size,
-            starts=ids.starts,
-            lengths=ids.lengths,
-        )
+        return replace(ids, path=path, name=path, dtype=NUMBERS["uint8"], offset=0, size=size)
     found = arrow.read(ids.path, ids.name, field, kinds=NUMBERS)
     assert found.lengths is not None and ids.lengths is not None
     unlike = np.flatnonzero(found.lengths != ids.lengths)

@@ -1,6 +1,5 @@
 """Documents that lie in other programs' files, as one array of ids that is read when asked for."""
 
-import os
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
@@ -10,7 +9,7 @@ import numpy as np
 
 from parallel3d.base.errors import DataError
 from parallel3d.data.ids.blocks import RemoteFiles
-from parallel3d.data.ids.files import NUMBERS, advise, open_ids, read_ids, unreadable
+from parallel3d.data.ids.files import NUMBERS, advise, num_bytes, open_ids, read_ids
 from parallel3d.data.ids.remote import Range, is_url
 
 OPEN_FILES = 64
@@ -138,16 +137,12 @@ class Spans:
 def check_sizes(files: Sequence[dict[str, Any]]) -> None:
     """Raise DataError unless each file is there with the size that it had.
 
-    Of those that are remote this is seen when they are read.
+    A change of a remote file is seen when it is read.
     """
     for file in files:
         if is_url(file["path"]):
             continue
-        try:
-            size = os.stat(file["path"]).st_size
-        except OSError as error:
-            raise unreadable(file["name"], error) from error
-        if size != file["size"]:
+        if (size := num_bytes(file["path"])) != file["size"]:
             raise DataError(
                 f"{file['name']} has {size:,} bytes, and had {file['size']:,} when it was prepared;"
                 " restore it, or run `parallel3d prepare` again"
