@@ -20,7 +20,7 @@ PATIENCE_SECONDS = 5.0
 class ReadAhead(Generic[Key, Made]):
     """A thread that calls `make(key)` for announced keys, in their order, ahead of use.
 
-    What `make` raises is raised where the key is taken, and nowhere if it never is. The thread
+    An error of `make` is raised where the key is taken, and nowhere if it never is. The thread
     starts when there is something to do ahead, and does not keep the process alive.
     """
 
@@ -33,10 +33,10 @@ class ReadAhead(Generic[Key, Made]):
     def take(self, key: Key, then: Sequence[Key] = ()) -> Made:
         """The value of `make(key)`, waited for if need be; the keys `then` are made next.
 
-        What was made or was to be made for other keys is let go of.
+        Values for other keys are let go of.
         """
         wanted = self._made.pop(key, None)
-        # What the thread has not begun is made here at once.
+        # A value that the thread has not begun is made here at once.
         is_ahead = wanted is not None and not wanted.cancel()
         made = wanted.result() if wanted and is_ahead else self._make(key)
         for other in self._made.keys() - set(then):

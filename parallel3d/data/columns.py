@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import pyarrow
 
 ROWS_PER_BATCH = 512
-# What is unpacked at once, where a batch of rows would be more.
+# Unpacked at once, where a batch of rows would be more.
 BATCH_BYTES = 16 * 2**20
 
 

@@ -40,8 +40,8 @@ HELD_OUT_COUNTS, HELD_OUT_BYTES = "held_out_counts.npy", "held_out_bytes.npy"
 class DocumentBounds:
     """Bounds of documents, int64 [documents + 1], counted from the first bound, which is 0 here.
 
-    `of` is a map of the disk that counts from elsewhere. What is asked for is read and shifted; all
-    of it only as an array (8 bytes a document).
+    `of` is a map of the disk that counts from elsewhere. A key reads and shifts its own bounds
+    alone; an array of all takes 8 bytes a document.
     """
 
     def __init__(self, of: np.ndarray) -> None:
@@ -109,8 +109,8 @@ class Corpus:
 
     `unigram_entropy`, in nats per token, is that of the token frequencies of the whole corpus,
     both parts: the loss of the best model that knows how often each token occurs and nothing of
-    its context. A model that has learnt anything about order has a held-out loss below it. Of a
-    mixture, the frequencies are weighted as its samples are.
+    its context. A model that has learnt anything about order has a held-out loss below it. A
+    mixture's frequencies are weighted as its samples are.
     `parts` are the corpora of a mixture, with their `labels`; otherwise there are none.
     `validation` are the corpora to evaluate on beside the held-out part, which hold all out.
     `key` stands for the contents, wherever they lie; `found` is what was seen of another program's

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 FORMAT = 3
 # Training takes about 0.1 s a megabyte on two cores; merges are settled long before 64 MB.
 TRAINING_BYTES = 64 * 2**20
-# What is longer is no word: a trainer's time grows with the square of its length.
+# A longer run is no word: a trainer's time grows with the square of its length.
 LONG_WORD = 64
 # Share of characters that a tokenizer may not know, in excerpts of so many documents.
 LOST, EXCERPTS, EXCERPT = 0.05, 64, 2000
@@ -70,7 +70,7 @@ class Recipe:
     def fill(self, folder: Path, unfinished: Path, workers: int | str, progress: Progress) -> None:
         """Fill the folder of the corpus.
 
-        What takes but one shard is made within the folder: there is nothing to go on with.
+        A single shard is made within the folder: there is nothing to go on with.
         """
         documents = self.documents
         bounds = cut(documents.table["num_bytes"])
@@ -91,7 +91,7 @@ class Recipe:
             todo=todo,
             vocab_size=num_tokens(tokenizer),
             end_of_text=tokenizer.eos_token_id,
-            # Of one process nothing is gained: transformers is there already.
+            # One process gains nothing: transformers is there already.
             backend_only=num_processes > 1 and is_backend_enough(tokenizer, work / "tokenizer"),
         )
         plan.save()
@@ -212,7 +212,7 @@ def train(
 def _sample(documents: Documents, held_out: np.ndarray, budget: float) -> Iterator[str]:
     """Every n-th training document, n such that the budget is not exceeded.
 
-    Of the documents that come in pieces, all, it is an n-th of each piece, without long words.
+    All documents that come in pieces give an n-th of each piece, without long words.
     """
     training = np.flatnonzero(~held_out)
     sizes = documents.table["num_bytes"][training]

@@ -25,7 +25,7 @@ ROWS_PER_CALL = 2**14  # of progress
 # Part of an index's name: raise it when what is found in the same file changes.
 INDEX_FORMAT = 4
 MEGABYTE = 1_000_000
-# What is read after the first file with a flaw, to tell those of the next ones with it.
+# Read after the first file with a flaw, to tell the flaws of the next files with it.
 LOOK_ON_BYTES = 256 * MEGABYTE
 # Tells one document's text from another's.
 new_digest = partial(blake2b, digest_size=16)
@@ -65,7 +65,7 @@ class Documents:
     def pieces(self, indices: Sequence[int] | np.ndarray) -> Iterator[tuple[str, bool]]:
         """Texts of the documents `indices`, long ones in pieces: text, and whether it is the last.
 
-        That a document changed is raised where its last piece would come.
+        Raises DataError in the place of the last piece of a document that changed.
         """
         entries = self.table[indices]
         for file, places in groupby(range(len(entries)), lambda i: int(entries["file"][i])):
@@ -93,7 +93,7 @@ def find_documents(
     """The documents in some files.
 
     Every file is read once, so that what is wrong with it is known before anything is written.
-    What was found in a file of many rows is kept in `cache`/indexes for as long as the file is
+    The documents of a file of many rows are kept in `cache`/indexes for as long as the file is
     untouched (size, times and inode). Documents without text are left out, and by the `rule`
     ("skip", share) those that cannot be used, if they are no more than this share of all, where an
     unreadable file of rows counts as many as the mean of the readable ones. Raises DataError for
@@ -149,7 +149,7 @@ def _scan(
         if isinstance(item, Flaw):
             length, digest = 0, new_digest()
             if not item.row:
-                # What a file held before it ended early is not told from what it lost.
+                # Documents before the damage do not count either.
                 skips.add(reader.name, item, len(table) // ENTRY.itemsize)
                 table.clear()
                 break

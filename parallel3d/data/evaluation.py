@@ -16,7 +16,7 @@ from parallel3d.data.corpus import (
     TokenStream,
 )
 
-# Of the order of samples, whatever seed a run trains with. Losses are compared: it never changes.
+# Orders the samples, whatever seed a run trains with. Losses are compared: it never changes.
 ORDER_SEED = 20
 _AT_ONCE = 256  # samples
 
@@ -159,7 +159,7 @@ class EvaluationSamples:
         return places
 
     def _bytes(self, texts: tuple[np.ndarray, ...]) -> float:
-        """Of the documents that are known alone: there may be 10^9 others."""
+        """The bytes of the documents that are known alone: there may be 10^9 others."""
         total = 0.0
         for part, stream in enumerate(self.batches.streams):
             here = slice(*np.searchsorted(self._known, self._firsts[part : part + 2]))
@@ -201,7 +201,7 @@ def train_frequencies(corpus: Corpus) -> np.ndarray:
     """The share of each id in the training samples: float64 [vocab_size], all above 0.
 
     One is added to each id's count, so that one that training never saw has a frequency too
-    (Laplace's rule of succession). Of a mixture, the frequencies weighted as its samples are. Where
+    (Laplace's rule of succession). A mixture's are weighted as its samples are. Where
     ids were checked by a sample, they are those of the documents in that, held out or not.
     """
     if isinstance(corpus.train, Mixture):

@@ -11,7 +11,7 @@ from parallel3d.base.network import why_unreachable
 if TYPE_CHECKING:
     from datasets import Dataset
 
-# What Dataset.save_to_disk and DatasetDict.save_to_disk leave; load_dataset does not read it.
+# Dataset.save_to_disk and DatasetDict.save_to_disk leave them; load_dataset does not read these.
 SAVED = ("state.json", "dataset_dict.json")
 
 

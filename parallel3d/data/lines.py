@@ -77,7 +77,7 @@ def without_ending(parts: Iterator[bytes]) -> Iterator[bytes]:
     last = b""
     for part in parts:
         if part == b"\n":
-            # Of an ending that was read in two parts.
+            # A line ending was read in two parts.
             last += part
             continue
         yield last
@@ -146,7 +146,7 @@ def _decoded(line: bytes, place: str, field: str) -> _Object:
 def _found(value: _Object, place: str, field: str, inner: str = "") -> list[Any]:
     """The values where a field, or what is left of its path inside of objects, may be.
 
-    What comes after a key of just that name does not count. Raises Flaw where a key on the way is
+    Values after a key of just that name do not count. Raises Flaw where a key on the way is
     repeated.
     """
     path = inner or field

@@ -82,8 +82,8 @@ def _check(codes: Iterable[int | None]) -> None:
         if code:
             how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
             raise DataError(
-                f"a tokenising process {how}, often for lack of memory; lower data.workers. What is"
-                " tokenised is kept: the next run goes on from there"
+                f"a tokenising process {how}, often for lack of memory; lower data.workers. The"
+                " next run goes on with the shards that are done"
             )
 
 
@@ -91,7 +91,7 @@ def work(folder: Path, number: int, workers: int) -> None:
     """Make the shards of one worker."""
     # Ctrl-C goes to all; the process that started this one decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # What libraries print must not get between the lines.
+    # The output of libraries must not get between the lines.
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
 

@@ -242,7 +242,7 @@ def _published(directory: Path, progress: Progress) -> Iterator[Path | None]:
 
 
 def _label(part: PartConfig) -> str:
-    """What a part is called where parts are listed."""
+    """The name of a part where parts are listed."""
     more = f" and {len(part.paths) - 1} more" if len(part.paths) > 1 else ""
     which = part.paths[0] + more if part.paths else part.name
     return " ".join(filter(None, [part.source, which, part.subset]))

@@ -25,7 +25,7 @@ _Raw = tuple[int, int, Iterator[bytes] | None]
 class FileReader:
     """The documents of one file of a source, in order, or selected ones.
 
-    What is wrong with one names file, line or row, field, rule and remedy.
+    A flaw names file, line or row, field, rule and remedy.
     """
 
     def __init__(self, files: Files, number: int) -> None:
@@ -37,7 +37,7 @@ class FileReader:
     def scan(self) -> Iterator[TextPiece | Flaw]:
         """All documents of the file; a flaw comes in the place of a flawed document or file.
 
-        What was given of a document before its flaw does not count.
+        Pieces of a document before its flaw do not count.
         """
         try:
             for row, offset, blocks in self._documents():
@@ -88,7 +88,7 @@ class FileReader:
             lines = self._open()
             row, offset = 1, 0
             while first := lines.read():
-                # What is blank separates: it is no empty document.
+                # A blank line separates: it is no empty document.
                 if self.kind == "line" or first.strip():
                     yield row, offset, self._blocks(lines, first)
                 row, offset = lines.row + 1, lines.position
@@ -140,7 +140,7 @@ def place_of(kind: str, name: str, row: int) -> str:
 
 
 def _failures() -> tuple[type[BaseException], ...]:
-    """What reading a damaged or unreadable file raises."""
+    """The errors that reading a damaged or unreadable file raises."""
     # Not imported for its errors alone: it takes a third of a second.
     arrow = sys.modules.get("pyarrow")
     return (OSError, EOFError, *((arrow.ArrowException,) if arrow else ()))

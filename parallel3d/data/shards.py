@@ -32,8 +32,8 @@ from parallel3d.data.tokenizer import Backend, cut_long, encode, load_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# A few seconds of one core's work: what is lost at most when a preparation is killed. Of a small
-# corpus an eighth, but no crumbs: workers have something to share.
+# A few seconds of one core's work are lost at most when a preparation is killed. A small corpus has
+# shards of an eighth, but no crumbs: workers have something to share.
 SHARD_BYTES, SMALL_SHARD_BYTES = 16 * 2**20, 3 * 2**20
 PARTS = 8
 BATCH_BYTES = 2**19

@@ -20,7 +20,7 @@ END_OF_TEXT = "<|endoftext|>"
 NUM_BYTES = 256
 # Characters that are encoded at once, at most: it takes up to 250 bytes for each.
 LONGEST = 2**17
-# What AutoTokenizer reads; a model's directory also holds weights, of gigabytes.
+# Files that AutoTokenizer reads; a model's directory also holds weights, of gigabytes.
 TOKENIZER_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
 
 
@@ -121,7 +121,7 @@ def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", directory: Path) -> Non
 def check_name(name: str) -> None:
     """Raise DataError for a name that cannot be a tokenizer's, without loading it.
 
-    That is a file, a directory that is not there, and a name on the hub where neither the hub nor
+    Such are a file, a directory that is not there, and a name on the hub where neither the hub nor
     a copy in its cache can be read: AutoTokenizer would ask for it for a minute.
     """
     path = Path(name).expanduser()

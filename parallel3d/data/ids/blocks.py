@@ -27,7 +27,7 @@ from parallel3d.data.ids.remote import Range, read_ranges
 # Small enough that samples from anywhere take little more than their own bytes.
 BLOCK = 2**16
 WAYS = 16
-# What the block is of; its digest, its bytes, and when it was used, in seconds.
+# Its key, digest and bytes, and when the block was used, in seconds.
 ENTRY = np.dtype([("key", "V16"), ("digest", "<u8"), ("size", "<i8"), ("used", "<f8")])
 USED = ENTRY.itemsize - 8  # where in an entry its time is
 SET_BYTES = WAYS * (ENTRY.itemsize + BLOCK)
@@ -75,7 +75,7 @@ class BlockCache:
         number, entries = self._set_of(key)
         same = np.flatnonzero(entries["key"] == np.void(key))
         now = time.time()
-        # What another limit left here may pass for an entry of any time.
+        # Bytes that another limit left here may pass for an entry of any time.
         used = np.where(entries["used"] <= now, entries["used"], -1.0)
         way = int(same[0]) if len(same) else int(used.argmin())
         entry = np.array([(key, xxhash.xxh3_64_intdigest(data), len(data), now)], ENTRY)

@@ -113,7 +113,7 @@ def _ends(file: TokenFile, vocabulary: Vocabulary) -> tuple[np.ndarray, np.ndarr
 
 
 class _Look:
-    """What is found while the ids of a file go by."""
+    """Findings while the ids of a file go by."""
 
     def __init__(
         self, file: TokenFile, vocabulary: Vocabulary, rows: np.ndarray, starts: np.ndarray

@@ -18,7 +18,7 @@ _LOOKED_AT = 256  # documents of a file
 class TokenWeights:
     """How much each token of a stream counts, float32: `numbers` themselves, or labels.
 
-    Of labels, each one counts 1 that is not IGNORED. Raises DataError for a weight below 0.
+    A label counts 1 unless it is IGNORED. Raises DataError for a weight below 0.
     """
 
     def __init__(self, numbers: Spans, are_labels: bool) -> None:

@@ -17,7 +17,7 @@ BYTE = np.dtype(np.uint8)
 
 
 class _Piece(NamedTuple):
-    """What a document has of a window: its file's number, the place of its ids, their bytes."""
+    """A document's part of a window: its file's number, the place of its ids, their bytes."""
 
     number: int
     place: int
@@ -30,8 +30,8 @@ class Spans:
     `files` are name, path, dtype, offset and size of each; document i is the ids of file
     `places[i]` from the `starts[i]`-th on, and here `bounds[i]` .. `bounds[i + 1]` - 1, where its
     end-of-text is the last. Slices and arrays of indices give arrays. Any thread may ask. Read, not
-    mapped: a file that shrinks raises DataError, where a map would end the process. What is in the
-    files that are named by URLs is read through `remote`, all that one key asks for at once.
+    mapped: a file that shrinks raises DataError, where a map would end the process. Files that
+    are named by URLs are read through `remote`, all that one key asks for at once.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Spans:
         return ids
 
     def _pieces(self, first: int, last: int, at: int) -> list[_Piece]:
-        """What the documents have of a window whose first id is to stand at the place `at`.
+        """The parts of a window whose first id is to stand at the place `at`.
 
         Where they have nothing, an end-of-text stands.
         """
