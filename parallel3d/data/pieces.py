@@ -60,14 +60,26 @@ def _decoded(blocks: Iterable[bytes], place: str, remedy: str) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")()
     num_read = 0
     for block in chain(blocks, [b""]):
-        first = num_read - len(decoder.getstate()[0])
-        num_read += len(block)
+        pending = len(decoder.getstate()[0])
+        first, num_read = num_read - pending, num_read + len(block)
         try:
             text = decoder.decode(block, final=not block)
         except UnicodeDecodeError as error:
             raise not_utf8(error, place, first, remedy) from None
-        if text:
+        if pending + len(block) > PIECE_BYTES:
+            yield from _cut(text.encode())
+        elif text:
             yield text
+
+
+def _cut(data: bytes) -> Iterator[str]:
+    """Yield a text in pieces of at most PIECE_BYTES of whole characters."""
+    start = 0
+    while start < len(data):
+        # A character that is cut short belongs to the next piece.
+        piece = data[start : start + PIECE_BYTES].decode(errors="ignore")
+        yield piece
+        start += len(piece.encode())
 
 
 def not_utf8(error: UnicodeDecodeError, place: str, before: int = 0, remedy: str = "") -> Flaw:

@@ -123,7 +123,7 @@ class FileReader:
             line = next(blocks, b"")
             if row == 1:
                 line = line.removeprefix(b"\xef\xbb\xbf")
-            blocks = slices(json_text(line, place, self.field, self.max_line_bytes))
+            blocks = iter([json_text(line, place, self.field, self.max_line_bytes)])
         return pieces_of((block for block in blocks if block), place, remedy)
 
     def _unreadable(self, error: BaseException) -> Flaw:
