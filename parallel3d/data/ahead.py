@@ -20,7 +20,7 @@ PATIENCE_SECONDS = 5.0
 class ReadAhead(Generic[Key, Made]):
     """A thread that calls `make(key)` for announced keys, in their order, ahead of use.
 
-    What `make` raises is raised where the key is taken, and nowhere if it never is. The thread
+    An error of `make` is raised where the key is taken, and nowhere if it never is. The thread
     starts when there is something to do ahead, and does not keep the process alive.
     """
 
@@ -33,26 +33,22 @@ class ReadAhead(Generic[Key, Made]):
     def take(self, key: Key, then: Sequence[Key] = ()) -> Made:
         """The value of `make(key)`, waited for if need be; the keys `then` are made next.
 
-        What was made or was to be made for other keys is let go of.
+        Values for other keys are let go of.
         """
         wanted = self._made.pop(key, None)
-        # What the thread has not begun is made here at once.
+        # A value that the thread has not begun is made here at once.
         is_ahead = wanted is not None and not wanted.cancel()
         made = wanted.result() if wanted and is_ahead else self._make(key)
-        self._begin(then)
-        return made
-
-    def _begin(self, then: Sequence[Key]) -> None:
         for other in self._made.keys() - set(then):
             self._made.pop(other).cancel()
         for other in then:
             if other not in self._made:
-                future: Future[Made] = Future()
-                self._made[other] = future
-                self._queue.put((other, future))
+                self._made[other] = Future()
+                self._queue.put((other, self._made[other]))
         if self._made and self._thread is None:
             self._thread = threading.Thread(target=self._work, name="read ahead", daemon=True)
             self._thread.start()
+        return made
 
     def close(self) -> None:
         """End the thread after the value that it is making."""

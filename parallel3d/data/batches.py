@@ -2,7 +2,7 @@
 
 Samples are windows of sequence_length + 1 tokens that start every sequence_length tokens: each
 token of the stream is predicted once an epoch, and what is left at its end is dropped. A window
-may hold several documents, with end-of-text between them. Of a mixture, each sample is a window
+may hold several documents, with end-of-text between them. In a mixture, each sample is a window
 of one of its streams.
 """
 
@@ -50,7 +50,7 @@ class Batches:
     """Samples of a stream or mixture by global index, shuffled in each epoch, or in order.
 
     With a `seed` the order is that of `order.sample_index`; with None
-    it is the stream's own, from its start and round again. Of a mixture, `mixing.Mixing` says
+    it is the stream's own, from its start and round again. In a mixture, `mixing.Mixing` says
     which stream gives a sample, and each stream has its own order and comes round at its own rate.
     Nothing here moves: the same index gives the same sample on every mesh, at any time.
 
@@ -107,21 +107,18 @@ class Batches:
         starts = np.empty(count, dtype=np.int64)
         for part in np.unique(parts):
             here = parts == part
-            starts[here] = self._samples(int(part), places[here]) * self.sequence_length
+            size, windows = self._sizes[part], places[here] % self._sizes[part]
+            if self.seed is not None:
+                # Streams of equal length have orders of their own.
+                windows = sample_index(self.seed + int(part) * GOLDEN, places[here], size)
+            starts[here] = windows * self.sequence_length
         return parts, starts
-
-    def _samples(self, part: int, places: np.ndarray) -> np.ndarray:
-        """Which windows of a stream stand at these places of its order."""
-        if self.seed is None:
-            return places % self._sizes[part]
-        # Streams of equal length have orders of their own.
-        return sample_index(self.seed + part * GOLDEN, places, self._sizes[part])
 
 
 def check_length(corpus: Corpus, sequence_length: int, global_batch: int) -> None:
     """Raise DataError if training has less than one global batch, or evaluation no window.
 
-    Of a mixture, every stream needs a window of each kind, and so does each validation set. Nothing
+    In a mixture, every stream needs a window of each kind, and so does each validation set. Nothing
     is evaluated where nothing is held out.
     """
     train, held_out = (

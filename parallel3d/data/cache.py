@@ -46,7 +46,7 @@ def locked(directory: Path, on_wait: Callable[[], None]) -> Iterator[None]:
 def staged(directory: Path) -> Iterator[Path]:
     """An empty folder that becomes `directory` when the block ends, or vanishes on any error.
 
-    What `directory` held before is replaced. To be called with the directory locked.
+    It replaces an older `directory`. To be called with the directory locked.
     """
     remove_leftovers(directory.parent)
     partial = directory.with_name(f"{directory.name}.partial")

@@ -18,7 +18,7 @@ A mixture is a directory beside its parts, with tokenizer/ and a meta.json that 
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -27,17 +27,21 @@ import numpy as np
 
 from parallel3d.base.errors import DataError
 from parallel3d.data.cache import is_whole
+from parallel3d.data.ids.blocks import SET_BYTES, BlockCache, RemoteFiles
 from parallel3d.data.ids.counting import TokenWeights
-from parallel3d.data.ids.spans import Spans
-from parallel3d.data.numbers import tokens_of, weights_of
-from parallel3d.data.rows import FileReader
+from parallel3d.data.ids.remote import is_url
+from parallel3d.data.ids.spans import Spans, check_sizes
+from parallel3d.data.rows import place_of
+
+PLACE = np.dtype([("file", "<i4"), ("row", "<i8")])
+HELD_OUT_COUNTS, HELD_OUT_BYTES = "held_out_counts.npy", "held_out_bytes.npy"
 
 
 class DocumentBounds:
     """Bounds of documents, int64 [documents + 1], counted from the first bound, which is 0 here.
 
-    `of` is a map of the disk that counts from elsewhere. What is asked for is read and shifted; all
-    of it only as an array (8 bytes a document).
+    `of` is a map of the disk that counts from elsewhere. A key reads and shifts its own bounds
+    alone; an array of all takes 8 bytes a document.
     """
 
     def __init__(self, of: np.ndarray) -> None:
@@ -55,9 +59,6 @@ class DocumentBounds:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self[:], dtype)
-
-
-PLACE = np.dtype([("file", "<i4"), ("row", "<i8")])
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,8 +109,8 @@ class Corpus:
 
     `unigram_entropy`, in nats per token, is that of the token frequencies of the whole corpus,
     both parts: the loss of the best model that knows how often each token occurs and nothing of
-    its context. A model that has learnt anything about order has a held-out loss below it. Of a
-    mixture, the frequencies are weighted as its samples are.
+    its context. A model that has learnt anything about order has a held-out loss below it. A
+    mixture's frequencies are weighted as its samples are.
     `parts` are the corpora of a mixture, with their `labels`; otherwise there are none.
     `validation` are the corpora to evaluate on beside the held-out part, which hold all out.
     `key` stands for the contents, wherever they lie; `found` is what was seen of another program's
@@ -155,16 +156,8 @@ class Corpus:
                 labels=tuple(part["label"] for part in meta["mixture"]),
                 **given,
             )
-        bounds = np.asarray(np.memmap(directory / "bounds.bin", dtype=np.int64, mode="r"))
-        num_train = meta["num_train_documents"]
-        train, held_out = tokens_of(directory, meta, bounds, remote_cache_bytes)
-        counting = weights_of(directory, meta, bounds, remote_cache_bytes)
-        return cls(
-            directory=directory,
-            train=TokenStream(train, bounds[: num_train + 1], counting[0]),
-            held_out=TokenStream(held_out, DocumentBounds(bounds[num_train:]), counting[1]),
-            **given,
-        )
+        train, held_out = streams_of(directory, meta, remote_cache_bytes)
+        return cls(directory=directory, train=train, held_out=held_out, **given)
 
     def place(self) -> dict[str, Any]:
         """A description in JSON by which `at` opens the corpus in another process."""
@@ -212,20 +205,6 @@ class Corpus:
         counts: np.ndarray = np.load(self.directory / "counts.npy", allow_pickle=False)
         return counts
 
-    def check_vocabulary(self, vocab_size: int) -> None:
-        """Raise DataError, naming document and id, if a token has no place in `vocab_size`."""
-        for part in self.parts:
-            part.check_vocabulary(vocab_size)
-        if self.parts or not self.counts()[vocab_size:].any():
-            return
-        first = 0
-        for stream in (self.stream("train"), self.stream("held_out")):
-            for index in range(stream.num_documents):
-                tokens = stream.document(index)
-                if len(tokens) and tokens.max() >= vocab_size:
-                    check_ids(tokens, vocab_size, self.name(first + index))
-            first += stream.num_documents
-
     def summary(self) -> dict[str, Any]:
         """Facts about the corpus for a log, and about each part of a mixture."""
         summary = {
@@ -255,7 +234,63 @@ class Corpus:
         place = np.load(self.directory / "places.npy", mmap_mode="r", allow_pickle=False)[index]
         names = json.loads((self.directory / "names.json").read_text())
         name = names["names"][place["file"]]
-        return FileReader(names["kind"], "", name, "").place(int(place["row"]))
+        return place_of(names["kind"], name, int(place["row"]))
+
+
+def streams_of(
+    directory: Path, meta: Mapping[str, Any], remote_cache_bytes: int = 0
+) -> list[TokenStream]:
+    """The training and the held-out part of the corpus in a folder, which `meta` describes."""
+    bounds = np.asarray(np.memmap(directory / "bounds.bin", dtype=np.int64, mode="r"))
+    num_train, dtype = meta["num_train_documents"], np.dtype(meta["dtype"])
+    own: list[DocumentBounds | np.ndarray]
+    own = [bounds[: num_train + 1], DocumentBounds(bounds[num_train:])]
+    if "files" not in meta:
+        tokens = np.asarray(np.memmap(directory / "tokens.bin", dtype=dtype, mode="r"))
+        parts = np.split(tokens, [int(bounds[num_train])])
+        return [TokenStream(*pair) for pair in zip(parts, own, strict=True)]
+
+    places = np.load(directory / "places.npy", mmap_mode="r", allow_pickle=False)["file"]
+
+    def spans(
+        files: list[dict[str, Any]], starts: str, between: int, dtype: np.dtype
+    ) -> list[Spans]:
+        check_sizes(files)
+        begins = np.memmap(directory / starts, dtype=np.int64, mode="r")
+        return [
+            Spans(
+                files=files,
+                places=places[first:end],
+                starts=begins[first:end],
+                bounds=bounds[first : end + 1],
+                end_of_text=between,
+                dtype=dtype,
+                remote=_remote(directory, files, remote_cache_bytes),
+            )
+            for first, end in ((0, num_train), (num_train, len(places)))
+        ]
+
+    ids = spans(meta["files"], "starts.bin", meta["end_of_text"], dtype)
+    weights: list[TokenWeights | None] = [None, None]
+    if "weights" in meta:
+        are_labels = meta["found"]["weights"].startswith("labels")
+        kind = np.dtype(np.int64 if are_labels else np.float64)
+        # Between documents stands an end-of-text, which counts.
+        numbers = spans(meta["weights"], "weight_starts.bin", 1, kind)
+        weights = [TokenWeights(part, are_labels) for part in numbers]
+    return [TokenStream(*parts) for parts in zip(ids, own, weights, strict=True)]
+
+
+def _remote(
+    directory: Path, files: Sequence[Mapping[str, Any]], cache_bytes: int
+) -> RemoteFiles | None:
+    """The files that are named by a URL; their blocks are kept beside all corpora."""
+    if not (sizes := {file["path"]: file["size"] for file in files if is_url(file["path"])}):
+        return None
+    cache = None
+    if cache_bytes >= SET_BYTES:
+        cache = BlockCache(directory.parents[1] / "remote" / "blocks", cache_bytes)
+    return RemoteFiles(sizes, directory.name, cache)
 
 
 def check_ids(tokens: np.ndarray, vocab_size: int, name: str) -> None:

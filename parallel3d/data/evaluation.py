@@ -8,10 +8,15 @@ import numpy as np
 
 from parallel3d.base.errors import DataError
 from parallel3d.data.batches import Batches
-from parallel3d.data.corpus import Corpus, Mixture, TokenStream
-from parallel3d.data.statistics import held_out_bytes, train_frequencies
+from parallel3d.data.corpus import (
+    HELD_OUT_BYTES,
+    HELD_OUT_COUNTS,
+    Corpus,
+    Mixture,
+    TokenStream,
+)
 
-# Of the order of samples, whatever seed a run trains with. Losses are compared: it never changes.
+# Orders the samples, whatever seed a run trains with. Losses are compared: it never changes.
 ORDER_SEED = 20
 _AT_ONCE = 256  # samples
 
@@ -112,15 +117,21 @@ class EvaluationSamples:
         over these; `sums` are weighted, too. A document of which nothing counts is left out. Raises
         DataError where nothing counts in any.
         """
-        if weights is not None:
-            return _weighted(sums, weights)
-        mean, error = losses_per_document(sums, self.tokens)
+        counts = self.tokens if weights is None else weights
+        counted = counts > 0
+        if not counted.any():
+            raise DataError(
+                "no token of what is held out counts in the loss; hold out more, or set"
+                " data.held_out_fraction to 0"
+            )
+        mean, error = losses_per_document(sums[counted], counts[counted])
+        num_bytes = self.num_bytes if weights is None else None
         return SetLoss(
             loss=mean,
             standard_error=error,
-            tokens=int(self.tokens.sum()),
-            documents=self.num_documents,
-            bits_per_byte=bits_per_byte(float(sums.sum()), self.num_bytes),
+            tokens=round(float(counts.sum())),
+            documents=int(counted.sum()),
+            bits_per_byte=bits_per_byte(float(sums.sum()), num_bytes),
         )
 
     def unigram_loss(self, corpus: Corpus) -> float:
@@ -148,7 +159,7 @@ class EvaluationSamples:
         return places
 
     def _bytes(self, texts: tuple[np.ndarray, ...]) -> float:
-        """Of the documents that are known alone: there may be 10^9 others."""
+        """The bytes of the documents that are known alone: there may be 10^9 others."""
         total = 0.0
         for part, stream in enumerate(self.batches.streams):
             here = slice(*np.searchsorted(self._known, self._firsts[part : part + 2]))
@@ -156,23 +167,6 @@ class EvaluationSamples:
             lengths = stream.bounds[own + 1] - stream.bounds[own]
             total += float((self.tokens[here] / lengths * texts[part][own]).sum())
         return total
-
-
-def _weighted(sums: np.ndarray, weights: np.ndarray) -> SetLoss:
-    counted = weights > 0
-    if not counted.any():
-        raise DataError(
-            "no token of what is held out counts in the loss; hold out more, or set"
-            " data.held_out_fraction to 0"
-        )
-    mean, error = losses_per_document(sums[counted], weights[counted])
-    return SetLoss(
-        loss=mean,
-        standard_error=error,
-        tokens=round(float(weights.sum())),
-        documents=int(counted.sum()),
-        bits_per_byte=None,
-    )
 
 
 def losses_per_document(sums: np.ndarray, tokens: np.ndarray) -> tuple[float, float | None]:
@@ -201,3 +195,27 @@ def parts_of(corpus: Corpus) -> dict[str, Corpus]:
     if not isinstance(corpus.held_out, Mixture):
         return {}
     return {f"mixture.{number}": part for number, part in enumerate(corpus.parts)}
+
+
+def train_frequencies(corpus: Corpus) -> np.ndarray:
+    """The share of each id in the training samples: float64 [vocab_size], all above 0.
+
+    One is added to each id's count, so that one that training never saw has a frequency too
+    (Laplace's rule of succession). A mixture's are weighted as its samples are. Where
+    ids were checked by a sample, they are those of the documents in that, held out or not.
+    """
+    if isinstance(corpus.train, Mixture):
+        parts = zip(corpus.train.weights, corpus.parts, strict=True)
+        return np.asarray(sum(weight * train_frequencies(part) for weight, part in parts))
+    counts, held_out = corpus.counts() + 1.0, corpus.directory / HELD_OUT_COUNTS
+    if held_out.exists():
+        counts -= np.load(held_out, allow_pickle=False)
+    return np.asarray(counts / counts.sum())
+
+
+def held_out_bytes(corpus: Corpus) -> tuple[np.ndarray, ...] | None:
+    """The bytes of each held-out document's text, of each part; None where unknown."""
+    paths = [part.directory / HELD_OUT_BYTES for part in corpus.parts or (corpus,)]
+    if not all(path.exists() for path in paths):
+        return None
+    return tuple(np.load(path, mmap_mode="r", allow_pickle=False) for path in paths)

@@ -11,7 +11,7 @@ from parallel3d.base.network import why_unreachable
 if TYPE_CHECKING:
     from datasets import Dataset
 
-# What Dataset.save_to_disk and DatasetDict.save_to_disk leave; load_dataset does not read it.
+# Dataset.save_to_disk and DatasetDict.save_to_disk leave them; load_dataset does not read these.
 SAVED = ("state.json", "dataset_dict.json")
 
 
@@ -26,15 +26,11 @@ def arrow_files(
     and otherwise nothing. No code of a data set is run. Raises DataError if it cannot be loaded.
     """
     place = f"data.name={name!r}" + (f", subset {subset!r}" if subset else "")
-    if "[" not in split and "+" not in split:
-        table = _load(name, subset, split, place)
-        found = _files(table, name, split, place)
-        return tuple(path for path, _, _ in found), tuple(label for _, label, _ in found), ()
-    whole: dict[str, list[tuple[str, str, int]]] = {}
-    for part in split.split("+"):
-        base = part.partition("[")[0]
-        if base not in whole:
-            whole[base] = _files(_load(name, subset, base, place), name, base, place)
+    bases = dict.fromkeys(part.partition("[")[0] for part in split.split("+"))
+    whole = {base: _files(_load(name, subset, base, place), name, base, place) for base in bases}
+    if split in whole:
+        paths, names, _ = zip(*whole[split], strict=True)
+        return paths, names, ()
     import datasets
 
     lengths = {base: sum(count for _, _, count in files) for base, files in whole.items()}

@@ -1,156 +1,172 @@
-"""The documents of text files: whole files, lines, blocks between blank lines, lines of JSON."""
+"""Lines of text files, and the text field of a line of JSON."""
 
 import io
+import json
 from collections.abc import Iterator
-from itertools import chain
-from typing import IO, cast
+from typing import IO, Any, cast
 
-from parallel3d.data.json_line import text_of
-from parallel3d.data.pieces import (
-    BOM,
-    PIECE_BYTES,
-    TOO_LONG,
-    TextPiece,
-    UnusableDocument,
-    document,
-    short,
-)
+from parallel3d.data.pieces import TOO_LONG, Flaw, not_utf8, others
 
 COMPRESSED = (".gz", ".bz2", ".zst")
+NO_FIELD, NOT_TEXT = "no such field", "not a string"
 
 
 class Lines:
-    """The lines of a text file, compressed or not; going back reopens the file.
+    """The lines of a text file, compressed or not; lines above `limit` bytes come in parts.
 
-    `row` counts the lines that were read since the start, where nothing was passed over;
-    `after_blank` says whether what was read last is a blank line, or the end of the file.
+    `position` is the place of the next byte, `row` the number of line ends that were read from the
+    start on.
     """
 
-    def __init__(self, path: str) -> None:
-        self._path = path
+    def __init__(self, path: str, limit: int) -> None:
+        self._path, self._limit = path, limit
         self._compressed = path.endswith(COMPRESSED)
-        self.position = self.row = 0
         self._open()
+
+    def _open(self) -> None:
+        self.position = self.row = 0
+        self._file = open_text(self._path, self._compressed)
 
     def seek(self, offset: int) -> None:
         """Go to the byte `offset` of the text, or to its end if that is before."""
-        self._starts = True
         if offset != self.position and not self._compressed:
             self._file.seek(offset)
             self.position = offset
         if offset < self.position:
             self._open()
-        while offset > self.position:
-            # What is compressed can only be read on.
+        # A compressed file can only be read on.
+        while self.position < offset:
             skipped = self._file.read(min(offset - self.position, 2**20))
             if not skipped:
                 return
             self.position += len(skipped)
 
-    def read(self, limit: int = PIECE_BYTES) -> bytes:
-        """The next line, or `limit` bytes of it; b"" at the end of the file."""
-        line = self._readline(limit)
+    def read(self) -> bytes:
+        """The next line, or the next part of one; b"" at the end of the file."""
+        line = self._file.readline(self._limit)
         self.position += len(line)
-        ends = line.endswith(b"\n")
-        self.row += ends
-        self.after_blank = not line or (self._starts and not line.strip())
-        self._starts = ends
+        self.row += line.endswith(b"\n")
         return line
 
-    def rest(self) -> Iterator[bytes]:
-        """Yield the rest of a line whose start was read."""
-        while block := self.read():
-            yield block
-            if block.endswith(b"\n"):
-                return
+    def line(self, part: bytes) -> Iterator[bytes]:
+        """Yield the parts of a line, of which the first was read."""
+        while part:
+            yield part
+            part = b"" if part.endswith(b"\n") else self.read()
 
-    def skip(self, row: int, to_blank: bool) -> None:
-        """Skip to the end of line `row`, or with `to_blank` to the end of a blank line.
-
-        A blank line that was read already is not looked for again: the next one is another's.
-        """
-        while self.row < row and self.read():
-            pass
-        while to_blank and not self.after_blank:
-            self.read()
-
-    def block(self) -> bytes:
-        """Some more bytes of the file, regardless of lines; b"" at the end."""
-        data = self._file.read(PIECE_BYTES)
-        self.position += len(data)
-        return data
-
-    def _open(self) -> None:
-        self._file = _open(self._path, self._compressed)
-        self._readline = self._file.readline
-        self.position = self.row = 0
-        self._starts, self.after_blank = True, False
+    def block(self, part: bytes) -> Iterator[bytes]:
+        """Yield lines up to a blank one, which is read too; part of the first was read."""
+        is_start = False
+        while part and not (is_start and not part.strip()):
+            yield part
+            is_start = part.endswith(b"\n")
+            part = self.read()
 
 
-def whole_text(lines: Lines, place: str) -> Iterator[TextPiece]:
-    """The whole file as one document."""
-    remedy = ", or leave it out of data.paths"
-    return document(iter(lines.block, b""), 1, 0, place, remedy)
-
-
-def text_line(
-    first: bytes, lines: Lines, *, row: int, offset: int, place: str
-) -> Iterator[TextPiece]:
-    """A line, whose start `first` was read, as a document, without its line ending."""
-    return document(_without_ending(_line(first, lines)), row, offset, place)
-
-
-def text_block(
-    first: bytes, lines: Lines, *, row: int, offset: int, place: str
-) -> Iterator[TextPiece]:
-    """Lines up to a blank one, whose start `first` was read, without the last line ending."""
-    return document(_without_ending(_until_blank(first, lines)), row, offset, place)
-
-
-def json_line(
-    line: bytes, *, row: int, offset: int, place: str, field: str, most_bytes: int
-) -> Iterator[TextPiece]:
-    """Yield the text of a line of JSON; nothing for a blank line.
-
-    Raises UnusableDocument for a line of more than `most_bytes`.
-    """
-    if len(line.removesuffix(b"\n")) > most_bytes:
-        raise UnusableDocument(
-            TOO_LONG,
-            f"{place} has more than {most_bytes:,} bytes; raise data.max_line_bytes, or split the"
-            " line",
-        )
-    line = line.removeprefix(BOM) if row == 1 else line
-    yield from short(text_of(line, place, field), row, offset, place)
-
-
-def _line(first: bytes, lines: Lines) -> Iterator[bytes]:
-    return iter([first]) if first.endswith(b"\n") else chain([first], lines.rest())
-
-
-def _until_blank(first: bytes, lines: Lines) -> Iterator[bytes]:
-    block = first
-    while block and not lines.after_blank:
-        yield block
-        block = lines.read()
-
-
-def _without_ending(blocks: Iterator[bytes]) -> Iterator[bytes]:
-    held = b""
-    for block in blocks:
-        data = held + block
-        text = data.rstrip(b"\r\n")
-        # Only what ends the whole is an ending.
-        held = data[len(text) :]
-        yield text + held[:-2]
-        held = held[-2:]
-    ending = b"\r\n" if held.endswith(b"\r\n") else b"\n" if held.endswith(b"\n") else b""
-    yield held.removesuffix(ending)
-
-
-def _open(path: str, compressed: bool) -> IO[bytes]:
+def open_text(path: str, compressed: bool) -> IO[bytes]:
+    """Open a text file to read its bytes, unpacked."""
     if not compressed:
         return open(path, "rb")
     import pyarrow as pa
 
     return io.BufferedReader(cast(io.RawIOBase, pa.input_stream(path)), 2**20)
+
+
+def without_ending(parts: Iterator[bytes]) -> Iterator[bytes]:
+    """Yield the parts of a text without the line ending behind it."""
+    last = b""
+    for part in parts:
+        if part == b"\n":
+            # A line ending was read in two parts.
+            last += part
+            continue
+        yield last
+        last = part
+    yield last.removesuffix(b"\r\n" if last.endswith(b"\r\n") else b"\n")
+
+
+def json_text(line: bytes, place: str, field: str, most_bytes: int) -> bytes:
+    """The text of a field in a line of JSON, in UTF-8; b"" for a blank line.
+
+    `field` is a key, or keys that lead into objects: "meta.text". Raises Flaw.
+    """
+    if len(line.removesuffix(b"\n")) > most_bytes:
+        rule = f"has more than {most_bytes:,} bytes"
+        raise Flaw(TOO_LONG, f"{place} {rule}; raise data.max_line_bytes, or split the line")
+    if not line.strip():
+        return b""
+    value = _decoded(line, place, field)
+    found = _found(value, place, field)
+    if not found:
+        names = others(key for key, _ in value)
+        raise Flaw(NO_FIELD, f'{place} has no field "{field}"; {names}')
+    if len(found) > 1:
+        raise _repeated(place, field)
+    [text] = found
+    if not isinstance(text, str):
+        raise Flaw(
+            "null" if text is None else NOT_TEXT,
+            f'{place}: field "{field}" is {_json_type(text)}, not a string; mend or remove the'
+            " line, or set text_field to the field that holds the text",
+        )
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        half = f"(\\u{ord(text[error.start]):04x}) at character {error.start}"
+        raise Flaw(
+            "half of a surrogate pair",
+            f'{place}: field "{field}" has half of a surrogate pair {half}, which UTF-8 cannot'
+            " hold; mend or remove the line",
+        ) from None
+
+
+class _Object(list[tuple[str, Any]]):
+    """The keys and values of a JSON object, in their order, repeated keys too."""
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_Object)
+
+
+def _decoded(line: bytes, place: str, field: str) -> _Object:
+    """The object that a line holds."""
+    example = f'write one object a line, such as {{"{field}": "..."}}'
+    try:
+        value = _DECODER.decode(line.decode().rstrip(" \t\r\n"))
+    except UnicodeDecodeError as error:
+        raise not_utf8(error, place) from None
+    except (ValueError, RecursionError) as error:
+        reason = getattr(error, "msg", None) or "nested too deeply"
+        column = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
+        raise Flaw("not JSON", f"{place} is not JSON: {reason}{column}; {example}") from None
+    if not isinstance(value, _Object):
+        raise Flaw("not JSON", f"{place} is {_json_type(value)}, not an object; {example}")
+    return value
+
+
+def _found(value: _Object, place: str, field: str, inner: str = "") -> list[Any]:
+    """The values where a field, or what is left of its path inside of objects, may be.
+
+    Values after a key of just that name do not count. Raises Flaw where a key on the way is
+    repeated.
+    """
+    path = inner or field
+    on_the_way = [pair for pair in value if pair[0] == path or path.startswith(f"{pair[0]}.")]
+    if len(dict(on_the_way)) < len(on_the_way):
+        raise _repeated(place, field)
+    found: list[Any] = []
+    for key, item in on_the_way:
+        if key == path:
+            return [*found, item]
+        if isinstance(item, _Object):
+            found += _found(item, place, field, path[len(key) + 1 :])
+    return found
+
+
+def _repeated(place: str, field: str) -> Flaw:
+    what = f'field "{field}", or an object that it may be in, comes twice'
+    return Flaw("repeated key", f"{place}: {what}; leave one of them in the line, or remove it")
+
+
+def _json_type(value: object) -> str:
+    names = {_Object: "an object", list: "a list", str: "a string", bool: "a boolean"}
+    return "null" if value is None else names.get(type(value), "a number")

@@ -2,8 +2,8 @@
 
 The shares are whole numbers a_1, a_2, ... with the sum D, and a pattern of D samples is repeated.
 In it the j-th sample of part s (from 0) has its window: not before index floor(j D / a_s), not
-after ceil((j + 1) D / a_s) - 1. Of the parts whose window is open the one whose window closes
-first is taken; all windows are then met, and every prefix of n samples has floor(n a_s / D) or
+after ceil((j + 1) D / a_s) - 1. The part is taken whose open window closes
+first; all windows are then met, and every prefix of n samples has floor(n a_s / D) or
 ceil(n a_s / D) of part s (Baruah, Cohen, Plaxton and Varvel 1996, "Proportionate progress").
 """
 
@@ -32,7 +32,7 @@ def whole_shares(weights: Sequence[float]) -> list[int]:
     ideal = [Fraction(share * MAX_PATTERN, sum(shares)) for share in shares]
     rounded = [max(1, int(share)) for share in ideal]
     while sum(rounded) != MAX_PATTERN:
-        # What is cut off goes to the largest remainders; parts raised to 1 are paid by the others.
+        # The largest remainders get the rest; the others pay for parts that are raised to 1.
         step = 1 if sum(rounded) < MAX_PATTERN else -1
         owed = [(step * (ideal[s] - n), s) for s, n in enumerate(rounded) if n + step >= 1]
         rounded[max(owed)[1]] += step

@@ -1,127 +1,106 @@
-"""The text of a document in pieces of bounded size, cut between characters, or its flaw."""
+"""The text of a document in pieces of bounded size, or the flaw for which it is left out."""
 
+import codecs
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import NamedTuple
 
 from parallel3d.base.errors import DataError
 
 PIECE_BYTES = 2**20
-BOM = b"\xef\xbb\xbf"
-# Why a document is left out; of those that have no text nobody complains.
+BOM = "\ufeff"
+# Why a document is left out. Nobody complains of those without text.
 EMPTY, NOT_UTF8, NUL = "empty", "not UTF-8", "only NUL bytes"
 UNREADABLE, TOO_LONG = "unreadable file", "too long a line"
 
 
 class TextPiece(NamedTuple):
-    """A piece of a document's text, in UTF-8; `last` marks the document's last piece.
+    """A piece of a document's text; `last` marks the document's last piece.
 
     `row` is the document's row or line, counted from 1, `offset` the byte where that starts.
     """
 
     row: int
     offset: int
-    data: bytes
-    last: bool = True
+    text: str
+    last: bool
 
 
-class Flaw(NamedTuple):
-    """The reason why the document at `row` is left out, or with row 0 the file of `num_rows`."""
-
-    row: int
-    reason: str
-    message: str
-    num_rows: int = 1
-
-
-class UnusableDocument(DataError):
-    """A document, or a file of `num_rows` documents, that cannot be used, with a short reason."""
+class Flaw(DataError):
+    """The reason why the document at `row` cannot be used; row 0 is a file of `num_rows` rows."""
 
     def __init__(self, reason: str, message: str, num_rows: int = 1) -> None:
         super().__init__(message)
-        self.reason, self.num_rows = reason, num_rows
+        self.reason, self.num_rows, self.row = reason, num_rows, 0
 
 
-def document(
-    blocks: Iterable[bytes], row: int, offset: int, place: str, remedy: str = ""
-) -> Iterator[TextPiece]:
-    """The pieces of a text that arrives in blocks, cut anywhere; none for an empty text.
+def pieces_of(blocks: Iterable[bytes], place: str, remedy: str = "") -> Iterator[tuple[str, bool]]:
+    """Yield the text of a document that arrives in blocks of bytes: pieces, and which is the last.
 
-    A byte order mark before it is dropped. Raises UnusableDocument where the text is not UTF-8, or
-    is NUL bytes alone.
+    A byte order mark before the text is dropped; an empty text has no pieces. Raises Flaw where
+    the text is not UTF-8, or is NUL bytes alone.
     """
-    ready: bytes | None = None
-    rest, read, nul = b"", 0, True
-    for block in blocks:
-        data = rest + block if rest else block
-        if not read and len(data) < len(BOM):
-            rest = data
-            continue
-        cut = _boundary(data)
-        rest, data = data[cut:], data[:cut]
-        for start, piece in _cut(data):
-            check_utf8(piece, place, read + start, remedy)
-            if not read and not start:
-                piece = piece.removeprefix(BOM)
-            if ready:
-                yield TextPiece(row, offset, ready, last=False)
-            nul = nul and not piece.strip(b"\0")
-            ready = piece or ready
-        read += cut
-    if rest:
-        check_utf8(rest, place, read, remedy)
+    ready, is_start, is_nul = "", True, True
+    for text in _decoded(blocks, place, remedy):
+        if is_start:
+            text = text.removeprefix(BOM)
+        is_start, is_nul = False, is_nul and not text.strip("\0")
         if ready:
-            yield TextPiece(row, offset, ready, last=False)
-        nul, ready = nul and not rest.strip(b"\0"), rest
-    if ready and nul:
-        raise _only_nul(place)
+            yield ready, False
+        ready = text
+    if ready and is_nul:
+        what = "holds NUL bytes alone, as files do that were never written out"
+        raise Flaw(NUL, f"{place} {what}; mend or remove it")
     if ready:
-        yield TextPiece(row, offset, ready)
+        yield ready, True
 
 
-def short(data: bytes, row: int, offset: int, place: str) -> Iterator[TextPiece]:
-    """The pieces of a text known to be UTF-8, as `document` gives them."""
-    if len(data) > PIECE_BYTES:
-        yield from document([data], row, offset, place)
-    elif data := data.removeprefix(BOM):
-        if not data[0] and not data.strip(b"\0"):
-            raise _only_nul(place)
-        yield TextPiece(row, offset, data)
+def _decoded(blocks: Iterable[bytes], place: str, remedy: str) -> Iterator[str]:
+    """Yield the characters of each block, without those that have nothing whole."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    num_read = 0
+    for block in chain(blocks, [b""]):
+        pending = len(decoder.getstate()[0])
+        first, num_read = num_read - pending, num_read + len(block)
+        try:
+            text = decoder.decode(block, final=not block)
+        except UnicodeDecodeError as error:
+            raise not_utf8(error, place, first, remedy) from None
+        if pending + len(block) > PIECE_BYTES:
+            yield from _cut(text.encode())
+        elif text:
+            yield text
 
 
-def _only_nul(place: str) -> UnusableDocument:
-    what = "holds NUL bytes alone, as files do that were never written out"
-    return UnusableDocument(NUL, f"{place} {what}; mend or remove it")
-
-
-def check_utf8(data: bytes, place: str, before: int = 0, remedy: str = "") -> str:
-    """Decode the bytes after `before` bytes of a text; raise UnusableDocument if not UTF-8."""
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise UnusableDocument(
-            NOT_UTF8,
-            f"{place} is not UTF-8: byte 0x{data[error.start]:02x} at offset"
-            f" {before + error.start} ({error.reason}); convert the file with iconv{remedy}",
-        ) from None
-
-
-def _cut(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """Pieces of at most PIECE_BYTES of whole characters, each with its place."""
+def _cut(data: bytes) -> Iterator[str]:
+    """Yield a text in pieces of at most PIECE_BYTES of whole characters."""
     start = 0
     while start < len(data):
-        piece = data[start : start + PIECE_BYTES] if start or len(data) > PIECE_BYTES else data
-        if start + len(piece) < len(data):
-            # Bytes that are no UTF-8 have no boundary: they are told as they are.
-            piece = piece[: _boundary(piece)] or piece
-        yield start, piece
-        start += len(piece)
+        # A character that is cut short belongs to the next piece.
+        piece = data[start : start + PIECE_BYTES].decode(errors="ignore")
+        yield piece
+        start += len(piece.encode())
 
 
-def _boundary(data: bytes) -> int:
-    """The length of `data` without a last character that is not whole."""
-    for back in range(1, min(3, len(data)) + 1):
-        byte = data[-back]
-        if byte & 0xC0 != 0x80:
-            size = 1 + (byte >= 0xC0) + (byte >= 0xE0) + (byte >= 0xF0)
-            return len(data) - back if size > back else len(data)
-    return len(data)
+def not_utf8(error: UnicodeDecodeError, place: str, before: int = 0, remedy: str = "") -> Flaw:
+    """The flaw of a text of which `before` bytes came before those that cannot be decoded."""
+    byte, offset = error.object[error.start], before + error.start
+    what = f"byte 0x{byte:02x} at offset {offset} ({error.reason})"
+    return Flaw(NOT_UTF8, f"{place} is not UTF-8: {what}; convert the file with iconv{remedy}")
+
+
+def slices(data: bytes) -> Iterator[bytes]:
+    """Yield the bytes in blocks of at most PIECE_BYTES."""
+    return (data[i : i + PIECE_BYTES] for i in range(0, len(data), PIECE_BYTES))
+
+
+def others(names: Iterable[str]) -> str:
+    """The end of a message about a missing field or column: those that are there."""
+    shown = ", ".join(f'"{name}"' for name in list(names)[:8])
+    # A terminal cannot show half of a surrogate pair.
+    found = shown.encode(errors="backslashreplace").decode()
+    return (
+        f"it has {found}; set text_field to the one that holds the text"
+        if found
+        else "it has none; leave it out"
+    )

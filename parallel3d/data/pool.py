@@ -1,18 +1,17 @@
-"""Worker processes that tokenise shards; each reads shard numbers and writes lines.
+"""Worker processes that tokenise shards, each every n-th one, and say so in lines of JSON.
 
-A worker is `python -m parallel3d.data.worker`, not a child of `multiprocessing`: that would run
-the caller's main script again, and leave its children behind when the caller is killed. A worker
-ends by itself when its pipe does.
+A worker is `python -m parallel3d.data.pool`, not a child of `multiprocessing`: that would run the
+caller's main script again, and leave its children behind when the caller is killed. A worker ends
+by itself once nobody reads what it says.
 """
 
 import json
 import os
-import selectors
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import IO
 
 import parallel3d
 from parallel3d.base.errors import DataError
@@ -31,79 +30,40 @@ def num_workers(asked: int | str, num_shards: int) -> int:
     return 1 if not cores or cores <= CORES_FOR_THREADS else min(cores, num_shards)
 
 
-def make_shards(
-    plan: ShardPlan, shards: Sequence[int], workers: int, on_documents: Callable[[int], None]
-) -> None:
-    """Tokenise the shards; `on_documents` is told the number of documents as they are done.
+def make_shards(plan: ShardPlan, workers: int, on_documents: Callable[[int], None]) -> None:
+    """Tokenise what is to do; `on_documents` is told the number of documents as they are done.
 
     Whatever goes wrong, all workers have ended when this returns. Raises DataError as `make_shard`
     does, and if a worker dies.
     """
-    if workers == 1:
-        tokenizer = plan.tokenizer()
-        for number in shards:
+    if workers <= 1:
+        tokenizer = plan.tokenizer() if plan.todo else None
+        for number in plan.todo:
+            assert tokenizer
             make_shard(plan, number, tokenizer, on_documents)
         return
     processes: list[subprocess.Popen[bytes]] = []
+    read, write = os.pipe()
     try:
-        # Before any of them is waited for: each takes two seconds to start.
-        processes += [_start(plan.work) for _ in range(min(workers, len(shards)))]
-        _serve(processes, list(shards), on_documents)
+        with open(read) as said:
+            for number in range(workers):
+                processes.append(_start(plan.work, number, workers, write))
+            os.close(write)
+            for line in said:
+                message = json.loads(line)
+                if "error" in message:
+                    raise DataError(message["error"])
+                on_documents(message["documents"])
+                _check(process.poll() for process in processes)
+        _check(process.wait() for process in processes)
     finally:
         for process in processes:
             process.terminate()
         for process in processes:
             process.wait()
-            for pipe in (process.stdin, process.stdout):
-                assert pipe
-                pipe.close()
 
 
-def _serve(
-    processes: Sequence["subprocess.Popen[bytes]"],
-    shards: list[int],
-    on_documents: Callable[[int], None],
-) -> None:
-    """Hand out the shards, one at a time, until all are done."""
-    selector = selectors.DefaultSelector()
-    waiting = shards[::-1]
-    unread: dict[int, bytes] = {}
-    for process in processes:
-        assert process.stdout
-        selector.register(process.stdout, selectors.EVENT_READ, process)
-        _hand_out(process, waiting)
-    num_left = len(shards)
-    with selector:
-        while num_left:
-            for key, _ in selector.select():
-                process = key.data
-                received = os.read(key.fd, 2**16)
-                if not received:
-                    raise DataError(_death(process.wait()))
-                *lines, unread[key.fd] = (unread.get(key.fd, b"") + received).split(b"\n")
-                for line in lines:
-                    message = json.loads(line)
-                    if "error" in message:
-                        raise DataError(message["error"])
-                    if "documents" in message:
-                        on_documents(message["documents"])
-                    else:
-                        num_left -= 1
-                        _hand_out(process, waiting)
-
-
-def _hand_out(process: "subprocess.Popen[bytes]", waiting: list[int]) -> None:
-    if waiting:
-        pipe: IO[bytes] | None = process.stdin
-        assert pipe
-        try:
-            pipe.write(b"%d\n" % waiting.pop())
-            pipe.flush()
-        except BrokenPipeError:
-            raise DataError(_death(process.wait())) from None
-
-
-def _start(work: Path) -> "subprocess.Popen[bytes]":
+def _start(work: Path, number: int, workers: int, write: int) -> "subprocess.Popen[bytes]":
     root = str(Path(parallel3d.__file__).parents[1])
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {
@@ -112,13 +72,43 @@ def _start(work: Path) -> "subprocess.Popen[bytes]":
         "TOKENIZERS_PARALLELISM": "false",
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-m", "parallel3d.data.worker", str(work)]
-    return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    command = [sys.executable, "-m", "parallel3d.data.pool", str(work), str(number), str(workers)]
+    return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=write)
 
 
-def _death(code: int) -> str:
-    how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-    return (
-        f"a tokenising process {how}, often for lack of memory; lower data.workers. What is"
-        " tokenised is kept: the next run goes on from there"
-    )
+def _check(codes: Iterable[int | None]) -> None:
+    """Raise DataError if a worker has ended with one of these codes before its work was done."""
+    for code in codes:
+        if code:
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+            raise DataError(
+                f"a tokenising process {how}, often for lack of memory; lower data.workers. The"
+                " next run goes on with the shards that are done"
+            )
+
+
+def work(folder: Path, number: int, workers: int) -> None:
+    """Make the shards of one worker."""
+    # Ctrl-C goes to all; the process that started this one decides.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The output of libraries must not get between the lines.
+    out = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+
+    def say(**message: int | str) -> None:
+        print(json.dumps(message), file=out)
+
+    try:
+        plan = ShardPlan.open(folder)
+        tokenizer = plan.tokenizer()
+        for shard in plan.todo[number::workers]:
+            make_shard(plan, shard, tokenizer, lambda documents: say(documents=documents))
+    except DataError as error:
+        say(error=str(error))
+    except BrokenPipeError:
+        # Nobody listens any more; what is flushed at exit would fail again.
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    work(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

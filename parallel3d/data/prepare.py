@@ -4,7 +4,7 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +18,6 @@ from parallel3d.data.corpus_folder import (
     FORMAT,
     TRAINING_BYTES,
     Recipe,
-    build,
     contents_of,
     copy_tokenizer,
     digest_of,
@@ -45,195 +44,173 @@ def prepare(config: DataConfig, progress: Progress = silent) -> Corpus:
     names the setting of a set that the config does not list.
     """
     check_name(config.tokenizer)
-    cache = cache_root(config.cache)
-    make = _prepare_mixture if config.source == "mixture" else _prepare_one
-    corpus, training = make(config, cache, progress)
-    sets = {}
-    for name, section in validation_sets(config).items():
-        asked = name in config.validation
-        try:
-            prepared = _prepare_set(section, config, corpus, training, cache, progress)
-        except DataError as error:
-            if asked:
-                raise DataError(f"data.validation.{name}: {error}") from error
-            raise DataError(
-                f"data.validation_split: {name}: {error}; or set data.validation_split to null"
-            ) from error
-        found = prepared.found if asked else {**prepared.found, "found_by": "data.validation_split"}
-        sets[name] = replace(prepared, found=found)
-    return replace(corpus, validation=sets)
+    is_given = config.tokenizer not in ("train", "none")
+    with tokenizer_directory(config.tokenizer) if is_given else nullcontext() as tokenizer:
+        return _Preparation(config, tokenizer, progress).run()
 
 
-def _prepare_one(config: DataConfig, cache: Path, progress: Progress) -> tuple[Corpus, np.ndarray]:
-    """Prepare a corpus that is no mixture; give the digests of its training documents, too."""
-    documents = _find(config, config, cache, progress)
-    [held_out] = split_documents([documents.table], config.held_out_fraction, config.held_out_seed)
-    with _given_tokenizer(config) as tokenizer:
-        recipe = _recipe(documents, held_out, tokenizer, config.vocab_size)
-        corpus = _cached(cache, recipe, config.workers, progress)
-    return _with_skips(corpus, documents), documents.table["digest"][~held_out]
+class _Preparation:
+    """One call of `prepare`; `tokenizer` is the directory of the one that the config names."""
 
+    def __init__(self, config: DataConfig, tokenizer: Path | None, progress: Progress) -> None:
+        self.config, self.tokenizer, self.progress = config, tokenizer, progress
+        self.cache = cache_root(config.cache)
 
-def _prepare_set(
-    section: PartConfig,
-    config: DataConfig,
-    corpus: Corpus,
-    training: np.ndarray,
-    cache: Path,
-    progress: Progress,
-) -> Corpus:
-    found = _find(section, config, cache, progress)
-    everything = np.ones(len(found), dtype=bool)
-    with _given_tokenizer(config) as given:
-        own = corpus.tokenizer_directory if config.tokenizer == "train" else None
-        recipe = _recipe(found, everything, given or own, 0)
-        prepared = _with_skips(_cached(cache, recipe, config.workers, progress), found)
-    common = num_common(found.table["digest"], training)
-    return replace(prepared, found={**prepared.found, "num_in_training": common})
-
-
-def _prepare_mixture(
-    config: DataConfig, cache: Path, progress: Progress
-) -> tuple[Corpus, np.ndarray]:
-    """Prepare each part as a corpus of its own, all with one tokenizer."""
-    parts = config.mixture
-    shown = [_of_part(progress, i, len(parts)) for i in range(len(parts))]
-    documents = []
-    for number, part in enumerate(parts):
-        try:
-            documents.append(_find(part, config, cache, shown[number]))
-        except DataError as error:
-            raise DataError(f"data.mixture.{number}: {error}") from error
-    tables = [part.table for part in documents]
-    held_out = split_documents(tables, config.held_out_fraction, config.held_out_seed)
-    shares = whole_shares([part.weight for part in parts])
-    with _given_tokenizer(config) as given:
-        tokenizer = given
+    def run(self) -> Corpus:
+        """The corpus, with its validation sets."""
+        config = self.config
+        parts: tuple[PartConfig | DataConfig, ...] = config.mixture or (config,)
+        shown = [self._progress_of(number, len(parts)) for number in range(len(parts))]
+        found = []
+        for number, (part, progress) in enumerate(zip(parts, shown, strict=True)):
+            with _named(f"data.mixture.{number}") if config.mixture else nullcontext():
+                found.append(self._find(part, progress))
+        tables = [part.table for part in found]
+        held_out = split_documents(tables, config.held_out_fraction, config.held_out_seed)
+        # The tokenizer of a mixture is trained on all its parts; that of a corpus stands in it.
+        shares = whole_shares([part.weight for part in config.mixture]) if config.mixture else []
+        if config.mixture and config.tokenizer == "train":
+            self.tokenizer = self._trained_tokenizer(found, held_out, shares)
+        corpora = [self._made(*part) for part in zip(found, held_out, shown, strict=True)]
+        if config.mixture:
+            corpus = self._mixed(corpora, shares)
+        else:
+            [corpus] = corpora
+        training = np.concatenate(
+            [table["digest"][~apart] for table, apart in zip(tables, held_out, strict=True)]
+        )
         if config.tokenizer == "train":
-            text = [part for part in documents if isinstance(part, Documents)]
-            tokenizer = _cached_tokenizer(
-                cache, text, held_out, shares, config.vocab_size, progress
-            )
-        corpora = [
-            _cached(
-                cache, _recipe(documents[i], held_out[i], tokenizer, 0), config.workers, shown[i]
-            )
-            for i in range(len(parts))
-        ]
-    labels = [_label(part) for part in parts]
-    mixture = _cached_mixture(cache, corpora, labels, shares, progress)
-    parts_found = tuple(map(_with_skips, mixture.parts, documents))
-    skipped: Counter[str] = Counter()
-    for prepared in parts_found:
-        skipped.update(prepared.found.get("skipped", {}))
-    found = {**mixture.found, "skipped": dict(sorted(skipped.items())), "skipped_first": []}
-    mixture = replace(mixture, parts=parts_found, found=found)
-    training = [table["digest"][~apart] for table, apart in zip(tables, held_out, strict=True)]
-    return mixture, np.concatenate(training)
+            self.tokenizer = corpus.tokenizer_directory
+        sets = {}
+        for name, section in validation_sets(config).items():
+            is_listed = name in config.validation
+            place = f"data.validation.{name}" if is_listed else f"data.validation_split: {name}"
+            remedy = "" if is_listed else "; or set data.validation_split to null"
+            with _named(place, remedy):
+                sets[name] = self._validation_set(section, training)
+            if not is_listed:
+                found_by = {**sets[name].found, "found_by": "data.validation_split"}
+                sets[name] = replace(sets[name], found=found_by)
+        return replace(corpus, validation=sets)
 
-
-def _find(
-    section: DataConfig | PartConfig, config: DataConfig, cache: Path, progress: Progress
-) -> Documents | Tokenised:
-    """Find the documents of a source that is no mixture, of text or of token ids."""
-    if not holds_ids(section):
+    def _find(self, section: DataConfig | PartConfig, progress: Progress) -> Documents | Tokenised:
+        """Find the documents of a source that is no mixture, of text or of token ids."""
+        config = self.config
+        if holds_ids(section):
+            vocabulary = vocabulary_of(config, self.tokenizer)
+            return find_tokens(section, vocabulary, self.cache, progress)
         rule = (config.on_error, config.max_skipped)
-        return find_documents(find_files(section, config.max_line_bytes), cache, progress, rule)
-    with _given_tokenizer(config) as tokenizer:
-        return find_tokens(section, vocabulary_of(config, tokenizer), cache, progress)
+        files = find_files(section, config.max_line_bytes)
+        return find_documents(files, self.cache, progress, rule)
 
-
-def _with_skips(corpus: Corpus, documents: Documents | Tokenised) -> Corpus:
-    """The corpus with what was left out of its source this time, beside what was found."""
-    if isinstance(documents, Tokenised):
-        return corpus
-    return replace(corpus, found={**corpus.found, **documents.skips.summary()})
-
-
-def _recipe(
-    found: Documents | Tokenised, held_out: np.ndarray, tokenizer: Path | None, vocab_size: int
-) -> Recipe | TokenRecipe:
-    if isinstance(found, Tokenised):
-        return TokenRecipe(found, held_out, tokenizer)
-    return Recipe(found, held_out, tokenizer, vocab_size)
-
-
-def _cached(
-    cache: Path, recipe: Recipe | TokenRecipe, workers: int | str, progress: Progress
-) -> Corpus:
-    directory = cache / "corpora" / recipe.key()
-    unfinished = cache / "unfinished" / directory.name
-    with _published(directory, progress) as folder:
-        if folder and isinstance(recipe, Recipe):
-            build(folder, unfinished, recipe, workers, progress)
-        elif folder and isinstance(recipe, TokenRecipe):
-            recipe.fill(folder)
-    if folder:
-        # Only now: until the corpus is whole, its shards are all there is.
-        shutil.rmtree(unfinished, ignore_errors=True)
-        with suppress(OSError):
-            unfinished.parent.rmdir()
-    return Corpus.open(directory)
-
-
-def _cached_tokenizer(
-    cache: Path,
-    documents: Sequence[Documents],
-    held_out: Sequence[np.ndarray],
-    shares: Sequence[int],
-    vocab_size: int,
-    progress: Progress,
-) -> Path:
-    """The tokenizer of a mixture, trained on as much of each part as its share says."""
-    key: list[object] = [FORMAT, vocab_size, *shares]
-    for part, apart in zip(documents, held_out, strict=True):
-        key += contents_of(part.table, apart)
-    directory = cache / "tokenizers" / digest_of(*key)
-    with _published(directory, progress) as folder:
+    def _made(
+        self, found: Documents | Tokenised, held_out: np.ndarray, progress: Progress
+    ) -> Corpus:
+        """The corpus of some documents, with what was left out of its source this time."""
+        recipe: Recipe | TokenRecipe
+        if isinstance(found, Tokenised):
+            recipe = TokenRecipe(found, held_out, self.tokenizer)
+        else:
+            recipe = Recipe(found, held_out, self.tokenizer, self.config.vocab_size)
+        directory = self.cache / "corpora" / recipe.key()
+        unfinished = self.cache / "unfinished" / directory.name
+        with _published(directory, progress) as folder:
+            if folder:
+                recipe.fill(folder, unfinished, self.config.workers, progress)
         if folder:
-            budgets = [TRAINING_BYTES * share / sum(shares) for share in shares]
-            trained = train(documents, held_out, budgets, vocab_size, progress)
-            save_tokenizer(trained, folder)
-    return directory
+            # Only now: until the corpus is whole, its shards are all there is.
+            shutil.rmtree(unfinished, ignore_errors=True)
+            with suppress(OSError):
+                unfinished.parent.rmdir()
+        corpus = Corpus.open(directory)
+        if isinstance(found, Tokenised):
+            return corpus
+        return replace(corpus, found={**corpus.found, **found.skips.summary()})
+
+    def _validation_set(self, section: PartConfig, training: np.ndarray) -> Corpus:
+        found = self._find(section, self.progress)
+        corpus = self._made(found, np.ones(len(found), dtype=bool), self.progress)
+        common = num_common(found.table["digest"], training)
+        return replace(corpus, found={**corpus.found, "num_in_training": common})
+
+    def _trained_tokenizer(
+        self,
+        found: Sequence[Documents | Tokenised],
+        held_out: Sequence[np.ndarray],
+        shares: Sequence[int],
+    ) -> Path:
+        """The tokenizer of a mixture, trained on as much of each part as its share says."""
+        budgets = [TRAINING_BYTES * share / sum(shares) for share in shares]
+        sources = [
+            (part, apart, budget)
+            for part, apart, budget in zip(found, held_out, budgets, strict=True)
+            if isinstance(part, Documents)
+        ]
+        vocab_size = self.config.vocab_size
+        key: list[object] = [FORMAT, vocab_size, *shares]
+        for part, apart, _ in sources:
+            key += contents_of(part.table, apart)
+        directory = self.cache / "tokenizers" / digest_of(*key)
+        with _published(directory, self.progress) as folder:
+            if folder:
+                save_tokenizer(train(sources, vocab_size, self.progress), folder)
+        return directory
+
+    def _mixed(self, corpora: Sequence[Corpus], shares: Sequence[int]) -> Corpus:
+        """The mixture of corpora that are prepared."""
+        first = corpora[0]
+        weights = [share / sum(shares) for share in shares]
+        parts = [
+            {"corpus": corpus.directory.name, "weight": weight, "label": _label(part)}
+            for corpus, weight, part in zip(corpora, weights, self.config.mixture, strict=True)
+        ]
+        directory = self.cache / "corpora" / digest_of(FORMAT, json.dumps(parts))
+        with _published(directory, self.progress) as folder:
+            if folder:
+                frequencies = sum(
+                    weight * corpus.counts() / corpus.counts().sum()
+                    for weight, corpus in zip(weights, corpora, strict=True)
+                )
+                # The names of files that lie elsewhere do not count, nor do those of the parts.
+                keys = [
+                    part
+                    if corpus.key == part["corpus"]
+                    else {**part, "corpus": corpus.key, "label": ""}
+                    for part, corpus in zip(parts, corpora, strict=True)
+                ]
+                meta = {
+                    "end_of_text": first.end_of_text,
+                    "format": FORMAT,
+                    "key": digest_of(FORMAT, json.dumps(keys)),
+                    "mixture": parts,
+                    "unigram_entropy": entropy(np.asarray(frequencies)),
+                    "vocab_size": first.vocab_size,
+                }
+                copy_tokenizer(first.tokenizer_directory, folder / "tokenizer")
+                (folder / "meta.json").write_text(json.dumps(meta, indent=1))
+        mixture = Corpus.open(directory)
+        skipped: Counter[str] = Counter()
+        for corpus in corpora:
+            skipped.update(corpus.found.get("skipped", {}))
+        found = {**mixture.found, "skipped": dict(sorted(skipped.items())), "skipped_first": []}
+        return replace(mixture, parts=tuple(corpora), found=found)
+
+    def _progress_of(self, number: int, num_parts: int) -> Progress:
+        """Show the progress of one part, by its number where there are several."""
+        if not self.config.mixture:
+            return self.progress
+        return lambda phase, done, total: self.progress(
+            f"{phase}, part {number + 1} of {num_parts}", done, total
+        )
 
 
-def _cached_mixture(
-    cache: Path,
-    corpora: Sequence[Corpus],
-    labels: Sequence[str],
-    shares: Sequence[int],
-    progress: Progress,
-) -> Corpus:
-    weights = [share / sum(shares) for share in shares]
-    parts = [
-        {"corpus": corpus.directory.name, "weight": weight, "label": label}
-        for corpus, weight, label in zip(corpora, weights, labels, strict=True)
-    ]
-    directory = cache / "corpora" / digest_of(FORMAT, json.dumps(parts))
-    with _published(directory, progress) as folder:
-        if folder:
-            frequencies = sum(
-                weight * corpus.counts() / corpus.counts().sum()
-                for weight, corpus in zip(weights, corpora, strict=True)
-            )
-            # The names of files that lie elsewhere do not count, nor do those of the parts.
-            keys = [
-                part
-                if corpus.key == part["corpus"]
-                else {**part, "corpus": corpus.key, "label": ""}
-                for part, corpus in zip(parts, corpora, strict=True)
-            ]
-            meta = {
-                "end_of_text": corpora[0].end_of_text,
-                "format": FORMAT,
-                "key": digest_of(FORMAT, json.dumps(keys)),
-                "mixture": parts,
-                "unigram_entropy": entropy(np.asarray(frequencies)),
-                "vocab_size": corpora[0].vocab_size,
-            }
-            copy_tokenizer(corpora[0].tokenizer_directory, folder / "tokenizer")
-            (folder / "meta.json").write_text(json.dumps(meta, indent=1))
-    return Corpus.open(directory)
+@contextmanager
+def _named(place: str, remedy: str = "") -> Iterator[None]:
+    """Put the place of a part or set before what is wrong with it, and a remedy behind."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"{place}: {error}{remedy}") from error
 
 
 @contextmanager
@@ -264,21 +241,8 @@ def _published(directory: Path, progress: Progress) -> Iterator[Path | None]:
         ) from error
 
 
-def _given_tokenizer(config: DataConfig) -> AbstractContextManager[Path | None]:
-    """The directory of the tokenizer that is named; None where one is trained, or none is."""
-    given = config.tokenizer not in ("train", "none")
-    return tokenizer_directory(config.tokenizer) if given else nullcontext()
-
-
-def _of_part(progress: Progress, number: int, num_parts: int) -> Progress:
-    """Show the progress of one part of a mixture."""
-    return lambda phase, done, total: progress(
-        f"{phase}, part {number + 1} of {num_parts}", done, total
-    )
-
-
 def _label(part: PartConfig) -> str:
-    """What a part is called where parts are listed."""
+    """The name of a part where parts are listed."""
     more = f" and {len(part.paths) - 1} more" if len(part.paths) > 1 else ""
     which = part.paths[0] + more if part.paths else part.name
     return " ".join(filter(None, [part.source, which, part.subset]))

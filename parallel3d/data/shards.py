@@ -14,11 +14,10 @@ there: the folder's name is that of the corpus, so no other setting finds it.
 """
 
 import json
-from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,13 +27,13 @@ from parallel3d.data.cache import is_whole, locked, staged
 from parallel3d.data.corpus import check_ids
 from parallel3d.data.documents import Documents
 from parallel3d.data.sources import Files
-from parallel3d.data.tokenizer import Backend, encode, encode_long, load_tokenizer
+from parallel3d.data.tokenizer import Backend, cut_long, encode, load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# A few seconds of one core's work: what is lost at most when a preparation is killed. Of a small
-# corpus an eighth, but no crumbs: workers have something to share.
+# A few seconds of one core's work are lost at most when a preparation is killed. A small corpus has
+# shards of an eighth, but no crumbs: workers have something to share.
 SHARD_BYTES, SMALL_SHARD_BYTES = 16 * 2**20, 3 * 2**20
 PARTS = 8
 BATCH_BYTES = 2**19
@@ -44,14 +43,16 @@ BATCH_BYTES = 2**19
 class ShardPlan:
     """The plan of a tokenisation: documents, which of them are held out, and shard bounds.
 
-    `bounds` are the first documents of the shards, and the number of documents. `backend_only`:
-    the tokenizer is encoded with as well without transformers, which take seconds to import.
+    `bounds` are the first documents of the shards, and the number of documents; `todo` the numbers
+    of the shards that are missing. `backend_only`: the tokenizer is encoded with as well without
+    transformers, which take seconds to import.
     """
 
     work: Path
     documents: Documents
     held_out: np.ndarray
     bounds: list[int]
+    todo: list[int]
     vocab_size: int
     end_of_text: int
     backend_only: bool = False
@@ -63,6 +64,7 @@ class ShardPlan:
         settings = {
             "files": asdict(self.documents.files),
             "bounds": self.bounds,
+            "todo": self.todo,
             "vocab_size": self.vocab_size,
             "end_of_text": self.end_of_text,
             "backend_only": self.backend_only,
@@ -73,11 +75,9 @@ class ShardPlan:
     def open(cls, work: Path) -> "ShardPlan":
         """The plan that was saved in `work`; its arrays stay on disk."""
         settings = json.loads((work / "plan.json").read_text())
-        files = settings.pop("files")
-        paths, names = tuple(files.pop("paths")), tuple(files.pop("names"))
         table = np.load(work / "table.npy", mmap_mode="r", allow_pickle=False)
         held_out = np.load(work / "held_out.npy", mmap_mode="r", allow_pickle=False)
-        documents = Documents(Files(paths=paths, names=names, **files), table)
+        documents = Documents(Files(**settings.pop("files")), table)
         return cls(work, documents, held_out, **settings)
 
     @property
@@ -86,27 +86,23 @@ class ShardPlan:
         return np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)
 
     @property
-    def num_shards(self) -> int:
-        """Number of shards."""
-        return len(self.bounds) - 1
+    def folders(self) -> list[Path]:
+        """The folders of all shards."""
+        return shard_folders(self.work, self.bounds)
 
     def tokenizer(self) -> "PreTrainedTokenizerBase | Backend":
         """Load the tokenizer, as `encode` takes it."""
         directory = self.work / "tokenizer"
         return Backend.load(directory) if self.backend_only else load_tokenizer(directory)
 
-    def shard(self, number: int) -> Path:
-        """The folder of a shard."""
-        first, last = self.bounds[number : number + 2]
-        return self.work / "shards" / f"{first}-{last}"
-
-    def missing(self) -> list[int]:
-        """Numbers of the shards that do not exist, or differ from the bits that were written."""
-        return [i for i in range(self.num_shards) if not is_whole(self.shard(i), bits=True)]
-
     def num_documents(self, number: int) -> int:
         """The number of documents in a shard."""
         return self.bounds[number + 1] - self.bounds[number]
+
+
+def shard_folders(work: Path, bounds: list[int]) -> list[Path]:
+    """The folders of shards with these bounds."""
+    return [work / "shards" / f"{first}-{last}" for first, last in pairwise(bounds)]
 
 
 def cut(num_bytes: np.ndarray) -> list[int]:
@@ -134,7 +130,7 @@ def make_shard(
 
     Raises DataError for a document that changed, or an id beyond the vocabulary.
     """
-    directory = plan.shard(number)
+    directory = plan.folders[number]
     # A worker of a killed preparation may still be at its last shard.
     with locked(directory, lambda: None):
         if not is_whole(directory, bits=True):
@@ -149,86 +145,62 @@ def _fill(
     tokenizer: "PreTrainedTokenizerBase | Backend",
     on_documents: Callable[[int], None],
 ) -> None:
-    first, last = plan.bounds[number : number + 2]
+    first, end = plan.bounds[number : number + 2]
     counts = np.zeros(plan.vocab_size, dtype=np.int64)
-    lengths: list[int] = []
-    length = 0
+    lengths = np.zeros(end - first, dtype=np.int64)
+    document = first
+    pieces = cut_long(plan.documents.pieces(np.arange(first, end)))
     with open(folder / "train.bin", "wb") as train, open(folder / "held_out.bin", "wb") as held_out:
-        for batch in _encoded(plan.documents, first, last, tokenizer):
+        for encoded, are_last in _encoded(pieces, tokenizer):
             tokens = [
                 np.array([*ids, plan.end_of_text] if is_last else ids, dtype=np.int64)
-                for ids, is_last in batch
+                for ids, is_last in zip(encoded, are_last, strict=True)
             ]
-            together, before = np.concatenate(tokens), len(lengths)
+            together, sizes = np.concatenate(tokens), [len(ids) for ids in tokens]
+            documents = document + np.cumsum([0, *are_last[:-1]])
             if together.max(initial=0) >= plan.vocab_size:
                 # Names are looked up only where one is needed.
-                for index, ids in enumerate(tokens, start=first + before):
+                for index, ids in zip(documents.tolist(), tokens, strict=True):
                     check_ids(ids, plan.vocab_size, plan.documents.name(index))
             counts += np.bincount(together, minlength=plan.vocab_size)
-            whole = plan.held_out[first + before : first + before + len(batch)]
-            apart = np.repeat(whole, [len(ids) for ids in tokens])
+            np.add.at(lengths, documents - first, sizes)
+            apart = np.repeat(plan.held_out[documents], sizes)
             stored = together.astype(plan.dtype)
             stored[~apart].tofile(train)
             stored[apart].tofile(held_out)
-            for ids, (_, is_last) in zip(tokens, batch, strict=True):
-                length += len(ids)
-                if is_last:
-                    lengths.append(length)
-                    length = 0
-            on_documents(len(lengths) - before)
-    np.save(folder / "lengths.npy", np.array(lengths, dtype=np.int64), allow_pickle=False)
+            document += sum(are_last)
+            on_documents(sum(are_last))
+    np.save(folder / "lengths.npy", lengths, allow_pickle=False)
     np.save(folder / "counts.npy", counts, allow_pickle=False)
 
 
 def _encoded(
-    documents: Documents,
-    first: int,
-    last: int,
-    tokenizer: "PreTrainedTokenizerBase | Backend",
-) -> Iterator[list[tuple[list[int], bool]]]:
-    """The ids of documents first .. last - 1, about BATCH_BYTES of text at a time.
+    pieces: Iterable[tuple[str, bool]], tokenizer: "PreTrainedTokenizerBase | Backend"
+) -> Iterator[tuple[list[list[int]], tuple[bool, ...]]]:
+    """Yield the ids of pieces, about BATCH_BYTES of text at a time, and which ones are last ones.
 
-    Those of a long document come in pieces; with each, whether it is the document's last one.
     One batch is encoded in a thread while the next one is read and the one before is written.
     """
-    pieces = documents.pieces(np.arange(first, last))
     with ThreadPoolExecutor(1) as thread:
-        ahead: deque[Future[list[list[int]]]] = deque()
-        for texts, start in chain(_batches(pieces), [([], "")]):
-            if texts:
-                ahead.append(thread.submit(encode, tokenizer, texts))
-            # A tokenizer cannot be used by two threads: before a long text, as at the end, the
-            # thread is done.
-            while len(ahead) > (1 if texts and not start else 0):
-                yield [(ids, True) for ids in ahead.popleft().result()]
-            if start:
-                found = None
-                for ids in encode_long(tokenizer, _rest(start, pieces)):
-                    if found is not None:
-                        yield [(found, False)]
-                    found = ids
-                yield [(found or [], True)]
+        ahead = None
+        for batch in chain(_batches(pieces), [None]):
+            before, ahead = ahead, None
+            if batch:
+                texts, are_last = zip(*batch, strict=True)
+                ahead = thread.submit(encode, tokenizer, list(texts)), are_last
+            if before:
+                yield before[0].result(), before[1]
 
 
-def _batches(pieces: Iterator[tuple[str, bool]]) -> Iterator[tuple[list[str], str]]:
-    """Documents together, and the first piece of a long one if that is what comes next."""
-    texts: list[str] = []
+def _batches(pieces: Iterable[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]]]:
+    """Yield pieces together, about BATCH_BYTES of text."""
+    batch: list[tuple[str, bool]] = []
     size = 0
-    for text, is_last in pieces:
-        if is_last:
-            texts.append(text)
-            size += len(text)
-        if size >= BATCH_BYTES or not is_last:
-            yield texts, "" if is_last else text
-            texts, size = [], 0
-    if texts:
-        yield texts, ""
-
-
-def _rest(text: str, pieces: Iterator[tuple[str, bool]]) -> Iterator[str]:
-    """The pieces of one document, of which `text` is the first."""
-    yield text
-    for piece, is_last in pieces:
-        yield piece
-        if is_last:
-            return
+    for piece in pieces:
+        batch.append(piece)
+        size += len(piece[0])
+        if size >= BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

@@ -5,16 +5,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from parallel3d.base.errors import DataError
-from parallel3d.data.batches import num_windows
-from parallel3d.data.corpus import Corpus, Mixture
-from parallel3d.data.mixing import Mixing
-from parallel3d.data.order import GOLDEN, sample_index
+from parallel3d.data.batches import Batches
+from parallel3d.data.corpus import Corpus
 from parallel3d.data.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-    from transformers import PreTrainedTokenizerBase
 
 LENGTHS = {"shortest": 0, "5%": 5, "median": 50, "95%": 95, "longest": 100}
 
@@ -46,38 +42,26 @@ class Sample:
 
 
 def samples(corpus: Corpus, sequence_length: int, seed: int, count: int) -> list[Sample]:
-    """The first `count` samples of a run, as `Batches` gives their tokens.
-
-    Raises DataError where a part is shorter than one sample.
-    """
+    """The first `count` samples of a run, as `Batches` gives their tokens."""
     parts = corpus.parts or (corpus,)
-    streams = [part.stream("train") for part in parts]
-    shares = corpus.train.weights if isinstance(corpus.train, Mixture) else (1.0,)
-    sizes = [num_windows(len(stream), sequence_length) for stream in streams]
-    if not min(sizes):
-        raise DataError(
-            f"a part of the corpus has fewer tokens than one sample of {sequence_length} (+ 1);"
-            " add text, or lower data.sequence_length"
-        )
-    tokenizer = _tokenizer(corpus)
+    batches = Batches(corpus.train, sequence_length, seed)
+    directory = corpus.tokenizer_directory
+    tokenizer = load_tokenizer(directory) if any(directory.iterdir()) else None
     found = []
-    assigned, places = Mixing(shares).assign(np.arange(count))
-    for index, part in enumerate(assigned.tolist()):
-        place = places[index : index + 1]
-        window = int(sample_index(seed + part * GOLDEN, place, sizes[part])[0])
-        first = window * sequence_length
-        bounds = streams[part].bounds
+    for index, (part, window) in enumerate(zip(*batches.windows(0, count), strict=True)):
+        stream, first = batches.streams[part], int(window)
+        bounds = stream.bounds
         fragments = []
         document = int(np.searchsorted(bounds, first, side="right")) - 1
         while bounds[document] < first + sequence_length:
-            start = max(first, int(bounds[document]))
-            end = min(first + sequence_length, int(bounds[document + 1]))
-            ids = np.asarray(streams[part].tokens[start:end]).tolist()
-            ends = end == bounds[document + 1]
-            text = str(tokenizer.decode(ids[:-1] if ends else ids)) if tokenizer else None
+            begin, end = int(bounds[document]), int(bounds[document + 1])
+            start, stop = max(first, begin), min(first + sequence_length, end)
+            ids = np.asarray(stream.tokens[start:stop]).tolist()
+            text = None
+            if tokenizer:
+                text = str(tokenizer.decode(ids[:-1] if stop == end else ids))
             name = parts[part].name(document)
-            begins = start == bounds[document]
-            fragments.append(Fragment(name, end - start, bool(begins), bool(ends), text, ids))
+            fragments.append(Fragment(name, stop - start, start == begin, stop == end, text, ids))
             document += 1
         label = corpus.labels[part] if corpus.labels else ""
         found.append(Sample(index, label, first, tuple(fragments)))
@@ -145,17 +129,18 @@ def _table(corpus: Corpus) -> "RenderableType":
     table.add_column("")
     for part in parts:
         table.add_column(part["part"], justify="right", overflow="fold")
-    rows: list[tuple[str, list[Any]]] = [
-        ("documents", [part["num_documents"] for part in parts]),
-        ("of them repeated", [part["num_repeated_documents"] for part in parts]),
-        ("tokens", [part["num_tokens"] for part in parts]),
-        ("bytes per token", [part["bytes_per_token"] for part in parts]),
+    columns = [
+        {
+            "documents": part["num_documents"],
+            "of them repeated": part["num_repeated_documents"],
+            "tokens": part["num_tokens"],
+            "bytes per token": part["bytes_per_token"],
+        }
+        | {f"tokens of a document: {name}": n for name, n in part["document_tokens"].items()}
+        for part in parts
     ]
-    for name in (*LENGTHS, "mean"):
-        of = [part["document_tokens"][name] for part in parts]
-        rows.append((f"tokens of a document: {name}", of))
-    for name, values in rows:
-        table.add_row(name, *map(_shown, values))
+    for name in columns[0]:
+        table.add_row(name, *(_shown(column[name]) for column in columns))
     return table
 
 
@@ -165,13 +150,6 @@ def _shown(value: float | None) -> str:
 
 def _printable(text: str) -> str:
     """A text whose control characters a terminal does not obey."""
-    return "".join(c if c.isprintable() or c in "\n\t" else _escaped(c) for c in text)
-
-
-def _escaped(character: str) -> str:
-    return character.encode("unicode_escape").decode()
-
-
-def _tokenizer(corpus: Corpus) -> "PreTrainedTokenizerBase | None":
-    directory = corpus.tokenizer_directory
-    return load_tokenizer(directory) if any(directory.iterdir()) else None
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
+    )

@@ -39,7 +39,7 @@ class Skips:
         """Count a flaw, and the documents of its file that were `dropped` for it."""
         self.counts[flaw.reason] += max(flaw.num_rows, dropped)
         if flaw.reason != EMPTY and len(self.listed) < LISTED:
-            self.listed.append(Listed(name, flaw.row, flaw.reason, flaw.message))
+            self.listed.append(Listed(name, flaw.row, flaw.reason, str(flaw)))
 
     def join(self, other: "Skips") -> None:
         """Add the counts of another file or source."""

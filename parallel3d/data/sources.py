@@ -32,9 +32,11 @@ SUFFIX = {"text": "txt", "jsonl": "jsonl", "parquet": "parquet"}
 class Files:
     """The files of a source, in the order of its documents.
 
-    `kind` says how `rows.FileReader` reads them, `names` what messages call them; `field` holds
-    the text where a file has many documents. `rows`: first and end of those that count in each
-    file, from 1; none where all do. A line of JSON has `max_line_bytes` at most.
+    `kind` is "whole" (a file is one document), "line", "blank_line" (documents end there), "jsonl",
+    "parquet" or "arrow" (stream files of Arrow, as `datasets` caches them); `names` are what
+    messages call them; `field` holds the text where a file has many documents. `rows`: first and
+    end of those that count in each file, from 1; none where all do. A line of JSON has
+    `max_line_bytes` at most.
     """
 
     kind: str
@@ -88,7 +90,7 @@ def matching_files(paths: Iterable[str], suffix: str = "txt") -> list[str]:
     for pattern in paths:
         place = f"data.paths: {pattern!r}"
         expanded = os.path.expanduser(pattern)
-        # What exists is meant literally: file names may hold the brackets of a glob.
+        # A name that exists is meant literally: file names may hold the brackets of a glob.
         if os.path.isdir(expanded):
             example = os.path.join(pattern, "**", f"*.{suffix}")
             raise DataError(f"{place} is a directory; write {example}")
@@ -108,7 +110,7 @@ def matching_files(paths: Iterable[str], suffix: str = "txt") -> list[str]:
 
 
 def _expand(pattern: str) -> Iterator[str]:
-    """What a glob names, as `glob.glob` does, but for folders that hold themselves by a link.
+    """The files that a glob names, but none through a folder that holds itself by a link.
 
     Two links to their own folder are enough for `glob` never to end.
     """

@@ -13,13 +13,13 @@ import numpy as np
 from parallel3d.base.errors import DataError
 from parallel3d.data.order import mix
 
-# Of what a checkpoint was trained on: raise it when the same corpus is split in another way.
+# Checkpoints hold it: raise it when the same corpus is split in another way.
 SPLIT_FORMAT = 3
 Fraction = float | Literal["auto"]
-# What fraction "auto" is: a share of the text, of few documents more, of very large corpora less.
+# Fraction "auto": a share of the text, more of few documents, less of very large corpora.
 AUTO_SHARE = 0.05
 AUTO_DOCUMENTS, AUTO_MOST = 64, 0.1
-# Of little text twice as much: up to 64 samples of 1,024 tokens, at 4 bytes each. Not of the run's
+# Twice as much of little text: up to 64 samples of 1,024 tokens, at 4 bytes each. Not of the run's
 # own length: with that, what is held out would change, and losses could not be compared.
 AUTO_SAMPLES, AUTO_MOST_OF_LITTLE = 64 * 1024 * 4, 0.2
 AUTO_BYTES = 2**27
@@ -37,12 +37,12 @@ def split_documents(
 ) -> list[np.ndarray]:
     """Which documents of each part are held out: bool [n] for a table [n] of documents.ENTRY.
 
-    Of each part `fraction` is held out, counted in bytes: at least one of its distinct contents and
+    In each part `fraction` is held out, counted in bytes: at least one of its distinct contents and
     not all. A document that is, with its copies, larger than an eighth of that, and than four
-    medians, trains. Of the others a share of at most 2 `fraction`, or (1 + `fraction`) / 2, is held
-    out: where nearly all text is in large documents that is fewer bytes than `fraction`.
-    What is held out of one part is held out of all: copies of a document fall on one side. So one
-    that is too large, with its copies, in any part, trains in all (unless a part has no others).
+    medians, trains. A share of the others is held out, at most 2 `fraction`, or
+    (1 + `fraction`) / 2: where nearly all text is in large documents that is fewer bytes.
+    Copies of a document fall on one side, in all parts. So one that is too large, with its copies,
+    in any part, trains in all (unless a part has no others).
     "auto" is 5 %, or as much more as 64 documents are, up to 10 % or, if that is less than 256 KiB,
     up to 20 %, and 128 MiB at most; 0 holds out none.
     Raises DataError if a part has fewer than two distinct contents, or nothing left to train on.
@@ -112,7 +112,7 @@ def _chosen(
 ) -> np.ndarray:
     """The indices of the contents that are held out, of those at the indices `eligible`.
 
-    Of sizes [n], and numbers of copies [n], in the order of hashes.
+    `num_bytes` [n] and `copies` [n] are in the order of hashes.
     """
     with_copies = num_bytes * copies
     total = int(with_copies.sum())

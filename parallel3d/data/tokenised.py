@@ -13,7 +13,6 @@ after each document, whether the file has one or not. `key` stands for the conte
 directory's name for the files too, so that each finds its own.
 """
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,20 +24,19 @@ import numpy as np
 
 from parallel3d.base.errors import DataError
 from parallel3d.config.data import DataConfig, PartConfig
-from parallel3d.data.corpus import PLACE, entropy
-from parallel3d.data.corpus_folder import FORMAT, contents_of, digest_of, seen
+from parallel3d.data.corpus_folder import FORMAT, contents_of, digest_of, write_facts
 from parallel3d.data.documents import ENTRY
 from parallel3d.data.ids import arrays, arrow, datatrove, megatron
-from parallel3d.data.ids.check import Vocabulary
-from parallel3d.data.ids.counting import beside_ids, in_json
-from parallel3d.data.ids.files import INTEGERS, TokenFile
-from parallel3d.data.ids.remote import is_url, matching
-from parallel3d.data.ids.spans import Spans
-from parallel3d.data.indexes import indexed
+from parallel3d.data.ids.check import Checked, OnIds, Vocabulary, check
+from parallel3d.data.ids.counting import beside_ids
+from parallel3d.data.ids.files import INTEGERS, TokenFile, is_file
+from parallel3d.data.ids.remote import is_url, matching, version_of
+from parallel3d.data.indexes import is_settled, keep, load, state_of
 from parallel3d.data.sources import Progress, matching_files
-from parallel3d.data.statistics import save_held_out
 from parallel3d.data.tokenizer import load_tokenizer, num_tokens, save_tokenizer
 
+# Part of an index's name: raise it when what is found in the same file changes.
+INDEX_FORMAT = 1
 MEGA = 1_000_000
 
 
@@ -87,59 +85,48 @@ class TokenRecipe:
         ]
         return digest_of(self.content(), self.tokens.found["check_ids"], *files)
 
-    def fill(self, folder: Path) -> None:
+    def fill(self, folder: Path, *_: object) -> None:
         """Fill the folder of the corpus."""
-        tokens, held_out = self.tokens, self.held_out
-        order = np.argsort(held_out, kind="stable")
-        table = tokens.table[order]
-        lengths = table["num_bytes"] // 4 + 1
-        bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-        bounds.tofile(folder / "bounds.bin")
-        table["offset"].astype(np.int64).tofile(folder / "starts.bin")
+        tokens = self.tokens
+        order = np.argsort(self.held_out, kind="stable")
+        tokens.table["offset"][order].astype(np.int64).tofile(folder / "starts.bin")
         if tokens.weight_starts is not None:
             tokens.weight_starts[order].astype(np.int64).tofile(folder / "weight_starts.bin")
-        places = table[["file", "row"]].astype(PLACE)
-        np.save(folder / "places.npy", places, allow_pickle=False)
-        np.save(folder / "counts.npy", tokens.counts, allow_pickle=False)
         (folder / "tokenizer").mkdir()
         if self.tokenizer:
             save_tokenizer(load_tokenizer(self.tokenizer), folder / "tokenizer")
-        size = tokens.vocabulary.size
-        meta: dict[str, Any] = {
-            "dtype": "uint16" if size <= 2**16 else "uint32",
+        meta = {
+            "dtype": "uint16" if tokens.vocabulary.size <= 2**16 else "uint32",
             "end_of_text": tokens.vocabulary.end_of_text,
-            "files": [
-                described | {"path": _place(file)}
-                for described, file in zip(in_json(tokens.files), tokens.files, strict=True)
-            ],
-            "format": FORMAT,
-            "found": tokens.found | seen(tokens.table),
+            "files": _in_json(tokens.files),
+            "found": tokens.found,
             "key": self.content(),
-            "num_documents": len(tokens),
-            "num_tokens": int(lengths.sum()),
-            "num_train_documents": int((~held_out).sum()),
-            "unigram_entropy": entropy(tokens.counts),
-            "vocab_size": size,
         }
         if tokens.weights:
-            meta["weights"] = [
-                described | {"path": _place(file)}
-                for described, file in zip(in_json(tokens.weights), tokens.weights, strict=True)
-            ]
-        names = {"kind": "ids", "names": [file.name for file in tokens.files]}
-        (folder / "names.json").write_text(json.dumps(names))
-        (folder / "meta.json").write_text(json.dumps(meta, indent=1))
-        if tokens.found["check_ids"] == "full":
-            first = meta["num_train_documents"]
-            ids = Spans(
-                files=meta["files"],
-                places=table["file"][first:],
-                starts=table["offset"][first:],
-                bounds=bounds[first:],
-                end_of_text=meta["end_of_text"],
-                dtype=np.dtype(meta["dtype"]),
-            )
-            save_held_out(folder, ids, size)
+            meta["weights"] = _in_json(tokens.weights)
+        write_facts(
+            folder,
+            tokens.table,
+            self.held_out,
+            tokens.table["num_bytes"] // 4 + 1,
+            tokens.counts,
+            names={"kind": "ids", "names": [file.name for file in tokens.files]},
+            meta=meta,
+        )
+
+
+def _in_json(files: Sequence[TokenFile]) -> list[dict[str, Any]]:
+    """The files as a corpus's meta.json names them."""
+    return [
+        {
+            "name": file.name,
+            "path": _place(file),
+            "dtype": file.dtype.name,
+            "offset": file.offset,
+            "size": file.size,
+        }
+        for file in files
+    ]
 
 
 def vocabulary_of(config: DataConfig, tokenizer: Path | None) -> Vocabulary:
@@ -173,22 +160,15 @@ def find_tokens(
     weights = tuple(beside_ids(file, field, are_labels) for file in files) if field else ()
     tables, weight_starts, done = [], [], 0
     counts = np.zeros(vocabulary.size, dtype=np.int64)
-    found: dict[str, Any] = {
-        "check_ids": section.check_ids,
-        "num_checked_ids": 0,
-        "num_empty_documents": 0,
-    }
+    num_checked = num_empty = 0
     for number, file in enumerate(files):
-        heard = done
 
-        def on_ids(count: int) -> None:
-            nonlocal heard
-            heard += count
-            progress("checking ids (M)", min(heard // MEGA, total), total)
+        def on_ids(count: int, before: int = done, most: int = file.num_tokens) -> None:
+            progress("checking ids (M)", ceil((before + min(count, most)) / MEGA), total)
 
-        checked = indexed(file, section, vocabulary, cache / "indexes", on_ids)
+        checked = _checked(file, section, vocabulary, cache / "indexes", on_ids)
+        on_ids(file.num_tokens)
         done += file.num_tokens
-        progress("checking ids (M)", min(ceil(done / MEGA), total), total)
         table = np.zeros(len(checked.rows), dtype=ENTRY)
         table["file"], table["row"] = number, checked.rows
         table["offset"], table["num_bytes"] = checked.starts, 4 * checked.lengths
@@ -199,10 +179,15 @@ def find_tokens(
             # Without an index the ids say where documents are; a byte stands beside each.
             weight_starts.append(checked.starts if starts is None else starts[checked.rows - 1])
         counts += checked.counts
-        found["num_checked_ids"] += int(checked.num_checked)
-        found["num_empty_documents"] += int(checked.num_empty)
+        num_checked += int(checked.num_checked)
+        num_empty += int(checked.num_empty)
         if not len(table):
             raise DataError(f"{file.name} has no document with ids; leave it out")
+    found: dict[str, Any] = {
+        "check_ids": section.check_ids,
+        "num_checked_ids": num_checked,
+        "num_empty_documents": num_empty,
+    }
     if field:
         found["weights"] = f"{'labels' if are_labels else 'weights'} {field}"
     return Tokenised(
@@ -214,6 +199,41 @@ def find_tokens(
         weights,
         np.concatenate(weight_starts) if weights else None,
     )
+
+
+def _checked(
+    file: TokenFile,
+    section: DataConfig | PartConfig,
+    vocabulary: Vocabulary,
+    indexes: Path,
+    on_ids: OnIds,
+) -> Checked:
+    """Look through a file, unless that was done before and is known of the file as it is."""
+    settings = (section.source, section.token_field, section.check_ids, file.dtype.str, vocabulary)
+    before = _signature(file, settings)
+    index = indexes / f"{before}.npz"
+    if kept := load(index):
+        return Checked(**kept)
+    settled = is_url(file.path) or is_settled(file.path)
+    checked = check(file, vocabulary, sample=section.check_ids == "sample", on_ids=on_ids)
+    if _signature(file, settings) != before:
+        raise DataError(f"{file.name} changed while it was read; run it again")
+    if settled:
+        keep(index, vars(checked))
+    return checked
+
+
+def _signature(file: TokenFile, settings: tuple[Any, ...]) -> str:
+    """A digest of a file and what lies beside it, as they are now."""
+    remote = is_url(file.path)
+    parts: list[Any] = [INDEX_FORMAT, file.path if remote else os.path.realpath(file.path)]
+    parts += settings
+    for path in (file.path, megatron.index_of(file.path), f"{file.path}.index"):
+        if remote:
+            parts.append(version_of(path) if is_file(path) else None)
+        else:
+            parts += state_of(path)
+    return digest_of(*parts)
 
 
 def _files(section: DataConfig | PartConfig, vocabulary: Vocabulary) -> list[TokenFile]:

@@ -20,7 +20,7 @@ END_OF_TEXT = "<|endoftext|>"
 NUM_BYTES = 256
 # Characters that are encoded at once, at most: it takes up to 250 bytes for each.
 LONGEST = 2**17
-# What AutoTokenizer reads; a model's directory also holds weights, of gigabytes.
+# Files that AutoTokenizer reads; a model's directory also holds weights, of gigabytes.
 TOKENIZER_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
 
 
@@ -121,7 +121,7 @@ def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", directory: Path) -> Non
 def check_name(name: str) -> None:
     """Raise DataError for a name that cannot be a tokenizer's, without loading it.
 
-    That is a file, a directory that is not there, and a name on the hub where neither the hub nor
+    Such are a file, a directory that is not there, and a name on the hub where neither the hub nor
     a copy in its cache can be read: AutoTokenizer would ask for it for a minute.
     """
     path = Path(name).expanduser()
@@ -137,19 +137,15 @@ def check_name(name: str) -> None:
             f"data.tokenizer={name!r} is not a directory; give a directory that holds"
             " tokenizer.json, a name on the Hugging Face hub, or 'train'"
         )
-    if (reason := why_unreachable()) and not _is_cached(name):
+    from huggingface_hub import constants
+
+    copies = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}" / "snapshots"
+    if (reason := why_unreachable()) and not copies.is_dir():
         raise DataError(
             f"data.tokenizer={name!r} is no directory here, and the Hugging Face hub cannot be"
             f" asked for it ({reason}); download its tokenizer where there is a network, and give"
             " that folder"
         )
-
-
-def _is_cached(name: str) -> bool:
-    from huggingface_hub import constants
-
-    copies = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}" / "snapshots"
-    return copies.is_dir()
 
 
 @contextmanager
@@ -219,20 +215,22 @@ def encode(tokenizer: Any, texts: list[str]) -> list[list[int]]:
     return [found.ids for found in backend.encode_batch_fast(texts, add_special_tokens=False)]
 
 
-def encode_long(tokenizer: Any, chunks: Iterable[str]) -> Iterator[list[int]]:
-    """Yield the ids of a text that arrives in chunks, with nothing added.
+def cut_long(pieces: Iterable[tuple[str, bool]]) -> Iterator[tuple[str, bool]]:
+    """Yield texts that come in pieces, each with whether it is a text's last, to be encoded.
 
-    The text is cut before white space about every LONGEST characters, or after so many without
-    any. The ids at a cut may differ from those of the whole text.
+    A long text is cut before white space about every LONGEST characters, or after so many without
+    any. The ids at a cut may differ from those of the whole text. A text that comes in one piece
+    stays as it is.
     """
-    text = ""
-    for chunk in chunks:
-        text += chunk
-        parts = []
-        while len(text) > 2 * LONGEST:
+    text, is_start = "", True
+    for piece, is_last in pieces:
+        text += piece
+        while len(text) > 2 * LONGEST and not (is_start and is_last):
             between = [m.start() for m in re.finditer(r"\s(?=\S)", text[: LONGEST + 1])]
             cut = between[-1] if between and between[-1] else LONGEST
-            parts.append(text[:cut])
+            yield text[:cut], False
             text = text[cut:]
-        yield from encode(tokenizer, parts)
-    yield from encode(tokenizer, [text])
+        if is_last:
+            yield text, True
+            text = ""
+        is_start = is_last

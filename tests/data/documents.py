@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from parallel3d.data.documents import ENTRY, Documents, digest, find_documents
+from parallel3d.data.documents import ENTRY, Documents, find_documents, new_digest
 from parallel3d.data.sources import find_files
 
 
@@ -73,5 +73,5 @@ def names_of(documents: Documents) -> list[str]:
 
 
 def table_of(*texts: str) -> np.ndarray:
-    rows = [(0, 0, 0, len(text.encode()), digest(text.encode())) for text in texts]
+    rows = [(0, 0, 0, len(text.encode()), new_digest(text.encode()).digest()) for text in texts]
     return np.array(rows, ENTRY)

@@ -18,7 +18,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from parallel3d.base.errors import DataError
 from parallel3d.data import corpus_folder
-from parallel3d.data import prepare as module
 from parallel3d.data.corpus import Corpus
 from parallel3d.data.prepare import prepare
 from parallel3d.mesh.device import settle_accelerator
@@ -80,7 +79,7 @@ def test_the_cache_goes_by_content(settings, folder, tmp_path, monkeypatch):
     for path in folder.rglob("*.txt"):
         os.utime(path, (1, 1))
     moved = folder.rename(tmp_path / "elsewhere")
-    monkeypatch.setattr(module, "build", refuse_to_build)
+    monkeypatch.setattr(corpus_folder.Recipe, "fill", refuse_to_build)
     same = replace(settings, paths=(f"{moved}/**/*.txt",), sequence_length=99)
     assert prepare(same).directory == first.directory
     assert contents(Path(settings.cache)) == before
@@ -180,11 +179,8 @@ def test_no_error_leaves_a_trace_in_the_cache(settings, folder):
 
 
 def test_a_token_beyond_the_vocabulary_names_document_and_id(settings, monkeypatch):
-    corpus = prepare(settings)
+    prepare(settings)
     before = contents(Path(settings.cache))
-    corpus.check_vocabulary(300)
-    with pytest.raises(DataError, match=r"document .*\.txt has the token id \d+, beyond .* 200;"):
-        corpus.check_vocabulary(200)
     monkeypatch.setattr(corpus_folder, "num_tokens", lambda tokenizer: 200)
     with pytest.raises(DataError, match=r"document .*\.txt has the token id \d+, beyond .* 200;"):
         prepare(replace(settings, vocab_size=299))

@@ -10,9 +10,14 @@ from hypothesis import strategies as st
 
 from parallel3d.data.batches import num_windows
 from parallel3d.data.corpus import DocumentBounds
-from parallel3d.data.evaluation import bits_per_byte, held_out_samples, losses_per_document
+from parallel3d.data.evaluation import (
+    bits_per_byte,
+    held_out_bytes,
+    held_out_samples,
+    losses_per_document,
+    train_frequencies,
+)
 from parallel3d.data.prepare import prepare
-from parallel3d.data.statistics import held_out_bytes, train_frequencies
 from tests.data.documents import Settings
 
 pytestmark = pytest.mark.gloo

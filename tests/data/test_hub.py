@@ -6,8 +6,7 @@ import datasets
 import pytest
 
 from parallel3d.base.errors import DataError
-from parallel3d.data.prepare import prepare
-from tests.data.documents import READ, Settings, found, names_of, texts_of
+from tests.data.documents import READ, found, names_of, texts_of
 
 pytestmark = pytest.mark.gloo
 
@@ -83,13 +82,6 @@ def test_a_part_that_is_none(tmp_path):
     }.items():
         with pytest.raises(DataError, match=message):
             found("hub", name=f"{tmp_path}/set", split=split)
-
-
-def test_prepared(tmp_path):
-    write_jsonl(tmp_path / "set")
-    settings = Settings(source="hub", name=f"{tmp_path}/set", cache=str(tmp_path / "cache"))
-    corpus = prepare(settings)
-    assert corpus.num_documents == len(ROWS)
 
 
 @pytest.mark.parametrize(

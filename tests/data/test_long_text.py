@@ -8,7 +8,7 @@ import pytest
 
 from parallel3d.data import corpus_folder, tokenizer
 from parallel3d.data.prepare import prepare
-from parallel3d.data.tokenizer import encode, encode_long, train_tokenizer
+from parallel3d.data.tokenizer import cut_long, encode, train_tokenizer
 from tests.data.documents import Settings, found
 
 pytestmark = pytest.mark.gloo
@@ -22,17 +22,15 @@ def test_a_byte_level_tokenizer_gives_the_ids_of_the_whole_text(size, monkeypatc
     monkeypatch.setattr(tokenizer, "LONGEST", 1000)
     bpe = train_tokenizer([PROSE], 300)
     chunks = [PROSE[i : i + size] for i in range(0, len(PROSE), size)]
-    pieces = [ids for ids in encode_long(bpe, chunks) if ids]
-    assert len(pieces) > 5
-    assert [token for ids in pieces for token in ids] == encode(bpe, [PROSE])[0]
+    texts = [text for text, _ in cut_long([*((x, False) for x in chunks), ("", True)])]
+    assert len(texts) > 5
+    assert [token for ids in encode(bpe, texts) for token in ids] == encode(bpe, [PROSE])[0]
 
 
 def test_a_text_without_white_space_is_cut_all_the_same(monkeypatch):
     monkeypatch.setattr(tokenizer, "LONGEST", 1000)
-    bpe = train_tokenizer([PROSE], 300)
-    pieces = list(encode_long(bpe, ["a" * 5500]))
-    assert max(len(bpe.decode(ids)) for ids in pieces) <= 2000
-    assert "".join(bpe.decode(ids) for ids in pieces) == "a" * 5500
+    texts = [text for text, _ in cut_long([("a" * 5500, False), ("", True)])]
+    assert max(map(len, texts)) <= 2000 and "".join(texts) == "a" * 5500
 
 
 def test_the_trainer_gets_a_bounded_sample(tmp_path, monkeypatch):
@@ -41,7 +39,7 @@ def test_the_trainer_gets_a_bounded_sample(tmp_path, monkeypatch):
     documents = found("jsonl", [tmp_path / "a.jsonl"])
     nothing = corpus_folder.np.zeros(3, bool)
     total = documents.table["num_bytes"].sum()
-    sample = list(corpus_folder._sample([documents], [nothing], [total / 4]))
+    sample = list(corpus_folder._sample(documents, nothing, total / 4))
     assert max(map(len, sample)) <= 2**18 + 1 and sum(map(len, sample)) <= total / 4 + 10
     assert sample[0].startswith("word0 word1 ") and sample[-1] == "short one"
     assert {text for text in sample if text.startswith("b")} == {"b" * corpus_folder.LONG_WORD}

@@ -9,7 +9,7 @@ import pytest
 from pyarrow import parquet
 
 from parallel3d.base.errors import DataError
-from parallel3d.data import lines, pieces
+from parallel3d.data import lines
 from parallel3d.data import sources as sources_module
 from parallel3d.data.documents import find_documents
 from parallel3d.data.prepare import prepare
@@ -44,7 +44,7 @@ ODD = {
     "blank lines": ("a.jsonl", b"\n \n\n", {"empty": 0}, None),
     "empty text": ("a.jsonl", lines_of('{"text": ""}\n'), {"empty": 1}, None),
     "empty cell": ("a.parquet", table(text=["a", "", "b"]), {"empty": 1}, None),
-    "byte order mark alone": ("a.txt", pieces.BOM, {"empty": 1}, None),
+    "byte order mark alone": ("a.txt", b"\xef\xbb\xbf", {"empty": 1}, None),
     "not UTF-8": ("a.txt", b"caf\xe9", {"not UTF-8": 1}, r"a\.txt is not UTF-8: byte 0xe9 at .*3 "),
     "not UTF-8 far on": (
         "a.txt",
@@ -157,7 +157,7 @@ def test_more_than_a_share_is_not_left_out(tmp_path):
 
 
 def test_what_was_left_out_is_kept_with_the_index(tmp_path, monkeypatch):
-    monkeypatch.setattr("parallel3d.data.documents.SECONDS_UNTIL_SETTLED", -1.0)
+    monkeypatch.setattr("parallel3d.data.indexes.SECONDS_UNTIL_SETTLED", -1.0)
     (tmp_path / "a.jsonl").write_text("".join([*GOOD, "[]\n", '{"text": ""}\n']))
     settings = Settings("jsonl", (str(tmp_path / "a.jsonl"),), cache=str(tmp_path / "c"))
     rule = ("skip", 0.1)
@@ -185,12 +185,12 @@ def test_an_unreadable_file_of_rows_counts_as_many_as_the_others_have(tmp_path):
 
 
 def test_a_file_that_could_not_be_read_once_is_read_the_next_time(tmp_path, monkeypatch):
-    monkeypatch.setattr("parallel3d.data.documents.SECONDS_UNTIL_SETTLED", -1.0)
+    monkeypatch.setattr("parallel3d.data.indexes.SECONDS_UNTIL_SETTLED", -1.0)
     for number in range(2):
         (tmp_path / f"{number}.jsonl").write_text("".join(GOOD))
     settings = Settings("jsonl", (f"{tmp_path}/*.jsonl",), cache=str(tmp_path / "c"))
     files, rule = find_files(settings), ("skip", 0.9)
-    whole = lines._open
+    whole = lines.open_text
 
     def failing(path, compressed):
         if path.endswith("1.jsonl"):
@@ -198,7 +198,7 @@ def test_a_file_that_could_not_be_read_once_is_read_the_next_time(tmp_path, monk
         return whole(path, compressed)
 
     with monkeypatch.context() as disk:
-        disk.setattr(lines, "_open", failing)
+        disk.setattr(lines, "open_text", failing)
         during = find_documents(files, tmp_path / "c", rule=rule)
     assert len(during) == 20 and during.skips.counts == {"unreadable file": 1}
     after = find_documents(files, tmp_path / "c", rule=rule)

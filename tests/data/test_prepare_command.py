@@ -71,20 +71,6 @@ def test_what_is_left_out_is_told(config, folder):
     assert first["file"] == f"{folder}/latin.txt" and first["line"] is None
 
 
-@pytest.mark.slow  # tests/launch/test_train.py has a bad corpus, test_first_day.py bad configs
-def test_bad_data_and_bad_config_exit_with_2_and_no_traceback(config, folder):
-    (folder / "latin.txt").write_bytes(b"caf\xe9")
-    for arguments, message in [
-        ((), "latin.txt is not UTF-8"),
-        (("--parallel3d.data.vocab_size", "260", "--json"), "latin.txt is not UTF-8"),
-        (("--parallel3d.data.vocab_size", "-1"), "vocab_size"),
-        (("--parallel3d.data.no_such_key", "1"), "no_such_key"),
-    ]:
-        done = run(config, *arguments)
-        assert (done.returncode, done.stdout) == (2, ""), done
-        assert message in done.stderr and "Traceback" not in done.stderr
-
-
 @pytest.fixture
 def mixture(config, folder):
     """The documents, and rows of another kind, one to three."""

@@ -104,7 +104,7 @@ def test_a_worker_needs_no_transformers_where_they_change_nothing(rows, tmp_path
     assert not is_backend_enough(load_tokenizer(tokenizer), changed)
     path.unlink()
     assert not is_backend_enough(load_tokenizer(tokenizer), changed)
-    imported = "import sys, parallel3d.data.worker; from parallel3d.data.tokenizer import Backend\n"
+    imported = "import sys, parallel3d.data.pool; from parallel3d.data.tokenizer import Backend\n"
     imported += f"Backend.load(__import__('pathlib').Path({str(tokenizer)!r}))\n"
     imported += "print({'torch', 'transformers', 'pydantic'} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", imported], text=True) == "set()\n"

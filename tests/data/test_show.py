@@ -10,7 +10,6 @@ import pytest
 from rich.console import Console
 
 from launch import prepare as command
-from parallel3d.base.errors import DataError
 from parallel3d.data.batches import Batches
 from parallel3d.data.prepare import prepare
 from parallel3d.data.show import as_json, described, on_terminal, samples
@@ -103,8 +102,3 @@ def test_the_command(tmp_path, settings, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [*arguments, "--json"])
     assert command.main() == 0
     assert len(json.loads(capsys.readouterr().out)["show"]["samples"]) == 2
-
-
-def test_a_part_that_is_shorter_than_a_sample(settings):
-    with pytest.raises(DataError, match=r"fewer tokens than one sample of 100000"):
-        samples(prepare(settings), 100_000, 0, 1)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel3d.base.errors import DataError
-from parallel3d.data.documents import ENTRY, digest
+from parallel3d.data.documents import ENTRY, new_digest
 from parallel3d.data.split import split_documents
 from tests.data.documents import table_of
 
@@ -15,7 +15,9 @@ pytestmark = pytest.mark.gloo
 
 def table_with(sizes, first=0):
     """Documents of these sizes, all of them different."""
-    rows = [(0, 0, 0, size, digest(b"%d" % i)) for i, size in enumerate(sizes, start=first)]
+    rows = [
+        (0, 0, 0, size, new_digest(b"%d" % i).digest()) for i, size in enumerate(sizes, start=first)
+    ]
     return np.array(rows, ENTRY)
 
 

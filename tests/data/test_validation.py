@@ -139,7 +139,7 @@ def test_the_own_validation_split_of_a_data_set(tmp_path, monkeypatch, saved):
     # What nobody asked for is not to be left out of data.validation, where it is not.
     with pytest.raises(DataError, match=r"^data\.validation_split: validation .*_split to null"):
         check_length(corpus, 14, 1)
-    monkeypatch.setattr(prepare_module, "_prepare_set", fail)
+    monkeypatch.setattr(prepare_module._Preparation, "_validation_set", fail)
     with pytest.raises(DataError, match=r"^data\.validation_split: validation: no text.* null$"):
         prepare(config)
 

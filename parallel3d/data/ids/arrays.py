@@ -60,10 +60,7 @@ def _read_numpy(path: str, file: BinaryIO, size: int) -> TokenFile:
         raise DataError(
             f"{path} holds {dtype}, big-endian; write it again as {dtype.newbyteorder('<')}"
         )
-    _check_size(path, file.tell(), shape[0], dtype, size)
-    return TokenFile(
-        path=path, name=path, dtype=dtype, offset=file.tell(), num_tokens=shape[0], size=size
-    )
+    return _file(path, file.tell(), shape[0], dtype, size)
 
 
 def _read_llm_c(path: str, magic: int, version: int, count: int, size: int) -> TokenFile:
@@ -78,12 +75,11 @@ def _read_llm_c(path: str, magic: int, version: int, count: int, size: int) -> T
             f"{path} has llm.c's magic number {magic} and version {version}, and {known} is the one"
             " that is known; write it with an llm.c of that version"
         )
-    _check_size(path, HEADER, count, INTEGERS[name], size)
-    dtype = INTEGERS[name]
-    return TokenFile(path=path, name=path, dtype=dtype, offset=HEADER, num_tokens=count, size=size)
+    return _file(path, HEADER, count, INTEGERS[name], size)
 
 
-def _check_size(path: str, offset: int, count: int, dtype: np.dtype, size: int) -> None:
+def _file(path: str, offset: int, count: int, dtype: np.dtype, size: int) -> TokenFile:
+    """The file with `count` ids behind a header; raises DataError where its size is another."""
     if size != (whole := offset + count * dtype.itemsize):
         raise DataError(
             f"{path} has {size:,} bytes, and {whole:,} by its header ({count:,} of {dtype.name}):"
@@ -91,3 +87,4 @@ def _check_size(path: str, offset: int, count: int, dtype: np.dtype, size: int) 
         )
     if not count:
         raise DataError(f"{path} has no ids; write it again, or leave it out of data.paths")
+    return TokenFile(path=path, name=path, dtype=dtype, offset=offset, num_tokens=count, size=size)

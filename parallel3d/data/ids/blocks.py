@@ -1,4 +1,4 @@
-"""A cache of blocks of remote files, in one file of a bounded size on the local disk.
+"""Remote files, read in blocks that are kept in one file of a bounded size on the local disk.
 
 A block belongs to one of S sets, which its key says, and has one of WAYS places there; where all
 are taken, it takes the place of the one that was used longest ago. The file has
@@ -13,18 +13,21 @@ at once, is no block.
 
 import os
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
 import xxhash
 
 from parallel3d.base.errors import DataError
+from parallel3d.data.ids.remote import Range, read_ranges
 
 # Small enough that samples from anywhere take little more than their own bytes.
 BLOCK = 2**16
 WAYS = 16
-# What the block is of; its digest, its bytes, and when it was used, in seconds.
+# Its key, digest and bytes, and when the block was used, in seconds.
 ENTRY = np.dtype([("key", "V16"), ("digest", "<u8"), ("size", "<i8"), ("used", "<f8")])
 USED = ENTRY.itemsize - 8  # where in an entry its time is
 SET_BYTES = WAYS * (ENTRY.itemsize + BLOCK)
@@ -72,7 +75,7 @@ class BlockCache:
         number, entries = self._set_of(key)
         same = np.flatnonzero(entries["key"] == np.void(key))
         now = time.time()
-        # What another limit left here may pass for an entry of any time.
+        # Bytes that another limit left here may pass for an entry of any time.
         used = np.where(entries["used"] <= now, entries["used"], -1.0)
         way = int(same[0]) if len(same) else int(used.argmin())
         entry = np.array([(key, xxhash.xxh3_64_intdigest(data), len(data), now)], ENTRY)
@@ -94,3 +97,46 @@ class BlockCache:
     def _block_at(self, number: int, way: int) -> int:
         start = self._num_sets * WAYS * ENTRY.itemsize
         return start + (number * WAYS + way) * BLOCK
+
+
+class RemoteFiles:
+    """The remote files of one corpus, by URL; `sizes`: the bytes of each.
+
+    `corpus` stands for their contents: a block of other contents is not taken for one of these.
+    Without a `cache` nothing is kept.
+    """
+
+    def __init__(self, sizes: Mapping[str, int], corpus: str, cache: BlockCache | None) -> None:
+        self._sizes, self._corpus, self._cache = sizes, corpus, cache
+
+    def read(self, ranges: Sequence[Range]) -> list[bytes]:
+        """The bytes of each range; blocks missing in the cache are fetched together.
+
+        Raises DataError for what cannot be read.
+        """
+        numbers_of = [range(r.start // BLOCK, -(-r.end // BLOCK)) for r in ranges]
+        wanted = {
+            self._block(r.path, n) for r, ns in zip(ranges, numbers_of, strict=True) for n in ns
+        }
+        blocks: dict[Range, bytes] = {}
+        if self._cache:
+            kept = {block: self._cache.get(self._key(block)) for block in wanted}
+            blocks = {block: data for block, data in kept.items() if data is not None}
+        missing = sorted(wanted - blocks.keys())
+        for block, data in zip(missing, read_ranges(missing), strict=True):
+            blocks[block] = data
+            if self._cache:
+                self._cache.put(self._key(block), data)
+        found = []
+        for r, numbers in zip(ranges, numbers_of, strict=True):
+            whole = b"".join(blocks[self._block(r.path, n)] for n in numbers)
+            first = numbers.start * BLOCK
+            found.append(whole[r.start - first : r.end - first])
+        return found
+
+    def _block(self, url: str, number: int) -> Range:
+        return Range(url, number * BLOCK, min((number + 1) * BLOCK, self._sizes[url]))
+
+    def _key(self, block: Range) -> bytes:
+        name = f"{self._corpus}\n{block.path}\n{block.start // BLOCK}"
+        return blake2b(name.encode(), digest_size=16).digest()

@@ -7,7 +7,6 @@ the rest on trust: it needs a file that says where its documents are.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import pairwise
 
 import numpy as np
 
@@ -52,14 +51,14 @@ class Checked:
 
 
 def check(file: TokenFile, vocabulary: Vocabulary, *, sample: bool, on_ids: OnIds) -> Checked:
-    """Check the ids of a file; `on_ids` is told the number of ids as they are done.
+    """Check the ids of a file; `on_ids` is told the number of ids that are done.
 
     A digest stands for a document's ids, whatever type holds them; with `sample` for its place and
     length, and what was read of its file. Raises DataError for ids beyond the vocabulary, and where
     it seems that documents end with another id than the end-of-text.
     """
     if file.starts is None or file.lengths is None:
-        starts, lengths = _ends(file, vocabulary, on_ids)
+        starts, lengths = _ends(file, vocabulary)
     else:
         starts, lengths = file.starts, file.lengths.astype(np.int64)
     num_all = len(lengths)
@@ -88,7 +87,7 @@ def check(file: TokenFile, vocabulary: Vocabulary, *, sample: bool, on_ids: OnId
     )
 
 
-def _ends(file: TokenFile, vocabulary: Vocabulary, on_ids: OnIds) -> tuple[np.ndarray, np.ndarray]:
+def _ends(file: TokenFile, vocabulary: Vocabulary) -> tuple[np.ndarray, np.ndarray]:
     """The documents of a flat array, each with its end-of-text; the last may lack it."""
     found, first = [], 0
     alternate = file.dtype.itemsize == 2
@@ -114,7 +113,7 @@ def _ends(file: TokenFile, vocabulary: Vocabulary, on_ids: OnIds) -> tuple[np.nd
 
 
 class _Look:
-    """What is found while the ids of a file go by."""
+    """Findings while the ids of a file go by."""
 
     def __init__(
         self, file: TokenFile, vocabulary: Vocabulary, rows: np.ndarray, starts: np.ndarray
@@ -170,51 +169,31 @@ def _read_all(look: _Look, lengths: np.ndarray, on_ids: OnIds) -> np.ndarray:
     for first, last in _groups(look.starts, lengths):
         start = int(look.starts[first])
         count = int(lengths[first:last].sum())
-        if last - first == 1:
-            digest, is_end = _of_one(look, start, count)
-            digests.append(digest)
-            lengths[first] -= is_end
-        else:
-            [ids] = blocks(look.file, start, count)
-            plain = look.at(ids, start)
-            ends = np.cumsum(lengths[first:last])
-            is_end_of = look.ended(plain[ends - 1], lengths[first:last])
-            begins = ends - lengths[first:last]
-            lengths[first:last] -= is_end_of
-            data = plain.view(np.uint8).data
-            for begin, length in zip(begins.tolist(), lengths[first:last].tolist(), strict=True):
-                part = data[4 * begin : 4 * (begin + length)]
-                digests.append(blake2b(part, digest_size=16).digest())
-        on_ids(count)
+        # More than a block only where one document is longer.
+        plain = look.at(np.concatenate([*blocks(look.file, start, count)]), start)
+        ends = np.cumsum(lengths[first:last])
+        begins = ends - lengths[first:last]
+        lengths[first:last] -= look.ended(plain[ends - 1], lengths[first:last])
+        data = plain.view(np.uint8).data
+        for begin, length in zip(begins.tolist(), lengths[first:last].tolist(), strict=True):
+            part = data[4 * begin : 4 * (begin + length)]
+            digests.append(blake2b(part, digest_size=16).digest())
+        on_ids(look.num_ids)
     look.check_ends()
     return np.frombuffer(b"".join(digests), DIGEST)
-
-
-def _of_one(look: _Look, start: int, count: int) -> tuple[bytes, bool]:
-    """The digest of one document, of any length, and whether it has an end-of-text."""
-    digest, first, is_end = blake2b(digest_size=16), start, False
-    for ids in blocks(look.file, start, count):
-        plain = look.at(ids, first)
-        first += len(ids)
-        if first == start + count:
-            is_end = bool(look.ended(plain[-1:], np.array([count]))[0])
-        digest.update(plain[: len(plain) - is_end].view(np.uint8).data)
-    return digest.digest(), is_end
 
 
 def _groups(starts: np.ndarray, lengths: np.ndarray) -> Iterator[tuple[int, int]]:
     """Ranges of documents that lie one after the other, of one block, or one document."""
     ends = starts + lengths
-    breaks = np.flatnonzero(starts[1:] != ends[:-1]) + 1
-    runs = [0, *breaks.tolist(), len(starts)] if len(starts) else [0]
-    for run, end in pairwise(runs):
-        first = run
-        while first < end:
-            last = first + int(
-                np.searchsorted(ends[first:end], starts[first] + BLOCK, side="right")
-            )
-            yield first, max(first + 1, last)
-            first = max(first + 1, last)
+    # Where a run of documents ends that follow on each other.
+    breaks = np.append(np.flatnonzero(starts[1:] != ends[:-1]) + 1, len(starts))
+    first = 0
+    while first < len(starts):
+        run = int(breaks[np.searchsorted(breaks, first, side="right")])
+        num = int(np.searchsorted(ends[first:run], starts[first] + BLOCK, side="right"))
+        yield first, first + max(1, num)
+        first += max(1, num)
 
 
 def _sample(look: _Look, lengths: np.ndarray, on_ids: OnIds) -> None:

@@ -1,6 +1,6 @@
 """How much tokens count in the loss: what stands beside ids in other programs' files."""
 
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ _LOOKED_AT = 256  # documents of a file
 class TokenWeights:
     """How much each token of a stream counts, float32: `numbers` themselves, or labels.
 
-    Of labels, each one counts 1 that is not IGNORED. Raises DataError for a weight below 0.
+    A label counts 1 unless it is IGNORED. Raises DataError for a weight below 0.
     """
 
     def __init__(self, numbers: Spans, are_labels: bool) -> None:
@@ -56,16 +56,7 @@ def beside_ids(ids: TokenFile, field: str, are_labels: bool) -> TokenFile:
                 f"{path} has {size:,} bytes, and {ids.path} {ids.num_tokens:,} ids: not a byte for"
                 " each; write it again"
             )
-        return TokenFile(
-            path=path,
-            name=path,
-            dtype=NUMBERS["uint8"],
-            offset=0,
-            num_tokens=size,
-            size=size,
-            starts=ids.starts,
-            lengths=ids.lengths,
-        )
+        return replace(ids, path=path, name=path, dtype=NUMBERS["uint8"], offset=0, size=size)
     found = arrow.read(ids.path, ids.name, field, kinds=NUMBERS)
     assert found.lengths is not None and ids.lengths is not None
     unlike = np.flatnonzero(found.lengths != ids.lengths)
@@ -98,17 +89,3 @@ def _compare(ids: TokenFile, labels: TokenFile, field: str) -> None:
                 f" stands beside; write each token's own id, or {IGNORED} (they are moved to the"
                 " token before here)"
             )
-
-
-def in_json(files: Sequence[TokenFile]) -> list[dict[str, Any]]:
-    """Give the files as a corpus's meta.json names them."""
-    return [
-        {
-            "name": file.name,
-            "path": file.path,
-            "dtype": file.dtype.name,
-            "offset": file.offset,
-            "size": file.size,
-        }
-        for file in files
-    ]

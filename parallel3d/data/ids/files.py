@@ -8,15 +8,14 @@ from typing import BinaryIO
 import numpy as np
 
 from parallel3d.base.errors import DataError
-from parallel3d.data.ids.ranges import Range
-from parallel3d.data.ids.remote import is_url, open_url, read_ranges, size_of
+from parallel3d.data.ids.remote import Range, is_url, open_url, read_ranges, size_of
 
-# What a file of ids may hold, by the name that configs and messages give it.
+# Types of ids, by the name that configs and messages give it.
 INTEGERS = {
     name: np.dtype(name).newbyteorder("<")
     for name in ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
 }
-# What may stand beside ids.
+# Types of the numbers beside ids.
 NUMBERS = INTEGERS | {
     name: np.dtype(short).newbyteorder("<")
     for name, short in (("halffloat", "f2"), ("float", "f4"), ("double", "f8"))

@@ -6,17 +6,21 @@ Credentials are that package's affair, and fsspec's own config files'.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, BinaryIO, cast
+from itertools import groupby
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple, cast
 
 from parallel3d.base.errors import DataError
-from parallel3d.data.ids.ranges import Range
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 
-class Unreachable(DataError):
-    """A file that cannot be read now but may be later: the network or its server failed."""
+class Range(NamedTuple):
+    """Bytes start .. end - 1 of a file."""
+
+    path: str
+    start: int
+    end: int
 
 
 def is_url(path: str) -> bool:
@@ -26,22 +30,19 @@ def is_url(path: str) -> bool:
 
 def size_of(url: str) -> int | None:
     """A file's size in bytes; None where there is no such file."""
-    with _said_of(url):
-        system, path = _find(url)
+    with _system_of(url) as (system, path):
         return int(system.size(path)) if system.isfile(path) else None
 
 
 def version_of(url: str) -> str:
     """A value that changes with the file's contents, as far as its file system knows."""
-    with _said_of(url):
-        system, path = _find(url)
+    with _system_of(url) as (system, path):
         return str(system.ukey(path))
 
 
 def open_url(url: str) -> BinaryIO:
     """Open a file to read its head."""
-    with _said_of(url):
-        system, path = _find(url)
+    with _system_of(url) as (system, path):
         return cast(BinaryIO, system.open(path, "rb", block_size=2**16))
 
 
@@ -50,76 +51,52 @@ def matching(pattern: str) -> list[str]:
 
     Raises DataError if it names none.
     """
-    with _said_of(pattern):
-        system, path = _find(pattern)
-        found = (
-            [path] if system.isfile(path) else [p for p in system.glob(path) if system.isfile(p)]
+    with _system_of(pattern) as (system, path):
+        paths = [path] if system.isfile(path) else system.glob(path)
+        found = sorted(str(system.unstrip_protocol(p)) for p in paths if system.isfile(p))
+    if not found:
+        raise DataError(
+            f"data.paths: {pattern!r} matches no file there; give the URL of a file, or a glob"
         )
-        if not found:
-            raise DataError(
-                f"data.paths: {pattern!r} matches no file there; give the URL of a file, or a glob"
-            )
-        return sorted(str(system.unstrip_protocol(p)) for p in found)
+    return found
 
 
 def read_ranges(ranges: Sequence[Range]) -> list[bytes]:
-    """The bytes of each range, all requested at once where the file system can.
+    """The bytes of each range; those in a folder are requested at once where its system can.
 
     Raises DataError where a file has fewer.
     """
-    found: list[bytes | None] = [None] * len(ranges)
-    systems: dict[int, tuple[AbstractFileSystem, list[tuple[int, str]]]] = {}
-    for place, (url, _, _) in enumerate(ranges):
-        with _said_of(url):
-            system, path = _find(url)
-        systems.setdefault(id(system), (system, []))[1].append((place, path))
-    for system, wanted in systems.values():
-        places, paths = [place for place, _ in wanted], [path for _, path in wanted]
-        with _said_of(ranges[places[0]].path):
-            read = system.cat_ranges(
-                paths, [ranges[p].start for p in places], [ranges[p].end for p in places]
+    found: list[bytes] = []
+    for _, group in groupby(ranges, lambda wanted: wanted.path.rpartition("/")[0]):
+        urls, starts, ends = zip(*group, strict=True)
+        names = [url.rpartition("/")[2] for url in urls]
+        with _system_of(urls[0]) as (system, path):
+            paths = [path.removesuffix(names[0]) + name for name in names]
+            found += system.cat_ranges(paths, list(starts), list(ends), on_error="raise")
+    for wanted, data in zip(ranges, found, strict=True):
+        if len(data) != wanted.end - wanted.start:
+            raise DataError(
+                f"{wanted.path} has fewer than the {wanted.end:,} bytes that belong to its"
+                " documents: it shrank since it was prepared; write it again"
             )
-        for place, data in zip(places, read, strict=True):
-            found[place] = _checked(ranges[place], data)
-    return cast(list[bytes], found)
-
-
-def _checked(wanted: Range, data: bytes | BaseException) -> bytes:
-    with _said_of(wanted.path):
-        if isinstance(data, BaseException):
-            raise data
-    if len(data) != wanted.end - wanted.start:
-        raise DataError(
-            f"{wanted.path} has fewer than the {wanted.end:,} bytes that belong to its documents:"
-            " it shrank since it was prepared; write it again"
-        )
-    return data
-
-
-def _find(url: str) -> tuple["AbstractFileSystem", str]:
-    # Half a second to import, for those who name a URL.
-    from fsspec.core import url_to_fs
-
-    system, path = url_to_fs(url)
-    return system, path
+    return found
 
 
 @contextmanager
-def _said_of(url: str) -> Iterator[None]:
-    """Say of which file it is, whatever a file system raises."""
+def _system_of(url: str) -> Iterator[tuple["AbstractFileSystem", str]]:
+    """The file system of a URL, and the path there; names the URL in whatever is raised."""
     try:
-        yield
-    except DataError:
-        raise
+        # Half a second to import, for those who name a URL.
+        from fsspec.core import url_to_fs
+
+        yield url_to_fs(url)
     except ImportError as error:
         raise DataError(
             f"{url} cannot be read: {error}; pip install parallel3d[remote], or the package that"
             " fsspec has for this protocol"
         ) from error
     except Exception as error:
-        lasts = isinstance(error, FileNotFoundError | PermissionError | ValueError)
-        kind = DataError if lasts else Unreachable
         reason = str(error) or type(error).__name__
-        raise kind(
+        raise DataError(
             f"{url} cannot be read ({reason}); check its name, your credentials and the network"
         ) from error

@@ -1,6 +1,5 @@
 """Documents that lie in other programs' files, as one array of ids that is read when asked for."""
 
-import os
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
@@ -9,19 +8,16 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from parallel3d.base.errors import DataError
-from parallel3d.data.ids.files import NUMBERS, advise, open_ids, read_ids, unreadable
-from parallel3d.data.ids.ranges import Range, gathered
-from parallel3d.data.ids.remote import is_url
-from parallel3d.data.ids.through_cache import RemoteFiles
+from parallel3d.data.ids.blocks import RemoteFiles
+from parallel3d.data.ids.files import NUMBERS, advise, num_bytes, open_ids, read_ids
+from parallel3d.data.ids.remote import Range, is_url
 
 OPEN_FILES = 64
 BYTE = np.dtype(np.uint8)
-# Between two documents there is an end-of-text or nothing.
-LOCAL_GAP = 64
 
 
 class _Piece(NamedTuple):
-    """What a document has of a window: its file's number, the place of its ids, their bytes."""
+    """A document's part of a window: its file's number, the place of its ids, their bytes."""
 
     number: int
     place: int
@@ -34,8 +30,8 @@ class Spans:
     `files` are name, path, dtype, offset and size of each; document i is the ids of file
     `places[i]` from the `starts[i]`-th on, and here `bounds[i]` .. `bounds[i + 1]` - 1, where its
     end-of-text is the last. Slices and arrays of indices give arrays. Any thread may ask. Read, not
-    mapped: a file that shrinks raises DataError, where a map would end the process. What is in the
-    files that are named by URLs is read through `remote`, all that one key asks for at once.
+    mapped: a file that shrinks raises DataError, where a map would end the process. Files that
+    are named by URLs are read through `remote`, all that one key asks for at once.
     """
 
     def __init__(
@@ -52,7 +48,7 @@ class Spans:
         self.dtype, self.shape, self.ndim = np.dtype(dtype), (int(bounds[-1] - bounds[0]),), 1
         self._files, self._places, self._starts, self._bounds = files, places, starts, bounds
         self._end_of_text = end_of_text
-        self._remote = remote or RemoteFiles()
+        self._remote = remote or RemoteFiles({}, "", None)
         self._dtypes = [NUMBERS[file["dtype"]] for file in files]
         self._sizes = np.array([dtype.itemsize for dtype in self._dtypes], np.int64)
         self._offsets = np.array([file["offset"] for file in files], np.int64)
@@ -100,7 +96,7 @@ class Spans:
         return ids
 
     def _pieces(self, first: int, last: int, at: int) -> list[_Piece]:
-        """What the documents have of a window whose first id is to stand at the place `at`.
+        """The parts of a window whose first id is to stand at the place `at`.
 
         Where they have nothing, an end-of-text stands.
         """
@@ -123,17 +119,14 @@ class Spans:
         ]
 
     def _read_local(self, ranges: Sequence[Range]) -> list[np.ndarray]:
-        return gathered(ranges, LOCAL_GAP, self._read_runs)
-
-    def _read_runs(self, runs: Sequence[Range]) -> list[np.ndarray]:
         # The disk is asked for all of it before the first is waited for.
-        for path, start, end in runs if len(runs) > 1 else ():
+        for path, start, end in ranges if len(ranges) > 1 else ():
             advise(self._open(path), start, end)
         return [
             read_ids(
                 self._open(path), self._names[path], dtype=BYTE, start=start, count=end - start
             )
-            for path, start, end in runs
+            for path, start, end in ranges
         ]
 
     def _opened(self, path: str) -> BinaryIO:
@@ -144,16 +137,12 @@ class Spans:
 def check_sizes(files: Sequence[dict[str, Any]]) -> None:
     """Raise DataError unless each file is there with the size that it had.
 
-    Of those that are remote this is seen when they are read.
+    A change of a remote file is seen when it is read.
     """
     for file in files:
         if is_url(file["path"]):
             continue
-        try:
-            size = os.stat(file["path"]).st_size
-        except OSError as error:
-            raise unreadable(file["name"], error) from error
-        if size != file["size"]:
+        if (size := num_bytes(file["path"])) != file["size"]:
             raise DataError(
                 f"{file['name']} has {size:,} bytes, and had {file['size']:,} when it was prepared;"
                 " restore it, or run `parallel3d prepare` again"

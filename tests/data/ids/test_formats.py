@@ -10,10 +10,10 @@ from parallel3d.config.data import DataConfig
 from parallel3d.data.batches import Batches, first_sample
 from parallel3d.data.corpus import Corpus, TokenStream
 from parallel3d.data.documents import ENTRY
+from parallel3d.data.evaluation import held_out_bytes, train_frequencies
 from parallel3d.data.ids import check, files
 from parallel3d.data.prepare import prepare
 from parallel3d.data.split import split_documents
-from parallel3d.data.statistics import held_out_bytes, train_frequencies
 from tests.data.ids import writers
 from tests.data.ids.writers import END, SIZE, some_documents
 
@@ -29,8 +29,6 @@ FORMATS = {
     "megatron int64": lambda p: ("megatron", writers.megatron(p / "a.bin", ENDED, "int64")),
     "megatron int16": lambda p: ("megatron", writers.megatron(p / "a.bin", ENDED, "int16")),
     "megatron sentences": lambda p: ("megatron", writers.megatron(p / "a.bin", ENDED, sentences=3)),
-    "old megatron": lambda p: ("megatron", writers.old_megatron(p / "a.bin", ENDED)),
-    "old megatron int16": lambda p: ("megatron", writers.old_megatron(p / "a.bin", ENDED, "int16")),
     "datatrove": lambda p: ("datatrove", writers.datatrove(p / "a.ds", ENDED)),
     "datatrove uint32": lambda p: ("datatrove", writers.datatrove(p / "a.ds", ENDED, "uint32")),
     "datatrove, no ends": lambda p: ("datatrove", writers.datatrove(p / "a.ds", DOCUMENTS)),
@@ -142,13 +140,13 @@ def test_every_sample_once_over_changing_meshes_and_formats(tmp_path):
 
 def test_the_key_is_that_of_the_ids_in_whatever_files(tmp_path):
     keys, folders = set(), set()
-    for name in ("megatron", "old megatron", "datatrove uint32", "raw", "numpy"):
+    for name in ("megatron", "datatrove uint32", "raw", "numpy"):
         (folder := tmp_path / name).mkdir()
         corpus = prepare(config_of(*FORMATS[name](folder), cache=str(tmp_path / "cache")))
         keys.add(corpus.key)
         folders.add(corpus.directory)
         check_streams(corpus)
-    assert len(keys) == 1 and len(folders) == 5
+    assert len(keys) == 1 and len(folders) == 4
 
 
 def test_several_files_in_the_order_of_their_names(tmp_path):
