@@ -1,4 +1,4 @@
-"""Delays that hold up the operations of a strict group (floor 1)."""
+"""Delays that hold up the operations of a strict group."""
 
 import random
 from dataclasses import dataclass, field
