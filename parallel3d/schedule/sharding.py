@@ -7,7 +7,7 @@ need what they give.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from parallel3d.schedule.action import Action, Op
 
@@ -16,14 +16,6 @@ SHARDING = frozenset({Op.GATHER, Op.RELEASE, Op.REDUCE})
 _USES_WEIGHTS = frozenset({Op.F, Op.B, Op.I})  # W needs a stage's input and gradient alone
 _GIVES_GRADIENT = frozenset({Op.B, Op.W})
 Program = tuple[Action, ...]
-
-
-class _Window(NamedTuple):
-    """The computes, by their index in a program, over which a stage stays gathered."""
-
-    first: int
-    last: int
-    stage: int
 
 
 def with_sharding(program: Program, weights: Weights, reduces_once: bool) -> Program:
@@ -45,7 +37,7 @@ def with_sharding(program: Program, weights: Weights, reduces_once: bool) -> Pro
         windows = sorted(_windows(program, weights))
         free: dict[int, int] = {}  # where a stage's earlier window is over
         for i, (first, last, stage) in enumerate(windows):
-            ahead = max(windows[max(i - 1, 0)].first, free.get(stage, 0))
+            ahead = max(windows[max(i - 1, 0)][0], free.get(stage, 0))
             free[stage] = last + 1
             before.setdefault(ahead, []).append(program[first]._replace(op=Op.GATHER))
             after.setdefault(last, []).insert(0, program[last]._replace(op=Op.RELEASE))
@@ -118,28 +110,13 @@ def problems(program: Program) -> Iterator[tuple[str, Action]]:
             yield f"stage {stage} has no REDUCE", program[final[stage]]
 
 
-def most_gathered(program: Program) -> tuple[int, ...]:
-    """The stages whose weights a rank holds, or is gathering, when it holds most of them.
-
-    Empty where weights are gathered for each microbatch.
-    """
-    held: list[int] = []
-    most: tuple[int, ...] = ()
-    for action in program:
-        if action.op is Op.GATHER:
-            held.append(action.stage)
-            most = max(most, tuple(held), key=len)
-        elif action.op is Op.RELEASE:
-            held.remove(action.stage)
-    return most
-
-
 def _last_uses(program: Sequence[Action], ops: frozenset[Op]) -> dict[int, int]:
     """The index of each stage's last action of these kinds."""
     return {action.stage: i for i, action in enumerate(program) if action.op in ops}
 
 
-def _windows(program: Program, weights: Weights) -> Iterator[_Window]:
+def _windows(program: Program, weights: Weights) -> Iterator[tuple[int, int, int]]:
+    """The first and last index over which a stage stays gathered, and the stage."""
     uses: dict[int, list[int]] = {}
     for index, action in enumerate(program):
         if action.op in _USES_WEIGHTS:
@@ -148,10 +125,10 @@ def _windows(program: Program, weights: Weights) -> Iterator[_Window]:
         forwards = [i for i in indices if program[i].op is Op.F]
         backwards = [i for i in indices if program[i].op is not Op.F]
         if weights == "per_pass" and backwards and _computes_between(program, forwards, backwards):
-            yield _Window(forwards[0], forwards[-1], stage)
-            yield _Window(backwards[0], backwards[-1], stage)
+            yield forwards[0], forwards[-1], stage
+            yield backwards[0], backwards[-1], stage
         else:
-            yield _Window(indices[0], indices[-1], stage)
+            yield indices[0], indices[-1], stage
 
 
 def _computes_between(program: Program, forwards: list[int], backwards: list[int]) -> bool:

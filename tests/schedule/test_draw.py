@@ -62,7 +62,7 @@ def test_measured_spans_are_drawn_like_planned_ones() -> None:
 
 
 def test_the_svg_has_a_box_for_each_compute() -> None:
-    root = ElementTree.fromstring(draw.svg(planned("gpipe", 3, 4), title="a < b & c"))
+    root = ElementTree.fromstring(draw.figure([("a < b & c", planned("gpipe", 3, 4))]))
     titles = [element.text for element in root.iter("{http://www.w3.org/2000/svg}title")]
     assert len(titles) == 3 * 4 * 2 and "0F0: 0 to 1" in titles
     texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]

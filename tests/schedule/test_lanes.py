@@ -26,7 +26,7 @@ def sharded(name="breadth_first", sizes=(2, 4, 3), weights="per_pass", cost=unit
 
 def boxes(spans):
     """Title -> (x, width, y) of each box of a picture of 1000 pixels."""
-    root = ElementTree.fromstring(draw.svg(spans))
+    root = ElementTree.fromstring(draw.figure([("", spans)]))
     return {
         rect.find(f"{SVG}title").text: tuple(float(rect.get(k)) for k in ("x", "width", "y"))
         for rect in root.iter(f"{SVG}rect")
@@ -70,7 +70,7 @@ def test_a_picture_without_them_is_as_high_as_it_was():
     _, with_lanes = sharded()
     plain = simulate(make_schedule("breadth_first", 2, 4, 3), unit_cost)
     heights = [
-        float(ElementTree.fromstring(draw.svg(spans)).get("height"))
+        float(ElementTree.fromstring(draw.figure([("", spans)])).get("height"))
         for spans in (plain, with_lanes)
     ]
     assert heights[1] == heights[0] + 2 * 3 * 7
