@@ -49,9 +49,11 @@ def in_one_kernel(q: Tensor, dropout: float) -> bool:
 
 @cache
 def _is_there(device: torch.device) -> bool:
-    if not torch.backends.cuda.is_flash_attention_available():
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 0) and _kernel() is not None
+    return (
+        torch.backends.cuda.is_flash_attention_available()
+        and torch.cuda.get_device_capability(device) >= (8, 0)
+        and _kernel() is not None
+    )
 
 
 @cache
@@ -69,7 +71,7 @@ def _at_once(
     q: Tensor, k: Tensor, v: Tensor, segments: Segments, dropout: float, scale: float | None
 ) -> Tensor:
     bounds, longest = segments.bounds, max(segments.lengths)
-    result: Tensor = _kernel()(
+    return _kernel()(
         q,
         k,
         v,
@@ -81,7 +83,6 @@ def _at_once(
         window_size=(-1, 0),  # itself and those before
         enable_gqa=k.shape[1] != q.shape[1],
     )
-    return result
 
 
 def _one_by_one(

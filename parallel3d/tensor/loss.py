@@ -184,5 +184,4 @@ def vocab_parallel_loss(
     start, stop = even_split(vocab_size, group.size(), group.rank())
     assert len(weight) == stop - start, (weight.shape, start, stop)
     most_rows = -(-vocab_size // group.size())
-    result: Tensor = _Loss.apply(x, weight, labels, start, most_rows, group, sequence_parallel)
-    return result
+    return _Loss.apply(x, weight, labels, start, most_rows, group, sequence_parallel)
