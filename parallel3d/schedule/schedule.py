@@ -177,14 +177,14 @@ def validate(schedule: Schedule) -> None:
     _ = schedule.order  # exists only if nothing blocks for ever
 
 
-def add_communication(schedule: Schedule, cost: Cost = unit_cost) -> Schedule:
+def add_communication(schedule: Schedule) -> Schedule:
     """A schedule's computes with SEND and RECV among them, free of deadlock by construction.
 
     All programs are cuts of `sequence`, which even blocking ranks can follow; and a rank posts a
-    RECV one compute ahead, so that the transfer overlaps with it. `cost` is positive for computes.
+    RECV one compute ahead, so that the transfer overlaps with it.
     """
     programs: list[list[Action]] = [[] for _ in schedule.programs]
-    for action in sequence(schedule, cost):
+    for action in sequence(schedule):
         for end in (action, action.other_end) if action.is_send else (action,):
             programs[schedule.pp_coord_of_stage[end.stage]].append(end)
     return replace(schedule, programs=tuple(map(tuple, programs)))
@@ -198,19 +198,17 @@ def add_sharding(schedule: Schedule, weights: Weights, reduces_once: bool) -> Sc
     return whole
 
 
-def sequence(schedule: Schedule, cost: Cost = unit_cost) -> Iterator[Action]:
+def sequence(schedule: Schedule) -> Iterator[Action]:
     """All computes in the order in which they end in `simulate`, each with its SEND behind it."""
 
     def turn(span: Span) -> tuple[float, int, int]:
         # Of computes that end together the sender's comes first: so the RECV stands before the
-        # peer's, not behind it. What takes no time stays behind the compute that it follows.
-        if span.start == span.end:
-            return span.end, 2, 0
+        # peer's, not behind it.
         is_forward, stage = span.action.op == Op.F, span.action.stage
         return (span.end, 0, stage) if is_forward else (span.end, 1, -stage)
 
     assert not schedule.has_communication
-    for action, _, _ in sorted(chain.from_iterable(simulate(schedule, cost)), key=turn):
+    for action, _, _ in sorted(chain.from_iterable(simulate(schedule, unit_cost)), key=turn):
         send = _send_of(action, schedule)
         yield from (action, send) if send else (action,)
 

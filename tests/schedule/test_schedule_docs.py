@@ -1,23 +1,13 @@
-"""What the pages on schedules show is what the commands give, and their example is a schedule."""
+"""The page on schedules shows what the commands give."""
 
 import re
 import runpy
 import shlex
 import sys
-from itertools import product
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-from parallel3d.schedule.schedule import (
-    Op,
-    add_communication,
-    bubble,
-    peak_in_flight,
-    simulate,
-    validate,
-)
 from parallel3d.schedule.schedules import names
 
 pytestmark = pytest.mark.pure
@@ -61,20 +51,3 @@ def test_the_page_shows_every_measured_schedule_planned_and_measured():
         assert f"## `{name}`" in PAGE
         assert any(f"--schedule {name} " in command for command, _ in COMMANDS), name
         assert any(f"--measured docs/schedules/{name}.json" in c for c, _ in COMMANDS), name
-
-
-def test_the_example_of_the_guide_keeps_its_promises():
-    (code,) = re.findall(
-        r"```python\n(.*?)```", (ROOT / "docs/add-a-schedule.md").read_text(), re.S
-    )
-    example = ModuleType("one_by_one")
-    exec(code, example.__dict__)
-    for p, m in product(range(1, 6), range(1, 8)):
-        assert example.invalid(p, m, 1) is None and example.invalid(p, m, 2)
-        schedule = add_communication(example.schedule(p, m, 1))
-        validate(schedule)
-        for backward in (2.0, 0.75):
-            costs = {Op.F: 1.0, Op.B: backward}
-            spans = simulate(schedule, lambda action, costs=costs: costs.get(action.op, 0.0))
-            assert bubble(spans) == pytest.approx(example.bubble(p, m, 1, backward))
-        assert peak_in_flight(schedule) == example.peak_in_flight(p, m, 1)

@@ -12,7 +12,7 @@ from parallel3d.mesh.mesh import Mesh
 from parallel3d.pipeline.executor import Executor
 from parallel3d.schedule.schedule import Action, Op
 from tests.cases import Case, Trainer
-from tests.schedule.queues import reordered
+from tests.schedule.test_queues import reordered
 from tests.strict import StrictError
 from tests.strict.running import run_strictly
 
