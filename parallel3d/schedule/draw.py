@@ -39,12 +39,9 @@ _LEFT, _TOP, _ROW, _PITCH = 72, 74, 30, 36  # of a panel: margins, height of a r
 def text_grid(spans: Spans, width: int = 100) -> str:
     """One line per rank, time to the right, a `·` for each column in which the rank is idle.
 
-    Below a rank's line stands what ZeRO gathers, releases and reduces there.
-
-    Where all times are whole numbers, each unit of time has the same number of columns; a grid
-    too wide even with short labels ("F0" for "2F0", if each rank has one stage) is cut into
-    panels. Measured times are scaled to `width`. Of a long one the steady state is folded: the
-    ruler goes on with the true times behind it.
+    Below it stands what ZeRO gathers, releases and reduces there. Whole times have as many columns
+    a unit, with short labels ("F0" for "2F0") or in panels where needed; others are scaled to
+    `width`. A long timeline is folded: the ruler goes on with the true times behind the fold.
     """
     whole, timeline = spans_from_zero(spans), timeline_of(spans)
     spans, length = timeline.spans, timeline.length

@@ -1,9 +1,8 @@
 """Actions by which a rank gathers, releases and reduces what ZeRO has cut, as part of its program.
 
-A schedule file writes computes. Where ZeRO-3's weights stay gathered for more than one microbatch,
-and where gradients are reduced once a step, GATHER, RELEASE and REDUCE stand among them, so that
-they are drawn, validated, simulated and run like the rest. They hold up no compute but those that
-need what they give.
+GATHER, RELEASE and REDUCE stand among a schedule's computes where weights stay gathered for more
+than one microbatch, or gradients are reduced once a step: they are drawn, validated, simulated and
+run like the rest, and hold up no compute but those that need what they give.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,12 +20,10 @@ Program = tuple[Action, ...]
 def with_sharding(program: Program, weights: Weights, reduces_once: bool) -> Program:
     """A rank's program with the GATHER, RELEASE and REDUCE of its ZeRO stage.
 
-    `weights`: "per_microbatch" leaves gathering to F and B; "per_pass" gathers a stage before its
-    first forward and releases it after its last, and the same for its backwards; where the two
-    passes overlap, and for "per_step", it stays from its first forward to its last backward. A
-    GATHER stands where the stage before it begins, so that the weights come while that computes,
-    and no more than these two are held where stages do not take turns. `reduces_once`: a REDUCE
-    follows a stage's last gradient.
+    `weights`: "per_microbatch" leaves gathering to F and B; "per_pass" holds a stage during its
+    forwards, and during its backwards; "per_step" from its first forward to its last backward, as
+    does "per_pass" where the two overlap. A GATHER stands where the stage before it begins, so that
+    the weights come while that computes. `reduces_once`: a REDUCE follows a stage's last gradient.
     """
     before: dict[int, list[Action]] = {}
     after: dict[int, list[Action]] = {}

@@ -23,7 +23,7 @@ class Pending:
     work: Any = None
 
     def wait(self) -> Tensor:
-        """The collective's result, which all that is computed, or queued, from here on may use."""
+        """Return the result, which all that is computed, or queued, from here on may use."""
         if self.work is not None:
             self.work.wait()
         return self.result
@@ -49,10 +49,7 @@ def start_all_reduce(x: Tensor, group: dist.ProcessGroup, later: bool = True) ->
 
 
 def start_all_gather(x: Tensor, group: dist.ProcessGroup, later: bool = True) -> Pending:
-    """Start to gather a sequence's parts, in order: [..., seq / tp, size] -> [..., seq, size].
-
-    Each sample's part goes to its place in the result: nothing is copied before or after.
-    """
+    """Start to gather a sequence's parts, in order: [..., seq / tp, size] -> [..., seq, size]."""
     if group.size() == 1:
         return Pending(x)
     whole = x.new_empty((*x.shape[:-2], x.shape[-2] * group.size(), x.shape[-1]))
@@ -71,10 +68,9 @@ def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup, later: bool = True
 def _each_sample(
     collective: Any, out: Tensor, x: Tensor, group: dist.ProcessGroup, later: bool
 ) -> Any:
-    """One collective a sample, whose ranks' parts then lie one behind the other; all as one call.
+    """One collective a sample, all as one call; `out`, `x` are contiguous [..., seq or part, size].
 
-    `out` and `x` are [..., seq or its part, size] and contiguous. A rank's part of all samples
-    together would have to be put in order: a copy of the whole.
+    One of all samples would give them in the order of ranks: a copy of the whole to put it right.
     """
     outs, xs = (t.view(-1, t.shape[-2] * t.shape[-1]) for t in (out, x))
     if len(xs) == 1:

@@ -43,10 +43,9 @@ def compiles_pointwise() -> bool:
 
 
 def pointwise(function: Callable[Given, Made]) -> Callable[Given, Made]:
-    """Have a function of tensors compiled by itself under "pointwise": one kernel, or few.
+    """Compile a function of tensors by itself under "pointwise"; a compiled block takes it in.
 
-    It may not need a parameter that is not among its arguments: what ZeRO-3 gathers is there while
-    its module runs. Within a compiled block it is a part of that.
+    It may need no parameter but its arguments: ZeRO-3 gathers weights while their module runs.
     """
 
     @cache  # when it is first needed: to ask torch for it takes a second
@@ -61,7 +60,7 @@ def pointwise(function: Callable[Given, Made]) -> Callable[Given, Made]:
 
 
 def apart(reason: str) -> Callable[[Callable[Given, Made]], Callable[Given, Made]]:
-    """Leave a function out of compiled blocks, for the given reason: a graph break."""
+    """Leave a function out of compiled blocks: a graph break, for the given reason."""
 
     def decorate(function: Callable[Given, Made]) -> Callable[Given, Made]:
         chosen: list[Any] = [function, reason]
@@ -83,7 +82,7 @@ def compile_block(block: nn.Module) -> None:
 
 
 class CompiledCounts(NamedTuple):
-    """What this process has compiled: graphs, and the reasons for which functions were left out."""
+    """Graphs that this process has compiled, and how often each reason broke one."""
 
     graphs: int
     breaks: dict[str, int]

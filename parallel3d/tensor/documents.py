@@ -26,9 +26,8 @@ def attend_documents(
 ) -> Tensor:
     """Attend within documents: q [batch, heads, seq, size]; k, v with a divisor of its heads.
 
-    `scale` of the scores: None means 1/sqrt(size). Gives [batch, seq, heads, size]: by torch's
-    kernel for sequences of various lengths where it takes this (`in_one_kernel`), else by one
-    document after the other, which is the same.
+    `scale` of the scores: None means 1/sqrt(size). Gives [batch, seq, heads, size], by torch's
+    kernel for sequences of various lengths where it can (`in_one_kernel`), else one by one.
     """
     batch, _, seq, _ = q.shape
     # As the products before gave them: [batch * seq, heads, size], without a copy.

@@ -45,51 +45,27 @@ def whole(spec, name="weight", seed=0):
     return flat.view(spec.shape)
 
 
-SHAPES = [
-    (1,), (600,), (1, 7), (256, 256), (257, 300), (513, 3), (3, 300), (3, 260, 130), (2, 1, 5)
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_every_cut_gives_the_same_bits(shape):
-    """tp cuts a dim, ZeRO cuts what is left flat, padded to equal lengths."""
-    expected = whole(spec_of(shape))
-    for tp_dim in (None, *range(max(0, len(shape) - 2), len(shape))):
-        spec = spec_of(shape, tp_dim)
-        for tp, dp in [(1, 1), (1, 3), (2, 2), (3, 1), (3, 5), (4, 4)]:
-            for rank in range(tp):
-                cut = cut_of(shape, tp_dim, tp, rank)
-                numel = prod(cut.local_shape)
-                length = -(-numel // dp)
-                shards = []
-                for i in range(dp):
-                    shards.append(torch.full((length,), torch.nan))
-                    fill(shards[-1], i * length, spec, "weight", cut, 0)
-                flat = torch.cat(shards)
-                where = (tp_dim, tp, dp, rank)
-                assert torch.equal(flat[:numel].view(cut.local_shape), part(expected, cut)), where
-                assert flat[numel:].isnan().all(), "padding is left alone"
-
-
 @st.composite
 def ranges(draw):
-    """A parameter, a cut of it, and a flat range of the cut."""
+    """A parameter, a cut of it by tp, and a flat range of the cut by ZeRO, with its padding."""
     shape = draw(st.lists(st.integers(1, 600), min_size=1, max_size=2))
     shape = (*draw(st.sampled_from([(), (3,)])), *shape) if len(shape) == 2 else tuple(shape)
     tp_dim = draw(st.sampled_from([None, *range(max(0, len(shape) - 2), len(shape))]))
     tp = draw(st.integers(1, 4))
     cut = cut_of(shape, tp_dim, tp, draw(st.integers(0, tp - 1)))
-    start, stop = sorted(draw(st.integers(0, prod(cut.local_shape))) for _ in range(2))
+    start, stop = sorted(draw(st.integers(0, prod(cut.local_shape) + 5)) for _ in range(2))
     return spec_of(shape, tp_dim), cut, start, stop
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(ranges())
-def test_any_range_of_any_cut(example):
+def test_any_range_of_any_cut_has_the_same_bits(example):
     spec, cut, start, stop = example
     out = torch.full((stop - start,), torch.nan)
     fill(out, start, spec, "weight", cut, 0)
-    assert torch.equal(out, part(whole(spec), cut).flatten()[start:stop])
+    expected = part(whole(spec), cut).flatten()[start:stop]
+    assert torch.equal(out[: len(expected)], expected)
+    assert out[len(expected) :].isnan().all(), "padding is left alone"
 
 
 def test_statistics():
