@@ -121,14 +121,10 @@ def _windows(program: Program, weights: Weights) -> Iterator[tuple[int, int, int
     for stage, indices in uses.items():
         forwards = [i for i in indices if program[i].op is Op.F]
         backwards = [i for i in indices if program[i].op is not Op.F]
-        if weights == "per_pass" and backwards and _computes_between(program, forwards, backwards):
+        # Nothing stands between passes that overlap.
+        between = program[forwards[-1] + 1 : backwards[0]] if backwards else ()
+        if weights == "per_pass" and any(action.is_compute for action in between):
             yield forwards[0], forwards[-1], stage
             yield backwards[0], backwards[-1], stage
         else:
             yield indices[0], indices[-1], stage
-
-
-def _computes_between(program: Program, forwards: list[int], backwards: list[int]) -> bool:
-    """Whether a stage's passes do not overlap, and other stages' computes stand between them."""
-    between = program[forwards[-1] + 1 : backwards[0]]
-    return forwards[-1] < backwards[0] and any(action.is_compute for action in between)

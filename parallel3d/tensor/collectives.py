@@ -53,8 +53,7 @@ def start_all_gather(x: Tensor, group: dist.ProcessGroup, later: bool = True) ->
     if group.size() == 1:
         return Pending(x)
     whole = x.new_empty((*x.shape[:-2], x.shape[-2] * group.size(), x.shape[-1]))
-    work = _each_sample(all_gather_single, whole, x.contiguous(), group, later)
-    return Pending(whole, work)
+    return Pending(whole, _each_sample(all_gather_single, whole, x.contiguous(), group, later))
 
 
 def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup, later: bool = True) -> Pending:

@@ -20,9 +20,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tests.strict.communicator import Communicator, QueueWatch, StrictError
+from tests.strict.communicator import (
+    NAME,
+    Communicator,
+    QueueWatch,
+    StrictError,
+    StrictOptions,
+)
 from tests.strict.group import StrictGroup
-from tests.strict.options import NAME, StrictOptions
 
 __all__ = ["NAME", "StrictError", "StrictGroup", "StrictOptions", "strict"]
 

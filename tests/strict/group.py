@@ -10,9 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.mesh.groups import join_one_of
-from tests.strict.communicator import DATA, Communicator
+from tests.strict.communicator import DATA, NAME, Communicator
 from tests.strict.operation import Handle, Operation, describe, on_host
-from tests.strict.options import NAME
 
 _Base: Any = dist.ProcessGroup  # as torch calls it from Python, not as its stubs have it
 
