@@ -1,7 +1,9 @@
-"""The pictures, and launch/draw.py; whole grids are compared with docs/schedules.md's."""
+"""The pictures, launch/draw.py, and docs/schedules.md, which shows what the command gives."""
 
 import json
+import re
 import runpy
+import shlex
 import subprocess
 import sys
 from itertools import pairwise
@@ -21,12 +23,16 @@ from parallel3d.schedule.schedule import (
     simulate,
     unit_cost,
 )
-from parallel3d.schedule.schedules import make_schedule
+from parallel3d.schedule.schedules import make_schedule, names
 
 pytestmark = pytest.mark.pure
 
 SVG = "{http://www.w3.org/2000/svg}"
-SCRIPT = str(Path(__file__).parents[2] / "launch" / "draw.py")
+ROOT = Path(__file__).parents[2]
+SCRIPT = str(ROOT / "launch" / "draw.py")
+PAGE = (ROOT / "docs" / "schedules.md").read_text()
+# A command, and the indented lines below it.
+COMMANDS = re.findall(r"(?m)^    \$ python launch/draw\.py (.*)\n((?:    [^$].*\n)*)", PAGE)
 
 
 def planned(name: str, *sizes: int):
@@ -257,3 +263,30 @@ def test_it_runs_without_torch() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert "bubble          27.3%" in done.stdout
+
+
+@pytest.mark.parametrize(("command", "shown"), COMMANDS, ids=[c for c, _ in COMMANDS])
+def test_a_command_of_the_page_gives_what_the_page_shows(
+    command, shown, tmp_path, monkeypatch, capsys
+) -> None:
+    arguments = shlex.split(command)
+    place = arguments.index("--svg") + 1
+    expected = (ROOT / arguments[place]).read_text()
+    assert f"]({Path(arguments[place]).relative_to('docs')})" in PAGE
+    arguments[place] = str(tmp_path / "picture.svg")
+    monkeypatch.chdir(ROOT)
+    assert run_script(monkeypatch, *arguments) == 0
+    lines = [line.removeprefix("    ").rstrip() for line in shown.rstrip().splitlines()]
+    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert lines == printed[: len(lines)]
+    assert (tmp_path / "picture.svg").read_text() == expected
+
+
+def test_the_page_shows_every_measured_schedule_planned_and_measured():
+    """A schedule that was added without a measured run needs no place on the page."""
+    measured = {file.stem for file in (ROOT / "docs" / "schedules").glob("*.json")}
+    assert {"gpipe", "interleaved", "one_f_one_b", "v_shape"} <= measured <= set(names())
+    for name in measured:
+        assert f"## `{name}`" in PAGE
+        assert any(f"--schedule {name} " in command for command, _ in COMMANDS), name
+        assert any(f"--measured docs/schedules/{name}.json" in c for c, _ in COMMANDS), name
