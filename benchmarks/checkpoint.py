@@ -17,7 +17,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import statistics
 import sys
 import tempfile
@@ -35,9 +34,11 @@ import torch.multiprocessing as mp
 from contenders import Contender, DeepSpeed, Ours, Torch, digest_of, trained, wipe
 from rich.filesize import decimal
 
-from parallel3d.engine import Engine, EngineSettings
+from parallel3d.calibrate.steps import SmallRun
+from parallel3d.engine import Engine
 from parallel3d.mesh.launch import Launch
 from parallel3d.mesh.mesh import Mesh
+from parallel3d.verify.local_ranks import free_port
 
 TIMES = ("save", "stall", "memcpy", "load", "load verified")
 _SECONDS = "{:.2f} s".format
@@ -165,13 +166,11 @@ def on_rank(rank: int, args: argparse.Namespace, folder: Path) -> None:
     with redirect_stdout(sys.stderr):  # DeepSpeed talks
         mesh = Mesh(dp=args.ranks, launch=Launch(rank, args.ranks, rank, args.ranks))
         torch.serialization.set_crc32_options(args.crc32)
-        settings = EngineSettings(
-            micro_batch_size=1,
-            zero_stage=args.zero,
-            precision=args.precision,
-            offload_optimizer=args.offload,
-        )
-        engine, layers = trained(mesh, args.hidden, args.layers, args.vocab, settings)
+        run = SmallRun(
+            (1, args.ranks, 1), args.zero, args.hidden, args.layers, micro=1, microbatches=1,
+            seq=16, vocab=args.vocab, offload=args.offload, precision=args.precision,
+        )  # fmt: skip
+        engine, layers = trained(mesh, run)
         rivals: dict[str, Contender] = {
             OURS: Ours(engine, mesh, folder / "ours", layers),
             UNHASHED: Ours(engine, mesh, folder / "unhashed", layers, hashed=False),
@@ -261,7 +260,7 @@ def main() -> None:
     )
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     folder = Path(tempfile.mkdtemp(prefix="checkpoint-benchmark-", dir=args.folder))
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     ranks = mp.spawn(on_rank, (args, folder), args.ranks, join=False)
@@ -273,12 +272,6 @@ def main() -> None:
             process.kill()
             process.join()
         shutil.rmtree(folder)
-
-
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 if __name__ == "__main__":

@@ -14,43 +14,29 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, F
 from xxhash import xxh3_128
 
 from parallel3d import models
+from parallel3d.calibrate.steps import SmallRun
 from parallel3d.checkpoint import resume
 from parallel3d.checkpoint.load import load
 from parallel3d.checkpoint.manifest import read_manifest, read_state
 from parallel3d.checkpoint.save import Saver
-from parallel3d.engine import KINDS, Engine, EngineSettings
+from parallel3d.engine import KINDS, Engine
 from parallel3d.mesh.mesh import Mesh
-from parallel3d.model.spec import LayerSpec, Shape
-from parallel3d.pipeline.executor import Executor, Microbatch
-from parallel3d.pipeline.stages import build_stages
-from parallel3d.schedule.schedules import make_schedule
+from parallel3d.model.spec import LayerSpec
+from parallel3d.pipeline.executor import Microbatch
+from parallel3d.train.assembly import assemble
 
-SEQ = 16
 # What state.json must have of a run, and this is none.
 UNUSED = ("tokens", "next_sample", "config", "mesh", "tokenizer", "corpus")
 
 
-def trained(
-    mesh: Mesh, hidden: int, num_layers: int, vocab: int, settings: EngineSettings
-) -> tuple[Engine, list[LayerSpec]]:
+def trained(mesh: Mesh, run: SmallRun) -> tuple[Engine, list[LayerSpec]]:
     """An engine after one step, so that the moments are not zeros, and the model's layers."""
-    config = models.config_class("gpt")(
-        family="gpt",
-        hidden_size=hidden,
-        num_hidden_layers=num_layers,
-        num_attention_heads=hidden // 32,
-        vocab_size=vocab,
-        max_position_embeddings=SEQ,
-    )
-    schedule = make_schedule("gpipe", 1, 1)
-    layers = models.layers(config)
-    stages = build_stages(layers, schedule, settings, mesh=mesh, shape=Shape(1, SEQ))
-    engine = Engine(stages.module, stages.held, settings, mesh=mesh)
-    text = torch.randint(vocab, (1, SEQ + 1), device=mesh.device)
-    batch = [Microbatch(text[:, :-1].contiguous(), text[:, 1:].contiguous())]
-    Executor(schedule, mesh, engine, key=stages.key, hidden_shape=(1, SEQ, hidden)).run(batch)
-    engine.step(1e-3)
-    return engine, layers
+    config = run.config()
+    parts = assemble(config, mesh)
+    text = torch.randint(run.vocab, (1, run.seq + 1), device=mesh.device)
+    parts.executor.run([Microbatch(text[:, :-1].contiguous(), text[:, 1:].contiguous())])
+    parts.engine.step(1e-3)
+    return parts.engine, models.layers(config.model)
 
 
 class Contender:

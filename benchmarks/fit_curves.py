@@ -1,6 +1,6 @@
 """Fit the planner's efficiency curves on published runs, and once more without each group.
 
-    python benchmarks/fit_curves.py TABLE.csv [--out parallel3d/plan/time/curves.json] [--quick]
+    python -m benchmarks.fit_curves TABLE.csv [--out parallel3d/plan/time/curves.json] [--quick]
 
 Least squares of the logarithm of the step time; every group of sources weighs the same, whatever
 its number of rows. One set of parameters for all devices and programs: no constant of a source.

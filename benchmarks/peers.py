@@ -14,12 +14,13 @@ import argparse
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from parallel3d.verify.local_ranks import free_port
 
 FOLDER = Path(__file__).parent / "contestants"
 THRESHOLDS = ("param_persistence_threshold", "max_live_parameters", "max_reuse_distance")
@@ -65,11 +66,8 @@ CONTESTANTS = {
 
 def once(command: str, ranks: int, seconds: float) -> dict[str, Any]:
     """The result of one run of a contestant, or why there is none."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(ranks)]
-    launcher += ["--master_addr", "127.0.0.1", "--master_port", str(port)]
+    launcher += ["--master_addr", "127.0.0.1", "--master_port", str(free_port())]
     script, *options = command.split()
     words = [sys.executable, *(launcher if ranks > 1 else []), str(FOLDER / script), *options]
     root = str(FOLDER.parents[1])

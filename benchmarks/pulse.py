@@ -18,14 +18,11 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from parallel3d import models
-from parallel3d.engine import Engine, EngineSettings
+from parallel3d.calibrate.steps import SmallRun
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.pulse import rank as pulse
-from parallel3d.model.spec import Shape
-from parallel3d.pipeline.executor import Executor, Microbatch
-from parallel3d.pipeline.stages import build_stages
-from parallel3d.schedule.schedules import make_schedule
+from parallel3d.pipeline.executor import Microbatch
+from parallel3d.train.assembly import assemble
 from parallel3d.verify.local_ranks import run_locally
 
 
@@ -76,25 +73,18 @@ def on_rank(rank: int, args: argparse.Namespace) -> dict[str, Any]:
 
 def step_of(args: argparse.Namespace, mesh: Mesh) -> Any:
     """A step of a GPT of the sizes asked for, under 1F1B with four microbatches a rank."""
-    config = models.config_class("gpt")(
-        family="gpt", hidden_size=args.hidden, num_hidden_layers=args.layers * args.ranks,
-        num_attention_heads=args.hidden // 32, vocab_size=4096, max_position_embeddings=args.seq,
+    run = SmallRun(
+        (args.ranks, 1, 1), 1, args.hidden, args.layers * args.ranks, micro=args.batch,
+        microbatches=4 * args.ranks, seq=args.seq, vocab=4096, schedule="one_f_one_b",
     )  # fmt: skip
-    text = torch.randint(4096, (4 * args.ranks, args.batch, args.seq + 1))
+    parts = assemble(run.config(), mesh)
+    text = torch.randint(run.vocab, (run.microbatches, args.batch, args.seq + 1))
     batch = [Microbatch(t[:, :-1].contiguous(), t[:, 1:].contiguous()) for t in text]
-    settings = EngineSettings(micro_batch_size=args.batch, gradient_clipping=1.0, zero_stage=1)
-    schedule = make_schedule("one_f_one_b", args.ranks, len(batch))
-    shape = Shape(args.batch, args.seq)
-    stages = build_stages(models.layers(config), schedule, settings, mesh=mesh, shape=shape)
-    owners = schedule.pp_coord_of_stage[0], schedule.pp_coord_of_stage[-1]
-    engine = Engine(stages.module, stages.held, settings, mesh=mesh, owners=owners)
-    hidden = (args.batch, args.seq, config.hidden_size)
-    executor = Executor(schedule, mesh, engine, key=stages.key, hidden_shape=hidden)
 
     def step() -> None:
-        executor.run(batch)
+        parts.executor.run(batch)
         mesh.gather_floats([0.0])
-        engine.step(1e-3)
+        parts.engine.step(1e-3)
 
     return step
 

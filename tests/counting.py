@@ -1,4 +1,4 @@
-"""Counts the bytes of all tensors that are alive, storage by storage, while code runs."""
+"""Operators that run, and the bytes of all tensors that are alive, storage by storage."""
 
 import weakref
 
@@ -51,3 +51,19 @@ class Counting(TorchDispatchMode):
         if known is reference:
             self.bytes -= size
             del self._alive[key]
+
+
+class Calls(TorchDispatchMode):
+    """Every operator that runs, with its arguments: `calls` has (function, arguments)."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls.append((func, args))
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def names(self):
+        return [func.name() for func, _ in self.calls]

@@ -1,4 +1,4 @@
-"""What the README shows is what the commands print."""
+"""What the documents show is what the commands print, and what they link to is there."""
 
 import re
 import subprocess
@@ -29,13 +29,24 @@ def test_the_readme_shows_the_schedule_that_draw_prints(tmp_path):
     assert picture.read_text() == (ROOT / "docs" / "gpipe-pp2-m4.svg").read_text()
 
 
-def test_the_files_that_the_documents_name_exist():
-    for document in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
-        prose = re.sub(r"`[^`]*`", "", document.read_text())
-        for target in re.findall(r"\]\(([^)]+)\)", prose):
-            path = target.partition("#")[0]
-            if "://" not in target and path:
-                assert (document.parent / path).exists(), (document.name, target)
+def headings(page):
+    """The anchors of a Markdown file's headings, as mkdocs makes them."""
+    found = set()
+    for heading in re.findall(r"(?m)^#+ (.*)$", page.read_text()):
+        plain = re.sub(r"[^\w\s-]", "", heading.replace("`", "")).strip().lower()
+        found.add(re.sub(r"[-\s]+", "-", plain))
+    return found
+
+
+def test_links_lead_to_files_and_headings():
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
+        prose = re.sub(r"`[^`]*`", "", page.read_text())
+        for target in re.findall(r"\]\(([^)\s]+)\)", prose):
+            path, _, anchor = target.partition("#")
+            if "://" not in target:
+                place = page.parent / path if path else page
+                assert place.exists(), (page.name, target)
+                assert not anchor or anchor in headings(place), (page.name, target)
 
 
 def test_the_table_of_settings_is_what_the_command_prints(monkeypatch):

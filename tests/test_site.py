@@ -1,4 +1,4 @@
-"""The site of mkdocs.yml: pages, links, and (`-m slow`, with the extra `docs`) its build."""
+"""The site of mkdocs.yml: pages, and (`-m slow`, with the extra `docs`) its build."""
 
 import re
 import subprocess
@@ -14,23 +14,6 @@ from docs import site_pages
 pytestmark = pytest.mark.pure
 
 ROOT = Path(__file__).parents[1]
-
-
-def headings(page):
-    """The anchors of a Markdown file's headings, as mkdocs makes them."""
-    found = set()
-    for heading in re.findall(r"(?m)^#+ (.*)$", page.read_text()):
-        plain = re.sub(r"[^\w\s-]", "", heading.replace("`", "")).strip().lower()
-        found.add(re.sub(r"[-\s]+", "-", plain))
-    return found
-
-
-def test_every_anchor_that_a_page_links_to_is_a_heading():
-    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
-        for target in re.findall(r"\]\(([^)\s]+#[^)\s]+)\)", page.read_text()):
-            if "://" not in target:
-                path, _, anchor = target.partition("#")
-                assert anchor in headings((page.parent / path) if path else page), (page, target)
 
 
 def test_the_navigation_names_each_page_once_and_pages_that_exist():

@@ -100,6 +100,24 @@ def batch(step: int, dp_coord: int, dp: int) -> tuple[Tensor, Tensor]:
     return mine[:, :-1].contiguous(), mine[:, 1:].contiguous()
 
 
+def microbatches(tokens: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """The tokens and labels of each microbatch of a rank's step."""
+    return list(zip(tokens.split(MICRO), labels.split(MICRO), strict=True))
+
+
+def deepspeed_config(stage: int, dp: int) -> dict[str, Any]:
+    """The config of DeepSpeed's contestants."""
+    adam = {"lr": LR, "weight_decay": WEIGHT_DECAY, "torch_adam": True}
+    return {
+        "train_micro_batch_size_per_gpu": MICRO,
+        "gradient_accumulation_steps": GLOBAL // MICRO // dp,
+        "gradient_clipping": CLIP,
+        "steps_per_print": 10**9,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW", "params": adam},
+    }
+
+
 def resident_bytes() -> int:
     """Bytes of this process in memory."""
     with open("/proc/self/statm") as file:

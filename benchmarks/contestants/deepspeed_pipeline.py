@@ -13,24 +13,15 @@ dp = dist.get_world_size() // options.pp
 model = PipelineModule(
     common.layers(), num_stages=options.pp, loss_fn=common.loss_fn, partition_method="uniform"
 )
-adam = {"lr": common.LR, "weight_decay": common.WEIGHT_DECAY, "torch_adam": True}
 engine, *_ = deepspeed.initialize(
     model=model,
     model_parameters=[p for p in model.parameters() if p.requires_grad],
-    config={
-        "train_micro_batch_size_per_gpu": common.MICRO,
-        "gradient_accumulation_steps": common.GLOBAL // common.MICRO // dp,
-        "gradient_clipping": common.CLIP,
-        "steps_per_print": 10**9,
-        "zero_optimization": {"stage": 1},
-        "optimizer": {"type": "AdamW", "params": adam},
-    },
+    config=common.deepspeed_config(1, dp),
 )
 
 
 def step(tokens: Tensor, labels: Tensor) -> Tensor | None:
-    pairs = zip(tokens.split(common.MICRO), labels.split(common.MICRO), strict=True)
-    loss: Tensor = engine.train_batch(iter(pairs))
+    loss: Tensor = engine.train_batch(iter(common.microbatches(tokens, labels)))
     return loss
 
 

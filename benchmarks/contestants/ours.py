@@ -56,7 +56,7 @@ parts = assemble(config, mesh)
 
 
 def step(tokens: Tensor, labels: Tensor) -> Tensor | None:
-    pairs = zip(tokens.split(common.MICRO), labels.split(common.MICRO), strict=True)
+    pairs = common.microbatches(tokens, labels)
     loss = parts.executor.run([Microbatch(x, y) for x, y in pairs])
     parts.engine.step(common.LR)
     return loss if mesh.coord("pp") == pp - 1 else None

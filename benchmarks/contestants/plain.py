@@ -15,7 +15,7 @@ optimizer = torch.optim.AdamW(
 
 def step(tokens: Tensor, labels: Tensor) -> Tensor | None:
     count, total = common.GLOBAL // common.MICRO, torch.zeros(())
-    for x, y in zip(tokens.split(common.MICRO), labels.split(common.MICRO), strict=True):
+    for x, y in common.microbatches(tokens, labels):
         loss = common.loss_fn(model(x), y) / count
         loss.backward()
         total += loss.detach()

@@ -87,11 +87,8 @@ def pipeline(tokens: Tensor, labels: Tensor) -> Tensor | None:
 
 
 def alone(tokens: Tensor, labels: Tensor) -> Tensor | None:
-    total, pairs = (
-        torch.zeros(()),
-        zip(tokens.split(common.MICRO), labels.split(common.MICRO), strict=True),
-    )
-    for number, (x, y) in enumerate(pairs):
+    total = torch.zeros(())
+    for number, (x, y) in enumerate(common.microbatches(tokens, labels)):
         final = number == count - 1
         stage.set_requires_gradient_sync(final)
         stage.set_is_last_backward(final)

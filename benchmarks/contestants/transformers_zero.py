@@ -38,24 +38,16 @@ with torch.no_grad():
     model.lm_head.weight.copy_(head.weight)
 del embed, blocks, head
 model.train()
-adam = {"lr": common.LR, "weight_decay": common.WEIGHT_DECAY, "torch_adam": True}
 engine, *_ = deepspeed.initialize(
     model=model,
     model_parameters=model.parameters(),
-    config={
-        "train_micro_batch_size_per_gpu": common.MICRO,
-        "gradient_accumulation_steps": count,
-        "gradient_clipping": common.CLIP,
-        "steps_per_print": 10**9,
-        "zero_optimization": {"stage": options.stage},
-        "optimizer": {"type": "AdamW", "params": adam},
-    },
+    config=common.deepspeed_config(options.stage, dp),
 )
 
 
 def step(tokens: Tensor, labels: Tensor) -> Tensor | None:
     total = torch.zeros(())
-    for x, y in zip(tokens.split(common.MICRO), labels.split(common.MICRO), strict=True):
+    for x, y in common.microbatches(tokens, labels):
         loss = common.loss_fn(engine(input_ids=x).logits, y)
         engine.backward(loss)
         engine.step()

@@ -1,4 +1,9 @@
-"""Pictures of a pipeline, from Spans: a planned run and a measured one are drawn alike."""
+"""Pictures of a pipeline, from Spans: a planned run and a measured one are drawn alike.
+
+What ZeRO gathers, holds and reduces stands in lanes below a rank's computes, one for each stage: a
+box while its weights come (GATHER), a line for as long as they are held (until RELEASE), and a box
+while its gradients are reduced (REDUCE).
+"""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -8,26 +13,35 @@ from statistics import mean
 from typing import Any
 
 from parallel3d.base.errors import ScheduleError
-from parallel3d.schedule import lanes
 from parallel3d.schedule.action import Action, Cost, Op, Span, Spans
 from parallel3d.schedule.fold import Timeline, fold, tick_step
 from parallel3d.schedule.schedule import Schedule, bubble, validate
+from parallel3d.schedule.sharding import SHARDING
 
-_NAMES = {Op.F: "forward", Op.B: "backward", Op.I: "input gradient", Op.W: "weight gradient"}
+_NAMES = {
+    Op.F: "forward",
+    Op.B: "backward",
+    Op.I: "input gradient",
+    Op.W: "weight gradient",
+    Op.GATHER: "gather",
+    Op.REDUCE: "reduce",
+}
 _HEAD = 8  # columns of "rank 0  "
 _HUES = {Op.F: 0.59, Op.B: 0.38, Op.I: 0.48, Op.W: 0.09}
+_LANE = 7  # height of a lane in a picture, with the gap above it
+_LANE_COLOURS = {Op.GATHER: "#0c8599", Op.REDUCE: "#9c36b5"}
+_HELD_COLOUR = "#66b8c4"
+_LETTERS = {Op.GATHER: "G", Op.RELEASE: "X", Op.REDUCE: "R"}
+_LEGEND = "G: gathers a stage's weights, X: lets go of them, R: reduces its gradients"
 _LEFT, _TOP, _ROW, _PITCH = 72, 74, 30, 36  # of a panel: margins, height of a row, row to row
 
 
 def text_grid(spans: Spans, width: int = 100) -> str:
     """One line per rank, time to the right, a `·` for each column in which the rank is idle.
 
-    Below a rank's line stands what ZeRO gathers, releases and reduces there (lanes.text).
-
-    Where all times are whole numbers, each unit of time has the same number of columns; a grid
-    too wide even with short labels ("F0" for "2F0", if each rank has one stage) is cut into
-    panels. Measured times are scaled to `width`. Of a long one the steady state is folded: the
-    ruler goes on with the true times behind it.
+    Below it stands what ZeRO gathers, releases and reduces there. Whole times have as many columns
+    a unit, with short labels ("F0" for "2F0") or in panels where needed; others are scaled to
+    `width`. A long timeline is folded: the ruler goes on with the true times behind the fold.
     """
     whole, timeline = spans_from_zero(spans), timeline_of(spans)
     spans, length = timeline.spans, timeline.length
@@ -56,8 +70,8 @@ def text_grid(spans: Spans, width: int = 100) -> str:
             row = row[:at] + cut.label.center(to - at)[: to - at] + row[to:]
         rows.append(row)
         heads.append(f"rank {coord}")
-        if lanes.lanes_of(all_of_it):
-            rows.append(lanes.text(all_of_it, timeline, columns).ljust(len(row)))
+        if _lanes_of(all_of_it):
+            rows.append(_lane_text(all_of_it, timeline, columns).ljust(len(row)))
             heads.append("")
 
     step = tick_step(8 / columns)
@@ -66,7 +80,7 @@ def text_grid(spans: Spans, width: int = 100) -> str:
         if len(ruler) < round(place * columns) or not ruler:
             ruler = ruler.ljust(round(place * columns)) + f"{time:g}"
     drawn = _panels(heads, [ruler[: len(rows[0])], *rows], width - _HEAD, step * columns)
-    return f"{drawn}\n\n{lanes.LEGEND}" if "" in heads else drawn
+    return f"{drawn}\n\n{_LEGEND}" if "" in heads else drawn
 
 
 def _panels(heads: list[str], lines: list[str], room: int, unit: float) -> str:
@@ -90,17 +104,13 @@ def _cell(labels: tuple[str, ...], width: int) -> str:
     return "─" * width
 
 
-def svg(spans: Spans, title: str = "", width: int = 1000) -> str:
-    """A drawing of the computes: rows are ranks, colours operations, darker for later stages."""
-    return figure([(title, spans)], width)
-
-
 def figure(
     panels: Sequence[tuple[str, Spans]], width: int = 1000, idle: float | None = None
 ) -> str:
-    """Drawings of several (title, spans), one below the other, on one scale of time.
+    """Drawings (SVG) of several (title, spans), one below the other, on one scale of time.
 
-    `idle`: the bubble where the spans are of a part of the step alone.
+    Rows are ranks, colours operations, darker for later stages. `idle`: the bubble, where the spans
+    are of a part of the step alone.
     """
     shifted = [(title, spans_from_zero(spans), timeline_of(spans)) for title, spans in panels]
     scale = (width - _LEFT - 24) / max(timeline.length for *_, timeline in shifted)
@@ -153,12 +163,11 @@ def _heading(title: str, spans: Spans, idle: float, y: int) -> Iterator[str]:
     yield f'<text x="{_LEFT}" y="{y + 52}">bubble {idle:.1%}</text>'
     x = _LEFT + 110
     present = {span.action.op for rank in spans for span in rank}
-    names = _NAMES | lanes.NAMES
-    for op in filter(present.__contains__, names):
-        shade = lanes.COLOURS.get(op) or _shade(op, 0.4)
+    for op in filter(present.__contains__, _NAMES):
+        shade = _LANE_COLOURS.get(op) or _shade(op, 0.4)
         yield f'<rect x="{x}" y="{y + 41}" width="13" height="13" rx="3" fill="{shade}"/>'
-        yield f'<text x="{x + 19}" y="{y + 52}">{names[op]}</text>'
-        x += 45 + 7 * len(names[op])
+        yield f'<text x="{x + 19}" y="{y + 52}">{_NAMES[op]}</text>'
+        x += 45 + 7 * len(_NAMES[op])
     legend = "numbers are microbatches, darker is a later stage"
     if Op.GATHER in present:
         legend = "line: weights held, a lane a stage"
@@ -166,8 +175,8 @@ def _heading(title: str, spans: Spans, idle: float, y: int) -> Iterator[str]:
 
 
 def _pitch(spans: Spans) -> int:
-    """From a rank's row to the next one's."""
-    return _PITCH + lanes.height(spans)
+    """From a rank's row to the next one's, with room for the lanes between them."""
+    return _PITCH + _LANE * max(len(_lanes_of(rank)) for rank in spans)
 
 
 def _rows(whole: Spans, timeline: Timeline, scale: float, top: int) -> Iterator[str]:
@@ -176,9 +185,7 @@ def _rows(whole: Spans, timeline: Timeline, scale: float, top: int) -> Iterator[
     num_stages = 1 + max(span.action.stage for rank in spans for span in rank)
     for coord, rank in enumerate(spans):
         y = top + pitch * coord
-        below = {"left": _LEFT, "top": y + _ROW, "scale": scale}
-        if drawn := lanes.svg(whole[coord], timeline, **below):
-            yield drawn
+        yield from _lane_boxes(whole[coord], timeline, scale, y + _ROW)
         yield f'<text x="{_LEFT - 12}" y="{y + 20}" text-anchor="end">rank {coord}</text>'
         yield (
             f'<rect x="{_LEFT}" y="{y}" width="{length * scale:.2f}" height="{_ROW}" rx="4" '
@@ -204,6 +211,63 @@ def _shade(op: Op, depth: float) -> str:
     return "#" + "".join(
         f"{round(255 * c):02x}" for c in hls_to_rgb(_HUES[op], 0.53 - 0.25 * depth, 0.5)
     )
+
+
+def _is_drawn(action: Action) -> bool:
+    return action.is_compute or action.op in SHARDING
+
+
+def _lanes_of(rank: Sequence[Span]) -> dict[int, int]:
+    """The lane of each stage of which a rank gathers or reduces anything, from the top."""
+    stages = {span.action.stage for span in rank if span.action.op in SHARDING}
+    return {stage: lane for lane, stage in enumerate(sorted(stages))}
+
+
+def _held(rank: Sequence[Span]) -> Iterator[tuple[int, float, float]]:
+    """Each stage whose weights a rank holds, from the end of a GATHER to the RELEASE (seconds)."""
+    since: dict[int, float] = {}
+    for action, start, end in rank:
+        if action.op == Op.GATHER:
+            since[action.stage] = end
+        elif action.op == Op.RELEASE and action.stage in since:
+            yield action.stage, since.pop(action.stage), start
+
+
+def _lane_boxes(
+    rank: Sequence[Span], timeline: Timeline, scale: float, top: float
+) -> Iterator[str]:
+    """The lanes of a rank, whose spans count from the picture's own zero, from `top` down."""
+    lanes = _lanes_of(rank)
+
+    def box(stage: int, start: float, end: float, down: int, style: str, title: str) -> str:
+        x, to = (_LEFT + timeline.at(time) * scale for time in (start, end))
+        y, width = top + _LANE * lanes[stage] + down, max(to - x, 2.0)
+        title = f"<title>{title}: {start:g} to {end:g}</title>"
+        return f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" {style}>{title}</rect>'
+
+    for stage, start, end in _held(rank):
+        style = f'height="2" fill="{_HELD_COLOUR}"'
+        yield box(stage, start, end, 3, style, f"stage {stage}'s weights are held")
+    for action, start, end in rank:
+        if colour := _LANE_COLOURS.get(action.op):
+            style = f'height="6" rx="1" fill="{colour}"'
+            yield box(action.stage, start, end, 1, style, str(action))
+
+
+def _lane_text(rank: Sequence[Span], timeline: Timeline, columns: float) -> str:
+    """One line: G2 where stage 2 is gathered, X2 where it is let go of, R2 where it is reduced.
+
+    A mark is as long as what it stands for; where it has no room it moves to the right.
+    """
+    line = ""
+    for action, start, end in sorted(rank, key=lambda span: span.start):
+        if action.op not in _LETTERS:
+            continue
+        at, to = (round(timeline.at(time) * columns) for time in (start, end))
+        mark = f"{_LETTERS[action.op]}{action.stage}"
+        line = line.ljust(at) + (" " if len(line) > at else "")
+        line += mark.ljust(to - len(line), "─")
+    return line
 
 
 def chrome_trace(spans: Spans) -> dict[str, Any]:
@@ -273,7 +337,7 @@ def mean_costs(spans: Spans) -> Cost:
         for action, start, end in rank:
             seconds[action.op, action.stage].append(end - start)
     means = {place: mean(values) for place, values in seconds.items()}
-    return lambda action: means[action.op, action.stage] if lanes.is_drawn(action) else 0.0
+    return lambda action: means[action.op, action.stage] if _is_drawn(action) else 0.0
 
 
 def seconds(spans: Spans) -> float:
@@ -283,7 +347,7 @@ def seconds(spans: Spans) -> float:
 
 def start(spans: Spans) -> float:
     """When what is drawn begins."""
-    return min(s.start for rank in spans for s in rank if lanes.is_drawn(s.action))
+    return min(s.start for rank in spans for s in rank if _is_drawn(s.action))
 
 
 def spans_from_zero(spans: Spans) -> Spans:
@@ -293,7 +357,7 @@ def spans_from_zero(spans: Spans) -> Spans:
         tuple(
             s._replace(start=float(s.start - begin), end=float(s.end - begin))
             for s in sorted(rank, key=lambda s: s.start)
-            if lanes.is_drawn(s.action)
+            if _is_drawn(s.action)
         )
         for rank in spans
     )

@@ -1,8 +1,4 @@
-"""The steady state of a long timeline folded away: warm-up and cool-down are what differs.
-
-Between them every rank repeats itself: a picture of thousands of boxes says no more than one of
-hundreds.
-"""
+"""The steady state of a long timeline, in which every rank repeats itself, folded away."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

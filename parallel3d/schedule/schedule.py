@@ -4,7 +4,7 @@
 `add_communication` ask it, so a schedule file writes the order of its computes and nothing else.
 """
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
@@ -14,7 +14,6 @@ from typing import NoReturn
 from parallel3d.base.errors import ScheduleError
 from parallel3d.schedule.action import Action, Cost, Op, Span, Spans, unit_cost
 from parallel3d.schedule.sharding import SHARDING, Weights, gathers, problems, with_sharding
-from parallel3d.schedule.simulate import bubble, times_of
 
 __all__ = [
     "Action",
@@ -25,6 +24,7 @@ __all__ = [
     "add_communication",
     "add_sharding",
     "bubble",
+    "idle_fraction",
     "needs",
     "peak_in_flight",
     "sequence",
@@ -177,50 +177,89 @@ def validate(schedule: Schedule) -> None:
     _ = schedule.order  # exists only if nothing blocks for ever
 
 
-def add_communication(schedule: Schedule, cost: Cost = unit_cost) -> Schedule:
+def add_communication(schedule: Schedule) -> Schedule:
     """A schedule's computes with SEND and RECV among them, free of deadlock by construction.
 
     All programs are cuts of `sequence`, which even blocking ranks can follow; and a rank posts a
-    RECV one compute ahead, so that the transfer overlaps with it. `cost` is positive for computes.
+    RECV one compute ahead, so that the transfer overlaps with it.
     """
     programs: list[list[Action]] = [[] for _ in schedule.programs]
-    for action in sequence(schedule, cost):
+    for action in sequence(schedule):
         for end in (action, action.other_end) if action.is_send else (action,):
             programs[schedule.pp_coord_of_stage[end.stage]].append(end)
     return replace(schedule, programs=tuple(map(tuple, programs)))
 
 
 def add_sharding(schedule: Schedule, weights: Weights, reduces_once: bool) -> Schedule:
-    """A schedule's programs with GATHER, RELEASE and REDUCE among them, validated.
-
-    Each program is what `with_sharding` makes of it.
-    """
+    """A schedule's programs with GATHER, RELEASE and REDUCE (`with_sharding`), validated."""
     programs = tuple(with_sharding(p, weights, reduces_once) for p in schedule.programs)
     whole = replace(schedule, programs=programs)
     validate(whole)
     return whole
 
 
-def sequence(schedule: Schedule, cost: Cost = unit_cost) -> Iterator[Action]:
+def sequence(schedule: Schedule) -> Iterator[Action]:
     """All computes in the order in which they end in `simulate`, each with its SEND behind it."""
 
     def turn(span: Span) -> tuple[float, int, int]:
         # Of computes that end together the sender's comes first: so the RECV stands before the
-        # peer's, not behind it. What takes no time stays behind the compute that it follows.
-        if span.start == span.end:
-            return span.end, 2, 0
+        # peer's, not behind it.
         is_forward, stage = span.action.op == Op.F, span.action.stage
         return (span.end, 0, stage) if is_forward else (span.end, 1, -stage)
 
     assert not schedule.has_communication
-    for action, _, _ in sorted(chain.from_iterable(simulate(schedule, cost)), key=turn):
+    for action, _, _ in sorted(chain.from_iterable(simulate(schedule, unit_cost)), key=turn):
         send = _send_of(action, schedule)
         yield from (action, send) if send else (action,)
 
 
 def simulate(schedule: Schedule, cost: Cost) -> Spans:
-    """The time at which each action runs, per coordinate, if action `a` takes `cost(a)` seconds."""
-    return times_of(schedule.order, schedule.pp_coord_of_stage, schedule.pp_size, cost)
+    """The time at which each action runs, per coordinate, if action `a` takes `cost(a)` seconds.
+
+    A compute starts when its rank is free and what it needs is there. Transfers do not hold up
+    computes: one starts when both sides have come to it and their channel is free, and takes the
+    cost of its SEND. The Span of a SEND is the transfer; that of a RECV begins where it is posted.
+    GATHER and REDUCE take turns among a coordinate's data-parallel ranks, beside the computes.
+    """
+    free = [0.0] * schedule.pp_size
+    channel_free: dict[tuple[int, int], float] = defaultdict(float)
+    sharding_free = [0.0] * schedule.pp_size
+    over: dict[Action, float] = {}
+    spans: list[list[Span]] = [[] for _ in schedule.programs]
+    for coord, action, needed in schedule.order:
+        start = free[coord]
+        if action.is_send:
+            receive = action.other_end
+            peer = schedule.pp_coord_of_stage[receive.stage]
+            channel = (min(coord, peer), max(coord, peer))
+            start = max(start, free[peer], channel_free[channel])
+            end = channel_free[channel] = over[receive] = start + cost(action)
+            spans[peer].append(Span(receive, free[peer], end))
+        elif action.op in SHARDING:
+            start = max((start, sharding_free[coord], *map(over.__getitem__, needed)))
+            end = sharding_free[coord] = over[action] = start + cost(action)
+        else:
+            start = max((start, *map(over.__getitem__, needed)))
+            end = free[coord] = over[action] = start + cost(action)
+        spans[coord].append(Span(action, start, end))
+    return tuple(map(tuple, spans))
+
+
+def bubble(spans: Spans) -> float:
+    """The idle fraction of the ranks' time, from the first compute to the end of the last.
+
+    1 - busy / (ranks x makespan), of forwards and backwards only: what is once a step (reductions,
+    the optimizer) does not count. arXiv:2104.04473, section 2.2, gives b / (1 - b).
+    """
+    computes = [span for rank in spans for span in rank if span.action.is_compute]
+    busy = sum(span.end - span.start for span in computes)
+    makespan = max(span.end for span in computes) - min(span.start for span in computes)
+    return idle_fraction(busy, len(spans), makespan)
+
+
+def idle_fraction(busy: float, ranks: int, makespan: float) -> float:
+    """The bubble of ranks that compute for `busy` seconds in all while `makespan` seconds pass."""
+    return max(0.0, 1 - busy / (ranks * makespan)) if makespan > 0 else 0.0
 
 
 def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:

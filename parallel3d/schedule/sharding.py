@@ -1,13 +1,12 @@
 """Actions by which a rank gathers, releases and reduces what ZeRO has cut, as part of its program.
 
-A schedule file writes computes. Where ZeRO-3's weights stay gathered for more than one microbatch,
-and where gradients are reduced once a step, GATHER, RELEASE and REDUCE stand among them, so that
-they are drawn, validated, simulated and run like the rest. They hold up no compute but those that
-need what they give.
+GATHER, RELEASE and REDUCE stand among a schedule's computes where weights stay gathered for more
+than one microbatch, or gradients are reduced once a step: they are drawn, validated, simulated and
+run like the rest, and hold up no compute but those that need what they give.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from parallel3d.schedule.action import Action, Op
 
@@ -18,23 +17,13 @@ _GIVES_GRADIENT = frozenset({Op.B, Op.W})
 Program = tuple[Action, ...]
 
 
-class _Window(NamedTuple):
-    """The computes, by their index in a program, over which a stage stays gathered."""
-
-    first: int
-    last: int
-    stage: int
-
-
 def with_sharding(program: Program, weights: Weights, reduces_once: bool) -> Program:
     """A rank's program with the GATHER, RELEASE and REDUCE of its ZeRO stage.
 
-    `weights`: "per_microbatch" leaves gathering to F and B; "per_pass" gathers a stage before its
-    first forward and releases it after its last, and the same for its backwards; where the two
-    passes overlap, and for "per_step", it stays from its first forward to its last backward. A
-    GATHER stands where the stage before it begins, so that the weights come while that computes,
-    and no more than these two are held where stages do not take turns. `reduces_once`: a REDUCE
-    follows a stage's last gradient.
+    `weights`: "per_microbatch" leaves gathering to F and B; "per_pass" holds a stage during its
+    forwards, and during its backwards; "per_step" from its first forward to its last backward, as
+    does "per_pass" where the two overlap. A GATHER stands where the stage before it begins, so that
+    the weights come while that computes. `reduces_once`: a REDUCE follows a stage's last gradient.
     """
     before: dict[int, list[Action]] = {}
     after: dict[int, list[Action]] = {}
@@ -45,7 +34,7 @@ def with_sharding(program: Program, weights: Weights, reduces_once: bool) -> Pro
         windows = sorted(_windows(program, weights))
         free: dict[int, int] = {}  # where a stage's earlier window is over
         for i, (first, last, stage) in enumerate(windows):
-            ahead = max(windows[max(i - 1, 0)].first, free.get(stage, 0))
+            ahead = max(windows[max(i - 1, 0)][0], free.get(stage, 0))
             free[stage] = last + 1
             before.setdefault(ahead, []).append(program[first]._replace(op=Op.GATHER))
             after.setdefault(last, []).insert(0, program[last]._replace(op=Op.RELEASE))
@@ -118,28 +107,13 @@ def problems(program: Program) -> Iterator[tuple[str, Action]]:
             yield f"stage {stage} has no REDUCE", program[final[stage]]
 
 
-def most_gathered(program: Program) -> tuple[int, ...]:
-    """The stages whose weights a rank holds, or is gathering, when it holds most of them.
-
-    Empty where weights are gathered for each microbatch.
-    """
-    held: list[int] = []
-    most: tuple[int, ...] = ()
-    for action in program:
-        if action.op is Op.GATHER:
-            held.append(action.stage)
-            most = max(most, tuple(held), key=len)
-        elif action.op is Op.RELEASE:
-            held.remove(action.stage)
-    return most
-
-
 def _last_uses(program: Sequence[Action], ops: frozenset[Op]) -> dict[int, int]:
     """The index of each stage's last action of these kinds."""
     return {action.stage: i for i, action in enumerate(program) if action.op in ops}
 
 
-def _windows(program: Program, weights: Weights) -> Iterator[_Window]:
+def _windows(program: Program, weights: Weights) -> Iterator[tuple[int, int, int]]:
+    """The first and last index over which a stage stays gathered, and the stage."""
     uses: dict[int, list[int]] = {}
     for index, action in enumerate(program):
         if action.op in _USES_WEIGHTS:
@@ -147,14 +121,10 @@ def _windows(program: Program, weights: Weights) -> Iterator[_Window]:
     for stage, indices in uses.items():
         forwards = [i for i in indices if program[i].op is Op.F]
         backwards = [i for i in indices if program[i].op is not Op.F]
-        if weights == "per_pass" and backwards and _computes_between(program, forwards, backwards):
-            yield _Window(forwards[0], forwards[-1], stage)
-            yield _Window(backwards[0], backwards[-1], stage)
+        # Nothing stands between passes that overlap.
+        between = program[forwards[-1] + 1 : backwards[0]] if backwards else ()
+        if weights == "per_pass" and any(action.is_compute for action in between):
+            yield forwards[0], forwards[-1], stage
+            yield backwards[0], backwards[-1], stage
         else:
-            yield _Window(indices[0], indices[-1], stage)
-
-
-def _computes_between(program: Program, forwards: list[int], backwards: list[int]) -> bool:
-    """Whether a stage's passes do not overlap, and other stages' computes stand between them."""
-    between = program[forwards[-1] + 1 : backwards[0]]
-    return forwards[-1] < backwards[0] and any(action.is_compute for action in between)
+            yield indices[0], indices[-1], stage

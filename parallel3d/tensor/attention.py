@@ -14,10 +14,9 @@ from parallel3d.tensor.segments import Segments
 class CausalAttention(nn.Module):
     """Causal attention: softmax(scale * q k^T) v, each query seeing itself and what is before.
 
-    With segments, a query sees its own document only. Where the context says so, what is computed
-    between q, k, v and the result is computed again in backward ("selective" recomputation,
-    arXiv:2205.05198, section 5). `heads`: how many the queries have, and the keys and values, over
-    all ranks; each has `head_size` features. `scale`: None means 1/sqrt(head_size).
+    With segments, a query sees its own document only. Where the context says so, all of it is
+    computed again in backward ("selective" recomputation, arXiv:2205.05198, section 5). `heads` of
+    queries, and of keys and values, over all ranks; `scale`: None means 1/sqrt(head_size).
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """The collectives of tensor parallelism, and those of sequence parallelism.
 
-f and g of arXiv:1909.08053, section 3; under sequence parallelism an all-gather and a
-reduce-scatter take their places (g and g-bar of arXiv:2205.05198, section 4.2.2).
+g of arXiv:1909.08053, section 3 (its f is a part of `product.column_linear`); under sequence
+parallelism an all-gather and a reduce-scatter (g and g-bar of arXiv:2205.05198, section 4.2.2).
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class Pending:
     work: Any = None
 
     def wait(self) -> Tensor:
-        """The collective's result, which all that is computed, or queued, from here on may use."""
+        """Return the result, which all that is computed, or queued, from here on may use."""
         if self.work is not None:
             self.work.wait()
         return self.result
@@ -34,8 +34,6 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM)
     if group.size() == 1:
         return x
     x = x.clone(memory_format=torch.contiguous_format)
-    if op == dist.ReduceOp.SUM:
-        return start_all_reduce(x, group, later=False).result
     dist.all_reduce(x, op=op, group=group)
     return x
 
@@ -51,15 +49,11 @@ def start_all_reduce(x: Tensor, group: dist.ProcessGroup, later: bool = True) ->
 
 
 def start_all_gather(x: Tensor, group: dist.ProcessGroup, later: bool = True) -> Pending:
-    """Start to gather a sequence's parts, in order: [..., seq / tp, size] -> [..., seq, size].
-
-    Each sample's part goes to its place in the result: nothing is copied before or after.
-    """
+    """Start to gather a sequence's parts, in order: [..., seq / tp, size] -> [..., seq, size]."""
     if group.size() == 1:
         return Pending(x)
     whole = x.new_empty((*x.shape[:-2], x.shape[-2] * group.size(), x.shape[-1]))
-    work = _each_sample(all_gather_single, whole, x.contiguous(), group, later)
-    return Pending(whole, work)
+    return Pending(whole, _each_sample(all_gather_single, whole, x.contiguous(), group, later))
 
 
 def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup, later: bool = True) -> Pending:
@@ -73,16 +67,14 @@ def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup, later: bool = True
 def _each_sample(
     collective: Any, out: Tensor, x: Tensor, group: dist.ProcessGroup, later: bool
 ) -> Any:
-    """One collective a sample, whose ranks' parts then lie one behind the other; all as one call.
+    """One collective a sample, all as one call; `out`, `x` are contiguous [..., seq or part, size].
 
-    `out` and `x` are [..., seq or its part, size] and contiguous. A rank's part of all samples
-    together would have to be put in order: a copy of the whole.
+    One of all samples would give them in the order of ranks: a copy of the whole to put it right.
     """
     outs, xs = (t.view(-1, t.shape[-2] * t.shape[-1]) for t in (out, x))
     if len(xs) == 1:
         return collective(outs[0], xs[0], group=group, async_op=later)
-    # torch has no meta kernel of several at once; what stands in for a group (spmd/) does without.
-    if x.is_meta and type(group) is dist.ProcessGroup:
+    if x.is_meta:  # torch has no meta kernel of several at once
         for sample_out, sample in zip(outs, xs, strict=True):
             collective(sample_out, sample, group=group)
         return None
@@ -108,17 +100,6 @@ def sequence_part(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     return x.narrow(dim, length * group.rank(), length)
 
 
-class _F(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(grad, ctx.group), None
-
-
 class _G(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -141,12 +122,6 @@ class _ReduceScatter(torch.autograd.Function):
         return all_gather_sequence(grad, ctx.group), None
 
 
-def copy_to_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Megatron's f: identity forward, all-reduce backward; where replicated activations fan out."""
-    result: Tensor = _F.apply(x, group)
-    return result
-
-
 def reduce_from_group(
     x: Tensor, group: dist.ProcessGroup, sequence_parallel: bool = False
 ) -> Tensor:
@@ -161,5 +136,4 @@ def reduce_from_group(
 
 @apart("a collective of tensor parallelism")
 def _across(x: Tensor, group: dist.ProcessGroup, sequence_parallel: bool) -> Tensor:
-    result: Tensor = (_ReduceScatter if sequence_parallel else _G).apply(x, group)
-    return result
+    return (_ReduceScatter if sequence_parallel else _G).apply(x, group)

@@ -7,7 +7,7 @@ first step is over; an evaluation, which keeps nothing for a backward, is compil
 import re
 from collections import Counter
 from collections.abc import Callable
-from functools import cached_property, wraps
+from functools import cache, wraps
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -43,25 +43,24 @@ def compiles_pointwise() -> bool:
 
 
 def pointwise(function: Callable[Given, Made]) -> Callable[Given, Made]:
-    """Have a function of tensors compiled by itself under "pointwise": one kernel, or few.
+    """Compile a function of tensors by itself under "pointwise"; a compiled block takes it in.
 
-    It may not need a parameter that is not among its arguments: what ZeRO-3 gathers is there while
-    its module runs. Within a compiled block it is a part of that.
+    It may need no parameter but its arguments: ZeRO-3 gathers weights while their module runs.
     """
-    lazily = _Compiled(function)
+
+    @cache  # when it is first needed: to ask torch for it takes a second
+    def compiled() -> Callable[..., Any]:
+        return torch.compile(function, fullgraph=True, dynamic=False, backend=_backend)
 
     @wraps(function)
     def run(*args: Given.args, **options: Given.kwargs) -> Made:
-        if not compiles_pointwise():
-            return function(*args, **options)
-        result: Made = lazily.function(*args, **options)
-        return result
+        return (compiled() if compiles_pointwise() else function)(*args, **options)
 
     return run
 
 
 def apart(reason: str) -> Callable[[Callable[Given, Made]], Callable[Given, Made]]:
-    """Leave a function out of compiled blocks, for the given reason: a graph break."""
+    """Leave a function out of compiled blocks: a graph break, for the given reason."""
 
     def decorate(function: Callable[Given, Made]) -> Callable[Given, Made]:
         chosen: list[Any] = [function, reason]
@@ -69,8 +68,7 @@ def apart(reason: str) -> Callable[[Callable[Given, Made]], Callable[Given, Made
 
         @wraps(function)
         def run(*args: Given.args, **options: Given.kwargs) -> Made:
-            result: Made = chosen[0](*args, **options)
-            return result
+            return chosen[0](*args, **options)
 
         return run
 
@@ -84,7 +82,7 @@ def compile_block(block: nn.Module) -> None:
 
 
 class CompiledCounts(NamedTuple):
-    """What this process has compiled: graphs, and the reasons for which functions were left out."""
+    """Graphs that this process has compiled, and how often each reason broke one."""
 
     graphs: int
     breaks: dict[str, int]
@@ -114,14 +112,3 @@ def in_words() -> str:
     found = counts()
     said = [f"compile {_mode}: {found.graphs} graphs, {sum(found.breaks.values())} graph breaks"]
     return "\n".join([*said, *(f"  {times} x {reason}" for reason, times in found.breaks.items())])
-
-
-class _Compiled:
-    """A function, compiled when it is first needed: to ask torch for it takes a second."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._plain = function
-
-    @cached_property
-    def function(self) -> Callable[..., Any]:
-        return torch.compile(self._plain, fullgraph=True, dynamic=False, backend=_backend)

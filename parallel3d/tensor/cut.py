@@ -53,5 +53,4 @@ def cut_parameter(
 
 def cut_of(parameter: nn.Parameter) -> Cut:
     """The cut that a layer attached to its parameter."""
-    cut: Cut = parameter.cut  # type: ignore[attr-defined]
-    return cut
+    return parameter.cut  # type: ignore[attr-defined]

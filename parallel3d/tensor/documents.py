@@ -26,9 +26,8 @@ def attend_documents(
 ) -> Tensor:
     """Attend within documents: q [batch, heads, seq, size]; k, v with a divisor of its heads.
 
-    `scale` of the scores: None means 1/sqrt(size). Gives [batch, seq, heads, size]: by torch's
-    kernel for sequences of various lengths where it takes this (`in_one_kernel`), else by one
-    document after the other, which is the same.
+    `scale` of the scores: None means 1/sqrt(size). Gives [batch, seq, heads, size], by torch's
+    kernel for sequences of various lengths where it can (`in_one_kernel`), else one by one.
     """
     batch, _, seq, _ = q.shape
     # As the products before gave them: [batch * seq, heads, size], without a copy.
@@ -38,20 +37,21 @@ def attend_documents(
 
 
 def in_one_kernel(q: Tensor, dropout: float) -> bool:
-    """Whether torch's variable-length flash attention takes these inputs.
+    """True if torch's variable-length flash attention takes these inputs.
 
     It is there from Ampere on, in half precision; q [..., size], of at most 256 features.
     """
-    if q.device.type != "cuda" or q.dtype not in _HALF or dropout > 0:
-        return False
-    return q.shape[-1] <= 256 and q.shape[-1] % 8 == 0 and _is_there(q.device)
+    fits = q.shape[-1] <= 256 and q.shape[-1] % 8 == 0 and q.dtype in _HALF and dropout == 0
+    return q.device.type == "cuda" and fits and _is_there(q.device)
 
 
 @cache
 def _is_there(device: torch.device) -> bool:
-    if not torch.backends.cuda.is_flash_attention_available():
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 0) and _kernel() is not None
+    return (
+        torch.backends.cuda.is_flash_attention_available()
+        and torch.cuda.get_device_capability(device) >= (8, 0)
+        and _kernel() is not None
+    )
 
 
 @cache
@@ -69,7 +69,7 @@ def _at_once(
     q: Tensor, k: Tensor, v: Tensor, segments: Segments, dropout: float, scale: float | None
 ) -> Tensor:
     bounds, longest = segments.bounds, max(segments.lengths)
-    result: Tensor = _kernel()(
+    return _kernel()(
         q,
         k,
         v,
@@ -81,7 +81,6 @@ def _at_once(
         window_size=(-1, 0),  # itself and those before
         enable_gqa=k.shape[1] != q.shape[1],
     )
-    return result
 
 
 def _one_by_one(

@@ -1,8 +1,7 @@
 """Weight gradients that are made after the backward pass: zero-bubble's W (arXiv:2401.10241).
 
-While they are held back, the backward of a linear layer gives its input's gradient and notes what
-its weight's needs: the input and the gradient of the output, but not the weight. So a stage before
-gets its gradient in half the time, and the product is made when its rank would else be idle.
+While they are held back, the backward of a linear layer gives its input's gradient alone, and notes
+the product that gives its weight's: of its input and its output's gradient, without the weight.
 """
 
 from collections.abc import Callable, Iterator
@@ -61,8 +60,8 @@ _in_place = False
 def added_in_place() -> Iterator[None]:
     """Have backwards inside the context add linear layers' weight gradients in place.
 
-    Autograd is given none of these, which it would copy into the type that they add up in. For
-    backwards in which no hook awaits a parameter's gradient.
+    Autograd, which would copy them into the type that they add up in, is given none: no hook may
+    await them.
     """
     global _in_place
     before, _in_place = _in_place, True

@@ -37,7 +37,11 @@ def fill(out: Tensor, start: int, spec: ParamSpec, name: str, cut: Cut, seed: in
         return
     rows, columns = ((1,) * (2 - len(spec.shape)) + spec.shape)[-2:]
     slabs = prod(spec.shape[:-2])
-    (r0, r1), (c0, c1) = _ranges(cut, len(spec.shape), rows, columns)
+    bounds = [(0, rows), (0, columns)]
+    if cut.dim is not None:
+        assert cut.dim >= len(spec.shape) - 2, "tensor parallelism cuts one of the last two dims"
+        bounds[cut.dim - len(spec.shape)] = (cut.start, cut.stop)
+    (r0, r1), (c0, c1) = bounds
     width = c1 - c0
     slab_numel = (r1 - r0) * width
     for slab in range(slabs):
@@ -52,14 +56,6 @@ def fill(out: Tensor, start: int, spec: ParamSpec, name: str, cut: Cut, seed: in
             lo, hi = max(0, offset), min(stop - start, offset + values.numel())
             out[lo:hi].copy_(values.flatten()[lo - offset : hi - offset])
             row = end
-
-
-def _ranges(cut: Cut, ndim: int, rows: int, columns: int) -> tuple[tuple[int, int], ...]:
-    ranges = [(0, rows), (0, columns)]
-    if cut.dim is not None:
-        assert cut.dim >= ndim - 2, "tensor parallelism cuts one of the last two dims"
-        ranges[cut.dim - ndim] = (cut.start, cut.stop)
-    return tuple(ranges)
 
 
 def _band(

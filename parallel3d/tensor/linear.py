@@ -19,9 +19,8 @@ class ColumnParallelLinear(nn.Module):
     """y = x W^T + b with the output features cut over the group.
 
     Takes replicated x [..., in], or its part [..., seq / tp, in] under sequence parallelism; gives
-    this rank's [..., out / tp]. With `fused` = n the layer is n such layers side by side, each cut
-    by itself (query, key and value): weight [n, out, in], result [..., n * out / tp], ordered layer
-    by layer.
+    this rank's [..., out / tp]. `fused` = n: n such layers side by side, each cut by itself (query,
+    key and value), with weight [n, out, in] and result [..., n * out / tp], layer by layer.
     """
 
     def __init__(

@@ -29,9 +29,8 @@ _ROWS = 2**25  # elements of a weight's gradient that are made at once where the
 class _Loss(torch.autograd.Function):
     """-log softmax at the label, of x @ weight.T, in fp32.
 
-    Three all-reduces of one number a token (the maximum, the label's logit, the sum of the
-    exponentials); the whole row of logits exists on no rank. The parameter itself is saved, as by
-    the linear layers: ZeRO-3 may release it between forward and backward.
+    All-reduces have one number a token (the maximum, the label's logit, the sum of exponentials).
+    The parameter itself is saved, as by the linear layers: ZeRO-3 may release it meanwhile.
     """
 
     @staticmethod
@@ -184,5 +183,4 @@ def vocab_parallel_loss(
     start, stop = even_split(vocab_size, group.size(), group.rank())
     assert len(weight) == stop - start, (weight.shape, start, stop)
     most_rows = -(-vocab_size // group.size())
-    result: Tensor = _Loss.apply(x, weight, labels, start, most_rows, group, sequence_parallel)
-    return result
+    return _Loss.apply(x, weight, labels, start, most_rows, group, sequence_parallel)

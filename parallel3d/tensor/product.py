@@ -54,8 +54,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     """Product of `x` [..., in] and `weight` [out, in] or [fused, out, in]: [..., fused * out]."""
     if torch.compiler.is_compiling():  # no weight is released, and no gradient held back
         return F.linear(x, weight.flatten(0, -2))
-    result: Tensor = _Linear.apply(x, weight)
-    return result
+    return _Linear.apply(x, weight)
 
 
 Rows = tuple[int, int] | None  # the rows [start, stop) of a weight that are used; None: all
@@ -166,5 +165,4 @@ def column_linear(
 
 @apart("a collective of tensor parallelism")
 def _across(*inputs: Any) -> tuple[Tensor, ...]:
-    result: tuple[Tensor, ...] = _ColumnLinear.apply(*inputs)
-    return result
+    return _ColumnLinear.apply(*inputs)

@@ -162,7 +162,7 @@ class Profiler:
         timeline = {"traceEvents": events, "displayTimeUnit": "ms"}
         (self._directory / "timeline.json").write_text(json.dumps(timeline))
         title = f"{schedule.name}: step {lanes[0].steps[-1].number}, measured"
-        picture = draw.svg(tuple(lane.spans(-1) for lane in lanes), title)
+        picture = draw.figure([(title, tuple(lane.spans(-1) for lane in lanes))])
         (self._directory / "timeline.svg").write_text(picture)
         pipeline = [lane for lane in lanes if lane.pp_dp_tp[1:] == (0, 0)]
         spans = tuple(lane.spans(-1) for lane in pipeline)

@@ -8,9 +8,9 @@ import torch
 
 from parallel3d.mesh.traffic import Traffic
 from parallel3d.schedule.action import Op
-from parallel3d.schedule.sharding import most_gathered
 from parallel3d.verify.local_ranks import run_locally
 from tests.cases import Case, Trainer, measure
+from tests.schedule.blocking import most_gathered
 
 pytestmark = pytest.mark.gloo
 

@@ -1,4 +1,4 @@
-"""A run over several nodes, whose last rank is killed or stopped, and which is started again.
+"""A run over nodes, or ranks of one, whose last rank is killed or stopped; it is started again.
 
 Each process that a launcher has started plays one rank's launcher: it starts launch/train.py as a
 child with its own place in the world, so that a rank's death is none of the real launcher's.
@@ -50,7 +50,10 @@ class Meeting:
 
 
 class Crossing:
-    """A small run with ZeRO-3 over a pipeline from node to node, in a folder that all see."""
+    """A small run with ZeRO-3 over a pipeline from node to node, in a folder that all see.
+
+    On one node the pipeline is one of all ranks.
+    """
 
     def __init__(self, launch: Launch, folder: Path) -> None:
         self.launch, self.meeting = launch, Meeting(launch)
@@ -114,14 +117,10 @@ class Crossing:
         return f"resumed, one clock for all ranks; {speed:,.0f} tokens/s of the small run", wrong
 
     def _start(self, name: str, steps: int, profile: dict | None = None):
-        layers = max(2, self.nodes)
-        options = [
-            "--parallel3d.mesh.pp",
-            self.nodes,
-            "--parallel3d.model.num_hidden_layers",
-            layers,
-        ]
-        options += ["--parallel3d.checkpoint.every", 10, "--parallel3d.run.name", name]
+        stages = self.nodes if self.nodes > 1 else self.launch.world_size
+        options = ["--parallel3d.mesh.pp", stages, "--parallel3d.run.name", name]
+        options += ["--parallel3d.model.num_hidden_layers", max(2, stages)]
+        options += ["--parallel3d.checkpoint.every", 10]
         for key, value in (profile or {}).items():
             options += [f"--parallel3d.train.profile.{key}", value]
         command = self.place.command(PYTHON, *SMALL, *options, steps=steps)

@@ -37,9 +37,8 @@ SIZES = {"model": MEDIUM, "seq": 1024, "micro": 2} if here.COUNT else {"model": 
 def batch_of(config, mesh):
     text = torch.randint(config.model.vocab_size, (1 + config.data.sequence_length,))
     text = text.expand(config.micro_batch_size, -1).to(mesh.device)
-    return [Microbatch(text[:, :-1].contiguous(), text[:, 1:].contiguous())] * (
-        config.num_microbatches
-    )
+    one = Microbatch(text[:, :-1].contiguous(), text[:, 1:].contiguous())
+    return [one] * config.num_microbatches
 
 
 def free_bytes(rank):

@@ -1,5 +1,7 @@
 """The numbers on devices: those of plain transformers, on every mesh, schedule and precision."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -38,51 +40,31 @@ def test_products_are_not_tf32():
     assert not torch.backends.cuda.matmul.allow_tf32
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_every_mesh_and_model(mesh, model, tmp_path):
-    errors = errors_of(mesh, tmp_path, model=model, sequence_parallel=True)
-    assert errors.within(here.TOLERANCE), errors
+def cases():
+    """(mesh, settings) of each run; those of the two half precisions are last."""
+    for mesh, model in product(MESHES, MODELS):
+        yield mesh, {"model": model, "sequence_parallel": True}
+    for mesh, offload, update in product([(1, 1, 1), (2, 2, 1)], ["cpu", "cpu+cpu"], [False, True]):
+        yield mesh, {"offload": offload, "update": update}
+    # Sends and receives of every schedule, between two and four devices.
+    for pp, schedule, zero in product([1, 2, 4], STAGES, range(4)):
+        stages = {"schedule": schedule, "stages_per_rank": STAGES[schedule]}
+        yield (pp, 1, 1), {**stages, "zero": zero, "microbatches": 8}
+    # Gradients that are reduced on streams of their own, behind the backward pass.
+    reductions = ["per_step", "per_microbatch"]
+    for mesh, how, overlap, zero in product(
+        [(1, 2, 1), (2, 2, 1)], reductions, [False, True], [2, 3]
+    ):
+        yield mesh, {"reduction": how, "overlap": overlap, "zero": zero}
+    for checkpointing, isolate in product(["none", "selective", "full"], [False, True]):
+        yield (1, 1, 1), {"checkpointing": checkpointing, "isolate": isolate}
+    for mesh, precision, model in product(MESHES, ["bf16", "fp16"], ["gpt", "llama"]):
+        yield mesh, {"precision": precision, "model": model}
 
 
-@pytest.mark.parametrize("overlap_update", [False, True])
-@pytest.mark.parametrize("offload", ["cpu", "cpu+cpu"])
-@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 1)], ids=str)
-def test_offload(mesh, offload, overlap_update, tmp_path):
-    errors = errors_of(mesh, tmp_path, offload=offload, update=overlap_update)
-    assert errors.within(here.TOLERANCE), errors
-
-
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("schedule", STAGES)
-@pytest.mark.parametrize("pp", [1, 2, 4])
-def test_every_schedule_and_zero_stage(pp, schedule, zero, tmp_path):
-    """Sends and receives of every schedule, between two and four devices."""
-    settings = {"schedule": schedule, "stages_per_rank": STAGES[schedule], "zero": zero}
-    errors = errors_of((pp, 1, 1), tmp_path, microbatches=8, **settings)
-    assert errors.within(here.TOLERANCE), errors
-
-
-@pytest.mark.parametrize("zero", [2, 3])
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("reduction", ["per_step", "per_microbatch"])
-@pytest.mark.parametrize("mesh", [(1, 2, 1), (2, 2, 1)], ids=str)
-def test_reductions_that_overlap(mesh, reduction, overlap, zero, tmp_path):
-    """Gradients that are reduced on streams of their own, behind the backward pass."""
-    errors = errors_of(mesh, tmp_path, overlap, reduction=reduction, zero=zero)
-    assert errors.within(here.TOLERANCE), errors
-
-
-@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
-@pytest.mark.parametrize("isolate", [False, True])
-def test_checkpointing_and_masks(checkpointing, isolate, tmp_path):
-    errors = errors_of((1, 1, 1), tmp_path, checkpointing=checkpointing, isolate=isolate)
-    assert errors.within(here.TOLERANCE), errors
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("model", ["gpt", "llama"])
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_half_precision(mesh, precision, model, tmp_path):
-    errors = errors_of(mesh, tmp_path, precision=precision, model=model)
-    assert errors.within(TOLERANCE[precision]), errors
+@pytest.mark.parametrize(("mesh", "settings"), list(cases()), ids=str)
+def test_numbers_are_plain_transformers(mesh, settings, tmp_path):
+    errors = errors_of(mesh, tmp_path, **settings)
+    precision = settings.get("precision", "fp32")
+    bound = here.TOLERANCE if precision == "fp32" else TOLERANCE[precision]
+    assert errors.within(bound), errors

@@ -1,6 +1,7 @@
-"""What `launch/verify.py --museum` does: a table, line by line, and the JSON report."""
+"""The table that `python -m tests.museum` prints, line by line, and its JSON report."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,16 +62,12 @@ def _report(visits: list[Visit], curves: StoredCurves, console: Console) -> dict
 def halls_of(config: RunConfig | None, folder: Path) -> Mapping[str, Callable[[], Hall]]:
     """The function that makes each hall of the museum, in a folder of its own."""
 
-    def maker(title: str) -> Callable[[], Hall]:
+    def make(title: str) -> Hall:
         own = folder / title.replace(" ", "-")
+        own.mkdir()
+        return Hall(config or hall(title), own)
 
-        def make() -> Hall:
-            own.mkdir()
-            return Hall(config or hall(title), own)
-
-        return make
-
-    return {title: maker(title) for title in (HALLS if config is None else ["config"])}
+    return {title: partial(make, title) for title in (HALLS if config is None else ["config"])}
 
 
 def _row(*cells: str) -> str:

@@ -16,22 +16,23 @@ Sizes = tuple[int, int, int]  # pp, dp, tp
 class Exhibit:
     """A published silent bug: where it was, and what a config needs to have it.
 
-    `date` is that of the report (as far as it is known), `source` its repository and number as
-    "owner/repository#number", "" for a mistake that the field has always made. `what` is one
-    sentence. `mesh` is the smallest of the default sample on which it can be planted; `needs` are
-    the features that a config must have, by their names in `museum.needs`.
+    `doc` is its file's docstring, whose first paragraph says in one sentence what was wrong. `date`
+    is that of the report (as far as it is known), `source` its repository and number as
+    "owner/repository#number"; both are "" for a mistake that the field has always made. `mesh` is
+    the smallest of the default sample on which it can be planted; `needs` are the features that a
+    config must have, by their names in `museum.needs`.
     """
 
-    date: str
-    source: str
-    what: str
-    mesh: Sizes
+    doc: str
+    date: str = ""
+    source: str = ""
+    mesh: Sizes = (1, 1, 1)
     needs: tuple[str, ...] = ()
 
     @property
-    def project(self) -> str:
-        """The project that had the bug; "classic" without a report of it."""
-        return self.source.partition("#")[0].rpartition("/")[2] or "classic"
+    def what(self) -> str:
+        """The sentence that says what was wrong."""
+        return " ".join(self.doc.partition("\n\n")[0].split())
 
 
 def replaced(owner: Any, name: str, value: Any) -> Planted:
@@ -42,11 +43,12 @@ def replaced(owner: Any, name: str, value: Any) -> Planted:
 def wrapped(owner: Any, name: str, around: Callable[..., Any]) -> Planted:
     """Have `around(original, ...)` called in place of `owner.name(...)` inside the context."""
     original = getattr(owner, name)
+    return replaced(owner, name, lambda *args, **kwargs: around(original, *args, **kwargs))
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return around(original, *args, **kwargs)
 
-    return patch.object(owner, name, call)
+def in_place_of(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[[], Planted]]:
+    """Make `plant` of the function that is called in place of `owner.name(...)` (`wrapped`)."""
+    return lambda around: lambda: wrapped(owner, name, around)
 
 
 @contextmanager

@@ -44,7 +44,9 @@ def measure(names: Sequence[str], records: dict[str, Any], file: Path, folder: P
     for title, visit in tour(halls_of(None, folder), names):
         records[visit.name] = {**visit.to_dict(), "hall": title}
         print(records[visit.name], file=sys.stderr, flush=True)
-        _write(file, records)
+        machine = f"{os.cpu_count()} cores, load average {max(os.getloadavg()):.0f}"
+        found = {"machine": machine, "exhibits": records}
+        replace_text(file, json.dumps(found, indent=1, sort_keys=True, allow_nan=False) + "\n")
 
 
 def draw(halls: dict[str, str], folder: Path, anew: bool) -> None:
@@ -71,12 +73,6 @@ def _lines(measured: dict[str, Any]) -> Iterator[str]:
         lines = (f" {json.dumps(k)}: {json.dumps(v)}" for k, v in sorted(entries.items()))
         yield ",\n".join(lines) + "\n}"
     yield "\n}\n"
-
-
-def _write(file: Path, records: dict[str, Any]) -> None:
-    load = max(os.getloadavg())
-    measured = {"machine": f"{os.cpu_count()} cores, load average {load:.0f}", "exhibits": records}
-    replace_text(file, json.dumps(measured, indent=1, sort_keys=True, allow_nan=False) + "\n")
 
 
 if __name__ == "__main__":

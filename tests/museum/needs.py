@@ -23,10 +23,6 @@ def _stages(*numbers: int) -> Need:
     return lambda config, small: small.zero_optimization.stage in numbers
 
 
-def _reduced_once(config: RunConfig, small: RunConfig) -> bool:
-    return reduces_once(small.zero_optimization.stage, small.pipeline.gradient_reduction)
-
-
 def _few_heads(config: RunConfig, small: RunConfig) -> bool:
     return (getattr(small.model, "num_key_value_heads", None) or 8) < 4
 
@@ -47,7 +43,9 @@ NEEDS: dict[str, Need] = {
     "cut biases": _family("gpt", "neox"),
     "fused projections": lambda config, small: True,
     "fewer key/value heads than tp": _few_heads,
-    "reduced once": _reduced_once,
+    "reduced once": lambda config, small: reduces_once(
+        small.zero_optimization.stage, small.pipeline.gradient_reduction
+    ),
     "weight gradients apart": lambda c, small: schedules.splits_backward(small.pipeline.schedule),
     "no offload": lambda c, small: small.zero_optimization.offload_optimizer.device == "none",
     "ZeRO-0": _stages(0),

@@ -1,12 +1,14 @@
 """docs/museum.md, from the exhibits and from what was found when they were planted."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from tests.museum import exhibits
 from tests.museum.shown import PARTS, STEPS, Mark, StoredCurves, mark, mark_of
 
 Record = Mapping[str, Any]
+_EXAMPLE = Path(exhibits.__file__).with_name("norm_of_first_tp_rank.py")
 
 _HEAD = """# The museum of silent bugs
 
@@ -50,27 +52,14 @@ a resume, the order of samples. Both in turns on two cores shared with other wor
 
 ## Adding an exhibit
 
-One file in `tests/museum/exhibits/`; the file's name is the exhibit's. Cite what you
-looked up; a mistake without a report has the source "". For instance:
+One file in `tests/museum/exhibits/`; the file's name is the exhibit's, and the first paragraph of
+its docstring is the table's sentence. Cite what you looked up; a mistake without a report has
+neither date nor source; `needs` are names of `museum/needs.py`. For instance:
 
 ```python
-from parallel3d.engine.quirks import core
-from tests.museum.exhibit import Exhibit, Planted, replaced
+EXAMPLE```
 
-EXHIBIT = Exhibit(
-    date="2024-04-15",
-    source="deepspeedai/DeepSpeed#5411",
-    what="Parameters cut by tensor parallelism were taken for replicated ones.",
-    mesh=(1, 1, 4),  # the smallest of verify's meshes that has the axis
-    needs=(),  # names in museum/needs.py: "clipping", "tied", ...
-)
-
-
-def plant() -> Planted:
-    return replaced(core, "count_once", lambda held: None)
-```
-
-`plant` is entered in every rank's process and nowhere else; nothing outside the museum knows of
+`plant()` is entered in every rank's process and nowhere else; nothing outside the museum knows of
 it. An exhibit that is missed means that `verify` has to learn something, not that the exhibit has
 to change.
 
@@ -115,7 +104,8 @@ def page(measured: Record, curves: StoredCurves) -> str:
     )
     for record in sorted(records, key=lambda r: r["name"]):
         text += _line(record, marks[record["name"]])
-    return _HEAD + text + _HOW.replace("ALARMS", _alarms(curves)) + _CANNOT
+    how = _HOW.replace("ALARMS", _alarms(curves)).replace("EXAMPLE", _EXAMPLE.read_text())
+    return _HEAD + text + how + _CANNOT
 
 
 def _alarms(curves: StoredCurves) -> str:

@@ -1,4 +1,4 @@
-"""docs/museum.md, and the table of `--museum`, are what was measured and the exhibits say."""
+"""The museum's page and table say what was measured, and what the exhibits say."""
 
 import io
 import json

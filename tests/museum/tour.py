@@ -14,13 +14,7 @@ from parallel3d.verify.check import CaseTask, RankFindings, check, checked
 from parallel3d.verify.local_ranks import RanksHung
 from parallel3d.verify.measure import TOLERANCE, compile_operators
 from parallel3d.verify.reference import Reference, prepare
-from parallel3d.verify.shrink import (
-    MESHES,
-    drops_out,
-    resuming_pair,
-    shrink,
-    why_not,
-)
+from parallel3d.verify.shrink import MESHES, drops_out, resuming_pair, shrink, why_not
 from tests.museum import exhibits
 from tests.museum.exhibit import Exhibit, Sizes
 from tests.museum.needs import lacking
@@ -127,15 +121,11 @@ class Hall:
         return found(f"resume: {said}" if resumes else said, beyond[by], beyond)
 
     def _mesh_of(self, exhibit: Exhibit) -> Sizes | None:
-        """The first mesh of the hall that has the exhibit's axes."""
-        if exhibit.mesh in self._meshes:
-            return exhibit.mesh
-        fits = (
-            mesh
-            for mesh in self._meshes
-            if all(has > 1 or not wants > 1 for has, wants in zip(mesh, exhibit.mesh, strict=True))
-        )
-        return next(fits, None)
+        """The exhibit's own mesh, else the first of the hall that has its axes."""
+        for mesh in (m for m in (exhibit.mesh, *self._meshes) if m in self._meshes):
+            if all(has > 1 or wants == 1 for has, wants in zip(mesh, exhibit.mesh, strict=True)):
+                return mesh
+        return None
 
     def trained(self) -> Reference:
         """The reference of the hall, trained once."""

@@ -1,6 +1,7 @@
 """A second opinion on whether a schedule runs, for the tests; it knows nothing of `needs`."""
 
-from parallel3d.schedule.schedule import Action, Schedule
+from parallel3d.schedule.schedule import Action, Op, Schedule
+from parallel3d.schedule.sharding import Program
 
 
 def schedule_of(text: str, placement: tuple[int, ...], num_microbatches: int = 1) -> Schedule:
@@ -73,3 +74,19 @@ def runs_when_blocking(schedule: Schedule) -> bool:
         and not any(memory)
         and heads == [len(program) for program in schedule.programs]
     )
+
+
+def most_gathered(program: Program) -> tuple[int, ...]:
+    """The stages whose weights a rank holds, or is gathering, when it holds most of them.
+
+    Empty where weights are gathered for each microbatch.
+    """
+    held: list[int] = []
+    most: tuple[int, ...] = ()
+    for action in program:
+        if action.op is Op.GATHER:
+            held.append(action.stage)
+            most = max(most, tuple(held), key=len)
+        elif action.op is Op.RELEASE:
+            held.remove(action.stage)
+    return most

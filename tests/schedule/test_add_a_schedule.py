@@ -27,7 +27,7 @@ PROPERTIES = [
 
 @pytest.mark.parametrize("name", ADDED)
 def test_a_file_in_the_folder_is_tested_like_those_that_are_shipped(added, name) -> None:
-    assert name in schedules.names() and len(PROPERTIES) >= 6
+    assert name in schedules.names() and len(PROPERTIES) >= 5
     for test in PROPERTIES:
         others = {"full": False, "backward": 0.75}
         test(name, **{k: v for k, v in others.items() if k in signature(test).parameters})

@@ -1,9 +1,12 @@
-"""The pictures, and launch/draw.py."""
+"""The pictures, launch/draw.py, and docs/schedules.md, which shows what the command gives."""
 
 import json
+import re
 import runpy
+import shlex
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -11,34 +14,34 @@ import pytest
 
 from parallel3d.base.errors import ScheduleError
 from parallel3d.schedule import draw
-from parallel3d.schedule.schedule import Action, Span, simulate, unit_cost
-from parallel3d.schedule.schedules import make_schedule
+from parallel3d.schedule.schedule import (
+    Action,
+    Op,
+    Span,
+    add_sharding,
+    bubble,
+    simulate,
+    unit_cost,
+)
+from parallel3d.schedule.schedules import make_schedule, names
 
 pytestmark = pytest.mark.pure
 
-SCRIPT = str(Path(__file__).parents[2] / "launch" / "draw.py")
+SVG = "{http://www.w3.org/2000/svg}"
+ROOT = Path(__file__).parents[2]
+SCRIPT = str(ROOT / "launch" / "draw.py")
+PAGE = (ROOT / "docs" / "schedules.md").read_text()
+# A command, and the indented lines below it.
+COMMANDS = re.findall(r"(?m)^    \$ python launch/draw\.py (.*)\n((?:    [^$].*\n)*)", PAGE)
 
 
 def planned(name: str, *sizes: int):
     return simulate(make_schedule(name, *sizes), unit_cost)
 
 
-def test_the_grid_of_gpipe() -> None:
-    assert draw.text_grid(planned("gpipe", 2, 2)).splitlines() == [
-        "time    0       2       4       6       8",
-        "rank 0  0F0 0F1 ············0B0──── 0B1────",
-        "rank 1  ····1F0 1F1 1B0──── 1B1──── ········",
-    ]
-
-
-def test_the_grid_of_4_ranks_and_8_microbatches_fits_a_terminal() -> None:
-    assert draw.text_grid(planned("one_f_one_b", 4, 8)).splitlines() == [
-        "time    0         5         10        15        20        25        30",
-        "rank 0  F0F1F2F3············B0─ F4B1─ F5B2─ F6B3─ F7B4─ ··B5─ ··B6─ ··B7─",
-        "rank 1  ··F0F1F2········B0─ F3B1─ F4B2─ F5B3─ F6B4─ F7B5─ ··B6─ ··B7─ ····",
-        "rank 2  ····F0F1····B0─ F2B1─ F3B2─ F4B3─ F5B4─ F6B5─ F7B6─ ··B7─ ········",
-        "rank 3  ······F0B0─ F1B1─ F2B2─ F3B3─ F4B4─ F5B5─ F6B6─ F7B7─ ············",
-    ]
+def sharded(name="breadth_first", sizes=(2, 4, 3), weights="per_pass"):
+    schedule = add_sharding(make_schedule(name, *sizes), weights, True)
+    return schedule, simulate(schedule, unit_cost)
 
 
 def test_a_wide_grid_is_cut_into_panels() -> None:
@@ -62,29 +65,83 @@ def test_measured_spans_are_drawn_like_planned_ones() -> None:
 
 
 def test_the_svg_has_a_box_for_each_compute() -> None:
-    root = ElementTree.fromstring(draw.svg(planned("gpipe", 3, 4), title="a < b & c"))
-    titles = [element.text for element in root.iter("{http://www.w3.org/2000/svg}title")]
+    root = ElementTree.fromstring(draw.figure([("a < b & c", planned("gpipe", 3, 4))]))
+    titles = [element.text for element in root.iter(f"{SVG}title")]
     assert len(titles) == 3 * 4 * 2 and "0F0: 0 to 1" in titles
-    texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    texts = [element.text for element in root.iter(f"{SVG}text")]
     assert {"a < b & c", "bubble 33.3%", "forward", "backward", "rank 2"} <= set(texts)
 
 
 def test_a_figure_has_its_panels_on_one_scale_of_time() -> None:
     short, long = planned("gpipe", 2, 2), planned("gpipe", 2, 4)
     root = ElementTree.fromstring(draw.figure([("short", short), ("long", long)]))
-    name = "{http://www.w3.org/2000/svg}"
-    texts = [element.text for element in root.iter(f"{name}text")]
+    texts = [element.text for element in root.iter(f"{SVG}text")]
     assert texts.index("short") < texts.index("long") and texts.count("rank 1") == 2
-    boxes = [e for e in root.iter(f"{name}rect") if e.find(f"{name}title") is not None]
-    widths = {(e.find(f"{name}title").text[1], e.get("width")) for e in boxes}
+    boxes = [e for e in root.iter(f"{SVG}rect") if e.find(f"{SVG}title") is not None]
+    widths = {(e.find(f"{SVG}title").text[1], e.get("width")) for e in boxes}
     assert sorted(op for op, _ in widths) == ["B", "F"]  # one width for each, in both
     bottom = max(float(e.get("y")) + float(e.get("height")) for e in boxes)
     assert bottom < float(root.get("height")) == float(root.get("viewBox").split()[3])
 
 
-def test_a_measured_run_is_read_back_and_simulated_with_its_own_means() -> None:
-    schedule = make_schedule("v_shape", 2, 3, 2)
-    spans = simulate(schedule, lambda action: {"F": 0.25, "B": 1.5}.get(action.op, 0.0))
+def test_the_text_has_a_line_of_marks_below_each_rank() -> None:
+    _, spans = sharded("gpipe", (2, 2, 1), "per_step")
+    assert draw.text_grid(spans).splitlines() == [
+        "time    0       2       4       6       8       10",
+        "rank 0  ····0F0 0F1 ············0B0──── 0B1──── ····",
+        "        G0──                                    X0 R0",
+        "rank 1  ········1F0 1F1 1B0──── 1B1──── ············",
+        "        G1──                            X1 R1",
+        "",
+        "G: gathers a stage's weights, X: lets go of them, R: reduces its gradients",
+    ]
+
+
+def boxes(spans):
+    """Title -> (x, width, y) of each box of a picture of 1000 pixels."""
+    root = ElementTree.fromstring(draw.figure([("", spans)]))
+    return {
+        rect.find(f"{SVG}title").text: tuple(float(rect.get(k)) for k in ("x", "width", "y"))
+        for rect in root.iter(f"{SVG}rect")
+        if rect.find(f"{SVG}title") is not None
+    }
+
+
+def test_a_picture_has_a_box_for_each_gather_and_reduction_and_a_line_while_weights_are_held():
+    schedule, spans = sharded()
+    found = boxes(spans)
+    scale = (1000 - 72 - 24) / draw.seconds(spans)
+    rows = [found[f"{stage}F0: {at:g} to {at + 1:g}"][2] for stage, at in ((0, 1), (1, 2))]
+    for coord, rank in enumerate(spans):
+        assert draw.start(spans) == 0
+        for action, start, end in rank:
+            if action.op in (Op.GATHER, Op.REDUCE):
+                x, width, y = found[f"{action}: {start:g} to {end:g}"]
+                assert x == pytest.approx(72 + scale * start, abs=0.01)
+                assert width == pytest.approx(scale * (end - start), abs=0.01)
+                assert rows[coord] + 30 < y < rows[coord] + 30 + 3 * 7
+    lines = [title for title in found if "are held" in title]
+    assert len(lines) == sum(a.op is Op.GATHER for p in schedule.programs for a in p) == 8
+    # Each of a rank's stages in a lane of its own, so that no two boxes of one lie in the other.
+    assert len({y for title, (*_, y) in found.items() if "REDUCE" in title}) == 6
+
+
+def test_a_picture_without_them_is_as_high_as_it_was():
+    _, with_lanes = sharded()
+    plain = simulate(make_schedule("breadth_first", 2, 4, 3), unit_cost)
+    heights = [
+        float(ElementTree.fromstring(draw.figure([("", spans)])).get("height"))
+        for spans in (plain, with_lanes)
+    ]
+    assert heights[1] == heights[0] + 2 * 3 * 7
+
+
+@pytest.mark.parametrize("weights", [None, "per_pass"])
+def test_a_measured_run_is_read_back_and_simulated_with_its_own_means(weights) -> None:
+    schedule = make_schedule("breadth_first", 2, 4, 3)
+    schedule = add_sharding(schedule, weights, True) if weights else schedule
+    costs = {Op.F: 0.25, Op.B: 1.5, Op.GATHER: 0.5, Op.REDUCE: 0.125}
+    spans = simulate(schedule, lambda action: costs.get(action.op, 0.0))
     late = tuple(tuple(s._replace(start=s.start + 9, end=s.end + 9) for s in r) for r in spans)
     again, read = draw.spans_from_json(json.loads(json.dumps(draw.spans_to_json(schedule, late))))
     assert again == schedule and read == spans
@@ -116,6 +173,15 @@ def test_the_chrome_trace() -> None:
     assert begun == ended and len(set(begun)) == 4
 
 
+def test_the_trace_keeps_computes_alone_in_the_lane_of_a_rank():
+    _, spans = sharded()
+    events = draw.chrome_trace(spans)["traceEvents"]
+    for rank in (0, 1):
+        own = sorted((e["ts"], e["dur"]) for e in events if e["ph"] == "X" and e["pid"] == rank)
+        assert all(a + da <= b for (a, da), (b, _) in pairwise(own))
+    assert sum(e["ph"] == "b" and "GATHER" in e["name"] for e in events) == 8
+
+
 def run_script(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     monkeypatch.setattr(sys, "argv", [SCRIPT, *arguments])
     with pytest.raises(SystemExit) as exit_:
@@ -137,6 +203,15 @@ def test_json_gives_the_schedule_as_it_runs(monkeypatch, capsys) -> None:
         "bubble": pytest.approx(1 / 5),
         "peak_in_flight": [4, 3],
     }
+
+
+def test_json_gives_what_zero_gathers(monkeypatch, capsys) -> None:
+    sizes = ("--schedule", "gpipe", "--pp", "2", "--microbatches", "2", "--weights", "per_step")
+    assert run_script(monkeypatch, *sizes, "--json") == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["programs"][0][0] == "0GATHER0"
+    _, spans = sharded("gpipe", (2, 2, 1), "per_step")
+    assert said["bubble"] == pytest.approx(bubble(spans)) == pytest.approx(1 / 3)
 
 
 def test_files_and_the_programs(monkeypatch, capsys, tmp_path) -> None:
@@ -188,3 +263,30 @@ def test_it_runs_without_torch() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert "bubble          27.3%" in done.stdout
+
+
+@pytest.mark.parametrize(("command", "shown"), COMMANDS, ids=[c for c, _ in COMMANDS])
+def test_a_command_of_the_page_gives_what_the_page_shows(
+    command, shown, tmp_path, monkeypatch, capsys
+) -> None:
+    arguments = shlex.split(command)
+    place = arguments.index("--svg") + 1
+    expected = (ROOT / arguments[place]).read_text()
+    assert f"]({Path(arguments[place]).relative_to('docs')})" in PAGE
+    arguments[place] = str(tmp_path / "picture.svg")
+    monkeypatch.chdir(ROOT)
+    assert run_script(monkeypatch, *arguments) == 0
+    lines = [line.removeprefix("    ").rstrip() for line in shown.rstrip().splitlines()]
+    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert lines == printed[: len(lines)]
+    assert (tmp_path / "picture.svg").read_text() == expected
+
+
+def test_the_page_shows_every_measured_schedule_planned_and_measured():
+    """A schedule that was added without a measured run needs no place on the page."""
+    measured = {file.stem for file in (ROOT / "docs" / "schedules").glob("*.json")}
+    assert {"gpipe", "interleaved", "one_f_one_b", "v_shape"} <= measured <= set(names())
+    for name in measured:
+        assert f"## `{name}`" in PAGE
+        assert any(f"--schedule {name} " in command for command, _ in COMMANDS), name
+        assert any(f"--measured docs/schedules/{name}.json" in c for c, _ in COMMANDS), name

@@ -1,8 +1,4 @@
-"""A schedule whose backward is split: what config and planner make of it, how it is drawn."""
-
-import runpy
-import sys
-from pathlib import Path
+"""A schedule whose backward is split: what config and planner make of it."""
 
 import pytest
 
@@ -15,8 +11,6 @@ from parallel3d.schedule import schedules
 from tests.plan.toy_cluster import config, machine
 
 pytestmark = [pytest.mark.pure, pytest.mark.usefixtures("added")]
-
-DRAW = Path(__file__).parents[2] / "launch" / "draw.py"
 
 
 def on_two_ranks(schedule: str, microbatches: int, stage: int = 3, **pipeline) -> RunConfig:
@@ -62,14 +56,3 @@ def test_a_second_reading_of_the_paper_is_the_shipped_schedule() -> None:
     second, shipped = schedules.load("zb_h1"), schedules.load("zero_bubble")
     for pp, count in ((1, 1), (2, 2), (3, 7), (4, 4), (8, 11)):
         assert second.schedule(pp, count, 1).programs == shipped.schedule(pp, count, 1).programs
-
-
-def test_it_is_drawn(monkeypatch, capsys) -> None:
-    arguments = ["--schedule", "zb_h1", "--pp", "3", "--microbatches", "3"]
-    monkeypatch.setattr(sys, "argv", [str(DRAW), *arguments])
-    with pytest.raises(SystemExit) as exit_:
-        runpy.run_path(str(DRAW), run_name="__main__")
-    out = capsys.readouterr().out
-    assert exit_.value.code == 0
-    assert "rank 1  ····1F0 1F1 ····1I0 1F2 1I1 1W0 1I2 1W1 1W2" in out
-    assert "bubble          18.2%" in out

@@ -150,20 +150,6 @@ def test_receives_are_posted_early_enough_to_hide_transfers(transfer: float) -> 
     assert end == pytest.approx(3 * (8 + 4 - 1) + 2 * (4 - 1) * transfer)  # only fill and drain pay
 
 
-def test_actions_on_weights_keep_their_place() -> None:
-    computes = schedule_of(
-        """
-        0GATHER0 0F0 0B0 0REDUCE0 0RELEASE0
-        1GATHER0 1F0 1B0 1REDUCE0 1RELEASE0
-        """,
-        (0, 1),
-    )
-    schedule = add_communication(computes)
-    validate(schedule)
-    kept = [[a for a in p if not a.is_send and not a.is_receive] for p in schedule.programs]
-    assert tuple(map(tuple, kept)) == computes.programs
-
-
 def test_spans_follow_the_program_and_a_rank_computes_one_thing_at_a_time() -> None:
     schedule = make_schedule("interleaved", 3, 7, 2)
     spans = simulate(schedule, unit_cost)

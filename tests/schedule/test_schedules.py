@@ -2,7 +2,7 @@
 
 import gc
 import random
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -43,21 +43,6 @@ def cases(name: str, full: bool) -> tuple[tuple[tuple[int, int, int], Schedule],
         gc.enable()
 
 
-def channels(schedule: Schedule) -> dict[tuple[int, int], dict[int, list[str]]]:
-    """What each side of each pair of ranks does on their channel, in order, seen as messages."""
-    home = schedule.pp_coord_of_stage
-    step = {Op.SEND_F: 1, Op.RECV_F: -1, Op.SEND_B: -1, Op.RECV_B: 1}
-    out: dict = defaultdict(lambda: defaultdict(list))
-    for rank, program in enumerate(schedule.programs):
-        for op, stage, microbatch in program:
-            if op in step:
-                ends = (stage, stage + step[op])
-                source, target = ends if op in (Op.SEND_F, Op.SEND_B) else ends[::-1]
-                pair = tuple(sorted((home[source], home[target])))
-                out[pair][rank].append(f"{op[-1]}{microbatch}: {source} to {target}")
-    return out
-
-
 def test_the_schedules_of_this_folder() -> None:
     assert {"gpipe", "one_f_one_b", "interleaved", "v_shape"} <= set(names())
     for name in names():
@@ -67,21 +52,14 @@ def test_the_schedules_of_this_folder() -> None:
 
 
 @every_schedule
-def test_every_compute_once_and_both_sides_of_a_channel_in_the_same_order(
+def test_it_has_the_sizes_asked_for_and_blocking_ranks_come_to_the_end(
     name: str, full: bool
 ) -> None:
     for (p, m, v), schedule in cases(name, full):
         assert schedule.name == name
         assert (schedule.pp_size, schedule.num_stages) == (p, p * v)
         assert Counter(schedule.pp_coord_of_stage) == dict.fromkeys(range(p), v)
-        for pair, sides in channels(schedule).items():
-            assert len(sides) == 2 and sides[pair[0]] == sides[pair[1]], (p, m, v)
-
-
-@every_schedule
-def test_blocking_ranks_come_to_the_end(name: str, full: bool) -> None:
-    for sizes, schedule in cases(name, full):
-        assert runs_when_blocking(schedule), sizes
+        assert runs_when_blocking(schedule), (p, m, v)
 
 
 @pytest.mark.parametrize("backward", [2.0, 0.75])
@@ -151,16 +129,6 @@ def corrupt(schedule: Schedule, kind: str, draw: random.Random) -> Schedule:
         elif kind == "move":
             mine.insert(j, action)
     return replace(schedule, programs=tuple(map(tuple, programs)))
-
-
-def test_neighbours_that_are_swapped_are_neighbours() -> None:
-    whole, draw = make_schedule("v_shape", 3, 4, 2), random.Random(0)
-    for _ in range(20):
-        other = corrupt(whole, "swap neighbours", draw)
-        both = zip(whole.programs, other.programs, strict=True)
-        ((before, after),) = [pair for pair in both if pair[0] != pair[1]]
-        i, j = (k for k, action in enumerate(before) if action != after[k])
-        assert j == i + 1 and before[i : j + 1] == after[j : i - 1 if i else None : -1]
 
 
 KINDS = ("swap", "swap sends", "swap neighbours", "duplicate", "drop", "wrong rank", "move")

@@ -16,8 +16,8 @@ from parallel3d.schedule.schedule import (
     validate,
 )
 from parallel3d.schedule.schedules import load, make_evaluation, make_schedule, names
-from parallel3d.schedule.sharding import SHARDING, most_gathered
-from tests.schedule.blocking import schedule_of
+from parallel3d.schedule.sharding import SHARDING
+from tests.schedule.blocking import most_gathered, schedule_of
 
 pytestmark = pytest.mark.pure
 

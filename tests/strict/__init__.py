@@ -1,4 +1,4 @@
-"""A process group that keeps NCCL's rules, over gloo: for CPUs, or for ranks on one GPU .
+"""A process group that keeps NCCL's rules, over gloo: for CPUs, or for ranks on one GPU.
 
 What gloo forgives, a GPU does not. Here, as there:
 
@@ -16,18 +16,40 @@ What gloo forgives, a GPU does not. Here, as there:
 A violation on one rank ends all: its message is raised from every `wait`.
 """
 
+from typing import Any
+
+import torch.distributed as dist
+
+from tests.strict.communicator import (
+    NAME,
+    Communicator,
+    QueueWatch,
+    StrictError,
+    StrictOptions,
+)
 from tests.strict.group import StrictGroup
-from tests.strict.options import NAME, StrictOptions
-from tests.strict.register import register
-from tests.strict.watch import StrictError
 
 __all__ = ["NAME", "StrictError", "StrictGroup", "StrictOptions", "strict"]
 
 
 def strict(settings: str, device: str) -> str:
-    """Register the backend with torch; `PARALLEL3D_BACKEND=tests.strict:strict` names this.
+    """Register the backend with torch, for the CPU and this type of device, and give its name.
 
-    `settings` are delays, as in "delay=0.001,seed=7,send@1=0.5" (seconds).
+    `PARALLEL3D_BACKEND=tests.strict:strict` names this function. `settings` are delays, as in
+    "delay=0.001,seed=7,send@1=0.5" (seconds), for groups that are made from now on.
     """
-    register(StrictOptions.from_text(settings), device)
+    options = StrictOptions.from_text(settings)
+    watch: QueueWatch | None = None
+
+    def create(made: Any, _: Any) -> StrictGroup:
+        nonlocal watch
+        ranks = made.global_ranks_in_group or range(made.group_size)
+        if watch is None or watch.is_closed:  # the world's group, which is the first
+            watch = QueueWatch(made.store.clone(), made.group_rank, made.group_size)
+        seconds = made.timeout.total_seconds()
+        return StrictGroup(
+            Communicator(made.store, made.group_rank, ranks, seconds, watch=watch, options=options)
+        )
+
+    dist.Backend.register_backend(NAME, create, extended_api=True, devices=sorted({"cpu", device}))
     return NAME

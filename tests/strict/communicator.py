@@ -1,10 +1,12 @@
-"""A group's operations, one after another, on a thread of its own (floor 1)."""
+"""A group's operations, one after another on a thread of their own, and the watch over all."""
 
 import queue
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -12,13 +14,135 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel3d.base.errors import ConfigError
 from tests.strict.operation import Handle, Operation
-from tests.strict.options import StrictOptions
-from tests.strict.watch import QueueWatch
 
+NAME = "strict"
 HEADER, DATA = 1, 2  # gloo's tags
 _WIDTH = 160  # bytes of a header
 _NEVER = timedelta(days=10)  # the watch keeps the time
+_SWEEP = 0.05  # seconds between two looks at the store and the queues
+_LONG = 0.3  # seconds after which an operation under way is told to the other ranks
+_FAILED = "strict failed"
+
+
+class StrictError(dist.DistBackendError):
+    """A rule that a rank broke, this one or another, or a peer that did not come in time."""
+
+
+@dataclass(frozen=True)
+class StrictOptions:
+    """Delays of operations that show what does not wait: random ones, and chosen ones.
+
+    `delay`: the longest random delay of an operation, in seconds; the same for the same `seed`.
+    `chosen`: seconds for all operations of a kind ("send"), or for those of one rank ("send@1").
+    """
+
+    delay: float = 2e-4
+    seed: int = 0
+    chosen: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def from_text(cls, text: str) -> "StrictOptions":
+        """Read "delay=0.001,seed=7,send@1=0.5"; ConfigError where it is something else."""
+        try:
+            settings = [s.split("=") for s in text.split(",") if s]
+            given = {key: float(number) for key, number in settings}
+            if min(given.values(), default=0) < 0:
+                raise ValueError
+        except ValueError:
+            raise ConfigError(
+                f'PARALLEL3D_BACKEND: the strict backend has no settings "{text}"; write them as '
+                'in "tests.strict:strict,delay=0.001,seed=7,send@1=0.5" (seconds)'
+            ) from None
+        delay, seed = given.pop("delay", cls.delay), given.pop("seed", 0)
+        return cls(delay, int(seed), given)
+
+    def seconds(self, kind: str, rank: int, dice: random.Random) -> float:
+        """Seconds that an operation of `kind` on a global rank is held up before it starts."""
+        drawn = dice.uniform(0, self.delay)
+        return self.chosen.get(f"{kind}@{rank}", self.chosen.get(kind, drawn))
+
+
+class QueueWatch:
+    """A rank's watch over its queues, and over the first failure of any rank, kept in `store`.
+
+    `store` is a connection of its own.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
+        self.rank, self._store, self._size = rank, store, world_size
+        self.groups: list[Communicator] = []
+        self.failure: StrictError | None = None
+        self._said, self._closed, self._lock = "", threading.Event(), threading.RLock()
+        threading.Thread(target=self._run, name="strict watch", daemon=True).start()
+
+    def blame(self, problem: str) -> StrictError:
+        """End all ranks with `problem`, unless another was first; gives the first one's error."""
+        with self._lock:
+            try:
+                first = self._store.compare_set(_FAILED, "", problem).decode()
+            except RuntimeError:  # the store is gone, and with it the rank that kept it
+                first = problem
+        return self._fail(first)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether all groups were left."""
+        return self._closed.is_set()
+
+    def leave(self, group: "Communicator") -> None:
+        """Stop watching `group`; after the last group, stop altogether."""
+        self.groups.remove(group)
+        if not self.groups:
+            self._closed.set()
+
+    def _fail(self, problem: str) -> StrictError:
+        if self.failure is None:
+            self.failure = StrictError(f"strict: {problem}")
+            for group in self.groups:
+                group.fail(self.failure)
+        return self.failure
+
+    def _run(self) -> None:
+        while self.failure is None and not self._closed.wait(_SWEEP):
+            if problem := self._told() or self._late():
+                self.blame(problem)
+
+    def _told(self) -> str:
+        """What another rank found wrong."""
+        try:
+            with self._lock:
+                is_failed = self._store.check([_FAILED])
+                return self._store.get(_FAILED).decode() if is_failed else ""
+        except RuntimeError:  # the store is gone, and with it the rank that kept it: silence
+            return ""
+
+    def _late(self) -> str:
+        """What is wrong where an operation takes too long; long ones are told to the others."""
+        now = time.monotonic()
+        heads = [(group, head) for group in self.groups if (head := group.head()) is not None]
+        long = [(g, op) for g, op in heads if now - op.posted > min(_LONG, op.seconds / 2)]
+        said = "; ".join(f"{op} on {group}" for group, op in long)
+        if said != self._said:
+            self._said = said
+            with self._lock, suppress(RuntimeError):
+                self._store.set(f"strict at {self.rank}", said)
+        for group, op in long:
+            if now - op.posted > op.seconds:
+                late = f"rank {self.rank}: {op} on {group} was not over within {op.seconds:g} s"
+                return f"{late}; then {self._places()}"
+        return ""
+
+    def _places(self) -> str:
+        """What each rank waits in."""
+        places = []
+        for rank in range(self._size):
+            key, said = f"strict at {rank}", ""
+            with self._lock, suppress(RuntimeError):
+                said = self._store.get(key).decode() if self._store.check([key]) else ""
+            places.append(f"rank {rank} was in {said or 'no communication'}")
+        return ", ".join(places)
 
 
 class Communicator:
@@ -31,10 +155,10 @@ class Communicator:
     def __init__(
         self,
         store: dist.Store,
-        *,
         rank: int,
         ranks: Sequence[int],
         seconds: float,
+        *,
         watch: QueueWatch,
         options: StrictOptions,
     ) -> None:
@@ -51,30 +175,12 @@ class Communicator:
     def __str__(self) -> str:
         return f"{self.name} (ranks {', '.join(map(str, self.ranks))})"
 
-    def post(
-        self,
-        says: str,
-        *,
-        kind: str,
-        expects: Mapping[int, str],
-        run: Callable[[], object],
-        inputs: Sequence[Tensor] = (),
-        outputs: Sequence[tuple[Tensor, Tensor]] = (),
-    ) -> Handle:
-        """Queue an operation; its arguments are `Operation`'s."""
+    def post(self, op: Operation) -> Handle:
+        """Queue an operation."""
         if self._watch.failure is not None:
             raise self._watch.failure
-        op = Operation(
-            says,
-            kind=kind,
-            expects=expects,
-            run=run,
-            inputs=inputs,
-            outputs=outputs,
-            seconds=self.seconds,
-        )
-        kept = (old for old in self._kept if not (old.is_over and old.is_delivered))
-        self._kept = [*kept, op]
+        op.seconds = self.seconds
+        self._kept = [*self._pending(), op]
         self._queue.put(op)
         if self._watch.failure is not None:  # meanwhile: `fail` may not have seen it
             op.settle(self._watch.failure)
@@ -91,11 +197,14 @@ class Communicator:
 
     def close(self) -> None:
         """Leave the group; StrictError if an operation is not over, or its result not fetched."""
-        left = [op for op in self._kept if not (op.is_over and op.is_delivered)]
+        left = self._pending()
         self._queue.put(None)
         self._watch.leave(self)
         if left and self._watch.failure is None:
             raise self._blame(left[0], "it was pending as the group was destroyed")
+
+    def _pending(self) -> list[Operation]:
+        return [op for op in self._kept if not (op.is_over and op.is_delivered)]
 
     def _serve(self) -> None:
         while (op := self._queue.get()) is not None:

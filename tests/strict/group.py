@@ -1,4 +1,4 @@
-"""The group that torch calls: what each collective compares, and how gloo moves it (floor 1)."""
+"""The group that torch calls: what each collective compares, and how gloo moves it."""
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -10,9 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.mesh.groups import join_one_of
-from tests.strict.communicator import DATA, Communicator
-from tests.strict.operation import Handle, describe, on_host
-from tests.strict.options import NAME
+from tests.strict.communicator import DATA, NAME, Communicator
+from tests.strict.operation import Handle, Operation, describe, on_host
 
 _Base: Any = dist.ProcessGroup  # as torch calls it from Python, not as its stubs have it
 
@@ -62,7 +61,7 @@ class StrictGroup(_Base):  # type: ignore[misc]  # Any, as it is said above
         results = [on_host(tensor) for tensor in tensors]
         run = self._reduction(results, opts.reduceOp)
         says = f"{describe(tensors)}, {_word(opts.reduceOp)}"
-        return self._all("all_reduce", says, run, [], list(zip(tensors, results, strict=True)))
+        return self._all("all_reduce", says, run, [], tensors, results)
 
     allreduce_coalesced = allreduce
 
@@ -71,9 +70,10 @@ class StrictGroup(_Base):  # type: ignore[misc]  # Any, as it is said above
         results = [on_host(tensor) for tensor in tensors]
         run = self._reduction(results, opts.reduceOp)
         is_root = self.rank() == opts.rootRank
-        outputs = list(zip(tensors, results, strict=True)) if is_root else []
         says = f"{describe(tensors)}, {_word(opts.reduceOp)}, to {opts.rootRank}"
-        return self._all("reduce", says, run, [] if is_root else tensors, outputs)
+        if is_root:
+            return self._all("reduce", says, run, [], tensors, results)
+        return self._all("reduce", says, run, tensors)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Handle:
         """Copy the root's tensor to all ranks."""
@@ -84,19 +84,20 @@ class StrictGroup(_Base):  # type: ignore[misc]  # Any, as it is said above
             for result in results:
                 self.queue.gloo.broadcast([result], opts).wait()
 
-        outputs = [] if is_root else list(zip(tensors, results, strict=True))
         says = f"{describe(tensors)}, from {opts.rootRank}"
-        return self._all("broadcast", says, run, tensors if is_root else [], outputs)
+        if is_root:
+            return self._all("broadcast", says, run, tensors)
+        return self._all("broadcast", says, run, [], tensors, results)
 
     def allgather(self, outputs: Any, inputs: list[Tensor], opts: Any = None) -> Handle:
         """Gather every rank's tensor into a list on each."""
-        pairs = [(out, torch.empty_like(out, device="cpu")) for out in outputs[0]]
+        results = [torch.empty_like(out, device="cpu") for out in outputs[0]]
         given = on_host(inputs[0])
 
         def run() -> None:
-            self.queue.gloo.allgather([[result for _, result in pairs]], [given]).wait()
+            self.queue.gloo.allgather([results], [given]).wait()
 
-        return self._all("all_gather", describe(inputs), run, inputs, pairs)
+        return self._all("all_gather", describe(inputs), run, inputs, outputs[0], results)
 
     def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Handle:
         """Gather every rank's tensor into one, in the order of ranks."""
@@ -113,8 +114,7 @@ class StrictGroup(_Base):  # type: ignore[misc]  # Any, as it is said above
                 parts = list(result.view(-1).chunk(self.size()))
                 self.queue.gloo.allgather([parts], [tensor.view(-1)]).wait()
 
-        pairs = list(zip(outputs, results, strict=True))
-        return self._all("all_gather", describe(inputs), run, inputs, pairs)
+        return self._all("all_gather", describe(inputs), run, inputs, outputs, results)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Handle:
         """Give each rank its part of the sum, from lists of parts."""
@@ -139,7 +139,7 @@ class StrictGroup(_Base):  # type: ignore[misc]  # Any, as it is said above
 
     def barrier(self, opts: Any = None) -> Handle:
         """Wait for every rank; unlike other operations, it blocks under NCCL, too."""
-        return self._all("barrier", "nothing", lambda: None, [], [])
+        return self._all("barrier", "nothing", lambda: None)
 
     def split_among(
         self, ranks: Sequence[Sequence[int]], timeout: timedelta, name: str
@@ -150,7 +150,7 @@ class StrictGroup(_Base):  # type: ignore[misc]  # Any, as it is said above
         """
         content = crc32(str(list(map(list, ranks))).encode())
         said = f"{name} into {len(ranks)} ({content:08x})"
-        self._all("split_group", said, lambda: None, [], []).wait()
+        self._all("split_group", said, lambda: None).wait()
         return join_one_of(ranks, timeout, name)
 
     # Transfers: the ends come with each other's words.
@@ -159,51 +159,55 @@ class StrictGroup(_Base):  # type: ignore[misc]  # Any, as it is said above
         """Send to a rank; over when the receive has come."""
         copy = on_host(tensors[0])
         what = f"{describe(tensors)}, tag {tag}"
-        return self.queue.post(
+        operation = Operation(
             f"send of {what}",
             kind="send",
             expects={peer: f"receive of {what}"},
             run=lambda: self.queue.gloo.send([copy], peer, DATA).wait(),
             inputs=tensors,
         )
+        return self.queue.post(operation)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Handle:
         """Receive from a named rank; NCCL knows no receive from any."""
         result = on_host(tensors[0])
         what = f"{describe(tensors)}, tag {tag}"
-        return self.queue.post(
+        operation = Operation(
             f"receive of {what}",
             kind="receive",
             expects={peer: f"send of {what}"},
             run=lambda: self.queue.gloo.recv([result], peer, DATA).wait(),
             outputs=[(tensors[0], result)],
         )
+        return self.queue.post(operation)
 
     def _start_coalescing(self, device: Any) -> None:
-        """Operations come one by one here."""
+        """Operations come one by one here: none is collected."""
 
-    def _end_coalescing(self, device: Any) -> None:
-        """Nothing is left to start."""
+    _end_coalescing = _start_coalescing
 
     def _all(
         self,
         kind: str,
         what: str,
         run: Callable[[], object],
-        inputs: Sequence[Tensor],
-        outputs: Sequence[tuple[Tensor, Tensor]],
+        inputs: Sequence[Tensor] = (),
+        outputs: Sequence[Tensor] = (),
+        results: Sequence[Tensor] = (),
     ) -> Handle:
+        """Post what all ranks call; `results` are put into the buffers `outputs` in the end."""
         self._calls += 1
         says = f"{kind} {self._calls} of {what}"
         peers = (peer for peer in range(self.size()) if peer != self.rank())
-        return self.queue.post(
+        operation = Operation(
             says,
             kind=kind,
             expects=dict.fromkeys(peers, says),
             run=run,
             inputs=inputs,
-            outputs=outputs,
+            outputs=list(zip(outputs, results, strict=True)),
         )
+        return self.queue.post(operation)
 
     def _scattered(
         self, outputs: list[Tensor], whole: list[Tensor], inputs: list[Tensor], opts: Any
@@ -219,9 +223,8 @@ class StrictGroup(_Base):  # type: ignore[misc]  # Any, as it is said above
                 part = total.view(-1).chunk(self.size())[self.rank()]
                 result.copy_(part.view(result.shape))
 
-        pairs = list(zip(outputs, results, strict=True))
         says = f"{describe(inputs)}, {_word(op)}"
-        return self._all("reduce_scatter", says, run, inputs, pairs)
+        return self._all("reduce_scatter", says, run, inputs, outputs, results)
 
     def _reduction(self, tensors: list[Tensor], op: Any) -> Callable[[], None]:
         options: Any = dist.AllreduceOptions()

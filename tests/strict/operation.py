@@ -1,4 +1,4 @@
-"""One call of a communication, and the buffers that it reads and writes (floor 1)."""
+"""One call of a communication, and the buffers that it reads and writes."""
 
 import threading
 import time
@@ -16,7 +16,7 @@ class Operation:
 
     `says` is what this rank tells the ranks that it meets, `expects` what each of those, by its
     rank in the group, has to tell. `run` moves the data. `outputs` are pairs: a caller's buffer,
-    and where `run` puts its result. It has to be over within `seconds`.
+    and where `run` puts its result. It has to be over within `seconds`, its queue's.
     """
 
     def __init__(
@@ -26,12 +26,11 @@ class Operation:
         kind: str,
         expects: Mapping[int, str],
         run: Callable[[], object],
-        inputs: Sequence[Tensor],
-        outputs: Sequence[tuple[Tensor, Tensor]],
-        seconds: float,
+        inputs: Sequence[Tensor] = (),
+        outputs: Sequence[tuple[Tensor, Tensor]] = (),
     ) -> None:
         self.says, self.kind, self.expects, self.run = says, kind, expects, run
-        self.posted, self.seconds = time.monotonic(), seconds
+        self.posted, self.seconds = time.monotonic(), 0.0
         self.error: Exception | None = None
         self.end: Any = torch.futures.Future()
         self._settling = threading.Lock()
@@ -112,8 +111,7 @@ class Handle(dist.Work):
 
 def on_host(tensor: Tensor) -> Tensor:
     """Copy a tensor of any device to where gloo can move it; the host waits for the copy."""
-    plain = tensor.detach().contiguous()
-    return plain.to("cpu", copy=True)
+    return tensor.detach().contiguous().to("cpu", copy=True)
 
 
 def describe(tensors: Sequence[Tensor]) -> str:

@@ -1,7 +1,7 @@
 """Faults planted in the executor and the engine, as a change of them might: each is named."""
 
 import re
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -12,7 +12,7 @@ from parallel3d.mesh.mesh import Mesh
 from parallel3d.pipeline.executor import Executor
 from parallel3d.schedule.schedule import Action, Op
 from tests.cases import Case, Trainer
-from tests.schedule.queues import reordered
+from tests.schedule.test_queues import reordered
 from tests.strict import StrictError
 from tests.strict.running import run_strictly
 
@@ -21,17 +21,14 @@ pytestmark = [pytest.mark.gloo, pytest.mark.slow]
 CASE = Case(mesh=(2, 2, 1), schedule="one_f_one_b", zero_stage=3, batch=8, steps=1)
 
 
-@contextmanager
 def no_wait_for_what_arrives():
     def drop(executor, compute):
         op = Op.RECV_F if compute.op is Op.F else Op.RECV_B
         executor.flow.arriving.pop(compute._replace(op=op), None)
 
-    with patch.object(Executor, "_wait", drop):
-        yield
+    return patch.object(Executor, "_wait", drop)
 
 
-@contextmanager
 def a_tensor_scaled_while_it_is_sent():
     send = Executor._send
 
@@ -39,11 +36,9 @@ def a_tensor_scaled_while_it_is_sent():
         send(executor, tensor, action)
         executor.flow.sending[action][1].mul_(1.01)
 
-    with patch.object(Executor, "_send", reuse):
-        yield
+    return patch.object(Executor, "_send", reuse)
 
 
-@contextmanager
 def receives_in_another_order():
     run = Executor.run
 
@@ -53,11 +48,9 @@ def receives_in_another_order():
         executor._program = bad.programs[executor.mesh.coord("pp")]
         return run(executor, batch, step)
 
-    with patch.object(Executor, "run", swap):
-        yield
+    return patch.object(Executor, "run", swap)
 
 
-@contextmanager
 def gradients_sent_the_other_way():
     """Through the queue of what flows forward, on the ranks of the first stage alone."""
     pipe = Mesh._pipe
@@ -65,15 +58,12 @@ def gradients_sent_the_other_way():
     def forward(mesh, step):
         return pipe(mesh, 1 if mesh.coord("pp") == 0 else step)
 
-    with patch.object(Mesh, "_pipe", forward):
-        yield
+    return patch.object(Mesh, "_pipe", forward)
 
 
-@contextmanager
 def a_world_collective_in_a_stage():
     """What DeepSpeed does in a forward pass, where nobody keeps it from that."""
-    with patch.object(core, "bind_trace_check", lambda group, device: None):
-        yield
+    return patch.object(core, "bind_trace_check", lambda group, device: None)
 
 
 # The fault, the changes of the case, and what is said of it.

@@ -6,6 +6,7 @@ import re
 import signal
 import time
 from datetime import timedelta
+from math import prod
 
 import pytest
 import torch
@@ -165,23 +166,20 @@ def fault_on_rank(rank, number):
     return "nothing", 0.0
 
 
-# The six faults of which each stands for a rule; the others are seen in the same ways.
-SIX = {
-    missing_wait, reused_buffer, swapped_order, wrong_group, wrong_size, world_inside_a_stage,
-}  # fmt: skip
+# Six faults stand for a rule each; the others are seen in the same ways.
+SIX = {missing_wait, reused_buffer, swapped_order, wrong_group, wrong_size, world_inside_a_stage}
 
 
 @pytest.mark.parametrize(
     "number",
     [
-        pytest.param(n, id=plant.__name__, marks=[] if plant in SIX else [pytest.mark.slow])
+        pytest.param(n, id=plant.__name__, marks=[pytest.mark.slow] * (plant not in SIX))
         for n, (plant, _, _) in enumerate(FAULTS)
     ],
 )
 def test_a_broken_rule_is_named_on_every_rank(number):
     _, sizes, pattern = FAULTS[number]
-    world = sizes[0] * sizes[1] * sizes[2]
-    found = run_strictly(fault_on_rank, world, number, text=LATE_SENDS, timeout=30)
+    found = run_strictly(fault_on_rank, prod(sizes), number, text=LATE_SENDS, timeout=30)
     said = {text for text, _ in found}
     assert len(said) == 1, said
     assert re.search(pattern, said.pop()), found

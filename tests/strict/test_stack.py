@@ -21,28 +21,18 @@ pytestmark = pytest.mark.gloo
 
 ROOT = Path(__file__).parents[2]
 SMALL = {"microbatches": 2, "batch": 8, "steps": 1, "model": {"num_hidden_layers": 4}}
+TWO = SMALL | {"stages_per_rank": 2}
+OVERLAP = {"zero_optimization.overlap_comm": True}
 # Each schedule and ZeRO stage once, and each axis.
 CASES = [
     Case(mesh=(2, 2, 1), schedule="gpipe", zero_stage=0, reduction="per_microbatch", **SMALL),
     Case(mesh=(2, 1, 2), schedule="one_f_one_b", zero_stage=1, sequence_parallel=True, **SMALL),
-    Case(mesh=(2, 2, 1), schedule="interleaved", stages_per_rank=2, zero_stage=2, **SMALL),
-    Case(
-        mesh=(2, 2, 1),
-        schedule="v_shape",
-        stages_per_rank=2,
-        zero_stage=3,
-        changes={"zero_optimization.overlap_comm": True},
-        **SMALL,
-    ),
-    Case(
-        mesh=(2, 2, 1), schedule="breadth_first", stages_per_rank=2, weights="per_pass", **SMALL
-    ),
+    Case(mesh=(2, 2, 1), schedule="interleaved", zero_stage=2, **TWO),
+    Case(mesh=(2, 2, 1), schedule="v_shape", zero_stage=3, changes=OVERLAP, **TWO),
+    Case(mesh=(2, 2, 1), schedule="breadth_first", weights="per_pass", **TWO),
     Case(mesh=(2, 2, 1), schedule="zero_bubble", weights="per_step", **SMALL),
-    Case(
-        mesh=(2, 1, 2), schedule="zb_v", stages_per_rank=2, weights="per_microbatch",
-        **SMALL | {"microbatches": 4},
-    ),
-]  # fmt: skip
+    Case(mesh=(2, 1, 2), schedule="zb_v", weights="per_microbatch", **TWO | {"microbatches": 4}),
+]
 
 
 def train_all_on_rank(rank, cases, references):
@@ -83,7 +73,7 @@ def test_every_schedule_and_stage_with_overlap_and_long_delays(zero_stage):
                 if (number + zero_stage) % 2 or splits_backward(case.schedule)
                 else "per_microbatch"
             ),
-            changes={"zero_optimization.overlap_comm": True},
+            changes=OVERLAP,
             **SMALL | {"steps": 3, "batch": 16, "microbatches": 4},
         )
         for number, case in enumerate(CASES)
@@ -97,7 +87,7 @@ FILES = {
     "tests/pipeline/test_every_schedule.py": ["ends_by_the_time_out"],  # another error's name
     "tests/engine/test_zero_stages.py": [],
     "tests/engine/test_two_stages.py": [],
-    "tests/tensor/test_sequence_parallel.py": [],
+    "tests/tensor/test_layers.py": [],
     "tests/checkpoint/test_resharding.py": [],
     "tests/train/test_stopping.py": [],
     "tests/launch/test_stopping.py": [],

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.tensor.attention import CausalAttention
@@ -14,20 +13,9 @@ from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.dropout import RandomKey
 from parallel3d.tensor.kernel import in_words, kernel_of, say_kernel
 from parallel3d.tensor.segments import Segments
+from tests.counting import Calls
 
 pytestmark = pytest.mark.gloo
-
-
-class Operators(TorchDispatchMode):
-    """The names of all operators that run."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.name())
-        return func(*args, **(kwargs or {}))
 
 
 CPU = torch.device("cpu")
@@ -55,10 +43,10 @@ def test_it_is_the_one_that_runs_and_is_said_once(context):
         segments = Segments.of(torch.arange(16).div(5).long().expand(2, 16)) if isolated else None
         attention, said = attend(dropout, context, heads=(4, kv_heads)), []
         sizes = {"batch": 2, "seq": 16, "dtype": dtype, "device": CPU, "isolated": isolated}
-        with Operators() as asked:
+        with Calls() as asked:
             say_kernel(nn.Sequential(attention), said.append, **sizes)
         assert not any("attention" in name for name in asked.names)  # before anything is computed
-        with Operators() as ran:
+        with Calls() as ran:
             attention(q, k, v, segments)
         kernel = kernel_of(q, k, v, dropout)
         fused = any("flash_attention" in name for name in ran.names)

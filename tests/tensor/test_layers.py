@@ -1,14 +1,17 @@
 """Each tensor-parallel layer against its unsharded twin in plain PyTorch, forward and backward.
 
-Shapes are drawn by hypothesis; one launch of four ranks tries them all on tp 1, 2 and 4.
+Shapes are drawn by hypothesis, and whether the activations between layers are split over the
+sequence; one launch of four ranks tries them all on tp 1, 2 and 4.
 """
 
 from contextlib import contextmanager
+from functools import partial
 from itertools import product
 from typing import NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -17,14 +20,16 @@ from parallel3d.mesh.mesh import Mesh
 from parallel3d.tensor import linear as linear_module
 from parallel3d.tensor import product as product_module
 from parallel3d.tensor import vocab as vocab_module
-from parallel3d.tensor.collectives import Pending, copy_to_group, reduce_from_group
+from parallel3d.tensor.collectives import Pending
 from parallel3d.tensor.cut import cut_of, even_split
-from parallel3d.tensor.linear import ColumnParallelLinear, RowParallelLinear
-from parallel3d.tensor.norm import LayerNorm
+from parallel3d.tensor.linear import ColumnParallelLinear, GroupedColumnLinear, RowParallelLinear
+from parallel3d.tensor.norm import LayerNorm, RMSNorm
 from parallel3d.tensor.vocab import VocabParallelEmbedding
 from parallel3d.verify.local_ranks import RankFailed, run_locally
 
 pytestmark = pytest.mark.gloo
+
+HEAD = 5  # features
 
 
 class Sizes(NamedTuple):
@@ -36,7 +41,17 @@ class Sizes(NamedTuple):
     wide: int  # the width, or the vocabulary, that is cut
     fused: int
     bias: bool
+    split: bool  # the activations between layers, over the sequence
     seed: int
+
+    @property
+    def whole(self):
+        """The batch and sequence of whole activations; every group divides the sequence."""
+        return self.batch, 4 * self.seq
+
+    def part(self, x, group):
+        """What a rank has of an activation between layers."""
+        return share(x, 1, group) if self.split else x
 
 
 SIZES = st.builds(
@@ -47,6 +62,7 @@ SIZES = st.builds(
     wide=st.integers(4, 23),
     fused=st.sampled_from([0, 1, 3]),
     bias=st.booleans(),
+    split=st.booleans(),
     seed=st.integers(0, 2**16),
 )
 
@@ -85,23 +101,26 @@ def give(layer, **whole):
         parameter.data.copy_(part(whole[name], cut_of(parameter)))
 
 
-def compare(layer, twin, inputs, outputs, tolerance):
-    """`inputs` and `outputs` are pairs: the layer's and the twin's; gradients of all of them.
+def compare(layer, twin, inputs, outputs, s, tolerance):
+    """Output and gradients of a layer and of its twin, whose whole tensors `twin` has by name.
 
-    The twin's weights are a dict of whole tensors. Each rank of a replicated output starts with the
-    same gradient, as the layers after it would hand it over.
+    `inputs` are the layer's, the twin's and a function that gives a rank's part of the twin's;
+    `outputs` likewise. Each rank starts with its part of one output gradient, as the layers after
+    it would hand it over. What a rank has of the gradient of a parameter that it holds whole is
+    summed by the engine where the activations are split, or the parameter is shared (`partial`).
     """
-    (x, whole_x), (y, whole_y, y_of) = inputs, outputs
+    (x, whole_x, x_of), (y, whole_y, y_of) = inputs, outputs
     close(y, y_of(whole_y), "output", tolerance)
     grad = torch.randn(whole_y.shape, generator=torch.Generator().manual_seed(1)).to(whole_y)
     y.backward(y_of(grad))
     whole_y.backward(grad)
     if x is not None:
-        x_of = whole_x.grad if x.shape == whole_x.shape else share(whole_x.grad, -1, layer.group)
-        close(x.grad, x_of, "input gradient", tolerance)
+        close(x.grad, x_of(whole_x.grad), "input gradient", tolerance)
     for name, parameter in layer.named_parameters():
-        want = part(twin[name].grad, cut_of(parameter))
-        close(parameter.grad, want, f"{name} gradient", tolerance)
+        cut = cut_of(parameter)
+        if cut.dim is None and (s.split or isinstance(layer, GroupedColumnLinear)):
+            dist.all_reduce(parameter.grad, group=layer.group)
+        close(parameter.grad, part(twin[name].grad, cut), f"{name} gradient", tolerance)
 
 
 def tensors(seed, *shapes):
@@ -110,58 +129,93 @@ def tensors(seed, *shapes):
     return [torch.randn(s, generator=generator).to(dtype).requires_grad_() for s in shapes]
 
 
+def leaf(x):
+    return x.detach().clone().requires_grad_()
+
+
 def check_column(s, group, tolerance):
     fused = (s.fused,) if s.fused else ()
-    x, w, b = tensors(
-        s.seed, (s.batch, s.seq, s.narrow), (*fused, s.wide, s.narrow), (*fused, s.wide)
-    )
-    layer = ColumnParallelLinear(s.narrow, s.wide, group, s.bias, s.fused)
+    x, w, b = tensors(s.seed, (*s.whole, s.narrow), (*fused, s.wide, s.narrow), (*fused, s.wide))
+    layer = ColumnParallelLinear(s.narrow, s.wide, group, s.bias, s.fused, s.split)
     give(layer, weight=w, bias=b)
-    mine = x.detach().clone().requires_grad_()
+    mine = leaf(s.part(x, group))
     whole = F.linear(x, w.flatten(0, -2), b.flatten() if s.bias else None)
 
     def of(t):
         parts = [share(p, -1, group) for p in t.unflatten(-1, (s.fused or 1, s.wide)).unbind(-2)]
         return torch.cat(parts, -1)
 
-    compare(layer, {"weight": w, "bias": b}, (mine, x), (layer(mine), whole, of), tolerance)
+    inputs = mine, x, lambda t: s.part(t, group)
+    compare(layer, {"weight": w, "bias": b}, inputs, (layer(mine), whole, of), s, tolerance)
 
 
 def check_row(s, group, tolerance):
-    x, w, b = tensors(s.seed, (s.batch, s.seq, s.wide), (s.narrow, s.wide), (s.narrow,))
-    layer = RowParallelLinear(s.wide, s.narrow, group, s.bias)
+    x, w, b = tensors(s.seed, (*s.whole, s.wide), (s.narrow, s.wide), (s.narrow,))
+    layer = RowParallelLinear(s.wide, s.narrow, group, s.bias, s.split)
     give(layer, weight=w, bias=b)
-    mine = share(x.detach(), -1, group).clone().requires_grad_()
-    whole = F.linear(x, w, b if s.bias else None)
-    out = layer(mine), whole, lambda t: t
-    compare(layer, {"weight": w, "bias": b}, (mine, x), out, tolerance)
+    mine = leaf(share(x, -1, group))
+    inputs = mine, x, lambda t: share(t, -1, group)
+    out = layer(mine), F.linear(x, w, b if s.bias else None), lambda t: s.part(t, group)
+    compare(layer, {"weight": w, "bias": b}, inputs, out, s, tolerance)
 
 
 def check_embedding(s, group, tolerance):
     (w,) = tensors(s.seed, (s.wide, s.narrow))
-    tokens = torch.randint(
-        s.wide, (s.batch, s.seq), generator=torch.Generator().manual_seed(s.seed)
-    )
-    layer = VocabParallelEmbedding(s.wide, s.narrow, group)
+    tokens = torch.randint(s.wide, s.whole, generator=torch.Generator().manual_seed(s.seed))
+    layer = VocabParallelEmbedding(s.wide, s.narrow, group, s.split)
     give(layer, weight=w)
-    out = layer(tokens), F.embedding(tokens, w), lambda t: t
-    compare(layer, {"weight": w}, (None, None), out, tolerance)
+    out = layer(tokens), F.embedding(tokens, w), lambda t: s.part(t, group)
+    compare(layer, {"weight": w}, (None, None, None), out, s, tolerance)
 
 
-def check_norm(s, group, tolerance):
-    x, w, b = tensors(s.seed, (s.batch, s.seq, s.wide), (s.wide,), (s.wide,))
-    layer = LayerNorm(s.wide, group, 1e-5)
-    give(layer, weight=w, bias=b)
-    mine = x.detach().clone().requires_grad_()
-    out = layer(mine), F.layer_norm(x, (s.wide,), w, b, 1e-5), lambda t: t
-    compare(layer, {"weight": w, "bias": b}, (mine, x), out, tolerance)
+def check_norms(s, group, tolerance):
+    for kind in (LayerNorm, RMSNorm):
+        x, w, b = tensors(s.seed, (*s.whole, s.wide), (s.wide,), (s.wide,))
+        layer = kind(s.wide, group, 1e-5)
+        layer.group = group
+        give(layer, weight=w, bias=b)
+        mine = leaf(s.part(x, group))
+        whole = (
+            F.layer_norm(x, (s.wide,), w, b, 1e-5)
+            if kind is LayerNorm
+            else x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-5) * w
+        )
+        of = partial(s.part, group=group)
+        compare(
+            layer, {"weight": w, "bias": b}, (mine, x, of), (layer(mine), whole, of), s, tolerance
+        )
+
+
+def check_grouped(s, group, tolerance):
+    """Eight query heads, two key heads: on four ranks two of them share each."""
+    heads = {"q": 8, "k": 2}
+    shapes = [part for n in heads.values() for part in ((n * HEAD, s.narrow), (n * HEAD,))]
+    x, *parameters = tensors(s.seed, (*s.whole, s.narrow), *shapes)
+    names = [f"{name}_{kind}" for name in heads for kind in ("weight", "bias")]
+    twin = dict(zip(names, parameters, strict=True))
+    layer = GroupedColumnLinear(s.narrow, heads, HEAD, group, s.bias, s.split)
+    give(layer, **twin)
+    mine = leaf(s.part(x, group))
+    q, k = (
+        F.linear(x, twin[f"{n}_weight"], twin[f"{n}_bias"] if s.bias else None).unflatten(
+            -1, (-1, HEAD)
+        )
+        for n in heads
+    )  # [batch, seq, heads, HEAD]
+    # What attention does with them: every query head meets its key head.
+    whole = (q * k.repeat_interleave(4, dim=2)).sum(-1)  # [batch, seq, heads]
+    mine_q, mine_k = layer(mine)
+    y = (mine_q * mine_k.repeat_interleave(mine_q.shape[2] // mine_k.shape[2], dim=2)).sum(-1)
+    inputs = mine, x, lambda t: s.part(t, group)
+    compare(layer, twin, inputs, (y, whole, lambda t: share(t, 2, group)), s, tolerance)
 
 
 CHECKS = {
     "column": check_column,
     "row": check_row,
     "embedding": check_embedding,
-    "norm": check_norm,
+    "norms": check_norms,
+    "grouped": check_grouped,
 }
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 2e-6, torch.bfloat16: 2e-2}
 
@@ -185,49 +239,44 @@ def test_layers_equal_their_twins(examples):
     run_locally(check_on_rank, 4, list(CHECKS), examples, torch.float64, timeout=60)
 
 
-EXAMPLE = Sizes(batch=2, seq=3, narrow=8, wide=13, fused=3, bias=True, seed=0)
+EXAMPLE = Sizes(batch=2, seq=1, narrow=8, wide=13, fused=3, bias=True, split=False, seed=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_layers_in_lower_precision(dtype):
-    run_locally(check_on_rank, 2, list(CHECKS), [EXAMPLE], dtype, [(1, 1, 2)], timeout=60)
+    # The check of grouped layers multiplies their results, and their roundings.
+    kinds = [kind for kind in CHECKS if kind != "grouped"]
+    run_locally(check_on_rank, 2, kinds, [EXAMPLE], dtype, [(1, 1, 2)], timeout=60)
 
 
+def gathers_nothing(x, group):
+    return Pending(x.new_zeros(*x.shape[:-2], x.shape[-2] * group.size(), x.shape[-1]))
+
+
+def takes_the_first_head(layer, count):
+    return None if count >= layer.group.size() else (0, HEAD)
+
+
+# A layer, whether activations are split, and what is put in place of what.
 SABOTAGES = [
-    ("column", product_module, "start_all_reduce", Pending),
-    ("row", linear_module, "reduce_from_group", lambda x: x),
-    ("embedding", vocab_module, "reduce_from_group", lambda x: x),
+    ("column", False, product_module, "start_all_reduce", lambda x, *args: Pending(x)),
+    ("column", True, product_module, "start_all_gather", gathers_nothing),
+    ("row", False, linear_module, "reduce_from_group", lambda x, *args: x),
+    ("embedding", False, vocab_module, "reduce_from_group", lambda x, *args: x),
+    ("grouped", False, GroupedColumnLinear, "_rows", takes_the_first_head),
 ]
 
 
 def sabotage(rank, number):
-    kind, module, name, give = SABOTAGES[number]
-    setattr(module, name, lambda x, *args: give(x))
-    check_on_rank(rank, [kind], [EXAMPLE], torch.float32, [(1, 1, 2)])
+    kind, split, owner, name, fault = SABOTAGES[number]
+    setattr(owner, name, fault)
+    check_on_rank(rank, [kind], [EXAMPLE._replace(split=split)], torch.float32, [(1, 1, 4)])
 
 
-@pytest.mark.parametrize("number", range(len(SABOTAGES)), ids=[kind for kind, *_ in SABOTAGES])
-def test_a_missing_collective_is_seen(number):
+@pytest.mark.parametrize("number", range(len(SABOTAGES)), ids=lambda n: SABOTAGES[n][3])
+def test_a_fault_is_seen(number):
     with pytest.raises(RankFailed, match="not close"):
-        run_locally(sabotage, 2, number)
-
-
-def conjugates(rank):
-    group = Mesh(1, 1, 4).group("tp")
-    mine = torch.tensor([1.0, 10.0]) * (rank + 1)
-    results = []
-    for f in (copy_to_group, reduce_from_group):
-        x = mine.clone().requires_grad_()
-        y = f(x * 1, group)  # g takes the place of what it is given
-        y.backward(mine)
-        results += [y.tolist(), x.grad.tolist()]
-    return results
-
-
-def test_f_and_g_are_conjugates():
-    for rank, results in enumerate(run_locally(conjugates, 4, timeout=60)):
-        mine, total = [1.0 + rank, 10.0 + 10 * rank], [10.0, 100.0]
-        assert results == [mine, total, total, mine]
+        run_locally(sabotage, 4, number)
 
 
 @given(st.integers(1, 10**6), st.integers(1, 64))

@@ -6,7 +6,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from parallel3d.mesh.mesh import Mesh
@@ -19,6 +18,7 @@ from parallel3d.tensor.collectives import (
 from parallel3d.tensor.held_back import held_back
 from parallel3d.tensor.linear import ColumnParallelLinear, GroupedColumnLinear
 from parallel3d.verify.local_ranks import run_locally
+from tests.counting import Calls
 from tests.strict.group import StrictGroup
 from tests.strict.operation import Handle
 from tests.strict.running import run_strictly
@@ -138,30 +138,20 @@ def test_a_collective_runs_under_the_product_that_does_not_need_it():
         assert seconds[2] - seconds[3] > SECONDS
 
 
-class Moved(TorchDispatchMode):
-    """Where in memory lies what collectives are given."""
-
-    def __init__(self):
-        super().__init__()
-        self.places = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "c10d":
-            tensors = (t for t in tree_leaves(args) if isinstance(t, torch.Tensor))
-            self.places |= {t.untyped_storage().data_ptr() for t in tensors}
-        return func(*args, **(kwargs or {}))
-
-
 def results(rank):
     """What collectives of several samples give, and whether they work on just that memory."""
     group = Mesh(1, 1, 2).group("tp")
     x = torch.arange(2.0 * 3 * 4 * 5).view(2, 3, 4, 5) * (rank + 1)  # [..., seq / tp, size]
-    with Moved() as moved:
+    with Calls() as calls:
         whole = all_gather_sequence(x, group)
         mine = reduce_scatter_sequence(whole, group)
         total = reduce_from_group(x, group)
-    places = {t.untyped_storage().data_ptr() for t in (x, whole, mine)}
-    return whole, mine, total, total.data_ptr() == x.data_ptr() and moved.places == places
+    moved = tree_leaves([args for func, args in calls.calls if func.namespace == "c10d"])
+    places, moved_places = (
+        {t.untyped_storage().data_ptr() for t in tensors if isinstance(t, torch.Tensor)}
+        for tensors in ((x, whole, mine), moved)
+    )
+    return whole, mine, total, total.data_ptr() == x.data_ptr() and moved_places == places
 
 
 def test_no_layout_is_copied():

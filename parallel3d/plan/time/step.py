@@ -12,9 +12,8 @@ from parallel3d.plan.time.cost import ActionCosts, SecondsByPart, costs_of
 from parallel3d.plan.time.curves import curves_for
 from parallel3d.plan.time.makespan import CoordinateEnd, ends
 from parallel3d.plan.time.operators import Curves
-from parallel3d.schedule.schedule import Action, Op, Spans, add_sharding, simulate
+from parallel3d.schedule.schedule import Action, Op, Spans, add_sharding, idle_fraction, simulate
 from parallel3d.schedule.schedules import load, make_schedule, splits_backward
-from parallel3d.schedule.simulate import idle_fraction
 
 TIMES = ("compute", "bubble", "tensor", "pipeline", "data", "offload", "optimizer")
 

@@ -16,24 +16,15 @@ from parallel3d.schedule.schedule import Op, Schedule, add_communication, valida
 __path__ += own_folders.from_environment(own_folders.SCHEDULES)
 
 
-class Bubble(Protocol):
-    """The closed form of the idle fraction, where a backward takes `backward` forwards."""
-
-    def __call__(
-        self,
-        pp_size: int,
-        num_microbatches: int,
-        stages_per_rank: int,
-        backward: float = 2.0,
-    ) -> float: ...
-
-
 class ScheduleFile(Protocol):
-    """The functions of a schedule file, each of (pp_size, num_microbatches, stages_per_rank)."""
+    """The functions of a schedule file, each of (pp_size, num_microbatches, stages_per_rank).
+
+    `bubble` is also given how many forwards a backward takes (2.0 if it is not).
+    """
 
     schedule: Callable[[int, int, int], Schedule]  # the computes, in order
     invalid: Callable[[int, int, int], str | None]  # why it cannot be used, and what to do
-    bubble: Bubble  # the closed form of the idle fraction
+    bubble: Callable[..., float]  # the closed form of the idle fraction
     peak_in_flight: Callable[[int, int, int], tuple[int, ...]]  # per rank, the closed form
 
 

@@ -14,7 +14,6 @@ class ExhibitFile(Protocol):
 
     def plant(self) -> Planted:
         """Have the mistake in our code inside the context, in this process alone."""
-        ...
 
 
 def names() -> tuple[str, ...]:

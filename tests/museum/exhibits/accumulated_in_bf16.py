@@ -1,15 +1,12 @@
-"""Microbatches' gradients are added up in bf16."""
+"""The gradients of microbatches were added up in bf16, which has 8 bits for what each one adds."""
 
 from parallel3d.engine.quirks import core
 from tests.museum.exhibit import Exhibit, Planted, replaced
 
 EXHIBIT = Exhibit(
-    date="2022-03-01",
-    source="deepspeedai/DeepSpeed#1800",
-    what=(
-        "The gradients of microbatches were added up in bf16, which has 8 bits for what each "
-        "one adds."
-    ),
+    __doc__,
+    "2022-03-01",
+    "deepspeedai/DeepSpeed#1800",
     mesh=(1, 1, 1),
     needs=("bf16", "microbatches"),
 )

@@ -1,26 +1,22 @@
-"""Attention crosses the borders of documents."""
+"""A mask of ones turned the detection of packed documents off, and tokens attended to the documents
+before theirs.
+"""
 
 from typing import Any
 
 from parallel3d.tensor.attention import CausalAttention
-from tests.museum.exhibit import Exhibit, Planted, wrapped
+from tests.museum.exhibit import Exhibit, in_place_of
 
 EXHIBIT = Exhibit(
-    date="2026-06-14",
-    source="huggingface/transformers#46634",
-    what=(
-        "A mask of ones turned the detection of packed documents off, and tokens attended to "
-        "the documents before theirs."
-    ),
+    __doc__,
+    "2026-06-14",
+    "huggingface/transformers#46634",
     mesh=(1, 1, 1),
     needs=("isolated documents",),
 )
 
 
-def plant() -> Planted:
+@in_place_of(CausalAttention, "_attend")
+def plant(original: Any, layer: Any, q: Any, k: Any, v: Any, segments: Any) -> Any:
     """The plain causal mask."""
-
-    def attend(original: Any, layer: Any, q: Any, k: Any, v: Any, segments: Any) -> Any:
-        return original(layer, q, k, v, None)
-
-    return wrapped(CausalAttention, "_attend", attend)
+    return original(layer, q, k, v, None)

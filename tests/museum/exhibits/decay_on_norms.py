@@ -1,27 +1,19 @@
-"""Weight decay shrinks norms and biases."""
+"""After a refactoring the weights of norms, and biases, were no longer excluded from weight
+decay.
+"""
 
 from typing import Any
 
 from parallel3d.engine.quirks import core
-from tests.museum.exhibit import Exhibit, Planted, wrapped
+from tests.museum.exhibit import Exhibit, in_place_of
 
 EXHIBIT = Exhibit(
-    date="2026-06-17",
-    source="ServiceNow/Fast-LLM#542",
-    what=(
-        "After a refactoring the weights of norms, and biases, were no longer excluded from "
-        "weight decay."
-    ),
-    mesh=(1, 1, 1),
-    needs=("weight decay",),
+    __doc__, "2026-06-17", "ServiceNow/Fast-LLM#542", mesh=(1, 1, 1), needs=("weight decay",)
 )
 
 
-def plant() -> Planted:
+@in_place_of(core, "param_groups")
+def plant(original: Any, held: Any, ballast: Any, weight_decay: float, *args: Any) -> Any:
     """The group without decay decays."""
-
-    def groups(original: Any, held: Any, ballast: Any, weight_decay: float, *args: Any) -> Any:
-        found = original(held, ballast, weight_decay, *args)
-        return [group | {"weight_decay": weight_decay} for group in found]
-
-    return wrapped(core, "param_groups", groups)
+    found = original(held, ballast, weight_decay, *args)
+    return [group | {"weight_decay": weight_decay} for group in found]

@@ -1,29 +1,25 @@
-"""In a group of one rank each microbatch doubles the gradient."""
+"""Where a gradient buffer's data-parallel group had one rank, what had been accumulated was doubled
+at every microbatch.
+"""
 
 from typing import Any
 
 from parallel3d.engine.engine import Engine
-from tests.museum.exhibit import Exhibit, Planted, wrapped
+from tests.museum.exhibit import Exhibit, in_place_of
 
 EXHIBIT = Exhibit(
-    date="2026-08-20",
-    source="NVIDIA/Megatron-LM#6660",
-    what=(
-        "Where a gradient buffer's data-parallel group had one rank, what had been "
-        "accumulated was doubled at every microbatch."
-    ),
+    __doc__,
+    "2026-08-20",
+    "NVIDIA/Megatron-LM#6660",
     mesh=(2, 1, 2),
     needs=("microbatches", "reduced once"),
 )
 
 
-def plant() -> Planted:
+@in_place_of(Engine, "backward")
+def plant(original: Any, engine: Engine, *args: Any, **stage: int) -> None:
     """Add what is there to itself before each backward pass, where dp is 1."""
-
-    def backward(original: Any, engine: Engine, *args: Any, **stage: int) -> None:
-        for held in engine.held if engine.mesh.size("dp") == 1 else ():
-            if held.parameter.grad is not None:
-                held.parameter.grad.mul_(2)
-        original(engine, *args, **stage)
-
-    return wrapped(Engine, "backward", backward)
+    for held in engine.held if engine.mesh.size("dp") == 1 else ():
+        if held.parameter.grad is not None:
+            held.parameter.grad.mul_(2)
+    original(engine, *args, **stage)

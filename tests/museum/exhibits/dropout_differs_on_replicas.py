@@ -1,27 +1,17 @@
-"""Ranks with the same activations drop different places."""
+"""Ranks that hold the same activation drew different masks for it, and their copies of the residual
+stream drifted apart.
+"""
 
 import os
 from typing import Any
 
 from parallel3d.tensor.dropout import RandomKey
-from tests.museum.exhibit import Exhibit, Planted, wrapped
+from tests.museum.exhibit import Exhibit, in_place_of
 
-EXHIBIT = Exhibit(
-    date="",
-    source="",
-    what=(
-        "Ranks that hold the same activation drew different masks for it, and their copies of "
-        "the residual stream drifted apart."
-    ),
-    mesh=(1, 1, 4),
-    needs=("dropout", "replicated activations"),
-)
+EXHIBIT = Exhibit(__doc__, mesh=(1, 1, 4), needs=("dropout", "replicated activations"))
 
 
-def plant() -> Planted:
+@in_place_of(RandomKey, "seed_generator")
+def plant(original: Any, key: RandomKey, place: str, tp_rank: int, device: Any) -> None:
     """The seed has something of the process in it."""
-
-    def seed(original: Any, key: RandomKey, place: str, tp_rank: int, device: Any) -> None:
-        original(key, f"{place}/{os.getpid()}", tp_rank, device)
-
-    return wrapped(RandomKey, "seed_generator", seed)
+    original(key, f"{place}/{os.getpid()}", tp_rank, device)

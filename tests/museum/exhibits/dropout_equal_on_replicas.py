@@ -1,27 +1,19 @@
-"""All data-parallel ranks drop the same places."""
+"""The seed of dropout was shared by the whole mesh, so data-parallel ranks had the same masks for
+different samples.
+"""
 
 from typing import Any
 
 from parallel3d.tensor.dropout import RandomKey
-from tests.museum.exhibit import Exhibit, Planted, wrapped
+from tests.museum.exhibit import Exhibit, in_place_of
 
 EXHIBIT = Exhibit(
-    date="2026-09-09",
-    source="tenstorrent/tt-metal#55947",
-    what=(
-        "The seed of dropout was shared by the whole mesh, so data-parallel ranks had the "
-        "same masks for different samples."
-    ),
-    mesh=(1, 4, 1),
-    needs=("dropout",),
+    __doc__, "2026-09-09", "tenstorrent/tt-metal#55947", mesh=(1, 4, 1), needs=("dropout",)
 )
 
 
-def plant() -> Planted:
+@in_place_of(RandomKey, "seed_generator")
+def plant(original: Any, key: RandomKey, *args: Any) -> None:
     """The seed does not heed the dp coordinate."""
-
-    def seed(original: Any, key: RandomKey, *args: Any) -> None:
-        key.dp_coord = 0
-        original(key, *args)
-
-    return wrapped(RandomKey, "seed_generator", seed)
+    key.dp_coord = 0
+    original(key, *args)

@@ -1,18 +1,11 @@
-"""Evaluation leaves dropout on."""
+"""The attention's dropout was given to a function that does not know of evaluation, and stayed on
+in it.
+"""
 
 from parallel3d.tensor.dropout import Dropout
 from tests.museum.exhibit import Exhibit, Planted, replaced
 
-EXHIBIT = Exhibit(
-    date="2023-04-11",
-    source="karpathy/nanoGPT#240",
-    what=(
-        "The attention's dropout was given to a function that does not know of evaluation, "
-        "and stayed on in it."
-    ),
-    mesh=(1, 1, 1),
-    needs=("dropout",),
-)
+EXHIBIT = Exhibit(__doc__, "2023-04-11", "karpathy/nanoGPT#240", mesh=(1, 1, 1), needs=("dropout",))
 
 
 def plant() -> Planted:

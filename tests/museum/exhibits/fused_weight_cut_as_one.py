@@ -1,4 +1,6 @@
-"""Query, key and value are cut as one matrix."""
+"""A fused projection was cut into equal parts as a whole, so that ranks had a mix of queries, keys
+and values.
+"""
 
 from typing import Any
 
@@ -6,33 +8,25 @@ import torch
 
 from parallel3d.pipeline import stages
 from parallel3d.tensor.cut import Cut
-from tests.museum.exhibit import Exhibit, Planted, wrapped
+from tests.museum.exhibit import Exhibit, in_place_of
 
 EXHIBIT = Exhibit(
-    date="2026-02-18",
-    source="NVIDIA-NeMo/Automodel#1324",
-    what=(
-        "A fused projection was cut into equal parts as a whole, so that ranks had a mix of "
-        "queries, keys and values."
-    ),
+    __doc__,
+    "2026-02-18",
+    "NVIDIA-NeMo/Automodel#1324",
     mesh=(1, 1, 4),
     needs=("fused projections",),
 )
 
 
-def plant() -> Planted:
+@in_place_of(stages, "fill")
+def plant(original: Any, out: Any, start: int, spec: Any, name: str, cut: Cut, seed: int) -> None:
     """A rank's part is a slice of the rows of all three."""
-
-    def fill(
-        original: Any, out: Any, start: int, spec: Any, name: str, cut: Cut, seed: int
-    ) -> None:
-        if len(spec.shape) != 3 or cut.dim != 1:
-            original(out, start, spec, name, cut, seed)
-            return
-        whole = torch.empty(spec.numel)
-        original(whole, 0, spec, name, Cut(spec.shape, None, 0, 0, 0), seed)
-        rows = cut.local_shape[0] * cut.local_shape[1]
-        mine = whole.view(-1, spec.shape[2])[rows * cut.group_rank :][:rows].flatten()[start:]
-        out[: len(mine)].copy_(mine[: len(out)])
-
-    return wrapped(stages, "fill", fill)
+    if len(spec.shape) != 3 or cut.dim != 1:
+        original(out, start, spec, name, cut, seed)
+        return
+    whole = torch.empty(spec.numel)
+    original(whole, 0, spec, name, Cut(spec.shape, None, 0, 0, 0), seed)
+    rows = cut.local_shape[0] * cut.local_shape[1]
+    mine = whole.view(-1, spec.shape[2])[rows * cut.group_rank :][:rows].flatten()[start:]
+    out[: len(mine)].copy_(mine[: len(out)])

@@ -1,19 +1,12 @@
-"""A column-parallel layer's input gradient is a part."""
+"""The gradient of what enters a column-parallel layer was not summed over the ranks (f's backward
+pass).
+"""
 
 from parallel3d.tensor import product
 from parallel3d.tensor.collectives import Pending
 from tests.museum.exhibit import Exhibit, Planted, replaced
 
-EXHIBIT = Exhibit(
-    date="",
-    source="",
-    what=(
-        "The gradient of what enters a column-parallel layer was not summed over the ranks "
-        "(f's backward pass)."
-    ),
-    mesh=(1, 1, 4),
-    needs=("replicated activations",),
-)
+EXHIBIT = Exhibit(__doc__, mesh=(1, 1, 4), needs=("replicated activations",))
 
 
 def plant() -> Planted:

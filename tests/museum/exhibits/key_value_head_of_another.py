@@ -1,29 +1,23 @@
-"""A rank's queries attend to another rank's key/value head."""
+"""Key/value heads were tiled over the queries and not repeated, so queries met the wrong ones."""
 
 from typing import Any
 
 from parallel3d.tensor.linear import GroupedColumnLinear
-from tests.museum.exhibit import Exhibit, Planted, wrapped
+from tests.museum.exhibit import Exhibit, in_place_of
 
 EXHIBIT = Exhibit(
-    date="2026-08-07",
-    source="ekzhang/jax-js#180",
-    what=(
-        "Key/value heads were tiled over the queries instead of repeated, so queries met the "
-        "wrong ones."
-    ),
+    __doc__,
+    "2026-08-07",
+    "ekzhang/jax-js#180",
     mesh=(1, 1, 4),
     needs=("fewer key/value heads than tp",),
 )
 
 
-def plant() -> Planted:
+@in_place_of(GroupedColumnLinear, "_rows")
+def plant(original: Any, layer: GroupedColumnLinear, count: int) -> Any:
     """The heads go round over the ranks."""
-
-    def rows(original: Any, layer: GroupedColumnLinear, count: int) -> Any:
-        if count >= layer.group.size():
-            return original(layer, count)
-        start = layer.group.rank() % count * layer.head_size
-        return start, start + layer.head_size
-
-    return wrapped(GroupedColumnLinear, "_rows", rows)
+    if count >= layer.group.size():
+        return original(layer, count)
+    start = layer.group.rank() % count * layer.head_size
+    return start, start + layer.head_size

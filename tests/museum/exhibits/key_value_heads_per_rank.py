@@ -1,33 +1,25 @@
-"""Shared key/value heads have each rank's own gradient."""
+"""With fewer key/value heads than ranks, each rank trained its copy by the gradient of its own
+queries.
+"""
 
 from dataclasses import replace
 from typing import Any
 
 from parallel3d.engine.reduction import Reduction
-from tests.museum.exhibit import Exhibit, Planted, wrapped
+from tests.museum.exhibit import Exhibit, in_place_of
 
 EXHIBIT = Exhibit(
-    date="2023-03-21",
-    source="bigcode-project/Megatron-LM#37",
-    what=(
-        "With fewer key/value heads than ranks, each rank trained its copy by the gradient of "
-        "its own queries."
-    ),
+    __doc__,
+    "2023-03-21",
+    "bigcode-project/Megatron-LM#37",
     mesh=(1, 1, 4),
     needs=("fewer key/value heads than tp",),
 )
 
 
-def plant() -> Planted:
+@in_place_of(Reduction, "_sum")
+def plant(original: Any, reduction: Reduction, held: Any) -> None:
     """Gradients of shared key/value heads are not summed over tp."""
-
-    def sum_some(original: Any, reduction: Reduction, held: Any) -> None:
-        original(
-            reduction,
-            [
-                replace(h, partial=False) if "qkv.k_" in h.name or "qkv.v_" in h.name else h
-                for h in held
-            ],
-        )
-
-    return wrapped(Reduction, "_sum", sum_some)
+    names = ("qkv.k_", "qkv.v_")
+    own = [replace(h, partial=False) if any(n in h.name for n in names) else h for h in held]
+    original(reduction, own)

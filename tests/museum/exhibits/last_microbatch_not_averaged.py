@@ -1,4 +1,6 @@
-"""The last microbatch's gradient misses the sum over dp."""
+"""The last microbatch's gradient was added after the reduction over data-parallel ranks, so each
+rank had its own in it and no other's.
+"""
 
 from typing import Any
 
@@ -7,12 +9,9 @@ from parallel3d.engine.reduction import Reduction
 from tests.museum.exhibit import Exhibit, Planted, all_of, wrapped
 
 EXHIBIT = Exhibit(
-    date="2026-04-27",
-    source="deepspeedai/DeepSpeed#7985",
-    what=(
-        "The last microbatch's gradient was added after the reduction over data-parallel "
-        "ranks, so each rank had its own in it and no other's."
-    ),
+    __doc__,
+    "2026-04-27",
+    "deepspeedai/DeepSpeed#7985",
     mesh=(1, 4, 1),
     needs=("microbatches", "ZeRO-0"),
 )

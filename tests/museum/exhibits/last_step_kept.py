@@ -1,4 +1,6 @@
-"""A step's gradients are added to the last step's."""
+"""Gradients were not cleared between steps in bf16 without ZeRO, so each step also took the ones
+before it.
+"""
 
 from typing import Any
 
@@ -6,14 +8,7 @@ from parallel3d.engine.reduction import Reduction
 from tests.museum.exhibit import Exhibit, Planted, wrapped
 
 EXHIBIT = Exhibit(
-    date="2026-02-09",
-    source="deepspeedai/DeepSpeed#7837",
-    what=(
-        "Gradients were not cleared between steps in bf16 without ZeRO, so each step also "
-        "took the ones before it."
-    ),
-    mesh=(1, 1, 1),
-    needs=("reduced once",),
+    __doc__, "2026-02-09", "deepspeedai/DeepSpeed#7837", mesh=(1, 1, 1), needs=("reduced once",)
 )
 
 

@@ -1,29 +1,21 @@
-"""The gradients of microbatches are summed, their loss is averaged."""
+"""Under a pipeline the gradients of the microbatches were summed instead of averaged; the reported
+loss was right.
+"""
 
 from typing import Any
 
 from parallel3d.pipeline.executor import Executor
-from tests.museum.exhibit import Exhibit, Planted, wrapped
+from tests.museum.exhibit import Exhibit, in_place_of
 
 EXHIBIT = Exhibit(
-    date="2026-01-11",
-    source="deepspeedai/DeepSpeed#7773",
-    what=(
-        "Under a pipeline the gradients of the microbatches were summed instead of averaged; "
-        "the reported loss was right."
-    ),
-    mesh=(2, 2, 1),
-    needs=("microbatches",),
+    __doc__, "2026-01-11", "deepspeedai/DeepSpeed#7773", mesh=(2, 2, 1), needs=("microbatches",)
 )
 
 
-def plant() -> Planted:
+@in_place_of(Executor, "_backward")
+def plant(original: Any, executor: Executor, stage: int, microbatch: int) -> None:
     """Undo the division for the backward pass alone."""
-
-    def backward(original: Any, executor: Executor, stage: int, microbatch: int) -> None:
-        if stage == executor._last_stage:
-            loss = executor.flow.outputs[stage, microbatch]
-            executor.flow.outputs[stage, microbatch] = loss * executor.schedule.num_microbatches
-        original(executor, stage, microbatch)
-
-    return wrapped(Executor, "_backward", backward)
+    if stage == executor._last_stage:
+        loss = executor.flow.outputs[stage, microbatch]
+        executor.flow.outputs[stage, microbatch] = loss * executor.schedule.num_microbatches
+    original(executor, stage, microbatch)

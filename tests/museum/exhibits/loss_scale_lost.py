@@ -1,25 +1,16 @@
-"""The loss scale begins anew after a resume."""
+"""The state of the loss scaler was not what the checkpoint said after a resume under fp16."""
 
 from typing import Any
 
 from parallel3d.engine.states import OptimizerStates
-from tests.museum.exhibit import Exhibit, Planted, wrapped
+from tests.museum.exhibit import Exhibit, in_place_of
 
 EXHIBIT = Exhibit(
-    date="2026-09-20",
-    source="huggingface/accelerate#4289",
-    what=(
-        "The state of the loss scaler was not what the checkpoint said after a resume under fp16."
-    ),
-    mesh=(1, 2, 2),
-    needs=("resume", "fp16"),
+    __doc__, "2026-09-20", "huggingface/accelerate#4289", mesh=(1, 2, 2), needs=("resume", "fp16")
 )
 
 
-def plant() -> Planted:
+@in_place_of(OptimizerStates, "set_counters")
+def plant(original: Any, states: OptimizerStates, counters: Any) -> None:
     """The loss scale that was saved is not set."""
-
-    def set_counters(original: Any, states: OptimizerStates, counters: Any) -> None:
-        original(states, {**counters, "loss_scale": None})
-
-    return wrapped(OptimizerStates, "set_counters", set_counters)
+    original(states, {**counters, "loss_scale": None})

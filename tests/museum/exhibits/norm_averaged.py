@@ -1,33 +1,22 @@
-"""The squares of the ranks are averaged, not summed."""
+"""The squared norms of the ranks that hold parts of the model were averaged instead of summed."""
 
 from typing import Any
 
 from parallel3d.engine.engine import Engine
-from tests.museum.exhibit import Exhibit, Planted, wrapped
+from tests.museum.exhibit import Exhibit, in_place_of
 
-EXHIBIT = Exhibit(
-    date="",
-    source="",
-    what=(
-        "The squared norms of the ranks that hold parts of the model were averaged instead of "
-        "summed."
-    ),
-    mesh=(2, 2, 1),
-)
+EXHIBIT = Exhibit(__doc__, mesh=(2, 2, 1))
 
 
-def plant() -> Planted:
+@in_place_of(Engine, "step")
+def plant(original: Any, engine: Engine, lr: float) -> Any:
     """Divide the sum over the model's ranks by their number."""
+    optimizer = engine._deepspeed.optimizer
+    reduce = type(optimizer)._model_parallel_all_reduce
 
-    def step(original: Any, engine: Engine, lr: float) -> Any:
-        optimizer = engine._deepspeed.optimizer
-        reduce = type(optimizer)._model_parallel_all_reduce
+    def average(tensor: Any, op: Any) -> None:
+        reduce(optimizer, tensor, op)
+        tensor.div_(engine.mesh.size("model"))
 
-        def average(tensor: Any, op: Any) -> None:
-            reduce(optimizer, tensor, op)
-            tensor.div_(engine.mesh.size("model"))
-
-        optimizer._model_parallel_all_reduce = average
-        return original(engine, lr)
-
-    return wrapped(Engine, "step", step)
+    optimizer._model_parallel_all_reduce = average
+    return original(engine, lr)

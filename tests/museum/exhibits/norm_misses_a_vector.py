@@ -1,29 +1,21 @@
-"""The norm misses the parts of a vector that tp cuts."""
+"""A vector with an entry for each head was cut over tensor-parallel ranks but not marked so
+(attention sinks), and all but the first part was left out of the norm.
+"""
 
 from typing import Any
 
 from parallel3d.engine.quirks import core
-from tests.museum.exhibit import Exhibit, Planted, wrapped
+from tests.museum.exhibit import Exhibit, in_place_of
 
 EXHIBIT = Exhibit(
-    date="2026-09-17",
-    source="NVIDIA/Megatron-LM#7452",
-    what=(
-        "A vector with an entry for each head was cut over tensor-parallel ranks but not "
-        "marked so (attention sinks), and all but the first part was left out of the norm."
-    ),
-    mesh=(1, 1, 4),
-    needs=("cut biases",),
+    __doc__, "2026-09-17", "NVIDIA/Megatron-LM#7452", mesh=(1, 1, 4), needs=("cut biases",)
 )
 
 
-def plant() -> Planted:
+@in_place_of(core, "count_once")
+def plant(original: Any, held: Any) -> None:
     """Biases of column-parallel layers are not marked as cut."""
-
-    def count(original: Any, held: Any) -> None:
-        original(held)
-        for h in held:
-            if h.cut.dim is not None and h.name.endswith("bias"):
-                h.parameter.model_parallel = False
-
-    return wrapped(core, "count_once", count)
+    original(held)
+    for h in held:
+        if h.cut.dim is not None and h.name.endswith("bias"):
+            h.parameter.model_parallel = False

@@ -1,27 +1,19 @@
-"""The norm counts a rank's own shard alone."""
+"""With sharded gradients each rank took the norm of what it held, of which one shard alone was
+reduced.
+"""
 
 from typing import Any
 
 from parallel3d.engine.engine import Engine
-from tests.museum.exhibit import Exhibit, Planted, replaced, wrapped
+from tests.museum.exhibit import Exhibit, in_place_of, replaced
 
 EXHIBIT = Exhibit(
-    date="2024-06-02",
-    source="karpathy/llm.c#524",
-    what=(
-        "With sharded gradients each rank took the norm of what it held, of which one shard "
-        "alone was reduced."
-    ),
-    mesh=(1, 4, 1),
-    needs=("ZeRO-1 or 2", "no offload"),
+    __doc__, "2024-06-02", "karpathy/llm.c#524", mesh=(1, 4, 1), needs=("ZeRO-1 or 2", "no offload")
 )
 
 
-def plant() -> Planted:
+@in_place_of(Engine, "step")
+def plant(original: Any, engine: Engine, lr: float) -> Any:
     """The norm is summed over a group of this rank alone."""
-
-    def step(original: Any, engine: Engine, lr: float) -> Any:
-        with replaced(engine._deepspeed.optimizer, "dp_process_group", engine.mesh.group("self")):
-            return original(engine, lr)
-
-    return wrapped(Engine, "step", step)
+    with replaced(engine._deepspeed.optimizer, "dp_process_group", engine.mesh.group("self")):
+        return original(engine, lr)

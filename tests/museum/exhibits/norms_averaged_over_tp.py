@@ -1,30 +1,26 @@
-"""A norm's gradients are averaged over tp instead of summed."""
+"""With sequence parallelism the gradients of the norms were averaged over the ranks, of which each
+had seen other tokens.
+"""
 
 from typing import Any
 
 from parallel3d.engine.reduction import Reduction
-from tests.museum.exhibit import Exhibit, Planted, wrapped
+from tests.museum.exhibit import Exhibit, in_place_of
 
 EXHIBIT = Exhibit(
-    date="2024-08-13",
-    source="EleutherAI/gpt-neox#1259",
-    what=(
-        "With sequence parallelism the gradients of the norms were averaged over the ranks, "
-        "of which each had seen other tokens."
-    ),
+    __doc__,
+    "2024-08-13",
+    "EleutherAI/gpt-neox#1259",
     mesh=(1, 1, 4),
     needs=("sequence parallelism",),
 )
 
 
-def plant() -> Planted:
+@in_place_of(Reduction, "_sum")
+def plant(original: Any, reduction: Reduction, held: Any) -> None:
     """Divide by tp before the sum."""
-
-    def sum_all(original: Any, reduction: Reduction, held: Any) -> None:
-        held = list(held)
-        for h in held:
-            if h.partial and "norm" in h.name:
-                h.parameter.grad.div_(reduction._mesh.size("tp"))
-        original(reduction, held)
-
-    return wrapped(Reduction, "_sum", sum_all)
+    held = list(held)
+    for h in held:
+        if h.partial and "norm" in h.name:
+            h.parameter.grad.div_(reduction._mesh.size("tp"))
+    original(reduction, held)

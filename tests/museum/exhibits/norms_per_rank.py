@@ -1,30 +1,24 @@
-"""A norm's gradient is each tp rank's own under sequence parallelism."""
+"""With sequence parallelism each tensor-parallel rank kept its own gradient of the final norm, of
+its part of the tokens.
+"""
 
 from dataclasses import replace
 from typing import Any
 
 from parallel3d.engine.reduction import Reduction
-from tests.museum.exhibit import Exhibit, Planted, wrapped
+from tests.museum.exhibit import Exhibit, in_place_of
 
 EXHIBIT = Exhibit(
-    date="2025-03-04",
-    source="NVIDIA/Megatron-LM#1446",
-    what=(
-        "With sequence parallelism each tensor-parallel rank kept its own gradient of the "
-        "final norm, of its part of the tokens."
-    ),
+    __doc__,
+    "2025-03-04",
+    "NVIDIA/Megatron-LM#1446",
     mesh=(1, 1, 4),
     needs=("sequence parallelism",),
 )
 
 
-def plant() -> Planted:
+@in_place_of(Reduction, "_sum")
+def plant(original: Any, reduction: Reduction, held: Any) -> None:
     """The head's norm is not summed over tp."""
-
-    def sum_some(original: Any, reduction: Reduction, held: Any) -> None:
-        original(
-            reduction,
-            [replace(h, partial=False) if h.name.startswith("head.norm") else h for h in held],
-        )
-
-    return wrapped(Reduction, "_sum", sum_some)
+    own = [replace(h, partial=False) if h.name.startswith("head.norm") else h for h in held]
+    original(reduction, own)

@@ -1,29 +1,21 @@
-"""A stage's input is overwritten by the next microbatch's."""
+"""With one receive buffer fewer, the next microbatch's activation came to lie where a stage still
+needed the last one's for its backward pass.
+"""
 
 from typing import Any
 
 from parallel3d.pipeline.executor import Executor
-from tests.museum.exhibit import Exhibit, Planted, wrapped
+from tests.museum.exhibit import Exhibit, in_place_of
 
 EXHIBIT = Exhibit(
-    date="2023-02-15",
-    source="deepspeedai/DeepSpeed#2800",
-    what=(
-        "With one receive buffer fewer, the next microbatch's activation came to lie where a "
-        "stage still needed the last one's for its backward pass."
-    ),
-    mesh=(2, 1, 2),
-    needs=("microbatches",),
+    __doc__, "2023-02-15", "deepspeedai/DeepSpeed#2800", mesh=(2, 1, 2), needs=("microbatches",)
 )
 
 
-def plant() -> Planted:
+@in_place_of(Executor, "_forward")
+def plant(original: Any, executor: Executor, stage: int, microbatch: int) -> None:
     """After its forward pass a stage's input becomes the next microbatch's."""
-
-    def forward(original: Any, executor: Executor, stage: int, microbatch: int) -> None:
-        original(executor, stage, microbatch)
-        before = executor.flow.inputs.get((stage, microbatch - 1))
-        if before is not None:
-            before.data.copy_(executor.flow.inputs[stage, microbatch].data)
-
-    return wrapped(Executor, "_forward", forward)
+    original(executor, stage, microbatch)
+    before = executor.flow.inputs.get((stage, microbatch - 1))
+    if before is not None:
+        before.data.copy_(executor.flow.inputs[stage, microbatch].data)

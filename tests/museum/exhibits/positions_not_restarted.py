@@ -1,4 +1,4 @@
-"""Learned positions run on over the borders of documents.
+"""Packed documents did not see each other, but their positions went on counting.
 
 With rotary positions it would change nothing: there only the distance of two tokens counts.
 """
@@ -6,21 +6,18 @@ With rotary positions it would change nothing: there only the distance of two to
 from typing import Any
 
 from parallel3d.models.gpt.blocks import Embedding
-from tests.museum.exhibit import Exhibit, Planted, wrapped
+from tests.museum.exhibit import Exhibit, in_place_of
 
 EXHIBIT = Exhibit(
-    date="2025-03-15",
-    source="hiyouga/LlamaFactory#7318",
-    what="Packed documents did not see each other, but their positions went on counting.",
+    __doc__,
+    "2025-03-15",
+    "hiyouga/LlamaFactory#7318",
     mesh=(1, 1, 4),
     needs=("isolated documents", "learned positions"),
 )
 
 
-def plant() -> Planted:
+@in_place_of(Embedding, "forward")
+def plant(original: Any, embedding: Embedding, tokens: Any, segments: Any = None) -> Any:
     """The embedding does not hear of documents."""
-
-    def forward(original: Any, embedding: Embedding, tokens: Any, segments: Any = None) -> Any:
-        return original(embedding, tokens, None)
-
-    return wrapped(Embedding, "forward", forward)
+    return original(embedding, tokens, None)

@@ -1,4 +1,6 @@
-"""Recomputation drops other places than the forward pass."""
+"""Activation checkpointing did not restore the generator, so the backward pass was that of other
+masks than the loss.
+"""
 
 from itertools import count
 from typing import Any
@@ -7,12 +9,9 @@ from parallel3d.tensor.dropout import RandomKey
 from tests.museum.exhibit import Exhibit, Planted, wrapped
 
 EXHIBIT = Exhibit(
-    date="2026-08-14",
-    source="allenai/OLMo-core#828",
-    what=(
-        "Activation checkpointing did not restore the generator, so the backward pass was "
-        "that of other masks than the loss."
-    ),
+    __doc__,
+    "2026-08-14",
+    "allenai/OLMo-core#828",
     mesh=(1, 1, 1),
     needs=("dropout", "recomputation"),
 )

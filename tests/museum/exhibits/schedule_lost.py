@@ -1,4 +1,6 @@
-"""The learning rate's schedule begins anew after a resume."""
+"""The scheduler was not restored with the checkpoint, and the learning rate began again with its
+warm-up.
+"""
 
 from typing import Any
 
@@ -7,14 +9,7 @@ from parallel3d.engine.states import OptimizerStates
 from tests.museum.exhibit import Exhibit, Planted, all_of, wrapped
 
 EXHIBIT = Exhibit(
-    date="2025-11-04",
-    source="NVIDIA-NeMo/Automodel#763",
-    what=(
-        "The scheduler was not restored with the checkpoint, and the learning rate began "
-        "again with its warm-up."
-    ),
-    mesh=(1, 2, 2),
-    needs=("resume",),
+    __doc__, "2025-11-04", "NVIDIA-NeMo/Automodel#763", mesh=(1, 2, 2), needs=("resume",)
 )
 
 

@@ -1,27 +1,17 @@
-"""A tied weight's two gradients are not summed."""
+"""The two copies of a tied embedding on the first and the last stage were trained by their own
+gradients.
+"""
 
 from dataclasses import replace
 from typing import Any
 
 from parallel3d.engine.reduction import Reduction
-from tests.museum.exhibit import Exhibit, Planted, wrapped
+from tests.museum.exhibit import Exhibit, in_place_of
 
-EXHIBIT = Exhibit(
-    date="2026-07-17",
-    source="uw-syfi/piper#13",
-    what=(
-        "The two copies of a tied embedding on the first and the last stage were trained by "
-        "their own gradients."
-    ),
-    mesh=(2, 2, 1),
-    needs=("tied",),
-)
+EXHIBIT = Exhibit(__doc__, "2026-07-17", "uw-syfi/piper#13", mesh=(2, 2, 1), needs=("tied",))
 
 
-def plant() -> Planted:
+@in_place_of(Reduction, "_sum")
+def plant(original: Any, reduction: Reduction, held: Any) -> None:
     """The owners of a tied weight do not sum its gradients."""
-
-    def sum_some(original: Any, reduction: Reduction, held: Any) -> None:
-        original(reduction, [replace(h, tied_across=False) for h in held])
-
-    return wrapped(Reduction, "_sum", sum_some)
+    original(reduction, [replace(h, tied_across=False) for h in held])

@@ -1,26 +1,22 @@
-"""After an evaluation training has no dropout."""
+"""The model was left in evaluation mode after the first evaluation, so training went on without
+dropout.
+"""
 
 from typing import Any
 
 from parallel3d.tensor.dropout import Dropout
-from tests.museum.exhibit import Exhibit, Planted, wrapped
+from tests.museum.exhibit import Exhibit, in_place_of
 
 EXHIBIT = Exhibit(
-    date="2021-01-08",
-    source="ThilinaRajapakse/simpletransformers#941",
-    what=(
-        "The model was left in evaluation mode after the first evaluation, so training went on "
-        "without dropout."
-    ),
+    __doc__,
+    "2021-01-08",
+    "ThilinaRajapakse/simpletransformers#941",
     mesh=(1, 1, 1),
     needs=("dropout",),
 )
 
 
-def plant() -> Planted:
+@in_place_of(Dropout, "train")
+def plant(original: Any, dropout: Dropout, mode: bool = True) -> Any:
     """What has once been put into evaluation stays in it."""
-
-    def train(original: Any, dropout: Dropout, mode: bool = True) -> Any:
-        return original(dropout, mode and dropout.training)
-
-    return wrapped(Dropout, "train", train)
+    return original(dropout, mode and dropout.training)

@@ -1,17 +1,12 @@
-"""Gradients are divided by a loss scale that has grown since."""
+"""The loss scale was raised before the gradients were divided by it, so in these steps they and
+their norm were halved.
+"""
 
 from parallel3d.engine.quirks import fp16
 from tests.museum.exhibit import Exhibit, Planted, replaced
 
 EXHIBIT = Exhibit(
-    date="2023-01-10",
-    source="deepspeedai/DeepSpeed#2686",
-    what=(
-        "The loss scale was raised before the gradients were divided by it, so in these steps "
-        "they and their norm were halved."
-    ),
-    mesh=(1, 1, 1),
-    needs=("fp16",),
+    __doc__, "2023-01-10", "deepspeedai/DeepSpeed#2686", mesh=(1, 1, 1), needs=("fp16",)
 )
 
 

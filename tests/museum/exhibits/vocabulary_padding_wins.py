@@ -1,4 +1,6 @@
-"""Logits of padding have a share of the probability."""
+"""Columns beyond the vocabulary took part in the softmax, and with them the probability of tokens
+that do not exist.
+"""
 
 from typing import Any
 
@@ -7,15 +9,7 @@ import torch.nn.functional as F
 from parallel3d.tensor import loss, output
 from tests.museum.exhibit import Exhibit, Planted, all_of, wrapped
 
-EXHIBIT = Exhibit(
-    date="2026-09-09",
-    source="unslothai/unsloth#10616",
-    what=(
-        "Columns beyond the vocabulary took part in the softmax, and with them the "
-        "probability of tokens that do not exist."
-    ),
-    mesh=(1, 1, 4),
-)
+EXHIBIT = Exhibit(__doc__, "2026-09-09", "unslothai/unsloth#10616", mesh=(1, 1, 4))
 
 
 def plant() -> Planted:

@@ -4,7 +4,8 @@ import pytest
 
 from parallel3d.plan.layers.windows import _windows, windows
 from parallel3d.schedule.schedules import load, names, why_not
-from parallel3d.schedule.sharding import most_gathered, with_sharding
+from parallel3d.schedule.sharding import with_sharding
+from tests.schedule.blocking import most_gathered
 
 pytestmark = pytest.mark.pure
 
