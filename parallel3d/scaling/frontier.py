@@ -114,8 +114,8 @@ def envelope(points: Points) -> list[Best]:
     order = np.lexsort((points.loss, points.flops))
     before = np.minimum.accumulate(points.loss[order])[:-1]
     rows = order[1:][points.loss[order][1:] < before]
-    columns = (points.flops, points.params, points.tokens, points.loss)
-    return [Best(*values, 1) for values in np.column_stack(columns)[rows].tolist()]
+    columns = np.column_stack((points.flops, points.params, points.tokens, points.loss))[rows]
+    return [Best(*map(float, row), sizes=1) for row in columns]
 
 
 def _column(bests: Sequence[Best], name: str) -> Array:
