@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.tensor import product as product_module
@@ -16,6 +17,7 @@ from parallel3d.tensor.linear import ColumnParallelLinear, GroupedColumnLinear, 
 from parallel3d.tensor.norm import LayerNorm, RMSNorm
 from parallel3d.tensor.vocab import VocabParallelEmbedding
 from parallel3d.verify.local_ranks import RankFailed, run_locally
+from tests.cases import Case, Trainer
 
 pytestmark = pytest.mark.gloo
 
@@ -182,3 +184,32 @@ FAULTS = {
 def test_a_fault_is_seen(name):
     with pytest.raises(RankFailed, match="not close"):
         run_locally(on_rank, 4, [name], name, timeout=60)
+
+
+class Operators(TorchDispatchMode):
+    """The names of the collectives that run meanwhile."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            self.names.add(func._schema.name.partition("::")[2])
+        return func(*args, **(kwargs or {}))
+
+
+def collectives_on_rank(rank, case):
+    trainer = Trainer(case)
+    with Operators() as operators:
+        trainer.run()
+    trainer.close()
+    return operators.names
+
+
+def test_no_group_of_a_cpu_is_asked_for_a_coalesced_collective():
+    """Gloo's two threads corrupt the heap with them (benchmarks/upstream/gloo_coalesced.py)."""
+    case = Case(mesh=(1, 2, 2), sequence_parallel=True, batch=16, steps=1)
+    for names in run_locally(collectives_on_rank, case.world_size, case):
+        assert {"_allgather_base_", "_reduce_scatter_base_"} <= names
+        assert not [name for name in names if "coalesced" in name]
