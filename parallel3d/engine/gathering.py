@@ -9,6 +9,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
@@ -47,6 +48,9 @@ class GatheredWeights:
                 swapper: Any = swapped[0].nvme_swapper  # type: ignore[attr-defined]
                 few = swapped[: max(1, swapper.available_swap_in_buffers())]
                 few[0].all_gather_coalesced(few).wait()  # type: ignore[attr-defined]
+                if not get_accelerator().is_synchronized_device():
+                    # The next read from NVMe must not overwrite what is still being copied.
+                    get_accelerator().current_stream().synchronize()
                 swapper.remove_partition_and_release_buffers(few)
                 del swapped[: len(few)]
             self._holders.update(parameters)

@@ -89,7 +89,7 @@ class Mesh:
         """
         group = dist.group.WORLD
         if len(ranks) > 1 or not shared:
-            is_urgent = name[:2] in ("pp", "dp")
+            is_urgent = name[:2] in AXES
             group = split(ranks.tolist(), name, STARTUP_TIMEOUT, is_urgent)
         assert group is not None
         return group
