@@ -205,7 +205,7 @@ class ZeroConfig(Section):
     parameter_alignment: bool = False
     """Let every parameter start at a multiple of 16 bytes in ZeRO's flat buffer (stages 1, 2)."""
     ignore_unused_parameters: bool = True
-    """Whether a parameter without gradient may pass; every one has its gradient here."""
+    """No effect: every parameter has its gradient here."""
     override_module_apply: bool = True
     """Gather parameters in Module.apply while modules are built (stage 3)."""
     log_trace_cache_warnings: bool = False

@@ -19,7 +19,7 @@ from parallel3d.engine import operators, swap
 from parallel3d.engine.construction import ModelParallelUnit, building, make_folder, swap_folder
 from parallel3d.engine.engine_settings import EngineSettings
 from parallel3d.engine.gathering import GatheredWeights, Layers
-from parallel3d.engine.quirks import core, fp16, nvme, tracing, updating
+from parallel3d.engine.quirks import core, fp16, nvme, streams, tracing, updating
 from parallel3d.engine.reduction import Reduction
 from parallel3d.engine.states import OptimizerStates
 from parallel3d.mesh.mesh import Mesh
@@ -127,6 +127,9 @@ class Engine:
             )
         self._check_groups()
         updating.share_with_weights(self._deepspeed.optimizer)
+        streams.hurry_reductions(self._deepspeed.optimizer)
+        if settings.shards_parameters:
+            streams.keep_gradients_until_reduced(self._deepspeed.optimizer)
         if settings.overlap_update and settings.offload_optimizer == "cpu":
             updating.stage_weights(self._deepspeed.optimizer, mesh.device)
         self._finish_scale = fp16.grow_scale_after_step(self._deepspeed.optimizer)
@@ -232,6 +235,8 @@ class Engine:
         began = self._now()
         scale, last = self.loss_scale, fp16.at_last_loss_scale(optimizer)
         self._deepspeed.step()
+        if self.settings.shards_parameters:
+            streams.gather_after_update(optimizer)
         self._finish_scale()
         norm = self._deepspeed.get_global_grad_norm()
         applied = bool(self._deepspeed.was_step_applied())

@@ -139,6 +139,8 @@ class EngineSettings:
             "stage": 3 if self.zero_stage == 3 else 2,
             # It would replace torch.nn.functional.linear for good; our layers do not need it.
             "memory_efficient_linear": False,
+            # Its check takes our Ballast for a parameter that was forgotten.
+            "ignore_unused_parameters": True,
             "offload_optimizer": {"device": self.offload_optimizer, **self.optimizer_options},
             "offload_param": {"device": self.offload_param, **self.param_options},
         }

@@ -19,7 +19,7 @@ from torch.utils import cpp_extension
 from torch.utils.file_baton import FileBaton
 
 from parallel3d.base.errors import ConfigError
-from parallel3d.engine.quirks import core
+from parallel3d.engine.quirks import core, nvme
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.pulse import rank as pulse
 
@@ -68,6 +68,7 @@ def load_async_io(mesh: Mesh, say: Callable[[str], None]) -> None:
             f"{problem}. Install libaio's headers on every node (libaio-dev on Debian and Ubuntu, "
             'libaio-devel on Fedora) and a C++ compiler, or offload to "cpu"'
         )
+    nvme.refuse_unlockable_memory(AsyncIOBuilder().load(verbose=False).aio_handle)
 
 
 def _load_everywhere(builders: list[type], mesh: Mesh, say: Callable[[str], None]) -> str:

@@ -54,8 +54,8 @@ class Reduction:
         summed = [h.parameter for h in self._held if h.tied_across or h.partial]
         if summed and not settings.reduces_once:
             self._deferred = core.DeferredReduction(engine, summed)
-        if settings.shards_parameters and settings.reduced_in == "bf16":
-            reducing.cast_before_reducing(engine.optimizer, settings.reduction_dtype)
+        if settings.shards_parameters:
+            reducing.average_in_one_buffer(engine.optimizer, settings.reduction_dtype)
         if settings.runs_without_hooks:
             reducing.remove_gradient_hooks(engine.optimizer)
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -57,9 +58,12 @@ class Mesh:
         # DeepSpeed reads it wherever it wants a device index.
         index = self.device.index
         os.environ["LOCAL_RANK"] = str(launch.local_rank if index is None else index)
+        # Ranks that share cores would otherwise each start a thread for every one of them, and
+        # torch.compile up to 32 processes a rank.
+        cores = max(1, (os.cpu_count() or 1) // launch.local_world_size)
         if self.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-            # Ranks that share cores would otherwise each start a thread for every one of them.
-            torch.set_num_threads(max(1, (os.cpu_count() or 1) // launch.local_world_size))
+            torch.set_num_threads(cores)
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(cores, 32)))
         join(launch, self.device, watched)
         self._grid = torch.arange(pp * dp * tp).view(pp, dp, tp)
         place = (self._grid == self.rank).nonzero()[0].tolist()
@@ -89,7 +93,7 @@ class Mesh:
         """
         group = dist.group.WORLD
         if len(ranks) > 1 or not shared:
-            is_urgent = name[:2] in ("pp", "dp")
+            is_urgent = name[:2] in AXES
             group = split(ranks.tolist(), name, STARTUP_TIMEOUT, is_urgent)
         assert group is not None
         return group
@@ -211,13 +215,14 @@ class Mesh:
         main thread that waits there hears signals.
         """
         device = torch.device("cpu") if aside else self.device
-        data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
+        data = _bytes_of(text).to(device)
         length = torch.tensor([len(data)], device=device)
         sizes = [int(n) for n in self._gather(length, aside)]
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
         padded[: len(data)] = data
         everyone = self._gather(padded, aside) if max(sizes) else [padded] * len(sizes)
-        return [bytes(t[:n].tolist()).decode() for t, n in zip(everyone, sizes, strict=True)]
+        parts = (t[:n].cpu().numpy() for t, n in zip(everyone, sizes, strict=True))
+        return [part.tobytes().decode() for part in parts]
 
     def broadcast_text(self, text: str) -> str:
         """Rank 0's text on every rank, over gloo."""
@@ -225,9 +230,9 @@ class Mesh:
         _wait(dist.broadcast(length, 0, self._aside, async_op=True))
         data = torch.zeros(int(length), dtype=torch.uint8)
         if self.rank == 0:
-            data = torch.tensor(list(text.encode()), dtype=torch.uint8)
+            data = _bytes_of(text)
         _wait(dist.broadcast(data, 0, self._aside, async_op=True))
-        return bytes(data.tolist()).decode()
+        return data.numpy().tobytes().decode()
 
     def _gather(self, mine: torch.Tensor, aside: bool = False) -> list[torch.Tensor]:
         everyone = [torch.empty_like(mine) for _ in range(self.size("world"))]
@@ -295,6 +300,11 @@ def _wait(work: dist.Work) -> None:
     while not work.is_completed():
         time.sleep(min(max((time.monotonic() - start) / 20, 0.001), 0.1))
     work.wait()
+
+
+def _bytes_of(text: str) -> torch.Tensor:
+    """Return the bytes of a text, uint8 on the host."""
+    return torch.from_numpy(np.frombuffer(text.encode(), dtype=np.uint8).copy())
 
 
 _LIMIT = 8  # rows and columns shown; of a longer axis, the ends

@@ -115,7 +115,9 @@ def envelope(points: Points) -> list[Best]:
     before = np.minimum.accumulate(points.loss[order])[:-1]
     rows = order[1:][points.loss[order][1:] < before]
     columns = np.column_stack((points.flops, points.params, points.tokens, points.loss))[rows]
-    return [Best(*map(float, row), sizes=1) for row in columns]
+    return [
+        Best(flops, params, tokens, loss, 1) for flops, params, tokens, loss in columns.tolist()
+    ]
 
 
 def _column(bests: Sequence[Best], name: str) -> Array:

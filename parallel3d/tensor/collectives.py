@@ -4,6 +4,7 @@ g of arXiv:1909.08053, section 3 (its f is a part of `product.column_linear`); u
 parallelism an all-gather and a reduce-scatter (g and g-bar of arXiv:2205.05198, section 4.2.2).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,20 +65,38 @@ def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup, later: bool = True
     return Pending(mine, _each_sample(reduce_scatter_single, mine, x.contiguous(), group, later))
 
 
+@dataclass(frozen=True)
+class _AllOf:
+    """One handle for several collectives."""
+
+    works: Sequence[dist.Work]
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+
 def _each_sample(
     collective: Any, out: Tensor, x: Tensor, group: dist.ProcessGroup, later: bool
 ) -> Any:
-    """One collective a sample, all as one call; `out`, `x` are contiguous [..., seq or part, size].
+    """Run one collective for each sample, and return the handle to wait for if `later`.
 
-    One of all samples would give them in the order of ranks: a copy of the whole to put it right.
+    `out` and `x` are [..., seq or its part, size] and contiguous. One collective for all samples
+    would leave the ranks' parts out of order: sorting them is a copy of the whole tensor.
+
+    The collectives are coalesced into one call, except over gloo: torch 2.13's gloo group corrupts
+    the heap when coalesced collectives end on both of its threads at once
+    (benchmarks/upstream/gloo_coalesced.py reproduces it).
     """
     outs, xs = (t.view(-1, t.shape[-2] * t.shape[-1]) for t in (out, x))
     if len(xs) == 1:
         return collective(outs[0], xs[0], group=group, async_op=later)
-    if x.is_meta:  # torch has no meta kernel of several at once
-        for sample_out, sample in zip(outs, xs, strict=True):
-            collective(sample_out, sample, group=group)
-        return None
+    if x.is_meta or dist.get_backend(group) == "gloo":  # torch cannot coalesce meta tensors
+        works = [
+            collective(sample_out, sample, group=group, async_op=later)
+            for sample_out, sample in zip(outs, xs, strict=True)
+        ]
+        return _AllOf(works) if later else None
     with dist._coalescing_manager(group=group, async_ops=later) as together:
         for sample_out, sample in zip(outs, xs, strict=True):
             collective(sample_out, sample, group=group)

@@ -186,3 +186,21 @@ def read_until(terminal, pattern):
             assert pattern is None, seen
             break
     return seen
+
+
+@pytest.mark.usefixtures("async_io")
+def test_nvme_offload_names_the_limit_on_locked_memory(place):
+    """As for an ordinary user: where a buffer cannot be locked DeepSpeed itself would abort."""
+    limited = ["prlimit", f"--memlock={2**16}:{2**16}"]
+    if os.geteuid() == 0:  # root may lock without limit
+        limited += ["setpriv", "--bounding-set=-ipc_lock", "--inh-caps=-ipc_lock"]
+    (place.root / "nvme").mkdir()
+    done = place.run(
+        [*limited, *PYTHON], "--zero_optimization.offload_optimizer.device", "nvme",
+        "--zero_optimization.offload_optimizer.nvme_path", place.root / "nvme",
+        "--parallel3d.run.name", "locked",
+    )  # fmt: skip
+    assert done.returncode == BAD_INPUT, done.stderr
+    assert "may lock only 0.1 MiB" in done.stderr and "ulimit -l" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list((place.root / "nvme").iterdir())

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.tensor import linear as linear_module
@@ -26,6 +27,7 @@ from parallel3d.tensor.linear import ColumnParallelLinear, GroupedColumnLinear, 
 from parallel3d.tensor.norm import LayerNorm, RMSNorm
 from parallel3d.tensor.vocab import VocabParallelEmbedding
 from parallel3d.verify.local_ranks import RankFailed, run_locally
+from tests.cases import Case, Trainer
 
 pytestmark = pytest.mark.gloo
 
@@ -286,3 +288,32 @@ def test_a_vocabulary_has_no_padding(length, parts):
     assert bounds[-1][1] == length
     sizes = [stop - start for start, stop in bounds]
     assert max(sizes) - min(sizes) <= 1
+
+
+class Operators(TorchDispatchMode):
+    """The names of the collectives that run meanwhile."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            self.names.add(func._schema.name.partition("::")[2])
+        return func(*args, **(kwargs or {}))
+
+
+def collectives_on_rank(rank, case):
+    trainer = Trainer(case)
+    with Operators() as operators:
+        trainer.run()
+    trainer.close()
+    return operators.names
+
+
+def test_no_group_of_a_cpu_is_asked_for_a_coalesced_collective():
+    """Gloo's two threads corrupt the heap with them (benchmarks/upstream/gloo_coalesced.py)."""
+    case = Case(mesh=(1, 2, 2), sequence_parallel=True, batch=16, steps=1)
+    for names in run_locally(collectives_on_rank, case.world_size, case):
+        assert {"_allgather_base_", "_reduce_scatter_base_"} <= names
+        assert not [name for name in names if "coalesced" in name]

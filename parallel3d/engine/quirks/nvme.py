@@ -5,6 +5,9 @@ of the drive's block. Where it does not, DeepSpeed reads nothing, says nothing, 
 what the buffer held before.
 """
 
+import ctypes
+import mmap
+import resource
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -107,6 +110,42 @@ def refuse_small_buffers() -> None:
         return buffer
 
     _ParamSwapper.get_buffer = get_buffer_or_refuse
+
+
+def refuse_unlockable_memory(aio_handle: Any) -> None:
+    """Raise ConfigError where a swap buffer cannot be locked; DeepSpeed aborts the process there.
+
+    The handle's class allocates all swap buffers. An ordinary user may often lock 8 MiB alone.
+    """
+    if hasattr(aio_handle.new_cpu_locked_tensor, "__wrapped__"):
+        return
+    allocate = aio_handle.new_cpu_locked_tensor
+
+    @wraps(allocate)
+    def allocate_or_refuse(handle: Any, num_elements: int, example: Tensor) -> Tensor:
+        _check_lockable(num_elements * example.element_size())
+        buffer: Tensor = allocate(handle, num_elements, example)
+        return buffer
+
+    aio_handle.new_cpu_locked_tensor = allocate_or_refuse
+
+
+def _check_lockable(num_bytes: int) -> None:
+    """Raise the soft limit to the hard one and lock as many bytes, on trial."""
+    _, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (hard, hard))
+    with mmap.mmap(-1, max(num_bytes, 1)) as memory:
+        start = ctypes.c_char.from_buffer(memory)
+        address = ctypes.c_void_p(ctypes.addressof(start))
+        is_locked = ctypes.CDLL(None).mlock(address, ctypes.c_size_t(num_bytes)) == 0
+        del start  # the map cannot be closed while it is used
+    if not is_locked:
+        raise ConfigError(
+            f"zero_optimization: NVMe offload locks a buffer of {num_bytes / 2**20:.1f} MiB in "
+            f"memory, but a process may lock only {hard / 2**20:.1f} MiB here; raise the limit "
+            "(ulimit -l unlimited; Docker: --ulimit memlock=-1; Slurm: "
+            'PropagateResourceLimitsExcept=MEMLOCK), or offload to "cpu"'
+        )
 
 
 @contextmanager

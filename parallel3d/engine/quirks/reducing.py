@@ -5,13 +5,16 @@ up in `param.grad`, as autograd leaves them. Its hooks, two dozen calls a parame
 are taken away, and what they would have called at the end is called here, for the parameters given.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.comm.coalesced_collectives import reduce_scatter_coalesced
 from torch import Tensor, nn
+
+from parallel3d.mesh.transfer import reduce_scatter_single
 
 
 def remove_gradient_hooks(optimizer: Any) -> None:
@@ -20,21 +23,45 @@ def remove_gradient_hooks(optimizer: Any) -> None:
         hook.remove()
 
 
-def cast_before_reducing(optimizer: Any, dtype: torch.dtype) -> None:
-    """Have ZeRO-3 reduce in `dtype`, which is also the parameters': it takes fp32 sums for that.
+def average_in_one_buffer(optimizer: Any, dtype: torch.dtype) -> None:
+    """Have ZeRO-3 average gradients in `dtype`, by one collective and one copy each.
 
-    It casts a gradient only where its type differs from the parameters', not from the gradient's.
+    DeepSpeed loops over the ranks for each gradient (12 ms of host time a layer at 512 ranks), and
+    casts a gradient only where `dtype` differs from the parameters' type, not from the gradient's.
     """
     name = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
 
     def average(parameters: list[nn.Parameter], _: torch.dtype) -> list[Tensor]:
         group = optimizer._get_param_partition_group(parameters[0])
-        gradients = [p.grad.to(dtype) for p in parameters if p.grad is not None]
-        sums = reduce_scatter_coalesced(gradients, group)  # of what it has divided
-        return [part.to(optimizer.gradient_accumulation_dtype) for part in sums]
+        gradients = [p.grad.flatten() for p in parameters if p.grad is not None]
+        parts = _reduce_scatter(gradients, dtype, group)
+        return [part.to(optimizer.gradient_accumulation_dtype) for part in parts]
 
     assert hasattr(optimizer, name) and optimizer.gradient_predivide_factor == 1.0
     setattr(optimizer, name, average)
+
+
+def _reduce_scatter(
+    gradients: Sequence[Tensor], dtype: torch.dtype, group: dist.ProcessGroup
+) -> list[Tensor]:
+    """Average flat tensors over the group, and return this rank's part of each."""
+    ranks, rank = group.size(), group.rank()
+    lengths = [-(-len(g) // ranks) for g in gradients]  # of a rank's part, the last ones shorter
+    buffer = gradients[0].new_empty((ranks, sum(lengths)), dtype=dtype)
+    starts = list(accumulate(lengths, initial=0))
+    for gradient, start, length in zip(gradients, starts, lengths, strict=False):
+        whole, rest = divmod(len(gradient), length)
+        columns = buffer.narrow(1, start, length)
+        columns[:whole] = gradient[: whole * length].view(whole, length)
+        if rest:
+            columns[whole, :rest] = gradient[whole * length :]
+    buffer.div_(ranks)
+    mine = buffer.new_empty(buffer.shape[1])
+    reduce_scatter_single(mine, buffer.flatten(), group=group)
+    return [
+        mine[start : start + max(0, min(length, len(g) - rank * length))]
+        for g, start, length in zip(gradients, starts, lengths, strict=False)
+    ]
 
 
 def begin(engine: Any) -> None:

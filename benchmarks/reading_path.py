@@ -1,0 +1,104 @@
+"""How far a reader has to follow a toy run until its first step.
+
+    python benchmarks/reading_path.py
+
+Runs launch/train.py on one process, twice: the second time the corpus is cached, and each call of a
+library function is counted. A change of file is a call or a return into another library file than
+the one before. The config's path are the calls that are handed the config or a section of
+it: the files that see it, and its stays there.
+"""
+
+import argparse
+import inspect
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import FrameType
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+LIBRARY = tuple(str(ROOT / name) + "/" for name in ("parallel3d", "models", "launch"))
+SETTINGS = {
+    "train.steps": 1, "train.evaluate_every": 0, "run.save_weights": False, "run.name": "path",
+    "data.source": "text", "data.documents": "line", "data.vocab_size": 300,
+    "data.sequence_length": 32,
+}  # fmt: skip
+
+
+class _FirstStep(BaseException):
+    """The first optimizer step begins."""
+
+
+class Trail:
+    """Counts of the calls seen so far."""
+
+    def __init__(self) -> None:
+        self.files, self.changes = set[str](), 0
+        self.config_files, self.config_stays = set[str](), 0
+        self._last = self._last_of_config = ""
+
+    def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
+        """Count a call; `sys.setprofile` calls this."""
+        if event == "return" and frame.f_back is not None:
+            frame = frame.f_back  # a reader goes back to the caller
+        elif event != "call":
+            return
+        code = frame.f_code
+        if not code.co_filename.startswith(LIBRARY):
+            return
+        # A reader does not call modules and comprehensions, nor a generator for each of its items.
+        if "<" in code.co_name or code.co_flags & inspect.CO_GENERATOR:
+            return
+        file = code.co_filename
+        if file != self._last:
+            self._last, self.changes = file, self.changes + 1
+            self.files.add(file)
+        given = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        values = (frame.f_locals.get(name) for name in given)
+        is_handed = any(type(v).__module__.startswith("parallel3d.config") for v in values)
+        if is_handed and file != self._last_of_config:
+            self._last_of_config, self.config_stays = file, self.config_stays + 1
+            self.config_files.add(file)
+        if event == "call" and code.co_qualname == "Engine.step":
+            raise _FirstStep
+
+
+def main() -> None:
+    """Train twice in a folder of its own, and print the counts of the second run."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.parse_args()
+    sys.path.insert(0, str(ROOT))
+    from launch import train
+    from parallel3d.config import RunConfig
+    from parallel3d.data.prepare import prepare
+
+    with TemporaryDirectory() as folder:
+        text = Path(folder, "a.txt")
+        text.write_text("".join(f"the quick brown fox jumps over {i} dogs\n" for i in range(100)))
+        more = {"data.paths": [str(text)], "data.cache": folder, "run.directory": f"{folder}/runs"}
+        words = [f"--parallel3d.{k}={json.dumps(v)}" for k, v in (SETTINGS | more).items()]
+        sys.argv = ["train.py", "--config", "ds.json", *words]
+        time.sleep(2.5)  # a file that changed just now is read again, whatever is cached
+        args, overrides = train.parse_args()
+        prepare(RunConfig.from_json(args.config, overrides).data)
+        seen = Trail()
+        sys.setprofile(seen)
+        try:
+            train.main()
+        except _FirstStep:
+            pass
+        finally:
+            sys.setprofile(None)
+    print(
+        f"until the first optimizer step: {len(seen.files)} files, {seen.changes} changes of file"
+    )
+    print(f"the config: {len(seen.config_files)} files, {seen.config_stays} stays")
+    sys.stdout.flush()
+    os._exit(0)  # not through the end of a process whose threads are still at work
+
+
+if __name__ == "__main__":
+    main()
