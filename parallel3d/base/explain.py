@@ -53,8 +53,12 @@ class SettingDoc:
     only: str = ""
 
 
-def settings(section: type[Section], prefix: str = "") -> Iterator[SettingDoc]:
-    """Yield every setting of a section and of the sections in it, in the order of the file."""
+def settings(section: type[Section], prefix: str = "") -> list[SettingDoc]:
+    """Return every setting of a section and of the sections in it, in the order of the file."""
+    return list(_settings_of_section(section, prefix))
+
+
+def _settings_of_section(section: type[Section], prefix: str) -> Iterator[SettingDoc]:
     for name, field in section.model_fields.items():
         path = f"{prefix}.{name}" if prefix else name
         default = "" if field.is_required() else json.dumps(field.default, default=_as_json)

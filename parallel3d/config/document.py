@@ -96,7 +96,7 @@ def _table(head: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> str:
 
 def settings() -> list[SettingDoc]:
     """Every setting of a ds.json, in the order of the file."""
-    return list(explain.settings(RunConfig))
+    return explain.settings(RunConfig)
 
 
 def help_text() -> str:
