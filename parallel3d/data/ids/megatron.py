@@ -1,14 +1,20 @@
 """Megatron-LM's pair of files: `.bin` holds ids, `.idx` where sequences and documents begin.
 
-The index, all little-endian, as MMapIndexedDataset and later IndexedDataset write it:
+Of today (MMapIndexedDataset, later IndexedDataset), all little-endian:
 
     b"MMIDIDX\\0\\0", uint64 version 1, uint8 dtype, uint64 sequences S, uint64 D
     int32 [S] lengths, int64 [S] first bytes, int64 [D] first sequences of the documents, and S
+
+and of before (IndexedDataset of fairseq with the documents added):
+
+    b"TNTIDX\\0\\0", uint64: version 1, dtype, bytes an id, sequences S, sizes N, D
+    int64 [S + 1] first sizes, int64 [S + 1] first ids, int64 [N] sizes, int64 [D] documents
 
 A sequence is a document, or one of its sentences.
 """
 
 import struct
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,7 +22,6 @@ from parallel3d.base.errors import DataError
 from parallel3d.data.ids.files import INTEGERS, TokenFile, column, is_file, num_bytes, open_head
 
 MAGIC, OLD_MAGIC = b"MMIDIDX\0\0", b"TNTIDX\0\0"
-HEAD = struct.Struct("<9sQBQQ")
 CODES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 INT64 = np.dtype("<i8")
 
@@ -38,22 +43,49 @@ def read(path: str) -> TokenFile:
         )
     total = num_bytes(index)
     with open_head(index) as file:
-        head = file.read(HEAD.size)
-    if head.startswith(OLD_MAGIC):
+        head = file.read(64)
+    if head.startswith(MAGIC):
+        found = _read(index, head, total)
+    elif head.startswith(OLD_MAGIC):
+        found = _read_old(index, head, total)
+    else:
         raise DataError(
-            f"{index} begins with {OLD_MAGIC!r}, as indices did before MMapIndexedDataset;"
-            " preprocess the text again, with --dataset-impl mmap"
+            f"{index} begins with {head[:9]!r}, neither {MAGIC!r} nor {OLD_MAGIC!r}: it is no index"
+            ' of Megatron-LM; use the data.source of its format, such as "tokens"'
         )
-    if not head.startswith(MAGIC):
-        raise DataError(
-            f"{index} begins with {head[:9]!r}, not {MAGIC!r}: it is no index of Megatron-LM; use"
-            ' the data.source of its format, such as "tokens"'
-        )
-    if total < HEAD.size:
-        raise _cut_short(index, total, HEAD.size)
-    _, version, code, num_sequences, num_documents = HEAD.unpack(head)
+    _check(index, found, path, size)
+    documents, itemsize = found.documents, found.dtype.itemsize
+    ends = np.concatenate([[0], np.cumsum(found.lengths, dtype=np.int64)])
+    return TokenFile(
+        path=path,
+        name=path,
+        dtype=found.dtype,
+        offset=0,
+        num_tokens=size // itemsize,
+        size=size,
+        # A document of no sequence begins nowhere.
+        starts=np.append(found.first_bytes, 0)[documents[:-1]] // itemsize,
+        lengths=ends[documents[1:]] - ends[documents[:-1]],
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Index:
+    """Of each sequence its ids and its first byte; of each document its first sequence; and S."""
+
+    dtype: np.dtype
+    lengths: np.ndarray
+    first_bytes: np.ndarray
+    documents: np.ndarray
+
+
+def _read(index: str, head: bytes, total: int) -> _Index:
+    layout = struct.Struct("<9sQBQQ")
+    if total < layout.size:
+        raise _cut_short(index, total, layout.size)
+    _, version, code, num_sequences, num_documents = layout.unpack_from(head)
     dtype = _dtype(index, version, code)
-    whole = HEAD.size + 12 * num_sequences + 8 * num_documents
+    whole = layout.size + 12 * num_sequences + 8 * num_documents
     if total == whole + num_sequences and num_sequences:
         raise DataError(
             f"{index} has a mode for each sequence: it is multimodal, which is not read; prepare"
@@ -61,22 +93,39 @@ def read(path: str) -> TokenFile:
         )
     if total != whole:
         raise _cut_short(index, total, whole)
-    lengths = column(index, np.dtype("<i4"), HEAD.size, num_sequences)
-    first_bytes = column(index, INT64, HEAD.size + 4 * num_sequences, num_sequences)
-    documents = column(index, INT64, HEAD.size + 12 * num_sequences, num_documents)
-    _check(index, dtype, lengths, first_bytes, documents, path, size)
-    ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    return TokenFile(
-        path=path,
-        name=path,
+    at = layout.size
+    return _Index(
         dtype=dtype,
-        offset=0,
-        num_tokens=size // dtype.itemsize,
-        size=size,
-        # A document of no sequence begins nowhere.
-        starts=np.append(first_bytes, 0)[documents[:-1]] // dtype.itemsize,
-        lengths=ends[documents[1:]] - ends[documents[:-1]],
+        lengths=column(index, np.dtype("<i4"), at, num_sequences),
+        first_bytes=column(index, INT64, at + 4 * num_sequences, num_sequences),
+        documents=column(index, INT64, at + 12 * num_sequences, num_documents),
     )
+
+
+def _read_old(index: str, head: bytes, total: int) -> _Index:
+    layout = struct.Struct("<8s6Q")
+    if total < layout.size:
+        raise _cut_short(index, total, layout.size)
+    _, version, code, size, num_sequences, num_sizes, num_documents = layout.unpack_from(head)
+    dtype = _dtype(index, version, code)
+    whole = layout.size + 8 * (2 * (num_sequences + 1) + num_sizes + num_documents)
+    if total != whole:
+        raise _cut_short(index, total, whole)
+    if num_sizes != num_sequences or size != dtype.itemsize:
+        raise DataError(
+            f"{index} has {num_sizes:,} sizes for {num_sequences:,} sequences and {size} bytes an"
+            f" id of {dtype.name}: its items are no lists of ids; preprocess the text again"
+        )
+    at = layout.size + 8 * (num_sequences + 1)
+    firsts = column(index, INT64, at, num_sequences + 1)
+    lengths = column(index, INT64, at + 8 * (num_sequences + 1), num_sizes)
+    if not np.array_equal(np.diff(firsts), lengths):
+        raise DataError(
+            f"{index}: its sizes are not those between its offsets: it is damaged; preprocess the"
+            " text again"
+        )
+    documents = column(index, INT64, whole - 8 * num_documents, num_documents)
+    return _Index(dtype=dtype, lengths=lengths, first_bytes=firsts[:-1] * size, documents=documents)
 
 
 def _dtype(index: str, version: int, code: int) -> np.dtype:
@@ -94,17 +143,10 @@ def _dtype(index: str, version: int, code: int) -> np.dtype:
     return INTEGERS[CODES[code]]
 
 
-def _check(
-    index: str,
-    dtype: np.dtype,
-    lengths: np.ndarray,
-    first_bytes: np.ndarray,
-    documents: np.ndarray,
-    path: str,
-    size: int,
-) -> None:
+def _check(index: str, found: _Index, path: str, size: int) -> None:
     """Raise DataError unless the index is one of `path`, and its documents lie in one piece."""
-    count = len(lengths)
+    lengths, first_bytes, documents = found.lengths, found.first_bytes, found.documents
+    count, dtype = len(lengths), found.dtype
     if not count:
         raise DataError(f"{index} has no sequence; preprocess the text again, or leave it out")
     if documents[:1].tolist() != [0] or documents[-1] != count or (np.diff(documents) < 0).any():

@@ -29,6 +29,8 @@ FORMATS = {
     "megatron int64": lambda p: ("megatron", writers.megatron(p / "a.bin", ENDED, "int64")),
     "megatron int16": lambda p: ("megatron", writers.megatron(p / "a.bin", ENDED, "int16")),
     "megatron sentences": lambda p: ("megatron", writers.megatron(p / "a.bin", ENDED, sentences=3)),
+    "old megatron": lambda p: ("megatron", writers.old_megatron(p / "a.bin", ENDED)),
+    "old megatron int16": lambda p: ("megatron", writers.old_megatron(p / "a.bin", ENDED, "int16")),
     "datatrove": lambda p: ("datatrove", writers.datatrove(p / "a.ds", ENDED)),
     "datatrove uint32": lambda p: ("datatrove", writers.datatrove(p / "a.ds", ENDED, "uint32")),
     "datatrove, no ends": lambda p: ("datatrove", writers.datatrove(p / "a.ds", DOCUMENTS)),
@@ -140,13 +142,13 @@ def test_every_sample_once_over_changing_meshes_and_formats(tmp_path):
 
 def test_the_key_is_that_of_the_ids_in_whatever_files(tmp_path):
     keys, folders = set(), set()
-    for name in ("megatron", "datatrove uint32", "raw", "numpy"):
+    for name in ("megatron", "old megatron", "datatrove uint32", "raw", "numpy"):
         (folder := tmp_path / name).mkdir()
         corpus = prepare(config_of(*FORMATS[name](folder), cache=str(tmp_path / "cache")))
         keys.add(corpus.key)
         folders.add(corpus.directory)
         check_streams(corpus)
-    assert len(keys) == 1 and len(folders) == 4
+    assert len(keys) == 1 and len(folders) == 5
 
 
 def test_several_files_in_the_order_of_their_names(tmp_path):

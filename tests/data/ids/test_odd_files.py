@@ -39,8 +39,7 @@ PAIRS = [
     (lambda b, i: i.write_bytes(b""), r"a\.idx is empty \(0 bytes\)"),
     (lambda b, i: i.unlink(), r"a\.bin has no index .*a\.idx beside it"),
     (lambda b, i: b.write_bytes(b.read_bytes() + b"12"), r"which has .* holds more than it says"),
-    (lambda b, i: patched(i, 0, b"PK"), r"not b'MMIDIDX.* use the data\.source of its format"),
-    (lambda b, i: patched(i, 0, b"TNTIDX\0\0"), r"begins with b'TNTIDX.* --dataset-impl mmap"),
+    (lambda b, i: patched(i, 0, b"PK"), r"neither b'MMIDIDX.* use the data\.source of its format"),
     (lambda b, i: patched(i, 9, b"\2"), r"a\.idx has version 2, and 1 is the one that is known"),
     (lambda b, i: patched(i, 17, b"\6"), r"a\.idx has the dtype 6, which holds no ids"),
     (lambda b, i: patched(i, 17, b"\4"), r"sequence 2 begins at byte 10 and"),
@@ -56,6 +55,24 @@ PAIRS = [
 @pytest.mark.parametrize(("damage", "message"), PAIRS)
 def test_a_damaged_pair_of_megatron(damage, message, tmp_path):
     path = writers.megatron(tmp_path / "a.bin", ENDED)
+    damage(path, path.with_suffix(".idx"))
+    refused(config_of("megatron", path), message, tmp_path)
+
+
+OLD_PAIRS = [
+    (lambda b, i: cut(b), r"a\.idx: sequence \d+ ends at byte .* of .*a\.bin.* is cut short"),
+    (lambda b, i: cut(i), r"a\.idx has .* bytes, and .* by its header: it is cut short"),
+    (lambda b, i: cut(i, i.stat().st_size - 40), r"a\.idx has 40 bytes, and 56 by its header"),
+    (lambda b, i: patched(i, 8, b"\2"), r"a\.idx has version 2, and 1 is the one that is known"),
+    (lambda b, i: patched(i, 16, b"\7"), r"a\.idx has the dtype 7, which holds no ids"),
+    (lambda b, i: patched(i, 24, b"\2"), r"and 2 bytes an id of int32: its items are no lists"),
+    (lambda b, i: patched(i, 56 + 8 * NUM + 16, b"\1\1"), r"its sizes are not those between"),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), OLD_PAIRS)
+def test_a_damaged_pair_of_the_older_index(damage, message, tmp_path):
+    path = writers.old_megatron(tmp_path / "a.bin", ENDED)
     damage(path, path.with_suffix(".idx"))
     refused(config_of("megatron", path), message, tmp_path)
 

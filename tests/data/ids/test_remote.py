@@ -45,7 +45,7 @@ def data_of(number, size=BLOCK):
 
 @pytest.mark.parametrize(
     "name",
-    ["megatron", "datatrove", "datatrove, no index", "raw", "numpy", "llm.c"],
+    ["megatron", "old megatron", "datatrove", "datatrove, no index", "raw", "numpy", "llm.c"],
 )
 def test_a_format_by_its_url_is_as_by_its_path(name, tmp_path):
     source, path = FORMATS[name](tmp_path)

@@ -39,6 +39,23 @@ def megatron(path: Path, documents, dtype="uint16", sentences=1, modes=False):
     return path
 
 
+def old_megatron(path: Path, documents, dtype="int32"):
+    """The .bin and .idx of IndexedDataset; a document is a sequence."""
+    code = {"uint8": 1, "int16": 3, "int32": 4, "int64": 5}[dtype]
+    count = len(documents)
+    lengths = [len(ids) for ids in documents]
+    path.write_bytes(b"".join(np.array(ids, dtype).tobytes() for ids in documents))
+    path.with_suffix(".idx").write_bytes(
+        b"TNTIDX\0\0"
+        + struct.pack("<6Q", 1, code, np.dtype(dtype).itemsize, count, count, count + 1)
+        + np.arange(count + 1, dtype="<i8").tobytes()
+        + np.cumsum([0, *lengths]).astype("<i8").tobytes()
+        + np.array(lengths, "<i8").tobytes()
+        + np.arange(count + 1, dtype="<i8").tobytes()
+    )
+    return path
+
+
 def datatrove(path: Path, documents, dtype="uint16", index=True, metadata=True):
     """The .ds with its .index and .metadata."""
     ends = np.cumsum([len(ids) for ids in documents])
