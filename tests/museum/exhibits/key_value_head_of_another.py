@@ -1,4 +1,6 @@
-"""Key/value heads were tiled over the queries and not repeated, so queries met the wrong ones."""
+"""Key/value heads were tiled over the queries instead of repeated, so queries met the wrong
+ones.
+"""
 
 from typing import Any
 
