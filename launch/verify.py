@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 
 from parallel3d.base import terminal
 from parallel3d.base.arguments import Parser
-from parallel3d.base.errors import Parallel3DError
+from parallel3d.base.errors import ConfigError, Parallel3DError
 from parallel3d.config import RunConfig
 from parallel3d.plan.impossible import refuse_impossible
 
@@ -29,6 +29,10 @@ def main() -> int:
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
     console = terminal.console(args.json)
     try:
+        if args.museum:
+            raise ConfigError("--museum: has moved; run `python -m tests.museum` in a checkout")
+        if args.config is None:
+            raise ConfigError("--config: is missing; add it")
         config = RunConfig.from_json(args.config, overrides)
         refuse_impossible(config, ranks_of(config))
         with TemporaryDirectory(prefix="parallel3d-verify-") as folder:
@@ -57,10 +61,11 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     parser = Parser(
         __doc__, "Every value of the config can be set by its path: --zero_optimization.stage 1"
     )
-    parser.add_config()
+    parser.add_config(required=False)
     parser.add_argument(
         "--meshes", metavar="MESHES", help="pp x dp x tp, as in 1x1x1,2x2x2; else eight of them"
     )
+    parser.add_argument("--museum", action="store_true", help=argparse.SUPPRESS)  # has moved
     parser.add_json()
     return parser.parse_known_args()
 

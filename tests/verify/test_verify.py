@@ -115,6 +115,12 @@ def test_what_cannot_run_is_refused(monkeypatch, capsys):
     assert printed.out == "" and "'2x2': is no mesh" in printed.err
 
 
+def test_the_museum_has_moved(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["verify", "--museum"])
+    assert launch_verify.main() == 2
+    assert "python -m tests.museum" in capsys.readouterr().err
+
+
 def test_a_difference_ends_with_exit_code_1(monkeypatch, capsys):
     """As if the one process had found a gradient norm that is larger by a ten-thousandth."""
 
