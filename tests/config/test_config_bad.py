@@ -165,7 +165,7 @@ BAD_TOGETHER = [
 WORDS = [
     ("--mesh.ppp 2", "parallel3d.mesh.ppp = 2", "no setting", 'nearest one is "pp"'),
     ("--MESH.pp 2", 'MESH = {"pp": 2}', "no setting here", "did you mean parallel3d.mesh?"),
-    ("--mesh.pp.x 2", "--mesh.pp.x: 'pp' holds 1", "which has no settings", ""),
+    ("--mesh.pp.x 2", "--parallel3d.mesh.pp.x: 'pp' holds 1", "which has no settings", ""),
     ("--mesh..pp 2", "--mesh..pp", "has a dot too many", "--dotted.path value"),
     ("--mesh.pp", "--mesh.pp", "has no value", "write --mesh.pp value"),
     ("-mesh.pp 2", "'-mesh.pp'", "sets nothing", "--dotted.path value"),

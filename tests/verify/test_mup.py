@@ -138,8 +138,9 @@ def test_at_base_width_it_is_the_standard_one_bit_for_bit():
 def local_fan_in():
     of = Scales.of.__func__
 
-    def local(cls, settings, *, width, depth, head_size):
-        return of(cls, settings, width=width // 2, depth=depth, head_size=head_size)
+    def local(cls, model, head_size):
+        half = model.model_copy(update={"hidden_size": model.hidden_size // 2})
+        return of(cls, half, head_size)
 
     return patch.object(Scales, "of", classmethod(local))
 
