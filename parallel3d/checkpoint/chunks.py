@@ -67,11 +67,7 @@ def header(chunks: Sequence[Chunk]) -> bytes:
     at = 0
     for chunk in chunks:
         end = at + _ITEM * chunk.box.numel
-        tensors[chunk.key] = {
-            "dtype": "F32",
-            "shape": chunk.box.shape,
-            "data_offsets": (at, end),
-        }
+        tensors[chunk.key] = {"dtype": "F32", "shape": chunk.box.shape, "data_offsets": (at, end)}
         at = end
     assert len(tensors) == len(chunks), "a chunk occurs twice"
     return framed(tensors)

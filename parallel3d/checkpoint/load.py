@@ -87,11 +87,7 @@ def _boxes(rows: np.ndarray) -> list[Box]:
 
 
 def make_index(
-    folder: Path,
-    files: Sequence[str],
-    shapes: Shapes,
-    names: Iterable[str],
-    mesh: Mesh,
+    folder: Path, files: Sequence[str], shapes: Shapes, names: Iterable[str], mesh: Mesh
 ) -> Index:
     """The index of the parameters `names`, whose global `shapes` are given with all others'.
 

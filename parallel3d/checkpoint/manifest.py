@@ -152,6 +152,17 @@ def read_state(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: not JSON: {error}; use another checkpoint") from None
 
 
+def read_sound_state(folder: Path) -> tuple[dict[str, Entry], dict[str, Any]]:
+    """A checkpoint's files by name, and its state once compared with its hash.
+
+    Raises CheckpointError.
+    """
+    files = read_manifest(folder).files
+    if reason := check_file(folder, STATE, files[STATE]):
+        raise CheckpointError(f"{folder / STATE}: {reason}; use another checkpoint")
+    return files, read_state(folder)
+
+
 def shapes_of(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """The shape of every parameter that a state lists, by its name. Raises CheckpointError."""
     parameters, shapes = state.get("parameters"), {}

@@ -44,11 +44,9 @@ MOST_FAILURES = 3  # saves in a row that may fail before training stops
 class Saver:
     """A writer of checkpoints into `folder`, the same on every rank, that keeps the newest few.
 
-    `always`: steps whose checkpoints are kept besides.
-
-    `asynchronous`: training goes on while a copy of the state is written. `say` tells the user; on
-    one rank alone. A save that fails, on a full disk for instance, leaves the earlier checkpoints
-    as they are and is tried again at the next interval. The folder `tokenizer` goes into each.
+    A save that fails, on a full disk for instance, leaves the earlier checkpoints as they are, and
+    is tried again at the next interval. `always`: steps whose checkpoints are kept besides.
+    `say` tells the user; on one rank alone. `tokenizer`: a folder that goes into each checkpoint.
     """
 
     def __init__(
@@ -67,9 +65,8 @@ class Saver:
     ) -> None:
         self._tokenizer = tokenizer
         self._engine, self._mesh, self._folder = engine, mesh, folder
-        self._keep, self._asynchronous, self._say = keep, asynchronous, say
-        self._always = always
-        self._hashed = hashed
+        self._keep, self._always, self._hashed = keep, always, hashed
+        self._asynchronous, self._say = asynchronous, say
         self._shapes = {name: spec.shape for name, spec in named_params(layers).items()}
         self._runs = chunk_runs.runs_to_write(engine, mesh)
         chunks = [chunk for run in self._runs for chunk in run.chunks]

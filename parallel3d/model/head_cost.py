@@ -30,16 +30,13 @@ def chunk_tokens(tokens: int, vocab: int) -> int:
 
 @dataclass(frozen=True)
 class HeadCost:
-    """The cost of the final norm, the logits and vocabulary-parallel cross-entropy in fp32.
-
-    `in_parts`: where there are many logits, those of some tokens at a time (`num_chunks`).
-    """
+    """The cost of the final norm, the logits and vocabulary-parallel cross-entropy in fp32."""
 
     hidden: int
     vocab: int
     statistics: int = 2
     composite_norm: bool = False
-    in_parts: bool = True
+    in_parts: bool = True  # where there are many logits, those of some tokens at a time
 
     def __call__(
         self,
@@ -66,9 +63,7 @@ def _head(c: HeadCost, shape: Shape, tp: int, sequence_parallel: bool) -> LayerC
         backward = (Collective("reduce_scatter", whole), *gather)
     # The input and its norm.
     saved = Kept(
-        2 * part,
-        _FP32 * c.statistics * (part // c.hidden),
-        unfused=part if c.composite_norm else 0,
+        2 * part, _FP32 * c.statistics * (part // c.hidden), unfused=part if c.composite_norm else 0
     )
     if c.in_parts and num_chunks(shape.tokens, vocab) > 1:
         # Of each token the logsumexp, the row of its label, whether another rank holds it, and
@@ -88,12 +83,7 @@ def _head(c: HeadCost, shape: Shape, tp: int, sequence_parallel: bool) -> LayerC
         shape.tokens * 2 * c.hidden * c.vocab,
         # Of the logits, in elements of the training type: all passes of forward and backward are
         # 12 (fp32) or 21 (bf16), and about three times this, as the backward counts twice.
-        Work(
-            (product,),
-            None,
-            2 * part + 9 * logits // 2,
-            (*gather, *(loss if tp > 1 else ())),
-        ),
+        Work((product,), None, 2 * part + 9 * logits // 2, (*gather, *(loss if tp > 1 else ()))),
         recomputed,
         backward_collectives=backward,
         saved=saved,

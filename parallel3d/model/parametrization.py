@@ -63,26 +63,18 @@ class Rate(NamedTuple):
 
 @dataclass(frozen=True)
 class Scales:
-    """The factors of one model, global on every mesh; 1 at the sizes of the base model.
+    """The factors of one model, global on every mesh; 1 at the sizes of the base model."""
 
-    `width` and `depth`: how many times the base's this model's are; `base_depth` is None where
-    rates are not transferred over depth. `hidden_std` multiplies the standard deviation of the
-    first weights of the role "hidden": the variance goes by the fan-in where that is the width and
-    the output is of Theta(1). The output's weights stay, as their multiplier falls.
-
-    `input`, `branch` and `output` multiply the embedding's vectors, what a block's attention and
-    MLP add to the residual stream, and the vectors that the logits are made of; `query` the
-    queries, on top of 1/sqrt(head size).
-    """
-
-    width: float = 1.0
+    width: float = 1.0  # how many times the base's
     depth: float = 1.0
-    input: float = 1.0
-    branch: float = 1.0
-    output: float = 1.0
-    query: float = 1.0
+    input: float = 1.0  # multiplies the embedding's vectors
+    branch: float = 1.0  # multiplies what attention and MLP add to the residual stream
+    output: float = 1.0  # multiplies the vectors that the logits are made of
+    query: float = 1.0  # multiplies the queries, on top of 1/sqrt(head size)
+    # Multiplies the standard deviation of the role "hidden": the variance goes by the fan-in. The
+    # output's weights stay, as their multiplier falls.
     hidden_std: float = 1.0
-    base_depth: int | None = None
+    base_depth: int | None = None  # None: rates are not transferred over depth
 
     @classmethod
     def of(cls, model: Any, head_size: int) -> "Scales":
@@ -104,7 +96,7 @@ class Scales:
         )
 
     def rate(self, role: Role | None) -> Rate:
-        """What a role's rates are multiplied by; a parameter without a role has the plain ones.
+        """The factors of a role's rates; a parameter without a role has the plain ones.
 
         AdamW's decay of a step is rate x decay: what the one loses the other gains.
         """

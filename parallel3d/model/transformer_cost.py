@@ -25,34 +25,25 @@ _FP32, _INT64 = 4, 8  # bytes of a norm's statistic or a logsumexp, of a row num
 
 @dataclass(frozen=True)
 class BlockCost:
-    """The cost of a pre-norm block: attention, then an MLP, each added to the residual stream.
-
-    `gated`: the MLP has three matrices (SwiGLU, arXiv:2002.05202) instead of two. `relu`: the MLP's
-    function is a ReLU, whose backward needs its result, and not what it is of. `fused_qkv`: one
-    product gives queries, keys and values. `statistics`: numbers a token that a norm keeps, 2 for
-    LayerNorm, 1 for RMSNorm, of which torch has no fused kernel on a CPU (`composite_norm`).
-    `biases`: of every product. `rotary`: features of each head that turn. `dropout`: of what is
-    added to the residual stream. `parallel`: the MLP reads the block's input, too, beside the
-    attention (as in GPT-NeoX, arXiv:2204.06745).
-    """
+    """The cost of a pre-norm block: attention, then an MLP, each added to the residual stream."""
 
     hidden: int
     inner: int
     heads: int
     kv_heads: int
     head_size: int
-    gated: bool = False
-    relu: bool = False
-    fused_qkv: bool = False
-    statistics: int = 2
-    composite_norm: bool = False
-    biases: bool = False
+    gated: bool = False  # the MLP has three matrices (SwiGLU, arXiv:2002.05202), not two
+    relu: bool = False  # the MLP's function is a ReLU, whose backward needs its result alone
+    fused_qkv: bool = False  # one product gives queries, keys and values
+    statistics: int = 2  # numbers a token that a norm keeps: 2 for LayerNorm, 1 for RMSNorm
+    composite_norm: bool = False  # torch has no fused kernel of the norm on a CPU
+    biases: bool = False  # of every product
     qkv_bias: bool = False
-    rotary: int = 0
+    rotary: int = 0  # features of each head that rotate
     qk_norm: bool = False
-    dropout: bool = False
+    dropout: bool = False  # of what is added to the residual stream
     attention_dropout: bool = False
-    parallel: bool = False
+    parallel: bool = False  # the MLP reads the block's input, too (GPT-NeoX, arXiv:2204.06745)
 
     def __call__(
         self,

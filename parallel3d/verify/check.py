@@ -57,18 +57,13 @@ class CaseTask:
 
 @dataclass
 class Masks:
-    """The masks that one rank drew in a step.
-
-    `places` are those that drop out on the rank; `split` those whose activation is another on each
-    tp rank. `drawn`: for each place and microbatch the generator's state. `redrawn`: those that
-    recomputation drew from another state.
-    """
+    """The masks that one rank drew in a step."""
 
     coords: tuple[int, int]  # dp, tp
-    places: list[str]
-    split: list[str]
-    drawn: dict[tuple[str, int], str] = field(default_factory=dict)
-    redrawn: list[tuple[str, int]] = field(default_factory=list)
+    places: list[str]  # that drop out on the rank
+    split: list[str]  # places whose activation is another on each tp rank
+    drawn: dict[tuple[str, int], str] = field(default_factory=dict)  # place, microbatch: state
+    redrawn: list[tuple[str, int]] = field(default_factory=list)  # again, from another state
 
 
 @contextmanager
@@ -126,11 +121,7 @@ def share_of_wrong(ranks: Iterable[Masks], num_microbatches: int) -> float:
 
 @dataclass(frozen=True)
 class RankFindings:
-    """The findings of one rank: differences from the reference, and what no reference has.
-
-    `accumulation` is the precision that gradients are added up in, where it is not fp32's.
-    `counters` are Adam's and the loss scaler's after the last step.
-    """
+    """The findings of one rank: its `ReferenceErrors`, and what no reference has."""
 
     loss: float
     grad_norm: float
@@ -138,7 +129,7 @@ class RankFindings:
     samples: float
     evaluation: float
     accumulation: float
-    counters: dict[str, Any]
+    counters: dict[str, Any]  # Adam's and the loss scaler's after the last step
     masks: Masks | None
 
 

@@ -158,6 +158,23 @@ def losses_of(
     return F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
 
 
+def in_our_names(config: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Whole tensors under the names of transformers -> the same under our global names.
+
+    The family's `to_huggingface` is asked where it moves each element. Raises KeyError if a tensor
+    is missing; a tied output projection is left out.
+    """
+    family, found = models.huggingface(config.family), {}
+    assert family is not None, config.family
+    for name, spec in named_params(models.layers(config)).items():
+        numbers = torch.arange(spec.numel).view(spec.shape)
+        places = family.to_huggingface(config, {name: numbers})
+        order = torch.cat([place.flatten() for place in places.values()]).argsort()
+        value = torch.cat([tensors[theirs].flatten() for theirs in places])
+        found[name] = value[order].view(spec.shape)
+    return found
+
+
 def _loaded(config: RunConfig, weights: Mapping[str, Tensor]) -> tuple[Any, Any]:
     """A model of transformers with these weights, in fp64, and its family's module."""
     family = models.huggingface(config.model.family)
@@ -247,7 +264,7 @@ def train_model(
         optimizer.step()
         losses.append(loss.item())
     trained = {name: p.detach().float() for name, p in named.items()}
-    weights = family.from_huggingface(config.model, trained)
+    weights = in_our_names(config.model, trained)
     file = folder / "reference.safetensors"
     save_file({name: value.contiguous() for name, value in weights.items()}, file)
     with torch.no_grad():

@@ -57,10 +57,7 @@ def check(config, name, mesh, **settings):
 
 def synchronous(every=2):
     """Settings with which the third step is lost, and done again."""
-    return {
-        "parallel3d__checkpoint__asynchronous": False,
-        "parallel3d__checkpoint__every": every,
-    }
+    return {"parallel3d__checkpoint__asynchronous": False, "parallel3d__checkpoint__every": every}
 
 
 @pytest.mark.parametrize(("zero", "mesh"), TABLE)

@@ -18,12 +18,7 @@ from parallel3d.verify.reference import SEED
 from parallel3d.verify.shrink import shrink
 from tests.verify import measuring
 from tests.verify.configs import config_of
-from tests.verify.measuring import (
-    errors_of,
-    measure,
-    reference_on_batches,
-    train_and_compare,
-)
+from tests.verify.measuring import errors_of, measure, reference_on_batches, train_and_compare
 from tests.verify.plain_mup import train_plain
 
 pytestmark = pytest.mark.gloo
@@ -138,8 +133,8 @@ def test_at_base_width_it_is_the_standard_one_bit_for_bit():
 def local_fan_in():
     of = Scales.of.__func__
 
-    def local(cls, settings, *, width, depth, head_size):
-        return of(cls, settings, width=width // 2, depth=depth, head_size=head_size)
+    def local(cls, model, head_size):
+        return of(cls, model.model_copy(update={"hidden_size": model.hidden_size // 2}), head_size)
 
     return patch.object(Scales, "of", classmethod(local))
 
