@@ -110,8 +110,8 @@ def folded(
 ) -> tuple[ParamSpec, ...]:
     """A block's parameters, with what an export multiplies them by.
 
-    The names of those that make the queries begin with `query`, which are the first of so many
-    `fused` in one parameter; of what a branch adds to the residual stream with one of `branches`.
+    `query`: how the names of those that make the queries begin, the first of so many `fused` in one
+    parameter. `branches`: those that add to the residual stream.
     """
     scales, found = scales_of(config), []
     for p in params:
@@ -162,8 +162,7 @@ def _unless_one(factor: float) -> tuple[float, ...]:
 def head(config: Any, norm: Iterable[ParamSpec], cost: CostOf) -> LayerSpec:
     """The last layer: a norm, and the output projection, tied to the embedding where it says so.
 
-    A tied weight's start and rates are one by both roles, the input's and the output's: what
-    differs is the multiplier of the logits. It is folded into the norm, which is not shared.
+    The multiplier of the logits is folded into the norm: a tied weight is shared with the input.
     """
     shape, normal = (vocab_size(config), config.hidden_size), Init(std=config.initializer_range)
     scales = scales_of(config)

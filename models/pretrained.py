@@ -52,8 +52,8 @@ _UNKNOWN = (
 class Part:
     """A tensor of transformers that is one of our parameters, or that at `index` of its first dim.
 
-    Viewed as `shape`, and its dims put in `order`, it has our elements in our order; a dim of ours
-    may be several of these that follow each other.
+    Viewed as `shape`, with its dims in `order`, it has our elements in our order; a dim of ours may
+    be several of these.
     """
 
     name: str
@@ -65,8 +65,7 @@ class Part:
 class Fields:
     """The fields of one config.json, each taken by code that knows it; `finish` refuses the rest.
 
-    Problems are gathered, so that all are said at once. `length`: the tokens of the samples that
-    are to be trained on, where that is known.
+    `length`: the tokens of the samples that are to be trained on, where that is known.
     """
 
     def __init__(self, config: Mapping[str, Any], length: int | None = None) -> None:

@@ -1,8 +1,7 @@
 """The manifest of a checkpoint: its files with sizes and hashes, and whether all of them are sound.
 
-The manifest is written last, so a folder that has one was written to its end. It says how long each
-file is and gives its hash, and its own: whatever is changed, cut off, missing or swapped is seen.
-The hash finds damage; it is no signature.
+It is written last, so a folder that has one was written to its end. The hashes, its own among them,
+find damage; they are no signature.
 """
 
 import json
@@ -77,8 +76,8 @@ def manifest_bytes(step: int, files: Mapping[str, Entry]) -> bytes:
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint's folder; the files themselves are not looked at.
 
-    Raises CheckpointError where it is missing, damaged, of another format, made for another step
-    than the folder's name says, or names what may not be a checkpoint's file.
+    Raises CheckpointError where it is missing, damaged, of another format or step than the folder,
+    or names what may not be a checkpoint's file.
     """
     path = folder / MANIFEST
     data = _read(path)
@@ -181,9 +180,8 @@ def shapes_of(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 def verify(folder: Path, progress: Callable[[int], None] = lambda size: None) -> list[Bad]:
     """Every fault of a checkpoint; an empty list where it is sound.
 
-    Reads every byte, in this process alone: manifest, hashes, headers, and that the chunks of all
-    files are every parameter's master weight and moments, each element once. `progress` is told
-    the size of each file that is read.
+    Every byte is read in this process, and the chunks of all files must hold each element of every
+    parameter's master weight and moments once. `progress` is told the size of each file read.
     """
     try:
         manifest = read_manifest(folder)

@@ -72,9 +72,9 @@ def find_left_over(path: Path) -> list[tuple[Path, str]]:
 
 
 def describe(folder: Path) -> dict[str, Any]:
-    """The object that `inspect --json` prints, from manifest, state.json and the files' headers.
+    """The object that `inspect --json` prints; raises CheckpointError for damage.
 
-    Raises CheckpointError where one of them is damaged; the tensors are not looked at.
+    The tensors are not looked at.
     """
     entries, state = read_sound_state(folder)
     shapes = shapes_of(state)

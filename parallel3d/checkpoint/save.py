@@ -257,10 +257,9 @@ def keep_newest(
 ) -> None:  # fmt: skip
     """Remove all but the newest `keep` checkpoints, unless the newest of them is bad.
 
-    Those of the steps `always` stay, and are not counted. Collective, on the group that is aside.
-    `mine`: the files of the newest that this rank wrote, which it reads again and compares; rank 0
-    does so with the manifest and the state, too. If anything is bad, nothing is removed and
-    TrainingError is raised on all ranks. A folder that cannot be removed stays.
+    Collective, on the group that is aside. `always`: steps that stay, and are not counted. `mine`:
+    the files of the newest that this rank wrote, and reads again; rank 0 reads the manifest and the
+    state, too. Raises TrainingError on all ranks, and removes nothing, if one is bad.
     """
 
     def look() -> None:

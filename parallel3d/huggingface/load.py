@@ -21,7 +21,7 @@ from parallel3d.model.spec import LayerSpec, tied_names
 def find_weights(config: Any, mesh: Mesh) -> Path:
     """The folder of published weights that `config`, of a model, starts from, once checked.
 
-    Collective. A model on the hub is fetched, by the first rank of each node. Raises ConfigError or
+    Collective. The first rank of each node fetches a model on the hub. Raises ConfigError or
     CheckpointError on all ranks where the folder is missing, or is not what the config has found.
     """
     origin = config.from_pretrained

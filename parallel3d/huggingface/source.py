@@ -31,9 +31,8 @@ from parallel3d.model.spec import named_params
 class CheckpointSource:
     """The fp32 masters in a checkpoint's folder, of any mesh, and what its state says of them.
 
-    `path` is that folder, one of checkpoints, or a run's: of several it is the newest. Raises
-    CheckpointError where something is missing, or is no part of a checkpoint. The files are hashed
-    while they are read: what came of them is good when `check` has returned.
+    `path`: as `find_checkpoints` takes it; of several it is the newest. The files are hashed while
+    they are read: what came of them is good when `check` has returned. Raises CheckpointError.
     """
 
     def __init__(self, path: Path) -> None:

@@ -1,9 +1,7 @@
 """A case of verify on the ranks of a mesh: a course of training, an evaluation, a resume.
 
-Samples come through the feed, in epochs; some steps are clipped and some are not; the learning rate
-changes; the run may begin with a checkpoint of another mesh. Dropout is looked at in a step of its
-own: no reference has its masks, which depend on the mesh, so the generator is looked at as each is
-drawn.
+No reference has dropout's masks, which depend on the mesh: in a step of its own the generator is
+looked at as each is drawn.
 """
 
 import hashlib
@@ -99,8 +97,8 @@ def watched(module: nn.Module, coords: tuple[int, int], split: bool, p: float) -
 def share_of_wrong(ranks: Iterable[Masks], num_microbatches: int) -> float:
     """Share of dropout masks that are not drawn, or not where they must agree or differ.
 
-    A mask is one of its own for each place, microbatch and dp coordinate; for each tp coordinate,
-    too, where activations are split. Recomputation draws the same.
+    Each place, microbatch and dp coordinate has its own, and each tp coordinate where activations
+    are split. Recomputation draws the same.
     """
     owners: dict[str, set[Any]] = {}
     wrong = total = 0

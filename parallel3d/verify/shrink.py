@@ -59,12 +59,10 @@ def shrink(
 ) -> dict[Sizes, RunConfig]:
     """The small config of each mesh; all train the same model on the same global batches.
 
-    Kept: family, tying, the ratio of heads to key/value heads, ZeRO stage, offload, schedule,
-    precision, activation checkpointing, sequence parallelism, reduction. Learning rate, clipping
-    and a small eps are set so that the differences mean the same for every config, dropout is off
-    (its masks depend on the mesh), and NVMe offload goes to `folder`. A step has `batch` samples,
-    by default two in the smallest microbatch; where the config clips, the limit is `clipping`.
-    Raises ConfigError for a mesh that cannot run it.
+    Learning rate, clipping and eps are set so that differences mean the same for every config,
+    dropout is off (its masks depend on the mesh), and NVMe offload goes to `folder`. A step has
+    `batch` samples, by default two in the smallest microbatch; where the config clips, the limit is
+    `clipping`. Raises ConfigError for a mesh that cannot run it.
     """
     raw = config.to_dict()
     block = raw["parallel3d"]
