@@ -1,4 +1,4 @@
-"""What the specs and the names of several families share, as data (floor 0, no torch)."""
+"""Parts of specs and of names that several families share, as data (floor 0, no torch)."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -32,7 +32,7 @@ class Pretrained(Section):
 
 
 class ModelSection(Section):
-    """What the settings of every family that can be imported have in common."""
+    """The settings that every family that can be imported has."""
 
     from_pretrained: Pretrained | str | None = None
     """A folder of transformers (config.json and safetensors), or a model's name on the Hugging Face
@@ -75,7 +75,7 @@ def vocab_size(config: Any) -> int:
 
 
 def weight_inits(config: Any) -> tuple[Init, Init]:
-    """How a block's weights start: the normal ones, and those that feed the residual stream.
+    """The starts of a block's weights: the normal ones, and those that feed the residual stream.
 
     Two projections of each block add to the residual stream (Radford et al. 2019, section 2.3).
     """
@@ -87,13 +87,13 @@ def weight_inits(config: Any) -> tuple[Init, Init]:
 
 
 def scales_of(config: Any) -> Scales:
-    """Return what the parametrisation of a model of any family multiplies sizes and rates by."""
+    """Return the factors of sizes and rates of a model of any family."""
     head_size = getattr(config, "head_size", config.hidden_size // config.num_attention_heads)
     return Scales.of(config, head_size)
 
 
 def role_rates(config: Any) -> dict[Role, float]:
-    """What each role's learning rate is multiplied by; none where all have the plain rate."""
+    """The factor of each role's learning rate; {} where all have the plain rate."""
     if parametrization_of(config).type == "standard":
         return {}
     scales = scales_of(config)

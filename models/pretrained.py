@@ -14,7 +14,7 @@ from typing import Any
 from parallel3d import models
 from parallel3d.base.section import ABSENT, Problem, Problems
 
-# What does not change what a model computes: names, ids, generation, how it was saved or trained.
+# Fields that change nothing in the model: names, ids, generation, how it was saved or trained.
 _NEUTRAL = {
     *("model_type", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id"),
@@ -25,7 +25,7 @@ _NEUTRAL = {
     *("num_beam_groups", "chunk_size_feed_forward", "tie_encoder_decoder", "pretraining_tp"),
     *("attn_implementation", "transformers.js_config", "unsloth_version", "unsloth_fixed"),
 }
-# What other models have, and this program's families do not: said by name, not as unknown.
+# Features of other models that no family here has: refused by name, not as unknown.
 _FOREIGN = {
     "auto_map": "names code of its own, which is never run",
     "quantization_config": "holds weights that are not plain numbers",
@@ -79,7 +79,7 @@ class Fields:
         return str(self._config.get("model_type"))
 
     def has(self, name: str) -> bool:
-        """Whether a field is there, even if null."""
+        """True if a field is there, even if null."""
         return name in self._config
 
     def take(self, name: str, default: Any = ABSENT) -> Any:

@@ -30,7 +30,7 @@ _NAMES = {
 
 # A folder of the model without its head has the names without it.
 PREFIX = "gpt_neox."
-# What newer versions call a tensor in memory, and what it is called in files.
+# Names that newer versions have for tensors in memory, and those in files.
 OTHER_NAMES = {"lm_head.weight": "embed_out.weight"}
 # Masks and frequencies that old versions saved with the weights.
 BUFFERS = re.compile(r"layers\.\d+\.attention\.((masked_)?bias|rotary_emb\.inv_freq)")

@@ -140,7 +140,12 @@ def load(
 
     def read() -> None:
         refuse_twice(found.folder, index)
-        _fill(found, engine, index, originals)
+        for boxes in boxes_to_fill(engine, originals):
+            reads: Reads = defaultdict(list)
+            for name, box, outs in boxes:
+                for kind, out in outs.items():
+                    add_reads(reads, index, name, kind, box, out, folder=found.folder)
+            read_all(found, reads)
 
     agree(mesh, lambda: reading(read))
     engine.states.finish_loading()
@@ -179,21 +184,24 @@ def refuse_twice(folder: Path, index: Index) -> None:
         )
 
 
-def _fill(
-    found: FoundCheckpoint, engine: Engine, index: Index, originals: Mapping[str, str]
-) -> None:
-    states = engine.states
-    for number, block in enumerate(states.blocks):
-        with states.opened(number, write=True) as tensors:
-            reads: Reads = defaultdict(list)
-            for piece, kinds in zip(block, tensors, strict=True):
-                name = originals.get(piece.held.name, piece.held.name)
-                stop = piece.start + piece.numel
-                for box, at in boxes_in_whole(piece.held, piece.start, stop):
-                    for kind in KINDS:
-                        out = kinds[kind][at : at + box.numel].view(box.shape)
-                        add_reads(reads, index, name, kind, box, out, folder=found.folder)
-            read_all(found, reads)
+def boxes_to_fill(
+    engine: Engine, originals: Mapping[str, str]
+) -> Iterator[list[tuple[str, Box, dict[str, Tensor]]]]:
+    """Block by block, the boxes of whole parameters that this rank holds, and their memory.
+
+    Each comes with its parameter's name and, by kind, a tensor [*box.shape] to be written to.
+    """
+    for number, block in enumerate(engine.states.blocks):
+        with engine.states.opened(number, write=True) as tensors:
+            yield [
+                (
+                    originals.get(piece.held.name, piece.held.name),
+                    box,
+                    {kind: kinds[kind][at : at + box.numel].view(box.shape) for kind in KINDS},
+                )
+                for piece, kinds in zip(block, tensors, strict=True)
+                for box, at in boxes_in_whole(piece.held, piece.start, piece.start + piece.numel)
+            ]
 
 
 class Read(NamedTuple):

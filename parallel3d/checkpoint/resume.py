@@ -140,7 +140,7 @@ def _look(path: Path, files: Mapping[str, Entry], rank: int, world_size: int) ->
             raise CheckpointError(f"{name} {reason}")
         if name.endswith(_TENSORS):
             ChunkFile(path / name).close()  # raises where it is none
-    # Who has no share sees that the folder is there at all.
+    # A rank without a share sees that the folder is there at all.
     _check_size(path, names[rank % len(names)], files[names[rank % len(names)]])
 
 

@@ -19,7 +19,7 @@ _LENGTH = "parallel3d.data.sequence_length"
 
 @dataclass(frozen=True)
 class Position:
-    """How far a run has come: steps done, tokens trained on, and the next sample's global index.
+    """The progress of a run: steps done, tokens trained on, and the next sample's global index.
 
     The order of samples is a pure function of that index, so it is all that a loader's state is.
     """

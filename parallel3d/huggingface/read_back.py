@@ -41,7 +41,7 @@ class Stamp(NamedTuple):
     digest: str
 
     def difference(self, wanted: "Stamp") -> str:
-        """How the tensor differs from another one, in words."""
+        """The difference from another tensor, in words."""
         if self.dtype != wanted.dtype:
             return f"is of type {self.dtype}, not {wanted.dtype}"
         if self.shape != wanted.shape:

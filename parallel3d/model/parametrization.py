@@ -1,4 +1,4 @@
-"""How sizes of weights, multipliers and rates follow a model's width and depth (floor 0, no torch).
+"""Sizes of weights, multipliers and rates by a model's width and depth (floor 0, no torch).
 
 Maximal update parametrisation (muP, arXiv:2203.03466, for Adam), in the form of the practitioner's
 guide of Cerebras and EleutherAI; over depth CompleteP's (arXiv:2505.01618, table 1, alpha = 1). All
@@ -14,8 +14,8 @@ from pydantic import Field, model_validator
 from parallel3d.base.section import Problem, Problems, Section
 
 Role = Literal["input", "hidden", "output", "vector"]
-"""What a parameter maps: a table's rows to the width ("input"), width to width ("hidden"), width to
-logits ("output"), or one number for each feature ("vector": biases, the gains of norms)."""
+"""The map that a parameter is: a table's rows to the width ("input"), width to width ("hidden"),
+width to logits ("output"), or one number for each feature ("vector": biases, gains of norms)."""
 ROLES: tuple[Role, ...] = get_args(Role)
 _Positive = Annotated[int, Field(gt=0)]
 _Factor = Annotated[float, Field(gt=0)]
@@ -54,7 +54,7 @@ class Parametrization(Section):
 
 
 class Rate(NamedTuple):
-    """What a role's learning rate, weight decay and Adam's eps are multiplied by."""
+    """The factors of a role's learning rate, weight decay and Adam's eps."""
 
     lr: float = 1.0
     weight_decay: float = 1.0
@@ -109,7 +109,7 @@ class Scales:
         return Rate(eps=eps)
 
     def scores(self, head_size: int) -> float | None:
-        """What scores of attention are multiplied by; None: 1/sqrt(head_size), as usual."""
+        """The factor of attention's scores; None: 1/sqrt(head_size), as usual."""
         return None if self.query == 1 else self.query / sqrt(head_size)
 
     def rates(self) -> dict[Role | None, Rate]:

@@ -21,7 +21,7 @@ STATE_BYTES = MASTER_BYTES + 8
 
 @dataclass(frozen=True)
 class Init:
-    """How a parameter starts: normal with mean 0 and `std`, or the constant `value` if std is 0."""
+    """The start of a parameter: normal with mean 0 and `std`; the constant `value` if std is 0."""
 
     std: float = 0.0
     value: float = 0.0
@@ -119,7 +119,7 @@ class Collective(NamedTuple):
 
 @dataclass(frozen=True)
 class Work:
-    """What one tp rank computes and communicates for one microbatch in one layer.
+    """The computation and communication of one tp rank for one microbatch in one layer.
 
     The backward pass is twice the matrix products and about twice the traffic.
     """
@@ -135,7 +135,7 @@ class Kept:
     """Memory kept: elements of the training type (2 or 4 bytes), and `other` bytes of any type.
 
     Only the classic attention kernel keeps scores; of dropped ones it keeps a copy and a mask of
-    one byte besides (together the 5 bytes of arXiv:2205.05198). Of a norm without a fused kernel
+    one byte besides (together the 5 bytes of arXiv:2205.05198). For a norm without a fused kernel
     torch keeps on a CPU the normalised value in fp32 besides, and the input in fp32 instead.
     """
 
@@ -165,7 +165,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What one microbatch costs in one layer, on one tp rank but for `forward_flops`.
+    """The cost of one microbatch in one layer, on one tp rank but for `forward_flops`.
 
     Those are of all tp ranks together: a multiply-add counts as two and attention in full (no
     saving for the causal mask), as in torch's FlopCounterMode.

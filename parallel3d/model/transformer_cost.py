@@ -107,12 +107,12 @@ def _block(
         # dropout's mask comes after it.
         ran = forward.collectives if c.dropout else forward.collectives[:-1]
         recomputed = Work(forward.matmuls, forward.attention, forward.traffic, ran)
-        # That is as a forward, its own sums among it, with the gradient of the result besides.
+        # It holds what a forward does, and the gradient of the result besides.
         end = forward_sum + 2 * part
         if c.dropout:  # it runs to the end
             end += part + (whole if sequence_parallel else 0)
         elif sequence_parallel:
-            # That gradient has been gathered, and the last product of all is made once more.
+            # The gradient has been gathered, and the last product of all is made once more.
             end += 2 * whole - part
         peak = max(Kept(end), peak, key=lambda kept: kept.elements)
         saved, working = Kept(part), kept + attention + peak - Kept(part)
@@ -129,7 +129,7 @@ def _block(
 
 
 def _block_kept(c: BlockCost, shape: Shape, tp: int, part: int) -> tuple[Kept, Kept]:
-    """What a block keeps without recomputation, and besides that inside the attention."""
+    """Memory kept without recomputation: outside the attention's scores, and of these."""
     tokens, heads = shape.tokens, _share(c.heads, tp)
     queries, keys = tokens * heads * c.head_size, tokens * _share(c.kv_heads, tp) * c.head_size
     inner = tokens * _share(c.inner, tp)
@@ -203,7 +203,7 @@ def _embedding(c: EmbeddingCost, shape: Shape, tp: int, sequence_parallel: bool)
     part = whole // tp if sequence_parallel else whole
     traffic = 4 * whole
     traffic += (3 * part if c.positions else 0) + (2 * part if c.dropout else 0)
-    # Of each token the row, and whether another rank holds it; the rows of the positions.
+    # For each token its row, and whether another rank holds it; the rows of the positions.
     other = (_INT64 + 1) * shape.tokens + (_INT64 * shape.seq if c.positions else 0)
     forward: tuple[Collective, ...] = ()
     if sequence_parallel:

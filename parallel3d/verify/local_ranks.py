@@ -61,7 +61,7 @@ def run_locally(
 
     Each finds the launcher's variables in its environment. Raises RankFailed with a rank's own
     traceback, and RanksHung once `timeout` seconds are over, with the stacks on standard error
-    unless `quiet`. All processes are gone when it is done. What is sent either way is pickled.
+    unless `quiet`. All processes are gone when it is done. Arguments and results are pickled.
     """
     from parallel3d.mesh.device import settle_accelerator  # torch, which this file comes before
 

@@ -1,4 +1,4 @@
-"""How far a small run on ranks of this machine is from the reference."""
+"""Differences of a small run on ranks of this machine from the reference."""
 
 import math
 import sys
@@ -117,7 +117,7 @@ def microbatches(
 
 
 def weight_errors(parts: Assembly, config: RunConfig, reference: Reference) -> dict[str, float]:
-    """How far this rank's weights are from the reference's, and how far training moved those."""
+    """Differences of this rank's weights from the reference's, and how far training moved those."""
     largest, squared_distance, squared_way = 0.0, 0.0, 0.0
     # Only half precision is compared by the way; in fp32 drawing the start again costs a step.
     first = first_weights(config) if config.precision != "fp32" else {}
