@@ -50,6 +50,9 @@ class ReferenceErrors:
             if not size <= (tolerance if name in rounded else 0.0)
         }
 
+    def __str__(self) -> str:
+        return f"loss {self.loss:.1e}  norm {self.grad_norm:.1e}  weights {self.weight:.1e}"
+
 
 def compile_operators(config: RunConfig) -> None:
     """Have DeepSpeed's operators compiled that the config needs, before any rank's time runs.
