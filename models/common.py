@@ -16,6 +16,7 @@ from parallel3d.model.parametrization import (
     parametrization_of,
 )
 from parallel3d.model.spec import CostOf, Init, LayerSpec, ParamSpec
+from parallel3d.model.transformer_cost import BlockCost
 
 _ZEROS = Init()
 
@@ -128,8 +129,16 @@ def layer_norm(name: str, size: int) -> Iterable[ParamSpec]:
     yield ParamSpec(f"{name}.bias", (size,), None, _ZEROS, False, role="vector")
 
 
-def biased_block_params(config: Any) -> tuple[ParamSpec, ...]:
-    """The parameters of a block of two LayerNorms, fused q, k, v and an MLP, all with biases."""
+def biased_cost(config: Any) -> BlockCost:
+    """The cost of a `biased_block`, if nothing in it rotates, drops out or is parallel."""
+    heads, size = config.num_attention_heads, config.hidden_size // config.num_attention_heads
+    return BlockCost(
+        config.hidden_size, config.inner_size, heads, heads, size, fused_qkv=True, biases=True
+    )
+
+
+def biased_block(config: Any, number: int, cost: BlockCost) -> LayerSpec:
+    """A block of two LayerNorms, fused q, k, v and an MLP, all with biases."""
     hidden, inner = config.hidden_size, config.inner_size
     normal, residual = weight_inits(config)
     params = (
@@ -145,7 +154,9 @@ def biased_block_params(config: Any) -> tuple[ParamSpec, ...]:
         ParamSpec("mlp.down.bias", (hidden,), None, _ZEROS, False, role="vector"),
     )
     branches = "attention.output.", "mlp.down."
-    return folded(config, params, query="attention.qkv.", branches=branches, fused=3)
+    params = folded(config, params, query="attention.qkv.", branches=branches, fused=3)
+    build = f"parallel3d.models.{config.family}.blocks:Block"
+    return LayerSpec(f"blocks.{number}", params, cost, build, config)
 
 
 def table(config: Any, name: str, rows: int, tp_dim: int | None) -> ParamSpec:

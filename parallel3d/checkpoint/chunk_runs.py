@@ -31,11 +31,6 @@ class ChunkRun:
     stop: int
     chunks: tuple[Chunk, ...]
 
-    @property
-    def numel(self) -> int:
-        """Number of elements in the run of chunks."""
-        return self.stop - self.start
-
 
 def boxes_in_whole(held: HeldParameter, start: int, stop: int) -> list[tuple[Box, int]]:
     """The boxes of a whole parameter that elements [start, stop) of a rank's part fill.

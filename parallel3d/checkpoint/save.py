@@ -71,7 +71,7 @@ class Saver:
         self._runs = chunk_runs.runs_to_write(engine, mesh)
         chunks = [chunk for run in self._runs for chunk in run.chunks]
         self._header = header(chunks) if chunks else b""
-        self._numel = sum(run.numel for run in self._runs)
+        self._numel = sum(run.stop - run.start for run in self._runs)
         self._buffer: HostCopy | None = None
         self._thread: Thread | None = None
         self._problem = ""  # of the newest save, the same on all ranks

@@ -15,15 +15,15 @@ _SIZES = {
     "max_position_embeddings": 512,
 }
 _GPT = {"family": "gpt", **_SIZES}
-_LLAMA = {"family": "llama", **_SIZES, "num_key_value_heads": 8, "qk_norm": True, "head_dim": 64}
+_LLAMA = {"family": "llama", **_SIZES, "qk_norm": True}
 _DROPOUT = {"embd_pdrop": 0.1, "resid_pdrop": 0.1, "attn_pdrop": 0.1}
-_GQA = {"qk_norm": True, "num_key_value_heads": 2, "num_attention_heads": 8}
+_GQA = {"num_key_value_heads": 2, "num_attention_heads": 8}
 
 # Of each hall what is not as in the first.
 HALLS: dict[str, dict[str, Any]] = {
     "gpt": {},
     "ZeRO-0": {"zero": 0, "schedule": "zero_bubble"},
-    "llama": {"model": {**_LLAMA, **_GQA, "head_dim": None}, "zero": 3, "isolate": True},
+    "llama": {"model": {**_LLAMA, **_GQA}, "zero": 3, "isolate": True},
     "sequence parallelism": {
         "sequence_parallel": True,
         "checkpointing": "selective",
