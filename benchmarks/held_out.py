@@ -17,12 +17,11 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from parallel3d import models
 from parallel3d.config import RunConfig
 from parallel3d.data.corpus import Corpus, TokenStream
 from parallel3d.data.evaluation import EvaluationSamples, SetLoss, held_out_samples
 from parallel3d.data.prepare import prepare
-from parallel3d.verify.reference import losses_of
+from parallel3d.verify.reference import in_our_names, losses_of
 
 AT_ONCE = 16  # samples
 
@@ -45,8 +44,7 @@ def losses_of_run(run: Path, most: int) -> SetLoss:
     weights = {}
     for path in sorted((run / "weights").glob("*.safetensors")):
         weights |= load_file(path)
-    family = models.huggingface(config.model.family)
-    weights = family.from_huggingface(config.model, weights)  # type: ignore[union-attr]
+    weights = in_our_names(config.model, weights)
     held_out = held_out_samples(corpus, length, most)
     training = EvaluationSamples(corpus.stream("train"), length, held_out.num_samples)
     alike = EvaluationSamples(no_larger(corpus), length, held_out.num_samples)

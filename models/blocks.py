@@ -5,10 +5,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from parallel3d.models.common import scales_of
+from parallel3d.tensor.attention import CausalAttention
 from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from parallel3d.tensor.output import VocabParallelOutput
 from parallel3d.tensor.pointwise import gelu, scaled
+from parallel3d.tensor.rotary import Rotary
 from parallel3d.tensor.segments import Segments
 from parallel3d.tensor.vocab import VocabParallelEmbedding
 
@@ -26,6 +28,48 @@ class TokenEmbedding(nn.Module):
     def forward(self, tokens: Tensor, segments: Segments | None = None) -> Tensor:
         """tokens [batch, seq] -> [batch, seq, hidden], or this rank's part of the sequence."""
         return scaled(self.token(tokens), self.scale)
+
+
+class FusedAttention(nn.Module):
+    """Causal self-attention whose query, key and value are one projection, and turn by `rotary`.
+
+    Each tp rank computes its share of the heads.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        name: str,
+        context: LayerContext,
+        *,
+        dropout: float = 0.0,
+        rotary: Rotary | None = None,
+    ) -> None:
+        super().__init__()
+        size, heads = config.hidden_size, config.num_attention_heads
+        group, split = context.group, context.sequence_parallel
+        self.head_size = size // heads
+        self.qkv = ColumnParallelLinear(
+            size, size, group, fused=3, sequence_parallel=split, overlap=context.overlap
+        )
+        self.rotary = rotary
+        self.core = CausalAttention(
+            dropout,
+            f"{name}.attention",
+            context,
+            heads=(heads, heads),
+            head_size=self.head_size,
+            scale=scales_of(config).scores(self.head_size),
+        )
+        self.output = RowParallelLinear(size, size, group, sequence_parallel=split)
+
+    def forward(self, x: Tensor, segments: Segments | None = None) -> Tensor:
+        """x [batch, seq, hidden], or its part of the sequence -> the same shape."""
+        qkv = self.qkv(x).unflatten(-1, (3, -1, self.head_size))  # [batch, seq, 3, heads/tp, size]
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [batch, heads/tp, seq, size]
+        if self.rotary is not None:
+            q, k = self.rotary(q, k, None if segments is None else segments.positions)
+        return self.output(self.core(q, k, v, segments))  # [batch, seq, hidden]
 
 
 class GeluMLP(nn.Module):

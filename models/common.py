@@ -1,4 +1,4 @@
-"""What the specs and the names of several families share, as data (floor 0, no torch)."""
+"""Parts of specs and of names that several families share, as data (floor 0, no torch)."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -16,6 +16,7 @@ from parallel3d.model.parametrization import (
     parametrization_of,
 )
 from parallel3d.model.spec import CostOf, Init, LayerSpec, ParamSpec
+from parallel3d.model.transformer_cost import BlockCost
 
 _ZEROS = Init()
 
@@ -32,7 +33,7 @@ class Pretrained(Section):
 
 
 class ModelSection(Section):
-    """What the settings of every family that can be imported have in common."""
+    """The settings that every family that can be imported has."""
 
     from_pretrained: Pretrained | str | None = None
     """A folder of transformers (config.json and safetensors), or a model's name on the Hugging Face
@@ -75,7 +76,7 @@ def vocab_size(config: Any) -> int:
 
 
 def weight_inits(config: Any) -> tuple[Init, Init]:
-    """How a block's weights start: the normal ones, and those that feed the residual stream.
+    """The starts of a block's weights: the normal ones, and those that feed the residual stream.
 
     Two projections of each block add to the residual stream (Radford et al. 2019, section 2.3).
     """
@@ -87,13 +88,13 @@ def weight_inits(config: Any) -> tuple[Init, Init]:
 
 
 def scales_of(config: Any) -> Scales:
-    """Return what the parametrisation of a model of any family multiplies sizes and rates by."""
+    """Return the factors of sizes and rates of a model of any family."""
     head_size = getattr(config, "head_size", config.hidden_size // config.num_attention_heads)
     return Scales.of(config, head_size)
 
 
 def role_rates(config: Any) -> dict[Role, float]:
-    """What each role's learning rate is multiplied by; none where all have the plain rate."""
+    """The factor of each role's learning rate; {} where all have the plain rate."""
     if parametrization_of(config).type == "standard":
         return {}
     scales = scales_of(config)
@@ -110,8 +111,8 @@ def folded(
 ) -> tuple[ParamSpec, ...]:
     """A block's parameters, with what an export multiplies them by.
 
-    The names of those that make the queries begin with `query`, which are the first of so many
-    `fused` in one parameter; of what a branch adds to the residual stream with one of `branches`.
+    `query`: how the names of those that make the queries begin, the first of so many `fused` in one
+    parameter. `branches`: those that add to the residual stream.
     """
     scales, found = scales_of(config), []
     for p in params:
@@ -128,8 +129,16 @@ def layer_norm(name: str, size: int) -> Iterable[ParamSpec]:
     yield ParamSpec(f"{name}.bias", (size,), None, _ZEROS, False, role="vector")
 
 
-def biased_block_params(config: Any) -> tuple[ParamSpec, ...]:
-    """The parameters of a block of two LayerNorms, fused q, k, v and an MLP, all with biases."""
+def biased_cost(config: Any) -> BlockCost:
+    """The cost of a `biased_block`, if nothing in it rotates, drops out or is parallel."""
+    heads, size = config.num_attention_heads, config.hidden_size // config.num_attention_heads
+    return BlockCost(
+        config.hidden_size, config.inner_size, heads, heads, size, fused_qkv=True, biases=True
+    )
+
+
+def biased_block(config: Any, number: int, cost: BlockCost) -> LayerSpec:
+    """A block of two LayerNorms, fused q, k, v and an MLP, all with biases."""
     hidden, inner = config.hidden_size, config.inner_size
     normal, residual = weight_inits(config)
     params = (
@@ -145,7 +154,9 @@ def biased_block_params(config: Any) -> tuple[ParamSpec, ...]:
         ParamSpec("mlp.down.bias", (hidden,), None, _ZEROS, False, role="vector"),
     )
     branches = "attention.output.", "mlp.down."
-    return folded(config, params, query="attention.qkv.", branches=branches, fused=3)
+    params = folded(config, params, query="attention.qkv.", branches=branches, fused=3)
+    build = f"parallel3d.models.{config.family}.blocks:Block"
+    return LayerSpec(f"blocks.{number}", params, cost, build, config)
 
 
 def table(config: Any, name: str, rows: int, tp_dim: int | None) -> ParamSpec:
@@ -162,8 +173,7 @@ def _unless_one(factor: float) -> tuple[float, ...]:
 def head(config: Any, norm: Iterable[ParamSpec], cost: CostOf) -> LayerSpec:
     """The last layer: a norm, and the output projection, tied to the embedding where it says so.
 
-    A tied weight's start and rates are one by both roles, the input's and the output's: what
-    differs is the multiplier of the logits. It is folded into the norm, which is not shared.
+    The multiplier of the logits is folded into the norm: a tied weight is shared with the input.
     """
     shape, normal = (vocab_size(config), config.hidden_size), Init(std=config.initializer_range)
     scales = scales_of(config)

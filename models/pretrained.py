@@ -14,7 +14,7 @@ from typing import Any
 from parallel3d import models
 from parallel3d.base.section import ABSENT, Problem, Problems
 
-# What does not change what a model computes: names, ids, generation, how it was saved or trained.
+# Fields that change nothing in the model: names, ids, generation, how it was saved or trained.
 _NEUTRAL = {
     *("model_type", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id"),
@@ -25,7 +25,7 @@ _NEUTRAL = {
     *("num_beam_groups", "chunk_size_feed_forward", "tie_encoder_decoder", "pretraining_tp"),
     *("attn_implementation", "transformers.js_config", "unsloth_version", "unsloth_fixed"),
 }
-# What other models have, and this program's families do not: said by name, not as unknown.
+# Features of other models that no family here has: refused by name, not as unknown.
 _FOREIGN = {
     "auto_map": "names code of its own, which is never run",
     "quantization_config": "holds weights that are not plain numbers",
@@ -52,8 +52,8 @@ _UNKNOWN = (
 class Part:
     """A tensor of transformers that is one of our parameters, or that at `index` of its first dim.
 
-    Viewed as `shape`, and its dims put in `order`, it has our elements in our order; a dim of ours
-    may be several of these that follow each other.
+    Viewed as `shape`, with its dims in `order`, it has our elements in our order; a dim of ours may
+    be several of these.
     """
 
     name: str
@@ -65,8 +65,7 @@ class Part:
 class Fields:
     """The fields of one config.json, each taken by code that knows it; `finish` refuses the rest.
 
-    Problems are gathered, so that all are said at once. `length`: the tokens of the samples that
-    are to be trained on, where that is known.
+    `length`: the tokens of the samples that are to be trained on, where that is known.
     """
 
     def __init__(self, config: Mapping[str, Any], length: int | None = None) -> None:
@@ -80,7 +79,7 @@ class Fields:
         return str(self._config.get("model_type"))
 
     def has(self, name: str) -> bool:
-        """Whether a field is there, even if null."""
+        """True if a field is there, even if null."""
         return name in self._config
 
     def take(self, name: str, default: Any = ABSENT) -> Any:

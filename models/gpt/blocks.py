@@ -7,15 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel3d.models.blocks import GeluMLP, NormedHead
+from parallel3d.models.blocks import FusedAttention, GeluMLP, NormedHead
 from parallel3d.models.common import scales_of
 from parallel3d.models.gpt.spec import Config
-from parallel3d.tensor.attention import CausalAttention
 from parallel3d.tensor.collectives import sequence_part
 from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.cut import cut_of, cut_parameter
 from parallel3d.tensor.dropout import Dropout
-from parallel3d.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from parallel3d.tensor.norm import LayerNorm
 from parallel3d.tensor.pointwise import scaled
 from parallel3d.tensor.segments import Segments
@@ -60,33 +58,6 @@ class Embedding(nn.Module):
         return self.dropout(scaled(self.token(tokens) + self.position(positions), self.scale))
 
 
-class Attention(nn.Module):
-    """Causal self-attention; each tp rank computes its share of the heads."""
-
-    def __init__(self, config: Config, name: str, context: LayerContext) -> None:
-        super().__init__()
-        size, group, split = config.hidden_size, context.group, context.sequence_parallel
-        self.head_size = size // config.num_attention_heads
-        self.qkv = ColumnParallelLinear(
-            size, size, group, fused=3, sequence_parallel=split, overlap=context.overlap
-        )
-        self.core = CausalAttention(
-            config.attn_pdrop,
-            f"{name}.attention",
-            context,
-            heads=(config.num_attention_heads, config.num_attention_heads),
-            head_size=self.head_size,
-            scale=scales_of(config).scores(self.head_size),
-        )
-        self.output = RowParallelLinear(size, size, group, sequence_parallel=split)
-
-    def forward(self, x: Tensor, segments: Segments | None = None) -> Tensor:
-        """x [batch, seq, hidden], or its part of the sequence -> the same shape."""
-        qkv = self.qkv(x).unflatten(-1, (3, -1, self.head_size))  # [batch, seq, 3, heads/tp, size]
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [batch, heads/tp, seq, size]
-        return self.output(self.core(q, k, v, segments))  # [batch, seq, hidden]
-
-
 class Block(nn.Module):
     """One transformer layer."""
 
@@ -95,7 +66,7 @@ class Block(nn.Module):
         size, eps, group = config.hidden_size, config.layer_norm_epsilon, context.group
         key, split = context.key, context.sequence_group
         self.norm1 = LayerNorm(size, group, eps)
-        self.attention = Attention(config, name, context)
+        self.attention = FusedAttention(config, name, context, dropout=config.attn_pdrop)
         self.dropout1 = Dropout(config.resid_pdrop, f"{name}.dropout1", key, split)
         self.norm2 = LayerNorm(size, group, eps)
         self.mlp = GeluMLP(config, context, "tanh")

@@ -9,9 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from parallel3d.model.spec import named_params
 from parallel3d.models.common import class_named, renamed
-from parallel3d.models.gpt.spec import Config, layers
+from parallel3d.models.gpt.spec import Config
 from parallel3d.models.pretrained import Part
 
 # Ours to theirs, in the order in which they are replaced.
@@ -83,18 +82,6 @@ def to_huggingface(config: Config, weights: Mapping[str, Tensor]) -> dict[str, T
         if "qkv" in name:
             value = value.flatten(0, 1)  # [3, hidden, ...] -> [3 x hidden, ...]
         found[renamed(name, _NAMES)] = value.t() if _is_linear(name) else value
-    return found
-
-
-def from_huggingface(config: Config, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Whole tensors under the names of transformers -> the same under our global names.
-
-    Raises KeyError if one is missing; a tied output projection is left out.
-    """
-    found: dict[str, Tensor] = {}
-    for name, param in named_params(layers(config)).items():
-        value = tensors[renamed(name, _NAMES)]
-        found[name] = (value.t() if _is_linear(name) else value).reshape(param.shape)
     return found
 
 

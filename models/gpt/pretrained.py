@@ -5,7 +5,7 @@ from typing import Any
 from parallel3d.models.pretrained import Fields
 
 MODEL_TYPES = {"gpt2": ("GPT2LMHeadModel", "GPT2Model")}
-# What training may choose anew, and what it is there.
+# Settings that training may choose anew, and their names in config.json.
 FREE = {
     "embd_pdrop": "embd_pdrop",
     "resid_pdrop": "resid_pdrop",

@@ -5,16 +5,18 @@ the Hugging Face `GPT2Config`'s general aliases; the modules that are built from
 blocks.py.
 """
 
+from dataclasses import replace
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from parallel3d.model.head_cost import HeadCost
 from parallel3d.model.spec import LayerSpec
-from parallel3d.model.transformer_cost import BlockCost, EmbeddingCost
+from parallel3d.model.transformer_cost import EmbeddingCost
 from parallel3d.models.common import (
     ModelSection,
-    biased_block_params,
+    biased_block,
+    biased_cost,
     head,
     layer_norm,
     refuse_uneven_heads,
@@ -70,7 +72,12 @@ class Config(ModelSection):
 
 def layers(config: Config) -> list[LayerSpec]:
     """Embedding, blocks and head, first to last; raises ValueError if vocab_size is "auto"."""
-    blocks = [_block(config, f"blocks.{i}") for i in range(config.num_hidden_layers)]
+    block = replace(
+        biased_cost(config),
+        dropout=config.resid_pdrop > 0,
+        attention_dropout=config.attn_pdrop > 0,
+    )
+    blocks = [biased_block(config, i, block) for i in range(config.num_hidden_layers)]
     cost = HeadCost(config.hidden_size, vocab_size(config))
     return [_embedding(config), *blocks, head(config, layer_norm("norm", config.hidden_size), cost)]
 
@@ -82,20 +89,3 @@ def _embedding(config: Config) -> LayerSpec:
     )
     cost = EmbeddingCost(config.hidden_size, positions=True, dropout=config.embd_pdrop > 0)
     return LayerSpec("embedding", params, cost, "parallel3d.models.gpt.blocks:Embedding", config)
-
-
-def _block(config: Config, name: str) -> LayerSpec:
-    heads = config.num_attention_heads
-    cost = BlockCost(
-        config.hidden_size,
-        config.inner_size,
-        heads,
-        kv_heads=heads,
-        head_size=config.hidden_size // heads,
-        fused_qkv=True,
-        biases=True,
-        dropout=config.resid_pdrop > 0,
-        attention_dropout=config.attn_pdrop > 0,
-    )
-    params = biased_block_params(config)
-    return LayerSpec(name, params, cost, "parallel3d.models.gpt.blocks:Block", config)

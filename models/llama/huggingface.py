@@ -8,12 +8,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from parallel3d.model.spec import named_params
 from parallel3d.models.common import class_named, renamed
-from parallel3d.models.llama.spec import Config, layers
+from parallel3d.models.llama.spec import Config
 from parallel3d.models.pretrained import Part
 
 # Ours to theirs, in the order in which they are replaced.
@@ -120,20 +118,6 @@ def to_huggingface(config: Config, weights: Mapping[str, Tensor]) -> dict[str, T
                 found[their] = part
         else:
             found[renamed(name, _NAMES)] = value
-    return found
-
-
-def from_huggingface(config: Config, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Whole tensors under the names of transformers -> the same under our global names.
-
-    Raises KeyError if one is missing; a tied output projection is left out.
-    """
-    found: dict[str, Tensor] = {}
-    for name in named_params(layers(config)):
-        if name.endswith("gate_up.weight"):
-            found[name] = torch.stack([tensors[their] for their in _gate_and_up(name)])
-        else:
-            found[name] = tensors[renamed(name, _NAMES)]
     return found
 
 

@@ -21,7 +21,7 @@ def model_block(fields: Fields) -> dict[str, Any]:
     """The settings that a config.json fixes; what is refused is noted in `fields`."""
     kind = fields.model_type
     heads = fields.take("num_attention_heads")
-    # Of the four classes Llama alone has a default that does not depend on the version.
+    # Llama alone of the four classes has a default that does not depend on the version.
     kv_heads = fields.take("num_key_value_heads", *([heads] if kind == "llama" else []))
     head_dim = fields.take("head_dim", *([] if kind == "qwen3" else [None]))
     base, scaling = _rope(fields)

@@ -5,45 +5,14 @@ Black et al., arXiv:2204.06745; Biderman et al., arXiv:2304.01373.
 
 from torch import Tensor, nn
 
-from parallel3d.models.blocks import GeluMLP, NormedHead
+from parallel3d.models.blocks import FusedAttention, GeluMLP, NormedHead
 from parallel3d.models.common import scales_of
 from parallel3d.models.neox.spec import Config
-from parallel3d.tensor.attention import CausalAttention
 from parallel3d.tensor.context import LayerContext
-from parallel3d.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from parallel3d.tensor.norm import LayerNorm
 from parallel3d.tensor.pointwise import scaled
 from parallel3d.tensor.rotary import Rotary
 from parallel3d.tensor.segments import Segments
-
-
-class Attention(nn.Module):
-    """Causal self-attention; each tp rank computes its share of the heads."""
-
-    def __init__(self, config: Config, name: str, context: LayerContext) -> None:
-        super().__init__()
-        size, group, split = config.hidden_size, context.group, context.sequence_parallel
-        heads, self.head_size = config.num_attention_heads, config.head_size
-        self.qkv = ColumnParallelLinear(
-            size, size, group, fused=3, sequence_parallel=split, overlap=context.overlap
-        )
-        self.rotary = Rotary(config.rotary_size, config.rotary_emb_base)
-        self.core = CausalAttention(
-            0.0,
-            f"{name}.attention",
-            context,
-            heads=(heads, heads),
-            head_size=self.head_size,
-            scale=scales_of(config).scores(self.head_size),
-        )
-        self.output = RowParallelLinear(size, size, group, sequence_parallel=split)
-
-    def forward(self, x: Tensor, segments: Segments | None = None) -> Tensor:
-        """x [batch, seq, hidden], or its part of the sequence -> the same shape."""
-        qkv = self.qkv(x).unflatten(-1, (3, -1, self.head_size))  # [batch, seq, 3, heads/tp, size]
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [batch, heads/tp, seq, size]
-        q, k = self.rotary(q, k, None if segments is None else segments.positions)
-        return self.output(self.core(q, k, v, segments))  # [batch, seq, hidden]
 
 
 class Block(nn.Module):
@@ -53,7 +22,8 @@ class Block(nn.Module):
         super().__init__()
         size, eps, group = config.hidden_size, config.layer_norm_eps, context.group
         self.norm1, self.norm2 = LayerNorm(size, group, eps), LayerNorm(size, group, eps)
-        self.attention = Attention(config, name, context)
+        rotary = Rotary(config.rotary_size, config.rotary_emb_base)
+        self.attention = FusedAttention(config, name, context, rotary=rotary)
         approximate = "none" if config.activation == "gelu" else "tanh"
         self.mlp = GeluMLP(config, context, approximate)
         self.parallel, self.scale = config.use_parallel_residual, scales_of(config).branch

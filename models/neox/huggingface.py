@@ -10,9 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from parallel3d.model.spec import named_params
 from parallel3d.models.common import class_named, renamed
-from parallel3d.models.neox.spec import Config, layers
+from parallel3d.models.neox.spec import Config
 from parallel3d.models.pretrained import Part
 
 # Ours to theirs, in the order in which they are replaced.
@@ -31,7 +30,7 @@ _NAMES = {
 
 # A folder of the model without its head has the names without it.
 PREFIX = "gpt_neox."
-# What newer versions call a tensor in memory, and what it is called in files.
+# Names that newer versions have for tensors in memory, and those in files.
 OTHER_NAMES = {"lm_head.weight": "embed_out.weight"}
 # Masks and frequencies that old versions saved with the weights.
 BUFFERS = re.compile(r"layers\.\d+\.attention\.((masked_)?bias|rotary_emb\.inv_freq)")
@@ -102,20 +101,6 @@ def to_huggingface(config: Config, weights: Mapping[str, Tensor]) -> dict[str, T
         if "qkv" in name:  # [3, heads x size, ...] -> [heads x 3 x size, ...]
             value = value.unflatten(1, (heads, -1)).transpose(0, 1).flatten(0, 2)
         found[renamed(name, _NAMES)] = value
-    return found
-
-
-def from_huggingface(config: Config, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Whole tensors under the names of transformers -> the same under our global names.
-
-    Raises KeyError if one is missing; a tied output projection is left out.
-    """
-    heads, found = config.num_attention_heads, {}
-    for name in named_params(layers(config)):
-        value = tensors[renamed(name, _NAMES)]
-        if "qkv" in name:  # [heads x 3 x size, ...] -> [3, heads x size, ...]
-            value = value.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(1, 2)
-        found[name] = value
     return found
 
 

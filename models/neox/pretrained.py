@@ -19,7 +19,7 @@ def model_block(fields: Fields) -> dict[str, Any]:
     fields.only("attention_bias", True, rule=bare)
     for name in ("attention_dropout", "hidden_dropout"):
         fields.only(name, 0, 0.0, rule="is dropout, which the family does not have")
-    # Of classifiers, and of those which of several roles it has; a decoder it is in each.
+    # Fields of classifiers, and of models that may be an encoder: here it is always a decoder.
     fields.ignore(*FREE.values(), "classifier_dropout", "is_decoder")
     return {
         "family": "neox",

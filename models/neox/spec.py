@@ -5,6 +5,7 @@ Settings bear the names of the configs of both on the hub; the modules that are 
 in blocks.py.
 """
 
+from dataclasses import replace
 from math import ceil
 from typing import Annotated, Literal
 
@@ -13,10 +14,11 @@ from pydantic import Field, model_validator
 from parallel3d.base.section import Problem, Problems
 from parallel3d.model.head_cost import HeadCost
 from parallel3d.model.spec import LayerSpec
-from parallel3d.model.transformer_cost import BlockCost, EmbeddingCost
+from parallel3d.model.transformer_cost import EmbeddingCost
 from parallel3d.models.common import (
     ModelSection,
-    biased_block_params,
+    biased_block,
+    biased_cost,
     head,
     layer_norm,
     refuse_uneven_heads,
@@ -91,7 +93,9 @@ class Config(ModelSection):
 
 def layers(config: Config) -> list[LayerSpec]:
     """Embedding, blocks and head, first to last; raises ValueError if vocab_size is "auto"."""
-    blocks = [_block(config, f"blocks.{i}") for i in range(config.num_hidden_layers)]
+    rotary, parallel = config.rotary_size, config.use_parallel_residual
+    block = replace(biased_cost(config), rotary=rotary, parallel=parallel)
+    blocks = [biased_block(config, i, block) for i in range(config.num_hidden_layers)]
     cost = HeadCost(config.hidden_size, vocab_size(config))
     return [_embedding(config), *blocks, head(config, layer_norm("norm", config.hidden_size), cost)]
 
@@ -100,20 +104,3 @@ def _embedding(config: Config) -> LayerSpec:
     token = table(config, "token.weight", vocab_size(config), 0)
     cost = EmbeddingCost(config.hidden_size)
     return LayerSpec("embedding", (token,), cost, "parallel3d.models.blocks:TokenEmbedding", config)
-
-
-def _block(config: Config, name: str) -> LayerSpec:
-    heads = config.num_attention_heads
-    cost = BlockCost(
-        config.hidden_size,
-        config.inner_size,
-        heads,
-        kv_heads=heads,
-        head_size=config.head_size,
-        fused_qkv=True,
-        biases=True,
-        rotary=config.rotary_size,
-        parallel=config.use_parallel_residual,
-    )
-    params = biased_block_params(config)
-    return LayerSpec(name, params, cost, "parallel3d.models.neox.blocks:Block", config)

@@ -68,9 +68,9 @@ _recycled: _Blocks | None = None
 
 @contextmanager
 def recycled() -> Iterator[None]:
-    """Within, `empty` gives the memory of its tensors that are gone to new ones, in all threads.
+    """Have `empty` reuse the memory of its tensors that are gone, in all threads.
 
-    The system clears memory that is new, which takes as long as to read as much from a file.
+    The system clears new memory, which takes as long as to read as much from a file.
     """
     global _recycled
     before, _recycled = _recycled, _recycled or _Blocks()
@@ -96,9 +96,8 @@ class ArrayFile:
     ) -> None:
         """Fill `out` with the box at `offsets` of an array [*shape] of `dtype` stored from `at`.
 
-        out: of any type, strides and device. Bytes that are contiguous in the file and in the
-        host's memory, and of one type, are read straight into it, others through a buffer of at
-        most 8 MiB, or two. Raises CheckpointError where the file ends too early or cannot be read.
+        out: of any type, strides and device; where it is contiguous as in the file it is read into
+        directly, else through a buffer or two of at most 8 MiB. Raises CheckpointError.
         """
         staging = empty([min(STAGING_BYTES // dtype.itemsize, prod(shape))], dtype)
         self._read(at, shape, offsets, out.detach(), staging)

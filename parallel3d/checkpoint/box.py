@@ -19,11 +19,10 @@ class Box(NamedTuple):
 
 
 def boxes_of(shape: Sequence[int], start: int, stop: int) -> list[tuple[Box, int]]:
-    """The boxes that tile the flat range [start, stop) of a tensor of `shape`, in flat order.
+    """The contiguous boxes that tile the flat range [start, stop) of a tensor, in flat order.
 
-    With each comes the index of its first element, counted from `start`. Each box is contiguous in
-    the tensor. For `ndim` dims there are at most 2 ndim - 1: the rest of a row, whole rows, and the
-    beginning of a row, at each dim.
+    With each comes the index of its first element, counted from `start`. For `ndim` dims there are
+    at most 2 ndim - 1: the rest of a row, whole rows, and the beginning of a row, at each dim.
     """
     assert 0 <= start <= stop <= prod(shape), f"[{start}, {stop}) is not in a tensor of {shape}"
     boxes = _boxes(tuple(shape), start, stop)
@@ -76,11 +75,7 @@ def inside(box: Box, whole: Box) -> bool:
 
 
 def overlapping(boxes: Iterable[Box]) -> tuple[Box, Box] | None:
-    """Two of the boxes that share an element; None where no two do.
-
-    Boxes that a plane keeps apart are not compared: the parts of a tensor are many, and cut so that
-    planes part them all.
-    """
+    """Two of the boxes that share an element, or None; those that a plane parts are passed over."""
     groups = [list(boxes)]
     while groups:
         group = groups.pop()

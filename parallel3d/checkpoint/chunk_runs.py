@@ -31,16 +31,11 @@ class ChunkRun:
     stop: int
     chunks: tuple[Chunk, ...]
 
-    @property
-    def numel(self) -> int:
-        """Number of elements in the run of chunks."""
-        return self.stop - self.start
-
 
 def boxes_in_whole(held: HeldParameter, start: int, stop: int) -> list[tuple[Box, int]]:
     """The boxes of a whole parameter that elements [start, stop) of a rank's part fill.
 
-    In order, with each the index of its first element, counted from `start`.
+    As `boxes_of` gives them.
     """
     cut = held.cut
     first = [0] * len(cut.global_shape)
@@ -53,8 +48,7 @@ def boxes_in_whole(held: HeldParameter, start: int, stop: int) -> list[tuple[Box
 def runs_to_write(engine: Engine, mesh: Mesh) -> list[ChunkRun]:
     """The runs of chunks that this rank writes; all ranks together write each element once.
 
-    A tied weight's second copy is written by nobody, what tensor parallelism does not cut by its
-    first rank, and what ZeRO does not cut in even shares by its replicas.
+    Tensor parallelism's first rank writes what that does not cut; replicas write even shares.
     """
     runs = []
     for number, block in enumerate(engine.states.blocks):

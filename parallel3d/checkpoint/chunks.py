@@ -67,11 +67,7 @@ def header(chunks: Sequence[Chunk]) -> bytes:
     at = 0
     for chunk in chunks:
         end = at + _ITEM * chunk.box.numel
-        tensors[chunk.key] = {
-            "dtype": "F32",
-            "shape": chunk.box.shape,
-            "data_offsets": (at, end),
-        }
+        tensors[chunk.key] = {"dtype": "F32", "shape": chunk.box.shape, "data_offsets": (at, end)}
         at = end
     assert len(tensors) == len(chunks), "a chunk occurs twice"
     return framed(tensors)
@@ -86,11 +82,9 @@ def framed(tensors: Mapping[str, Any]) -> bytes:
 
 
 class ChunkFile(ArrayFile):
-    """A safetensors file of chunks, open for reading.
+    """A safetensors file of chunks, open for reading; `chunks`: where the bytes of each begin.
 
-    `chunks` gives for each chunk where its bytes begin in the file. Opening reads and checks the
-    header alone, and trusts no number in it; where `chunks` is given, by who has done so, it is not
-    read again.
+    Opening checks the header, and trusts no number in it, unless the caller knows the `chunks`.
     """
 
     def __init__(self, path: Path, chunks: Mapping[Chunk, int] | None = None) -> None:
@@ -107,8 +101,7 @@ class ChunkFile(ArrayFile):
     def read(self, chunk: Chunk, box: Box, out: Tensor) -> None:
         """Fill `out` with a box of the chunk, given in the coordinates of the whole parameter.
 
-        out: fp32 [*box.shape], of any strides and on any device; as `read_box` reads it. Raises
-        CheckpointError where the file ends too early or cannot be read.
+        out: fp32 [*box.shape], of any strides and on any device. Raises CheckpointError.
         """
         assert inside(box, chunk.box), f"{box} is not inside {chunk}"
         assert out.dtype == torch.float32 and tuple(out.shape) == box.shape, f"{out.shape} {box}"

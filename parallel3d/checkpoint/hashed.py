@@ -15,11 +15,10 @@ _READ_BYTES = 2**20
 
 
 class HashedChunks:
-    """A file of chunks whose bytes are hashed up to the last one that was read, in their order.
+    """A file of chunks that is hashed, in the order of its bytes, up to the last chunk read.
 
-    A chunk that is read whole, after those before it in the file, is hashed where it has been read
-    to: its bytes come from the disk once, and are those of the hash. A chunk that was passed over
-    before is read again. `chunks` are those of a `ChunkFile`; no file stays open.
+    A chunk that is read after those before it is hashed in the memory it was read to, so its bytes
+    come from the disk once; one that was passed over is read again. No file stays open.
     """
 
     def __init__(self, path: Path, entry: Entry) -> None:

@@ -1,9 +1,7 @@
 """Loading of a checkpoint of any mesh straight into this mesh's shards, or of its weights alone.
 
-No rank reads every header, and yet each knows where every chunk is: a rank reads the headers of its
-share of the files, and sends the others what it found. Nothing of this index is on disk: the
-headers are read anyway, to compare hashes, and an index of them cannot disagree with the files. A
-rank keeps no file open.
+Each rank reads the headers of its share of the files, and sends the others where their chunks are.
+This index is not on disk, so it cannot disagree with the files. A rank keeps no file open.
 """
 
 import json
@@ -36,10 +34,8 @@ Shapes = Mapping[str, Sequence[int]]
 class StoredChunk(NamedTuple):
     """A chunk in a file, and the box of it that was asked for."""
 
-    file: int
-    """Which of the checkpoint's files."""
-    at: int
-    """Where its bytes begin there."""
+    file: int  # its number among the checkpoint's
+    at: int  # the first byte there
     chunk: Chunk
     common: Box
 
@@ -87,16 +83,12 @@ def _boxes(rows: np.ndarray) -> list[Box]:
 
 
 def make_index(
-    folder: Path,
-    files: Sequence[str],
-    shapes: Shapes,
-    names: Iterable[str],
-    mesh: Mesh,
+    folder: Path, files: Sequence[str], shapes: Shapes, names: Iterable[str], mesh: Mesh
 ) -> Index:
     """The index of the parameters `names`, whose global `shapes` are given with all others'.
 
-    Collective: the ranks share the headers of `files`. Raises CheckpointError on all ranks where a
-    file is none of chunks, or has one of a parameter that is not in `shapes`.
+    Collective. Raises CheckpointError on all ranks where a file is none of chunks, or has one of a
+    parameter that is not in `shapes`.
     """
 
     def read() -> str:
@@ -139,9 +131,8 @@ def load(
 ) -> None:
     """Fill the engine with the training state in a checkpoint that has been verified.
 
-    Collective. Each rank reads the byte ranges that its own shards need, into their memory, and
-    opens the files that have them, one at a time. Raises CheckpointError on all ranks if the
-    checkpoint is of another model, or cannot be read.
+    Collective. Each rank reads the byte ranges of its own shards into their memory. Raises
+    CheckpointError on all ranks if the checkpoint is of another model, or cannot be read.
     """
     originals = tied_names(layers)
     held = {piece.held.name for block in engine.states.blocks for piece in block}
@@ -149,7 +140,12 @@ def load(
 
     def read() -> None:
         refuse_twice(found.folder, index)
-        _fill(found, engine, index, originals)
+        for boxes in boxes_to_fill(engine, originals):
+            reads: Reads = defaultdict(list)
+            for name, box, outs in boxes:
+                for kind, out in outs.items():
+                    add_reads(reads, index, name, kind, box, out, folder=found.folder)
+            read_all(found, reads)
 
     agree(mesh, lambda: reading(read))
     engine.states.finish_loading()
@@ -179,10 +175,7 @@ def check_parameters(folder: Path, state: Mapping[str, Any], layers: Sequence[La
 
 
 def refuse_twice(folder: Path, index: Index) -> None:
-    """Raise CheckpointError if two chunks hold the same element.
-
-    Elements are counted before they are read, and these would hide a gap.
-    """
+    """Raise CheckpointError if two chunks hold the same element: in a count they hide a gap."""
     if twice := index.twice():
         name, kind, box = twice
         raise CheckpointError(
@@ -191,34 +184,34 @@ def refuse_twice(folder: Path, index: Index) -> None:
         )
 
 
-def _fill(
-    found: FoundCheckpoint, engine: Engine, index: Index, originals: Mapping[str, str]
-) -> None:
-    """Read block by block, and in each file by file, so that one is open at a time."""
-    states = engine.states
-    for number, block in enumerate(states.blocks):
-        with states.opened(number, write=True) as tensors:
-            reads: Reads = defaultdict(list)
-            for piece, kinds in zip(block, tensors, strict=True):
-                name = originals.get(piece.held.name, piece.held.name)
-                stop = piece.start + piece.numel
-                for box, at in boxes_in_whole(piece.held, piece.start, stop):
-                    for kind in KINDS:
-                        out = kinds[kind][at : at + box.numel].view(box.shape)
-                        add_reads(reads, index, name, kind, box, out, folder=found.folder)
-            read_all(found, reads)
+def boxes_to_fill(
+    engine: Engine, originals: Mapping[str, str]
+) -> Iterator[list[tuple[str, Box, dict[str, Tensor]]]]:
+    """Block by block, the boxes of whole parameters that this rank holds, and their memory.
+
+    Each comes with its parameter's name and, by kind, a tensor [*box.shape] to be written to.
+    """
+    for number, block in enumerate(engine.states.blocks):
+        with engine.states.opened(number, write=True) as tensors:
+            yield [
+                (
+                    originals.get(piece.held.name, piece.held.name),
+                    box,
+                    {kind: kinds[kind][at : at + box.numel].view(box.shape) for kind in KINDS},
+                )
+                for piece, kinds in zip(block, tensors, strict=True)
+                for box, at in boxes_in_whole(piece.held, piece.start, piece.start + piece.numel)
+            ]
 
 
 class Read(NamedTuple):
     """A stored chunk, and the memory for the part of it that is wanted."""
 
     stored: StoredChunk
-    out: Tensor
-    """[*stored.common.shape]"""
+    out: Tensor  # [*stored.common.shape]
 
 
-Reads = dict[int, list[Read]]
-"""The reads from each file, by its number."""
+Reads = dict[int, list[Read]]  # by the number of the file
 
 
 def add_reads(
@@ -240,7 +233,7 @@ def add_reads(
 
 
 def read_all(found: FoundCheckpoint, reads: Reads) -> None:
-    """Read file by file, so that one is open at a time, each in the order of its chunks."""
+    """Read file by file, each in the order of its chunks."""
     for number in sorted(reads):
         own = sorted(reads[number], key=lambda read: read.stored.at)
         places = {read.stored.chunk: read.stored.at for read in own}

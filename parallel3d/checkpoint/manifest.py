@@ -1,8 +1,7 @@
 """The manifest of a checkpoint: its files with sizes and hashes, and whether all of them are sound.
 
-The manifest is written last, so a folder that has one was written to its end. It says how long each
-file is and gives its hash, and its own: whatever is changed, cut off, missing or swapped is seen.
-The hash finds damage; it is no signature.
+It is written last, so a folder that has one was written to its end. The hashes, its own among them,
+find damage; they are no signature.
 """
 
 import json
@@ -77,8 +76,8 @@ def manifest_bytes(step: int, files: Mapping[str, Entry]) -> bytes:
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint's folder; the files themselves are not looked at.
 
-    Raises CheckpointError where it is missing, damaged, of another format, made for another step
-    than the folder's name says, or names what may not be a checkpoint's file.
+    Raises CheckpointError where it is missing, damaged, of another format or step than the folder,
+    or names what may not be a checkpoint's file.
     """
     path = folder / MANIFEST
     data = _read(path)
@@ -152,6 +151,17 @@ def read_state(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: not JSON: {error}; use another checkpoint") from None
 
 
+def read_sound_state(folder: Path) -> tuple[dict[str, Entry], dict[str, Any]]:
+    """A checkpoint's files by name, and its state once compared with its hash.
+
+    Raises CheckpointError.
+    """
+    files = read_manifest(folder).files
+    if reason := check_file(folder, STATE, files[STATE]):
+        raise CheckpointError(f"{folder / STATE}: {reason}; use another checkpoint")
+    return files, read_state(folder)
+
+
 def shapes_of(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """The shape of every parameter that a state lists, by its name. Raises CheckpointError."""
     parameters, shapes = state.get("parameters"), {}
@@ -170,9 +180,8 @@ def shapes_of(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 def verify(folder: Path, progress: Callable[[int], None] = lambda size: None) -> list[Bad]:
     """Every fault of a checkpoint; an empty list where it is sound.
 
-    Reads every byte, in this process alone: manifest, hashes, headers, and that the chunks of all
-    files are every parameter's master weight and moments, each element once. `progress` is told
-    the size of each file that is read.
+    Every byte is read in this process, and the chunks of all files must hold each element of every
+    parameter's master weight and moments once. `progress` is told the size of each file read.
     """
     try:
         manifest = read_manifest(folder)

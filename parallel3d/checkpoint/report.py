@@ -18,9 +18,7 @@ from parallel3d.checkpoint.chunks import KINDS, ChunkFile
 from parallel3d.checkpoint.manifest import (
     MANIFEST,
     STATE,
-    check_file,
-    read_manifest,
-    read_state,
+    read_sound_state,
     shapes_of,
     step_folders,
 )
@@ -74,18 +72,15 @@ def find_left_over(path: Path) -> list[tuple[Path, str]]:
 
 
 def describe(folder: Path) -> dict[str, Any]:
-    """The object that `inspect --json` prints, from manifest, state.json and the files' headers.
+    """The object that `inspect --json` prints; raises CheckpointError for damage.
 
-    Raises CheckpointError where one of them is damaged; the tensors are not looked at.
+    The tensors are not looked at.
     """
-    manifest = read_manifest(folder)
-    if reason := check_file(folder, STATE, manifest.files[STATE]):
-        raise CheckpointError(f"{folder / STATE}: {reason}; use another checkpoint")
-    state = read_state(folder)
+    entries, state = read_sound_state(folder)
     shapes = shapes_of(state)
     sizes: Counter[str] = Counter(dict.fromkeys(KINDS, 0))
     files = []
-    for name, entry in manifest.files.items():
+    for name, entry in entries.items():
         num_chunks = 0
         if name != STATE:
             with ChunkFile(folder / name) as file:
@@ -94,7 +89,7 @@ def describe(folder: Path) -> dict[str, Any]:
                     sizes[chunk.kind] += 4 * chunk.box.numel
         row = {"file": name, "bytes": entry.size, "chunks": num_chunks, "digest": entry.digest}
         files.append(row)
-    total = sum(entry.size for entry in manifest.files.values())
+    total = sum(entry.size for entry in entries.values())
     total += (folder / MANIFEST).stat().st_size
     return {
         "path": str(folder),

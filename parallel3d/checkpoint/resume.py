@@ -1,8 +1,7 @@
 """Search for the checkpoint to resume from: the newest that every rank can verify, or a named one.
 
-The ranks share the work: rank 0 sees that all files are there with their sizes, and each reads
-every so many-th of them whole to compare its digest. They also see that a file is what its name
-says, which digests do not tell, lest the load fails where an older checkpoint would do.
+Rank 0 sees that all files are there with their sizes; each rank reads its share of them whole to
+compare digests, and sees that a file is what its name says.
 """
 
 from collections.abc import Iterator, Mapping
@@ -49,9 +48,8 @@ class FoundCheckpoint:
 def find(folder: Path, resume: int | str, mesh: Mesh) -> tuple[FoundCheckpoint | None, list[str]]:
     """The checkpoint that `checkpoint.resume` names, and why newer ones were rejected.
 
-    Collective. `folder` holds the run's own checkpoints. "auto" gives None where there is none that
-    can be verified; "none" always does. Raises CheckpointError on all ranks if the one that was
-    asked for cannot be used.
+    Collective. `folder` holds the run's own checkpoints. "auto" gives None where none can be
+    verified. Raises CheckpointError on all ranks if the one that was named cannot be used.
     """
     if resume == "none":
         return None, []
@@ -75,8 +73,7 @@ def find(folder: Path, resume: int | str, mesh: Mesh) -> tuple[FoundCheckpoint |
 def set_aside(folder: Path, step: int, mesh: Mesh) -> list[str]:
     """Rename the checkpoints after `step`, which are no longer the run's; gives the new names.
 
-    Collective. A checkpoint that was rejected, or lies ahead of the step that was asked for, must
-    not be taken for the newest when the run is resumed again.
+    Collective. They must not be taken for the newest when the run is resumed again.
     """
 
     def rename() -> list[str]:
@@ -143,7 +140,7 @@ def _look(path: Path, files: Mapping[str, Entry], rank: int, world_size: int) ->
             raise CheckpointError(f"{name} {reason}")
         if name.endswith(_TENSORS):
             ChunkFile(path / name).close()  # raises where it is none
-    # Who has no share sees that the folder is there at all.
+    # A rank without a share sees that the folder is there at all.
     _check_size(path, names[rank % len(names)], files[names[rank % len(names)]])
 
 

@@ -44,11 +44,9 @@ MOST_FAILURES = 3  # saves in a row that may fail before training stops
 class Saver:
     """A writer of checkpoints into `folder`, the same on every rank, that keeps the newest few.
 
-    `always`: steps whose checkpoints are kept besides.
-
-    `asynchronous`: training goes on while a copy of the state is written. `say` tells the user; on
-    one rank alone. A save that fails, on a full disk for instance, leaves the earlier checkpoints
-    as they are and is tried again at the next interval. The folder `tokenizer` goes into each.
+    A save that fails, on a full disk for instance, leaves the earlier checkpoints as they are, and
+    is tried again at the next interval. `always`: steps whose checkpoints are kept besides.
+    `say` tells the user; on one rank alone. `tokenizer`: a folder that goes into each checkpoint.
     """
 
     def __init__(
@@ -67,14 +65,13 @@ class Saver:
     ) -> None:
         self._tokenizer = tokenizer
         self._engine, self._mesh, self._folder = engine, mesh, folder
-        self._keep, self._asynchronous, self._say = keep, asynchronous, say
-        self._always = always
-        self._hashed = hashed
+        self._keep, self._always, self._hashed = keep, always, hashed
+        self._asynchronous, self._say = asynchronous, say
         self._shapes = {name: spec.shape for name, spec in named_params(layers).items()}
         self._runs = chunk_runs.runs_to_write(engine, mesh)
         chunks = [chunk for run in self._runs for chunk in run.chunks]
         self._header = header(chunks) if chunks else b""
-        self._numel = sum(run.numel for run in self._runs)
+        self._numel = sum(run.stop - run.start for run in self._runs)
         self._buffer: HostCopy | None = None
         self._thread: Thread | None = None
         self._problem = ""  # of the newest save, the same on all ranks
@@ -260,10 +257,9 @@ def keep_newest(
 ) -> None:  # fmt: skip
     """Remove all but the newest `keep` checkpoints, unless the newest of them is bad.
 
-    Those of the steps `always` stay, and are not counted. Collective, on the group that is aside.
-    `mine`: the files of the newest that this rank wrote, which it reads again and compares; rank 0
-    does so with the manifest and the state, too. If anything is bad, nothing is removed and
-    TrainingError is raised on all ranks. A folder that cannot be removed stays.
+    Collective, on the group that is aside. `always`: steps that stay, and are not counted. `mine`:
+    the files of the newest that this rank wrote, and reads again; rank 0 reads the manifest and the
+    state, too. Raises TrainingError on all ranks, and removes nothing, if one is bad.
     """
 
     def look() -> None:

@@ -14,10 +14,12 @@ from parallel3d.config.learning_rate import rate
 from parallel3d.data.corpus import Corpus
 from parallel3d.data.split import SPLIT_FORMAT
 
+_LENGTH = "parallel3d.data.sequence_length"
+
 
 @dataclass(frozen=True)
 class Position:
-    """How far a run has come: steps done, tokens trained on, and the next sample's global index.
+    """The progress of a run: steps done, tokens trained on, and the next sample's global index.
 
     The order of samples is a pure function of that index, so it is all that a loader's state is.
     """
@@ -26,12 +28,12 @@ class Position:
     tokens: int = 0
     next_sample: int = 0
 
-    def after(self, config: RunConfig, steps: int = 1) -> "Position":
-        """The position `steps` steps later."""
+    def after(self, config: RunConfig) -> "Position":
+        """The position one step later."""
         return Position(
-            self.step + steps,
-            self.tokens + steps * config.tokens_per_step,
-            self.next_sample + steps * config.global_batch_size,
+            self.step + 1,
+            self.tokens + config.tokens_per_step,
+            self.next_sample + config.global_batch_size,
         )
 
 
@@ -75,11 +77,7 @@ class RunState:
         theirs, ours = state["config"]["parallel3d"], self._config
         for what, there, here in (
             ("parallel3d.train.seed", theirs["train"]["seed"], ours.train.seed),
-            (
-                "parallel3d.data.sequence_length",
-                theirs["data"]["sequence_length"],
-                ours.data.sequence_length,
-            ),
+            (_LENGTH, theirs["data"]["sequence_length"], ours.data.sequence_length),
         ):
             if there != here:
                 raise CheckpointError(

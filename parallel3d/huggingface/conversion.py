@@ -62,7 +62,7 @@ def export(
 
     Two parameters at a time are in memory, one of them twice. Where a check fails, nothing is left.
     Raises ConfigError where `to` is not empty or transformers has no such class, CheckpointError
-    where the checkpoint is damaged, TrainingError where the disk is full.
+    for damage, TrainingError where the disk is full.
     """
     try:
         if layout.refusal:
@@ -85,10 +85,8 @@ def import_folder(
 ) -> Proof:
     """Read a folder of transformers, and write one that `model.from_pretrained` takes.
 
-    Two parameters at a time are in memory; each tensor keeps its type. Masks and a tied weight's
-    copy, which old versions saved, are left out. Where a check fails, nothing is left.
-    Raises ConfigError for a model that cannot be trained here, CheckpointError where a file is
-    damaged, TrainingError where the disk is full.
+    Each tensor keeps its type. Masks and a tied weight's copy, which old versions saved, are left
+    out. Raises ConfigError for a model that cannot be trained here, else as `export` does.
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder}: is no folder; name one that holds config.json")
@@ -143,11 +141,7 @@ def _rest(folder: Path, out: Path) -> Iterator[str]:
 
 
 def _made(to: Path, layout: WeightFiles, write: Callable[[Path], Proof]) -> Proof:
-    """Write and prove a folder with the layout's files, and give it its name if the proof holds.
-
-    Else nothing is left. Raises ConfigError where `to` is not empty, TrainingError where the disk
-    is full.
-    """
+    """Write and prove a folder with the layout's files; it gets its name if the proof holds."""
     to = to.resolve()  # "." has no name beside which another could stand
     check_new(to)
     unfinished = to.with_name(f"{to.name}.partial")

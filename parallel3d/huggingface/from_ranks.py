@@ -26,9 +26,7 @@ def save_weights(
     """Write every weight in fp32 into run/weights, with all that transformers needs.
 
     Collective; raises TrainingError on all ranks where a disk is full, and leaves what stood there.
-    The rank at dp = tp = 0 of each pipeline coordinate gathers its weights, one after the other,
-    and writes each where it belongs, so that the files do not tell the mesh; no rank holds more
-    than one. The folder has another name until all of it is on disk.
+    The rank at dp = tp = 0 of each pipeline coordinate gathers and writes its weights one by one.
     """
     layout = WeightFiles(config.model, shard_bytes=shard_bytes)
     directory = run / "weights"

@@ -26,8 +26,7 @@ def model_folder(path: Path, say: Say) -> Iterator[Path]:
     """A folder of transformers for the block's duration; `say` is told which weights it has.
 
     `path` is one, or a run's folder, whose weights/ is one, or of a checkpoint, which is exported
-    to a temporary folder. Raises ConfigError where it is none of them, CheckpointError and
-    TrainingError as an export does.
+    to a temporary folder. Raises ConfigError for another one, or as an export does.
     """
     quiet()
     for folder in (path, path / "weights"):

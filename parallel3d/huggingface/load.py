@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel3d.base.errors import ConfigError, DataError
-from parallel3d.checkpoint.chunk_runs import boxes_in_whole
-from parallel3d.checkpoint.load import reading
+from parallel3d.checkpoint.load import boxes_to_fill, reading
 from parallel3d.config.pretrained import SETTINGS, WEIGHTS, digest_of, downloaded
 from parallel3d.data.tokenizer import encode, load_tokenizer
 from parallel3d.engine import Engine
@@ -21,7 +20,7 @@ from parallel3d.model.spec import LayerSpec, tied_names
 def find_weights(config: Any, mesh: Mesh) -> Path:
     """The folder of published weights that `config`, of a model, starts from, once checked.
 
-    Collective. A model on the hub is fetched, by the first rank of each node. Raises ConfigError or
+    Collective. The first rank of each node fetches a model on the hub. Raises ConfigError or
     CheckpointError on all ranks where the folder is missing, or is not what the config has found.
     """
     origin = config.from_pretrained
@@ -62,23 +61,14 @@ def load_weights(
     """
 
     def read() -> None:
-        _fill(PublishedWeights(folder, config), engine, tied_names(layers))
+        weights = PublishedWeights(folder, config)
+        for boxes in boxes_to_fill(engine, tied_names(layers)):
+            for name, box, outs in boxes:
+                weights.read(name, box, outs["master"])
 
     agree(mesh, lambda: reading(read))
     engine.states.finish_loading()
     engine.states.set_counters({"optimizer_steps": 0, "loss_scale": None})
-
-
-def _fill(weights: PublishedWeights, engine: Engine, originals: dict[str, str]) -> None:
-    states = engine.states
-    for number, block in enumerate(states.blocks):
-        with states.opened(number, write=True) as tensors:
-            for piece, kinds in zip(block, tensors, strict=True):
-                name = originals.get(piece.held.name, piece.held.name)
-                stop = piece.start + piece.numel
-                for box, at in boxes_in_whole(piece.held, piece.start, stop):
-                    out = kinds["master"][at : at + box.numel].view(box.shape)
-                    weights.read(name, box, out)
 
 
 _SAMPLE = "def main():\n    print('1234', \"naïve\")\n\n The quick fox, in 1999.  \U0001f98a 東京"

@@ -25,16 +25,13 @@ _COMPARED = 2**20  # elements of a tied weight's two copies that are compared at
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a file: its name there, where its bytes begin, its shape, and its type.
-
-    The type bears safetensors' name.
-    """
+    """A tensor in a file."""
 
     name: str
     path: Path
-    at: int
+    at: int  # the first byte
     shape: tuple[int, ...]
-    type: str
+    type: str  # safetensors' name of it
 
     def read(self, shape: tuple[int, ...], offsets: tuple[int, ...], out: Tensor) -> None:
         """Fill `out` with the box at `offsets` of the tensor, seen as an array of this shape."""
@@ -68,13 +65,12 @@ def stored_tensors(path: Path) -> list[StoredTensor]:
 class PublishedWeights:
     """Published weights in a folder of transformers, for the model of its config.json.
 
-    Opening reads the headers of its files; no file stays open. Names may lack the prefix that the
-    model has inside its language model ("transformer.wte.weight", "wte.weight"). Raises ConfigError
-    for tensors that are missing, of another shape or type, or none of the model's, CheckpointError
-    for files that are damaged.
+    Names may lack the prefix that the model has inside its language model ("wte.weight" for
+    "transformer.wte.weight"). No file stays open. Raises ConfigError for tensors that are missing,
+    of another shape or type, or none of the model's, CheckpointError for damaged files.
 
-    `shapes`: of our parameters, in the order of the layers; tied copies are left out. `stored`: the
-    model's tensors in the files, by their full names in transformers.
+    `shapes`: of our parameters, in the order of the layers, without tied copies. `stored`: the
+    tensors in the files, by their full names in transformers.
     """
 
     def __init__(self, folder: Path, config: Any) -> None:

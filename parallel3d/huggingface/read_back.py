@@ -34,17 +34,14 @@ _NOT_COMPARED = ("_name_or_path", "transformers_version")
 
 
 class Stamp(NamedTuple):
-    """The type and the shape of a tensor, and the 128-bit hash of its bytes.
-
-    Stamps are equal where all bits are: a NaN equals itself, and 0 is not -0.
-    """
+    """The type and the shape of a tensor, and the hash of its bytes: equal where all bits are."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     digest: str
 
     def difference(self, wanted: "Stamp") -> str:
-        """How the tensor differs from another one, in words."""
+        """The difference from another tensor, in words."""
         if self.dtype != wanted.dtype:
             return f"is of type {self.dtype}, not {wanted.dtype}"
         if self.shape != wanted.shape:
@@ -117,9 +114,8 @@ def prove(
 ) -> Proof:
     """The outcome of the checks of a model of class `name`, each of which gives its differences.
 
-    Those of transformers' own loading, and of its logits, are added. Tensors are read with the
-    library of safetensors, the rest with transformers. A file that cannot be loaded differs;
-    nothing is raised for it.
+    Transformers' own loading, and its logits, are checked besides. A file that cannot be loaded
+    differs; nothing is raised for it.
     """
     loads = f"{name} loads with nothing missing, unexpected or mismatched"
     checks = {**checks, loads: _loading_differs(folder, name)}

@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +16,7 @@ from parallel3d.checkpoint.hashed import HashedChunks
 from parallel3d.checkpoint.manifest import (
     STATE,
     TOKENIZER,
-    check_file,
-    read_manifest,
-    read_state,
+    read_sound_state,
     shapes_of,
 )
 from parallel3d.checkpoint.report import find_checkpoints
@@ -34,17 +31,13 @@ from parallel3d.model.spec import named_params
 class CheckpointSource:
     """The fp32 masters in a checkpoint's folder, of any mesh, and what its state says of them.
 
-    `path` is that folder, one of checkpoints, or a run's: of several it is the newest. Raises
-    CheckpointError where something is missing, or is no part of a checkpoint. The files are hashed
-    while they are read: what came of them is good when `check` has returned.
+    `path`: as `find_checkpoints` takes it; of several it is the newest. The files are hashed while
+    they are read: what came of them is good when `check` has returned. Raises CheckpointError.
     """
 
     def __init__(self, path: Path) -> None:
         self.folder = folder = find_checkpoints(path)[0]
-        files = read_manifest(folder).files
-        if reason := check_file(folder, STATE, files[STATE]):
-            raise CheckpointError(f"{folder / STATE}: {reason}; use another checkpoint")
-        self.state: dict[str, Any] = read_state(folder)
+        files, self.state = read_sound_state(folder)
         self.config = RunConfig.from_dict(self.state["config"], str(folder / STATE))
         specs = named_params(models.layers(self.config.model))
         self._shapes = {name: spec.shape for name, spec in specs.items()}

@@ -1,8 +1,7 @@
 """Files of weights in a folder of transformers: where each tensor lies, and how it is written.
 
-The places are a pure function of the model and the type. No tensor is needed for them, so ranks
-that hold parts of a model write into one file, and the same weights are the same bytes from every
-mesh, ZeRO stage and offload. A folder gets its name once all of its files are on disk.
+The places are a pure function of the model and the type, so ranks that hold parts of a model write
+into one file, and the same weights are the same bytes from every mesh.
 """
 
 import json
@@ -82,10 +81,7 @@ class WeightFiles:
         return ""
 
     def converted(self, name: str, value: Tensor) -> dict[str, Tensor]:
-        """A whole parameter of ours -> tensors under transformers' names, of the layout's type.
-
-        Each is contiguous; none is larger than the parameter.
-        """
+        """A whole parameter of ours -> contiguous tensors of the layout's type in transformers."""
         found = {name: value}
         if not self.refusal:
             found = {name: fold(value, self._specs[name].folded)}

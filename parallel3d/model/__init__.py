@@ -1,1 +1,1 @@
-"""What a model family gives to the rest: its layers and their costs, as data (floor 0)."""
+"""The layers of a model and their costs, as data (floor 0)."""

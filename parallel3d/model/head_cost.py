@@ -1,4 +1,4 @@
-"""What the last layer of a transformer costs on one tensor-parallel rank (floor 0, no torch).
+"""The cost of a transformer's last layer on one tensor-parallel rank (floor 0, no torch).
 
 In the formulas `whole` is batch x seq x hidden elements, and `part` what of it lies on one rank
 before the layer: a tp-th under sequence parallelism.
@@ -16,7 +16,7 @@ LOGITS_AT_ONCE = 2**27
 
 
 def num_chunks(tokens: int, vocab: int) -> int:
-    """How many parts the head computes `tokens` in, on a rank with `vocab` rows of its weight.
+    """Number of parts that the head computes `tokens` in, on a rank with `vocab` rows.
 
     In one, what backward needs of the logits is kept; in several it is computed again.
     """
@@ -30,16 +30,13 @@ def chunk_tokens(tokens: int, vocab: int) -> int:
 
 @dataclass(frozen=True)
 class HeadCost:
-    """The cost of the final norm, the logits and vocabulary-parallel cross-entropy in fp32.
-
-    `in_parts`: where there are many logits, those of some tokens at a time (`num_chunks`).
-    """
+    """The cost of the final norm, the logits and vocabulary-parallel cross-entropy in fp32."""
 
     hidden: int
     vocab: int
     statistics: int = 2
     composite_norm: bool = False
-    in_parts: bool = True
+    in_parts: bool = True  # where there are many logits, those of some tokens at a time
 
     def __call__(
         self,
@@ -66,12 +63,10 @@ def _head(c: HeadCost, shape: Shape, tp: int, sequence_parallel: bool) -> LayerC
         backward = (Collective("reduce_scatter", whole), *gather)
     # The input and its norm.
     saved = Kept(
-        2 * part,
-        _FP32 * c.statistics * (part // c.hidden),
-        unfused=part if c.composite_norm else 0,
+        2 * part, _FP32 * c.statistics * (part // c.hidden), unfused=part if c.composite_norm else 0
     )
     if c.in_parts and num_chunks(shape.tokens, vocab) > 1:
-        # Of each token the logsumexp, the row of its label, whether another rank holds it, and
+        # For each token the logsumexp, the row of its label, whether another rank holds it, and
         # whether it counts.
         saved += Kept(0, (_FP32 + _INT64 + 2) * shape.tokens)
         # A part's logits, in fp32 too; the input and its gradient, and this part of both.
@@ -86,14 +81,9 @@ def _head(c: HeadCost, shape: Shape, tp: int, sequence_parallel: bool) -> LayerC
         working, recomputed = Kept(behind, copies=max(0, logits - behind // 2)), Work()
     return LayerCost(
         shape.tokens * 2 * c.hidden * c.vocab,
-        # Of the logits, in elements of the training type: all passes of forward and backward are
+        # The logits, in elements of the training type: all passes of forward and backward are
         # 12 (fp32) or 21 (bf16), and about three times this, as the backward counts twice.
-        Work(
-            (product,),
-            None,
-            2 * part + 9 * logits // 2,
-            (*gather, *(loss if tp > 1 else ())),
-        ),
+        Work((product,), None, 2 * part + 9 * logits // 2, (*gather, *(loss if tp > 1 else ()))),
         recomputed,
         backward_collectives=backward,
         saved=saved,

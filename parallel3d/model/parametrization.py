@@ -1,4 +1,4 @@
-"""How sizes of weights, multipliers and rates follow a model's width and depth (floor 0, no torch).
+"""Sizes of weights, multipliers and rates by a model's width and depth (floor 0, no torch).
 
 Maximal update parametrisation (muP, arXiv:2203.03466, for Adam), in the form of the practitioner's
 guide of Cerebras and EleutherAI; over depth CompleteP's (arXiv:2505.01618, table 1, alpha = 1). All
@@ -14,8 +14,8 @@ from pydantic import Field, model_validator
 from parallel3d.base.section import Problem, Problems, Section
 
 Role = Literal["input", "hidden", "output", "vector"]
-"""What a parameter maps: a table's rows to the width ("input"), width to width ("hidden"), width to
-logits ("output"), or one number for each feature ("vector": biases, the gains of norms)."""
+"""The map that a parameter is: a table's rows to the width ("input"), width to width ("hidden"),
+width to logits ("output"), or one number for each feature ("vector": biases, gains of norms)."""
 ROLES: tuple[Role, ...] = get_args(Role)
 _Positive = Annotated[int, Field(gt=0)]
 _Factor = Annotated[float, Field(gt=0)]
@@ -54,7 +54,7 @@ class Parametrization(Section):
 
 
 class Rate(NamedTuple):
-    """What a role's learning rate, weight decay and Adam's eps are multiplied by."""
+    """The factors of a role's learning rate, weight decay and Adam's eps."""
 
     lr: float = 1.0
     weight_decay: float = 1.0
@@ -63,26 +63,18 @@ class Rate(NamedTuple):
 
 @dataclass(frozen=True)
 class Scales:
-    """The factors of one model, global on every mesh; 1 at the sizes of the base model.
+    """The factors of one model, global on every mesh; 1 at the sizes of the base model."""
 
-    `width` and `depth`: how many times the base's this model's are; `base_depth` is None where
-    rates are not transferred over depth. `hidden_std` multiplies the standard deviation of the
-    first weights of the role "hidden": the variance goes by the fan-in where that is the width and
-    the output is of Theta(1). The output's weights stay, as their multiplier falls.
-
-    `input`, `branch` and `output` multiply the embedding's vectors, what a block's attention and
-    MLP add to the residual stream, and the vectors that the logits are made of; `query` the
-    queries, on top of 1/sqrt(head size).
-    """
-
-    width: float = 1.0
+    width: float = 1.0  # how many times the base's
     depth: float = 1.0
-    input: float = 1.0
-    branch: float = 1.0
-    output: float = 1.0
-    query: float = 1.0
+    input: float = 1.0  # multiplies the embedding's vectors
+    branch: float = 1.0  # multiplies what attention and MLP add to the residual stream
+    output: float = 1.0  # multiplies the vectors that the logits are made of
+    query: float = 1.0  # multiplies the queries, on top of 1/sqrt(head size)
+    # Multiplies the standard deviation of the role "hidden": the variance goes by the fan-in. The
+    # output's weights stay, as their multiplier falls.
     hidden_std: float = 1.0
-    base_depth: int | None = None
+    base_depth: int | None = None  # None: rates are not transferred over depth
 
     @classmethod
     def of(cls, model: Any, head_size: int) -> "Scales":
@@ -104,7 +96,7 @@ class Scales:
         )
 
     def rate(self, role: Role | None) -> Rate:
-        """What a role's rates are multiplied by; a parameter without a role has the plain ones.
+        """The factors of a role's rates; a parameter without a role has the plain ones.
 
         AdamW's decay of a step is rate x decay: what the one loses the other gains.
         """
@@ -117,7 +109,7 @@ class Scales:
         return Rate(eps=eps)
 
     def scores(self, head_size: int) -> float | None:
-        """What scores of attention are multiplied by; None: 1/sqrt(head_size), as usual."""
+        """The factor of attention's scores; None: 1/sqrt(head_size), as usual."""
         return None if self.query == 1 else self.query / sqrt(head_size)
 
     def rates(self) -> dict[Role | None, Rate]:

@@ -7,6 +7,7 @@ the gradient norm, the checkpoints name and the planner adds up.
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
+from operator import add, sub
 from typing import Any, Literal, NamedTuple, Protocol
 
 from parallel3d.model.parametrization import Role
@@ -20,7 +21,7 @@ STATE_BYTES = MASTER_BYTES + 8
 
 @dataclass(frozen=True)
 class Init:
-    """How a parameter starts: normal with mean 0 and `std`, or the constant `value` if std is 0."""
+    """The start of a parameter: normal with mean 0 and `std`; the constant `value` if std is 0."""
 
     std: float = 0.0
     value: float = 0.0
@@ -28,36 +29,27 @@ class Init:
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One parameter of a layer: its name inside the layer, and its *global* shape.
-
-    `tp_dim` is the dim that tensor parallelism cuts; None means that every tp rank holds all of it.
-    `units`: so many equal parts of that dim are never cut (key/value heads); on more tp ranks than
-    units the parameter is not cut. `partial`: each tp rank's gradient of it, where it is not cut,
-    is a part of the whole, even where activations are replicated (the norm of a rank's own heads).
-    `role`: what it maps, by which a parametrisation sets its rates. `folded`: what an export
-    multiplies it by, so that a program without multipliers computes the same: one factor, or one
-    for each index of the first dim; none: it stays.
-    """
+    """One parameter of a layer: its name inside the layer, and its *global* shape."""
 
     name: str
     shape: tuple[int, ...]
-    tp_dim: int | None
+    tp_dim: int | None  # the dim that tensor parallelism cuts; None: each rank holds all of it
     init: Init
     weight_decay: bool
-    units: int | None = None
-    partial: bool = False
-    role: Role | None = None
-    folded: tuple[float, ...] = ()
+    units: int | None = None  # parts of tp_dim that are never cut (key/value heads)
+    partial: bool = False  # not cut, a rank's gradient is a part (the norm of its own heads)
+    role: Role | None = None  # what it maps, by which a parametrisation sets its rates
+    folded: tuple[float, ...] = ()  # an export's factor, or one for each index of the first dim
 
     def cut_dim(self, tp: int) -> int | None:
         """The dim that `tp` ranks cut the parameter along; None if each holds it whole."""
         return None if self.units is not None and self.units < tp else self.tp_dim
 
     def is_partial(self, tp: int, sequence_parallel: bool) -> bool:
-        """Whether the tp ranks' gradients of the parameter must be summed.
+        """True if the tp ranks' gradients of the parameter must be summed.
 
-        So it is, too, for a parameter whose units each serve several ranks, and for all that is not
-        cut under sequence parallelism, where each rank sees a part of the tokens.
+        Besides `partial` these are parameters whose units each serve several ranks, and all that
+        are not cut under sequence parallelism, where each rank sees a part of the tokens.
         """
         if tp == 1 or self.cut_dim(tp) is not None:
             return False
@@ -127,37 +119,32 @@ class Collective(NamedTuple):
 
 @dataclass(frozen=True)
 class Work:
-    """What one tp rank computes and communicates for one microbatch in one layer.
+    """The computation and communication of one tp rank for one microbatch in one layer.
 
-    `traffic`: elements of the training type that memory-bound operators (norms, activation
-    function, dropout, residual, rotation, cross-entropy) read and write. The backward pass of a
-    Work is twice its matrix products and about twice its traffic.
+    The backward pass is twice the matrix products and about twice the traffic.
     """
 
     matmuls: tuple[MatMul, ...] = ()
     attention: Attention | None = None
-    traffic: int = 0
+    traffic: int = 0  # elements that memory-bound operators read and write (norms, residual, ...)
     collectives: tuple[Collective, ...] = ()
 
 
 @dataclass(frozen=True)
 class Kept:
-    """Memory kept: `elements` of the training type (2 or 4 bytes), and `other` bytes of any type.
+    """Memory kept: elements of the training type (2 or 4 bytes), and `other` bytes of any type.
 
-    `scores`: elements of attention scores that only the classic (not memory-efficient) attention
-    kernel keeps, of the training type; of `dropped_scores` it keeps a dropped-out copy and a mask
-    of one byte besides (together the 5 bytes of arXiv:2205.05198). `copies`: elements that are kept
-    in fp32 besides where the training type is narrower. `unfused`: elements that enter norms of
-    which torch has no fused kernel on a CPU: it keeps the normalised value in fp32 besides, and
-    the input in fp32 instead.
+    Only the classic attention kernel keeps scores; of dropped ones it keeps a copy and a mask of
+    one byte besides (together the 5 bytes of arXiv:2205.05198). For a norm without a fused kernel
+    torch keeps on a CPU the normalised value in fp32 besides, and the input in fp32 instead.
     """
 
     elements: int = 0
     other: int = 0
     scores: int = 0
     dropped_scores: int = 0
-    copies: int = 0
-    unfused: int = 0
+    copies: int = 0  # elements kept in fp32 besides, where the training type is narrower
+    unfused: int = 0  # elements that enter norms without a fused kernel
 
     def bytes(self, element_bytes: int, classic: bool = False, fused_norms: bool = True) -> int:
         """Bytes kept, for a training type of `element_bytes`."""
@@ -170,43 +157,27 @@ class Kept:
         return total
 
     def __add__(self, other: "Kept") -> "Kept":
-        return Kept(
-            self.elements + other.elements,
-            self.other + other.other,
-            self.scores + other.scores,
-            self.dropped_scores + other.dropped_scores,
-            self.copies + other.copies,
-            self.unfused + other.unfused,
-        )
+        return Kept(*map(add, vars(self).values(), vars(other).values()))
 
     def __sub__(self, other: "Kept") -> "Kept":
-        return self + Kept(
-            -other.elements, -other.other, -other.scores,
-            -other.dropped_scores, -other.copies, -other.unfused,
-        )  # fmt: skip
+        return Kept(*map(sub, vars(self).values(), vars(other).values()))
 
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What one microbatch costs in one layer.
+    """The cost of one microbatch in one layer, on one tp rank but for `forward_flops`.
 
-    `forward_flops`: over all its tp ranks together; it counts a multiply-add as two and attention
-    in full (no saving for the causal mask), as torch's FlopCounterMode does; the backward pass
-    costs twice that. All else is of one tp rank. `forward`: the forward pass. `recomputed`: what
-    backward computes again under activation checkpointing. `backward_collectives`: those of the
-    backward pass proper. `saved`: activations from the layer's forward to its backward: its input
-    counted, its output not. `working`: the most activations that its forward or its backward (with
-    what it recomputes) holds at once beyond `saved`. `resident`: what it holds from its first
-    microbatch on, whatever the microbatches in flight (tables of rotary angles).
+    Those are of all tp ranks together: a multiply-add counts as two and attention in full (no
+    saving for the causal mask), as in torch's FlopCounterMode.
     """
 
     forward_flops: int
     forward: Work = Work()
-    recomputed: Work = Work()
-    backward_collectives: tuple[Collective, ...] = ()
-    saved: Kept = Kept()
-    working: Kept = Kept()
-    resident: Kept = Kept()
+    recomputed: Work = Work()  # again in the backward, under activation checkpointing
+    backward_collectives: tuple[Collective, ...] = ()  # without those of `recomputed`
+    saved: Kept = Kept()  # from forward to backward: the layer's input, and not its output
+    working: Kept = Kept()  # the most that forward or backward holds at once beyond `saved`
+    resident: Kept = Kept()  # from the first microbatch on (tables of rotary angles)
 
     @property
     def train_flops(self) -> int:
@@ -215,7 +186,7 @@ class LayerCost:
 
 
 class CostOf(Protocol):
-    """How a layer tells its cost: for a microbatch's shape on `tp` ranks, in a mode."""
+    """The function that gives a layer's cost for a microbatch's shape on `tp` ranks."""
 
     def __call__(
         self,

@@ -25,34 +25,25 @@ _FP32, _INT64 = 4, 8  # bytes of a norm's statistic or a logsumexp, of a row num
 
 @dataclass(frozen=True)
 class BlockCost:
-    """The cost of a pre-norm block: attention, then an MLP, each added to the residual stream.
-
-    `gated`: the MLP has three matrices (SwiGLU, arXiv:2002.05202) instead of two. `relu`: the MLP's
-    function is a ReLU, whose backward needs its result, and not what it is of. `fused_qkv`: one
-    product gives queries, keys and values. `statistics`: numbers a token that a norm keeps, 2 for
-    LayerNorm, 1 for RMSNorm, of which torch has no fused kernel on a CPU (`composite_norm`).
-    `biases`: of every product. `rotary`: features of each head that turn. `dropout`: of what is
-    added to the residual stream. `parallel`: the MLP reads the block's input, too, beside the
-    attention (as in GPT-NeoX, arXiv:2204.06745).
-    """
+    """The cost of a pre-norm block: attention, then an MLP, each added to the residual stream."""
 
     hidden: int
     inner: int
     heads: int
     kv_heads: int
     head_size: int
-    gated: bool = False
-    relu: bool = False
-    fused_qkv: bool = False
-    statistics: int = 2
-    composite_norm: bool = False
-    biases: bool = False
+    gated: bool = False  # the MLP has three matrices (SwiGLU, arXiv:2002.05202), not two
+    relu: bool = False  # the MLP's function is a ReLU, whose backward needs its result alone
+    fused_qkv: bool = False  # one product gives queries, keys and values
+    statistics: int = 2  # numbers a token that a norm keeps: 2 for LayerNorm, 1 for RMSNorm
+    composite_norm: bool = False  # torch has no fused kernel of the norm on a CPU
+    biases: bool = False  # of every product
     qkv_bias: bool = False
-    rotary: int = 0
+    rotary: int = 0  # features of each head that rotate
     qk_norm: bool = False
-    dropout: bool = False
+    dropout: bool = False  # of what is added to the residual stream
     attention_dropout: bool = False
-    parallel: bool = False
+    parallel: bool = False  # the MLP reads the block's input, too (GPT-NeoX, arXiv:2204.06745)
 
     def __call__(
         self,
@@ -116,12 +107,12 @@ def _block(
         # dropout's mask comes after it.
         ran = forward.collectives if c.dropout else forward.collectives[:-1]
         recomputed = Work(forward.matmuls, forward.attention, forward.traffic, ran)
-        # That is as a forward, its own sums among it, with the gradient of the result besides.
+        # It holds what a forward does, and the gradient of the result besides.
         end = forward_sum + 2 * part
         if c.dropout:  # it runs to the end
             end += part + (whole if sequence_parallel else 0)
         elif sequence_parallel:
-            # That gradient has been gathered, and the last product of all is made once more.
+            # The gradient has been gathered, and the last product of all is made once more.
             end += 2 * whole - part
         peak = max(Kept(end), peak, key=lambda kept: kept.elements)
         saved, working = Kept(part), kept + attention + peak - Kept(part)
@@ -138,7 +129,7 @@ def _block(
 
 
 def _block_kept(c: BlockCost, shape: Shape, tp: int, part: int) -> tuple[Kept, Kept]:
-    """What a block keeps without recomputation, and besides that inside the attention."""
+    """Memory kept without recomputation: outside the attention's scores, and of these."""
     tokens, heads = shape.tokens, _share(c.heads, tp)
     queries, keys = tokens * heads * c.head_size, tokens * _share(c.kv_heads, tp) * c.head_size
     inner = tokens * _share(c.inner, tp)
@@ -212,7 +203,7 @@ def _embedding(c: EmbeddingCost, shape: Shape, tp: int, sequence_parallel: bool)
     part = whole // tp if sequence_parallel else whole
     traffic = 4 * whole
     traffic += (3 * part if c.positions else 0) + (2 * part if c.dropout else 0)
-    # Of each token the row, and whether another rank holds it; the rows of the positions.
+    # For each token its row, and whether another rank holds it; the rows of the positions.
     other = (_INT64 + 1) * shape.tokens + (_INT64 * shape.seq if c.positions else 0)
     forward: tuple[Collective, ...] = ()
     if sequence_parallel:

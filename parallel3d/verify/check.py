@@ -1,9 +1,7 @@
 """A case of verify on the ranks of a mesh: a course of training, an evaluation, a resume.
 
-Samples come through the feed, in epochs; some steps are clipped and some are not; the learning rate
-changes; the run may begin with a checkpoint of another mesh. Dropout is looked at in a step of its
-own: no reference has its masks, which depend on the mesh, so the generator is looked at as each is
-drawn.
+No reference has dropout's masks, which depend on the mesh: in a step of its own the generator is
+looked at as each is drawn.
 """
 
 import hashlib
@@ -57,18 +55,13 @@ class CaseTask:
 
 @dataclass
 class Masks:
-    """The masks that one rank drew in a step.
-
-    `places` are those that drop out on the rank; `split` those whose activation is another on each
-    tp rank. `drawn`: for each place and microbatch the generator's state. `redrawn`: those that
-    recomputation drew from another state.
-    """
+    """The masks that one rank drew in a step."""
 
     coords: tuple[int, int]  # dp, tp
-    places: list[str]
-    split: list[str]
-    drawn: dict[tuple[str, int], str] = field(default_factory=dict)
-    redrawn: list[tuple[str, int]] = field(default_factory=list)
+    places: list[str]  # that drop out on the rank
+    split: list[str]  # places whose activation is another on each tp rank
+    drawn: dict[tuple[str, int], str] = field(default_factory=dict)  # place, microbatch: state
+    redrawn: list[tuple[str, int]] = field(default_factory=list)  # again, from another state
 
 
 @contextmanager
@@ -104,8 +97,8 @@ def watched(module: nn.Module, coords: tuple[int, int], split: bool, p: float) -
 def share_of_wrong(ranks: Iterable[Masks], num_microbatches: int) -> float:
     """Share of dropout masks that are not drawn, or not where they must agree or differ.
 
-    A mask is one of its own for each place, microbatch and dp coordinate; for each tp coordinate,
-    too, where activations are split. Recomputation draws the same.
+    Each place, microbatch and dp coordinate has its own, and each tp coordinate where activations
+    are split. Recomputation draws the same.
     """
     owners: dict[str, set[Any]] = {}
     wrong = total = 0
@@ -126,11 +119,7 @@ def share_of_wrong(ranks: Iterable[Masks], num_microbatches: int) -> float:
 
 @dataclass(frozen=True)
 class RankFindings:
-    """The findings of one rank: differences from the reference, and what no reference has.
-
-    `accumulation` is the precision that gradients are added up in, where it is not fp32's.
-    `counters` are Adam's and the loss scaler's after the last step.
-    """
+    """The findings of one rank: its `ReferenceErrors`, and what no reference has."""
 
     loss: float
     grad_norm: float
@@ -138,7 +127,7 @@ class RankFindings:
     samples: float
     evaluation: float
     accumulation: float
-    counters: dict[str, Any]
+    counters: dict[str, Any]  # Adam's and the loss scaler's after the last step
     masks: Masks | None
 
 

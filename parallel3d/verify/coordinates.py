@@ -36,12 +36,7 @@ Sums = dict[str, dict[str, tuple[float, int]]]  # layer -> measure -> sum of |x|
 
 
 def check_coordinates(
-    config: RunConfig,
-    *,
-    widths: Sequence[int],
-    seeds: int,
-    steps: int,
-    say: Callable[[str], None],
+    config: RunConfig, *, widths: Sequence[int], seeds: int, steps: int, say: Callable[[str], None]
 ) -> CoordinateCheck:
     """The slopes of a config's activations over the widths, the means of at least `seeds` seeds.
 

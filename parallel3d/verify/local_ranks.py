@@ -60,9 +60,8 @@ def run_locally(
     """Run `function(rank, *args)` on `world_size` new processes: gives the results by rank.
 
     Each finds the launcher's variables in its environment. Raises RankFailed with a rank's own
-    traceback if one raises, and RanksHung once `timeout` seconds are over; `quiet`: the stacks of
-    ranks that hang are not printed. All of the processes are gone when it is done. What is sent
-    either way is pickled: both ends are this program.
+    traceback, and RanksHung once `timeout` seconds are over, with the stacks on standard error
+    unless `quiet`. All processes are gone when it is done. Arguments and results are pickled.
     """
     from parallel3d.mesh.device import settle_accelerator  # torch, which this file comes before
 

@@ -1,4 +1,4 @@
-"""How far a small run on ranks of this machine is from the reference."""
+"""Differences of a small run on ranks of this machine from the reference."""
 
 import math
 import sys
@@ -26,25 +26,16 @@ TOLERANCE = {"fp32": 1e-5, "bf16": 2e-1, "fp16": 1e-1}
 
 @dataclass(frozen=True)
 class ReferenceErrors:
-    """The largest differences from the reference.
+    """The largest differences from the reference."""
 
-    `loss` and `grad_norm` are relative. `weight` is absolute in fp32; in half precision, where
-    Adam's first steps turn rounding into whole steps of single weights, it is the distance between
-    the two trained models, relative to how far training moved the reference. `evaluation` is that
-    of the loss without training. `samples` is the share of tokens that another batch should have,
-    `masks` that of dropout's masks that agree or differ where they must not; `accumulation` the
-    precision of the type that gradients are added up in, if it is not fp32; `counters` whether the
-    optimizer's or the loss scaler's are not those of an unbroken run.
-    """
-
-    loss: float
-    grad_norm: float
-    weight: float
-    evaluation: float = 0.0
-    samples: float = 0.0
-    masks: float = 0.0
-    accumulation: float = 0.0
-    counters: float = 0.0
+    loss: float  # relative
+    grad_norm: float  # relative
+    weight: float  # of `weight_error`
+    evaluation: float = 0.0  # relative, of the loss without training
+    samples: float = 0.0  # share of tokens that another batch should have
+    masks: float = 0.0  # share of dropout's masks that agree or differ where they must not
+    accumulation: float = 0.0  # precision of the type that gradients are added up in, if not fp32
+    counters: float = 0.0  # 1 if the optimizer's or the loss scaler's are not an unbroken run's
 
     def within(self, tolerance: float) -> bool:
         """True if no error is beyond a tolerance; a NaN is."""
@@ -83,7 +74,11 @@ def _compile_operators(rank: int, zero: ZeroConfig) -> None:
 
 
 def weight_error(config: RunConfig, weights: Sequence[dict[str, float]]) -> float:
-    """The error of the weights from what `weight_errors` gives on each rank."""
+    """The error of the weights from what `weight_errors` gives on each rank: absolute in fp32.
+
+    In half precision, where Adam's first steps turn rounding into whole steps of single weights,
+    it is relative: to how far training moved the reference.
+    """
     if config.precision == "fp32":
         return worst(w["largest"] for w in weights)
     off, moved = (sum(w[k] for w in weights) for k in ("squared_distance", "squared_way"))
@@ -125,7 +120,7 @@ def microbatches(
 
 
 def weight_errors(parts: Assembly, config: RunConfig, reference: Reference) -> dict[str, float]:
-    """How far this rank's weights are from the reference's, and how far training moved those."""
+    """Differences of this rank's weights from the reference's, and how far training moved those."""
     largest, squared_distance, squared_way = 0.0, 0.0, 0.0
     # Only half precision is compared by the way; in fp32 drawing the start again costs a step.
     first = first_weights(config) if config.precision != "fp32" else {}
@@ -139,12 +134,7 @@ def weight_errors(parts: Assembly, config: RunConfig, reference: Reference) -> d
                 where = cut.dim, cut.start, cut.stop - cut.start
                 expected, start = expected.narrow(*where), start.narrow(*where)
             difference = parts.engine.full_parameter(held).cpu() - expected
-            largest = max(largest, _largest(difference))
+            largest = worst([largest, float(difference.abs().max())])
             squared_distance += float(difference.square().sum())
             squared_way += float((expected - start).square().sum())
     return {"largest": largest, "squared_distance": squared_distance, "squared_way": squared_way}
-
-
-def _largest(difference: Tensor) -> float:
-    finite = bool(difference.isfinite().all())
-    return float(difference.abs().max()) if finite else math.inf

@@ -1,9 +1,7 @@
 """The reference: one process of plain transformers and torch trains the same, without an engine.
 
-It trains on a course: samples in an order of epochs, loud and quiet steps, a warm-up. A stream of
-tokens in memory is read by the feed that reads a corpus. Its second step is loud: one token again
-and again, so that its gradient is several times the others', and it alone is clipped. The last step
-begins the second epoch, and the learning rate is not that of the first.
+Its course has a warm-up, and its last step begins the second epoch. The second step is loud: one
+token again and again, so that its gradient is several times the others', and it alone is clipped.
 """
 
 from collections.abc import Mapping, Sequence
@@ -94,16 +92,12 @@ def course_of(config: RunConfig) -> Course:
 
 @dataclass(frozen=True)
 class Reference:
-    """The outcome of the reference on its course.
-
-    Each step's loss and gradient norm (before clipping), the file of the weights after the last
-    step, and the trained model's loss on the batch that the course evaluates.
-    """
+    """The outcome of the reference on its course."""
 
     losses: list[float]
-    grad_norms: list[float]
-    weights: str
-    evaluation: float
+    grad_norms: list[float]  # before clipping
+    weights: str  # the file of those after the last step
+    evaluation: float  # the trained model's loss on the batch that the course evaluates
     course: Course
 
 
@@ -118,10 +112,9 @@ def first_weights(config: RunConfig) -> dict[str, Tensor]:
 
 
 def train_reference(config: RunConfig, folder: Path, course: Course) -> Reference:
-    """Train the small model of `config` by transformers and torch's AdamW, in fp64.
+    """Train the small model by transformers and torch's AdamW; in fp64, so it rounds nothing.
 
-    In fp64, so that what differs from it is the mesh's own rounding, not this one's too. Raises
-    ConfigError for a family that transformers does not have.
+    Raises ConfigError for a family that transformers does not have.
     """
     model, family = _loaded(config, first_weights(config))
     return train_model(model.train(), family, config, folder, course)
@@ -156,6 +149,23 @@ def losses_of(
     with torch.no_grad():
         logits = model.eval()(tokens, use_cache=False).logits
     return F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+
+
+def in_our_names(config: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Whole tensors under the names of transformers -> the same under our global names.
+
+    The family's `to_huggingface` is asked where it moves each element. Raises KeyError if a tensor
+    is missing; a tied output projection is left out.
+    """
+    family, found = models.huggingface(config.family), {}
+    assert family is not None, config.family
+    for name, spec in named_params(models.layers(config)).items():
+        numbers = torch.arange(spec.numel).view(spec.shape)
+        places = family.to_huggingface(config, {name: numbers})
+        order = torch.cat([place.flatten() for place in places.values()]).argsort()
+        value = torch.cat([tensors[theirs].flatten() for theirs in places])
+        found[name] = value[order].view(spec.shape)
+    return found
 
 
 def _loaded(config: RunConfig, weights: Mapping[str, Tensor]) -> tuple[Any, Any]:
@@ -247,7 +257,7 @@ def train_model(
         optimizer.step()
         losses.append(loss.item())
     trained = {name: p.detach().float() for name, p in named.items()}
-    weights = family.from_huggingface(config.model, trained)
+    weights = in_our_names(config.model, trained)
     file = folder / "reference.safetensors"
     save_file({name: value.contiguous() for name, value in weights.items()}, file)
     with torch.no_grad():

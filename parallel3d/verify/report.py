@@ -13,13 +13,7 @@ from parallel3d.config import RunConfig
 from parallel3d.verify.check import CaseTask, checked
 from parallel3d.verify.measure import TOLERANCE, ReferenceErrors, compile_operators
 from parallel3d.verify.reference import prepare
-from parallel3d.verify.shrink import (
-    Sizes,
-    drops_out,
-    resuming_pair,
-    shrink,
-    why_not,
-)
+from parallel3d.verify.shrink import Sizes, drops_out, resuming_pair, shrink, why_not
 
 _COLUMNS = ("mesh", "loss", "gradient norm", "weights", "evaluation", "")
 

@@ -59,12 +59,10 @@ def shrink(
 ) -> dict[Sizes, RunConfig]:
     """The small config of each mesh; all train the same model on the same global batches.
 
-    Kept: family, tying, the ratio of heads to key/value heads, ZeRO stage, offload, schedule,
-    precision, activation checkpointing, sequence parallelism, reduction. Learning rate, clipping
-    and a small eps are set so that the differences mean the same for every config, dropout is off
-    (its masks depend on the mesh), and NVMe offload goes to `folder`. A step has `batch` samples,
-    by default two in the smallest microbatch; where the config clips, the limit is `clipping`.
-    Raises ConfigError for a mesh that cannot run it.
+    Learning rate, clipping and eps are set so that differences mean the same for every config,
+    dropout is off (its masks depend on the mesh), and NVMe offload goes to `folder`. A step has
+    `batch` samples, by default two in the smallest microbatch; where the config clips, the limit is
+    `clipping`. Raises ConfigError for a mesh that cannot run it.
     """
     raw = config.to_dict()
     block = raw["parallel3d"]
@@ -148,7 +146,7 @@ def _small_model(model: Any, stages: int, tp_sizes: list[int]) -> dict[str, Any]
         queries = model.num_attention_heads // kv_heads
         # As few key/value heads as may be: fewer than tp ranks is the case that breaks most.
         counts = (n for n in range(min(2, kv_heads), 2 * widest + 1) if n * queries % widest == 0)
-        kv_heads = next(n for n in counts if n % widest == 0 or all(_fits(n, t) for t in tp_sizes))
+        kv_heads = next(n for n in counts if all(n % tp == 0 or tp % n == 0 for tp in tp_sizes))
         heads = kv_heads * queries
     head_dim = getattr(model, "head_dim", None)
     small: dict[str, Any] = {
@@ -169,7 +167,3 @@ def _small_model(model: Any, stages: int, tp_sizes: list[int]) -> dict[str, Any]
             "original_max_position_embeddings": SEQUENCE_LENGTH // 2
         }
     return {name: value for name, value in small.items() if name in type(model).model_fields}
-
-
-def _fits(kv_heads: int, tp: int) -> bool:
-    return kv_heads % tp == 0 or tp % kv_heads == 0

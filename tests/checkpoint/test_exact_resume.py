@@ -57,10 +57,7 @@ def check(config, name, mesh, **settings):
 
 def synchronous(every=2):
     """Settings with which the third step is lost, and done again."""
-    return {
-        "parallel3d__checkpoint__asynchronous": False,
-        "parallel3d__checkpoint__every": every,
-    }
+    return {"parallel3d__checkpoint__asynchronous": False, "parallel3d__checkpoint__every": every}
 
 
 @pytest.mark.parametrize(("zero", "mesh"), TABLE)
@@ -78,7 +75,6 @@ LLAMA = {
     "num_key_value_heads": 2,
     "max_position_embeddings": LENGTH,
 }
-# The other ways to keep state, and several stages a rank: test_resharding.py.
 VARIANTS = {
     "bf16": ((1, 2, 1), {"bf16": {"enabled": True}}),
     "bf16 offload": ((2, 1, 2), ZERO["offload"] | {"bf16": {"enabled": True}}),
@@ -91,6 +87,26 @@ VARIANTS = {
     "evaluation": (
         (1, 2, 1),
         {"parallel3d__train__evaluate_every": 1, "parallel3d__train__evaluate_samples": 40},
+    ),
+    "zero0": ((1, 2, 1), {"zero_optimization": {"stage": 0}}),
+    "zero2": ((2, 2, 1), {"zero_optimization": {"stage": 2}}),
+    "parameters offloaded": (
+        (1, 2, 1),
+        {
+            "zero_optimization": {
+                "stage": 3,
+                "offload_optimizer": {"device": "cpu"},
+                "offload_param": {"device": "cpu"},
+            }
+        },
+    ),
+    "several stages a rank": (
+        (2, 1, 1),
+        {
+            "parallel3d__model__num_hidden_layers": 4,
+            "parallel3d__pipeline__schedule": "interleaved",
+            "parallel3d__pipeline__stages_per_rank": 2,
+        },
     ),
     "selective recomputation": (
         (1, 1, 2),

@@ -155,8 +155,7 @@ def test_a_size_that_is_a_lie_takes_no_memory(folder):
 
 
 @pytest.mark.parametrize(
-    "parameters",
-    [None, [], {"w": None}, {"w": {}}, {"w": {"shape": 3}}, {"w": {"shape": [-1]}}],
+    "parameters", [None, [], {"w": None}, {"w": {}}, {"w": {"shape": 3}}, {"w": {"shape": [-1]}}]
 )
 def test_a_state_without_shapes_is_refused(folder, parameters):
     (folder / "state.json").write_text(json.dumps(state_of(10) | {"parameters": parameters}))

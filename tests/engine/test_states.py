@@ -14,6 +14,7 @@ from parallel3d.checkpoint import chunks
 from parallel3d.engine import KINDS
 from parallel3d.models import huggingface
 from parallel3d.verify.local_ranks import run_locally
+from parallel3d.verify.reference import in_our_names
 from tests.cases import Case, Trainer
 from tests.engine.storage_bytes import memory_bytes
 from tests.train import resuming
@@ -48,7 +49,7 @@ def expected(case, folder):
         kinds = {"master": weight, **{k: state[k].float() for k in KINDS[1:]}}
         for kind, value in kinds.items():
             states.setdefault(kind, {})[name] = value
-    by_kind = {k: family.from_huggingface(case.config.model, v) for k, v in states.items()}
+    by_kind = {k: in_our_names(case.config.model, v) for k, v in states.items()}
     return {name: {k: by_kind[k][name] for k in KINDS} for name in by_kind["master"]}
 
 

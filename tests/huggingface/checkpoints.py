@@ -24,10 +24,10 @@ def small(family, **settings):
     return families.small(family, vocab_size=VOCAB, **settings)
 
 
-def tokenizer_in(folder):
+def tokenizer_in(folder, texts=("def main(): return 'words and words'",) * 3):
     """A tokenizer of our own in a new folder."""
     folder.mkdir()
-    save_tokenizer(train_tokenizer(["def main(): return 'words and words'"] * 3, VOCAB), folder)
+    save_tokenizer(train_tokenizer(texts, VOCAB), folder)
     return folder
 
 

@@ -9,7 +9,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from parallel3d import models
 from parallel3d.config import RunConfig
 from parallel3d.huggingface.card import About, write_rest
 from parallel3d.huggingface.from_ranks import save_weights
@@ -17,7 +16,7 @@ from parallel3d.huggingface.weight_files import INDEX, WeightFiles, Writer, crea
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.train.assembly import assemble
 from parallel3d.verify.local_ranks import run_locally
-from parallel3d.verify.reference import SEED, first_weights
+from parallel3d.verify.reference import SEED, first_weights, in_our_names
 from parallel3d.verify.shrink import shrink
 from tests.cases import Case, Trainer
 from tests.mesh.mortal import mortal
@@ -49,7 +48,7 @@ def read(directory, config):
             for name in file.keys():  # noqa: SIM118  # it is no dict
                 assert name not in tensors, f"{name} stands twice"
                 tensors[name] = file.get_tensor(name)
-    return models.huggingface(config.family).from_huggingface(config, tensors)
+    return in_our_names(config, tensors)
 
 
 CASES = [

@@ -9,21 +9,12 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from parallel3d.config import RunConfig
-from parallel3d.data.tokenizer import save_tokenizer, train_tokenizer
 from parallel3d.huggingface.load import remark
+from tests.huggingface.checkpoints import VOCAB, tokenizer_in
 from tests.huggingface.published import MODELS, run_config
 from tests.train.running import start_all
 
 pytestmark = pytest.mark.gloo
-
-TEXTS = ["def main(): return 'words and words'"] * 3
-VOCAB = 300
-
-
-def tokenizer_in(folder, texts=TEXTS):
-    folder.mkdir(exist_ok=True)
-    save_tokenizer(train_tokenizer(texts, VOCAB), folder)
-    return folder
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from parallel3d.huggingface.load import find_weights, load_weights
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.train.assembly import assemble
 from parallel3d.verify.local_ranks import run_locally
-from parallel3d.verify.reference import train_model
+from parallel3d.verify.reference import in_our_names, train_model
 from parallel3d.verify.shrink import NO_THRESHOLDS
 from tests.huggingface.published import MODELS, run_config, save
 from tests.models.families import part
@@ -96,8 +96,7 @@ def test_every_shard_has_its_elements_exactly(tmp_path):
         zero = {"stage": stage} | ({"offload_optimizer": {"device": offload}} if stage else {})
         configs.append(config_on(folder, mesh, **{"zero_optimization": zero}))
     theirs = {n: v.float() for n, v in load_file(folder / "model.safetensors").items()}
-    family = models.huggingface(configs[0].model.family)
-    wanted = family.from_huggingface(configs[0].model, theirs)
+    wanted = in_our_names(configs[0].model, theirs)
     for rank in run_locally(held_on_rank, 4, configs):
         for held in rank:
             assert held

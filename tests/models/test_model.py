@@ -7,15 +7,7 @@ import torch
 
 from parallel3d import models
 from parallel3d.model.spec import Shape, named_params
-from tests.models.families import (
-    ALL,
-    EVERY_FAMILY,
-    build,
-    computed,
-    on_ranks,
-    part,
-    small,
-)
+from tests.models.families import ALL, EVERY_FAMILY, build, computed, on_ranks, part, small
 
 pytestmark = pytest.mark.gloo
 

@@ -10,13 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from parallel3d.config import RunConfig
-from parallel3d.models import (
-    config_class,
-    families,
-    layers,
-    num_params,
-    train_flops_per_token,
-)
+from parallel3d.models import config_class, families, layers, num_params, train_flops_per_token
 from parallel3d.models.llama.spec import RopeScaling
 
 pytestmark = pytest.mark.pure

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from parallel3d import models
 from parallel3d.models.llama.spec import RopeScaling
 from parallel3d.tensor.segments import Segments
+from parallel3d.verify.reference import in_our_names
 from tests.models.families import (
     ALL,
     EVERY_FAMILY,
@@ -80,8 +81,7 @@ def expected(config, isolated):
     loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
     loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters()}
-    theirs = models.huggingface(config.family)
-    return logits.detach(), loss.item(), theirs.from_huggingface(config, gradients)
+    return logits.detach(), loss.item(), in_our_names(config, gradients)
 
 
 def errors(config, tp, isolated, ranks):
@@ -151,8 +151,8 @@ def test_names_and_sizes_are_those_of_transformers(name):
     if model is None:
         pytest.skip("transformers has no such architecture")
     assert model.num_parameters() == models.num_params(config)
-    theirs, weights = models.huggingface(config.family), weights_of(config)
-    back = theirs.from_huggingface(config, dict(model.state_dict()))
+    weights = weights_of(config)
+    back = in_our_names(config, dict(model.state_dict()))
     assert back.keys() == weights.keys()
     for key, value in weights.items():
         assert torch.equal(back[key], value), key

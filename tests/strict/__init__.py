@@ -20,13 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tests.strict.communicator import (
-    NAME,
-    Communicator,
-    QueueWatch,
-    StrictError,
-    StrictOptions,
-)
+from tests.strict.communicator import NAME, Communicator, QueueWatch, StrictError, StrictOptions
 from tests.strict.group import StrictGroup
 
 __all__ = ["NAME", "StrictError", "StrictGroup", "StrictOptions", "strict"]

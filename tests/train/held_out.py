@@ -5,11 +5,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from parallel3d import models
 from parallel3d.config import RunConfig
 from parallel3d.data.evaluation import ORDER_SEED
 from parallel3d.data.order import sample_index
-from parallel3d.verify.reference import losses_of
+from parallel3d.verify.reference import in_our_names, losses_of
 
 
 def check_losses(line, directory, corpus, samples, length):
@@ -33,7 +32,7 @@ def held_out_loss(directory, corpus, samples, length):
     for path in (directory / "weights").glob("*.safetensors"):
         weights |= load_file(path)
     config = RunConfig.from_json(str(directory / "config.json"))
-    weights = models.huggingface(config.model.family).from_huggingface(config.model, weights)
+    weights = in_our_names(config.model, weights)
     text = np.asarray(corpus.held_out.tokens, dtype=np.int64)
     order = sample_index(ORDER_SEED, np.arange(samples), (len(text) - 1) // length)
     windows = np.stack([text[i * length : i * length + length + 1] for i in order])

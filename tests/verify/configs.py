@@ -1,9 +1,11 @@
 """Whole configs for tests of parity: what a user could write, of any family and mesh."""
 
+from typing import Any
+
 from parallel3d.models import families
 
 # Every family that is found, as its defaults are, and what else some of them can be.
-MODELS = {family: {"family": family} for family in families()} | {
+MODELS: dict[str, dict[str, Any]] = {family: {"family": family} for family in families()} | {
     "gpt untied": {"family": "gpt", "tie_word_embeddings": False},
     "llama": {"family": "llama", "num_key_value_heads": 8, "tie_word_embeddings": True},
     "llama untied": {
@@ -26,25 +28,25 @@ SIZES = {"hidden_size": 512, "num_hidden_layers": 12, "num_attention_heads": 16}
 
 def config_of(
     *,
-    model="gpt",
-    zero=3,
-    offload="none",
-    schedule="gpipe",
-    stages_per_rank=1,
-    microbatches=4,
-    reduction="per_step",
-    weights="per_microbatch",
-    checkpointing="none",
-    sequence_parallel=False,
-    isolate=False,
-    precision="fp32",
-):
+    model: str = "gpt",
+    zero: int = 3,
+    offload: str = "none",
+    schedule: str = "gpipe",
+    stages_per_rank: int = 1,
+    microbatches: int = 4,
+    reduction: str = "per_step",
+    weights: str = "per_microbatch",
+    checkpointing: str = "none",
+    sequence_parallel: bool = False,
+    isolate: bool = False,
+    precision: str = "fp32",
+) -> dict[str, Any]:
     """The object of a ds.json; `offload` is "none", "cpu", "nvme", "cpu+cpu" or "nvme+nvme".
 
     The second of two is where parameters go.
     """
     optimizer, _, parameters = offload.partition("+")
-    zero_optimization = {"stage": zero, "offload_optimizer": {"device": optimizer}}
+    zero_optimization: dict[str, Any] = {"stage": zero, "offload_optimizer": {"device": optimizer}}
     if parameters:
         zero_optimization["offload_param"] = {"device": parameters}
     for name, device in (("offload_optimizer", optimizer), ("offload_param", parameters)):

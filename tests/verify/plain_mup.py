@@ -13,7 +13,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from parallel3d import models
-from parallel3d.verify.reference import Reference, first_weights
+from parallel3d.verify.reference import Reference, first_weights, in_our_names
 from tests.verify.measuring import batches, plain_course
 
 
@@ -96,7 +96,7 @@ def train_plain(standard, mup, folder):
         optimizer.step()
         losses.append(loss.item())
     trained = {name: p.detach().float() for name, p in model.named_parameters()}
-    weights = models.huggingface(size.family).from_huggingface(size, trained)
+    weights = in_our_names(size, trained)
     file = folder / "plain.safetensors"
     save_file({name: value.contiguous() for name, value in weights.items()}, file)
     return Reference(losses, norms, str(file), 0.0, plain_course(standard))
