@@ -54,6 +54,13 @@ BAD = [
     (f"{P3D}.run.directory", 5, "must be a string", "double quotes"),
     (f"{P3D}.mesh.tp", None, "must be an integer", "write a whole number"),
     (TRACKERS, "wandb", "must be a list", "[...]"),
+    # lists and blocks in place of one of several types
+    (f"{P3D}.data.source", [[]], "must be", '"python-stdlib"'),
+    (f"{P3D}.model.vocab_size", [], "must be an integer", '"auto"'),
+    (f"{P3D}.model.vocab_size", ["auto"], "must be an integer", '"auto"'),
+    (f"{P3D}.model.vocab_size", {}, "must be an integer", '"auto"'),
+    (f"{P3D}.model.from_pretrained", [1, 2, 3], "must be", "write"),
+    (f"{P3D}.mesh.dp", [], "must be an integer", 'write "auto"'),
     # ranges
     ("optimizer.params.lr", 0.0, "greater than 0", "raise it"),
     ("optimizer.params.lr", float("nan"), "finite", "finite number"),
@@ -165,7 +172,7 @@ BAD_TOGETHER = [
 WORDS = [
     ("--mesh.ppp 2", "parallel3d.mesh.ppp = 2", "no setting", 'nearest one is "pp"'),
     ("--MESH.pp 2", 'MESH = {"pp": 2}', "no setting here", "did you mean parallel3d.mesh?"),
-    ("--mesh.pp.x 2", "--mesh.pp.x: 'pp' holds 1", "which has no settings", ""),
+    ("--mesh.pp.x 2", "--parallel3d.mesh.pp.x: 'pp' holds 1", "which has no settings", ""),
     ("--mesh..pp 2", "--mesh..pp", "has a dot too many", "--dotted.path value"),
     ("--mesh.pp", "--mesh.pp", "has no value", "write --mesh.pp value"),
     ("-mesh.pp 2", "'-mesh.pp'", "sets nothing", "--dotted.path value"),
@@ -224,6 +231,17 @@ def test_bad_words_on_the_command_line_have_one_message(words, place, rule, reme
 )  # fmt: skip
 def test_missing_setting(path):
     assert f"{path}: is required; add it: " in error_of(**{path: REMOVED})
+
+
+def test_a_long_list_of_wrong_entries_has_a_short_message():
+    """The first five, and how many more; other settings are named all the same."""
+    message = error_of(**{f"{P3D}.run.model_folders": [1] * 1000, STEPS: "100", "lr": 1})
+    head, *lines = message.splitlines()
+    assert "1002 problems in " in head and len(message) < 1000
+    places = [f"{P3D}.run.model_folders.{i} = 1" for i in range(5)]
+    for place in (*places, f"{P3D}.run.model_folders: 995 more", f'{STEPS} = "100"', "lr = 1"):
+        assert sum(place in line for line in lines) == 1, place
+    assert len(lines) == 8
 
 
 def test_a_command_ends_with_2_and_the_message_alone(tmp_path, monkeypatch, capsys):
