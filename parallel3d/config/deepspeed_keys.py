@@ -170,10 +170,7 @@ TOP_LEVEL = {
         items={"autotp_size": (0, 1)},
     ),
     # DeepSpeed's own line is never printed, on or off.
-    "timers": Key(
-        _METRICS,
-        items={"throughput": _TIMERS},
-    ),
+    "timers": Key(_METRICS, items={"throughput": _TIMERS}),
     "torch_autocast": Key("is not used: the whole model has one type; use bf16", switch="enabled"),
     "use_data_before_expert_parallelism": Key(_NO_EXPERTS, (False,)),
     "vocabulary_size": Key("is not used; set parallel3d.model.vocab_size", (None,)),
@@ -270,8 +267,7 @@ BY_SECTION: dict[str, dict[str, Key]] = {
             "is not possible: it steps on stale gradients, so results change; remove it", (None,)
         ),
         "zero_hpz_partition_size": Key(
-            "is part of ZeRO++, whose groups are neighbouring ranks, not a stage's; remove it",
-            (1,),
+            "is part of ZeRO++, whose groups are neighbouring ranks, not a stage's; remove it", (1,)
         ),
         "zero_quantized_gradients": Key(f"{_QUANTISED}; remove it", (False,)),
         "zero_quantized_nontrainable_weights": Key(f"{_QUANTISED}; remove it", (False,)),

@@ -35,9 +35,7 @@ def fraction(schedule: LrScheduleConfig, step: int, num_steps: int) -> float:
     if schedule.type == "wsd":
         decay = min(decay, schedule.decay_steps or max(1, num_steps // 5))
     done = max(0, step + 1 - (num_steps - decay)) / max(1, decay)  # 1 at the last step
-    left = {
-        "cosine": (1 + cos(pi * done)) / 2,
-        "linear": 1 - done,
-        "wsd": 1 - sqrt(done),
-    }[schedule.type]
+    left = {"cosine": (1 + cos(pi * done)) / 2, "linear": 1 - done, "wsd": 1 - sqrt(done)}[
+        schedule.type
+    ]
     return schedule.min_ratio + (1 - schedule.min_ratio) * left

@@ -25,13 +25,7 @@ EXAMPLE = {
     "train": {"steps": 100},
 }
 Fixable = Literal[
-    "zero_stage",
-    "offload",
-    "micro_batch",
-    "schedule",
-    "recompute",
-    "gradient_reduction",
-    "weights",
+    "zero_stage", "offload", "micro_batch", "schedule", "recompute", "gradient_reduction", "weights"
 ]
 FAMILY = Choice("family", "model family", models.families, models.config_class)
 # pp and tp cannot be derived from the number of processes, so their "auto" means 1.

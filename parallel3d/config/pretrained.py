@@ -182,10 +182,7 @@ def downloaded(name: str, revision: str | None, patterns: tuple[str, ...]) -> Pa
     disable_progress_bars()
     try:
         found = snapshot_download(
-            name,
-            revision=revision,
-            allow_patterns=list(patterns),
-            local_files_only=bool(why),
+            name, revision=revision, allow_patterns=list(patterns), local_files_only=bool(why)
         )
     # Broad: what goes wrong comes as it is, of the network, of the name, of the disk.
     except Exception as error:

@@ -197,10 +197,7 @@ def _whole_weights(specs: list[ParamSpec], seed: int, dtype: torch.dtype) -> dic
 
 
 def _compare(
-    norms: list[float],
-    weights: dict[str, tuple[Cut, Tensor]],
-    settings: EngineSettings,
-    mesh: Mesh,
+    norms: list[float], weights: dict[str, tuple[Cut, Tensor]], settings: EngineSettings, mesh: Mesh
 ) -> None:
     wanted_norms, before, after = _reference(settings, mesh)
     errors = {}

@@ -17,12 +17,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def attend_documents(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    segments: Segments,
-    dropout: float,
-    scale: float | None = None,
+    q: Tensor, k: Tensor, v: Tensor, segments: Segments, dropout: float, scale: float | None = None
 ) -> Tensor:
     """Attend within documents: q [batch, heads, seq, size]; k, v with a divisor of its heads.
 

@@ -22,11 +22,7 @@ class VocabParallelEmbedding(nn.Module):
     """Token ids [...] -> vectors [..., size], with the rows of the table cut over the group."""
 
     def __init__(
-        self,
-        vocab_size: int,
-        size: int,
-        group: dist.ProcessGroup,
-        sequence_parallel: bool = False,
+        self, vocab_size: int, size: int, group: dist.ProcessGroup, sequence_parallel: bool = False
     ) -> None:
         super().__init__()
         self.group, self.sequence_parallel = group, sequence_parallel

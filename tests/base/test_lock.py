@@ -167,10 +167,7 @@ UNKNOWN = [
     (replace(ME, host="node7"), ()),
     (replace(ME, place="other"), ()),
     (replace(ME, started=""), ()),  # where the kernel does not tell it
-    (
-        replace(ME, host="node7", jobs=(("torchelastic", "100", 0),)),
-        (("torchelastic", "100", 1),),
-    ),
+    (replace(ME, host="node7", jobs=(("torchelastic", "100", 0),)), (("torchelastic", "100", 1),)),
 ]
 
 

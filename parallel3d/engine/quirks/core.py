@@ -18,10 +18,7 @@ from typing import Any
 import cpuinfo
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.zero import (
-    parameter_offload,
-    partitioned_param_coordinator,
-)
+from deepspeed.runtime.zero import parameter_offload, partitioned_param_coordinator
 from torch import nn
 
 from parallel3d.model.parametrization import Rate, Role
