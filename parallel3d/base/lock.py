@@ -87,19 +87,12 @@ def end_this_process(text: str) -> None:
 class Lock:
     """The lock at `path`, whose folder must exist; `about` says what for, `jobs` under which.
 
-    `on_lost` hears, in a thread, that another process has taken it over: this one was silent for
-    so long that it was taken for dead.
+    Where another process takes it over, because this one was silent for so long that it was taken
+    for dead, this process ends.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        about: str = "",
-        jobs: tuple[Job, ...] = (),
-        on_lost: Callable[[str], None] = end_this_process,
-    ) -> None:
-        self.path, self._jobs, self._on_lost = path.absolute(), jobs, on_lost
+    def __init__(self, path: Path, *, about: str = "", jobs: tuple[Job, ...] = ()) -> None:
+        self.path, self._jobs = path.absolute(), jobs
         self._mine = Holder(
             token=uuid4().hex, host=socket.gethostname(), place=place_of_this_process(),
             pid=os.getpid(), started=start_of(os.getpid()) or "", jobs=jobs, about=about,
@@ -216,7 +209,7 @@ class Lock:
                 if holder is None and self._create(self.path):
                     continue
                 if holder is None or holder.token != mine.token:
-                    return self._on_lost(
+                    return end_this_process(
                         f"{self.path} was taken over by {holder or 'another process'}: this "
                         "process was silent for too long; it ends, and writes nothing more"
                     )

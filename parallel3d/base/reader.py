@@ -62,13 +62,8 @@ def parse(text: str, source: str = "config") -> dict[str, Any]:
     return value
 
 
-def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> None:
-    """Set values in `raw` by their dotted paths: `--a.b 2` or `--a.b=2`; the last one wins."""
-    set_values(raw, pairs(overrides))
-
-
 def set_values(raw: dict[str, Any], values: Iterable[tuple[str, str]]) -> None:
-    """Set values in `raw`, each a dotted path and its text on a command line."""
+    """Set values in `raw`, each a dotted path and its text; the last one of a path wins."""
     for path, text in values:
         *sections, key = path.split(".")
         block = raw
@@ -87,7 +82,7 @@ def at(raw: Any, path: str) -> Any:
 
 
 def pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """The dotted path and the text of each setting of a command line, as they stand there."""
+    """Yield the path and the text of each setting of a command line: `--a.b 2` or `--a.b=2`."""
     words = iter(overrides)
     for word in words:
         if not re.match(r"--\w", word):

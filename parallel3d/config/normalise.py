@@ -1,18 +1,23 @@
-"""A DeepSpeed file reduced to settings: no "auto", no old names, no keys without effect.
+"""What is done to a file before it is checked: the command line set in it, then only settings left.
+
+Those are settings without "auto", old names and keys without effect.
 
 A model that is published is completed first: an "auto" may be a function of its sizes.
 
 What it leaves is checked strictly, so what is not accepted here is refused there, by name.
 """
 
+from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
 
+from parallel3d.base import reader
 from parallel3d.base.reader import at
 from parallel3d.base.section import ABSENT
 from parallel3d.config import auto, folders, pretrained
-from parallel3d.config.deepspeed_keys import BY_SECTION
+from parallel3d.config.deepspeed_keys import BY_SECTION, TOP_LEVEL
 from parallel3d.config.monitors import SWITCHED
+from parallel3d.config.parallel3d_block import Parallel3DConfig
 
 # DeepSpeed reads the old name where the new one is not there: section, old, new, and what it means.
 _OLD_NAMES = (
@@ -77,3 +82,39 @@ def _block(raw: dict[str, Any], path: str) -> dict[str, Any]:
     """The block at a dotted path of `raw`; an empty one of its own where there is none."""
     block = at(raw, path)
     return block if isinstance(block, dict) else {}
+
+
+def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> list[str]:
+    """Set `--a.b value` in `raw`, in place; gives notes on what else of it changed.
+
+    A published model that is named by `--parallel3d.model.from_pretrained` takes the place of the
+    model in `raw`, of which stays what no config.json fixes; its sizes are filled in. Settings of
+    the model that are on the command line, too, are compared with it. Raises ConfigError.
+    """
+    alone: dict[str, Any] = {}
+    values = [(full_path(path), text) for path, text in reader.pairs(overrides)]
+    reader.set_values(alone, values)
+    named, beneath = at(alone, pretrained.PATH), at(raw, "parallel3d.model")
+    if not isinstance(named, str) or not isinstance(beneath, dict):
+        reader.set_values(raw, values)
+        return []
+    del raw["parallel3d"]["model"]
+    reader.set_values(raw, values)
+    folders.look_into(raw)  # a family of the user's own may be the model's
+    return pretrained.fill(raw, beneath)
+
+
+def full_path(path: str) -> str:
+    """The path in the file that `path` on the command line means.
+
+    A path below `parallel3d.` needs no prefix where no key of DeepSpeed's has it: DeepSpeed has
+    blocks `checkpoint` and `pipeline` of its own, so that `checkpoint.every` is parallel3d's and
+    `checkpoint.tag_validation` is DeepSpeed's.
+    """
+    section, _, inside = path.partition(".")
+    if section not in Parallel3DConfig.model_fields:
+        return path
+    theirs = TOP_LEVEL.get(section)
+    if theirs and (not inside or inside.partition(".")[0] in theirs.items):
+        return path
+    return f"parallel3d.{path}"

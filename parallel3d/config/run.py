@@ -8,7 +8,6 @@ from pydantic import Field, PlainValidator, PrivateAttr, ValidationError
 from parallel3d.base import explain, reader
 from parallel3d.base.section import Problem, Problems, Section, Size
 from parallel3d.config import arithmetic, auto, checks, deepspeed, deepspeed_keys, parallel3d_block
-from parallel3d.config.command_line import apply_overrides
 from parallel3d.config.data import DataConfig
 from parallel3d.config.deepspeed import (
     AioConfig,
@@ -25,7 +24,7 @@ from parallel3d.config.monitors import (
     TensorBoardConfig,
     WandbConfig,
 )
-from parallel3d.config.normalise import normalise
+from parallel3d.config.normalise import apply_overrides, normalise
 from parallel3d.config.parallel3d_block import (
     PLAN,
     CheckpointConfig,

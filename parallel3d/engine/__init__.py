@@ -14,7 +14,7 @@ from parallel3d.engine.engine import Engine, ForwardEngine, StepResult, forward_
 from parallel3d.engine.engine_settings import EngineSettings
 from parallel3d.engine.states import KINDS, OptimizerStates, ParameterPiece
 from parallel3d.engine.swap import remove_folders as remove_swap_folders
-from parallel3d.tensor.held import HeldParameter
+from parallel3d.tensor.cut import HeldParameter
 
 __all__ = [
     "KINDS",

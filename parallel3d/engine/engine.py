@@ -23,7 +23,7 @@ from parallel3d.engine.quirks import core, fp16, nvme, streams, tracing, updatin
 from parallel3d.engine.reduction import Reduction
 from parallel3d.engine.states import OptimizerStates
 from parallel3d.mesh.mesh import Mesh
-from parallel3d.tensor.held import HeldParameter
+from parallel3d.tensor.cut import HeldParameter
 from parallel3d.tensor.held_back import added_in_place
 
 _log = logging.getLogger(__name__)

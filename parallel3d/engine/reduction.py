@@ -14,7 +14,7 @@ from parallel3d.engine.engine_settings import EngineSettings
 from parallel3d.engine.gathering import Layers
 from parallel3d.engine.quirks import core, reducing
 from parallel3d.mesh.mesh import Mesh
-from parallel3d.tensor.held import HeldParameter
+from parallel3d.tensor.cut import HeldParameter
 
 
 class Reduction:

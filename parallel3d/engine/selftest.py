@@ -20,8 +20,7 @@ from parallel3d.engine.engine_settings import EngineSettings
 from parallel3d.engine.quirks import core, nvme
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.model.spec import Init, ParamSpec
-from parallel3d.tensor.cut import Cut
-from parallel3d.tensor.held import HeldParameter
+from parallel3d.tensor.cut import Cut, HeldParameter
 from parallel3d.tensor.initialise import fill
 from parallel3d.tensor.linear import ColumnParallelLinear, RowParallelLinear
 

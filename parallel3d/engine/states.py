@@ -13,7 +13,7 @@ import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from torch import Tensor
 
-from parallel3d.tensor.held import HeldParameter
+from parallel3d.tensor.cut import HeldParameter
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")

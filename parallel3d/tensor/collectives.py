@@ -21,12 +21,13 @@ class Pending:
     """A collective that may still be under way; its result is valid once it was waited for."""
 
     result: Tensor
-    work: Any = None
+    works: Sequence[Any] = ()
 
     def wait(self) -> Tensor:
         """Return the result, which all that is computed, or queued, from here on may use."""
-        if self.work is not None:
-            self.work.wait()
+        for work in self.works:
+            if work is not None:
+                work.wait()
         return self.result
 
 
@@ -46,7 +47,7 @@ def start_all_reduce(x: Tensor, group: dist.ProcessGroup, later: bool = True) ->
     """
     if group.size() == 1:
         return Pending(x)
-    return Pending(x, dist.all_reduce(x, group=group, async_op=later))
+    return Pending(x, [dist.all_reduce(x, group=group, async_op=later)])
 
 
 def start_all_gather(x: Tensor, group: dist.ProcessGroup, later: bool = True) -> Pending:
@@ -65,21 +66,10 @@ def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup, later: bool = True
     return Pending(mine, _each_sample(reduce_scatter_single, mine, x.contiguous(), group, later))
 
 
-@dataclass(frozen=True)
-class _AllOf:
-    """One handle for several collectives."""
-
-    works: Sequence[dist.Work]
-
-    def wait(self) -> None:
-        for work in self.works:
-            work.wait()
-
-
 def _each_sample(
     collective: Any, out: Tensor, x: Tensor, group: dist.ProcessGroup, later: bool
-) -> Any:
-    """Run one collective for each sample, and return the handle to wait for if `later`.
+) -> list[Any]:
+    """Run one collective for each sample; return what to wait for, None for what is over.
 
     `out` and `x` are [..., seq or its part, size] and contiguous. One collective for all samples
     would leave the ranks' parts out of order: sorting them is a copy of the whole tensor.
@@ -90,17 +80,16 @@ def _each_sample(
     """
     outs, xs = (t.view(-1, t.shape[-2] * t.shape[-1]) for t in (out, x))
     if len(xs) == 1:
-        return collective(outs[0], xs[0], group=group, async_op=later)
+        return [collective(outs[0], xs[0], group=group, async_op=later)]
     if x.is_meta or dist.get_backend(group) == "gloo":  # torch cannot coalesce meta tensors
-        works = [
+        return [
             collective(sample_out, sample, group=group, async_op=later)
             for sample_out, sample in zip(outs, xs, strict=True)
         ]
-        return _AllOf(works) if later else None
     with dist._coalescing_manager(group=group, async_ops=later) as together:
         for sample_out, sample in zip(outs, xs, strict=True):
             collective(sample_out, sample, group=group)
-    return together if later else None
+    return [together] if later else []
 
 
 def all_gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:

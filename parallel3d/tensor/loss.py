@@ -17,9 +17,14 @@ from parallel3d.tensor.collectives import all_gather_sequence, all_reduce, reduc
 from parallel3d.tensor.cross_entropy import gradient_of, gradient_of_spent, ready, sum_rows
 from parallel3d.tensor.cut import even_split
 from parallel3d.tensor.held_back import now_or_later, sum_so_far
-from parallel3d.tensor.vocab import local_ids
 
 _ROWS = 2**25  # elements of a weight's gradient that are made at once where they are added in fp32
+
+
+def local_ids(tokens: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    """Token ids counted from `start`, and a mask of those outside [start, stop) (their id is 0)."""
+    outside = (tokens < start) | (tokens >= stop)
+    return (tokens - start).masked_fill(outside, 0), outside
 
 
 class _Loss(torch.autograd.Function):

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from parallel3d.config.command_line import apply_overrides
+from parallel3d.config.normalise import apply_overrides
 
 FILES = {path.stem: path for path in sorted((Path(__file__).parent / "ds_styles").glob("*.json"))}
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "sequence_length": 16}

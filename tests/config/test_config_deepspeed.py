@@ -8,10 +8,10 @@ from operator import getitem
 import pytest
 
 from parallel3d.base.errors import ConfigError
-from parallel3d.base.reader import apply_overrides
 from parallel3d.config import RunConfig
 from parallel3d.config.arithmetic import steps_of_epochs
 from parallel3d.config.deepspeed_keys import BY_SECTION
+from parallel3d.config.normalise import apply_overrides
 from tests.config.configs import REMOVED, error_of, raw
 from tests.config.styles import FILES
 

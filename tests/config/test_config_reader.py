@@ -3,7 +3,8 @@
 import pytest
 
 from parallel3d.base.errors import ConfigError
-from parallel3d.base.reader import apply_overrides, find, parse, read
+from parallel3d.base.reader import find, parse, read
+from parallel3d.config.normalise import apply_overrides
 
 pytestmark = pytest.mark.pure
 

@@ -3,8 +3,8 @@
 import pytest
 
 from parallel3d.config import Parallel3DConfig, RunConfig
-from parallel3d.config.command_line import full_path
 from parallel3d.config.deepspeed_keys import TOP_LEVEL
+from parallel3d.config.normalise import full_path
 
 pytestmark = pytest.mark.pure
 

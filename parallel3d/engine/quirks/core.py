@@ -22,7 +22,7 @@ from deepspeed.runtime.zero import parameter_offload, partitioned_param_coordina
 from torch import nn
 
 from parallel3d.model.parametrization import Rate, Role
-from parallel3d.tensor.held import HeldParameter
+from parallel3d.tensor.cut import HeldParameter
 
 
 def bind_trace_check(group: dist.ProcessGroup, device: torch.device) -> None:
