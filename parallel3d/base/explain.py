@@ -173,12 +173,9 @@ def _pasted(path: str, field: FieldInfo) -> str:
 
 
 def _unknown(
-    path: str,
-    value: Any,
-    model: type[Section] | None,
-    root: type[Section],
+    path: str, value: Any, model: type[Section] | None, root: type[Section],
     settings: Callable[[], list[SettingDoc]],
-) -> Iterator[Problem]:
+) -> Iterator[Problem]:  # fmt: skip
     """Yield the problem of a key that is no setting: why it is refused, else what it may mean."""
     section, _, key = path.rpartition(".")
     refused, inside = root.refused.get(section, {}), root.refused.get(path, {})

@@ -47,7 +47,9 @@ def _check_heads(mesh: MeshConfig, model: Any) -> Iterator[Problem]:
     heads = model.num_attention_heads
     if heads % mesh.tp:
         rule = f"does not divide num_attention_heads={heads}"
-        yield Problem("parallel3d.mesh.tp", mesh.tp, rule, f"use tp = {_divisors(heads)}")
+        yield Problem(
+            "parallel3d.mesh.tp", mesh.tp, rule, f"use tp = {_listed(_divisors_of(heads))}"
+        )
 
 
 def _check_inner_size(mesh: MeshConfig, model: Any) -> Iterator[Problem]:
@@ -306,10 +308,6 @@ def _check_adam(optimizer: OptimizerConfig, zero_optimization: ZeroConfig) -> It
 def _divisors_of(number: int) -> list[int]:
     small = [n for n in range(1, min(isqrt(number), 10**6) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})
-
-
-def _divisors(number: int) -> str:
-    return _listed(_divisors_of(number))
 
 
 def _listed(numbers: list[int]) -> str:

@@ -55,12 +55,9 @@ class ModelParallelUnit:
 
 
 def building(
-    settings: EngineSettings,
-    mesh: Mesh,
-    *,
-    say: Callable[[str], None] = _log.info,
+    settings: EngineSettings, mesh: Mesh, *, say: Callable[[str], None] = _log.info,
     beside: nn.Parameter | None = None,
-) -> AbstractContextManager[Any]:
+) -> AbstractContextManager[Any]:  # fmt: skip
     """The context in which a stage's modules are made.
 
     Under ZeRO-3 each module is cut over the data-parallel group as soon as it is made, so a stage

@@ -74,16 +74,10 @@ class Engine:
     """
 
     def __init__(
-        self,
-        stages: nn.Module,
-        held: Sequence[HeldParameter],
-        settings: EngineSettings,
-        *,
-        mesh: Mesh,
-        say: Callable[[str], None] = _log.info,
-        owners: tuple[int, int] = (0, -1),
+        self, stages: nn.Module, held: Sequence[HeldParameter], settings: EngineSettings, *,
+        mesh: Mesh, say: Callable[[str], None] = _log.info, owners: tuple[int, int] = (0, -1),
         layers: Layers | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.held, self.settings, self.mesh = tuple(held), settings, mesh
         self._kinds = core.group_kinds(settings.rates)
         pair = mesh.join_pair(*(coord % mesh.size("pp") for coord in owners))

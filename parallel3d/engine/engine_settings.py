@@ -55,27 +55,20 @@ class EngineSettings:
         zero, adam, pipeline = config.zero_optimization, config.optimizer.params, config.pipeline
         ours = {"stage", "offload_optimizer", "offload_param"}
         return cls(
-            micro_batch_size=config.micro_batch_size,
-            zero_stage=zero.stage,
+            micro_batch_size=config.micro_batch_size, zero_stage=zero.stage,
             offload_optimizer=zero.offload_optimizer.device,
-            offload_param=zero.offload_param.device,
-            precision=config.precision,
+            offload_param=zero.offload_param.device, precision=config.precision,
             reduced_in=config.communication_data_type or "fp32",
-            gradient_reduction=pipeline.gradient_reduction,
-            weights=gathered_for(pipeline.weights),
+            gradient_reduction=pipeline.gradient_reduction, weights=gathered_for(pipeline.weights),
             gradient_clipping=config.gradient_clipping,
-            overlap_update=config.train.overlap_update and zero.stage == 3,
-            lr=adam.lr,
-            betas=adam.betas,
-            eps=adam.eps,
-            weight_decay=adam.weight_decay,
+            overlap_update=config.train.overlap_update and zero.stage == 3, lr=adam.lr,
+            betas=adam.betas, eps=adam.eps, weight_decay=adam.weight_decay,
             rates=scales_of(config.model).rates(),
             zero_options=zero.model_dump(exclude=ours, exclude_none=True),
             optimizer_options=_options(zero.offload_optimizer, "device"),
-            param_options=_options(zero.offload_param, "device"),
-            aio=_options(config.aio),
+            param_options=_options(zero.offload_param, "device"), aio=_options(config.aio),
             fp16=_options(config.fp16, "enabled"),
-        )
+        )  # fmt: skip
 
     @property
     def dtype(self) -> torch.dtype:

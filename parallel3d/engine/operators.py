@@ -115,14 +115,9 @@ def _load(builder: Any, say: Callable[[str], None]) -> None:
 
 
 def make_optimizer(
-    groups: list[dict[str, Any]],
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    cpu_adam: bool,
-    device: torch.device,
-) -> torch.optim.Optimizer:
+    groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float,
+    cpu_adam: bool, device: torch.device,
+) -> torch.optim.Optimizer:  # fmt: skip
     """AdamW over parameter groups that carry their own weight decay.
 
     `cpu_adam`: DeepSpeed's vectorised one for states on the host; else torch's, on CUDA and CPUs in

@@ -28,15 +28,9 @@ class Reduction:
     """
 
     def __init__(
-        self,
-        engine: Any,
-        held: Sequence[HeldParameter],
-        layers: Layers,
-        *,
-        settings: EngineSettings,
-        mesh: Mesh,
-        owners: dist.ProcessGroup | None,
-    ) -> None:
+        self, engine: Any, held: Sequence[HeldParameter], layers: Layers, *,
+        settings: EngineSettings, mesh: Mesh, owners: dist.ProcessGroup | None,
+    ) -> None:  # fmt: skip
         self._deepspeed, self._held, self._settings = engine, tuple(held), settings
         self._mesh, self._owners = mesh, owners
         self._of_stage = _complete_with(layers, self._held)

@@ -24,15 +24,9 @@ class ColumnParallelLinear(nn.Module):
     """
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        group: dist.ProcessGroup,
-        bias: bool = True,
-        fused: int = 0,
-        sequence_parallel: bool = False,
-        overlap: bool = True,
-    ) -> None:
+        self, in_features: int, out_features: int, group: dist.ProcessGroup, bias: bool = True,
+        fused: int = 0, sequence_parallel: bool = False, overlap: bool = True,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.group, self.sequence_parallel, self.overlap = group, sequence_parallel, overlap
         layers = (fused,) if fused else ()
@@ -60,15 +54,9 @@ class GroupedColumnLinear(nn.Module):
     """
 
     def __init__(
-        self,
-        in_features: int,
-        heads: Mapping[str, int],
-        head_size: int,
-        group: dist.ProcessGroup,
-        bias: bool = False,
-        sequence_parallel: bool = False,
-        overlap: bool = True,
-    ) -> None:
+        self, in_features: int, heads: Mapping[str, int], head_size: int, group: dist.ProcessGroup,
+        bias: bool = False, sequence_parallel: bool = False, overlap: bool = True,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.group, self.sequence_parallel, self.overlap = group, sequence_parallel, overlap
         self.heads, self.head_size = dict(heads), head_size
@@ -115,13 +103,9 @@ class RowParallelLinear(nn.Module):
     """
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        group: dist.ProcessGroup,
-        bias: bool = True,
+        self, in_features: int, out_features: int, group: dist.ProcessGroup, bias: bool = True,
         sequence_parallel: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.group, self.sequence_parallel = group, sequence_parallel
         self.weight = cut_parameter((out_features, in_features), 1, group)

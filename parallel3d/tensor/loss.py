@@ -36,15 +36,9 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        start: int,
-        most_rows: int,
-        group: dist.ProcessGroup,
-        sequence_parallel: bool,
-    ) -> Tensor:
+        ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, start: int, most_rows: int,
+        group: dist.ProcessGroup, sequence_parallel: bool,
+    ) -> Tensor:  # fmt: skip
         """`start`: the token of the weight's first row; labels [...] -> [...].
 
         `most_rows`: of the largest slice; by it all ranks take the same tokens at a time.
@@ -166,14 +160,9 @@ def _add_product(total: Tensor, gradient: Tensor, x: Tensor, first: bool) -> Non
 
 
 def vocab_parallel_loss(
-    x: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    vocab_size: int,
-    group: dist.ProcessGroup,
+    x: Tensor, weight: Tensor, labels: Tensor, *, vocab_size: int, group: dist.ProcessGroup,
     sequence_parallel: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The cross-entropy in nats of each token, in fp32, of the logits x @ weight.T.
 
     `x` [..., size], replicated over the group, or its part of the sequence; `weight` [vocab / tp,

@@ -72,14 +72,9 @@ class _ColumnLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        group: dist.ProcessGroup,
-        sequence_parallel: bool,
-        overlap: bool,
-        rows: Sequence[Rows],
-        *weights: Tensor,
-    ) -> tuple[Tensor, ...]:
+        ctx: Any, x: Tensor, group: dist.ProcessGroup, sequence_parallel: bool, overlap: bool,
+        rows: Sequence[Rows], *weights: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         ctx.save_for_backward(x, *weights)
         ctx.group, ctx.sequence_parallel, ctx.rows = group, sequence_parallel, rows
         ctx.weights, ctx.overlap = weights, overlap
@@ -145,13 +140,9 @@ def _gradient_of_rows(
 
 
 def column_linear(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    group: dist.ProcessGroup,
-    sequence_parallel: bool = False,
-    rows: Sequence[Rows] | None = None,
-    overlap: bool = True,
-) -> tuple[Tensor, ...]:
+    x: Tensor, weights: Sequence[Tensor], group: dist.ProcessGroup, sequence_parallel: bool = False,
+    rows: Sequence[Rows] | None = None, overlap: bool = True,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Products of `x` with `weights` whose output features are cut over the group.
 
     x is replicated [..., in], or [..., seq / tp, in] under sequence parallelism; each result is

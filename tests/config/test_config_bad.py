@@ -23,18 +23,8 @@ CYCLE = {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3, "cycle_momentum": False}
 PASTE = '"params": {"lr": 0.0003, "betas": [0.9, 0.95], "weight_decay": 0.1}'
 
 NO_NAMES = [
-    "a\\b",
-    "a/b",
-    "",
-    "  ",
-    "..",
-    "-rf",
-    "a.lock",
-    "a\u202eb",
-    "a\ud800b",
-    "x" * 101,
-    "模" * 100,
-]
+    "a\\b", "a/b", "", "  ", "..", "-rf", "a.lock", "a\u202eb", "a\ud800b", "x" * 101, "模" * 100,
+]  # fmt: skip
 # path, value, and what the message must say beside path and value: the rule and the remedy
 BAD = [
     # types
@@ -175,6 +165,8 @@ WORDS = [
     ("--mesh.pp.x 2", "--parallel3d.mesh.pp.x: 'pp' holds 1", "which has no settings", ""),
     ("--mesh..pp 2", "--mesh..pp", "has a dot too many", "--dotted.path value"),
     ("--mesh.pp", "--mesh.pp", "has no value", "write --mesh.pp value"),
+    ("--mesh.pp --mesh.tp 2", "--mesh.pp", "has no value", "write --mesh.pp value"),
+    ("mesh.pp 2", "'mesh.pp'", "sets nothing", "--dotted.path value"),
     ("-mesh.pp 2", "'-mesh.pp'", "sets nothing", "--dotted.path value"),
     ("--model.hidden_size big", 'hidden_size = "big"', "must be an integer", "whole number"),
     ("--checkpoint.evry 1", "parallel3d.checkpoint.evry = 1", "no setting", '"every"'),

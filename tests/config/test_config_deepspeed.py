@@ -98,12 +98,6 @@ def test_auto_bf16_never_means_fp32(fp16, bf16):
     assert config.fp16.enabled is (fp16 is True)
 
 
-def test_auto_of_a_scheduler_follows_the_optimizer():
-    scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}
-    config = RunConfig.from_dict(raw(scheduler=scheduler))
-    assert config.scheduler.params.warmup_max_lr == 1e-3
-
-
 def test_auto_sizes_of_a_model_that_is_broken_say_only_that():
     message = error_of(
         **{"parallel3d.model.hidden_size": "64", "zero_optimization.reduce_bucket_size": "auto"}

@@ -58,21 +58,6 @@ def test_overrides_are_json_or_text():
     assert raw == {"a": {"b": 2, "c": "x=y"}, "d": "3", "e": True, "f": -1}
 
 
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (["--a"], ["--a has no value"]),
-        (["--a", "--b", "1"], ["--a has no value"]),
-        (["a", "1"], ["'a' sets nothing", "--dotted.path"]),
-        (["--b.c", "1"], ["--b.c", "holds 5"]),
-    ],
-)
-def test_bad_override(overrides, words):
-    with pytest.raises(ConfigError) as caught:
-        apply_overrides({"b": 5}, overrides)
-    assert all(word in str(caught.value) for word in words)
-
-
 def test_find(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert find("ds.json").parent.name == "configs"
@@ -85,13 +70,6 @@ def test_find(tmp_path, monkeypatch):
         find("nowhere.json")
     with pytest.raises(ConfigError, match="no config file"):
         find("nowhere/ds.json")
-
-
-def test_file_that_is_no_text(tmp_path):
-    path = tmp_path / "ds.json"
-    path.write_bytes(b"\xff\xfe{}")
-    with pytest.raises(ConfigError, match="UTF-8"):
-        read(path)
 
 
 def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path):

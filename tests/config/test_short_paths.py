@@ -44,7 +44,9 @@ def test_no_setting_of_ours_has_the_path_of_a_key_of_deepspeeds():
 
 
 def test_short_paths_reach_the_default_config():
-    words = "--mesh.pp 2 --model.hidden_size 64 --run.name x --checkpoint.every=7 --mesh.tp 2"
+    words = "--mesh.pp 2 --model.hidden_size 64 --run.name x --checkpoint.every=7"
+    words += " --parallel3d.mesh.tp 2 --bf16.enabled=true"
     config = RunConfig.from_json("ds.json", words.split())
     assert (config.mesh.pp, config.mesh.tp, config.model.hidden_size) == (2, 2, 64)
+    assert config.bf16.enabled
     assert (config.run.name, config.checkpoint.every) == ("x", 7)

@@ -150,12 +150,9 @@ def group_kinds(rates: Mapping[Role | None, Rate]) -> list[tuple[Rate, bool]]:
 
 
 def param_groups(
-    held: Iterable[HeldParameter],
-    ballast: Ballast,
-    weight_decay: float,
-    eps: float,
+    held: Iterable[HeldParameter], ballast: Ballast, weight_decay: float, eps: float,
     rates: Mapping[Role | None, Rate],
-) -> list[dict[str, Any]]:
+) -> list[dict[str, Any]]:  # fmt: skip
     """The optimizer groups of `group_kinds`, each with its weight decay: defaults differ."""
     held, groups = list(held), []
     for (rate, decays), weight in zip(group_kinds(rates), ballast.parameters(), strict=True):
