@@ -41,10 +41,7 @@ _OURS = "parallel3d."
 
 @dataclass(frozen=True)
 class SettingDoc:
-    """One setting: its dotted path, its type, its default as JSON ("" if required), its doc.
-
-    `only` names the choices that have it (`family "gpt"`), "" if all have.
-    """
+    """One setting: path, type, default as JSON ("" if required), doc, and the choices having it."""
 
     path: str
     type: str
@@ -204,10 +201,7 @@ def _unknown(
 
 
 def _elsewhere(path: str, key: str, settings: Iterable[str]) -> str:
-    """The setting or block that a key in the wrong place means, the outermost first; "" if none.
-
-    At the top of the file that may be a misspelled block of parallel3d's.
-    """
+    """Return the setting or block that a key in the wrong place means; "" if none."""
     parts = [setting.split(".") for setting in settings]
     places = {".".join(names[:n]) for names in parts for n in range(1, len(names) + 1)}
     same = [p for p in places if p.rpartition(".")[2] == key and p != path]

@@ -102,9 +102,9 @@ class Lock:
         self._heart: threading.Thread | None = None
 
     def take(self, say: Callable[[str], None] = lambda text: None) -> None:
-        """Take the lock; LockHeld if a living process has it, OSError where no file can be made.
+        """Take the lock; raises LockHeld if a living process has it, OSError for want of a file.
 
-        Of a holder on another machine it waits for a heartbeat, and says so.
+        It waits for the heartbeat of a holder on another machine, and says so.
         """
         dead = ""
         while holder := self.try_to_take(dead):

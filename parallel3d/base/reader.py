@@ -25,10 +25,7 @@ _TRAILING_COMMA = re.compile(rf"{_STRING}|[\[{{,]\s*,|(,)(?=\s*[\]}}])")
 
 
 def find(name: str) -> Path:
-    """The config file that `name` means: a path, or what is shipped as configs/NAME.
-
-    That is a bare name, or a path below configs/ as the documents write it, from any folder.
-    """
+    """Return the config file of a path, or of configs/NAME that is shipped; raises ConfigError."""
     path = Path(name)
     shipped = [CONFIGS / name, CONFIGS / f"{name}.json"] if path.name == name else []
     if path.parts[:1] == ("configs",):
@@ -42,10 +39,7 @@ def find(name: str) -> Path:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The object in a config file; raises ConfigError with the line where it is not JSON.
-
-    A byte order mark, which some editors write, is no part of the text.
-    """
+    """Return the object in a config file; raises ConfigError with the line where it is not JSON."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
@@ -99,10 +93,7 @@ def pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def value(text: str) -> Any:
-    """A value as a command line has it: JSON where it is JSON, else the text itself.
-
-    So names need no quotes.
-    """
+    """Return a value of a command line: JSON where it is JSON, else the text itself."""
     try:
         return _load(text, "the command line")
     except ConfigError:

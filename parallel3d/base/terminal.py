@@ -35,10 +35,7 @@ class Column:
 
 
 def console(as_json: bool) -> Console:
-    """The console that a command prints to: standard error beside --json.
-
-    As wide as the terminal; elsewhere as COLUMNS says, else as most tables are in one line.
-    """
+    """Return a command's console: standard error beside --json; as wide as terminal or COLUMNS."""
     out = Console(stderr=as_json, highlight=False, markup=False, soft_wrap=True)
     if not out.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
         out.width = PIPED

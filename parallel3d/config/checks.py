@@ -1,9 +1,8 @@
 """Rules that several settings of a config must obey together.
 
-A check names, as its parameters, the settings that it compares; it runs where all of them are sound
-by themselves. Every model family has the sizes that are compared here: num_attention_heads,
-num_hidden_layers, inner_size, max_position_embeddings and vocab_size; one whose queries share keys
-and values has num_key_value_heads too.
+A check names, as its parameters, the settings that it compares, and runs where all of them are
+sound. Every model family has the sizes that are compared here; one whose queries share keys and
+values has num_key_value_heads too.
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -21,10 +21,7 @@ _KINDS = {
 
 
 def look_into(raw: dict[str, Any]) -> None:
-    """Make known what the folders hold that parallel3d.run of a config's object names.
-
-    What names no folder is passed over here, and refused with all else that is wrong.
-    """
+    """Make known what the folders of `raw` hold; names of no folder are refused later."""
     for name, (package, variable, _) in _KINDS.items():
         folders = at(raw, f"parallel3d.run.{name}")
         for folder in folders if isinstance(folders, list) else ():

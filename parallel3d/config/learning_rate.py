@@ -6,10 +6,7 @@ from parallel3d.config import LrScheduleConfig, RunConfig
 
 
 def rate(config: RunConfig, step: int) -> float:
-    """The learning rate of `step`, counted from 0; the config must be resolved.
-
-    By DeepSpeed's `scheduler` block if there is one, else by parallel3d.train.lr_schedule.
-    """
+    """Return the learning rate of `step`, counted from 0; the config must be resolved."""
     lr = config.optimizer.params.lr
     if config.scheduler is not None:
         return float(config.scheduler.params.rate(lr, step))

@@ -1,7 +1,6 @@
 """DeepSpeed's blocks that report on a run: trackers, times, FLOPs, communication.
 
-None of them reaches DeepSpeed: train/trackers.py opens the trackers, once, and train/watch.py
-prints the rest, from parallel3d's own figures.
+None of them reaches DeepSpeed: train/trackers.py and train/watch.py do it with our own figures.
 """
 
 from typing import Annotated, Literal

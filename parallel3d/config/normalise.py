@@ -1,10 +1,7 @@
-"""What is done to a file before it is checked: the command line set in it, then only settings left.
+"""A file before it is checked: the command line is set in it, and only settings are left.
 
-Those are settings without "auto", old names and keys without effect.
-
-A model that is published is completed first: an "auto" may be a function of its sizes.
-
-What it leaves is checked strictly, so what is not accepted here is refused there, by name.
+No "auto", old name or key without effect stays. A published model is completed first: an "auto"
+may be a function of its sizes.
 """
 
 from collections.abc import Sequence
@@ -85,11 +82,10 @@ def _block(raw: dict[str, Any], path: str) -> dict[str, Any]:
 
 
 def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> list[str]:
-    """Set `--a.b value` in `raw`, in place; gives notes on what else of it changed.
+    """Set `--a.b value` in `raw`, in place; return notes on what else of it changed.
 
-    A published model that is named by `--parallel3d.model.from_pretrained` takes the place of the
-    model in `raw`, of which stays what no config.json fixes; its sizes are filled in. Settings of
-    the model that are on the command line, too, are compared with it. Raises ConfigError.
+    A model that `--parallel3d.model.from_pretrained` names takes the place of the one in `raw`, of
+    which only what no config.json fixes is kept. Raises ConfigError where settings contradict it.
     """
     alone: dict[str, Any] = {}
     values = [(full_path(path), text) for path, text in reader.pairs(overrides)]
@@ -105,11 +101,10 @@ def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> list[str]:
 
 
 def full_path(path: str) -> str:
-    """The path in the file that `path` on the command line means.
+    """Return the path in the file that `path` on the command line means.
 
-    A path below `parallel3d.` needs no prefix where no key of DeepSpeed's has it: DeepSpeed has
-    blocks `checkpoint` and `pipeline` of its own, so that `checkpoint.every` is parallel3d's and
-    `checkpoint.tag_validation` is DeepSpeed's.
+    `parallel3d.` may be left out where no key of DeepSpeed's has the path: `checkpoint.every` is
+    parallel3d's, and `checkpoint.tag_validation` DeepSpeed's.
     """
     section, _, inside = path.partition(".")
     if section not in Parallel3DConfig.model_fields:

@@ -245,9 +245,9 @@ class RunConfig(Section):
         return self.global_batch_size * self.data.sequence_length
 
     def resolve(self, world_size: int) -> "RunConfig":
-        """The config for `world_size` processes: mesh and batch known, tokens turned to steps.
+        """Return the config for `world_size` processes: mesh, batch and steps of max_tokens known.
 
-        Raises ConfigError if mesh or batch size do not fit, or too few tokens are asked for.
+        Raises ConfigError where they do not fit.
         """
         dp = arithmetic.data_parallel_size(self.mesh, world_size)
         config = self._with("mesh", dp=dp)._checked()
@@ -272,10 +272,9 @@ class RunConfig(Section):
         return config._fitted()._checked()
 
     def with_corpus(self, vocab_size: int, num_train_tokens: int) -> "RunConfig":
-        """The config for a corpus: the model's vocabulary known, epochs turned to steps.
+        """Return this resolved config for a corpus: vocabulary and steps of the epochs known.
 
-        The config must be resolved. The model's vocabulary may be larger than the tokenizer's
-        `vocab_size`. Raises ConfigError if it is smaller, or if the epochs make no step.
+        Raises ConfigError if the model's vocabulary is smaller, or if the epochs make no step.
         """
         config = self.with_vocab_size(vocab_size)
         if config.train.epochs is not None:
@@ -290,10 +289,9 @@ class RunConfig(Section):
         return config._fitted()._checked()
 
     def resumed(self, step: int, next_sample: int) -> "RunConfig":
-        """The config of a run that has done `step` steps and seen `next_sample` samples.
+        """Return this complete config for a run that has done `step` steps.
 
-        Where max_tokens or epochs bound the run, another batch size takes another number of steps
-        to that end. The config must be complete.
+        Where max_tokens or epochs bound the run, the samples left give its number of steps.
         """
         if self._max_samples is None:
             return self
@@ -333,10 +331,9 @@ class RunConfig(Section):
 
 
 def digest_of(config: RunConfig, also: Iterable[str] = ()) -> str:
-    """The digest of what two launches that train the same have in common.
+    """Return a digest that is equal for two configs, as they were read, that train the same.
 
-    Where and how the run is written is left out, and the dotted paths of `also`. Of a config as it
-    was read, before the number of processes filled anything in, it tells meshes apart.
+    Where and how the run is written is left out, and the dotted paths of `also`.
     """
     values = config.to_dict()
     # Until the next release, runs are found that were begun before this setting was removed.

@@ -22,10 +22,8 @@ _BUCKET = 500_000_000  # DeepSpeed's own reduce_bucket_size
 class EngineSettings:
     """The engine's section of a config.
 
-    `precision` is "fp32", "bf16" or "fp16", `reduced_in` (the type that gradients are averaged over
-    dp in) "fp32" or "bf16". `zero_options` (bucket sizes, ZeRO-3's thresholds),
-    `optimizer_options`, `param_options` (the rest of the offload sections), `aio` and `fp16` are
-    DeepSpeed's own keys, handed on as they are. `rates`: what each role's are multiplied by.
+    `reduced_in` is the type that gradients are averaged over dp in; `rates` is what each role's are
+    multiplied by. The dicts are DeepSpeed's own keys of ZeRO, of the offload sections, and so on.
     """
 
     micro_batch_size: int
@@ -119,10 +117,9 @@ class EngineSettings:
         return self.runs_without_hooks and wanted
 
     def deepspeed_config(self, dp_size: int, elements: int | None = None) -> dict[str, Any]:
-        """The config that DeepSpeed sees, which shards over `dp_size` ranks.
+        """Return the config that DeepSpeed sees, which shards over `dp_size` ranks.
 
         Its buckets are allocated whole: none is larger than this rank's `elements`.
-
         Stages 0, 1 and 2 are DeepSpeed's stage 2 here: its stage 0 refuses a direct backward and
         coalescing, its stage 1 wraps bf16 in an optimizer that cannot coalesce. Stage 0 shards over
         one rank, and the engine averages the gradients; 1 and 2 differ by `gradient_reduction`.

@@ -70,10 +70,7 @@ class CausalAttention(nn.Module):
 
 
 def kernel_of(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> SDPBackend:
-    """The kernel that torch takes for causal attention of these tensors, on their device.
-
-    q [batch, heads, seq, size]; k, v with as many heads, or a divisor of it.
-    """
+    """Return the kernel that torch takes for causal attention of such tensors (as `forward`'s)."""
     choice = torch._fused_sdp_choice(
         q, k, v, None, dropout, True, scale=None, enable_gqa=k.shape[1] != q.shape[1]
     )
@@ -81,10 +78,7 @@ def kernel_of(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> SDPBackend:
 
 
 def in_words(kernel: SDPBackend, q: Tensor, isolated: str = "") -> str:
-    """What a run's log says of its attention: the kernel, or a warning that there is none.
-
-    `isolated`: how documents that do not see each other are computed, if they are.
-    """
+    """Return a log's line on the kernel, or a warning; `isolated`: how documents are computed."""
     if kernel != SDPBackend.MATH:
         name = kernel.name.lower().removesuffix("_attention").replace("_", " ")
         return f"kernel  attention runs as {name}{isolated and ', ' + isolated}"
@@ -103,8 +97,7 @@ def say_kernel(
 ) -> None:  # fmt: skip
     """Say which kernel will compute attention, if one of these `stages` has any.
 
-    `batch` samples of `seq` tokens; `isolated`: documents do not see each other. torch decides by
-    the sizes, strides and kinds of tensors, so it is shown some that are like a step's.
+    torch decides by sizes, strides and kinds of tensors, so it is shown some like a step's.
     """
     first = next((m for m in stages.modules() if isinstance(m, CausalAttention)), None)
     if first is None:

@@ -41,10 +41,7 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM)
 
 
 def start_all_reduce(x: Tensor, group: dist.ProcessGroup, later: bool = True) -> Pending:
-    """Start to sum the contiguous `x` over the group, in place.
-
-    `later`: it is waited for where `wait` is called; else it is over (on a device: queued).
-    """
+    """Start to sum the contiguous `x` over the group, in place; unless `later`, it is then over."""
     if group.size() == 1:
         return Pending(x)
     return Pending(x, [dist.all_reduce(x, group=group, async_op=later)])
@@ -73,7 +70,6 @@ def _each_sample(
 
     `out` and `x` are [..., seq or its part, size] and contiguous. One collective for all samples
     would leave the ranks' parts out of order: sorting them is a copy of the whole tensor.
-
     The collectives are coalesced into one call, except over gloo: torch 2.13's gloo group corrupts
     the heap when coalesced collectives end on both of its threads at once
     (benchmarks/upstream/gloo_coalesced.py reproduces it).

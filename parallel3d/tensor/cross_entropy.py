@@ -1,7 +1,6 @@
 """The passes of a cross-entropy over its logits, [tokens, vocab / tp] of one tensor-parallel rank.
 
-One by one they work on logits in fp32. Compiled they read the logits as the product gave them,
-twice, and once more where the gradient takes their place: nothing of their size is made.
+Compiled they read the logits as the product gave them, else in fp32; nothing of their size is made.
 """
 
 import torch

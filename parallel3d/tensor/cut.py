@@ -17,10 +17,7 @@ def even_split(length: int, parts: int, index: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Cut:
-    """The part of a global parameter that this tp rank holds.
-
-    `dim` is None for a parameter that every rank of the group holds whole.
-    """
+    """The part of a global parameter that this tp rank holds; it is whole if `dim` is None."""
 
     global_shape: tuple[int, ...]
     dim: int | None

@@ -1,8 +1,7 @@
 """Dropout whose mask is a pure function of where it is applied.
 
-A mask depends on the seed, the step, the microbatch, the place in the model and, where activations
-are split over the group, on the tp rank. So it agrees where activations are replicated, is the same
-when activation checkpointing computes it again, and needs no generator state in a checkpoint.
+So it agrees where activations are replicated, is the same when activation checkpointing computes it
+again, and needs no generator state in a checkpoint.
 """
 
 from dataclasses import dataclass

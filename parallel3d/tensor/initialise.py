@@ -16,10 +16,7 @@ from parallel3d.tensor.cut import Cut
 
 
 def _tile(extent: int) -> int:
-    """Elements of a tile along a dim of the whole parameter.
-
-    At most 256, and a sixteenth of the dim: a shard of a small parameter is many tiles, too.
-    """
+    """Return the elements of a tile along a dim: a sixteenth of it, and at most 256."""
     return min(256, -(-extent // 16))
 
 

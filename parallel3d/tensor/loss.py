@@ -1,8 +1,7 @@
 """The output projection and its cross-entropy as one function, some tokens at a time.
 
-The logits of all tokens are the largest tensor of a model with a large vocabulary: one that is as
-long as the sequence exists on no rank. Where there are several parts, backward computes the logits
-of each again (a third of the head's products more) instead of keeping them.
+The logits of all tokens, a model's largest tensor, exist on no rank. Where there are several parts,
+backward computes the logits of each again (a third of the head's products more).
 """
 
 from collections.abc import Iterator
@@ -167,8 +166,7 @@ def vocab_parallel_loss(
 
     `x` [..., size], replicated over the group, or its part of the sequence; `weight` [vocab / tp,
     size] is this rank's slice of a vocabulary of `vocab_size`; `labels` [...] are global token ids.
-    Gives [...], the same on each rank of the group; of a label that is no token's, a number that
-    means nothing.
+    Returns [...], the same on each rank; for a label of no token a number without meaning.
     """
     start, stop = even_split(vocab_size, group.size(), group.rank())
     assert len(weight) == stop - start, (weight.shape, start, stop)

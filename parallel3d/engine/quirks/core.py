@@ -1,9 +1,8 @@
 """What DeepSpeed 0.19.8 does under a pipeline, and the remedy for each: one function a quirk.
 
-DeepSpeed's refusal of pipelines with ZeRO-2 and 3 belongs to its PipelineEngine, not to ZeRO. One
-plain engine a rank, whose data-parallel group is its stage's, trains the whole mesh once these
-remedies are in place. docs/deepspeed.md has the measurements; tests/engine/test_quirks.py takes
-each remedy away and sees the fault come back, so the next DeepSpeed release cannot surprise us.
+With these remedies one plain engine a rank, whose data-parallel group is its stage's, trains the
+whole mesh. docs/deepspeed.md has the measurements; tests/engine/test_quirks.py takes each remedy
+away and sees the fault come back.
 """
 
 import platform
@@ -140,11 +139,9 @@ class Ballast(nn.Module):
 
 
 def group_kinds(rates: Mapping[Role | None, Rate]) -> list[tuple[Rate, bool]]:
-    """The rates and the weight decay of each optimizer group: two groups for each rate.
+    """Return the rates and the weight decay of each optimizer group: two groups for each rate.
 
-    All follow from the rates of the roles, not from what a stage holds: so they are the same on
-    every stage, and where all roles have one rate they are the two of the standard
-    parametrisation, whose norm is summed in the same order.
+    They follow from the rates of the roles, so they are the same on every stage.
     """
     return [(rate, decays) for rate in dict.fromkeys(rates.values()) for decays in (True, False)]
 
