@@ -142,10 +142,9 @@ def test_a_missing_optimizer_is_refused_with_a_block_that_can_be_pasted():
     RunConfig.from_dict(raw() | json.loads(f"{{{pasted}}}"))
 
 
-def test_keys_of_logging_are_accepted():
-    quiet = {"dump_state": True, "memory_breakdown": True, "log_level": "info"}
-    profile = {"profile": True, "number_checkpoints": 4, "synchronize_checkpoint_boundary": True}
-    file = raw(steps_per_print=None, activation_checkpointing=profile, **quiet)
+def test_steps_per_print():
+    checkpoints = {"number_checkpoints": 4}  # of any number
+    file = raw(steps_per_print=None, activation_checkpointing=checkpoints)
     assert RunConfig.from_dict(file) == RunConfig.from_dict(raw())
     assert RunConfig.from_dict(raw(steps_per_print=1e9)).steps_per_print == 10**9
 
