@@ -31,11 +31,12 @@ def _plausible(value: float, info: ValidationInfo) -> float:
     if info.context is None:
         return value
     if value <= 0:
-        rule, remedy = "must be greater than 0", "write what was measured or published"
-        raise Problems([Problem("", value, rule, remedy)])
+        raise ValueError("must be greater than 0; write what was measured or published")
     if not _LEAST <= value <= _MOST:
-        rule = f"no device is so: figures are {_LEAST:g} to {_MOST:g}, in bytes, FLOPs and seconds"
-        raise Problems([Problem("", value, rule, "write it in the unit of docs/planner.md")])
+        raise ValueError(
+            f"no device is so: figures are {_LEAST:g} to {_MOST:g}, in bytes, FLOPs and seconds; "
+            "write it in the unit of docs/planner.md"
+        )
     return value
 
 

@@ -114,6 +114,7 @@ BAD = [
     (f"{LR}.decay_steps", 5, 'not read by type "constant"', 'use type "wsd"'),
 ]  # fmt: skip
 NVME = {"device": "nvme", "nvme_path": "/x"}
+AHEAD = {"pipeline_read": True, "pipeline_write": True}
 # what is changed; path and value of the problem; its rule and remedy
 BAD_TOGETHER = [
     ({f"{P3D}.train.compile": "block", f"{ZERO}.stage": 3},
@@ -155,6 +156,12 @@ BAD_TOGETHER = [
      f"{ZERO}.offload_optimizer.device", "nvme", "needs stage 3", 'device "cpu"'),
     ({ZERO: {"stage": 3, "offload_optimizer": NVME | {"pipeline_read": True}}},
      f"{ZERO}.offload_optimizer.buffer_count", 4, "too few", "use 8 or more"),
+    ({ZERO: {"stage": 3, "offload_optimizer": NVME | AHEAD}},
+     f"{ZERO}.offload_optimizer.buffer_count", 4, "too few", "use 12 or more"),
+    ({ZERO: {"stage": 3, "offload_param": NVME, "stage3_param_persistence_threshold": 10**6}},
+     f"{ZERO}.stage3_param_persistence_threshold", 10**6, "unsharded", "use at most 262144"),
+    ({ZERO: {"stage": 3, "offload_param": NVME, "offload_optimizer": NVME | {"fast_init": True}}},
+     f"{ZERO}.offload_optimizer.fast_init", True, "starts from wrong weights", "remove it"),
     ({f"{ADAM}.torch_adam": True, f"{ZERO}.offload_optimizer": {"device": "cpu"}},
      f"{ADAM}.torch_adam", True, "does not go with offload", "remove one of them"),
 ]  # fmt: skip
