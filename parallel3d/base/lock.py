@@ -87,8 +87,7 @@ def end_this_process(text: str) -> None:
 class Lock:
     """The lock at `path`, whose folder must exist; `about` says what for, `jobs` under which.
 
-    Where another process takes it over, because this one was silent for so long that it was taken
-    for dead, this process ends.
+    This process ends if another one takes it for dead and takes the lock over.
     """
 
     def __init__(self, path: Path, *, about: str = "", jobs: tuple[Job, ...] = ()) -> None:
@@ -127,10 +126,7 @@ class Lock:
                 time.sleep(_NAP)
 
     def try_to_take(self, dead: str = "") -> Holder | None:
-        """Take the lock if it is free, or its holder dead; else give the holder, without waiting.
-
-        `dead` is the token of a holder that is known to be dead.
-        """
+        """Take the lock if it is free or its holder dead (as `dead`'s token is); else return it."""
         while not self._create(self.path):
             holder = read(self.path)
             if holder is None:
@@ -218,10 +214,7 @@ class Lock:
 
 
 def read(path: Path) -> Holder | None:
-    """Who holds the lock at `path`; None if nobody does.
-
-    A damaged file is a holder of whom nothing is known but that it is silent.
-    """
+    """Return who holds the lock at `path`, None if nobody; a damaged file is a silent holder."""
     try:
         text = path.read_text(errors="replace")
         if not text:  # its holder is about to write it

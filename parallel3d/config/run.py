@@ -245,10 +245,7 @@ class RunConfig(Section):
         return self.global_batch_size * self.data.sequence_length
 
     def resolve(self, world_size: int) -> "RunConfig":
-        """Return the config for `world_size` processes: mesh, batch and steps of max_tokens known.
-
-        Raises ConfigError where they do not fit.
-        """
+        """Return the config with mesh, batch and steps of max_tokens for `world_size` ranks."""
         dp = arithmetic.data_parallel_size(self.mesh, world_size)
         config = self._with("mesh", dp=dp)._checked()
         batch, micro, accumulation = arithmetic.batch_sizes(

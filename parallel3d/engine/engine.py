@@ -189,7 +189,7 @@ class Engine:
     def backward(
         self, output: Tensor, grad: Tensor | None = None, *, stage: int = 0, last: bool = False
     ) -> None:
-        """Run a stage backward from its output's gradient or a loss; `last`: the step's last one."""
+        """Run a stage backward from a gradient or a loss; `last`: it completes the gradients."""
         if self.settings.runs_without_hooks:
             scaled = self._deepspeed.optimizer.scale_if_loss(output) if grad is None else output
             with added_in_place(), self._reduction.last_backward(stage) if last else nullcontext():

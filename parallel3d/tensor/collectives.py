@@ -69,10 +69,9 @@ def _each_sample(
     """Run one collective for each sample; return what to wait for, None for what is over.
 
     `out` and `x` are [..., seq or its part, size] and contiguous. One collective for all samples
-    would leave the ranks' parts out of order: sorting them is a copy of the whole tensor.
-    The collectives are coalesced into one call, except over gloo: torch 2.13's gloo group corrupts
-    the heap when coalesced collectives end on both of its threads at once
-    (benchmarks/upstream/gloo_coalesced.py reproduces it).
+    would leave the ranks' parts out of order: sorting them is a copy of the whole tensor. They are
+    coalesced into one call, except over gloo: torch 2.13's gloo group corrupts the heap when such
+    collectives end on both of its threads at once (benchmarks/upstream/gloo_coalesced.py).
     """
     outs, xs = (t.view(-1, t.shape[-2] * t.shape[-1]) for t in (out, x))
     if len(xs) == 1:
@@ -131,9 +130,8 @@ def reduce_from_group(
 ) -> Tensor:
     """Megatron's g: all-reduce forward, identity backward, where partial sums become replicated.
 
-    The sum takes the place of `x`: a fresh, contiguous result that nobody else holds. Under
-    sequence parallelism a reduce-scatter forward and an all-gather backward, which leaves each
-    rank its part of the sequence: [..., seq, size] -> [..., seq / tp, size].
+    The sum takes the place of `x`, which must be contiguous and held by nobody else. Under sequence
+    parallelism a reduce-scatter and an all-gather: [..., seq, size] -> [..., seq / tp, size].
     """
     return x if group.size() == 1 else _across(x, group, sequence_parallel)
 

@@ -36,8 +36,7 @@ def gradient_of_spent(
     """The gradient of the logits that `sum_rows` took, p - 1 at the label and p elsewhere.
 
     `top` is what it found; `factor` [tokens] makes probabilities of exponentials. It is taken
-    before it is rounded to `dtype`: in bf16 any p above 0.998 is 1, and what a confident label
-    still teaches would be lost.
+    before it is rounded to `dtype`: in bf16 any p above 0.998 is 1.
     """
     if compiles_pointwise():
         _put_gradient(logits, top, factor, here, outside)

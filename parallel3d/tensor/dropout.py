@@ -38,8 +38,7 @@ class RandomKey:
 class Dropout(nn.Module):
     """Dropout at a named place, over a group that the activation is split over (None: replicated).
 
-    Seeds the device's default generator, so it also serves operators that draw from it by
-    themselves (`seed()` before scaled_dot_product_attention).
+    `seed()` also serves operators that draw from the device's default generator by themselves.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
 """The start of every parameter, the same bits on every mesh.
 
 A parameter is drawn in tiles, each from a generator seeded by the run's seed, the parameter's
-global name and the tile's place. A rank draws the tiles that its own part touches, whatever part
-tensor parallelism and ZeRO gave it, and holds one band of tiles at a time.
+global name and the tile's place. A rank draws the tiles that its part touches, a band at a time.
 """
 
 from hashlib import blake2b

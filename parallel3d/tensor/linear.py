@@ -1,8 +1,7 @@
 """Linear layers whose weight is cut over a tensor-parallel group (arXiv:1909.08053, section 3).
 
 Under sequence parallelism (arXiv:2205.05198, section 4.2.2) their activations outside are
-[..., seq / tp, size] instead of replicated. A bias is added in place: no backward needs a product's
-result, and one more tensor of its size would be there for a moment.
+[..., seq / tp, size] instead of replicated. A bias is added in place, which no backward minds.
 """
 
 from collections.abc import Mapping

@@ -43,10 +43,7 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class VocabParallelOutput(nn.Module):
-    """Vectors [..., size] and labels -> loss, with the rows of the weight cut like an embedding's.
-
-    The logits of all tokens are never there at once (`loss`).
-    """
+    """Vectors [..., size] and labels -> loss, with the weight's rows cut like an embedding's."""
 
     def __init__(self, vocab_size: int, size: int, context: LayerContext) -> None:
         super().__init__()

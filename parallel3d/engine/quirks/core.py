@@ -198,10 +198,9 @@ class ReleaseCounters:
 class DeferredReduction:
     """Parameters kept out of each microbatch's reduction, and reduced at the end of the step.
 
-    For a weight tied over two stages: its two gradients must meet before ZeRO cuts them up, and
-    inside a backward the two stages cannot wait for each other; and for the partial gradients of
-    sequence parallelism, whose sum over tp would else cost a collective a microbatch. The last
-    reduction looks to ZeRO like one more microbatch, in which these alone have gradients.
+    The two gradients of a weight tied over two stages must meet before ZeRO cuts them up, and the
+    sum of partial ones over tp would else cost a collective a microbatch. The last reduction looks
+    to ZeRO like one more microbatch, in which these alone have gradients.
     """
 
     def __init__(self, engine: Any, parameters: list[nn.Parameter]) -> None:
