@@ -34,7 +34,7 @@ class CausalAttention(nn.Module):
         self.recompute, self.scale = context.recompute_attention, scale
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments | None = None) -> Tensor:
-        """q [batch, heads, seq, size]; k, v: a divisor of its heads -> [batch, seq, heads * size]."""
+        """q [batch, heads, seq, size]; k, v: a divisor of heads -> [batch, seq, heads * size]."""
         if self.recompute and torch.is_grad_enabled():
             # The mask of its dropout is a function of its place: no generator state is kept.
             y = checkpoint(
