@@ -30,8 +30,7 @@ def measure(dp: int) -> tuple[float, float]:
     from parallel3d.mesh import mesh as mesh_module
     from parallel3d.mesh.launch import Launch
     from parallel3d.model.spec import Init, ParamSpec
-    from parallel3d.tensor.cut import cut_parameter
-    from parallel3d.tensor.held import HeldParameter
+    from parallel3d.tensor.cut import HeldParameter, cut_parameter
 
     def join(launch: Launch, device: torch.device, watched: bool) -> None:
         dist.init_process_group("fake", rank=0, world_size=dp, store=FakeStore())

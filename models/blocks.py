@@ -8,11 +8,10 @@ from parallel3d.models.common import scales_of
 from parallel3d.tensor.attention import CausalAttention
 from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.linear import ColumnParallelLinear, RowParallelLinear
-from parallel3d.tensor.output import VocabParallelOutput
 from parallel3d.tensor.pointwise import gelu, scaled
 from parallel3d.tensor.rotary import Rotary
 from parallel3d.tensor.segments import Segments
-from parallel3d.tensor.vocab import VocabParallelEmbedding
+from parallel3d.tensor.vocab import VocabParallelEmbedding, VocabParallelOutput
 
 
 class TokenEmbedding(nn.Module):

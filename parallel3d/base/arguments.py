@@ -29,12 +29,9 @@ class Parser(argparse.ArgumentParser):
         self, description: str | None = None, epilog: str | None = None, **options: Any
     ) -> None:
         super().__init__(
-            description=description,
-            epilog=epilog,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-            **options,
-        )
+            description=description, epilog=epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options,
+        )  # fmt: skip
 
     def error(self, message: str) -> NoReturn:
         """End with the exit code 2 and the place, the rule and the remedy, without the usage."""

@@ -1,7 +1,6 @@
 """Replaces files whole or not at all, whoever is killed and whenever the power goes (floor 0).
 
-Every file of the house that takes an older one's place does it here. Each step has a fault point,
-under the name that its caller gives, at which a test ends the process.
+Each step has a fault point, under the name that its caller gives, at which a test ends the process.
 """
 
 import os

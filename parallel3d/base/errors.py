@@ -26,10 +26,7 @@ class TrainingError(RuntimeError):
 
 
 class RankError(RuntimeError):
-    """What one rank met alone in training, such as a file that shrank; commands exit with code 1.
-
-    Its words are said by that rank, and its peers hear of it from the judge.
-    """
+    """What one rank met alone, such as a file that shrank; commands exit with code 1."""
 
 
 def packed(error: Exception) -> str:

@@ -1,7 +1,7 @@
 """The settings as a list (for `--help`), and pydantic's errors as problems with remedies."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache
@@ -41,10 +41,7 @@ _OURS = "parallel3d."
 
 @dataclass(frozen=True)
 class SettingDoc:
-    """One setting: its dotted path, its type, its default as JSON ("" if required), its doc.
-
-    `only` names the choices that have it (`family "gpt"`), "" if all have.
-    """
+    """One setting: path, type, default as JSON ("" if required), doc, and the choices having it."""
 
     path: str
     type: str
@@ -99,8 +96,9 @@ def _settings_of_choice(choice: Choice, path: str) -> Iterator[SettingDoc]:
 def problems_in(error: ValidationError, raw: Any, root: type[Section]) -> list[Problem]:
     """Return what pydantic found in `raw`, whose model is `root`: one problem for each path."""
     found: dict[str, list[Problem]] = {}
+    known = cache(lambda: settings(root))
     for detail in error.errors():
-        for problem in _problems_of(detail, raw, root):
+        for problem in _problems_of(detail, raw, root, known):
             found.setdefault(problem.path, []).append(problem)
     return [_either(problems) for problems in found.values()]
 
@@ -132,13 +130,15 @@ def _reader(model: type[Section], name: str) -> TypeAdapter[Any]:
     return TypeAdapter[Any](annotation)
 
 
-def _problems_of(detail: ErrorDetails, raw: Any, root: type[Section]) -> Iterator[Problem]:
-    path, value, model = _located(detail["loc"], raw, root)
+def _problems_of(
+    detail: ErrorDetails, raw: Any, root: type[Section], known: Callable[[], list[SettingDoc]]
+) -> Iterator[Problem]:
+    path, value, model = _located(detail, raw, root)
     field = model.model_fields.get(path.rpartition(".")[2]) if model else None
     words = detail.get("ctx", {})
     cause = words.get("error")
     if detail["type"] == "extra_forbidden":
-        yield from _unknown(path, value, model, root)
+        yield from _unknown(path, value, model, root, known)
     elif detail["type"] == "missing":
         doc = (field.description or "").split("\n")[0] if field else "the list is too short"
         if field and field.examples:  # a block that can be pasted
@@ -149,7 +149,7 @@ def _problems_of(detail: ErrorDetails, raw: Any, root: type[Section]) -> Iterato
     elif cause is not None:
         yield Problem(path, value, *_split(str(cause)))
     elif value == "auto":
-        ours = [s.path for s in settings(root) if '"auto"' in s.type + s.doc]
+        ours = [s.path for s in known() if '"auto"' in s.type + s.doc]
         remedy = f"write a value; auto may be: {', '.join(dict.fromkeys([*root.autos, *ours]))}"
         yield Problem(path, value, "cannot be auto", remedy)
     else:
@@ -170,8 +170,9 @@ def _pasted(path: str, field: FieldInfo) -> str:
 
 
 def _unknown(
-    path: str, value: Any, model: type[Section] | None, root: type[Section]
-) -> Iterator[Problem]:
+    path: str, value: Any, model: type[Section] | None, root: type[Section],
+    settings: Callable[[], list[SettingDoc]],
+) -> Iterator[Problem]:  # fmt: skip
     """Yield the problem of a key that is no setting: why it is refused, else what it may mean."""
     section, _, key = path.rpartition(".")
     refused, inside = root.refused.get(section, {}), root.refused.get(path, {})
@@ -184,7 +185,7 @@ def _unknown(
             yield Problem(path, value, *_split(refused[key]))
         return
     known = list(model.model_fields) if model else []
-    listed = {setting.path: setting.only for setting in settings(root)}
+    listed = {setting.path: setting.only for setting in settings()}
     here = f"this block has: {', '.join(known)}" if known else "remove it"
     names, key = [*known, *refused], key.lower()
     if only := listed.get(path):
@@ -200,10 +201,7 @@ def _unknown(
 
 
 def _elsewhere(path: str, key: str, settings: Iterable[str]) -> str:
-    """The setting or block that a key in the wrong place means, the outermost first; "" if none.
-
-    At the top of the file that may be a misspelled block of parallel3d's.
-    """
+    """Return the setting or block that a key in the wrong place means; "" if none."""
     parts = [setting.split(".") for setting in settings]
     places = {".".join(names[:n]) for names in parts for n in range(1, len(names) + 1)}
     same = [p for p in places if p.rpartition(".")[2] == key and p != path]
@@ -216,22 +214,19 @@ def _elsewhere(path: str, key: str, settings: Iterable[str]) -> str:
 
 
 def _located(
-    loc: tuple[int | str, ...], raw: Any, root: type[Section]
+    detail: ErrorDetails, raw: Any, root: type[Section]
 ) -> tuple[str, Any, type[Section] | None]:
-    """Dotted path and value of an error, and the section that the path's last name is of.
-
-    pydantic ends a path with its names of a union's members.
-    """
+    """Return an error's dotted path and value, and the section that the last name belongs to."""
     path: list[str] = []
     section: type[Section] | None = root  # the one that `raw` is, or that its items are
     owner, of_items = section, False
-    for part in loc:
-        if isinstance(raw, dict):
-            raw = raw.get(str(part), ABSENT)
-        elif isinstance(raw, list | tuple):
-            raw = raw[int(part)] if int(part) < len(raw) else ABSENT
+    for part in detail["loc"]:
+        if isinstance(raw, dict) and (part in raw or detail["type"] == "missing"):
+            raw = raw.get(part, ABSENT)
+        elif isinstance(raw, list | tuple) and isinstance(part, int):
+            raw = raw[part] if part < len(raw) else ABSENT
         else:
-            break
+            break  # a member of a union, which pydantic names at the end of a path
         path.append(str(part))
         owner = None if of_items else section
         if of_items:

@@ -87,19 +87,11 @@ def end_this_process(text: str) -> None:
 class Lock:
     """The lock at `path`, whose folder must exist; `about` says what for, `jobs` under which.
 
-    `on_lost` hears, in a thread, that another process has taken it over: this one was silent for
-    so long that it was taken for dead.
+    This process ends if another one takes it for dead and takes the lock over.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        about: str = "",
-        jobs: tuple[Job, ...] = (),
-        on_lost: Callable[[str], None] = end_this_process,
-    ) -> None:
-        self.path, self._jobs, self._on_lost = path.absolute(), jobs, on_lost
+    def __init__(self, path: Path, *, about: str = "", jobs: tuple[Job, ...] = ()) -> None:
+        self.path, self._jobs = path.absolute(), jobs
         self._mine = Holder(
             token=uuid4().hex, host=socket.gethostname(), place=place_of_this_process(),
             pid=os.getpid(), started=start_of(os.getpid()) or "", jobs=jobs, about=about,
@@ -109,9 +101,9 @@ class Lock:
         self._heart: threading.Thread | None = None
 
     def take(self, say: Callable[[str], None] = lambda text: None) -> None:
-        """Take the lock; LockHeld if a living process has it, OSError where no file can be made.
+        """Take the lock; raises LockHeld if a living process has it, OSError for want of a file.
 
-        Of a holder on another machine it waits for a heartbeat, and says so.
+        It waits for the heartbeat of a holder on another machine, and says so.
         """
         dead = ""
         while holder := self.try_to_take(dead):
@@ -134,10 +126,7 @@ class Lock:
                 time.sleep(_NAP)
 
     def try_to_take(self, dead: str = "") -> Holder | None:
-        """Take the lock if it is free, or its holder dead; else give the holder, without waiting.
-
-        `dead` is the token of a holder that is known to be dead.
-        """
+        """Take the lock if it is free or its holder dead (as `dead`'s token is); else return it."""
         while not self._create(self.path):
             holder = read(self.path)
             if holder is None:
@@ -216,7 +205,7 @@ class Lock:
                 if holder is None and self._create(self.path):
                     continue
                 if holder is None or holder.token != mine.token:
-                    return self._on_lost(
+                    return end_this_process(
                         f"{self.path} was taken over by {holder or 'another process'}: this "
                         "process was silent for too long; it ends, and writes nothing more"
                     )
@@ -225,10 +214,7 @@ class Lock:
 
 
 def read(path: Path) -> Holder | None:
-    """Who holds the lock at `path`; None if nobody does.
-
-    A damaged file is a holder of whom nothing is known but that it is silent.
-    """
+    """Return who holds the lock at `path`, None if nobody; a damaged file is a silent holder."""
     try:
         text = path.read_text(errors="replace")
         if not text:  # its holder is about to write it

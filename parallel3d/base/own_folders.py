@@ -1,8 +1,7 @@
 """A user's own model families and schedules: folders outside the package that it looks into.
 
-They come behind the package's own in the `__path__` of `parallel3d.models` and of
-`parallel3d.schedule.schedules`, so that a family `tiny` is `parallel3d.models.tiny` wherever its
-folder is. An environment variable tells every process that is started from then on.
+They come last in the `__path__` of `parallel3d.models` and `parallel3d.schedule.schedules`. An
+environment variable tells every process that is started from then on.
 """
 
 import importlib

@@ -25,10 +25,7 @@ _TRAILING_COMMA = re.compile(rf"{_STRING}|[\[{{,]\s*,|(,)(?=\s*[\]}}])")
 
 
 def find(name: str) -> Path:
-    """The config file that `name` means: a path, or what is shipped as configs/NAME.
-
-    That is a bare name, or a path below configs/ as the documents write it, from any folder.
-    """
+    """Return the config file of a path, or of configs/NAME that is shipped; raises ConfigError."""
     path = Path(name)
     shipped = [CONFIGS / name, CONFIGS / f"{name}.json"] if path.name == name else []
     if path.parts[:1] == ("configs",):
@@ -42,10 +39,7 @@ def find(name: str) -> Path:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The object in a config file; raises ConfigError with the line where it is not JSON.
-
-    A byte order mark, which some editors write, is no part of the text.
-    """
+    """Return the object in a config file; raises ConfigError with the line where it is not JSON."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
@@ -62,13 +56,8 @@ def parse(text: str, source: str = "config") -> dict[str, Any]:
     return value
 
 
-def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> None:
-    """Set values in `raw` by their dotted paths: `--a.b 2` or `--a.b=2`; the last one wins."""
-    set_values(raw, pairs(overrides))
-
-
 def set_values(raw: dict[str, Any], values: Iterable[tuple[str, str]]) -> None:
-    """Set values in `raw`, each a dotted path and its text on a command line."""
+    """Set values in `raw`, each a dotted path and its text; the last one of a path wins."""
     for path, text in values:
         *sections, key = path.split(".")
         block = raw
@@ -87,7 +76,7 @@ def at(raw: Any, path: str) -> Any:
 
 
 def pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """The dotted path and the text of each setting of a command line, as they stand there."""
+    """Yield the path and the text of each setting of a command line: `--a.b 2` or `--a.b=2`."""
     words = iter(overrides)
     for word in words:
         if not re.match(r"--\w", word):
@@ -104,10 +93,7 @@ def pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def value(text: str) -> Any:
-    """A value as a command line has it: JSON where it is JSON, else the text itself.
-
-    So names need no quotes.
-    """
+    """Return a value of a command line: JSON where it is JSON, else the text itself."""
     try:
         return _load(text, "the command line")
     except ConfigError:

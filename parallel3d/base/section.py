@@ -1,6 +1,8 @@
 """What every section of a config is made of: strict frozen models, and problems with a remedy."""
 
 import json
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
@@ -20,11 +22,7 @@ class Section(BaseModel):
     """Paths where "auto" may stand, besides those whose type or text says so."""
 
     model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
 
 
@@ -47,6 +45,7 @@ class Problem:
 
 
 ABSENT: Any = object()  # the value of a key that is not there
+_MOST_OF_A_LIST = 5  # problems in one list that a message has
 
 
 class Problems(ConfigError):
@@ -55,7 +54,22 @@ class Problems(ConfigError):
     def __init__(self, problems: Sequence[Problem], source: str = "the config") -> None:
         self.problems = tuple(problems)
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
-        super().__init__("\n  ".join([f"{count} in {source}:", *map(str, self.problems)]))
+        super().__init__("\n  ".join([f"{count} in {source}:", *_lines(self.problems)]))
+
+
+def _lines(problems: Iterable[Problem]) -> list[str]:
+    """Return a line a problem; of those in one list only the first few, and how many more."""
+    lines, counts = [], Counter[str]()
+    for problem in problems:
+        name, *inside = re.split(r"\.\d+(?=\.|$)", problem.path, maxsplit=1)
+        counts[name] += len(inside)
+        if counts[name] <= _MOST_OF_A_LIST:
+            lines.append(str(problem))
+    more = {name: count - _MOST_OF_A_LIST for name, count in counts.items()}
+    return [
+        *lines,
+        *(f"{name}: {n} more problems in its entries" for name, n in more.items() if n > 0),
+    ]
 
 
 @dataclass(frozen=True)

@@ -35,10 +35,7 @@ class Column:
 
 
 def console(as_json: bool) -> Console:
-    """The console that a command prints to: standard error beside --json.
-
-    As wide as the terminal; elsewhere as COLUMNS says, else as most tables are in one line.
-    """
+    """Return a command's console: standard error beside --json; as wide as terminal or COLUMNS."""
     out = Console(stderr=as_json, highlight=False, markup=False, soft_wrap=True)
     if not out.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
         out.width = PIPED
@@ -54,10 +51,7 @@ def show(
 
 
 def say(out: Console, text: Cell, indent: str = "") -> None:
-    """Print a paragraph, wrapped at words; later lines begin with `indent`.
-
-    A path stays whole, so that it can be copied, even where it is longer than a line.
-    """
+    """Print a paragraph, wrapped at words, with paths whole; later lines begin with `indent`."""
     plain = text.plain if isinstance(text, Text) else text
     style = text.style if isinstance(text, Text) else ""
     for part in plain.split("\n"):
@@ -68,10 +62,7 @@ def say(out: Console, text: Cell, indent: str = "") -> None:
 def table(
     columns: Sequence[Column], rows: Iterable[Sequence[Cell]], width: int, *, first: str = ""
 ) -> list[Text]:
-    """The lines of a table, heads first, none wider than `width` if no cell is.
-
-    Each row has a cell for each column. Heads that are all empty are left out.
-    """
+    """Return the lines of a table, heads first unless all are empty, none wider than `width`."""
     cells = [[Text.assemble(cell) for cell in row] for row in rows]
     heads = [Text(column.head, "bold underline") for column in columns]
     widths = [max(text.cell_len for text in column) for column in zip(heads, *cells, strict=True)]

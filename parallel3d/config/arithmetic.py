@@ -31,10 +31,9 @@ def data_parallel_size(mesh: MeshConfig, world_size: int) -> int:
 def batch_sizes(
     batch: int | None, micro: int | None, accumulation: int | None, dp: int
 ) -> tuple[int, int, int]:
-    """The global batch, micro batch and accumulation, of which DeepSpeed needs one or two.
+    """Return the batch (micro batch x accumulation x dp), micro batch and accumulation.
 
-    Batch = micro batch x accumulation x dp. Where only one is given, accumulation is 1. Raises
-    ConfigError where the batch cannot be divided so.
+    Accumulation is 1 where only one is given. Raises ConfigError if the batch cannot be divided so.
     """
     if batch is None:
         assert micro is not None, "the checks want a batch or a micro batch size"
@@ -81,10 +80,9 @@ def samples_of_epochs(epochs: float, samples: int) -> int:
 
 
 def fit(train: TrainConfig, scheduler: Any) -> tuple[TrainConfig, Any, list[str]]:
-    """`train` and DeepSpeed's `scheduler` (or None) for train.steps steps, with a note on a change.
+    """Return `train` and DeepSpeed's `scheduler` fitted to train.steps (if known), and notes.
 
-    A warm-up that is longer than the run ends with it, or where the decay begins; a scheduler's
-    length "auto" becomes the run's. Without train.steps nothing changes.
+    A longer warm-up ends with the run, or where the decay begins; a length "auto" is the run's.
     """
     steps, notes = train.steps, []
     if steps is None:

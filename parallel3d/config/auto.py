@@ -1,7 +1,7 @@
 """Hugging Face's "auto": the values that replace it, before anything else reads the file.
 
-By the rules of transformers' DeepSpeed integration, with the defaults of its TrainingArguments for
-what the user of a Trainer would set there. A test compares the two.
+The rules are those of transformers' DeepSpeed integration, with the defaults of TrainingArguments.
+A test compares the two.
 """
 
 import json
@@ -18,9 +18,9 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Rule:
-    """The value that "auto" means at `path`, in words and as a function of the whole file.
+    """The value that "auto" means at `path`, in words and as a function of the file.
 
-    The function gives ABSENT where the setting is to be left out, for it is derived later.
+    It is ABSENT where the setting is left out and derived later.
     """
 
     path: str

@@ -1,9 +1,8 @@
 """Rules that several settings of a config must obey together.
 
-A check names, as its parameters, the settings that it compares; it runs where all of them are sound
-by themselves. Every model family has the sizes that are compared here: num_attention_heads,
-num_hidden_layers, inner_size, max_position_embeddings and vocab_size; one whose queries share keys
-and values has num_key_value_heads too.
+A check names, as its parameters, the settings that it compares, and runs where all of them are
+sound. Every model family has the sizes that are compared here; one whose queries share keys and
+values has num_key_value_heads too.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -27,6 +26,7 @@ from parallel3d.config.parallel3d_block import (
 )
 from parallel3d.schedule import schedules
 
+_LEAST_ON_NVME = 2**18  # elements; DeepSpeed keeps fewer bytes than 1 MiB in host memory
 _signature = cache(signature)  # the planner asks for thousands of meshes
 
 
@@ -47,7 +47,9 @@ def _check_heads(mesh: MeshConfig, model: Any) -> Iterator[Problem]:
     heads = model.num_attention_heads
     if heads % mesh.tp:
         rule = f"does not divide num_attention_heads={heads}"
-        yield Problem("parallel3d.mesh.tp", mesh.tp, rule, f"use tp = {_divisors(heads)}")
+        yield Problem(
+            "parallel3d.mesh.tp", mesh.tp, rule, f"use tp = {_listed(_divisors_of(heads))}"
+        )
 
 
 def _check_inner_size(mesh: MeshConfig, model: Any) -> Iterator[Problem]:
@@ -297,6 +299,24 @@ def _check_offload(zero_optimization: ZeroConfig) -> Iterator[Problem]:
         yield Problem(f"{path}.offload_optimizer.device", optimizer, rule, remedy)
 
 
+def _check_nvme(zero_optimization: ZeroConfig) -> Iterator[Problem]:
+    """Check what DeepSpeed does wrong, or not at all, with states on NVMe."""
+    zero, path, optimizer = zero_optimization, "zero_optimization", "offload_optimizer"
+    kept, offload = zero.stage3_param_persistence_threshold, zero.offload_optimizer
+    if zero.offload_param.device == "nvme" and kept > _LEAST_ON_NVME:
+        rule = "keeps parameters unsharded that offload_param puts on NVMe"
+        remedy = f"use at most {_LEAST_ON_NVME}"
+        yield Problem(f"{path}.stage3_param_persistence_threshold", kept, rule, remedy)
+    if zero.offload_param.device == "nvme" and offload.fast_init:
+        rule = "starts from wrong weights where offload_param puts parameters on NVMe"
+        yield Problem(f"{path}.{optimizer}.fast_init", True, rule, "remove it")
+    needed = 4 * (1 + offload.pipeline_read + offload.pipeline_write)
+    if offload.device == "nvme" and offload.buffer_count < needed:
+        rule = "is too few for a step with the next states read or the last ones written"
+        remedy = f"use {needed} or more, or switch pipeline_read and pipeline_write off"
+        yield Problem(f"{path}.{optimizer}.buffer_count", offload.buffer_count, rule, remedy)
+
+
 def _check_adam(optimizer: OptimizerConfig, zero_optimization: ZeroConfig) -> Iterator[Problem]:
     if optimizer.params.torch_adam and zero_optimization.offload_optimizer.device != "none":
         rule = "does not go with offload_optimizer: DeepSpeed's Adam steps in host memory"
@@ -308,36 +328,15 @@ def _divisors_of(number: int) -> list[int]:
     return sorted({*small, *(number // n for n in small)})
 
 
-def _divisors(number: int) -> str:
-    return _listed(_divisors_of(number))
-
-
 def _listed(numbers: list[int]) -> str:
     *first, last = map(str, numbers)
     return f"{', '.join(first)} or {last}" if first else last
 
 
 CHECKS: tuple[Callable[..., Iterator[Problem]], ...] = (
-    _check_heads,
-    _check_key_value_heads,
-    _check_inner_size,
-    _check_layers,
-    _check_schedule,
-    _check_reduction,
-    _check_compile,
-    _check_sequence,
-    _check_sequence_parallel,
-    _check_tp_of_vocabulary,
-    _check_trained_vocabulary,
-    _check_vocabulary,
-    _check_batch,
-    _check_plan,
-    _check_length,
-    _check_lr_schedule,
-    _check_scheduler,
-    _check_profile,
-    _check_precision,
-    _check_communication_type,
-    _check_offload,
-    _check_adam,
-)
+    _check_heads, _check_key_value_heads, _check_inner_size, _check_layers, _check_schedule,
+    _check_reduction, _check_compile, _check_sequence, _check_sequence_parallel,
+    _check_tp_of_vocabulary, _check_trained_vocabulary, _check_vocabulary, _check_batch,
+    _check_plan, _check_length, _check_lr_schedule, _check_scheduler, _check_profile,
+    _check_precision, _check_communication_type, _check_offload, _check_nvme, _check_adam,
+)  # fmt: skip

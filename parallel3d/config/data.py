@@ -34,20 +34,13 @@ Split = Annotated[str, AfterValidator(_split_text)]
 TokenDtype = Literal["auto", "uint8", "uint16", "int16", "uint32", "int32", "int64"]
 # Which sources read each key; what the others find there is a mistake.
 READ_BY = {
-    "paths": ("text", "jsonl", "parquet", *OF_IDS),
-    "documents": ("text",),
-    "text_field": ("jsonl", "parquet", "hub"),
-    "name": ("hub",),
-    "subset": ("hub",),
-    "split": ("hub",),
-    "token_field": ("parquet", "hub"),
-    "label_field": ("parquet", "hub"),
-    "weight_field": ("parquet", "hub", "datatrove"),
-    "token_dtype": ("datatrove", "tokens"),
-    "check_ids": ("parquet", "hub", *OF_IDS),
-    "mixture": ("mixture",),
+    "paths": ("text", "jsonl", "parquet", *OF_IDS), "documents": ("text",),
+    "text_field": ("jsonl", "parquet", "hub"), "name": ("hub",), "subset": ("hub",),
+    "split": ("hub",), "token_field": ("parquet", "hub"), "label_field": ("parquet", "hub"),
+    "weight_field": ("parquet", "hub", "datatrove"), "token_dtype": ("datatrove", "tokens"),
+    "check_ids": ("parquet", "hub", *OF_IDS), "mixture": ("mixture",),
     "validation_split": ("hub", "mixture"),
-}
+}  # fmt: skip
 # What is evaluated without being asked for has these names: held-out text, parts of a mixture.
 _OURS = re.compile(r"held_out|mixture\..*")
 _NAME = re.compile(r"[\w.\-]+")

@@ -6,13 +6,12 @@ in deepspeed_keys.py and is refused by name.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, Strict, model_validator
+from pydantic import BeforeValidator, Field, Strict
 
-from parallel3d.base.section import PathText, Problem, Problems, Section, Size
+from parallel3d.base.section import PathText, Section, Size
 
 # A block that a message gives to be pasted where it is missing.
 EXAMPLE = {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}}
-_LEAST_ON_NVME = 2**18  # elements; DeepSpeed keeps fewer bytes than 1 MiB in host memory
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -110,15 +109,6 @@ class OffloadOptimizerConfig(Section):
     pipeline_write: bool = False
     """Write the last states to NVMe while a step runs."""
 
-    @model_validator(mode="after")
-    def _check(self) -> "OffloadOptimizerConfig":
-        needed = 4 * (1 + self.pipeline_read + self.pipeline_write)
-        if self.device == "nvme" and self.buffer_count < needed:
-            rule = "is too few for a step with the next states read or the last ones written"
-            remedy = f"use {needed} or more, or switch pipeline_read and pipeline_write off"
-            raise Problems([Problem("buffer_count", self.buffer_count, rule, remedy)])
-        return self
-
 
 class OffloadParamConfig(Section):
     """Where ZeRO-3's shards of the parameters live between uses."""
@@ -212,20 +202,3 @@ class ZeroConfig(Section):
     """Warn where the order of modules differs from the recorded one (stage 3)."""
     enable_sanity_checks: bool = False
     """DeepSpeed's own checks (stage 3)."""
-
-    @model_validator(mode="after")
-    def _check_nvme(self) -> "ZeroConfig":
-        problems = []
-        if self.offload_param.device == "nvme":
-            limit, kept = _LEAST_ON_NVME, self.stage3_param_persistence_threshold
-            if kept > limit:
-                rule = "keeps parameters unsharded that offload_param puts on NVMe"
-                path = "stage3_param_persistence_threshold"
-                problems.append(Problem(path, kept, rule, f"use at most {limit}"))
-            if self.offload_optimizer.fast_init:
-                rule = "starts from wrong weights where offload_param puts parameters on NVMe"
-                path = "offload_optimizer.fast_init"
-                problems.append(Problem(path, True, rule, "remove it"))
-        if problems:
-            raise Problems(problems)
-        return self

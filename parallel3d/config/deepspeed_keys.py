@@ -1,9 +1,8 @@
 """The keys of DeepSpeed 0.19.8 that are no settings of parallel3d: what each may say, and why.
 
-Many values say what parallel3d does anyway, or switch off what it does not have; such a value is
-accepted and left out, and any other is refused by name with the reason.
-tests/config/test_deepspeed_keys.py compares these tables, with the settings, to the installed
-version: a key that a later DeepSpeed adds fails there until it is a setting or stands here.
+A value that says what parallel3d does anyway, or switches off what it does not have, is left out;
+any other is refused with the reason. tests/config/test_deepspeed_keys.py compares the tables with
+the installed DeepSpeed.
 """
 
 from dataclasses import dataclass, field
@@ -16,10 +15,7 @@ ANY: Any = object()  # every value
 
 @dataclass(frozen=True)
 class Key:
-    """A DeepSpeed key that is not a setting, with the reason why values are refused.
-
-    The reason reads "rule; remedy".
-    """
+    """A DeepSpeed key that is not a setting, and why values are refused: "rule; remedy"."""
 
     reason: str
     values: tuple[Any, ...] = ()
@@ -170,10 +166,7 @@ TOP_LEVEL = {
         items={"autotp_size": (0, 1)},
     ),
     # DeepSpeed's own line is never printed, on or off.
-    "timers": Key(
-        _METRICS,
-        items={"throughput": _TIMERS},
-    ),
+    "timers": Key(_METRICS, items={"throughput": _TIMERS}),
     "torch_autocast": Key("is not used: the whole model has one type; use bf16", switch="enabled"),
     "use_data_before_expert_parallelism": Key(_NO_EXPERTS, (False,)),
     "vocabulary_size": Key("is not used; set parallel3d.model.vocab_size", (None,)),
@@ -270,8 +263,7 @@ BY_SECTION: dict[str, dict[str, Key]] = {
             "is not possible: it steps on stale gradients, so results change; remove it", (None,)
         ),
         "zero_hpz_partition_size": Key(
-            "is part of ZeRO++, whose groups are neighbouring ranks, not a stage's; remove it",
-            (1,),
+            "is part of ZeRO++, whose groups are neighbouring ranks, not a stage's; remove it", (1,)
         ),
         "zero_quantized_gradients": Key(f"{_QUANTISED}; remove it", (False,)),
         "zero_quantized_nontrainable_weights": Key(f"{_QUANTISED}; remove it", (False,)),

@@ -1,7 +1,7 @@
 """Folders of the user's own that a config names: looked into before the rest of it is read."""
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,26 +13,15 @@ from parallel3d.base.reader import at
 from parallel3d.base.section import PathText
 from parallel3d.schedule import schedules
 
-
-def _families_in(folder: Path) -> Iterable[str]:
-    return (file.parent.name for file in folder.glob("*/spec.py"))
-
-
-def _schedules_in(folder: Path) -> Iterable[str]:
-    return (file.stem for file in folder.glob("*.py"))
-
-
+# The package that looks into such folders, the variable that lists them, and what they hold.
 _KINDS = {
-    "model_folders": (models, own_folders.MODELS, _families_in),
-    "schedule_folders": (schedules, own_folders.SCHEDULES, _schedules_in),
+    "model_folders": (models, own_folders.MODELS, "*/spec.py"),
+    "schedule_folders": (schedules, own_folders.SCHEDULES, "*.py"),
 }
 
 
 def look_into(raw: dict[str, Any]) -> None:
-    """Make known what the folders hold that parallel3d.run of a config's object names.
-
-    What names no folder is passed over here, and refused with all else that is wrong.
-    """
+    """Make known what the folders of `raw` hold; names of no folder are refused later."""
     for name, (package, variable, _) in _KINDS.items():
         folders = at(raw, f"parallel3d.run.{name}")
         for folder in folders if isinstance(folders, list) else ():
@@ -41,15 +30,17 @@ def look_into(raw: dict[str, Any]) -> None:
 
 
 def _folder_of(name: str) -> Callable[[str], str]:
-    package, _, names_in = _KINDS[name]
+    package, _, files = _KINDS[name]
 
     def check(text: str) -> str:
         folder = Path(text)
         if not folder.is_dir():
             raise ValueError("is no folder; make it, or name another one")
-        shipped = set(names_in(Path(package.__path__[0])))
-        if twice := sorted(shipped & set(names_in(folder)) - {"__init__"}):
-            raise ValueError(f"holds {twice[0]}, a name that parallel3d has already; rename it")
+        shipped = Path(package.__path__[0])
+        found = {path.relative_to(folder).parts[0] for path in folder.glob(files)} - {"__init__.py"}
+        if twice := sorted(name for name in found if (shipped / name).exists()):
+            name = twice[0].removesuffix(".py")
+            raise ValueError(f"holds {name}, a name that parallel3d has already; rename it")
         return os.path.abspath(text)
 
     return check

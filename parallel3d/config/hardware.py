@@ -1,8 +1,7 @@
 """Hardware: what a device can do at most, from configs/hardware/*.json and the user's own folder.
 
-Each figure names its source. The user's own descriptions, and what is measured of this machine,
-are in $XDG_CONFIG_HOME/parallel3d/hardware (~/.config without it); of two with one name these are
-taken.
+Each figure names its source. The user's own descriptions and measurements, which come first, are in
+$XDG_CONFIG_HOME/parallel3d/hardware (~/.config without it).
 """
 
 import json
@@ -32,11 +31,12 @@ def _plausible(value: float, info: ValidationInfo) -> float:
     if info.context is None:
         return value
     if value <= 0:
-        rule, remedy = "must be greater than 0", "write what was measured or published"
-        raise Problems([Problem("", value, rule, remedy)])
+        raise ValueError("must be greater than 0; write what was measured or published")
     if not _LEAST <= value <= _MOST:
-        rule = f"no device is so: figures are {_LEAST:g} to {_MOST:g}, in bytes, FLOPs and seconds"
-        raise Problems([Problem("", value, rule, "write it in the unit of docs/planner.md")])
+        raise ValueError(
+            f"no device is so: figures are {_LEAST:g} to {_MOST:g}, in bytes, FLOPs and seconds; "
+            "write it in the unit of docs/planner.md"
+        )
     return value
 
 
@@ -154,10 +154,9 @@ class Hardware(Section):
         return figure.value if figure else None
 
     def slowdown(self, kind: str, devices: int) -> float:
-        """What the seconds of a kind of work are multiplied by where `devices` share the cores.
+        """Return the factor on the seconds of a kind of work where `devices` share the cores.
 
-        1 for devices of their own. Figures are of `cores.count` processes at once; on fewer a
-        process has more of the memory and more threads, on more they take turns.
+        Figures are of `cores.count` processes; fewer have more threads each, more take turns.
         """
         if self.cores is None:
             return 1.0
@@ -186,10 +185,9 @@ def _files() -> dict[str, Path]:
 
 
 def load(name: str, place: str = "parallel3d.run.hardware") -> Hardware:
-    """The hardware of a name or alias, in any case, or in the file of a path.
+    """Return the hardware of a name or alias, in any case, or of a path that ends in .json.
 
-    A path ends in .json. Raises ConfigError, which says that the name stands at `place`, if none is
-    described.
+    Raises ConfigError, which says that the name stands at `place`, if none is described.
     """
     if name.endswith(".json") and name.removesuffix(".json") not in names():
         return _at(Path(name))

@@ -6,10 +6,7 @@ from parallel3d.config import LrScheduleConfig, RunConfig
 
 
 def rate(config: RunConfig, step: int) -> float:
-    """The learning rate of `step`, counted from 0; the config must be resolved.
-
-    By DeepSpeed's `scheduler` block if there is one, else by parallel3d.train.lr_schedule.
-    """
+    """Return the learning rate of `step`, counted from 0; the config must be resolved."""
     lr = config.optimizer.params.lr
     if config.scheduler is not None:
         return float(config.scheduler.params.rate(lr, step))
@@ -35,9 +32,7 @@ def fraction(schedule: LrScheduleConfig, step: int, num_steps: int) -> float:
     if schedule.type == "wsd":
         decay = min(decay, schedule.decay_steps or max(1, num_steps // 5))
     done = max(0, step + 1 - (num_steps - decay)) / max(1, decay)  # 1 at the last step
-    left = {
-        "cosine": (1 + cos(pi * done)) / 2,
-        "linear": 1 - done,
-        "wsd": 1 - sqrt(done),
-    }[schedule.type]
+    left = {"cosine": (1 + cos(pi * done)) / 2, "linear": 1 - done, "wsd": 1 - sqrt(done)}[
+        schedule.type
+    ]
     return schedule.min_ratio + (1 - schedule.min_ratio) * left

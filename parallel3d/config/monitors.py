@@ -1,7 +1,6 @@
 """DeepSpeed's blocks that report on a run: trackers, times, FLOPs, communication.
 
-None of them reaches DeepSpeed: train/trackers.py opens the trackers, once, and train/watch.py
-prints the rest, from parallel3d's own figures.
+None of them reaches DeepSpeed: train/trackers.py and train/watch.py do it with our own figures.
 """
 
 from typing import Annotated, Literal
@@ -13,17 +12,9 @@ from parallel3d.base.section import PathText, Section, Strings
 # Blocks that say nothing unless they are switched on.
 SWITCHED = ("tensorboard", "csv_monitor", "wandb", "comet", "flops_profiler", "comms_logger")
 Tracker = Literal[
-    "tensorboard",
-    "csv",
-    "wandb",
-    "comet",
-    "mlflow",
-    "aim",
-    "clearml",
-    "dvclive",
-    "swanlab",
+    "tensorboard", "csv", "wandb", "comet", "mlflow", "aim", "clearml", "dvclive", "swanlab",
     "trackio",
-]
+]  # fmt: skip
 Trackers = Annotated[tuple[Tracker, ...], Strict(False)]
 
 

@@ -1,18 +1,20 @@
-"""A DeepSpeed file reduced to settings: no "auto", no old names, no keys without effect.
+"""A file before it is checked: the command line is set in it, and only settings are left.
 
-A model that is published is completed first: an "auto" may be a function of its sizes.
-
-What it leaves is checked strictly, so what is not accepted here is refused there, by name.
+No "auto", old name or key without effect stays. A published model is completed first: an "auto"
+may be a function of its sizes.
 """
 
+from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
 
+from parallel3d.base import reader
 from parallel3d.base.reader import at
 from parallel3d.base.section import ABSENT
 from parallel3d.config import auto, folders, pretrained
-from parallel3d.config.deepspeed_keys import BY_SECTION
+from parallel3d.config.deepspeed_keys import BY_SECTION, TOP_LEVEL
 from parallel3d.config.monitors import SWITCHED
+from parallel3d.config.parallel3d_block import Parallel3DConfig
 
 # DeepSpeed reads the old name where the new one is not there: section, old, new, and what it means.
 _OLD_NAMES = (
@@ -77,3 +79,37 @@ def _block(raw: dict[str, Any], path: str) -> dict[str, Any]:
     """The block at a dotted path of `raw`; an empty one of its own where there is none."""
     block = at(raw, path)
     return block if isinstance(block, dict) else {}
+
+
+def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> list[str]:
+    """Set `--a.b value` in `raw`, in place; return notes on what else of it changed.
+
+    A model that `--parallel3d.model.from_pretrained` names takes the place of the one in `raw`, of
+    which only what no config.json fixes is kept. Raises ConfigError where settings contradict it.
+    """
+    alone: dict[str, Any] = {}
+    values = [(full_path(path), text) for path, text in reader.pairs(overrides)]
+    reader.set_values(alone, values)
+    named, beneath = at(alone, pretrained.PATH), at(raw, "parallel3d.model")
+    if not isinstance(named, str) or not isinstance(beneath, dict):
+        reader.set_values(raw, values)
+        return []
+    del raw["parallel3d"]["model"]
+    reader.set_values(raw, values)
+    folders.look_into(raw)  # a family of the user's own may be the model's
+    return pretrained.fill(raw, beneath)
+
+
+def full_path(path: str) -> str:
+    """Return the path in the file that `path` on the command line means.
+
+    `parallel3d.` may be left out where no key of DeepSpeed's has the path: `checkpoint.every` is
+    parallel3d's, and `checkpoint.tag_validation` DeepSpeed's.
+    """
+    section, _, inside = path.partition(".")
+    if section not in Parallel3DConfig.model_fields:
+        return path
+    theirs = TOP_LEVEL.get(section)
+    if theirs and (not inside or inside.partition(".")[0] in theirs.items):
+        return path
+    return f"parallel3d.{path}"

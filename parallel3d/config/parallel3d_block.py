@@ -25,13 +25,7 @@ EXAMPLE = {
     "train": {"steps": 100},
 }
 Fixable = Literal[
-    "zero_stage",
-    "offload",
-    "micro_batch",
-    "schedule",
-    "recompute",
-    "gradient_reduction",
-    "weights",
+    "zero_stage", "offload", "micro_batch", "schedule", "recompute", "gradient_reduction", "weights"
 ]
 FAMILY = Choice("family", "model family", models.families, models.config_class)
 # pp and tp cannot be derived from the number of processes, so their "auto" means 1.
@@ -114,10 +108,9 @@ class PipelineConfig(Section):
 
 
 def reduces_once(zero_stage: int, gradient_reduction: str) -> bool:
-    """Whether gradients are reduced once a step, rather than after each microbatch.
+    """True if gradients are reduced once a step, rather than after each microbatch.
 
-    "auto" means after each microbatch at ZeRO-2, whose purpose that is, and once a step at the
-    other stages. At ZeRO-0 always once: where nothing is sharded, it would save no memory.
+    At ZeRO-0 it is always once: where nothing is sharded, the other would save no memory.
     """
     automatic = "per_microbatch" if zero_stage == 2 else "per_step"
     chosen = automatic if gradient_reduction == "auto" else gradient_reduction
@@ -125,10 +118,7 @@ def reduces_once(zero_stage: int, gradient_reduction: str) -> bool:
 
 
 def gathered_for(weights: str) -> Weights:
-    """For how long ZeRO-3's weights stay gathered, with "auto" taken for its fallback.
-
-    "auto" that nobody has had the planner resolve (plan/report/choose.py) means "per_microbatch".
-    """
+    """Return for how long ZeRO-3's weights stay gathered; "auto" is taken for its fallback."""
     known: dict[str, Weights] = {"per_pass": "per_pass", "per_step": "per_step"}
     return known.get(weights, "per_microbatch")
 

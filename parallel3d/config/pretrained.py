@@ -1,8 +1,7 @@
 """`parallel3d.model.from_pretrained`: the "model" block that a published model's folder fixes.
 
-When a config is read, config.json alone is: the folder's name becomes a record of what was found,
-and the block beside it is complete. So a resolved config, and a run that is resumed, say which
-weights they began from, and read nothing of the folder again.
+Of the folder config.json alone is read with a config. Its name becomes a record of the weights
+found there, so that a resolved config and a resumed run need nothing of the folder.
 """
 
 import json
@@ -35,11 +34,10 @@ WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 
 
 def fill(raw: dict[str, Any], beneath: Mapping[str, Any] | None = None) -> list[str]:
-    """Complete the "model" block of a ds.json in place, if it names a folder; gives notes on it.
+    """Complete the "model" block of a ds.json in place if it names a folder; return notes on it.
 
-    `beneath`: a block whose place it takes; what a config.json does not fix is kept of it.
-    Raises ConfigError for a folder that is none, a model that no family can be, and settings that
-    contradict it.
+    `beneath`: a block whose place it takes; what a config.json does not fix is kept of it. Raises
+    ConfigError if there is no such folder, no family for its model, or a contradiction.
     """
     name, model = reader.at(raw, PATH), reader.at(raw, "parallel3d.model")
     if not isinstance(name, str):
@@ -80,10 +78,7 @@ def derived(folder: Path, config: Mapping[str, Any], length: int | None = None) 
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The folder's files of weights: the shards that its index names, or the single one.
-
-    Raises ConfigError where there is none, or not every one, and for weights that are pickled.
-    """
+    """Return the shards that a folder's index names, or its single file; raises ConfigError."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     try:
         if index.is_file():
@@ -116,10 +111,7 @@ def _shards(index: Path) -> list[Path]:
 
 
 def digest_of(folder: Path) -> str:
-    """A digest that tells a folder's weights from others: headers, and samples of both ends.
-
-    It takes milliseconds, and so is no proof that every byte is the same. Raises ConfigError.
-    """
+    """Return a digest of headers and samples of a folder's weights; raises ConfigError."""
     digest = blake2b(digest_size=16)
     for path in weight_files(folder):
         try:
@@ -182,10 +174,7 @@ def downloaded(name: str, revision: str | None, patterns: tuple[str, ...]) -> Pa
     disable_progress_bars()
     try:
         found = snapshot_download(
-            name,
-            revision=revision,
-            allow_patterns=list(patterns),
-            local_files_only=bool(why),
+            name, revision=revision, allow_patterns=list(patterns), local_files_only=bool(why)
         )
     # Broad: what goes wrong comes as it is, of the network, of the name, of the disk.
     except Exception as error:

@@ -1,6 +1,8 @@
 """The whole config of a run: what DeepSpeed's file holds, plus the "parallel3d" block."""
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import blake2b
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PlainValidator, PrivateAttr, ValidationError
@@ -8,7 +10,6 @@ from pydantic import Field, PlainValidator, PrivateAttr, ValidationError
 from parallel3d.base import explain, reader
 from parallel3d.base.section import Problem, Problems, Section, Size
 from parallel3d.config import arithmetic, auto, checks, deepspeed, deepspeed_keys, parallel3d_block
-from parallel3d.config.command_line import apply_overrides
 from parallel3d.config.data import DataConfig
 from parallel3d.config.deepspeed import (
     AioConfig,
@@ -25,7 +26,7 @@ from parallel3d.config.monitors import (
     TensorBoardConfig,
     WandbConfig,
 )
-from parallel3d.config.normalise import normalise
+from parallel3d.config.normalise import apply_overrides, normalise
 from parallel3d.config.parallel3d_block import (
     PLAN,
     CheckpointConfig,
@@ -45,6 +46,29 @@ _REMOVED = {
         "`parallel3d verify`, which compares them with one process"
     }
 }
+# What says where and how a run is written, how far this time, and how fast, not what is trained.
+_APART = (
+    *("steps_per_print", "wall_clock_breakdown", "flops_profiler", "comms_logger", "aio"),
+    *("tensorboard", "csv_monitor", "wandb", "comet"),
+    *(f"zero_optimization.offload_{what}.nvme_path" for what in ("optimizer", "param")),
+    *(
+        "parallel3d.run",
+        "parallel3d.checkpoint",
+        "parallel3d.pipeline.weights",
+        "parallel3d.data.cache",
+        "parallel3d.data.max_line_bytes",
+        "parallel3d.data.workers",
+        "parallel3d.data.read_ahead",
+        "parallel3d.data.remote_cache_bytes",
+    ),
+    *(f"parallel3d.train.{name}" for name in ("stop_after", "timeout_seconds", "profile")),
+)
+PLACED = (
+    *("zero_optimization", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
+    *("parallel3d.mesh", "parallel3d.plan", "parallel3d.pipeline"),
+)
+"""How a run is spread over devices and what is offloaded, which changes no number beyond rounding;
+the global batch is train_batch_size."""
 
 
 class RunConfig(Section):
@@ -221,10 +245,7 @@ class RunConfig(Section):
         return self.global_batch_size * self.data.sequence_length
 
     def resolve(self, world_size: int) -> "RunConfig":
-        """The config for `world_size` processes: mesh and batch known, tokens turned to steps.
-
-        Raises ConfigError if mesh or batch size do not fit, or too few tokens are asked for.
-        """
+        """Return the config with mesh, batch and steps of max_tokens for `world_size` ranks."""
         dp = arithmetic.data_parallel_size(self.mesh, world_size)
         config = self._with("mesh", dp=dp)._checked()
         batch, micro, accumulation = arithmetic.batch_sizes(
@@ -248,10 +269,9 @@ class RunConfig(Section):
         return config._fitted()._checked()
 
     def with_corpus(self, vocab_size: int, num_train_tokens: int) -> "RunConfig":
-        """The config for a corpus: the model's vocabulary known, epochs turned to steps.
+        """Return this resolved config for a corpus: vocabulary and steps of the epochs known.
 
-        The config must be resolved. The model's vocabulary may be larger than the tokenizer's
-        `vocab_size`. Raises ConfigError if it is smaller, or if the epochs make no step.
+        Raises ConfigError if the model's vocabulary is smaller, or if the epochs make no step.
         """
         config = self.with_vocab_size(vocab_size)
         if config.train.epochs is not None:
@@ -266,10 +286,9 @@ class RunConfig(Section):
         return config._fitted()._checked()
 
     def resumed(self, step: int, next_sample: int) -> "RunConfig":
-        """The config of a run that has done `step` steps and seen `next_sample` samples.
+        """Return this complete config for a run that has done `step` steps.
 
-        Where max_tokens or epochs bound the run, another batch size takes another number of steps
-        to that end. The config must be complete.
+        Where max_tokens or epochs bound the run, the samples left give its number of steps.
         """
         if self._max_samples is None:
             return self
@@ -306,3 +325,19 @@ class RunConfig(Section):
         config = self.model_copy(update={"parallel3d": block, "scheduler": scheduler})
         config._notes = (*self._notes, *notes)
         return config
+
+
+def digest_of(config: RunConfig, also: Iterable[str] = ()) -> str:
+    """Return a digest that is equal for two configs, as they were read, that train the same.
+
+    Where and how the run is written is left out, and the dotted paths of `also`.
+    """
+    values = config.to_dict()
+    # Until the next release, runs are found that were begun before this setting was removed.
+    values["parallel3d"]["train"]["check_layers"] = True
+    for path in (*_APART, *also):
+        section, _, name = path.rpartition(".")
+        block = reader.at(values, section)
+        if isinstance(block, dict):
+            block.pop(name, None)
+    return blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=16).hexdigest()

@@ -1,8 +1,7 @@
 """DeepSpeed's `scheduler` block: its five schedules, with its names and defaults.
 
-`rate(lr, step)` of each gives the learning rate at `step`, counted from 0; `lr` is
-optimizer.params.lr. DeepSpeed calls `step()` on its scheduler after the optimizer's, so step 0 has
-the schedule's start, and step n what the formula gives for n - 1.
+`rate(lr, step)` is the learning rate at `step`, counted from 0; `lr` is optimizer.params.lr. Step n
+has what the formula gives for n - 1, as DeepSpeed's scheduler steps after the optimizer.
 """
 
 from math import cos, floor, log, pi

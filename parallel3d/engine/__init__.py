@@ -12,21 +12,10 @@ if torch.accelerator.current_accelerator() is None:  # this build of torch knows
 from parallel3d.engine.construction import building, writing
 from parallel3d.engine.engine import Engine, ForwardEngine, StepResult, forward_settings
 from parallel3d.engine.engine_settings import EngineSettings
-from parallel3d.engine.states import KINDS, OptimizerStates, ParameterPiece
-from parallel3d.engine.swap import remove_folders as remove_swap_folders
-from parallel3d.tensor.held import HeldParameter
+from parallel3d.engine.states import KINDS, ParameterPiece
+from parallel3d.tensor.cut import HeldParameter
 
 __all__ = [
-    "KINDS",
-    "Engine",
-    "EngineSettings",
-    "ForwardEngine",
-    "HeldParameter",
-    "OptimizerStates",
-    "ParameterPiece",
-    "StepResult",
-    "building",
-    "forward_settings",
-    "remove_swap_folders",
-    "writing",
-]
+    "KINDS", "Engine", "EngineSettings", "ForwardEngine", "HeldParameter", "ParameterPiece",
+    "StepResult", "building", "forward_settings", "writing",
+]  # fmt: skip

@@ -55,18 +55,14 @@ class ModelParallelUnit:
 
 
 def building(
-    settings: EngineSettings,
-    mesh: Mesh,
-    *,
-    say: Callable[[str], None] = _log.info,
+    settings: EngineSettings, mesh: Mesh, *, say: Callable[[str], None] = _log.info,
     beside: nn.Parameter | None = None,
-) -> AbstractContextManager[Any]:
-    """The context in which a stage's modules are made.
+) -> AbstractContextManager[Any]:  # fmt: skip
+    """Return the context in which a stage's modules are made.
 
-    Under ZeRO-3 each module is cut over the data-parallel group as soon as it is made, so a stage
-    never exists whole on a rank; what a module allocates is not filled before it is cut. Parameters
-    made `beside` another share its folder on NVMe. Raises ConfigError if parameters cannot be
-    offloaded to NVMe.
+    Under ZeRO-3 each module is cut over dp before it is filled, so a stage never exists whole on a
+    rank. Parameters made `beside` another share its folder on NVMe. Raises ConfigError if
+    parameters cannot be offloaded to NVMe.
     """
     _quiet_deepspeed()
     core.skip_shared_memory_operator()
@@ -106,10 +102,9 @@ def _plain_building(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def writing(parameter: nn.Parameter) -> Iterator[tuple[Tensor, int]]:
-    """Write this rank's part of a parameter: yields it, flat, and the index of its first element.
+    """Yield this rank's flat part of a parameter to be written, and the index of its first element.
 
-    The part that ZeRO-3 left here, or the whole parameter under the other stages; counted in
-    the flattened tensor-parallel part. A part that lies on NVMe is read first, and written back.
+    The index counts in the flattened tensor-parallel part. A part on NVMe is read and written back.
     """
     shard = getattr(parameter, "ds_tensor", None)
     if shard is None:
@@ -127,10 +122,7 @@ def writing(parameter: nn.Parameter) -> Iterator[tuple[Tensor, int]]:
 def make_folder(
     options: Mapping[str, Any], part: str, mesh: Mesh, say: Callable[[str], None]
 ) -> Path:
-    """Load what NVMe offload needs, and make an engine's own folder in the section's `nvme_path`.
-
-    `part`: "param" or "optimizer".
-    """
+    """Load what NVMe offload of `part` ("param", "optimizer") needs; make the engine's folder."""
     operators.load_async_io(mesh, say)
     setting = f"zero_optimization.offload_{part}.nvme_path"
     return swap.make_folder(options["nvme_path"], mesh, setting)

@@ -23,7 +23,7 @@ from parallel3d.engine.quirks import core, fp16, nvme, streams, tracing, updatin
 from parallel3d.engine.reduction import Reduction
 from parallel3d.engine.states import OptimizerStates
 from parallel3d.mesh.mesh import Mesh
-from parallel3d.tensor.held import HeldParameter
+from parallel3d.tensor.cut import HeldParameter
 from parallel3d.tensor.held_back import added_in_place
 
 _log = logging.getLogger(__name__)
@@ -33,11 +33,8 @@ _log = logging.getLogger(__name__)
 class StepResult:
     """The gradient's true norm over the mesh before clipping, and whether a step was taken.
 
-    `norm` stays on the device; `grad_norm` waits for it.
-
-    `overflow`: an fp16 gradient was too large for the loss scale, so every rank skipped the step
-    (its norm is infinite) and the scale goes down; training goes on. `loss_scale`: what the step's
-    loss was multiplied by; 1 outside fp16.
+    `norm` stays on the device; `grad_norm` waits for it. `overflow`: an fp16 gradient was too large
+    for `loss_scale` (1 outside fp16), so every rank skipped the step, and the scale goes down.
     """
 
     norm: Tensor | float
@@ -74,16 +71,10 @@ class Engine:
     """
 
     def __init__(
-        self,
-        stages: nn.Module,
-        held: Sequence[HeldParameter],
-        settings: EngineSettings,
-        *,
-        mesh: Mesh,
-        say: Callable[[str], None] = _log.info,
-        owners: tuple[int, int] = (0, -1),
+        self, stages: nn.Module, held: Sequence[HeldParameter], settings: EngineSettings, *,
+        mesh: Mesh, say: Callable[[str], None] = _log.info, owners: tuple[int, int] = (0, -1),
         layers: Layers | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.held, self.settings, self.mesh = tuple(held), settings, mesh
         self._kinds = core.group_kinds(settings.rates)
         pair = mesh.join_pair(*(coord % mesh.size("pp") for coord in owners))
@@ -198,10 +189,7 @@ class Engine:
     def backward(
         self, output: Tensor, grad: Tensor | None = None, *, stage: int = 0, last: bool = False
     ) -> None:
-        """Run a stage backward from its output's gradient, or from the loss where none is given.
-
-        `last`: it completes the stage's gradients of this step.
-        """
+        """Run a stage backward from a gradient or a loss; `last`: it completes the gradients."""
         if self.settings.runs_without_hooks:
             scaled = self._deepspeed.optimizer.scale_if_loss(output) if grad is None else output
             with added_in_place(), self._reduction.last_backward(stage) if last else nullcontext():
@@ -225,9 +213,8 @@ class Engine:
     def step(self, lr: float) -> StepResult:
         """Clip gradients by their norm over the whole mesh, and update the weights.
 
-        `lr` is that of the standard parametrisation; each group has its roles' share of it.
-
-        Raises TrainingError on every rank if fp16 gradients overflow at the smallest loss scale.
+        Each group has its roles' share of `lr`. Raises TrainingError on every rank if fp16
+        gradients overflow at the smallest loss scale.
         """
         optimizer = self._deepspeed.optimizer
         for group, (rate, _) in zip(optimizer.param_groups, self._kinds, strict=True):
@@ -263,10 +250,7 @@ class Engine:
         return time.perf_counter()
 
     def full_parameter(self, held: HeldParameter) -> Tensor:
-        """The fp32 value of this tp rank's part of a parameter.
-
-        Collective over the data-parallel group: each of its ranks gets it.
-        """
+        """Return the fp32 value of this tp rank's part of a parameter; collective over dp."""
         value: Tensor | None = safe_get_full_fp32_param(held.parameter)
         assert value is not None
         return value.detach().reshape(held.cut.local_shape).to(self.mesh.device)
@@ -336,10 +320,7 @@ class ForwardEngine:
 
 
 def forward_settings(settings: EngineSettings) -> EngineSettings:
-    """The engine's settings for stages that are only run forward.
-
-    They are cut over dp where those of the training are, and else whole.
-    """
+    """Return settings for stages that only run forward, cut over dp if the training's are."""
     stage = 3 if settings.shards_parameters else 0
     offload = settings.offload_param if stage == 3 else "none"
     return replace(

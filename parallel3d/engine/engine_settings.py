@@ -22,10 +22,8 @@ _BUCKET = 500_000_000  # DeepSpeed's own reduce_bucket_size
 class EngineSettings:
     """The engine's section of a config.
 
-    `precision` is "fp32", "bf16" or "fp16", `reduced_in` (the type that gradients are averaged over
-    dp in) "fp32" or "bf16". `zero_options` (bucket sizes, ZeRO-3's thresholds),
-    `optimizer_options`, `param_options` (the rest of the offload sections), `aio` and `fp16` are
-    DeepSpeed's own keys, handed on as they are. `rates`: what each role's are multiplied by.
+    `reduced_in` is the type that gradients are averaged over dp in; `rates` is what each role's are
+    multiplied by. The dicts are DeepSpeed's own keys of ZeRO, of the offload sections, and so on.
     """
 
     micro_batch_size: int
@@ -55,27 +53,20 @@ class EngineSettings:
         zero, adam, pipeline = config.zero_optimization, config.optimizer.params, config.pipeline
         ours = {"stage", "offload_optimizer", "offload_param"}
         return cls(
-            micro_batch_size=config.micro_batch_size,
-            zero_stage=zero.stage,
+            micro_batch_size=config.micro_batch_size, zero_stage=zero.stage,
             offload_optimizer=zero.offload_optimizer.device,
-            offload_param=zero.offload_param.device,
-            precision=config.precision,
+            offload_param=zero.offload_param.device, precision=config.precision,
             reduced_in=config.communication_data_type or "fp32",
-            gradient_reduction=pipeline.gradient_reduction,
-            weights=gathered_for(pipeline.weights),
+            gradient_reduction=pipeline.gradient_reduction, weights=gathered_for(pipeline.weights),
             gradient_clipping=config.gradient_clipping,
-            overlap_update=config.train.overlap_update and zero.stage == 3,
-            lr=adam.lr,
-            betas=adam.betas,
-            eps=adam.eps,
-            weight_decay=adam.weight_decay,
+            overlap_update=config.train.overlap_update and zero.stage == 3, lr=adam.lr,
+            betas=adam.betas, eps=adam.eps, weight_decay=adam.weight_decay,
             rates=scales_of(config.model).rates(),
             zero_options=zero.model_dump(exclude=ours, exclude_none=True),
             optimizer_options=_options(zero.offload_optimizer, "device"),
-            param_options=_options(zero.offload_param, "device"),
-            aio=_options(config.aio),
+            param_options=_options(zero.offload_param, "device"), aio=_options(config.aio),
             fp16=_options(config.fp16, "enabled"),
-        )
+        )  # fmt: skip
 
     @property
     def dtype(self) -> torch.dtype:
@@ -126,10 +117,9 @@ class EngineSettings:
         return self.runs_without_hooks and wanted
 
     def deepspeed_config(self, dp_size: int, elements: int | None = None) -> dict[str, Any]:
-        """The config that DeepSpeed sees, which shards over `dp_size` ranks.
+        """Return the config that DeepSpeed sees, which shards over `dp_size` ranks.
 
         Its buckets are allocated whole: none is larger than this rank's `elements`.
-
         Stages 0, 1 and 2 are DeepSpeed's stage 2 here: its stage 0 refuses a direct backward and
         coalescing, its stage 1 wraps bf16 in an optimizer that cannot coalesce. Stage 0 shards over
         one rank, and the engine averages the gradients; 1 and 2 differ by `gradient_reduction`.

@@ -1,9 +1,8 @@
 """Weights that ZeRO-3 keeps gathered for more than one microbatch, stage by stage.
 
-DeepSpeed gathers a module's weights in hooks around its forward and backward, for each microbatch
-anew. Where the program says when (GATHER, RELEASE), its hooks are taken away, and with them their
-price in Python. DeepSpeed's own gather also loops over the ranks for each weight, 8 ms of host time
-a layer at 512 ranks; here a layer's weights come in one buffer and one copy each.
+DeepSpeed gathers a module's weights in hooks, for each microbatch anew. Where the program says when
+(GATHER, RELEASE), the hooks are taken away. DeepSpeed's gather also loops over the ranks for each
+weight (8 ms a layer at 512 ranks); here a layer's weights come in one buffer and one copy each.
 """
 
 from collections import Counter, deque
@@ -26,8 +25,7 @@ Layers = Mapping[int, Sequence[nn.Module]]  # of each stage of a rank
 class GatheredWeights:
     """The weights of whole stages, gathered and released on request.
 
-    A weight that two stages of a rank share stays as long as one of them is gathered. What
-    DeepSpeed keeps whole all the time (below `stage3_param_persistence_threshold`) is not released.
+    A weight of two stages stays while one is gathered; what DeepSpeed keeps whole always stays.
     """
 
     def __init__(self, engine: Any, layers: Layers) -> None:

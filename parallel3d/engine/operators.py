@@ -1,8 +1,7 @@
 """The optimizer that DeepSpeed shards, and the compiled operators that offload may need.
 
-DeepSpeed's CPU Adam and its asynchronous input and output are compiled on their first use (half a
-minute of g++, and some minutes), and anew where another torch or DeepSpeed had built them. A build
-that was killed leaves a file named `lock`, on which torch would wait for ever.
+They are compiled on their first use, and anew for another torch or DeepSpeed. A build that was
+killed leaves a file named `lock`, on which torch would wait for ever.
 """
 
 import logging
@@ -47,8 +46,7 @@ class _Baton(FileBaton):
 def load_cpu_adam(mesh: Mesh, say: Callable[[str], None]) -> bool:
     """Compile or load DeepSpeed's CPU Adam, one rank of each node first; False if it cannot be.
 
-    Where it cannot be compiled, torch's Adam does the same on the host. Every rank gets the same
-    answer: one rank with another optimizer would still train right, but not at the same speed.
+    Every rank gets the same answer; torch's Adam then does the same on the host, more slowly.
     """
     problem = _load_everywhere([CPUAdamBuilder], mesh, say)
     if problem:
@@ -57,10 +55,7 @@ def load_cpu_adam(mesh: Mesh, say: Callable[[str], None]) -> bool:
 
 
 def load_async_io(mesh: Mesh, say: Callable[[str], None]) -> None:
-    """Compile or load DeepSpeed's asynchronous input and output, one rank of each node first.
-
-    Collective: raises ConfigError on all ranks if one of them cannot.
-    """
+    """Compile or load DeepSpeed's async_io; collective: raises ConfigError on all ranks."""
     problem = _load_everywhere([PinMemoryBuilder, AsyncIOBuilder], mesh, say)
     if problem:
         raise ConfigError(
@@ -115,14 +110,9 @@ def _load(builder: Any, say: Callable[[str], None]) -> None:
 
 
 def make_optimizer(
-    groups: list[dict[str, Any]],
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    cpu_adam: bool,
-    device: torch.device,
-) -> torch.optim.Optimizer:
+    groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float,
+    cpu_adam: bool, device: torch.device,
+) -> torch.optim.Optimizer:  # fmt: skip
     """AdamW over parameter groups that carry their own weight decay.
 
     `cpu_adam`: DeepSpeed's vectorised one for states on the host; else torch's, on CUDA and CPUs in

@@ -14,29 +14,21 @@ from parallel3d.engine.engine_settings import EngineSettings
 from parallel3d.engine.gathering import Layers
 from parallel3d.engine.quirks import core, reducing
 from parallel3d.mesh.mesh import Mesh
-from parallel3d.tensor.held import HeldParameter
+from parallel3d.tensor.cut import HeldParameter
 
 
 class Reduction:
     """The sums of a step's gradients: of partial ones over tp, tied ones over owners, all over dp.
 
-    Once a step: a stage's by `reduce(stage)`, when its last one is there, and on leaving
-    `accumulation` what is left: weights that two stages share, and stages nobody reduced. Or after
-    each microbatch, in DeepSpeed's hooks, but for what is partial or tied. `owners` are the ranks
-    that hold the first and the last stage. Once a step and with `overlap_comm`, layers are reduced
-    within their stage's `last_backward`, as soon as they fill a bucket.
+    Once a step: a stage's by `reduce(stage)`, and the rest on leaving `accumulation`. Or after each
+    microbatch, in DeepSpeed's hooks, but for what is partial or tied. `owners` hold the first and
+    the last stage. With `overlap_comm`, layers that fill a bucket are reduced in `last_backward`.
     """
 
     def __init__(
-        self,
-        engine: Any,
-        held: Sequence[HeldParameter],
-        layers: Layers,
-        *,
-        settings: EngineSettings,
-        mesh: Mesh,
-        owners: dist.ProcessGroup | None,
-    ) -> None:
+        self, engine: Any, held: Sequence[HeldParameter], layers: Layers, *,
+        settings: EngineSettings, mesh: Mesh, owners: dist.ProcessGroup | None,
+    ) -> None:  # fmt: skip
         self._deepspeed, self._held, self._settings = engine, tuple(held), settings
         self._mesh, self._owners = mesh, owners
         self._of_stage = _complete_with(layers, self._held)
@@ -161,10 +153,7 @@ class Reduction:
             self._average_over_replicas(held)
 
     def _average_over_replicas(self, held: Iterable[HeldParameter]) -> None:
-        """ZeRO-0: the mean over dp, in buckets of the size that the other stages reduce in.
-
-        Within a stage's last backward it goes on until `_finish_average`.
-        """
+        """Average over dp in buckets; in a last backward this goes on until `_finish_average`."""
         bucket: list[Tensor] = []
         for h in held:
             grad = _grad(h).div_(self._mesh.size("dp"))
@@ -210,10 +199,7 @@ def _grad(held: HeldParameter) -> Tensor:
 def start_all_reduce(
     tensors: Sequence[Tensor], group: dist.ProcessGroup, dtype: torch.dtype | None = None
 ) -> Callable[[], None]:
-    """Start to sum tensors of one type over a group, in one all-reduce, as `dtype` on the way.
-
-    What it gives waits for the sums, and writes them where the tensors are.
-    """
+    """Start one all-reduce of tensors of one type, sent as `dtype`; return what writes the sums."""
     flat = torch.cat([t.reshape(-1) for t in tensors]).to(dtype or tensors[0].dtype)
     work = dist.all_reduce(flat, group=group, async_op=True)
 

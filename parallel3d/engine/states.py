@@ -1,7 +1,6 @@
 """The fp32 masters and both Adam moments of this rank, piece by piece, as the live memory.
 
-What a checkpoint reads and writes: nothing is copied, whatever ZeRO stage and offload hold the
-states. Only this file and memory.py read DeepSpeed's private attributes for it.
+A checkpoint reads and writes them: nothing is copied, whatever ZeRO stage and offload hold them.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,7 +12,7 @@ import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from torch import Tensor
 
-from parallel3d.tensor.held import HeldParameter
+from parallel3d.tensor.cut import HeldParameter
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -21,10 +20,7 @@ _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 @dataclass(frozen=True)
 class ParameterPiece:
-    """Elements [start, start + numel) of a parameter's flattened tensor-parallel part.
-
-    The part has the shape `held.cut.local_shape`. `numel` is at least 1.
-    """
+    """Elements [start, start + numel) of a parameter's flattened part on this tp rank."""
 
     held: HeldParameter
     start: int
@@ -60,11 +56,10 @@ class OptimizerStates:
 
     @contextmanager
     def opened(self, block_index: int, write: bool = False) -> Iterator[list[dict[str, Tensor]]]:
-        """Each piece's flat fp32 tensors [numel] by kind; they are the live memory.
+        """Yield each piece's flat fp32 tensors [numel] by kind; they are the live memory.
 
-        Moments that do not exist before the first step are zeros. `write`: what is written into
-        the tensors is kept. One block at a time, between steps; no tensor is valid after the block
-        if it lies on NVMe.
+        Moments are zeros before the first step. `write`: what is written into the tensors is kept.
+        One block at a time, between steps; what lies on NVMe is not valid afterwards.
         """
         block = self._blocks[block_index]
         with self._in_memory(block[0].group, write) as flat:
@@ -75,10 +70,7 @@ class OptimizerStates:
 
     @torch.no_grad()
     def finish_loading(self) -> None:
-        """Copy masters that were written into the weights that the forward uses.
-
-        Collective over the data-parallel group.
-        """
+        """Copy masters that were written into the weights of the forward; collective over dp."""
         if not self._zero3:
             self._zero.update_lp_params()
             return
@@ -89,10 +81,9 @@ class OptimizerStates:
                 self._zero._reassign_or_swap_out_partitioned_parameters(group)
 
     def counters(self) -> dict[str, Any]:
-        """The counters that `set_counters` takes, as JSON: "optimizer_steps" and "loss_scale".
+        """Return what `set_counters` takes, as JSON: "optimizer_steps" and "loss_scale".
 
-        The steps are those that Adam took (its bias correction). The loss scale is the state of
-        fp16's dynamic scaler; None where the scale is fixed, and outside fp16.
+        The steps are Adam's; the scale is the dynamic scaler's state, None where there is none.
         """
         states = self._zero.optimizer.state
         steps = {int(states[m]["step"]) if m in states else 0 for m in self._masters}

@@ -1,9 +1,8 @@
 """Folders of NVMe offload: one for each engine and rank, gone when the run is.
 
-DeepSpeed names its swap files by global rank and parameter, inside the `nvme_path` that it is
-given: two engines or two runs that share one would write over each other, and nobody ever removes
-them. So each engine gets a folder of its own on each rank, which is removed when the engine is
-closed, at the process's end, or, where that was killed, by the next run.
+DeepSpeed names its swap files by rank and parameter, and never removes them: two engines or runs in
+one folder would write over each other. So each engine has its own on each rank, which goes when the
+engine is closed, at the process's end, or, where that was killed, with the next run.
 """
 
 import atexit
@@ -26,10 +25,9 @@ _locks: dict[Path, int] = {}  # this process's folders, and the locks that say t
 
 
 def make_folder(nvme_path: str, mesh: Mesh, setting: str) -> Path:
-    """Make a swap folder for this rank under `nvme_path`; errors name the setting.
+    """Make a swap folder for this rank under `nvme_path`, without what killed runs left there.
 
-    Collective: raises ConfigError on all ranks if one of them cannot write there. What runs that
-    were killed left behind there is removed first.
+    Collective: raises ConfigError, which names the setting, on all ranks if one cannot write there.
     """
 
     def make() -> Path:

@@ -1,12 +1,16 @@
-"""Causal attention over the heads that a tensor-parallel rank holds."""
+"""Causal attention over the heads of a tensor-parallel rank, and the kernel that computes it."""
+
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
 from torch.utils.checkpoint import checkpoint
 
 from parallel3d.tensor.context import LayerContext
-from parallel3d.tensor.documents import attend_documents
+from parallel3d.tensor.documents import attend_documents, in_one_kernel
 from parallel3d.tensor.dropout import Dropout
 from parallel3d.tensor.segments import Segments
 
@@ -20,15 +24,9 @@ class CausalAttention(nn.Module):
     """
 
     def __init__(
-        self,
-        dropout: float,
-        place: str,
-        context: LayerContext,
-        *,
-        heads: tuple[int, int],
-        head_size: int,
-        scale: float | None = None,
-    ) -> None:
+        self, dropout: float, place: str, context: LayerContext, *, heads: tuple[int, int],
+        head_size: int, scale: float | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.dropout = Dropout(dropout, place, context.key, context.group)
         tp = context.group.size()
@@ -36,10 +34,7 @@ class CausalAttention(nn.Module):
         self.recompute, self.scale = context.recompute_attention, scale
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments | None = None) -> Tensor:
-        """q [batch, heads, seq, size]; k, v with as many heads, or a divisor of it.
-
-        Gives [batch, seq, heads * size].
-        """
+        """q [batch, heads, seq, size]; k, v: a divisor of heads -> [batch, seq, heads * size]."""
         if self.recompute and torch.is_grad_enabled():
             # The mask of its dropout is a function of its place: no generator state is kept.
             y = checkpoint(
@@ -69,3 +64,47 @@ class CausalAttention(nn.Module):
         q, kv = self.heads_here
         again = ", recomputed in backward" if self.recompute else ""
         return f"{q} query and {kv} key-value heads of {self.head_size}{again}"
+
+
+def kernel_of(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> SDPBackend:
+    """Return the kernel that torch takes for causal attention of such tensors (as `forward`'s)."""
+    choice = torch._fused_sdp_choice(
+        q, k, v, None, dropout, True, scale=None, enable_gqa=k.shape[1] != q.shape[1]
+    )
+    return SDPBackend(choice)
+
+
+def in_words(kernel: SDPBackend, q: Tensor, isolated: str = "") -> str:
+    """Return a log's line on the kernel, or a warning; `isolated`: how documents are computed."""
+    if kernel != SDPBackend.MATH:
+        name = kernel.name.lower().removesuffix("_attention").replace("_", " ")
+        return f"kernel  attention runs as {name}{isolated and ', ' + isolated}"
+    batch, heads, seq, _ = q.shape
+    mib = batch * heads * seq * seq * 4 / 2**20
+    return (
+        "kernel  WARNING: no fused kernel of this device takes this attention, so each layer holds "
+        f"all scores, {mib:,.0f} MiB, several times over{isolated and ' (of documents: theirs)'}; "
+        "bf16, or an attention dropout of 0, may have one"
+    )
+
+
+def say_kernel(
+    stages: nn.Module, say: Callable[[str], None], *, batch: int, seq: int, dtype: torch.dtype,
+    device: torch.device, isolated: bool,
+) -> None:  # fmt: skip
+    """Say which kernel will compute attention, if one of these `stages` has any.
+
+    torch decides by sizes, strides and kinds of tensors, so it is shown some like a step's.
+    """
+    first = next((m for m in stages.modules() if isinstance(m, CausalAttention)), None)
+    if first is None:
+        return
+    q_heads, kv_heads = first.heads_here
+    like = partial(torch.empty, dtype=dtype, device=device, requires_grad=True)
+    q = like(batch, seq, q_heads, first.head_size).transpose(1, 2)
+    k, v = (like(batch, seq, kv_heads, first.head_size).transpose(1, 2) for _ in range(2))
+    dropout = first.dropout.p
+    if isolated and in_one_kernel(q, dropout):
+        say(in_words(SDPBackend.FLASH_ATTENTION, q, "all documents at once"))
+        return
+    say(in_words(kernel_of(q, k, v, dropout), q, "one document at a time" if isolated else ""))

@@ -21,12 +21,13 @@ class Pending:
     """A collective that may still be under way; its result is valid once it was waited for."""
 
     result: Tensor
-    work: Any = None
+    works: Sequence[Any] = ()
 
     def wait(self) -> Tensor:
         """Return the result, which all that is computed, or queued, from here on may use."""
-        if self.work is not None:
-            self.work.wait()
+        for work in self.works:
+            if work is not None:
+                work.wait()
         return self.result
 
 
@@ -40,13 +41,10 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM)
 
 
 def start_all_reduce(x: Tensor, group: dist.ProcessGroup, later: bool = True) -> Pending:
-    """Start to sum the contiguous `x` over the group, in place.
-
-    `later`: it is waited for where `wait` is called; else it is over (on a device: queued).
-    """
+    """Start to sum the contiguous `x` over the group, in place; unless `later`, it is then over."""
     if group.size() == 1:
         return Pending(x)
-    return Pending(x, dist.all_reduce(x, group=group, async_op=later))
+    return Pending(x, [dist.all_reduce(x, group=group, async_op=later)])
 
 
 def start_all_gather(x: Tensor, group: dist.ProcessGroup, later: bool = True) -> Pending:
@@ -65,42 +63,28 @@ def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup, later: bool = True
     return Pending(mine, _each_sample(reduce_scatter_single, mine, x.contiguous(), group, later))
 
 
-@dataclass(frozen=True)
-class _AllOf:
-    """One handle for several collectives."""
-
-    works: Sequence[dist.Work]
-
-    def wait(self) -> None:
-        for work in self.works:
-            work.wait()
-
-
 def _each_sample(
     collective: Any, out: Tensor, x: Tensor, group: dist.ProcessGroup, later: bool
-) -> Any:
-    """Run one collective for each sample, and return the handle to wait for if `later`.
+) -> list[Any]:
+    """Run one collective for each sample; return what to wait for, None for what is over.
 
     `out` and `x` are [..., seq or its part, size] and contiguous. One collective for all samples
-    would leave the ranks' parts out of order: sorting them is a copy of the whole tensor.
-
-    The collectives are coalesced into one call, except over gloo: torch 2.13's gloo group corrupts
-    the heap when coalesced collectives end on both of its threads at once
-    (benchmarks/upstream/gloo_coalesced.py reproduces it).
+    would leave the ranks' parts out of order: sorting them is a copy of the whole tensor. They are
+    coalesced into one call, except over gloo: torch 2.13's gloo group corrupts the heap when such
+    collectives end on both of its threads at once (benchmarks/upstream/gloo_coalesced.py).
     """
     outs, xs = (t.view(-1, t.shape[-2] * t.shape[-1]) for t in (out, x))
     if len(xs) == 1:
-        return collective(outs[0], xs[0], group=group, async_op=later)
+        return [collective(outs[0], xs[0], group=group, async_op=later)]
     if x.is_meta or dist.get_backend(group) == "gloo":  # torch cannot coalesce meta tensors
-        works = [
+        return [
             collective(sample_out, sample, group=group, async_op=later)
             for sample_out, sample in zip(outs, xs, strict=True)
         ]
-        return _AllOf(works) if later else None
     with dist._coalescing_manager(group=group, async_ops=later) as together:
         for sample_out, sample in zip(outs, xs, strict=True):
             collective(sample_out, sample, group=group)
-    return together if later else None
+    return [together] if later else []
 
 
 def all_gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -146,9 +130,8 @@ def reduce_from_group(
 ) -> Tensor:
     """Megatron's g: all-reduce forward, identity backward, where partial sums become replicated.
 
-    The sum takes the place of `x`: a fresh, contiguous result that nobody else holds. Under
-    sequence parallelism a reduce-scatter forward and an all-gather backward, which leaves each
-    rank its part of the sequence: [..., seq, size] -> [..., seq / tp, size].
+    The sum takes the place of `x`, which must be contiguous and held by nobody else. Under sequence
+    parallelism a reduce-scatter and an all-gather: [..., seq, size] -> [..., seq / tp, size].
     """
     return x if group.size() == 1 else _across(x, group, sequence_parallel)
 

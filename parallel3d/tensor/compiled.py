@@ -1,7 +1,7 @@
 """torch.compile: of what lies between products, or of whole blocks, as this process was told.
 
-What is compiled has one shape in a run (`dynamic=False`), so nothing is compiled again once the
-first step is over; an evaluation, which keeps nothing for a backward, is compiled when it comes.
+Shapes do not change in a run (`dynamic=False`), so nothing is compiled again after the first step
+and the first evaluation.
 """
 
 import re

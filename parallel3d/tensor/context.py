@@ -12,9 +12,8 @@ class LayerContext:
     """A layer's tensor-parallel group, the key of its dropout masks, and how activations are kept.
 
     `sequence_parallel`: between the layers each rank of the group holds its part of the sequence,
-    [batch, seq / tp, hidden]. `recompute_attention`: the backward pass computes the attention
-    again. `overlap`: collectives of a backward run under its products; else each is over (on a
-    device: queued) before the next operator, and an input and its gradient are not both held whole.
+    [batch, seq / tp, hidden]. `overlap`: collectives of a backward run under its products; without
+    it an input and its gradient are not both held whole.
     """
 
     group: dist.ProcessGroup

@@ -1,7 +1,6 @@
 """The passes of a cross-entropy over its logits, [tokens, vocab / tp] of one tensor-parallel rank.
 
-One by one they work on logits in fp32. Compiled they read the logits as the product gave them,
-twice, and once more where the gradient takes their place: nothing of their size is made.
+Compiled they read the logits as the product gave them, else in fp32; nothing of their size is made.
 """
 
 import torch
@@ -37,8 +36,7 @@ def gradient_of_spent(
     """The gradient of the logits that `sum_rows` took, p - 1 at the label and p elsewhere.
 
     `top` is what it found; `factor` [tokens] makes probabilities of exponentials. It is taken
-    before it is rounded to `dtype`: in bf16 any p above 0.998 is 1, and what a confident label
-    still teaches would be lost.
+    before it is rounded to `dtype`: in bf16 any p above 0.998 is 1.
     """
     if compiles_pointwise():
         _put_gradient(logits, top, factor, here, outside)

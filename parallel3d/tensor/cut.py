@@ -1,10 +1,13 @@
-"""How a parameter is cut over a tensor-parallel group, said by the parameter itself."""
+"""How a parameter is cut over a tensor-parallel group, and what else is known of it on a rank."""
 
 from dataclasses import dataclass
+from math import prod
 
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from parallel3d.model.spec import ParamSpec
 
 
 def even_split(length: int, parts: int, index: int) -> tuple[int, int]:
@@ -14,10 +17,7 @@ def even_split(length: int, parts: int, index: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Cut:
-    """The part of a global parameter that this tp rank holds.
-
-    `dim` is None for a parameter that every rank of the group holds whole.
-    """
+    """The part of a global parameter that this tp rank holds; it is whole if `dim` is None."""
 
     global_shape: tuple[int, ...]
     dim: int | None
@@ -54,3 +54,35 @@ def cut_parameter(
 def cut_of(parameter: nn.Parameter) -> Cut:
     """The cut that a layer attached to its parameter."""
     return parameter.cut  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class HeldParameter:
+    """A parameter of this rank's stages, under its global name.
+
+    `tied_across` marks a weight whose other copy lives on another pipeline coordinate; `copy` marks
+    the second of the two, which is counted, saved and reported nowhere. `partial` marks a parameter
+    whose gradient on each tp rank is a part of the whole: the engine sums it over tp.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    spec: ParamSpec
+    tied_across: bool = False
+    copy: bool = False
+    partial: bool = False
+
+    @property
+    def cut(self) -> Cut:
+        """How tensor parallelism cut the parameter."""
+        return cut_of(self.parameter)
+
+    @property
+    def elements(self) -> int:
+        """Elements of this tensor-parallel rank's part."""
+        return prod(self.cut.local_shape)
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank's elements count where each of the model counts once."""
+        return self.cut.counts and not self.copy

@@ -17,12 +17,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def attend_documents(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    segments: Segments,
-    dropout: float,
-    scale: float | None = None,
+    q: Tensor, k: Tensor, v: Tensor, segments: Segments, dropout: float, scale: float | None = None
 ) -> Tensor:
     """Attend within documents: q [batch, heads, seq, size]; k, v with a divisor of its heads.
 
@@ -37,10 +32,7 @@ def attend_documents(
 
 
 def in_one_kernel(q: Tensor, dropout: float) -> bool:
-    """True if torch's variable-length flash attention takes these inputs.
-
-    It is there from Ampere on, in half precision; q [..., size], of at most 256 features.
-    """
+    """True if torch's variable-length flash attention (from Ampere on) takes q [..., size]."""
     fits = q.shape[-1] <= 256 and q.shape[-1] % 8 == 0 and q.dtype in _HALF and dropout == 0
     return q.device.type == "cuda" and fits and _is_there(q.device)
 

@@ -1,8 +1,7 @@
 """Dropout whose mask is a pure function of where it is applied.
 
-A mask depends on the seed, the step, the microbatch, the place in the model and, where activations
-are split over the group, on the tp rank. So it agrees where activations are replicated, is the same
-when activation checkpointing computes it again, and needs no generator state in a checkpoint.
+So it agrees where activations are replicated, is the same when activation checkpointing computes it
+again, and needs no generator state in a checkpoint.
 """
 
 from dataclasses import dataclass
@@ -39,8 +38,7 @@ class RandomKey:
 class Dropout(nn.Module):
     """Dropout at a named place, over a group that the activation is split over (None: replicated).
 
-    Seeds the device's default generator, so it also serves operators that draw from it by
-    themselves (`seed()` before scaled_dot_product_attention).
+    `seed()` also serves operators that draw from the device's default generator by themselves.
     """
 
     def __init__(

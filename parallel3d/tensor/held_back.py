@@ -1,7 +1,7 @@
 """Weight gradients that are made after the backward pass: zero-bubble's W (arXiv:2401.10241).
 
 While they are held back, the backward of a linear layer gives its input's gradient alone, and notes
-the product that gives its weight's: of its input and its output's gradient, without the weight.
+the product that gives its weight's.
 """
 
 from collections.abc import Callable, Iterator
@@ -58,11 +58,7 @@ _in_place = False
 
 @contextmanager
 def added_in_place() -> Iterator[None]:
-    """Have backwards inside the context add linear layers' weight gradients in place.
-
-    Autograd, which would copy them into the type that they add up in, is given none: no hook may
-    await them.
-    """
+    """Have backwards inside the context add linear layers' weight gradients; no hook sees them."""
     global _in_place
     before, _in_place = _in_place, True
     try:

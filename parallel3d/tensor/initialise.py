@@ -1,8 +1,7 @@
 """The start of every parameter, the same bits on every mesh.
 
 A parameter is drawn in tiles, each from a generator seeded by the run's seed, the parameter's
-global name and the tile's place. A rank draws the tiles that its own part touches, whatever part
-tensor parallelism and ZeRO gave it, and holds one band of tiles at a time.
+global name and the tile's place. A rank draws the tiles that its part touches, a band at a time.
 """
 
 from hashlib import blake2b
@@ -16,10 +15,7 @@ from parallel3d.tensor.cut import Cut
 
 
 def _tile(extent: int) -> int:
-    """Elements of a tile along a dim of the whole parameter.
-
-    At most 256, and a sixteenth of the dim: a shard of a small parameter is many tiles, too.
-    """
+    """Return the elements of a tile along a dim: a sixteenth of it, and at most 256."""
     return min(256, -(-extent // 16))
 
 

@@ -1,8 +1,7 @@
 """Linear layers whose weight is cut over a tensor-parallel group (arXiv:1909.08053, section 3).
 
 Under sequence parallelism (arXiv:2205.05198, section 4.2.2) their activations outside are
-[..., seq / tp, size] instead of replicated. A bias is added in place: no backward needs a product's
-result, and one more tensor of its size would be there for a moment.
+[..., seq / tp, size] instead of replicated. A bias is added in place, which no backward minds.
 """
 
 from collections.abc import Mapping
@@ -24,15 +23,9 @@ class ColumnParallelLinear(nn.Module):
     """
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        group: dist.ProcessGroup,
-        bias: bool = True,
-        fused: int = 0,
-        sequence_parallel: bool = False,
-        overlap: bool = True,
-    ) -> None:
+        self, in_features: int, out_features: int, group: dist.ProcessGroup, bias: bool = True,
+        fused: int = 0, sequence_parallel: bool = False, overlap: bool = True,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.group, self.sequence_parallel, self.overlap = group, sequence_parallel, overlap
         layers = (fused,) if fused else ()
@@ -60,15 +53,9 @@ class GroupedColumnLinear(nn.Module):
     """
 
     def __init__(
-        self,
-        in_features: int,
-        heads: Mapping[str, int],
-        head_size: int,
-        group: dist.ProcessGroup,
-        bias: bool = False,
-        sequence_parallel: bool = False,
-        overlap: bool = True,
-    ) -> None:
+        self, in_features: int, heads: Mapping[str, int], head_size: int, group: dist.ProcessGroup,
+        bias: bool = False, sequence_parallel: bool = False, overlap: bool = True,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.group, self.sequence_parallel, self.overlap = group, sequence_parallel, overlap
         self.heads, self.head_size = dict(heads), head_size
@@ -115,13 +102,9 @@ class RowParallelLinear(nn.Module):
     """
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        group: dist.ProcessGroup,
-        bias: bool = True,
+        self, in_features: int, out_features: int, group: dist.ProcessGroup, bias: bool = True,
         sequence_parallel: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.group, self.sequence_parallel = group, sequence_parallel
         self.weight = cut_parameter((out_features, in_features), 1, group)

@@ -1,8 +1,7 @@
 """The output projection and its cross-entropy as one function, some tokens at a time.
 
-The logits of all tokens are the largest tensor of a model with a large vocabulary: one that is as
-long as the sequence exists on no rank. Where there are several parts, backward computes the logits
-of each again (a third of the head's products more) instead of keeping them.
+The logits of all tokens, a model's largest tensor, exist on no rank. Where there are several parts,
+backward computes the logits of each again (a third of the head's products more).
 """
 
 from collections.abc import Iterator
@@ -13,17 +12,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.model.head_cost import chunk_tokens
-from parallel3d.tensor.collectives import (
-    all_gather_sequence,
-    all_reduce,
-    reduce_scatter_sequence,
-)
+from parallel3d.tensor.collectives import all_gather_sequence, all_reduce, reduce_scatter_sequence
 from parallel3d.tensor.cross_entropy import gradient_of, gradient_of_spent, ready, sum_rows
 from parallel3d.tensor.cut import even_split
 from parallel3d.tensor.held_back import now_or_later, sum_so_far
-from parallel3d.tensor.vocab import local_ids
 
 _ROWS = 2**25  # elements of a weight's gradient that are made at once where they are added in fp32
+
+
+def local_ids(tokens: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    """Token ids counted from `start`, and a mask of those outside [start, stop) (their id is 0)."""
+    outside = (tokens < start) | (tokens >= stop)
+    return (tokens - start).masked_fill(outside, 0), outside
 
 
 class _Loss(torch.autograd.Function):
@@ -35,15 +35,9 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        start: int,
-        most_rows: int,
-        group: dist.ProcessGroup,
-        sequence_parallel: bool,
-    ) -> Tensor:
+        ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, start: int, most_rows: int,
+        group: dist.ProcessGroup, sequence_parallel: bool,
+    ) -> Tensor:  # fmt: skip
         """`start`: the token of the weight's first row; labels [...] -> [...].
 
         `most_rows`: of the largest slice; by it all ranks take the same tokens at a time.
@@ -165,20 +159,14 @@ def _add_product(total: Tensor, gradient: Tensor, x: Tensor, first: bool) -> Non
 
 
 def vocab_parallel_loss(
-    x: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    vocab_size: int,
-    group: dist.ProcessGroup,
+    x: Tensor, weight: Tensor, labels: Tensor, *, vocab_size: int, group: dist.ProcessGroup,
     sequence_parallel: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The cross-entropy in nats of each token, in fp32, of the logits x @ weight.T.
 
     `x` [..., size], replicated over the group, or its part of the sequence; `weight` [vocab / tp,
     size] is this rank's slice of a vocabulary of `vocab_size`; `labels` [...] are global token ids.
-    Gives [...], the same on each rank of the group; of a label that is no token's, a number that
-    means nothing.
+    Returns [...], the same on each rank; for a label of no token a number without meaning.
     """
     start, stop = even_split(vocab_size, group.size(), group.rank())
     assert len(weight) == stop - start, (weight.shape, start, stop)

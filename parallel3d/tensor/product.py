@@ -1,7 +1,6 @@
 """Products of activations with weights, as tensor-parallel layers need them: differentiable.
 
-Their backward saves parameters themselves, runs collectives under products, and makes a weight's
-gradient later where these are held back.
+Their backward runs collectives under products, and makes gradients later that are held back.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,9 +26,8 @@ from parallel3d.tensor.held_back import is_holding_back, now_or_later
 class _Linear(torch.autograd.Function):
     """x @ weight.T with the *parameter itself* saved for backward.
 
-    torch saves a view of the weight, and a view holds on to its storage: under ZeRO-3 the gathered
-    weights of the whole stage would then live until the backward pass, although the engine
-    released them. A saved parameter is read again when it is gathered again.
+    torch saves a view of the weight, which holds on to its storage: under ZeRO-3 the gathered
+    weights of the whole stage would live until the backward pass, although they are released.
     """
 
     @staticmethod
@@ -63,23 +61,17 @@ Rows = tuple[int, int] | None  # the rows [start, stop) of a weight that are use
 class _ColumnLinear(torch.autograd.Function):
     """Several products with one input, which is f of tensor parallelism: one collective for all.
 
-    Under sequence parallelism this rank's part of the input is what is saved, and gathered again
-    in backward (arXiv:2205.05198, section 4.2.2). The parameters themselves are saved, as above.
-
-    With overlap the gather runs under the product that makes the input's gradient, and that
-    gradient's collective under the products that make the weights' (as in Megatron-LM).
+    Under sequence parallelism this rank's part of the input is saved, and gathered again in
+    backward (arXiv:2205.05198, section 4.2.2). With overlap the gather runs under the product that
+    makes the input's gradient, whose collective runs under those of the weights (as in
+    Megatron-LM).
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        group: dist.ProcessGroup,
-        sequence_parallel: bool,
-        overlap: bool,
-        rows: Sequence[Rows],
-        *weights: Tensor,
-    ) -> tuple[Tensor, ...]:
+        ctx: Any, x: Tensor, group: dist.ProcessGroup, sequence_parallel: bool, overlap: bool,
+        rows: Sequence[Rows], *weights: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         ctx.save_for_backward(x, *weights)
         ctx.group, ctx.sequence_parallel, ctx.rows = group, sequence_parallel, rows
         ctx.weights, ctx.overlap = weights, overlap
@@ -145,13 +137,9 @@ def _gradient_of_rows(
 
 
 def column_linear(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    group: dist.ProcessGroup,
-    sequence_parallel: bool = False,
-    rows: Sequence[Rows] | None = None,
-    overlap: bool = True,
-) -> tuple[Tensor, ...]:
+    x: Tensor, weights: Sequence[Tensor], group: dist.ProcessGroup, sequence_parallel: bool = False,
+    rows: Sequence[Rows] | None = None, overlap: bool = True,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Products of `x` with `weights` whose output features are cut over the group.
 
     x is replicated [..., in], or [..., seq / tp, in] under sequence parallelism; each result is

@@ -36,9 +36,8 @@ class FrequencyScaling:
 class Rotary(nn.Module):
     """Rotary positions of queries and keys, by which their products tell distances.
 
-    Of a head wider than `size` the first `size` features turn, and the others stay as they are
-    (as in GPT-NeoX, arXiv:2204.06745, section 2.1). It holds no parameter and no buffer: angles are
-    fp32 on every device and under any precision.
+    Of a head wider than `size` the first `size` features turn (as in GPT-NeoX, arXiv:2204.06745,
+    section 2.1). There is no parameter and no buffer: angles are fp32 under any precision.
     """
 
     def __init__(self, size: int, theta: float, scaling: FrequencyScaling | None = None) -> None:

@@ -7,11 +7,10 @@ from torch import Tensor
 
 
 class Segments(NamedTuple):
-    """Where the documents of some samples stand, laid one after the other.
+    """Where the documents of some samples stand; a document ends with its sample.
 
     `positions` [batch, seq] restart at each document. `bounds` (int32, [documents + 1]) is where
-    each one starts among the samples' tokens, and where the last one ends; `lengths` are the tokens
-    of each, which the host knows, too. A document ends with its sample.
+    each one starts among the samples' tokens, and the last one ends; `lengths` are their tokens.
     """
 
     positions: Tensor
@@ -20,10 +19,7 @@ class Segments(NamedTuple):
 
     @classmethod
     def of(cls, documents: Tensor) -> "Segments":
-        """The segments of samples whose tokens belong to `documents`, ordinals [batch, seq].
-
-        They are looked at on the host, and so is what is given.
-        """
+        """Return, on the host, the segments of tokens of `documents`, ordinals [batch, seq]."""
         documents = documents.cpu()
         seq = documents.shape[-1]
         here = torch.arange(seq)

@@ -10,7 +10,7 @@ from tempfile import TemporaryFile
 from parallel3d.base.errors import ConfigError
 from parallel3d.base.lock import Holder, Lock, LockHeld, read
 from parallel3d.config import RunConfig
-from parallel3d.config.digest import digest_of
+from parallel3d.config.run import digest_of
 from parallel3d.mesh.launch import Launch
 from parallel3d.plan.impossible import refuse_impossible
 from parallel3d.train.attempts import folder_of_this_launch, unfinished

@@ -10,7 +10,7 @@ from parallel3d.base.errors import CheckpointError, ConfigError
 from parallel3d.checkpoint.manifest import STATE, read_state
 from parallel3d.checkpoint.report import find_checkpoints
 from parallel3d.config import RunConfig
-from parallel3d.config.command_line import apply_overrides
+from parallel3d.config.normalise import apply_overrides
 from parallel3d.mesh.launch import Launch
 
 ALL = 10**12  # more samples than there are
@@ -56,7 +56,7 @@ def evaluation_config(
     asked = {axis for axis, size in _mesh_of(raw).items() if size != mesh.get(axis)}
     _place(raw, launch.world_size, asked, is_theirs=file is None)
     if samples is not None:
-        reader.apply_overrides(raw, ["--parallel3d.train.evaluate_samples", str(samples)])
+        reader.set_values(raw, [("parallel3d.train.evaluate_samples", str(samples))])
     config = RunConfig.from_dict(raw, file or str(checkpoint / STATE))
     trained = RunConfig.from_dict(theirs, str(checkpoint / STATE))
     for name, there, here in _differing(trained.model, config.model):

@@ -16,7 +16,7 @@ from parallel3d.checkpoint.manifest import TOKENIZER
 from parallel3d.config import RunConfig
 from parallel3d.config.deepspeed import offload_in_words
 from parallel3d.data.evaluation import held_out_samples
-from parallel3d.tensor.kernel import say_kernel
+from parallel3d.tensor.attention import say_kernel
 from parallel3d.train.assembly import Assembly
 from parallel3d.train.evaluation import HELD_OUT
 from parallel3d.train.metrics import METRICS, finite

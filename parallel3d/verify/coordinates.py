@@ -19,7 +19,7 @@ from parallel3d.model.parametrization import parametrization_of
 from parallel3d.scaling.coordinates import CHANGE, START, TRAINED, CoordinateCheck, Sizes, slopes
 from parallel3d.tensor.attention import CausalAttention
 from parallel3d.tensor.linear import ColumnParallelLinear, GroupedColumnLinear, RowParallelLinear
-from parallel3d.tensor.output import VocabParallelOutput
+from parallel3d.tensor.vocab import VocabParallelOutput
 from parallel3d.train.assembly import Assembly, assemble
 from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.measure import compile_operators, microbatches

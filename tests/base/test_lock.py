@@ -77,7 +77,8 @@ def quick(monkeypatch):
 @pytest.fixture
 def elsewhere(tmp_path, monkeypatch, quick):
     """A lock that a process of another machine has taken; it beats until it is released."""
-    other = Lock(tmp_path / "run.lock", on_lost=lambda text: None)
+    monkeypatch.setattr(lock, "end_this_process", lambda text: None)
+    other = Lock(tmp_path / "run.lock")
     other._mine = replace(other._mine, host="node7", pid=1)
     other.take()
     yield other
@@ -112,9 +113,10 @@ def test_who_waits_for_a_silent_holder_says_so_too(elsewhere):
     assert said == ["waiting"]
 
 
-def test_who_was_silent_for_too_long_is_told(tmp_path, quick):
+def test_who_was_silent_for_too_long_is_told(tmp_path, quick, monkeypatch):
     lost = []
-    first = Lock(tmp_path / "run.lock", on_lost=lost.append)
+    monkeypatch.setattr(lock, "end_this_process", lost.append)
+    first = Lock(tmp_path / "run.lock")
     first.take()
     first.path.unlink()
     second = Lock(first.path)
@@ -128,7 +130,7 @@ def test_who_was_silent_for_too_long_is_told(tmp_path, quick):
 
 def test_it_stays_where_it_is_when_the_process_goes_elsewhere(tmp_path, quick, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    held = Lock(Path("run.lock"), on_lost=pytest.fail)
+    held = Lock(Path("run.lock"))
     held.take()
     (tmp_path / "below").mkdir()
     monkeypatch.chdir("below")
@@ -139,7 +141,7 @@ def test_it_stays_where_it_is_when_the_process_goes_elsewhere(tmp_path, quick, m
 
 
 def test_a_file_that_vanished_is_made_again(tmp_path, quick):
-    held = Lock(tmp_path / "run.lock", on_lost=pytest.fail)
+    held = Lock(tmp_path / "run.lock")
     held.take()
     held.path.unlink()
     while not held.path.exists():
@@ -167,10 +169,7 @@ UNKNOWN = [
     (replace(ME, host="node7"), ()),
     (replace(ME, place="other"), ()),
     (replace(ME, started=""), ()),  # where the kernel does not tell it
-    (
-        replace(ME, host="node7", jobs=(("torchelastic", "100", 0),)),
-        (("torchelastic", "100", 1),),
-    ),
+    (replace(ME, host="node7", jobs=(("torchelastic", "100", 0),)), (("torchelastic", "100", 1),)),
 ]
 
 

@@ -3,15 +3,10 @@
 import json
 from pathlib import Path
 
-from parallel3d.config.command_line import apply_overrides
+from parallel3d.config.normalise import apply_overrides
 
 FILES = {path.stem: path for path in sorted((Path(__file__).parent / "ds_styles").glob("*.json"))}
-SIZES = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "sequence_length": 16,
-}
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "sequence_length": 16}
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "that", "dog", "run", "far"]
 
 
@@ -21,12 +16,9 @@ def corpus_in(root):
         lines = [" ".join(WORDS[(i + j * k) % len(WORDS)] for k in range(12)) for j in range(12)]
         (root / f"{i}.txt").write_text("\n".join(lines))
     return {
-        "source": "text",
-        "paths": [f"{root}/*.txt"],
-        "vocab_size": 280,
-        "held_out_fraction": 0.1,
+        "source": "text", "paths": [f"{root}/*.txt"], "vocab_size": 280, "held_out_fraction": 0.1,
         "cache": str(root / "cache"),
-    }
+    }  # fmt: skip
 
 
 def filled(theirs, data, steps=2, name="run", pp=1):

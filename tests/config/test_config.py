@@ -141,12 +141,6 @@ def test_help_lists_every_setting_with_its_doc_and_default():
         assert f"{only} only)" in text
 
 
-def test_overrides_reach_the_config():
-    config = RunConfig.from_json("ds.json", ["--parallel3d.mesh.tp", "2", "--bf16.enabled=true"])
-    assert config.mesh.tp == 2
-    assert config.bf16.enabled
-
-
 @pytest.mark.parametrize("name", ["a b", "Größe 3", "模型-1", "run.1", "1e-3", "x" * 100, "a..b"])
 def test_names_of_runs(name):
     assert RunConfig.from_dict(raw(**{"parallel3d.run.name": name})).run.name == name

@@ -23,18 +23,8 @@ CYCLE = {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3, "cycle_momentum": False}
 PASTE = '"params": {"lr": 0.0003, "betas": [0.9, 0.95], "weight_decay": 0.1}'
 
 NO_NAMES = [
-    "a\\b",
-    "a/b",
-    "",
-    "  ",
-    "..",
-    "-rf",
-    "a.lock",
-    "a\u202eb",
-    "a\ud800b",
-    "x" * 101,
-    "模" * 100,
-]
+    "a\\b", "a/b", "", "  ", "..", "-rf", "a.lock", "a\u202eb", "a\ud800b", "x" * 101, "模" * 100,
+]  # fmt: skip
 # path, value, and what the message must say beside path and value: the rule and the remedy
 BAD = [
     # types
@@ -54,6 +44,13 @@ BAD = [
     (f"{P3D}.run.directory", 5, "must be a string", "double quotes"),
     (f"{P3D}.mesh.tp", None, "must be an integer", "write a whole number"),
     (TRACKERS, "wandb", "must be a list", "[...]"),
+    # lists and blocks in place of one of several types
+    (f"{P3D}.data.source", [[]], "must be", '"python-stdlib"'),
+    (f"{P3D}.model.vocab_size", [], "must be an integer", '"auto"'),
+    (f"{P3D}.model.vocab_size", ["auto"], "must be an integer", '"auto"'),
+    (f"{P3D}.model.vocab_size", {}, "must be an integer", '"auto"'),
+    (f"{P3D}.model.from_pretrained", [1, 2, 3], "must be", "write"),
+    (f"{P3D}.mesh.dp", [], "must be an integer", 'write "auto"'),
     # ranges
     ("optimizer.params.lr", 0.0, "greater than 0", "raise it"),
     ("optimizer.params.lr", float("nan"), "finite", "finite number"),
@@ -117,6 +114,7 @@ BAD = [
     (f"{LR}.decay_steps", 5, 'not read by type "constant"', 'use type "wsd"'),
 ]  # fmt: skip
 NVME = {"device": "nvme", "nvme_path": "/x"}
+AHEAD = {"pipeline_read": True, "pipeline_write": True}
 # what is changed; path and value of the problem; its rule and remedy
 BAD_TOGETHER = [
     ({f"{P3D}.train.compile": "block", f"{ZERO}.stage": 3},
@@ -158,6 +156,12 @@ BAD_TOGETHER = [
      f"{ZERO}.offload_optimizer.device", "nvme", "needs stage 3", 'device "cpu"'),
     ({ZERO: {"stage": 3, "offload_optimizer": NVME | {"pipeline_read": True}}},
      f"{ZERO}.offload_optimizer.buffer_count", 4, "too few", "use 8 or more"),
+    ({ZERO: {"stage": 3, "offload_optimizer": NVME | AHEAD}},
+     f"{ZERO}.offload_optimizer.buffer_count", 4, "too few", "use 12 or more"),
+    ({ZERO: {"stage": 3, "offload_param": NVME, "stage3_param_persistence_threshold": 10**6}},
+     f"{ZERO}.stage3_param_persistence_threshold", 10**6, "unsharded", "use at most 262144"),
+    ({ZERO: {"stage": 3, "offload_param": NVME, "offload_optimizer": NVME | {"fast_init": True}}},
+     f"{ZERO}.offload_optimizer.fast_init", True, "starts from wrong weights", "remove it"),
     ({f"{ADAM}.torch_adam": True, f"{ZERO}.offload_optimizer": {"device": "cpu"}},
      f"{ADAM}.torch_adam", True, "does not go with offload", "remove one of them"),
 ]  # fmt: skip
@@ -168,6 +172,8 @@ WORDS = [
     ("--mesh.pp.x 2", "--parallel3d.mesh.pp.x: 'pp' holds 1", "which has no settings", ""),
     ("--mesh..pp 2", "--mesh..pp", "has a dot too many", "--dotted.path value"),
     ("--mesh.pp", "--mesh.pp", "has no value", "write --mesh.pp value"),
+    ("--mesh.pp --mesh.tp 2", "--mesh.pp", "has no value", "write --mesh.pp value"),
+    ("mesh.pp 2", "'mesh.pp'", "sets nothing", "--dotted.path value"),
     ("-mesh.pp 2", "'-mesh.pp'", "sets nothing", "--dotted.path value"),
     ("--model.hidden_size big", 'hidden_size = "big"', "must be an integer", "whole number"),
     ("--checkpoint.evry 1", "parallel3d.checkpoint.evry = 1", "no setting", '"every"'),
@@ -224,6 +230,17 @@ def test_bad_words_on_the_command_line_have_one_message(words, place, rule, reme
 )  # fmt: skip
 def test_missing_setting(path):
     assert f"{path}: is required; add it: " in error_of(**{path: REMOVED})
+
+
+def test_a_long_list_of_wrong_entries_has_a_short_message():
+    """The first five, and how many more; other settings are named all the same."""
+    message = error_of(**{f"{P3D}.run.model_folders": [1] * 1000, STEPS: "100", "lr": 1})
+    head, *lines = message.splitlines()
+    assert "1002 problems in " in head and len(message) < 1000
+    places = [f"{P3D}.run.model_folders.{i} = 1" for i in range(5)]
+    for place in (*places, f"{P3D}.run.model_folders: 995 more", f'{STEPS} = "100"', "lr = 1"):
+        assert sum(place in line for line in lines) == 1, place
+    assert len(lines) == 8
 
 
 def test_a_command_ends_with_2_and_the_message_alone(tmp_path, monkeypatch, capsys):

@@ -1,9 +1,12 @@
-"""Comments and trailing commas are read; everything else that is not JSON is an error."""
+"""What is read of a file and of a command line; wrong words there are in test_config_bad.py."""
 
 import pytest
 
 from parallel3d.base.errors import ConfigError
-from parallel3d.base.reader import apply_overrides, find, parse, read
+from parallel3d.base.reader import find, parse, read
+from parallel3d.config import Parallel3DConfig, RunConfig
+from parallel3d.config.deepspeed_keys import TOP_LEVEL
+from parallel3d.config.normalise import apply_overrides, full_path
 
 pytestmark = pytest.mark.pure
 
@@ -57,21 +60,6 @@ def test_overrides_are_json_or_text():
     assert raw == {"a": {"b": 2, "c": "x=y"}, "d": "3", "e": True, "f": -1}
 
 
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (["--a"], ["--a has no value"]),
-        (["--a", "--b", "1"], ["--a has no value"]),
-        (["a", "1"], ["'a' sets nothing", "--dotted.path"]),
-        (["--b.c", "1"], ["--b.c", "holds 5"]),
-    ],
-)
-def test_bad_override(overrides, words):
-    with pytest.raises(ConfigError) as caught:
-        apply_overrides({"b": 5}, overrides)
-    assert all(word in str(caught.value) for word in words)
-
-
 def test_find(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert find("ds.json").parent.name == "configs"
@@ -84,13 +72,6 @@ def test_find(tmp_path, monkeypatch):
         find("nowhere.json")
     with pytest.raises(ConfigError, match="no config file"):
         find("nowhere/ds.json")
-
-
-def test_file_that_is_no_text(tmp_path):
-    path = tmp_path / "ds.json"
-    path.write_bytes(b"\xff\xfe{}")
-    with pytest.raises(ConfigError, match="UTF-8"):
-        read(path)
 
 
 def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path):
@@ -111,3 +92,46 @@ def test_what_is_no_text_is_refused(tmp_path, content):
 def test_no_path_is_one_message(name):
     with pytest.raises(ConfigError, match="no config file"):
         find(name)
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("mesh.pp", "parallel3d.mesh.pp"),
+        ("mesh", "parallel3d.mesh"),
+        ("model.hidden_size", "parallel3d.model.hidden_size"),
+        ("run.name", "parallel3d.run.name"),
+        ("train.lr_schedule.type", "parallel3d.train.lr_schedule.type"),
+        ("parallel3d.mesh.pp", "parallel3d.mesh.pp"),
+        # DeepSpeed has blocks of these names, with other keys
+        ("checkpoint.every", "parallel3d.checkpoint.every"),
+        ("checkpoint.evry", "parallel3d.checkpoint.evry"),
+        ("checkpoint.tag_validation", "checkpoint.tag_validation"),
+        ("checkpoint", "checkpoint"),
+        ("pipeline.schedule", "parallel3d.pipeline.schedule"),
+        ("pipeline.stages", "pipeline.stages"),
+        ("optimizer.params.lr", "optimizer.params.lr"),
+        ("zero_optimization.stage", "zero_optimization.stage"),
+        ("steps", "steps"),
+    ],
+)
+def test_full_path(path, expected):
+    assert full_path(path) == expected
+
+
+def test_no_setting_of_ours_has_the_path_of_a_key_of_deepspeeds():
+    assert not set(Parallel3DConfig.model_fields) & set(RunConfig.model_fields)
+    shared = set(Parallel3DConfig.model_fields) & set(TOP_LEVEL)
+    assert shared == {"checkpoint", "pipeline"}
+    for section in shared:
+        ours = Parallel3DConfig.model_fields[section].annotation.model_fields
+        assert TOP_LEVEL[section].items and not set(ours) & set(TOP_LEVEL[section].items)
+
+
+def test_short_paths_reach_the_default_config():
+    words = "--mesh.pp 2 --model.hidden_size 64 --run.name x --checkpoint.every=7"
+    words += " --parallel3d.mesh.tp 2 --bf16.enabled=true"
+    config = RunConfig.from_json("ds.json", words.split())
+    assert (config.mesh.pp, config.mesh.tp, config.model.hidden_size) == (2, 2, 64)
+    assert config.bf16.enabled
+    assert (config.run.name, config.checkpoint.every) == ("x", 7)

@@ -41,6 +41,7 @@ pytestmark = pytest.mark.gloo
 
 # Read by deepspeed.initialize, not by DeepSpeedConfig.
 MESH_KEYS = {"sequence_parallel_size", "data_parallel_size"}
+OPTIMIZER, PARAM = (f"zero_optimization.offload_{name}" for name in ("optimizer", "param"))
 
 
 class Recorder(dict):
@@ -75,33 +76,19 @@ def test_top_level_keys():
 
 
 @pytest.mark.parametrize(
-    ("theirs", "ours", "path", "removed"),
+    ("theirs", "ours", "path"),
     [
-        (
-            DeepSpeedZeroConfig,
-            deepspeed.ZeroConfig,
-            "zero_optimization",
-            deepspeed_config._REMOVED_ZERO_CONFIG_KEYS,
-        ),
-        (DeepSpeedBF16Config, deepspeed.Bf16Config, "bf16", ()),
-        (DeepSpeedFP16Config, deepspeed.Fp16Config, "fp16", ()),
-        (
-            DeepSpeedZeroOffloadOptimizerConfig,
-            deepspeed.OffloadOptimizerConfig,
-            "zero_optimization.offload_optimizer",
-            (),
-        ),
-        (
-            DeepSpeedZeroOffloadParamConfig,
-            deepspeed.OffloadParamConfig,
-            "zero_optimization.offload_param",
-            (),
-        ),
+        (DeepSpeedZeroConfig, deepspeed.ZeroConfig, "zero_optimization"),
+        (DeepSpeedBF16Config, deepspeed.Bf16Config, "bf16"),
+        (DeepSpeedFP16Config, deepspeed.Fp16Config, "fp16"),
+        (DeepSpeedZeroOffloadOptimizerConfig, deepspeed.OffloadOptimizerConfig, OPTIMIZER),
+        (DeepSpeedZeroOffloadParamConfig, deepspeed.OffloadParamConfig, PARAM),
     ],
     ids=["zero", "bf16", "fp16", "offload_optimizer", "offload_param"],
 )
-def test_section(theirs, ours, path, removed):
+def test_section(theirs, ours, path):
     """Every key is a setting with DeepSpeed's default, or one of which the default is accepted."""
+    removed = deepspeed_config._REMOVED_ZERO_CONFIG_KEYS if path == "zero_optimization" else ()
     fields, others = theirs.model_fields, deepspeed_keys.BY_SECTION.get(path, {})
     defaults = {f.alias or n: f.get_default(call_default_factory=True) for n, f in fields.items()}
     assert set(ours.model_fields) | set(others) == set(defaults) | set(removed)
@@ -213,22 +200,18 @@ def test_optimizers():
 REDUCTIONS = ("per_microbatch", "per_step")
 # Settings of zero_optimization at another value than the default, and a stage that reads them.
 PASSED_ON = [
-    (1, {"reduce_scatter": False, "reduce_bucket_size": 100}),
-    (1, {"contiguous_gradients": False}),
+    (1, {"reduce_scatter": False, "reduce_bucket_size": 100}), (1, {"contiguous_gradients": False}),
     (1, {"overlap_comm": True, "allgather_bucket_size": 16}),
-    (1, {"use_multi_rank_bucket_allreduce": False}),
-    (1, {"allgather_partitions": False}),
-    (1, {"parameter_alignment": True}),
-    (3, {"overlap_comm": False, "sub_group_size": 50}),
+    (1, {"use_multi_rank_bucket_allreduce": False}), (1, {"allgather_partitions": False}),
+    (1, {"parameter_alignment": True}), (3, {"overlap_comm": False, "sub_group_size": 50}),
     (3, {"stage3_prefetch_bucket_size": 0, "stage3_param_persistence_threshold": 10**6}),
     (3, {"stage3_model_persistence_threshold": 8}),
     (3, {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}),
     (3, {"stage3_module_granularity_threshold": 10**6}),
     (3, {"stage3_use_all_reduce_for_fetch_params": True}),
-    (3, {"stage3_allgather_sequential": True}),
-    (3, {"override_module_apply": False}),
+    (3, {"stage3_allgather_sequential": True}), (3, {"override_module_apply": False}),
     (3, {"log_trace_cache_warnings": True, "enable_sanity_checks": True}),
-]
+]  # fmt: skip
 
 
 def run_each(rank):

@@ -22,39 +22,24 @@ def curve(steps, **schedule):
     return [fraction(config, step, steps) for step in range(steps)]
 
 
-def test_constant_without_warmup_is_one():
-    assert curve(5) == [1.0] * 5
-
-
-def test_constant_after_a_warmup():
-    assert curve(6, warmup_steps=4) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
-
-
-def test_cosine_at_the_eighths_of_a_turn():
+HALF = sqrt(0.5)
+BY_HAND = [
+    ({}, [1.0] * 5),
+    ({"warmup_steps": 4}, [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]),
     # (1 + cos(180 degrees x k/4)) / 2 for k = 1..4, with cos 45 degrees = sqrt(1/2).
-    half = sqrt(0.5)
-    by_hand = [(1 + half) / 2, 0.5, (1 - half) / 2, 0.0]
-    assert curve(4, type="cosine", min_ratio=0.0) == pytest.approx(by_hand, abs=1e-15)
-
-
-def test_cosine_with_warmup_and_floor():
+    ({"type": "cosine", "min_ratio": 0.0}, [(1 + HALF) / 2, 0.5, (1 - HALF) / 2, 0.0]),
     # Two steps up; then 0.2 + 0.8 x (1 + cos(60, 120, 180 degrees)) / 2.
-    by_hand = [0.5, 1.0, 0.8, 0.4, 0.2]
-    got = curve(5, type="cosine", warmup_steps=2, min_ratio=0.2)
-    assert got == pytest.approx(by_hand, abs=1e-15)
-
-
-def test_linear_with_warmup_and_floor():
-    by_hand = [0.5, 1.0, 0.8, 0.6, 0.4, 0.2]
-    got = curve(6, type="linear", warmup_steps=2, min_ratio=0.2)
-    assert got == pytest.approx(by_hand, abs=1e-15)
-
-
-def test_wsd_decays_by_the_square_root_over_its_last_steps():
+    ({"type": "cosine", "warmup_steps": 2, "min_ratio": 0.2}, [0.5, 1.0, 0.8, 0.4, 0.2]),
+    ({"type": "linear", "warmup_steps": 2, "min_ratio": 0.2}, [0.5, 1.0, 0.8, 0.6, 0.4, 0.2]),
     # Two up, three stable, then 1 - sqrt(1/4, 2/4, 3/4, 4/4) of the way from 1 to 0.2.
-    by_hand = [0.5, 1.0, 1.0, 1.0, 1.0, 0.6, 1 - 0.8 * sqrt(0.5), 1 - 0.8 * sqrt(0.75), 0.2]
-    got = curve(9, type="wsd", warmup_steps=2, min_ratio=0.2, decay_steps=4)
-    assert got == pytest.approx(by_hand, abs=1e-15)
+    ({"type": "wsd", "warmup_steps": 2, "min_ratio": 0.2, "decay_steps": 4},
+     [0.5, 1.0, 1.0, 1.0, 1.0, 0.6, 1 - 0.8 * HALF, 1 - 0.8 * sqrt(0.75), 0.2]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schedule", "factors"), BY_HAND)
+def test_worked_out_by_hand(schedule, factors):
+    assert curve(len(factors), **schedule) == pytest.approx(factors, abs=1e-15)
 
 
 def test_wsd_decays_over_a_fifth_of_the_run_if_nothing_is_said():

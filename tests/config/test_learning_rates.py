@@ -71,15 +71,6 @@ def test_every_scheduler_of_deepspeed_has_its_class_and_a_case():
     assert set(SCHEDULERS) == set(lr_schedules.VALID_LR_SCHEDULES) == {name for name, _ in CASES}
 
 
-def test_auto_length_is_the_runs():
-    block = {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_num_steps": 4}}
-    config = RunConfig.from_dict(raw(scheduler=block)).resolve(4)
-    optimizer = adam()
-    scheduler = lr_schedules.WarmupDecayLR(optimizer, 10, warmup_num_steps=4)
-    expected = rates_of(scheduler, optimizer, 10)
-    assert [rate(config, step) for step in range(10)] == pytest.approx(expected, abs=1e-15)
-
-
 def test_cosine_and_line_are_torchs_after_the_first_step():
     """Ours reaches the floor at the last step, torch's with the step after `T_max` or `total`."""
     n, floor = 24, 0.25

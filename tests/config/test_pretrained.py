@@ -169,6 +169,11 @@ REFUSED = [
     (PYTHIA | {"num_attention_heads": 5}, "num_attention_heads = 5: does not divide"),
     (PYTHIA | {"rotary_pct": 0.2}, "rotary_pct = 0.2: makes 3 of a head's 16 features rotate"),
     (PYTHIA | {"logits_soft_cap": 3.0}, "logits_soft_cap = 3.0: caps the logits"),
+    # fields of other kinds
+    (LLAMA | {"layer_types": [["x"]]}, 'layer_types = [["x"]]: has layers that do not attend'),
+    (MISTRAL | {"layer_types": [{}]}, "layer_types = [{}]: has layers that do not attend"),
+    (LLAMA | {"layer_types": "full_attention"}, 'layer_types = "full_attention": is no list'),
+    (MISTRAL | {"sliding_window": "a"}, 'sliding_window = "a": is no number of tokens'),
 ]  # fmt: skip
 
 
@@ -382,21 +387,6 @@ def test_an_index_of_names_that_no_shard_can_have(name, tmp_path):
     assert found.endswith("; download it again") and len(found) < 400
     path.write_text("[" * 100_000)
     assert refused(folder).startswith(f"{path}: is no index (")
-
-
-@pytest.mark.parametrize(
-    ("config", "said"),
-    [
-        (LLAMA | {"layer_types": [["x"]]}, 'layer_types = [["x"]]: has layers that do not attend'),
-        (MISTRAL | {"layer_types": [{}]}, "layer_types = [{}]: has layers that do not attend"),
-        (LLAMA | {"layer_types": "full_attention"}, 'layer_types = "full_attention": is no list'),
-        (MISTRAL | {"sliding_window": "a"}, 'sliding_window = "a": is no number of tokens'),
-    ],
-    ids=["list", "block", "text", "window"],
-)
-def test_fields_of_other_kinds(config, said, tmp_path):
-    folder = published(tmp_path / "model", config)
-    assert f"{folder / 'config.json'}: {said}" in refused(folder)
 
 
 @pytest.mark.parametrize(

@@ -27,10 +27,7 @@ FULL = {"checkpointing": "full"}
 # The norm is looked at before it is used: once, and once for each of two groups at ZeRO 0 to 2.
 NORM_12, NORM_3 = {INVALID: 3}, {INVALID: 1}
 IN_PASSES_3 = {FETCH: GATHERS * MICROBATCHES, BUCKET: 1, REDUCED: 1}
-CASES = {
-    "zero1": (1, ONCE, {}, NORM_12),
-    "zero3": (3, ONCE, IN_PASSES_3, NORM_3),
-}
+CASES = {"zero1": (1, ONCE, {}, NORM_12), "zero3": (3, ONCE, IN_PASSES_3, NORM_3)}
 MORE = {
     "zero0": (0, ONCE, {}, NORM_12),
     "zero1 often": (1, OFTEN, {}, NORM_12),

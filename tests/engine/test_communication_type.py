@@ -15,8 +15,6 @@ UNTIED = {"mesh": (1, 2, 1), "tied": False, "microbatches": 2, "batch": 8, "prec
 CASES = {
     "zero 1": Case(zero_stage=1, **UNTIED),
     "zero 3": Case(weights="per_step", **UNTIED),
-}
-SLOW = {
     "zero 0": Case(zero_stage=0, **UNTIED),
     "zero 2, each": Case(zero_stage=2, reduction="per_microbatch", **UNTIED),
     "zero 3, each": Case(reduction="per_microbatch", **UNTIED),
@@ -53,22 +51,17 @@ def trained_on_rank(rank, case):
     return found
 
 
-def check(case):
+QUICK = ("zero 1", "zero 3")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES]
+)
+def test_half_the_bytes(name):
     for (losses, norms, bytes_), (near, near_norms, fewer) in run_locally(
-        trained_on_rank, 2, case, timeout=100
+        trained_on_rank, 2, CASES[name], timeout=100
     ):
         assert 0 < fewer == bytes_ / 2
         # Each gradient is rounded once, and their sum: by 2^-9 of it each time, as if at random.
         assert near_norms[0] == pytest.approx(norms[0], rel=2**-8) and near_norms != norms
         assert near == pytest.approx(losses, rel=2**-8)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_half_the_bytes(name):
-    check(CASES[name])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SLOW)
-def test_half_the_bytes_in_full(name):
-    check(SLOW[name])

@@ -1,4 +1,4 @@
-"""What DeepSpeed gets wrong under NVMe offload is refused; without the refusal it goes wrong."""
+"""DeepSpeed gets wrong what config/checks.py refuses under NVMe offload."""
 
 from contextlib import contextmanager
 from dataclasses import replace
@@ -7,38 +7,12 @@ from unittest.mock import patch
 
 import pytest
 
-from parallel3d.config.deepspeed import ZeroConfig
 from parallel3d.engine import EngineSettings
 from parallel3d.verify.local_ranks import RankFailed, run_locally
 from tests.cases import measure
 from tests.engine.test_offload import on_nvme, small
 
 pytestmark = pytest.mark.gloo
-
-NVME = {"device": "nvme", "nvme_path": "/nvme"}
-
-
-@pytest.mark.parametrize(
-    ("zero", "says"),
-    [
-        (
-            {"offload_param": NVME, "stage3_param_persistence_threshold": 10**6},
-            "keeps parameters unsharded that offload_param puts on NVMe; use at most 262144",
-        ),
-        (
-            {"offload_param": NVME, "offload_optimizer": NVME | {"fast_init": True}},
-            "starts from wrong weights",
-        ),
-        ({"offload_optimizer": NVME | {"pipeline_read": True}}, "use 8 or more"),
-        (
-            {"offload_optimizer": NVME | {"pipeline_read": True, "pipeline_write": True}},
-            "use 12 or more",
-        ),
-    ],
-)
-def test_settings_that_deepspeed_gets_wrong_are_refused(zero, says):
-    with pytest.raises(ValueError, match=says):
-        ZeroConfig(stage=3, **zero)
 
 
 @contextmanager

@@ -18,7 +18,6 @@ from parallel3d.engine.reduction import Reduction
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.verify.local_ranks import RankFailed, RanksHung, run_locally
 from tests.cases import Case, Trainer, measure
-from tests.engine import storage_bytes
 
 pytestmark = pytest.mark.gloo
 
@@ -186,25 +185,6 @@ def test_unequal_optimizer_groups_give_a_wrong_norm_or_hang():
     else:
         print(errors)
         assert errors.grad_norm > 1e-3
-
-
-def gathered_peak(rank, case, restore):
-    never = patch.object(core.ReleaseCounters, "restore", lambda self: None)
-    with nullcontext() if restore else never:
-        trainer = Trainer(case)
-        parameters = [h.parameter for h in trainer.engine.held]
-        trainer.run()
-        with storage_bytes.watching(trainer.engine._deepspeed, parameters) as peaks:
-            trainer.run()
-    return peaks.gathered_elements, sum(p.ds_numel for p in parameters)
-
-
-def test_without_release_counters_the_whole_stage_stays_gathered():
-    case = replace(UNTIED, mesh=(1, 2, 1), steps=1)
-    (peak, whole), _ = run_locally(gathered_peak, 2, case, True)
-    assert peak < whole / 5
-    (peak, whole), _ = run_locally(gathered_peak, 2, case, False)
-    assert peak == whole
 
 
 def stopped_peer(rank, seconds):

@@ -162,8 +162,7 @@ OWN_WAYS = ["zero1", "zero3", "zero3+cpu+param-cpu", "zero3+nvme+param-nvme", "z
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=() if n in OWN_WAYS else pytest.mark.slow) for n in EXACT],
+    "name", [pytest.param(n, marks=() if n in OWN_WAYS else pytest.mark.slow) for n in EXACT]
 )
 def test_a_resumed_run_is_bitwise_the_unbroken_one(name, tmp_path):
     case = replace(EXACT[name], folder=str(tmp_path))

@@ -7,13 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from parallel3d.engine import (
-    Engine,
-    EngineSettings,
-    HeldParameter,
-    building,
-    writing,
-)
+from parallel3d.engine import Engine, EngineSettings, HeldParameter, building, writing
 from parallel3d.engine.quirks import core
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.model.spec import Init, ParamSpec

@@ -16,8 +16,8 @@ from parallel3d.mesh.mesh import Mesh
 from parallel3d.pipeline.executor import Microbatch
 from parallel3d.plan.memory.peak import per_rank
 from parallel3d.plan.setting import Setting
+from parallel3d.tensor.attention import kernel_of
 from parallel3d.tensor.documents import in_one_kernel
-from parallel3d.tensor.kernel import kernel_of
 from parallel3d.train.assembly import assemble
 from parallel3d.verify.local_ranks import run_locally
 from tests.gpu import here

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import parallel3d.tensor.linear as linear_module
-import parallel3d.tensor.output as output_module
+import parallel3d.tensor.vocab as output_module
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.models.gpt.blocks import Block, Embedding, Head
 from parallel3d.models.gpt.spec import Config

@@ -8,10 +8,9 @@ from torch import nn
 from torch.nn.attention import SDPBackend
 
 from parallel3d.mesh.mesh import Mesh
-from parallel3d.tensor.attention import CausalAttention
+from parallel3d.tensor.attention import CausalAttention, in_words, kernel_of, say_kernel
 from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.dropout import RandomKey
-from parallel3d.tensor.kernel import in_words, kernel_of, say_kernel
 from parallel3d.tensor.segments import Segments
 from tests.counting import Calls
 

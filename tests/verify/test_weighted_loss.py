@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from parallel3d.config import RunConfig
-from parallel3d.tensor.output import IGNORED
+from parallel3d.tensor.vocab import IGNORED
 from parallel3d.verify import measure, reference
 from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.shrink import shrink

@@ -1,9 +1,8 @@
 """What DeepSpeed 0.19.8 does under a pipeline, and the remedy for each: one function a quirk.
 
-DeepSpeed's refusal of pipelines with ZeRO-2 and 3 belongs to its PipelineEngine, not to ZeRO. One
-plain engine a rank, whose data-parallel group is its stage's, trains the whole mesh once these
-remedies are in place. docs/deepspeed.md has the measurements; tests/engine/test_quirks.py takes
-each remedy away and sees the fault come back, so the next DeepSpeed release cannot surprise us.
+With these remedies one plain engine a rank, whose data-parallel group is its stage's, trains the
+whole mesh. docs/deepspeed.md has the measurements; tests/engine/test_quirks.py takes each remedy
+away and sees the fault come back.
 """
 
 import platform
@@ -18,14 +17,11 @@ from typing import Any
 import cpuinfo
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.zero import (
-    parameter_offload,
-    partitioned_param_coordinator,
-)
+from deepspeed.runtime.zero import parameter_offload, partitioned_param_coordinator
 from torch import nn
 
 from parallel3d.model.parametrization import Rate, Role
-from parallel3d.tensor.held import HeldParameter
+from parallel3d.tensor.cut import HeldParameter
 
 
 def bind_trace_check(group: dist.ProcessGroup, device: torch.device) -> None:
@@ -143,22 +139,17 @@ class Ballast(nn.Module):
 
 
 def group_kinds(rates: Mapping[Role | None, Rate]) -> list[tuple[Rate, bool]]:
-    """The rates and the weight decay of each optimizer group: two groups for each rate.
+    """Return the rates and the weight decay of each optimizer group: two groups for each rate.
 
-    All follow from the rates of the roles, not from what a stage holds: so they are the same on
-    every stage, and where all roles have one rate they are the two of the standard
-    parametrisation, whose norm is summed in the same order.
+    They follow from the rates of the roles, so they are the same on every stage.
     """
     return [(rate, decays) for rate in dict.fromkeys(rates.values()) for decays in (True, False)]
 
 
 def param_groups(
-    held: Iterable[HeldParameter],
-    ballast: Ballast,
-    weight_decay: float,
-    eps: float,
+    held: Iterable[HeldParameter], ballast: Ballast, weight_decay: float, eps: float,
     rates: Mapping[Role | None, Rate],
-) -> list[dict[str, Any]]:
+) -> list[dict[str, Any]]:  # fmt: skip
     """The optimizer groups of `group_kinds`, each with its weight decay: defaults differ."""
     held, groups = list(held), []
     for (rate, decays), weight in zip(group_kinds(rates), ballast.parameters(), strict=True):
@@ -207,10 +198,9 @@ class ReleaseCounters:
 class DeferredReduction:
     """Parameters kept out of each microbatch's reduction, and reduced at the end of the step.
 
-    For a weight tied over two stages: its two gradients must meet before ZeRO cuts them up, and
-    inside a backward the two stages cannot wait for each other; and for the partial gradients of
-    sequence parallelism, whose sum over tp would else cost a collective a microbatch. The last
-    reduction looks to ZeRO like one more microbatch, in which these alone have gradients.
+    The two gradients of a weight tied over two stages must meet before ZeRO cuts them up, and the
+    sum of partial ones over tp would else cost a collective a microbatch. The last reduction looks
+    to ZeRO like one more microbatch, in which these alone have gradients.
     """
 
     def __init__(self, engine: Any, parameters: list[nn.Parameter]) -> None:

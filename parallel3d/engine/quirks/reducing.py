@@ -1,8 +1,8 @@
 """DeepSpeed 0.19.8's gradient reductions, run without its hooks, when the program says so.
 
-Gradients that are reduced once a step need none of what DeepSpeed does in each backward: they add
-up in `param.grad`, as autograd leaves them. Its hooks, two dozen calls a parameter and microbatch,
-are taken away, and what they would have called at the end is called here, for the parameters given.
+Gradients that are reduced once a step add up in `param.grad`, as autograd leaves them. DeepSpeed's
+hooks, two dozen calls a parameter and microbatch, are taken away, and what they would have called
+at the end is called here.
 """
 
 from collections.abc import Iterable, Sequence

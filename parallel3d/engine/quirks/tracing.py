@@ -1,10 +1,9 @@
 """A trace of DeepSpeed 0.19.8's ZeRO-3 for each stage and direction, so that it fetches ahead.
 
-DeepSpeed's hooks gather a module's weights when it is called, and those of the modules behind it as
-a trace of the last pass names them. It keeps one trace, from one forward to the next, with whatever
-backwards lie between; a pipeline's passes come in another order each time, so the trace breaks, and
-nearly every module waits for weights that nobody has sent for. Each pass of a stage is the same, in
-itself: here each has a trace of its own, which the pass before it of that stage has recorded.
+DeepSpeed's hooks gather a module's weights when it is called, and those of the modules behind it by
+a trace of the last pass. It keeps one trace from forward to forward; a pipeline's passes come in
+another order each time, so the trace breaks, and nearly every module waits for its weights. Each
+pass of a stage is the same in itself: here each has a trace of its own.
 """
 
 from collections import defaultdict, deque

@@ -21,11 +21,10 @@ class _Buffer(NamedTuple):
 def stage_weights(optimizer: Any, device: torch.device) -> None:
     """Have ZeRO-3 send the weights that the host has updated by parts of PART elements.
 
-    ZeRO-3 with its optimizer on the host updates group by group. After each, DeepSpeed copies the
-    group's new weights to the device: torch casts them into new memory, which the device cannot
-    read by itself, and the host waits for both. Here they go through page-locked buffers: a part is
-    on its way while the host casts the next one, or begins with the next group's Adam. Weights that
-    stay on the host take DeepSpeed's own way.
+    After each group's update on the host DeepSpeed casts the new weights into memory that no device
+    can read by itself, copies them, and waits for both. Here a part is on its way, through
+    page-locked buffers, while the host casts the next one or begins with the next group's Adam.
+    Weights that stay on the host take DeepSpeed's own way.
     """
     whole = optimizer._reassign_or_swap_out_partitioned_parameters
     buffers: list[_Buffer] = []
@@ -74,9 +73,8 @@ def _nothing() -> None:
 def share_with_weights(optimizer: Any) -> None:
     """Let a master be the weights that it is of, where both lie on one device in one type.
 
-    DeepSpeed copies these, too, and keeps 4 bytes an element of this rank's share for nothing: it
-    has Adam write the master, and copies it into the weights after. To be called before the first
-    step.
+    DeepSpeed keeps both, 4 bytes an element of this rank's share for nothing, and copies one into
+    the other after Adam. To be called before the first step.
     """
     is_zero3 = hasattr(optimizer, "fp16_groups")
     settings = ("offload_optimizer", "offload_param") if is_zero3 else ("cpu_offload",)

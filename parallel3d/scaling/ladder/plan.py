@@ -13,8 +13,8 @@ from parallel3d.base.atomic import replace_text
 from parallel3d.base.errors import ConfigError
 from parallel3d.base.terminal import Column
 from parallel3d.config import RunConfig, hardware
-from parallel3d.config.digest import PLACED, digest_of
 from parallel3d.config.hardware import THIS_MACHINE
+from parallel3d.config.run import PLACED, digest_of
 from parallel3d.plan.impossible import refuse_impossible
 from parallel3d.plan.memory.peak import fullest
 from parallel3d.plan.report import command
