@@ -83,11 +83,6 @@ class BuiltStages:
     layers_of_stage: tuple[range, ...]
 
 
-def place_layers(layers: Sequence[LayerSpec], num_stages: int, shape: Shape) -> tuple[range, ...]:
-    """Place layers on stages, balanced by their cost for a microbatch of `shape`."""
-    return partition([float(layer.cost(shape).forward_flops) for layer in layers], num_stages)
-
-
 def build_stages(
     layers: Sequence[LayerSpec],
     schedule: Schedule,
@@ -109,18 +104,16 @@ def build_stages(
     key = RandomKey(seed or 0, mesh.coord("dp"))
     selective = activation_checkpointing == "selective"
     context = LayerContext(mesh.group("tp"), key, sequence_parallel, selective, overlap)
-    placement = place_layers(layers, schedule.num_stages, shape)
+    costs = [float(layer.cost(shape).forward_flops) for layer in layers]
+    placement = partition(costs, schedule.num_stages)
     mine = [s for s, coord in enumerate(schedule.pp_coord_of_stage) if coord == mesh.coord("pp")]
     modules: dict[str, nn.Module] = {}
     with building(settings, mesh):
         for s in mine:
             for i in placement[s]:
                 modules[layers[i].name] = _make(layers[i], context)
-    held = _tie(
-        layers,
-        modules,
-        [h for n, m in modules.items() for h in _held(_spec(layers, n), m, context)],
-    )
+    own = [layer for layer in layers if layer.name in modules]
+    held = _tie(layers, modules, [h for o in own for h in _held(o, modules[o.name], context)])
     originals = tied_names(layers)
     for h in held:
         if seed is None:
@@ -140,10 +133,6 @@ def _make(layer: LayerSpec, context: LayerContext) -> nn.Module:
     module, _, name = layer.build.partition(":")
     made: nn.Module = getattr(import_module(module), name)(layer.config, layer.name, context)
     return made
-
-
-def _spec(layers: Sequence[LayerSpec], name: str) -> LayerSpec:
-    return next(layer for layer in layers if layer.name == name)
 
 
 def _held(layer: LayerSpec, module: nn.Module, context: LayerContext) -> Iterator[HeldParameter]:

@@ -14,13 +14,13 @@ from typing import NoReturn
 
 import psutil
 
+from parallel3d.base.arguments import BAD_INPUT, DONE, FAILED, STOPPED
 from parallel3d.base.errors import RankError, TrainingError
 from parallel3d.config import RunConfig
 from parallel3d.mesh.launch import Launch
 from parallel3d.mesh.pulse import rank as pulse
 from parallel3d.mesh.pulse.page import Verdict
 
-DONE, FAILED, BAD_INPUT, STOPPED = 0, 1, 2, 3  # exit codes; scripts rely on them
 _IN_WORDS = {
     FAILED: "the run failed",
     BAD_INPUT: "bad config or input: do not retry",

@@ -13,8 +13,6 @@ from parallel3d.config import RunConfig
 from parallel3d.config.command_line import apply_overrides
 from parallel3d.mesh.launch import Launch
 
-ALL = 10**12  # more samples than there are
-
 
 def checkpoint_in(path: Path) -> Path:
     """The folder of the checkpoint at a path: the path itself, or the newest of a run.

@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, NoReturn
 
 import psutil
 
+from parallel3d.base.arguments import STOPPED
 from parallel3d.base.errors import Parallel3DError, TrainingError
 from parallel3d.config import RunConfig
 from parallel3d.mesh.launch import Launch
 from parallel3d.mesh.pulse import rank as pulse
-from parallel3d.train.ending import STOPPED, Ending, tell_of_request
+from parallel3d.train.ending import Ending, tell_of_request
 
 if TYPE_CHECKING:  # it needs torch, which a launch that is refused must not wait for
     from parallel3d.mesh.mesh import Mesh

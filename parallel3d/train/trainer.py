@@ -140,10 +140,14 @@ class Trainer:
                     self.progress.say(said)
             self.position = self.position.after(self.config)
             result.steps = step + 1
-            result.loss = self._mean_loss([row.loss for row in rows])
+            # Every tp rank of the last stage reports its dp share's.
+            result.loss = sum(row.loss for row in rows) / (
+                self.mesh.size("dp") * self.mesh.size("tp")
+            )
             losses.append(result.loss)
             result.peak_memory_bytes = [int(row.memory) for row in rows]
-            result.stopped = self.stop.stopping or result.steps == self._stop_after
+            is_last, after = result.steps == self.config.num_steps, self.config.train.stop_after
+            result.stopped = self.stop.stopping or (result.steps == after and not is_last)
             validation = {} if result.stopped else self._evaluated(result)
             self._report(result, lr, taken, rows, done, validation)
             self._save_if_due(result)
@@ -173,12 +177,6 @@ class Trainer:
                 "stopped by SIGTERM, a launcher may kill this run before its state is saved (30 s "
                 "under deepspeed); put a file named STOP into the run's folder instead"
             )
-
-    @property
-    def _stop_after(self) -> int | None:
-        """The step after which to stop as if asked to, unless training is over by then."""
-        after = self.config.train.stop_after
-        return after if after is not None and after < self.config.num_steps else None
 
     def _evaluated(self, result: Result) -> Losses:
         """The losses of what is evaluated, after the steps that call for it."""
@@ -246,10 +244,6 @@ class Trainer:
         if self.saver:
             self.saver.finish()
         raise TrainingError(message)
-
-    def _mean_loss(self, locals_: list[float]) -> float:
-        """The loss over the batch; every tp rank of the last stage reports its dp share's."""
-        return sum(locals_) / (self.mesh.size("dp") * self.mesh.size("tp"))
 
     def _speed(self, seconds: float) -> tuple[float, float, float | None]:
         """Tokens a second of the mesh, model TFLOP/s of a device, and its share of the peak."""

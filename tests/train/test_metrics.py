@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from parallel3d.data.evaluation import SetLoss
-from parallel3d.train import metrics, mfu, progress
+from parallel3d.train import known_hardware, metrics, progress
 from parallel3d.train.metrics import MetricsWriter, StepMetrics
 from parallel3d.train.progress import Progress, in_words
 from parallel3d.train.report import Summary, print_summary
@@ -250,7 +250,7 @@ def test_peak_memory_is_a_high_water_mark():
 
 
 def test_measured_peak_is_what_a_matmul_reaches():
-    peak = mfu.measure_peak_flops(CPU, torch.float32, seconds=0.05)
+    peak = known_hardware.measure_peak_flops(CPU, torch.float32, seconds=0.05)
     assert 1e8 < peak < 1e14
 
 
