@@ -23,11 +23,6 @@ class Nodes:
         """The first of the ranks on the machine of `rank`: it does what is done once a machine."""
         return self.machines.index(self.machines[rank])
 
-    @property
-    def are_several(self) -> bool:
-        """Whether there is more than one machine."""
-        return len(set(self.machines)) > 1
-
     def torn(self, size: int) -> list[range]:
         """The groups of `size` neighbouring ranks that lie on several machines."""
         starts = range(0, len(self.machines), size)

@@ -142,19 +142,21 @@ class Executor:
         self.flow = flow = Flow(self._losses_divisor(batch))
         clock = DeviceClock(self.mesh.device) if self.timed else None
         marks, self.spans = [], []
-        work = f"step {step + 1}" if self._trains else "an evaluation"
+        name = f"step {step + 1}" if self._trains else "an evaluation"
         with self.engine.accumulation() if self._trains else nullcontext():
             for action in self._program:
                 if action.is_compute:
                     self._wait(action)
-                pulse.doing(f"{action} of {work}")
+                pulse.doing(f"{action} of {name}")
                 start = clock.mark() if clock else None
                 self._run[action.op](action.stage, action.microbatch)
                 if clock:
                     marks.append((action, start, clock.mark()))
             with pulse.waiting("until its messages have left"):
-                self._finish_sends()
-            pulse.doing(f"the sums of gradients of {work}")
+                for work, _ in flow.sending.values():
+                    work.wait()
+                flow.sending.clear()
+            pulse.doing(f"the sums of gradients of {name}")
         if clock:
             self.started, self.ended, self.spans = clock.spans(marks)
         if flow.token_losses:
@@ -287,8 +289,3 @@ class Executor:
 
     def _on_this_rank(self, stage: int) -> bool:
         return self.schedule.pp_coord_of_stage[stage] == self.mesh.coord("pp")
-
-    def _finish_sends(self) -> None:
-        for work, _ in self.flow.sending.values():
-            work.wait()
-        self.flow.sending.clear()

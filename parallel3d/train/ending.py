@@ -109,7 +109,8 @@ class Ending:
             pulse.leave(FAILED)
             say_verdict(verdict)
             return FAILED
-        pulse.leave(FAILED, _in_short(error))
+        in_short = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        pulse.leave(FAILED, in_short[:200])
         words = str(error) if isinstance(error, RankError) else traceback.format_exc()
         say(f"rank {self.launch.rank}: {lost or words}")
         return FAILED
@@ -124,11 +125,6 @@ def say_verdict(verdict: Verdict) -> None:
     """Say on one line per machine which rank ended the run, where, and what it did."""
     if verdict.speaks:
         say(f"{verdict.text}; the run ends")
-
-
-def _in_short(error: Exception) -> str:
-    """Its kind and the first line of what it says."""
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:200]
 
 
 def last_line(code: int, launch: Launch) -> str:

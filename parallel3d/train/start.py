@@ -147,7 +147,7 @@ def refuse_unshared(folder: Path, directory: str, mesh: Mesh, nodes: Nodes) -> N
 
     A node does if it finds the lock that rank 0 holds beside it. Collective.
     """
-    if not nodes.are_several:
+    if len(set(nodes.machines)) == 1:
         return
     token = on_first(mesh, lambda: token_of(folder))
 

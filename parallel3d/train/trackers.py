@@ -17,8 +17,6 @@ from typing import Any
 from parallel3d.base.atomic import replace_text
 from parallel3d.config import RunConfig
 
-_log = logging.getLogger(__name__)
-
 Values = Mapping[str, float]
 PROJECT = "parallel3d"  # where a tracker wants one, and nobody named it
 _LIST = "parallel3d.run.trackers"
@@ -54,12 +52,7 @@ class Trackers:
     """
 
     def __init__(
-        self,
-        config: RunConfig,
-        directory: Path,
-        *,
-        step: int = 0,
-        say: Callable[[str], None] = _log.warning,
+        self, config: RunConfig, directory: Path, *, step: int, say: Callable[[str], None]
     ) -> None:
         self._say, self._wanted = say, wanted(config)
         self._running: dict[str, Any] = {}

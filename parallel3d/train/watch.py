@@ -117,8 +117,31 @@ class StepWatch:
                 self._say(f"        {said['at'][0]:<3} nothing: every group is of one rank")
 
     def _show_flops(self, step: int, seconds: float) -> None:
-        lines = flops_lines(self._config, self._parts, step, seconds, self._mesh.size("world"))
-        path = self._config.flops_profiler.output_file
+        config, parts = self._config, self._parts
+        kinds: dict[str, list[float]] = {}
+        for layer in parts.layers:
+            kind, flops = re.sub(r"\.\d+$", "", layer.name), layer.cost(parts.shape).forward_flops
+            found = kinds.setdefault(kind, [0.0, 0.0, 0.0])
+            for i, value in enumerate((1.0, layer.num_params, flops / parts.shape.tokens)):
+                found[i] += value
+        forward = sum(row[2] for row in kinds.values())
+        train, tokens = parts.flops_per_token, config.tokens_per_step
+        rate = train * tokens / seconds / self._mesh.size("world") / 1e12
+        lines = [
+            "flops   parallel3d's own count, as for MFU: matrix products and attention in full,",
+            "        nothing twice that is recomputed; DeepSpeed's profiler does not run",
+            f"        step {step}: {train * tokens / 1e12:,.4g} TFLOP in {seconds:.3g} s, "
+            f"{rate:,.4g} TFLOP/s per device; a token: {forward / 1e6:,.4g} MFLOP forward, "
+            f"{train / 1e6:,.4g} with backward",
+        ]
+        if config.flops_profiler.detailed:
+            lines.append("        layer       number    parameters  MFLOP/token forward   share")
+            for kind, (number, params, of_kind) in kinds.items():
+                lines.append(
+                    f"        {kind:<12}{number:>6.0f}{params:>14,.0f}{of_kind / 1e6:>21,.4g}"
+                    f"{100 * of_kind / forward:>6.1f} %"
+                )
+        path = config.flops_profiler.output_file
         if path is None or self._mesh.rank != 0:
             for line in lines:
                 self._say(line)
@@ -130,36 +153,6 @@ class StepWatch:
             self._say(
                 f"WARNING: flops_profiler.output_file = {path}: {error.strerror}; not written"
             )
-
-
-def flops_lines(
-    config: RunConfig, parts: Assembly, step: int, seconds: float, devices: int
-) -> list[str]:
-    """The table of flops_profiler for a step of `seconds` on `devices` devices."""
-    kinds: dict[str, list[float]] = {}
-    for layer in parts.layers:
-        kind, flops = re.sub(r"\.\d+$", "", layer.name), layer.cost(parts.shape).forward_flops
-        found = kinds.setdefault(kind, [0.0, 0.0, 0.0])
-        for i, value in enumerate((1.0, layer.num_params, flops / parts.shape.tokens)):
-            found[i] += value
-    forward = sum(row[2] for row in kinds.values())
-    train, tokens = parts.flops_per_token, config.tokens_per_step
-    rate = train * tokens / seconds / devices / 1e12
-    lines = [
-        "flops   parallel3d's own count, which MFU uses: matrix products and attention in full,",
-        "        nothing twice that is recomputed; DeepSpeed's profiler does not run",
-        f"        step {step}: {train * tokens / 1e12:,.4g} TFLOP in {seconds:.3g} s, "
-        f"{rate:,.4g} TFLOP/s per device; a token: {forward / 1e6:,.4g} MFLOP forward, "
-        f"{train / 1e6:,.4g} with backward",
-    ]
-    if config.flops_profiler.detailed:
-        lines.append("        layer       number    parameters  MFLOP/token forward   share")
-        for kind, (number, params, of_kind) in kinds.items():
-            lines.append(
-                f"        {kind:<12}{number:>6.0f}{params:>14,.0f}{of_kind / 1e6:>21,.4g}"
-                f"{100 * of_kind / forward:>6.1f} %"
-            )
-    return lines
 
 
 def watch_of(
