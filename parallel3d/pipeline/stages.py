@@ -26,10 +26,8 @@ from parallel3d.tensor.segments import Segments
 class Stages(nn.Module):
     """The stages of one rank; `forward(stage, ...)` runs one of them.
 
-    A stage's layers get what flows between them and the segments of its samples, the model's last
-    layer what flows and the labels. `recompute` lists the layers whose activations are
-    dropped after the forward and computed again in the backward (activation checkpointing
-    "full": all but embedding and head).
+    `recompute` lists the layers whose activations are dropped after the forward and computed again
+    in the backward (activation checkpointing "full": all but embedding and head).
     """
 
     def __init__(self, layers: dict[int, list[nn.Module]], recompute: set[nn.Module]) -> None:
@@ -49,9 +47,9 @@ class Stages(nn.Module):
         """Run a stage: token ids or activations -> activations; the mean loss given `labels`.
 
         With `weights` [batch, seq] the sum of the losses times these; in evaluation each token's
-        loss [batch, seq]. `segments` are of documents that do not see each other. `reached` is
-        called in the backward with the stage and the index of a layer whose input has its gradient:
-        the layers behind that one need nothing more.
+        loss [batch, seq]. `segments` separate documents. `reached` is called in the backward with
+        the stage and the index of a layer whose input has its gradient: later layers need nothing
+        more.
         """
         layers = list(self.stages[str(stage)].children())
         last = layers.pop() if labels is not None else None
@@ -97,9 +95,8 @@ def build_stages(
 ) -> BuiltStages:
     """Make this rank's stages and give every weight its start.
 
-    A weight's start depends on `seed`, its global name and its place alone, so it is the same bits
-    on every mesh. Without a seed the weights are left as memory has them, for whoever reads them.
-    Under ZeRO-3 no stage exists whole on a rank at any time.
+    A weight's start depends on `seed`, its global name and its place alone: the same bits on every
+    mesh. Without a seed weights are left unset. Under ZeRO-3 no stage ever exists whole on a rank.
     """
     key = RandomKey(seed or 0, mesh.coord("dp"))
     selective = activation_checkpointing == "selective"

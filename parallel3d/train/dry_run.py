@@ -24,11 +24,10 @@ from parallel3d.train.known_hardware import described, machine_of
 
 
 def dry_run(config: RunConfig, launch: Launch, *, devices: int, as_json: bool) -> int:
-    """Print what a run would be, and train nothing: mesh, memory, time, checkpoint.
+    """Print what a run would be: mesh, memory, checkpoint, and time if the machine is known.
 
-    `devices`: for how many; 0 for those of the config's mesh, or those launched. Rank 0 speaks.
-    Where nothing is known of the machine there is no time. Gives the exit code: 1 where it does
-    not fit, and on rank 0 where its layers do not match on tp ranks.
+    `devices`: for how many; 0 for those of the config's mesh, or those launched. Rank 0 prints.
+    Returns the exit code: 1 if it does not fit.
     """
     mesh = None if config.is_planned else config.mesh
     own = mesh.pp * mesh.dp * mesh.tp if mesh and isinstance(mesh.dp, int) else launch.world_size

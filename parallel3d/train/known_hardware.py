@@ -36,10 +36,9 @@ def described(config: RunConfig, device: torch.device) -> hardware.Hardware | No
 
 
 def peak(config: RunConfig, mesh: Mesh) -> tuple[str, float | None]:
-    """The FLOP/s of one device that MFU is measured against, with its name.
+    """Return a name for what MFU is measured against, and the FLOP/s of one device.
 
-    The published peak of a device that configs/hardware describes, else the fastest matmul that
-    the ranks reach when all of them compute at once.
+    The peak in configs/hardware, else the fastest matmul while all ranks compute at once.
     """
     tf32 = config.train.tf32 and config.precision == "fp32" and mesh.device.type != "cpu"
     dtype = "tf32" if tf32 else config.precision
@@ -57,8 +56,7 @@ def peak(config: RunConfig, mesh: Mesh) -> tuple[str, float | None]:
 def measure_peak_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.2) -> float:
     """FLOP/s of the fastest square matmul found in about `seconds`.
 
-    A stand-in for a published peak: what the threads of this process reach now, while other ranks
-    may be using the same cores.
+    It is what the process reaches now, while other ranks may be using the same cores.
     """
     best, size, start = 0.0, 128, time.perf_counter()
     while size <= 8192:

@@ -1,8 +1,8 @@
 """Requests to stop or to save: signals, files in the run's folder, a launcher that is gone.
 
-Before training a request ends the process at once, by `Stopped`; from then on (`StopRequest.hold`)
-it waits for the end of a step, where all ranks agree on it. The thread that hears what the main one
-cannot, which may wait for ever for a rank that is dead, also hears the verdict on such a rank.
+Before training a request ends the process at once, by `Stopped`; from `StopRequest.hold` on it
+waits for the end of a step, where all ranks agree on it. A thread also hears the judge's verdict,
+while the main thread may wait for a dead rank.
 """
 
 import os
@@ -45,9 +45,8 @@ class Stopped(BaseException):
 class StopRequest:
     """Requests to stop or to save, of this rank and (after `agree`) of any rank.
 
-    `asked` is this rank's wish; `stopping` and `saving` are what all ranks agreed on. Only these
-    may decide what a rank does next, or the ranks part ways. `end` ends the process where the main
-    thread cannot.
+    `asked` is this rank's wish; `stopping` and `saving` are what all ranks agreed on: only these
+    may decide what a rank does next. `end` ends the process where the main thread cannot.
     """
 
     def __init__(self, end: Ending | None = None) -> None:
@@ -63,8 +62,8 @@ class StopRequest:
     def listening(self) -> Iterator["StopRequest"]:
         """Take SIGINT and SIGTERM for requests; a second Ctrl-C interrupts at once.
 
-        The process must end, with exit code 3, when `Stopped` leaves the block: if it is in there
-        some seconds longer, waiting for a collective or computing in a library, it is ended.
+        When `Stopped` leaves the block the process must end with exit code 3; it is ended after 4
+        s.
         """
         self._listening = True
         previous = [signal.signal(s, self._hear) for s in SIGNALS]
@@ -89,11 +88,10 @@ class StopRequest:
                     signal.signal(s, handler)
 
     def hold(self, folder: Path | None, flush: Callable[[], None] = lambda: None) -> None:
-        """Let a request wait for the end of a step from now on.
+        """Let a request wait for the end of a step; raises Stopped if there has been one.
 
-        `folder` is the run's, on the rank that is to look for the files STOP and SAVE in it; None
-        on the others. `flush` writes what a run has not written yet. Raises Stopped if there has
-        been a request.
+        `folder` is the run's on the rank that looks there for the files STOP and SAVE, None on
+        others; `flush` writes what a run has not written yet.
         """
         self._folder, self._flush = folder, flush
         self._held = True

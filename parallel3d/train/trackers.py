@@ -1,9 +1,8 @@
 """Delivery of a run's metrics to experiment trackers; no fault of theirs ends the run.
 
-The trackers are accelerate's, and "csv" is ours. What a run asks for are the names in
-parallel3d.run.trackers and DeepSpeed's blocks `tensorboard`, `csv_monitor`, `wandb` and `comet`,
-which also say where to: DeepSpeed never sees these blocks, so nothing is opened twice. Nothing here
-knows ranks: the process that constructs `Trackers` is the one that reports.
+The trackers are accelerate's, and "csv" is ours. A run asks by parallel3d.run.trackers, or by
+DeepSpeed's blocks `tensorboard`, `csv_monitor`, `wandb` and `comet`, which DeepSpeed never sees, so
+nothing is opened twice. The process that constructs `Trackers` is the one that reports.
 """
 
 import csv
@@ -46,9 +45,8 @@ def wanted(config: RunConfig) -> dict[str, str]:
 class Trackers:
     """The trackers that `config` asks for, of the run in `directory`.
 
-    A tracker that cannot be started or fails later is named once, with what to do, and dropped.
-    What it holds of steps after `step`, from which the run goes on, is forgotten where that is
-    possible.
+    One that fails is named once, with what to do, and dropped. What it holds of steps after `step`,
+    from which the run goes on, is forgotten where possible.
     """
 
     def __init__(

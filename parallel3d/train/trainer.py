@@ -76,8 +76,8 @@ class _Row(NamedTuple):
 class Trainer:
     """The loop from where a run starts to `train.steps`, with evaluations and saves on the way.
 
-    `peak_flops` are a device's (None: MFU is not reported). `writer` and `progress` are given on
-    the rank that reports, and there alone. Without a `saver` nothing is saved.
+    Without `peak_flops` MFU is not reported, without a `saver` nothing is saved; `writer` and
+    `progress` are given on the rank that reports alone.
     """
 
     def __init__(
@@ -207,8 +207,8 @@ class Trainer:
     def _step(self, step: int, lr: float) -> tuple[list[_Row], StepResult]:
         """Take one step; return what each rank says of it, and what the engine does.
 
-        The device gets all of its work before the host waits for it, once, to read what it came to:
-        so a step from a loss that is not finite is taken, and nothing of it saved.
+        The host waits for the device once, at the end, so a step from a loss that is not finite is
+        taken, but never saved.
         """
         pulse.doing(f"the batch of step {step + 1}")
         loss = self.executor.run(self._feed.training(self.position.next_sample), step)

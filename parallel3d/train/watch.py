@@ -1,8 +1,8 @@
 """Printed figures of single steps that DeepSpeed's keys ask for.
 
-`wall_clock_breakdown`: the parts of the time of a step; `flops_profiler`: FLOPs of the layers;
-`comms_logger`: calls and bytes of a step, by group. All are parallel3d's own figures: DeepSpeed's
-profilers see neither the pipeline's actions nor its microbatches.
+`wall_clock_breakdown`: the parts of a step's time; `flops_profiler`: FLOPs of the layers;
+`comms_logger`: calls and bytes of a step, by group. DeepSpeed's own profilers see neither the
+pipeline's actions nor its microbatches.
 """
 
 import re
@@ -29,11 +29,9 @@ _PART_OF = {
 class StepWatch:
     """An observer of steps on every rank that prints on rank 0 what the config asks for.
 
-    Times are the mean over the ranks of a pipeline coordinate, and over the steps since the last
-    line. "reduction" is the program's REDUCEs and what follows its last action: sums of gradients;
-    "waiting" what else a pipeline program leaves between its computes: receives, GATHERs, the
-    bubble. Where the program has no GATHER, ZeRO-3's gathering is in forward and backward, for whom
-    it is done.
+    Times are the mean over a pipeline coordinate's ranks and the steps since the last line.
+    "reduction": the sums of gradients; "waiting": receives, GATHERs and the bubble. Without a
+    GATHER in the program, ZeRO-3's gathering is in forward and backward.
     """
 
     def __init__(
@@ -101,20 +99,19 @@ class StepWatch:
     def _show_traffic(self, step: int, traffic: Traffic) -> None:
         """The first rank of each pipeline coordinate; the others of a stage do the same."""
         mesh = self._mesh
-        mine = {"at": [mesh.coord(a) for a in ("pp", "dp", "tp")]}
-        everyone = gather_json(mesh, mine | {"calls": [asdict(c) for c in traffic.calls]})
+        is_first = mesh.coord("dp") == mesh.coord("tp") == 0
+        calls = [asdict(c) for c in traffic.calls]
+        everyone = gather_json(mesh, [mesh.coord("pp"), calls] if is_first else None)
         self._say(f"comms   step {step}, one rank of each stage; MiB of whole messages")
         self._say("        pp  group     ranks  operation       calls          MiB")
-        for said in everyone:
-            if said["at"][1:] != [0, 0]:
-                continue
-            for c in said["calls"]:
+        for pp, calls in filter(None, everyone):
+            for c in calls:
                 self._say(
-                    f"        {said['at'][0]:<3} {c['group']:<9} {c['ranks']:>5}  "
+                    f"        {pp:<3} {c['group']:<9} {c['ranks']:>5}  "
                     f"{c['operation']:<14} {c['calls']:>6,} {c['bytes'] / 2**20:>12,.4g}"
                 )
-            if not said["calls"]:
-                self._say(f"        {said['at'][0]:<3} nothing: every group is of one rank")
+            if not calls:
+                self._say(f"        {pp:<3} nothing: every group is of one rank")
 
     def _show_flops(self, step: int, seconds: float) -> None:
         config, parts = self._config, self._parts
@@ -158,9 +155,6 @@ class StepWatch:
 def watch_of(
     config: RunConfig, mesh: Mesh, parts: Assembly, *, say: Callable[[str], None] | None
 ) -> StepWatch | None:
-    """The observer of a run's steps, if its config asks for one.
-
-    `say` is given on the rank that reports, and there alone.
-    """
+    """The observer of a run's steps, if its config asks for one; `say` where it is reported."""
     asked = config.wall_clock_breakdown, config.flops_profiler.enabled, config.comms_logger.enabled
     return StepWatch(config, mesh, parts, say=say or (lambda text: None)) if any(asked) else None

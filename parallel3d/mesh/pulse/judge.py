@@ -70,8 +70,8 @@ class _Rank:
 class Judge:
     """The judge of one run: hears every sentry, and finds what ends the run.
 
-    Times are summed up from look to look, each by two seconds at most: a machine that slept with
-    all that is on it accuses nobody when it wakes.
+    Times are summed from look to look, each by two seconds at most: after a sleep it accuses
+    nobody.
     """
 
     limits: Limits

@@ -41,9 +41,9 @@ def begin(
 ) -> None:
     """Start this rank's sentry; on rank 0, the judge is in it.
 
-    `store` is the host and port of the process group's store. Rank 0 gives the others the judge's
-    address through `publish`, with the `names` of its host, the last of them to be shown; they have
-    it from `fetch`.
+    `store` is the host and port of the process group's store. Rank 0 gives the judge's address and
+    the `names` of its host, the last to be shown, through `publish`; the others have it from
+    `fetch`.
     """
     global _page
     page, descriptor = new_page()
