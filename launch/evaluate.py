@@ -60,7 +60,7 @@ def evaluate(
 
 
 def numbers(loss: "SetLoss") -> dict[str, Any]:
-    """What `--json` says of an evaluated set; null for what is not finite, or not known."""
+    """The numbers of an evaluated set for `--json`; null if not finite, or not known."""
     found = loss.to_json() | {"perplexity": loss.perplexity}
     return {k: x if (x := found[k]) is not None and math.isfinite(x) else None for k in SHOWN}
 

@@ -1,4 +1,4 @@
-"""What goes wrong on one rank goes wrong on all: none is left waiting for another (floor 1)."""
+"""A fault of one rank is a fault of all: none is left waiting for another (floor 1)."""
 
 import json
 from collections.abc import Callable

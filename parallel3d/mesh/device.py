@@ -43,7 +43,7 @@ def pick_device(launch: Launch) -> torch.device:
 
 
 def identity_of(device: torch.device) -> str:
-    """What tells a device from all others of its machine; "" where nothing is known of it."""
+    """Return what tells a device from all others of its machine; "" if that is unknown."""
     if device.type == "cpu":
         return ""
     properties = torch.get_device_module(device).get_device_properties(device)
@@ -107,10 +107,7 @@ def set_numerics(*, tf32: bool, deterministic: bool) -> None:
 
 
 def describe_device(device: torch.device) -> list[str]:
-    """What a run's log says of its devices: their name, NCCL, the variables that steer both.
-
-    Empty on a CPU, which has none of it.
-    """
+    """The lines of a log on an accelerator: its name, NCCL, the variables that steer both."""
     if device.type == "cpu":
         return []
     ask = getattr(torch.get_device_module(device), "get_device_name", None)

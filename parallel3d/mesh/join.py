@@ -44,7 +44,7 @@ def rank_0_first(launch: Launch, speak: Callable[[], None], error: Exception) ->
         if launch.rank == 0:
             store.set(_START, packed(error))
             store.set(_SPOKEN, "yes")
-            # Who still asks when the store is gone prints a stack trace.
+            # A rank that still asks when the store is gone prints a stack trace.
             store.wait(heard, _HEARD if dist.is_initialized() else _PATIENCE)
         else:
             store.wait([_SPOKEN], _PATIENCE)

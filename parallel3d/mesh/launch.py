@@ -1,4 +1,4 @@
-"""What a launcher tells each process; known before torch is (floor 1)."""
+"""The launcher's word to each process; known before torch is (floor 1)."""
 
 import os
 import re
@@ -14,7 +14,7 @@ _LAUNCHERS = {"torchrun": "TORCHELASTIC_RUN_ID", "deepspeed": "CROSS_RANK"}
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher said of this process: `deepspeed`, `torchrun`, `srun` or plain python."""
+    """A process as `deepspeed`, `torchrun`, `srun` or plain python started it."""
 
     rank: int
     world_size: int

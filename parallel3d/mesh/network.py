@@ -1,4 +1,4 @@
-"""What the ranks of a launch talk through: interfaces, sockets, open files (floor 1)."""
+"""The ranks' means to talk: interfaces, sockets, open files (floor 1)."""
 
 import ipaddress
 import os

@@ -46,7 +46,7 @@ def find_nodes(mesh: Mesh) -> Nodes:
 
 
 def machine_of_this_process() -> str:
-    """What tells two machines apart, and two containers of one, which share no files."""
+    """Return a text that tells two machines apart, and two containers of one machine."""
     boot = place_of_this_process().partition(" ")[0]
     return f"{socket.gethostname()} {boot}"
 

@@ -57,14 +57,14 @@ class Flow:
     inputs: dict[_Key, Tensor] = field(default_factory=dict)
     outputs: dict[_Key, Tensor] = field(default_factory=dict)
     gradients: dict[_Key, Tensor] = field(default_factory=dict)
-    """Of the outputs, until their backward."""
+    """The gradients of the outputs, until their backward."""
     held_back: dict[_Key, WeightGradients] = field(default_factory=dict)
     arriving: dict[Action, Transfer] = field(default_factory=dict)
     sending: dict[Action, tuple[Transfer, Tensor]] = field(default_factory=dict)
     losses: list[Tensor] = field(default_factory=list)
-    """Of each microbatch, over `divisor`."""
+    """The loss of each microbatch, over `divisor`."""
     token_losses: dict[int, Tensor] = field(default_factory=dict)
-    """Of each microbatch of an evaluation: [batch, seq]."""
+    """The losses of each microbatch of an evaluation: [batch, seq]."""
 
 
 class Executor:
@@ -187,7 +187,7 @@ class Executor:
             self.flow.outputs[stage, microbatch] = output
 
     def _losses_divisor(self, batch: list[Microbatch]) -> Tensor | int:
-        """What makes the mean of a batch of the microbatches' losses, and then of the dp ranks'.
+        """The divisor by which the microbatches' losses sum to a mean, and so do the dp ranks'.
 
         For weighted sums a dp-th of all weights of the batch: one all-reduce over dp.
         """
@@ -253,7 +253,7 @@ class Executor:
         return buffer
 
     def _part(self, tensor: Tensor) -> Tensor:
-        """What of a contiguous tensor this rank sends or receives."""
+        """The part of a contiguous tensor that this rank sends or receives."""
         if not self._scatter:
             return tensor
         return tensor.view(-1).chunk(self.mesh.size("tp"))[self.mesh.coord("tp")]

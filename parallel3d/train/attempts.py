@@ -77,7 +77,7 @@ def _newest(directory: Path, fits: Callable[[Record], bool]) -> Path | None:
 
 
 def _read(path: Path) -> Record:
-    """What is in the file; a new record if that is damaged or missing."""
+    """Read a record; a new one if the file is damaged or missing."""
     try:
         return Record.model_validate_json(path.read_bytes())
     except (OSError, ValueError):

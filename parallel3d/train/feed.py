@@ -22,7 +22,7 @@ from parallel3d.tensor.segments import Segments
 
 
 class _Step(NamedTuple):
-    """What a rank uses of a step, in host memory: int64 [microbatches, kinds, batch, seq].
+    """A rank's part of a step, in host memory: int64 [microbatches, kinds, batch, seq].
 
     `segments`: of each microbatch, for isolated documents; `weights` of labels, float32, and
     `documents` of the labels of an evaluation, both [microbatches, batch, seq].

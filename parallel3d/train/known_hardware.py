@@ -1,4 +1,4 @@
-"""What is known of a run's hardware: its description, and the peak that MFU is measured against."""
+"""The hardware of a run: its description, and the peak that MFU is measured against."""
 
 import time
 

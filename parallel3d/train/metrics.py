@@ -78,7 +78,7 @@ class StepMetrics:
 
 
 def _in_json(validation: Losses) -> dict[str, Any]:
-    """What an evaluation adds to a line."""
+    """The keys that an evaluation adds to a line."""
     values: dict[str, Any] = {}
     if HELD_OUT in validation:
         values[_HELD_OUT_LOSS] = finite(validation[HELD_OUT].loss)
@@ -88,7 +88,7 @@ def _in_json(validation: Losses) -> dict[str, Any]:
 
 
 def _flat(validation: Losses) -> dict[str, float]:
-    """What an evaluation tells trackers."""
+    """The numbers of an evaluation under trackers' names."""
     values = {_HELD_OUT_LOSS: validation[HELD_OUT].loss} if HELD_OUT in validation else {}
     for name, found in validation.items():
         numbers = vars(found).items()

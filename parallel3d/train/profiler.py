@@ -50,7 +50,7 @@ class _Step:
 
 @dataclass(frozen=True)
 class _Lane:
-    """What one rank recorded, and by how many seconds its clock is ahead of rank 0's."""
+    """The record of one rank, and by how many seconds its clock is ahead of rank 0's."""
 
     rank: int
     pp_dp_tp: tuple[int, int, int]

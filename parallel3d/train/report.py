@@ -35,9 +35,9 @@ class Summary:
     """Nats per token of the held-out samples by the frequencies of training: what a model that has
     learnt anything of order is below. None where nothing is held out."""
     peak_name: str
-    """What the MFU is measured against, "H100-SXM5-80GB" or "a measured matmul"."""
+    """The peak that the MFU is measured against, "H100-SXM5-80GB" or "a measured matmul"."""
     files: Mapping[str, Path]
-    """What each file is, and where."""
+    """The name and the path of each file."""
     seconds: float = 0.0
     """Since this process was started."""
 

@@ -164,7 +164,7 @@ class StopRequest:
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
     def _finds(self, name: str) -> bool:
-        # Of a disk that is away for a moment it says False; Path.exists would raise.
+        # False if the disk is away for a moment; Path.exists would raise.
         return self._folder is not None and os.path.exists(self._folder / name)
 
     def _remove(self, name: str) -> None:

@@ -111,7 +111,7 @@ def make(name: str, config: RunConfig, directory: Path, step: int) -> Any:
 
 
 def _arguments(name: str, config: RunConfig, directory: Path, step: int) -> dict[str, Any]:
-    """What accelerate's class is called with; its `run_name` is most trackers' project."""
+    """The arguments of accelerate's class; its `run_name` is most trackers' project."""
     run, environ = directory.name, os.environ
     arguments: dict[str, dict[str, Any]] = {
         "tensorboard": {"run_name": name, "logging_dir": str(directory), "purge_step": step + 1},

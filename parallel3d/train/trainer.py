@@ -61,10 +61,10 @@ class Result:
 
 
 class _Row(NamedTuple):
-    """What a rank says of a step to all others."""
+    """A rank's report of a step to all others."""
 
     loss: Any
-    """Of its part of the batch; the first two are on the device until all is gathered."""
+    """The loss of its part of the batch; the first two stay on the device until all is gathered."""
     norm: Any
     memory: float
     stop: float

@@ -35,19 +35,8 @@ CPU = torch.device("cpu")
 
 
 def step_metrics(step=1, **changes):
-    values = {
-        "step": step,
-        "loss": 5.0,
-        "grad_norm": 1.25,
-        "lr": 1e-3,
-        "tokens": 1024 * step,
-        "tokens_per_second": 12345.6,
-        "tflops_per_device": 0.5,
-        "mfu": 0.25,
-        "peak_memory_bytes": 2**20,
-        "step_seconds": 0.1,
-    }
-    return StepMetrics(**(values | changes))
+    values = (step, 5.0, 1.25, 1e-3, 1024 * step, 12345.6, 0.5, 0.25, 2**20, 0.1)
+    return StepMetrics(**(dict(zip(KEYS, values, strict=True)) | changes))
 
 
 def test_lines_are_json_with_the_published_keys(tmp_path):

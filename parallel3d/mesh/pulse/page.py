@@ -52,10 +52,7 @@ class Page(ctypes.Structure):
 
     @property
     def doing(self) -> tuple[str, float, bool]:
-        """What the rank does, or did when it died; since when; whether it waits for another.
-
-        The time is `time.monotonic` of its machine.
-        """
+        """The rank's doing, its start (`time.monotonic`), and whether it waits for another."""
         return (self._doing.decode(errors="replace"), self._since, self._waits)
 
     def leave(self, code: int, reason: str = "") -> None:

@@ -1,6 +1,6 @@
 """A rank's side of the pulse: say what it does, hear the verdict (floor 0, no torch).
 
-Of a process without a sentry (one rank, a test, another command) all of this is a comparison.
+Without a sentry (one rank, a test, another command) all of this is a comparison.
 """
 
 import json
@@ -93,7 +93,7 @@ def waiting(what: str) -> Iterator[None]:
     try:
         yield
     finally:
-        # Of a wait that failed, the last word is what it was.
+        # The page keeps a wait that failed.
         if sys.exc_info()[0] is None:
             _page.do(_text)
 

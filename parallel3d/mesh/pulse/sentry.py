@@ -29,7 +29,7 @@ _LINGER = 10.0  # seconds for which what a dead rank's sentry knows is passed on
 
 
 class SentryTask(NamedTuple):
-    """What a rank tells its sentry at its start; `listener` is the judge's socket, or -1."""
+    """The task that a rank gives its sentry; `listener` is the judge's socket, or -1."""
 
     rank: int
     world_size: int
