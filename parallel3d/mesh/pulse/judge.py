@@ -194,7 +194,7 @@ class Judge:
         return f"the store of the process group at {self.store} is gone: its keeper died"
 
     def _slowest(self) -> int | None:
-        """The rank that has done the same for longest, of those that do not wait if there are any."""
+        """The rank that has done the same for longest, of those that do not wait if any."""
         ranks = self.ranks
         alive = [n for n, r in ranks.items() if r.report.left is None and not r.is_dead]
         working = [n for n in alive if not ranks[n].report.waits]
