@@ -27,7 +27,7 @@ from parallel3d.mesh.mesh import Mesh
 from parallel3d.model.spec import Shape
 from parallel3d.pipeline.executor import Microbatch
 from parallel3d.train.assembly import assemble
-from parallel3d.train.mfu import measure_peak_flops
+from parallel3d.train.known_hardware import measure_peak_flops
 
 Settings = dict[str, Any]  # by dotted path
 Step = Callable[[], object]

@@ -15,24 +15,19 @@ from rich.console import Console
 from rich.filesize import decimal
 
 from parallel3d.base import terminal
-from parallel3d.base.arguments import Parser
-from parallel3d.base.errors import Parallel3DError
+from parallel3d.base.arguments import DONE, FAILED, Parser, named
 
-DONE, FAILED, BAD_INPUT = 0, 1, 2  # exit codes; scripts rely on them
 SHOWN_FROM = 2**28  # bytes of a checkpoint whose checking shows its progress
 
 
+@named("checkpoint")
 def main() -> int:
     """Run the command `checkpoint`: 0, 1 where something is damaged, 2 without a checkpoint."""
     args = parse_args()
     console = terminal.console(args.json)
-    try:
-        if args.command == "verify":
-            return verify_all(args.path, args.json, console)
-        return inspect(args, console)
-    except (Parallel3DError, OSError) as error:
-        print(f"checkpoint: {error}", file=sys.stderr)
-        return BAD_INPUT
+    if args.command == "verify":
+        return verify_all(args.path, args.json, console)
+    return inspect(args, console)
 
 
 def inspect(args: argparse.Namespace, console: Console) -> int:

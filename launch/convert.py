@@ -15,24 +15,19 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from parallel3d.base import terminal
-from parallel3d.base.arguments import Parser
-from parallel3d.base.errors import Parallel3DError, TrainingError
+from parallel3d.base.arguments import DONE, FAILED, Parser, named
 
 if TYPE_CHECKING:  # torch waits for a command line that is right
     from parallel3d.huggingface.read_back import Proof
 
-DONE, FAILED, BAD_INPUT = 0, 1, 2  # exit codes; scripts rely on them
 DTYPES = ("fp32", "bf16", "fp16")
 
 
+@named("convert")
 def main() -> int:
     """Run the command `convert`: 0, 1 where a check fails or the disk is full, 2 for bad input."""
     args = parse_args()
-    try:
-        proof, of = converted(args)
-    except (Parallel3DError, TrainingError, OSError) as error:
-        print(f"convert: {error}", file=sys.stderr)
-        return FAILED if isinstance(error, TrainingError) else BAD_INPUT
+    proof, of = converted(args)
     console = terminal.console(args.json)
     say(proof, of, args, console)
     if proof.ok and args.command == "import":

@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 from typing import get_args
 
-from parallel3d.base.arguments import Parser, whole_number
-from parallel3d.base.errors import ConfigError, Parallel3DError
+from parallel3d.base.arguments import DONE, Parser, named, whole_number
+from parallel3d.base.errors import ConfigError
 from parallel3d.schedule import draw
 from parallel3d.schedule.schedule import (
     Schedule,
@@ -29,24 +29,21 @@ MOST = 200_000  # forwards that can be drawn in some seconds
 Panels = list[tuple[str, Spans]]  # titles and what is drawn
 
 
+@named("draw")
 def main() -> int:
     """Draw the schedule that the command line asks for; gives the exit code."""
     args = parse_args()
-    try:
-        schedule, panels = measured(args.measured) if args.measured else planned(args)
-        _, spans = panels[-1]
-        if args.svg:
-            args.svg.write_text(draw.figure(panels), encoding="utf-8")
-        if args.trace:
-            args.trace.write_text(json.dumps(draw.chrome_trace(spans)), encoding="utf-8")
-    except (Parallel3DError, OSError) as error:
-        print(f"draw: {error}", file=sys.stderr)
-        return 2
+    schedule, panels = measured(args.measured) if args.measured else planned(args)
+    _, spans = panels[-1]
+    if args.svg:
+        args.svg.write_text(draw.figure(panels), encoding="utf-8")
+    if args.trace:
+        args.trace.write_text(json.dumps(draw.chrome_trace(spans)), encoding="utf-8")
     for file in filter(None, (args.svg, args.trace)):
         print(f"written to {file}", file=sys.stderr)
     if args.json:
         print(json.dumps(report(schedule, spans)))
-        return 0
+        return DONE
     for title, drawn in panels:
         if args.measured:
             print(f"\n{title}")
@@ -56,7 +53,7 @@ def main() -> int:
     if args.communication:
         print("\nprograms, as they run")
         print(schedule.show())
-    return 0
+    return DONE
 
 
 def planned(args: argparse.Namespace) -> tuple[Schedule, Panels]:

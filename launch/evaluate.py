@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from parallel3d.base import terminal
-from parallel3d.base.arguments import Parser, whole_number
+from parallel3d.base.arguments import DONE, STOPPED, Parser, whole_number
 from parallel3d.config import help_text
 from parallel3d.mesh.launch import Launch
-from parallel3d.train import ending
 from parallel3d.train.claim import ready
 from parallel3d.train.stopping import StopRequest, end_with, join
 
 if TYPE_CHECKING:
     from parallel3d.data.evaluation import SetLoss
 
+ALL = 10**12  # more samples than there are
 SHOWN = ("loss", "standard_error", "tokens", "perplexity", "bits_per_byte")  # of each set in JSON
 
 
@@ -56,19 +56,17 @@ def evaluate(
             for name, loss in losses.items():
                 print(f"{name:<{width}}  {loss.in_words()}")
     mesh.close()
-    return ending.STOPPED if losses is None else ending.DONE
+    return STOPPED if losses is None else DONE
 
 
 def numbers(loss: "SetLoss") -> dict[str, Any]:
-    """What `--json` says of an evaluated set; null for what is not finite, or not known."""
+    """The numbers of an evaluated set for `--json`; null if not finite, or not known."""
     found = loss.to_json() | {"perplexity": loss.perplexity}
     return {k: x if (x := found[k]) is not None and math.isfinite(x) else None for k in SHOWN}
 
 
 def number_of_samples(text: str) -> int:
     """Read "all", or a whole number."""
-    from parallel3d.train.evaluation_config import ALL
-
     return ALL if text == "all" else whole_number()(text)
 
 

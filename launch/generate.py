@@ -10,13 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from parallel3d.base.arguments import Parser, whole_number
-from parallel3d.base.errors import Parallel3DError, TrainingError
+from parallel3d.base.arguments import DONE, Parser, named, whole_number
 
-DONE, FAILED, BAD_INPUT = 0, 1, 2  # exit codes; scripts rely on them
 SAMPLING = {"temperature": 0.8, "top_k": 0, "top_p": 1.0}  # 0 and 1.0: of all tokens
 
 
+@named("generate")
 def main() -> int:
     """Run the command `generate`: 0, 1 if a checkpoint cannot be exported, 2 for wrong input."""
     args = parse_args()
@@ -25,15 +24,11 @@ def main() -> int:
     def say(text: str) -> None:
         print(text, file=sys.stderr)
 
-    try:
-        with model_folder(args.path, say) as folder:
-            generate(
-                folder, args.prompt, tokens=args.max_new_tokens, seed=args.seed,
-                options=options_of(args), say=say,
-            )  # fmt: skip
-    except (Parallel3DError, TrainingError, OSError) as error:
-        say(f"generate: {error}")
-        return FAILED if isinstance(error, TrainingError) else BAD_INPUT
+    with model_folder(args.path, say) as folder:
+        generate(
+            folder, args.prompt, tokens=args.max_new_tokens, seed=args.seed,
+            options=options_of(args), say=say,
+        )  # fmt: skip
     return DONE
 
 

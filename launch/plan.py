@@ -11,45 +11,37 @@ import sys
 from rich.console import Console
 
 from parallel3d.base import terminal
-from parallel3d.base.arguments import Parser, whole_number
-from parallel3d.base.errors import ConfigError, Parallel3DError, TrainingError
+from parallel3d.base.arguments import DONE, FAILED, Parser, named, whole_number
+from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig, hardware
 from parallel3d.plan.report import command
 
-DONE, FAILED, BAD_INPUT = 0, 1, 2  # exit codes; scripts rely on them
 
-
+@named("plan")
 def main() -> int:
     """Run the command `plan`: 0, 1 where nothing fits or a check fails, 2 for bad input."""
     args, overrides = parse_args()
     console = terminal.console(args.json)
-    try:
-        if args.calibrate:
-            return calibrate(args.json, console)
-        if args.validate is not None:
-            raise ConfigError(
-                "--validate: has moved; run `python -m benchmarks.published FILE` in a checkout"
-            )
-        if not args.config:
-            raise ConfigError("--config: is missing; name a config file, or one in configs/")
-        config = RunConfig.from_json(args.config, overrides)
-        machine = command.hardware_of(config, args.hardware)
-        devices = args.devices if args.devices is not None else command.devices_of(config, machine)
-        request = command.ask(config, machine, devices, args.fix)
-        found = command.find(request, args.rows)
-        if args.explain:
-            command.explain(found, args.explain, args.svg, args.trace, console)
-        else:
-            command.show(found, request, console)
-        if args.json:
-            print(json.dumps(command.to_json(found, request)))
-        return DONE if found.plans else FAILED
-    except (Parallel3DError, OSError) as error:
-        print(f"plan: {error}", file=sys.stderr)
-        return BAD_INPUT
-    except TrainingError as error:
-        print(f"plan: {error}", file=sys.stderr)
-        return FAILED
+    if args.calibrate:
+        return calibrate(args.json, console)
+    if args.validate is not None:
+        raise ConfigError(
+            "--validate: has moved; run `python -m benchmarks.published FILE` in a checkout"
+        )
+    if not args.config:
+        raise ConfigError("--config: is missing; name a config file, or one in configs/")
+    config = RunConfig.from_json(args.config, overrides)
+    machine = command.hardware_of(config, args.hardware)
+    devices = args.devices if args.devices is not None else command.devices_of(config, machine)
+    request = command.ask(config, machine, devices, args.fix)
+    found = command.find(request, args.rows)
+    if args.explain:
+        command.explain(found, args.explain, args.svg, args.trace, console)
+    else:
+        command.show(found, request, console)
+    if args.json:
+        print(json.dumps(command.to_json(found, request)))
+    return DONE if found.plans else FAILED
 
 
 def calibrate(as_json: bool, console: Console) -> int:

@@ -6,8 +6,7 @@
 import json
 import sys
 
-from parallel3d.base.arguments import Parser
-from parallel3d.base.errors import Parallel3DError
+from parallel3d.base.arguments import DONE, STOPPED, Parser, named
 from parallel3d.config import RunConfig
 from parallel3d.data.batches import check_length
 from parallel3d.data.corpus import Corpus
@@ -17,9 +16,8 @@ from parallel3d.data.progress import shown_progress
 from parallel3d.data.show import as_json, on_terminal, samples
 from parallel3d.data.summary import as_text, describe
 
-DONE, BAD_INPUT, STOPPED = 0, 2, 3  # exit codes; scripts rely on them
 
-
+@named("prepare")
 def main() -> int:
     """Run the command `prepare`: 0, 2 for unusable config or data, 3 after Ctrl-C."""
     parser = Parser(
@@ -52,9 +50,6 @@ def main() -> int:
         if args.show > 0:
             shown = samples(corpus, config.data.sequence_length, config.train.seed, args.show)
             summary["show"] = as_json(corpus, shown)
-    except Parallel3DError as error:
-        print(f"prepare: {error}", file=sys.stderr)
-        return BAD_INPUT
     except KeyboardInterrupt:
         print("interrupted; what is tokenised is kept for the next time", file=sys.stderr)
         return STOPPED

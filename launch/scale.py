@@ -12,24 +12,18 @@ import json
 import sys
 
 from parallel3d.base import terminal
-from parallel3d.base.arguments import Parser
-from parallel3d.base.errors import Parallel3DError
+from parallel3d.base.arguments import DONE, FAILED, Parser, named
 from parallel3d.scaling import command, coordinates
 
-DONE, FAILED, BAD_INPUT = 0, 1, 2  # exit codes; scripts rely on them; of `run` also 1 and 3
 
-
+@named("scale")
 def main() -> int:
     """Run the command `scale`: gives 0, or 2 for input that tells no law."""
     args = parse_args()
     commands = {
         "plan": plan, "run": run, "fit": fit, "predict": predict, "coordcheck": coordcheck,
     }  # fmt: skip
-    try:
-        return commands[args.command](args)
-    except (Parallel3DError, OSError) as error:
-        print(f"scale: {error}", file=sys.stderr)
-        return BAD_INPUT
+    return commands[args.command](args)
 
 
 def plan(args: argparse.Namespace) -> int:

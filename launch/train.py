@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from rich.console import Console
 
-from parallel3d.base.arguments import Parser, whole_number
+from parallel3d.base.arguments import DONE, STOPPED, Parser, whole_number
 from parallel3d.config import RunConfig, help_text
 from parallel3d.train import ending
 from parallel3d.train.claim import Claim, claim, ready
@@ -29,7 +29,7 @@ def train(
     from parallel3d.engine.selftest import self_test
     from parallel3d.train import report
     from parallel3d.train.assembly import assemble
-    from parallel3d.train.mfu import peak
+    from parallel3d.train.known_hardware import peak
     from parallel3d.train.output import Output
     from parallel3d.train.profiler import make_profiler
     from parallel3d.train.start import find_start, restore
@@ -63,7 +63,7 @@ def train(
     report.print_summary(summary, console, command_to_go_on(config, start.folder))
     if as_json and mesh.rank == 0:
         print(json.dumps(summary.to_json()))
-    return ending.STOPPED if result.stopped else ending.DONE
+    return STOPPED if result.stopped else DONE
 
 
 def run(

@@ -14,37 +14,32 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from parallel3d.base import terminal
-from parallel3d.base.arguments import Parser
-from parallel3d.base.errors import ConfigError, Parallel3DError
+from parallel3d.base.arguments import DONE, FAILED, Parser, named
+from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
 from parallel3d.plan.impossible import refuse_impossible
 
-DONE, FAILED, BAD_INPUT = 0, 1, 2
 
-
+@named("verify")
 def main() -> int:
     """Run the command `verify`: 0 all equal, 1 a difference, 2 bad config."""
     args, overrides = parse_args()
     # On the CPU, wherever it runs: a mesh of eight wants eight devices.
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
     console = terminal.console(args.json)
-    try:
-        if args.museum:
-            raise ConfigError("--museum: has moved; run `python -m tests.museum` in a checkout")
-        if args.config is None:
-            raise ConfigError("--config: is missing; add it")
-        config = RunConfig.from_json(args.config, overrides)
-        refuse_impossible(config, ranks_of(config))
-        with TemporaryDirectory(prefix="parallel3d-verify-") as folder:
-            # Only now: torch and DeepSpeed wait for a config that is right.
-            from parallel3d.verify.report import verify
-            from parallel3d.verify.shrink import MESHES, parse_meshes
+    if args.museum:
+        raise ConfigError("--museum: has moved; run `python -m tests.museum` in a checkout")
+    if args.config is None:
+        raise ConfigError("--config: is missing; add it")
+    config = RunConfig.from_json(args.config, overrides)
+    refuse_impossible(config, ranks_of(config))
+    with TemporaryDirectory(prefix="parallel3d-verify-") as folder:
+        # Only now: torch and DeepSpeed wait for a config that is right.
+        from parallel3d.verify.report import verify
+        from parallel3d.verify.shrink import MESHES, parse_meshes
 
-            meshes = parse_meshes(args.meshes) if args.meshes else MESHES
-            report = verify(config, meshes, Path(folder), console, chosen=bool(args.meshes))
-    except Parallel3DError as error:
-        print(f"verify: {error}", file=sys.stderr)
-        return BAD_INPUT
+        meshes = parse_meshes(args.meshes) if args.meshes else MESHES
+        report = verify(config, meshes, Path(folder), console, chosen=bool(args.meshes))
     if args.json:
         print(json.dumps(report))
     return DONE if report["passed"] else FAILED

@@ -5,10 +5,13 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any, NoReturn
 
-BAD_INPUT = 2  # exit code
+from parallel3d.base.errors import Parallel3DError, TrainingError
+
+DONE, FAILED, BAD_INPUT, STOPPED = 0, 1, 2, 3  # exit codes; scripts rely on them
 _MOST = 10**9  # no flag counts further
 
 _OF_ARGPARSE = (
@@ -74,6 +77,23 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(
             "--trace", type=output_file, metavar="FILE", help="write its trace for Perfetto to it"
         )
+
+
+def named(command: str) -> Callable[[Callable[[], int]], Callable[[], int]]:
+    """Have a `main` print an error as "<command>: <error>", and return the exit code for it."""
+
+    def decorate(main: Callable[[], int]) -> Callable[[], int]:
+        @wraps(main)
+        def run() -> int:
+            try:
+                return main()
+            except (Parallel3DError, TrainingError, OSError) as error:
+                print(f"{command}: {error}", file=sys.stderr)
+                return FAILED if isinstance(error, TrainingError) else BAD_INPUT
+
+        return run
+
+    return decorate
 
 
 def whole_number(least: int = 1, most: int = _MOST) -> Callable[[str], int]:

@@ -1,4 +1,4 @@
-"""What goes wrong on one rank goes wrong on all: none is left waiting for another (floor 1)."""
+"""A fault of one rank is a fault of all: none is left waiting for another (floor 1)."""
 
 import json
 from collections.abc import Callable
@@ -13,9 +13,8 @@ _T = TypeVar("_T")
 def agree(mesh: Mesh, work: Callable[[], _T]) -> _T:
     """Do `work` on every rank: gives this rank's result, or raises the first rank's error on all.
 
-    Collective, on the group that is aside: a rank that waits here hears signals. A Parallel3DError
-    or TrainingError of a rank, the first in their order, is raised on all, of the same kind and
-    with the same message.
+    Collective, aside: a rank that waits here hears signals. A Parallel3DError or TrainingError is
+    raised on all with the same kind and message.
     """
     problem = ""
     try:

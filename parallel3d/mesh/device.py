@@ -12,8 +12,8 @@ from parallel3d.mesh.launch import Launch
 def settle_accelerator() -> str:
     """Tell DeepSpeed the type of this machine's accelerators, "cpu" without any, and give it.
 
-    To ask a machine starts CUDA's driver, and what is forked from a process that has asked can use
-    no GPU. So DeepSpeed must be told, before it is imported where ranks are forked: it would ask.
+    DeepSpeed would ask the machine itself, which starts CUDA's driver: a process that is forked
+    from this one afterwards could use no GPU.
     """
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     kind = found.type if found else "cpu"
@@ -43,7 +43,7 @@ def pick_device(launch: Launch) -> torch.device:
 
 
 def identity_of(device: torch.device) -> str:
-    """What tells a device from all others of its machine; "" where nothing is known of it."""
+    """Return what tells a device from all others of its machine; "" if that is unknown."""
     if device.type == "cpu":
         return ""
     properties = torch.get_device_module(device).get_device_properties(device)
@@ -71,8 +71,7 @@ _STEERING = ("NCCL_", "RCCL_", "TORCH_NCCL_", "GLOO_", "TORCH_GLOO_", "CUDA_DEVI
 def set_allocator() -> None:
     """Let the device's allocator grow its segments, unless the user has set it up.
 
-    Stages of a pipeline hold tensors of many lifetimes, which fragment segments of fixed sizes. To
-    be called before the device is used.
+    Pipeline stages hold tensors of many lifetimes, which fragment segments of fixed sizes.
     """
     if not any(name in os.environ for name in _ALLOCATOR):
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
@@ -108,10 +107,7 @@ def set_numerics(*, tf32: bool, deterministic: bool) -> None:
 
 
 def describe_device(device: torch.device) -> list[str]:
-    """What a run's log says of its devices: their name, NCCL, the variables that steer both.
-
-    Empty on a CPU, which has none of it.
-    """
+    """The lines of a log on an accelerator: its name, NCCL, the variables that steer both."""
     if device.type == "cpu":
         return []
     ask = getattr(torch.get_device_module(device), "get_device_name", None)

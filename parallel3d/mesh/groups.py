@@ -1,7 +1,6 @@
-"""Process groups: the backend that a launch takes, and how groups are split off the world's.
+"""Process groups: the backend that a launch takes, and how groups are split off (floor 1).
 
-Under NCCL every rank of the world takes part in each split: one call makes the groups of a whole
-axis (floor 1).
+Under NCCL every rank takes part in each split: one call makes the groups of a whole axis.
 """
 
 import os
@@ -21,9 +20,8 @@ BACKEND = "PARALLEL3D_BACKEND"  # in the environment: "package.module:name,setti
 def choose_backend(device: torch.device) -> str:
     """Return the backend of process groups: the device's own, or what the environment names.
 
-    The environment may name a function that registers another backend with torch, for tests: it is
-    called with the settings and the device's type, and returns the backend's name. Raises
-    ConfigError if there is no such function.
+    The environment may name a function that registers a backend with torch, for tests: it is called
+    with the settings and the device's type, and returns the name. Raises ConfigError without one.
     """
     # The pipeline's transfers are meant to be serialised; each rank would say that they are.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
@@ -42,10 +40,9 @@ def choose_backend(device: torch.device) -> str:
 
 
 def options_of(backend: str, timeout: timedelta, urgent: bool = False) -> Any:
-    """The options that a group of NCCL's is made with; None under other backends.
+    """The options of a group of NCCL's; None under other backends.
 
-    `urgent`: its kernels go before the compute's where both are ready, so that what another rank
-    waits for is not held up.
+    `urgent`: its kernels go before the compute's where both are ready.
     """
     if backend != "nccl" or not hasattr(dist, "ProcessGroupNCCL"):
         return None
@@ -60,8 +57,7 @@ def split(
 ) -> dist.ProcessGroup | None:
     """The group among `ranks` that holds this rank; None if there is none.
 
-    `ranks` are lists of global ranks that do not overlap, the same on every rank. Collective over
-    the world. Without a time-out of its own NCCL would give such a group 10 minutes.
+    `ranks` are disjoint lists of global ranks, the same on every rank. Collective over the world.
     """
     world = dist.group.WORLD
     assert world is not None

@@ -12,15 +12,10 @@ import torch
 import torch.distributed as dist
 
 from parallel3d.base.errors import packed, unpacked
+from parallel3d.mesh import network
 from parallel3d.mesh.device import claim_device, identity_of
 from parallel3d.mesh.groups import BACKEND, choose_backend, options_of
 from parallel3d.mesh.launch import Launch
-from parallel3d.mesh.network import (
-    address_towards,
-    allow_open_files,
-    choose_interface,
-    connect_on_demand,
-)
 from parallel3d.mesh.pulse import rank as pulse
 
 _START = "rank 0 starts"  # in the store: "", or the error that it met before it could
@@ -36,8 +31,8 @@ _times_joined = 0
 def rank_0_first(launch: Launch, speak: Callable[[], None], error: Exception) -> None:
     """Run `speak` on rank 0, and keep the others until it is done, or 30 s are over.
 
-    For the last words of an `error`: a launcher that sees one rank end ends the others at once.
-    Ranks that wait in `join` for rank 0, which alone met it, raise it there.
+    A launcher that sees one rank end ends the others at once. Ranks that wait in `join` raise
+    `error`.
     """
     if launch.rank == 0:
         speak()
@@ -49,7 +44,7 @@ def rank_0_first(launch: Launch, speak: Callable[[], None], error: Exception) ->
         if launch.rank == 0:
             store.set(_START, packed(error))
             store.set(_SPOKEN, "yes")
-            # Who still asks when the store is gone prints a stack trace.
+            # A rank that still asks when the store is gone prints a stack trace.
             store.wait(heard, _HEARD if dist.is_initialized() else _PATIENCE)
         else:
             store.wait([_SPOKEN], _PATIENCE)
@@ -59,14 +54,13 @@ def rank_0_first(launch: Launch, speak: Callable[[], None], error: Exception) ->
 def join(launch: Launch, device: torch.device, watched: bool = False) -> None:
     """Make the process group of all processes, unless there is one.
 
-    `watched`: with a sentry beside each rank, before anything can wait for a rank that is dead.
-    Raises what rank 0 met on its way here, of the same kind and with the same message. Ranks that
+    `watched`: with a sentry beside each rank. Raises what rank 0 met on its way here. Ranks that
     have left their group (`Mesh.close`) may join again, all of them.
     """
     global _times_joined
     if dist.is_initialized():
         return
-    allow_open_files()
+    network.allow_open_files()
     backend = choose_backend(device)
     if launch.world_size == 1 and "MASTER_ADDR" not in os.environ:
         store: dist.Store = dist.HashStore()
@@ -79,14 +73,14 @@ def join(launch: Launch, device: torch.device, watched: bool = False) -> None:
         store.set(_START, "")
     elif problem := store.get(_START).decode():
         raise unpacked(problem)
-    choose_interface(launch, store, STARTUP_TIMEOUT.total_seconds())
+    network.choose_interface(launch, store, STARTUP_TIMEOUT.total_seconds())
     if backend == "nccl":
-        connect_on_demand()
+        network.connect_on_demand()
         claim_device(identity_of(device), launch, store)
     if watched and not pulse.is_watched():
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         # Others may reach this host as they do the store, by its address on the way there, by name.
-        names = list(filter(None, [host, address_towards(host), socket.gethostname()]))
+        names = list(filter(None, [host, network.address_towards(host), socket.gethostname()]))
         judge = partial(store.set, "judge"), lambda: store.get("judge").decode()
         pulse.begin(launch.rank, launch.world_size, (host, port), names, *judge)
         pulse.doing("making the process groups")

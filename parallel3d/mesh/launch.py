@@ -1,4 +1,4 @@
-"""What a launcher tells each process; known before torch is (floor 1)."""
+"""The launcher's word to each process; known before torch is (floor 1)."""
 
 import os
 import re
@@ -8,10 +8,13 @@ from itertools import chain, islice, repeat
 from parallel3d.base.errors import ConfigError
 from parallel3d.base.lock import Job
 
+# The launchers that end with an exit code of their own, and a variable that each sets.
+_LAUNCHERS = {"torchrun": "TORCHELASTIC_RUN_ID", "deepspeed": "CROSS_RANK"}
+
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher said of this process: `deepspeed`, `torchrun`, `srun` or plain python."""
+    """A process as `deepspeed`, `torchrun`, `srun` or plain python started it."""
 
     rank: int
     world_size: int
@@ -41,7 +44,7 @@ class Launch:
                 restarts := _number("TORCHELASTIC_RESTART_COUNT", default=0),
                 max(0, _number("TORCHELASTIC_MAX_RESTARTS", default=0) - restarts),
                 jobs_of_this_process(),
-                _launcher(),
+                next((name for name, known in _LAUNCHERS.items() if known in os.environ), ""),
             )
         if "SLURM_PROCID" in os.environ and _number("SLURM_NTASKS", default=1) > 1:
             world_size, local_rank = _number("SLURM_NTASKS"), _number("SLURM_LOCALID")
@@ -96,11 +99,6 @@ def jobs_of_this_process() -> tuple[Job, ...]:
         for kind, name, count in names
         if os.environ.get(name, "none") != "none"  # torchrun's default is no name
     )
-
-
-def _launcher() -> str:
-    names = {"torchrun": "TORCHELASTIC_RUN_ID", "deepspeed": "CROSS_RANK"}
-    return next((name for name, variable in names.items() if variable in os.environ), "")
 
 
 def _number(name: str, *, default: int | None = None, least: int = 0, most: int = 2**31) -> int:

@@ -1,8 +1,7 @@
 """The device mesh: pipeline x data x tensor ranks, and the only place that knows ranks (floor 1).
 
-`tp` is innermost, so a tensor-parallel group lies on neighbouring devices (one node's fast links);
-`pp` is outermost, so only activations cross the slowest links. A run of one process is a mesh of
-1x1x1: there is no second code path.
+`tp` is innermost, on the fast links of a node; `pp` outermost, so only activations cross the
+slowest links. One process is a mesh of 1x1x1: there is no second code path.
 """
 
 import os
@@ -31,9 +30,9 @@ _BACKSTOP = 15.0  # seconds that the judge has for its verdict on who is late
 class Mesh:
     """A pp x dp x tp grid of ranks with a process group along each axis.
 
-    Axes: "pp", "dp", "tp", "model" (pp and tp together: the ranks that share one copy of the
-    model), "world", "self" (this rank alone). `watched`: with a sentry beside each rank. Raises
-    ConfigError if the sizes do not multiply to the number of processes.
+    Axes: "pp", "dp", "tp", "model" (pp and tp: the ranks that share one copy of the model),
+    "world", "self". `watched`: with a sentry beside each rank. Raises ConfigError for a wrong
+    number of ranks.
     """
 
     def __init__(
@@ -154,8 +153,7 @@ class Mesh:
     def join_pair(self, a: int, b: int) -> dist.ProcessGroup | None:
         """Join pipeline coordinates `a` and `b`, a tied weight's owners, at equal dp and tp.
 
-        None on the coordinates that are neither, and where the two are one. Collective over the
-        world, before `set_timeouts`; it makes a group once.
+        None elsewhere, and where the two are one. Collective over the world, before `set_timeouts`.
         """
         pair = min(a, b), max(a, b)
         if a != b and pair not in self._pairs:
@@ -164,12 +162,10 @@ class Mesh:
         return self._pairs.get(pair)
 
     def set_timeouts(self, seconds: float) -> None:
-        """Let all communication fail after `seconds`: once training runs, silence means death.
+        """Let all communication fail after `seconds`; 0: after a week.
 
-        0: after a week, which no wait lasts.
-
-        gloo notices a killed process at once, but a stopped one only by this timeout. Of a run that
-        is watched the judge names who is late; the groups' own timeouts come after its verdict.
+        gloo notices a killed process at once, but a stopped one only by this timeout. In a run that
+        is watched the groups' timeouts come after the judge's verdict on who is late.
         """
         groups = [*self._groups.values(), self._backward, *self._pairs.values()]
         pulse.set_limit(seconds)
@@ -186,8 +182,7 @@ class Mesh:
     def gather_floats(self, values: Sequence[float | torch.Tensor]) -> list[list[float]]:
         """Every rank's `values` (equally many on each), in the order of global ranks.
 
-        The host waits for the device once, to read the answer; a value that is on the device yet,
-        a tensor of one element, stays there until then.
+        Tensors of one element stay on the device; the host waits for it once, to read the answer.
         """
         known = [0.0 if isinstance(v, torch.Tensor) else v for v in values]
         pinned = self.device.type != "cpu"  # a copy of other memory would wait for the device
@@ -211,8 +206,8 @@ class Mesh:
     def gather_texts(self, text: str, aside: bool = False) -> list[str]:
         """Every rank's text, in the order of global ranks (bytes: no pickle on the network).
 
-        `aside`: on a gloo group of its own, so that a thread may call it behind the training; a
-        main thread that waits there hears signals.
+        `aside`: on a gloo group of its own, for threads behind the training; a waiting rank hears
+        signals.
         """
         device = torch.device("cpu") if aside else self.device
         data = _bytes_of(text).to(device)
@@ -268,10 +263,9 @@ class Mesh:
 
     @contextmanager
     def one_at_a_time(self) -> Iterator[bool]:
-        """Run the body node by node: local rank 0 first, the other ranks of its node afterwards.
+        """Run the body node by node: local rank 0 first, then the other ranks of its node.
 
-        Yields whether this rank is the first. For work whose result the node's ranks share
-        through the file system.
+        Yields whether this rank is the first. For results that ranks share through the file system.
         """
         first = self.local_rank == 0
         if not first:
@@ -293,8 +287,7 @@ class Mesh:
 def _wait(work: dist.Work) -> None:
     """Wait for a started collective while Python runs, and with it the handlers of signals.
 
-    A nap is a twentieth of the time waited so far: a short collective stays short. RuntimeError if
-    a peer dies.
+    A nap is a twentieth of the time waited so far. RuntimeError if a peer dies.
     """
     start = time.monotonic()
     while not work.is_completed():

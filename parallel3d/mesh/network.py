@@ -1,4 +1,4 @@
-"""What the ranks of a launch talk through: interfaces, sockets, open files (floor 1)."""
+"""The ranks' means to talk: interfaces, sockets, open files (floor 1)."""
 
 import ipaddress
 import os
@@ -36,9 +36,8 @@ def connect_on_demand() -> None:
 def choose_interface(launch: Launch, store: dist.Store, seconds: float) -> None:
     """Have gloo and NCCL use the interface that leads to the other nodes, where gloo would not.
 
-    gloo listens at the address of the host's own name, which on many machines is 127.0.1.1, where
-    no other node finds it. What is set in the environment stays. Collective over several nodes, at
-    most `seconds` long.
+    gloo listens at the address of the host's own name, often 127.0.1.1, where no other node finds
+    it. What the environment sets stays. Collective over several nodes, at most `seconds` long.
     """
     if launch.local_world_size == launch.world_size:
         return

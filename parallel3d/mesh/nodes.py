@@ -23,11 +23,6 @@ class Nodes:
         """The first of the ranks on the machine of `rank`: it does what is done once a machine."""
         return self.machines.index(self.machines[rank])
 
-    @property
-    def are_several(self) -> bool:
-        """Whether there is more than one machine."""
-        return len(set(self.machines)) > 1
-
     def torn(self, size: int) -> list[range]:
         """The groups of `size` neighbouring ranks that lie on several machines."""
         starts = range(0, len(self.machines), size)
@@ -51,7 +46,7 @@ def find_nodes(mesh: Mesh) -> Nodes:
 
 
 def machine_of_this_process() -> str:
-    """What tells two machines apart, and two containers of one, which share no files."""
+    """Return a text that tells two machines apart, and two containers of one machine."""
     boot = place_of_this_process().partition(" ")[0]
     return f"{socket.gethostname()} {boot}"
 

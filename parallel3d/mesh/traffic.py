@@ -29,8 +29,7 @@ _NAMES = {
 class Calls:
     """Operations of one kind on one group of `ranks` ranks: their number and bytes.
 
-    `bytes`: of the whole messages: what an all-reduce sums, an all-gather gives, a reduce-scatter
-    takes, a send sends.
+    `bytes`: what an all-reduce sums, an all-gather gives, a reduce-scatter takes, a send sends.
     """
 
     group: str
@@ -41,10 +40,10 @@ class Calls:
 
 
 class Traffic(TorchDispatchMode):
-    """Every operation on a group of more than one rank, DeepSpeed's and autograd's too.
+    """Counts operations on groups of more than one rank, DeepSpeed's and autograd's too.
 
-    All of them pass through torch's dispatcher, on whatever thread, so they are counted in this one
-    place. `operations` names those that count; none given: all.
+    All pass through torch's dispatcher, on whatever thread. `operations`: those that count; none:
+    all.
     """
 
     def __init__(self, mesh: Mesh, operations: Sequence[str] = ()) -> None:

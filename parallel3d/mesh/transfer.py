@@ -10,8 +10,7 @@ import torch.distributed as dist
 class Transfer:
     """A send or receive under way, and the longest that it may take; None leaves it to the backend.
 
-    gloo's transfers do not heed their group's timeout: without one of its own, a wait for a stopped
-    peer takes the 30 minutes that the group was made with. NCCL's watchdog looks after its own.
+    gloo's transfers do not heed their group's timeout; NCCL's watchdog looks after its own.
     """
 
     work: dist.Work

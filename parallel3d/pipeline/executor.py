@@ -27,10 +27,9 @@ _Key = tuple[int, int]  # stage, microbatch
 class Microbatch(NamedTuple):
     """Input of the stages for one microbatch; tokens and labels are [batch, seq] of int64.
 
-    The first stage uses the tokens, the last one the labels; a rank without it may have none. All
-    use the `segments`, where tokens may not see beyond their own document. `weights` (fp32, [batch,
-    seq]) are how much each label counts, where they do not all count alike: in all microbatches of
-    all data-parallel ranks or in none. There are some wherever a label is -100, which has no loss.
+    The first stage uses the tokens, the last one the labels; all use the `segments` where documents
+    are isolated. `weights` (fp32, [batch, seq]) are how much each label counts: in all microbatches
+    of all dp ranks or in none, and wherever a label is -100.
     """
 
     tokens: Tensor | None = None
@@ -42,8 +41,7 @@ class Microbatch(NamedTuple):
 def let_go(output: Tensor) -> None:
     """Let go of an output's data: its backward asks for its shape and its graph alone.
 
-    Its data stays with whoever else holds it: a message on its way, the next stage, and autograd
-    where an operator needs its own result.
+    The data stays with whoever else holds it: a message, the next stage, autograd.
     """
     output.data = output.new_empty(1).expand(output.shape)
 
@@ -59,26 +57,24 @@ class Flow:
     inputs: dict[_Key, Tensor] = field(default_factory=dict)
     outputs: dict[_Key, Tensor] = field(default_factory=dict)
     gradients: dict[_Key, Tensor] = field(default_factory=dict)
-    """Of the outputs, until their backward."""
+    """The gradients of the outputs, until their backward."""
     held_back: dict[_Key, WeightGradients] = field(default_factory=dict)
     arriving: dict[Action, Transfer] = field(default_factory=dict)
     sending: dict[Action, tuple[Transfer, Tensor]] = field(default_factory=dict)
     losses: list[Tensor] = field(default_factory=list)
-    """Of each microbatch, over `divisor`."""
+    """The loss of each microbatch, over `divisor`."""
     token_losses: dict[int, Tensor] = field(default_factory=dict)
-    """Of each microbatch of an evaluation: [batch, seq]."""
+    """The losses of each microbatch of an evaluation: [batch, seq]."""
 
 
 class Executor:
     """The executor of `schedule`'s program on this rank, for one batch after another.
 
-    `hidden_shape` is the shape of what passes between stages: [batch, seq, hidden], or [batch,
-    seq / tp, hidden] under sequence parallelism. With `scatter`, where all ranks of tp have the
-    whole, each sends its part of it, and those on the other side gather the parts. Raises
-    ScheduleError at once if the program splits backwards whose gradients are reduced in them. A run
-    only queues the device's work; with `timed`, for which the device is waited for, `spans` has the
-    seconds of each action since `started` (unix time); a compute starts when what it waits for is
-    there. At `ended` the gradients are reduced.
+    `hidden_shape` is what passes between stages: [batch, seq, hidden], or [batch, seq / tp, hidden]
+    under sequence parallelism. With `scatter` each rank of tp sends its part, and the receivers
+    gather the parts. Raises ScheduleError if the program splits backwards whose gradients are
+    reduced in them. With `timed`, for which the device is waited for, `spans` has the seconds of
+    each action since `started` (unix time); at `ended` the gradients are reduced.
     """
 
     def __init__(
@@ -129,32 +125,33 @@ class Executor:
         self.started = self.ended = 0.0
 
     def run(self, batch: list[Microbatch], step: int = 0) -> Tensor:
-        """Run the program over one batch of `num_microbatches`.
+        """Run the program over one batch, leaving gradients for `engine.step`.
 
-        With backward actions in the program the gradients are left summed, reduced and ready for
-        `engine.step`. Gives the mean loss [] on a rank that holds the last stage, 0 elsewhere; it
-        stays on the device. The mean over its data-parallel ranks is that of the batch: of all
-        tokens, or weighted, by the sum of all weights. Without backward actions `token_losses`
-        [microbatches, batch, seq] is the loss of each token, on a rank that holds the last stage.
+        Returns the mean loss [] on a rank that holds the last stage, 0 elsewhere, on the device;
+        its mean over the dp ranks is that of the batch, weighted by the sum of all weights. Without
+        backward actions `token_losses` [microbatches, batch, seq] is the loss of each token, where
+        the last stage is.
         """
         assert len(batch) == self.schedule.num_microbatches
         self._batch, self._key.step = batch, step
         self.flow = flow = Flow(self._losses_divisor(batch))
         clock = DeviceClock(self.mesh.device) if self.timed else None
         marks, self.spans = [], []
-        work = f"step {step + 1}" if self._trains else "an evaluation"
+        name = f"step {step + 1}" if self._trains else "an evaluation"
         with self.engine.accumulation() if self._trains else nullcontext():
             for action in self._program:
                 if action.is_compute:
                     self._wait(action)
-                pulse.doing(f"{action} of {work}")
+                pulse.doing(f"{action} of {name}")
                 start = clock.mark() if clock else None
                 self._run[action.op](action.stage, action.microbatch)
                 if clock:
                     marks.append((action, start, clock.mark()))
             with pulse.waiting("until its messages have left"):
-                self._finish_sends()
-            pulse.doing(f"the sums of gradients of {work}")
+                for work, _ in flow.sending.values():
+                    work.wait()
+                flow.sending.clear()
+            pulse.doing(f"the sums of gradients of {name}")
         if clock:
             self.started, self.ended, self.spans = clock.spans(marks)
         if flow.token_losses:
@@ -190,10 +187,9 @@ class Executor:
             self.flow.outputs[stage, microbatch] = output
 
     def _losses_divisor(self, batch: list[Microbatch]) -> Tensor | int:
-        """What makes the mean of a batch of the microbatches' losses, and then of the dp ranks'.
+        """The divisor by which the microbatches' losses sum to a mean, and so do the dp ranks'.
 
-        Of weighted sums it is a dp-th of all weights of the batch: one all-reduce over dp, before
-        the first forward.
+        For weighted sums a dp-th of all weights of the batch: one all-reduce over dp.
         """
         weights = [m.weights for m in batch if m.weights is not None]
         if not weights or not self._trains or not self._on_this_rank(self._last_stage):
@@ -257,7 +253,7 @@ class Executor:
         return buffer
 
     def _part(self, tensor: Tensor) -> Tensor:
-        """What of a contiguous tensor this rank sends or receives."""
+        """The part of a contiguous tensor that this rank sends or receives."""
         if not self._scatter:
             return tensor
         return tensor.view(-1).chunk(self.mesh.size("tp"))[self.mesh.coord("tp")]
@@ -287,8 +283,3 @@ class Executor:
 
     def _on_this_rank(self, stage: int) -> bool:
         return self.schedule.pp_coord_of_stage[stage] == self.mesh.coord("pp")
-
-    def _finish_sends(self) -> None:
-        for work, _ in self.flow.sending.values():
-            work.wait()
-        self.flow.sending.clear()

@@ -26,10 +26,8 @@ from parallel3d.tensor.segments import Segments
 class Stages(nn.Module):
     """The stages of one rank; `forward(stage, ...)` runs one of them.
 
-    A stage's layers get what flows between them and the segments of its samples, the model's last
-    layer what flows and the labels. `recompute` lists the layers whose activations are
-    dropped after the forward and computed again in the backward (activation checkpointing
-    "full": all but embedding and head).
+    `recompute` lists the layers whose activations are dropped after the forward and computed again
+    in the backward (activation checkpointing "full": all but embedding and head).
     """
 
     def __init__(self, layers: dict[int, list[nn.Module]], recompute: set[nn.Module]) -> None:
@@ -49,9 +47,9 @@ class Stages(nn.Module):
         """Run a stage: token ids or activations -> activations; the mean loss given `labels`.
 
         With `weights` [batch, seq] the sum of the losses times these; in evaluation each token's
-        loss [batch, seq]. `segments` are of documents that do not see each other. `reached` is
-        called in the backward with the stage and the index of a layer whose input has its gradient:
-        the layers behind that one need nothing more.
+        loss [batch, seq]. `segments` separate documents. `reached` is called in the backward with
+        the stage and the index of a layer whose input has its gradient: later layers need nothing
+        more.
         """
         layers = list(self.stages[str(stage)].children())
         last = layers.pop() if labels is not None else None
@@ -83,11 +81,6 @@ class BuiltStages:
     layers_of_stage: tuple[range, ...]
 
 
-def place_layers(layers: Sequence[LayerSpec], num_stages: int, shape: Shape) -> tuple[range, ...]:
-    """Place layers on stages, balanced by their cost for a microbatch of `shape`."""
-    return partition([float(layer.cost(shape).forward_flops) for layer in layers], num_stages)
-
-
 def build_stages(
     layers: Sequence[LayerSpec],
     schedule: Schedule,
@@ -102,25 +95,22 @@ def build_stages(
 ) -> BuiltStages:
     """Make this rank's stages and give every weight its start.
 
-    A weight's start depends on `seed`, its global name and its place alone, so it is the same bits
-    on every mesh. Without a seed the weights are left as memory has them, for whoever reads them.
-    Under ZeRO-3 no stage exists whole on a rank at any time.
+    A weight's start depends on `seed`, its global name and its place alone: the same bits on every
+    mesh. Without a seed weights are left unset. Under ZeRO-3 no stage ever exists whole on a rank.
     """
     key = RandomKey(seed or 0, mesh.coord("dp"))
     selective = activation_checkpointing == "selective"
     context = LayerContext(mesh.group("tp"), key, sequence_parallel, selective, overlap)
-    placement = place_layers(layers, schedule.num_stages, shape)
+    costs = [float(layer.cost(shape).forward_flops) for layer in layers]
+    placement = partition(costs, schedule.num_stages)
     mine = [s for s, coord in enumerate(schedule.pp_coord_of_stage) if coord == mesh.coord("pp")]
     modules: dict[str, nn.Module] = {}
     with building(settings, mesh):
         for s in mine:
             for i in placement[s]:
                 modules[layers[i].name] = _make(layers[i], context)
-    held = _tie(
-        layers,
-        modules,
-        [h for n, m in modules.items() for h in _held(_spec(layers, n), m, context)],
-    )
+    own = [layer for layer in layers if layer.name in modules]
+    held = _tie(layers, modules, [h for o in own for h in _held(o, modules[o.name], context)])
     originals = tied_names(layers)
     for h in held:
         if seed is None:
@@ -140,10 +130,6 @@ def _make(layer: LayerSpec, context: LayerContext) -> nn.Module:
     module, _, name = layer.build.partition(":")
     made: nn.Module = getattr(import_module(module), name)(layer.config, layer.name, context)
     return made
-
-
-def _spec(layers: Sequence[LayerSpec], name: str) -> LayerSpec:
-    return next(layer for layer in layers if layer.name == name)
 
 
 def _held(layer: LayerSpec, module: nn.Module, context: LayerContext) -> Iterator[HeldParameter]:

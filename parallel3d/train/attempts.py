@@ -38,9 +38,8 @@ class Record(Section):
 def launch_identity() -> str:
     """Return an identity of this launch that stays when its launcher restarts the ranks.
 
-    The job's own name, `torchrun --rdzv_id` or Slurm's number; else host, number and start of the
-    launcher, the parent process. Other launches have other identities, except that those of one
-    shell's plain python processes, or of one Slurm job, are the same.
+    The job's own name (`torchrun --rdzv_id`, Slurm's number); else the host, number and start of
+    the launcher, the parent process. Plain python processes of one shell share an identity.
     """
     if jobs := jobs_of_this_process():
         kind, name, _ = jobs[-1]
@@ -50,10 +49,9 @@ def launch_identity() -> str:
 
 
 def folder_of_this_launch(directory: Path, config: str) -> Path | None:
-    """Return the newest run of a config that an earlier attempt of this launch began.
+    """Return the newest run that an earlier attempt of this launch began; only after a restart.
 
-    Only after a restart (`Launch.restart_count`) is it to be asked for. A run of another `config`,
-    the digest of what is trained, is another launch's, of the same job.
+    `config` is the digest of what is trained: a run of another belongs to another launch.
     """
     mine = launch_identity()
     return _newest(directory, lambda record: (record.launch, record.config) == (mine, config))
@@ -79,7 +77,7 @@ def _newest(directory: Path, fits: Callable[[Record], bool]) -> Path | None:
 
 
 def _read(path: Path) -> Record:
-    """What is in the file; a new record if that is damaged or missing."""
+    """Read a record; a new one if the file is damaged or missing."""
     try:
         return Record.model_validate_json(path.read_bytes())
     except (OSError, ValueError):
@@ -89,8 +87,7 @@ def _read(path: Path) -> Record:
 class Attempts:
     """The attempts at one run; each leaves its death on record unless it ends clean.
 
-    `settings` are the run's; with others it has a fresh chance. `config` is the digest by which
-    the same config finds it again (`unfinished`).
+    With other `settings` it has a fresh chance; `config` is the digest that `unfinished` looks for.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], config: str = "") -> None:
@@ -101,7 +98,7 @@ class Attempts:
     def begin(self, step: int, restart: bool = False) -> None:
         """Record a new attempt; `step` is the last step that the attempt before it finished.
 
-        Raises TrainingError if the last three attempts died at one step. Raises Stopped if the
+        Raises TrainingError if the last three attempts died at one step, and Stopped if the
         launcher `restart`s what ended on request.
         """
         self._write(deaths=self.check(step, restart), running=True)

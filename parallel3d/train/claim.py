@@ -53,11 +53,10 @@ def ready(config: RunConfig, launch: Launch) -> RunConfig:
 
 
 def claim(asked: RunConfig, config: RunConfig, launch: Launch, say: Callable[[str], None]) -> Claim:
-    """Claim the folder in which a run resumes, or a new name.
+    """Claim the folder in which a run resumes, or a new name, on one process of a launch.
 
     `asked` is the config as it was read, `config` the same for the processes that were started.
-    To be called on one process of a launch. Raises ConfigError where a living process writes to
-    the folder, or nobody can.
+    Raises ConfigError where a living process writes to the folder, or nobody can.
     """
     directory, same = Path(config.run.directory), digest_of(asked)
     made = None if directory.exists() else directory.absolute()

@@ -1,8 +1,6 @@
 """The planner applied to a run: the mesh that a config leaves open, and the dry run."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +8,9 @@ from rich.console import Console
 from rich.filesize import decimal
 
 from parallel3d.base import terminal
-from parallel3d.base.errors import ConfigError
+from parallel3d.base.arguments import DONE, FAILED
 from parallel3d.checkpoint import room
-from parallel3d.config import RunConfig, hardware
+from parallel3d.config import RunConfig
 from parallel3d.mesh.device import pick_device
 from parallel3d.mesh.launch import Launch
 from parallel3d.plan.impossible import refuse_impossible
@@ -24,15 +22,12 @@ from parallel3d.plan.search.plans import Plan, choices_json, request_of, with_vo
 from parallel3d.plan.setting import Setting
 from parallel3d.train.known_hardware import described, machine_of
 
-DONE, FAILED = 0, 1  # exit codes of a dry run; 1: it does not fit, or layers do not match
-
 
 def dry_run(config: RunConfig, launch: Launch, *, devices: int, as_json: bool) -> int:
-    """Print what a run would be, and train nothing: mesh, memory, time, checkpoint.
+    """Print what a run would be: mesh, memory, checkpoint, and time if the machine is known.
 
-    `devices`: for how many; 0 for those of the config's mesh, or those launched. Rank 0 speaks.
-    Where nothing is known of the machine there is no time. Gives the exit code: 1 where it does
-    not fit, and on rank 0 where its layers do not match on tp ranks.
+    `devices`: for how many; 0 for those of the config's mesh, or those launched. Rank 0 prints.
+    Returns the exit code: 1 if it does not fit.
     """
     mesh = None if config.is_planned else config.mesh
     own = mesh.pp * mesh.dp * mesh.tp if mesh and isinstance(mesh.dp, int) else launch.world_size
@@ -44,12 +39,11 @@ def dry_run(config: RunConfig, launch: Launch, *, devices: int, as_json: bool) -
     else:
         config = with_vocabulary(config).resolve(devices)
         refuse_impossible(config, devices)
+        known = described(config, pick_device(launch))
         if leaves_weights_open(config):
-            known = described(config, pick_device(launch))
             config = with_weights(config, *weights_for(config, known))
-        with _unless_unmeasured(config):
-            machine = machine_of(config, launch)
-            plan = command.as_written(config, request_of(config, machine, devices))
+        if known:
+            plan = command.as_written(config, request_of(config, known, devices))
     if launch.rank == 0:
         out = terminal.console(as_json)
         for note in config.notes:
@@ -58,16 +52,6 @@ def dry_run(config: RunConfig, launch: Launch, *, devices: int, as_json: bool) -
         if as_json:
             print(json.dumps(report))
     return FAILED if plan and not plan.fits else DONE
-
-
-@contextmanager
-def _unless_unmeasured(config: RunConfig) -> Iterator[None]:
-    """Pass over that this machine is not measured, where no hardware was asked for."""
-    try:
-        yield
-    except ConfigError:
-        if config.run.hardware != "auto" or hardware.THIS_MACHINE in hardware.names():
-            raise
 
 
 def _show(config: RunConfig, plan: Plan | None, out: Console) -> dict[str, Any]:

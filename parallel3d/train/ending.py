@@ -14,13 +14,13 @@ from typing import NoReturn
 
 import psutil
 
+from parallel3d.base.arguments import BAD_INPUT, DONE, FAILED, STOPPED
 from parallel3d.base.errors import RankError, TrainingError
 from parallel3d.config import RunConfig
 from parallel3d.mesh.launch import Launch
 from parallel3d.mesh.pulse import rank as pulse
 from parallel3d.mesh.pulse.page import Verdict
 
-DONE, FAILED, BAD_INPUT, STOPPED = 0, 1, 2, 3  # exit codes; scripts rely on them
 _IN_WORDS = {
     FAILED: "the run failed",
     BAD_INPUT: "bad config or input: do not retry",
@@ -109,7 +109,8 @@ class Ending:
             pulse.leave(FAILED)
             say_verdict(verdict)
             return FAILED
-        pulse.leave(FAILED, _in_short(error))
+        in_short = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        pulse.leave(FAILED, in_short[:200])
         words = str(error) if isinstance(error, RankError) else traceback.format_exc()
         say(f"rank {self.launch.rank}: {lost or words}")
         return FAILED
@@ -124,11 +125,6 @@ def say_verdict(verdict: Verdict) -> None:
     """Say on one line per machine which rank ended the run, where, and what it did."""
     if verdict.speaks:
         say(f"{verdict.text}; the run ends")
-
-
-def _in_short(error: Exception) -> str:
-    """Its kind and the first line of what it says."""
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:200]
 
 
 def last_line(code: int, launch: Launch) -> str:

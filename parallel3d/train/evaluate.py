@@ -32,11 +32,10 @@ from parallel3d.train.stopping import StopRequest
 def evaluate(
     config: RunConfig, mesh: Mesh, checkpoint: Path, stop: StopRequest, console: Console
 ) -> Losses | None:
-    """The loss of each evaluation set of a resolved config by a checkpoint's weights; collective.
+    """Return the loss of each evaluation set by a checkpoint's weights; collective.
 
-    Nothing is written beside the checkpoint, and no optimizer's state is read or made. None where
-    somebody asked to stop. Raises ConfigError where there is nothing to evaluate, CheckpointError
-    where the checkpoint cannot be used.
+    None if somebody asked to stop. Nothing is written beside the checkpoint. Raises ConfigError
+    where there is nothing to evaluate, CheckpointError where the checkpoint cannot be used.
     """
     begin(config, mesh, console)
     corpus = open_corpus(config, mesh, find_nodes(mesh), console)

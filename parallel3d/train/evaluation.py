@@ -15,8 +15,6 @@ from parallel3d.train.feed import Feed
 from parallel3d.train.stopping import StopRequest
 
 HELD_OUT = "held_out"
-
-
 Losses = Mapping[str, SetLoss]
 
 

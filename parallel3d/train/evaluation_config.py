@@ -13,8 +13,6 @@ from parallel3d.config import RunConfig
 from parallel3d.config.normalise import apply_overrides
 from parallel3d.mesh.launch import Launch
 
-ALL = 10**12  # more samples than there are
-
 
 def checkpoint_in(path: Path) -> Path:
     """The folder of the checkpoint at a path: the path itself, or the newest of a run.
@@ -40,12 +38,11 @@ def evaluation_config(
     overrides: Sequence[str] = (),
     samples: int | None = None,
 ) -> RunConfig:
-    """The unresolved config by which a checkpoint is evaluated.
+    """Return the unresolved config by which a checkpoint is evaluated.
 
-    It is that of its run, or of `file`, with `overrides`; `samples` takes the place of
-    train.evaluate_samples. One process is a mesh of 1 x 1 x 1; of a run's own config on more or
-    fewer ranks than it had, dp takes what pp and tp leave. Raises ConfigError, for a `file` of
-    another model as well.
+    It is that of its run, or of `file`, with `overrides`; `samples` replaces
+    train.evaluate_samples. One process is a mesh of 1 x 1 x 1; for a run's own config dp takes what
+    pp and tp leave. Raises ConfigError, also for another model.
     """
     theirs = read_state(checkpoint).get("config")
     if not isinstance(theirs, dict):

@@ -22,11 +22,10 @@ from parallel3d.tensor.segments import Segments
 
 
 class _Step(NamedTuple):
-    """What a rank uses of a step, in host memory: int64 [microbatches, kinds, batch, seq].
+    """A rank's part of a step, in host memory: int64 [microbatches, kinds, batch, seq].
 
-    `segments` are of each microbatch, where documents are isolated; `weights` float32
-    [microbatches, batch, seq], where labels do not all count alike; `documents` of the labels of an
-    evaluation, [microbatches, batch, seq].
+    `segments`: of each microbatch, for isolated documents; `weights` of labels, float32, and
+    `documents` of the labels of an evaluation, both [microbatches, batch, seq].
     """
 
     arrays: torch.Tensor
@@ -38,9 +37,9 @@ class _Step(NamedTuple):
 class Feed:
     """The samples of a corpus, cut into microbatches for one dp coordinate.
 
-    A rank gets what its stages use: the first one tokens, the last one labels, each the segments
-    where documents are kept apart. Threads build the `data.read_ahead` steps that follow; `close`
-    ends them. Raises RankError for samples that cannot be read.
+    A rank gets what its stages use: the first one tokens, the last one labels, each the segments.
+    Threads build `data.read_ahead` steps ahead until `close`. Raises RankError for unreadable
+    samples.
     """
 
     def __init__(self, config: RunConfig, mesh: Mesh, corpus: Corpus, schedule: Schedule) -> None:

@@ -1,10 +1,13 @@
-"""What is known of the hardware of a run."""
+"""The hardware of a run: its description, and the peak that MFU is measured against."""
+
+import time
 
 import torch
 
 from parallel3d.config import RunConfig, hardware
 from parallel3d.mesh.device import pick_device
 from parallel3d.mesh.launch import Launch
+from parallel3d.mesh.mesh import Mesh
 
 
 def machine_of(config: RunConfig, launch: Launch) -> hardware.Hardware:
@@ -12,8 +15,7 @@ def machine_of(config: RunConfig, launch: Launch) -> hardware.Hardware:
 
     Raises ConfigError, with what to do, where nothing is known of it.
     """
-    known = known_hardware(config, pick_device(launch))
-    return known or hardware.load(hardware.THIS_MACHINE)
+    return described(config, pick_device(launch)) or hardware.load(hardware.THIS_MACHINE)
 
 
 def known_hardware(config: RunConfig, device: torch.device) -> hardware.Hardware | None:
@@ -31,3 +33,48 @@ def described(config: RunConfig, device: torch.device) -> hardware.Hardware | No
     if known is None and hardware.THIS_MACHINE in hardware.names():
         return hardware.load(hardware.THIS_MACHINE)
     return known
+
+
+def peak(config: RunConfig, mesh: Mesh) -> tuple[str, float | None]:
+    """Return a name for what MFU is measured against, and the FLOP/s of one device.
+
+    The peak in configs/hardware, else the fastest matmul while all ranks compute at once.
+    """
+    tf32 = config.train.tf32 and config.precision == "fp32" and mesh.device.type != "cpu"
+    dtype = "tf32" if tf32 else config.precision
+    known = known_hardware(config, mesh.device)
+    if known and (published := known.peak(dtype)):
+        return f"{known.name}'s {dtype} peak", published
+    from parallel3d.engine import EngineSettings  # it loads DeepSpeed, which a plan does not need
+
+    torch_dtype = EngineSettings.from_config(config).dtype
+    mesh.barrier()
+    measured = mesh.gather_floats([measure_peak_flops(mesh.device, torch_dtype)])
+    return "a measured matmul", sum(row[0] for row in measured) / len(measured)
+
+
+def measure_peak_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.2) -> float:
+    """FLOP/s of the fastest square matmul found in about `seconds`.
+
+    It is what the process reaches now, while other ranks may be using the same cores.
+    """
+    best, size, start = 0.0, 128, time.perf_counter()
+    while size <= 8192:
+        left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        left @ right  # the first call of a size also picks the kernel
+        elapsed = min(_timed_matmul(left, right) for _ in range(3))
+        best = max(best, 2 * size**3 / elapsed)
+        size *= 2
+        # Doubling the size makes each of the four calls eight times as long.
+        if time.perf_counter() - start + 4 * 8 * elapsed > seconds:
+            break
+    return best
+
+
+def _timed_matmul(left: torch.Tensor, right: torch.Tensor) -> float:
+    backend = torch.get_device_module(left.device)
+    backend.synchronize()
+    start = time.perf_counter()
+    left @ right
+    backend.synchronize()
+    return time.perf_counter() - start

@@ -60,8 +60,7 @@ class StepMetrics:
 
     def to_json(self) -> str:
         """One line of JSON without its newline; a number that is not finite is null."""
-        own = {name: getattr(self, name) for name in _ALWAYS}
-        values: dict[str, Any] = {name: finite(value) for name, value in own.items()}
+        values: dict[str, Any] = {name: finite(getattr(self, name)) for name in _ALWAYS}
         values |= _in_json(self.validation)
         if self.role_lr:
             values["role_lr"] = self.role_lr
@@ -79,7 +78,7 @@ class StepMetrics:
 
 
 def _in_json(validation: Losses) -> dict[str, Any]:
-    """What an evaluation adds to a line."""
+    """The keys that an evaluation adds to a line."""
     values: dict[str, Any] = {}
     if HELD_OUT in validation:
         values[_HELD_OUT_LOSS] = finite(validation[HELD_OUT].loss)
@@ -89,7 +88,7 @@ def _in_json(validation: Losses) -> dict[str, Any]:
 
 
 def _flat(validation: Losses) -> dict[str, float]:
-    """What an evaluation tells trackers."""
+    """The numbers of an evaluation under trackers' names."""
     values = {_HELD_OUT_LOSS: validation[HELD_OUT].loss} if HELD_OUT in validation else {}
     for name, found in validation.items():
         numbers = vars(found).items()
@@ -106,8 +105,8 @@ _ALWAYS = tuple(f.name for f in fields(StepMetrics) if f.name not in (*_BLOCKS, 
 class MetricsWriter:
     """A writer that appends to <directory>/metrics.jsonl and calls `trackers`.
 
-    A disk that is full or away is no reason for a run to end: `say` hears of it once, and the lines
-    are kept until there is room. OSError if the file cannot be made to begin with.
+    If the disk is full or away, lines are kept until there is room, and `say` hears of it once.
+    OSError if the file cannot be created.
     """
 
     def __init__(
@@ -180,8 +179,7 @@ class MetricsWriter:
 def peak_memory_bytes(device: torch.device) -> int:
     """The most bytes of memory that this process has held on `device`.
 
-    An accelerator's is what torch allocated; a CPU's is the peak resident set of the process, which
-    counts the interpreter and its libraries too.
+    On an accelerator what torch allocated; on a CPU the process's peak resident set.
     """
     if device.type != "cpu":
         peak: int = torch.get_device_module(device).max_memory_allocated(device)

@@ -26,8 +26,8 @@ _SAVING_TIMEOUT = 1800.0  # seconds that a rank waits for another's disk
 class Output:
     """The run's folder, its metrics and its progress; rank 0 alone writes.
 
-    Raises Parallel3DError on all ranks if the folder cannot be made, and TrainingError if the run
-    has ended at the same step again and again.
+    Raises on all ranks: Parallel3DError if the folder cannot be made, and what `Attempts.begin`
+    raises.
     """
 
     def __init__(self, start: Start, mesh: Mesh, console: Console) -> None:

@@ -1,12 +1,11 @@
 """Profiles of chosen steps on every rank, put on one timeline.
 
-In `<run>/profile/`: `rank-N.json`, torch's own trace of a rank; `timeline.json`, the spans of the
-pipeline's actions and torch's events with a lane for each rank, for Perfetto (ui.perfetto.dev);
-`timeline.svg`, the spans of the last recorded step; `spans.json`, the same for launch/draw.py.
+In `<run>/profile/`: `rank-N.json`, torch's own trace of a rank; `timeline.json`, actions and
+torch's events with a lane for each rank, for Perfetto (ui.perfetto.dev); `timeline.svg` and
+`spans.json` (for launch/draw.py), the actions of the last recorded step.
 
-All times are unix times of rank 0's node. Ranks of one node share its clock. The clock of another
-node is set by barriers, which end at about the same moment everywhere: the median difference of a
-few, good to the latency of the network.
+All times are unix times of rank 0's node. The clock of another node is set by barriers, which end
+at about the same moment everywhere: the median difference of a few.
 """
 
 import json
@@ -51,7 +50,7 @@ class _Step:
 
 @dataclass(frozen=True)
 class _Lane:
-    """What one rank recorded, and by how many seconds its clock is ahead of rank 0's."""
+    """The record of one rank, and by how many seconds its clock is ahead of rank 0's."""
 
     rank: int
     pp_dp_tp: tuple[int, int, int]

@@ -77,7 +77,7 @@ def in_words(seconds: float) -> str:
 
 
 def _numbers(metrics: StepMetrics, brief: bool = False) -> str:
-    """What a line says of a step; `brief` leaves room for a bar on a terminal of 80 columns."""
+    """The numbers of a step as text; `brief` leaves room for a bar on a terminal of 80 columns."""
     parts = [f"loss {metrics.loss:.4f}"]
     if not brief:
         parts += [f"norm {metrics.grad_norm:.3f}", f"lr {metrics.lr:.1e}"]

@@ -16,6 +16,7 @@ from parallel3d.checkpoint.manifest import TOKENIZER
 from parallel3d.config import RunConfig
 from parallel3d.config.deepspeed import offload_in_words
 from parallel3d.data.evaluation import held_out_samples
+from parallel3d.plan.report.plan_table import count
 from parallel3d.tensor.attention import say_kernel
 from parallel3d.train.assembly import Assembly
 from parallel3d.train.evaluation import HELD_OUT
@@ -34,9 +35,9 @@ class Summary:
     """Nats per token of the held-out samples by the frequencies of training: what a model that has
     learnt anything of order is below. None where nothing is held out."""
     peak_name: str
-    """What the MFU is measured against, "H100-SXM5-80GB" or "a measured matmul"."""
+    """The peak that the MFU is measured against, "H100-SXM5-80GB" or "a measured matmul"."""
     files: Mapping[str, Path]
-    """What each file is, and where."""
+    """The name and the path of each file."""
     seconds: float = 0.0
     """Since this process was started."""
 
@@ -45,11 +46,16 @@ class Summary:
         result, mean = self.result, finite(self.result.mean_loss)
         memory = ", ".join(f"{size / 2**20:,.0f}" for size in result.peak_memory_bytes)
         of_peak = f" of {self.peak_name}" if result.mfu is not None else ""
-        rows: dict[str, str | None] = {"steps": _steps(result)}
+        steps, spread = f"{result.steps:,}", ""
+        if result.trained < result.steps:
+            steps += f", {result.trained:,} of them now"
+        if result.mean_loss_of > 1:
+            spread = f" ± {result.loss_deviation:.4f} over the last {result.mean_loss_of} steps"
+        rows: dict[str, str | None] = {"steps": steps}
         if result.trained:
             rows |= {
                 "total time": in_words(self.seconds),
-                "training loss": None if mean is None else f"{mean:.4f}{_spread(result)}",
+                "training loss": None if mean is None else f"{mean:.4f}{spread}",
             }
         for name, found in result.validation.items():
             title = "held-out loss" if name == HELD_OUT else f"loss of {name}"
@@ -103,7 +109,7 @@ def print_placement(console: Console, config: RunConfig, parts: Assembly) -> Non
         *(["deterministic"] if config.train.deterministic else []),
     ]
     console.print(
-        f"model   {config.model.family}, {_count(total)} parameters; {schedule.name}, "
+        f"model   {config.model.family}, {count(total)} parameters; {schedule.name}, "
         f"{schedule.num_microbatches} microbatches of {config.micro_batch_size} x "
         f"{config.data.sequence_length} tokens"
     )
@@ -170,24 +176,3 @@ def print_summary(summary: Summary, console: Console, go_on: str) -> None:
     console.print()
     for name, value in rows:
         console.print(f"{name:<{width}}  {value}", highlight=False, markup=False, soft_wrap=True)
-
-
-def _steps(result: Result) -> str:
-    """The steps of the run, and how many are this launch's if not all."""
-    return f"{result.steps:,}" + (
-        f", {result.trained:,} of them now" if result.trained < result.steps else ""
-    )
-
-
-def _spread(result: Result) -> str:
-    """How far the steps of a mean loss are apart, and how many they are."""
-    if result.mean_loss_of < 2:
-        return ""
-    return f" ± {result.loss_deviation:.4f} over the last {result.mean_loss_of} steps"
-
-
-def _count(number: int) -> str:
-    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= size:
-            return f"{number / size:.3g}{unit}"
-    return str(number)

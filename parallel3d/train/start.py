@@ -71,12 +71,11 @@ class Start:
 
 
 def find_start(config: RunConfig, mesh: Mesh, claim: Claim | None, console: Console) -> Start:
-    """Return the beginning of a run; `claim` is rank 0's claim on the run's folder.
+    """Return the beginning of a run; `claim` is rank 0's claim on the run's folder. Collective.
 
-    Collective. Prints the mesh, the folder, the corpus, the checkpoint and what was rejected.
-    What costs little is checked first: a run that dies at each attempt, a folder that a node does
-    not see, a model that cannot fit. Raises on all ranks: ConfigError, DataError or CheckpointError
-    if config, machine, corpus and checkpoint do not go together; what `Attempts.check` raises.
+    Prints the mesh, the folder, the corpus, the checkpoint and what was rejected. What costs little
+    is checked first. Raises on all ranks: ConfigError, DataError or CheckpointError if config,
+    machine, corpus and checkpoint do not go together; what `Attempts.check` raises.
     """
     said = begin(config, mesh, console)
     nodes, settings = find_nodes(mesh), config.to_dict()
@@ -101,10 +100,7 @@ def find_start(config: RunConfig, mesh: Mesh, claim: Claim | None, console: Cons
 
 
 def begin(config: RunConfig, mesh: Mesh, console: Console) -> tuple[str, ...]:
-    """Set how this process computes; print each rank's place and device, and the config's notes.
-
-    Returns these notes, what was filled in.
-    """
+    """Set how this process computes; print ranks, devices and the config's notes; return these."""
     train, notes = config.train, config.notes
     set_numerics(tf32=train.tf32, deterministic=train.deterministic)
     console.print(mesh.picture(), *describe_device(mesh.device), *notes, sep="\n")
@@ -143,11 +139,8 @@ def _with_weights(config: RunConfig, mesh: Mesh) -> RunConfig:
 
 
 def refuse_unshared(folder: Path, directory: str, mesh: Mesh, nodes: Nodes) -> None:
-    """Raise ConfigError on all ranks unless every node sees the run's `folder`.
-
-    A node does if it finds the lock that rank 0 holds beside it. Collective.
-    """
-    if not nodes.are_several:
+    """Raise ConfigError on all ranks unless every node sees rank 0's lock beside `folder`."""
+    if len(set(nodes.machines)) == 1:
         return
     token = on_first(mesh, lambda: token_of(folder))
 
@@ -163,10 +156,9 @@ def refuse_unshared(folder: Path, directory: str, mesh: Mesh, nodes: Nodes) -> N
 
 
 def check_machine(config: RunConfig, mesh: Mesh, nodes: Nodes, say: Say) -> None:
-    """Raise ConfigError on all ranks if the run cannot fit, or its NVMe folders not be written.
+    """Raise ConfigError on all ranks if the run cannot fit, or its NVMe folders cannot be written.
 
-    Before there is a corpus or a model: what takes an hour must not be what fails. Says so where a
-    tensor-parallel group is on several hosts.
+    Comes before the corpus and the model, which take long. Warns if a tp group spans hosts.
     """
     if torn := nodes.torn(mesh.size("tp")):
         others = f", and {len(torn) - 1} more groups" if torn[1:] else ""
@@ -257,8 +249,8 @@ def _left_out(corpus: Corpus, what: str) -> Iterator[str]:
 def refuse_different(places: list[dict[str, Any] | None], nodes: Nodes) -> None:
     """Raise DataError, on all ranks, unless every node has prepared the same text.
 
-    `places` are what the first rank of each node says of its corpus. A file that one node cannot
-    read, with data.on_error = "skip", makes every sample after it another one there.
+    `places` are what the first rank of each node says of its corpus. With data.on_error = "skip" a
+    file that one node cannot read changes every sample after it.
     """
     keys = {rank: _keys(place) for rank, place in enumerate(places) if place is not None}
     for rank, found in keys.items():

@@ -1,8 +1,8 @@
 """Requests to stop or to save: signals, files in the run's folder, a launcher that is gone.
 
-Before training a request ends the process at once, by `Stopped`; from then on (`StopRequest.hold`)
-it waits for the end of a step, where all ranks agree on it. The thread that hears what the main one
-cannot, which may wait for ever for a rank that is dead, also hears the verdict on such a rank.
+Before training a request ends the process at once, by `Stopped`; from `StopRequest.hold` on it
+waits for the end of a step, where all ranks agree on it. A thread also hears the judge's verdict,
+while the main thread may wait for a dead rank.
 """
 
 import os
@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, NoReturn
 
 import psutil
 
+from parallel3d.base.arguments import STOPPED
 from parallel3d.base.errors import Parallel3DError, TrainingError
 from parallel3d.config import RunConfig
 from parallel3d.mesh.launch import Launch
 from parallel3d.mesh.pulse import rank as pulse
-from parallel3d.train.ending import STOPPED, Ending, tell_of_request
+from parallel3d.train.ending import Ending, tell_of_request
 
 if TYPE_CHECKING:  # it needs torch, which a launch that is refused must not wait for
     from parallel3d.mesh.mesh import Mesh
@@ -44,9 +45,8 @@ class Stopped(BaseException):
 class StopRequest:
     """Requests to stop or to save, of this rank and (after `agree`) of any rank.
 
-    `asked` is this rank's wish; `stopping` and `saving` are what all ranks agreed on. Only these
-    may decide what a rank does next, or the ranks part ways. `end` ends the process where the main
-    thread cannot.
+    `asked` is this rank's wish; `stopping` and `saving` are what all ranks agreed on: only these
+    may decide what a rank does next. `end` ends the process where the main thread cannot.
     """
 
     def __init__(self, end: Ending | None = None) -> None:
@@ -62,8 +62,8 @@ class StopRequest:
     def listening(self) -> Iterator["StopRequest"]:
         """Take SIGINT and SIGTERM for requests; a second Ctrl-C interrupts at once.
 
-        The process must end, with exit code 3, when `Stopped` leaves the block: if it is in there
-        some seconds longer, waiting for a collective or computing in a library, it is ended.
+        When `Stopped` leaves the block the process must end with exit code 3; it is ended after 4
+        s.
         """
         self._listening = True
         previous = [signal.signal(s, self._hear) for s in SIGNALS]
@@ -88,11 +88,10 @@ class StopRequest:
                     signal.signal(s, handler)
 
     def hold(self, folder: Path | None, flush: Callable[[], None] = lambda: None) -> None:
-        """Let a request wait for the end of a step from now on.
+        """Let a request wait for the end of a step; raises Stopped if there has been one.
 
-        `folder` is the run's, on the rank that is to look for the files STOP and SAVE in it; None
-        on the others. `flush` writes what a run has not written yet. Raises Stopped if there has
-        been a request.
+        `folder` is the run's on the rank that looks there for the files STOP and SAVE, None on
+        others; `flush` writes what a run has not written yet.
         """
         self._folder, self._flush = folder, flush
         self._held = True
@@ -165,7 +164,7 @@ class StopRequest:
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
     def _finds(self, name: str) -> bool:
-        # Of a disk that is away for a moment it says False; Path.exists would raise.
+        # False if the disk is away for a moment; Path.exists would raise.
         return self._folder is not None and os.path.exists(self._folder / name)
 
     def _remove(self, name: str) -> None:

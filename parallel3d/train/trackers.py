@@ -1,9 +1,8 @@
 """Delivery of a run's metrics to experiment trackers; no fault of theirs ends the run.
 
-The trackers are accelerate's, and "csv" is ours. What a run asks for are the names in
-parallel3d.run.trackers and DeepSpeed's blocks `tensorboard`, `csv_monitor`, `wandb` and `comet`,
-which also say where to: DeepSpeed never sees these blocks, so nothing is opened twice. Nothing here
-knows ranks: the process that constructs `Trackers` is the one that reports.
+The trackers are accelerate's, and "csv" is ours. A run asks by parallel3d.run.trackers, or by
+DeepSpeed's blocks `tensorboard`, `csv_monitor`, `wandb` and `comet`, which DeepSpeed never sees, so
+nothing is opened twice. The process that constructs `Trackers` is the one that reports.
 """
 
 import csv
@@ -16,8 +15,6 @@ from typing import Any
 
 from parallel3d.base.atomic import replace_text
 from parallel3d.config import RunConfig
-
-_log = logging.getLogger(__name__)
 
 Values = Mapping[str, float]
 PROJECT = "parallel3d"  # where a tracker wants one, and nobody named it
@@ -48,18 +45,12 @@ def wanted(config: RunConfig) -> dict[str, str]:
 class Trackers:
     """The trackers that `config` asks for, of the run in `directory`.
 
-    A tracker that cannot be started or fails later is named once, with what to do, and dropped.
-    What it holds of steps after `step`, from which the run goes on, is forgotten where that is
-    possible.
+    One that fails is named once, with what to do, and dropped. What it holds of steps after `step`,
+    from which the run goes on, is forgotten where possible.
     """
 
     def __init__(
-        self,
-        config: RunConfig,
-        directory: Path,
-        *,
-        step: int = 0,
-        say: Callable[[str], None] = _log.warning,
+        self, config: RunConfig, directory: Path, *, step: int, say: Callable[[str], None]
     ) -> None:
         self._say, self._wanted = say, wanted(config)
         self._running: dict[str, Any] = {}
@@ -120,7 +111,7 @@ def make(name: str, config: RunConfig, directory: Path, step: int) -> Any:
 
 
 def _arguments(name: str, config: RunConfig, directory: Path, step: int) -> dict[str, Any]:
-    """What accelerate's class is called with; its `run_name` is most trackers' project."""
+    """The arguments of accelerate's class; its `run_name` is most trackers' project."""
     run, environ = directory.name, os.environ
     arguments: dict[str, dict[str, Any]] = {
         "tensorboard": {"run_name": name, "logging_dir": str(directory), "purge_step": step + 1},

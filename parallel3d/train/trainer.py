@@ -61,10 +61,10 @@ class Result:
 
 
 class _Row(NamedTuple):
-    """What a rank says of a step to all others."""
+    """A rank's report of a step to all others."""
 
     loss: Any
-    """Of its part of the batch; the first two are on the device until all is gathered."""
+    """The loss of its part of the batch; the first two stay on the device until all is gathered."""
     norm: Any
     memory: float
     stop: float
@@ -76,8 +76,8 @@ class _Row(NamedTuple):
 class Trainer:
     """The loop from where a run starts to `train.steps`, with evaluations and saves on the way.
 
-    `peak_flops` are a device's (None: MFU is not reported). `writer` and `progress` are given on
-    the rank that reports, and there alone. Without a `saver` nothing is saved.
+    Without `peak_flops` MFU is not reported, without a `saver` nothing is saved; `writer` and
+    `progress` are given on the rank that reports alone.
     """
 
     def __init__(
@@ -140,10 +140,14 @@ class Trainer:
                     self.progress.say(said)
             self.position = self.position.after(self.config)
             result.steps = step + 1
-            result.loss = self._mean_loss([row.loss for row in rows])
+            # Every tp rank of the last stage reports its dp share's.
+            result.loss = sum(row.loss for row in rows) / (
+                self.mesh.size("dp") * self.mesh.size("tp")
+            )
             losses.append(result.loss)
             result.peak_memory_bytes = [int(row.memory) for row in rows]
-            result.stopped = self.stop.stopping or result.steps == self._stop_after
+            is_last, after = result.steps == self.config.num_steps, self.config.train.stop_after
+            result.stopped = self.stop.stopping or (result.steps == after and not is_last)
             validation = {} if result.stopped else self._evaluated(result)
             self._report(result, lr, taken, rows, done, validation)
             self._save_if_due(result)
@@ -174,12 +178,6 @@ class Trainer:
                 "under deepspeed); put a file named STOP into the run's folder instead"
             )
 
-    @property
-    def _stop_after(self) -> int | None:
-        """The step after which to stop as if asked to, unless training is over by then."""
-        after = self.config.train.stop_after
-        return after if after is not None and after < self.config.num_steps else None
-
     def _evaluated(self, result: Result) -> Losses:
         """The losses of what is evaluated, after the steps that call for it."""
         every = self.config.train.evaluate_every
@@ -209,8 +207,8 @@ class Trainer:
     def _step(self, step: int, lr: float) -> tuple[list[_Row], StepResult]:
         """Take one step; return what each rank says of it, and what the engine does.
 
-        The device gets all of its work before the host waits for it, once, to read what it came to:
-        so a step from a loss that is not finite is taken, and nothing of it saved.
+        The host waits for the device once, at the end, so a step from a loss that is not finite is
+        taken, but never saved.
         """
         pulse.doing(f"the batch of step {step + 1}")
         loss = self.executor.run(self._feed.training(self.position.next_sample), step)
@@ -246,10 +244,6 @@ class Trainer:
         if self.saver:
             self.saver.finish()
         raise TrainingError(message)
-
-    def _mean_loss(self, locals_: list[float]) -> float:
-        """The loss over the batch; every tp rank of the last stage reports its dp share's."""
-        return sum(locals_) / (self.mesh.size("dp") * self.mesh.size("tp"))
 
     def _speed(self, seconds: float) -> tuple[float, float, float | None]:
         """Tokens a second of the mesh, model TFLOP/s of a device, and its share of the peak."""

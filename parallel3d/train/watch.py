@@ -1,8 +1,8 @@
 """Printed figures of single steps that DeepSpeed's keys ask for.
 
-`wall_clock_breakdown`: the parts of the time of a step; `flops_profiler`: FLOPs of the layers;
-`comms_logger`: calls and bytes of a step, by group. All are parallel3d's own figures: DeepSpeed's
-profilers see neither the pipeline's actions nor its microbatches.
+`wall_clock_breakdown`: the parts of a step's time; `flops_profiler`: FLOPs of the layers;
+`comms_logger`: calls and bytes of a step, by group. DeepSpeed's own profilers see neither the
+pipeline's actions nor its microbatches.
 """
 
 import re
@@ -29,11 +29,9 @@ _PART_OF = {
 class StepWatch:
     """An observer of steps on every rank that prints on rank 0 what the config asks for.
 
-    Times are the mean over the ranks of a pipeline coordinate, and over the steps since the last
-    line. "reduction" is the program's REDUCEs and what follows its last action: sums of gradients;
-    "waiting" what else a pipeline program leaves between its computes: receives, GATHERs, the
-    bubble. Where the program has no GATHER, ZeRO-3's gathering is in forward and backward, for whom
-    it is done.
+    Times are the mean over a pipeline coordinate's ranks and the steps since the last line.
+    "reduction": the sums of gradients; "waiting": receives, GATHERs and the bubble. Without a
+    GATHER in the program, ZeRO-3's gathering is in forward and backward.
     """
 
     def __init__(
@@ -101,24 +99,46 @@ class StepWatch:
     def _show_traffic(self, step: int, traffic: Traffic) -> None:
         """The first rank of each pipeline coordinate; the others of a stage do the same."""
         mesh = self._mesh
-        mine = {"at": [mesh.coord(a) for a in ("pp", "dp", "tp")]}
-        everyone = gather_json(mesh, mine | {"calls": [asdict(c) for c in traffic.calls]})
+        is_first = mesh.coord("dp") == mesh.coord("tp") == 0
+        calls = [asdict(c) for c in traffic.calls]
+        everyone = gather_json(mesh, [mesh.coord("pp"), calls] if is_first else None)
         self._say(f"comms   step {step}, one rank of each stage; MiB of whole messages")
         self._say("        pp  group     ranks  operation       calls          MiB")
-        for said in everyone:
-            if said["at"][1:] != [0, 0]:
-                continue
-            for c in said["calls"]:
+        for pp, calls in filter(None, everyone):
+            for c in calls:
                 self._say(
-                    f"        {said['at'][0]:<3} {c['group']:<9} {c['ranks']:>5}  "
+                    f"        {pp:<3} {c['group']:<9} {c['ranks']:>5}  "
                     f"{c['operation']:<14} {c['calls']:>6,} {c['bytes'] / 2**20:>12,.4g}"
                 )
-            if not said["calls"]:
-                self._say(f"        {said['at'][0]:<3} nothing: every group is of one rank")
+            if not calls:
+                self._say(f"        {pp:<3} nothing: every group is of one rank")
 
     def _show_flops(self, step: int, seconds: float) -> None:
-        lines = flops_lines(self._config, self._parts, step, seconds, self._mesh.size("world"))
-        path = self._config.flops_profiler.output_file
+        config, parts = self._config, self._parts
+        kinds: dict[str, list[float]] = {}
+        for layer in parts.layers:
+            kind, flops = re.sub(r"\.\d+$", "", layer.name), layer.cost(parts.shape).forward_flops
+            found = kinds.setdefault(kind, [0.0, 0.0, 0.0])
+            for i, value in enumerate((1.0, layer.num_params, flops / parts.shape.tokens)):
+                found[i] += value
+        forward = sum(row[2] for row in kinds.values())
+        train, tokens = parts.flops_per_token, config.tokens_per_step
+        rate = train * tokens / seconds / self._mesh.size("world") / 1e12
+        lines = [
+            "flops   parallel3d's own count, as for MFU: matrix products and attention in full,",
+            "        nothing twice that is recomputed; DeepSpeed's profiler does not run",
+            f"        step {step}: {train * tokens / 1e12:,.4g} TFLOP in {seconds:.3g} s, "
+            f"{rate:,.4g} TFLOP/s per device; a token: {forward / 1e6:,.4g} MFLOP forward, "
+            f"{train / 1e6:,.4g} with backward",
+        ]
+        if config.flops_profiler.detailed:
+            lines.append("        layer       number    parameters  MFLOP/token forward   share")
+            for kind, (number, params, of_kind) in kinds.items():
+                lines.append(
+                    f"        {kind:<12}{number:>6.0f}{params:>14,.0f}{of_kind / 1e6:>21,.4g}"
+                    f"{100 * of_kind / forward:>6.1f} %"
+                )
+        path = config.flops_profiler.output_file
         if path is None or self._mesh.rank != 0:
             for line in lines:
                 self._say(line)
@@ -132,42 +152,9 @@ class StepWatch:
             )
 
 
-def flops_lines(
-    config: RunConfig, parts: Assembly, step: int, seconds: float, devices: int
-) -> list[str]:
-    """The table of flops_profiler for a step of `seconds` on `devices` devices."""
-    kinds: dict[str, list[float]] = {}
-    for layer in parts.layers:
-        kind, flops = re.sub(r"\.\d+$", "", layer.name), layer.cost(parts.shape).forward_flops
-        found = kinds.setdefault(kind, [0.0, 0.0, 0.0])
-        for i, value in enumerate((1.0, layer.num_params, flops / parts.shape.tokens)):
-            found[i] += value
-    forward = sum(row[2] for row in kinds.values())
-    train, tokens = parts.flops_per_token, config.tokens_per_step
-    rate = train * tokens / seconds / devices / 1e12
-    lines = [
-        "flops   parallel3d's own count, which MFU uses: matrix products and attention in full,",
-        "        nothing twice that is recomputed; DeepSpeed's profiler does not run",
-        f"        step {step}: {train * tokens / 1e12:,.4g} TFLOP in {seconds:.3g} s, "
-        f"{rate:,.4g} TFLOP/s per device; a token: {forward / 1e6:,.4g} MFLOP forward, "
-        f"{train / 1e6:,.4g} with backward",
-    ]
-    if config.flops_profiler.detailed:
-        lines.append("        layer       number    parameters  MFLOP/token forward   share")
-        for kind, (number, params, of_kind) in kinds.items():
-            lines.append(
-                f"        {kind:<12}{number:>6.0f}{params:>14,.0f}{of_kind / 1e6:>21,.4g}"
-                f"{100 * of_kind / forward:>6.1f} %"
-            )
-    return lines
-
-
 def watch_of(
     config: RunConfig, mesh: Mesh, parts: Assembly, *, say: Callable[[str], None] | None
 ) -> StepWatch | None:
-    """The observer of a run's steps, if its config asks for one.
-
-    `say` is given on the rank that reports, and there alone.
-    """
+    """The observer of a run's steps, if its config asks for one; `say` where it is reported."""
     asked = config.wall_clock_breakdown, config.flops_profiler.enabled, config.comms_logger.enabled
     return StepWatch(config, mesh, parts, say=say or (lambda text: None)) if any(asked) else None

@@ -202,7 +202,7 @@ def _process(rank, config, fault, disturb, timeout):
 def _main(rank, log, config, fault, disturb, timeout):
     from launch.train import main
     from parallel3d.checkpoint import disk
-    from parallel3d.train import mfu
+    from parallel3d.train import known_hardware
 
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
     os.dup2(descriptor, 1)
@@ -215,7 +215,7 @@ def _main(rank, log, config, fault, disturb, timeout):
         os.environ["PARALLEL3D_FAULT"] = fault
     gc.collect = lambda *_: 0  # DeepSpeed does as it builds an engine, a quarter of all the time
     disk.BLOCK = BLOCK
-    mfu.peak = lambda config, mesh: ("nothing", None)  # it takes a second to measure
+    known_hardware.peak = lambda config, mesh: ("nothing", None)  # it takes a second to measure
     if disturb:
         disturb(rank)
     sys.argv = ["train.py", "--config", config]

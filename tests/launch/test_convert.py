@@ -1,7 +1,6 @@
 """launch/convert.py: what it prints, and its exit codes."""
 
 import json
-import sys
 
 import pytest
 
@@ -20,11 +19,9 @@ def run(tmp_path):
 
 
 @pytest.fixture
-def command(monkeypatch, capsys):
+def command(called):
     def command(*words, does="export"):
-        monkeypatch.setattr(sys, "argv", ["launch/convert.py", does, *map(str, words)])
-        code = convert.main()
-        return code, *capsys.readouterr()
+        return called(convert.main, "launch/convert.py", does, *words)
 
     return command
 

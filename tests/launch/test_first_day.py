@@ -27,9 +27,7 @@ BIG, HUGE = str(10**12), str(10**30)
 
 # By kind: the words on the command line (and, for a launch, the environment), and what is said.
 CASES = {
-    "name": [
-        *((NAME, name, "must be a plain name") for name in NO_NAMES),
-    ],
+    "name": [*((NAME, name, "must be a plain name") for name in NO_NAMES)],
     "size": [
         (f"{MODEL}vocab_size", BIG, f"model.vocab_size = {BIG}: wants at least"),
         (f"{MODEL}vocab_size", HUGE, "model.vocab_size = 1000"),

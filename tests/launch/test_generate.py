@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -29,16 +30,8 @@ def place(tmp_path_factory):
 
 
 @pytest.fixture
-def command(monkeypatch, capsys):
-    def command(*words):
-        monkeypatch.setattr(sys, "argv", ["launch/generate.py", *map(str, words)])
-        try:
-            code = generate.main()
-        except SystemExit as end:
-            code = end.code
-        return code, *capsys.readouterr()
-
-    return command
+def command(called):
+    return partial(called, generate.main, "launch/generate.py")
 
 
 def greedy(folder, count):

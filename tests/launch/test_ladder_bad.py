@@ -2,11 +2,9 @@
 
 import copy
 import json
-import sys
 
 import pytest
 
-from launch import scale
 from tests.scaling.ladder.cases import micro, write
 
 pytestmark = pytest.mark.pure
@@ -123,17 +121,11 @@ LADDERS = {
 
 
 @pytest.fixture
-def refused(monkeypatch, capsys, tmp_path):
+def refused(scaled, tmp_path):
     """Gives what the command says where it must refuse."""
-    monkeypatch.chdir(tmp_path)
 
     def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["scale.py", *map(str, arguments)])
-        try:
-            code = scale.main()
-        except SystemExit as end:
-            code = end.code
-        out, said = capsys.readouterr()
+        code, out, said = scaled(*arguments)
         assert (code, out) == (2, ""), said
         assert said.startswith("scale") and "Traceback" not in said and "; " in said
         assert not (tmp_path / "runs").exists()
@@ -179,10 +171,9 @@ def test_what_is_no_ladder_is_refused(refused, tmp_path, text):
     assert "no config file" in refused("plan", "--ladder", tmp_path / "none.json")
 
 
-def test_comments_are_accepted(monkeypatch, capsys, tmp_path):
+def test_comments_are_accepted(scaled, tmp_path):
     file = write(tmp_path)
     text = json.dumps(json.loads(file.read_text()), indent=1)
     file.write_text(text.replace("{", "{  // a comment", 1).replace("\n}", ",\n}"))
-    monkeypatch.setattr(sys, "argv", ["scale.py", "plan", "--ladder", str(file), "--json"])
-    assert scale.main() == 0
-    assert len(json.loads(capsys.readouterr().out)["runs"]) == 4
+    code, out, _ = scaled("plan", "--ladder", file, "--json")
+    assert code == 0 and len(json.loads(out)["runs"]) == 4

@@ -1,7 +1,6 @@
 """Nonsense for launch/plan.py: exit code 2, one message, and nothing before it."""
 
 import json
-import sys
 from copy import deepcopy
 from pathlib import Path
 
@@ -18,17 +17,12 @@ FIGURE = {"value": 1e12, "source": "this test"}
 
 
 @pytest.fixture
-def refused(monkeypatch, capsys):
+def refused(called):
     """Gives what the command says to a command line that it must refuse."""
 
     def run(*arguments: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["plan.py", *arguments])
-        try:
-            code = plan.main()
-        except SystemExit as end:
-            code = end.code
-        out, said = capsys.readouterr()
-        assert (code, out) == (plan.BAD_INPUT, ""), said
+        code, out, said = called(plan.main, "plan.py", *arguments)
+        assert (code, out) == (2, ""), said
         assert said.startswith("plan: ") and said.endswith("\n") and "Traceback" not in said
         assert said.count("\n") == 1 or "problem" in said.splitlines()[0]
         assert "; " in said or "," in said  # a remedy
@@ -189,18 +183,8 @@ def test_a_file_of_ones_own_is_taken(tmp_path):
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_so_many_rows_are_shown_as_are_asked_for(monkeypatch, capsys, rows):
+def test_so_many_rows_are_shown_as_are_asked_for(called, rows):
     """Of all kinds together: five faster ones that do not fit are known here."""
-    asked = (
-        "plan.py",
-        *ON_A_NODE,
-        "--fix",
-        "dp=1",
-        "recompute=none",
-        "--json",
-        "--rows",
-        str(rows),
-    )
-    monkeypatch.setattr(sys, "argv", [*asked])
-    assert plan.main() == plan.DONE
-    assert len(json.loads(capsys.readouterr().out)["plans"]) == rows
+    asked = ("--fix", "dp=1", "recompute=none", "--json", "--rows", rows)
+    code, out, _ = called(plan.main, "plan.py", *ON_A_NODE, *asked)
+    assert code == 0 and len(json.loads(out)["plans"]) == rows

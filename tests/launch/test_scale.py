@@ -1,12 +1,10 @@
 """launch/scale.py fit: what it prints and writes, in this process."""
 
 import json
-import sys
 
 import numpy as np
 import pytest
 
-from launch import scale
 from tests.scaling.cases import CHINCHILLA, chinchilla, write_csv
 from tests.scaling.test_runs import write_run
 
@@ -18,22 +16,6 @@ KEYS = [
 ]  # fmt: skip
 QUIET = ("--no-report", "--json")
 ISOFLOP = ("fit", "runs.csv", "--law", "isoflop", "--bootstraps", "0", *QUIET)
-
-
-@pytest.fixture
-def scaled(monkeypatch, capsys, tmp_path):
-    """Runs the command in an empty folder; gives its exit code and its two outputs."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["scale.py", *map(str, arguments)])
-        try:
-            code = scale.main()
-        except SystemExit as end:
-            code = end.code
-        return code, *capsys.readouterr()
-
-    return run
 
 
 @pytest.fixture

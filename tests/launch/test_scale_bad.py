@@ -1,10 +1,7 @@
 """Tables that tell no law: exit code 2 and one message, nothing on standard output."""
 
-import sys
-
 import pytest
 
-from launch import scale
 from parallel3d.scaling import command
 from tests.scaling.cases import chinchilla, write_csv
 
@@ -40,17 +37,11 @@ TABLES = {
 
 
 @pytest.fixture
-def refused(monkeypatch, capsys, tmp_path):
+def refused(scaled, tmp_path):
     """Gives what the command says where it must refuse."""
-    monkeypatch.chdir(tmp_path)
 
     def run(*arguments: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["scale.py", *arguments])
-        try:
-            code = scale.main()
-        except SystemExit as end:
-            code = end.code
-        out, said = capsys.readouterr()
+        code, out, said = scaled(*arguments)
         assert (code, out) == (2, ""), said
         assert said.startswith("scale") and said.count("\n") == 1
         assert "; " in said or "use one of" in said  # a remedy

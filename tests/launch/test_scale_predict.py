@@ -1,13 +1,11 @@
 """launch/scale.py predict: forecasts, their registration, and the truth beside them."""
 
 import json
-import sys
 from datetime import UTC, datetime, timedelta
 
 import numpy as np
 import pytest
 
-from launch import scale
 from parallel3d.scaling.laws import PARAMETRIC
 from tests.scaling.cases import CHINCHILLA, chinchilla, write_csv
 
@@ -15,21 +13,6 @@ pytestmark = pytest.mark.pure
 
 FIT = ("fit", "runs.csv", "--estimator", "squares", "--bootstraps", "30", "--no-report", "--json")
 RUN = ("predict", "--fit", "fit.json", "--params", "1e10", "--tokens", "3e11")
-
-
-@pytest.fixture
-def scaled(monkeypatch, capsys, tmp_path):
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["scale.py", *arguments])
-        try:
-            code = scale.main()
-        except SystemExit as end:
-            code = end.code
-        return code, *capsys.readouterr()
-
-    return run
 
 
 @pytest.fixture

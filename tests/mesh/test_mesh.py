@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+import warnings
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from parallel3d.base.errors import ConfigError
 from parallel3d.mesh.launch import Launch
 from parallel3d.mesh.mesh import AXES, Mesh, draw_mesh
+from parallel3d.tensor.collectives import all_gather_sequence, reduce_scatter_sequence
 from parallel3d.verify.local_ranks import run_locally
 
 pytestmark = pytest.mark.gloo
@@ -256,3 +258,22 @@ def test_picture_of_a_large_mesh_stays_small():
     assert len(lines) == 2 + 8 + 1
     assert lines[-2] == "  dp 63  [504..511] → [1016..1023] → [1528..1535] → [2040..2047]"
     assert max(map(len, lines)) <= 100
+
+
+def gathered_and_scattered_on_rank(rank, samples):
+    mesh = Mesh(1, 1, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        part = torch.full((samples, 2, 3), 1.0 + rank)
+        whole = all_gather_sequence(part, mesh.group("tp"))
+        again = reduce_scatter_sequence(whole, mesh.group("tp"))
+        rows = mesh.gather_floats([float(rank)])
+    mesh.close()
+    return whole[:, :, 0].tolist(), (again - 2 * part).abs().max().item(), rows
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_torch_does_not_warn_of_an_older_name(samples):
+    """Several samples' collectives are one call of torch, which knows them by these names."""
+    for found in run_locally(gathered_and_scattered_on_rank, 2, samples):
+        assert found == ([[1.0, 1.0, 2.0, 2.0]] * samples, 0.0, [[0.0], [1.0]])

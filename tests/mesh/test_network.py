@@ -6,6 +6,7 @@ import resource
 import subprocess
 import sys
 import time
+from collections import Counter
 from math import ceil, log2
 from threading import Thread
 
@@ -17,12 +18,30 @@ from parallel3d.mesh.agree import on_first
 from parallel3d.mesh.launch import Launch
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.verify.local_ranks import run_locally
-from tests.mesh.counting_store import CountingStore
 
 pytestmark = pytest.mark.gloo
 
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 INTERFACES = {"10.0.0.1": "eth1", "10.0.0.2": "ib0", "127.0.1.1": "lo"}
+
+
+class CountingStore(dist.Store):
+    """A store that counts what is asked of it; torch's groups see a store as any other."""
+
+    def __init__(self, store):
+        super().__init__()
+        self.store, self.counts = store, Counter()
+
+    def _noted(name):
+        def operation(self, *args):
+            self.counts[name] += 1
+            return getattr(self.store, name)(*args)
+
+        return operation
+
+    set, get, add, check, wait = map(_noted, ("set", "get", "add", "check", "wait"))
+    compare_set, delete_key, num_keys = map(_noted, ("compare_set", "delete_key", "num_keys"))
+    multi_get, multi_set, append = map(_noted, ("multi_get", "multi_set", "append"))
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from parallel3d.engine import selftest
 from parallel3d.mesh.agree import agree
 from parallel3d.mesh.launch import Launch
 from parallel3d.mesh.mesh import Mesh
-from parallel3d.train import mfu
+from parallel3d.train import known_hardware
 from parallel3d.train.claim import claim
 from parallel3d.train.feed import Feed
 from parallel3d.train.stopping import StopRequest
@@ -74,7 +74,7 @@ def train_on_rank(rank, raw, disturb=None, *details):
         patch.object(Batches, "microbatch", noted),
         patch.object(Feed, "training", taken),
         # What costs time and is tested elsewhere.
-        patch.object(mfu, "peak", lambda config, mesh: ("a peak of mine", 1e12)),
+        patch.object(known_hardware, "peak", lambda config, mesh: ("a peak of mine", 1e12)),
         patch.object(selftest, "self_test", lambda *args: None),
     ):
         try:

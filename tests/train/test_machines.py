@@ -29,7 +29,6 @@ def test_nodes_by_what_the_machines_say():
     uneven = Nodes(("a",) * 3 + ("b",) * 5, ("a 1",) * 3 + ("b 2",) * 5)
     assert uneven.torn(1) == [] and uneven.torn(2) == [range(2, 4)]
     assert uneven.in_words(range(4)) == "ranks 0, 1, 2 on a and 3 on b"
-    assert uneven.are_several and not Nodes(("a", "a"), ("a 1", "a 1")).are_several
 
 
 def deal_cyclically(rank):

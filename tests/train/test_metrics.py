@@ -13,12 +13,16 @@ import pytest
 import torch
 from rich.console import Console
 
+from parallel3d.config import RunConfig
 from parallel3d.data.evaluation import SetLoss
-from parallel3d.train import metrics, mfu, progress
+from parallel3d.mesh.mesh import Mesh
+from parallel3d.train import known_hardware, metrics, progress
+from parallel3d.train.assembly import assemble
 from parallel3d.train.metrics import MetricsWriter, StepMetrics
 from parallel3d.train.progress import Progress, in_words
-from parallel3d.train.report import Summary, print_summary
+from parallel3d.train.report import Summary, print_placement, print_summary
 from parallel3d.train.trainer import Result
+from tests.verify.configs import config_of
 
 pytestmark = pytest.mark.gloo
 
@@ -31,19 +35,8 @@ CPU = torch.device("cpu")
 
 
 def step_metrics(step=1, **changes):
-    values = {
-        "step": step,
-        "loss": 5.0,
-        "grad_norm": 1.25,
-        "lr": 1e-3,
-        "tokens": 1024 * step,
-        "tokens_per_second": 12345.6,
-        "tflops_per_device": 0.5,
-        "mfu": 0.25,
-        "peak_memory_bytes": 2**20,
-        "step_seconds": 0.1,
-    }
-    return StepMetrics(**(values | changes))
+    values = (step, 5.0, 1.25, 1e-3, 1024 * step, 12345.6, 0.5, 0.25, 2**20, 0.1)
+    return StepMetrics(**(dict(zip(KEYS, values, strict=True)) | changes))
 
 
 def test_lines_are_json_with_the_published_keys(tmp_path):
@@ -250,7 +243,7 @@ def test_peak_memory_is_a_high_water_mark():
 
 
 def test_measured_peak_is_what_a_matmul_reaches():
-    peak = mfu.measure_peak_flops(CPU, torch.float32, seconds=0.05)
+    peak = known_hardware.measure_peak_flops(CPU, torch.float32, seconds=0.05)
     assert 1e8 < peak < 1e14
 
 
@@ -260,3 +253,19 @@ def test_rates_of_roles_are_there_where_roles_have_their_own():
     metrics = step_metrics(role_lr=rates)
     assert json.loads(metrics.to_json())["role_lr"] == rates
     assert metrics.flat()["lr/hidden"] == 2.5e-4 and "role_lr" not in metrics.flat()
+
+
+def test_the_kernel_of_attention_is_said_with_the_model(monkeypatch):
+    """Of a device; here the CPU stands in for one, and nothing has been computed yet."""
+    raw = config_of(zero=0)
+    raw["parallel3d"]["model"] |= {"hidden_size": 32, "num_hidden_layers": 1}
+    config, mesh = RunConfig.from_dict(raw).resolve(1).with_vocab_size(256), Mesh()
+    try:
+        parts = assemble(config, mesh)
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+        console = Console(record=True, width=200)
+        print_placement(console, config, parts)
+    finally:
+        mesh.close()
+    lines = console.export_text().splitlines()
+    assert lines[0].startswith("model   gpt") and lines[-1].startswith("kernel  "), lines

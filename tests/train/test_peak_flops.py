@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from parallel3d.config import RunConfig, hardware
-from parallel3d.train import mfu, start
+from parallel3d.train import known_hardware, start
 from tests.config.configs import raw
 
 pytestmark = pytest.mark.gloo
@@ -27,7 +27,7 @@ def config_in(name, **changes):
 def test_the_published_peak_is_that_of_the_type(name, chip):
     config = config_in(name, **{"parallel3d.run.hardware": chip})
     published = hardware.load(chip).peak(name)
-    assert published and mfu.peak(config, MESH) == (f"{chip}'s {name} peak", published)
+    assert published and known_hardware.peak(config, MESH) == (f"{chip}'s {name} peak", published)
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
@@ -38,8 +38,8 @@ def test_where_nothing_is_published_the_matmul_is_of_the_type(name, monkeypatch)
         measured.append(dtype)
         return 4.0
 
-    monkeypatch.setattr(mfu, "measure_peak_flops", measure)
-    assert mfu.peak(config_in(name), MESH) == ("a measured matmul", 3.0)
+    monkeypatch.setattr(known_hardware, "measure_peak_flops", measure)
+    assert known_hardware.peak(config_in(name), MESH) == ("a measured matmul", 3.0)
     types = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     assert measured == [types[name]]
 
@@ -51,10 +51,10 @@ def test_no_peak_of_fp32_is_that_of_tf32():
     described.peak_flops["fp32"] = described.peak_flops["fp16"]
     gpu = SimpleNamespace(**vars(MESH) | {"device": torch.device("cuda")})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mfu, "known_hardware", lambda config, device: described)
-        patch.setattr(mfu, "measure_peak_flops", lambda device, dtype: 4.0)
-        assert mfu.peak(config, gpu) == ("a measured matmul", 3.0)
-        assert mfu.peak(config, MESH)[0] == f"{described.name}'s fp32 peak"
+        patch.setattr(known_hardware, "known_hardware", lambda config, device: described)
+        patch.setattr(known_hardware, "measure_peak_flops", lambda device, dtype: 4.0)
+        assert known_hardware.peak(config, gpu) == ("a measured matmul", 3.0)
+        assert known_hardware.peak(config, MESH)[0] == f"{described.name}'s fp32 peak"
 
 
 def test_the_settings_of_products_reach_torch():

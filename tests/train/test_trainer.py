@@ -20,7 +20,7 @@ from parallel3d.data.prepare import prepare
 from parallel3d.engine import Engine
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.pipeline.executor import Executor
-from parallel3d.train import mfu
+from parallel3d.train import known_hardware
 from parallel3d.train import trainer as trainer_module
 from parallel3d.train.ending import DONE
 from parallel3d.train.stopping import STOPPED, StopRequest
@@ -101,7 +101,7 @@ def run_on_rank(rank, raw, disturb=None, *details):
     look_at(trainer_module.Trainer, "run")
     look_at(trainer_module.Trainer, "_step")
     look_at(Mesh, "set_timeouts")
-    mfu.peak = lambda config, mesh: ("a peak of mine", PEAK)
+    known_hardware.peak = lambda config, mesh: ("a peak of mine", PEAK)
     if disturb:
         disturb(rank, *details)
     asked = RunConfig.from_dict(raw)

@@ -1,4 +1,4 @@
-"""Who lives and what they do: a sentry beside each rank, one judge for all (floor 0, no torch).
+"""The watch over ranks: a sentry beside each one, a judge for all (floor 0, no torch).
 
 A rank that is killed, stopped or late is named within seconds, whatever the others wait for.
 

@@ -1,6 +1,6 @@
 """Where the judge hears the sentries: the end that all their connections lead to (floor 0).
 
-What they say are objects as lines of JSON over TCP, between processes that know one secret.
+Each message is an object as a line of JSON over TCP, between processes that know one secret.
 """
 
 import hmac
@@ -160,7 +160,7 @@ class Court:
                 self._forget_closed(line)
 
     def _sentence(self, rank: int, speaks: bool) -> dict[str, Any]:
-        """What a rank's sentry is told of the run; its "verdict" is empty while the run goes on."""
+        """The message to a rank's sentry; its "verdict" is empty while the run goes on."""
         text, blamed, code = self._finding
         is_blamed = rank == blamed
         return {

@@ -22,7 +22,7 @@ class Limits(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a sentry says of its rank."""
+    """A sentry's report of its rank."""
 
     host: str
     state: str
@@ -70,8 +70,8 @@ class _Rank:
 class Judge:
     """The judge of one run: hears every sentry, and finds what ends the run.
 
-    Times are summed up from look to look, each by two seconds at most: a machine that slept with
-    all that is on it accuses nobody when it wakes.
+    Times are summed from look to look, each by two seconds at most: after a sleep it accuses
+    nobody.
     """
 
     limits: Limits
@@ -194,14 +194,14 @@ class Judge:
         return f"the store of the process group at {self.store} is gone: its keeper died"
 
     def _slowest(self) -> int | None:
-        """Who has done the same for longest among those that do not wait, or else among all."""
+        """The rank that has done the same for longest, of those that do not wait if any."""
         ranks = self.ranks
         alive = [n for n, r in ranks.items() if r.report.left is None and not r.is_dead]
         working = [n for n in alive if not ranks[n].report.waits]
         return max(working or alive, key=lambda n: ranks[n].same, default=None)
 
     def _first_to_stand_still(self) -> str:
-        """Of a rank that was ended since it waited for too long: whom it may have waited for."""
+        """Name the rank for which one that ended may have waited too long."""
         slowest = self._slowest()
         if slowest is None or not 0 < self.ranks[slowest].report.limit < self.ranks[slowest].same:
             return ""

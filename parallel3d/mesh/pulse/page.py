@@ -1,8 +1,7 @@
 """The page of memory that a rank and its sentry share (floor 0, no torch).
 
-No locks and no system calls: each field has one writer, and a reader that sees half of a text being
-written reads it again soon. A verdict and an exit code are read once, so the byte that says that
-they are there is written last.
+No locks and no system calls: each field has one writer, and texts are read again soon. The byte
+that says that a verdict or an exit code is there is written last.
 """
 
 import ctypes
@@ -53,10 +52,7 @@ class Page(ctypes.Structure):
 
     @property
     def doing(self) -> tuple[str, float, bool]:
-        """What the rank does, or did when it died; since when; whether it waits for another.
-
-        The time is `time.monotonic` of its machine.
-        """
+        """The rank's doing, its start (`time.monotonic`), and whether it waits for another."""
         return (self._doing.decode(errors="replace"), self._since, self._waits)
 
     def leave(self, code: int, reason: str = "") -> None:

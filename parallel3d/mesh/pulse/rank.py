@@ -1,6 +1,6 @@
 """A rank's side of the pulse: say what it does, hear the verdict (floor 0, no torch).
 
-Of a process without a sentry (one rank, a test, another command) all of this is a comparison.
+Without a sentry (one rank, a test, another command) all of this is a comparison.
 """
 
 import json
@@ -41,9 +41,9 @@ def begin(
 ) -> None:
     """Start this rank's sentry; on rank 0, the judge is in it.
 
-    `store` is the host and port of the process group's store. Rank 0 gives the others the judge's
-    address through `publish`, with the `names` of its host, the last of them to be shown; they have
-    it from `fetch`.
+    `store` is the host and port of the process group's store. Rank 0 gives the judge's address and
+    the `names` of its host, the last to be shown, through `publish`; the others have it from
+    `fetch`.
     """
     global _page
     page, descriptor = new_page()
@@ -93,7 +93,7 @@ def waiting(what: str) -> Iterator[None]:
     try:
         yield
     finally:
-        # Of a wait that failed, the last word is what it was.
+        # The page keeps a wait that failed.
         if sys.exc_info()[0] is None:
             _page.do(_text)
 

@@ -1,8 +1,8 @@
 """The process beside a rank that sees it die, stop or stand still, and reports (floor 0, no torch).
 
 It needs nothing of its rank, which may be dead, stopped, or in native code for minutes: it asks the
-system whether its parent lives, and reads the page that the two share. Where it is traced, a
-debugger holds it: no fault. Started by `pulse.rank.begin`; ends with its rank.
+system about its parent, and reads the page that the two share. A traced rank is no fault. Started
+by `pulse.rank.begin`; ends with its rank.
 """
 
 import json
@@ -16,18 +16,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from parallel3d.mesh.pulse import judge
 from parallel3d.mesh.pulse.court import BEAT, Court, Line, connect
-from parallel3d.mesh.pulse.judge import (
-    FAILED,
-    GONE,
-    LONGEST_LOOK,
-    RUNS,
-    STOPPED,
-    TRACED,
-    Judge,
-    Limits,
-    Report,
-)
+from parallel3d.mesh.pulse.judge import Judge, Limits, Report
 from parallel3d.mesh.pulse.page import Verdict, open_page
 
 LOOK = 1.0  # seconds between two looks at the rank
@@ -38,7 +29,7 @@ _LINGER = 10.0  # seconds for which what a dead rank's sentry knows is passed on
 
 
 class SentryTask(NamedTuple):
-    """What a rank tells its sentry at its start; `listener` is the judge's socket, or -1."""
+    """The task that a rank gives its sentry; `listener` is the judge's socket, or -1."""
 
     rank: int
     world_size: int
@@ -107,19 +98,19 @@ class Sentry:
 
     def _state(self) -> str:
         if os.getppid() != self._task.parent:
-            return GONE
+            return judge.GONE
         try:
             # After the name, which may hold anything, in brackets.
             stat = Path(f"/proc/{self._task.parent}/stat").read_bytes()
             letter = stat.rpartition(b")")[2].split()[0]
         except (OSError, IndexError):  # no /proc: a rank that stops is not seen
-            return RUNS
-        return {b"T": STOPPED, b"t": TRACED}.get(letter, RUNS)
+            return judge.RUNS
+        return {b"T": judge.STOPPED, b"t": judge.TRACED}.get(letter, judge.RUNS)
 
     def _report(self, now: float) -> None:
         """Report what is new at once, and else at each beat."""
         page, state = self._page, self._state()
-        if state == GONE and self._gone is None:
+        if state == judge.GONE and self._gone is None:
             self._gone = now
         if self._line and not page.is_watched and now - self._called > _ANSWER:
             self._hang_up()
@@ -172,7 +163,7 @@ class Sentry:
 
     def _look_at_judge(self, now: float) -> None:
         """Its machine may be gone, and the process group's store with it."""
-        self._silent += min(now - self._looked, LONGEST_LOOK)
+        self._silent += min(now - self._looked, judge.LONGEST_LOOK)
         if not self._page.is_watched or self._verdict or self._gone or self._page.left is not None:
             return
         fault = ""
@@ -183,7 +174,7 @@ class Sentry:
             fault = f"{silent}: its machine or its network is down"
         if fault:
             text = f"rank 0 on {self._task.hosts[-1]} {fault}"
-            self._take_verdict(Verdict(text, self._first, FAILED), False)
+            self._take_verdict(Verdict(text, self._first, judge.FAILED), False)
 
     def _take_verdict(self, verdict: Verdict, blamed: bool) -> None:
         if self._verdict:
@@ -191,7 +182,7 @@ class Sentry:
         self._verdict, self._speaks = verdict.text, verdict.speaks
         self._page.judge(verdict)
         # One that is stopped cannot end itself, and would hold its memory for ever.
-        is_stopped = blamed and self._state() == STOPPED
+        is_stopped = blamed and self._state() == judge.STOPPED
         self._deadline = time.monotonic() + (0.0 if is_stopped else _GRACE)
 
     def _enforce(self, now: float) -> None:
