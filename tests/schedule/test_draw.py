@@ -14,15 +14,7 @@ import pytest
 
 from parallel3d.base.errors import ScheduleError
 from parallel3d.schedule import draw
-from parallel3d.schedule.schedule import (
-    Action,
-    Op,
-    Span,
-    add_sharding,
-    bubble,
-    simulate,
-    unit_cost,
-)
+from parallel3d.schedule.schedule import Action, Op, Span, add_sharding, bubble, simulate, unit_cost
 from parallel3d.schedule.schedules import make_schedule, names
 
 pytestmark = pytest.mark.pure

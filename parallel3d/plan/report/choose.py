@@ -56,10 +56,7 @@ def fixed_by(config: RunConfig) -> dict[str, Any]:
             "offload_param": zero.offload_param.device,
         },
         "micro_batch": {"micro_batch": config.train_micro_batch_size_per_gpu},
-        "schedule": {
-            "schedule": pipeline.schedule,
-            "stages_per_rank": pipeline.stages_per_rank,
-        },
+        "schedule": {"schedule": pipeline.schedule, "stages_per_rank": pipeline.stages_per_rank},
         "recompute": {"recompute": pipeline.activation_checkpointing},
         "gradient_reduction": {"gradient_reduction": pipeline.gradient_reduction},
         "weights": {"weights": pipeline.weights},

@@ -17,13 +17,7 @@ from parallel3d.plan.layers.placement import Counts, LayerKinds, StageClasses
 from parallel3d.plan.layers.weight_counts import partial, tied_elsewhere, together, weights_of
 from parallel3d.plan.layers.windows import windows
 from parallel3d.plan.setting import BYTES, Device, Precision, Setting
-from parallel3d.plan.time.network import (
-    Kind,
-    RankGroup,
-    collective_seconds,
-    group_of,
-    sharing,
-)
+from parallel3d.plan.time.network import Kind, RankGroup, collective_seconds, group_of, sharing
 from parallel3d.plan.time.operators import Machine
 
 

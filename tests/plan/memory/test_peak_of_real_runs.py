@@ -38,18 +38,14 @@ def deep(**kinds):
 # By mesh, so that the ranks of one do not change the order in which another's modules are made.
 CASES = {
     (1, 2, 1): [
-        {"thresholds": THRESHOLDS, "offload": "cpu", "bucket": 2**18, **OFTEN, **ONE, **FULL},
+        {"thresholds": THRESHOLDS, "offload": "cpu", "bucket": 2**18, **OFTEN, **ONE, **FULL}
     ],
     (2, 1, 1): [deep(M=6, schedule="interleaved", v=2)],
 }
 OTHERS = {(1, 2, 1): [{"model": LLAMA, "micro": 4}]}
 BOTH = {(1, 2, 1): [{**PASS, **BREADTH, **OFTEN, "offload": "cpu+cpu", **FLAT}]}
 SLOW = {
-    (1, 1, 1): [
-        {},
-        {"precision": "fp32"},
-        {"zero": 1, "M": 1, **FLAT},
-    ],
+    (1, 1, 1): [{}, {"precision": "fp32"}, {"zero": 1, "M": 1, **FLAT}],
     (1, 2, 1): [
         {"precision": "fp32", **deep()},
         {"zero": 1, **ONE, **FULL},
