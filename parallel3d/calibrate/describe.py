@@ -155,17 +155,12 @@ def _describe(together: Rows, alone: Rows, on_gpu: bool) -> Hardware:
         adam_params=_figure(mean("host_adam_params"), f" ({first['host_adam']})"),
     )
     return Hardware(
-        name=NAME,
-        device_names=(first["device_name"],) if on_gpu else (),
-        peak_flops={**flops, **published},
-        matmul_flops=flops,
-        memory_bytes=_figure(mean("memory_bytes")),
-        memory_bandwidth=_figure(mean("bandwidth")),
-        devices_per_node=_figure(len(together)) if on_gpu else None,
-        host=host,
-        adam_params=_figure(mean("adam_params")),
-        cores=_cores(together, alone),
-    )
+        name=NAME, device_names=(first["device_name"],) if on_gpu else (),
+        peak_flops={**flops, **published}, matmul_flops=flops,
+        memory_bytes=_figure(mean("memory_bytes")), memory_bandwidth=_figure(mean("bandwidth")),
+        devices_per_node=_figure(len(together)) if on_gpu else None, host=host,
+        adam_params=_figure(mean("adam_params")), cores=_cores(together, alone),
+    )  # fmt: skip
 
 
 def _cores(together: Rows, alone: Rows) -> Cores | None:

@@ -137,21 +137,16 @@ def settings(folder: Path) -> dict[str, str]:
         if schedule.type != "constant":
             ends = f" to {schedule.min_ratio:g} at each end"
         for name, value in {
-            "architecture": config.model.family,
-            "vocabulary": config.model.vocab_size,
-            "sequence length": data.sequence_length,
-            "training data": data.source,
-            "tokenizer": data.tokenizer,
-            "steps": train.steps,
-            "batch, tokens": config.tokens_per_step,
-            "learning rate": adam.lr,
+            "architecture": config.model.family, "vocabulary": config.model.vocab_size,
+            "sequence length": data.sequence_length, "training data": data.source,
+            "tokenizer": data.tokenizer, "steps": train.steps,
+            "batch, tokens": config.tokens_per_step, "learning rate": adam.lr,
             "learning-rate schedule": f"{schedule.type}{ends}",
             "warm-up, steps": schedule.warmup_steps,
             "betas, weight decay": f"{list(adam.betas)}, {adam.weight_decay}",
-            "precision": config.precision,
-            "seeds": train.seed,
+            "precision": config.precision, "seeds": train.seed,
             "held-out samples": "all" if samples >= ALL else samples,
-        }.items():
+        }.items():  # fmt: skip
             found.setdefault(name, set()).add(str(value))
     return {name: _few(values) for name, values in found.items()}
 

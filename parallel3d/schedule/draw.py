@@ -19,13 +19,9 @@ from parallel3d.schedule.schedule import Schedule, bubble, validate
 from parallel3d.schedule.sharding import SHARDING
 
 _NAMES = {
-    Op.F: "forward",
-    Op.B: "backward",
-    Op.I: "input gradient",
-    Op.W: "weight gradient",
-    Op.GATHER: "gather",
-    Op.REDUCE: "reduce",
-}
+    Op.F: "forward", Op.B: "backward", Op.I: "input gradient", Op.W: "weight gradient",
+    Op.GATHER: "gather", Op.REDUCE: "reduce",
+}  # fmt: skip
 _HEAD = 8  # columns of "rank 0  "
 _HUES = {Op.F: 0.59, Op.B: 0.38, Op.I: 0.48, Op.W: 0.09}
 _LANE = 7  # height of a lane in a picture, with the gap above it
@@ -278,13 +274,9 @@ def chrome_trace(spans: Spans) -> dict[str, Any]:
         events.append({"name": "process_name", "ph": "M", "pid": coord, "args": name})
         for number, (action, start, end) in enumerate(rank):
             event = {
-                "name": str(action),
-                "cat": action.op.value,
-                "pid": coord,
-                "tid": 0,
-                "ts": start * 1e6,
-                "args": {"stage": action.stage, "microbatch": action.microbatch},
-            }
+                "name": str(action), "cat": action.op.value, "pid": coord, "tid": 0,
+                "ts": start * 1e6, "args": {"stage": action.stage, "microbatch": action.microbatch},
+            }  # fmt: skip
             if not action.is_compute:
                 # Transfers overlap with computes and each other, which only async events may.
                 event["id"] = f"{coord}.{number}"

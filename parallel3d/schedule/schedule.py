@@ -16,22 +16,9 @@ from parallel3d.schedule.action import Action, Cost, Op, Span, Spans, unit_cost
 from parallel3d.schedule.sharding import SHARDING, Weights, gathers, problems, with_sharding
 
 __all__ = [
-    "Action",
-    "Op",
-    "Schedule",
-    "Span",
-    "Spans",
-    "add_communication",
-    "add_sharding",
-    "bubble",
-    "idle_fraction",
-    "needs",
-    "peak_in_flight",
-    "sequence",
-    "simulate",
-    "unit_cost",
-    "validate",
-]
+    "Action", "Op", "Schedule", "Span", "Spans", "add_communication", "add_sharding", "bubble",
+    "idle_fraction", "needs", "peak_in_flight", "sequence", "simulate", "unit_cost", "validate",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -76,13 +76,9 @@ def parts_of(model: LayerKinds, num_stages: int, seq: int) -> tuple[StageLayers,
 
 @lru_cache(maxsize=65536)
 def cost_of(
-    model: LayerKinds,
-    kind: int,
-    shape: Shape,
-    tp: int = 1,
-    sequence_parallel: bool = False,
+    model: LayerKinds, kind: int, shape: Shape, tp: int = 1, sequence_parallel: bool = False,
     recompute: Recompute = "none",
-) -> LayerCost:
+) -> LayerCost:  # fmt: skip
     """FLOPs, bytes and activations of one layer of a kind on one tensor-parallel rank."""
     return model.kinds[kind].cost(shape, tp, sequence_parallel, recompute)
 

@@ -42,15 +42,11 @@ def weights_of_kind(model: LayerKinds, kind: int, tp: int, threshold: int = 0) -
     every = [size for module in modules.values() for size in module]
     large = [size for size in every if size > threshold]
     return WeightSizes(
-        params=sum(every),
-        num_params=len(every),
-        small=sum(every) - sum(large),
-        num_small=len(every) - len(large),
-        largest=max(every, default=0),
+        params=sum(every), num_params=len(every), small=sum(every) - sum(large),
+        num_small=len(every) - len(large), largest=max(every, default=0),
         module=max((sum(own) * min(len(own), 2) for own in modules.values()), default=0),
-        copied=sum(large) if len(large) > 1 else 0,
-        layer=sum(every),
-    )
+        copied=sum(large) if len(large) > 1 else 0, layer=sum(every),
+    )  # fmt: skip
 
 
 def weights_of(

@@ -25,15 +25,8 @@ from parallel3d.plan.setting import Setting
 from parallel3d.schedule.schedules import splits_backward
 
 PARTS = (
-    "weights",
-    "gathered",
-    "gradients",
-    "optimizer",
-    "activations",
-    "logits",
-    "buffers",
-    "margin",
-)
+    "weights", "gathered", "gradients", "optimizer", "activations", "logits", "buffers", "margin",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -163,18 +156,10 @@ def _stage(setting: Setting, part: StageLayers, on_cpu: bool) -> StageActivation
     kept = setting.recompute == "full" and splits_backward(setting.schedule)
     recompute: Recompute = "none" if kept else setting.recompute
     return stage(
-        part,
-        shape.batch,
-        shape.seq,
-        setting.tp,
-        setting.sequence_parallel,
-        recompute,
-        setting.hidden_size,
-        setting.bytes_per_element,
-        software.gradient_bytes,
-        software.attention == "classic",
-        on_cpu,
-    )
+        part, shape.batch, shape.seq, setting.tp, setting.sequence_parallel, recompute,
+        setting.hidden_size, setting.bytes_per_element, software.gradient_bytes,
+        software.attention == "classic", on_cpu,
+    )  # fmt: skip
 
 
 CONTEXT = 1113 * 2**20

@@ -107,14 +107,8 @@ def states(setting: Setting, s: WeightSizes, on_cpu: bool) -> StateBytes:
         stepping = group * (zero3 or loose)  # what is not in one buffer is copied together
     return StateBytes(
         weights=kept if setting.offload_param == "none" else 0,
-        optimizer=optimizer if not offloads else 0,
-        shard=shard,
-        standing=zero3,
+        optimizer=optimizer if not offloads else 0, shard=shard, standing=zero3,
         whole=s.params * gradient if setting.reduces_once or not setting.zero_stage else 0,
-        buffers=standing,
-        bucket=bucket,
-        reducing=reducing,
-        stepping=stepping,
-        host=host,
+        buffers=standing, bucket=bucket, reducing=reducing, stepping=stepping, host=host,
         nvme=places["nvme"],
-    )
+    )  # fmt: skip

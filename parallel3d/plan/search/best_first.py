@@ -263,12 +263,6 @@ def simplicity(plan: Plan) -> tuple[Any, ...]:
     s = plan.setting
     flow, order, state = candidates.choices_of(s)
     return (
-        s.pp * s.stages_per_rank,
-        state,
-        s.tp,
-        s.sequence_parallel,
-        candidates.RECOMPUTES.index(s.recompute),
-        plan.memory.total,
-        order,
-        flow.micro_batch,
-    )
+        s.pp * s.stages_per_rank, state, s.tp, s.sequence_parallel,
+        candidates.RECOMPUTES.index(s.recompute), plan.memory.total, order, flow.micro_batch,
+    )  # fmt: skip

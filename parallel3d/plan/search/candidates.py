@@ -213,26 +213,15 @@ def setting_of(request: Request, flow: Flow, order: Order, state: ZeroState) -> 
     base, mesh = request.base, flow.mesh
     # Not dataclasses.replace, which costs three times as much.
     return Setting(
-        layers=base.layers,
-        hidden_size=base.hidden_size,
+        layers=base.layers, hidden_size=base.hidden_size,
         shape=Shape(flow.micro_batch, base.shape.seq),
-        num_microbatches=request.global_batch_size // mesh.dp // flow.micro_batch,
-        pp=mesh.pp,
-        dp=mesh.dp,
-        tp=mesh.tp,
-        sequence_parallel=flow.sequence_parallel,
-        schedule=order.schedule,
-        stages_per_rank=order.stages_per_rank,
-        recompute=flow.recompute,
-        precision=base.precision,
-        zero_stage=state.zero_stage,
-        reduces_once=state.reduces_once,
-        weights=state.weights,
-        offload_optimizer=state.offload_optimizer,
-        offload_param=state.offload_param,
-        buffers=base.buffers,
-        software=base.software,
-    )
+        num_microbatches=request.global_batch_size // mesh.dp // flow.micro_batch, pp=mesh.pp,
+        dp=mesh.dp, tp=mesh.tp, sequence_parallel=flow.sequence_parallel, schedule=order.schedule,
+        stages_per_rank=order.stages_per_rank, recompute=flow.recompute, precision=base.precision,
+        zero_stage=state.zero_stage, reduces_once=state.reduces_once, weights=state.weights,
+        offload_optimizer=state.offload_optimizer, offload_param=state.offload_param,
+        buffers=base.buffers, software=base.software,
+    )  # fmt: skip
 
 
 def choices_of(setting: Setting) -> Choices:
@@ -331,15 +320,10 @@ def refuse_empty(request: Request) -> None:
 def check_fixed(fixed: Mapping[str, Any]) -> None:
     """Raise ConfigError for a fixed choice that is not one of the planner's choices."""
     allowed: dict[str, tuple[Any, ...]] = {
-        "schedule": schedules.names(),
-        "recompute": RECOMPUTES,
-        "zero_stage": (0, 1, 2, 3),
-        "gradient_reduction": ("auto", "per_step", "per_microbatch"),
-        "weights": ("auto", *WEIGHTS),
-        "offload_optimizer": DEVICES,
-        "offload_param": DEVICES,
-        "sequence_parallel": (True, False),
-    }
+        "schedule": schedules.names(), "recompute": RECOMPUTES, "zero_stage": (0, 1, 2, 3),
+        "gradient_reduction": ("auto", "per_step", "per_microbatch"), "weights": ("auto", *WEIGHTS),
+        "offload_optimizer": DEVICES, "offload_param": DEVICES, "sequence_parallel": (True, False),
+    }  # fmt: skip
     problems = []
     for name, value in fixed.items():
         path = f"--fix {name}"

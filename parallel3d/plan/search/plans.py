@@ -133,44 +133,30 @@ class Plan:
         flops = self.request.flops
         added = flops.recomputed[self.setting.recompute]
         return {
-            **choices_json(self.setting, self.memory),
-            "fits": self.fits,
-            "reason": self.reason,
-            "remedy": self.remedy,
-            "step_seconds": self.time.seconds,
-            "time": dict(self.time.parts),
-            "bubble": self.time.bubble,
-            "tokens_per_second": self.tokens_per_second,
+            **choices_json(self.setting, self.memory), "fits": self.fits, "reason": self.reason,
+            "remedy": self.remedy, "step_seconds": self.time.seconds, "time": dict(self.time.parts),
+            "bubble": self.time.bubble, "tokens_per_second": self.tokens_per_second,
             "model_tflops_per_device": self.per_device(flops.full) / 1e12,
             "hardware_tflops_per_device": self.per_device(flops.full + added) / 1e12,
-            "mfu_full": self.mfu(flops.full),
-            "mfu_causal": self.mfu(flops.causal),
-            "days": self.days,
-            "device_hours": self.device_hours,
-        }
+            "mfu_full": self.mfu(flops.full), "mfu_causal": self.mfu(flops.causal),
+            "days": self.days, "device_hours": self.device_hours,
+        }  # fmt: skip
 
 
 def choices_json(setting: Setting, memory: Memory) -> dict[str, Any]:
     """The choices of a setting, and the memory of its fullest rank, as JSON."""
     s = setting
     return {
-        "pp": s.pp,
-        "dp": s.dp,
-        "tp": s.tp,
-        "sequence_parallel": s.sequence_parallel,
+        "pp": s.pp, "dp": s.dp, "tp": s.tp, "sequence_parallel": s.sequence_parallel,
         "zero_stage": s.zero_stage,
         "gradient_reduction": "per_step" if s.reduces_once else "per_microbatch",
         "weights": s.weights if s.zero_stage == 3 else None,
         "offload": offload_in_words(s.offload_optimizer, s.offload_param),
-        "micro_batch": s.shape.batch,
-        "num_microbatches": s.num_microbatches,
-        "schedule": s.schedule,
-        "stages_per_rank": s.stages_per_rank,
-        "recompute": s.recompute,
-        "memory_bytes": {**memory.parts, "total": memory.total},
-        "host_bytes": memory.host,
+        "micro_batch": s.shape.batch, "num_microbatches": s.num_microbatches,
+        "schedule": s.schedule, "stages_per_rank": s.stages_per_rank, "recompute": s.recompute,
+        "memory_bytes": {**memory.parts, "total": memory.total}, "host_bytes": memory.host,
         "nvme_bytes": memory.nvme,
-    }
+    }  # fmt: skip
 
 
 def request_of(

@@ -174,18 +174,14 @@ def _words(flow: Flow, order: Order, state: ZeroState) -> tuple[str, ...]:
     several = f" x{order.stages_per_rank}" if order.stages_per_rank > 1 else ""
     each = "" if state.reduces_once else " reduced per microbatch"
     return (
-        f"pp {flow.mesh.pp}",
-        f"dp {flow.mesh.dp}",
-        f"tp {flow.mesh.tp}",
+        f"pp {flow.mesh.pp}", f"dp {flow.mesh.dp}", f"tp {flow.mesh.tp}",
         "sequence parallel" if flow.sequence_parallel else "",
-        f"schedule {order.schedule}{several}",
-        f"recompute {flow.recompute}",
+        f"schedule {order.schedule}{several}", f"recompute {flow.recompute}",
         f"ZeRO-{state.zero_stage}{each}",
         f"weights {state.weights if state.zero_stage == 3 else candidates.WEIGHTS[0]}",
-        f"micro batch {flow.micro_batch}",
-        f"optimizer on {state.offload_optimizer}",
+        f"micro batch {flow.micro_batch}", f"optimizer on {state.offload_optimizer}",
         f"parameters on {state.offload_param}",
-    )
+    )  # fmt: skip
 
 
 def choose_weights(setting: Setting, hardware: Hardware) -> tuple[Weights, Memory]:

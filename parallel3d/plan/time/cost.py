@@ -117,13 +117,10 @@ def costs_of(setting: Setting, hardware: Hardware, curves: Curves) -> ActionCost
     before, reduce, hideable, after = [], [], [], []
     for classes, once in zip(layout.coords, transfers.coords, strict=True):
         first, middle, more, last = _once(
-            once,
-            in_a_row * sum([ahead[c] for c in classes]),
+            once, in_a_row * sum([ahead[c] for c in classes]),
             in_a_row * sum([ahead[c] for c in classes[:-1]]),
-            in_a_row * sum([behind[c] for c in classes]),
-            machine,
-            slowdown,
-        )
+            in_a_row * sum([behind[c] for c in classes]), machine, slowdown,
+        )  # fmt: skip
         before.append(first)
         reduce.append(middle)
         hideable.append(more)
@@ -162,13 +159,9 @@ def _exposed(
 
 
 def _once(
-    once: OncePerStep,
-    ahead: float,
-    but_last: float,
-    behind: float,
-    machine: Machine,
+    once: OncePerStep, ahead: float, but_last: float, behind: float, machine: Machine,
     slowdown: float,
-) -> tuple[SecondsByPart, SecondsByPart, float, SecondsByPart]:
+) -> tuple[SecondsByPart, SecondsByPart, float, SecondsByPart]:  # fmt: skip
     """Seconds of a coordinate's work once a step: before, after its last backward, and after all.
 
     The third value is the seconds of the reduction that a wait would hide as well. `ahead`: compute

@@ -54,13 +54,9 @@ def last_passes(pp: int, num_microbatches: int, stages_per_rank: int) -> int:
 
 
 def ends(
-    name: str,
-    pp: int,
-    num_microbatches: int,
-    stages_per_rank: int,
-    cost: Callable[[Action], float],
-    sends: bool = True,
-) -> list[CoordinateEnd]:
+    name: str, pp: int, num_microbatches: int, stages_per_rank: int,
+    cost: Callable[[Action], float], sends: bool = True,
+) -> list[CoordinateEnd]:  # fmt: skip
     """The end of each coordinate's step; without `sends` a send takes no time.
 
     `cost` must be the same for all microbatches.

@@ -66,15 +66,9 @@ def _used(devices: int, node: int) -> int:
 
 
 def collective_seconds(
-    kind: Kind,
-    num_bytes: float,
-    ranks: int,
-    ranks_per_node: int,
-    hardware: Hardware,
-    curves: Curves,
-    sharers: int = 1,
-    one_ring: bool = False,
-) -> float:
+    kind: Kind, num_bytes: float, ranks: int, ranks_per_node: int, hardware: Hardware,
+    curves: Curves, sharers: int = 1, one_ring: bool = False,
+) -> float:  # fmt: skip
     """Seconds of one collective; `num_bytes` of the whole (gathered) tensor.
 
     In a ring of n ranks every rank sends (n-1)/n of the bytes in an all-gather or reduce-scatter,

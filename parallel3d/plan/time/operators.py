@@ -156,13 +156,9 @@ def backward_products(product: MatMul) -> tuple[MatMul, MatMul]:
 
 
 def attention_seconds(
-    attention: Attention,
-    precision: Precision,
-    hardware: Hardware,
-    curves: Curves,
-    software: Software,
-    backward: bool = False,
-) -> float:
+    attention: Attention, precision: Precision, hardware: Hardware, curves: Curves,
+    software: Software, backward: bool = False,
+) -> float:  # fmt: skip
     """Seconds of softmax attention by the kernel that `software` has.
 
     "flash": FLOPs at a rate of its own, half of them where the kernel leaves out what the causal
@@ -204,14 +200,9 @@ class WorkSeconds(NamedTuple):
 
 
 def work_seconds(
-    work: Work,
-    precision: Precision,
-    hardware: Hardware,
-    curves: Curves,
-    software: Software,
-    devices: int = 1,
-    backward: bool = False,
-) -> WorkSeconds:
+    work: Work, precision: Precision, hardware: Hardware, curves: Curves, software: Software,
+    devices: int = 1, backward: bool = False,
+) -> WorkSeconds:  # fmt: skip
     """Seconds of a Work, or of its backward pass: twice the products and the traffic.
 
     `devices`: the number of devices that share the machine, which matters where they are processes

@@ -42,19 +42,11 @@ class Sharding(NamedTuple):
     def of(cls, setting: Setting) -> "Sharding":
         """The sharding of a setting."""
         return cls(
-            setting.tp,
-            setting.dp,
-            setting.cp,
-            setting.devices,
-            setting.sequence_parallel,
-            setting.precision,
-            setting.zero_stage,
-            setting.reduces_once,
-            _gathers(setting) if setting.holds_weights else (),
-            setting.offload_optimizer,
-            setting.offload_param,
-            setting.buffers.stage3_param_persistence_threshold,
-        )
+            setting.tp, setting.dp, setting.cp, setting.devices, setting.sequence_parallel,
+            setting.precision, setting.zero_stage, setting.reduces_once,
+            _gathers(setting) if setting.holds_weights else (), setting.offload_optimizer,
+            setting.offload_param, setting.buffers.stage3_param_persistence_threshold,
+        )  # fmt: skip
 
 
 def _gathers(setting: Setting) -> tuple[int, ...]:
