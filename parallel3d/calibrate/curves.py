@@ -15,11 +15,11 @@ from parallel3d.calibrate.steps import SmallRun, Timed
 from parallel3d.config.hardware import Cores, Figure, Hardware, Link
 from parallel3d.model.spec import Attention, MatMul
 from parallel3d.plan.setting import ENGINE, Setting
-from parallel3d.plan.time.curves import fitted
 from parallel3d.plan.time.network import collective_seconds, send_seconds
 from parallel3d.plan.time.operators import (
     Curves,
     attention_seconds,
+    fitted,
     matmul_seconds,
     traffic_seconds,
 )

@@ -150,19 +150,12 @@ class Setting:
         zero, pipeline, mesh = config.zero_optimization, config.pipeline, config.mesh
         assert isinstance(mesh.dp, int), "resolve(world_size) comes first"
         return cls(
-            layers=layers_of(config.model),
-            hidden_size=config.model.hidden_size,
+            layers=layers_of(config.model), hidden_size=config.model.hidden_size,
             shape=Shape(config.micro_batch_size, config.data.sequence_length),
-            num_microbatches=config.num_microbatches,
-            pp=mesh.pp,
-            dp=mesh.dp,
-            tp=mesh.tp,
-            sequence_parallel=mesh.sequence_parallel,
-            schedule=pipeline.schedule,
-            stages_per_rank=pipeline.stages_per_rank,
-            recompute=pipeline.activation_checkpointing,
-            precision=config.precision,
-            zero_stage=zero.stage,
+            num_microbatches=config.num_microbatches, pp=mesh.pp, dp=mesh.dp, tp=mesh.tp,
+            sequence_parallel=mesh.sequence_parallel, schedule=pipeline.schedule,
+            stages_per_rank=pipeline.stages_per_rank, recompute=pipeline.activation_checkpointing,
+            precision=config.precision, zero_stage=zero.stage,
             reduces_once=reduces_once(zero.stage, pipeline.gradient_reduction),
             weights=gathered_for(pipeline.weights),
             offload_optimizer=zero.offload_optimizer.device,
@@ -172,7 +165,7 @@ class Setting:
                 scatters_sends=pipeline.scatter_activations,
             ),
             buffers=Buffers(**{name: getattr(zero, name) for name in Buffers.__annotations__}),
-        )
+        )  # fmt: skip
 
     def but(self, **changes: Any) -> Self:
         """A copy of this setting with some fields changed."""
@@ -183,3 +176,15 @@ class Setting:
 def layers_of(model: Any) -> tuple[LayerSpec, ...]:
     """A model's layers, made once: settings of one model share the layer objects."""
     return tuple(models.layers(model))
+
+
+def leaves_weights_open(config: RunConfig) -> bool:
+    """Whether parallel3d.pipeline.weights is "auto" at ZeRO-3, the only stage that uses it."""
+    return config.zero_optimization.stage == 3 and config.pipeline.weights == "auto"
+
+
+def with_weights(config: RunConfig, weights: str, note: str) -> RunConfig:
+    """The config with parallel3d.pipeline.weights set, and the note that says so."""
+    pipeline = config.pipeline.model_copy(update={"weights": weights})
+    block = config.parallel3d.model_copy(update={"pipeline": pipeline})
+    return config.model_copy(update={"parallel3d": block}).with_notes(*config.notes, note)

@@ -21,8 +21,8 @@ from parallel3d.base.errors import ConfigError
 from parallel3d.base.terminal import Column
 from parallel3d.config import RunConfig
 from parallel3d.model.parametrization import parametrization_of
-from parallel3d.scaling import style
 from parallel3d.scaling.command import NO_EXTRA
+from parallel3d.scaling.plots import png, style
 from parallel3d.scaling.result import finite
 
 WIDTHS = (64, 128, 256, 512)
@@ -134,7 +134,7 @@ def draw(checks: Mapping[str, CoordinateCheck]) -> bytes:
     """Return a PNG: a row for each check, a column for each measure, a line for each layer."""
     titles = {START: "at the start", TRAINED: "after training", CHANGE: "change by training"}
     rows = len(checks)
-    with style.style() as plt:
+    with style() as plt:
         figure, grid = plt.subplots(
             rows, 3, figsize=(8.4, 2.7 * rows + 0.4), squeeze=False, sharex=True
         )
@@ -153,7 +153,7 @@ def draw(checks: Mapping[str, CoordinateCheck]) -> bytes:
         names = [layer.name for layer in check.layers]
         lines = grid[0][0].get_lines()
         figure.legend(lines, names, loc="outside lower center", ncols=4, fontsize=7)
-        return style.png(plt, figure)
+        return png(plt, figure)
 
 
 def add(parser: Parser) -> None:

@@ -22,6 +22,7 @@ _NAMES = {
     Op.F: "forward", Op.B: "backward", Op.I: "input gradient", Op.W: "weight gradient",
     Op.GATHER: "gather", Op.REDUCE: "reduce",
 }  # fmt: skip
+WIDTH = 1000  # of a picture
 _HEAD = 8  # columns of "rank 0  "
 _HUES = {Op.F: 0.59, Op.B: 0.38, Op.I: 0.48, Op.W: 0.09}
 _LANE = 7  # height of a lane in a picture, with the gap above it
@@ -100,30 +101,33 @@ def _cell(labels: tuple[str, ...], width: int) -> str:
     return "─" * width
 
 
-def figure(
-    panels: Sequence[tuple[str, Spans]], width: int = 1000, idle: float | None = None
-) -> str:
+def figure(panels: Sequence[tuple[str, Spans]], idle: float | None = None) -> str:
     """Drawings (SVG) of several (title, spans), one below the other, on one scale of time.
 
     Rows are ranks, colours operations, darker for later stages. `idle`: the bubble, where the spans
     are of a part of the step alone.
     """
     shifted = [(title, spans_from_zero(spans), timeline_of(spans)) for title, spans in panels]
-    scale = (width - _LEFT - 24) / max(timeline.length for *_, timeline in shifted)
-    heights = [_TOP + _pitch(spans) * len(spans) + 34 for _, spans, _ in shifted]
-    out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {sum(heights)}" '
-        f'width="{width}" height="{sum(heights)}" font-family="Helvetica, Arial, sans-serif" '
-        'font-size="12" fill="#343a40">',
-        '<rect width="100%" height="100%" fill="#ffffff"/>',
-    ]
+    scale = (WIDTH - _LEFT - 24) / max(timeline.length for *_, timeline in shifted)
+    lines: list[str] = []
     y = 0
-    for (title, spans, timeline), height in zip(shifted, heights, strict=True):
+    for title, spans, timeline in shifted:
         share = bubble(spans) if idle is None else idle
-        out += [*_heading(title, spans, share, y), *_rows(spans, timeline, scale, y + _TOP)]
-        out += _axis(timeline, scale, y + _TOP, y + height - 18)
-        y += height
-    return "\n".join(out) + "</svg>"
+        lines += [*_heading(title, spans, share, y), *_rows(spans, timeline, scale, y + _TOP)]
+        top, y = y + _TOP, y + height_of(spans)
+        lines += _axis(timeline, scale, top, y - 18)
+    return framed(y, lines)
+
+
+def framed(height: int, lines: Sequence[str]) -> str:
+    """A drawing (SVG) of these lines on a white ground, as wide as all drawings."""
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
+        f'width="{WIDTH}" height="{height}" font-family="Helvetica, Arial, sans-serif" '
+        'font-size="12" fill="#343a40">'
+    )
+    ground = '<rect width="100%" height="100%" fill="#ffffff"/>'
+    return "\n".join([head, ground, *lines]) + "</svg>"
 
 
 def timeline_of(spans: Spans) -> Timeline:
@@ -168,6 +172,11 @@ def _heading(title: str, spans: Spans, idle: float, y: int) -> Iterator[str]:
     if Op.GATHER in present:
         legend = "line: weights held, a lane a stage"
     yield f'<text x="{x}" y="{y + 52}" fill="#868e96">{legend}</text>'
+
+
+def height_of(spans: Spans) -> int:
+    """The height of a drawing of these spans, its title and its axis included."""
+    return _TOP + _pitch(spans) * len(spans) + 34
 
 
 def _pitch(spans: Spans) -> int:

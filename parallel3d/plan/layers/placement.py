@@ -210,13 +210,8 @@ class StageClasses:
 
 def stage_classes_of(setting: Setting) -> StageClasses:
     """The classes of a setting's stages; equal ones are one object."""
-    return _layout(
-        model_of(setting.layers),
-        setting.shape.seq,
-        setting.schedule,
-        setting.pp,
-        setting.stages_per_rank,
-    )
+    model, s = model_of(setting.layers), setting
+    return _layout(model, s.shape.seq, s.schedule, s.pp, s.stages_per_rank)
 
 
 @lru_cache(maxsize=4096)
@@ -244,22 +239,12 @@ def _placed(
         return tuple(some.count(c) for c in range(len(stages)))
 
     last = {c: coord for coord, c in enumerate(coord_class_of)}
-    return StageClasses(
-        model=model,
-        stages=stages,
-        class_of=class_of,
-        homes=homes,
-        coords=coords,
-        coord_class_of=coord_class_of,
-        crossings=tuple((home_of[s], home_of[s + 1]) for s in range(len(cuts) - 1)),
-        outer=tuple(
-            Outer(
-                coord,
-                coord_class_of[coord],
-                count(class_of[: homes[coord][0]]),
-                homes[coord],
-                tuple(count(class_of[s:]) for s in homes[coord]),
-            )
-            for coord in sorted({0, *last.values()})
-        ),
-    )
+    crossings = tuple((home_of[s], home_of[s + 1]) for s in range(len(cuts) - 1))
+    outer = tuple(
+        Outer(
+            coord, coord_class_of[coord], count(class_of[: homes[coord][0]]), homes[coord],
+            tuple(count(class_of[s:]) for s in homes[coord]),
+        )
+        for coord in sorted({0, *last.values()})
+    )  # fmt: skip
+    return StageClasses(model, stages, class_of, homes, coords, coord_class_of, crossings, outer)

@@ -49,21 +49,19 @@ def weights_for(config: RunConfig, hardware: Hardware | None) -> tuple[Weights, 
 def fixed_by(config: RunConfig) -> dict[str, Any]:
     """The choices that the config fixes itself, by the planner's names."""
     zero, pipeline = config.zero_optimization, config.pipeline
-    values: dict[str, dict[str, Any]] = {
-        "zero_stage": {"zero_stage": zero.stage},
-        "offload": {
-            "offload_optimizer": zero.offload_optimizer.device,
-            "offload_param": zero.offload_param.device,
-        },
-        "micro_batch": {"micro_batch": config.train_micro_batch_size_per_gpu},
-        "schedule": {"schedule": pipeline.schedule, "stages_per_rank": pipeline.stages_per_rank},
-        "recompute": {"recompute": pipeline.activation_checkpointing},
-        "gradient_reduction": {"gradient_reduction": pipeline.gradient_reduction},
-        "weights": {"weights": pipeline.weights},
+    values: dict[str, Any] = {
+        "zero_stage": zero.stage, "offload_optimizer": zero.offload_optimizer.device,
+        "offload_param": zero.offload_param.device, "weights": pipeline.weights,
+        "micro_batch": config.train_micro_batch_size_per_gpu, "schedule": pipeline.schedule,
+        "stages_per_rank": pipeline.stages_per_rank, "recompute": pipeline.activation_checkpointing,
+        "gradient_reduction": pipeline.gradient_reduction,
+    }  # fmt: skip
+    several = {
+        "offload": ("offload_optimizer", "offload_param"),
+        "schedule": ("schedule", "stages_per_rank"),
     }
-    return {
-        name: value for kept in config.parallel3d.plan.fix for name, value in values[kept].items()
-    }
+    fixed = config.parallel3d.plan.fix
+    return {name: values[name] for choice in fixed for name in several.get(choice, (choice,))}
 
 
 def apply(config: RunConfig, plan: Plan) -> RunConfig:

@@ -28,8 +28,7 @@ from parallel3d.plan.search.plans import Plan, Request
 from parallel3d.plan.search.remedy import evaluate, fitting, room_of, worst
 from parallel3d.plan.setting import Setting
 from parallel3d.plan.time.cost import costs_of
-from parallel3d.plan.time.curves import curves_for
-from parallel3d.plan.time.operators import Curves
+from parallel3d.plan.time.operators import Curves, curves_for
 from parallel3d.plan.time.step import lower_bound, step_time
 
 TOO_LARGE = 5  # plans that would be faster than the first row, but do not fit

@@ -169,8 +169,6 @@ def request_of(
     Raises ConfigError where the global batch or the vocabulary size is unknown, for sizes that no
     devices can hold, and for bf16 on hardware that has fp16 alone.
     """
-    if devices < 1:
-        raise Problems([Problem("--devices", devices, "is no number of devices", "use 1 or more")])
     peaks = hardware.peak_flops
     if config.bf16.enabled and "fp16" in peaks and "bf16" not in peaks:
         rule = f"{hardware.name} has fp16, but no bf16"

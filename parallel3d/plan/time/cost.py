@@ -100,11 +100,9 @@ def costs_of(setting: Setting, hardware: Hardware, curves: Curves) -> ActionCost
     machine = machine_of(hardware, setting.software, curves)
     layout = stage_classes_of(setting)
     slowdown = hardware.slowdown("overhead", sharing(setting.devices, hardware))
-    transfers = transfers_of(layout, setting, machine)
+    by_stage, by_coord = transfers_of(layout, setting, machine)
     forward, backward, ahead, behind = [], [], [], []
-    for (there, back), moves in zip(
-        stage_passes(layout, setting, machine), transfers.stages, strict=True
-    ):
+    for (there, back), moves in zip(stage_passes(layout, setting, machine), by_stage, strict=True):
         if setting.holds_weights:  # gathered before all passes
             moves = moves._replace(gather_seconds=0.0, fetch_seconds=0.0, overhead_seconds=0.0)
         parts, free = _exposed(there, moves, False, machine, slowdown)
@@ -115,7 +113,7 @@ def costs_of(setting: Setting, hardware: Hardware, curves: Curves) -> ActionCost
         behind.append(free)
     in_a_row = last_passes(setting.pp, setting.num_microbatches, setting.stages_per_rank)
     before, reduce, hideable, after = [], [], [], []
-    for classes, once in zip(layout.coords, transfers.coords, strict=True):
+    for classes, once in zip(layout.coords, by_coord, strict=True):
         first, middle, more, last = _once(
             once, in_a_row * sum([ahead[c] for c in classes]),
             in_a_row * sum([ahead[c] for c in classes[:-1]]),
@@ -125,7 +123,7 @@ def costs_of(setting: Setting, hardware: Hardware, curves: Curves) -> ActionCost
         reduce.append(middle)
         hideable.append(more)
         after.append(last)
-    gather = [m.gather_seconds + slowdown * m.overhead_seconds for m in transfers.stages]
+    gather = [m.gather_seconds + slowdown * m.overhead_seconds for m in by_stage]
     num_bytes = setting.shape.tokens // setting.cp * setting.hidden_size * setting.bytes_per_element
     stride, split = setting.tp * setting.cp * setting.dp, setting.sequence_parallel
     sends = _sends(layout, num_bytes, setting.tp, stride, split, machine)

@@ -2,11 +2,10 @@
 
 from functools import lru_cache
 from math import gcd, log2
-from typing import Literal, NamedTuple, NoReturn
+from typing import Literal, NamedTuple
 
-from parallel3d.base.errors import ConfigError
 from parallel3d.config.hardware import Hardware, Link
-from parallel3d.plan.time.operators import Curves
+from parallel3d.plan.time.operators import Curves, refuse
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
 
@@ -110,18 +109,12 @@ def send_seconds(num_bytes: float, crosses: bool, hardware: Hardware, curves: Cu
 
 
 def _link(hardware: Hardware) -> Link:
-    what, instead = "the link between devices", "one device"
-    return hardware.link or _refuse(hardware, "link", what, instead)
+    problem = "nothing is known of the link between devices"
+    return hardware.link or refuse(hardware, problem, "`link`", "plan for one device")
 
 
 def _network(hardware: Hardware) -> Link:
     size = node_size(hardware)
-    instead = f"at most {size} devices" if size else "one node"
-    return hardware.network or _refuse(hardware, "network", "the network between nodes", instead)
-
-
-def _refuse(hardware: Hardware, key: str, what: str, instead: str) -> NoReturn:
-    raise ConfigError(
-        f"hardware {hardware.name}: nothing is known of {what}; add `{key}` to "
-        f"configs/hardware/{hardware.name}.json, or plan for {instead}"
-    )
+    instead = f"plan for at most {size} devices" if size else "plan for one node"
+    problem = "nothing is known of the network between nodes"
+    return hardware.network or refuse(hardware, problem, "`network`", instead)

@@ -5,10 +5,15 @@ FLOPs and what its bytes need, and the time of its launch. What no data sheet te
 `Curves`, one set for all devices.
 """
 
+import json
 from dataclasses import dataclass
-from typing import NamedTuple
+from difflib import get_close_matches
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple, NoReturn
 
 from parallel3d.base.errors import ConfigError
+from parallel3d.base.section import Problem, Problems
 from parallel3d.config.hardware import Hardware
 from parallel3d.model.spec import Attention, MatMul, Work
 from parallel3d.plan.setting import BYTES, Precision, Software
@@ -18,8 +23,9 @@ from parallel3d.plan.setting import BYTES, Precision, Software
 class Curves:
     """Fraction of the hardware's figures that programs reach, and their overheads in seconds.
 
-    One set holds for all devices and programs, fitted on published runs (plan/time/curves.py); a
-    machine on which `launch/plan.py --calibrate` ran has its own.
+    One set holds for all devices and programs, fitted on published runs (curves.json, which
+    benchmarks/fit_curves.py writes; docs/planner/validation.md has its output); a machine on which
+    `launch/plan.py --calibrate` ran has its own.
     """
 
     datasheet: float = 0.82
@@ -81,6 +87,44 @@ class Curves:
     """Seconds of the program for each parameter once a step."""
     overhead_per_step: float = 5e-3
     """Seconds of the program once a step."""
+
+
+FILE = Path(__file__).with_name("curves.json")
+# Fractions that no device passes. Calibrated ones of a CPU's work can: what is in its caches is
+# faster than the memory that it was measured against.
+_FRACTIONS = frozenset({"datasheet", "fp8", "ported", "fused", "network", "host"})
+_MAY_BE_0 = frozenset({"overlap", "tensor_overlap", "congestion"})  # and every overhead
+_MOST = dict.fromkeys((*_FRACTIONS, "overlap", "tensor_overlap"), 1.0)
+_MOST_OF_ALL = 1e12  # a size in elements, say; beyond it sums overflow
+
+
+@lru_cache(maxsize=1)
+def fitted() -> Curves:
+    """Return the curves fitted on all published runs, with which the planner plans."""
+    return Curves(**json.loads(FILE.read_text(encoding="utf-8"))["all"]["curves"])
+
+
+def curves_for(hardware: Hardware) -> Curves:
+    """Return the curves measured on this machine, if it was calibrated, else the fitted ones.
+
+    Raises ConfigError for an unknown curve, and for an impossible value.
+    """
+    if problems := [p for item in (hardware.curves or {}).items() if (p := _problem(*item))]:
+        raise Problems(problems, f"the hardware {hardware.name}")
+    return Curves(**hardware.curves) if hardware.curves else fitted()
+
+
+def _problem(name: str, value: float) -> Problem | None:
+    path, known = f"curves.{name}", Curves.__dataclass_fields__
+    if name not in known:
+        near = get_close_matches(name, known, n=1)
+        remedy = f'the nearest one is "{near[0]}"' if near else f"use {', '.join(known)}"
+        return Problem(path, value, "is no curve", remedy)
+    least = "at least 0" if name in _MAY_BE_0 or name.startswith("overhead") else "above 0"
+    most = _MOST.get(name, _MOST_OF_ALL)
+    if (value > 0 or (least == "at least 0" and value == 0)) and value <= most:
+        return None
+    return Problem(path, value, f"must be {least} and at most {most:g}", "measure it again")
 
 
 @dataclass(eq=False)
@@ -146,7 +190,7 @@ def matmul_seconds(
     rate = matmul_flops(hardware, precision, curves) * curves.matmul
     inputs = 1 if precision == "fp8" else BYTES[precision]
     moved = batch * (inputs * k * (m + n) + BYTES[precision] * m * n)
-    return max(flops / rate, moved / _bandwidth(hardware)) + curves.overhead_per_operator
+    return max(flops / rate, moved / bandwidth_of(hardware)) + curves.overhead_per_operator
 
 
 def backward_products(product: MatMul) -> tuple[MatMul, MatMul]:
@@ -181,14 +225,14 @@ def attention_seconds(
     if backward:
         flops, rate = flops * FLASH_BACKWARD_FLOPS, rate * curves.flash_backward
     moved = BYTES[half] * (2 * batch * seq * size) * (heads + attention.kv_heads)
-    return max(flops / rate, moved / _bandwidth(hardware)) + curves.overhead_per_operator
+    return max(flops / rate, moved / bandwidth_of(hardware)) + curves.overhead_per_operator
 
 
 def traffic_seconds(
     elements: int, precision: Precision, hardware: Hardware, curves: Curves
 ) -> float:
     """Seconds of memory-bound operators that read and write `elements` elements in all."""
-    return elements * BYTES[precision] / (_bandwidth(hardware) * curves.traffic)
+    return elements * BYTES[precision] / (bandwidth_of(hardware) * curves.traffic)
 
 
 class WorkSeconds(NamedTuple):
@@ -230,10 +274,15 @@ def work_seconds(
     )
 
 
-def _bandwidth(hardware: Hardware) -> float:
-    if hardware.memory_bandwidth is None:
-        raise ConfigError(
-            f"hardware {hardware.name}: memory_bandwidth is not known; add it with its source to "
-            f"configs/hardware/{hardware.name}.json"
-        )
-    return hardware.memory_bandwidth.value
+def bandwidth_of(hardware: Hardware) -> float:
+    """Bytes a second of a device's memory; raises ConfigError where they are not known."""
+    known = hardware.memory_bandwidth
+    key, instead = "memory_bandwidth", "plan for other hardware"
+    return (known or refuse(hardware, "its memory's speed is not known", key, instead)).value
+
+
+def refuse(hardware: Hardware, problem: str, key: str, instead: str) -> NoReturn:
+    """Raise ConfigError for a figure that the hardware's description lacks."""
+    name = hardware.name
+    remedy = f"add {key} to configs/hardware/{name}.json, or {instead}"
+    raise ConfigError(f"hardware {name}: {problem}; {remedy}")

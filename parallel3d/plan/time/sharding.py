@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from parallel3d.base.errors import ConfigError
 from parallel3d.config.hardware import Host
 from parallel3d.model.spec import STATE_BYTES
 from parallel3d.plan.layers.placement import Counts, LayerKinds, StageClasses
@@ -18,7 +17,7 @@ from parallel3d.plan.layers.weight_counts import partial, tied_elsewhere, togeth
 from parallel3d.plan.layers.windows import windows
 from parallel3d.plan.setting import BYTES, Device, Precision, Setting
 from parallel3d.plan.time.network import Kind, RankGroup, collective_seconds, group_of, sharing
-from parallel3d.plan.time.operators import Machine
+from parallel3d.plan.time.operators import Machine, bandwidth_of, refuse
 
 
 class Sharding(NamedTuple):
@@ -108,15 +107,11 @@ class OncePerStep(NamedTuple):
     """Gather of all the weights in one message, as ZeRO-1 does it."""
 
 
-class Transfers(NamedTuple):
-    """Transfers of each class of stages per microbatch, and of coordinates per step."""
-
-    stages: tuple[StageTransfers, ...]
-    coords: tuple[OncePerStep, ...]
+Transfers = tuple[tuple[StageTransfers, ...], tuple[OncePerStep, ...]]
 
 
 def transfers_of(layout: StageClasses, setting: Setting, machine: Machine) -> Transfers:
-    """Return the transfers of a setting."""
+    """Return the transfers of each class of stages a microbatch, and of coordinates a step."""
     return _transfers(layout, Sharding.of(setting), machine)
 
 
@@ -127,7 +122,7 @@ def _transfers(layout: StageClasses, sharding: Sharding, machine: Machine) -> Tr
         _coord(layout, classes, [stages[c] for c in classes], sharding, machine)
         for classes in layout.coords
     )
-    return Transfers(stages, coords)
+    return stages, coords
 
 
 class _Held:
@@ -259,11 +254,8 @@ def _coord(
 
 def _touch(num_bytes: float, sharding: Sharding, machine: Machine, share: float) -> float:
     """Seconds to read or write `num_bytes` of device memory."""
-    bandwidth = machine.hardware.memory_bandwidth
-    if bandwidth is None:
-        return 0.0
     slowdown = machine.hardware.slowdown("traffic", sharing(sharding.devices, machine.hardware))
-    return num_bytes / (bandwidth.value * share) * slowdown
+    return num_bytes / (bandwidth_of(machine.hardware) * share) * slowdown
 
 
 def update_seconds(
@@ -298,12 +290,10 @@ def to_host_seconds(num_bytes: float, machine: Machine) -> float:
 
 def nvme_seconds(num_bytes: float, machine: Machine, writes: bool) -> float:
     """Seconds to read `num_bytes` from NVMe, and also to write them if `writes`."""
-    host, name = host_of(machine), machine.hardware.name
+    host, keys = host_of(machine), "host.nvme_read and host.nvme_write"
     if host.nvme_read is None or host.nvme_write is None:
-        raise ConfigError(
-            f"hardware {name}: the speed of its NVMe is not known; add host.nvme_read and "
-            f'host.nvme_write to configs/hardware/{name}.json, or offload to "cpu"'
-        )
+        problem = "the speed of its NVMe is not known"
+        refuse(machine.hardware, problem, keys, 'offload to "cpu"')
     seconds = num_bytes / host.nvme_read.value
     seconds += num_bytes / host.nvme_write.value if writes else 0.0
     return seconds / machine.curves.host
@@ -311,10 +301,5 @@ def nvme_seconds(num_bytes: float, machine: Machine, writes: bool) -> float:
 
 def host_of(machine: Machine) -> Host:
     """The figures of the device's host; raises ConfigError where none are known."""
-    if machine.hardware.host is None:
-        name = machine.hardware.name
-        raise ConfigError(
-            f"hardware {name}: nothing is known of its host; add `host` to "
-            f"configs/hardware/{name}.json, or plan without offload"
-        )
-    return machine.hardware.host
+    hardware, problem = machine.hardware, "nothing is known of its host"
+    return hardware.host or refuse(hardware, problem, "`host`", "plan without offload")

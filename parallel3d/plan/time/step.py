@@ -9,9 +9,8 @@ from parallel3d.config.hardware import Hardware
 from parallel3d.plan.layers.placement import most_in_flight
 from parallel3d.plan.setting import Setting
 from parallel3d.plan.time.cost import ActionCosts, SecondsByPart, costs_of
-from parallel3d.plan.time.curves import curves_for
 from parallel3d.plan.time.makespan import CoordinateEnd, ends
-from parallel3d.plan.time.operators import Curves
+from parallel3d.plan.time.operators import Curves, curves_for
 from parallel3d.schedule.schedule import Action, Op, Spans, add_sharding, idle_fraction, simulate
 from parallel3d.schedule.schedules import load, make_schedule, splits_backward
 

@@ -79,14 +79,6 @@ def make_schedule(
     Raises ConfigError for an unknown name, or a setting with which the schedule cannot run.
     """
     file = load(name)
-    sizes = {
-        "pp": pp_size,
-        "num_microbatches": num_microbatches,
-        "stages_per_rank": stages_per_rank,
-    }
-    for key, size in sizes.items():
-        if size < 1:
-            raise ConfigError(f"schedule {name!r}: {key}={size}; it must be 1 or more")
     if reason := file.invalid(pp_size, num_microbatches, stages_per_rank):
         raise ConfigError(f"schedule {name!r}: {reason}")
     schedule = add_communication(file.schedule(pp_size, num_microbatches, stages_per_rank))

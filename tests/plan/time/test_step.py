@@ -12,8 +12,8 @@ from parallel3d.config import hardware
 from parallel3d.config.hardware import Cores, Figure, Hardware
 from parallel3d.model.spec import Shape
 from parallel3d.plan.setting import Setting, Software, layers_of
-from parallel3d.plan.time.curves import curves_for
 from parallel3d.plan.time.makespan import counts, ends
+from parallel3d.plan.time.operators import curves_for
 from parallel3d.plan.time.step import TIMES, lower_bound, step_spans, step_time
 from parallel3d.schedule.schedule import Action, Op, bubble, simulate
 from parallel3d.schedule.schedules import load, make_schedule, names, why_not
