@@ -70,11 +70,10 @@ def fit(
     predict: Callable[[Mapping[str, float]], Sequence[float]],
     measured: Sequence[float],
 ) -> dict[str, float]:
-    """Return the positive parameters within `bounds` whose predictions are nearest to `measured`.
+    """Return the parameters within `bounds` whose predictions are nearest to `measured`.
 
-    Least squares of log(predicted / measured) by Levenberg and Marquardt's method, over the
-    logarithms of the parameters; each is drawn a little to its start, so that what the
-    measurements do not determine stays.
+    Least squares of log(predicted / measured) by Levenberg and Marquardt, over logarithms; what the
+    measurements do not determine is drawn to its start.
     """
     names = list(bounds)
     low, high = (np.log([bounds[name][i] for name in names]) for i in (0, 1))
@@ -191,10 +190,9 @@ def fit_curves(together: Sequence[Mapping[str, Any]], hardware: Hardware, on_gpu
 def fit_program(
     curves: Curves, hardware: Hardware, timed: Mapping[SmallRun, Timed]
 ) -> tuple[Curves, Hardware]:
-    """Return the curves with the host program's own time, fitted to the steps of small runs.
+    """Return curves and hardware with the host program's own time, fitted to steps of small runs.
 
-    The hardware comes with the rates of the whole update, norm and clipping included, in place of
-    those of Adam alone, and with the factor on the program's time of a process alone.
+    The hardware has the rates of the whole update, and how much faster a process alone is.
     """
     settings = {run: Setting.from_config(run.config()) for run in timed}
     alone = {settings[run]: one for run, one in timed.items() if run.ranks == 1}
@@ -228,8 +226,7 @@ def _fit_updates(
 ) -> tuple[Hardware, dict[str, float]]:
     """Return the hardware with parameters a second that `engine.step` updates, and its own time.
 
-    It takes the norm, clips, runs Adam and copies the weights back. The rates are those of the
-    largest models, the program's time is that of the small ones.
+    The rates are those of the largest models, the program's time that of small ones.
     """
     assert hardware.adam_params and hardware.host
     slowdown = hardware.slowdown("traffic", 1)

@@ -35,8 +35,7 @@ Rows = list[dict[str, Any]]  # what each rank measured (a Measured in JSON)
 def calibrate(say: Say = print, path: Path | None = None, effort: Effort | None = None) -> Hardware:
     """Measure this machine, write the figures as a Hardware to `path`, and return them.
 
-    `say` hears what is measured and what comes out. The file appears whole or not at all. Raises
-    TrainingError, and writes nothing, where something that a plan needs cannot be measured.
+    `say` hears of it. Raises TrainingError, and writes nothing, if a figure cannot be measured.
     """
     effort = effort or Effort()
     if path is None:

@@ -19,8 +19,8 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}  # an activation or weight o
 class Software:
     """A training program's properties that its memory and speed depend on.
 
-    The default is this project's engine. Other values stand for the programs whose published runs
-    the planner is checked against; every field is a fact about a program, none is a fitted number.
+    The default is this project's engine; others are programs whose published runs the planner is
+    checked against. Each field is a fact about a program, none is fitted.
     """
 
     name: str = "parallel3d"
@@ -77,10 +77,9 @@ class Buffers:
 class Setting:
     """One way to run one model: its layers, batch, mesh, schedule, ZeRO stage and precision.
 
-    `shape`: one microbatch of one data-parallel rank. `num_microbatches`: microbatches of one pass
-    through the pipeline, which is a step. `reduces_once`: whether gradients are reduced once a
-    step, rather than after each microbatch. `weights`: for how long ZeRO-3's weights stay gathered
-    (schedule/sharding.py).
+    `shape`: one microbatch of one data-parallel rank. `num_microbatches`: of a step.
+    `reduces_once`: whether gradients are reduced once a step. `weights`: how long ZeRO-3's stay
+    gathered.
     """
 
     layers: tuple[LayerSpec, ...]

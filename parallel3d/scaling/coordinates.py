@@ -37,8 +37,7 @@ Sizes = Mapping[str, Mapping[str, float]]
 class Layer:
     """One layer's slopes by measure: log size over log width, the mean over the seeds.
 
-    `errors`: standard errors of these means, NaN of one seed. `sizes`: for each width, the
-    geometric mean over the seeds.
+    `errors`: of these means, NaN of one seed. `sizes`: for each width, the mean over the seeds.
     """
 
     name: str
@@ -50,8 +49,7 @@ class Layer:
     def claimed(self) -> tuple[str, ...]:
         """The measures that the theory says are flat.
 
-        The first logits fall with the width, as the first weights of the output know nothing of
-        what they read; only their change is claimed.
+        The first logits fall with the width; only their change is claimed.
         """
         return (CHANGE,) if self.name == LOGITS else (START, TRAINED, CHANGE)
 
@@ -108,10 +106,7 @@ class CoordinateCheck:
 
 
 def slopes(found: Mapping[int, Sequence[Sizes]]) -> CoordinateCheck:
-    """Return the check of what was measured: of each width the sizes of as many seeds.
-
-    All have the same layers. A size of 0, which no logarithm has, makes the slope NaN.
-    """
+    """Return the check of sizes by width and seed; a size of 0 or infinity makes a slope NaN."""
     widths = tuple(sorted(found))
     seeds = len(found[widths[0]])
     x = np.log(np.array(widths, dtype=float))
@@ -170,10 +165,7 @@ def add(parser: Parser) -> None:
 
 
 def prepare(args: argparse.Namespace) -> RunConfig:
-    """Return the config that the flags name; ConfigError for it, and for widths that tell nothing.
-
-    The measurement is made on the CPU, wherever it runs: each mesh wants its own devices.
-    """
+    """Return the config of the flags, which is to be measured on the CPU; raises ConfigError."""
     if len(set(args.widths)) < 2:
         raise ConfigError(f"--widths {args.widths[0]}: is one width; a slope needs two or more")
     if args.plot and find_spec("matplotlib") is None:

@@ -44,10 +44,9 @@ class Curve:
 
 @dataclass(frozen=True)
 class PartCounts:
-    """Parameters of a model by part; `transformer`: of the blocks.
+    """Parameters of a model by part; `total` counts a tied copy once.
 
-    The head's output projection counts with the head even where it is the embedding's: it is
-    multiplied with each token. `total`: all parameters, a tied copy once.
+    The head's projection counts with the head even where it is the embedding's.
     """
 
     embedding: int
@@ -73,8 +72,7 @@ def count(model: Any) -> PartCounts:
 def read_runs(folder: Path) -> Table:
     """Return a row for each finished run in a folder; the others are left out by name.
 
-    A run's unique tokens are those that its own folder records, else those of its ladder. Raises
-    ConfigError where no run did.
+    Unique tokens are those of a run, else of its ladder. Raises ConfigError where no run did.
     """
     rows: dict[str, dict[str, Any]] = {}
     left_out = []

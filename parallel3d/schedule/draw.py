@@ -36,9 +36,8 @@ _LEFT, _TOP, _ROW, _PITCH = 72, 74, 30, 36  # of a panel: margins, height of a r
 def text_grid(spans: Spans, width: int = 100) -> str:
     """One line per rank, time to the right, a `·` for each column in which the rank is idle.
 
-    Below it stands what ZeRO gathers, releases and reduces there. Whole times have as many columns
-    a unit, with short labels ("F0" for "2F0") or in panels where needed; others are scaled to
-    `width`. A long timeline is folded: the ruler goes on with the true times behind the fold.
+    Below it stands what ZeRO does. Whole times have as many columns a unit, with short labels or in
+    panels where needed; others are scaled to `width`. A long timeline is folded.
     """
     whole, timeline = spans_from_zero(spans), timeline_of(spans)
     spans, length = timeline.spans, timeline.length
@@ -104,8 +103,7 @@ def _cell(labels: tuple[str, ...], width: int) -> str:
 def figure(panels: Sequence[tuple[str, Spans]], idle: float | None = None) -> str:
     """Drawings (SVG) of several (title, spans), one below the other, on one scale of time.
 
-    Rows are ranks, colours operations, darker for later stages. `idle`: the bubble, where the spans
-    are of a part of the step alone.
+    Rows are ranks, colours operations. `idle`: the bubble, where the spans are a part of the step.
     """
     shifted = [(title, spans_from_zero(spans), timeline_of(spans)) for title, spans in panels]
     scale = (WIDTH - _LEFT - 24) / max(timeline.length for *_, timeline in shifted)
@@ -296,10 +294,7 @@ def chrome_trace(spans: Spans) -> dict[str, Any]:
 
 
 def spans_to_json(schedule: Schedule, spans: Spans) -> dict[str, Any]:
-    """A measured run for `spans_from_json`: the schedule's name and placement, and the spans.
-
-    Times count from the first start, in seconds to the microsecond.
-    """
+    """A measured run for `spans_from_json`, in seconds from the first start."""
     zero = min(span.start for rank in spans for span in rank)
     return {
         "name": schedule.name,
@@ -329,10 +324,7 @@ def spans_from_json(data: dict[str, Any]) -> tuple[Schedule, Spans]:
 
 
 def mean_costs(spans: Spans) -> Cost:
-    """Mean seconds of each compute over the microbatches of its stage; transfers take nothing.
-
-    With it, `simulate` draws the run that was measured without its jitter.
-    """
+    """Mean seconds of each compute of a stage: `simulate` then draws the run without its jitter."""
     seconds: dict[tuple[Op, int], list[float]] = defaultdict(list)
     for rank in spans:
         for action, start, end in rank:

@@ -20,10 +20,9 @@ Program = tuple[Action, ...]
 def with_sharding(program: Program, weights: Weights, reduces_once: bool) -> Program:
     """A rank's program with the GATHER, RELEASE and REDUCE of its ZeRO stage.
 
-    `weights`: "per_microbatch" leaves gathering to F and B; "per_pass" holds a stage during its
-    forwards, and during its backwards; "per_step" from its first forward to its last backward, as
-    does "per_pass" where the two overlap. A GATHER stands where the stage before it begins, so that
-    the weights come while that computes. `reduces_once`: a REDUCE follows a stage's last gradient.
+    "per_microbatch" leaves gathering to F and B; "per_pass" holds a stage during its forwards, and
+    its backwards; "per_step" from first to last. A GATHER stands where the stage before begins, so
+    that weights come while that computes. `reduces_once`: a REDUCE follows the last gradient.
     """
     before: dict[int, list[Action]] = {}
     after: dict[int, list[Action]] = {}

@@ -18,10 +18,7 @@ from parallel3d.schedule.schedules import load
 
 @dataclass(eq=False)
 class LayerKinds:
-    """A model's layers, sorted into the few kinds that differ by their name alone.
-
-    `kind_of` [layers]: each layer's kind. `kinds`: one layer of each.
-    """
+    """A model's layers, and one layer of each of the few kinds; `kind_of` [layers]: its kind."""
 
     layers: tuple[LayerSpec, ...]
     kind_of: tuple[int, ...]
@@ -108,9 +105,7 @@ def in_flight(
 ) -> tuple[tuple[MicrobatchCounts, ...], ...]:
     """For each coordinate, the largest counts of microbatches in flight in each of its stages.
 
-    A microbatch is in flight in a stage between its forward and its backward. Where a coordinate
-    has several stages, no single moment need be the worst for stages of any size, so the counts of
-    all candidate moments are given: those before a backward.
+    Of several stages no one moment need be the worst: all moments before a backward are given.
     """
     if stages_per_rank == 1:
         return tuple(((n,),) for n in most_in_flight(schedule, pp, num_microbatches, 1))
@@ -130,8 +125,7 @@ def few_microbatches(schedule: str, pp: int, num_microbatches: int, stages_per_r
 def _few(pp: int, num_microbatches: int) -> int:
     """A number of microbatches that fills the pipeline; the schedule repeats itself after them.
 
-    Microbatches enter and leave in groups that differ by at most one (see
-    schedules/interleaved.py); the number covers the first four groups.
+    It covers the first four groups in which they enter and leave (see schedules/interleaved.py).
     """
     groups, surplus = divmod(num_microbatches, pp)
     if groups <= _GROUPS:

@@ -33,8 +33,7 @@ PARTS = (
 class Memory:
     """Bytes that a rank of one pipeline coordinate holds at its fullest moment.
 
-    `parts`: bytes on the device, by the names of PARTS. `host` and `nvme`: bytes of offloaded
-    states.
+    `parts`: on the device, by the names of PARTS. `host`, `nvme`: of offloaded states.
     """
 
     parts: Mapping[str, int]
@@ -50,8 +49,7 @@ class Memory:
 def per_rank(setting: Setting, hardware: Hardware | None = None) -> tuple[Memory, ...]:
     """The peak memory of each pipeline coordinate.
 
-    With a GPU as `hardware` a margin for memory beyond tensors is added. Without `hardware` the
-    bytes are the tensors of a run on CPUs, which have no fused norms and no fused Adam.
+    A GPU has a margin for memory beyond tensors. Without `hardware` the run is on CPUs.
     """
     return tuple(at(setting, coord, hardware) for coord in range(setting.pp))
 
@@ -106,10 +104,7 @@ def at(setting: Setting, coord: int, hardware: Hardware | None = None) -> Memory
 
 
 def least_on_first(setting: Setting, hardware: Hardware | None) -> tuple[int, int]:
-    """Return a lower bound on the first pipeline rank's bytes: on its device, and on its host.
-
-    It looks at no moment of the step, and so is cheap.
-    """
+    """Return a cheap lower bound on the first rank's bytes: on its device, and on its host."""
     s, parts = setting, _parts(setting)
     layers = tuple([parts[i] for i in stages_on(s.schedule, s.pp, s.stages_per_rank)[0]])
     weights = sizes(layers, s.tp, s.buffers.stage3_param_persistence_threshold)
@@ -123,10 +118,7 @@ def least_on_first(setting: Setting, hardware: Hardware | None) -> tuple[int, in
 
 
 def least_in_flight(setting: Setting, hardware: Hardware | None) -> int:
-    """Return a lower bound on the bytes of activations that the first pipeline rank holds at once.
-
-    It takes each microbatch to be in the stage that saves least.
-    """
+    """Return a lower bound on the activations that the first pipeline rank holds at once."""
     s, on_cpu, parts = setting, is_cpu(hardware), _parts(setting)
     home = stages_on(s.schedule, s.pp, s.stages_per_rank)[0]
     stages = [_stage(s, part, on_cpu) for part in dict.fromkeys([parts[i] for i in home])]

@@ -18,9 +18,9 @@ _HEADER_ENTRY = 130  # bytes of a chunk's entry in a checkpoint file's header, a
 
 
 def choose(config: RunConfig, devices: int, hardware: Hardware) -> tuple[RunConfig, Plan]:
-    """The config with its mesh and other open choices made by the planner, and the chosen plan.
+    """The config with its mesh and open choices made by the planner, and the chosen plan.
 
-    What parallel3d.plan.fix names stays as it is written. Raises ConfigError where nothing fits.
+    The choices in parallel3d.plan.fix stay. Raises ConfigError where nothing fits.
     """
     request = request_of(config, hardware, devices, fixed_by(config))
     found = search(request, rows=1)
@@ -34,8 +34,7 @@ def choose(config: RunConfig, devices: int, hardware: Hardware) -> tuple[RunConf
 def weights_for(config: RunConfig, hardware: Hardware | None) -> tuple[Weights, str]:
     """For how long a resolved config's weights stay gathered, and a note that says why.
 
-    The choice depends on the memory of `hardware`, None where it is unknown. The vocabulary size
-    must be known.
+    `hardware`: None where its memory is unknown. The vocabulary size must be known.
     """
     weights: Weights = "per_microbatch"
     why = "how much memory a device has is not known"
@@ -98,11 +97,7 @@ def notes_on(plan: Plan) -> list[str]:
 
 
 def checkpoint_bytes(setting: Setting) -> int:
-    """Approximate bytes of a checkpoint: fp32 master weight and two moments per parameter.
-
-    The headers of its files are counted too: one file per rank, with an entry for each piece of a
-    parameter.
-    """
+    """Approximate bytes of a checkpoint: fp32 weights, two moments, and headers of its files."""
     s = setting
     num_tensors = sum(len(layer.own_params) for layer in s.layers)
     return STATE_BYTES * s.num_params + 3 * _HEADER_ENTRY * (num_tensors * s.tp + s.devices)

@@ -31,10 +31,7 @@ FilledColumn = tuple[Column, Sequence[Cell]]  # with a cell for each row
 
 
 def show(found: FoundPlans, request: Request, out: Console) -> None:
-    """Print the rows that fit, the faster ones that do not with remedies, and all by parts.
-
-    The last lines say how the rows were found and what can be done with them.
-    """
+    """Print the rows that fit, faster ones that do not with their remedies, and all by parts."""
     say_heading(request, out)
     if found.plans:
         _show(found.plans, 1, request, out)
@@ -283,8 +280,7 @@ _SIZES = (
 def on_buffers(setting: Setting, memory: Memory, hardware: Hardware | None) -> Iterator[str]:
     """A line for each DeepSpeed buffer size that makes the fullest rank LARGE times larger.
 
-    The memory due to a size is the difference from the same rank with the size set to the model's
-    largest layer, which is the most that is reduced or gathered at once.
+    It is compared with the size of the largest layer, the most that is reduced or gathered at once.
     """
     layer = largest_layer(setting)
     for name in _SIZES:
@@ -314,10 +310,9 @@ _SHORT = {
 
 
 def _show_parts(plans: tuple[Plan, ...], request: Request, out: Console) -> None:
-    """Print the memory and step time of each plan by parts, without parts that no plan has.
+    """Print the memory of the fullest rank and the seconds of the busiest by parts that plans have.
 
-    Memory is of the fullest pipeline rank, seconds are of the busiest. TFLOP/s count recomputation.
-    MFU counts half of the attention, as its causal mask does.
+    TFLOP/s count recomputation; MFU counts half of the attention, as its causal mask does.
     """
     memory = [part for part in PARTS if any(plan.memory.parts.get(part) for plan in plans)]
     times = [part for part in TIMES if any(_shown(plan, part) != "–" for plan in plans)]

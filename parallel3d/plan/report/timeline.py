@@ -31,8 +31,7 @@ def spans_of(plan: Plan) -> tuple[Setting, Spans]:
 def memory_over_time(plan: Plan, setting: Setting, spans: Spans) -> tuple[float, Points]:
     """The fullest rank's constant bytes, and its device bytes at the end of each compute.
 
-    Activations appear as a forward begins and go as its backward ends. At their maximum the total
-    equals the plan's.
+    Activations last from a forward's begin to its backward's end; the maximum is the plan's total.
     """
     saved = saved_bytes(setting, plan.request.hardware)
     computes = [span for span in spans[plan.memory.pp_coord] if span.action.is_compute]

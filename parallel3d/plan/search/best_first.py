@@ -59,9 +59,8 @@ def search(
 ) -> FoundPlans:
     """Return the `rows` fastest plans that fit, at most `per_mesh` of one mesh.
 
-    By default `per_mesh` leaves room in the table for all meshes, and is at least 1. A plan that
-    fits without an offload is not listed with that offload. Raises ConfigError where no mesh is
-    possible, or where the hardware's description lacks a figure.
+    By default the table has room for all meshes. A plan that fits without an offload is not listed
+    with it. Raises ConfigError where no mesh is possible, or the hardware lacks a figure.
     """
     candidates.check_fixed(request.fixed)
     candidates.refuse_empty(request)
@@ -74,10 +73,9 @@ def search(
 
 
 class Untested(NamedTuple):
-    """A flow with a schedule and ZeRO states, of which it is not known yet which ones fit.
+    """A flow with a schedule and ZeRO states that may fit.
 
-    `groups`: alternative states, the fastest first, and their fallback (see
-    candidates.alternatives).
+    `groups`: alternative states, fastest first, and their fallback (candidates.alternatives).
     """
 
     flow: Flow
@@ -155,10 +153,10 @@ class _Search:
     def _untested(
         self, flow: Flow, order: Order, groups: Sequence[Sequence[ZeroState]]
     ) -> Iterator[tuple[float, Untested]]:
-        """Yield the node of these groups, if any of their states may fit, with its lower bound.
+        """Yield the node of these groups with its lower bound, if any of their states may fit.
 
-        The first state of a group adds least time. At ZeRO-3 the next one may be faster, if the
-        first must gather weights more often to fit.
+        The first state of a group adds least time; at ZeRO-3 the next may be faster, if the first
+        must gather weights more often to fit.
         """
         fastest = []
         for states in groups:
@@ -193,10 +191,7 @@ class _Search:
         return _SAFE * lower_bound(setting, self.hardware, self.curves)
 
     def _floor(self, flow: Flow) -> float:
-        """Return a lower bound on the seconds of a flow's step, whatever its schedule and ZeRO.
-
-        It is the seconds of all layers' forward and backward, shared evenly by the pipeline ranks.
-        """
+        """Return a bound for a flow: the seconds of all layers' passes, shared by the ranks."""
         request, mesh = self.request, flow.mesh
         alone = flow._replace(mesh=MeshSizes(1, request.devices // mesh.tp, mesh.tp))
         setting = setting_of(request, alone, Order(1, "gpipe"), PLAIN)
@@ -224,8 +219,7 @@ class _Search:
     def too_large(self, fastest: float) -> list[Plan]:
         """Return faster plans that do not fit, for each mesh the one that comes nearest to fitting.
 
-        They take less than `fastest` seconds a step, at the simplest ZeRO stage that shards the
-        optimizer's state.
+        They are at the simplest ZeRO stage that shards the optimizer's state.
         """
         near = defaultdict[MeshSizes, list[tuple[int, int, Choices]]](list)
         for number, (floor, flow) in enumerate(self.floors):

@@ -120,9 +120,8 @@ def go_together(order: Order, state: ZeroState) -> bool:
 def states(request: Request, mesh: MeshSizes) -> tuple[ZeroState, ...]:
     """Every ZeRO stage, reduction and offload that the engine supports, simplest first.
 
-    On one data-parallel rank nothing is sharded: of stages 0 to 2 only 0 is listed, and gradients
-    are reduced once. Stages 1 and 2 differ in the reduction alone (docs/deepspeed.md). ZeRO-3's
-    weights stay gathered in the fastest way; `shorter_gathers` gives the other ways.
+    On one data-parallel rank nothing is sharded. Stages 1 and 2 differ in the reduction alone
+    (docs/deepspeed.md). Weights stay gathered in the fastest way.
     """
     found = []
     once = request.fixed.get("gradient_reduction") != "per_microbatch"
@@ -151,9 +150,8 @@ def alternatives(
 ) -> tuple[tuple[tuple[ZeroState, ...], ...], ...]:
     """Return the states of a mesh in groups that differ in their offload alone, with fallbacks.
 
-    A group is followed by its fallback, to look at if the group's first state does not fit. ZeRO-3
-    is the fallback of the highest stage below it that reduces gradients as often: where that one
-    fits, ZeRO-3 gathers no less.
+    A fallback is looked at if the first state of the group does not fit. ZeRO-3 is the fallback of
+    the highest stage below it that reduces as often: where that one fits, ZeRO-3 gathers no less.
     """
     groups = defaultdict[tuple[int, bool], list[ZeroState]](list)
     for state in states(request, mesh):
@@ -171,8 +169,7 @@ def alternatives(
 def ways(request: Request, zero_stage: int, offload_param: Device) -> tuple[Weights, ...]:
     """The choices for how long weights stay gathered, the fastest first.
 
-    With offloaded parameters "per_step" is left out, as it would keep them on the device. But
-    "per_microbatch" fetches them from the host twice for each microbatch, so "per_pass" is kept.
+    "per_step" would keep offloaded parameters on the device, so it is left out there.
     """
     if zero_stage != 3:
         return ("per_microbatch",)
@@ -188,10 +185,7 @@ def gathered_longest(offload_param: Device) -> tuple[Weights, ...]:
 
 
 def shorter_gathers(request: Request, order: Order, state: ZeroState) -> tuple[ZeroState, ...]:
-    """A state's variants with weights gathered for less long, the fastest first.
-
-    With one stage on a rank, "per_pass" gathers it for as long as "per_step".
-    """
+    """A state's variants with weights gathered for less long, the fastest first."""
     all_ways = ways(request, state.zero_stage, state.offload_param)
     less = all_ways[all_ways.index(state.weights) + 1 :]
     return tuple(

@@ -49,8 +49,7 @@ class Request:
 class Flops:
     """FLOPs of a forward and a backward, counted by each convention.
 
-    `full` counts attention over all pairs of positions, `causal` over half of them. `recomputed`:
-    FLOPs that each mode of recomputation adds, with attention in full.
+    `causal` counts half of the attention. `recomputed`: what each mode of recomputation adds.
     """
 
     full: float
@@ -164,10 +163,9 @@ def request_of(
 ) -> Request:
     """The request of a config on `devices` devices.
 
-    The global batch is train_batch_size; without that key, it follows from micro batch,
-    accumulation and the config's mesh (a dp that is "auto" takes the devices that pp and tp leave).
-    Raises ConfigError where the global batch or the vocabulary size is unknown, for sizes that no
-    devices can hold, and for bf16 on hardware that has fp16 alone.
+    Without train_batch_size the global batch follows from micro batch, accumulation and mesh.
+    Raises ConfigError where it or the vocabulary is unknown, for sizes that no devices can hold,
+    and for bf16 on hardware without it.
     """
     peaks = hardware.peak_flops
     if config.bf16.enabled and "fp16" in peaks and "bf16" not in peaks:
@@ -204,10 +202,7 @@ def _on_one(config: RunConfig, batch: int) -> RunConfig:
 
 
 def with_vocabulary(config: RunConfig) -> RunConfig:
-    """The config with a number for its vocabulary size, as a tokenizer will be trained to it.
-
-    Raises ConfigError where the size depends on a tokenizer that is not on this machine.
-    """
+    """The config with a number for its vocabulary size; ConfigError where none is known."""
     if config.model.vocab_size != "auto":
         return config
     if not config.data.has_own_size:

@@ -85,8 +85,7 @@ def evaluate(request: Request, setting: Setting, curves: Curves | None = None) -
 def smallest_change(request: Request, start: Choices) -> tuple[str, Choices] | None:
     """The cheapest change that makes a setting fit, in words, and the choices it leads to.
 
-    Changes are tried in a fixed order of cost (see `_nearby`); a change of several choices costs
-    their sum. None where none of the first MOST_CHANGES fits.
+    A change of several choices costs their sum (`_nearby`). None if none of MOST_CHANGES fits.
     """
     meshes, serial = frozenset(candidates.meshes(request)), count()
     heap = [(0, next(serial), start)]
@@ -123,10 +122,9 @@ def _nearby(
 ) -> Iterator[tuple[int, Choices]]:
     """The choices one change away, each with its cost, from 1 (free) to 10 (slow).
 
-    1: sequence parallelism, a schedule that holds less, or weights gathered for less long. 2:
-    selective recomputation, the next ZeRO stage, the next smaller micro batch. 4: full
-    recomputation, twice the tp. 5: twice the pp. 6: the optimizer to the host. 7: parameters to the
-    host. 3 more for NVMe.
+    1: sequence parallelism, a schedule that holds less, shorter gathers. 2: selective
+    recomputation, the next ZeRO stage, a smaller micro batch. 4: full recomputation, twice the tp.
+    5: twice the pp. 6: the optimizer to the host. 7: parameters to the host. 3 more for NVMe.
     """
     mesh = flow.mesh
     if mesh.tp > 1 and not flow.sequence_parallel:
@@ -187,8 +185,7 @@ def _words(flow: Flow, order: Order, state: ZeroState) -> tuple[str, ...]:
 def choose_weights(setting: Setting, hardware: Hardware) -> tuple[Weights, Memory]:
     """The fastest `weights` choice that fits, and the memory of its fullest rank.
 
-    "per_step" (with no offload of parameters, see candidates.ways), then "per_pass"; where neither
-    fits, what holds less of "per_pass" and "per_microbatch".
+    Where none fits, the one of "per_pass" and "per_microbatch" that holds less.
     """
     ways = candidates.gathered_longest(setting.offload_param)
     tried = {way: worst(setting.but(weights=way), hardware) for way in ways}

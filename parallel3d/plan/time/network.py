@@ -25,7 +25,7 @@ class RankGroup(NamedTuple):
 def group_of(ranks: int, stride: int, devices: int, hardware: Hardware) -> RankGroup:
     """The group of every `stride`-th device in a mesh of `devices` consecutive devices.
 
-    Where groups do not lie evenly on the nodes, the one with the fewest members in a node counts.
+    Of groups that lie unevenly on the nodes, the one with fewest members in a node counts.
     """
     node = sharing(devices, hardware)
     if ranks == 1 or devices == node or node % (ranks * stride) == 0:
@@ -34,10 +34,7 @@ def group_of(ranks: int, stride: int, devices: int, hardware: Hardware) -> RankG
 
 
 def crosses(stride: int, here: int, there: int, devices: int, hardware: Hardware) -> bool:
-    """Whether any message from pipeline coordinate `here` to `there` leaves its node.
-
-    `stride`: the number of devices of one coordinate.
-    """
+    """Whether any message between two coordinates of `stride` devices each leaves its node."""
     node = sharing(devices, hardware)
     if devices == node:
         return False
@@ -51,10 +48,7 @@ def node_size(hardware: Hardware) -> int | None:
 
 
 def sharing(devices: int, hardware: Hardware) -> int:
-    """Return how many devices of a mesh are in one node: equally many of each node.
-
-    A node must be more than half full: 128 devices are 64 of the 72 in each of two racks.
-    """
+    """Return how many devices of a mesh share a node, equally many on each; over half of it."""
     node = node_size(hardware)
     return devices if node is None or devices <= node else _used(devices, node)
 
@@ -70,12 +64,9 @@ def collective_seconds(
 ) -> float:  # fmt: skip
     """Seconds of one collective; `num_bytes` of the whole (gathered) tensor.
 
-    In a ring of n ranks every rank sends (n-1)/n of the bytes in an all-gather or reduce-scatter,
-    and both follow one another in an all-reduce (arXiv:1910.02054, section 7.1). Across nodes NCCL
-    runs one ring for each of the r members in a node, which enter and leave it by the network
-    interface of one member each: together they have r times the network's bandwidth, for all the
-    bytes, and the links carry as much. `sharers`: ranks among which the network's figure of one
-    device is shared. `one_ring`: a single ring, that passes each node's border by one interface.
+    In a ring of n ranks each sends (n-1)/n of the bytes, twice in an all-reduce (arXiv:1910.02054,
+    section 7.1). Across nodes NCCL runs a ring for each of a node's r members, each over its own
+    network interface. `sharers`: ranks that share a device's network. `one_ring`: one ring alone.
     """
     if ranks == 1 or num_bytes == 0:
         return 0.0

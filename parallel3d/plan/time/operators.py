@@ -105,10 +105,7 @@ def fitted() -> Curves:
 
 
 def curves_for(hardware: Hardware) -> Curves:
-    """Return the curves measured on this machine, if it was calibrated, else the fitted ones.
-
-    Raises ConfigError for an unknown curve, and for an impossible value.
-    """
+    """Return this machine's own curves, else the fitted ones; ConfigError for impossible ones."""
     if problems := [p for item in (hardware.curves or {}).items() if (p := _problem(*item))]:
         raise Problems(problems, f"the hardware {hardware.name}")
     return Curves(**hardware.curves) if hardware.curves else fitted()
@@ -160,8 +157,8 @@ FLASH_BACKWARD_FLOPS = 2.5  # five products for two: arXiv:2307.08691, section 4
 def matmul_flops(hardware: Hardware, precision: Precision, curves: Curves) -> float:
     """The highest FLOP/s of a matrix product: measured, or a fraction of the data sheet's.
 
-    bf16 and fp16 stand in for each other. fp8 is bf16 times the data sheet's ratio of the two,
-    times the fraction of it that products reach. Raises ConfigError where nothing is known.
+    bf16 and fp16 stand in for each other; fp8 is bf16 times the data sheet's ratio of the two.
+    Raises ConfigError where nothing is known.
     """
     if precision == "fp8" and (eight := hardware.peak("fp8")) and (full := hardware.peak("bf16")):
         return matmul_flops(hardware, "bf16", curves) * eight / full * curves.fp8
@@ -180,10 +177,9 @@ def matmul_flops(hardware: Hardware, precision: Precision, curves: Curves) -> fl
 def matmul_seconds(
     product: MatMul, precision: Precision, hardware: Hardware, curves: Curves
 ) -> float:
-    """Seconds of a matrix product.
+    """Seconds of a matrix product: of its FLOPs, or of its bytes if these take longer.
 
-    FLOPs over rate, with the wave of tiles that is not full and the start of each tile added; or
-    the bytes of its three matrices over the bandwidth, if that is longer.
+    The last wave of tiles, which is not full, and the start of each tile are added.
     """
     m, k, n, batch = product
     flops = product.flops * (1 + curves.wave / (m * n * batch)) * (1 + curves.depth / k)
@@ -247,11 +243,7 @@ def work_seconds(
     work: Work, precision: Precision, hardware: Hardware, curves: Curves, software: Software,
     devices: int = 1, backward: bool = False,
 ) -> WorkSeconds:  # fmt: skip
-    """Seconds of a Work, or of its backward pass: twice the products and the traffic.
-
-    `devices`: the number of devices that share the machine, which matters where they are processes
-    on its cores.
-    """
+    """Seconds of a Work, or of its backward; `devices`: how many of them share the machine."""
     products: tuple[MatMul, ...] = work.matmuls
     if backward:
         products = tuple(p for product in products for p in backward_products(product))

@@ -19,7 +19,7 @@ COLLECTIVE = 0.12
 
 
 class PassSeconds(NamedTuple):
-    """Seconds of one microbatch's pass: operators, and tensor-parallel collectives not hidden.
+    """Seconds of a microbatch's pass: operators, and tensor-parallel collectives not hidden.
 
     `free`: the operators' seconds that hide no collective or transfer yet.
     """
@@ -98,11 +98,7 @@ def _units(cost: LayerCost, share: float, machine: Machine) -> tuple[float, floa
 
 
 def _with_program(own: PassSeconds, program: float, machine: Machine) -> PassSeconds:
-    """A pass together with the host program that starts its operators.
-
-    On a separate device operators run while the program goes on to the next one; on the program's
-    own cores they do not overlap.
-    """
+    """A pass with the host program, which a device of its own runs beside, and cores do not."""
     waits = program
     if machine.hardware.cores is None:
         waits = max(0.0, program - own.compute - own.tensor)

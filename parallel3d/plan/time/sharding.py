@@ -62,11 +62,7 @@ def _gathers(setting: Setting) -> tuple[int, ...]:
 
 
 class StageTransfers(NamedTuple):
-    """Seconds of a stage's transfers per microbatch, before computes hide any of them.
-
-    If the program gathers the weights, and not each pass its own, those of gathering are of one
-    GATHER.
-    """
+    """Seconds of a stage's transfers per microbatch, or of one GATHER, before computes hide any."""
 
     gather_seconds: float
     """Gather of the stage's weights, in each forward and in each backward."""
@@ -261,10 +257,9 @@ def _touch(num_bytes: float, sharding: Sharding, machine: Machine, share: float)
 def update_seconds(
     elements: float, device: Device, moved_bytes: float, machine: Machine
 ) -> tuple[float, float]:
-    """Seconds of the CPU's Adam for `elements` elements, and of the bytes it moves.
+    """Seconds of the CPU's Adam for `elements` elements, and of what it moves.
 
-    `moved_bytes`: bytes of gradients to the host and of new weights back. With "nvme" the
-    optimizer's state is read and written, too.
+    `moved_bytes`: of gradients and new weights. "nvme" reads and writes the state, too.
     """
     adam = elements / host_of(machine).adam_params.value
     moved = to_host_seconds(moved_bytes, machine)

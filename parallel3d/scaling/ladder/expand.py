@@ -28,9 +28,8 @@ _SIX = FLOPS_PER_PARAM_AND_TOKEN
 class LadderRun:
     """One run of a ladder, with the config that launch/train.py reads.
 
-    `counts`: its parameters. `tokens`: on which the weights that it ends with were trained.
-    `exact_flops`: of training on these, attention included. `steps_done`: those that its trunk has
-    done for it. `trunk`: the name of the run whose checkpoint it begins from, else "".
+    `tokens`: on which the weights that it ends with were trained; `exact_flops`: with attention.
+    `trunk`: the run from whose checkpoint it begins, or ""; `steps_done`: those of its trunk.
     """
 
     name: str
@@ -73,9 +72,8 @@ class LadderRun:
 def _shared_model(base: Mapping[str, Any], source: Path) -> dict[str, Any]:
     """Return settings of the model that all sizes share, its vocabulary a number.
 
-    `source` is the ladder's file, for messages. Raises ConfigError where the base has no model or
-    no length of a sample, has settings that are the ladder's, or has something else than a block
-    where the ladder writes into one.
+    Raises ConfigError where the base lacks a model or a length of a sample, has settings that are
+    the ladder's, or no block where the ladder writes into one. `source`: the ladder's file.
     """
     block = base.get("parallel3d")
     model = block.get("model") if isinstance(block, dict) else None
@@ -148,8 +146,7 @@ class _Point:
 def runs_of(ladder: LadderConfig, base: Mapping[str, Any], source: Path) -> list[LadderRun]:
     """Return every run of the ladder: trunks, those that laws are fitted on, and those held out.
 
-    `base`: the config that they share; `source`: the ladder's file, for messages. Raises
-    ConfigError for a size, a budget or a setting that makes no run.
+    `source`: the ladder's file, for messages. Raises ConfigError for what makes no run.
     """
     shared = _shared_model(base, source)
     found: list[LadderRun] = []
@@ -198,8 +195,7 @@ def _forks(
 ) -> list[LadderRun]:
     """Return a trunk of constant rate, and a fork for each budget; no trunk if all are too short.
 
-    Batch and learning rate are the same for all: what the laws say of the longest. The warm-up is
-    that of the shortest fork that the trunk has.
+    All have the batch and rate of the longest, and the warm-up of the shortest with a trunk.
     """
     longest, lengths = points[-1], [point.tokens for point in points]
     same = longest.settings(ladder)

@@ -56,7 +56,6 @@ fi
 def write(ladder: Ladder) -> list[Path]:
     """Write a job array for each kind of run and number of ranks, and submit.sh, which chains them.
 
-    Trunks first, then what laws are fitted on, then the held-out runs, each after its forecast.
     Return the files, submit.sh last.
     """
     ladder.write_configs()
