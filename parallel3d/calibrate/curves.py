@@ -94,16 +94,13 @@ def fit(
         change = np.linalg.solve(normal + damping * np.eye(len(names)), -jacobian.T @ now)
         candidate = np.clip(x + np.clip(change, -1, 1), low, high)
         there = residuals(candidate)
-        better = float(there @ there) < float(now @ now)
-        if better:
-            gained = float(now @ now) - float(there @ there)
+        gained = float(now @ now) - float(there @ there)
+        if gained > 0:
             x, now, damping = candidate, there, damping / 3
-            if gained < 1e-9:
-                break
         else:
             damping *= 5
-            if damping > 1e8:
-                break
+        if 0 < gained < 1e-9 or damping > 1e8:
+            break
     return {**start, **{name: exp(value) for name, value in zip(names, x, strict=True)}}
 
 

@@ -193,7 +193,11 @@ def fit_frontier(
         "warnings": [f"left out {text}" for text in left_out],
     }  # fmt: skip
     if kind == "isoflop":
-        diagnostics["methods"] = _methods(points)
+        each = {way: _bests(points, kind, way, all_profiles)[0] for way in METHODS}
+        diagnostics["methods"] = {
+            way: exponents(some)["N_exponent"] if len(some) > 1 else None
+            for way, some in each.items()
+        }
         diagnostics["parabola_bias"] = parabola_bias(points, estimator)
     if not loss:
         diagnostics["warnings"].append("no law of the loss: fewer than 4 budgets")
@@ -247,15 +251,6 @@ def _bests(
                 "do not bracket a least loss"
             )
     return bests, left_out
-
-
-def _methods(points: Points) -> dict[str, Any]:
-    """Return the exponent of N by each method."""
-    found: dict[str, Any] = {}
-    for method in METHODS:
-        bests, _ = _bests(points, "isoflop", method, profiles(points))
-        found[method] = exponents(bests)["N_exponent"] if len(bests) > 1 else None
-    return found
 
 
 def parabola_bias(points: Points, estimator: Estimator) -> dict[str, float] | None:

@@ -3,15 +3,13 @@
 A rank's fullest moment is the largest of the candidate moments of a step (moments.py).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 from parallel3d.config.hardware import Hardware
 from parallel3d.model.spec import Recompute
 from parallel3d.plan.layers.placement import (
     StageLayers,
-    in_flight,
     model_of,
     most_in_flight,
     parts_of,
@@ -56,32 +54,7 @@ def per_rank(setting: Setting, hardware: Hardware | None = None) -> tuple[Memory
 
 def fullest(setting: Setting, hardware: Hardware | None = None) -> Memory:
     """The peak memory of the pipeline coordinate that needs most on its device."""
-    ranks: Iterable[Memory]
-    if setting.stages_per_rank == 1 and not is_cpu(hardware):
-        coords = _unlike(setting.schedule, setting.num_microbatches, _parts(setting), setting.pp)
-        ranks = (at(setting, coord, hardware) for coord in coords)
-    else:
-        ranks = per_rank(setting, hardware)
-    return max(ranks, key=lambda memory: memory.total)
-
-
-@lru_cache(maxsize=16384)
-def _unlike(
-    schedule: str, num_microbatches: int, parts: tuple[StageLayers, ...], pp: int
-) -> tuple[int, ...]:
-    """Pipeline coordinates of which no other has the same layers and as much in flight.
-
-    A coordinate with all microbatches in flight has no gradients meanwhile, and one with all but
-    one, or with a single one, gathers as no other does.
-    """
-    homes = stages_on(schedule, pp, 1)
-    found: dict[tuple[StageLayers, bool, int], tuple[int, int]] = {}
-    for coord, flight in enumerate(in_flight(schedule, pp, num_microbatches, 1)):
-        (stage_index,), ((count,),) = homes[coord], flight
-        case = 2 if count == 1 else max(-2, count - num_microbatches)
-        key = parts[stage_index], stage_index in (0, pp - 1), case
-        found[key] = max(found.get(key, (0, 0)), (count, coord))
-    return tuple(coord for _, coord in found.values())
+    return max(per_rank(setting, hardware), key=lambda memory: memory.total)
 
 
 def at(setting: Setting, coord: int, hardware: Hardware | None = None) -> Memory:

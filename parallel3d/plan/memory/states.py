@@ -37,11 +37,6 @@ class StateBytes(NamedTuple):
     nvme: int
 
 
-def page_locked(num_bytes: int) -> int:
-    """Bytes of host memory taken by page-locked memory: torch rounds up to a power of two."""
-    return 1 << (num_bytes - 1).bit_length() if num_bytes else 0
-
-
 def states(setting: Setting, s: WeightSizes, on_cpu: bool) -> StateBytes:
     """Bytes of weights, gradients and optimizer states for weights of these sizes."""
     software, buffers = setting.software, setting.buffers
@@ -63,7 +58,8 @@ def states(setting: Setting, s: WeightSizes, on_cpu: bool) -> StateBytes:
     host, standing, bucket = places["cpu"], 0, 0
 
     def locked(num_bytes: int) -> int:
-        return num_bytes if on_cpu else page_locked(num_bytes)
+        """Page-locked memory of the host, which torch rounds up to a power of two."""
+        return num_bytes if on_cpu or not num_bytes else 1 << (num_bytes - 1).bit_length()
 
     def in_groups(elements: int, size: int) -> int:
         """One locked buffer for each of ZeRO-3's groups of parameters."""

@@ -1,7 +1,6 @@
 """Whether a setting fits, how many bytes it lacks, and the smallest change that makes it fit."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import count
 
@@ -74,12 +73,11 @@ def evaluate(request: Request, setting: Setting, curves: Curves | None = None) -
     """Return the plan of one setting, with a remedy if it does not fit."""
     hardware = request.hardware
     memory = worst(setting, hardware)
-    plan = Plan(request, setting, memory, step_time(setting, hardware, curves))
-    if fits(memory, hardware):
-        return plan
-    change = smallest_change(request, candidates.choices_of(setting))
-    remedy = change[0] if change else "no change nearby makes it fit; use more devices"
-    return replace(plan, reason=_reason(memory, hardware), remedy=remedy)
+    time, remedy = step_time(setting, hardware, curves), ""
+    if reason := _reason(memory, hardware):
+        change = smallest_change(request, candidates.choices_of(setting))
+        remedy = change[0] if change else "no change nearby makes it fit; use more devices"
+    return Plan(request, setting, memory, time, reason, remedy)
 
 
 def smallest_change(request: Request, start: Choices) -> tuple[str, Choices] | None:

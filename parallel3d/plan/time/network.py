@@ -1,6 +1,5 @@
 """Seconds of collectives and sends between devices, inside a node and across nodes."""
 
-from functools import lru_cache
 from math import gcd, log2
 from typing import Literal, NamedTuple
 
@@ -50,11 +49,8 @@ def node_size(hardware: Hardware) -> int | None:
 def sharing(devices: int, hardware: Hardware) -> int:
     """Return how many devices of a mesh share a node, equally many on each; over half of it."""
     node = node_size(hardware)
-    return devices if node is None or devices <= node else _used(devices, node)
-
-
-@lru_cache(maxsize=4096)
-def _used(devices: int, node: int) -> int:
+    if node is None or devices <= node:
+        return devices
     return next((n for n in range(node, node // 2, -1) if devices % n == 0), node)
 
 
