@@ -42,9 +42,6 @@ class Effort:
     small_runs: int = 100
 
 
-QUICK = Effort(0.002, 0.005, 128, 50_000, 2**20, 1, 2)  # enough to see that everything works
-
-
 @dataclass
 class Measured:
     """Measurements of one rank; rates are a second, and each list has rows that end in seconds.

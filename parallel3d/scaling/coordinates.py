@@ -125,28 +125,22 @@ def slopes(found: Mapping[int, Sequence[Sizes]]) -> CoordinateCheck:
     return CoordinateCheck(widths, tuple(layers), seeds)
 
 
-def draw(checks: Mapping[str, CoordinateCheck]) -> bytes:
-    """Return a PNG: a row for each check, a column for each measure, a line for each layer."""
+def draw(title: str, check: CoordinateCheck) -> bytes:
+    """Return a PNG: a panel for each measure, with a line for each layer."""
     titles = {START: "at the start", TRAINED: "after training", CHANGE: "change by training"}
-    rows = len(checks)
+    names = [layer.name for layer in check.layers]
     with style() as plt:
-        figure, grid = plt.subplots(
-            rows, 3, figsize=(8.4, 2.7 * rows + 0.4), squeeze=False, sharex=True
-        )
-        for row, (title, check) in zip(grid, checks.items(), strict=True):
-            colours = plt.cm.viridis(np.linspace(0, 0.92, len(check.layers)))
-            for axes, (measure, words) in zip(row, titles.items(), strict=True):
-                for layer, colour in zip(check.layers, colours, strict=True):
-                    line = ".-" if measure in layer.claimed else ".:"
-                    axes.plot(check.widths, layer.sizes[measure], line, color=colour, lw=1)
-                axes.set(xscale="log", yscale="log", title=f"{title}: {words}")
-                axes.set_xticks(check.widths, map(str, check.widths))
-                axes.minorticks_off()
-            row[0].set_ylabel("mean |activation|")
-        for axes in grid[-1]:
-            axes.set_xlabel("width")
-        names = [layer.name for layer in check.layers]
-        lines = grid[0][0].get_lines()
+        figure, panels = plt.subplots(1, 3, figsize=(8.4, 3.1))
+        colours = plt.cm.viridis(np.linspace(0, 0.92, len(names)))
+        for axes, (measure, words) in zip(panels, titles.items(), strict=True):
+            for layer, colour in zip(check.layers, colours, strict=True):
+                line = ".-" if measure in layer.claimed else ".:"
+                axes.plot(check.widths, layer.sizes[measure], line, color=colour, lw=1)
+            axes.set(xscale="log", yscale="log", title=f"{title}: {words}", xlabel="width")
+            axes.set_xticks(check.widths, map(str, check.widths))
+            axes.minorticks_off()
+        panels[0].set_ylabel("mean |activation|")
+        lines = panels[0].get_lines()
         figure.legend(lines, names, loc="outside lower center", ncols=4, fontsize=7)
         return png(plt, figure)
 
@@ -197,7 +191,7 @@ def report(found: CoordinateCheck, args: argparse.Namespace, console: Console) -
         "claimed)"
     )
     if args.plot:
-        args.plot.write_bytes(draw({args.kind: found}))
+        args.plot.write_bytes(draw(args.kind, found))
         console.print(f"written: {args.plot}")
     if args.json:
         print(json.dumps(finite(found.to_json())))

@@ -23,6 +23,7 @@ _NAMES = {
     Op.GATHER: "gather", Op.REDUCE: "reduce",
 }  # fmt: skip
 WIDTH = 1000  # of a picture
+_COLUMNS = 100  # of a grid
 _HEAD = 8  # columns of "rank 0  "
 _HUES = {Op.F: 0.59, Op.B: 0.38, Op.I: 0.48, Op.W: 0.09}
 _LANE = 7  # height of a lane in a picture, with the gap above it
@@ -33,18 +34,18 @@ _LEGEND = "G: gathers a stage's weights, X: lets go of them, R: reduces its grad
 _LEFT, _TOP, _ROW, _PITCH = 72, 74, 30, 36  # of a panel: margins, height of a row, row to row
 
 
-def text_grid(spans: Spans, width: int = 100) -> str:
+def text_grid(spans: Spans) -> str:
     """One line per rank, time to the right, a `·` for each column in which the rank is idle.
 
     Below it stands what ZeRO does. Whole times have as many columns a unit, with short labels or in
-    panels where needed; others are scaled to `width`. A long timeline is folded.
+    panels where needed; others are scaled to 100. A long timeline is folded.
     """
     whole, timeline = spans_from_zero(spans), timeline_of(spans)
     spans, length = timeline.spans, timeline.length
     one_stage = all(s.action.stage == coord for coord, rank in enumerate(spans) for s in rank)
     full = 1 + max(len(str(span.action)) for rank in spans for span in rank)
     short = full - 2 if one_stage else full - 1
-    columns, packed = (width - _HEAD) / length, False  # columns per unit of time
+    columns, packed = (_COLUMNS - _HEAD) / length, False  # columns per unit of time
     if all(time.is_integer() for rank in spans for _, *times in rank for time in times):
         packed = short <= columns < full
         columns = int(columns) if packed else full
@@ -75,7 +76,7 @@ def text_grid(spans: Spans, width: int = 100) -> str:
     for time, place in timeline.ticks(step):
         if len(ruler) < round(place * columns) or not ruler:
             ruler = ruler.ljust(round(place * columns)) + f"{time:g}"
-    drawn = _panels(heads, [ruler[: len(rows[0])], *rows], width - _HEAD, step * columns)
+    drawn = _panels(heads, [ruler[: len(rows[0])], *rows], _COLUMNS - _HEAD, step * columns)
     return f"{drawn}\n\n{_LEGEND}" if "" in heads else drawn
 
 

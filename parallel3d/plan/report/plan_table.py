@@ -82,7 +82,10 @@ def _show(plans: tuple[Plan, ...], first: int, request: Request, out: Console) -
         ),
         (
             Column("ZeRO", right=False, line=1),
-            [f"{s.zero_stage}" + (" each" if _reduces_each(s) else "") for s in settings],
+            [
+                f"{s.zero_stage}" + ("" if s.reduces_once or s.zero_stage == 2 else " each")
+                for s in settings
+            ],
         ),
     ]
     if any(s.zero_stage == 3 for s in settings):
@@ -124,11 +127,6 @@ def _print_columns(columns: Sequence[FilledColumn], first: str, out: Console) ->
     terminal.show(out, heads, zip(*cells, strict=True), first=first)
 
 
-def _reduces_each(s: Setting) -> bool:
-    """Return whether a row says that gradients are reduced each time; at ZeRO-2 all are."""
-    return not s.reduces_once and s.zero_stage != 2
-
-
 def _offload(s: Setting) -> str:
     """Return a setting's offloads in the words of the table."""
     short = {"cpu": "{}", "nvme": "{} nvme"}
@@ -138,14 +136,14 @@ def _offload(s: Setting) -> str:
     )
 
 
-def _bar(share: float, width: int = _BAR) -> Text:
+def _bar(share: float) -> Text:
     """A bar as long as the share of the memory in use; red above all of it."""
     if share > 1:
-        return Text("█" * width + f" {share:.1f}×", "red")
-    eighths = round(share * width * 8)
+        return Text("█" * _BAR + f" {share:.1f}×", "red")
+    eighths = round(share * _BAR * 8)
     bar = "█" * (eighths // 8) + (_EIGHTHS[eighths % 8] if eighths % 8 else "")
     text = Text(bar, "yellow" if share > 0.9 else "green")
-    text.append("·" * (width - len(bar)), "bright_black")
+    text.append("·" * (_BAR - len(bar)), "bright_black")
     return text
 
 
