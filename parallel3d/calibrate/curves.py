@@ -1,7 +1,6 @@
 """Fits of the planner's efficiency curves and link figures to measurements of this machine.
 
-What is fitted calls the planner's own formulas, so that a plan of what was measured gives what was
-measured, as far as the formulas can.
+They call the planner's own formulas, so a plan of what was measured gives just that.
 """
 
 from collections.abc import Callable, Mapping, Sequence

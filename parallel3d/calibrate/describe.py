@@ -1,7 +1,6 @@
 """Calibration: measure this machine and write this-machine.json in the user's own folder.
 
-On a GPU node each GPU is a device. On a CPU a device is a process with its share of the cores;
-figures are of as many processes as there are shares, all of them busy.
+Each GPU is a device; on a CPU a process with its share of the cores, all of them busy.
 """
 
 import os

@@ -1,7 +1,7 @@
 """Sizes of activations over the width: their slopes, a table and a picture.
 
-A coordinate check (arXiv:2203.03466, appendix D.1): under muP every activation, and what a few
-steps of training change of it, is as large in a wide model as in a narrow one.
+Under muP every activation, and its change by training, is as large in a wide model as in a narrow
+one (arXiv:2203.03466, appendix D.1).
 """
 
 import argparse

@@ -1,7 +1,4 @@
-"""Forecasts of future runs: made, registered, and compared with the outcome.
-
-A registered forecast is a file that is written once, before its run; nothing writes it again.
-"""
+"""Forecasts of future runs: made, registered in a file once, and compared with the outcome."""
 
 import json
 import os

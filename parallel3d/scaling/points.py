@@ -91,12 +91,9 @@ def groups(values: Array, same: float = SAME) -> list[np.ndarray]:
 
 
 def points_of(
-    table: Table,
-    named: Mapping[str, str | None],
-    *,
-    others: Sequence[tuple[str, str]] = (),
+    table: Table, named: Mapping[str, str | None], *, others: Sequence[tuple[str, str]] = (),
     drop_largest: int = 0,
-) -> Points:
+) -> Points:  # fmt: skip
     """Return the points of a table without unusable rows, which are listed.
 
     `named`: columns by their use. `others`: flags and names of further columns of numbers above 0.

@@ -1,7 +1,6 @@
-"""Folders of runs of launch/train.py, read as a table.
+"""Folders of runs of launch/train.py (config.json, metrics.jsonl), read as a table.
 
-Each run has its resolved config.json and its metrics.jsonl; its loss is the held-out loss of its
-last line, if that is the line of its last step.
+A run's loss is the held-out loss of its last line, if that is of its last step.
 """
 
 import json

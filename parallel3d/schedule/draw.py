@@ -1,8 +1,7 @@
 """Pictures of a pipeline, from Spans: a planned run and a measured one are drawn alike.
 
-What ZeRO gathers, holds and reduces stands in lanes below a rank's computes, one for each stage: a
-box while its weights come (GATHER), a line for as long as they are held (until RELEASE), and a box
-while its gradients are reduced (REDUCE).
+ZeRO's work stands in lanes below a rank, one for each stage: a box while weights come (GATHER), a
+line while they are held (until RELEASE), a box while gradients are reduced (REDUCE).
 """
 
 from collections import defaultdict

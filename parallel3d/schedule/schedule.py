@@ -1,7 +1,6 @@
 """Pipeline schedules as data: one list per rank that is drawn, checked, timed and run.
 
-`needs` is the only place that knows which action waits for which. `validate`, `simulate` and
-`add_communication` ask it, so a schedule file writes the order of its computes and nothing else.
+`needs` alone knows which action waits for which; a schedule file writes the order of computes.
 """
 
 from collections import Counter, defaultdict, deque

@@ -1,8 +1,7 @@
-"""Actions by which a rank gathers, releases and reduces what ZeRO has cut, as part of its program.
+"""Actions by which a rank gathers, releases and reduces what ZeRO has cut, in its program.
 
-GATHER, RELEASE and REDUCE stand among a schedule's computes where weights stay gathered for more
-than one microbatch, or gradients are reduced once a step: they are drawn, validated, simulated and
-run like the rest, and hold up no compute but those that need what they give.
+They stand there if weights stay gathered for several microbatches, or gradients are reduced once a
+step, and hold up no compute but those that need what they give.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,8 +1,7 @@
-"""Which stage holds each layer, and how many microbatches each pipeline coordinate has in flight.
+"""Which stage holds each layer, and how many microbatches each coordinate has in flight.
 
-A search asks these functions a hundred thousand times for few different answers, so answers are
-cached. A model is identified by its tuple of layers itself: to compare or hash the layers takes far
-longer than to look up an answer.
+A search asks a hundred thousand times, so answers are cached; a model is identified by its tuple of
+layers, as to hash the layers takes longer than to look up an answer.
 """
 
 from dataclasses import dataclass
@@ -33,15 +32,12 @@ def model_of(layers: tuple[LayerSpec, ...]) -> LayerKinds:
     model = _models.get(id(layers))
     if model is None:
         seen: dict[Any, int] = {}
-        kind_of = tuple(seen.setdefault(_kind(layer), len(seen)) for layer in layers)
+        alike = ((layer.build, layer.params, layer.tied, layer.config) for layer in layers)
+        kind_of = tuple(seen.setdefault(key, len(seen)) for key in alike)
         kinds = tuple(layers[kind_of.index(k)] for k in range(len(seen)))
         # It holds on to the tuple, so that its id is not given to another.
         model = _models[id(layers)] = LayerKinds(layers, kind_of, kinds)
     return model
-
-
-def _kind(layer: LayerSpec) -> tuple[Any, ...]:
-    return layer.build, layer.params, layer.tied, layer.config
 
 
 @lru_cache(maxsize=4096)

@@ -1,7 +1,6 @@
-"""When a coordinate's stage weights are gathered under ZeRO-3, and when its gradients are whole.
+"""When a coordinate's stage weights are gathered under ZeRO-3, and its gradients are whole.
 
-Both are read from the schedule's own list with its GATHERs and RELEASEs (schedule/sharding.py), for
-the few microbatches after which the schedule repeats itself.
+Read from the schedule's own list with its GATHERs and RELEASEs (schedule/sharding.py).
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,4 @@
-"""Peak device, host and NVMe memory of each pipeline coordinate, in bytes, by part.
-
-A rank's fullest moment is the largest of the candidate moments of a step (moments.py).
-"""
+"""Peak device, host and NVMe memory of each pipeline coordinate, in bytes, by part."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,6 @@
 """Bytes of weights, gradients and optimizer states that a rank holds under ZeRO.
 
-They do not depend on the microbatch. The figures are those of the engine, DeepSpeed 0.19.8's stages
-2 and 3 (docs/planner/memory.md); other programs differ from it by the fields of their Software.
+Figures of the engine, DeepSpeed 0.19.8 (docs/planner/memory.md), and of a program's Software.
 """
 
 from typing import NamedTuple

@@ -267,12 +267,9 @@ def count(number: float) -> str:
 LARGE = 0.05
 """Share of a rank's device memory from which a buffer is remarked upon."""
 _SIZES = (
-    "reduce_bucket_size",
-    "allgather_bucket_size",
-    "stage3_prefetch_bucket_size",
-    "stage3_max_live_parameters",
-    "sub_group_size",
-)
+    "reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size",
+    "stage3_max_live_parameters", "sub_group_size",
+)  # fmt: skip
 
 
 def on_buffers(setting: Setting, memory: Memory, hardware: Hardware | None) -> Iterator[str]:

@@ -1,9 +1,9 @@
 """Best-first search for the fastest plans of a request, without evaluating every plan.
 
-A heap holds undecided nodes by a lower bound on the seconds of a step. The node that comes off it
-is split: a mesh with its micro batch and recomputation into schedules and ZeRO stages, these into
-the offloads that fit, and such a setting is simulated. When a simulated plan comes off the heap, no
-undecided node can be faster. So the rows equal those of an exhaustive search; a test compares them.
+A heap holds nodes by a lower bound on the seconds of a step. The first is split: a mesh with its
+micro batch and recomputation into schedules and ZeRO stages, these into the offloads that fit, and
+such a setting is simulated. A simulated plan that comes first is the fastest of all; a test
+compares the rows with an exhaustive search.
 """
 
 from collections import Counter, defaultdict

@@ -1,8 +1,7 @@
 """Every choice of mesh, microbatch, schedule, ZeRO stage and offload that a request allows.
 
-A request that allows none, or fixes what is no choice, is refused with what to ask instead.
-Meshes and other choices that the config would refuse are refused by the config's own checks;
-schedules are the files of parallel3d/schedule/schedules, where each is valid and can be run.
+Choices that the config would refuse are refused by its own checks; schedules are the files of
+parallel3d/schedule/schedules, where each is valid.
 """
 
 from collections import defaultdict

@@ -1,8 +1,7 @@
 """Seconds of each action of a setting by part, and of the work done once a step.
 
-A search asks for hundreds of thousands of settings that differ in little: the computes of layers,
-the transfers of data-parallel ranks and the sends of stages are each cached by what they depend on
-(passes.py, sharding.py), and combined here.
+A search asks for many settings that differ in little: passes, transfers and sends are each cached
+by what they depend on (passes.py, sharding.py), and combined here.
 """
 
 from dataclasses import dataclass

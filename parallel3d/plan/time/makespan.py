@@ -1,7 +1,6 @@
-"""The time at which each pipeline coordinate ends its step, found without building all spans.
+"""The time at which each coordinate ends its step, as `simulate` has it, without all spans.
 
-The times are those of `simulate`. A pipeline of 64 ranks and 512 microbatches has 65,000 computes,
-of which all but the first and the last repeat earlier ones. So a long list is timed by two short
+All computes but the first and the last repeat earlier ones, so a long list is timed by two short
 lists of the same schedule, and extended from there in equal steps.
 """
 

@@ -1,8 +1,7 @@
 """Seconds of a matrix product, of attention and of memory-bound work on one device.
 
-A roofline with an efficiency that depends on the size: an operator takes the longer of what its
-FLOPs and what its bytes need, and the time of its launch. What no data sheet tells stands in
-`Curves`, one set for all devices.
+A roofline: an operator takes the longer of its FLOPs and its bytes, at an efficiency by size
+(`Curves`), and the time of its launch.
 """
 
 import json

@@ -1,9 +1,8 @@
 """Seconds of ZeRO's collectives, of offload, and of the optimizer's update.
 
-Volumes are those of arXiv:1910.02054, section 7: an all-reduce of the gradients without ZeRO; a
-reduce-scatter and an all-gather of the new weights under ZeRO-1 and 2; under ZeRO-3 a
-reduce-scatter, and an all-gather of the weights for each forward and each backward, or once or
-twice a step where they stay gathered.
+Volumes are those of arXiv:1910.02054, section 7: an all-reduce of gradients without ZeRO; a
+reduce-scatter and an all-gather of new weights under ZeRO-1 and 2; under ZeRO-3 all-gathers for
+each pass, or once or twice a step.
 """
 
 from collections.abc import Sequence
@@ -52,12 +51,9 @@ def _gathers(setting: Setting) -> tuple[int, ...]:
     if setting.weights == "per_step" or setting.stages_per_rank == 1:
         return (1,) * setting.stages_per_rank
     coords = windows(
-        setting.schedule,
-        setting.pp,
-        setting.num_microbatches,
-        setting.stages_per_rank,
+        setting.schedule, setting.pp, setting.num_microbatches, setting.stages_per_rank,
         setting.weights,
-    )
+    )  # fmt: skip
     return tuple(map(max, zip(*(coord.times for coord in coords), strict=True)))
 
 
@@ -187,12 +183,9 @@ def _stage(model: LayerKinds, held: Counts, sharding: Sharding, machine: Machine
 
 
 def _coord(
-    layout: StageClasses,
-    classes: tuple[int, ...],
-    moves: Sequence[StageTransfers],
-    sharding: Sharding,
-    machine: Machine,
-) -> OncePerStep:
+    layout: StageClasses, classes: tuple[int, ...], moves: Sequence[StageTransfers],
+    sharding: Sharding, machine: Machine,
+) -> OncePerStep:  # fmt: skip
     model, software, curves = layout.model, machine.software, machine.curves
     hardware = machine.hardware
     held = tuple(sum(counts) for counts in zip(*(layout.stages[c] for c in classes), strict=True))

@@ -1,9 +1,8 @@
 """1F1B on a V: down the ranks with the first half of the model, up again with the second.
 
-Rank r holds the stages r and 2p-1-r, so the first rank holds both ends of the model and the last
-one hands over to itself. What is held long (an early stage) is paired with what is held briefly (a
-late one), so every rank holds equally much; the placement is that of arXiv:2405.15362, the order
-below our own. Two chunks shorten the bubble, as in `interleaved`, at the memory of 1F1B.
+Rank r holds the stages r and 2p-1-r: one is held long, the other briefly, so every rank holds
+equally much. The placement is that of arXiv:2405.15362, the order our own. Two chunks shorten the
+bubble, as in `interleaved`, at the memory of 1F1B.
 """
 
 from parallel3d.schedule.schedule import Action, Op, Schedule

@@ -72,11 +72,8 @@ MORE = {
         {"zero": 2, "precision": "fp16", **ONE, **deep()},
     ],
     (2, 1, 1): [
-        ONE,
-        deep(M=8, **ONE),
-        deep(M=6, schedule="v_shape", v=2),
-        deep(M=6, schedule="interleaved", v=3),
-        deep(M=6, **BREADTH),
+        ONE, deep(M=8, **ONE), deep(M=6, schedule="v_shape", v=2),
+        deep(M=6, schedule="interleaved", v=3), deep(M=6, **BREADTH),
     ],
     (1, 1, 2): [{}, {"sp": True}, {"sp": True, **FULL}, {"model": LLAMA, "micro": 4, **ONE}],
     (4, 1, 1): [deep(M=8, **ONE)],
@@ -111,11 +108,8 @@ def config_of(
         "parallel3d": {
             "mesh": {"pp": pp, "dp": dp, "tp": tp, "sequence_parallel": sp},
             "pipeline": {
-                "schedule": schedule,
-                "stages_per_rank": v,
-                "gradient_reduction": reduction,
-                "weights": weights,
-                "activation_checkpointing": recompute,
+                "schedule": schedule, "stages_per_rank": v, "gradient_reduction": reduction,
+                "weights": weights, "activation_checkpointing": recompute,
             },
             "model": sizes | (model or {}),
             "data": {"sequence_length": seq, "vocab_size": 512},
