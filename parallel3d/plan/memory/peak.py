@@ -1,7 +1,8 @@
 """Peak device, host and NVMe memory of each pipeline coordinate, in bytes, by part."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 from parallel3d.config.hardware import Hardware
 from parallel3d.model.spec import Recompute
@@ -35,10 +36,11 @@ class Memory:
     host: int
     nvme: int
     pp_coord: int
-    total: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "total", sum(self.parts.values()))
+    @cached_property
+    def total(self) -> int:
+        """Bytes on the device."""
+        return sum(self.parts.values())
 
 
 def per_rank(setting: Setting, hardware: Hardware | None = None) -> tuple[Memory, ...]:

@@ -58,45 +58,43 @@ def _gathers(setting: Setting) -> tuple[int, ...]:
 
 
 class StageTransfers(NamedTuple):
-    """Seconds of a stage's transfers per microbatch, or of one GATHER, before computes hide any."""
+    """Seconds of a stage's transfers per microbatch, or of one GATHER, before computes hide any.
+
+    `gather`: of the stage's weights, in each forward and backward; `fetch`: of their shards from
+    the host; `overhead`: the host program's own, for each parameter, or layer of a GATHER.
+    `reduce`, `store`: of gradients in a backward, and of their shards to the host. `accumulate`:
+    adding them to those of other microbatches, which is no transfer.
+    """
 
     gather_seconds: float
-    """Gather of the stage's weights, in each forward and in each backward."""
     fetch_seconds: float
-    """Copy of the weights' shards from the host, as often."""
     overhead_seconds: float
-    """The host program's own time, as often, for each parameter; in a GATHER for each layer."""
     reduce_seconds: float
-    """Reduction of the stage's gradients, in each backward."""
     store_seconds: float
-    """Copy of the gradients' shards to the host, in each backward."""
     accumulate_seconds: float
-    """Adding the gradients to those of other microbatches: no transfer, but device memory."""
 
 
 class OncePerStep(NamedTuple):
-    """Seconds of a coordinate's transfers and updates that happen once a step."""
+    """Seconds of a coordinate's transfers and updates that happen once a step.
 
-    gather_before_seconds: float = 0.0
-    """Gather of the weights before the first forward: all of a step's, where they stay gathered."""
-    fetch_before_seconds: float = 0.0
-    """Copy of the weights' shards from the host, before the first forward."""
-    reduce_seconds: float = 0.0
-    """Reduction of the gradients, after the last backward."""
-    tensor_seconds: float = 0.0
-    """Sums of partial gradients over the tp ranks."""
-    tied_seconds: float = 0.0
-    """The sum of a tied weight's two gradients."""
-    gather_after_seconds: float = 0.0
-    """Gather of the new weights, after the optimizer's step."""
-    optimizer_seconds: float = 0.0
-    offload_seconds: float = 0.0
-    program_before_seconds: float = 0.0
-    """The host program's own time in the gathers before the first forward."""
-    gather_later_seconds: float = 0.0
-    """Part of `gather_before` for all windows but the first: it is sent for a window ahead."""
-    gather_least_seconds: float = 0.0
-    """Gather of all the weights in one message, as ZeRO-1 does it."""
+    `gather_before`: of the weights before the first forward, all of a step's where they stay
+    gathered; `gather_later`: its part that is sent for a window ahead; `gather_least`: of all
+    weights in one message, as ZeRO-1 has it; `gather_after`: of the new weights. `tensor`: sums of
+    partial gradients over the tp ranks; `tied`: of a tied weight's two. `program_before`: the host
+    program's own in the gathers before the first forward.
+    """
+
+    gather_before_seconds: float
+    fetch_before_seconds: float
+    reduce_seconds: float
+    tensor_seconds: float
+    tied_seconds: float
+    gather_after_seconds: float
+    optimizer_seconds: float
+    offload_seconds: float
+    program_before_seconds: float
+    gather_later_seconds: float
+    gather_least_seconds: float
 
 
 Transfers = tuple[tuple[StageTransfers, ...], tuple[OncePerStep, ...]]

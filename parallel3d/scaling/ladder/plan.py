@@ -24,14 +24,7 @@ from parallel3d.plan.search.remedy import gib
 from parallel3d.plan.setting import Setting
 from parallel3d.scaling.ladder.expand import CONFIGS, LadderRun, runs_of
 from parallel3d.scaling.ladder.file import LAWS, LadderConfig, load
-from parallel3d.scaling.runs import (
-    CONFIG,
-    METRICS,
-    NoEnd,
-    config_of,
-    last_line,
-    unique_tokens,
-)  # fmt: skip
+from parallel3d.scaling.runs import CONFIG, METRICS, NoEnd, config_of, last_line, unique_tokens
 
 REPEATS = 4
 """Passes over a corpus up to which repeated tokens are worth nearly as much as new ones

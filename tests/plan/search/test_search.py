@@ -94,18 +94,6 @@ def test_bounds_are_bounds():
         assert choices_of(setting) == (flow, order, state)
 
 
-ALL = [*everything(request_of(config(), machine(), 8))]
-
-
-def test_what_fits_depends_on_memory():
-    fitting = []
-    for memory in (3, 5, 80):
-        request, device = request_of(config(), machine(memory * GIB), 8), machine(memory * GIB)
-        settings = {choices: setting_of(request, *choices) for choices in ALL[::51]}
-        fitting.append({c for c, s in settings.items() if fits(worst(s, device), device)})
-    assert set() < fitting[0] < fitting[1] < fitting[2]  # more memory never fits less
-
-
 def test_bf16_is_not_planned_for_what_has_none():
     with pytest.raises(ConfigError, match="V100-SXM2-32GB has fp16, but no bf16"):
         request_of(config(), hardware.load("v100-32gb"), 8)
