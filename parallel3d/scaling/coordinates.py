@@ -37,7 +37,7 @@ Sizes = Mapping[str, Mapping[str, float]]
 class Layer:
     """One layer's slopes by measure: log size over log width, the mean over the seeds.
 
-    `errors`: of these means, NaN of one seed. `sizes`: for each width, the mean over the seeds.
+    `errors`: of these means, NaN of one seed. `sizes`: for each width, their geometric mean.
     """
 
     name: str

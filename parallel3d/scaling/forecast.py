@@ -182,12 +182,6 @@ def register(path: Path, made: Forecast, fit: Fit) -> None:
         ) from None
 
 
-def default_path(fit: Fit, flops: float) -> Path:
-    """Return the path of a forecast's file: beside the fit, named after the budget and the time."""
-    now = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
-    return fit.path.parent / f"forecast-{flops:.3g}-{now}.json"
-
-
 def judged(files: Sequence[Path], points: Points) -> list[dict[str, Any]]:
     """Return registered forecasts beside the runs that they were about: if each interval held.
 

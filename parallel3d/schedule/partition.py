@@ -11,7 +11,7 @@ def partition(costs: Sequence[float], num_stages: int) -> tuple[range, ...]:
     """The layers of each stage: contiguous, none empty, the costliest stage as cheap as can be.
 
     Among those, the most even one (least squared costs, then squared layer counts), then the one
-    with the shortest first stages, which hold activations longest. Exact. Raises ConfigError.
+    with the shortest first stages, which hold activations longest. Exact, in integers.
     """
     num_layers = len(costs)
     if not 1 <= num_stages <= num_layers:

@@ -82,18 +82,14 @@ def apply(config: RunConfig, plan: Plan) -> RunConfig:
     zero["offload_param"]["device"] = s.offload_param
     raw["train_micro_batch_size_per_gpu"] = s.shape.batch
     raw["gradient_accumulation_steps"] = s.num_microbatches
-    return RunConfig.from_dict(raw).with_notes(*config.notes, *notes_on(plan))
-
-
-def notes_on(plan: Plan) -> list[str]:
-    """A plan in lines for the terminal."""
-    request, s = plan.request, plan.setting
-    return [
-        f'parallel3d.mesh: "plan" for {request.devices} x {request.hardware.name}:',
+    machine = plan.request.hardware
+    return RunConfig.from_dict(raw).with_notes(
+        *config.notes,
+        f'parallel3d.mesh: "plan" for {plan.request.devices} x {machine.name}:',
         *(f"  {line}" for line in lines_of(s)),
         f"  predicted {seconds(plan.time.seconds)} s a step, {gib(plan.memory.total)} of "
-        f"{gib(request.hardware.memory_bytes.value)} GiB on the fullest device",
-    ]
+        f"{gib(machine.memory_bytes.value)} GiB on the fullest device",
+    )
 
 
 def checkpoint_bytes(setting: Setting) -> int:

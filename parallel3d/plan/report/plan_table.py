@@ -180,9 +180,10 @@ def explain(plan: Plan, out: Console) -> None:
             "causal half",
         )
     if plan.days is not None and plan.device_hours is not None:
+        unit, days = _unit(plan.days)
         terminal.say(
             out,
-            f"{count(request.num_tokens or 0)} tokens take {duration(plan.days)}, "
+            f"{count(request.num_tokens or 0)} tokens take {three(plan.days / days)} {unit}, "
             f"{three(plan.device_hours)} device-hours",
         )
     else:
@@ -220,12 +221,6 @@ def lines_of(setting: Setting) -> Iterator[str]:
     if s.zero_stage == 3:
         reduced += f", weights gathered {held.get(s.weights, 'for each microbatch')}"
     yield f"state     ZeRO-{s.zero_stage}, gradients reduced {reduced}, offload: {offload}"
-
-
-def duration(days: float) -> str:
-    """A number of days as text, in the unit that suits it."""
-    unit, size = _unit(days)
-    return f"{three(days / size)} {unit}"
 
 
 def _unit(days: float) -> tuple[str, float]:

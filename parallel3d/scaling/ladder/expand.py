@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from parallel3d import models
+from parallel3d.base import reader
 from parallel3d.base.errors import ConfigError
-from parallel3d.base.section import Problem, Problems
+from parallel3d.base.section import ABSENT, Problem, Problems
 from parallel3d.config import RunConfig
 from parallel3d.models.common import divisor_below
 from parallel3d.plan.search.plans import with_vocabulary
@@ -79,7 +80,7 @@ def _shared_model(base: Mapping[str, Any], source: Path) -> dict[str, Any]:
     model = block.get("model") if isinstance(block, dict) else None
     if not isinstance(block, dict) or not isinstance(model, dict):
         raise ConfigError(f'{source}: base: has no block "parallel3d" with a "model"; write both')
-    if found := list(_no_objects(base, block)):
+    if found := list(_no_objects(base)):
         raise Problems(found, str(source))
     data, train = block.get("data"), block.get("train", {})
     data = data if isinstance(data, dict) else {}
@@ -106,17 +107,13 @@ def _shared_model(base: Mapping[str, Any], source: Path) -> dict[str, Any]:
     return {**model, "vocab_size": vocab}
 
 
-def _no_objects(base: Mapping[str, Any], block: Mapping[str, Any]) -> Iterator[Problem]:
-    blocks = {key: block.get(key, {}) for key in ("train", "checkpoint", "run", "mesh")}
-    found = {f"base.parallel3d.{key}": value for key, value in blocks.items()}
-    found["base.optimizer"] = optimizer = base.get("optimizer", {})
-    if isinstance(optimizer, dict):
-        found["base.optimizer.params"] = optimizer.get("params", {})
-    for path, value in found.items():
-        is_mesh = path.endswith(".mesh")
-        if not isinstance(value, dict) and not (is_mesh and value == "plan"):
+def _no_objects(base: Mapping[str, Any]) -> Iterator[Problem]:
+    blocks = (f"parallel3d.{name}" for name in ("train", "checkpoint", "run", "mesh"))
+    for path in (*blocks, "optimizer", "optimizer.params"):
+        value, is_mesh = reader.at(base, path), path.endswith(".mesh")
+        if not (isinstance(value, dict) or value is ABSENT or (is_mesh and value == "plan")):
             rule = 'must be an object, or "plan"' if is_mesh else "must be an object"
-            yield Problem(path, value, rule, "write {...}, or leave it out")
+            yield Problem(f"base.{path}", value, rule, "write {...}, or leave it out")
 
 
 @dataclass(frozen=True)
