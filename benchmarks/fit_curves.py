@@ -27,8 +27,7 @@ from scipy.optimize import least_squares
 from benchmarks.published import neighbours
 from benchmarks.published.rows import ROWWISE, PublishedRun, read
 from benchmarks.published.statistics import errors
-from parallel3d.plan.time.curves import FILE
-from parallel3d.plan.time.operators import Curves
+from parallel3d.plan.time.operators import FILE, Curves
 from parallel3d.plan.time.step import lower_bound, step_time
 
 # What is fitted, with bounds; the rest of Curves stays at its defaults.

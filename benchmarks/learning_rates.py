@@ -22,7 +22,7 @@ from typing import Any
 from parallel3d.base.errors import TrainingError
 from parallel3d.config import RunConfig
 from parallel3d.data.prepare import prepare
-from parallel3d.scaling import style
+from parallel3d.scaling.plots import png, style
 from parallel3d.verify.local_ranks import run_locally
 
 RATES = tuple(2.0**power for power in range(-10, -2))  # a grid of factors of two
@@ -156,7 +156,7 @@ def draw(found: dict[Key, float], widths: list[int]) -> bytes:
     """A PNG: a panel for each parametrisation, a curve for each width, its best rate marked."""
     import matplotlib
 
-    with style.style() as plt:
+    with style() as plt:
         figure, panels = plt.subplots(1, 2, figsize=(8, 3.4), sharey=True, constrained_layout=True)
         colours = matplotlib.colormaps["viridis"]([0.9 * i / len(widths) for i in range(4)])
         for axes, kind in zip(panels, KINDS, strict=True):
@@ -172,7 +172,7 @@ def draw(found: dict[Key, float], widths: list[int]) -> bytes:
         panels[0].set_ylim(min(finite) - 0.1, sorted(finite)[int(0.9 * len(finite))] + 0.1)
         panels[0].set_ylabel("held-out loss, nats per token")
         panels[0].legend()
-        return style.png(plt, figure)
+        return png(plt, figure)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from parallel3d.plan.time.curves import FILE, fitted
-from parallel3d.plan.time.operators import Curves
+from parallel3d.plan.time.operators import FILE, Curves, fitted
 
 
 @lru_cache(maxsize=64)

@@ -1,7 +1,6 @@
 """Fits of the planner's efficiency curves and link figures to measurements of this machine.
 
-What is fitted calls the planner's own formulas, so that a plan of what was measured gives what was
-measured, as far as the formulas can.
+They call the planner's own formulas, so a plan of what was measured gives just that.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,11 +14,11 @@ from parallel3d.calibrate.steps import SmallRun, Timed
 from parallel3d.config.hardware import Cores, Figure, Hardware, Link
 from parallel3d.model.spec import Attention, MatMul
 from parallel3d.plan.setting import ENGINE, Setting
-from parallel3d.plan.time.curves import fitted
 from parallel3d.plan.time.network import collective_seconds, send_seconds
 from parallel3d.plan.time.operators import (
     Curves,
     attention_seconds,
+    fitted,
     matmul_seconds,
     traffic_seconds,
 )
@@ -70,11 +69,10 @@ def fit(
     predict: Callable[[Mapping[str, float]], Sequence[float]],
     measured: Sequence[float],
 ) -> dict[str, float]:
-    """Return the positive parameters within `bounds` whose predictions are nearest to `measured`.
+    """Return the parameters within `bounds` whose predictions are nearest to `measured`.
 
-    Least squares of log(predicted / measured) by Levenberg and Marquardt's method, over the
-    logarithms of the parameters; each is drawn a little to its start, so that what the
-    measurements do not determine stays.
+    Least squares of log(predicted / measured) by Levenberg and Marquardt, over logarithms; what the
+    measurements do not determine is drawn to its start.
     """
     names = list(bounds)
     low, high = (np.log([bounds[name][i] for name in names]) for i in (0, 1))
@@ -95,16 +93,13 @@ def fit(
         change = np.linalg.solve(normal + damping * np.eye(len(names)), -jacobian.T @ now)
         candidate = np.clip(x + np.clip(change, -1, 1), low, high)
         there = residuals(candidate)
-        better = float(there @ there) < float(now @ now)
-        if better:
-            gained = float(now @ now) - float(there @ there)
+        gained = float(now @ now) - float(there @ there)
+        if gained > 0:
             x, now, damping = candidate, there, damping / 3
-            if gained < 1e-9:
-                break
         else:
             damping *= 5
-            if damping > 1e8:
-                break
+        if 0 < gained < 1e-9 or damping > 1e8:
+            break
     return {**start, **{name: exp(value) for name, value in zip(names, x, strict=True)}}
 
 
@@ -191,10 +186,9 @@ def fit_curves(together: Sequence[Mapping[str, Any]], hardware: Hardware, on_gpu
 def fit_program(
     curves: Curves, hardware: Hardware, timed: Mapping[SmallRun, Timed]
 ) -> tuple[Curves, Hardware]:
-    """Return the curves with the host program's own time, fitted to the steps of small runs.
+    """Return curves and hardware with the host program's own time, fitted to steps of small runs.
 
-    The hardware comes with the rates of the whole update, norm and clipping included, in place of
-    those of Adam alone, and with the factor on the program's time of a process alone.
+    The hardware has the rates of the whole update, and how much faster a process alone is.
     """
     settings = {run: Setting.from_config(run.config()) for run in timed}
     alone = {settings[run]: one for run, one in timed.items() if run.ranks == 1}
@@ -228,8 +222,7 @@ def _fit_updates(
 ) -> tuple[Hardware, dict[str, float]]:
     """Return the hardware with parameters a second that `engine.step` updates, and its own time.
 
-    It takes the norm, clips, runs Adam and copies the weights back. The rates are those of the
-    largest models, the program's time is that of the small ones.
+    The rates are those of the largest models, the program's time that of small ones.
     """
     assert hardware.adam_params and hardware.host
     slowdown = hardware.slowdown("traffic", 1)

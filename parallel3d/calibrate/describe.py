@@ -1,7 +1,6 @@
 """Calibration: measure this machine and write this-machine.json in the user's own folder.
 
-On a GPU node each GPU is a device. On a CPU a device is a process with its share of the cores;
-figures are of as many processes as there are shares, all of them busy.
+Each GPU is a device; on a CPU a process with its share of the cores, all of them busy.
 """
 
 import os
@@ -35,8 +34,7 @@ Rows = list[dict[str, Any]]  # what each rank measured (a Measured in JSON)
 def calibrate(say: Say = print, path: Path | None = None, effort: Effort | None = None) -> Hardware:
     """Measure this machine, write the figures as a Hardware to `path`, and return them.
 
-    `say` hears what is measured and what comes out. The file appears whole or not at all. Raises
-    TrainingError, and writes nothing, where something that a plan needs cannot be measured.
+    `say` hears of it. Raises TrainingError, and writes nothing, if a figure cannot be measured.
     """
     effort = effort or Effort()
     if path is None:
@@ -155,17 +153,12 @@ def _describe(together: Rows, alone: Rows, on_gpu: bool) -> Hardware:
         adam_params=_figure(mean("host_adam_params"), f" ({first['host_adam']})"),
     )
     return Hardware(
-        name=NAME,
-        device_names=(first["device_name"],) if on_gpu else (),
-        peak_flops={**flops, **published},
-        matmul_flops=flops,
-        memory_bytes=_figure(mean("memory_bytes")),
-        memory_bandwidth=_figure(mean("bandwidth")),
-        devices_per_node=_figure(len(together)) if on_gpu else None,
-        host=host,
-        adam_params=_figure(mean("adam_params")),
-        cores=_cores(together, alone),
-    )
+        name=NAME, device_names=(first["device_name"],) if on_gpu else (),
+        peak_flops={**flops, **published}, matmul_flops=flops,
+        memory_bytes=_figure(mean("memory_bytes")), memory_bandwidth=_figure(mean("bandwidth")),
+        devices_per_node=_figure(len(together)) if on_gpu else None, host=host,
+        adam_params=_figure(mean("adam_params")), cores=_cores(together, alone),
+    )  # fmt: skip
 
 
 def _cores(together: Rows, alone: Rows) -> Cores | None:

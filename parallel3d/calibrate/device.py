@@ -42,17 +42,12 @@ class Effort:
     small_runs: int = 100
 
 
-QUICK = Effort(0.002, 0.005, 128, 50_000, 2**20, 1, 2)  # enough to see that everything works
-
-
 @dataclass
 class Measured:
     """Measurements of one rank; rates are a second, and each list has rows that end in seconds.
 
     `matmul`: (m, k, n, seconds) by dtype. `attention`: (batch, heads, seq, head size, seconds
-    forward, seconds backward). `traffic`: (operator, bytes read and written, seconds).
-    `bandwidth`: bytes read and written by a large copy. `left_out`: what could not be measured,
-    with the reason.
+    forward, backward). `traffic`: (operator, bytes, seconds). `left_out`: what failed, and why.
     """
 
     device_name: str = ""
@@ -93,10 +88,7 @@ class Timer:
         self.clock = clock_of(mesh)
 
     def seconds(self, run: Callable[[], object]) -> float:
-        """Return the least time of one `run`, over `effort.seconds` and at least 3 times.
-
-        Other work of the machine only adds to it; the other ranks run all the while.
-        """
+        """Return the least time of one `run`, over `effort.seconds` and at least 3 times."""
         run()
         self.mesh.barrier()
         first = self._once(run, 1)
@@ -119,10 +111,7 @@ class Timer:
 
 
 def measure_device(mesh: Mesh, effort: Effort, say: Callable[[str], None]) -> dict[str, Any]:
-    """Return measurements of this rank's device, as a Measured in JSON.
-
-    Collective: the ranks measure the same things at the same time, since they may share a machine.
-    """
+    """Return this rank's figures as a Measured in JSON; collective, all at the same time."""
     timer, result = Timer(mesh, effort), Measured()
     result.device_name, result.memory_bytes = describe(mesh)
     for name, dtype in DTYPES.items():
@@ -241,10 +230,7 @@ def _host_copy(timer: Timer) -> float:
 def measure_links(
     mesh: Mesh, effort: Effort, say: Callable[[str], None]
 ) -> dict[str, list[tuple[int, float]]]:
-    """Return (bytes, seconds) by size for each collective over all ranks, and a send between two.
-
-    Bytes are of the whole, gathered tensor. Collective; seconds are the slowest rank's.
-    """
+    """Return (gathered bytes, slowest rank's seconds) by size for each collective and a send."""
     results: dict[str, list[tuple[int, float]]] = {}
     for kind in KINDS:
         say(f"{kind} between {mesh.size('world')} ranks")

@@ -86,20 +86,14 @@ class SmallRun(NamedTuple):
 
 
 class Timed(NamedTuple):
-    """Seconds of a training step of a run, on its slowest rank.
-
-    `update`: after the gradients are reduced: norm, clipping, Adam, new weights.
-    """
+    """Seconds of a step on its slowest rank; `update`: norm, clipping, Adam, new weights."""
 
     seconds: float
     update: float
 
 
 def small_runs(ranks: int) -> list[SmallRun]:
-    """Return small runs that tell the host program's own time, on one process and on `ranks`.
-
-    Each differs from another in little: layers, microbatches, gathers, parameters, width.
-    """
+    """Return small runs, each unlike another in little, on one process and on `ranks`."""
     tiny = SmallRun((1, ranks, 1), 1, 64, 2, micro=1, seq=32)
     wide = SmallRun((1, ranks, 1), 1, 256, 2, micro=4)
     # Few tokens and many parameters, more than a cache holds: reduction, norm, Adam, gathering.
@@ -135,11 +129,10 @@ def small_runs(ranks: int) -> list[SmallRun]:
 def time_steps(
     rank: int, runs: Sequence[SmallRun], steps: int, own_time: bool = False
 ) -> list[list[Timed]]:
-    """Return seconds of `steps` training steps of each run.
+    """Return seconds of `steps` training steps of each run, all on as many ranks as there are.
 
-    The runs take turns, step by step, so that whatever disturbs the machine disturbs all alike;
-    one round comes first. All take as many ranks as there are. `own_time`: of a process alone
-    count what it computes, not what it waits while others do.
+    The runs take turns, so that whatever disturbs the machine disturbs all alike; one round comes
+    first. `own_time`: of a process alone, count what it computes, not what it waits.
     """
     built = [_build(run) for run in runs]
     taken: list[list[Timed]] = [[] for _ in runs]

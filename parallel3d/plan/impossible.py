@@ -25,9 +25,8 @@ _TOKEN = 16  # bytes of a token and its label, int64
 def refuse_impossible(config: RunConfig, ranks: int, room: int = MOST_BYTES) -> None:
     """Raise ConfigError if the config cannot fit `ranks` ranks of `room` bytes each.
 
-    `room`: bytes of device and host memory that one rank has together. The memory compared with it
-    is less than any schedule, ZeRO stage or recomputation needs, so no config that could run is
-    refused. Takes milliseconds, whatever the sizes, and needs no torch.
+    `room`: device and host memory of a rank together. It is compared with less than any schedule,
+    ZeRO stage or recomputation needs. Takes milliseconds for sizes of any kind.
     """
     model = config.parallel3d.model
     if problems := _counts(config, model):

@@ -19,8 +19,8 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}  # an activation or weight o
 class Software:
     """A training program's properties that its memory and speed depend on.
 
-    The default is this project's engine. Other values stand for the programs whose published runs
-    the planner is checked against; every field is a fact about a program, none is a fitted number.
+    The default is this project's engine; others are programs whose published runs the planner is
+    checked against. Each field is a fact about a program, none is fitted.
     """
 
     name: str = "parallel3d"
@@ -77,10 +77,9 @@ class Buffers:
 class Setting:
     """One way to run one model: its layers, batch, mesh, schedule, ZeRO stage and precision.
 
-    `shape`: one microbatch of one data-parallel rank. `num_microbatches`: microbatches of one pass
-    through the pipeline, which is a step. `reduces_once`: whether gradients are reduced once a
-    step, rather than after each microbatch. `weights`: for how long ZeRO-3's weights stay gathered
-    (schedule/sharding.py).
+    `shape`: one microbatch of one data-parallel rank. `num_microbatches`: of a step.
+    `reduces_once`: whether gradients are reduced once a step. `weights`: how long ZeRO-3's stay
+    gathered.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -150,19 +149,12 @@ class Setting:
         zero, pipeline, mesh = config.zero_optimization, config.pipeline, config.mesh
         assert isinstance(mesh.dp, int), "resolve(world_size) comes first"
         return cls(
-            layers=layers_of(config.model),
-            hidden_size=config.model.hidden_size,
+            layers=layers_of(config.model), hidden_size=config.model.hidden_size,
             shape=Shape(config.micro_batch_size, config.data.sequence_length),
-            num_microbatches=config.num_microbatches,
-            pp=mesh.pp,
-            dp=mesh.dp,
-            tp=mesh.tp,
-            sequence_parallel=mesh.sequence_parallel,
-            schedule=pipeline.schedule,
-            stages_per_rank=pipeline.stages_per_rank,
-            recompute=pipeline.activation_checkpointing,
-            precision=config.precision,
-            zero_stage=zero.stage,
+            num_microbatches=config.num_microbatches, pp=mesh.pp, dp=mesh.dp, tp=mesh.tp,
+            sequence_parallel=mesh.sequence_parallel, schedule=pipeline.schedule,
+            stages_per_rank=pipeline.stages_per_rank, recompute=pipeline.activation_checkpointing,
+            precision=config.precision, zero_stage=zero.stage,
             reduces_once=reduces_once(zero.stage, pipeline.gradient_reduction),
             weights=gathered_for(pipeline.weights),
             offload_optimizer=zero.offload_optimizer.device,
@@ -172,7 +164,7 @@ class Setting:
                 scatters_sends=pipeline.scatter_activations,
             ),
             buffers=Buffers(**{name: getattr(zero, name) for name in Buffers.__annotations__}),
-        )
+        )  # fmt: skip
 
     def but(self, **changes: Any) -> Self:
         """A copy of this setting with some fields changed."""
@@ -183,3 +175,15 @@ class Setting:
 def layers_of(model: Any) -> tuple[LayerSpec, ...]:
     """A model's layers, made once: settings of one model share the layer objects."""
     return tuple(models.layers(model))
+
+
+def leaves_weights_open(config: RunConfig) -> bool:
+    """Whether parallel3d.pipeline.weights is "auto" at ZeRO-3, the only stage that uses it."""
+    return config.zero_optimization.stage == 3 and config.pipeline.weights == "auto"
+
+
+def with_weights(config: RunConfig, weights: str, note: str) -> RunConfig:
+    """The config with parallel3d.pipeline.weights set, and the note that says so."""
+    pipeline = config.pipeline.model_copy(update={"weights": weights})
+    block = config.parallel3d.model_copy(update={"pipeline": pipeline})
+    return config.model_copy(update={"parallel3d": block}).with_notes(*config.notes, note)

@@ -4,6 +4,7 @@ import argparse
 import json
 import math
 from dataclasses import replace
+from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -129,7 +130,8 @@ def predict(args: argparse.Namespace) -> tuple[Forecast, Fit, Path | None]:
     )
     path: Path | None = args.register
     if path is not None:
-        path = path if path.name else forecast.default_path(stored, made.flops)
+        name = f"forecast-{made.flops:.3g}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}.json"
+        path = path if path.name else stored.path.parent / name
         forecast.register(path, made, stored)
     return made, stored, path
 

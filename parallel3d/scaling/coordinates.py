@@ -1,7 +1,7 @@
 """Sizes of activations over the width: their slopes, a table and a picture.
 
-A coordinate check (arXiv:2203.03466, appendix D.1): under muP every activation, and what a few
-steps of training change of it, is as large in a wide model as in a narrow one.
+Under muP every activation, and its change by training, is as large in a wide model as in a narrow
+one (arXiv:2203.03466, appendix D.1).
 """
 
 import argparse
@@ -21,8 +21,8 @@ from parallel3d.base.errors import ConfigError
 from parallel3d.base.terminal import Column
 from parallel3d.config import RunConfig
 from parallel3d.model.parametrization import parametrization_of
-from parallel3d.scaling import style
 from parallel3d.scaling.command import NO_EXTRA
+from parallel3d.scaling.plots import png, style
 from parallel3d.scaling.result import finite
 
 WIDTHS = (64, 128, 256, 512)
@@ -37,8 +37,7 @@ Sizes = Mapping[str, Mapping[str, float]]
 class Layer:
     """One layer's slopes by measure: log size over log width, the mean over the seeds.
 
-    `errors`: standard errors of these means, NaN of one seed. `sizes`: for each width, the
-    geometric mean over the seeds.
+    `errors`: of these means, NaN of one seed. `sizes`: for each width, their geometric mean.
     """
 
     name: str
@@ -50,8 +49,7 @@ class Layer:
     def claimed(self) -> tuple[str, ...]:
         """The measures that the theory says are flat.
 
-        The first logits fall with the width, as the first weights of the output know nothing of
-        what they read; only their change is claimed.
+        The first logits fall with the width; only their change is claimed.
         """
         return (CHANGE,) if self.name == LOGITS else (START, TRAINED, CHANGE)
 
@@ -108,10 +106,7 @@ class CoordinateCheck:
 
 
 def slopes(found: Mapping[int, Sequence[Sizes]]) -> CoordinateCheck:
-    """Return the check of what was measured: of each width the sizes of as many seeds.
-
-    All have the same layers. A size of 0, which no logarithm has, makes the slope NaN.
-    """
+    """Return the check of sizes by width and seed; a size of 0 or infinity makes a slope NaN."""
     widths = tuple(sorted(found))
     seeds = len(found[widths[0]])
     x = np.log(np.array(widths, dtype=float))
@@ -130,30 +125,24 @@ def slopes(found: Mapping[int, Sequence[Sizes]]) -> CoordinateCheck:
     return CoordinateCheck(widths, tuple(layers), seeds)
 
 
-def draw(checks: Mapping[str, CoordinateCheck]) -> bytes:
-    """Return a PNG: a row for each check, a column for each measure, a line for each layer."""
+def draw(title: str, check: CoordinateCheck) -> bytes:
+    """Return a PNG: a panel for each measure, with a line for each layer."""
     titles = {START: "at the start", TRAINED: "after training", CHANGE: "change by training"}
-    rows = len(checks)
-    with style.style() as plt:
-        figure, grid = plt.subplots(
-            rows, 3, figsize=(8.4, 2.7 * rows + 0.4), squeeze=False, sharex=True
-        )
-        for row, (title, check) in zip(grid, checks.items(), strict=True):
-            colours = plt.cm.viridis(np.linspace(0, 0.92, len(check.layers)))
-            for axes, (measure, words) in zip(row, titles.items(), strict=True):
-                for layer, colour in zip(check.layers, colours, strict=True):
-                    line = ".-" if measure in layer.claimed else ".:"
-                    axes.plot(check.widths, layer.sizes[measure], line, color=colour, lw=1)
-                axes.set(xscale="log", yscale="log", title=f"{title}: {words}")
-                axes.set_xticks(check.widths, map(str, check.widths))
-                axes.minorticks_off()
-            row[0].set_ylabel("mean |activation|")
-        for axes in grid[-1]:
-            axes.set_xlabel("width")
-        names = [layer.name for layer in check.layers]
-        lines = grid[0][0].get_lines()
+    names = [layer.name for layer in check.layers]
+    with style() as plt:
+        figure, panels = plt.subplots(1, 3, figsize=(8.4, 3.1))
+        colours = plt.cm.viridis(np.linspace(0, 0.92, len(names)))
+        for axes, (measure, words) in zip(panels, titles.items(), strict=True):
+            for layer, colour in zip(check.layers, colours, strict=True):
+                line = ".-" if measure in layer.claimed else ".:"
+                axes.plot(check.widths, layer.sizes[measure], line, color=colour, lw=1)
+            axes.set(xscale="log", yscale="log", title=f"{title}: {words}", xlabel="width")
+            axes.set_xticks(check.widths, map(str, check.widths))
+            axes.minorticks_off()
+        panels[0].set_ylabel("mean |activation|")
+        lines = panels[0].get_lines()
         figure.legend(lines, names, loc="outside lower center", ncols=4, fontsize=7)
-        return style.png(plt, figure)
+        return png(plt, figure)
 
 
 def add(parser: Parser) -> None:
@@ -170,10 +159,7 @@ def add(parser: Parser) -> None:
 
 
 def prepare(args: argparse.Namespace) -> RunConfig:
-    """Return the config that the flags name; ConfigError for it, and for widths that tell nothing.
-
-    The measurement is made on the CPU, wherever it runs: each mesh wants its own devices.
-    """
+    """Return the config of the flags, which is to be measured on the CPU; raises ConfigError."""
     if len(set(args.widths)) < 2:
         raise ConfigError(f"--widths {args.widths[0]}: is one width; a slope needs two or more")
     if args.plot and find_spec("matplotlib") is None:
@@ -205,7 +191,7 @@ def report(found: CoordinateCheck, args: argparse.Namespace, console: Console) -
         "claimed)"
     )
     if args.plot:
-        args.plot.write_bytes(draw({args.kind: found}))
+        args.plot.write_bytes(draw(args.kind, found))
         console.print(f"written: {args.plot}")
     if args.json:
         print(json.dumps(finite(found.to_json())))

@@ -33,10 +33,7 @@ _GRID = np.log(np.geomspace(0.1, 1e4, 8))
 
 
 class DecayModel:
-    """The loss with decaying worth of repeated tokens, in log R_D* and log R_N*: theta [2].
-
-    `base`: E, A, B, alpha and beta. The model's value is log(loss).
-    """
+    """The law's log(loss) in theta [2], log R_D* and log R_N*; `base`: E, A, B, alpha, beta."""
 
     def __init__(self, points: Points, base: Mapping[str, float]) -> None:
         if points.unique is None:
@@ -88,9 +85,8 @@ def fit_decays(
 ) -> Fit:  # fmt: skip
     """Return R_D* and R_N* with bootstrap intervals; the other parameters are `base`'s.
 
-    Without a base, the parametric law is first fitted to the runs that repeat nothing. The
-    intervals are of the two alone: those of the base are not among them. Raises ConfigError where
-    no run repeats, or none is left for the base.
+    Without a base, the parametric law is first fitted to the runs that repeat nothing. Raises
+    ConfigError where no run repeats, or none is left for the base.
     """
     if estimator.kind == "squares":
         raise ConfigError("--estimator = squares: not of the data-constrained law; use huber")

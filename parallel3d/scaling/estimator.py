@@ -45,10 +45,9 @@ class Estimator:
     """An objective and its minimisation.
 
     huber: the sum of Huber losses, threshold `delta`, of log(loss) - log(law) (arXiv:2203.15556).
-    likelihood: the negative log-likelihood of log(loss) under the density exp(-Huber) of
-    residual / scale with a free scale (arXiv:2404.10102, with the same delta: nearly least absolute
-    deviations). squares: plain squares of loss - law (arXiv:2403.08540). `weighted`: each point by
-    1 / standard error^2 of what is fitted, their mean 1.
+    likelihood: the same with a free scale, as the density exp(-Huber) of residual / scale
+    (arXiv:2404.10102). squares: of loss - law (arXiv:2403.08540). `weighted`: each point by 1 /
+    standard error^2, their mean 1.
     """
 
     kind: Literal["huber", "likelihood", "squares"] = "huber"
@@ -80,10 +79,9 @@ class Estimator:
     def objective(
         self, model: Model, x: Array, weights: Array, threshold: float | None = None
     ) -> tuple[float, Array]:
-        """Return the objective and its gradient at x.
+        """Return the objective and its gradient at x: theta, and the log of the likelihood's scale.
 
-        x is theta; the likelihood has the logarithm of its scale behind it. `threshold` takes the
-        place of delta.
+        `threshold` takes the place of delta.
         """
         is_likelihood = self.kind == "likelihood"
         limit = math.inf if self.kind == "squares" else threshold or self.delta
@@ -206,8 +204,7 @@ class SumModel:
     def starts(self, weights: Array, each: int | None = None) -> Array:
         """Return starts [starts, p]: a grid of exponents, `each` values of each.
 
-        Their coefficients are the best for the exponents, none below 0, by least squares of the
-        relative errors.
+        Their coefficients are the best, none below 0, by least squares of the relative errors.
         """
         from scipy.optimize import nnls
 

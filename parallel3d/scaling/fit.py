@@ -25,9 +25,8 @@ def fit_law(
 ) -> Fit:  # fmt: skip
     """Return the law's parameters with bootstrap intervals and diagnostics.
 
-    `draws`: resamples of the runs for the intervals, none with 0. `brief`: without the check on
-    held-out budgets, which takes a fit of its own. Raises ConfigError where the points cannot tell
-    the parameters.
+    `draws`: resamples of the runs. `brief`: without the check on held-out budgets, a fit of its
+    own. Raises ConfigError where the points cannot tell the parameters.
     """
     check(points, law)
     model, weights = _model(points, law, estimator), estimator.weights(points)
@@ -75,10 +74,7 @@ def fit_law(
 
 
 def check(points: Points, law: Law) -> None:
-    """Raise ConfigError if the points cannot tell the law's parameters, whatever the fit says.
-
-    Two sizes say nothing of a curve with three unknowns, however many runs there are of each.
-    """
+    """Raise ConfigError for points of too few sizes, tokens or budgets to tell the parameters."""
     place, said = f"{len(points)} points", ""
     if points.dropped:  # the likely reason for too few
         said = ", ".join(f"{gone.row} ({gone.reason})" for gone in points.dropped[:4])
@@ -134,7 +130,7 @@ def _bootstrap(
 ) -> tuple[dict[str, Array], int]:  # fmt: skip
     """Return parameters [draws] of resampled runs, and how many draws told too little.
 
-    Those are drawn again. No parameters where most would have to be: the points are too few.
+    Those are drawn again. No parameters where most would have to be.
     """
     count, size = len(points), len(theta)
     random = np.random.default_rng(seed)
@@ -164,10 +160,7 @@ def tells(points: Points, law: Law) -> bool:
 
 
 def held_out(points: Points, law: Law, estimator: Estimator) -> dict[str, Any] | None:
-    """Return relative errors on the largest budgets of a fit to the others.
-
-    None if too few are left.
-    """
+    """Return relative errors on the largest budgets of a fit to the others; None if too few."""
     budgets = groups(points.flops, SAME_BUDGET)
     out: list[int] = []
     while budgets and len(out) < max(1, _HELD_OUT * len(points)):
@@ -192,10 +185,7 @@ def held_out(points: Points, law: Law, estimator: Estimator) -> dict[str, Any] |
 
 
 def noise_floor(points: Points) -> dict[str, Any] | None:
-    """Return the scatter of log(loss) among runs of equal size and tokens; None without any.
-
-    The standard deviation is pooled over the groups of equal size, tokens and unique tokens.
-    """
+    """Return the pooled scatter of log(loss) among runs of equal size and tokens, if any."""
     unique = points.tokens if points.unique is None else points.unique
     keys = np.column_stack([points.params, points.tokens, unique])
     _, group, counts = np.unique(keys, axis=0, return_inverse=True, return_counts=True)

@@ -1,7 +1,4 @@
-"""Forecasts of future runs: made, registered, and compared with the outcome.
-
-A registered forecast is a file that is written once, before its run; nothing writes it again.
-"""
+"""Forecasts of future runs: made, registered in a file once, and compared with the outcome."""
 
 import json
 import os
@@ -44,9 +41,9 @@ class Registered(BaseModel):
 class Forecast:
     """Loss in nats per token of a run of `params` on `tokens`; `flops` is 6ND.
 
-    `intervals`: 95 %, of params and tokens where they are the best of the budget; of `loss`, the
-    law alone; and of `loss_of_a_run`, which has the scatter of runs about the law besides. None
-    where the fit has no bootstrap. `beyond`: flops over those of the largest fitted run.
+    `intervals`: 95 %, of the best params and tokens, of `loss` (the law alone), and of
+    `loss_of_a_run` (with the scatter of runs). `beyond`: flops over those of the largest fitted
+    run.
     """
 
     flops: float
@@ -70,8 +67,7 @@ def forecast(
 ) -> Forecast:  # fmt: skip
     """Return the forecast of a run's loss; with `flops` alone, at the best N and D.
 
-    `unique`: tokens of the corpus, of the data-constrained law. Raises ConfigError where the fit
-    says nothing of such a run.
+    `unique`: tokens of the corpus. Raises ConfigError where the fit says nothing of such a run.
     """
     given = {"--flops": flops, "--params": params, "--tokens": tokens}
     known = [flag for flag, value in given.items() if value is not None]
@@ -186,17 +182,10 @@ def register(path: Path, made: Forecast, fit: Fit) -> None:
         ) from None
 
 
-def default_path(fit: Fit, flops: float) -> Path:
-    """Return the path of a forecast's file: beside the fit, named after the budget and the time."""
-    now = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
-    return fit.path.parent / f"forecast-{flops:.3g}-{now}.json"
-
-
 def judged(files: Sequence[Path], points: Points) -> list[dict[str, Any]]:
     """Return registered forecasts beside the runs that they were about: if each interval held.
 
-    A forecast without a run yet has None for row, loss, error and held; `error` is that of the
-    forecast, relative to the truth. Raises ConfigError for a file that is no forecast.
+    A forecast without a run has None for its outcome. Raises ConfigError for no forecast.
     """
     found = []
     for file in files:

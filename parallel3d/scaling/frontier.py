@@ -51,8 +51,8 @@ class Profile:
     def least(self, method: Method, times: Array | None = None) -> Best | None:
         """Return the best size; None where it is not bracketed by sizes on both sides.
 
-        parabola: through log(loss) over log(N) of all sizes. akima: an interpolation of the same,
-        which follows them. Runs of one size are averaged; `times`: how often each counts.
+        parabola: through log(loss) over log(N). akima: an interpolation of it. Runs of one size are
+        averaged; `times`: how often each counts.
         """
         weight = np.ones(len(self.rows)) if times is None else times
         total = np.bincount(self.size, weight)
@@ -108,8 +108,7 @@ def _akima_least(x: Array, y: Array) -> tuple[float, float] | None:
 def envelope(points: Points) -> list[Best]:
     """Return the runs that no run of as few FLOPs or fewer beats, the cheapest left out.
 
-    Only the end of each run counts: a loss on the way of a schedule that decays is no loss of a
-    shorter run. The cheapest run is best among one.
+    Only the end of a run counts: a loss on the way of a decaying schedule is no shorter run's.
     """
     order = np.lexsort((points.loss, points.flops))
     before = np.minimum.accumulate(points.loss[order])[:-1]
@@ -145,7 +144,7 @@ def frontier_loss(
 ) -> dict[str, float]:
     """Return E, A and gamma of the law of the best losses; empty for fewer than four budgets.
 
-    `near`: the law of all runs, from which that of a draw of a bootstrap is searched for.
+    `near`: the law of all runs, at which the search for a draw's begins.
     """
     if len(bests) < 4:
         return dict(near or {})
@@ -194,7 +193,11 @@ def fit_frontier(
         "warnings": [f"left out {text}" for text in left_out],
     }  # fmt: skip
     if kind == "isoflop":
-        diagnostics["methods"] = _methods(points)
+        each = {way: _bests(points, kind, way, all_profiles)[0] for way in METHODS}
+        diagnostics["methods"] = {
+            way: exponents(some)["N_exponent"] if len(some) > 1 else None
+            for way, some in each.items()
+        }
         diagnostics["parabola_bias"] = parabola_bias(points, estimator)
     if not loss:
         diagnostics["warnings"].append("no law of the loss: fewer than 4 budgets")
@@ -215,10 +218,7 @@ def fit_frontier(
 
 
 def held_out(bests: Sequence[Best], estimator: Estimator) -> dict[str, Any] | None:
-    """Return the error on the largest budget's best of the law fitted to the other budgets.
-
-    None where fewer than four others are left.
-    """
+    """Return the error on the largest budget's best of a law fitted to four others or more."""
     *rest, last = sorted(bests, key=lambda best: best.flops)
     law = frontier_loss(rest, estimator)
     if not law:
@@ -253,21 +253,11 @@ def _bests(
     return bests, left_out
 
 
-def _methods(points: Points) -> dict[str, Any]:
-    """Return the exponent of N by each method."""
-    found: dict[str, Any] = {}
-    for method in METHODS:
-        bests, _ = _bests(points, "isoflop", method, profiles(points))
-        found[method] = exponents(bests)["N_exponent"] if len(bests) > 1 else None
-    return found
-
-
 def parabola_bias(points: Points, estimator: Estimator) -> dict[str, float] | None:
-    """Return the error of a parabola on these very sizes, if the loss followed a parametric law.
+    """Return the error of a parabola on these sizes, if the loss followed a parametric law.
 
-    Where alpha and beta differ a profile is lopsided, and a parabola's vertex beside its least
-    loss, the farther the wider the sizes. The parametric law is fitted to the points and put in
-    their place, without noise. None where they do not tell it.
+    Where alpha and beta differ, a parabola's vertex lies beside the least loss. The law is fitted
+    to the points and put in their place, without noise; None where they do not tell it.
     """
     try:
         law = fit_law(points, PARAMETRIC, estimator, draws=0, brief=True).parameters

@@ -17,10 +17,9 @@ Values = Mapping[str, Array | float]
 class Law:
     """Loss as a sum of power laws.
 
-    `coefficients`: of each term, none below 0, the first the irreducible loss E. `features`: of
-    (params, tokens), [points, terms, exponents]. `best`: of a law's values and a budget of FLOPs
-    the (params, tokens) of least loss with C = 6ND. `optimal`: exponents of FLOPs that N and D grow
-    with at the optimum. `needs`: how many different sizes, tokens or budgets the points must have.
+    `coefficients`: of each term, the first the irreducible loss E. `features`: of (params, tokens),
+    [points, terms, exponents]. `best`: (params, tokens) of least loss for a budget. `optimal`:
+    exponents of FLOPs that these grow with. `needs`: so many different values of a column.
     """
 
     name: str

@@ -1,6 +1,8 @@
 """Pictures of a fit, each a PNG as bytes (matplotlib is imported late)."""
 
-from collections.abc import Sequence
+import io
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -11,13 +13,39 @@ from parallel3d.scaling.laws import LAWS
 from parallel3d.scaling.points import groups
 from parallel3d.scaling.result import Fit
 from parallel3d.scaling.runs import Curve
-from parallel3d.scaling.style import png, style
 
 _MARK, _LINE = "#c0392b", "#31276b"
 _MOST = 9  # lines of one picture that can be told apart
 _LOSS = "loss (nats per token)"
 Picture = tuple[Any, str]
 """A figure and its caption."""
+_STYLE: Any = {
+    "font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
+    "grid.color": "#e6e6e6", "grid.linewidth": 0.6, "axes.axisbelow": True, "legend.frameon": False,
+    "legend.fontsize": 8, "lines.linewidth": 1.2, "axes.titlesize": 9.5, "figure.dpi": 160,
+    "axes.edgecolor": "#555555", "figure.figsize": (6.4, 3.7),
+    "figure.constrained_layout.use": True,
+}  # fmt: skip
+
+
+@contextmanager
+def style() -> Iterator[Any]:
+    """Give matplotlib's pyplot in this style, without a display."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    with plt.rc_context(_STYLE):
+        yield plt
+
+
+def png(plt: Any, figure: Any) -> bytes:
+    """Return the figure as a PNG, and close it."""
+    out = io.BytesIO()
+    figure.savefig(out, format="png", metadata={"Software": ""})
+    plt.close(figure)
+    return out.getvalue()
 
 
 def pictures(fit: Fit, curves: Sequence[Curve] = ()) -> dict[str, tuple[bytes, str]]:

@@ -43,10 +43,7 @@ class Dropped(NamedTuple):
 
 @dataclass(frozen=True)
 class Points:
-    """Sizes, tokens, FLOPs and losses of runs: arrays [points].
-
-    `flops` of training; `loss` in nats per token.
-    """
+    """Sizes, tokens, FLOPs and losses (nats per token) of runs: arrays [points]."""
 
     params: Array
     tokens: Array
@@ -94,18 +91,14 @@ def groups(values: Array, same: float = SAME) -> list[np.ndarray]:
 
 
 def points_of(
-    table: Table,
-    named: Mapping[str, str | None],
-    *,
-    others: Sequence[tuple[str, str]] = (),
+    table: Table, named: Mapping[str, str | None], *, others: Sequence[tuple[str, str]] = (),
     drop_largest: int = 0,
-) -> Points:
+) -> Points:  # fmt: skip
     """Return the points of a table without unusable rows, which are listed.
 
-    `named`: column of params, tokens, flops, loss, standard_error and unique, where a flag names
-    it. `others`: flags and names of further columns of numbers above 0. `drop_largest`: so many
-    points of the largest losses are left out, too. Any two of params, tokens and flops are enough
-    (C = 6ND). Raises ConfigError for a column that is missing, or where no row can be used.
+    `named`: columns by their use. `others`: flags and names of further columns of numbers above 0.
+    Any two of params, tokens and flops are enough. Raises ConfigError for a column that is missing,
+    or where no row can be used.
     """
     columns = _columns(table, named)
     dropped = [Dropped(*gone) for gone in table.left_out]

@@ -27,10 +27,7 @@ class Power:
 
 
 def power_law(x: Sequence[Array], y: Array, log_error: Array | None = None) -> Power:
-    """Return the power law fitted as a line in log(x) to log(y), with weights 1 / log_error^2.
-
-    `log_error`: the standard error of log(y); a point without a finite one counts for nothing.
-    """
+    """Return the power law of x fitted to y in logarithms, with weights 1 / log_error^2."""
     weight = np.ones(len(y)) if log_error is None else 1 / log_error
     known = np.isfinite(y) & np.isfinite(weight) & (weight > 0)
     logs = np.log(np.array([v[known] for v in x]))
@@ -51,8 +48,7 @@ def power_law(x: Sequence[Array], y: Array, log_error: Array | None = None) -> P
 def best_values(points: Points, setting: Array) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the best value of a swept setting by size and length, and those left out, with why.
 
-    At least three values are needed, and a loss that is least within the sweep: the vertex of a
-    parabola in log(setting) through the best value and its neighbours.
+    It is the vertex of a parabola through the best of three values or more and its neighbours.
     """
     found, left_out = [], []
     for params, tokens in np.unique(
@@ -80,9 +76,8 @@ def best_values(points: Points, setting: Array) -> tuple[list[dict[str, Any]], l
 def fit_best(points: Points, setting: Array, column: str, *, draws: int, seed: int) -> Fit:
     """Return a power law of the best value of `column` in N, in D, or in both, whichever vary.
 
-    Where D is a power of N, as a constant multiple, it is of N alone. The form of arXiv:2503.04715:
-    the learning rate by N and D, the batch size by D. Intervals are of a bootstrap over the (N, D).
-    Raises ConfigError where fewer than exponents + 2 are known.
+    The form of arXiv:2503.04715; of N alone where D is a multiple of it. Intervals are of a
+    bootstrap over the (N, D). Raises ConfigError where fewer than exponents + 2 are known.
     """
     best, left_out = best_values(points, setting)
     columns = {"N": "params", "D": "tokens"}

@@ -203,10 +203,7 @@ def write(
     fit: Fit, folder: Path, *, title: str, curves: Sequence[Curve] = (),
     settings: Mapping[str, str] | None = None,
 ) -> Path:  # fmt: skip
-    """Write report.html, and its pictures beside it in report/; return the page's path.
-
-    `settings`: how the runs were trained, where that is known.
-    """
+    """Write report.html, and its pictures beside it in report/; return the page's path."""
     drawn = pictures(fit, curves)
     (folder / PICTURES).mkdir(parents=True, exist_ok=True)
     for name, (image, _) in drawn.items():

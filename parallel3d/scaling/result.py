@@ -20,11 +20,10 @@ _COLUMNS = ("params", "tokens", "flops", "loss")
 class Fit:
     """A law's fitted values, their intervals, and diagnostics.
 
-    `parameters`: name -> value. `samples`: the same of each draw of the bootstrap, [draws]; empty
-    where the points are too few for one. `objective`: what was minimised, at its minimum.
-    `optimal`: the powers of FLOPs that the best N and D grow with; `optimal_samples`: the same of
-    each draw. `scatter`: residuals of the points, log(loss) - log(law). `path`: the file that the
-    fit was read from.
+    `samples`: the parameters of each draw of the bootstrap, [draws], if any. `objective`: its
+    minimum. `optimal`: powers of FLOPs that the best N and D grow with; `optimal_samples`: of each
+    draw. `scatter`: log(loss) - log(law) of the points. `path`: the file that the fit was read
+    from.
     """
 
     law: str

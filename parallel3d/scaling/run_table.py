@@ -58,10 +58,9 @@ class Table:
 
 
 def read(path: Path) -> Table:
-    """Return the table in a file; its first bytes decide its format, whatever its name.
+    """Return the table in a file: CSV, a JSON list of objects, or one JSON object a line.
 
-    CSV with commas, semicolons or tabs; a JSON list of objects; one JSON object a line. Raises
-    ConfigError where it cannot be read or holds no row.
+    The first bytes decide. Raises ConfigError where it cannot be read or holds no row.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")

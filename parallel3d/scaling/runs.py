@@ -1,7 +1,6 @@
-"""Folders of runs of launch/train.py, read as a table.
+"""Folders of runs of launch/train.py (config.json, metrics.jsonl), read as a table.
 
-Each run has its resolved config.json and its metrics.jsonl; its loss is the held-out loss of its
-last line, if that is the line of its last step.
+A run's loss is the held-out loss of its last line, if that is of its last step.
 """
 
 import json
@@ -44,10 +43,9 @@ class Curve:
 
 @dataclass(frozen=True)
 class PartCounts:
-    """Parameters of a model by part; `transformer`: of the blocks.
+    """Parameters of a model by part; `total` counts a tied copy once.
 
-    The head's output projection counts with the head even where it is the embedding's: it is
-    multiplied with each token. `total`: all parameters, a tied copy once.
+    The head's projection counts with the head even where it is the embedding's.
     """
 
     embedding: int
@@ -73,8 +71,7 @@ def count(model: Any) -> PartCounts:
 def read_runs(folder: Path) -> Table:
     """Return a row for each finished run in a folder; the others are left out by name.
 
-    A run's unique tokens are those that its own folder records, else those of its ladder. Raises
-    ConfigError where no run did.
+    Unique tokens are those of a run, else of its ladder. Raises ConfigError where no run did.
     """
     rows: dict[str, dict[str, Any]] = {}
     left_out = []
@@ -137,21 +134,16 @@ def settings(folder: Path) -> dict[str, str]:
         if schedule.type != "constant":
             ends = f" to {schedule.min_ratio:g} at each end"
         for name, value in {
-            "architecture": config.model.family,
-            "vocabulary": config.model.vocab_size,
-            "sequence length": data.sequence_length,
-            "training data": data.source,
-            "tokenizer": data.tokenizer,
-            "steps": train.steps,
-            "batch, tokens": config.tokens_per_step,
-            "learning rate": adam.lr,
+            "architecture": config.model.family, "vocabulary": config.model.vocab_size,
+            "sequence length": data.sequence_length, "training data": data.source,
+            "tokenizer": data.tokenizer, "steps": train.steps,
+            "batch, tokens": config.tokens_per_step, "learning rate": adam.lr,
             "learning-rate schedule": f"{schedule.type}{ends}",
             "warm-up, steps": schedule.warmup_steps,
             "betas, weight decay": f"{list(adam.betas)}, {adam.weight_decay}",
-            "precision": config.precision,
-            "seeds": train.seed,
+            "precision": config.precision, "seeds": train.seed,
             "held-out samples": "all" if samples >= ALL else samples,
-        }.items():
+        }.items():  # fmt: skip
             found.setdefault(name, set()).add(str(value))
     return {name: _few(values) for name, values in found.items()}
 

@@ -89,8 +89,5 @@ Cost = Callable[[Action], float]  # seconds
 
 
 def unit_cost(action: Action) -> float:
-    """A forward takes 1, a backward 2 (half of it for the input, half for the weights).
-
-    What ZeRO gathers or reduces takes 1, too; a message takes no time.
-    """
+    """F, I, W, GATHER and REDUCE take 1, a whole backward 2, a message no time."""
     return _UNIT_COST.get(action.op, 0.0)

@@ -1,8 +1,7 @@
 """Pictures of a pipeline, from Spans: a planned run and a measured one are drawn alike.
 
-What ZeRO gathers, holds and reduces stands in lanes below a rank's computes, one for each stage: a
-box while its weights come (GATHER), a line for as long as they are held (until RELEASE), and a box
-while its gradients are reduced (REDUCE).
+ZeRO's work stands in lanes below a rank, one for each stage: a box while weights come (GATHER), a
+line while they are held (until RELEASE), a box while gradients are reduced (REDUCE).
 """
 
 from collections import defaultdict
@@ -19,13 +18,11 @@ from parallel3d.schedule.schedule import Schedule, bubble, validate
 from parallel3d.schedule.sharding import SHARDING
 
 _NAMES = {
-    Op.F: "forward",
-    Op.B: "backward",
-    Op.I: "input gradient",
-    Op.W: "weight gradient",
-    Op.GATHER: "gather",
-    Op.REDUCE: "reduce",
-}
+    Op.F: "forward", Op.B: "backward", Op.I: "input gradient", Op.W: "weight gradient",
+    Op.GATHER: "gather", Op.REDUCE: "reduce",
+}  # fmt: skip
+WIDTH = 1000  # of a picture
+_COLUMNS = 100  # of a grid
 _HEAD = 8  # columns of "rank 0  "
 _HUES = {Op.F: 0.59, Op.B: 0.38, Op.I: 0.48, Op.W: 0.09}
 _LANE = 7  # height of a lane in a picture, with the gap above it
@@ -36,19 +33,18 @@ _LEGEND = "G: gathers a stage's weights, X: lets go of them, R: reduces its grad
 _LEFT, _TOP, _ROW, _PITCH = 72, 74, 30, 36  # of a panel: margins, height of a row, row to row
 
 
-def text_grid(spans: Spans, width: int = 100) -> str:
+def text_grid(spans: Spans) -> str:
     """One line per rank, time to the right, a `·` for each column in which the rank is idle.
 
-    Below it stands what ZeRO gathers, releases and reduces there. Whole times have as many columns
-    a unit, with short labels ("F0" for "2F0") or in panels where needed; others are scaled to
-    `width`. A long timeline is folded: the ruler goes on with the true times behind the fold.
+    Below it stands what ZeRO does. Whole times have as many columns a unit, with short labels or in
+    panels where needed; others are scaled to 100. A long timeline is folded.
     """
     whole, timeline = spans_from_zero(spans), timeline_of(spans)
     spans, length = timeline.spans, timeline.length
     one_stage = all(s.action.stage == coord for coord, rank in enumerate(spans) for s in rank)
     full = 1 + max(len(str(span.action)) for rank in spans for span in rank)
     short = full - 2 if one_stage else full - 1
-    columns, packed = (width - _HEAD) / length, False  # columns per unit of time
+    columns, packed = (_COLUMNS - _HEAD) / length, False  # columns per unit of time
     if all(time.is_integer() for rank in spans for _, *times in rank for time in times):
         packed = short <= columns < full
         columns = int(columns) if packed else full
@@ -79,7 +75,7 @@ def text_grid(spans: Spans, width: int = 100) -> str:
     for time, place in timeline.ticks(step):
         if len(ruler) < round(place * columns) or not ruler:
             ruler = ruler.ljust(round(place * columns)) + f"{time:g}"
-    drawn = _panels(heads, [ruler[: len(rows[0])], *rows], width - _HEAD, step * columns)
+    drawn = _panels(heads, [ruler[: len(rows[0])], *rows], _COLUMNS - _HEAD, step * columns)
     return f"{drawn}\n\n{_LEGEND}" if "" in heads else drawn
 
 
@@ -104,30 +100,32 @@ def _cell(labels: tuple[str, ...], width: int) -> str:
     return "─" * width
 
 
-def figure(
-    panels: Sequence[tuple[str, Spans]], width: int = 1000, idle: float | None = None
-) -> str:
+def figure(panels: Sequence[tuple[str, Spans]], idle: float | None = None) -> str:
     """Drawings (SVG) of several (title, spans), one below the other, on one scale of time.
 
-    Rows are ranks, colours operations, darker for later stages. `idle`: the bubble, where the spans
-    are of a part of the step alone.
+    Rows are ranks, colours operations. `idle`: the bubble, where the spans are a part of the step.
     """
     shifted = [(title, spans_from_zero(spans), timeline_of(spans)) for title, spans in panels]
-    scale = (width - _LEFT - 24) / max(timeline.length for *_, timeline in shifted)
-    heights = [_TOP + _pitch(spans) * len(spans) + 34 for _, spans, _ in shifted]
-    out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {sum(heights)}" '
-        f'width="{width}" height="{sum(heights)}" font-family="Helvetica, Arial, sans-serif" '
-        'font-size="12" fill="#343a40">',
-        '<rect width="100%" height="100%" fill="#ffffff"/>',
-    ]
+    scale = (WIDTH - _LEFT - 24) / max(timeline.length for *_, timeline in shifted)
+    lines: list[str] = []
     y = 0
-    for (title, spans, timeline), height in zip(shifted, heights, strict=True):
+    for title, spans, timeline in shifted:
         share = bubble(spans) if idle is None else idle
-        out += [*_heading(title, spans, share, y), *_rows(spans, timeline, scale, y + _TOP)]
-        out += _axis(timeline, scale, y + _TOP, y + height - 18)
-        y += height
-    return "\n".join(out) + "</svg>"
+        lines += [*_heading(title, spans, share, y), *_rows(spans, timeline, scale, y + _TOP)]
+        top, y = y + _TOP, y + height_of(spans)
+        lines += _axis(timeline, scale, top, y - 18)
+    return framed(y, lines)
+
+
+def framed(height: int, lines: Sequence[str]) -> str:
+    """A drawing (SVG) of these lines on a white ground, as wide as all drawings."""
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
+        f'width="{WIDTH}" height="{height}" font-family="Helvetica, Arial, sans-serif" '
+        'font-size="12" fill="#343a40">'
+    )
+    ground = '<rect width="100%" height="100%" fill="#ffffff"/>'
+    return "\n".join([head, ground, *lines]) + "</svg>"
 
 
 def timeline_of(spans: Spans) -> Timeline:
@@ -172,6 +170,11 @@ def _heading(title: str, spans: Spans, idle: float, y: int) -> Iterator[str]:
     if Op.GATHER in present:
         legend = "line: weights held, a lane a stage"
     yield f'<text x="{x}" y="{y + 52}" fill="#868e96">{legend}</text>'
+
+
+def height_of(spans: Spans) -> int:
+    """The height of a drawing of these spans, its title and its axis included."""
+    return _TOP + _pitch(spans) * len(spans) + 34
 
 
 def _pitch(spans: Spans) -> int:
@@ -278,13 +281,9 @@ def chrome_trace(spans: Spans) -> dict[str, Any]:
         events.append({"name": "process_name", "ph": "M", "pid": coord, "args": name})
         for number, (action, start, end) in enumerate(rank):
             event = {
-                "name": str(action),
-                "cat": action.op.value,
-                "pid": coord,
-                "tid": 0,
-                "ts": start * 1e6,
-                "args": {"stage": action.stage, "microbatch": action.microbatch},
-            }
+                "name": str(action), "cat": action.op.value, "pid": coord, "tid": 0,
+                "ts": start * 1e6, "args": {"stage": action.stage, "microbatch": action.microbatch},
+            }  # fmt: skip
             if not action.is_compute:
                 # Transfers overlap with computes and each other, which only async events may.
                 event["id"] = f"{coord}.{number}"
@@ -295,10 +294,7 @@ def chrome_trace(spans: Spans) -> dict[str, Any]:
 
 
 def spans_to_json(schedule: Schedule, spans: Spans) -> dict[str, Any]:
-    """A measured run for `spans_from_json`: the schedule's name and placement, and the spans.
-
-    Times count from the first start, in seconds to the microsecond.
-    """
+    """A measured run for `spans_from_json`, in seconds from the first start."""
     zero = min(span.start for rank in spans for span in rank)
     return {
         "name": schedule.name,
@@ -328,10 +324,7 @@ def spans_from_json(data: dict[str, Any]) -> tuple[Schedule, Spans]:
 
 
 def mean_costs(spans: Spans) -> Cost:
-    """Mean seconds of each compute over the microbatches of its stage; transfers take nothing.
-
-    With it, `simulate` draws the run that was measured without its jitter.
-    """
+    """Mean seconds of each compute of a stage: `simulate` then draws the run without its jitter."""
     seconds: dict[tuple[Op, int], list[float]] = defaultdict(list)
     for rank in spans:
         for action, start, end in rank:

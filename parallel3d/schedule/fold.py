@@ -13,10 +13,7 @@ _UNITS = 4.0  # of time, where all times are whole
 
 @dataclass(frozen=True)
 class Fold:
-    """One cut: from `begin` to `end` (seconds), where `num_microbatches` begin on the first stage.
-
-    In its place a gap of `gap` seconds is drawn.
-    """
+    """A cut from `begin` to `end`, in seconds, drawn as a gap of `gap` seconds."""
 
     begin: float
     end: float
@@ -76,8 +73,7 @@ def fold(spans: Spans, length: float, most: int = MOST) -> Timeline:
 def _cuts(spans: Spans) -> list[tuple[float, float, int]]:
     """Begin, end and microbatches of what is left out: in the forwards, in the backwards, or both.
 
-    A round is as many microbatches as there are ranks, because schedules run them in such groups;
-    two rounds are drawn at either end.
+    Schedules run in rounds of as many microbatches as ranks; two are drawn at either end.
     """
     starts: dict[Op, dict[int, float]] = {}
     for rank in spans:

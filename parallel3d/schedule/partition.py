@@ -10,9 +10,8 @@ from parallel3d.base.errors import ConfigError
 def partition(costs: Sequence[float], num_stages: int) -> tuple[range, ...]:
     """The layers of each stage: contiguous, none empty, the costliest stage as cheap as can be.
 
-    Among the partitions with that maximum it takes the most even one (least sum of squared stage
-    costs, then of squared layer counts), then the one whose first stages are shortest, as those
-    hold activations longest. Exact, in integers. Raises ConfigError for fewer layers than stages.
+    Among those, the most even one (least squared costs, then squared layer counts), then the one
+    with the shortest first stages, which hold activations longest. Exact, in integers.
     """
     num_layers = len(costs)
     if not 1 <= num_stages <= num_layers:

@@ -1,7 +1,6 @@
 """Pipeline schedules as data: one list per rank that is drawn, checked, timed and run.
 
-`needs` is the only place that knows which action waits for which. `validate`, `simulate` and
-`add_communication` ask it, so a schedule file writes the order of its computes and nothing else.
+`needs` alone knows which action waits for which; a schedule file writes the order of computes.
 """
 
 from collections import Counter, defaultdict, deque
@@ -16,22 +15,9 @@ from parallel3d.schedule.action import Action, Cost, Op, Span, Spans, unit_cost
 from parallel3d.schedule.sharding import SHARDING, Weights, gathers, problems, with_sharding
 
 __all__ = [
-    "Action",
-    "Op",
-    "Schedule",
-    "Span",
-    "Spans",
-    "add_communication",
-    "add_sharding",
-    "bubble",
-    "idle_fraction",
-    "needs",
-    "peak_in_flight",
-    "sequence",
-    "simulate",
-    "unit_cost",
-    "validate",
-]
+    "Action", "Op", "Schedule", "Span", "Spans", "add_communication", "add_sharding", "bubble",
+    "idle_fraction", "needs", "peak_in_flight", "sequence", "simulate", "unit_cost", "validate",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -77,7 +63,7 @@ class Schedule:
     def order(self) -> tuple[tuple[int, Action, tuple[Action, ...]], ...]:
         """All (coordinate, action, what it needs) in an order in which blocking ranks can run.
 
-        A SEND stands for its RECV as well. Raises ScheduleError where the ranks get stuck.
+        A SEND stands for its RECV. Raises ScheduleError where the ranks get stuck.
         """
         return tuple(_run(self))
 
@@ -150,9 +136,8 @@ def _send_of(compute: Action, schedule: Schedule) -> Action | None:
 def validate(schedule: Schedule) -> None:
     """Raise ScheduleError unless the schedule can run, with the programs and the culprit printed.
 
-    Each compute stands once per stage and microbatch, on the stage's rank, after what it needs.
-    Where there is communication, each send has its receive, and *blocking* sends and receives
-    over one in-order channel for each pair of ranks come to an end: what NCCL gives.
+    Each compute stands once per stage and microbatch, on the stage's rank, after what it needs;
+    each send has its receive, and *blocking* ones over one channel a pair of ranks (NCCL's) end.
     """
     stages, microbatches = range(schedule.num_stages), range(schedule.num_microbatches)
     for coord, program in enumerate(schedule.programs):
@@ -180,8 +165,7 @@ def validate(schedule: Schedule) -> None:
 def add_communication(schedule: Schedule) -> Schedule:
     """A schedule's computes with SEND and RECV among them, free of deadlock by construction.
 
-    All programs are cuts of `sequence`, which even blocking ranks can follow; and a rank posts a
-    RECV one compute ahead, so that the transfer overlaps with it.
+    All are cuts of `sequence`; a RECV is posted one compute ahead, to overlap with it.
     """
     programs: list[list[Action]] = [[] for _ in schedule.programs]
     for action in sequence(schedule):
@@ -216,10 +200,9 @@ def sequence(schedule: Schedule) -> Iterator[Action]:
 def simulate(schedule: Schedule, cost: Cost) -> Spans:
     """The time at which each action runs, per coordinate, if action `a` takes `cost(a)` seconds.
 
-    A compute starts when its rank is free and what it needs is there. Transfers do not hold up
-    computes: one starts when both sides have come to it and their channel is free, and takes the
-    cost of its SEND. The Span of a SEND is the transfer; that of a RECV begins where it is posted.
-    GATHER and REDUCE take turns among a coordinate's data-parallel ranks, beside the computes.
+    Computes wait for their rank and what they need. A transfer starts when both sides have come to
+    it and their channel is free, holds up no compute, and takes the cost of its SEND; the Span of
+    its RECV begins where it is posted. GATHER and REDUCE take turns beside the computes.
     """
     free = [0.0] * schedule.pp_size
     channel_free: dict[tuple[int, int], float] = defaultdict(float)
@@ -248,8 +231,7 @@ def simulate(schedule: Schedule, cost: Cost) -> Spans:
 def bubble(spans: Spans) -> float:
     """The idle fraction of the ranks' time, from the first compute to the end of the last.
 
-    1 - busy / (ranks x makespan), of forwards and backwards only: what is once a step (reductions,
-    the optimizer) does not count. arXiv:2104.04473, section 2.2, gives b / (1 - b).
+    What is once a step does not count. arXiv:2104.04473, section 2.2, gives b / (1 - b).
     """
     computes = [span for rank in spans for span in rank if span.action.is_compute]
     busy = sum(span.end - span.start for span in computes)
@@ -263,10 +245,7 @@ def idle_fraction(busy: float, ranks: int, makespan: float) -> float:
 
 
 def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """Per coordinate, the most forwards whose backward (B, or W where split) is still to come.
-
-    These are what a rank holds activations for. A forward-only schedule holds none.
-    """
+    """Per coordinate, the most forwards whose backward (B, or W where split) is still to come."""
     change = {Op.F: int(schedule.has_backward), Op.B: -1, Op.W: -1}
     return tuple(
         max(accumulate((change.get(action.op, 0) for action in program), initial=0))

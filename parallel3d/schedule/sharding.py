@@ -1,8 +1,7 @@
-"""Actions by which a rank gathers, releases and reduces what ZeRO has cut, as part of its program.
+"""Actions by which a rank gathers, releases and reduces what ZeRO has cut, in its program.
 
-GATHER, RELEASE and REDUCE stand among a schedule's computes where weights stay gathered for more
-than one microbatch, or gradients are reduced once a step: they are drawn, validated, simulated and
-run like the rest, and hold up no compute but those that need what they give.
+They stand there if weights stay gathered for several microbatches, or gradients are reduced once a
+step, and hold up no compute but those that need what they give.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,10 +19,9 @@ Program = tuple[Action, ...]
 def with_sharding(program: Program, weights: Weights, reduces_once: bool) -> Program:
     """A rank's program with the GATHER, RELEASE and REDUCE of its ZeRO stage.
 
-    `weights`: "per_microbatch" leaves gathering to F and B; "per_pass" holds a stage during its
-    forwards, and during its backwards; "per_step" from its first forward to its last backward, as
-    does "per_pass" where the two overlap. A GATHER stands where the stage before it begins, so that
-    the weights come while that computes. `reduces_once`: a REDUCE follows a stage's last gradient.
+    "per_microbatch" leaves gathering to F and B; "per_pass" holds a stage during its forwards, and
+    its backwards; "per_step" from first to last. A GATHER stands where the stage before begins, so
+    that weights come while that computes. `reduces_once`: a REDUCE follows the last gradient.
     """
     before: dict[int, list[Action]] = {}
     after: dict[int, list[Action]] = {}

@@ -31,7 +31,7 @@ from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.nodes import Nodes, appears, find_nodes
 from parallel3d.mesh.pulse import rank as pulse
 from parallel3d.plan.impossible import MOST_BYTES, refuse_impossible
-from parallel3d.plan.open_weights import leaves_weights_open, with_weights
+from parallel3d.plan.setting import leaves_weights_open, with_weights
 from parallel3d.train.assembly import Assembly
 from parallel3d.train.attempts import Attempts
 from parallel3d.train.claim import Claim, token_of

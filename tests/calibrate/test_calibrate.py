@@ -10,7 +10,7 @@ import pytest
 from parallel3d.base.errors import TrainingError
 from parallel3d.calibrate import describe as calibration
 from parallel3d.calibrate.curves import fit, fit_link
-from parallel3d.calibrate.device import QUICK, Measured
+from parallel3d.calibrate.device import Effort, Measured
 from parallel3d.calibrate.steps import Timed, small_runs
 from parallel3d.config.hardware import Hardware, load
 from parallel3d.plan.setting import Setting
@@ -20,6 +20,7 @@ from parallel3d.plan.time.step import step_time
 pytestmark = pytest.mark.gloo
 
 LATENCY, BANDWIDTH = 2e-4, 1.5e9
+QUICK = Effort(0.002, 0.005, 128, 50_000, 2**20, 1, 2)  # enough to see that everything works
 SIZES = [4096 * 4**i for i in range(8)]
 
 

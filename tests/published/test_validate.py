@@ -19,8 +19,7 @@ from benchmarks.published.validate import MEANS, outcomes, show, summary, valida
 from parallel3d.base.errors import ConfigError
 from parallel3d.config.hardware import Hardware
 from parallel3d.plan.setting import Setting
-from parallel3d.plan.time.curves import fitted
-from parallel3d.plan.time.operators import Curves
+from parallel3d.plan.time.operators import Curves, fitted
 
 pytestmark = pytest.mark.pure
 

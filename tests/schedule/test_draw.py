@@ -14,15 +14,7 @@ import pytest
 
 from parallel3d.base.errors import ScheduleError
 from parallel3d.schedule import draw
-from parallel3d.schedule.schedule import (
-    Action,
-    Op,
-    Span,
-    add_sharding,
-    bubble,
-    simulate,
-    unit_cost,
-)
+from parallel3d.schedule.schedule import Action, Op, Span, add_sharding, bubble, simulate, unit_cost
 from parallel3d.schedule.schedules import make_schedule, names
 
 pytestmark = pytest.mark.pure
@@ -197,12 +189,9 @@ def test_json_gives_the_schedule_as_it_runs(monkeypatch, capsys) -> None:
     programs = tuple(tuple(map(Action.parse, program)) for program in report.pop("programs"))
     assert programs == schedule.programs
     assert report == {
-        "name": "interleaved",
-        "num_microbatches": 2,
-        "pp_coord_of_stage": [0, 1, 0, 1],
-        "bubble": pytest.approx(1 / 5),
-        "peak_in_flight": [4, 3],
-    }
+        "name": "interleaved", "num_microbatches": 2, "pp_coord_of_stage": [0, 1, 0, 1],
+        "bubble": pytest.approx(1 / 5), "peak_in_flight": [4, 3],
+    }  # fmt: skip
 
 
 def test_json_gives_what_zero_gathers(monkeypatch, capsys) -> None:

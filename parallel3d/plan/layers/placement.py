@@ -1,8 +1,7 @@
-"""Which stage holds each layer, and how many microbatches each pipeline coordinate has in flight.
+"""Which stage holds each layer, and how many microbatches each coordinate has in flight.
 
-A search asks these functions a hundred thousand times for few different answers, so answers are
-cached. A model is identified by its tuple of layers itself: to compare or hash the layers takes far
-longer than to look up an answer.
+A search asks a hundred thousand times, so answers are cached; a model is identified by its tuple of
+layers, as to hash the layers takes longer than to look up an answer.
 """
 
 from dataclasses import dataclass
@@ -18,10 +17,7 @@ from parallel3d.schedule.schedules import load
 
 @dataclass(eq=False)
 class LayerKinds:
-    """A model's layers, sorted into the few kinds that differ by their name alone.
-
-    `kind_of` [layers]: each layer's kind. `kinds`: one layer of each.
-    """
+    """A model's layers, and one layer of each of the few kinds; `kind_of` [layers]: its kind."""
 
     layers: tuple[LayerSpec, ...]
     kind_of: tuple[int, ...]
@@ -36,15 +32,12 @@ def model_of(layers: tuple[LayerSpec, ...]) -> LayerKinds:
     model = _models.get(id(layers))
     if model is None:
         seen: dict[Any, int] = {}
-        kind_of = tuple(seen.setdefault(_kind(layer), len(seen)) for layer in layers)
+        alike = ((layer.build, layer.params, layer.tied, layer.config) for layer in layers)
+        kind_of = tuple(seen.setdefault(key, len(seen)) for key in alike)
         kinds = tuple(layers[kind_of.index(k)] for k in range(len(seen)))
         # It holds on to the tuple, so that its id is not given to another.
         model = _models[id(layers)] = LayerKinds(layers, kind_of, kinds)
     return model
-
-
-def _kind(layer: LayerSpec) -> tuple[Any, ...]:
-    return layer.build, layer.params, layer.tied, layer.config
 
 
 @lru_cache(maxsize=4096)
@@ -76,13 +69,9 @@ def parts_of(model: LayerKinds, num_stages: int, seq: int) -> tuple[StageLayers,
 
 @lru_cache(maxsize=65536)
 def cost_of(
-    model: LayerKinds,
-    kind: int,
-    shape: Shape,
-    tp: int = 1,
-    sequence_parallel: bool = False,
+    model: LayerKinds, kind: int, shape: Shape, tp: int = 1, sequence_parallel: bool = False,
     recompute: Recompute = "none",
-) -> LayerCost:
+) -> LayerCost:  # fmt: skip
     """FLOPs, bytes and activations of one layer of a kind on one tensor-parallel rank."""
     return model.kinds[kind].cost(shape, tp, sequence_parallel, recompute)
 
@@ -112,9 +101,7 @@ def in_flight(
 ) -> tuple[tuple[MicrobatchCounts, ...], ...]:
     """For each coordinate, the largest counts of microbatches in flight in each of its stages.
 
-    A microbatch is in flight in a stage between its forward and its backward. Where a coordinate
-    has several stages, no single moment need be the worst for stages of any size, so the counts of
-    all candidate moments are given: those before a backward.
+    Of several stages no one moment need be the worst: all moments before a backward are given.
     """
     if stages_per_rank == 1:
         return tuple(((n,),) for n in most_in_flight(schedule, pp, num_microbatches, 1))
@@ -134,8 +121,7 @@ def few_microbatches(schedule: str, pp: int, num_microbatches: int, stages_per_r
 def _few(pp: int, num_microbatches: int) -> int:
     """A number of microbatches that fills the pipeline; the schedule repeats itself after them.
 
-    Microbatches enter and leave in groups that differ by at most one (see
-    schedules/interleaved.py); the number covers the first four groups.
+    It covers the first four groups in which they enter and leave (see schedules/interleaved.py).
     """
     groups, surplus = divmod(num_microbatches, pp)
     if groups <= _GROUPS:
@@ -214,13 +200,8 @@ class StageClasses:
 
 def stage_classes_of(setting: Setting) -> StageClasses:
     """The classes of a setting's stages; equal ones are one object."""
-    return _layout(
-        model_of(setting.layers),
-        setting.shape.seq,
-        setting.schedule,
-        setting.pp,
-        setting.stages_per_rank,
-    )
+    model, s = model_of(setting.layers), setting
+    return _layout(model, s.shape.seq, s.schedule, s.pp, s.stages_per_rank)
 
 
 @lru_cache(maxsize=4096)
@@ -248,22 +229,12 @@ def _placed(
         return tuple(some.count(c) for c in range(len(stages)))
 
     last = {c: coord for coord, c in enumerate(coord_class_of)}
-    return StageClasses(
-        model=model,
-        stages=stages,
-        class_of=class_of,
-        homes=homes,
-        coords=coords,
-        coord_class_of=coord_class_of,
-        crossings=tuple((home_of[s], home_of[s + 1]) for s in range(len(cuts) - 1)),
-        outer=tuple(
-            Outer(
-                coord,
-                coord_class_of[coord],
-                count(class_of[: homes[coord][0]]),
-                homes[coord],
-                tuple(count(class_of[s:]) for s in homes[coord]),
-            )
-            for coord in sorted({0, *last.values()})
-        ),
-    )
+    crossings = tuple((home_of[s], home_of[s + 1]) for s in range(len(cuts) - 1))
+    outer = tuple(
+        Outer(
+            coord, coord_class_of[coord], count(class_of[: homes[coord][0]]), homes[coord],
+            tuple(count(class_of[s:]) for s in homes[coord]),
+        )
+        for coord in sorted({0, *last.values()})
+    )  # fmt: skip
+    return StageClasses(model, stages, class_of, homes, coords, coord_class_of, crossings, outer)

@@ -11,11 +11,10 @@ from parallel3d.plan.layers.placement import Counts, LayerKinds, StageLayers
 class WeightSizes(NamedTuple):
     """Elements of the weights of some layers on the tensor-parallel rank that holds most of them.
 
-    `params`: of all `num_params` parameters; `small`: of the `num_small` among them that ZeRO-3
-    keeps whole, up to its persistence threshold; `largest`: of the largest parameter; `module`:
-    held at most to gather one module, whose parameters come in one buffer and are copied out of it,
-    if there are several; `copied`: of the parameters that a gather of a whole layer copies
-    likewise; `layer`: of the largest layer.
+    `small`: of parameters up to ZeRO-3's persistence threshold, kept whole. `largest`: of the
+    largest parameter. `module`: held at most to gather one module, in one buffer and copied out of
+    it if it has several parameters; `copied`: the copies of a whole layer. `layer`: of the largest
+    layer.
     """
 
     params: int
@@ -42,24 +41,19 @@ def weights_of_kind(model: LayerKinds, kind: int, tp: int, threshold: int = 0) -
     every = [size for module in modules.values() for size in module]
     large = [size for size in every if size > threshold]
     return WeightSizes(
-        params=sum(every),
-        num_params=len(every),
-        small=sum(every) - sum(large),
-        num_small=len(every) - len(large),
-        largest=max(every, default=0),
+        params=sum(every), num_params=len(every), small=sum(every) - sum(large),
+        num_small=len(every) - len(large), largest=max(every, default=0),
         module=max((sum(own) * min(len(own), 2) for own in modules.values()), default=0),
-        copied=sum(large) if len(large) > 1 else 0,
-        layer=sum(every),
-    )
+        copied=sum(large) if len(large) > 1 else 0, layer=sum(every),
+    )  # fmt: skip
 
 
 def weights_of(
     model: LayerKinds, held: Counts, tp: int, threshold: int
 ) -> list[tuple[int, WeightSizes]]:
-    """Return for each kind of layer how many layers there are, and the sizes of one.
+    """Return how many layers there are of each kind (`held` [kinds]), and the sizes of one.
 
-    `held` [kinds]: the number of layers of each kind. A tied weight whose two copies are both among
-    these layers is counted once.
+    A tied weight whose two copies are both among these layers is counted once.
     """
     found = []
     for kind, count in enumerate(held):

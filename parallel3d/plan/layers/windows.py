@@ -1,7 +1,6 @@
-"""When a coordinate's stage weights are gathered under ZeRO-3, and when its gradients are whole.
+"""When a coordinate's stage weights are gathered under ZeRO-3, and its gradients are whole.
 
-Both are read from the schedule's own list with its GATHERs and RELEASEs (schedule/sharding.py), for
-the few microbatches after which the schedule repeats itself.
+Read from the schedule's own list with its GATHERs and RELEASEs (schedule/sharding.py).
 """
 
 from dataclasses import dataclass
@@ -69,10 +68,7 @@ _ONE_STAGE = Windows((1,), (_ALONE,), (_ALONE,), (Arrival(0, True, (0,), (0,)),)
 def windows(
     schedule: str, pp: int, num_microbatches: int, stages_per_rank: int, weights: Weights
 ) -> tuple[Windows, ...]:
-    """The weight gathers of each pipeline coordinate in a step.
-
-    A coordinate with one stage gathers it once a step: no other stage runs between its passes.
-    """
+    """The weight gathers of each pipeline coordinate in a step."""
     if stages_per_rank == 1:
         return (_ONE_STAGE,) * pp
     few = few_microbatches(schedule, pp, num_microbatches, stages_per_rank)

@@ -52,18 +52,9 @@ class StageActivations(NamedTuple):
 
 @lru_cache(maxsize=65536)
 def stage(
-    part: StageLayers,
-    batch: int,
-    seq: int,
-    tp: int,
-    sequence_parallel: bool,
-    recompute: Recompute,
-    hidden_size: int,
-    element: int,
-    gradient: int,
-    classic: bool,
-    on_cpu: bool,
-) -> StageActivations:
+    part: StageLayers, batch: int, seq: int, tp: int, sequence_parallel: bool, recompute: Recompute,
+    hidden_size: int, element: int, gradient: int, classic: bool, on_cpu: bool,
+) -> StageActivations:  # fmt: skip
     """Bytes of a stage's activations; a number has `element` bytes, a gradient `gradient`."""
     model, shape = part.model, Shape(batch, seq)
     hidden = shape.tokens * hidden_size * element // (tp if sequence_parallel else 1)
@@ -101,13 +92,8 @@ def stage(
     saved, working, *_ = kept[part.kinds[-1]]
     ending = 0 if on_cpu or part.ends else hidden  # its output, until it was sent
     return StageActivations(
-        freed,
-        saved if part.ends else 0,
-        sum(kept[kind][2] for kind in part.kinds),
-        hidden,
-        max(firsts, key=attrgetter("total")),
-        max(laters, key=attrgetter("total")),
-        BackwardMoment(0, working + ending, working if part.ends else 0, 0),
-        tuple(produced),
+        freed, saved if part.ends else 0, sum(kept[kind][2] for kind in part.kinds), hidden,
+        max(firsts, key=attrgetter("total")), max(laters, key=attrgetter("total")),
+        BackwardMoment(0, working + ending, working if part.ends else 0, 0), tuple(produced),
         tuple(moments),
-    )
+    )  # fmt: skip

@@ -37,11 +37,7 @@ class GatheredBytes(NamedTuple):
 
 @dataclass(eq=False)
 class CoordinateRank:
-    """One rank of a pipeline coordinate, with its stages and what each of them holds.
-
-    `home`: the coordinate's stages. `layers` and `stages`: the layers and the bytes of activations
-    that each of them holds.
-    """
+    """One rank of a pipeline coordinate, its stages (`home`), and what each of them holds."""
 
     setting: Setting
     coord: int
@@ -94,8 +90,8 @@ class CoordinateRank:
     def _of_arrivals(self, coming: Windows) -> Iterator[Moment]:
         """Yield the moments at which weights gathered by the program arrive.
 
-        A layer's weights come in one buffer and are copied out of it, but for a single one; its
-        buffer goes before the next layer's is copied. What one process has whole is neither.
+        Weights of a layer come in one buffer and are copied out of it, unless one process has them
+        whole.
         """
         held, copies = self.held, self.setting.dp > 1
         for arrival in coming.arrivals:

@@ -1,17 +1,13 @@
-"""Peak device, host and NVMe memory of each pipeline coordinate, in bytes, by part.
+"""Peak device, host and NVMe memory of each pipeline coordinate, in bytes, by part."""
 
-A rank's fullest moment is the largest of the candidate moments of a step (moments.py).
-"""
-
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from functools import lru_cache
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
 
 from parallel3d.config.hardware import Hardware
 from parallel3d.model.spec import Recompute
 from parallel3d.plan.layers.placement import (
     StageLayers,
-    in_flight,
     model_of,
     most_in_flight,
     parts_of,
@@ -25,72 +21,39 @@ from parallel3d.plan.setting import Setting
 from parallel3d.schedule.schedules import splits_backward
 
 PARTS = (
-    "weights",
-    "gathered",
-    "gradients",
-    "optimizer",
-    "activations",
-    "logits",
-    "buffers",
-    "margin",
-)
+    "weights", "gathered", "gradients", "optimizer", "activations", "logits", "buffers", "margin",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Memory:
     """Bytes that a rank of one pipeline coordinate holds at its fullest moment.
 
-    `parts`: bytes on the device, by the names of PARTS. `host` and `nvme`: bytes of offloaded
-    states.
+    `parts`: on the device, by the names of PARTS. `host`, `nvme`: of offloaded states.
     """
 
     parts: Mapping[str, int]
     host: int
     nvme: int
     pp_coord: int
-    total: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "total", sum(self.parts.values()))
+    @cached_property
+    def total(self) -> int:
+        """Bytes on the device."""
+        return sum(self.parts.values())
 
 
 def per_rank(setting: Setting, hardware: Hardware | None = None) -> tuple[Memory, ...]:
     """The peak memory of each pipeline coordinate.
 
-    With a GPU as `hardware` a margin for memory beyond tensors is added. Without `hardware` the
-    bytes are the tensors of a run on CPUs, which have no fused norms and no fused Adam.
+    A GPU has a margin for memory beyond tensors. Without `hardware` the run is on CPUs.
     """
     return tuple(at(setting, coord, hardware) for coord in range(setting.pp))
 
 
 def fullest(setting: Setting, hardware: Hardware | None = None) -> Memory:
     """The peak memory of the pipeline coordinate that needs most on its device."""
-    ranks: Iterable[Memory]
-    if setting.stages_per_rank == 1 and not is_cpu(hardware):
-        coords = _unlike(setting.schedule, setting.num_microbatches, _parts(setting), setting.pp)
-        ranks = (at(setting, coord, hardware) for coord in coords)
-    else:
-        ranks = per_rank(setting, hardware)
-    return max(ranks, key=lambda memory: memory.total)
-
-
-@lru_cache(maxsize=16384)
-def _unlike(
-    schedule: str, num_microbatches: int, parts: tuple[StageLayers, ...], pp: int
-) -> tuple[int, ...]:
-    """Pipeline coordinates of which no other has the same layers and as much in flight.
-
-    A coordinate with all microbatches in flight has no gradients meanwhile, and one with all but
-    one, or with a single one, gathers as no other does.
-    """
-    homes = stages_on(schedule, pp, 1)
-    found: dict[tuple[StageLayers, bool, int], tuple[int, int]] = {}
-    for coord, flight in enumerate(in_flight(schedule, pp, num_microbatches, 1)):
-        (stage_index,), ((count,),) = homes[coord], flight
-        case = 2 if count == 1 else max(-2, count - num_microbatches)
-        key = parts[stage_index], stage_index in (0, pp - 1), case
-        found[key] = max(found.get(key, (0, 0)), (count, coord))
-    return tuple(coord for _, coord in found.values())
+    return max(per_rank(setting, hardware), key=lambda memory: memory.total)
 
 
 def at(setting: Setting, coord: int, hardware: Hardware | None = None) -> Memory:
@@ -113,10 +76,7 @@ def at(setting: Setting, coord: int, hardware: Hardware | None = None) -> Memory
 
 
 def least_on_first(setting: Setting, hardware: Hardware | None) -> tuple[int, int]:
-    """Return a lower bound on the first pipeline rank's bytes: on its device, and on its host.
-
-    It looks at no moment of the step, and so is cheap.
-    """
+    """Return a cheap lower bound on the first rank's bytes: on its device, and on its host."""
     s, parts = setting, _parts(setting)
     layers = tuple([parts[i] for i in stages_on(s.schedule, s.pp, s.stages_per_rank)[0]])
     weights = sizes(layers, s.tp, s.buffers.stage3_param_persistence_threshold)
@@ -130,10 +90,7 @@ def least_on_first(setting: Setting, hardware: Hardware | None) -> tuple[int, in
 
 
 def least_in_flight(setting: Setting, hardware: Hardware | None) -> int:
-    """Return a lower bound on the bytes of activations that the first pipeline rank holds at once.
-
-    It takes each microbatch to be in the stage that saves least.
-    """
+    """Return a lower bound on the activations that the first pipeline rank holds at once."""
     s, on_cpu, parts = setting, is_cpu(hardware), _parts(setting)
     home = stages_on(s.schedule, s.pp, s.stages_per_rank)[0]
     stages = [_stage(s, part, on_cpu) for part in dict.fromkeys([parts[i] for i in home])]
@@ -163,18 +120,10 @@ def _stage(setting: Setting, part: StageLayers, on_cpu: bool) -> StageActivation
     kept = setting.recompute == "full" and splits_backward(setting.schedule)
     recompute: Recompute = "none" if kept else setting.recompute
     return stage(
-        part,
-        shape.batch,
-        shape.seq,
-        setting.tp,
-        setting.sequence_parallel,
-        recompute,
-        setting.hidden_size,
-        setting.bytes_per_element,
-        software.gradient_bytes,
-        software.attention == "classic",
-        on_cpu,
-    )
+        part, shape.batch, shape.seq, setting.tp, setting.sequence_parallel, recompute,
+        setting.hidden_size, setting.bytes_per_element, software.gradient_bytes,
+        software.attention == "classic", on_cpu,
+    )  # fmt: skip
 
 
 CONTEXT = 1113 * 2**20

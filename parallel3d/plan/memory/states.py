@@ -1,7 +1,6 @@
 """Bytes of weights, gradients and optimizer states that a rank holds under ZeRO.
 
-They do not depend on the microbatch. The figures are those of the engine, DeepSpeed 0.19.8's stages
-2 and 3 (docs/planner/memory.md); other programs differ from it by the fields of their Software.
+Figures of the engine, DeepSpeed 0.19.8 (docs/planner/memory.md), and of a program's Software.
 """
 
 from typing import NamedTuple
@@ -37,11 +36,6 @@ class StateBytes(NamedTuple):
     nvme: int
 
 
-def page_locked(num_bytes: int) -> int:
-    """Bytes of host memory taken by page-locked memory: torch rounds up to a power of two."""
-    return 1 << (num_bytes - 1).bit_length() if num_bytes else 0
-
-
 def states(setting: Setting, s: WeightSizes, on_cpu: bool) -> StateBytes:
     """Bytes of weights, gradients and optimizer states for weights of these sizes."""
     software, buffers = setting.software, setting.buffers
@@ -63,7 +57,8 @@ def states(setting: Setting, s: WeightSizes, on_cpu: bool) -> StateBytes:
     host, standing, bucket = places["cpu"], 0, 0
 
     def locked(num_bytes: int) -> int:
-        return num_bytes if on_cpu else page_locked(num_bytes)
+        """Page-locked memory of the host, which torch rounds up to a power of two."""
+        return num_bytes if on_cpu or not num_bytes else 1 << (num_bytes - 1).bit_length()
 
     def in_groups(elements: int, size: int) -> int:
         """One locked buffer for each of ZeRO-3's groups of parameters."""
@@ -107,14 +102,8 @@ def states(setting: Setting, s: WeightSizes, on_cpu: bool) -> StateBytes:
         stepping = group * (zero3 or loose)  # what is not in one buffer is copied together
     return StateBytes(
         weights=kept if setting.offload_param == "none" else 0,
-        optimizer=optimizer if not offloads else 0,
-        shard=shard,
-        standing=zero3,
+        optimizer=optimizer if not offloads else 0, shard=shard, standing=zero3,
         whole=s.params * gradient if setting.reduces_once or not setting.zero_stage else 0,
-        buffers=standing,
-        bucket=bucket,
-        reducing=reducing,
-        stepping=stepping,
-        host=host,
+        buffers=standing, bucket=bucket, reducing=reducing, stepping=stepping, host=host,
         nvme=places["nvme"],
-    )
+    )  # fmt: skip

@@ -18,9 +18,9 @@ _HEADER_ENTRY = 130  # bytes of a chunk's entry in a checkpoint file's header, a
 
 
 def choose(config: RunConfig, devices: int, hardware: Hardware) -> tuple[RunConfig, Plan]:
-    """The config with its mesh and other open choices made by the planner, and the chosen plan.
+    """The config with its mesh and open choices made by the planner, and the chosen plan.
 
-    What parallel3d.plan.fix names stays as it is written. Raises ConfigError where nothing fits.
+    The choices in parallel3d.plan.fix stay. Raises ConfigError where nothing fits.
     """
     request = request_of(config, hardware, devices, fixed_by(config))
     found = search(request, rows=1)
@@ -34,8 +34,7 @@ def choose(config: RunConfig, devices: int, hardware: Hardware) -> tuple[RunConf
 def weights_for(config: RunConfig, hardware: Hardware | None) -> tuple[Weights, str]:
     """For how long a resolved config's weights stay gathered, and a note that says why.
 
-    The choice depends on the memory of `hardware`, None where it is unknown. The vocabulary size
-    must be known.
+    `hardware`: None where its memory is unknown. The vocabulary size must be known.
     """
     weights: Weights = "per_microbatch"
     why = "how much memory a device has is not known"
@@ -49,24 +48,19 @@ def weights_for(config: RunConfig, hardware: Hardware | None) -> tuple[Weights, 
 def fixed_by(config: RunConfig) -> dict[str, Any]:
     """The choices that the config fixes itself, by the planner's names."""
     zero, pipeline = config.zero_optimization, config.pipeline
-    values: dict[str, dict[str, Any]] = {
-        "zero_stage": {"zero_stage": zero.stage},
-        "offload": {
-            "offload_optimizer": zero.offload_optimizer.device,
-            "offload_param": zero.offload_param.device,
-        },
-        "micro_batch": {"micro_batch": config.train_micro_batch_size_per_gpu},
-        "schedule": {
-            "schedule": pipeline.schedule,
-            "stages_per_rank": pipeline.stages_per_rank,
-        },
-        "recompute": {"recompute": pipeline.activation_checkpointing},
-        "gradient_reduction": {"gradient_reduction": pipeline.gradient_reduction},
-        "weights": {"weights": pipeline.weights},
+    values: dict[str, Any] = {
+        "zero_stage": zero.stage, "offload_optimizer": zero.offload_optimizer.device,
+        "offload_param": zero.offload_param.device, "weights": pipeline.weights,
+        "micro_batch": config.train_micro_batch_size_per_gpu, "schedule": pipeline.schedule,
+        "stages_per_rank": pipeline.stages_per_rank, "recompute": pipeline.activation_checkpointing,
+        "gradient_reduction": pipeline.gradient_reduction,
+    }  # fmt: skip
+    several = {
+        "offload": ("offload_optimizer", "offload_param"),
+        "schedule": ("schedule", "stages_per_rank"),
     }
-    return {
-        name: value for kept in config.parallel3d.plan.fix for name, value in values[kept].items()
-    }
+    fixed = config.parallel3d.plan.fix
+    return {name: values[name] for choice in fixed for name in several.get(choice, (choice,))}
 
 
 def apply(config: RunConfig, plan: Plan) -> RunConfig:
@@ -88,26 +82,18 @@ def apply(config: RunConfig, plan: Plan) -> RunConfig:
     zero["offload_param"]["device"] = s.offload_param
     raw["train_micro_batch_size_per_gpu"] = s.shape.batch
     raw["gradient_accumulation_steps"] = s.num_microbatches
-    return RunConfig.from_dict(raw).with_notes(*config.notes, *notes_on(plan))
-
-
-def notes_on(plan: Plan) -> list[str]:
-    """A plan in lines for the terminal."""
-    request, s = plan.request, plan.setting
-    return [
-        f'parallel3d.mesh: "plan" for {request.devices} x {request.hardware.name}:',
+    machine = plan.request.hardware
+    return RunConfig.from_dict(raw).with_notes(
+        *config.notes,
+        f'parallel3d.mesh: "plan" for {plan.request.devices} x {machine.name}:',
         *(f"  {line}" for line in lines_of(s)),
         f"  predicted {seconds(plan.time.seconds)} s a step, {gib(plan.memory.total)} of "
-        f"{gib(request.hardware.memory_bytes.value)} GiB on the fullest device",
-    ]
+        f"{gib(machine.memory_bytes.value)} GiB on the fullest device",
+    )
 
 
 def checkpoint_bytes(setting: Setting) -> int:
-    """Approximate bytes of a checkpoint: fp32 master weight and two moments per parameter.
-
-    The headers of its files are counted too: one file per rank, with an entry for each piece of a
-    parameter.
-    """
+    """Approximate bytes of a checkpoint: fp32 weights, two moments, and headers of its files."""
     s = setting
     num_tensors = sum(len(layer.own_params) for layer in s.layers)
     return STATE_BYTES * s.num_params + 3 * _HEADER_ENTRY * (num_tensors * s.tp + s.devices)

@@ -31,10 +31,7 @@ FilledColumn = tuple[Column, Sequence[Cell]]  # with a cell for each row
 
 
 def show(found: FoundPlans, request: Request, out: Console) -> None:
-    """Print the rows that fit, the faster ones that do not with remedies, and all by parts.
-
-    The last lines say how the rows were found and what can be done with them.
-    """
+    """Print the rows that fit, faster ones that do not with their remedies, and all by parts."""
     say_heading(request, out)
     if found.plans:
         _show(found.plans, 1, request, out)
@@ -85,7 +82,10 @@ def _show(plans: tuple[Plan, ...], first: int, request: Request, out: Console) -
         ),
         (
             Column("ZeRO", right=False, line=1),
-            [f"{s.zero_stage}" + (" each" if _reduces_each(s) else "") for s in settings],
+            [
+                f"{s.zero_stage}" + ("" if s.reduces_once or s.zero_stage == 2 else " each")
+                for s in settings
+            ],
         ),
     ]
     if any(s.zero_stage == 3 for s in settings):
@@ -127,11 +127,6 @@ def _print_columns(columns: Sequence[FilledColumn], first: str, out: Console) ->
     terminal.show(out, heads, zip(*cells, strict=True), first=first)
 
 
-def _reduces_each(s: Setting) -> bool:
-    """Return whether a row says that gradients are reduced each time; at ZeRO-2 all are."""
-    return not s.reduces_once and s.zero_stage != 2
-
-
 def _offload(s: Setting) -> str:
     """Return a setting's offloads in the words of the table."""
     short = {"cpu": "{}", "nvme": "{} nvme"}
@@ -141,14 +136,14 @@ def _offload(s: Setting) -> str:
     )
 
 
-def _bar(share: float, width: int = _BAR) -> Text:
+def _bar(share: float) -> Text:
     """A bar as long as the share of the memory in use; red above all of it."""
     if share > 1:
-        return Text("█" * width + f" {share:.1f}×", "red")
-    eighths = round(share * width * 8)
+        return Text("█" * _BAR + f" {share:.1f}×", "red")
+    eighths = round(share * _BAR * 8)
     bar = "█" * (eighths // 8) + (_EIGHTHS[eighths % 8] if eighths % 8 else "")
     text = Text(bar, "yellow" if share > 0.9 else "green")
-    text.append("·" * (width - len(bar)), "bright_black")
+    text.append("·" * (_BAR - len(bar)), "bright_black")
     return text
 
 
@@ -185,9 +180,10 @@ def explain(plan: Plan, out: Console) -> None:
             "causal half",
         )
     if plan.days is not None and plan.device_hours is not None:
+        unit, days = _unit(plan.days)
         terminal.say(
             out,
-            f"{count(request.num_tokens or 0)} tokens take {duration(plan.days)}, "
+            f"{count(request.num_tokens or 0)} tokens take {three(plan.days / days)} {unit}, "
             f"{three(plan.device_hours)} device-hours",
         )
     else:
@@ -225,12 +221,6 @@ def lines_of(setting: Setting) -> Iterator[str]:
     if s.zero_stage == 3:
         reduced += f", weights gathered {held.get(s.weights, 'for each microbatch')}"
     yield f"state     ZeRO-{s.zero_stage}, gradients reduced {reduced}, offload: {offload}"
-
-
-def duration(days: float) -> str:
-    """A number of days as text, in the unit that suits it."""
-    unit, size = _unit(days)
-    return f"{three(days / size)} {unit}"
 
 
 def _unit(days: float) -> tuple[str, float]:
@@ -272,19 +262,15 @@ def count(number: float) -> str:
 LARGE = 0.05
 """Share of a rank's device memory from which a buffer is remarked upon."""
 _SIZES = (
-    "reduce_bucket_size",
-    "allgather_bucket_size",
-    "stage3_prefetch_bucket_size",
-    "stage3_max_live_parameters",
-    "sub_group_size",
-)
+    "reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size",
+    "stage3_max_live_parameters", "sub_group_size",
+)  # fmt: skip
 
 
 def on_buffers(setting: Setting, memory: Memory, hardware: Hardware | None) -> Iterator[str]:
     """A line for each DeepSpeed buffer size that makes the fullest rank LARGE times larger.
 
-    The memory due to a size is the difference from the same rank with the size set to the model's
-    largest layer, which is the most that is reduced or gathered at once.
+    It is compared with the size of the largest layer, the most that is reduced or gathered at once.
     """
     layer = largest_layer(setting)
     for name in _SIZES:
@@ -314,10 +300,9 @@ _SHORT = {
 
 
 def _show_parts(plans: tuple[Plan, ...], request: Request, out: Console) -> None:
-    """Print the memory and step time of each plan by parts, without parts that no plan has.
+    """Print the memory of the fullest rank and the seconds of the busiest by parts that plans have.
 
-    Memory is of the fullest pipeline rank, seconds are of the busiest. TFLOP/s count recomputation.
-    MFU counts half of the attention, as its causal mask does.
+    TFLOP/s count recomputation; MFU counts half of the attention, as its causal mask does.
     """
     memory = [part for part in PARTS if any(plan.memory.parts.get(part) for plan in plans)]
     times = [part for part in TIMES if any(_shown(plan, part) != "–" for plan in plans)]

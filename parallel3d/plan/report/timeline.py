@@ -1,6 +1,5 @@
 """A plan as a picture: each pipeline rank's actions over time, and the fullest rank's memory."""
 
-import re
 from html import escape
 from itertools import accumulate
 from typing import Any
@@ -9,7 +8,6 @@ from parallel3d.plan.memory.peak import saved_bytes
 from parallel3d.plan.search.plans import Plan
 from parallel3d.plan.search.remedy import gib
 from parallel3d.plan.setting import Setting
-from parallel3d.plan.time.operators import Curves
 from parallel3d.plan.time.step import step_spans
 from parallel3d.schedule import draw
 from parallel3d.schedule.action import Op
@@ -21,20 +19,19 @@ _LEFT, _RIGHT, _TOP, _HEIGHT = 72, 24, 50, 130  # of the panel of memory, in pix
 Points = list[tuple[float, float]]  # (seconds, bytes), in order
 
 
-def spans_of(plan: Plan, curves: Curves | None = None) -> tuple[Setting, Spans]:
+def spans_of(plan: Plan) -> tuple[Setting, Spans]:
     """The simulated step as spans, with fewer microbatches where all could not be drawn."""
     s = plan.setting
     most = max(2 * s.pp, _MOST_BOXES // (2 * s.pp * s.stages_per_rank))
     if s.num_microbatches > most:
         s = s.but(num_microbatches=most - (most - s.num_microbatches) % s.pp)
-    return s, step_spans(s, plan.request.hardware, curves)
+    return s, step_spans(s, plan.request.hardware)
 
 
 def memory_over_time(plan: Plan, setting: Setting, spans: Spans) -> tuple[float, Points]:
     """The fullest rank's constant bytes, and its device bytes at the end of each compute.
 
-    Activations appear as a forward begins and go as its backward ends. At their maximum the total
-    equals the plan's.
+    Activations last from a forward's begin to its backward's end; the maximum is the plan's total.
     """
     saved = saved_bytes(setting, plan.request.hardware)
     computes = [span for span in spans[plan.memory.pp_coord] if span.action.is_compute]
@@ -54,37 +51,28 @@ def memory_over_time(plan: Plan, setting: Setting, spans: Spans) -> tuple[float,
     return base, points
 
 
-def drawing(plan: Plan, curves: Curves | None = None, width: int = 1000) -> tuple[str, Any]:
+def drawing(plan: Plan) -> tuple[str, Any]:
     """The SVG of a plan's timeline and memory, and its trace for Perfetto."""
-    setting, spans = spans_of(plan, curves)
+    setting, spans = spans_of(plan)
     s, whole = setting, plan.setting.num_microbatches
     some = "" if s.num_microbatches == whole else f" ({s.num_microbatches} of {whole} drawn)"
     title = (
         f"pp {s.pp} × dp {s.dp} × tp {s.tp}, {s.schedule}, {whole} microbatches of "
         f"{s.shape.batch}{some}"
     )
-    above = draw.figure([(title, spans)], width, plan.time.bubble)
-    found = re.search(r'height="(\d+)"', above)
-    assert found
-    height = int(found[1])
-    below = _panel(plan, setting, spans, width)
-    total = height + _TOP + _HEIGHT + 34
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {total}" width="{width}" '
-        f'height="{total}" font-family="Helvetica, Arial, sans-serif" font-size="12" '
-        f'fill="#343a40">\n<rect width="100%" height="100%" fill="#ffffff"/>\n{above}\n'
-        f'<g transform="translate(0 {height})">\n{below}\n</g></svg>',
-        draw.chrome_trace(spans),
-    )
+    above = draw.figure([(title, spans)], plan.time.bubble)
+    height = draw.height_of(spans)
+    below = [f'<g transform="translate(0 {height})">', *_panel(plan, setting, spans), "</g>"]
+    return draw.framed(height + _TOP + _HEIGHT + 34, [above, *below]), draw.chrome_trace(spans)
 
 
-def _panel(plan: Plan, setting: Setting, spans: Spans, width: int) -> str:
+def _panel(plan: Plan, setting: Setting, spans: Spans) -> list[str]:
     base, points = memory_over_time(plan, setting, spans)
     room = plan.request.hardware.memory_bytes.value
     begin, length = draw.start(spans), draw.seconds(spans)
     timeline = draw.timeline_of(spans)
     most = 1.05 * max(room, *(size for _, size in points))
-    across = (width - _LEFT - _RIGHT) / timeline.length
+    across = (draw.WIDTH - _LEFT - _RIGHT) / timeline.length
 
     def at(time: float, size: float) -> str:
         x = _LEFT + timeline.at(time - begin) * across
@@ -94,7 +82,7 @@ def _panel(plan: Plan, setting: Setting, spans: Spans, width: int) -> str:
     curve = " ".join(at(*point) for point in [(begin, base), *points, (end, points[-1][1])])
     floor = f"{at(begin, 0)} {at(begin, base)} {at(end, base)} {at(end, 0)}"
     line = at(begin, room).split(",")[1]
-    lines = [
+    return [
         f'<text x="{_LEFT}" y="20" font-size="14" font-weight="bold">device memory of rank '
         f"{plan.memory.pp_coord}, the fullest: {escape(gib(plan.memory.total))} of "
         f"{gib(room)} GiB</text>",
@@ -102,7 +90,7 @@ def _panel(plan: Plan, setting: Setting, spans: Spans, width: int) -> str:
         f"({gib(base)} GiB); light: activations in flight; line: the device's memory</text>",
         f'<polygon points="{at(begin, base)} {curve} {at(end, base)}" fill="#ffd8a8"/>',
         f'<polygon points="{floor}" fill="#748ffc"/>',
-        f'<line x1="{_LEFT}" x2="{width - _RIGHT}" y1="{line}" y2="{line}" stroke="#e03131" '
+        f'<line x1="{_LEFT}" x2="{draw.WIDTH - _RIGHT}" y1="{line}" y2="{line}" stroke="#e03131" '
         'stroke-dasharray="5 4"/>',
         f'<text x="{_LEFT - 8}" y="{float(line) + 4:.1f}" text-anchor="end" fill="#e03131">'
         f"{gib(room)}</text>",
@@ -110,4 +98,3 @@ def _panel(plan: Plan, setting: Setting, spans: Spans, width: int) -> str:
         f'<text x="{_LEFT}" y="{_TOP + _HEIGHT + 20}" fill="#868e96">time →, one step, '
         f"{length:.3g} s</text>",
     ]
-    return "\n".join(lines)

@@ -1,9 +1,9 @@
 """Best-first search for the fastest plans of a request, without evaluating every plan.
 
-A heap holds undecided nodes by a lower bound on the seconds of a step. The node that comes off it
-is split: a mesh with its micro batch and recomputation into schedules and ZeRO stages, these into
-the offloads that fit, and such a setting is simulated. When a simulated plan comes off the heap, no
-undecided node can be faster. So the rows equal those of an exhaustive search; a test compares them.
+A heap holds nodes by a lower bound on the seconds of a step. The first is split: a mesh with its
+micro batch and recomputation into schedules and ZeRO stages, these into the offloads that fit, and
+such a setting is simulated. A simulated plan that comes first is the fastest of all; a test
+compares the rows with an exhaustive search.
 """
 
 from collections import Counter, defaultdict
@@ -28,8 +28,7 @@ from parallel3d.plan.search.plans import Plan, Request
 from parallel3d.plan.search.remedy import evaluate, fitting, room_of, worst
 from parallel3d.plan.setting import Setting
 from parallel3d.plan.time.cost import costs_of
-from parallel3d.plan.time.curves import curves_for
-from parallel3d.plan.time.operators import Curves
+from parallel3d.plan.time.operators import Curves, curves_for
 from parallel3d.plan.time.step import lower_bound, step_time
 
 TOO_LARGE = 5  # plans that would be faster than the first row, but do not fit
@@ -60,9 +59,8 @@ def search(
 ) -> FoundPlans:
     """Return the `rows` fastest plans that fit, at most `per_mesh` of one mesh.
 
-    By default `per_mesh` leaves room in the table for all meshes, and is at least 1. A plan that
-    fits without an offload is not listed with that offload. Raises ConfigError where no mesh is
-    possible, or where the hardware's description lacks a figure.
+    By default the table has room for all meshes. A plan that fits without an offload is not listed
+    with it. Raises ConfigError where no mesh is possible, or the hardware lacks a figure.
     """
     candidates.check_fixed(request.fixed)
     candidates.refuse_empty(request)
@@ -75,10 +73,9 @@ def search(
 
 
 class Untested(NamedTuple):
-    """A flow with a schedule and ZeRO states, of which it is not known yet which ones fit.
+    """A flow with a schedule and ZeRO states that may fit.
 
-    `groups`: alternative states, the fastest first, and their fallback (see
-    candidates.alternatives).
+    `groups`: alternative states, fastest first, and their fallback (candidates.alternatives).
     """
 
     flow: Flow
@@ -156,10 +153,10 @@ class _Search:
     def _untested(
         self, flow: Flow, order: Order, groups: Sequence[Sequence[ZeroState]]
     ) -> Iterator[tuple[float, Untested]]:
-        """Yield the node of these groups, if any of their states may fit, with its lower bound.
+        """Yield the node of these groups with its lower bound, if any of their states may fit.
 
-        The first state of a group adds least time. At ZeRO-3 the next one may be faster, if the
-        first must gather weights more often to fit.
+        The first state of a group adds least time; at ZeRO-3 the next may be faster, if the first
+        must gather weights more often to fit.
         """
         fastest = []
         for states in groups:
@@ -194,10 +191,7 @@ class _Search:
         return _SAFE * lower_bound(setting, self.hardware, self.curves)
 
     def _floor(self, flow: Flow) -> float:
-        """Return a lower bound on the seconds of a flow's step, whatever its schedule and ZeRO.
-
-        It is the seconds of all layers' forward and backward, shared evenly by the pipeline ranks.
-        """
+        """Return a bound for a flow: the seconds of all layers' passes, shared by the ranks."""
         request, mesh = self.request, flow.mesh
         alone = flow._replace(mesh=MeshSizes(1, request.devices // mesh.tp, mesh.tp))
         setting = setting_of(request, alone, Order(1, "gpipe"), PLAIN)
@@ -225,8 +219,7 @@ class _Search:
     def too_large(self, fastest: float) -> list[Plan]:
         """Return faster plans that do not fit, for each mesh the one that comes nearest to fitting.
 
-        They take less than `fastest` seconds a step, at the simplest ZeRO stage that shards the
-        optimizer's state.
+        They are at the simplest ZeRO stage that shards the optimizer's state.
         """
         near = defaultdict[MeshSizes, list[tuple[int, int, Choices]]](list)
         for number, (floor, flow) in enumerate(self.floors):
@@ -263,12 +256,6 @@ def simplicity(plan: Plan) -> tuple[Any, ...]:
     s = plan.setting
     flow, order, state = candidates.choices_of(s)
     return (
-        s.pp * s.stages_per_rank,
-        state,
-        s.tp,
-        s.sequence_parallel,
-        candidates.RECOMPUTES.index(s.recompute),
-        plan.memory.total,
-        order,
-        flow.micro_batch,
-    )
+        s.pp * s.stages_per_rank, state, s.tp, s.sequence_parallel,
+        candidates.RECOMPUTES.index(s.recompute), plan.memory.total, order, flow.micro_batch,
+    )  # fmt: skip

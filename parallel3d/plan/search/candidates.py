@@ -1,8 +1,7 @@
 """Every choice of mesh, microbatch, schedule, ZeRO stage and offload that a request allows.
 
-A request that allows none, or fixes what is no choice, is refused with what to ask instead.
-Meshes and other choices that the config would refuse are refused by the config's own checks;
-schedules are the files of parallel3d/schedule/schedules, where each is valid and can be run.
+Choices that the config would refuse are refused by its own checks; schedules are the files of
+parallel3d/schedule/schedules, where each is valid.
 """
 
 from collections import defaultdict
@@ -120,9 +119,8 @@ def go_together(order: Order, state: ZeroState) -> bool:
 def states(request: Request, mesh: MeshSizes) -> tuple[ZeroState, ...]:
     """Every ZeRO stage, reduction and offload that the engine supports, simplest first.
 
-    On one data-parallel rank nothing is sharded: of stages 0 to 2 only 0 is listed, and gradients
-    are reduced once. Stages 1 and 2 differ in the reduction alone (docs/deepspeed.md). ZeRO-3's
-    weights stay gathered in the fastest way; `shorter_gathers` gives the other ways.
+    On one data-parallel rank nothing is sharded. Stages 1 and 2 differ in the reduction alone
+    (docs/deepspeed.md). Weights stay gathered in the fastest way.
     """
     found = []
     once = request.fixed.get("gradient_reduction") != "per_microbatch"
@@ -151,9 +149,8 @@ def alternatives(
 ) -> tuple[tuple[tuple[ZeroState, ...], ...], ...]:
     """Return the states of a mesh in groups that differ in their offload alone, with fallbacks.
 
-    A group is followed by its fallback, to look at if the group's first state does not fit. ZeRO-3
-    is the fallback of the highest stage below it that reduces gradients as often: where that one
-    fits, ZeRO-3 gathers no less.
+    A fallback is looked at if the first state of the group does not fit. ZeRO-3 is the fallback of
+    the highest stage below it that reduces as often: where that one fits, ZeRO-3 gathers no less.
     """
     groups = defaultdict[tuple[int, bool], list[ZeroState]](list)
     for state in states(request, mesh):
@@ -171,8 +168,7 @@ def alternatives(
 def ways(request: Request, zero_stage: int, offload_param: Device) -> tuple[Weights, ...]:
     """The choices for how long weights stay gathered, the fastest first.
 
-    With offloaded parameters "per_step" is left out, as it would keep them on the device. But
-    "per_microbatch" fetches them from the host twice for each microbatch, so "per_pass" is kept.
+    "per_step" would keep offloaded parameters on the device, so it is left out there.
     """
     if zero_stage != 3:
         return ("per_microbatch",)
@@ -188,10 +184,7 @@ def gathered_longest(offload_param: Device) -> tuple[Weights, ...]:
 
 
 def shorter_gathers(request: Request, order: Order, state: ZeroState) -> tuple[ZeroState, ...]:
-    """A state's variants with weights gathered for less long, the fastest first.
-
-    With one stage on a rank, "per_pass" gathers it for as long as "per_step".
-    """
+    """A state's variants with weights gathered for less long, the fastest first."""
     all_ways = ways(request, state.zero_stage, state.offload_param)
     less = all_ways[all_ways.index(state.weights) + 1 :]
     return tuple(
@@ -213,26 +206,15 @@ def setting_of(request: Request, flow: Flow, order: Order, state: ZeroState) -> 
     base, mesh = request.base, flow.mesh
     # Not dataclasses.replace, which costs three times as much.
     return Setting(
-        layers=base.layers,
-        hidden_size=base.hidden_size,
+        layers=base.layers, hidden_size=base.hidden_size,
         shape=Shape(flow.micro_batch, base.shape.seq),
-        num_microbatches=request.global_batch_size // mesh.dp // flow.micro_batch,
-        pp=mesh.pp,
-        dp=mesh.dp,
-        tp=mesh.tp,
-        sequence_parallel=flow.sequence_parallel,
-        schedule=order.schedule,
-        stages_per_rank=order.stages_per_rank,
-        recompute=flow.recompute,
-        precision=base.precision,
-        zero_stage=state.zero_stage,
-        reduces_once=state.reduces_once,
-        weights=state.weights,
-        offload_optimizer=state.offload_optimizer,
-        offload_param=state.offload_param,
-        buffers=base.buffers,
-        software=base.software,
-    )
+        num_microbatches=request.global_batch_size // mesh.dp // flow.micro_batch, pp=mesh.pp,
+        dp=mesh.dp, tp=mesh.tp, sequence_parallel=flow.sequence_parallel, schedule=order.schedule,
+        stages_per_rank=order.stages_per_rank, recompute=flow.recompute, precision=base.precision,
+        zero_stage=state.zero_stage, reduces_once=state.reduces_once, weights=state.weights,
+        offload_optimizer=state.offload_optimizer, offload_param=state.offload_param,
+        buffers=base.buffers, software=base.software,
+    )  # fmt: skip
 
 
 def choices_of(setting: Setting) -> Choices:
@@ -331,15 +313,10 @@ def refuse_empty(request: Request) -> None:
 def check_fixed(fixed: Mapping[str, Any]) -> None:
     """Raise ConfigError for a fixed choice that is not one of the planner's choices."""
     allowed: dict[str, tuple[Any, ...]] = {
-        "schedule": schedules.names(),
-        "recompute": RECOMPUTES,
-        "zero_stage": (0, 1, 2, 3),
-        "gradient_reduction": ("auto", "per_step", "per_microbatch"),
-        "weights": ("auto", *WEIGHTS),
-        "offload_optimizer": DEVICES,
-        "offload_param": DEVICES,
-        "sequence_parallel": (True, False),
-    }
+        "schedule": schedules.names(), "recompute": RECOMPUTES, "zero_stage": (0, 1, 2, 3),
+        "gradient_reduction": ("auto", "per_step", "per_microbatch"), "weights": ("auto", *WEIGHTS),
+        "offload_optimizer": DEVICES, "offload_param": DEVICES, "sequence_parallel": (True, False),
+    }  # fmt: skip
     problems = []
     for name, value in fixed.items():
         path = f"--fix {name}"

@@ -49,8 +49,7 @@ class Request:
 class Flops:
     """FLOPs of a forward and a backward, counted by each convention.
 
-    `full` counts attention over all pairs of positions, `causal` over half of them. `recomputed`:
-    FLOPs that each mode of recomputation adds, with attention in full.
+    `causal` counts half of the attention. `recomputed`: what each mode of recomputation adds.
     """
 
     full: float
@@ -133,44 +132,30 @@ class Plan:
         flops = self.request.flops
         added = flops.recomputed[self.setting.recompute]
         return {
-            **choices_json(self.setting, self.memory),
-            "fits": self.fits,
-            "reason": self.reason,
-            "remedy": self.remedy,
-            "step_seconds": self.time.seconds,
-            "time": dict(self.time.parts),
-            "bubble": self.time.bubble,
-            "tokens_per_second": self.tokens_per_second,
+            **choices_json(self.setting, self.memory), "fits": self.fits, "reason": self.reason,
+            "remedy": self.remedy, "step_seconds": self.time.seconds, "time": dict(self.time.parts),
+            "bubble": self.time.bubble, "tokens_per_second": self.tokens_per_second,
             "model_tflops_per_device": self.per_device(flops.full) / 1e12,
             "hardware_tflops_per_device": self.per_device(flops.full + added) / 1e12,
-            "mfu_full": self.mfu(flops.full),
-            "mfu_causal": self.mfu(flops.causal),
-            "days": self.days,
-            "device_hours": self.device_hours,
-        }
+            "mfu_full": self.mfu(flops.full), "mfu_causal": self.mfu(flops.causal),
+            "days": self.days, "device_hours": self.device_hours,
+        }  # fmt: skip
 
 
 def choices_json(setting: Setting, memory: Memory) -> dict[str, Any]:
     """The choices of a setting, and the memory of its fullest rank, as JSON."""
     s = setting
     return {
-        "pp": s.pp,
-        "dp": s.dp,
-        "tp": s.tp,
-        "sequence_parallel": s.sequence_parallel,
+        "pp": s.pp, "dp": s.dp, "tp": s.tp, "sequence_parallel": s.sequence_parallel,
         "zero_stage": s.zero_stage,
         "gradient_reduction": "per_step" if s.reduces_once else "per_microbatch",
         "weights": s.weights if s.zero_stage == 3 else None,
         "offload": offload_in_words(s.offload_optimizer, s.offload_param),
-        "micro_batch": s.shape.batch,
-        "num_microbatches": s.num_microbatches,
-        "schedule": s.schedule,
-        "stages_per_rank": s.stages_per_rank,
-        "recompute": s.recompute,
-        "memory_bytes": {**memory.parts, "total": memory.total},
-        "host_bytes": memory.host,
+        "micro_batch": s.shape.batch, "num_microbatches": s.num_microbatches,
+        "schedule": s.schedule, "stages_per_rank": s.stages_per_rank, "recompute": s.recompute,
+        "memory_bytes": {**memory.parts, "total": memory.total}, "host_bytes": memory.host,
         "nvme_bytes": memory.nvme,
-    }
+    }  # fmt: skip
 
 
 def request_of(
@@ -178,13 +163,10 @@ def request_of(
 ) -> Request:
     """The request of a config on `devices` devices.
 
-    The global batch is train_batch_size; without that key, it follows from micro batch,
-    accumulation and the config's mesh (a dp that is "auto" takes the devices that pp and tp leave).
-    Raises ConfigError where the global batch or the vocabulary size is unknown, for sizes that no
-    devices can hold, and for bf16 on hardware that has fp16 alone.
+    Without train_batch_size the global batch follows from micro batch, accumulation and mesh.
+    Raises ConfigError where it or the vocabulary is unknown, for sizes that no devices can hold,
+    and for bf16 on hardware without it.
     """
-    if devices < 1:
-        raise Problems([Problem("--devices", devices, "is no number of devices", "use 1 or more")])
     peaks = hardware.peak_flops
     if config.bf16.enabled and "fp16" in peaks and "bf16" not in peaks:
         rule = f"{hardware.name} has fp16, but no bf16"
@@ -220,10 +202,7 @@ def _on_one(config: RunConfig, batch: int) -> RunConfig:
 
 
 def with_vocabulary(config: RunConfig) -> RunConfig:
-    """The config with a number for its vocabulary size, as a tokenizer will be trained to it.
-
-    Raises ConfigError where the size depends on a tokenizer that is not on this machine.
-    """
+    """The config with a number for its vocabulary size; ConfigError where none is known."""
     if config.model.vocab_size != "auto":
         return config
     if not config.data.has_own_size:

@@ -1,7 +1,6 @@
 """Whether a setting fits, how many bytes it lacks, and the smallest change that makes it fit."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import count
 
@@ -74,19 +73,17 @@ def evaluate(request: Request, setting: Setting, curves: Curves | None = None) -
     """Return the plan of one setting, with a remedy if it does not fit."""
     hardware = request.hardware
     memory = worst(setting, hardware)
-    plan = Plan(request, setting, memory, step_time(setting, hardware, curves))
-    if fits(memory, hardware):
-        return plan
-    change = smallest_change(request, candidates.choices_of(setting))
-    remedy = change[0] if change else "no change nearby makes it fit; use more devices"
-    return replace(plan, reason=_reason(memory, hardware), remedy=remedy)
+    time, remedy = step_time(setting, hardware, curves), ""
+    if reason := _reason(memory, hardware):
+        change = smallest_change(request, candidates.choices_of(setting))
+        remedy = change[0] if change else "no change nearby makes it fit; use more devices"
+    return Plan(request, setting, memory, time, reason, remedy)
 
 
 def smallest_change(request: Request, start: Choices) -> tuple[str, Choices] | None:
     """The cheapest change that makes a setting fit, in words, and the choices it leads to.
 
-    Changes are tried in a fixed order of cost (see `_nearby`); a change of several choices costs
-    their sum. None where none of the first MOST_CHANGES fits.
+    A change of several choices costs their sum (`_nearby`). None if none of MOST_CHANGES fits.
     """
     meshes, serial = frozenset(candidates.meshes(request)), count()
     heap = [(0, next(serial), start)]
@@ -123,10 +120,9 @@ def _nearby(
 ) -> Iterator[tuple[int, Choices]]:
     """The choices one change away, each with its cost, from 1 (free) to 10 (slow).
 
-    1: sequence parallelism, a schedule that holds less, or weights gathered for less long. 2:
-    selective recomputation, the next ZeRO stage, the next smaller micro batch. 4: full
-    recomputation, twice the tp. 5: twice the pp. 6: the optimizer to the host. 7: parameters to the
-    host. 3 more for NVMe.
+    1: sequence parallelism, a schedule that holds less, shorter gathers. 2: selective
+    recomputation, the next ZeRO stage, a smaller micro batch. 4: full recomputation, twice the tp.
+    5: twice the pp. 6: the optimizer to the host. 7: parameters to the host. 3 more for NVMe.
     """
     mesh = flow.mesh
     if mesh.tp > 1 and not flow.sequence_parallel:
@@ -174,25 +170,20 @@ def _words(flow: Flow, order: Order, state: ZeroState) -> tuple[str, ...]:
     several = f" x{order.stages_per_rank}" if order.stages_per_rank > 1 else ""
     each = "" if state.reduces_once else " reduced per microbatch"
     return (
-        f"pp {flow.mesh.pp}",
-        f"dp {flow.mesh.dp}",
-        f"tp {flow.mesh.tp}",
+        f"pp {flow.mesh.pp}", f"dp {flow.mesh.dp}", f"tp {flow.mesh.tp}",
         "sequence parallel" if flow.sequence_parallel else "",
-        f"schedule {order.schedule}{several}",
-        f"recompute {flow.recompute}",
+        f"schedule {order.schedule}{several}", f"recompute {flow.recompute}",
         f"ZeRO-{state.zero_stage}{each}",
         f"weights {state.weights if state.zero_stage == 3 else candidates.WEIGHTS[0]}",
-        f"micro batch {flow.micro_batch}",
-        f"optimizer on {state.offload_optimizer}",
+        f"micro batch {flow.micro_batch}", f"optimizer on {state.offload_optimizer}",
         f"parameters on {state.offload_param}",
-    )
+    )  # fmt: skip
 
 
 def choose_weights(setting: Setting, hardware: Hardware) -> tuple[Weights, Memory]:
     """The fastest `weights` choice that fits, and the memory of its fullest rank.
 
-    "per_step" (with no offload of parameters, see candidates.ways), then "per_pass"; where neither
-    fits, what holds less of "per_pass" and "per_microbatch".
+    Where none fits, the one of "per_pass" and "per_microbatch" that holds less.
     """
     ways = candidates.gathered_longest(setting.offload_param)
     tried = {way: worst(setting.but(weights=way), hardware) for way in ways}

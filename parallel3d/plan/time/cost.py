@@ -1,8 +1,7 @@
 """Seconds of each action of a setting by part, and of the work done once a step.
 
-A search asks for hundreds of thousands of settings that differ in little: the computes of layers,
-the transfers of data-parallel ranks and the sends of stages are each cached by what they depend on
-(passes.py, sharding.py), and combined here.
+A search asks for many settings that differ in little: passes, transfers and sends are each cached
+by what they depend on (passes.py, sharding.py), and combined here.
 """
 
 from dataclasses import dataclass
@@ -42,10 +41,7 @@ class SecondsByPart(NamedTuple):
 
 
 class SendSeconds(NamedTuple):
-    """Seconds to send from each stage to its successor, or back (0 on one device).
-
-    `seconds` [stages - 1]: of each send. `before` [stages]: the sum of the sends up to a stage.
-    """
+    """Seconds of the send behind each stage [stages - 1], and their sum `before` each [stages]."""
 
     seconds: tuple[float, ...]
     before: tuple[float, ...]
@@ -93,18 +89,13 @@ class ActionCosts:
 
 
 def costs_of(setting: Setting, hardware: Hardware, curves: Curves) -> ActionCosts:
-    """Return the seconds of everything that happens in a step of a setting on a machine.
-
-    Raises ConfigError where the description of the hardware lacks a figure that the setting needs.
-    """
+    """Return the seconds of all actions of a step; ConfigError if the hardware lacks a figure."""
     machine = machine_of(hardware, setting.software, curves)
     layout = stage_classes_of(setting)
     slowdown = hardware.slowdown("overhead", sharing(setting.devices, hardware))
-    transfers = transfers_of(layout, setting, machine)
+    by_stage, by_coord = transfers_of(layout, setting, machine)
     forward, backward, ahead, behind = [], [], [], []
-    for (there, back), moves in zip(
-        stage_passes(layout, setting, machine), transfers.stages, strict=True
-    ):
+    for (there, back), moves in zip(stage_passes(layout, setting, machine), by_stage, strict=True):
         if setting.holds_weights:  # gathered before all passes
             moves = moves._replace(gather_seconds=0.0, fetch_seconds=0.0, overhead_seconds=0.0)
         parts, free = _exposed(there, moves, False, machine, slowdown)
@@ -115,20 +106,17 @@ def costs_of(setting: Setting, hardware: Hardware, curves: Curves) -> ActionCost
         behind.append(free)
     in_a_row = last_passes(setting.pp, setting.num_microbatches, setting.stages_per_rank)
     before, reduce, hideable, after = [], [], [], []
-    for classes, once in zip(layout.coords, transfers.coords, strict=True):
+    for classes, once in zip(layout.coords, by_coord, strict=True):
         first, middle, more, last = _once(
-            once,
-            in_a_row * sum([ahead[c] for c in classes]),
+            once, in_a_row * sum([ahead[c] for c in classes]),
             in_a_row * sum([ahead[c] for c in classes[:-1]]),
-            in_a_row * sum([behind[c] for c in classes]),
-            machine,
-            slowdown,
-        )
+            in_a_row * sum([behind[c] for c in classes]), machine, slowdown,
+        )  # fmt: skip
         before.append(first)
         reduce.append(middle)
         hideable.append(more)
         after.append(last)
-    gather = [m.gather_seconds + slowdown * m.overhead_seconds for m in transfers.stages]
+    gather = [m.gather_seconds + slowdown * m.overhead_seconds for m in by_stage]
     num_bytes = setting.shape.tokens // setting.cp * setting.hidden_size * setting.bytes_per_element
     stride, split = setting.tp * setting.cp * setting.dp, setting.sequence_parallel
     sends = _sends(layout, num_bytes, setting.tp, stride, split, machine)
@@ -138,10 +126,7 @@ def costs_of(setting: Setting, hardware: Hardware, curves: Curves) -> ActionCost
 def _exposed(
     own: PassSeconds, moves: StageTransfers, backward: bool, machine: Machine, slowdown: float
 ) -> tuple[SecondsByPart, float]:
-    """A pass with the transfers that computes do not hide, and the compute seconds still free.
-
-    Transfers that the program overlaps hide behind the computes; the free seconds hide nothing yet.
-    """
+    """A pass with the transfers that computes do not hide, and the compute seconds still free."""
     software, curves = machine.software, machine.curves
     compute = own.compute + slowdown * (curves.overhead_per_action + moves.overhead_seconds)
     data, offload, free = moves.gather_seconds, moves.fetch_seconds, own.free
@@ -162,20 +147,15 @@ def _exposed(
 
 
 def _once(
-    once: OncePerStep,
-    ahead: float,
-    but_last: float,
-    behind: float,
-    machine: Machine,
+    once: OncePerStep, ahead: float, but_last: float, behind: float, machine: Machine,
     slowdown: float,
-) -> tuple[SecondsByPart, SecondsByPart, float, SecondsByPart]:
+) -> tuple[SecondsByPart, SecondsByPart, float, SecondsByPart]:  # fmt: skip
     """Seconds of a coordinate's work once a step: before, after its last backward, and after all.
 
-    The third value is the seconds of the reduction that a wait would hide as well. `ahead`: compute
-    seconds of the coordinate's first forwards that hide nothing yet, `but_last` those of its stages
-    before the last; `behind`: of its last backwards. A GATHER goes a window ahead, so the next
-    stage's weights come behind them, but for a device that is the program's own cores. The search
-    needs that ZeRO-3 is not faster than ZeRO-1 with its one message, so no less than that counts.
+    The third value is what a wait hides of the reduction. `ahead`, `but_last`, `behind`: free
+    compute seconds of the first forwards, of those without the last stage, and of the last
+    backwards. A GATHER goes a window ahead, except where a device is the program's own cores. The
+    search needs that ZeRO-3 is not faster than ZeRO-1 with its one message.
     """
     software, curves = machine.software, machine.curves
     reduce, first, last = once.reduce_seconds, once.gather_before_seconds, once.gather_after_seconds
@@ -204,9 +184,9 @@ def _once(
 def _sends(
     layout: StageClasses, num_bytes: int, tp: int, stride: int, split: bool, machine: Machine
 ) -> SendSeconds:
-    """Return the seconds to send activations of `num_bytes`, before any cut, between all stages.
+    """Return the seconds to send `num_bytes`, before any cut, between all stages.
 
-    `stride`: devices of one pipeline coordinate. `split`: whether sequence parallelism cuts them.
+    `stride`: devices of a pipeline coordinate. `split`: whether sequence parallelism cuts them.
     """
     hardware, curves = machine.hardware, machine.curves
     devices, gather = stride * layout.pp, 0.0

@@ -1,7 +1,6 @@
-"""The time at which each pipeline coordinate ends its step, found without building all spans.
+"""The time at which each coordinate ends its step, as `simulate` has it, without all spans.
 
-The times are those of `simulate`. A pipeline of 64 ranks and 512 microbatches has 65,000 computes,
-of which all but the first and the last repeat earlier ones. So a long list is timed by two short
+All computes but the first and the last repeat earlier ones, so a long list is timed by two short
 lists of the same schedule, and extended from there in equal steps.
 """
 
@@ -34,11 +33,7 @@ class Steps:
 
 
 class CoordinateEnd(NamedTuple):
-    """The time of a coordinate's last compute, and the seconds that its last backwards waited.
-
-    The last backwards are the `last_passes` of each of its stages; a wait before the first of them
-    does not count.
-    """
+    """The time of a coordinate's last compute, and how long its `last_passes` backwards waited."""
 
     seconds: float
     waited: float
@@ -47,24 +42,16 @@ class CoordinateEnd(NamedTuple):
 def last_passes(pp: int, num_microbatches: int, stages_per_rank: int) -> int:
     """Number of a stage's first, or last, microbatches that can hide work done once a step.
 
-    An interleaved schedule takes the microbatches of each of a rank's stages pp at a time
-    (arXiv:2104.04473, section 2.2), with the next stage's to hide behind.
+    An interleaved schedule takes them pp at a time (arXiv:2104.04473, section 2.2).
     """
     return min(pp, num_microbatches) if stages_per_rank > 1 else 1
 
 
 def ends(
-    name: str,
-    pp: int,
-    num_microbatches: int,
-    stages_per_rank: int,
-    cost: Callable[[Action], float],
-    sends: bool = True,
-) -> list[CoordinateEnd]:
-    """The end of each coordinate's step; without `sends` a send takes no time.
-
-    `cost` must be the same for all microbatches.
-    """
+    name: str, pp: int, num_microbatches: int, stages_per_rank: int,
+    cost: Callable[[Action], float], sends: bool = True,
+) -> list[CoordinateEnd]:  # fmt: skip
+    """The end of each coordinate's step; `cost` is the same for all microbatches."""
     fewer, more = counts(pp, num_microbatches)
     last = _ends(steps_of(name, pp, more, stages_per_rank), cost, sends)
     if more == num_microbatches:
@@ -79,9 +66,7 @@ def ends(
 def counts(pp: int, num_microbatches: int) -> tuple[int, int]:
     """Two numbers of microbatches, a round apart, from which the time of all is extrapolated.
 
-    A round is as many microbatches as there are ranks, because schedules run them in such groups;
-    the remainder after whole rounds is the same in both numbers. With few microbatches both numbers
-    are all of them.
+    A round is a multiple of the ranks; few microbatches are simulated all (both numbers).
     """
     round_ = pp * -(-SHORT // pp)
     fewer = round_ + num_microbatches % round_

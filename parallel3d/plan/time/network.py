@@ -1,12 +1,10 @@
 """Seconds of collectives and sends between devices, inside a node and across nodes."""
 
-from functools import lru_cache
 from math import gcd, log2
-from typing import Literal, NamedTuple, NoReturn
+from typing import Literal, NamedTuple
 
-from parallel3d.base.errors import ConfigError
 from parallel3d.config.hardware import Hardware, Link
-from parallel3d.plan.time.operators import Curves
+from parallel3d.plan.time.operators import Curves, refuse
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
 
@@ -26,7 +24,7 @@ class RankGroup(NamedTuple):
 def group_of(ranks: int, stride: int, devices: int, hardware: Hardware) -> RankGroup:
     """The group of every `stride`-th device in a mesh of `devices` consecutive devices.
 
-    Where groups do not lie evenly on the nodes, the one with the fewest members in a node counts.
+    Of groups that lie unevenly on the nodes, the one with fewest members in a node counts.
     """
     node = sharing(devices, hardware)
     if ranks == 1 or devices == node or node % (ranks * stride) == 0:
@@ -35,10 +33,7 @@ def group_of(ranks: int, stride: int, devices: int, hardware: Hardware) -> RankG
 
 
 def crosses(stride: int, here: int, there: int, devices: int, hardware: Hardware) -> bool:
-    """Whether any message from pipeline coordinate `here` to `there` leaves its node.
-
-    `stride`: the number of devices of one coordinate.
-    """
+    """Whether any message between two coordinates of `stride` devices each leaves its node."""
     node = sharing(devices, hardware)
     if devices == node:
         return False
@@ -52,37 +47,22 @@ def node_size(hardware: Hardware) -> int | None:
 
 
 def sharing(devices: int, hardware: Hardware) -> int:
-    """Return how many devices of a mesh are in one node: equally many of each node.
-
-    A node must be more than half full: 128 devices are 64 of the 72 in each of two racks.
-    """
+    """Return how many devices of a mesh share a node, equally many on each; over half of it."""
     node = node_size(hardware)
-    return devices if node is None or devices <= node else _used(devices, node)
-
-
-@lru_cache(maxsize=4096)
-def _used(devices: int, node: int) -> int:
+    if node is None or devices <= node:
+        return devices
     return next((n for n in range(node, node // 2, -1) if devices % n == 0), node)
 
 
 def collective_seconds(
-    kind: Kind,
-    num_bytes: float,
-    ranks: int,
-    ranks_per_node: int,
-    hardware: Hardware,
-    curves: Curves,
-    sharers: int = 1,
-    one_ring: bool = False,
-) -> float:
+    kind: Kind, num_bytes: float, ranks: int, ranks_per_node: int, hardware: Hardware,
+    curves: Curves, sharers: int = 1, one_ring: bool = False,
+) -> float:  # fmt: skip
     """Seconds of one collective; `num_bytes` of the whole (gathered) tensor.
 
-    In a ring of n ranks every rank sends (n-1)/n of the bytes in an all-gather or reduce-scatter,
-    and both follow one another in an all-reduce (arXiv:1910.02054, section 7.1). Across nodes NCCL
-    runs one ring for each of the r members in a node, which enter and leave it by the network
-    interface of one member each: together they have r times the network's bandwidth, for all the
-    bytes, and the links carry as much. `sharers`: ranks among which the network's figure of one
-    device is shared. `one_ring`: a single ring, that passes each node's border by one interface.
+    In a ring of n ranks each sends (n-1)/n of the bytes, twice in an all-reduce (arXiv:1910.02054,
+    section 7.1). Across nodes NCCL runs a ring for each of a node's r members, each over its own
+    network interface. `sharers`: ranks that share a device's network. `one_ring`: one ring alone.
     """
     if ranks == 1 or num_bytes == 0:
         return 0.0
@@ -116,18 +96,12 @@ def send_seconds(num_bytes: float, crosses: bool, hardware: Hardware, curves: Cu
 
 
 def _link(hardware: Hardware) -> Link:
-    what, instead = "the link between devices", "one device"
-    return hardware.link or _refuse(hardware, "link", what, instead)
+    problem = "nothing is known of the link between devices"
+    return hardware.link or refuse(hardware, problem, "`link`", "plan for one device")
 
 
 def _network(hardware: Hardware) -> Link:
     size = node_size(hardware)
-    instead = f"at most {size} devices" if size else "one node"
-    return hardware.network or _refuse(hardware, "network", "the network between nodes", instead)
-
-
-def _refuse(hardware: Hardware, key: str, what: str, instead: str) -> NoReturn:
-    raise ConfigError(
-        f"hardware {hardware.name}: nothing is known of {what}; add `{key}` to "
-        f"configs/hardware/{hardware.name}.json, or plan for {instead}"
-    )
+    instead = f"plan for at most {size} devices" if size else "plan for one node"
+    problem = "nothing is known of the network between nodes"
+    return hardware.network or refuse(hardware, problem, "`network`", instead)

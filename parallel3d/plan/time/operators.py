@@ -1,14 +1,18 @@
 """Seconds of a matrix product, of attention and of memory-bound work on one device.
 
-A roofline with an efficiency that depends on the size: an operator takes the longer of what its
-FLOPs and what its bytes need, and the time of its launch. What no data sheet tells stands in
-`Curves`, one set for all devices.
+A roofline: an operator takes the longer of its FLOPs and its bytes, at an efficiency by size
+(`Curves`), and the time of its launch.
 """
 
+import json
 from dataclasses import dataclass
-from typing import NamedTuple
+from difflib import get_close_matches
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple, NoReturn
 
 from parallel3d.base.errors import ConfigError
+from parallel3d.base.section import Problem, Problems
 from parallel3d.config.hardware import Hardware
 from parallel3d.model.spec import Attention, MatMul, Work
 from parallel3d.plan.setting import BYTES, Precision, Software
@@ -18,8 +22,9 @@ from parallel3d.plan.setting import BYTES, Precision, Software
 class Curves:
     """Fraction of the hardware's figures that programs reach, and their overheads in seconds.
 
-    One set holds for all devices and programs, fitted on published runs (plan/time/curves.py); a
-    machine on which `launch/plan.py --calibrate` ran has its own.
+    One set holds for all devices and programs, fitted on published runs (curves.json, which
+    benchmarks/fit_curves.py writes; docs/planner/validation.md has its output); a machine on which
+    `launch/plan.py --calibrate` ran has its own.
     """
 
     datasheet: float = 0.82
@@ -83,6 +88,41 @@ class Curves:
     """Seconds of the program once a step."""
 
 
+FILE = Path(__file__).with_name("curves.json")
+# Fractions that no device passes. Calibrated ones of a CPU's work can: what is in its caches is
+# faster than the memory that it was measured against.
+_FRACTIONS = frozenset({"datasheet", "fp8", "ported", "fused", "network", "host"})
+_MAY_BE_0 = frozenset({"overlap", "tensor_overlap", "congestion"})  # and every overhead
+_MOST = dict.fromkeys((*_FRACTIONS, "overlap", "tensor_overlap"), 1.0)
+_MOST_OF_ALL = 1e12  # a size in elements, say; beyond it sums overflow
+
+
+@lru_cache(maxsize=1)
+def fitted() -> Curves:
+    """Return the curves fitted on all published runs, with which the planner plans."""
+    return Curves(**json.loads(FILE.read_text(encoding="utf-8"))["all"]["curves"])
+
+
+def curves_for(hardware: Hardware) -> Curves:
+    """Return this machine's own curves, else the fitted ones; ConfigError for impossible ones."""
+    if problems := [p for item in (hardware.curves or {}).items() if (p := _problem(*item))]:
+        raise Problems(problems, f"the hardware {hardware.name}")
+    return Curves(**hardware.curves) if hardware.curves else fitted()
+
+
+def _problem(name: str, value: float) -> Problem | None:
+    path, known = f"curves.{name}", Curves.__dataclass_fields__
+    if name not in known:
+        near = get_close_matches(name, known, n=1)
+        remedy = f'the nearest one is "{near[0]}"' if near else f"use {', '.join(known)}"
+        return Problem(path, value, "is no curve", remedy)
+    least = "at least 0" if name in _MAY_BE_0 or name.startswith("overhead") else "above 0"
+    most = _MOST.get(name, _MOST_OF_ALL)
+    if (value > 0 or (least == "at least 0" and value == 0)) and value <= most:
+        return None
+    return Problem(path, value, f"must be {least} and at most {most:g}", "measure it again")
+
+
 @dataclass(eq=False)
 class Machine:
     """The hardware and program that run operators; equal machines are one object."""
@@ -116,8 +156,8 @@ FLASH_BACKWARD_FLOPS = 2.5  # five products for two: arXiv:2307.08691, section 4
 def matmul_flops(hardware: Hardware, precision: Precision, curves: Curves) -> float:
     """The highest FLOP/s of a matrix product: measured, or a fraction of the data sheet's.
 
-    bf16 and fp16 stand in for each other. fp8 is bf16 times the data sheet's ratio of the two,
-    times the fraction of it that products reach. Raises ConfigError where nothing is known.
+    bf16 and fp16 stand in for each other; fp8 is bf16 times the data sheet's ratio of the two.
+    Raises ConfigError where nothing is known.
     """
     if precision == "fp8" and (eight := hardware.peak("fp8")) and (full := hardware.peak("bf16")):
         return matmul_flops(hardware, "bf16", curves) * eight / full * curves.fp8
@@ -136,17 +176,16 @@ def matmul_flops(hardware: Hardware, precision: Precision, curves: Curves) -> fl
 def matmul_seconds(
     product: MatMul, precision: Precision, hardware: Hardware, curves: Curves
 ) -> float:
-    """Seconds of a matrix product.
+    """Seconds of a matrix product: of its FLOPs, or of its bytes if these take longer.
 
-    FLOPs over rate, with the wave of tiles that is not full and the start of each tile added; or
-    the bytes of its three matrices over the bandwidth, if that is longer.
+    The last wave of tiles, which is not full, and the start of each tile are added.
     """
     m, k, n, batch = product
     flops = product.flops * (1 + curves.wave / (m * n * batch)) * (1 + curves.depth / k)
     rate = matmul_flops(hardware, precision, curves) * curves.matmul
     inputs = 1 if precision == "fp8" else BYTES[precision]
     moved = batch * (inputs * k * (m + n) + BYTES[precision] * m * n)
-    return max(flops / rate, moved / _bandwidth(hardware)) + curves.overhead_per_operator
+    return max(flops / rate, moved / bandwidth_of(hardware)) + curves.overhead_per_operator
 
 
 def backward_products(product: MatMul) -> tuple[MatMul, MatMul]:
@@ -156,13 +195,9 @@ def backward_products(product: MatMul) -> tuple[MatMul, MatMul]:
 
 
 def attention_seconds(
-    attention: Attention,
-    precision: Precision,
-    hardware: Hardware,
-    curves: Curves,
-    software: Software,
-    backward: bool = False,
-) -> float:
+    attention: Attention, precision: Precision, hardware: Hardware, curves: Curves,
+    software: Software, backward: bool = False,
+) -> float:  # fmt: skip
     """Seconds of softmax attention by the kernel that `software` has.
 
     "flash": FLOPs at a rate of its own, half of them where the kernel leaves out what the causal
@@ -185,14 +220,14 @@ def attention_seconds(
     if backward:
         flops, rate = flops * FLASH_BACKWARD_FLOPS, rate * curves.flash_backward
     moved = BYTES[half] * (2 * batch * seq * size) * (heads + attention.kv_heads)
-    return max(flops / rate, moved / _bandwidth(hardware)) + curves.overhead_per_operator
+    return max(flops / rate, moved / bandwidth_of(hardware)) + curves.overhead_per_operator
 
 
 def traffic_seconds(
     elements: int, precision: Precision, hardware: Hardware, curves: Curves
 ) -> float:
     """Seconds of memory-bound operators that read and write `elements` elements in all."""
-    return elements * BYTES[precision] / (_bandwidth(hardware) * curves.traffic)
+    return elements * BYTES[precision] / (bandwidth_of(hardware) * curves.traffic)
 
 
 class WorkSeconds(NamedTuple):
@@ -204,19 +239,10 @@ class WorkSeconds(NamedTuple):
 
 
 def work_seconds(
-    work: Work,
-    precision: Precision,
-    hardware: Hardware,
-    curves: Curves,
-    software: Software,
-    devices: int = 1,
-    backward: bool = False,
-) -> WorkSeconds:
-    """Seconds of a Work, or of its backward pass: twice the products and the traffic.
-
-    `devices`: the number of devices that share the machine, which matters where they are processes
-    on its cores.
-    """
+    work: Work, precision: Precision, hardware: Hardware, curves: Curves, software: Software,
+    devices: int = 1, backward: bool = False,
+) -> WorkSeconds:  # fmt: skip
+    """Seconds of a Work, or of its backward; `devices`: how many of them share the machine."""
     products: tuple[MatMul, ...] = work.matmuls
     if backward:
         products = tuple(p for product in products for p in backward_products(product))
@@ -239,10 +265,15 @@ def work_seconds(
     )
 
 
-def _bandwidth(hardware: Hardware) -> float:
-    if hardware.memory_bandwidth is None:
-        raise ConfigError(
-            f"hardware {hardware.name}: memory_bandwidth is not known; add it with its source to "
-            f"configs/hardware/{hardware.name}.json"
-        )
-    return hardware.memory_bandwidth.value
+def bandwidth_of(hardware: Hardware) -> float:
+    """Bytes a second of a device's memory; raises ConfigError where they are not known."""
+    known = hardware.memory_bandwidth
+    key, instead = "memory_bandwidth", "plan for other hardware"
+    return (known or refuse(hardware, "its memory's speed is not known", key, instead)).value
+
+
+def refuse(hardware: Hardware, problem: str, key: str, instead: str) -> NoReturn:
+    """Raise ConfigError for a figure that the hardware's description lacks."""
+    name = hardware.name
+    remedy = f"add {key} to configs/hardware/{name}.json, or {instead}"
+    raise ConfigError(f"hardware {name}: {problem}; {remedy}")

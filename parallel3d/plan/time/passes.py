@@ -19,7 +19,7 @@ COLLECTIVE = 0.12
 
 
 class PassSeconds(NamedTuple):
-    """Seconds of one microbatch's pass: operators, and tensor-parallel collectives not hidden.
+    """Seconds of a microbatch's pass: operators, and tensor-parallel collectives not hidden.
 
     `free`: the operators' seconds that hide no collective or transfer yet.
     """
@@ -42,18 +42,11 @@ def stage_passes(layout: StageClasses, setting: Setting, machine: Machine) -> Pa
     return _sums(
         layout,
         _layers(
-            layout.model,
-            setting.shape,
-            setting.tp,
-            setting.cp,
-            setting.sequence_parallel,
-            setting.recompute,
-            setting.recomputed_share,
-            setting.precision,
-            setting.devices,
+            layout.model, setting.shape, setting.tp, setting.cp, setting.sequence_parallel,
+            setting.recompute, setting.recomputed_share, setting.precision, setting.devices,
             machine,
         ),
-    )
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=65536)
@@ -70,17 +63,10 @@ def _sums(layout: StageClasses, layers: Passes) -> Passes:
 
 @lru_cache(maxsize=65536)
 def _layers(
-    model: LayerKinds,
-    shape: Shape,
-    tp: int,
-    cp: int,
-    sequence_parallel: bool,
-    recompute: Recompute,
-    recomputed_share: float,
-    precision: Precision,
-    devices: int,
+    model: LayerKinds, shape: Shape, tp: int, cp: int, sequence_parallel: bool,
+    recompute: Recompute, recomputed_share: float, precision: Precision, devices: int,
     machine: Machine,
-) -> Passes:
+) -> Passes:  # fmt: skip
     mesh = tp, cp, precision, devices, machine
     overhead = machine.curves.overhead_per_layer
     overhead *= machine.hardware.slowdown("overhead", sharing(devices, machine.hardware))
@@ -112,11 +98,7 @@ def _units(cost: LayerCost, share: float, machine: Machine) -> tuple[float, floa
 
 
 def _with_program(own: PassSeconds, program: float, machine: Machine) -> PassSeconds:
-    """A pass together with the host program that starts its operators.
-
-    On a separate device operators run while the program goes on to the next one; on the program's
-    own cores they do not overlap.
-    """
+    """A pass with the host program, which a device of its own runs beside, and cores do not."""
     waits = program
     if machine.hardware.cores is None:
         waits = max(0.0, program - own.compute - own.tensor)
@@ -124,15 +106,9 @@ def _with_program(own: PassSeconds, program: float, machine: Machine) -> PassSec
 
 
 def _priced(
-    work: Work,
-    collectives: tuple[Collective, ...],
-    tp: int,
-    cp: int,
-    precision: Precision,
-    devices: int,
-    machine: Machine,
-    backward: bool = False,
-) -> PassSeconds:
+    work: Work, collectives: tuple[Collective, ...], tp: int, cp: int, precision: Precision,
+    devices: int, machine: Machine, backward: bool = False,
+) -> PassSeconds:  # fmt: skip
     """Return the seconds of one layer's computes and collectives."""
     hardware, curves, software = machine.hardware, machine.curves, machine.software
     shared = sharing(devices, hardware)

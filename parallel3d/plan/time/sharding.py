@@ -1,30 +1,22 @@
 """Seconds of ZeRO's collectives, of offload, and of the optimizer's update.
 
-Volumes are those of arXiv:1910.02054, section 7: an all-reduce of the gradients without ZeRO; a
-reduce-scatter and an all-gather of the new weights under ZeRO-1 and 2; under ZeRO-3 a
-reduce-scatter, and an all-gather of the weights for each forward and each backward, or once or
-twice a step where they stay gathered.
+Volumes are those of arXiv:1910.02054, section 7: an all-reduce of gradients without ZeRO; a
+reduce-scatter and an all-gather of new weights under ZeRO-1 and 2; under ZeRO-3 all-gathers for
+each pass, or once or twice a step.
 """
 
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from parallel3d.base.errors import ConfigError
 from parallel3d.config.hardware import Host
 from parallel3d.model.spec import STATE_BYTES
 from parallel3d.plan.layers.placement import Counts, LayerKinds, StageClasses
 from parallel3d.plan.layers.weight_counts import partial, tied_elsewhere, together, weights_of
 from parallel3d.plan.layers.windows import windows
 from parallel3d.plan.setting import BYTES, Device, Precision, Setting
-from parallel3d.plan.time.network import (
-    Kind,
-    RankGroup,
-    collective_seconds,
-    group_of,
-    sharing,
-)
-from parallel3d.plan.time.operators import Machine
+from parallel3d.plan.time.network import Kind, RankGroup, collective_seconds, group_of, sharing
+from parallel3d.plan.time.operators import Machine, bandwidth_of, refuse
 
 
 class Sharding(NamedTuple):
@@ -48,89 +40,68 @@ class Sharding(NamedTuple):
     def of(cls, setting: Setting) -> "Sharding":
         """The sharding of a setting."""
         return cls(
-            setting.tp,
-            setting.dp,
-            setting.cp,
-            setting.devices,
-            setting.sequence_parallel,
-            setting.precision,
-            setting.zero_stage,
-            setting.reduces_once,
-            _gathers(setting) if setting.holds_weights else (),
-            setting.offload_optimizer,
-            setting.offload_param,
-            setting.buffers.stage3_param_persistence_threshold,
-        )
+            setting.tp, setting.dp, setting.cp, setting.devices, setting.sequence_parallel,
+            setting.precision, setting.zero_stage, setting.reduces_once,
+            _gathers(setting) if setting.holds_weights else (), setting.offload_optimizer,
+            setting.offload_param, setting.buffers.stage3_param_persistence_threshold,
+        )  # fmt: skip
 
 
 def _gathers(setting: Setting) -> tuple[int, ...]:
     if setting.weights == "per_step" or setting.stages_per_rank == 1:
         return (1,) * setting.stages_per_rank
     coords = windows(
-        setting.schedule,
-        setting.pp,
-        setting.num_microbatches,
-        setting.stages_per_rank,
+        setting.schedule, setting.pp, setting.num_microbatches, setting.stages_per_rank,
         setting.weights,
-    )
+    )  # fmt: skip
     return tuple(map(max, zip(*(coord.times for coord in coords), strict=True)))
 
 
 class StageTransfers(NamedTuple):
-    """Seconds of a stage's transfers per microbatch, before computes hide any of them.
+    """Seconds of a stage's transfers per microbatch, or of one GATHER, before computes hide any.
 
-    If the program gathers the weights, and not each pass its own, those of gathering are of one
-    GATHER.
+    `gather`: of the stage's weights, in each forward and backward; `fetch`: of their shards from
+    the host; `overhead`: the host program's own, for each parameter, or layer of a GATHER.
+    `reduce`, `store`: of gradients in a backward, and of their shards to the host. `accumulate`:
+    adding them to those of other microbatches, which is no transfer.
     """
 
     gather_seconds: float
-    """Gather of the stage's weights, in each forward and in each backward."""
     fetch_seconds: float
-    """Copy of the weights' shards from the host, as often."""
     overhead_seconds: float
-    """The host program's own time, as often, for each parameter; in a GATHER for each layer."""
     reduce_seconds: float
-    """Reduction of the stage's gradients, in each backward."""
     store_seconds: float
-    """Copy of the gradients' shards to the host, in each backward."""
     accumulate_seconds: float
-    """Adding the gradients to those of other microbatches: no transfer, but device memory."""
 
 
 class OncePerStep(NamedTuple):
-    """Seconds of a coordinate's transfers and updates that happen once a step."""
+    """Seconds of a coordinate's transfers and updates that happen once a step.
 
-    gather_before_seconds: float = 0.0
-    """Gather of the weights before the first forward: all of a step's, where they stay gathered."""
-    fetch_before_seconds: float = 0.0
-    """Copy of the weights' shards from the host, before the first forward."""
-    reduce_seconds: float = 0.0
-    """Reduction of the gradients, after the last backward."""
-    tensor_seconds: float = 0.0
-    """Sums of partial gradients over the tp ranks."""
-    tied_seconds: float = 0.0
-    """The sum of a tied weight's two gradients."""
-    gather_after_seconds: float = 0.0
-    """Gather of the new weights, after the optimizer's step."""
-    optimizer_seconds: float = 0.0
-    offload_seconds: float = 0.0
-    program_before_seconds: float = 0.0
-    """The host program's own time in the gathers before the first forward."""
-    gather_later_seconds: float = 0.0
-    """Part of `gather_before` for all windows but the first: it is sent for a window ahead."""
-    gather_least_seconds: float = 0.0
-    """Gather of all the weights in one message, as ZeRO-1 does it."""
+    `gather_before`: of the weights before the first forward, all of a step's where they stay
+    gathered; `gather_later`: its part that is sent for a window ahead; `gather_least`: of all
+    weights in one message, as ZeRO-1 has it; `gather_after`: of the new weights. `tensor`: sums of
+    partial gradients over the tp ranks; `tied`: of a tied weight's two. `program_before`: the host
+    program's own in the gathers before the first forward.
+    """
+
+    gather_before_seconds: float
+    fetch_before_seconds: float
+    reduce_seconds: float
+    tensor_seconds: float
+    tied_seconds: float
+    gather_after_seconds: float
+    optimizer_seconds: float
+    offload_seconds: float
+    program_before_seconds: float
+    gather_later_seconds: float
+    gather_least_seconds: float
 
 
-class Transfers(NamedTuple):
-    """Transfers of each class of stages per microbatch, and of coordinates per step."""
-
-    stages: tuple[StageTransfers, ...]
-    coords: tuple[OncePerStep, ...]
+Transfers = tuple[tuple[StageTransfers, ...], tuple[OncePerStep, ...]]
 
 
 def transfers_of(layout: StageClasses, setting: Setting, machine: Machine) -> Transfers:
-    """Return the transfers of a setting."""
+    """Return the transfers of each class of stages a microbatch, and of coordinates a step."""
     return _transfers(layout, Sharding.of(setting), machine)
 
 
@@ -141,7 +112,7 @@ def _transfers(layout: StageClasses, sharding: Sharding, machine: Machine) -> Tr
         _coord(layout, classes, [stages[c] for c in classes], sharding, machine)
         for classes in layout.coords
     )
-    return Transfers(stages, coords)
+    return stages, coords
 
 
 class _Held:
@@ -210,12 +181,9 @@ def _stage(model: LayerKinds, held: Counts, sharding: Sharding, machine: Machine
 
 
 def _coord(
-    layout: StageClasses,
-    classes: tuple[int, ...],
-    moves: Sequence[StageTransfers],
-    sharding: Sharding,
-    machine: Machine,
-) -> OncePerStep:
+    layout: StageClasses, classes: tuple[int, ...], moves: Sequence[StageTransfers],
+    sharding: Sharding, machine: Machine,
+) -> OncePerStep:  # fmt: skip
     model, software, curves = layout.model, machine.software, machine.curves
     hardware = machine.hardware
     held = tuple(sum(counts) for counts in zip(*(layout.stages[c] for c in classes), strict=True))
@@ -273,20 +241,16 @@ def _coord(
 
 def _touch(num_bytes: float, sharding: Sharding, machine: Machine, share: float) -> float:
     """Seconds to read or write `num_bytes` of device memory."""
-    bandwidth = machine.hardware.memory_bandwidth
-    if bandwidth is None:
-        return 0.0
     slowdown = machine.hardware.slowdown("traffic", sharing(sharding.devices, machine.hardware))
-    return num_bytes / (bandwidth.value * share) * slowdown
+    return num_bytes / (bandwidth_of(machine.hardware) * share) * slowdown
 
 
 def update_seconds(
     elements: float, device: Device, moved_bytes: float, machine: Machine
 ) -> tuple[float, float]:
-    """Seconds of the CPU's Adam for `elements` elements, and of the bytes it moves.
+    """Seconds of the CPU's Adam for `elements` elements, and of what it moves.
 
-    `moved_bytes`: bytes of gradients to the host and of new weights back. With "nvme" the
-    optimizer's state is read and written, too.
+    `moved_bytes`: of gradients and new weights. "nvme" reads and writes the state, too.
     """
     adam = elements / host_of(machine).adam_params.value
     moved = to_host_seconds(moved_bytes, machine)
@@ -312,12 +276,10 @@ def to_host_seconds(num_bytes: float, machine: Machine) -> float:
 
 def nvme_seconds(num_bytes: float, machine: Machine, writes: bool) -> float:
     """Seconds to read `num_bytes` from NVMe, and also to write them if `writes`."""
-    host, name = host_of(machine), machine.hardware.name
+    host, keys = host_of(machine), "host.nvme_read and host.nvme_write"
     if host.nvme_read is None or host.nvme_write is None:
-        raise ConfigError(
-            f"hardware {name}: the speed of its NVMe is not known; add host.nvme_read and "
-            f'host.nvme_write to configs/hardware/{name}.json, or offload to "cpu"'
-        )
+        problem = "the speed of its NVMe is not known"
+        refuse(machine.hardware, problem, keys, 'offload to "cpu"')
     seconds = num_bytes / host.nvme_read.value
     seconds += num_bytes / host.nvme_write.value if writes else 0.0
     return seconds / machine.curves.host
@@ -325,10 +287,5 @@ def nvme_seconds(num_bytes: float, machine: Machine, writes: bool) -> float:
 
 def host_of(machine: Machine) -> Host:
     """The figures of the device's host; raises ConfigError where none are known."""
-    if machine.hardware.host is None:
-        name = machine.hardware.name
-        raise ConfigError(
-            f"hardware {name}: nothing is known of its host; add `host` to "
-            f"configs/hardware/{name}.json, or plan without offload"
-        )
-    return machine.hardware.host
+    hardware, problem = machine.hardware, "nothing is known of its host"
+    return hardware.host or refuse(hardware, problem, "`host`", "plan without offload")

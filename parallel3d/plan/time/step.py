@@ -9,9 +9,8 @@ from parallel3d.config.hardware import Hardware
 from parallel3d.plan.layers.placement import most_in_flight
 from parallel3d.plan.setting import Setting
 from parallel3d.plan.time.cost import ActionCosts, SecondsByPart, costs_of
-from parallel3d.plan.time.curves import curves_for
 from parallel3d.plan.time.makespan import CoordinateEnd, ends
-from parallel3d.plan.time.operators import Curves
+from parallel3d.plan.time.operators import Curves, curves_for
 from parallel3d.schedule.schedule import Action, Op, Spans, add_sharding, idle_fraction, simulate
 from parallel3d.schedule.schedules import load, make_schedule, splits_backward
 
@@ -20,12 +19,10 @@ TIMES = ("compute", "bubble", "tensor", "pipeline", "data", "offload", "optimize
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step, and its parts by the names of TIMES, whose sum it is.
+    """Seconds of a step, and its parts by the names of TIMES, of the busiest pipeline coordinate.
 
-    The parts are those of the busiest pipeline coordinate. "pipeline": seconds by which the sends
-    between stages make the step longer. "bubble": seconds in which that coordinate waits for
-    anything else. `bubble`: the idle fraction of all coordinates, as schedule.bubble finds it from
-    the step's spans.
+    "pipeline": seconds that sends between stages add. "bubble": all other waits. `bubble`: the idle
+    fraction of all coordinates, as schedule.bubble finds it.
     """
 
     seconds: float
@@ -34,11 +31,7 @@ class StepTime:
 
 
 def step_time(setting: Setting, hardware: Hardware, curves: Curves | None = None) -> StepTime:
-    """The time of a step of a setting.
-
-    Raises ConfigError for a schedule that cannot run with the setting's ranks and microbatches, or
-    for a figure that the hardware lacks.
-    """
+    """The time of a step; ConfigError for a schedule that cannot run, or a figure not known."""
     check(setting)
     costs = costs_of(setting, hardware, curves or curves_for(hardware))
     passes = _ends(setting, costs)
@@ -58,8 +51,7 @@ def step_time(setting: Setting, hardware: Hardware, curves: Curves | None = None
 def step_spans(setting: Setting, hardware: Hardware, curves: Curves | None = None) -> Spans:
     """The span of each action of the step, with what ZeRO gathers and reduces by the program.
 
-    The optimizer and what else comes once a step are not in it. A coordinate's reductions are
-    shared out evenly among its stages.
+    The optimizer is not in it. A coordinate's reductions are shared out evenly among its stages.
     """
     costs = costs_of(setting, hardware, curves or curves_for(hardware))
     sizes = setting.pp, setting.num_microbatches, setting.stages_per_rank
@@ -95,8 +87,7 @@ def _ends(setting: Setting, costs: ActionCosts, sends: bool = True) -> list[Coor
 def _step(costs: ActionCosts, ends: list[CoordinateEnd]) -> float:
     """Seconds of a step, from the times at which the coordinates' last actions end.
 
-    No rank updates before all gradients exist: their norm is of the whole model. A reduction runs
-    on while a coordinate waits between its last backwards, and behind these backwards.
+    No rank updates before all gradients exist. Waits between last backwards hide reductions.
     """
     classes = costs.layout.coord_class_of
     begins = max(sum(parts) for parts in costs.before)
@@ -127,13 +118,12 @@ def _busy(costs: ActionCosts, num_microbatches: int) -> list[SecondsByPart]:
 
 
 def lower_bound(setting: Setting, hardware: Hardware, curves: Curves | None = None) -> float:
-    """Lower bound on the seconds of a step, found without its list of actions.
+    """Lower bound on the seconds of a step, never above `step_time`, found without its actions.
 
-    The bound is never above `step_time`. Each coordinate must wait for the first microbatch to
-    reach it, then do its work, and after its last backward the stages before it do theirs. It also
-    holds no more microbatches at once than the schedule lets it, each for a whole way to the last
-    stage and back. And no stage is faster than the fastest, of which the schedule's own closed form
-    knows the bubble. Where backwards are split, nobody waits for the weights' half.
+    Each coordinate waits for the first microbatch, does its work, and the stages before it do
+    theirs. It holds no more microbatches at once than the schedule lets it, each for a whole way to
+    the last stage and back. No stage beats the fastest, whose bubble has a closed form. Where
+    backwards are split, nobody waits for the weights' half.
     """
     return _bound(costs_of(setting, hardware, curves or curves_for(hardware)), setting)
 

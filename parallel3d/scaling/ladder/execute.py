@@ -33,8 +33,7 @@ FIT = "forecast-fit.json"  # of a ladder's directory: the law that the forecasts
 def execute(name: str, parallel: int, out: Console) -> tuple[int, Ladder]:
     """Run the unfinished runs of a ladder; return the exit code and the ladder as it then stands.
 
-    Codes: 0, 1 where a run failed, 3 where it was stopped on request with all saved. Raises
-    ConfigError for what makes no ladder, and where another process runs this one.
+    Raises ConfigError for what makes no ladder, and where another process runs this one.
     """
     ladder = ladder_of(name)
     ladder.directory.mkdir(parents=True, exist_ok=True)
@@ -113,8 +112,7 @@ def _forecast(ladder: Ladder, held: list[LadderRun], runner: Runner, display: Di
 def register(ladder: Ladder, run: LadderRun) -> Forecast | None:
     """Register the forecast of a held-out run, by the parametric law of all finished runs.
 
-    None where it is registered already: a forecast is never made again. Raises ConfigError where
-    the runs tell no law.
+    None where it is registered already. Raises ConfigError where the runs tell no law.
     """
     file = ladder.forecast_file(run)
     if file.exists():

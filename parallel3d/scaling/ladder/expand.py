@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from parallel3d import models
+from parallel3d.base import reader
 from parallel3d.base.errors import ConfigError
-from parallel3d.base.section import Problem, Problems
+from parallel3d.base.section import ABSENT, Problem, Problems
 from parallel3d.config import RunConfig
 from parallel3d.models.common import divisor_below
 from parallel3d.plan.search.plans import with_vocabulary
@@ -28,9 +29,8 @@ _SIX = FLOPS_PER_PARAM_AND_TOKEN
 class LadderRun:
     """One run of a ladder, with the config that launch/train.py reads.
 
-    `counts`: its parameters. `tokens`: on which the weights that it ends with were trained.
-    `exact_flops`: of training on these, attention included. `steps_done`: those that its trunk has
-    done for it. `trunk`: the name of the run whose checkpoint it begins from, else "".
+    `tokens`: on which the weights that it ends with were trained; `exact_flops`: with attention.
+    `trunk`: the run from whose checkpoint it begins, or ""; `steps_done`: those of its trunk.
     """
 
     name: str
@@ -73,15 +73,14 @@ class LadderRun:
 def _shared_model(base: Mapping[str, Any], source: Path) -> dict[str, Any]:
     """Return settings of the model that all sizes share, its vocabulary a number.
 
-    `source` is the ladder's file, for messages. Raises ConfigError where the base has no model or
-    no length of a sample, has settings that are the ladder's, or has something else than a block
-    where the ladder writes into one.
+    Raises ConfigError where the base lacks a model or a length of a sample, has settings that are
+    the ladder's, or no block where the ladder writes into one. `source`: the ladder's file.
     """
     block = base.get("parallel3d")
     model = block.get("model") if isinstance(block, dict) else None
     if not isinstance(block, dict) or not isinstance(model, dict):
         raise ConfigError(f'{source}: base: has no block "parallel3d" with a "model"; write both')
-    if found := list(_no_objects(base, block)):
+    if found := list(_no_objects(base)):
         raise Problems(found, str(source))
     data, train = block.get("data"), block.get("train", {})
     data = data if isinstance(data, dict) else {}
@@ -108,17 +107,13 @@ def _shared_model(base: Mapping[str, Any], source: Path) -> dict[str, Any]:
     return {**model, "vocab_size": vocab}
 
 
-def _no_objects(base: Mapping[str, Any], block: Mapping[str, Any]) -> Iterator[Problem]:
-    blocks = {key: block.get(key, {}) for key in ("train", "checkpoint", "run", "mesh")}
-    found = {f"base.parallel3d.{key}": value for key, value in blocks.items()}
-    found["base.optimizer"] = optimizer = base.get("optimizer", {})
-    if isinstance(optimizer, dict):
-        found["base.optimizer.params"] = optimizer.get("params", {})
-    for path, value in found.items():
-        is_mesh = path.endswith(".mesh")
-        if not isinstance(value, dict) and not (is_mesh and value == "plan"):
+def _no_objects(base: Mapping[str, Any]) -> Iterator[Problem]:
+    blocks = (f"parallel3d.{name}" for name in ("train", "checkpoint", "run", "mesh"))
+    for path in (*blocks, "optimizer", "optimizer.params"):
+        value, is_mesh = reader.at(base, path), path.endswith(".mesh")
+        if not (isinstance(value, dict) or value is ABSENT or (is_mesh and value == "plan")):
             rule = 'must be an object, or "plan"' if is_mesh else "must be an object"
-            yield Problem(path, value, rule, "write {...}, or leave it out")
+            yield Problem(f"base.{path}", value, rule, "write {...}, or leave it out")
 
 
 @dataclass(frozen=True)
@@ -148,8 +143,7 @@ class _Point:
 def runs_of(ladder: LadderConfig, base: Mapping[str, Any], source: Path) -> list[LadderRun]:
     """Return every run of the ladder: trunks, those that laws are fitted on, and those held out.
 
-    `base`: the config that they share; `source`: the ladder's file, for messages. Raises
-    ConfigError for a size, a budget or a setting that makes no run.
+    `source`: the ladder's file, for messages. Raises ConfigError for what makes no run.
     """
     shared = _shared_model(base, source)
     found: list[LadderRun] = []
@@ -198,8 +192,7 @@ def _forks(
 ) -> list[LadderRun]:
     """Return a trunk of constant rate, and a fork for each budget; no trunk if all are too short.
 
-    Batch and learning rate are the same for all: what the laws say of the longest. The warm-up is
-    that of the shortest fork that the trunk has.
+    All have the batch and rate of the longest, and the warm-up of the shortest with a trunk.
     """
     longest, lengths = points[-1], [point.tokens for point in points]
     same = longest.settings(ladder)

@@ -28,10 +28,7 @@ BUDGETS = ("flops", "tokens_per_param", "tokens")
 
 @dataclass(frozen=True)
 class HyperparameterLaw:
-    """The best peak learning rate of Adam and batch in tokens, each of N and tokens.
-
-    `counts`: the name of N among a run's counts of parameters.
-    """
+    """The best learning rate and batch in tokens, of N (counted as `counts` names) and tokens."""
 
     source: str
     counts: str
@@ -239,10 +236,7 @@ class LadderConfig(Section):
 
 
 def load(name: str) -> tuple[LadderConfig, dict[str, Any], Path]:
-    """Return the ladder in a file (or in configs/ under that name), its base config, and the file.
-
-    Raises ConfigError that lists all that is wrong.
-    """
+    """Return a ladder by file or shipped name, its base config, its file; raises ConfigError."""
     file = reader.find(name)
     raw = reader.read(file)
     try:

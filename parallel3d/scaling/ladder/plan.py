@@ -24,14 +24,7 @@ from parallel3d.plan.search.remedy import gib
 from parallel3d.plan.setting import Setting
 from parallel3d.scaling.ladder.expand import CONFIGS, LadderRun, runs_of
 from parallel3d.scaling.ladder.file import LAWS, LadderConfig, load
-from parallel3d.scaling.runs import (
-    CONFIG,
-    METRICS,
-    NoEnd,
-    config_of,
-    last_line,
-    unique_tokens,
-)  # fmt: skip
+from parallel3d.scaling.runs import CONFIG, METRICS, NoEnd, config_of, last_line, unique_tokens
 
 REPEATS = 4
 """Passes over a corpus up to which repeated tokens are worth nearly as much as new ones
@@ -53,10 +46,7 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of a run: bytes of its fullest device, and hours of all its devices at once.
-
-    `hours` is None where nothing is known of the hardware; evaluation and start are not in them.
-    """
+    """Bytes of a run's fullest device, and hours of its steps; None on unknown hardware."""
 
     mesh: str
     memory_bytes: int
@@ -125,7 +115,7 @@ def ladder_of(name: str) -> Ladder:
 def with_costs(runs: Sequence[LadderRun]) -> list[tuple[LadderRun, Cost]]:
     """Return the runs with their costs, each mesh chosen where it is "plan".
 
-    Raises ConfigError where a run does not fit, or nothing is known of the hardware to plan for.
+    Raises ConfigError where a run does not fit, or no hardware is known to plan for.
     """
     planned: dict[str, tuple[RunConfig, float | None, int]] = {}
     found, bad = [], []
@@ -200,10 +190,9 @@ def _warnings(runs: Sequence[LadderRun], unique: int | None) -> Iterator[str]:
 
 
 def state_of(run: LadderRun) -> State:
-    """Return the state of a run; it is finished only where its config is the ladder's.
+    """Return the state of a run; raises ConfigError where its folder holds another config's.
 
-    Two configs are the same whatever their paths, mesh and offload. Raises ConfigError where the
-    run's folder holds another config's.
+    Two configs are the same whatever their paths, mesh and offload.
     """
     if not (run.folder / CONFIG).exists():
         return State("new")
@@ -243,8 +232,7 @@ def checkpoints(run: LadderRun) -> list[int]:
 def resume_of(run: LadderRun) -> str:
     """Return the checkpoint.resume with which a run is to be started now.
 
-    A run that begins from another's checkpoint goes on with its own newest by number, and is
-    refused by name where that is damaged: "auto" would start it afresh, from step 0.
+    A fork goes on with its own newest by number: "auto" would start it at step 0 if damaged.
     """
     first, own = str(run.config.checkpoint.resume), checkpoints(run)
     if not own:

@@ -19,10 +19,7 @@ _MOST_LAYERS = 20_000
 
 
 def model_of(ladder: LadderConfig, size: SizeConfig, base: Mapping[str, Any], path: str) -> Any:
-    """Return settings of the model of one size, over the base's; `path`: its place in the file.
-
-    Raises ConfigError where the size names no model.
-    """
+    """Return the model of one size over the base's settings; ConfigError with the place `path`."""
     inner, own = base.get("intermediate_size"), dict(size.model)
     if ladder.mlp_ratio is None and inner is not None:
         at, rule = "base.parallel3d.model.intermediate_size", "would be the same at every size"

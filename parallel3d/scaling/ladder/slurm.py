@@ -56,7 +56,6 @@ fi
 def write(ladder: Ladder) -> list[Path]:
     """Write a job array for each kind of run and number of ranks, and submit.sh, which chains them.
 
-    Trunks first, then what laws are fitted on, then the held-out runs, each after its forecast.
     Return the files, submit.sh last.
     """
     ladder.write_configs()
@@ -64,7 +63,9 @@ def write(ladder: Ladder) -> list[Path]:
     stages, files = [], []
     for kind in ("trunk", "fit", "held-out"):
         jobs = []
-        for ranks, runs in _by_ranks(ladder, kind):
+        rungs = [r for r in ladder.rungs if r.run.kind == kind and r.state.name != "finished"]
+        for ranks in sorted({rung.run.devices for rung in rungs}):
+            runs = [rung.run for rung in rungs if rung.run.devices == ranks]
             path = ladder.directory / f"{kind}-{ranks}.sbatch"
             path.write_text(_script(ladder, kind, ranks, runs), encoding="utf-8")
             jobs.append(path)
@@ -74,15 +75,6 @@ def write(ladder: Ladder) -> list[Path]:
     submit.write_text("\n".join([*_chain(stages), ""]), encoding="utf-8")
     submit.chmod(0o755)
     return [*files, submit]
-
-
-def _by_ranks(ladder: Ladder, kind: str) -> Iterator[tuple[int, list[LadderRun]]]:
-    runs = [
-        rung.run for rung in ladder.rungs
-        if rung.run.kind == kind and rung.state.name != "finished"
-    ]  # fmt: skip
-    for ranks in sorted({run.devices for run in runs}):
-        yield ranks, [run for run in runs if run.devices == ranks]
 
 
 def _script(ladder: Ladder, kind: str, ranks: int, runs: Sequence[LadderRun]) -> str:

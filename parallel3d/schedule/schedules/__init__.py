@@ -56,10 +56,7 @@ def why_not(name: str, pp_size: int, num_microbatches: int, stages_per_rank: int
 
 @cache
 def splits_backward(name: str) -> bool:
-    """Whether the named schedule makes the weights' gradients apart (I and W instead of B).
-
-    They then add up until the step: gradients cannot be reduced in each backward.
-    """
+    """Whether the named schedule has I and W, whose gradients add up until the step, for B."""
     file = load(name)
     few = (
         (pp, count, per_rank)
@@ -74,19 +71,8 @@ def splits_backward(name: str) -> bool:
 def make_schedule(
     name: str, pp_size: int, num_microbatches: int, stages_per_rank: int = 1
 ) -> Schedule:
-    """The programs of the named schedule, with communication, validated.
-
-    Raises ConfigError for an unknown name, or a setting with which the schedule cannot run.
-    """
+    """The programs of a schedule, with communication, validated; ConfigError where none can be."""
     file = load(name)
-    sizes = {
-        "pp": pp_size,
-        "num_microbatches": num_microbatches,
-        "stages_per_rank": stages_per_rank,
-    }
-    for key, size in sizes.items():
-        if size < 1:
-            raise ConfigError(f"schedule {name!r}: {key}={size}; it must be 1 or more")
     if reason := file.invalid(pp_size, num_microbatches, stages_per_rank):
         raise ConfigError(f"schedule {name!r}: {reason}")
     schedule = add_communication(file.schedule(pp_size, num_microbatches, stages_per_rank))

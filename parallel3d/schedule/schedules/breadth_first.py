@@ -1,8 +1,7 @@
 """Breadth-first: all microbatches through one stage before the next (arXiv:2211.05953).
 
-Stage c*p + r is chunk c of rank r, as in `interleaved`, with its bubble; but a rank is done with a
-stage's forwards before it begins the next one's. So weights that are gathered for one pass are used
-by all microbatches and let go of, and a stage's gradients are complete as early as can be.
+Stage c*p + r is chunk c of rank r, as in `interleaved`, with its bubble. Weights gathered for a
+pass serve all microbatches, and a stage's gradients are complete as early as can be.
 """
 
 from parallel3d.schedule.schedule import Action, Op, Schedule

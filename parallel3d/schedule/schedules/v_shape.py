@@ -1,9 +1,8 @@
 """1F1B on a V: down the ranks with the first half of the model, up again with the second.
 
-Rank r holds the stages r and 2p-1-r, so the first rank holds both ends of the model and the last
-one hands over to itself. What is held long (an early stage) is paired with what is held briefly (a
-late one), so every rank holds equally much; the placement is that of arXiv:2405.15362, the order
-below our own. Two chunks shorten the bubble, as in `interleaved`, at the memory of 1F1B.
+Rank r holds the stages r and 2p-1-r: one is held long, the other briefly, so every rank holds
+equally much. The placement is that of arXiv:2405.15362, the order our own. Two chunks shorten the
+bubble, as in `interleaved`, at the memory of 1F1B.
 """
 
 from parallel3d.schedule.schedule import Action, Op, Schedule
@@ -52,8 +51,7 @@ def bubble(
 ) -> float:
     """The idle fraction: each rank waits 2(p-1) times for the longer of F and B.
 
-    That is 2(p-1)/(3m+2(p-1)) where a backward takes two forwards, and never more than
-    (p-1)/(m+p-1). With fewer than p microbatches nothing else hides behind the longer of the two.
+    That is 2(p-1)/(3m+2(p-1)) where B = 2F. With fewer than p microbatches nothing else hides.
     """
     short, long = sorted((1.0, backward))
     missing = max(0, pp_size - num_microbatches)
@@ -62,10 +60,6 @@ def bubble(
 
 
 def peak_in_flight(pp_size: int, num_microbatches: int, stages_per_rank: int) -> tuple[int, ...]:
-    """(stage, microbatch) pairs whose activations each rank holds at most: 2p on every rank.
-
-    Each is half of what a rank of 1F1B holds for a microbatch, which is p microbatches on the first
-    rank.
-    """
+    """(stage, microbatch) pairs that each rank holds at most: 2p halves, as 1F1B's first rank."""
     m = num_microbatches
     return tuple(min(2 * m, m + rank + 1, 2 * pp_size) for rank in range(pp_size))

@@ -1,8 +1,7 @@
 """ZB-H1: 1F1B with backwards split, their weight half made in idle time (arXiv:2401.10241).
 
-What the stage before waits for is the gradient of a stage's input alone (I). That of the weights
-(W) can be made at any time before the step, so rank r keeps r of them back and fills its idle end
-with them. Each rank then holds what the first rank of 1F1B does, and the bubble is a third.
+The stage before waits for the input's gradient (I) alone. Rank r keeps r weight gradients (W) back
+for its idle end; it holds what the first rank of 1F1B does, and the bubble is a third.
 """
 
 from parallel3d.schedule.schedule import Action, Op, Schedule

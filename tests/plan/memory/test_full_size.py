@@ -110,14 +110,10 @@ def measured(config, pp, join):  # noqa: F811
     mesh = join(config, pp, 0, 0)
     mesh.device = torch.device("meta")
     built = build_stages(
-        models.layers(config.model),
-        schedule,
-        EngineSettings.from_config(config),
-        mesh=mesh,
-        shape=shape,
-        activation_checkpointing=pipeline.activation_checkpointing,
+        models.layers(config.model), schedule, EngineSettings.from_config(config), mesh=mesh,
+        shape=shape, activation_checkpointing=pipeline.activation_checkpointing,
         sequence_parallel=sizes.sequence_parallel,
-    )
+    )  # fmt: skip
     module = built.module.bfloat16()
     for parameter in module.parameters():
         parameter.grad_dtype = torch.float32

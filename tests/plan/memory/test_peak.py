@@ -44,13 +44,9 @@ MODELS = {
     for size, blocks, tied in ((256, 6, True), (1024, 14, True), (2048, 31, False))
 }
 ORDERS = [
-    ("gpipe", 1),
-    ("one_f_one_b", 1),
-    ("v_shape", 2),
-    ("interleaved", 2),
-    ("interleaved", 3),
+    ("gpipe", 1), ("one_f_one_b", 1), ("v_shape", 2), ("interleaved", 2), ("interleaved", 3),
     ("breadth_first", 3),
-]
+]  # fmt: skip
 
 
 @st.composite

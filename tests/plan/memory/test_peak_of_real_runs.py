@@ -38,27 +38,18 @@ def deep(**kinds):
 # By mesh, so that the ranks of one do not change the order in which another's modules are made.
 CASES = {
     (1, 2, 1): [
-        {"thresholds": THRESHOLDS, "offload": "cpu", "bucket": 2**18, **OFTEN, **ONE, **FULL},
+        {"thresholds": THRESHOLDS, "offload": "cpu", "bucket": 2**18, **OFTEN, **ONE, **FULL}
     ],
     (2, 1, 1): [deep(M=6, schedule="interleaved", v=2)],
 }
 OTHERS = {(1, 2, 1): [{"model": LLAMA, "micro": 4}]}
 BOTH = {(1, 2, 1): [{**PASS, **BREADTH, **OFTEN, "offload": "cpu+cpu", **FLAT}]}
 SLOW = {
-    (1, 1, 1): [
-        {},
-        {"precision": "fp32"},
-        {"zero": 1, "M": 1, **FLAT},
-    ],
+    (1, 1, 1): [{}, {"precision": "fp32"}, {"zero": 1, "M": 1, **FLAT}],
     (1, 2, 1): [
-        {"precision": "fp32", **deep()},
-        {"zero": 1, **ONE, **FULL},
-        {"zero": 2, **ONE, **deep()},
-        {"offload": "cpu", **OFTEN, **ONE},
-        STEP,
-        {**STEP, **OFTEN},
-        {**STEP, **OFTEN, "offload": "cpu", **FLAT},
-        {**PASS, **BREADTH, "precision": "fp32"},
+        {"precision": "fp32", **deep()}, {"zero": 1, **ONE, **FULL}, {"zero": 2, **ONE, **deep()},
+        {"offload": "cpu", **OFTEN, **ONE}, STEP, {**STEP, **OFTEN},
+        {**STEP, **OFTEN, "offload": "cpu", **FLAT}, {**PASS, **BREADTH, "precision": "fp32"},
         {**BREADTH, **FULL},
     ],
     (2, 1, 1): [deep(), deep(M=8, **ONE, **FULL)],
@@ -69,40 +60,27 @@ SLOW = {
         deep(M=6, **PASS, schedule="interleaved", v=2),
         deep(**PASS, **BREADTH),
     ],
-}
+}  # fmt: skip
 MORE = {
     (1, 1, 1): [{"zero": 1, **FULL}, deep(**ONE)],
     (1, 2, 1): [
-        {},
-        OFTEN,
-        {"thresholds": THRESHOLDS},
-        {"thresholds": THRESHOLDS, **ONE, **deep()},
-        {"thresholds": {}, **ONE, **FULL},
-        {"zero": 0},
-        {"zero": 0, **ONE, **FULL},
-        {"zero": 1},
-        {"zero": 1, "offload": "cpu"},
-        {"zero": 2, "offload": "cpu"},
-        {"offload": "cpu+cpu"},
-        {**STEP, "offload": "cpu+cpu", **FULL},
-        {**STEP, "thresholds": THRESHOLDS, **ONE, **FULL},
-        {"offload": "cpu", "precision": "fp32", **deep()},
-        {"offload": "nvme", **ONE},
+        {}, OFTEN, {"thresholds": THRESHOLDS}, {"thresholds": THRESHOLDS, **ONE, **deep()},
+        {"thresholds": {}, **ONE, **FULL}, {"zero": 0}, {"zero": 0, **ONE, **FULL}, {"zero": 1},
+        {"zero": 1, "offload": "cpu"}, {"zero": 2, "offload": "cpu"}, {"offload": "cpu+cpu"},
+        {**STEP, "offload": "cpu+cpu", **FULL}, {**STEP, "thresholds": THRESHOLDS, **ONE, **FULL},
+        {"offload": "cpu", "precision": "fp32", **deep()}, {"offload": "nvme", **ONE},
         {"zero": 2, "precision": "fp16", **ONE, **deep()},
     ],
     (2, 1, 1): [
-        ONE,
-        deep(M=8, **ONE),
-        deep(M=6, schedule="v_shape", v=2),
-        deep(M=6, schedule="interleaved", v=3),
-        deep(M=6, **BREADTH),
+        ONE, deep(M=8, **ONE), deep(M=6, schedule="v_shape", v=2),
+        deep(M=6, schedule="interleaved", v=3), deep(M=6, **BREADTH),
     ],
     (1, 1, 2): [{}, {"sp": True}, {"sp": True, **FULL}, {"model": LLAMA, "micro": 4, **ONE}],
     (4, 1, 1): [deep(M=8, **ONE)],
     (2, 2, 1): [deep(M=6, **ONE, **OFTEN), deep(zero=2, schedule="v_shape", v=2)],
     (2, 1, 2): [deep(sp=True)],
     (1, 2, 2): [deep(zero=1)],
-}
+}  # fmt: skip
 
 
 def config_of(
@@ -123,27 +101,21 @@ def config_of(
         "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "zero_optimization": {
-            "stage": zero,
-            "offload_optimizer": {"device": optimizer},
-            "offload_param": {"device": parameters or "none"},
-            "reduce_bucket_size": bucket,
-            "allgather_bucket_size": 2**16,
-            **thresholds,
+            "stage": zero, "offload_optimizer": {"device": optimizer},
+            "offload_param": {"device": parameters or "none"}, "reduce_bucket_size": bucket,
+            "allgather_bucket_size": 2**16, **thresholds,
         },
         "parallel3d": {
             "mesh": {"pp": pp, "dp": dp, "tp": tp, "sequence_parallel": sp},
             "pipeline": {
-                "schedule": schedule,
-                "stages_per_rank": v,
-                "gradient_reduction": reduction,
-                "weights": weights,
-                "activation_checkpointing": recompute,
+                "schedule": schedule, "stages_per_rank": v, "gradient_reduction": reduction,
+                "weights": weights, "activation_checkpointing": recompute,
             },
             "model": sizes | (model or {}),
             "data": {"sequence_length": seq, "vocab_size": 512},
             "train": {"steps": 2},
         },
-    }
+    }  # fmt: skip
     if optimizer == "nvme":
         raw["zero_optimization"]["offload_optimizer"]["nvme_path"] = tempfile.gettempdir()
         raw["aio"] = {"block_size": BLOCK}

@@ -3,12 +3,11 @@
 import pytest
 
 from parallel3d.plan.memory.peak import fullest
-from parallel3d.plan.open_weights import leaves_weights_open, with_weights
 from parallel3d.plan.report.choose import weights_for
 from parallel3d.plan.search.best_first import search
 from parallel3d.plan.search.plans import request_of
 from parallel3d.plan.search.remedy import choose_weights, gib
-from parallel3d.plan.setting import Setting
+from parallel3d.plan.setting import Setting, leaves_weights_open, with_weights
 from tests.plan.toy_cluster import GIB, config, machine
 
 pytestmark = pytest.mark.pure

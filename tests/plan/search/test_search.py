@@ -14,7 +14,7 @@ from parallel3d.plan.search.best_first import _Search, search
 from parallel3d.plan.search.candidates import choices_of, setting_of
 from parallel3d.plan.search.plans import request_of
 from parallel3d.plan.search.remedy import evaluate, fits, smallest_change, worst
-from parallel3d.plan.time.curves import curves_for
+from parallel3d.plan.time.operators import curves_for
 from parallel3d.plan.time.step import lower_bound, step_time
 from parallel3d.schedule.schedules import names, splits_backward
 from tests.plan.toy_cluster import GIB, config, machine
@@ -92,18 +92,6 @@ def test_bounds_are_bounds():
         device, host = least_on_first(setting, request.hardware)
         assert 0.3 * first.total < device <= first.total and host <= first.host
         assert choices_of(setting) == (flow, order, state)
-
-
-ALL = [*everything(request_of(config(), machine(), 8))]
-
-
-def test_what_fits_depends_on_memory():
-    fitting = []
-    for memory in (3, 5, 80):
-        request, device = request_of(config(), machine(memory * GIB), 8), machine(memory * GIB)
-        settings = {choices: setting_of(request, *choices) for choices in ALL[::51]}
-        fitting.append({c for c, s in settings.items() if fits(worst(s, device), device)})
-    assert set() < fitting[0] < fitting[1] < fitting[2]  # more memory never fits less
 
 
 def test_bf16_is_not_planned_for_what_has_none():
@@ -267,8 +255,6 @@ def test_parts_sum_and_flops_agree():
 
 
 def test_bad_requests():
-    with pytest.raises(ConfigError, match="--devices = 0: is no number of devices"):
-        request_of(config(), machine(), 0)
     with pytest.raises(ConfigError, match=r"--devices = 7: no mesh of 7 devices .* 16 samples"):
         search(request_of(config(layers=1), machine(), 7))
     with pytest.raises(ConfigError, match=r"tp = 8: does not divide num_attention_heads=4"):

@@ -134,10 +134,9 @@ def test_gradients_reduced_in_bf16_move_half_the_bytes(stage) -> None:
     for kind in (None, "bf16"):
         given = type(config()).from_dict(raw | {"communication_data_type": kind}).resolve(8)
         setting = Setting.from_config(given)
-        transfers = transfers_of(
-            stage_classes_of(setting), setting, machine_of(A100, setting.software, Curves())
-        )
-        seconds.append([c.reduce_seconds for c in (*transfers.stages, *transfers.coords)])
+        machine = machine_of(A100, setting.software, Curves())
+        stages, coords = transfers_of(stage_classes_of(setting), setting, machine)
+        seconds.append([c.reduce_seconds for c in (*stages, *coords)])
         buckets.append(
             states(setting, WeightSizes(10**6, 10, 0, 0, 10**5, 10**5, 0, 10**5), False).buffers
         )

@@ -12,8 +12,8 @@ from parallel3d.config import hardware
 from parallel3d.config.hardware import Cores, Figure, Hardware
 from parallel3d.model.spec import Shape
 from parallel3d.plan.setting import Setting, Software, layers_of
-from parallel3d.plan.time.curves import curves_for
 from parallel3d.plan.time.makespan import counts, ends
+from parallel3d.plan.time.operators import curves_for
 from parallel3d.plan.time.step import TIMES, lower_bound, step_spans, step_time
 from parallel3d.schedule.schedule import Action, Op, bubble, simulate
 from parallel3d.schedule.schedules import load, make_schedule, names, why_not
@@ -65,20 +65,11 @@ def faster(described: Hardware, what: str, times: float) -> Hardware:
 # The first rank waits between its last backwards, so that faster products shorten what a reduction
 # hides behind and not the list: 1.7 % more on twice the FLOP/s, as long as waits hid nothing.
 WAITS = Setting(
-    layers=layers_of(GPT),
-    hidden_size=GPT.hidden_size,
-    shape=Shape(4, 1024),
-    num_microbatches=2,
-    pp=2,
-    dp=5,
-    tp=2,
-    sequence_parallel=True,
-    schedule="v_shape",
-    stages_per_rank=2,
-    recompute="selective",
-    zero_stage=0,
+    layers=layers_of(GPT), hidden_size=GPT.hidden_size, shape=Shape(4, 1024), num_microbatches=2,
+    pp=2, dp=5, tp=2, sequence_parallel=True, schedule="v_shape", stages_per_rank=2,
+    recompute="selective", zero_stage=0,
     software=Software(overlaps_reduction=True, overlaps_tensor=True),
-)
+)  # fmt: skip
 
 
 FIGURES = (
