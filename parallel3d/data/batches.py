@@ -6,14 +6,11 @@ may hold several documents, with end-of-text between them. In a mixture, each sa
 of one of its streams.
 """
 
-import mmap
-
 import numpy as np
 
 from parallel3d.base.errors import DataError
 from parallel3d.data.corpus import Corpus, Mixture, TokenStream
-from parallel3d.data.mixing import Mixing
-from parallel3d.data.order import GOLDEN, sample_index
+from parallel3d.data.order import GOLDEN, Mixing, sample_index
 
 
 def num_windows(num_tokens: int, sequence_length: int) -> int:
@@ -50,7 +47,7 @@ class Batches:
     """Samples of a stream or mixture by global index, shuffled in each epoch, or in order.
 
     With a `seed` the order is that of `order.sample_index`; with None
-    it is the stream's own, from its start and round again. In a mixture, `mixing.Mixing` says
+    it is the stream's own, from its start and round again. In a mixture, `order.Mixing` says
     which stream gives a sample, and each stream has its own order and comes round at its own rate.
     Nothing here moves: the same index gives the same sample on every mesh, at any time.
 
@@ -79,10 +76,7 @@ class Batches:
         within = np.arange(self.sequence_length + 1)
         for part in np.unique(parts):
             here = parts == part
-            tokens = self.streams[part].tokens
-            if isinstance(tokens, np.ndarray):
-                will_need(tokens, starts[here], len(within))
-            windows[here] = tokens[starts[here][:, None] + within]
+            windows[here] = self.streams[part].tokens[starts[here][:, None] + within]
         return windows[:, :-1].copy(), windows[:, 1:].copy()
 
     @property
@@ -157,23 +151,3 @@ def check_length(corpus: Corpus, sequence_length: int, global_batch: int) -> Non
                 f" data.sequence_length={sequence_length} (+ 1); add text, or "
                 + (f"set {setting} to null" if setting else "leave it out")
             )
-
-
-def will_need(array: np.ndarray, starts: np.ndarray, count: int) -> None:
-    """Ask the system to prefetch the `count` items from each of `starts` [n], if memory-mapped.
-
-    It reads them while this goes on; a gather of them then waits for the disk once, not at each
-    page that is not in memory. On arrays in memory it does nothing.
-    """
-    whole = array
-    while isinstance(whole.base, np.ndarray):
-        whole = whole.base
-    mapped = whole.base
-    if not isinstance(mapped, mmap.mmap) or not hasattr(mmap, "MADV_WILLNEED"):
-        return
-    # The map's own first byte: np.memmap begins some way into it where its offset says so.
-    first = array.ctypes.data - np.frombuffer(mapped, np.uint8).ctypes.data
-    size = count * array.itemsize
-    for start in (first + starts * array.itemsize).tolist():
-        page = start - start % mmap.PAGESIZE
-        mapped.madvise(mmap.MADV_WILLNEED, page, start + size - page)

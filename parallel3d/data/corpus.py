@@ -293,15 +293,6 @@ def _remote(
     return RemoteFiles(sizes, directory.name, cache)
 
 
-def check_ids(tokens: np.ndarray, vocab_size: int, name: str) -> None:
-    """Raise DataError, naming the document, if one of its ids is not below `vocab_size`."""
-    if len(tokens) and tokens.max() >= vocab_size:
-        raise DataError(
-            f"document {name} has the token id {tokens.max()}, beyond a vocabulary of {vocab_size};"
-            " use the tokenizer that belongs to this vocabulary, or a larger vocab_size"
-        )
-
-
 def entropy(frequencies: np.ndarray) -> float:
     """The entropy of these relative frequencies, in nats (Shannon 1948, section 6)."""
     shares = frequencies[frequencies > 0] / frequencies.sum()

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from parallel3d.data.cache import MANIFEST, is_whole, prune, staged
+from parallel3d.data.cache import DAYS_KEPT, MANIFEST, digest_of, is_whole, prune, staged
 from parallel3d.data.corpus import HELD_OUT_BYTES, HELD_OUT_COUNTS, PLACE, entropy, streams_of
 from parallel3d.data.documents import Documents
-from parallel3d.data.indexes import DAYS_KEPT
 from parallel3d.data.pieces import PIECE_BYTES
 from parallel3d.data.pool import make_shards, num_workers
 from parallel3d.data.shards import ShardPlan, cut, shard_folders
@@ -139,7 +138,7 @@ class Recipe:
 def _tokenise(plan: ShardPlan, num_processes: int, progress: Progress) -> None:
     """Make the shards that are not there yet."""
     total = len(plan.documents)
-    done = total - sum(map(plan.num_documents, plan.todo))
+    done = total - sum(plan.bounds[n + 1] - plan.bounds[n] for n in plan.todo)
     if done:
         progress("tokenising documents", done, total)
 
@@ -257,8 +256,3 @@ def contents_of(table: np.ndarray, held_out: np.ndarray) -> list[str]:
     digests = table["digest"]
     parts = [digests[~held_out], digests[held_out]]
     return [str(part) for d in parts for part in (len(d), blake2b(d.tobytes()).hexdigest())]
-
-
-def digest_of(*parts: object) -> str:
-    """A digest of several parts, usable as a file name."""
-    return blake2b("\n".join(map(str, parts)).encode(), digest_size=16).hexdigest()

@@ -10,14 +10,13 @@ from pathlib import Path
 import numpy as np
 
 from parallel3d.base.errors import DataError
-from parallel3d.data.indexes import is_settled, keep, load, state_of
+from parallel3d.data.cache import digest_of, is_settled, keep, load, state_of
 from parallel3d.data.pieces import UNREADABLE, Flaw
 from parallel3d.data.rows import FileReader, place_of
 from parallel3d.data.skips import LISTED, Skips
 from parallel3d.data.sources import Files, Progress, silent
 
-# A document: number of its file; row or line in it, from 1; byte where the line starts; bytes of
-# its text in UTF-8; their digest.
+# Number of the file; row or line there, from 1; byte where it starts; bytes of the text; digest.
 ENTRY = np.dtype(
     [("file", "<i4"), ("row", "<i8"), ("offset", "<i8"), ("num_bytes", "<i8"), ("digest", "V16")]
 )
@@ -32,10 +31,7 @@ new_digest = partial(blake2b, digest_size=16)
 
 
 class Documents:
-    """The documents of a source, in order; `table` [n] of ENTRY holds their places.
-
-    `skips` are those that were left out.
-    """
+    """The documents of a source, at the places in `table` [n] of ENTRY; `skips` were left out."""
 
     def __init__(self, files: Files, table: np.ndarray, skips: Skips | None = None) -> None:
         self.files, self.table, self.skips = files, table, skips or Skips()
@@ -51,10 +47,7 @@ class Documents:
         return place_of(self.files.kind, self.files.names[entry["file"]], int(entry["row"]))
 
     def read(self, indices: Sequence[int] | np.ndarray) -> Iterator[str]:
-        """Texts of the documents `indices`, which ascend.
-
-        Raises DataError for a document that changed since it was found.
-        """
+        """Yield the texts of the documents `indices`, which ascend; DataError if one changed."""
         text: list[str] = []
         for piece, last in self.pieces(indices):
             text.append(piece)
@@ -63,7 +56,7 @@ class Documents:
                 text.clear()
 
     def pieces(self, indices: Sequence[int] | np.ndarray) -> Iterator[tuple[str, bool]]:
-        """Texts of the documents `indices`, long ones in pieces: text, and whether it is the last.
+        """Yield the texts of the documents `indices` in pieces, with whether it is the last one.
 
         Raises DataError in the place of the last piece of a document that changed.
         """
@@ -85,19 +78,15 @@ class Documents:
 
 
 def find_documents(
-    files: Files,
-    cache: Path,
-    progress: Progress = silent,
-    rule: tuple[str, float] = ("stop", 0.0),
+    files: Files, cache: Path, progress: Progress = silent, rule: tuple[str, float] = ("stop", 0.0)
 ) -> Documents:
-    """The documents in some files.
+    """Return the documents in some files.
 
-    Every file is read once, so that what is wrong with it is known before anything is written.
-    The documents of a file of many rows are kept in `cache`/indexes for as long as the file is
-    untouched (size, times and inode). Documents without text are left out, and by the `rule`
-    ("skip", share) those that cannot be used, if they are no more than this share of all, where an
-    unreadable file of rows counts as many as the mean of the readable ones. Raises DataError for
-    all others of the first files at once, and where nothing is left.
+    Every file is read once, so that its flaws are known before anything is written. The documents
+    of a file of many rows are kept in `cache`/indexes until the file changes. Documents without
+    text are left out, and by the `rule` ("skip", share) those that cannot be used, if they are no
+    more than this share of all; an unreadable file of rows counts as many as the readable ones have
+    on average. Raises DataError for all others of the first files, and where nothing is left.
     """
     on_error, max_skipped = rule
     tables, skips = [], Skips()
@@ -172,24 +161,19 @@ def _scan(
 def _indexed(
     reader: FileReader, path: str, indexes: Path, on_bytes: Callable[[int], None], on_error: str
 ) -> tuple[np.ndarray, Skips]:
-    before = _signature(reader, path)
-    index = indexes / f"{before}.npz"
+    index = indexes / f"{_signature(reader, path)}.npz"
     if kept := load(index):
         return kept["table"], Skips.unpacked(str(kept["skips"]), reader.name)
     settled = is_settled(path)
     table, skips = _scan(reader, on_bytes, on_error)
     # Perhaps not read to its end; and what failed to be read may be read the next time.
-    is_partial = on_error == "stop" and skips.num_flawed
-    is_whole = not is_partial and not skips.counts[UNREADABLE]
-    if is_whole and settled and _signature(reader, path) == before:
+    is_partial = (on_error == "stop" and skips.num_flawed) or skips.counts[UNREADABLE]
+    if settled and not is_partial and index.stem == _signature(reader, path):
         keep(index, {"table": table, "skips": np.array(skips.packed())})
     return table, skips
 
 
 def _signature(reader: FileReader, path: str) -> str:
-    name = os.path.realpath(path)
-    parts: tuple[object, ...] = (INDEX_FORMAT, reader.kind, name, reader.field, reader.rows)
-    if reader.kind == "jsonl":
-        parts += (reader.max_line_bytes,)
-    parts += state_of(path)
-    return blake2b("\n".join(map(str, parts)).encode(), digest_size=16).hexdigest()
+    parts = [INDEX_FORMAT, reader.kind, os.path.realpath(path), reader.field, reader.rows]
+    parts += [reader.max_line_bytes] if reader.kind == "jsonl" else []
+    return digest_of(*parts, *state_of(path))

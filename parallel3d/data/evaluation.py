@@ -8,13 +8,7 @@ import numpy as np
 
 from parallel3d.base.errors import DataError
 from parallel3d.data.batches import Batches
-from parallel3d.data.corpus import (
-    HELD_OUT_BYTES,
-    HELD_OUT_COUNTS,
-    Corpus,
-    Mixture,
-    TokenStream,
-)
+from parallel3d.data.corpus import HELD_OUT_BYTES, HELD_OUT_COUNTS, Corpus, Mixture, TokenStream
 
 # Orders the samples, whatever seed a run trains with. Losses are compared: it never changes.
 ORDER_SEED = 20

@@ -14,8 +14,7 @@ NO_FIELD, NOT_TEXT = "no such field", "not a string"
 class Lines:
     """The lines of a text file, compressed or not; lines above `limit` bytes come in parts.
 
-    `position` is the place of the next byte, `row` the number of line ends that were read from the
-    start on.
+    `position` is the place of the next byte, `row` the number of line ends before it.
     """
 
     def __init__(self, path: str, limit: int) -> None:
@@ -144,10 +143,9 @@ def _decoded(line: bytes, place: str, field: str) -> _Object:
 
 
 def _found(value: _Object, place: str, field: str, inner: str = "") -> list[Any]:
-    """The values where a field, or what is left of its path inside of objects, may be.
+    """Return the values of a field, or of the `inner` rest of its path; a key of that name ends it.
 
-    Values after a key of just that name do not count. Raises Flaw where a key on the way is
-    repeated.
+    Raises Flaw where a key on the way is repeated.
     """
     path = inner or field
     on_the_way = [pair for pair in value if pair[0] == path or path.startswith(f"{pair[0]}.")]

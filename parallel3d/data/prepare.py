@@ -12,7 +12,7 @@ import numpy as np
 
 from parallel3d.base.errors import DataError
 from parallel3d.config.data import DataConfig, PartConfig, holds_ids
-from parallel3d.data.cache import cache_root, is_whole, locked, staged
+from parallel3d.data.cache import cache_root, digest_of, is_whole, locked, staged
 from parallel3d.data.corpus import Corpus, entropy
 from parallel3d.data.corpus_folder import (
     FORMAT,
@@ -20,11 +20,10 @@ from parallel3d.data.corpus_folder import (
     Recipe,
     contents_of,
     copy_tokenizer,
-    digest_of,
     train,
 )
 from parallel3d.data.documents import Documents, find_documents
-from parallel3d.data.mixing import whole_shares
+from parallel3d.data.order import whole_shares
 from parallel3d.data.sources import Progress, find_files, silent
 from parallel3d.data.split import num_common, split_documents
 from parallel3d.data.tokenised import Tokenised, TokenRecipe, find_tokens, vocabulary_of

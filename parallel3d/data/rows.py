@@ -23,10 +23,7 @@ _Raw = tuple[int, int, Iterator[bytes] | None]
 
 
 class FileReader:
-    """The documents of one file of a source, in order, or selected ones.
-
-    A flaw names file, line or row, field, rule and remedy.
-    """
+    """The documents of one file of a source, in order, or selected ones."""
 
     def __init__(self, files: Files, number: int) -> None:
         self.kind, self.field, self.max_line_bytes = files.kind, files.field, files.max_line_bytes
@@ -35,10 +32,7 @@ class FileReader:
         self._lines: Lines | None = None
 
     def scan(self) -> Iterator[TextPiece | Flaw]:
-        """All documents of the file; a flaw comes in the place of a flawed document or file.
-
-        Pieces of a document before its flaw do not count.
-        """
+        """Yield all documents; a flaw takes a document's or file's place, and voids its pieces."""
         try:
             for row, offset, blocks in self._documents():
                 is_empty = True
@@ -59,10 +53,9 @@ class FileReader:
             yield self._unreadable(error)
 
     def read(self, wanted: Iterable[tuple[int, int]]) -> Iterator[tuple[str, bool]]:
-        """Text of the documents at `wanted` rows and offsets, which ascend; and is it the last.
+        """Yield pieces of the documents at `wanted` rows and offsets, and whether it is the last.
 
-        One after the other costs no more than reading on; a file that has lost rows since it was
-        scanned gives fewer documents. Raises DataError.
+        The places ascend; a file that has lost rows gives fewer documents. Raises DataError.
         """
         try:
             for row, _, blocks in self._documents(wanted):

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from parallel3d.base.errors import DataError
 from parallel3d.data.cache import is_whole, locked, staged
-from parallel3d.data.corpus import check_ids
 from parallel3d.data.documents import Documents
 from parallel3d.data.sources import Files
 from parallel3d.data.tokenizer import Backend, cut_long, encode, load_tokenizer
@@ -61,14 +61,9 @@ class ShardPlan:
         """Write the plan where a worker finds it."""
         np.save(self.work / "table.npy", self.documents.table, allow_pickle=False)
         np.save(self.work / "held_out.npy", self.held_out, allow_pickle=False)
-        settings = {
-            "files": asdict(self.documents.files),
-            "bounds": self.bounds,
-            "todo": self.todo,
-            "vocab_size": self.vocab_size,
-            "end_of_text": self.end_of_text,
-            "backend_only": self.backend_only,
-        }
+        names = ("bounds", "todo", "vocab_size", "end_of_text", "backend_only")
+        settings = {name: getattr(self, name) for name in names}
+        settings["files"] = asdict(self.documents.files)
         (self.work / "plan.json").write_text(json.dumps(settings))
 
     @classmethod
@@ -85,19 +80,10 @@ class ShardPlan:
         """The type of the ids on disk."""
         return np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)
 
-    @property
-    def folders(self) -> list[Path]:
-        """The folders of all shards."""
-        return shard_folders(self.work, self.bounds)
-
     def tokenizer(self) -> "PreTrainedTokenizerBase | Backend":
         """Load the tokenizer, as `encode` takes it."""
         directory = self.work / "tokenizer"
         return Backend.load(directory) if self.backend_only else load_tokenizer(directory)
-
-    def num_documents(self, number: int) -> int:
-        """The number of documents in a shard."""
-        return self.bounds[number + 1] - self.bounds[number]
 
 
 def shard_folders(work: Path, bounds: list[int]) -> list[Path]:
@@ -130,7 +116,7 @@ def make_shard(
 
     Raises DataError for a document that changed, or an id beyond the vocabulary.
     """
-    directory = plan.folders[number]
+    directory = shard_folders(plan.work, plan.bounds)[number]
     # A worker of a killed preparation may still be at its last shard.
     with locked(directory, lambda: None):
         if not is_whole(directory, bits=True):
@@ -159,9 +145,14 @@ def _fill(
             together, sizes = np.concatenate(tokens), [len(ids) for ids in tokens]
             documents = document + np.cumsum([0, *are_last[:-1]])
             if together.max(initial=0) >= plan.vocab_size:
-                # Names are looked up only where one is needed.
-                for index, ids in zip(documents.tolist(), tokens, strict=True):
-                    check_ids(ids, plan.vocab_size, plan.documents.name(index))
+                wrong = next(
+                    n for n, ids in enumerate(tokens) if max(ids, default=0) >= plan.vocab_size
+                )
+                raise DataError(
+                    f"document {plan.documents.name(documents[wrong])} has the token id"
+                    f" {tokens[wrong].max()}, beyond a vocabulary of {plan.vocab_size}; use the"
+                    " tokenizer that belongs to this vocabulary, or a larger vocab_size"
+                )
             counts += np.bincount(together, minlength=plan.vocab_size)
             np.add.at(lengths, documents - first, sizes)
             apart = np.repeat(plan.held_out[documents], sizes)

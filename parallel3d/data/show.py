@@ -53,16 +53,15 @@ def samples(corpus: Corpus, sequence_length: int, seed: int, count: int) -> list
         bounds = stream.bounds
         fragments = []
         document = int(np.searchsorted(bounds, first, side="right")) - 1
-        while bounds[document] < first + sequence_length:
-            begin, end = int(bounds[document]), int(bounds[document + 1])
+        after = int(np.searchsorted(bounds, first + sequence_length))
+        for number in range(document, after):
+            begin, end = int(bounds[number]), int(bounds[number + 1])
             start, stop = max(first, begin), min(first + sequence_length, end)
             ids = np.asarray(stream.tokens[start:stop]).tolist()
-            text = None
-            if tokenizer:
-                text = str(tokenizer.decode(ids[:-1] if stop == end else ids))
-            name = parts[part].name(document)
+            plain = ids[:-1] if stop == end else ids
+            text = str(tokenizer.decode(plain)) if tokenizer else None
+            name = parts[part].name(number)
             fragments.append(Fragment(name, stop - start, start == begin, stop == end, text, ids))
-            document += 1
         label = corpus.labels[part] if corpus.labels else ""
         found.append(Sample(index, label, first, tuple(fragments)))
     return found
@@ -125,7 +124,8 @@ def _table(corpus: Corpus) -> "RenderableType":
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    parts = described(corpus).get("parts") or [{"part": "the corpus", **described(corpus)}]
+    found = described(corpus)
+    parts = found.get("parts") or [{"part": "the corpus", **found}]
     table.add_column("")
     for part in parts:
         table.add_column(part["part"], justify="right", overflow="fold")

@@ -24,14 +24,14 @@ import numpy as np
 
 from parallel3d.base.errors import DataError
 from parallel3d.config.data import DataConfig, PartConfig
-from parallel3d.data.corpus_folder import FORMAT, contents_of, digest_of, write_facts
+from parallel3d.data.cache import digest_of, is_settled, keep, load, state_of
+from parallel3d.data.corpus_folder import FORMAT, contents_of, write_facts
 from parallel3d.data.documents import ENTRY
 from parallel3d.data.ids import arrays, arrow, datatrove, megatron
 from parallel3d.data.ids.check import Checked, OnIds, Vocabulary, check
 from parallel3d.data.ids.counting import beside_ids
 from parallel3d.data.ids.files import INTEGERS, TokenFile, is_file
 from parallel3d.data.ids.remote import is_url, matching, version_of
-from parallel3d.data.indexes import is_settled, keep, load, state_of
 from parallel3d.data.sources import Progress, matching_files
 from parallel3d.data.tokenizer import load_tokenizer, num_tokens, save_tokenizer
 

@@ -8,12 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel3d.base.errors import DataError
-from parallel3d.data.batches import (
-    Batches,
-    check_length,
-    first_sample,
-    num_windows,
-)
+from parallel3d.data.batches import Batches, check_length, first_sample, num_windows
 from parallel3d.data.corpus import TokenStream
 
 pytestmark = pytest.mark.gloo

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from parallel3d.base.errors import DataError
 from parallel3d.data.batches import Batches, check_length, documents_of
 from parallel3d.data.corpus import Corpus, Mixture, TokenStream
-from parallel3d.data.mixing import MAX_PATTERN, Mixing, whole_shares
-from parallel3d.data.order import sample_index
+from parallel3d.data.order import MAX_PATTERN, Mixing, sample_index, whole_shares
 from parallel3d.data.prepare import prepare
 from tests.data.documents import Settings, contents
 

@@ -60,12 +60,7 @@ ODD = {
         r"line 21 is not UTF-8",
     ),
     "NUL bytes": ("a.txt", bytes(9000), {"only NUL bytes": 1}, r"a\.txt holds NUL bytes alone"),
-    "not JSON": (
-        "a.jsonl",
-        lines_of("{'a'}\n"),
-        {"not JSON": 1},
-        r"line 21 is not JSON: .*write",
-    ),
+    "not JSON": ("a.jsonl", lines_of("{'a'}\n"), {"not JSON": 1}, r"line 21 is not JSON: .*write"),
     "cut JSON": ("a.jsonl", lines_of('{"text": "a'), {"not JSON": 1}, r"line 21 is not JSON"),
     "null": (
         "a.jsonl",
@@ -157,7 +152,7 @@ def test_more_than_a_share_is_not_left_out(tmp_path):
 
 
 def test_what_was_left_out_is_kept_with_the_index(tmp_path, monkeypatch):
-    monkeypatch.setattr("parallel3d.data.indexes.SECONDS_UNTIL_SETTLED", -1.0)
+    monkeypatch.setattr("parallel3d.data.cache.SECONDS_UNTIL_SETTLED", -1.0)
     (tmp_path / "a.jsonl").write_text("".join([*GOOD, "[]\n", '{"text": ""}\n']))
     settings = Settings("jsonl", (str(tmp_path / "a.jsonl"),), cache=str(tmp_path / "c"))
     rule = ("skip", 0.1)
@@ -185,7 +180,7 @@ def test_an_unreadable_file_of_rows_counts_as_many_as_the_others_have(tmp_path):
 
 
 def test_a_file_that_could_not_be_read_once_is_read_the_next_time(tmp_path, monkeypatch):
-    monkeypatch.setattr("parallel3d.data.indexes.SECONDS_UNTIL_SETTLED", -1.0)
+    monkeypatch.setattr("parallel3d.data.cache.SECONDS_UNTIL_SETTLED", -1.0)
     for number in range(2):
         (tmp_path / f"{number}.jsonl").write_text("".join(GOOD))
     settings = Settings("jsonl", (f"{tmp_path}/*.jsonl",), cache=str(tmp_path / "c"))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from parallel3d.base.errors import DataError
-from parallel3d.data import indexes as module
+from parallel3d.data import cache as module
 from parallel3d.data.rows import FileReader
 from tests.data.documents import READ, found, names_of, texts_of
 

@@ -135,10 +135,7 @@ def test_a_missing_directory_is_not_asked_of_the_hub(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path / "here")  # beside it is no x
     monkeypatch.setattr(module, "load_tokenizer", lambda name: pytest.fail("asked"))
     for name in ("/no/such/place", "./nowhere", "../x", "~/nowhere-at-all", "a/b/c"):
-        with (
-            pytest.raises(DataError, match="is not a directory"),
-            tokenizer_directory(name),
-        ):
+        with pytest.raises(DataError, match="is not a directory"), tokenizer_directory(name):
             pass
 
 

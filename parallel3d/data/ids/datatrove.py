@@ -5,6 +5,8 @@ documents' ends in ids, uint64; `NAME.ds.metadata` three lines: `tokenizer|bytes
 of ids, and the same for people.
 """
 
+from dataclasses import replace
+
 import numpy as np
 
 from parallel3d.base.errors import DataError
@@ -51,17 +53,8 @@ def read(path: str, dtype: np.dtype) -> TokenFile:
     _compare(path, num_tokens, last)
     ends = ends.astype(np.int64)
     starts = np.concatenate([[0], ends[:-1]])
-    kind = INTEGERS[f"uint{8 * width}"]
-    return TokenFile(
-        path=path,
-        name=path,
-        dtype=kind,
-        offset=0,
-        num_tokens=last,
-        size=size,
-        starts=starts,
-        lengths=ends - starts,
-    )
+    file = flat(path, INTEGERS[f"uint{8 * width}"])
+    return replace(file, starts=starts, lengths=ends - starts)
 
 
 def _metadata(path: str) -> tuple[int | None, int]:

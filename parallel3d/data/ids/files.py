@@ -88,12 +88,6 @@ def open_ids(path: str, name: str) -> BinaryIO:
         raise unreadable(name, error) from error
 
 
-def advise(file: BinaryIO, start: int, end: int) -> None:
-    """Have the system read the bytes start .. end - 1 of an open file, without waiting for them."""
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(file.fileno(), start, end - start, os.POSIX_FADV_WILLNEED)
-
-
 def unreadable(path: str, error: OSError) -> DataError:
     """The error for a file that the system does not let us read."""
     reason = error.strerror or error

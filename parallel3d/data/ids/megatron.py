@@ -14,12 +14,20 @@ A sequence is a document, or one of its sentences.
 """
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from parallel3d.base.errors import DataError
-from parallel3d.data.ids.files import INTEGERS, TokenFile, column, is_file, num_bytes, open_head
+from parallel3d.data.ids.files import (
+    INTEGERS,
+    TokenFile,
+    column,
+    flat,
+    is_file,
+    num_bytes,
+    open_head,
+)
 
 MAGIC, OLD_MAGIC = b"MMIDIDX\0\0", b"TNTIDX\0\0"
 CODES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
@@ -54,17 +62,12 @@ def read(path: str) -> TokenFile:
             ' of Megatron-LM; use the data.source of its format, such as "tokens"'
         )
     _check(index, found, path, size)
-    documents, itemsize = found.documents, found.dtype.itemsize
+    documents = found.documents
     ends = np.concatenate([[0], np.cumsum(found.lengths, dtype=np.int64)])
-    return TokenFile(
-        path=path,
-        name=path,
-        dtype=found.dtype,
-        offset=0,
-        num_tokens=size // itemsize,
-        size=size,
+    return replace(
+        flat(path, found.dtype),
         # A document of no sequence begins nowhere.
-        starts=np.append(found.first_bytes, 0)[documents[:-1]] // itemsize,
+        starts=np.append(found.first_bytes, 0)[documents[:-1]] // found.dtype.itemsize,
         lengths=ends[documents[1:]] - ends[documents[:-1]],
     )
 

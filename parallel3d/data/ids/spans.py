@@ -9,7 +9,7 @@ import numpy as np
 
 from parallel3d.base.errors import DataError
 from parallel3d.data.ids.blocks import RemoteFiles
-from parallel3d.data.ids.files import NUMBERS, advise, num_bytes, open_ids, read_ids
+from parallel3d.data.ids.files import NUMBERS, num_bytes, open_ids, read_ids
 from parallel3d.data.ids.remote import Range, is_url
 
 OPEN_FILES = 64
@@ -119,9 +119,6 @@ class Spans:
         ]
 
     def _read_local(self, ranges: Sequence[Range]) -> list[np.ndarray]:
-        # The disk is asked for all of it before the first is waited for.
-        for path, start, end in ranges if len(ranges) > 1 else ():
-            advise(self._open(path), start, end)
         return [
             read_ids(
                 self._open(path), self._names[path], dtype=BYTE, start=start, count=end - start

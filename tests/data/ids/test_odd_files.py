@@ -195,7 +195,7 @@ def test_a_file_that_shrinks_or_changes(tmp_path):
 
 def test_what_was_looked_through_is_not_read_again(tmp_path, monkeypatch):
     path = writers.megatron(tmp_path / "a.bin", ENDED)
-    monkeypatch.setattr("parallel3d.data.indexes.SECONDS_UNTIL_SETTLED", -1.0)
+    monkeypatch.setattr("parallel3d.data.cache.SECONDS_UNTIL_SETTLED", -1.0)
     first = prepare(config_of("megatron", path))
     monkeypatch.setattr("parallel3d.data.tokenised.check", lambda *_, **__: pytest.fail("again"))
     again = prepare(config_of("megatron", path, held_out_fraction=0.4))
