@@ -119,35 +119,30 @@ def check_length(corpus: Corpus, sequence_length: int, global_batch: int) -> Non
         part.parts if isinstance(part, Mixture) else (part,)
         for part in (corpus.train, corpus.held_out)
     )
-    of = [f" of data.mixture.{i}" if len(train) > 1 else "" for i in range(len(train))]
-    windows = [num_windows(len(stream), sequence_length) for stream in train]
-    if sum(windows) < global_batch:
+    num_samples = sum(num_windows(len(stream), sequence_length) for stream in train)
+    if num_samples < global_batch:
         raise DataError(
             f"the corpus is shorter than one batch: its training part has {len(corpus.train)}"
-            f" tokens, {sum(windows)} samples at data.sequence_length={sequence_length}, and a step"
+            f" tokens, {num_samples} samples at data.sequence_length={sequence_length}, and a step"
             f" takes {global_batch}; add text, or lower sequence_length, micro batch, accumulation"
             " or dp"
         )
-    for number, stream in enumerate(train):
-        if windows[number] < 1:
-            raise DataError(
-                f"the training part{of[number]} has {len(stream)} tokens, fewer than one sample of"
-                f" data.sequence_length={sequence_length} (+ 1); add text, lower sequence_length,"
-                " or put the text into another part"
-            )
-    for number, stream in enumerate(held_out):
-        if len(stream) and num_windows(len(stream), sequence_length) < 1:
-            raise DataError(
-                f"the held-out part{of[number]} has {len(stream)} tokens, fewer than one sample of"
-                f" data.sequence_length={sequence_length} (+ 1); raise data.held_out_fraction, set"
-                " it to 0 (then there is no held-out loss), add text, or lower sequence_length"
-            )
+    of = [f" of data.mixture.{i}" if len(train) > 1 else "" for i in range(len(train))]
+    remedy = "add text, lower sequence_length, or put the text into another part"
+    wanted = [(f"the training part{of[i]}", part, remedy) for i, part in enumerate(train)]
+    remedy = (
+        "raise data.held_out_fraction, set it to 0 (then there is no held-out loss), add text, or"
+        " lower sequence_length"
+    )
+    wanted += [(f"the held-out part{of[i]}", p, remedy) for i, p in enumerate(held_out) if len(p)]
     for name, part in corpus.validation.items():
-        if num_windows(len(part.held_out), sequence_length) < 1:
-            setting = part.found.get("found_by")
-            which = f"{setting}: {name}" if setting else f"data.validation.{name}"
+        setting = part.found.get("found_by")
+        place = f"{setting}: {name}" if setting else f"data.validation.{name}"
+        remedy = "add text, or " + (f"set {setting} to null" if setting else "leave it out")
+        wanted.append((place, part.held_out, remedy))
+    for place, stream, remedy in wanted:
+        if num_windows(len(stream), sequence_length) < 1:
             raise DataError(
-                f"{which} has {len(part.held_out)} tokens, fewer than one sample of"
-                f" data.sequence_length={sequence_length} (+ 1); add text, or "
-                + (f"set {setting} to null" if setting else "leave it out")
+                f"{place} has {len(stream)} tokens, fewer than one sample of"
+                f" data.sequence_length={sequence_length} (+ 1); {remedy}"
             )

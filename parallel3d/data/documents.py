@@ -42,7 +42,7 @@ class Documents:
         return len(self.table)
 
     def name(self, index: int) -> str:
-        """The name of a document in messages."""
+        """Return the name of a document in messages."""
         entry = self.table[index]
         return place_of(self.files.kind, self.files.names[entry["file"]], int(entry["row"]))
 
@@ -131,7 +131,7 @@ def find_documents(
 def _scan(
     reader: FileReader, on_bytes: Callable[[int], None], on_error: str
 ) -> tuple[np.ndarray, Skips]:
-    """The table of a file's documents; `on_bytes` is told how many bytes of text were read."""
+    """Return the table of a file's documents; `on_bytes` is told the bytes of text read so far."""
     table, skips = bytearray(), Skips()
     num_bytes, length, digest = 0, 0, new_digest()
     for number, item in enumerate(reader.scan()):

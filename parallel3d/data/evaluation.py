@@ -1,6 +1,7 @@
 """Samples on which held-out text is evaluated: the same on every mesh, in every run."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,19 +78,15 @@ class EvaluationSamples:
         self.num_samples = min(most, self.batches.num_samples)
         # Documents of all streams in one row.
         self._firsts = np.cumsum([0, *(part.num_documents for part in self.batches.streams)])
-        self._known = np.unique(
-            np.concatenate(
-                [
-                    np.unique(self._places(first, min(_AT_ONCE, self.num_samples - first)))
-                    for first in range(0, self.num_samples, _AT_ONCE)
-                ]
-            )
-        )
+        met = [
+            np.unique(self._places(first, count), return_counts=True)
+            for first, count in self._batches()
+        ]
+        places, counts = (np.concatenate(column) for column in zip(*met, strict=True))
+        self._known, ordinals = np.unique(places, return_inverse=True)
         self.num_documents = len(self._known)
         self.tokens = np.zeros(self.num_documents, dtype=np.int64)
-        for first in range(0, self.num_samples, _AT_ONCE):
-            ordinals = self.documents(first, min(_AT_ONCE, self.num_samples - first))
-            self.tokens += np.bincount(ordinals.ravel(), minlength=self.num_documents)
+        np.add.at(self.tokens, ordinals, counts)
         self.num_bytes = None if texts is None else self._bytes(texts)
 
     def documents(self, first: int, count: int) -> np.ndarray:
@@ -135,10 +132,14 @@ class EvaluationSamples:
         its context.
         """
         frequencies, total = np.log(train_frequencies(corpus)), 0.0
-        for first in range(0, self.num_samples, _AT_ONCE):
-            count = min(_AT_ONCE, self.num_samples - first)
+        for first, count in self._batches():
             total -= float(frequencies[self.batches.microbatch(first, count)[1]].sum())
         return total / int(self.tokens.sum())
+
+    def _batches(self) -> Iterator[tuple[int, int]]:
+        """Yield the first sample and the number of samples of each batch."""
+        for first in range(0, self.num_samples, _AT_ONCE):
+            yield first, min(_AT_ONCE, self.num_samples - first)
 
     def _places(self, first: int, count: int) -> np.ndarray:
         """The places of the labels' documents among those of all streams: [count, seq]."""

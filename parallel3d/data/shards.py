@@ -1,16 +1,13 @@
 """Tokenising shard by shard: a preparation's folder, and one shard of its tokens.
 
-A preparation works in a folder of its own:
+plan.json, table.npy, held_out.npy    the work to do, for the workers to read
+tokenizer/                            published whole
+shards/<first>-<last>/                the tokens of documents first .. last - 1, published whole
+    train.bin, held_out.bin           ids of each part's documents, with end-of-text
+    lengths.npy                       int64 [documents]: tokens of each, end-of-text included
+    counts.npy                        int64 [vocabulary]: how often each id occurs
 
-    plan.json, table.npy, held_out.npy    what there is to do, for the workers to read
-    tokenizer/                            published whole
-    shards/<first>-<last>/                the tokens of documents first .. last - 1, published whole
-        train.bin, held_out.bin           ids of the documents of each part, with end-of-text
-        lengths.npy                       int64 [documents]: tokens of each, end-of-text included
-        counts.npy                        int64 [vocabulary]: how often each id occurs
-
-Where a preparation is killed, its shards stay, and the next one of the same content goes on from
-there: the folder's name is that of the corpus, so no other setting finds it.
+The folder has the corpus's name: after a kill, the next preparation of the same content goes on.
 """
 
 import json
@@ -41,11 +38,10 @@ BATCH_BYTES = 2**19
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """The plan of a tokenisation: documents, which of them are held out, and shard bounds.
+    """The work: documents, which of them are held out, bounds of shards, numbers of those `todo`.
 
-    `bounds` are the first documents of the shards, and the number of documents; `todo` the numbers
-    of the shards that are missing. `backend_only`: the tokenizer is encoded with as well without
-    transformers, which take seconds to import.
+    `backend_only`: the tokenizer encodes as well without transformers, which take seconds to
+    import.
     """
 
     work: Path
@@ -68,7 +64,7 @@ class ShardPlan:
 
     @classmethod
     def open(cls, work: Path) -> "ShardPlan":
-        """The plan that was saved in `work`; its arrays stay on disk."""
+        """Return the plan that was saved in `work`; its arrays stay on disk."""
         settings = json.loads((work / "plan.json").read_text())
         table = np.load(work / "table.npy", mmap_mode="r", allow_pickle=False)
         held_out = np.load(work / "held_out.npy", mmap_mode="r", allow_pickle=False)
@@ -92,10 +88,9 @@ def shard_folders(work: Path, bounds: list[int]) -> list[Path]:
 
 
 def cut(num_bytes: np.ndarray) -> list[int]:
-    """The bounds of shards of equal size, or of the one document that is larger.
+    """Return the bounds of shards of equal size, or of one document that is larger.
 
-    The size follows from the text alone: a preparation that was killed is gone on with by any
-    number of workers.
+    The size follows from the text alone, so any number of workers can go on after a kill.
     """
     ends = np.cumsum(num_bytes)
     size = min(max(int(ends[-1]) // PARTS, SMALL_SHARD_BYTES), SHARD_BYTES)
@@ -112,7 +107,7 @@ def make_shard(
     tokenizer: "PreTrainedTokenizerBase | Backend",
     on_documents: Callable[[int], None],
 ) -> None:
-    """Tokenise one shard and publish it; `on_documents` is told of documents as they are done.
+    """Tokenise one shard and publish it; `on_documents` is told how many documents are done.
 
     Raises DataError for a document that changed, or an id beyond the vocabulary.
     """
@@ -168,9 +163,9 @@ def _fill(
 def _encoded(
     pieces: Iterable[tuple[str, bool]], tokenizer: "PreTrainedTokenizerBase | Backend"
 ) -> Iterator[tuple[list[list[int]], tuple[bool, ...]]]:
-    """Yield the ids of pieces, about BATCH_BYTES of text at a time, and which ones are last ones.
+    """Yield the ids of about BATCH_BYTES of text at a time, and which pieces end a document.
 
-    One batch is encoded in a thread while the next one is read and the one before is written.
+    One batch is encoded in a thread while the next is read and the one before is written.
     """
     with ThreadPoolExecutor(1) as thread:
         ahead = None

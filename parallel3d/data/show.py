@@ -17,11 +17,7 @@ LENGTHS = {"shortest": 0, "5%": 5, "median": 50, "95%": 95, "longest": 100}
 
 @dataclass(frozen=True)
 class Fragment:
-    """The part of a document that is in a sample; `text` is None without a tokenizer.
-
-    `begins` and `ends` say whether the document does within the sample; its end-of-text counts
-    among `num_tokens`.
-    """
+    """A document's part of a sample; `text` is None without a tokenizer."""
 
     document: str
     num_tokens: int
@@ -42,7 +38,7 @@ class Sample:
 
 
 def samples(corpus: Corpus, sequence_length: int, seed: int, count: int) -> list[Sample]:
-    """The first `count` samples of a run, as `Batches` gives their tokens."""
+    """Return the first `count` samples of a run, as `Batches` gives their tokens."""
     parts = corpus.parts or (corpus,)
     batches = Batches(corpus.train, sequence_length, seed)
     directory = corpus.tokenizer_directory
@@ -68,7 +64,7 @@ def samples(corpus: Corpus, sequence_length: int, seed: int, count: int) -> list
 
 
 def described(corpus: Corpus) -> dict[str, Any]:
-    """Lengths, bytes per token and repeated documents of a corpus, or of each part of one."""
+    """Return lengths, bytes per token and repeated documents of a corpus, or of each part."""
     if corpus.parts:
         parts = zip(corpus.labels, corpus.parts, strict=True)
         return {"parts": [{"part": label, **described(part)} for label, part in parts]}
@@ -89,12 +85,12 @@ def described(corpus: Corpus) -> dict[str, Any]:
 
 
 def as_json(corpus: Corpus, found: list[Sample]) -> dict[str, Any]:
-    """Samples and description as `--json` writes them."""
+    """Return samples and description as `--json` writes them."""
     return {"samples": [asdict(sample) for sample in found], "documents": described(corpus)}
 
 
 def on_terminal(corpus: Corpus, found: list[Sample], isolated: bool) -> "RenderableType":
-    """Samples and description as a terminal shows them."""
+    """Return samples and description as a terminal shows them."""
     from rich.console import Group
     from rich.padding import Padding
     from rich.rule import Rule
@@ -149,7 +145,7 @@ def _shown(value: float | None) -> str:
 
 
 def _printable(text: str) -> str:
-    """A text whose control characters a terminal does not obey."""
+    """Escape the control characters of a text, which a terminal would obey."""
     return "".join(
         c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
     )

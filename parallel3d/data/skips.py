@@ -15,7 +15,7 @@ LEAVE_OUT = 'or set data.on_error to "skip"'
 
 
 class Listed(NamedTuple):
-    """A flaw of a file; `message` begins with the file's `name`, `row` 0 means the whole file."""
+    """A flaw of the file `name`, with which `message` begins; row 0 means the whole file."""
 
     name: str
     row: int
@@ -47,18 +47,18 @@ class Skips:
         self.listed += other.listed[: LISTED - len(self.listed)]
 
     def packed(self) -> str:
-        """The record as text, in which the file has no name."""
+        """Return the record as text, in which the file has no name."""
         listed = [(x.row, x.reason, x.message.removeprefix(x.name)) for x in self.listed]
         return json.dumps([self.counts, listed])
 
     @classmethod
     def unpacked(cls, text: str, name: str) -> "Skips":
-        """The record of a file called `name`, from the text that `packed` made."""
+        """Return the record of a file called `name` from what `packed` returned."""
         counts, listed = json.loads(text)
         return cls(Counter(counts), [Listed(name, x[0], x[1], name + x[2]) for x in listed])
 
     def summary(self) -> dict[str, Any]:
-        """Counts by reason, with file, line and reason of the first, as a command prints them."""
+        """Return counts by reason, and the first flaws, as a command prints them."""
         listed = [
             {"file": x.name, "line": x.row or None, "reason": x.reason, "message": x.message}
             for x in self.listed
@@ -66,7 +66,7 @@ class Skips:
         return {"skipped": dict(sorted(self.counts.items())), "skipped_first": listed}
 
     def refuse(self) -> DataError:
-        """The error that lists the flaws."""
+        """Return the error that lists the flaws."""
         messages = list(told(self.listed))
         if len(self.listed) == 1:
             return DataError(f"{messages[0]}; {LEAVE_OUT}")
@@ -89,7 +89,7 @@ class Skips:
 
 
 def told(listed: Iterable[Listed]) -> Iterable[str]:
-    """The messages of some flaws, one message for each file and reason."""
+    """Yield one message for each file and reason."""
     for (name, _), group in groupby(listed, lambda x: (x.name, x.reason)):
         first, *more = group
         rows = ", ".join(str(x.row) for x in more)

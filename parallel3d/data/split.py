@@ -56,8 +56,10 @@ def split_documents(
     for number, (part, table) in enumerate(zip(parts, tables, strict=True)):
         contents, first, copies = np.unique(part, return_index=True, return_counts=True)
         if len(contents) < 2:
+            copies_of = f"{len(part)} documents, all of the same text"
             raise DataError(
-                f"{_called(number, parts)} has {_counted(len(part))}, and the held-out part is"
+                f"{_called(number, parts)} has {copies_of if len(part) > 1 else 'one document'},"
+                " and the held-out part is"
                 " split off by document; give at least two documents with different text (of one"
                 ' text file: data.documents = "blank_line" or "line"), or hold out none with'
                 " data.held_out_fraction = 0"
@@ -65,7 +67,8 @@ def split_documents(
         sizes = table["num_bytes"][first]
         # All copies fall on one side; a page in many documents may be much of the text.
         wanted = _wanted(sizes * copies, fraction)
-        eligible = _eligible(sizes * copies, wanted)
+        largest = max(LARGEST_PART * wanted, MEDIANS * np.median(sizes * copies))
+        eligible = sizes * copies <= largest
         large[contents[~eligible]] = True
         found.append((contents, sizes, copies, wanted, eligible))
     for contents, sizes, copies, wanted, eligible in found:
@@ -99,12 +102,6 @@ def _wanted(num_bytes: np.ndarray, fraction: Fraction) -> float:
     most = max(AUTO_MOST * total, min(AUTO_MOST_OF_LITTLE * total, AUTO_SAMPLES))
     by_number = min(AUTO_DOCUMENTS / len(num_bytes) * total, most)
     return min(max(AUTO_SHARE * total, by_number), AUTO_BYTES)
-
-
-def _eligible(num_bytes: np.ndarray, wanted: float) -> np.ndarray:
-    """Say of contents of these sizes [n] which ones are not too large to hold out: bool [n]."""
-    limit = max(LARGEST_PART * wanted, MEDIANS * np.median(num_bytes))
-    return np.asarray(num_bytes <= limit)
 
 
 def _chosen(
@@ -141,10 +138,6 @@ def _ranks(digests: np.ndarray, seed: int) -> np.ndarray:
     ranks = np.empty(len(digests), dtype=np.int64)
     ranks[order] = np.concatenate([[0], np.cumsum((ordered[1:] != ordered[:-1]).any(axis=1))])
     return ranks
-
-
-def _counted(documents: int) -> str:
-    return "one document" if documents == 1 else f"{documents} documents, all of the same text"
 
 
 def _called(number: int, parts: Sequence[np.ndarray]) -> str:

@@ -9,7 +9,7 @@ _LISTS = ("mixture", "validation", "written", "skipped", "skipped_first", "show"
 
 
 def describe(corpus: Corpus, tokens: float | None) -> dict[str, Any]:
-    """The summary of a corpus, and how many epochs of each part a run of `tokens` tokens takes."""
+    """Return the summary of a corpus, with the epochs of each part in a run of `tokens` tokens."""
     summary = corpus.summary()
     summary["epochs"] = None if tokens is None else tokens / len(corpus.train)
     for part, described in zip(corpus.parts, summary.get("mixture", ()), strict=True):
@@ -19,7 +19,7 @@ def describe(corpus: Corpus, tokens: float | None) -> dict[str, Any]:
 
 
 def as_text(summary: dict[str, Any]) -> str:
-    """The summary a value a line, and a mixture as a table."""
+    """Return the summary as text: a value a line, a mixture as a table."""
     mixture = summary.get("mixture", ())
     lines = [f"{name:<24}{_shown(x)}" for name, x in summary.items() if name not in _LISTS]
     if mixture:
@@ -58,7 +58,7 @@ def as_text(summary: dict[str, Any]) -> str:
 
 
 def reasons(skipped: Mapping[str, int]) -> str:
-    """The reasons for which documents were left out, with counts, in words."""
+    """Return the reasons for which documents were left out, with counts, in words."""
     return ", ".join(f"{count:,} {reason}" for reason, count in skipped.items())
 
 

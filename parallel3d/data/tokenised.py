@@ -80,9 +80,7 @@ class TokenRecipe:
 
     def key(self) -> str:
         """The name of the corpus in the cache, by its contents and its files."""
-        files = [
-            (_place(file), file.size, file.offset, file.dtype.str) for file in self.tokens.files
-        ]
+        files = [(_place(x), x.size, x.offset, x.dtype.str) for x in self.tokens.files]
         return digest_of(self.content(), self.tokens.found["check_ids"], *files)
 
     def fill(self, folder: Path, *_: object) -> None:
@@ -119,13 +117,13 @@ def _in_json(files: Sequence[TokenFile]) -> list[dict[str, Any]]:
     """The files as a corpus's meta.json names them."""
     return [
         {
-            "name": file.name,
-            "path": _place(file),
-            "dtype": file.dtype.name,
-            "offset": file.offset,
-            "size": file.size,
+            "name": x.name,
+            "path": _place(x),
+            "dtype": x.dtype.name,
+            "offset": x.offset,
+            "size": x.size,
         }
-        for file in files
+        for x in files
     ]
 
 
@@ -225,15 +223,12 @@ def _checked(
 
 def _signature(file: TokenFile, settings: tuple[Any, ...]) -> str:
     """A digest of a file and what lies beside it, as they are now."""
-    remote = is_url(file.path)
-    parts: list[Any] = [INDEX_FORMAT, file.path if remote else os.path.realpath(file.path)]
-    parts += settings
-    for path in (file.path, megatron.index_of(file.path), f"{file.path}.index"):
-        if remote:
-            parts.append(version_of(path) if is_file(path) else None)
-        else:
-            parts += state_of(path)
-    return digest_of(*parts)
+    paths = file.path, megatron.index_of(file.path), f"{file.path}.index"
+    if is_url(file.path):
+        versions = [version_of(path) if is_file(path) else None for path in paths]
+        return digest_of(INDEX_FORMAT, file.path, *settings, *versions)
+    states = [part for path in paths for part in state_of(path)]
+    return digest_of(INDEX_FORMAT, os.path.realpath(file.path), *settings, *states)
 
 
 def _files(section: DataConfig | PartConfig, vocabulary: Vocabulary) -> list[TokenFile]:

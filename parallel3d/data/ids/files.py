@@ -94,6 +94,14 @@ def unreadable(path: str, error: OSError) -> DataError:
     return DataError(f"{path} cannot be read ({reason}); make it readable, or leave it out")
 
 
+def cut_short(path: str, size: int, whole: int) -> DataError:
+    """Return the error for a file whose size is not the one that its header says."""
+    return DataError(
+        f"{path} has {size:,} bytes, and {whole:,} by its header: it is cut short or damaged; copy"
+        " it again"
+    )
+
+
 def flat(path: str, dtype: np.dtype) -> TokenFile:
     """The file that holds ids of `dtype` and nothing else."""
     size = num_bytes(path)

@@ -23,6 +23,7 @@ from parallel3d.data.ids.files import (
     INTEGERS,
     TokenFile,
     column,
+    cut_short,
     flat,
     is_file,
     num_bytes,
@@ -85,7 +86,7 @@ class _Index:
 def _read(index: str, head: bytes, total: int) -> _Index:
     layout = struct.Struct("<9sQBQQ")
     if total < layout.size:
-        raise _cut_short(index, total, layout.size)
+        raise cut_short(index, total, layout.size)
     _, version, code, num_sequences, num_documents = layout.unpack_from(head)
     dtype = _dtype(index, version, code)
     whole = layout.size + 12 * num_sequences + 8 * num_documents
@@ -95,7 +96,7 @@ def _read(index: str, head: bytes, total: int) -> _Index:
             " the text alone"
         )
     if total != whole:
-        raise _cut_short(index, total, whole)
+        raise cut_short(index, total, whole)
     at = layout.size
     return _Index(
         dtype=dtype,
@@ -108,12 +109,12 @@ def _read(index: str, head: bytes, total: int) -> _Index:
 def _read_old(index: str, head: bytes, total: int) -> _Index:
     layout = struct.Struct("<8s6Q")
     if total < layout.size:
-        raise _cut_short(index, total, layout.size)
+        raise cut_short(index, total, layout.size)
     _, version, code, size, num_sequences, num_sizes, num_documents = layout.unpack_from(head)
     dtype = _dtype(index, version, code)
     whole = layout.size + 8 * (2 * (num_sequences + 1) + num_sizes + num_documents)
     if total != whole:
-        raise _cut_short(index, total, whole)
+        raise cut_short(index, total, whole)
     if num_sizes != num_sequences or size != dtype.itemsize:
         raise DataError(
             f"{index} has {num_sizes:,} sizes for {num_sequences:,} sequences and {size} bytes an"
@@ -123,10 +124,7 @@ def _read_old(index: str, head: bytes, total: int) -> _Index:
     firsts = column(index, INT64, at, num_sequences + 1)
     lengths = column(index, INT64, at + 8 * (num_sequences + 1), num_sizes)
     if not np.array_equal(np.diff(firsts), lengths):
-        raise DataError(
-            f"{index}: its sizes are not those between its offsets: it is damaged; preprocess the"
-            " text again"
-        )
+        raise _damaged(index, "its sizes are not those between its offsets")
     documents = column(index, INT64, whole - 8 * num_documents, num_documents)
     return _Index(dtype=dtype, lengths=lengths, first_bytes=firsts[:-1] * size, documents=documents)
 
@@ -153,18 +151,13 @@ def _check(index: str, found: _Index, path: str, size: int) -> None:
     if not count:
         raise DataError(f"{index} has no sequence; preprocess the text again, or leave it out")
     if documents[:1].tolist() != [0] or documents[-1] != count or (np.diff(documents) < 0).any():
-        raise DataError(
-            f"{index}: its documents do not ascend from sequence 0 to {count:,}: it is damaged;"
-            " preprocess the text again"
-        )
+        raise _damaged(index, f"its documents do not ascend from sequence 0 to {count:,}")
     ends = first_bytes + lengths.astype(np.int64) * dtype.itemsize
     wrong = (lengths < 0) | (first_bytes < 0) | (first_bytes % dtype.itemsize != 0)
     if wrong.any():
-        raise DataError(
-            f"{index}: sequence {int(wrong.argmax()):,} begins at byte"
-            f" {int(first_bytes[wrong.argmax()])} and has {int(lengths[wrong.argmax()])} ids: it is"
-            " damaged; preprocess the text again"
-        )
+        bad = int(wrong.argmax())
+        place = f"sequence {bad:,} begins at byte {first_bytes[bad]} and has {lengths[bad]} ids"
+        raise _damaged(index, place)
     if (last := int(ends.max())) != size:
         which = "holds more than it says"
         if last > size:
@@ -177,14 +170,9 @@ def _check(index: str, found: _Index, path: str, size: int) -> None:
     follows[documents[:-1][documents[:-1] < count]] = True
     apart = ~follows[1:] & (first_bytes[1:] != ends[:-1])
     if apart.any():
-        raise DataError(
-            f"{index}: sequence {int(apart.argmax()) + 1:,} does not follow on the one before in"
-            " the same document: it is damaged; preprocess the text again"
-        )
+        place = f"sequence {int(apart.argmax()) + 1:,}"
+        raise _damaged(index, f"{place} does not follow on the one before in the same document")
 
 
-def _cut_short(index: str, total: int, whole: int) -> DataError:
-    return DataError(
-        f"{index} has {total:,} bytes, and {whole:,} by its header: it is cut short or damaged;"
-        " copy it again"
-    )
+def _damaged(index: str, what: str) -> DataError:
+    return DataError(f"{index}: {what}: it is damaged; preprocess the text again")
