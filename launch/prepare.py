@@ -14,8 +14,7 @@ from parallel3d.data.corpus import Corpus
 from parallel3d.data.export import export_megatron
 from parallel3d.data.prepare import prepare
 from parallel3d.data.progress import shown_progress
-from parallel3d.data.show import as_json, on_terminal, samples
-from parallel3d.data.summary import as_text, describe
+from parallel3d.data.show import as_json, as_text, describe, on_terminal, samples
 
 DONE, BAD_INPUT, STOPPED = 0, 2, 3  # exit codes; scripts rely on them
 

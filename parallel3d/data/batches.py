@@ -14,7 +14,7 @@ from parallel3d.data.order import GOLDEN, Mixing, sample_index
 
 
 def num_windows(num_tokens: int, sequence_length: int) -> int:
-    """Number of samples that a stream of `num_tokens` holds."""
+    """Return the number of samples that a stream of `num_tokens` holds."""
     return max(0, (num_tokens - 1) // sequence_length)
 
 
@@ -35,7 +35,7 @@ def first_sample(
 
 
 def documents_of(tokens: np.ndarray, end_of_text: int) -> np.ndarray:
-    """For each token, the number of its document in its sample, from 0: int64 [batch, seq].
+    """Return the number of each token's document in its sample, from 0: int64 [batch, seq].
 
     A document ends with its end-of-text, so the token after one is the next document's first.
     """
@@ -46,10 +46,9 @@ def documents_of(tokens: np.ndarray, end_of_text: int) -> np.ndarray:
 class Batches:
     """Samples of a stream or mixture by global index, shuffled in each epoch, or in order.
 
-    With a `seed` the order is that of `order.sample_index`; with None
-    it is the stream's own, from its start and round again. In a mixture, `order.Mixing` says
-    which stream gives a sample, and each stream has its own order and comes round at its own rate.
-    Nothing here moves: the same index gives the same sample on every mesh, at any time.
+    With a `seed` the order is that of `order.sample_index`; with None it is the stream's own, round
+    and round. In a mixture, `order.Mixing` says which stream gives a sample, and each stream comes
+    round at its own rate. The same index gives the same sample on every mesh, at any time.
 
     `num_samples` is how many samples there are before one comes a second time.
     """
@@ -81,11 +80,11 @@ class Batches:
 
     @property
     def weighs(self) -> bool:
-        """Whether tokens count unequally in some stream."""
+        """True if tokens count unequally in some stream."""
         return any(stream.weights is not None for stream in self.streams)
 
     def weights(self, first_sample: int, count: int) -> np.ndarray:
-        """Give how much each label of these samples counts: float32 [count, sequence_length]."""
+        """Return how much each label of these samples counts: float32 [count, sequence_length]."""
         parts, starts = self.windows(first_sample, count)
         found = np.ones((count, self.sequence_length), dtype=np.float32)
         within = np.arange(1, self.sequence_length + 1)
@@ -96,7 +95,7 @@ class Batches:
         return found
 
     def windows(self, first_sample: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """The stream of each sample, and where in the stream its tokens start: [count]."""
+        """Return the stream of each sample, and where in the stream its tokens start: [count]."""
         parts, places = self._mixing.assign(np.arange(first_sample, first_sample + count))
         starts = np.empty(count, dtype=np.int64)
         for part in np.unique(parts):
@@ -129,6 +128,7 @@ def check_length(corpus: Corpus, sequence_length: int, global_batch: int) -> Non
         )
     of = [f" of data.mixture.{i}" if len(train) > 1 else "" for i in range(len(train))]
     remedy = "add text, lower sequence_length, or put the text into another part"
+    wanted: list[tuple[str, TokenStream | Mixture, str]]
     wanted = [(f"the training part{of[i]}", part, remedy) for i, part in enumerate(train)]
     remedy = (
         "raise data.held_out_fraction, set it to 0 (then there is no held-out loss), add text, or"

@@ -26,9 +26,8 @@ import numpy as np
 
 from parallel3d.base.errors import DataError
 from parallel3d.data.cache import is_whole
-from parallel3d.data.ids.blocks import SET_BYTES, BlockCache, RemoteFiles
 from parallel3d.data.ids.counting import TokenWeights
-from parallel3d.data.ids.remote import is_url
+from parallel3d.data.ids.remote import SET_BYTES, BlockCache, RemoteFiles, is_url
 from parallel3d.data.ids.spans import Spans, check_sizes
 from parallel3d.data.rows import place_of
 

@@ -35,17 +35,17 @@ MOST_SHARES = 2
 def split_documents(
     tables: Sequence[np.ndarray], fraction: Fraction, seed: int = 0
 ) -> list[np.ndarray]:
-    """Which documents of each part are held out: bool [n] for a table [n] of documents.ENTRY.
+    """Return which documents of each part are held out: bool [n] for a table of documents.ENTRY.
 
-    In each part `fraction` is held out, counted in bytes: at least one of its distinct contents and
-    not all. A document that is, with its copies, larger than an eighth of that, and than four
-    medians, trains. A share of the others is held out, at most 2 `fraction`, or
-    (1 + `fraction`) / 2: where nearly all text is in large documents that is fewer bytes.
-    Copies of a document fall on one side, in all parts. So one that is too large, with its copies,
-    in any part, trains in all (unless a part has no others).
+    In each part `fraction` of the bytes is held out, at least one of its distinct contents and not
+    all. A document that is, with its copies, larger than an eighth of that, and than four medians,
+    trains. A share of the others is held out, at most 2 `fraction`, or (1 + `fraction`) / 2. Copies
+    of a document fall on one side, in all parts: one that is too large in any part trains in all
+    (unless a part has no others).
+
     "auto" is 5 %, or as much more as 64 documents are, up to 10 % or, if that is less than 256 KiB,
-    up to 20 %, and 128 MiB at most; 0 holds out none.
-    Raises DataError if a part has fewer than two distinct contents, or nothing left to train on.
+    up to 20 %, and 128 MiB at most; 0 holds out none. Raises DataError if a part has fewer than two
+    distinct contents, or nothing left to train on.
     """
     if fraction == 0:
         return [np.zeros(len(table), dtype=bool) for table in tables]
@@ -86,7 +86,7 @@ def split_documents(
 
 
 def num_common(digests: np.ndarray, others: np.ndarray) -> int:
-    """Number of the documents with digests V16 [n] that are also among `others` [m]."""
+    """Return how many documents with digests V16 [n] are also among `others` [m]."""
     here, there = (np.ascontiguousarray(d).view("<u8").reshape(-1, 2) for d in (digests, others))
     # Halves first: few are common, and a set of all others would take much memory.
     there = there[np.isin(there[:, 0], here[:, 0])]
@@ -95,7 +95,7 @@ def num_common(digests: np.ndarray, others: np.ndarray) -> int:
 
 
 def _wanted(num_bytes: np.ndarray, fraction: Fraction) -> float:
-    """How many bytes to hold out of distinct contents of these sizes [n]."""
+    """Return how many bytes to hold out of distinct contents of these sizes [n]."""
     total = int(num_bytes.sum())
     if fraction != "auto":
         return fraction * total
@@ -107,7 +107,7 @@ def _wanted(num_bytes: np.ndarray, fraction: Fraction) -> float:
 def _chosen(
     num_bytes: np.ndarray, copies: np.ndarray, wanted: float, eligible: np.ndarray
 ) -> np.ndarray:
-    """The indices of the contents that are held out, of those at the indices `eligible`.
+    """Return the indices of the contents that are held out, of those at the indices `eligible`.
 
     `num_bytes` [n] and `copies` [n] are in the order of hashes.
     """
@@ -129,7 +129,7 @@ def _chosen(
 
 
 def _ranks(digests: np.ndarray, seed: int) -> np.ndarray:
-    """Each digest's place among the distinct ones in the order of `seed`: int64 [n]."""
+    """Return each digest's place among the distinct ones in the order of `seed`: int64 [n]."""
     halves = np.ascontiguousarray(digests).view(">u8").reshape(-1, 2).astype(np.uint64)
     key = mix(np.array([seed], dtype=np.uint64))
     hashes = [mix(halves[:, 0] ^ key), mix(halves[:, 1] + key)]

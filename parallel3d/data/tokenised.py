@@ -1,16 +1,14 @@
 """Corpora tokenised by other programs: files found and checked, documents indexed.
 
-The ids stay where they are. A corpus of them has, in its directory in the cache, in place of
-tokens.bin:
+The ids stay where they are. Their corpus has in the cache, in place of tokens.bin:
 
     starts.bin    int64 [documents]: where in its file each document begins, counted in ids;
                   the file is that of places.npy, whose row is the document's number there
-
     weight_starts.bin    the same in the files of how much ids count, where there are some
 
 and in its meta.json the files: name, path, dtype, offset, size. Its bounds count an end-of-text
 after each document, whether the file has one or not. `key` stands for the contents alone; the
-directory's name for the files too, so that each finds its own.
+directory's name for the files too.
 """
 
 import os
@@ -71,7 +69,7 @@ class TokenRecipe:
     tokenizer: Path | None
 
     def content(self) -> str:
-        """The digest of the ids of both parts, whatever files and formats hold them."""
+        """Return the digest of the ids of both parts, whatever files and formats hold them."""
         vocabulary, contents = self.tokens.vocabulary, contents_of(self.tokens.table, self.held_out)
         own = [vocabulary.size, vocabulary.end_of_text, *contents]
         if weights := self.tokens.found.get("weights"):
@@ -79,7 +77,7 @@ class TokenRecipe:
         return digest_of(FORMAT, "ids", *own)
 
     def key(self) -> str:
-        """The name of the corpus in the cache, by its contents and its files."""
+        """Return the name of the corpus in the cache, by its contents and its files."""
         files = [(_place(x), x.size, x.offset, x.dtype.str) for x in self.tokens.files]
         return digest_of(self.content(), self.tokens.found["check_ids"], *files)
 
@@ -114,7 +112,7 @@ class TokenRecipe:
 
 
 def _in_json(files: Sequence[TokenFile]) -> list[dict[str, Any]]:
-    """The files as a corpus's meta.json names them."""
+    """Return the files as a corpus's meta.json names them."""
     return [
         {
             "name": x.name,
@@ -128,7 +126,7 @@ def _in_json(files: Sequence[TokenFile]) -> list[dict[str, Any]]:
 
 
 def vocabulary_of(config: DataConfig, tokenizer: Path | None) -> Vocabulary:
-    """The allowed ids, by the tokenizer and the config's own words; these must agree."""
+    """Return the allowed ids, by the tokenizer and the config, which must agree."""
     end = config.end_of_text_id
     if tokenizer is None:
         assert end is not None, "the config was checked"
@@ -146,10 +144,9 @@ def vocabulary_of(config: DataConfig, tokenizer: Path | None) -> Vocabulary:
 def find_tokens(
     section: DataConfig | PartConfig, vocabulary: Vocabulary, cache: Path, progress: Progress
 ) -> Tokenised:
-    """The documents of a source of ids.
+    """Return the documents of a source of ids; raises DataError for what cannot be used.
 
-    Every file is looked through once; what was found is kept in `cache`/indexes for as long as the
-    file is untouched. Raises DataError for what cannot be used.
+    Every file is looked through once; the findings are kept in `cache`/indexes until it changes.
     """
     files = _files(section, vocabulary)
     total = ceil(sum(file.num_tokens for file in files) / MEGA)
@@ -222,7 +219,7 @@ def _checked(
 
 
 def _signature(file: TokenFile, settings: tuple[Any, ...]) -> str:
-    """A digest of a file and what lies beside it, as they are now."""
+    """Return a digest of a file and what lies beside it, as they are now."""
     paths = file.path, megatron.index_of(file.path), f"{file.path}.index"
     if is_url(file.path):
         versions = [version_of(path) if is_file(path) else None for path in paths]
@@ -264,7 +261,7 @@ def _files(section: DataConfig | PartConfig, vocabulary: Vocabulary) -> list[Tok
 
 
 def _matching(paths: Sequence[str], suffix: str) -> list[str]:
-    """The files that paths, URLs and globs of either name."""
+    """Return the files that paths, URLs and globs of either name."""
     local = [path for path in paths if not is_url(path)]
     found = [url for path in paths if is_url(path) for url in matching(path)]
     return [*(matching_files(local, suffix) if local else ()), *sorted(set(found))]

@@ -24,10 +24,9 @@ BESIDE = (".index", ".metadata", ".loss")
 
 
 def read(path: str, dtype: np.dtype) -> TokenFile:
-    """The documents of a `.ds`; without an index, an end-of-text ends each.
+    """Return the documents of a `.ds`; without an index, an end-of-text ends each.
 
-    `dtype` is for a file whose width nothing beside it says. Raises DataError if the parts do not
-    fit together.
+    `dtype` is for a file without metadata. Raises DataError if the parts do not fit together.
     """
     size = num_bytes(path)
     num_tokens, width = _metadata(path)
@@ -58,7 +57,7 @@ def read(path: str, dtype: np.dtype) -> TokenFile:
 
 
 def _metadata(path: str) -> tuple[int | None, int]:
-    """The number of ids and the bytes of each that NAME.ds.metadata says; else None and 0."""
+    """Return the number of ids and the bytes of each that NAME.ds.metadata has; else None and 0."""
     beside = f"{path}.metadata"
     if not is_file(beside):
         return None, 0

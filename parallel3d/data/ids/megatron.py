@@ -36,12 +36,12 @@ INT64 = np.dtype("<i8")
 
 
 def index_of(path: str) -> str:
-    """The index that belongs to a `.bin`."""
+    """Return the index that belongs to a `.bin`."""
     return path.removesuffix(".bin") + ".idx"
 
 
 def read(path: str) -> TokenFile:
-    """The documents of a `.bin`, whose `.idx` stands beside it.
+    """Return the documents of a `.bin`, whose `.idx` stands beside it.
 
     Raises DataError if one of the two is not there, damaged, or does not belong to the other.
     """
@@ -75,7 +75,7 @@ def read(path: str) -> TokenFile:
 
 @dataclass(frozen=True, eq=False)
 class _Index:
-    """Of each sequence its ids and its first byte; of each document its first sequence; and S."""
+    """Each sequence's ids and first byte; each document's first sequence, and their number."""
 
     dtype: np.dtype
     lengths: np.ndarray

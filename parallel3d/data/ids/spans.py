@@ -8,9 +8,8 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from parallel3d.base.errors import DataError
-from parallel3d.data.ids.blocks import RemoteFiles
 from parallel3d.data.ids.files import NUMBERS, num_bytes, open_ids, read_ids
-from parallel3d.data.ids.remote import Range, is_url
+from parallel3d.data.ids.remote import Range, RemoteFiles, is_url
 
 OPEN_FILES = 64
 BYTE = np.dtype(np.uint8)
@@ -28,10 +27,10 @@ class Spans:
     """Ids [num_tokens] of documents one after the other, each closed by an end-of-text.
 
     `files` are name, path, dtype, offset and size of each; document i is the ids of file
-    `places[i]` from the `starts[i]`-th on, and here `bounds[i]` .. `bounds[i + 1]` - 1, where its
-    end-of-text is the last. Slices and arrays of indices give arrays. Any thread may ask. Read, not
-    mapped: a file that shrinks raises DataError, where a map would end the process. Files that
-    are named by URLs are read through `remote`, all that one key asks for at once.
+    `places[i]` from the `starts[i]`-th on, and here `bounds[i]` .. `bounds[i + 1]` - 1. Slices and
+    arrays of indices give arrays; any thread may ask. Ids are read, not mapped: a file that shrinks
+    raises DataError, where a map would end the process. Those of URLs come through `remote`, all of
+    one key at once.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class Spans:
         return ids if dtype is None else ids.astype(dtype)
 
     def _read(self, windows: Sequence[tuple[int, int]]) -> np.ndarray:
-        """The ids first .. last - 1 of each window, one after the other."""
+        """Return the ids first .. last - 1 of each window, one after the other."""
         ids = np.full(sum(last - first for first, last in windows), self._end_of_text, self.dtype)
         pieces, at = [], 0
         for first, last in windows:
@@ -96,10 +95,7 @@ class Spans:
         return ids
 
     def _pieces(self, first: int, last: int, at: int) -> list[_Piece]:
-        """The parts of a window whose first id is to stand at the place `at`.
-
-        Where they have nothing, an end-of-text stands.
-        """
+        """Return the parts of a window that files hold; its first id is to stand at `at`."""
         base = int(self._bounds[0])
         document = int(np.searchsorted(self._bounds, base + first, side="right")) - 1
         end = int(np.searchsorted(self._bounds, base + last, side="left"))
@@ -132,10 +128,7 @@ class Spans:
 
 
 def check_sizes(files: Sequence[dict[str, Any]]) -> None:
-    """Raise DataError unless each file is there with the size that it had.
-
-    A change of a remote file is seen when it is read.
-    """
+    """Raise DataError unless each local file is there with the size that it had."""
     for file in files:
         if is_url(file["path"]):
             continue
