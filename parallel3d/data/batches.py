@@ -53,9 +53,7 @@ class Batches:
     `num_samples` is how many samples there are before one comes a second time.
     """
 
-    def __init__(
-        self, stream: TokenStream | Mixture, sequence_length: int, seed: int | None
-    ) -> None:
+    def __init__(self, stream: TokenStream | Mixture, sequence_length: int, seed: int) -> None:
         # One stream is a mixture of one.
         self.streams = (stream,) if isinstance(stream, TokenStream) else stream.parts
         self.sequence_length = sequence_length
@@ -100,10 +98,9 @@ class Batches:
         starts = np.empty(count, dtype=np.int64)
         for part in np.unique(parts):
             here = parts == part
-            size, windows = self._sizes[part], places[here] % self._sizes[part]
-            if self.seed is not None:
-                # Streams of equal length have orders of their own.
-                windows = sample_index(self.seed + int(part) * GOLDEN, places[here], size)
+            # Streams of equal length have orders of their own.
+            seed = self.seed + int(part) * GOLDEN
+            windows = sample_index(seed, places[here], self._sizes[part])
             starts[here] = windows * self.sequence_length
         return parts, starts
 

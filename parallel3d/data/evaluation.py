@@ -184,8 +184,6 @@ def bits_per_byte(loss_sum: float, num_bytes: float | None) -> float | None:
 
 def parts_of(corpus: Corpus) -> dict[str, Corpus]:
     """Return the parts of a mixture by their names, "mixture.0" and so on."""
-    if not isinstance(corpus.held_out, Mixture):
-        return {}
     return {f"mixture.{number}": part for number, part in enumerate(corpus.parts)}
 
 

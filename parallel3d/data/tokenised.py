@@ -246,14 +246,12 @@ def _files(section: DataConfig | PartConfig, vocabulary: Vocabulary) -> list[Tok
         ]
     if section.source == "megatron":
         roots = [path.removesuffix(".bin").removesuffix(".idx") for path in section.paths]
-        paths = _matching([f"{root}.bin" for root in roots], "bin")
-        return [megatron.read(path) for path in paths]
+        return [megatron.read(path) for path in _matching([f"{root}.bin" for root in roots], "bin")]
     dtype = section.token_dtype
     if dtype == "auto":
         dtype = "uint16" if vocabulary.size <= 2**16 else "uint32"
     if section.source == "tokens":
-        paths = _matching(section.paths, "npy")
-        return [arrays.read(path, INTEGERS[dtype]) for path in paths]
+        return [arrays.read(path, INTEGERS[dtype]) for path in _matching(section.paths, "npy")]
     paths = [p for p in _matching(section.paths, "ds") if not p.endswith(datatrove.BESIDE)]
     if not paths:
         raise DataError("data.paths matches no .ds file; give their paths, or corpus/**/*.ds")
