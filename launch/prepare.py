@@ -14,7 +14,7 @@ from parallel3d.data.corpus import Corpus
 from parallel3d.data.export import export_megatron
 from parallel3d.data.prepare import prepare
 from parallel3d.data.progress import shown_progress
-from parallel3d.data.show import as_json, as_text, describe, on_terminal, samples
+from parallel3d.data.show import as_text, describe, described, on_terminal, samples
 
 DONE, BAD_INPUT, STOPPED = 0, 2, 3  # exit codes; scripts rely on them
 
@@ -50,7 +50,7 @@ def main() -> int:
         shown = []
         if args.show > 0:
             shown = samples(corpus, config.data.sequence_length, config.train.seed, args.show)
-            summary["show"] = as_json(corpus, shown)
+            summary["show"] = {"samples": shown, "documents": described(corpus)}
     except Parallel3DError as error:
         print(f"prepare: {error}", file=sys.stderr)
         return BAD_INPUT

@@ -154,12 +154,8 @@ class Corpus:
     def place(self) -> dict[str, Any]:
         """Return a description in JSON by which `at` opens the corpus in another process."""
         sets = {name: part.place() for name, part in self.validation.items()}
-        return {
-            "directory": str(self.directory),
-            "key": self.key,
-            "found": self.found,
-            "validation": sets,
-        }
+        found = {"found": self.found, "validation": sets}
+        return {"directory": str(self.directory), "key": self.key, **found}
 
     @classmethod
     def at(cls, place: Mapping[str, Any], remote_cache_bytes: int = 0) -> "Corpus":
@@ -211,11 +207,10 @@ class Corpus:
             **self.found,
         }
         if isinstance(self.train, Mixture):
+            parts = zip(self.labels, self.train.weights, self.parts, strict=True)
             summary["mixture"] = [
                 {"label": label, "weight": weight, **part.summary()}
-                for label, weight, part in zip(
-                    self.labels, self.train.weights, self.parts, strict=True
-                )
+                for label, weight, part in parts
             ]
         if self.validation:
             summary["validation"] = {name: part.summary() for name, part in self.validation.items()}
@@ -273,14 +268,11 @@ def streams_of(
     return [TokenStream(*parts) for parts in zip(ids, own, weights, strict=True)]
 
 
-def _remote(
-    directory: Path, files: Sequence[Mapping[str, Any]], cache_bytes: int
-) -> RemoteFiles | None:
+def _remote(directory: Path, files: Sequence[Mapping[str, Any]], cache_bytes: int) -> RemoteFiles:
     """Return the files that are named by a URL; their blocks are kept beside all corpora."""
-    if not (sizes := {file["path"]: file["size"] for file in files if is_url(file["path"])}):
-        return None
+    sizes = {file["path"]: file["size"] for file in files if is_url(file["path"])}
     cache = None
-    if cache_bytes >= SET_BYTES:
+    if sizes and cache_bytes >= SET_BYTES:
         cache = BlockCache(directory.parents[1] / "remote" / "blocks", cache_bytes)
     return RemoteFiles(sizes, directory.name, cache)
 

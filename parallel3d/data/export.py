@@ -94,15 +94,10 @@ def _ids(streams: Sequence[TokenStream]) -> Iterator[np.ndarray]:
 def _index(lengths: np.ndarray, dtype: np.dtype) -> bytes:
     ends = np.cumsum(lengths, dtype=np.int64) * dtype.itemsize
     count = len(lengths)
-    return b"".join(
-        [
-            megatron.MAGIC,
-            struct.pack("<QBQQ", 1, CODE[dtype.name], count, count + 1),
-            lengths.astype("<i4").tobytes(),
-            (ends - lengths * dtype.itemsize).astype("<i8").tobytes(),
-            np.arange(count + 1, dtype="<i8").tobytes(),
-        ]
-    )
+    head = megatron.MAGIC + struct.pack("<QBQQ", 1, CODE[dtype.name], count, count + 1)
+    begins = (ends - lengths * dtype.itemsize).astype("<i8")
+    columns = lengths.astype("<i4"), begins, np.arange(count + 1, dtype="<i8")
+    return head + b"".join(column.tobytes() for column in columns)
 
 
 def _read_back(path: Path, streams: Sequence[TokenStream], lengths: np.ndarray) -> None:

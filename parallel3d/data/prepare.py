@@ -60,9 +60,9 @@ class _Preparation:
         parts: tuple[PartConfig | DataConfig, ...] = config.mixture or (config,)
         shown = [self._progress_of(number, len(parts)) for number in range(len(parts))]
         found = []
-        for number, (part, progress) in enumerate(zip(parts, shown, strict=True)):
+        for number, part in enumerate(parts):
             with _named(f"data.mixture.{number}") if config.mixture else nullcontext():
-                found.append(self._find(part, progress))
+                found.append(self._find(part, shown[number]))
         tables = [part.table for part in found]
         held_out = split_documents(tables, config.held_out_fraction, config.held_out_seed)
         # The tokenizer of a mixture is trained on all its parts; that of a corpus stands in it.
@@ -70,10 +70,7 @@ class _Preparation:
         if config.mixture and config.tokenizer == "train":
             self.tokenizer = self._trained_tokenizer(found, held_out, shares)
         corpora = [self._made(*part) for part in zip(found, held_out, shown, strict=True)]
-        if config.mixture:
-            corpus = self._mixed(corpora, shares)
-        else:
-            [corpus] = corpora
+        corpus = self._mixed(corpora, shares) if config.mixture else corpora[0]
         training = np.concatenate(
             [table["digest"][~apart] for table, apart in zip(tables, held_out, strict=True)]
         )
@@ -171,10 +168,8 @@ class _Preparation:
                 )
                 # The names of files that lie elsewhere do not count, nor do those of the parts.
                 keys = [
-                    part
-                    if corpus.key == part["corpus"]
-                    else {**part, "corpus": corpus.key, "label": ""}
-                    for part, corpus in zip(parts, corpora, strict=True)
+                    part if c.key == part["corpus"] else {**part, "corpus": c.key, "label": ""}
+                    for part, c in zip(parts, corpora, strict=True)
                 ]
                 meta = {
                     "end_of_text": first.end_of_text,
@@ -195,11 +190,8 @@ class _Preparation:
 
     def _progress_of(self, number: int, num_parts: int) -> Progress:
         """Return the progress of one part, with its number where there are several."""
-        if not self.config.mixture:
-            return self.progress
-        return lambda phase, done, total: self.progress(
-            f"{phase}, part {number + 1} of {num_parts}", done, total
-        )
+        part = f", part {number + 1} of {num_parts}" if self.config.mixture else ""
+        return lambda phase, done, total: self.progress(phase + part, done, total)
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """What is in a corpus: its summary, the samples a model will see, statistics of documents."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,30 +15,13 @@ if TYPE_CHECKING:
 LENGTHS = {"shortest": 0, "5%": 5, "median": 50, "95%": 95, "longest": 100}
 
 
-@dataclass(frozen=True)
-class Fragment:
-    """A document's part of a sample; `text` is None without a tokenizer."""
+def samples(corpus: Corpus, sequence_length: int, seed: int, count: int) -> list[dict[str, Any]]:
+    """Return the first `count` samples of a run, as `--json` writes them.
 
-    document: str
-    num_tokens: int
-    begins: bool
-    ends: bool
-    text: str | None
-    ids: list[int]
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A sample by its global index: the window of a part that starts at the token `start`."""
-
-    index: int
-    part: str
-    start: int
-    fragments: tuple[Fragment, ...]
-
-
-def samples(corpus: Corpus, sequence_length: int, seed: int, count: int) -> list[Sample]:
-    """Return the first `count` samples of a run, as `Batches` gives their tokens."""
+    A sample is the window of a `part` that starts at the token `start`. Its `fragments` are the
+    parts of documents there: whether the document `begins` and `ends` in the sample, its ids with
+    end-of-text, and its text, None without a tokenizer.
+    """
     parts = corpus.parts or (corpus,)
     batches = Batches(corpus.train, sequence_length, seed)
     directory = corpus.tokenizer_directory
@@ -56,11 +38,17 @@ def samples(corpus: Corpus, sequence_length: int, seed: int, count: int) -> list
             start, stop = max(first, begin), min(first + sequence_length, end)
             ids = np.asarray(stream.tokens[start:stop]).tolist()
             plain = ids[:-1] if stop == end else ids
-            text = str(tokenizer.decode(plain)) if tokenizer else None
-            name = parts[part].name(number)
-            fragments.append(Fragment(name, stop - start, start == begin, stop == end, text, ids))
+            fragment = {
+                "document": parts[part].name(number),
+                "num_tokens": stop - start,
+                "begins": start == begin,
+                "ends": stop == end,
+                "text": str(tokenizer.decode(plain)) if tokenizer else None,
+                "ids": ids,
+            }
+            fragments.append(fragment)
         label = corpus.labels[part] if corpus.labels else ""
-        found.append(Sample(index, label, first, tuple(fragments)))
+        found.append({"index": index, "part": label, "start": first, "fragments": fragments})
     return found
 
 
@@ -85,12 +73,7 @@ def described(corpus: Corpus) -> dict[str, Any]:
     }
 
 
-def as_json(corpus: Corpus, found: list[Sample]) -> dict[str, Any]:
-    """Return samples and description as `--json` writes them."""
-    return {"samples": [asdict(sample) for sample in found], "documents": described(corpus)}
-
-
-def on_terminal(corpus: Corpus, found: list[Sample], isolated: bool) -> "RenderableType":
+def on_terminal(corpus: Corpus, found: list[dict[str, Any]], isolated: bool) -> "RenderableType":
     """Return samples and description as a terminal shows them."""
     from rich.console import Group
     from rich.padding import Padding
@@ -99,20 +82,20 @@ def on_terminal(corpus: Corpus, found: list[Sample], isolated: bool) -> "Rendera
 
     lines: list[Any] = []
     for sample in found:
-        tokens = sum(fragment.num_tokens for fragment in sample.fragments)
-        of = f" of {sample.part}" if sample.part else ""
-        title = f"sample {sample.index}{of}: {tokens:,} tokens from token {sample.start:,} on"
+        tokens = sum(part["num_tokens"] for part in sample["fragments"])
+        of = f" of {sample['part']}" if sample["part"] else ""
+        title = f"sample {sample['index']}{of}: {tokens:,} tokens from token {sample['start']:,} on"
         lines.append("")
         lines.append(Rule(Text(title, style="bold"), align="left", style="dim"))
-        for number, fragment in enumerate(sample.fragments):
+        for number, part in enumerate(sample["fragments"]):
             if number and isolated:
                 lines.append(Text("positions restart; nothing before is seen from here", "dim"))
-            how = "" if fragment.begins else ", from its middle"
-            count = f"{fragment.num_tokens:,} token{'s' * (fragment.num_tokens != 1)}"
-            lines.append(Text(f"┌ {fragment.document}{how}: {count}", "cyan"))
-            text = " ".join(map(str, fragment.ids)) if fragment.text is None else fragment.text
+            how = "" if part["begins"] else ", from its middle"
+            count = f"{part['num_tokens']:,} token{'s' * (part['num_tokens'] != 1)}"
+            lines.append(Text(f"┌ {part['document']}{how}: {count}", "cyan"))
+            text = " ".join(map(str, part["ids"])) if part["text"] is None else part["text"]
             lines.append(Padding(Text(_printable(text)), (0, 0, 0, 2)))
-            lines.append(Text("└ end of text" if fragment.ends else "… goes on", "cyan"))
+            lines.append(Text("└ end of text" if part["ends"] else "… goes on", "cyan"))
     lines += ["", Rule(style="dim"), _table(corpus)]
     return Group(*lines)
 
@@ -126,18 +109,17 @@ def _table(corpus: Corpus) -> "RenderableType":
     table.add_column("")
     for part in parts:
         table.add_column(part["part"], justify="right", overflow="fold")
-    columns = [
-        {
-            "documents": part["num_documents"],
-            "of them repeated": part["num_repeated_documents"],
-            "tokens": part["num_tokens"],
-            "bytes per token": part["bytes_per_token"],
-        }
-        | {f"tokens of a document: {name}": n for name, n in part["document_tokens"].items()}
-        for part in parts
-    ]
-    for name in columns[0]:
-        table.add_row(name, *(_shown(column[name]) for column in columns))
+    rows = {
+        "documents": "num_documents",
+        "of them repeated": "num_repeated_documents",
+        "tokens": "num_tokens",
+        "bytes per token": "bytes_per_token",
+    }
+    for name, key in rows.items():
+        table.add_row(name, *(_shown(part[key]) for part in parts))
+    for name in parts[0]["document_tokens"]:
+        lengths = [_shown(part["document_tokens"][name]) for part in parts]
+        table.add_row(f"tokens of a document: {name}", *lengths)
     return table
 
 

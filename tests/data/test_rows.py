@@ -140,21 +140,6 @@ def test_a_bad_table_is_named_with_the_remedy(tmp_path, table, message):
         found("parquet", [tmp_path / "rows.parquet"])
 
 
-@pytest.mark.parametrize(
-    ("name", "data", "message"),
-    [
-        ("rows.jsonl", b"", r"rows\.jsonl has no text; give files"),
-        ("rows.jsonl.gz", b"no gzip", r"rows\.jsonl\.gz cannot be read \(.*\); make it readable"),
-        ("rows.parquet", b"no parquet", r"rows\.parquet cannot be read \(.*[Pp]arquet"),
-        ("rows.parquet", b"", r"rows\.parquet cannot be read"),
-    ],
-)
-def test_a_damaged_file_is_named(tmp_path, name, data, message):
-    (tmp_path / name).write_bytes(data)
-    with pytest.raises(DataError, match=message):
-        found("parquet" if "parquet" in name else "jsonl", [tmp_path / name])
-
-
 @pytest.mark.parametrize("change", [b'{"text": "other"}\n', b"", b"\n" * 20, b'{"text": 1}'])
 def test_a_file_that_changes_meanwhile_is_refused(tmp_path, change):
     path = tmp_path / "rows.jsonl"

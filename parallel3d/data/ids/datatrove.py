@@ -30,11 +30,11 @@ def read(path: str, dtype: np.dtype) -> TokenFile:
     """
     size = num_bytes(path)
     num_tokens, width = _metadata(path)
-    if not is_file(f"{path}.index"):
+    index = f"{path}.index"
+    if not is_file(index):
         file = flat(path, INTEGERS[f"uint{8 * width}"] if width else dtype)
         _compare(path, num_tokens, file.num_tokens)
         return file
-    index = f"{path}.index"
     count, rest = divmod(num_bytes(index), 8)
     if rest:
         raise DataError(f"{index} is no list of uint64: it is cut short; copy it again")
@@ -42,8 +42,7 @@ def read(path: str, dtype: np.dtype) -> TokenFile:
     last = int(ends[-1])
     if (ends[1:] < ends[:-1]).any():
         raise DataError(f"{index}: its ends do not ascend: it is damaged; write it again")
-    found = {2: 2 * last, 4: 4 * last}
-    width = next((w for w, total in found.items() if total == size), 0)
+    width = next((w for w in (2, 4) if w * last == size), 0)
     if not last or not width:
         raise DataError(
             f"{index} ends at id {last:,}, and {path} has {size:,} bytes, neither 2 nor 4 for each:"

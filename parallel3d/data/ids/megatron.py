@@ -97,13 +97,10 @@ def _read(index: str, head: bytes, total: int) -> _Index:
         )
     if total != whole:
         raise cut_short(index, total, whole)
-    at = layout.size
-    return _Index(
-        dtype=dtype,
-        lengths=column(index, np.dtype("<i4"), at, num_sequences),
-        first_bytes=column(index, INT64, at + 4 * num_sequences, num_sequences),
-        documents=column(index, INT64, at + 12 * num_sequences, num_documents),
-    )
+    lengths = column(index, np.dtype("<i4"), layout.size, num_sequences)
+    firsts = column(index, INT64, layout.size + 4 * num_sequences, num_sequences)
+    documents = column(index, INT64, layout.size + 12 * num_sequences, num_documents)
+    return _Index(dtype=dtype, lengths=lengths, first_bytes=firsts, documents=documents)
 
 
 def _read_old(index: str, head: bytes, total: int) -> _Index:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -13,14 +13,6 @@ from parallel3d.data.ids.remote import Range, RemoteFiles, is_url
 
 OPEN_FILES = 64
 BYTE = np.dtype(np.uint8)
-
-
-class _Piece(NamedTuple):
-    """A document's part of a window: its file's number, the place of its ids, their bytes."""
-
-    number: int
-    place: int
-    of: Range
 
 
 class Spans:
@@ -42,12 +34,11 @@ class Spans:
         bounds: np.ndarray,
         end_of_text: int,
         dtype: np.dtype,
-        remote: RemoteFiles | None = None,
+        remote: RemoteFiles,
     ) -> None:
         self.dtype, self.shape, self.ndim = np.dtype(dtype), (int(bounds[-1] - bounds[0]),), 1
         self._files, self._places, self._starts, self._bounds = files, places, starts, bounds
-        self._end_of_text = end_of_text
-        self._remote = remote or RemoteFiles({}, "", None)
+        self._end_of_text, self._remote = end_of_text, remote
         self._dtypes = [NUMBERS[file["dtype"]] for file in files]
         self._sizes = np.array([dtype.itemsize for dtype in self._dtypes], np.int64)
         self._offsets = np.array([file["offset"] for file in files], np.int64)
@@ -87,14 +78,14 @@ class Spans:
             pieces += self._pieces(first, last, at)
             at += last - first
         for is_remote, read in ((False, self._read_local), (True, self._remote.read)):
-            chosen = [piece for piece in pieces if self._is_remote[piece.number] == is_remote]
-            found: Sequence[Any] = read([piece.of for piece in chosen]) if chosen else []
-            for piece, data in zip(chosen, found, strict=True):
-                part = np.frombuffer(data, self._dtypes[piece.number])
-                ids[piece.place : piece.place + len(part)] = part
+            chosen = [piece for piece in pieces if self._is_remote[piece[0]] == is_remote]
+            found: Sequence[Any] = read([of for _, _, of in chosen]) if chosen else []
+            for (number, place, _), data in zip(chosen, found, strict=True):
+                part = np.frombuffer(data, self._dtypes[number])
+                ids[place : place + len(part)] = part
         return ids
 
-    def _pieces(self, first: int, last: int, at: int) -> list[_Piece]:
+    def _pieces(self, first: int, last: int, at: int) -> list[tuple[int, int, Range]]:
         """Return the parts of a window that files hold; its first id is to stand at `at`."""
         base = int(self._bounds[0])
         document = int(np.searchsorted(self._bounds, base + first, side="right")) - 1
@@ -110,7 +101,7 @@ class Spans:
         ends = bytes_ + counts[some] * sizes
         columns = numbers.tolist(), begins.tolist(), bytes_.tolist(), ends.tolist()
         return [
-            _Piece(number, place, Range(self._files[number]["path"], *of))
+            (number, place, Range(self._files[number]["path"], *of))
             for number, place, *of in zip(*columns, strict=True)
         ]
 
