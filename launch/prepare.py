@@ -13,8 +13,7 @@ from parallel3d.data.corpus import Corpus
 from parallel3d.data.export import export_megatron
 from parallel3d.data.prepare import prepare
 from parallel3d.data.progress import shown_progress
-from parallel3d.data.show import as_json, on_terminal, samples
-from parallel3d.data.summary import as_text, describe
+from parallel3d.data.show import as_text, describe, described, on_terminal, samples
 
 
 @named("prepare")
@@ -49,7 +48,7 @@ def main() -> int:
         shown = []
         if args.show > 0:
             shown = samples(corpus, config.data.sequence_length, config.train.seed, args.show)
-            summary["show"] = as_json(corpus, shown)
+            summary["show"] = {"samples": shown, "documents": described(corpus)}
     except KeyboardInterrupt:
         print("interrupted; what is tokenised is kept for the next time", file=sys.stderr)
         return STOPPED

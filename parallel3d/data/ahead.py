@@ -1,7 +1,6 @@
 """Read-ahead: a thread makes values before they are asked for.
 
-One thread, so nothing of it depends on timing but time: the same calls are made with the same
-arguments, whether they are made ahead or when their result is asked for.
+The same calls are made with the same arguments, ahead or when their result is asked for.
 """
 
 import threading
@@ -10,31 +9,27 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Generic, TypeVar
 
-Key = TypeVar("Key")
 Made = TypeVar("Made")
 
 # A thread that reads from a disk or a network that does not answer is left to its fate.
 PATIENCE_SECONDS = 5.0
 
 
-class ReadAhead(Generic[Key, Made]):
+class ReadAhead(Generic[Made]):
     """A thread that calls `make(key)` for announced keys, in their order, ahead of use.
 
-    An error of `make` is raised where the key is taken, and nowhere if it never is. The thread
-    starts when there is something to do ahead, and does not keep the process alive.
+    An error of `make` is raised where the key is taken. The thread starts when there is something
+    to do ahead, and does not keep the process alive.
     """
 
-    def __init__(self, make: Callable[[Key], Made]) -> None:
+    def __init__(self, make: Callable[[int], Made]) -> None:
         self._make = make
-        self._made: dict[Key, Future[Made]] = {}
-        self._queue: SimpleQueue[tuple[Key, Future[Made]] | None] = SimpleQueue()
+        self._made: dict[int, Future[Made]] = {}
+        self._queue: SimpleQueue[tuple[int, Future[Made]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def take(self, key: Key, then: Sequence[Key] = ()) -> Made:
-        """The value of `make(key)`, waited for if need be; the keys `then` are made next.
-
-        Values for other keys are let go of.
-        """
+    def take(self, key: int, then: Sequence[int] = ()) -> Made:
+        """Return `make(key)`; the keys `then` are made next, and all others forgotten."""
         wanted = self._made.pop(key, None)
         # A value that the thread has not begun is made here at once.
         is_ahead = wanted is not None and not wanted.cancel()

@@ -6,18 +6,15 @@ may hold several documents, with end-of-text between them. In a mixture, each sa
 of one of its streams.
 """
 
-import mmap
-
 import numpy as np
 
 from parallel3d.base.errors import DataError
 from parallel3d.data.corpus import Corpus, Mixture, TokenStream
-from parallel3d.data.mixing import Mixing
-from parallel3d.data.order import GOLDEN, sample_index
+from parallel3d.data.order import GOLDEN, Mixing, sample_index
 
 
 def num_windows(num_tokens: int, sequence_length: int) -> int:
-    """Number of samples that a stream of `num_tokens` holds."""
+    """Return the number of samples that a stream of `num_tokens` holds."""
     return max(0, (num_tokens - 1) // sequence_length)
 
 
@@ -38,7 +35,7 @@ def first_sample(
 
 
 def documents_of(tokens: np.ndarray, end_of_text: int) -> np.ndarray:
-    """For each token, the number of its document in its sample, from 0: int64 [batch, seq].
+    """Return the number of each token's document in its sample, from 0: int64 [batch, seq].
 
     A document ends with its end-of-text, so the token after one is the next document's first.
     """
@@ -49,17 +46,14 @@ def documents_of(tokens: np.ndarray, end_of_text: int) -> np.ndarray:
 class Batches:
     """Samples of a stream or mixture by global index, shuffled in each epoch, or in order.
 
-    With a `seed` the order is that of `order.sample_index`; with None
-    it is the stream's own, from its start and round again. In a mixture, `mixing.Mixing` says
-    which stream gives a sample, and each stream has its own order and comes round at its own rate.
-    Nothing here moves: the same index gives the same sample on every mesh, at any time.
+    With a `seed` the order is that of `order.sample_index`; with None it is the stream's own, round
+    and round. In a mixture, `order.Mixing` says which stream gives a sample, and each stream comes
+    round at its own rate. The same index gives the same sample on every mesh, at any time.
 
     `num_samples` is how many samples there are before one comes a second time.
     """
 
-    def __init__(
-        self, stream: TokenStream | Mixture, sequence_length: int, seed: int | None
-    ) -> None:
+    def __init__(self, stream: TokenStream | Mixture, sequence_length: int, seed: int) -> None:
         # One stream is a mixture of one.
         self.streams = (stream,) if isinstance(stream, TokenStream) else stream.parts
         self.sequence_length = sequence_length
@@ -79,19 +73,16 @@ class Batches:
         within = np.arange(self.sequence_length + 1)
         for part in np.unique(parts):
             here = parts == part
-            tokens = self.streams[part].tokens
-            if isinstance(tokens, np.ndarray):
-                will_need(tokens, starts[here], len(within))
-            windows[here] = tokens[starts[here][:, None] + within]
+            windows[here] = self.streams[part].tokens[starts[here][:, None] + within]
         return windows[:, :-1].copy(), windows[:, 1:].copy()
 
     @property
     def weighs(self) -> bool:
-        """Whether tokens count unequally in some stream."""
+        """True if tokens count unequally in some stream."""
         return any(stream.weights is not None for stream in self.streams)
 
     def weights(self, first_sample: int, count: int) -> np.ndarray:
-        """Give how much each label of these samples counts: float32 [count, sequence_length]."""
+        """Return how much each label of these samples counts: float32 [count, sequence_length]."""
         parts, starts = self.windows(first_sample, count)
         found = np.ones((count, self.sequence_length), dtype=np.float32)
         within = np.arange(1, self.sequence_length + 1)
@@ -102,15 +93,14 @@ class Batches:
         return found
 
     def windows(self, first_sample: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """The stream of each sample, and where in the stream its tokens start: [count]."""
+        """Return the stream of each sample, and where in the stream its tokens start: [count]."""
         parts, places = self._mixing.assign(np.arange(first_sample, first_sample + count))
         starts = np.empty(count, dtype=np.int64)
         for part in np.unique(parts):
             here = parts == part
-            size, windows = self._sizes[part], places[here] % self._sizes[part]
-            if self.seed is not None:
-                # Streams of equal length have orders of their own.
-                windows = sample_index(self.seed + int(part) * GOLDEN, places[here], size)
+            # Streams of equal length have orders of their own.
+            seed = self.seed + int(part) * GOLDEN
+            windows = sample_index(seed, places[here], self._sizes[part])
             starts[here] = windows * self.sequence_length
         return parts, starts
 
@@ -125,55 +115,31 @@ def check_length(corpus: Corpus, sequence_length: int, global_batch: int) -> Non
         part.parts if isinstance(part, Mixture) else (part,)
         for part in (corpus.train, corpus.held_out)
     )
-    of = [f" of data.mixture.{i}" if len(train) > 1 else "" for i in range(len(train))]
-    windows = [num_windows(len(stream), sequence_length) for stream in train]
-    if sum(windows) < global_batch:
+    num_samples = sum(num_windows(len(stream), sequence_length) for stream in train)
+    if num_samples < global_batch:
         raise DataError(
             f"the corpus is shorter than one batch: its training part has {len(corpus.train)}"
-            f" tokens, {sum(windows)} samples at data.sequence_length={sequence_length}, and a step"
+            f" tokens, {num_samples} samples at data.sequence_length={sequence_length}, and a step"
             f" takes {global_batch}; add text, or lower sequence_length, micro batch, accumulation"
             " or dp"
         )
-    for number, stream in enumerate(train):
-        if windows[number] < 1:
-            raise DataError(
-                f"the training part{of[number]} has {len(stream)} tokens, fewer than one sample of"
-                f" data.sequence_length={sequence_length} (+ 1); add text, lower sequence_length,"
-                " or put the text into another part"
-            )
-    for number, stream in enumerate(held_out):
-        if len(stream) and num_windows(len(stream), sequence_length) < 1:
-            raise DataError(
-                f"the held-out part{of[number]} has {len(stream)} tokens, fewer than one sample of"
-                f" data.sequence_length={sequence_length} (+ 1); raise data.held_out_fraction, set"
-                " it to 0 (then there is no held-out loss), add text, or lower sequence_length"
-            )
+    of = [f" of data.mixture.{i}" if len(train) > 1 else "" for i in range(len(train))]
+    remedy = "add text, lower sequence_length, or put the text into another part"
+    wanted: list[tuple[str, TokenStream | Mixture, str]]
+    wanted = [(f"the training part{of[i]}", part, remedy) for i, part in enumerate(train)]
+    remedy = (
+        "raise data.held_out_fraction, set it to 0 (then there is no held-out loss), add text, or"
+        " lower sequence_length"
+    )
+    wanted += [(f"the held-out part{of[i]}", p, remedy) for i, p in enumerate(held_out) if len(p)]
     for name, part in corpus.validation.items():
-        if num_windows(len(part.held_out), sequence_length) < 1:
-            setting = part.found.get("found_by")
-            which = f"{setting}: {name}" if setting else f"data.validation.{name}"
+        setting = part.found.get("found_by")
+        place = f"{setting}: {name}" if setting else f"data.validation.{name}"
+        remedy = "add text, or " + (f"set {setting} to null" if setting else "leave it out")
+        wanted.append((place, part.held_out, remedy))
+    for place, stream, remedy in wanted:
+        if num_windows(len(stream), sequence_length) < 1:
             raise DataError(
-                f"{which} has {len(part.held_out)} tokens, fewer than one sample of"
-                f" data.sequence_length={sequence_length} (+ 1); add text, or "
-                + (f"set {setting} to null" if setting else "leave it out")
+                f"{place} has {len(stream)} tokens, fewer than one sample of"
+                f" data.sequence_length={sequence_length} (+ 1); {remedy}"
             )
-
-
-def will_need(array: np.ndarray, starts: np.ndarray, count: int) -> None:
-    """Ask the system to prefetch the `count` items from each of `starts` [n], if memory-mapped.
-
-    It reads them while this goes on; a gather of them then waits for the disk once, not at each
-    page that is not in memory. On arrays in memory it does nothing.
-    """
-    whole = array
-    while isinstance(whole.base, np.ndarray):
-        whole = whole.base
-    mapped = whole.base
-    if not isinstance(mapped, mmap.mmap) or not hasattr(mmap, "MADV_WILLNEED"):
-        return
-    # The map's own first byte: np.memmap begins some way into it where its offset says so.
-    first = array.ctypes.data - np.frombuffer(mapped, np.uint8).ctypes.data
-    size = count * array.itemsize
-    for start in (first + starts * array.itemsize).tolist():
-        page = start - start % mmap.PAGESIZE
-        mapped.madvise(mmap.MADV_WILLNEED, page, start + size - page)

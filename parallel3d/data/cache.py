@@ -3,8 +3,11 @@
 Beside a directory DIR, the lock `DIR.lock` is held while `DIR.partial` is filled; a rename makes it
 DIR. After a crash both stay; the next writer of any directory in the same place removes them,
 because it finds the lock's holder dead.
+
+An index is what was found in a source's file. It is kept for as long as the file is untouched.
 """
 
+import hashlib
 import json
 import os
 import shutil
@@ -13,11 +16,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
 
-from parallel3d.base.atomic import rename, sync
+import numpy as np
+
+from parallel3d.base.atomic import rename, replaced, sync
 from parallel3d.base.lock import Lock
 
 MANIFEST = "files.json"
+# A file that changed so lately may change again within its clock's tick, unseen.
+SECONDS_UNTIL_SETTLED = 2.0
+DAYS_KEPT = 30
 
 
 def cache_root(cache: str) -> Path:
@@ -29,10 +39,7 @@ def cache_root(cache: str) -> Path:
 
 @contextmanager
 def locked(directory: Path, on_wait: Callable[[], None]) -> Iterator[None]:
-    """Keep every other process from writing `directory`; call `on_wait` if one is at it now.
-
-    The lock file is gone afterwards. Raises OSError where it cannot be written.
-    """
+    """Keep every other process from writing `directory`; call `on_wait` if one is at it now."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     lock = Lock(directory.with_name(f"{directory.name}.lock"))
     lock.wait(on_wait)
@@ -44,17 +51,16 @@ def locked(directory: Path, on_wait: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def staged(directory: Path) -> Iterator[Path]:
-    """An empty folder that becomes `directory` when the block ends, or vanishes on any error.
-
-    It replaces an older `directory`. To be called with the directory locked.
-    """
+    """Yield an empty folder that replaces `directory`, which the caller has locked, or vanishes."""
     remove_leftovers(directory.parent)
     partial = directory.with_name(f"{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     try:
         yield partial
-        _write_manifest(partial)
+        files = sorted(path for path in partial.rglob("*") if path.is_file())
+        entries = {str(p.relative_to(partial)): [p.stat().st_size, _digest(p)] for p in files}
+        (partial / MANIFEST).write_text(json.dumps(entries, indent=1))
         for path in [*partial.rglob("*"), partial]:
             sync(path)
         shutil.rmtree(directory, ignore_errors=True)
@@ -64,10 +70,7 @@ def staged(directory: Path) -> Iterator[Path]:
 
 
 def is_whole(directory: Path, bits: bool = False) -> bool:
-    """Whether `directory` holds each file that it was published with, at its full size.
-
-    With `bits`, each file's contents are compared with their digest too, at the disk's speed.
-    """
+    """True if `directory` holds its manifest's files, of their sizes and, with `bits`, digests."""
     try:
         published = json.loads((directory / MANIFEST).read_text())
         return bool(published) and all(
@@ -97,15 +100,43 @@ def remove_leftovers(parent: Path) -> None:
             lock.release()
 
 
-def _write_manifest(directory: Path) -> None:
-    files = sorted(path for path in directory.rglob("*") if path.is_file())
-    entries = {str(p.relative_to(directory)): [p.stat().st_size, _digest(p)] for p in files}
-    (directory / MANIFEST).write_text(json.dumps(entries, indent=1))
-
-
 def _digest(path: Path) -> str:
-    digest = blake2b(digest_size=16)
     with open(path, "rb") as file:
-        while block := file.read(2**20):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, lambda: blake2b(digest_size=16)).hexdigest()
+
+
+def digest_of(*parts: object) -> str:
+    """Return a digest of the parts that can be a file's name."""
+    return blake2b("\n".join(map(str, parts)).encode(), digest_size=16).hexdigest()
+
+
+def load(index: Path) -> dict[str, Any] | None:
+    """Return the findings that were kept as `index`; None if there are none, or damaged ones."""
+    with suppress(OSError, ValueError, KeyError, BadZipFile), np.load(index) as kept:
+        found = {name: kept[name][()] for name in kept.files}
+        os.utime(index)
+        return found
+    return None
+
+
+def keep(index: Path, found: dict[str, Any]) -> None:
+    """Keep findings as `index`, unless the cache cannot be written: it only saves time."""
+    with suppress(OSError):
+        index.parent.mkdir(parents=True, exist_ok=True)
+        with replaced(index, shared=True) as partial, open(partial, "wb") as file:
+            np.savez(file, **found)
+        prune(index.parent, DAYS_KEPT)
+
+
+def state_of(path: str) -> tuple[int, ...]:
+    """Return device, inode, size and times of a file; () where there is none."""
+    with suppress(OSError):
+        state = os.stat(path)
+        return state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns
+    return ()
+
+
+def is_settled(path: str) -> bool:
+    """True if a file's last change was some time ago."""
+    changed = state_of(path)[3:]
+    return bool(changed) and time.time() - max(changed) / 1e9 > SECONDS_UNTIL_SETTLED

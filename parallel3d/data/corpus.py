@@ -2,19 +2,18 @@
 
 A corpus is a directory, `<cache>/corpora/<key>/`:
 
-    tokens.bin    ids of all documents, the training part first, each closed by end-of-text;
-                  uint16, or uint32 for a vocabulary above 65536
+    tokens.bin    ids of all documents, training part first, each closed by end-of-text; uint16, or
+                  uint32 for a vocabulary above 65536
     bounds.bin    int64 [documents + 1]: document i is tokens[bounds[i]:bounds[i + 1]]
-    places.npy    file and row of each document, in that order, and names.json the files' names,
-                  for messages
+    places.npy    file and row of each document; names.json has the files' names, for messages
     counts.npy    int64 [vocabulary]: how often each id occurs; held_out_counts.npy, in what is held
                   out (not where ids were checked by a sample)
     held_out_bytes.npy    int64 [held-out documents]: bytes of each one's text, where it is known
     tokenizer/    the tokenizer, as Hugging Face saves it
     meta.json     counts, vocabulary, entropy
 
-A corpus that another program tokenised has no tokens.bin: `tokenised` says what in its place.
-A mixture is a directory beside its parts, with tokenizer/ and a meta.json that names them.
+Another program's ids stay in its files: `tokenised` says what is here instead of tokens.bin. A
+mixture is a directory beside its parts, with tokenizer/ and a meta.json that names them.
 """
 
 import json
@@ -27,9 +26,8 @@ import numpy as np
 
 from parallel3d.base.errors import DataError
 from parallel3d.data.cache import is_whole
-from parallel3d.data.ids.blocks import SET_BYTES, BlockCache, RemoteFiles
 from parallel3d.data.ids.counting import TokenWeights
-from parallel3d.data.ids.remote import is_url
+from parallel3d.data.ids.remote import SET_BYTES, BlockCache, RemoteFiles, is_url
 from parallel3d.data.ids.spans import Spans, check_sizes
 from parallel3d.data.rows import place_of
 
@@ -38,10 +36,9 @@ HELD_OUT_COUNTS, HELD_OUT_BYTES = "held_out_counts.npy", "held_out_bytes.npy"
 
 
 class DocumentBounds:
-    """Bounds of documents, int64 [documents + 1], counted from the first bound, which is 0 here.
+    """Bounds of documents, int64 [documents + 1], counted from the first one, which is 0 here.
 
-    `of` is a map of the disk that counts from elsewhere. A key reads and shifts its own bounds
-    alone; an array of all takes 8 bytes a document.
+    `of`, a map of the disk, counts from elsewhere: a key reads and shifts its own bounds alone.
     """
 
     def __init__(self, of: np.ndarray) -> None:
@@ -87,8 +84,7 @@ class TokenStream:
 class Mixture:
     """Several token streams, and the share of the samples that each one gives.
 
-    Its length is that of all its streams, which is what an epoch of a mixture means: the streams
-    come round at rates of their own.
+    Its length, which an epoch has, is that of all its streams; each comes round at its own rate.
     """
 
     parts: tuple[TokenStream, ...]
@@ -107,14 +103,10 @@ class Mixture:
 class Corpus:
     """A prepared corpus, memory-mapped.
 
-    `unigram_entropy`, in nats per token, is that of the token frequencies of the whole corpus,
-    both parts: the loss of the best model that knows how often each token occurs and nothing of
-    its context. A model that has learnt anything about order has a held-out loss below it. A
-    mixture's frequencies are weighted as its samples are.
-    `parts` are the corpora of a mixture, with their `labels`; otherwise there are none.
-    `validation` are the corpora to evaluate on beside the held-out part, which hold all out.
-    `key` stands for the contents, wherever they lie; `found` is what was seen of another program's
-    ids: how they were checked, and how many.
+    `unigram_entropy`, in nats per token, is that of all token frequencies, weighted in a mixture as
+    its samples are: the loss of the best model that ignores context. `parts`, with `labels`, are
+    the corpora of a mixture. `validation` are corpora that are all held out. `key` stands for the
+    contents, wherever they lie; `found` is what was seen while they were prepared.
     """
 
     directory: Path
@@ -131,10 +123,10 @@ class Corpus:
 
     @classmethod
     def open(cls, directory: str | Path, remote_cache_bytes: int = 0) -> "Corpus":
-        """The corpus that `prepare` left in `directory`, without reading the sources again.
+        """Return the corpus that `prepare` left in `directory`, without reading its sources.
 
-        Ids of remote files are kept in `remote_cache_bytes` of the cache that it is in, 0: nowhere.
-        Raises DataError if it is not there or not whole.
+        `remote_cache_bytes` of blocks of remote files are kept. Raises DataError if it is not
+        whole.
         """
         directory = Path(directory)
         if not is_whole(directory):
@@ -160,14 +152,10 @@ class Corpus:
         return cls(directory=directory, train=train, held_out=held_out, **given)
 
     def place(self) -> dict[str, Any]:
-        """A description in JSON by which `at` opens the corpus in another process."""
+        """Return a description in JSON by which `at` opens the corpus in another process."""
         sets = {name: part.place() for name, part in self.validation.items()}
-        return {
-            "directory": str(self.directory),
-            "key": self.key,
-            "found": self.found,
-            "validation": sets,
-        }
+        found = {"found": self.found, "validation": sets}
+        return {"directory": str(self.directory), "key": self.key, **found}
 
     @classmethod
     def at(cls, place: Mapping[str, Any], remote_cache_bytes: int = 0) -> "Corpus":
@@ -180,7 +168,7 @@ class Corpus:
         )
 
     def stream(self, part: str) -> TokenStream:
-        """The "train" or "held_out" part of a corpus that is no mixture."""
+        """Return the "train" or "held_out" part of a corpus that is no mixture."""
         stream = self.train if part == "train" else self.held_out
         assert isinstance(stream, TokenStream), "a mixture has no one stream"
         return stream
@@ -201,12 +189,12 @@ class Corpus:
         return len(self.train) + len(self.held_out)
 
     def counts(self) -> np.ndarray:
-        """How often each id occurs in a corpus that is no mixture: int64 [vocab_size]."""
+        """Return how often each id occurs in a corpus that is no mixture: int64 [vocab_size]."""
         counts: np.ndarray = np.load(self.directory / "counts.npy", allow_pickle=False)
         return counts
 
     def summary(self) -> dict[str, Any]:
-        """Facts about the corpus for a log, and about each part of a mixture."""
+        """Return facts about the corpus, and about each part of a mixture."""
         summary = {
             "directory": str(self.directory),
             "tokenizer": str(self.tokenizer_directory),
@@ -219,18 +207,17 @@ class Corpus:
             **self.found,
         }
         if isinstance(self.train, Mixture):
+            parts = zip(self.labels, self.train.weights, self.parts, strict=True)
             summary["mixture"] = [
                 {"label": label, "weight": weight, **part.summary()}
-                for label, weight, part in zip(
-                    self.labels, self.train.weights, self.parts, strict=True
-                )
+                for label, weight, part in parts
             ]
         if self.validation:
             summary["validation"] = {name: part.summary() for name, part in self.validation.items()}
         return summary
 
     def name(self, index: int) -> str:
-        """The name of a document in messages; documents are counted training ones first."""
+        """Return the name of a document in messages; training documents count first."""
         place = np.load(self.directory / "places.npy", mmap_mode="r", allow_pickle=False)[index]
         names = json.loads((self.directory / "names.json").read_text())
         name = names["names"][place["file"]]
@@ -240,7 +227,7 @@ class Corpus:
 def streams_of(
     directory: Path, meta: Mapping[str, Any], remote_cache_bytes: int = 0
 ) -> list[TokenStream]:
-    """The training and the held-out part of the corpus in a folder, which `meta` describes."""
+    """Return the training and the held-out part of the corpus in a folder."""
     bounds = np.asarray(np.memmap(directory / "bounds.bin", dtype=np.int64, mode="r"))
     num_train, dtype = meta["num_train_documents"], np.dtype(meta["dtype"])
     own: list[DocumentBounds | np.ndarray]
@@ -281,25 +268,13 @@ def streams_of(
     return [TokenStream(*parts) for parts in zip(ids, own, weights, strict=True)]
 
 
-def _remote(
-    directory: Path, files: Sequence[Mapping[str, Any]], cache_bytes: int
-) -> RemoteFiles | None:
-    """The files that are named by a URL; their blocks are kept beside all corpora."""
-    if not (sizes := {file["path"]: file["size"] for file in files if is_url(file["path"])}):
-        return None
+def _remote(directory: Path, files: Sequence[Mapping[str, Any]], cache_bytes: int) -> RemoteFiles:
+    """Return the files that are named by a URL; their blocks are kept beside all corpora."""
+    sizes = {file["path"]: file["size"] for file in files if is_url(file["path"])}
     cache = None
-    if cache_bytes >= SET_BYTES:
+    if sizes and cache_bytes >= SET_BYTES:
         cache = BlockCache(directory.parents[1] / "remote" / "blocks", cache_bytes)
     return RemoteFiles(sizes, directory.name, cache)
-
-
-def check_ids(tokens: np.ndarray, vocab_size: int, name: str) -> None:
-    """Raise DataError, naming the document, if one of its ids is not below `vocab_size`."""
-    if len(tokens) and tokens.max() >= vocab_size:
-        raise DataError(
-            f"document {name} has the token id {tokens.max()}, beyond a vocabulary of {vocab_size};"
-            " use the tokenizer that belongs to this vocabulary, or a larger vocab_size"
-        )
 
 
 def entropy(frequencies: np.ndarray) -> float:

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from parallel3d.data.cache import MANIFEST, is_whole, prune, staged
+from parallel3d.data.cache import DAYS_KEPT, MANIFEST, digest_of, is_whole, prune, staged
 from parallel3d.data.corpus import HELD_OUT_BYTES, HELD_OUT_COUNTS, PLACE, entropy, streams_of
 from parallel3d.data.documents import Documents
-from parallel3d.data.indexes import DAYS_KEPT
-from parallel3d.data.pieces import PIECE_BYTES
+from parallel3d.data.lines import PIECE_BYTES
 from parallel3d.data.pool import make_shards, num_workers
 from parallel3d.data.shards import ShardPlan, cut, shard_folders
 from parallel3d.data.sources import Progress
@@ -50,10 +49,9 @@ LONG_RUN = re.compile("|".join(f"{kind}{{{LONG_WORD + 1},}}" for kind in KINDS))
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that the bytes of a corpus depend on, and nothing else.
+    """Everything that the bytes of a corpus depend on. `held_out` bool [documents].
 
-    `held_out` bool [documents]. `tokenizer` is a directory; None trains one of at most
-    `vocab_size` tokens.
+    `tokenizer` is a directory; None trains one of at most `vocab_size` tokens.
     """
 
     documents: Documents
@@ -62,7 +60,7 @@ class Recipe:
     vocab_size: int
 
     def key(self) -> str:
-        """The name of the corpus in the cache: a digest of contents, not of names or times."""
+        """Return the corpus's name in the cache, a digest of contents, not of names or times."""
         trained = f"trained to {self.vocab_size}"
         parts = [FORMAT, directory_digest(self.tokenizer) if self.tokenizer else trained]
         return digest_of(*parts, *contents_of(self.documents.table, self.held_out))
@@ -139,7 +137,7 @@ class Recipe:
 def _tokenise(plan: ShardPlan, num_processes: int, progress: Progress) -> None:
     """Make the shards that are not there yet."""
     total = len(plan.documents)
-    done = total - sum(map(plan.num_documents, plan.todo))
+    done = total - sum(plan.bounds[n + 1] - plan.bounds[n] for n in plan.todo)
     if done:
         progress("tokenising documents", done, total)
 
@@ -161,10 +159,10 @@ def write_facts(
     names: dict[str, Any],
     meta: dict[str, Any],
 ) -> None:
-    """Write the bounds of the documents, their places, and what is counted of them.
+    """Write the bounds of the documents, their places, and their counts.
 
-    Documents are those of the `table`, with `lengths` in tokens; `names` and `meta` are written
-    as they are, `meta` with what all corpora have.
+    Documents are those of the `table`, with `lengths` in tokens; `names` and `meta` are written,
+    `meta` with what all corpora have.
     """
     # A stable sort: training documents first, each part in its own order.
     order = np.argsort(held_out, kind="stable")
@@ -197,11 +195,7 @@ def write_facts(
 def train(
     sources: Sequence[tuple[Documents, np.ndarray, float]], vocab_size: int, progress: Progress
 ) -> "PreTrainedTokenizerBase":
-    """A tokenizer trained on a budget of bytes of each source, or on all of a smaller source.
-
-    A source is its documents, which of them are held out, and the budget. On the training parts
-    alone: what is held out shall be new to the tokenizer too.
-    """
+    """Train a tokenizer on a budget of bytes of each source: documents, those held out, budget."""
     progress("training the tokenizer", 0, 1)
     texts = chain.from_iterable(_sample(*source) for source in sources)
     tokenizer = train_tokenizer(texts, vocab_size)
@@ -210,9 +204,9 @@ def train(
 
 
 def _sample(documents: Documents, held_out: np.ndarray, budget: float) -> Iterator[str]:
-    """Every n-th training document, n such that the budget is not exceeded.
+    """Yield every n-th training document, n such that the budget is not exceeded.
 
-    All documents that come in pieces give an n-th of each piece, without long words.
+    Documents that come in pieces give an n-th of each piece, without long words.
     """
     training = np.flatnonzero(~held_out)
     sizes = documents.table["num_bytes"][training]
@@ -230,14 +224,14 @@ def _sample(documents: Documents, held_out: np.ndarray, budget: float) -> Iterat
 
 
 def _shortened(text: str) -> str:
-    """A text with runs of letters, digits or signs cut to LONG_WORD characters."""
+    """Cut runs of letters, digits or signs to LONG_WORD characters."""
     if max(map(len, text.split()), default=0) <= LONG_WORD and " " * LONG_WORD not in text:
         return text
     return LONG_RUN.sub(lambda run: run[0][:LONG_WORD], text)
 
 
 def _excerpts(documents: Documents) -> list[str]:
-    """The starts of some documents."""
+    """Return the starts of some documents."""
     indices = np.unique(np.linspace(0, len(documents) - 1, EXCERPTS).astype(int))
     found, starts = [], True
     for text, last in documents.pieces(indices):
@@ -253,12 +247,7 @@ def copy_tokenizer(source: Path, target: Path) -> None:
 
 
 def contents_of(table: np.ndarray, held_out: np.ndarray) -> list[str]:
-    """Digests that tell the training and held-out contents from all others, in order."""
+    """Return digests that tell the training and held-out contents from all others."""
     digests = table["digest"]
     parts = [digests[~held_out], digests[held_out]]
     return [str(part) for d in parts for part in (len(d), blake2b(d.tobytes()).hexdigest())]
-
-
-def digest_of(*parts: object) -> str:
-    """A digest of several parts, usable as a file name."""
-    return blake2b("\n".join(map(str, parts)).encode(), digest_size=16).hexdigest()

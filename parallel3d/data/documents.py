@@ -1,23 +1,113 @@
 """A table of a source's documents, 44 bytes each: places, sizes and digests."""
 
+import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from hashlib import blake2b
 from itertools import groupby
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from parallel3d.base.errors import DataError
-from parallel3d.data.indexes import is_settled, keep, load, state_of
-from parallel3d.data.pieces import UNREADABLE, Flaw
+from parallel3d.data.cache import digest_of, is_settled, keep, load, state_of
+from parallel3d.data.lines import EMPTY, UNREADABLE, Flaw
 from parallel3d.data.rows import FileReader, place_of
-from parallel3d.data.skips import LISTED, Skips
 from parallel3d.data.sources import Files, Progress, silent
 
-# A document: number of its file; row or line in it, from 1; byte where the line starts; bytes of
-# its text in UTF-8; their digest.
+LISTED = 20
+LEAVE_OUT = 'or set data.on_error to "skip"'
+
+
+class Listed(NamedTuple):
+    """A flaw of the file `name`, with which `message` begins; row 0 means the whole file."""
+
+    name: str
+    row: int
+    reason: str
+    message: str
+
+
+@dataclass
+class Skips:
+    """The documents left out so far: `counts` by reason, and the first LISTED of them."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    listed: list[Listed] = field(default_factory=list)
+
+    @property
+    def num_flawed(self) -> int:
+        """Number of unusable documents; empty documents do not count."""
+        return self.counts.total() - self.counts[EMPTY]
+
+    def add(self, name: str, flaw: Flaw, dropped: int = 0) -> None:
+        """Count a flaw, and the documents of its file that were `dropped` for it."""
+        self.counts[flaw.reason] += max(flaw.num_rows, dropped)
+        if flaw.reason != EMPTY and len(self.listed) < LISTED:
+            self.listed.append(Listed(name, flaw.row, flaw.reason, str(flaw)))
+
+    def join(self, other: "Skips") -> None:
+        """Add the counts of another file or source."""
+        self.counts.update(other.counts)
+        self.listed += other.listed[: LISTED - len(self.listed)]
+
+    def packed(self) -> str:
+        """Return the record as text, in which the file has no name."""
+        listed = [(x.row, x.reason, x.message.removeprefix(x.name)) for x in self.listed]
+        return json.dumps([self.counts, listed])
+
+    @classmethod
+    def unpacked(cls, text: str, name: str) -> "Skips":
+        """Return the record of a file called `name` from what `packed` returned."""
+        counts, listed = json.loads(text)
+        return cls(Counter(counts), [Listed(name, x[0], x[1], name + x[2]) for x in listed])
+
+    def summary(self) -> dict[str, Any]:
+        """Return counts by reason, and the first flaws, as a command prints them."""
+        listed = [
+            {"file": x.name, "line": x.row or None, "reason": x.reason, "message": x.message}
+            for x in self.listed
+        ]
+        return {"skipped": dict(sorted(self.counts.items())), "skipped_first": listed}
+
+    def refuse(self) -> DataError:
+        """Return the error that lists the flaws."""
+        messages = list(told(self.listed))
+        if len(self.listed) == 1:
+            return DataError(f"{messages[0]}; {LEAVE_OUT}")
+        count = f"{self.num_flawed:,} documents cannot be used; mend them, {LEAVE_OUT}:"
+        return DataError("\n  ".join([count, *messages]))
+
+    def check_share(self, num_documents: int, limit: float, unseen: int = 0) -> None:
+        """Raise DataError if more than `limit` of all documents are unusable.
+
+        `unseen` is an estimate of those in unreadable files that were not counted.
+        """
+        flawed = self.num_flawed + unseen
+        total = num_documents + flawed
+        if flawed > limit * total:
+            about = "about " if unseen else ""
+            share = f"{about}{flawed:,} of {total:,} documents ({flawed / total:.1%})"
+            rule = f"cannot be used, more than data.max_skipped = {limit} allows"
+            messages = told(self.listed)
+            raise DataError("\n  ".join([f"{share} {rule}; mend them, or raise it:", *messages]))
+
+
+def told(listed: Iterable[Listed]) -> Iterable[str]:
+    """Yield one message for each file and reason."""
+    for (name, _), group in groupby(listed, lambda x: (x.name, x.reason)):
+        first, *more = group
+        rows = ", ".join(str(x.row) for x in more)
+        if more and not first.row:
+            rows = f"{len(more)} more"
+        yield first.message + (f" ({name}: so are {rows})" if more else "")
+
+
+# Number of the file; row or line there, from 1; byte where it starts; bytes of the text; digest.
 ENTRY = np.dtype(
     [("file", "<i4"), ("row", "<i8"), ("offset", "<i8"), ("num_bytes", "<i8"), ("digest", "V16")]
 )
@@ -32,10 +122,7 @@ new_digest = partial(blake2b, digest_size=16)
 
 
 class Documents:
-    """The documents of a source, in order; `table` [n] of ENTRY holds their places.
-
-    `skips` are those that were left out.
-    """
+    """The documents of a source, at the places in `table` [n] of ENTRY; `skips` were left out."""
 
     def __init__(self, files: Files, table: np.ndarray, skips: Skips | None = None) -> None:
         self.files, self.table, self.skips = files, table, skips or Skips()
@@ -46,15 +133,12 @@ class Documents:
         return len(self.table)
 
     def name(self, index: int) -> str:
-        """The name of a document in messages."""
+        """Return the name of a document in messages."""
         entry = self.table[index]
         return place_of(self.files.kind, self.files.names[entry["file"]], int(entry["row"]))
 
     def read(self, indices: Sequence[int] | np.ndarray) -> Iterator[str]:
-        """Texts of the documents `indices`, which ascend.
-
-        Raises DataError for a document that changed since it was found.
-        """
+        """Yield the texts of the documents `indices`, which ascend; DataError if one changed."""
         text: list[str] = []
         for piece, last in self.pieces(indices):
             text.append(piece)
@@ -63,7 +147,7 @@ class Documents:
                 text.clear()
 
     def pieces(self, indices: Sequence[int] | np.ndarray) -> Iterator[tuple[str, bool]]:
-        """Texts of the documents `indices`, long ones in pieces: text, and whether it is the last.
+        """Yield the texts of the documents `indices` in pieces, with whether it is the last one.
 
         Raises DataError in the place of the last piece of a document that changed.
         """
@@ -85,19 +169,15 @@ class Documents:
 
 
 def find_documents(
-    files: Files,
-    cache: Path,
-    progress: Progress = silent,
-    rule: tuple[str, float] = ("stop", 0.0),
+    files: Files, cache: Path, progress: Progress = silent, rule: tuple[str, float] = ("stop", 0.0)
 ) -> Documents:
-    """The documents in some files.
+    """Return the documents in some files.
 
-    Every file is read once, so that what is wrong with it is known before anything is written.
-    The documents of a file of many rows are kept in `cache`/indexes for as long as the file is
-    untouched (size, times and inode). Documents without text are left out, and by the `rule`
-    ("skip", share) those that cannot be used, if they are no more than this share of all, where an
-    unreadable file of rows counts as many as the mean of the readable ones. Raises DataError for
-    all others of the first files at once, and where nothing is left.
+    Every file is read once, so that its flaws are known before anything is written. The documents
+    of a file of many rows are kept in `cache`/indexes until the file changes. Documents without
+    text are left out, and by the `rule` ("skip", share) those that cannot be used, if they are no
+    more than this share of all; an unreadable file of rows counts as many as the readable ones have
+    on average. Raises DataError for all others of the first files, and where nothing is left.
     """
     on_error, max_skipped = rule
     tables, skips = [], Skips()
@@ -142,7 +222,7 @@ def find_documents(
 def _scan(
     reader: FileReader, on_bytes: Callable[[int], None], on_error: str
 ) -> tuple[np.ndarray, Skips]:
-    """The table of a file's documents; `on_bytes` is told how many bytes of text were read."""
+    """Return the table of a file's documents; `on_bytes` is told the bytes of text read so far."""
     table, skips = bytearray(), Skips()
     num_bytes, length, digest = 0, 0, new_digest()
     for number, item in enumerate(reader.scan()):
@@ -172,24 +252,19 @@ def _scan(
 def _indexed(
     reader: FileReader, path: str, indexes: Path, on_bytes: Callable[[int], None], on_error: str
 ) -> tuple[np.ndarray, Skips]:
-    before = _signature(reader, path)
-    index = indexes / f"{before}.npz"
+    index = indexes / f"{_signature(reader, path)}.npz"
     if kept := load(index):
         return kept["table"], Skips.unpacked(str(kept["skips"]), reader.name)
     settled = is_settled(path)
     table, skips = _scan(reader, on_bytes, on_error)
     # Perhaps not read to its end; and what failed to be read may be read the next time.
-    is_partial = on_error == "stop" and skips.num_flawed
-    is_whole = not is_partial and not skips.counts[UNREADABLE]
-    if is_whole and settled and _signature(reader, path) == before:
+    is_partial = (on_error == "stop" and skips.num_flawed) or skips.counts[UNREADABLE]
+    if settled and not is_partial and index.stem == _signature(reader, path):
         keep(index, {"table": table, "skips": np.array(skips.packed())})
     return table, skips
 
 
 def _signature(reader: FileReader, path: str) -> str:
-    name = os.path.realpath(path)
-    parts: tuple[object, ...] = (INDEX_FORMAT, reader.kind, name, reader.field, reader.rows)
-    if reader.kind == "jsonl":
-        parts += (reader.max_line_bytes,)
-    parts += state_of(path)
-    return blake2b("\n".join(map(str, parts)).encode(), digest_size=16).hexdigest()
+    parts = [INDEX_FORMAT, reader.kind, os.path.realpath(path), reader.field, reader.rows]
+    parts += [reader.max_line_bytes] if reader.kind == "jsonl" else []
+    return digest_of(*parts, *state_of(path))

@@ -1,6 +1,7 @@
 """Samples on which held-out text is evaluated: the same on every mesh, in every run."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,13 +9,7 @@ import numpy as np
 
 from parallel3d.base.errors import DataError
 from parallel3d.data.batches import Batches
-from parallel3d.data.corpus import (
-    HELD_OUT_BYTES,
-    HELD_OUT_COUNTS,
-    Corpus,
-    Mixture,
-    TokenStream,
-)
+from parallel3d.data.corpus import HELD_OUT_BYTES, HELD_OUT_COUNTS, Corpus, Mixture, TokenStream
 
 # Orders the samples, whatever seed a run trains with. Losses are compared: it never changes.
 ORDER_SEED = 20
@@ -38,16 +33,16 @@ class SetLoss:
 
     @property
     def perplexity(self) -> float:
-        """exp of the set's loss."""
+        """Return exp of the set's loss."""
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
     def to_json(self) -> dict[str, Any]:
-        """Numbers of the set's loss by name; None for a number that is not finite."""
+        """Return the set's numbers by name; None for a number that is not finite."""
         numbers = vars(self).items()
         return {k: v if v is not None and math.isfinite(v) else None for k, v in numbers}
 
     def in_words(self) -> str:
-        """The loss as people read it."""
+        """Return the loss as people read it."""
         error = "" if self.standard_error is None else f" ± {self.standard_error:.4f}"
         numbers = [f"perplexity {self.perplexity:,.4g}"]
         if self.bits_per_byte is not None:
@@ -58,7 +53,7 @@ class SetLoss:
 
 
 def held_out_samples(corpus: Corpus, sequence_length: int, most: int) -> "EvaluationSamples":
-    """The samples that the held-out text of a corpus is evaluated on."""
+    """Return the samples that the held-out text of a corpus is evaluated on."""
     return EvaluationSamples(corpus.held_out, sequence_length, most, held_out_bytes(corpus))
 
 
@@ -66,10 +61,9 @@ class EvaluationSamples:
     """The first `most` samples of a stream or mixture in a fixed random order.
 
     `texts` are the bytes of each document's text, of each stream, where they are known. The samples
-    touch `num_documents` documents, which have ordinals here from 0 on: `tokens` int64
-    [num_documents] is how many tokens are predicted of each one, end-of-text included, and
-    `num_bytes` how many bytes of text these are. A document of L tokens and B bytes, of which n
-    tokens are predicted, counts for n B / L bytes.
+    touch `num_documents` documents, with ordinals from 0 on: `tokens` int64 [num_documents] is how
+    many tokens are predicted of each, end-of-text included, and `num_bytes` how many bytes of text
+    these are, n B / L where n of a document's L tokens, which have B bytes, are predicted.
     """
 
     def __init__(
@@ -83,26 +77,22 @@ class EvaluationSamples:
         self.num_samples = min(most, self.batches.num_samples)
         # Documents of all streams in one row.
         self._firsts = np.cumsum([0, *(part.num_documents for part in self.batches.streams)])
-        self._known = np.unique(
-            np.concatenate(
-                [
-                    np.unique(self._places(first, min(_AT_ONCE, self.num_samples - first)))
-                    for first in range(0, self.num_samples, _AT_ONCE)
-                ]
-            )
-        )
+        met = [
+            np.unique(self._places(first, count), return_counts=True)
+            for first, count in self._batches()
+        ]
+        places, counts = (np.concatenate(column) for column in zip(*met, strict=True))
+        self._known, ordinals = np.unique(places, return_inverse=True)
         self.num_documents = len(self._known)
         self.tokens = np.zeros(self.num_documents, dtype=np.int64)
-        for first in range(0, self.num_samples, _AT_ONCE):
-            ordinals = self.documents(first, min(_AT_ONCE, self.num_samples - first))
-            self.tokens += np.bincount(ordinals.ravel(), minlength=self.num_documents)
+        np.add.at(self.tokens, ordinals, counts)
         self.num_bytes = None if texts is None else self._bytes(texts)
 
     def documents(self, first: int, count: int) -> np.ndarray:
-        """The ordinal of the document of each label: int64 [count, sequence_length].
+        """Return the ordinal of the document of each label: int64 [count, sequence_length].
 
-        Samples from `num_samples` on, which fill a batch up, are of document `num_documents`: they
-        do not count.
+        Samples from `num_samples` on fill a batch up: they are of document `num_documents`, and do
+        not count.
         """
         counted = max(0, min(count, self.num_samples - first))
         ordinals = np.full((count, self.batches.sequence_length), self.num_documents)
@@ -111,11 +101,10 @@ class EvaluationSamples:
         return ordinals
 
     def loss(self, sums: np.ndarray, weights: np.ndarray | None = None) -> SetLoss:
-        """The loss of the set, from `losses` of its documents, in nats, [num_documents].
+        """Return the loss of the set, from its documents' losses in nats, [num_documents].
 
-        With `weights` [num_documents], how much the tokens of each one count together, the mean is
-        over these; `sums` are weighted, too. A document of which nothing counts is left out. Raises
-        DataError where nothing counts in any.
+        With `weights` [num_documents], each one's tokens together, `sums` are weighted, and the
+        mean is over these. Raises DataError where nothing counts.
         """
         counts = self.tokens if weights is None else weights
         counted = counts > 0
@@ -141,13 +130,17 @@ class EvaluationSamples:
         its context.
         """
         frequencies, total = np.log(train_frequencies(corpus)), 0.0
-        for first in range(0, self.num_samples, _AT_ONCE):
-            count = min(_AT_ONCE, self.num_samples - first)
+        for first, count in self._batches():
             total -= float(frequencies[self.batches.microbatch(first, count)[1]].sum())
         return total / int(self.tokens.sum())
 
+    def _batches(self) -> Iterator[tuple[int, int]]:
+        """Yield the first sample and the number of samples of each batch."""
+        for first in range(0, self.num_samples, _AT_ONCE):
+            yield first, min(_AT_ONCE, self.num_samples - first)
+
     def _places(self, first: int, count: int) -> np.ndarray:
-        """The places of the labels' documents among those of all streams: [count, seq]."""
+        """Return the places of the labels' documents among all streams': [count, seq]."""
         parts, starts = self.batches.windows(first, count)
         labels = starts[:, None] + np.arange(1, self.batches.sequence_length + 1)
         places = np.empty(labels.shape, dtype=np.int64)
@@ -159,7 +152,7 @@ class EvaluationSamples:
         return places
 
     def _bytes(self, texts: tuple[np.ndarray, ...]) -> float:
-        """The bytes of the documents that are known alone: there may be 10^9 others."""
+        """Return the bytes of the documents that are known alone: there may be 10^9 others."""
         total = 0.0
         for part, stream in enumerate(self.batches.streams):
             here = slice(*np.searchsorted(self._known, self._firsts[part : part + 2]))
@@ -170,13 +163,12 @@ class EvaluationSamples:
 
 
 def losses_per_document(sums: np.ndarray, tokens: np.ndarray) -> tuple[float, float | None]:
-    """The mean loss of a token and its standard error over documents; None for one document.
+    """Return the mean loss of a token and its standard error over documents; None for one document.
 
-    `sums` [n] is the loss of each document in nats, `tokens` [n] how many tokens of it these are.
-    Tokens of one document are alike, so documents are what is sampled: the mean is a ratio of two
-    sums over them, whose variance is n / (n - 1) sum (y_i - r x_i)^2 / (sum x_i)^2 (Cochran 1977,
-    Sampling Techniques, chapter 6; clusters of test questions: Miller 2024, arXiv:2411.00640,
-    section 2.2).
+    `sums` [n] is the loss of each document in nats, `tokens` [n] its predicted tokens. Tokens of
+    one document are alike, so documents are what is sampled: the mean is a ratio of two sums over
+    them, whose variance is n / (n - 1) sum (y_i - r x_i)^2 / (sum x_i)^2 (Cochran 1977, Sampling
+    Techniques, chapter 6; Miller 2024, arXiv:2411.00640, section 2.2).
     """
     mean, n = float(sums.sum() / tokens.sum()), len(sums)
     if n < 2:
@@ -191,18 +183,15 @@ def bits_per_byte(loss_sum: float, num_bytes: float | None) -> float | None:
 
 
 def parts_of(corpus: Corpus) -> dict[str, Corpus]:
-    """The parts of a mixture by their names, "mixture.0" and so on."""
-    if not isinstance(corpus.held_out, Mixture):
-        return {}
+    """Return the parts of a mixture by their names, "mixture.0" and so on."""
     return {f"mixture.{number}": part for number, part in enumerate(corpus.parts)}
 
 
 def train_frequencies(corpus: Corpus) -> np.ndarray:
-    """The share of each id in the training samples: float64 [vocab_size], all above 0.
+    """Return the share of each id in the training samples: float64 [vocab_size], all above 0.
 
-    One is added to each id's count, so that one that training never saw has a frequency too
-    (Laplace's rule of succession). A mixture's are weighted as its samples are. Where
-    ids were checked by a sample, they are those of the documents in that, held out or not.
+    One is added to each id's count (Laplace's rule of succession). A mixture's are weighted as its
+    samples are. Where ids were checked by a sample, held-out documents of that count, too.
     """
     if isinstance(corpus.train, Mixture):
         parts = zip(corpus.train.weights, corpus.parts, strict=True)
@@ -214,7 +203,7 @@ def train_frequencies(corpus: Corpus) -> np.ndarray:
 
 
 def held_out_bytes(corpus: Corpus) -> tuple[np.ndarray, ...] | None:
-    """The bytes of each held-out document's text, of each part; None where unknown."""
+    """Return the bytes of each held-out document's text, of each part; None where unknown."""
     paths = [part.directory / HELD_OUT_BYTES for part in corpus.parts or (corpus,)]
     if not all(path.exists() for path in paths):
         return None

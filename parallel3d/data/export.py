@@ -25,11 +25,11 @@ CODE = {name: code for code, name in megatron.CODES.items()}
 def export_megatron(
     corpus: Corpus, prefix: str, progress: Progress = silent
 ) -> list[dict[str, Any]]:
-    """Write PREFIX.bin and PREFIX.idx, or of a mixture PREFIX_0 and so on; gives their paths.
+    """Write PREFIX.bin and PREFIX.idx, or of a mixture PREFIX_0 and so on; return their facts.
 
-    Each document is a sequence that ends with end-of-text. Training documents come first, then
-    those held out: Megatron-LM's `--split` with the two numbers of documents, which "split" gives,
-    separates them. Raises DataError if files of these names exist, or cannot be written.
+    Each document is a sequence that ends with end-of-text, training documents first: Megatron-LM's
+    `--split` with the two numbers in "split" separates them. Raises DataError if a file exists, or
+    cannot be written.
     """
     parts = corpus.parts or (corpus,)
     prefixes = [f"{prefix}_{i}" for i in range(len(parts))] if corpus.parts else [prefix]
@@ -94,15 +94,10 @@ def _ids(streams: Sequence[TokenStream]) -> Iterator[np.ndarray]:
 def _index(lengths: np.ndarray, dtype: np.dtype) -> bytes:
     ends = np.cumsum(lengths, dtype=np.int64) * dtype.itemsize
     count = len(lengths)
-    return b"".join(
-        [
-            megatron.MAGIC,
-            struct.pack("<QBQQ", 1, CODE[dtype.name], count, count + 1),
-            lengths.astype("<i4").tobytes(),
-            (ends - lengths * dtype.itemsize).astype("<i8").tobytes(),
-            np.arange(count + 1, dtype="<i8").tobytes(),
-        ]
-    )
+    head = megatron.MAGIC + struct.pack("<QBQQ", 1, CODE[dtype.name], count, count + 1)
+    begins = (ends - lengths * dtype.itemsize).astype("<i8")
+    columns = lengths.astype("<i4"), begins, np.arange(count + 1, dtype="<i8")
+    return head + b"".join(column.tobytes() for column in columns)
 
 
 def _read_back(path: Path, streams: Sequence[TokenStream], lengths: np.ndarray) -> None:

@@ -18,12 +18,12 @@ SAVED = ("state.json", "dataset_dict.json")
 def arrow_files(
     name: str, subset: str | None, split: str
 ) -> tuple[tuple[str, ...], tuple[str, ...], tuple[tuple[int, int], ...]]:
-    """Paths of the Arrow files that hold the split, in order, and their names in messages.
+    """Return paths of the Arrow files that hold the split, in order, their names, and their rows.
 
     `name` is a name on the hub or a folder: of jsonl, parquet, text or csv files, or one that
-    `save_to_disk` wrote. `split` may be a part of one, "train[:50%]", or a sum, as `datasets`
-    writes them: then the first row and the end of each file's part, counted from 1, come third,
-    and otherwise nothing. No code of a data set is run. Raises DataError if it cannot be loaded.
+    `save_to_disk` wrote. `split` may be a part of one, "train[:50%]", or a sum; only then each
+    file's first row and the end of its part, from 1, come third. No code of a data set is run.
+    Raises DataError.
     """
     place = f"data.name={name!r}" + (f", subset {subset!r}" if subset else "")
     bases = dict.fromkeys(part.partition("[")[0] for part in split.split("+"))
@@ -56,7 +56,7 @@ def arrow_files(
 
 
 def _files(table: "Dataset", name: str, split: str, place: str) -> list[tuple[str, str, int]]:
-    """Path, name and number of rows of each Arrow file of a whole split."""
+    """Return path, name and number of rows of each Arrow file of a whole split."""
     paths = [file["filename"] for file in table.cache_files]
     if not len(table):
         raise DataError(f"{place}, split {split!r} has no rows; use another split")
@@ -71,7 +71,7 @@ def _files(table: "Dataset", name: str, split: str, place: str) -> list[tuple[st
 
 
 def has_split(name: str, subset: str | None, split: str) -> bool:
-    """Whether a data set that can be loaded has a split of this name.
+    """True if a data set that can be loaded has a split of this name.
 
     If it cannot be asked, no, with a line on standard error: a validation set may be missing.
     """
@@ -100,10 +100,7 @@ def has_split(name: str, subset: str | None, split: str) -> bool:
 
 
 def arrow_files_of_parquet(paths: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Paths of the Arrow files in which `datasets` caches parquet files, and their names.
-
-    Raises DataError if they cannot be loaded.
-    """
+    """Return paths of the Arrow files in which `datasets` caches parquet files, and names."""
     place = f"data.paths: {paths[0]!r}" + (f" and {len(paths) - 1} more" if paths[1:] else "")
     table = _load("parquet", None, "train", place, list(paths))
     files = tuple(file["filename"] for file in table.cache_files)
@@ -147,14 +144,14 @@ def _load(
 
 
 def _cached(name: str) -> Path:
-    """The folder in which `datasets` keeps a data set of the hub."""
+    """Return the folder in which `datasets` keeps a data set of the hub."""
     import datasets
 
     return Path(datasets.config.HF_DATASETS_CACHE, name.replace("/", "___"))
 
 
 def _reason(error: Exception) -> str:
-    """The first line of what went wrong."""
+    """Return the first line of an error."""
     lines = str(error).strip().splitlines()
     return lines[0].rstrip(".") if lines else type(error).__name__
 

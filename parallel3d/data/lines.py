@@ -1,11 +1,112 @@
-"""Lines of text files, and the text field of a line of JSON."""
+"""The text of a document: pieces of bounded size, of lines or JSON, or the flaw that it has."""
 
+import codecs
 import io
 import json
-from collections.abc import Iterator
-from typing import IO, Any, cast
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import IO, Any, NamedTuple, cast
 
-from parallel3d.data.pieces import TOO_LONG, Flaw, not_utf8, others
+from parallel3d.base.errors import DataError
+
+PIECE_BYTES = 2**20
+BOM = "\ufeff"
+# Why a document is left out. Nobody complains of those without text.
+EMPTY, NOT_UTF8, NUL = "empty", "not UTF-8", "only NUL bytes"
+UNREADABLE, TOO_LONG = "unreadable file", "too long a line"
+
+
+class TextPiece(NamedTuple):
+    """A piece of a document's text; `last` marks the document's last piece.
+
+    `row` is the document's row or line, counted from 1, `offset` the byte where that starts.
+    """
+
+    row: int
+    offset: int
+    text: str
+    last: bool
+
+
+class Flaw(DataError):
+    """The reason why the document at `row` cannot be used; row 0 is a file of `num_rows` rows."""
+
+    def __init__(self, reason: str, message: str, num_rows: int = 1) -> None:
+        super().__init__(message)
+        self.reason, self.num_rows, self.row = reason, num_rows, 0
+
+
+def pieces_of(blocks: Iterable[bytes], place: str, remedy: str = "") -> Iterator[tuple[str, bool]]:
+    """Yield the pieces of a text that arrives in blocks of bytes, and which is the last.
+
+    A byte order mark before it is dropped; an empty text has no pieces. Raises Flaw where it is not
+    UTF-8, or is NUL bytes alone.
+    """
+    ready, is_start, is_nul = "", True, True
+    for text in _decoded(blocks, place, remedy):
+        if is_start:
+            text = text.removeprefix(BOM)
+        is_start, is_nul = False, is_nul and not text.strip("\0")
+        if ready:
+            yield ready, False
+        ready = text
+    if ready and is_nul:
+        what = "holds NUL bytes alone, as files do that were never written out"
+        raise Flaw(NUL, f"{place} {what}; mend or remove it")
+    if ready:
+        yield ready, True
+
+
+def _decoded(blocks: Iterable[bytes], place: str, remedy: str) -> Iterator[str]:
+    """Yield the characters of each block, without those that have nothing whole."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    num_read = 0
+    for block in chain(blocks, [b""]):
+        pending = len(decoder.getstate()[0])
+        first, num_read = num_read - pending, num_read + len(block)
+        try:
+            text = decoder.decode(block, final=not block)
+        except UnicodeDecodeError as error:
+            raise not_utf8(error, place, first, remedy) from None
+        if pending + len(block) > PIECE_BYTES:
+            yield from _cut(text.encode())
+        elif text:
+            yield text
+
+
+def _cut(data: bytes) -> Iterator[str]:
+    """Yield a text in pieces of at most PIECE_BYTES of whole characters."""
+    start = 0
+    while start < len(data):
+        # A character that is cut short belongs to the next piece.
+        piece = data[start : start + PIECE_BYTES].decode(errors="ignore")
+        yield piece
+        start += len(piece.encode())
+
+
+def not_utf8(error: UnicodeDecodeError, place: str, before: int = 0, remedy: str = "") -> Flaw:
+    """Return the flaw of a text that had `before` bytes before those that cannot be decoded."""
+    byte, offset = error.object[error.start], before + error.start
+    what = f"byte 0x{byte:02x} at offset {offset} ({error.reason})"
+    return Flaw(NOT_UTF8, f"{place} is not UTF-8: {what}; convert the file with iconv{remedy}")
+
+
+def slices(data: bytes) -> Iterator[bytes]:
+    """Yield the bytes in blocks of at most PIECE_BYTES."""
+    return (data[i : i + PIECE_BYTES] for i in range(0, len(data), PIECE_BYTES))
+
+
+def others(names: Iterable[str]) -> str:
+    """Return the end of a message about a missing field or column: those that are there."""
+    shown = ", ".join(f'"{name}"' for name in list(names)[:8])
+    # A terminal cannot show half of a surrogate pair.
+    found = shown.encode(errors="backslashreplace").decode()
+    return (
+        f"it has {found}; set text_field to the one that holds the text"
+        if found
+        else "it has none; leave it out"
+    )
+
 
 COMPRESSED = (".gz", ".bz2", ".zst")
 NO_FIELD, NOT_TEXT = "no such field", "not a string"
@@ -14,8 +115,7 @@ NO_FIELD, NOT_TEXT = "no such field", "not a string"
 class Lines:
     """The lines of a text file, compressed or not; lines above `limit` bytes come in parts.
 
-    `position` is the place of the next byte, `row` the number of line ends that were read from the
-    start on.
+    `position` is the place of the next byte, `row` the number of line ends before it.
     """
 
     def __init__(self, path: str, limit: int) -> None:
@@ -42,7 +142,7 @@ class Lines:
             self.position += len(skipped)
 
     def read(self) -> bytes:
-        """The next line, or the next part of one; b"" at the end of the file."""
+        """Return the next line, or the next part of one; b"" at the end of the file."""
         line = self._file.readline(self._limit)
         self.position += len(line)
         self.row += line.endswith(b"\n")
@@ -86,7 +186,7 @@ def without_ending(parts: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def json_text(line: bytes, place: str, field: str, most_bytes: int) -> bytes:
-    """The text of a field in a line of JSON, in UTF-8; b"" for a blank line.
+    """Return the text of a field in a line of JSON, in UTF-8; b"" for a blank line.
 
     `field` is a key, or keys that lead into objects: "meta.text". Raises Flaw.
     """
@@ -95,7 +195,7 @@ def json_text(line: bytes, place: str, field: str, most_bytes: int) -> bytes:
         raise Flaw(TOO_LONG, f"{place} {rule}; raise data.max_line_bytes, or split the line")
     if not line.strip():
         return b""
-    value = _decoded(line, place, field)
+    value = _object(line, place, field)
     found = _found(value, place, field)
     if not found:
         names = others(key for key, _ in value)
@@ -127,8 +227,8 @@ class _Object(list[tuple[str, Any]]):
 _DECODER = json.JSONDecoder(object_pairs_hook=_Object)
 
 
-def _decoded(line: bytes, place: str, field: str) -> _Object:
-    """The object that a line holds."""
+def _object(line: bytes, place: str, field: str) -> _Object:
+    """Return the object that a line holds."""
     example = f'write one object a line, such as {{"{field}": "..."}}'
     try:
         value = _DECODER.decode(line.decode().rstrip(" \t\r\n"))
@@ -144,10 +244,9 @@ def _decoded(line: bytes, place: str, field: str) -> _Object:
 
 
 def _found(value: _Object, place: str, field: str, inner: str = "") -> list[Any]:
-    """The values where a field, or what is left of its path inside of objects, may be.
+    """Return the values of a field, or of the `inner` rest of its path; a key of that name ends it.
 
-    Values after a key of just that name do not count. Raises Flaw where a key on the way is
-    repeated.
+    Raises Flaw where a key on the way is repeated.
     """
     path = inner or field
     on_the_way = [pair for pair in value if pair[0] == path or path.startswith(f"{pair[0]}.")]

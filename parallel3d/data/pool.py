@@ -1,8 +1,8 @@
-"""Worker processes that tokenise shards, each every n-th one, and say so in lines of JSON.
+"""Worker processes that tokenise shards, each every n-th one, and report in lines of JSON.
 
-A worker is `python -m parallel3d.data.pool`, not a child of `multiprocessing`: that would run the
-caller's main script again, and leave its children behind when the caller is killed. A worker ends
-by itself once nobody reads what it says.
+A worker is `python -m parallel3d.data.pool`: `multiprocessing` would run the caller's main script
+again, and leave its children behind when the caller is killed. A worker ends once nobody reads its
+lines.
 """
 
 import json
@@ -23,7 +23,7 @@ CORES_FOR_THREADS = 4
 
 
 def num_workers(asked: int | str, num_shards: int) -> int:
-    """How many processes tokenise: 1 means this one, with a thread a core."""
+    """Return how many processes tokenise: 1 means this one, with a thread a core."""
     if asked != "auto":
         return min(int(asked), num_shards)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -31,10 +31,10 @@ def num_workers(asked: int | str, num_shards: int) -> int:
 
 
 def make_shards(plan: ShardPlan, workers: int, on_documents: Callable[[int], None]) -> None:
-    """Tokenise what is to do; `on_documents` is told the number of documents as they are done.
+    """Make the missing shards; `on_documents` is told how many documents are done.
 
-    Whatever goes wrong, all workers have ended when this returns. Raises DataError as `make_shard`
-    does, and if a worker dies.
+    All workers have ended when this returns. Raises DataError as `make_shard` does, and if one
+    dies.
     """
     if workers <= 1:
         tokenizer = plan.tokenizer() if plan.todo else None

@@ -12,7 +12,7 @@ import numpy as np
 
 from parallel3d.base.errors import DataError
 from parallel3d.config.data import DataConfig, PartConfig, holds_ids
-from parallel3d.data.cache import cache_root, is_whole, locked, staged
+from parallel3d.data.cache import cache_root, digest_of, is_whole, locked, staged
 from parallel3d.data.corpus import Corpus, entropy
 from parallel3d.data.corpus_folder import (
     FORMAT,
@@ -20,11 +20,10 @@ from parallel3d.data.corpus_folder import (
     Recipe,
     contents_of,
     copy_tokenizer,
-    digest_of,
     train,
 )
 from parallel3d.data.documents import Documents, find_documents
-from parallel3d.data.mixing import whole_shares
+from parallel3d.data.order import whole_shares
 from parallel3d.data.sources import Progress, find_files, silent
 from parallel3d.data.split import num_common, split_documents
 from parallel3d.data.tokenised import Tokenised, TokenRecipe, find_tokens, vocabulary_of
@@ -32,16 +31,15 @@ from parallel3d.data.tokenizer import check_name, save_tokenizer, tokenizer_dire
 
 
 def prepare(config: DataConfig, progress: Progress = silent) -> Corpus:
-    """The corpus or mixture that `config` describes, from the cache if it is there.
+    """Return the corpus or mixture that `config` describes, from the cache if it is there.
 
-    The cache knows a corpus by its documents' contents, its tokenizer and its split, never by
-    names or times, nor by the sequence length. Any number of processes may call this at once: one
-    works, the others wait. Raises DataError; then nothing half-written is left behind but whole
-    shards of tokens, with which the next preparation of the same goes on.
+    The cache knows a corpus by its documents' contents, tokenizer and split, never by names, times
+    or sequence length. One of many processes works, the others wait. Raises DataError, and leaves
+    nothing half-written but whole shards, with which the next preparation goes on.
 
-    Validation sets are corpora of their own, with the tokenizer of the first, all held out; `found`
-    then says how many of their documents are trained on, too: `num_in_training`; and `found_by`
-    names the setting of a set that the config does not list.
+    Validation sets are corpora with the same tokenizer, all held out; their `found` has
+    `num_in_training`, how many of their documents are trained on, and `found_by`, the setting of an
+    unlisted one.
     """
     check_name(config.tokenizer)
     is_given = config.tokenizer not in ("train", "none")
@@ -50,21 +48,21 @@ def prepare(config: DataConfig, progress: Progress = silent) -> Corpus:
 
 
 class _Preparation:
-    """One call of `prepare`; `tokenizer` is the directory of the one that the config names."""
+    """One call of `prepare`; `tokenizer` is the directory of the config's own one."""
 
     def __init__(self, config: DataConfig, tokenizer: Path | None, progress: Progress) -> None:
         self.config, self.tokenizer, self.progress = config, tokenizer, progress
         self.cache = cache_root(config.cache)
 
     def run(self) -> Corpus:
-        """The corpus, with its validation sets."""
+        """Return the corpus, with its validation sets."""
         config = self.config
         parts: tuple[PartConfig | DataConfig, ...] = config.mixture or (config,)
         shown = [self._progress_of(number, len(parts)) for number in range(len(parts))]
         found = []
-        for number, (part, progress) in enumerate(zip(parts, shown, strict=True)):
+        for number, part in enumerate(parts):
             with _named(f"data.mixture.{number}") if config.mixture else nullcontext():
-                found.append(self._find(part, progress))
+                found.append(self._find(part, shown[number]))
         tables = [part.table for part in found]
         held_out = split_documents(tables, config.held_out_fraction, config.held_out_seed)
         # The tokenizer of a mixture is trained on all its parts; that of a corpus stands in it.
@@ -72,10 +70,7 @@ class _Preparation:
         if config.mixture and config.tokenizer == "train":
             self.tokenizer = self._trained_tokenizer(found, held_out, shares)
         corpora = [self._made(*part) for part in zip(found, held_out, shown, strict=True)]
-        if config.mixture:
-            corpus = self._mixed(corpora, shares)
-        else:
-            [corpus] = corpora
+        corpus = self._mixed(corpora, shares) if config.mixture else corpora[0]
         training = np.concatenate(
             [table["digest"][~apart] for table, apart in zip(tables, held_out, strict=True)]
         )
@@ -94,7 +89,7 @@ class _Preparation:
         return replace(corpus, validation=sets)
 
     def _find(self, section: DataConfig | PartConfig, progress: Progress) -> Documents | Tokenised:
-        """Find the documents of a source that is no mixture, of text or of token ids."""
+        """Return the documents of a source that is no mixture, of text or of token ids."""
         config = self.config
         if holds_ids(section):
             vocabulary = vocabulary_of(config, self.tokenizer)
@@ -106,7 +101,7 @@ class _Preparation:
     def _made(
         self, found: Documents | Tokenised, held_out: np.ndarray, progress: Progress
     ) -> Corpus:
-        """The corpus of some documents, with what was left out of its source this time."""
+        """Return the corpus of some documents, with what was left out this time."""
         recipe: Recipe | TokenRecipe
         if isinstance(found, Tokenised):
             recipe = TokenRecipe(found, held_out, self.tokenizer)
@@ -139,7 +134,7 @@ class _Preparation:
         held_out: Sequence[np.ndarray],
         shares: Sequence[int],
     ) -> Path:
-        """The tokenizer of a mixture, trained on as much of each part as its share says."""
+        """Train the tokenizer of a mixture on as much of each part as its share says."""
         budgets = [TRAINING_BYTES * share / sum(shares) for share in shares]
         sources = [
             (part, apart, budget)
@@ -157,7 +152,7 @@ class _Preparation:
         return directory
 
     def _mixed(self, corpora: Sequence[Corpus], shares: Sequence[int]) -> Corpus:
-        """The mixture of corpora that are prepared."""
+        """Return the mixture of prepared corpora."""
         first = corpora[0]
         weights = [share / sum(shares) for share in shares]
         parts = [
@@ -173,10 +168,8 @@ class _Preparation:
                 )
                 # The names of files that lie elsewhere do not count, nor do those of the parts.
                 keys = [
-                    part
-                    if corpus.key == part["corpus"]
-                    else {**part, "corpus": corpus.key, "label": ""}
-                    for part, corpus in zip(parts, corpora, strict=True)
+                    part if c.key == part["corpus"] else {**part, "corpus": c.key, "label": ""}
+                    for part, c in zip(parts, corpora, strict=True)
                 ]
                 meta = {
                     "end_of_text": first.end_of_text,
@@ -196,17 +189,14 @@ class _Preparation:
         return replace(mixture, parts=tuple(corpora), found=found)
 
     def _progress_of(self, number: int, num_parts: int) -> Progress:
-        """Show the progress of one part, by its number where there are several."""
-        if not self.config.mixture:
-            return self.progress
-        return lambda phase, done, total: self.progress(
-            f"{phase}, part {number + 1} of {num_parts}", done, total
-        )
+        """Return the progress of one part, with its number where there are several."""
+        part = f", part {number + 1} of {num_parts}" if self.config.mixture else ""
+        return lambda phase, done, total: self.progress(phase + part, done, total)
 
 
 @contextmanager
 def _named(place: str, remedy: str = "") -> Iterator[None]:
-    """Put the place of a part or set before what is wrong with it, and a remedy behind."""
+    """Put a part's or set's place before an error, and a remedy behind it."""
     try:
         yield
     except DataError as error:
@@ -242,16 +232,16 @@ def _published(directory: Path, progress: Progress) -> Iterator[Path | None]:
 
 
 def _label(part: PartConfig) -> str:
-    """The name of a part where parts are listed."""
+    """Return the name of a part in lists."""
     more = f" and {len(part.paths) - 1} more" if len(part.paths) > 1 else ""
     which = part.paths[0] + more if part.paths else part.name
     return " ".join(filter(None, [part.source, which, part.subset]))
 
 
 def validation_sets(config: DataConfig) -> dict[str, PartConfig]:
-    """The validation sets by name; a data set's `validation_split` is one of them.
+    """Return the validation sets by name, the data sets' own `validation_split` among them.
 
-    Its name is "validation", of part i of a mixture "mixture.i.validation".
+    Its name is "validation", or "mixture.i.validation" for part i of a mixture.
     """
     sets: dict[str, PartConfig] = dict(config.validation)
     split = config.validation_split

@@ -13,15 +13,9 @@ SECONDS_BETWEEN_LINES = 5.0
 @contextmanager
 def shown_progress() -> Iterator[Progress]:
     """A `Progress` that shows itself for the block's duration."""
-    if sys.stderr.isatty():
-        with _bars() as show:
-            yield show
-    else:
+    if not sys.stderr.isatty():
         yield _lines()
-
-
-@contextmanager
-def _bars() -> Iterator[Progress]:
+        return
     from rich.console import Console
     from rich.progress import Progress as Bars
     from rich.progress import TaskID

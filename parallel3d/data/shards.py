@@ -1,16 +1,13 @@
 """Tokenising shard by shard: a preparation's folder, and one shard of its tokens.
 
-A preparation works in a folder of its own:
+plan.json, table.npy, held_out.npy    the work to do, for the workers to read
+tokenizer/                            published whole
+shards/<first>-<last>/                the tokens of documents first .. last - 1, published whole
+    train.bin, held_out.bin           ids of each part's documents, with end-of-text
+    lengths.npy                       int64 [documents]: tokens of each, end-of-text included
+    counts.npy                        int64 [vocabulary]: how often each id occurs
 
-    plan.json, table.npy, held_out.npy    what there is to do, for the workers to read
-    tokenizer/                            published whole
-    shards/<first>-<last>/                the tokens of documents first .. last - 1, published whole
-        train.bin, held_out.bin           ids of the documents of each part, with end-of-text
-        lengths.npy                       int64 [documents]: tokens of each, end-of-text included
-        counts.npy                        int64 [vocabulary]: how often each id occurs
-
-Where a preparation is killed, its shards stay, and the next one of the same content goes on from
-there: the folder's name is that of the corpus, so no other setting finds it.
+The folder has the corpus's name: after a kill, the next preparation of the same content goes on.
 """
 
 import json
@@ -23,8 +20,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from parallel3d.base.errors import DataError
 from parallel3d.data.cache import is_whole, locked, staged
-from parallel3d.data.corpus import check_ids
 from parallel3d.data.documents import Documents
 from parallel3d.data.sources import Files
 from parallel3d.data.tokenizer import Backend, cut_long, encode, load_tokenizer
@@ -41,11 +38,10 @@ BATCH_BYTES = 2**19
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """The plan of a tokenisation: documents, which of them are held out, and shard bounds.
+    """The work: documents, which of them are held out, bounds of shards, numbers of those `todo`.
 
-    `bounds` are the first documents of the shards, and the number of documents; `todo` the numbers
-    of the shards that are missing. `backend_only`: the tokenizer is encoded with as well without
-    transformers, which take seconds to import.
+    `backend_only`: the tokenizer encodes as well without transformers, which take seconds to
+    import.
     """
 
     work: Path
@@ -61,19 +57,14 @@ class ShardPlan:
         """Write the plan where a worker finds it."""
         np.save(self.work / "table.npy", self.documents.table, allow_pickle=False)
         np.save(self.work / "held_out.npy", self.held_out, allow_pickle=False)
-        settings = {
-            "files": asdict(self.documents.files),
-            "bounds": self.bounds,
-            "todo": self.todo,
-            "vocab_size": self.vocab_size,
-            "end_of_text": self.end_of_text,
-            "backend_only": self.backend_only,
-        }
+        names = ("bounds", "todo", "vocab_size", "end_of_text", "backend_only")
+        settings = {name: getattr(self, name) for name in names}
+        settings["files"] = asdict(self.documents.files)
         (self.work / "plan.json").write_text(json.dumps(settings))
 
     @classmethod
     def open(cls, work: Path) -> "ShardPlan":
-        """The plan that was saved in `work`; its arrays stay on disk."""
+        """Return the plan that was saved in `work`; its arrays stay on disk."""
         settings = json.loads((work / "plan.json").read_text())
         table = np.load(work / "table.npy", mmap_mode="r", allow_pickle=False)
         held_out = np.load(work / "held_out.npy", mmap_mode="r", allow_pickle=False)
@@ -85,19 +76,10 @@ class ShardPlan:
         """The type of the ids on disk."""
         return np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)
 
-    @property
-    def folders(self) -> list[Path]:
-        """The folders of all shards."""
-        return shard_folders(self.work, self.bounds)
-
     def tokenizer(self) -> "PreTrainedTokenizerBase | Backend":
         """Load the tokenizer, as `encode` takes it."""
         directory = self.work / "tokenizer"
         return Backend.load(directory) if self.backend_only else load_tokenizer(directory)
-
-    def num_documents(self, number: int) -> int:
-        """The number of documents in a shard."""
-        return self.bounds[number + 1] - self.bounds[number]
 
 
 def shard_folders(work: Path, bounds: list[int]) -> list[Path]:
@@ -106,10 +88,9 @@ def shard_folders(work: Path, bounds: list[int]) -> list[Path]:
 
 
 def cut(num_bytes: np.ndarray) -> list[int]:
-    """The bounds of shards of equal size, or of the one document that is larger.
+    """Return the bounds of shards of equal size, or of one document that is larger.
 
-    The size follows from the text alone: a preparation that was killed is gone on with by any
-    number of workers.
+    The size follows from the text alone, so any number of workers can go on after a kill.
     """
     ends = np.cumsum(num_bytes)
     size = min(max(int(ends[-1]) // PARTS, SMALL_SHARD_BYTES), SHARD_BYTES)
@@ -126,11 +107,11 @@ def make_shard(
     tokenizer: "PreTrainedTokenizerBase | Backend",
     on_documents: Callable[[int], None],
 ) -> None:
-    """Tokenise one shard and publish it; `on_documents` is told of documents as they are done.
+    """Tokenise one shard and publish it; `on_documents` is told how many documents are done.
 
     Raises DataError for a document that changed, or an id beyond the vocabulary.
     """
-    directory = plan.folders[number]
+    directory = shard_folders(plan.work, plan.bounds)[number]
     # A worker of a killed preparation may still be at its last shard.
     with locked(directory, lambda: None):
         if not is_whole(directory, bits=True):
@@ -159,9 +140,14 @@ def _fill(
             together, sizes = np.concatenate(tokens), [len(ids) for ids in tokens]
             documents = document + np.cumsum([0, *are_last[:-1]])
             if together.max(initial=0) >= plan.vocab_size:
-                # Names are looked up only where one is needed.
-                for index, ids in zip(documents.tolist(), tokens, strict=True):
-                    check_ids(ids, plan.vocab_size, plan.documents.name(index))
+                wrong = next(
+                    n for n, ids in enumerate(tokens) if max(ids, default=0) >= plan.vocab_size
+                )
+                raise DataError(
+                    f"document {plan.documents.name(documents[wrong])} has the token id"
+                    f" {tokens[wrong].max()}, beyond a vocabulary of {plan.vocab_size}; use the"
+                    " tokenizer that belongs to this vocabulary, or a larger vocab_size"
+                )
             counts += np.bincount(together, minlength=plan.vocab_size)
             np.add.at(lengths, documents - first, sizes)
             apart = np.repeat(plan.held_out[documents], sizes)
@@ -177,9 +163,9 @@ def _fill(
 def _encoded(
     pieces: Iterable[tuple[str, bool]], tokenizer: "PreTrainedTokenizerBase | Backend"
 ) -> Iterator[tuple[list[list[int]], tuple[bool, ...]]]:
-    """Yield the ids of pieces, about BATCH_BYTES of text at a time, and which ones are last ones.
+    """Yield the ids of about BATCH_BYTES of text at a time, and which pieces end a document.
 
-    One batch is encoded in a thread while the next one is read and the one before is written.
+    One batch is encoded in a thread while the next is read and the one before is written.
     """
     with ThreadPoolExecutor(1) as thread:
         ahead = None

@@ -1,6 +1,6 @@
-"""A view of what the model will see of a corpus: samples, and statistics of their documents."""
+"""What is in a corpus: its summary, the samples a model will see, statistics of documents."""
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,34 +15,13 @@ if TYPE_CHECKING:
 LENGTHS = {"shortest": 0, "5%": 5, "median": 50, "95%": 95, "longest": 100}
 
 
-@dataclass(frozen=True)
-class Fragment:
-    """The part of a document that is in a sample; `text` is None without a tokenizer.
+def samples(corpus: Corpus, sequence_length: int, seed: int, count: int) -> list[dict[str, Any]]:
+    """Return the first `count` samples of a run, as `--json` writes them.
 
-    `begins` and `ends` say whether the document does within the sample; its end-of-text counts
-    among `num_tokens`.
+    A sample is the window of a `part` that starts at the token `start`. Its `fragments` are the
+    parts of documents there: whether the document `begins` and `ends` in the sample, its ids with
+    end-of-text, and its text, None without a tokenizer.
     """
-
-    document: str
-    num_tokens: int
-    begins: bool
-    ends: bool
-    text: str | None
-    ids: list[int]
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A sample by its global index: the window of a part that starts at the token `start`."""
-
-    index: int
-    part: str
-    start: int
-    fragments: tuple[Fragment, ...]
-
-
-def samples(corpus: Corpus, sequence_length: int, seed: int, count: int) -> list[Sample]:
-    """The first `count` samples of a run, as `Batches` gives their tokens."""
     parts = corpus.parts or (corpus,)
     batches = Batches(corpus.train, sequence_length, seed)
     directory = corpus.tokenizer_directory
@@ -53,23 +32,28 @@ def samples(corpus: Corpus, sequence_length: int, seed: int, count: int) -> list
         bounds = stream.bounds
         fragments = []
         document = int(np.searchsorted(bounds, first, side="right")) - 1
-        while bounds[document] < first + sequence_length:
-            begin, end = int(bounds[document]), int(bounds[document + 1])
+        after = int(np.searchsorted(bounds, first + sequence_length))
+        for number in range(document, after):
+            begin, end = int(bounds[number]), int(bounds[number + 1])
             start, stop = max(first, begin), min(first + sequence_length, end)
             ids = np.asarray(stream.tokens[start:stop]).tolist()
-            text = None
-            if tokenizer:
-                text = str(tokenizer.decode(ids[:-1] if stop == end else ids))
-            name = parts[part].name(document)
-            fragments.append(Fragment(name, stop - start, start == begin, stop == end, text, ids))
-            document += 1
+            plain = ids[:-1] if stop == end else ids
+            fragment = {
+                "document": parts[part].name(number),
+                "num_tokens": stop - start,
+                "begins": start == begin,
+                "ends": stop == end,
+                "text": str(tokenizer.decode(plain)) if tokenizer else None,
+                "ids": ids,
+            }
+            fragments.append(fragment)
         label = corpus.labels[part] if corpus.labels else ""
-        found.append(Sample(index, label, first, tuple(fragments)))
+        found.append({"index": index, "part": label, "start": first, "fragments": fragments})
     return found
 
 
 def described(corpus: Corpus) -> dict[str, Any]:
-    """Lengths, bytes per token and repeated documents of a corpus, or of each part of one."""
+    """Return lengths, bytes per token and repeated documents of a corpus, or of each part."""
     if corpus.parts:
         parts = zip(corpus.labels, corpus.parts, strict=True)
         return {"parts": [{"part": label, **described(part)} for label, part in parts]}
@@ -89,13 +73,8 @@ def described(corpus: Corpus) -> dict[str, Any]:
     }
 
 
-def as_json(corpus: Corpus, found: list[Sample]) -> dict[str, Any]:
-    """Samples and description as `--json` writes them."""
-    return {"samples": [asdict(sample) for sample in found], "documents": described(corpus)}
-
-
-def on_terminal(corpus: Corpus, found: list[Sample], isolated: bool) -> "RenderableType":
-    """Samples and description as a terminal shows them."""
+def on_terminal(corpus: Corpus, found: list[dict[str, Any]], isolated: bool) -> "RenderableType":
+    """Return samples and description as a terminal shows them."""
     from rich.console import Group
     from rich.padding import Padding
     from rich.rule import Rule
@@ -103,20 +82,20 @@ def on_terminal(corpus: Corpus, found: list[Sample], isolated: bool) -> "Rendera
 
     lines: list[Any] = []
     for sample in found:
-        tokens = sum(fragment.num_tokens for fragment in sample.fragments)
-        of = f" of {sample.part}" if sample.part else ""
-        title = f"sample {sample.index}{of}: {tokens:,} tokens from token {sample.start:,} on"
+        tokens = sum(part["num_tokens"] for part in sample["fragments"])
+        of = f" of {sample['part']}" if sample["part"] else ""
+        title = f"sample {sample['index']}{of}: {tokens:,} tokens from token {sample['start']:,} on"
         lines.append("")
         lines.append(Rule(Text(title, style="bold"), align="left", style="dim"))
-        for number, fragment in enumerate(sample.fragments):
+        for number, part in enumerate(sample["fragments"]):
             if number and isolated:
                 lines.append(Text("positions restart; nothing before is seen from here", "dim"))
-            how = "" if fragment.begins else ", from its middle"
-            count = f"{fragment.num_tokens:,} token{'s' * (fragment.num_tokens != 1)}"
-            lines.append(Text(f"┌ {fragment.document}{how}: {count}", "cyan"))
-            text = " ".join(map(str, fragment.ids)) if fragment.text is None else fragment.text
+            how = "" if part["begins"] else ", from its middle"
+            count = f"{part['num_tokens']:,} token{'s' * (part['num_tokens'] != 1)}"
+            lines.append(Text(f"┌ {part['document']}{how}: {count}", "cyan"))
+            text = " ".join(map(str, part["ids"])) if part["text"] is None else part["text"]
             lines.append(Padding(Text(_printable(text)), (0, 0, 0, 2)))
-            lines.append(Text("└ end of text" if fragment.ends else "… goes on", "cyan"))
+            lines.append(Text("└ end of text" if part["ends"] else "… goes on", "cyan"))
     lines += ["", Rule(style="dim"), _table(corpus)]
     return Group(*lines)
 
@@ -125,31 +104,90 @@ def _table(corpus: Corpus) -> "RenderableType":
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    parts = described(corpus).get("parts") or [{"part": "the corpus", **described(corpus)}]
+    found = described(corpus)
+    parts = found.get("parts") or [{"part": "the corpus", **found}]
     table.add_column("")
     for part in parts:
         table.add_column(part["part"], justify="right", overflow="fold")
-    columns = [
-        {
-            "documents": part["num_documents"],
-            "of them repeated": part["num_repeated_documents"],
-            "tokens": part["num_tokens"],
-            "bytes per token": part["bytes_per_token"],
-        }
-        | {f"tokens of a document: {name}": n for name, n in part["document_tokens"].items()}
-        for part in parts
-    ]
-    for name in columns[0]:
-        table.add_row(name, *(_shown(column[name]) for column in columns))
+    rows = {
+        "documents": "num_documents",
+        "of them repeated": "num_repeated_documents",
+        "tokens": "num_tokens",
+        "bytes per token": "bytes_per_token",
+    }
+    for name, key in rows.items():
+        table.add_row(name, *(_shown(part[key]) for part in parts))
+    for name in parts[0]["document_tokens"]:
+        lengths = [_shown(part["document_tokens"][name]) for part in parts]
+        table.add_row(f"tokens of a document: {name}", *lengths)
     return table
 
 
-def _shown(value: float | None) -> str:
-    return "?" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:,.2f}"
-
-
 def _printable(text: str) -> str:
-    """A text whose control characters a terminal does not obey."""
+    """Escape the control characters of a text, which a terminal would obey."""
     return "".join(
         c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
     )
+
+
+_LISTS = ("mixture", "validation", "written", "skipped", "skipped_first", "show")  # not on a line
+
+
+def describe(corpus: Corpus, tokens: float | None) -> dict[str, Any]:
+    """Return the summary of a corpus, with the epochs of each part in a run of `tokens` tokens."""
+    summary = corpus.summary()
+    summary["epochs"] = None if tokens is None else tokens / len(corpus.train)
+    for part, described in zip(corpus.parts, summary.get("mixture", ()), strict=True):
+        share = described["weight"] / len(part.train)
+        described["epochs"] = None if tokens is None else tokens * share
+    return summary
+
+
+def as_text(summary: dict[str, Any]) -> str:
+    """Return the summary as text: a value a line, a mixture as a table."""
+    mixture = summary.get("mixture", ())
+    lines = [f"{name:<24}{_shown(x)}" for name, x in summary.items() if name not in _LISTS]
+    if mixture:
+        columns = ["weight", "num_documents", "num_tokens", "epochs"]
+        width = max(len("mixture"), *(len(part["label"]) for part in mixture))
+        lines += ["", f"{'mixture':<{width}}" + "".join(f"{name:>16}" for name in columns)]
+        for part in mixture:
+            cells = "".join(f"{_shown(part[name]):>16}" for name in columns)
+            lines.append(f"{part['label']:<{width}}{cells}")
+        for part in mixture:
+            if "check_ids" in part:
+                read = f"{part['num_checked_ids']:,} ids read"
+                lines += ["", f"{part['label']}: check_ids {part['check_ids']}, {read}"]
+    for name, found in summary.get("validation", {}).items():
+        numbers = f"{found['num_documents']:,} documents, {found['num_tokens']:,} tokens"
+        lines += ["", f"validation {name}: {numbers}"]
+        if common := found["num_in_training"]:
+            lines[-1] += f"; WARNING: {common:,} of the documents are trained on, too"
+    sources = [(f" of {part['label']}", part) for part in mixture] or [("", summary)]
+    sources += [(f" of validation {x}", y) for x, y in summary.get("validation", {}).items()]
+    for where, part in sources:
+        if part.get("unknown_share"):
+            lines += [
+                "",
+                f"WARNING: the tokenizer does not know {part['unknown_share']:.0%} of the text"
+                f"{where}; use one that was made for it",
+            ]
+        if part.get("skipped"):
+            lines += ["", f"left out{where}: {reasons(part['skipped'])}"]
+            lines += [f"  {skipped['message']}" for skipped in part["skipped_first"]]
+    for pair in summary.get("written", ()):
+        lines += ["", *(f"{name:<24}{_shown(x)}" for name, x in pair.items())]
+    if summary["epochs"] is None:
+        lines += ["", "epochs are known once parallel3d.mesh.dp or train_batch_size is a number"]
+    return "\n".join(lines)
+
+
+def reasons(skipped: Mapping[str, int]) -> str:
+    """Return the reasons for which documents were left out, with counts, in words."""
+    return ", ".join(f"{count:,} {reason}" for reason, count in skipped.items())
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4f}"
+    return "?" if value is None else f"{value:,}" if isinstance(value, int) else str(value)

@@ -30,13 +30,12 @@ SUFFIX = {"text": "txt", "jsonl": "jsonl", "parquet": "parquet"}
 
 @dataclass(frozen=True)
 class Files:
-    """The files of a source, in the order of its documents.
+    """The files of a source, in the order of its documents; `names` are for messages.
 
     `kind` is "whole" (a file is one document), "line", "blank_line" (documents end there), "jsonl",
-    "parquet" or "arrow" (stream files of Arrow, as `datasets` caches them); `names` are what
-    messages call them; `field` holds the text where a file has many documents. `rows`: first and
-    end of those that count in each file, from 1; none where all do. A line of JSON has
-    `max_line_bytes` at most.
+    "parquet" or "arrow" (stream files of Arrow, as `datasets` caches them); `field` holds the text
+    where a file has many documents. `rows`: first and end of those that count in each file, from 1;
+    none where all do. `max_line_bytes` bounds a line of JSON.
     """
 
     kind: str
@@ -48,7 +47,7 @@ class Files:
 
 
 def find_files(config: "DataConfig | PartConfig", max_line_bytes: int = MAX_LINE_BYTES) -> Files:
-    """The files of a source that is no mixture, in an order that depends on names alone.
+    """Return the files of a source that is no mixture, in an order that depends on names alone.
 
     Raises DataError where nothing matches, or a data set cannot be loaded.
     """
@@ -72,7 +71,7 @@ def find_files(config: "DataConfig | PartConfig", max_line_bytes: int = MAX_LINE
 
 
 def library_files(root: Path) -> list[Path]:
-    """The source files of the standard library at `root`, without tests, idlelib, packages."""
+    """Return the source files of the standard library at `root`, without tests and packages."""
     files = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in NOT_LIBRARY]
@@ -81,10 +80,10 @@ def library_files(root: Path) -> list[Path]:
 
 
 def matching_files(paths: Iterable[str], suffix: str = "txt") -> list[str]:
-    """The files that `paths` (paths and globs, `**` too) name: sorted, each once.
+    """Return the files that `paths` (paths and globs, `**` too) name: sorted, each once.
 
-    A link that leads nowhere is a file that cannot be read, not one that is not there. Raises
-    DataError for a path or glob that names no file; its examples end in `suffix`.
+    A link that leads nowhere is an unreadable file. Raises DataError for a path or glob that names
+    no file; its examples end in `suffix`.
     """
     found: set[str] = set()
     for pattern in paths:
@@ -110,7 +109,7 @@ def matching_files(paths: Iterable[str], suffix: str = "txt") -> list[str]:
 
 
 def _expand(pattern: str) -> Iterator[str]:
-    """The files that a glob names, but none through a folder that holds itself by a link.
+    """Yield the files that a glob names, but none through a folder that holds itself by a link.
 
     Two links to their own folder are enough for `glob` never to end.
     """
@@ -126,7 +125,7 @@ def _expand(pattern: str) -> Iterator[str]:
 
 
 def _folders(folder: str, above: tuple[tuple[int, int], ...]) -> Iterator[str]:
-    """A folder and all below it, hidden ones left out, none within itself."""
+    """Yield a folder and all below it, hidden ones left out, none within itself."""
     try:
         state = os.stat(folder)
         here = (state.st_dev, state.st_ino)

@@ -35,17 +35,17 @@ MOST_SHARES = 2
 def split_documents(
     tables: Sequence[np.ndarray], fraction: Fraction, seed: int = 0
 ) -> list[np.ndarray]:
-    """Which documents of each part are held out: bool [n] for a table [n] of documents.ENTRY.
+    """Return which documents of each part are held out: bool [n] for a table of documents.ENTRY.
 
-    In each part `fraction` is held out, counted in bytes: at least one of its distinct contents and
-    not all. A document that is, with its copies, larger than an eighth of that, and than four
-    medians, trains. A share of the others is held out, at most 2 `fraction`, or
-    (1 + `fraction`) / 2: where nearly all text is in large documents that is fewer bytes.
-    Copies of a document fall on one side, in all parts. So one that is too large, with its copies,
-    in any part, trains in all (unless a part has no others).
+    In each part `fraction` of the bytes is held out, at least one of its distinct contents and not
+    all. A document that is, with its copies, larger than an eighth of that, and than four medians,
+    trains. A share of the others is held out, at most 2 `fraction`, or (1 + `fraction`) / 2. Copies
+    of a document fall on one side, in all parts: one that is too large in any part trains in all
+    (unless a part has no others).
+
     "auto" is 5 %, or as much more as 64 documents are, up to 10 % or, if that is less than 256 KiB,
-    up to 20 %, and 128 MiB at most; 0 holds out none.
-    Raises DataError if a part has fewer than two distinct contents, or nothing left to train on.
+    up to 20 %, and 128 MiB at most; 0 holds out none. Raises DataError if a part has fewer than two
+    distinct contents, or nothing left to train on.
     """
     if fraction == 0:
         return [np.zeros(len(table), dtype=bool) for table in tables]
@@ -56,8 +56,10 @@ def split_documents(
     for number, (part, table) in enumerate(zip(parts, tables, strict=True)):
         contents, first, copies = np.unique(part, return_index=True, return_counts=True)
         if len(contents) < 2:
+            copies_of = f"{len(part)} documents, all of the same text"
             raise DataError(
-                f"{_called(number, parts)} has {_counted(len(part))}, and the held-out part is"
+                f"{_called(number, parts)} has {copies_of if len(part) > 1 else 'one document'},"
+                " and the held-out part is"
                 " split off by document; give at least two documents with different text (of one"
                 ' text file: data.documents = "blank_line" or "line"), or hold out none with'
                 " data.held_out_fraction = 0"
@@ -65,7 +67,8 @@ def split_documents(
         sizes = table["num_bytes"][first]
         # All copies fall on one side; a page in many documents may be much of the text.
         wanted = _wanted(sizes * copies, fraction)
-        eligible = _eligible(sizes * copies, wanted)
+        largest = max(LARGEST_PART * wanted, MEDIANS * np.median(sizes * copies))
+        eligible = sizes * copies <= largest
         large[contents[~eligible]] = True
         found.append((contents, sizes, copies, wanted, eligible))
     for contents, sizes, copies, wanted, eligible in found:
@@ -83,7 +86,7 @@ def split_documents(
 
 
 def num_common(digests: np.ndarray, others: np.ndarray) -> int:
-    """Number of the documents with digests V16 [n] that are also among `others` [m]."""
+    """Return how many documents with digests V16 [n] are also among `others` [m]."""
     here, there = (np.ascontiguousarray(d).view("<u8").reshape(-1, 2) for d in (digests, others))
     # Halves first: few are common, and a set of all others would take much memory.
     there = there[np.isin(there[:, 0], here[:, 0])]
@@ -92,7 +95,7 @@ def num_common(digests: np.ndarray, others: np.ndarray) -> int:
 
 
 def _wanted(num_bytes: np.ndarray, fraction: Fraction) -> float:
-    """How many bytes to hold out of distinct contents of these sizes [n]."""
+    """Return how many bytes to hold out of distinct contents of these sizes [n]."""
     total = int(num_bytes.sum())
     if fraction != "auto":
         return fraction * total
@@ -101,16 +104,10 @@ def _wanted(num_bytes: np.ndarray, fraction: Fraction) -> float:
     return min(max(AUTO_SHARE * total, by_number), AUTO_BYTES)
 
 
-def _eligible(num_bytes: np.ndarray, wanted: float) -> np.ndarray:
-    """Say of contents of these sizes [n] which ones are not too large to hold out: bool [n]."""
-    limit = max(LARGEST_PART * wanted, MEDIANS * np.median(num_bytes))
-    return np.asarray(num_bytes <= limit)
-
-
 def _chosen(
     num_bytes: np.ndarray, copies: np.ndarray, wanted: float, eligible: np.ndarray
 ) -> np.ndarray:
-    """The indices of the contents that are held out, of those at the indices `eligible`.
+    """Return the indices of the contents that are held out, of those at the indices `eligible`.
 
     `num_bytes` [n] and `copies` [n] are in the order of hashes.
     """
@@ -132,7 +129,7 @@ def _chosen(
 
 
 def _ranks(digests: np.ndarray, seed: int) -> np.ndarray:
-    """Each digest's place among the distinct ones in the order of `seed`: int64 [n]."""
+    """Return each digest's place among the distinct ones in the order of `seed`: int64 [n]."""
     halves = np.ascontiguousarray(digests).view(">u8").reshape(-1, 2).astype(np.uint64)
     key = mix(np.array([seed], dtype=np.uint64))
     hashes = [mix(halves[:, 0] ^ key), mix(halves[:, 1] + key)]
@@ -141,10 +138,6 @@ def _ranks(digests: np.ndarray, seed: int) -> np.ndarray:
     ranks = np.empty(len(digests), dtype=np.int64)
     ranks[order] = np.concatenate([[0], np.cumsum((ordered[1:] != ordered[:-1]).any(axis=1))])
     return ranks
-
-
-def _counted(documents: int) -> str:
-    return "one document" if documents == 1 else f"{documents} documents, all of the same text"
 
 
 def _called(number: int, parts: Sequence[np.ndarray]) -> str:

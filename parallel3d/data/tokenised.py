@@ -1,16 +1,14 @@
 """Corpora tokenised by other programs: files found and checked, documents indexed.
 
-The ids stay where they are. A corpus of them has, in its directory in the cache, in place of
-tokens.bin:
+The ids stay where they are. Their corpus has in the cache, in place of tokens.bin:
 
     starts.bin    int64 [documents]: where in its file each document begins, counted in ids;
                   the file is that of places.npy, whose row is the document's number there
-
     weight_starts.bin    the same in the files of how much ids count, where there are some
 
 and in its meta.json the files: name, path, dtype, offset, size. Its bounds count an end-of-text
 after each document, whether the file has one or not. `key` stands for the contents alone; the
-directory's name for the files too, so that each finds its own.
+directory's name for the files too.
 """
 
 import os
@@ -24,14 +22,14 @@ import numpy as np
 
 from parallel3d.base.errors import DataError
 from parallel3d.config.data import DataConfig, PartConfig
-from parallel3d.data.corpus_folder import FORMAT, contents_of, digest_of, write_facts
+from parallel3d.data.cache import digest_of, is_settled, keep, load, state_of
+from parallel3d.data.corpus_folder import FORMAT, contents_of, write_facts
 from parallel3d.data.documents import ENTRY
 from parallel3d.data.ids import arrays, arrow, datatrove, megatron
 from parallel3d.data.ids.check import Checked, OnIds, Vocabulary, check
 from parallel3d.data.ids.counting import beside_ids
 from parallel3d.data.ids.files import INTEGERS, TokenFile, is_file
 from parallel3d.data.ids.remote import is_url, matching, version_of
-from parallel3d.data.indexes import is_settled, keep, load, state_of
 from parallel3d.data.sources import Progress, matching_files
 from parallel3d.data.tokenizer import load_tokenizer, num_tokens, save_tokenizer
 
@@ -71,7 +69,7 @@ class TokenRecipe:
     tokenizer: Path | None
 
     def content(self) -> str:
-        """The digest of the ids of both parts, whatever files and formats hold them."""
+        """Return the digest of the ids of both parts, whatever files and formats hold them."""
         vocabulary, contents = self.tokens.vocabulary, contents_of(self.tokens.table, self.held_out)
         own = [vocabulary.size, vocabulary.end_of_text, *contents]
         if weights := self.tokens.found.get("weights"):
@@ -79,10 +77,8 @@ class TokenRecipe:
         return digest_of(FORMAT, "ids", *own)
 
     def key(self) -> str:
-        """The name of the corpus in the cache, by its contents and its files."""
-        files = [
-            (_place(file), file.size, file.offset, file.dtype.str) for file in self.tokens.files
-        ]
+        """Return the name of the corpus in the cache, by its contents and its files."""
+        files = [(_place(x), x.size, x.offset, x.dtype.str) for x in self.tokens.files]
         return digest_of(self.content(), self.tokens.found["check_ids"], *files)
 
     def fill(self, folder: Path, *_: object) -> None:
@@ -116,21 +112,21 @@ class TokenRecipe:
 
 
 def _in_json(files: Sequence[TokenFile]) -> list[dict[str, Any]]:
-    """The files as a corpus's meta.json names them."""
+    """Return the files as a corpus's meta.json names them."""
     return [
         {
-            "name": file.name,
-            "path": _place(file),
-            "dtype": file.dtype.name,
-            "offset": file.offset,
-            "size": file.size,
+            "name": x.name,
+            "path": _place(x),
+            "dtype": x.dtype.name,
+            "offset": x.offset,
+            "size": x.size,
         }
-        for file in files
+        for x in files
     ]
 
 
 def vocabulary_of(config: DataConfig, tokenizer: Path | None) -> Vocabulary:
-    """The allowed ids, by the tokenizer and the config's own words; these must agree."""
+    """Return the allowed ids, by the tokenizer and the config, which must agree."""
     end = config.end_of_text_id
     if tokenizer is None:
         assert end is not None, "the config was checked"
@@ -148,10 +144,9 @@ def vocabulary_of(config: DataConfig, tokenizer: Path | None) -> Vocabulary:
 def find_tokens(
     section: DataConfig | PartConfig, vocabulary: Vocabulary, cache: Path, progress: Progress
 ) -> Tokenised:
-    """The documents of a source of ids.
+    """Return the documents of a source of ids; raises DataError for what cannot be used.
 
-    Every file is looked through once; what was found is kept in `cache`/indexes for as long as the
-    file is untouched. Raises DataError for what cannot be used.
+    Every file is looked through once; the findings are kept in `cache`/indexes until it changes.
     """
     files = _files(section, vocabulary)
     total = ceil(sum(file.num_tokens for file in files) / MEGA)
@@ -224,16 +219,13 @@ def _checked(
 
 
 def _signature(file: TokenFile, settings: tuple[Any, ...]) -> str:
-    """A digest of a file and what lies beside it, as they are now."""
-    remote = is_url(file.path)
-    parts: list[Any] = [INDEX_FORMAT, file.path if remote else os.path.realpath(file.path)]
-    parts += settings
-    for path in (file.path, megatron.index_of(file.path), f"{file.path}.index"):
-        if remote:
-            parts.append(version_of(path) if is_file(path) else None)
-        else:
-            parts += state_of(path)
-    return digest_of(*parts)
+    """Return a digest of a file and what lies beside it, as they are now."""
+    paths = file.path, megatron.index_of(file.path), f"{file.path}.index"
+    if is_url(file.path):
+        versions = [version_of(path) if is_file(path) else None for path in paths]
+        return digest_of(INDEX_FORMAT, file.path, *settings, *versions)
+    states = [part for path in paths for part in state_of(path)]
+    return digest_of(INDEX_FORMAT, os.path.realpath(file.path), *settings, *states)
 
 
 def _files(section: DataConfig | PartConfig, vocabulary: Vocabulary) -> list[TokenFile]:
@@ -254,14 +246,12 @@ def _files(section: DataConfig | PartConfig, vocabulary: Vocabulary) -> list[Tok
         ]
     if section.source == "megatron":
         roots = [path.removesuffix(".bin").removesuffix(".idx") for path in section.paths]
-        paths = _matching([f"{root}.bin" for root in roots], "bin")
-        return [megatron.read(path) for path in paths]
+        return [megatron.read(path) for path in _matching([f"{root}.bin" for root in roots], "bin")]
     dtype = section.token_dtype
     if dtype == "auto":
         dtype = "uint16" if vocabulary.size <= 2**16 else "uint32"
     if section.source == "tokens":
-        paths = _matching(section.paths, "npy")
-        return [arrays.read(path, INTEGERS[dtype]) for path in paths]
+        return [arrays.read(path, INTEGERS[dtype]) for path in _matching(section.paths, "npy")]
     paths = [p for p in _matching(section.paths, "ds") if not p.endswith(datatrove.BESIDE)]
     if not paths:
         raise DataError("data.paths matches no .ds file; give their paths, or corpus/**/*.ds")
@@ -269,7 +259,7 @@ def _files(section: DataConfig | PartConfig, vocabulary: Vocabulary) -> list[Tok
 
 
 def _matching(paths: Sequence[str], suffix: str) -> list[str]:
-    """The files that paths, URLs and globs of either name."""
+    """Return the files that paths, URLs and globs of either name."""
     local = [path for path in paths if not is_url(path)]
     found = [url for path in paths if is_url(path) for url in matching(path)]
     return [*(matching_files(local, suffix) if local else ()), *sorted(set(found))]

@@ -27,8 +27,8 @@ TOKENIZER_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerBase":
     """Train a byte-level BPE of at most `vocab_size` tokens, END_OF_TEXT among them.
 
-    The same texts give the same tokenizer. A small corpus may have too few pairs to merge for a
-    full vocabulary. Raises DataError if `vocab_size` does not hold the 256 bytes and END_OF_TEXT.
+    The same texts give the same tokenizer; few texts may have too few pairs for a full vocabulary.
+    Raises DataError if `vocab_size` does not hold the 256 bytes and END_OF_TEXT.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -54,10 +54,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokeniz
 
 
 def load_tokenizer(name: str | Path) -> "PreTrainedTokenizerBase":
-    """Load a tokenizer from a directory, or by its name on the Hugging Face hub.
+    """Load a tokenizer from a directory, or by its name on the Hugging Face hub; never its code.
 
-    Code that comes with a tokenizer is never run. Raises DataError if it cannot be loaded or has
-    no end-of-text token.
+    Raises DataError if it cannot be loaded or has no end-of-text token.
     """
     from transformers import AutoTokenizer
 
@@ -89,16 +88,16 @@ class Backend:
 
     @classmethod
     def load(cls, directory: Path) -> "Backend":
-        """The tokenizer that was saved in `directory`, loaded in 0.05 s instead of 2 s."""
+        """Load the tokenizer that was saved in `directory`, in 0.05 s instead of 2 s."""
         from tokenizers import Tokenizer
 
         return cls(Tokenizer.from_file(str(directory / "tokenizer.json")))
 
 
 def is_backend_enough(tokenizer: Any, directory: Path) -> bool:
-    """Whether `Backend.load` of `directory` encodes exactly as `tokenizer` does.
+    """True if `Backend.load` of `directory` encodes exactly as `tokenizer` does.
 
-    Some classes of transformers change what they read; of others there is no such file.
+    Some classes of transformers change what they read; others have no such file.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or not (directory / "tokenizer.json").is_file():
@@ -121,8 +120,8 @@ def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", directory: Path) -> Non
 def check_name(name: str) -> None:
     """Raise DataError for a name that cannot be a tokenizer's, without loading it.
 
-    Such are a file, a directory that is not there, and a name on the hub where neither the hub nor
-    a copy in its cache can be read: AutoTokenizer would ask for it for a minute.
+    Such are a file, a missing directory, and a name that neither the hub nor its cache can give
+    now: AutoTokenizer would ask for it for a minute.
     """
     path = Path(name).expanduser()
     if name in ("train", "none") or path.is_dir():
@@ -165,7 +164,7 @@ def tokenizer_directory(name: str) -> Iterator[Path]:
 
 
 def directory_digest(directory: Path) -> str:
-    """The digest of the tokenizer files in `directory`, names and contents."""
+    """Return the digest of the tokenizer files in `directory`, names and contents."""
     digest = blake2b(digest_size=20)
     for path in sorted(directory.iterdir()):
         if path.suffix in TOKENIZER_SUFFIXES and path.is_file():
@@ -175,7 +174,7 @@ def directory_digest(directory: Path) -> str:
 
 
 def lost_share(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> float:
-    """Fraction of the texts' visible characters that only the unknown token stands for."""
+    """Return the fraction of visible characters that only the unknown token stands for."""
     given = kept = 0
     unknown = tokenizer.unk_token_id
     for text, ids in zip(texts, encode(tokenizer, list(texts)), strict=True):
@@ -187,15 +186,15 @@ def lost_share(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> fl
 
 
 def num_tokens(tokenizer: "PreTrainedTokenizerBase") -> int:
-    """Size of the vocabulary: the highest id plus one, since some vocabularies have gaps."""
+    """Return the highest id plus one, since some vocabularies have gaps."""
     return max(tokenizer.get_vocab().values()) + 1
 
 
 def encode(tokenizer: Any, texts: list[str]) -> list[list[int]]:
-    """The ids of each text, with nothing added.
+    """Return the ids of each text, with nothing added.
 
-    A special token that is spelt out in a text is text: a document cannot end itself. All cores
-    are at work, unless TOKENIZERS_PARALLELISM is "false".
+    A special token that is spelt out in a text is text: a document cannot end itself. All cores are
+    at work, unless TOKENIZERS_PARALLELISM is "false".
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -219,8 +218,7 @@ def cut_long(pieces: Iterable[tuple[str, bool]]) -> Iterator[tuple[str, bool]]:
     """Yield texts that come in pieces, each with whether it is a text's last, to be encoded.
 
     A long text is cut before white space about every LONGEST characters, or after so many without
-    any. The ids at a cut may differ from those of the whole text. A text that comes in one piece
-    stays as it is.
+    any, where ids may differ from those of the whole. A text in one piece stays as it is.
     """
     text, is_start = "", True
     for piece, is_last in pieces:

@@ -52,7 +52,7 @@ class Feed:
         training = Batches(corpus.train, length, config.train.seed)
         # Each its own: an evaluation does not let go of the steps that come after it.
         self._training = ReadAhead(partial(self._step, training))
-        self._evaluations: dict[EvaluationSamples, ReadAhead[int, _Step]] = {}
+        self._evaluations: dict[EvaluationSamples, ReadAhead[_Step]] = {}
 
     def training(self, start: int) -> list[Microbatch]:
         """One data-parallel coordinate's microbatches of the step that begins at sample `start`."""
@@ -128,7 +128,7 @@ class Feed:
         )
         return first, config.micro_batch_size * config.num_microbatches
 
-    def _taken(self, ahead: ReadAhead[int, _Step], start: int, then: list[int]) -> _Step:
+    def _taken(self, ahead: ReadAhead[_Step], start: int, then: list[int]) -> _Step:
         try:
             return ahead.take(start, then)
         except DataError as error:

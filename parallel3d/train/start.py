@@ -17,11 +17,11 @@ from parallel3d.checkpoint.state import Position, RunState
 from parallel3d.config import RunConfig
 from parallel3d.data.batches import check_length
 from parallel3d.data.corpus import Corpus
-from parallel3d.data.pieces import EMPTY
+from parallel3d.data.lines import EMPTY
 from parallel3d.data.prepare import prepare
 from parallel3d.data.progress import shown_progress
+from parallel3d.data.show import reasons
 from parallel3d.data.sources import silent
-from parallel3d.data.summary import reasons
 from parallel3d.engine.swap import check_writable
 from parallel3d.huggingface.load import find_weights, load_weights, remark
 from parallel3d.mesh.agree import agree, gather_json, on_first

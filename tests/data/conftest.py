@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from parallel3d.data import pieces, rows
+from parallel3d.data import lines, rows
 from tests.data.documents import TEXTS, Settings
 
 # Nothing here may ask a hub, even where a network exists.
@@ -31,5 +31,5 @@ def settings(folder: Path, tmp_path: Path) -> Settings:
 @pytest.fixture
 def small(monkeypatch):
     """What is long is a thousandth of it, so that the paths for it are taken."""
-    monkeypatch.setattr(pieces, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(lines, "PIECE_BYTES", 1000)
     monkeypatch.setattr(rows, "PIECE_BYTES", 1000)

@@ -23,7 +23,6 @@ from parallel3d.data.prepare import prepare
 from parallel3d.mesh.device import settle_accelerator
 from parallel3d.verify import local_ranks
 from tests.data.documents import READ, TEXTS, contents
-from tests.data.test_sources import BAD_FILES
 
 pytestmark = pytest.mark.gloo
 
@@ -99,13 +98,6 @@ def test_content_tokenizer_and_split_each_make_another_corpus(settings, folder, 
     assert len(set(directories)) == 5
 
 
-def test_two_preparations_give_the_same_bits(settings, tmp_path):
-    prepare(settings)
-    prepare(replace(settings, cache=str(tmp_path / "other")))
-    assert contents(Path(settings.cache)) == contents(tmp_path / "other")
-    assert [path.name for path in Path(settings.cache).glob("*/*.*")] == []
-
-
 @pytest.mark.parametrize("name", ["tokens.bin", "bounds.bin", "tokenizer/tokenizer.json"])
 @pytest.mark.parametrize("damage", ["truncated", "removed", "longer"])
 def test_a_damaged_corpus_is_made_again(settings, name, damage):
@@ -156,8 +148,11 @@ def errors_before_the_cache(folder, settings):
         (replace(settings, paths=(f"{folder}/a.txt",)), "one document, and"),
         (replace(settings, vocab_size=100), "too small"),
         (replace(settings, tokenizer="/no/such/place"), "is not a directory"),
-        (replace(settings, tokenizer=str(folder)), "cannot be loaded"),
-        (replace(settings, tokenizer=str(no_end)), "no end-of-text"),
+        (
+            replace(settings, tokenizer=str(folder)),
+            r"by AutoTokenizer .*tokenizer\.json",
+        ),
+        (replace(settings, tokenizer=str(no_end)), r"has no end-of-text token.*set eos_token"),
     ]
 
 
@@ -168,14 +163,6 @@ def test_no_error_leaves_a_trace_in_the_cache(settings, folder):
         with pytest.raises(DataError, match=message):
             prepare(refused)
         assert contents(Path(settings.cache)) == before, message
-    for spoil in BAD_FILES:
-        message = spoil(folder)
-        with pytest.raises(DataError, match=message):
-            prepare(settings)
-        assert contents(Path(settings.cache)) == before, message
-        for path in folder.glob("[ecl]*.txt"):
-            if path.name not in TEXTS:
-                path.unlink()
 
 
 def test_a_token_beyond_the_vocabulary_names_document_and_id(settings, monkeypatch):

@@ -87,11 +87,7 @@ def test_a_part_that_is_none(tmp_path):
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        (
-            "owner/none",
-            {},
-            r"data\.name='owner/none', split 'train' cannot be loaded \(.+\); check",
-        ),
+        ("owner/none", {}, r"='owner/none', split 'train' cannot be loaded \(.+\); check"),
         ("none", {"subset": "a"}, r"subset 'a', split .*Without a network, download it"),
         ("/no/such/place", {}, r"'/no/such/place' is no folder; give a folder"),
         ("./nowhere", {}, r"is no folder"),

@@ -47,43 +47,25 @@ ODD = {
     "byte order mark alone": ("a.txt", b"\xef\xbb\xbf", {"empty": 1}, None),
     "not UTF-8": ("a.txt", b"caf\xe9", {"not UTF-8": 1}, r"a\.txt is not UTF-8: byte 0xe9 at .*3 "),
     "not UTF-8 far on": (
-        "a.txt",
-        b"x" * 5000 + b"\xff" + b"x" * 99,
-        {"not UTF-8": 1},
-        r"0xff at offset 5000 .*iconv",
+        "a.txt", b"x" * 5000 + b"\xff" + b"x" * 99, {"not UTF-8": 1}, r"at offset 5000 .*iconv",
     ),
     "cut UTF-8": ("a.txt", b"x" * 4095 + b"\xe2\x82", {"not UTF-8": 1}, r"at offset 4095 "),
     "UTF-16": (
-        "a.jsonl",
-        lines_of("x".encode("utf-16")),
-        {"not UTF-8": 1},
-        r"line 21 is not UTF-8",
+        "a.jsonl", lines_of("x".encode("utf-16")), {"not UTF-8": 1}, r"line 21 is not UTF-8",
     ),
     "NUL bytes": ("a.txt", bytes(9000), {"only NUL bytes": 1}, r"a\.txt holds NUL bytes alone"),
-    "not JSON": (
-        "a.jsonl",
-        lines_of("{'a'}\n"),
-        {"not JSON": 1},
-        r"line 21 is not JSON: .*write",
-    ),
+    "not JSON": ("a.jsonl", lines_of("{'a'}\n"), {"not JSON": 1}, r"line 21 is not JSON: .*write"),
     "cut JSON": ("a.jsonl", lines_of('{"text": "a'), {"not JSON": 1}, r"line 21 is not JSON"),
     "null": (
-        "a.jsonl",
-        lines_of('{"text": null}\n'),
-        {"null": 1},
-        r'line 21: field "text" is null',
+        "a.jsonl", lines_of('{"text": null}\n'), {"null": 1}, r'line 21: field "text" is null',
     ),
     "null cell": ("a.parquet", table(text=["a", None]), {"null": 1}, r"row 2: column .* is null"),
     "nested": (
-        "a.jsonl",
-        lines_of('{"text": {"text": "a"}}\n'),
-        {"not a string": 1},
+        "a.jsonl", lines_of('{"text": {"text": "a"}}\n'), {"not a string": 1},
         r'line 21: field "text" is an object, not a string; .*text_field',
     ),
     "list column": (
-        "a.parquet",
-        table(text=[["a"], ["b"]]),
-        {"not a string": 2},
+        "a.parquet", table(text=[["a"], ["b"]]), {"not a string": 2},
         r'column "text" holds list<.*>, not strings; set text_field',
     ),
     "no column": ("a.parquet", table(body=["a"] * 3), {"no such field": 3}, r'it has "body"; set'),
@@ -94,7 +76,9 @@ ODD = {
         r"a\.jsonl\.gz cannot be read \(.*\); make it readable",
     ),
     "link to itself": ("a.txt", loop, {"unreadable file": 1}, r"a\.txt cannot be read \(Too many"),
-}
+    "no parquet": ("a.parquet", b"none", {"unreadable file": 1}, r"cannot be read \(.*[Pp]arquet"),
+    "empty parquet": ("a.parquet", b"", {"unreadable file": 1}, r"a\.parquet cannot be read"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ODD)
@@ -157,7 +141,7 @@ def test_more_than_a_share_is_not_left_out(tmp_path):
 
 
 def test_what_was_left_out_is_kept_with_the_index(tmp_path, monkeypatch):
-    monkeypatch.setattr("parallel3d.data.indexes.SECONDS_UNTIL_SETTLED", -1.0)
+    monkeypatch.setattr("parallel3d.data.cache.SECONDS_UNTIL_SETTLED", -1.0)
     (tmp_path / "a.jsonl").write_text("".join([*GOOD, "[]\n", '{"text": ""}\n']))
     settings = Settings("jsonl", (str(tmp_path / "a.jsonl"),), cache=str(tmp_path / "c"))
     rule = ("skip", 0.1)
@@ -185,7 +169,7 @@ def test_an_unreadable_file_of_rows_counts_as_many_as_the_others_have(tmp_path):
 
 
 def test_a_file_that_could_not_be_read_once_is_read_the_next_time(tmp_path, monkeypatch):
-    monkeypatch.setattr("parallel3d.data.indexes.SECONDS_UNTIL_SETTLED", -1.0)
+    monkeypatch.setattr("parallel3d.data.cache.SECONDS_UNTIL_SETTLED", -1.0)
     for number in range(2):
         (tmp_path / f"{number}.jsonl").write_text("".join(GOOD))
     settings = Settings("jsonl", (f"{tmp_path}/*.jsonl",), cache=str(tmp_path / "c"))

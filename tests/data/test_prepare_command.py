@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.prepare import describe, tokens_of_run
+from launch.prepare import as_text, describe, tokens_of_run
 from parallel3d.base.errors import DataError
 from parallel3d.config import RunConfig
 from parallel3d.data.batches import check_length
@@ -56,21 +56,6 @@ def test_json_is_one_object_alone_on_standard_output(config, settings):
             assert value in again.stdout
 
 
-@pytest.mark.slow  # tests/data/test_odd_text.py has what is left out
-def test_what_is_left_out_is_told(config, folder):
-    (folder / "empty.txt").touch()
-    (folder / "latin.txt").write_bytes(b"caf\xe9")
-    arguments = ("--parallel3d.data.on_error", "skip", "--parallel3d.data.max_skipped", "0.5")
-    done = run(config, *arguments)
-    assert done.returncode == 0, done.stderr
-    assert "left out: 1 empty, 1 not UTF-8" in done.stdout
-    assert f"{folder}/latin.txt is not UTF-8: byte 0xe9 at offset 3" in done.stdout
-    summary = json.loads(run(config, *arguments, "--json").stdout)
-    assert summary["skipped"] == {"empty": 1, "not UTF-8": 1} and summary["num_documents"] == 6
-    [first] = summary["skipped_first"]
-    assert first["file"] == f"{folder}/latin.txt" and first["line"] is None
-
-
 @pytest.fixture
 def mixture(config, folder):
     """The documents, and rows of another kind, one to three."""
@@ -87,22 +72,6 @@ def mixture(config, folder):
     return config
 
 
-@pytest.mark.slow  # the next test has what is listed
-def test_a_mixture_is_listed_with_its_epochs(mixture):
-    done = run(mixture, "--json", "--parallel3d.train", '{"max_tokens": 800}')
-    assert done.returncode == 0, done.stderr
-    summary = json.loads(done.stdout)
-    text, rows = summary["mixture"]
-    assert (text["weight"], text["num_documents"]) == (0.25, 6)
-    assert (rows["weight"], rows["num_documents"]) == (0.75, 20)
-    for part in (text, rows):
-        training = part["num_tokens"] - part["num_held_out_tokens"]
-        assert part["epochs"] == pytest.approx(800 * part["weight"] / training)
-    assert "tokenising documents, part 2 of 2: 20 of 20" in done.stderr
-    shown = run(mixture).stdout
-    assert f"{text['label']} " in shown and "20" in shown and "epochs are known once" in shown
-
-
 def test_how_many_tokens_a_run_takes(mixture):
     def tokens(**changes):
         config = json.loads(mixture.read_text())
@@ -112,6 +81,11 @@ def test_how_many_tokens_a_run_takes(mixture):
     corpus = prepare(tokens().data)
     assert tokens_of_run(tokens(), corpus) is None
     assert describe(corpus, None)["mixture"][0]["epochs"] is None
+    for part in describe(corpus, 800)["mixture"]:
+        training = part["num_tokens"] - part["num_held_out_tokens"]
+        assert part["epochs"] == pytest.approx(800 * part["weight"] / training)
+    shown = as_text(describe(corpus, None))
+    assert "jsonl " in shown and "epochs are known once" in shown
     assert tokens_of_run(tokens(mesh={"pp": 1, "dp": 4}), corpus) == 7 * 4 * 8
     assert tokens_of_run(tokens(train={"epochs": 2.0}), corpus) == 2 * len(corpus.train)
     assert tokens_of_run(tokens(train={"max_tokens": 999}), corpus) == 999

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from parallel3d.base.errors import DataError
-from parallel3d.data import indexes as module
+from parallel3d.data import cache as module
 from parallel3d.data.rows import FileReader
 from tests.data.documents import READ, found, names_of, texts_of
 
@@ -138,21 +138,6 @@ def test_a_bad_table_is_named_with_the_remedy(tmp_path, table, message):
     parquet.write_table(table, tmp_path / "rows.parquet")
     with pytest.raises(DataError, match=message):
         found("parquet", [tmp_path / "rows.parquet"])
-
-
-@pytest.mark.parametrize(
-    ("name", "data", "message"),
-    [
-        ("rows.jsonl", b"", r"rows\.jsonl has no text; give files"),
-        ("rows.jsonl.gz", b"no gzip", r"rows\.jsonl\.gz cannot be read \(.*\); make it readable"),
-        ("rows.parquet", b"no parquet", r"rows\.parquet cannot be read \(.*[Pp]arquet"),
-        ("rows.parquet", b"", r"rows\.parquet cannot be read"),
-    ],
-)
-def test_a_damaged_file_is_named(tmp_path, name, data, message):
-    (tmp_path / name).write_bytes(data)
-    with pytest.raises(DataError, match=message):
-        found("parquet" if "parquet" in name else "jsonl", [tmp_path / name])
 
 
 @pytest.mark.parametrize("change", [b'{"text": "other"}\n', b"", b"\n" * 20, b'{"text": 1}'])

@@ -4,6 +4,7 @@ import io
 import json
 import sys
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from rich.console import Console
 from launch import prepare as command
 from parallel3d.data.batches import Batches
 from parallel3d.data.prepare import prepare
-from parallel3d.data.show import as_json, described, on_terminal, samples
+from parallel3d.data.show import described, on_terminal, samples
 from tests.data.documents import READ, Settings
 from tests.data.ids.test_formats import config_of
 
@@ -37,15 +38,16 @@ def test_samples_are_those_that_the_run_trains_on(mixture, settings):
         tokens, _ = Batches(corpus.train, 8, seed=5).microbatch(0, 40)
         found = samples(corpus, 8, 5, 40)
         for sample, row in zip(found, tokens, strict=True):
-            assert [token for part in sample.fragments for token in part.ids] == row.tolist()
+            assert [token for part in sample["fragments"] for token in part["ids"]] == row.tolist()
             ends = np.flatnonzero(row == corpus.end_of_text)
-            assert sum(part.ends for part in sample.fragments) == len(ends)
-            for before, after in zip(sample.fragments, sample.fragments[1:], strict=False):
-                assert before.ends and after.begins
-            assert sum(part.num_tokens for part in sample.fragments) == 8
-        assert {sample.part for sample in found} == set(corpus.labels or [""])
+            assert sum(part["ends"] for part in sample["fragments"]) == len(ends)
+            for before, after in pairwise(sample["fragments"]):
+                assert before["ends"] and after["begins"]
+            assert sum(part["num_tokens"] for part in sample["fragments"]) == 8
+        assert {sample["part"] for sample in found} == set(corpus.labels or [""])
     # Of the last ones, the awkward documents: what a token cuts in two is no text of theirs.
-    texts = [part.text for sample in found for part in sample.fragments if part.text.isascii()]
+    texts = [part["text"] for sample in found for part in sample["fragments"]]
+    texts = [text for text in texts if text.isascii()]
     assert texts and all(any(part in text for text in READ.values()) for part in texts)
 
 
@@ -78,12 +80,12 @@ def test_json_and_a_corpus_of_ids_without_a_tokenizer(tmp_path):
     np.save(tmp_path / "a.npy", ids)
     config = config_of("tokens", tmp_path / "a.npy", vocab_size=300, end_of_text_id=9)
     corpus = prepare(config)
-    shown = as_json(corpus, samples(corpus, 8, 0, 2))
-    [first, _] = json.loads(json.dumps(shown))["samples"]
+    shown = samples(corpus, 8, 0, 2)
+    [first, _] = json.loads(json.dumps(shown))
     assert first["fragments"][0]["text"] is None and first["fragments"][0]["ids"]
-    assert shown["documents"]["bytes_per_token"] is None
+    assert described(corpus)["bytes_per_token"] is None
     out = io.StringIO()
-    Console(file=out, width=80).print(on_terminal(corpus, samples(corpus, 8, 0, 2), False))
+    Console(file=out, width=80).print(on_terminal(corpus, shown, False))
     assert "5 6 7" in out.getvalue()
 
 

@@ -37,25 +37,6 @@ def test_the_standard_library_comes_without_tests_idlelib_and_packages():
     assert (root / "json/decoder.py").stat().st_size == sizes[names.index("json/decoder.py")]
 
 
-def bad_utf8(folder):
-    (folder / "latin.txt").write_bytes(b"caf\xe9 au lait")
-    return r"latin.txt is not UTF-8: byte 0xe9 at offset 3 .*iconv"
-
-
-def bad_cut_utf8(folder):
-    (folder / "cut.txt").write_bytes("four €".encode()[:-1])
-    return r"cut.txt is not UTF-8: byte 0xe2 at offset 5 .*unexpected end"
-
-
-def bad_unreadable(folder):
-    # A file that fails even root, whom no permission stops.
-    (folder / "locked.txt").symlink_to("/proc/self/mem")
-    return r"locked.txt cannot be read \(Input/output error\)"
-
-
-BAD_FILES = [bad_utf8, bad_cut_utf8, bad_unreadable]
-
-
 @pytest.mark.parametrize(
     ("paths", "message"),
     [
@@ -69,8 +50,3 @@ def test_paths_that_name_no_file(folder, monkeypatch, paths, message):
     monkeypatch.chdir(folder)
     with pytest.raises(DataError, match=message):
         found("text", paths)
-
-
-def test_an_unknown_source():
-    with pytest.raises(DataError, match="'csv' is not known; use one of: text, jsonl, parquet"):
-        found("csv", ["a.csv"])

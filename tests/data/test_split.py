@@ -22,8 +22,7 @@ def table_with(sizes, first=0):
 
 
 @pytest.mark.parametrize(
-    ("fraction", "expected"),
-    [(0.0, 0), (0.01, 1), (0.3, 3), (0.99, 9), (1.0, 9), ("auto", 2)],
+    ("fraction", "expected"), [(0.0, 0), (0.01, 1), (0.3, 3), (0.99, 9), (1.0, 9), ("auto", 2)]
 )
 def test_both_parts_have_a_document(fraction, expected):
     [held_out] = split_documents([table_of(*"abcdefghij")], fraction)

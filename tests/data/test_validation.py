@@ -14,8 +14,8 @@ from parallel3d.data import hub
 from parallel3d.data.batches import check_length
 from parallel3d.data.corpus import Corpus
 from parallel3d.data.prepare import prepare, validation_sets
+from parallel3d.data.show import as_text, describe
 from parallel3d.data.split import num_common
-from parallel3d.data.summary import as_text, describe
 from parallel3d.train.evaluation import evaluated
 from parallel3d.train.start import described
 from tests.data.documents import table_of

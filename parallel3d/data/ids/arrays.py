@@ -12,7 +12,7 @@ from typing import BinaryIO
 import numpy as np
 
 from parallel3d.base.errors import DataError
-from parallel3d.data.ids.files import INTEGERS, TokenFile, flat, num_bytes, open_head
+from parallel3d.data.ids.files import INTEGERS, TokenFile, cut_short, flat, num_bytes, open_head
 
 NUMPY = b"\x93NUMPY"
 # llm.c: magic number: (version, type of the ids).
@@ -22,9 +22,9 @@ HEADER = 1024
 
 
 def read(path: str, dtype: np.dtype) -> TokenFile:
-    """The ids of a flat array, without its documents; `dtype` is for one without a header.
+    """Return the ids of a flat array, without its documents; `dtype` is for one without a header.
 
-    Raises DataError for a header that is not known, or a file that is not as long as it says.
+    Raises DataError for a header that is not known, or a file of another length than it says.
     """
     size = num_bytes(path)
     with open_head(path) as file:
@@ -79,12 +79,9 @@ def _read_llm_c(path: str, magic: int, version: int, count: int, size: int) -> T
 
 
 def _file(path: str, offset: int, count: int, dtype: np.dtype, size: int) -> TokenFile:
-    """The file with `count` ids behind a header; raises DataError where its size is another."""
+    """Return the file with `count` ids behind a header; raises DataError if its size is another."""
     if size != (whole := offset + count * dtype.itemsize):
-        raise DataError(
-            f"{path} has {size:,} bytes, and {whole:,} by its header ({count:,} of {dtype.name}):"
-            " it is cut short or damaged; copy it again"
-        )
+        raise cut_short(path, size, whole)
     if not count:
         raise DataError(f"{path} has no ids; write it again, or leave it out of data.paths")
     return TokenFile(path=path, name=path, dtype=dtype, offset=offset, num_tokens=count, size=size)

@@ -91,7 +91,7 @@ def _check_null(column: "pyarrow.Array", name: str, field: str, row: int) -> Non
 
 
 def _first_byte(column: "pyarrow.Array", whole: "pyarrow.Buffer", name: str) -> int:
-    """Where in the file the ids begin from which the column's offsets count."""
+    """Return where in the file the ids begin from which the column's offsets count."""
     values = column.values
     buffer = values.buffers()[1]
     if buffer is None or not buffer.size:

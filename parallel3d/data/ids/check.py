@@ -1,7 +1,6 @@
 """Checks of the ids in a file: ids beyond the vocabulary, document ends, repeated documents.
 
-In full every id is read. A sample reads some documents that are spread over the file, and takes
-the rest on trust: it needs a file that says where its documents are.
+A sample reads some documents, spread over a file that says where they are, and trusts the rest.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,10 +21,7 @@ OnIds = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The allowed ids, 0 .. size - 1, and the id that ends a document.
-
-    `is_sure` where the user wrote `end_of_text_id`, not a tokenizer alone.
-    """
+    """The allowed ids, 0 .. size - 1, and the end-of-text; `is_sure` if the user wrote that one."""
 
     size: int
     end_of_text: int
@@ -34,11 +30,11 @@ class Vocabulary:
 
 @dataclass(frozen=True, eq=False)
 class Checked:
-    """The documents of a file that have ids: their places, without their end-of-text.
+    """The documents of a file that have ids, without their end-of-text, all [documents].
 
-    `rows` their places among all documents of the file, from 1; `starts` and `lengths` in ids;
-    `digests` V16; all [documents]. `counts` [vocabulary] of the `num_checked` ids that were read,
-    with one end-of-text for each document; `num_empty` documents without ids were left out.
+    `rows`, their numbers in the file, from 1; `starts` and `lengths` in ids; `digests` V16.
+    `counts` [vocabulary] of the `num_checked` ids, with an end-of-text for each document;
+    `num_empty` have no ids.
     """
 
     rows: np.ndarray
@@ -53,9 +49,9 @@ class Checked:
 def check(file: TokenFile, vocabulary: Vocabulary, *, sample: bool, on_ids: OnIds) -> Checked:
     """Check the ids of a file; `on_ids` is told the number of ids that are done.
 
-    A digest stands for a document's ids, whatever type holds them; with `sample` for its place and
-    length, and what was read of its file. Raises DataError for ids beyond the vocabulary, and where
-    it seems that documents end with another id than the end-of-text.
+    A digest stands for a document's ids, whatever their type; with `sample`, for its place and
+    length and what was read of its file. Raises DataError for ids beyond the vocabulary, and where
+    documents seem to end with another id than the end-of-text.
     """
     if file.starts is None or file.lengths is None:
         starts, lengths = _ends(file, vocabulary)
@@ -88,7 +84,7 @@ def check(file: TokenFile, vocabulary: Vocabulary, *, sample: bool, on_ids: OnId
 
 
 def _ends(file: TokenFile, vocabulary: Vocabulary) -> tuple[np.ndarray, np.ndarray]:
-    """The documents of a flat array, each with its end-of-text; the last may lack it."""
+    """Return starts and lengths of a flat array's documents; the last may lack its end-of-text."""
     found, first = [], 0
     alternate = file.dtype.itemsize == 2
     for ids in blocks(file):
@@ -125,7 +121,7 @@ class _Look:
         self._ends: set[int] = set()
 
     def at(self, ids: np.ndarray, first: int) -> np.ndarray:
-        """Count the ids from the file's `first`-th on, and give them as uint32."""
+        """Count the ids from the file's `first`-th on, and return them as uint32."""
         if len(ids) and (ids.min() < 0 or ids.max() >= self.vocabulary.size):
             wrong = int(((ids < 0) | (ids >= self.vocabulary.size)).argmax())
             index = int(np.searchsorted(self.starts, first + wrong, side="right")) - 1
@@ -141,7 +137,7 @@ class _Look:
         return plain
 
     def ended(self, last: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Hear the last ids of documents and their lengths; say which are end-of-text."""
+        """Take the last ids of documents, and their lengths; return which are end-of-text."""
         is_end: np.ndarray = last == self.vocabulary.end_of_text
         self.num_documents += len(last)
         # An end-of-text in the file is counted already; one without a document shall not be.
@@ -164,7 +160,7 @@ class _Look:
 
 
 def _read_all(look: _Look, lengths: np.ndarray, on_ids: OnIds) -> np.ndarray:
-    """Read every document; take its end-of-text off its length. Give the digests."""
+    """Read every document, take its end-of-text off its length, and return the digests."""
     digests: list[bytes] = []
     for first, last in _groups(look.starts, lengths):
         start = int(look.starts[first])
@@ -184,7 +180,7 @@ def _read_all(look: _Look, lengths: np.ndarray, on_ids: OnIds) -> np.ndarray:
 
 
 def _groups(starts: np.ndarray, lengths: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Ranges of documents that lie one after the other, of one block, or one document."""
+    """Yield ranges of documents that lie one after the other: a block of them, or one."""
     ends = starts + lengths
     # Where a run of documents ends that follow on each other.
     breaks = np.append(np.flatnonzero(starts[1:] != ends[:-1]) + 1, len(starts))
@@ -219,7 +215,7 @@ def _sample(look: _Look, lengths: np.ndarray, on_ids: OnIds) -> None:
 
 
 def _of_places(look: _Look, lengths: np.ndarray) -> np.ndarray:
-    """Digests of documents by their place, their length, and what was read of their file."""
+    """Return digests of documents by place, length, and what was read of their file."""
     name = look.digest.digest()
     pairs = np.stack([look.rows, lengths], axis=1).astype("<i8")
     found = [blake2b(name + pair.tobytes(), digest_size=16).digest() for pair in pairs]

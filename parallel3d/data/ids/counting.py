@@ -40,7 +40,7 @@ class TokenWeights:
 
 
 def beside_ids(ids: TokenFile, field: str, are_labels: bool) -> TokenFile:
-    """The numbers beside a file's ids: a column of an Arrow file, or NAME.ds.`field`.
+    """Return the numbers beside a file's ids: a column of an Arrow file, or NAME.ds.`field`.
 
     Raises DataError where there is none, or it does not belong to these ids.
     """
@@ -72,7 +72,7 @@ def beside_ids(ids: TokenFile, field: str, are_labels: bool) -> TokenFile:
 
 
 def _compare(ids: TokenFile, labels: TokenFile, field: str) -> None:
-    """Raise DataError where labels are of other tokens, as those that were moved by one are."""
+    """Raise DataError where labels are not their tokens' own ids, but perhaps moved by one."""
     assert ids.starts is not None and ids.lengths is not None and labels.starts is not None
     count = len(ids.lengths)
     for row in np.unique(np.linspace(0, count - 1, min(count, _LOOKED_AT)).astype(np.int64)):

@@ -5,6 +5,8 @@ documents' ends in ids, uint64; `NAME.ds.metadata` three lines: `tokenizer|bytes
 of ids, and the same for people.
 """
 
+from dataclasses import replace
+
 import numpy as np
 
 from parallel3d.base.errors import DataError
@@ -22,18 +24,17 @@ BESIDE = (".index", ".metadata", ".loss")
 
 
 def read(path: str, dtype: np.dtype) -> TokenFile:
-    """The documents of a `.ds`; without an index, an end-of-text ends each.
+    """Return the documents of a `.ds`; without an index, an end-of-text ends each.
 
-    `dtype` is for a file whose width nothing beside it says. Raises DataError if the parts do not
-    fit together.
+    `dtype` is for a file without metadata. Raises DataError if the parts do not fit together.
     """
     size = num_bytes(path)
     num_tokens, width = _metadata(path)
-    if not is_file(f"{path}.index"):
+    index = f"{path}.index"
+    if not is_file(index):
         file = flat(path, INTEGERS[f"uint{8 * width}"] if width else dtype)
         _compare(path, num_tokens, file.num_tokens)
         return file
-    index = f"{path}.index"
     count, rest = divmod(num_bytes(index), 8)
     if rest:
         raise DataError(f"{index} is no list of uint64: it is cut short; copy it again")
@@ -41,8 +42,7 @@ def read(path: str, dtype: np.dtype) -> TokenFile:
     last = int(ends[-1])
     if (ends[1:] < ends[:-1]).any():
         raise DataError(f"{index}: its ends do not ascend: it is damaged; write it again")
-    found = {2: 2 * last, 4: 4 * last}
-    width = next((w for w, total in found.items() if total == size), 0)
+    width = next((w for w in (2, 4) if w * last == size), 0)
     if not last or not width:
         raise DataError(
             f"{index} ends at id {last:,}, and {path} has {size:,} bytes, neither 2 nor 4 for each:"
@@ -51,21 +51,12 @@ def read(path: str, dtype: np.dtype) -> TokenFile:
     _compare(path, num_tokens, last)
     ends = ends.astype(np.int64)
     starts = np.concatenate([[0], ends[:-1]])
-    kind = INTEGERS[f"uint{8 * width}"]
-    return TokenFile(
-        path=path,
-        name=path,
-        dtype=kind,
-        offset=0,
-        num_tokens=last,
-        size=size,
-        starts=starts,
-        lengths=ends - starts,
-    )
+    file = flat(path, INTEGERS[f"uint{8 * width}"])
+    return replace(file, starts=starts, lengths=ends - starts)
 
 
 def _metadata(path: str) -> tuple[int | None, int]:
-    """The number of ids and the bytes of each that NAME.ds.metadata says; else None and 0."""
+    """Return the number of ids and the bytes of each that NAME.ds.metadata has; else None and 0."""
     beside = f"{path}.metadata"
     if not is_file(beside):
         return None, 0

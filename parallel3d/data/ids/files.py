@@ -29,9 +29,8 @@ BLOCK = 2**22
 class TokenFile:
     """One file of `num_tokens` ids of `dtype`, which begin at the byte `offset`.
 
-    Document i is the `lengths[i]` ids from the `starts[i]`-th on, both int64 [documents]; its last
-    id may be an end-of-text. None where the file does not say: there an end-of-text ends each.
-    `size` is the whole file's, in bytes; `name` is what messages call it.
+    Document i is the `lengths[i]` ids from the `starts[i]`-th on, perhaps with an end-of-text; None
+    where only an end-of-text ends each. `size` is in bytes; `name` is for messages.
     """
 
     path: str
@@ -45,7 +44,7 @@ class TokenFile:
 
 
 def num_bytes(path: str) -> int:
-    """A file's size; raises DataError if it cannot be read, or is empty."""
+    """Return a file's size; raises DataError if it cannot be read, or is empty."""
     if is_url(path):
         if (size := size_of(path)) is None:
             raise DataError(f"{path} is no file; give the URL of one, or leave it out")
@@ -61,7 +60,7 @@ def num_bytes(path: str) -> int:
 
 
 def is_file(path: str) -> bool:
-    """Whether there is a file of this path or URL."""
+    """True if there is a file of this path or URL."""
     return size_of(path) is not None if is_url(path) else os.path.isfile(path)
 
 
@@ -88,20 +87,22 @@ def open_ids(path: str, name: str) -> BinaryIO:
         raise unreadable(name, error) from error
 
 
-def advise(file: BinaryIO, start: int, end: int) -> None:
-    """Have the system read the bytes start .. end - 1 of an open file, without waiting for them."""
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(file.fileno(), start, end - start, os.POSIX_FADV_WILLNEED)
-
-
 def unreadable(path: str, error: OSError) -> DataError:
-    """The error for a file that the system does not let us read."""
+    """Return the error for a file that the system does not let us read."""
     reason = error.strerror or error
     return DataError(f"{path} cannot be read ({reason}); make it readable, or leave it out")
 
 
+def cut_short(path: str, size: int, whole: int) -> DataError:
+    """Return the error for a file whose size is not the one that its header says."""
+    return DataError(
+        f"{path} has {size:,} bytes, and {whole:,} by its header: it is cut short or damaged; copy"
+        " it again"
+    )
+
+
 def flat(path: str, dtype: np.dtype) -> TokenFile:
-    """The file that holds ids of `dtype` and nothing else."""
+    """Return the file that holds ids of `dtype` and nothing else."""
     size = num_bytes(path)
     num_tokens, rest = divmod(size, dtype.itemsize)
     if num_tokens < 1 or rest:
@@ -113,9 +114,9 @@ def flat(path: str, dtype: np.dtype) -> TokenFile:
 
 
 def read_ids(file: BinaryIO, name: str, *, dtype: np.dtype, start: int, count: int) -> np.ndarray:
-    """`count` ids from the byte `start` of an open file on; any thread may ask.
+    """Return `count` ids from the byte `start` of an open file on; any thread may ask.
 
-    Raises DataError where the file has fewer: a map of it would end the process there.
+    Raises DataError where the file has fewer.
     """
     ids = np.empty(count, dtype)
     view = ids.view(np.uint8).data
@@ -136,7 +137,7 @@ def read_ids(file: BinaryIO, name: str, *, dtype: np.dtype, start: int, count: i
 
 
 def blocks(file: TokenFile, start: int = 0, count: int | None = None) -> Iterator[np.ndarray]:
-    """`count` ids of a file (None: all), from the `start`-th on, a block at a time."""
+    """Yield `count` ids of a file (None: all), from the `start`-th on, a block at a time."""
     end = file.num_tokens if count is None else start + count
     size = file.dtype.itemsize
     if is_url(file.path):

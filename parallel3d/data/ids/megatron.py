@@ -14,12 +14,21 @@ A sequence is a document, or one of its sentences.
 """
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from parallel3d.base.errors import DataError
-from parallel3d.data.ids.files import INTEGERS, TokenFile, column, is_file, num_bytes, open_head
+from parallel3d.data.ids.files import (
+    INTEGERS,
+    TokenFile,
+    column,
+    cut_short,
+    flat,
+    is_file,
+    num_bytes,
+    open_head,
+)
 
 MAGIC, OLD_MAGIC = b"MMIDIDX\0\0", b"TNTIDX\0\0"
 CODES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
@@ -27,12 +36,12 @@ INT64 = np.dtype("<i8")
 
 
 def index_of(path: str) -> str:
-    """The index that belongs to a `.bin`."""
+    """Return the index that belongs to a `.bin`."""
     return path.removesuffix(".bin") + ".idx"
 
 
 def read(path: str) -> TokenFile:
-    """The documents of a `.bin`, whose `.idx` stands beside it.
+    """Return the documents of a `.bin`, whose `.idx` stands beside it.
 
     Raises DataError if one of the two is not there, damaged, or does not belong to the other.
     """
@@ -54,24 +63,19 @@ def read(path: str) -> TokenFile:
             ' of Megatron-LM; use the data.source of its format, such as "tokens"'
         )
     _check(index, found, path, size)
-    documents, itemsize = found.documents, found.dtype.itemsize
+    documents = found.documents
     ends = np.concatenate([[0], np.cumsum(found.lengths, dtype=np.int64)])
-    return TokenFile(
-        path=path,
-        name=path,
-        dtype=found.dtype,
-        offset=0,
-        num_tokens=size // itemsize,
-        size=size,
+    return replace(
+        flat(path, found.dtype),
         # A document of no sequence begins nowhere.
-        starts=np.append(found.first_bytes, 0)[documents[:-1]] // itemsize,
+        starts=np.append(found.first_bytes, 0)[documents[:-1]] // found.dtype.itemsize,
         lengths=ends[documents[1:]] - ends[documents[:-1]],
     )
 
 
 @dataclass(frozen=True, eq=False)
 class _Index:
-    """Of each sequence its ids and its first byte; of each document its first sequence; and S."""
+    """Each sequence's ids and first byte; each document's first sequence, and their number."""
 
     dtype: np.dtype
     lengths: np.ndarray
@@ -82,7 +86,7 @@ class _Index:
 def _read(index: str, head: bytes, total: int) -> _Index:
     layout = struct.Struct("<9sQBQQ")
     if total < layout.size:
-        raise _cut_short(index, total, layout.size)
+        raise cut_short(index, total, layout.size)
     _, version, code, num_sequences, num_documents = layout.unpack_from(head)
     dtype = _dtype(index, version, code)
     whole = layout.size + 12 * num_sequences + 8 * num_documents
@@ -92,25 +96,22 @@ def _read(index: str, head: bytes, total: int) -> _Index:
             " the text alone"
         )
     if total != whole:
-        raise _cut_short(index, total, whole)
-    at = layout.size
-    return _Index(
-        dtype=dtype,
-        lengths=column(index, np.dtype("<i4"), at, num_sequences),
-        first_bytes=column(index, INT64, at + 4 * num_sequences, num_sequences),
-        documents=column(index, INT64, at + 12 * num_sequences, num_documents),
-    )
+        raise cut_short(index, total, whole)
+    lengths = column(index, np.dtype("<i4"), layout.size, num_sequences)
+    firsts = column(index, INT64, layout.size + 4 * num_sequences, num_sequences)
+    documents = column(index, INT64, layout.size + 12 * num_sequences, num_documents)
+    return _Index(dtype=dtype, lengths=lengths, first_bytes=firsts, documents=documents)
 
 
 def _read_old(index: str, head: bytes, total: int) -> _Index:
     layout = struct.Struct("<8s6Q")
     if total < layout.size:
-        raise _cut_short(index, total, layout.size)
+        raise cut_short(index, total, layout.size)
     _, version, code, size, num_sequences, num_sizes, num_documents = layout.unpack_from(head)
     dtype = _dtype(index, version, code)
     whole = layout.size + 8 * (2 * (num_sequences + 1) + num_sizes + num_documents)
     if total != whole:
-        raise _cut_short(index, total, whole)
+        raise cut_short(index, total, whole)
     if num_sizes != num_sequences or size != dtype.itemsize:
         raise DataError(
             f"{index} has {num_sizes:,} sizes for {num_sequences:,} sequences and {size} bytes an"
@@ -120,10 +121,7 @@ def _read_old(index: str, head: bytes, total: int) -> _Index:
     firsts = column(index, INT64, at, num_sequences + 1)
     lengths = column(index, INT64, at + 8 * (num_sequences + 1), num_sizes)
     if not np.array_equal(np.diff(firsts), lengths):
-        raise DataError(
-            f"{index}: its sizes are not those between its offsets: it is damaged; preprocess the"
-            " text again"
-        )
+        raise _damaged(index, "its sizes are not those between its offsets")
     documents = column(index, INT64, whole - 8 * num_documents, num_documents)
     return _Index(dtype=dtype, lengths=lengths, first_bytes=firsts[:-1] * size, documents=documents)
 
@@ -150,18 +148,13 @@ def _check(index: str, found: _Index, path: str, size: int) -> None:
     if not count:
         raise DataError(f"{index} has no sequence; preprocess the text again, or leave it out")
     if documents[:1].tolist() != [0] or documents[-1] != count or (np.diff(documents) < 0).any():
-        raise DataError(
-            f"{index}: its documents do not ascend from sequence 0 to {count:,}: it is damaged;"
-            " preprocess the text again"
-        )
+        raise _damaged(index, f"its documents do not ascend from sequence 0 to {count:,}")
     ends = first_bytes + lengths.astype(np.int64) * dtype.itemsize
     wrong = (lengths < 0) | (first_bytes < 0) | (first_bytes % dtype.itemsize != 0)
     if wrong.any():
-        raise DataError(
-            f"{index}: sequence {int(wrong.argmax()):,} begins at byte"
-            f" {int(first_bytes[wrong.argmax()])} and has {int(lengths[wrong.argmax()])} ids: it is"
-            " damaged; preprocess the text again"
-        )
+        bad = int(wrong.argmax())
+        place = f"sequence {bad:,} begins at byte {first_bytes[bad]} and has {lengths[bad]} ids"
+        raise _damaged(index, place)
     if (last := int(ends.max())) != size:
         which = "holds more than it says"
         if last > size:
@@ -174,14 +167,9 @@ def _check(index: str, found: _Index, path: str, size: int) -> None:
     follows[documents[:-1][documents[:-1] < count]] = True
     apart = ~follows[1:] & (first_bytes[1:] != ends[:-1])
     if apart.any():
-        raise DataError(
-            f"{index}: sequence {int(apart.argmax()) + 1:,} does not follow on the one before in"
-            " the same document: it is damaged; preprocess the text again"
-        )
+        place = f"sequence {int(apart.argmax()) + 1:,}"
+        raise _damaged(index, f"{place} does not follow on the one before in the same document")
 
 
-def _cut_short(index: str, total: int, whole: int) -> DataError:
-    return DataError(
-        f"{index} has {total:,} bytes, and {whole:,} by its header: it is cut short or damaged;"
-        " copy it again"
-    )
+def _damaged(index: str, what: str) -> DataError:
+    return DataError(f"{index}: {what}: it is damaged; preprocess the text again")

@@ -3,35 +3,26 @@
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from parallel3d.base.errors import DataError
-from parallel3d.data.ids.blocks import RemoteFiles
-from parallel3d.data.ids.files import NUMBERS, advise, num_bytes, open_ids, read_ids
-from parallel3d.data.ids.remote import Range, is_url
+from parallel3d.data.ids.files import NUMBERS, num_bytes, open_ids, read_ids
+from parallel3d.data.ids.remote import Range, RemoteFiles, is_url
 
 OPEN_FILES = 64
 BYTE = np.dtype(np.uint8)
-
-
-class _Piece(NamedTuple):
-    """A document's part of a window: its file's number, the place of its ids, their bytes."""
-
-    number: int
-    place: int
-    of: Range
 
 
 class Spans:
     """Ids [num_tokens] of documents one after the other, each closed by an end-of-text.
 
     `files` are name, path, dtype, offset and size of each; document i is the ids of file
-    `places[i]` from the `starts[i]`-th on, and here `bounds[i]` .. `bounds[i + 1]` - 1, where its
-    end-of-text is the last. Slices and arrays of indices give arrays. Any thread may ask. Read, not
-    mapped: a file that shrinks raises DataError, where a map would end the process. Files that
-    are named by URLs are read through `remote`, all that one key asks for at once.
+    `places[i]` from the `starts[i]`-th on, and here `bounds[i]` .. `bounds[i + 1]` - 1. Slices and
+    arrays of indices give arrays; any thread may ask. Ids are read, not mapped: a file that shrinks
+    raises DataError, where a map would end the process. Those of URLs come through `remote`, all of
+    one key at once.
     """
 
     def __init__(
@@ -43,12 +34,11 @@ class Spans:
         bounds: np.ndarray,
         end_of_text: int,
         dtype: np.dtype,
-        remote: RemoteFiles | None = None,
+        remote: RemoteFiles,
     ) -> None:
         self.dtype, self.shape, self.ndim = np.dtype(dtype), (int(bounds[-1] - bounds[0]),), 1
         self._files, self._places, self._starts, self._bounds = files, places, starts, bounds
-        self._end_of_text = end_of_text
-        self._remote = remote or RemoteFiles({}, "", None)
+        self._end_of_text, self._remote = end_of_text, remote
         self._dtypes = [NUMBERS[file["dtype"]] for file in files]
         self._sizes = np.array([dtype.itemsize for dtype in self._dtypes], np.int64)
         self._offsets = np.array([file["offset"] for file in files], np.int64)
@@ -81,25 +71,22 @@ class Spans:
         return ids if dtype is None else ids.astype(dtype)
 
     def _read(self, windows: Sequence[tuple[int, int]]) -> np.ndarray:
-        """The ids first .. last - 1 of each window, one after the other."""
+        """Return the ids first .. last - 1 of each window, one after the other."""
         ids = np.full(sum(last - first for first, last in windows), self._end_of_text, self.dtype)
         pieces, at = [], 0
         for first, last in windows:
             pieces += self._pieces(first, last, at)
             at += last - first
         for is_remote, read in ((False, self._read_local), (True, self._remote.read)):
-            chosen = [piece for piece in pieces if self._is_remote[piece.number] == is_remote]
-            found: Sequence[Any] = read([piece.of for piece in chosen]) if chosen else []
-            for piece, data in zip(chosen, found, strict=True):
-                part = np.frombuffer(data, self._dtypes[piece.number])
-                ids[piece.place : piece.place + len(part)] = part
+            chosen = [piece for piece in pieces if self._is_remote[piece[0]] == is_remote]
+            found: Sequence[Any] = read([of for _, _, of in chosen]) if chosen else []
+            for (number, place, _), data in zip(chosen, found, strict=True):
+                part = np.frombuffer(data, self._dtypes[number])
+                ids[place : place + len(part)] = part
         return ids
 
-    def _pieces(self, first: int, last: int, at: int) -> list[_Piece]:
-        """The parts of a window whose first id is to stand at the place `at`.
-
-        Where they have nothing, an end-of-text stands.
-        """
+    def _pieces(self, first: int, last: int, at: int) -> list[tuple[int, int, Range]]:
+        """Return the parts of a window that files hold; its first id is to stand at `at`."""
         base = int(self._bounds[0])
         document = int(np.searchsorted(self._bounds, base + first, side="right")) - 1
         end = int(np.searchsorted(self._bounds, base + last, side="left"))
@@ -114,14 +101,11 @@ class Spans:
         ends = bytes_ + counts[some] * sizes
         columns = numbers.tolist(), begins.tolist(), bytes_.tolist(), ends.tolist()
         return [
-            _Piece(number, place, Range(self._files[number]["path"], *of))
+            (number, place, Range(self._files[number]["path"], *of))
             for number, place, *of in zip(*columns, strict=True)
         ]
 
     def _read_local(self, ranges: Sequence[Range]) -> list[np.ndarray]:
-        # The disk is asked for all of it before the first is waited for.
-        for path, start, end in ranges if len(ranges) > 1 else ():
-            advise(self._open(path), start, end)
         return [
             read_ids(
                 self._open(path), self._names[path], dtype=BYTE, start=start, count=end - start
@@ -135,10 +119,7 @@ class Spans:
 
 
 def check_sizes(files: Sequence[dict[str, Any]]) -> None:
-    """Raise DataError unless each file is there with the size that it had.
-
-    A change of a remote file is seen when it is read.
-    """
+    """Raise DataError unless each local file is there with the size that it had."""
     for file in files:
         if is_url(file["path"]):
             continue

@@ -1,5 +1,6 @@
 """Each format gives the documents that an independent writer put in, in the same order as text."""
 
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 
@@ -21,38 +22,37 @@ pytestmark = pytest.mark.gloo
 
 DOCUMENTS = some_documents()
 ENDED = [[*ids, END] for ids in DOCUMENTS]
-# What is written, how, and how the config reads it.
+
+
+def written(source, writer, name, *arguments, **options):
+    """A function that writes a file into a folder, and says how the config reads it."""
+    return lambda folder: (source, writer(folder / name, *arguments, **options))
+
+
+megatron = partial(written, "megatron", writers.megatron, "a.bin")
+old_megatron = partial(written, "megatron", writers.old_megatron, "a.bin")
+datatrove = partial(written, "datatrove", writers.datatrove, "a.ds")
+llm_c = partial(written, "tokens", writers.llm_c, "a.bin")
+raw = partial(written, "tokens", writers.raw, "a.npy")
 FORMATS = {
-    "megatron": lambda p: ("megatron", writers.megatron(p / "a.bin", ENDED)),
-    "megatron without ends": lambda p: ("megatron", writers.megatron(p / "a.bin", DOCUMENTS)),
-    "megatron int32": lambda p: ("megatron", writers.megatron(p / "a.bin", ENDED, "int32")),
-    "megatron int64": lambda p: ("megatron", writers.megatron(p / "a.bin", ENDED, "int64")),
-    "megatron int16": lambda p: ("megatron", writers.megatron(p / "a.bin", ENDED, "int16")),
-    "megatron sentences": lambda p: ("megatron", writers.megatron(p / "a.bin", ENDED, sentences=3)),
-    "old megatron": lambda p: ("megatron", writers.old_megatron(p / "a.bin", ENDED)),
-    "old megatron int16": lambda p: ("megatron", writers.old_megatron(p / "a.bin", ENDED, "int16")),
-    "datatrove": lambda p: ("datatrove", writers.datatrove(p / "a.ds", ENDED)),
-    "datatrove uint32": lambda p: ("datatrove", writers.datatrove(p / "a.ds", ENDED, "uint32")),
-    "datatrove, no ends": lambda p: ("datatrove", writers.datatrove(p / "a.ds", DOCUMENTS)),
-    "datatrove, no metadata": lambda p: (
-        "datatrove",
-        writers.datatrove(p / "a.ds", ENDED, "uint32", metadata=False),
-    ),
-    "datatrove, no index": lambda p: (
-        "datatrove",
-        writers.datatrove(p / "a.ds", ENDED, "uint32", index=False),
-    ),
-    "raw": lambda p: ("tokens", writers.raw(p / "a.npy", ENDED)),
-    "raw, the last end missing": lambda p: (
-        "tokens",
-        writers.raw(p / "a.npy", [*ENDED[:-1], DOCUMENTS[-1]]),
-    ),
-    "numpy": lambda p: ("tokens", writers.numpys(p / "a.npy", ENDED, "int64")),
-    "llm.c": lambda p: ("tokens", writers.llm_c(p / "a.bin", DOCUMENTS)),
-    "llm.c for llama": lambda p: (
-        "tokens",
-        writers.llm_c(p / "a.bin", DOCUMENTS, 20240801, 7, "uint32"),
-    ),
+    "megatron": megatron(ENDED),
+    "megatron without ends": megatron(DOCUMENTS),
+    "megatron int32": megatron(ENDED, "int32"),
+    "megatron int64": megatron(ENDED, "int64"),
+    "megatron int16": megatron(ENDED, "int16"),
+    "megatron sentences": megatron(ENDED, sentences=3),
+    "old megatron": old_megatron(ENDED),
+    "old megatron int16": old_megatron(ENDED, "int16"),
+    "datatrove": datatrove(ENDED),
+    "datatrove uint32": datatrove(ENDED, "uint32"),
+    "datatrove, no ends": datatrove(DOCUMENTS),
+    "datatrove, no metadata": datatrove(ENDED, "uint32", metadata=False),
+    "datatrove, no index": datatrove(ENDED, "uint32", index=False),
+    "raw": raw(ENDED),
+    "raw, the last end missing": raw([*ENDED[:-1], DOCUMENTS[-1]]),
+    "numpy": written("tokens", writers.numpys, "a.npy", ENDED, "int64"),
+    "llm.c": llm_c(DOCUMENTS),
+    "llm.c for llama": llm_c(DOCUMENTS, 20240801, 7, "uint32"),
 }
 
 

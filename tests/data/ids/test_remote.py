@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from parallel3d.base.errors import DataError
 from parallel3d.data.batches import Batches
 from parallel3d.data.corpus import Corpus
-from parallel3d.data.ids import blocks
-from parallel3d.data.ids.blocks import BLOCK, SET_BYTES, WAYS, BlockCache, RemoteFiles
-from parallel3d.data.ids.remote import Range
+from parallel3d.data.ids import remote
+from parallel3d.data.ids.remote import BLOCK, SET_BYTES, WAYS, BlockCache, Range, RemoteFiles
 from parallel3d.data.prepare import prepare
 from tests.data.ids import writers
 from tests.data.ids.slow import SlowFiles
@@ -76,7 +75,7 @@ def slow_corpus(folder, num_documents=300):
 
 def test_once_the_cache_is_ahead_nothing_is_read_from_afar(tmp_path, monkeypatch):
     """And until then each block once, and never more than a sample needs."""
-    monkeypatch.setattr(blocks, "BLOCK", 512)
+    monkeypatch.setattr(remote, "BLOCK", 512)
     corpus, path = slow_corpus(tmp_path)
     SlowFiles.reads.clear()
     for turn in range(3):
@@ -115,7 +114,7 @@ def test_what_is_wrong_afar_is_said_with_the_name(tmp_path):
 
 def test_the_bound_holds_and_what_was_used_stays(tmp_path, monkeypatch):
     clock = iter(range(1, 10**6))
-    monkeypatch.setattr(blocks, "time", SimpleNamespace(time=lambda: next(clock)))
+    monkeypatch.setattr(remote, "time", SimpleNamespace(time=lambda: next(clock)))
     path = tmp_path / "remote/blocks"
     cache = BlockCache(path, SET_BYTES + 5)  # one set: the order of use is exact
     for number in range(WAYS):
@@ -203,8 +202,8 @@ def test_any_ranges_are_the_files_bytes(data):
     sizes = {url: len(whole) for url, whole in files.items()}
     reader = RemoteFiles(sizes, "corpus", memory)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks, "read_ranges", read)
-        patch.setattr(blocks, "BLOCK", 64)
+        patch.setattr(remote, "read_ranges", read)
+        patch.setattr(remote, "BLOCK", 64)
         for _ in range(2):
             assert reader.read(ranges) == [files[r.path][r.start : r.end] for r in ranges]
             # No byte comes twice.
