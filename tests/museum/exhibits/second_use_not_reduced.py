@@ -4,7 +4,7 @@ only.
 
 from typing import Any
 
-from parallel3d.tensor import output
+from parallel3d.tensor import vocab
 from tests.museum.exhibit import Exhibit, in_place_of
 
 EXHIBIT = Exhibit(
@@ -12,7 +12,7 @@ EXHIBIT = Exhibit(
 )
 
 
-@in_place_of(output, "vocab_parallel_loss")
+@in_place_of(vocab, "vocab_parallel_loss")
 def plant(original: Any, x: Any, weight: Any, labels: Any, **of: Any) -> Any:
     """The output projection adds nothing to the gradient of the tied embedding."""
     return original(x, weight.detach(), labels, **of)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.nn.functional as F
 
-from parallel3d.tensor import loss, output
+from parallel3d.tensor import loss, vocab
 from tests.museum.exhibit import Exhibit, Planted, all_of, wrapped
 
 EXHIBIT = Exhibit(__doc__, "2026-09-09", "unslothai/unsloth#10616", mesh=(1, 1, 4))
@@ -29,7 +29,7 @@ def plant() -> Planted:
         return found[:, :-3] if last else found
 
     return all_of(
-        wrapped(output, "vocab_parallel_loss", of_slice),
+        wrapped(vocab, "vocab_parallel_loss", of_slice),
         wrapped(loss, "_logits", logits),
         wrapped(loss, "gradient_of_spent", gradient),
         wrapped(loss, "gradient_of", gradient),
