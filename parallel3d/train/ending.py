@@ -50,8 +50,8 @@ class Ending:
     def leave(self, code: int) -> NoReturn:
         """End with this exit code, or the code that the launcher takes for it."""
         pulse.leave(code)
-        if engine := sys.modules.get("parallel3d.engine"):
-            engine.remove_swap_folders()
+        if swap := sys.modules.get("parallel3d.engine.swap"):  # it loads DeepSpeed
+            swap.remove_folders()
         for release in self.at_end:
             release()
         if (text := last_line(code, self.launch)) and self.launch.rank == 0:
