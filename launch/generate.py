@@ -57,11 +57,20 @@ def number(most: float) -> Callable[[str], float]:
     return read
 
 
+def utf8(text: str) -> str:
+    """Return the text; Python reads bytes that are not UTF-8 as surrogates."""
+    if not text.isascii() and text.encode(errors="replace").decode() != text:
+        raise argparse.ArgumentTypeError(f" = {ascii(text[:40])}: must be UTF-8; encode it so")
+    return text
+
+
 def parse_args() -> argparse.Namespace:
     """Read the command line of `generate`."""
     parser = Parser(__doc__)
     parser.add_argument("path", type=Path, metavar="PATH", help="a run, a checkpoint or a model")
-    parser.add_argument("--prompt", required=True, metavar="TEXT", help="what it goes on from")
+    parser.add_argument(
+        "--prompt", type=utf8, required=True, metavar="TEXT", help="what it goes on from"
+    )
     parser.add_argument(
         "--max-new-tokens", type=whole_number(), default=100, metavar="N", help="at most (100)"
     )

@@ -3,6 +3,7 @@
 import codecs
 import io
 import json
+import os
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import IO, Any, NamedTuple, cast
@@ -165,6 +166,8 @@ class Lines:
 
 def open_text(path: str, compressed: bool) -> IO[bytes]:
     """Open a text file to read its bytes, unpacked."""
+    if os.path.getsize(path) == 0:  # files of /proc are said to be empty, and some never end
+        return io.BytesIO()
     if not compressed:
         return open(path, "rb")
     import pyarrow as pa

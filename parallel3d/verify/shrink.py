@@ -1,5 +1,6 @@
 """A config in small: everything that could change the numbers is kept, only sizes shrink."""
 
+import re
 from collections.abc import Sequence
 from itertools import product
 from math import lcm, prod
@@ -25,6 +26,7 @@ MESHES: tuple[Sizes, ...] = (
     (1, 2, 2),
     (2, 2, 2),
 )
+MOST_RANKS = 64  # processes that one machine can be asked for
 # ZeRO-3 leaves a model this small whole, unless it is told otherwise.
 NO_THRESHOLDS = {
     "stage3_param_persistence_threshold": 0,
@@ -40,13 +42,19 @@ PARAM_BUFFERS = {"buffer_size": 2**16, "max_in_cpu": 0}
 
 
 def parse_meshes(text: str) -> tuple[Sizes, ...]:
-    """Meshes as "1x1x1,2x2x2": pp x dp x tp; raises ConfigError."""
+    """Read meshes as "1x1x1,2x2x2": pp x dp x tp; raises ConfigError."""
     meshes = []
     for part in text.split(","):
-        sizes = part.strip().split("x")
-        if len(sizes) != 3 or not all(size.isdecimal() and int(size) > 0 for size in sizes):
+        match = re.fullmatch(r"\s*([1-9][0-9]*)x([1-9][0-9]*)x([1-9][0-9]*)\s*", part)
+        if match is None:
             raise ConfigError(f"--meshes {part!r}: is no mesh; write pp x dp x tp, as in 2x2x1")
-        meshes.append((int(sizes[0]), int(sizes[1]), int(sizes[2])))
+        pp, dp, tp = map(int, match.groups())
+        if pp * dp * tp > MOST_RANKS:
+            raise ConfigError(
+                f"--meshes {part!r}: is {pp * dp * tp:,} processes, and verify starts at most "
+                f"{MOST_RANKS} on one machine; use a smaller mesh"
+            )
+        meshes.append((pp, dp, tp))
     return tuple(meshes)
 
 

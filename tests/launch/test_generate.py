@@ -104,6 +104,7 @@ def test_no_more_tokens_than_the_model_reads(place, command):
         (["{place}/none", "--prompt", ""], "none: no such folder"),
         (["{place}", "--prompt", ""], "no checkpoint there"),
         (["{place}/out"], "--prompt: is missing"),
+        (["{place}/out", "--prompt", "a\udcff"], "--prompt = 'a\\udcff': must be UTF-8"),
         (["{place}/out", "--prompt", "", "--temperature", "0"], "--temperature = 0: must be above"),
         (["{place}/out", "--prompt", "", "--greedy", "--top-p", "0.5"], "--top-p: not with --gre"),
     ],

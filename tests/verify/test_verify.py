@@ -108,11 +108,20 @@ def test_the_command(command, monkeypatch, capsys):
     assert "2x1x1" in said
 
 
-def test_what_cannot_run_is_refused(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["verify", "--config", "ds.json", "--meshes", "2x2"])
+@pytest.mark.parametrize(
+    ("meshes", "message"),
+    [
+        ("2x2", "'2x2': is no mesh"),
+        ("\uff12x1x1", "'\uff12x1x1': is no mesh"),
+        ("0x1x1", "'0x1x1': is no mesh"),
+        ("1x1x1,64x64x64", "'64x64x64': is 262,144 processes"),
+    ],
+)
+def test_what_cannot_run_is_refused(meshes, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["verify", "--config", "ds.json", "--meshes", meshes])
     assert launch_verify.main() == 2
     printed = capsys.readouterr()
-    assert printed.out == "" and "'2x2': is no mesh" in printed.err
+    assert printed.out == "" and message in printed.err
 
 
 def test_the_museum_has_moved(monkeypatch, capsys):
