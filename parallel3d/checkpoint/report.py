@@ -130,7 +130,9 @@ def show(found: Mapping[str, Any], out: Console) -> None:
 def _facts(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """A name and a text each: where the run is, who wrote this, and of what model it is."""
     for key in _STATE_KEYS:
-        if key not in ("config", "random", "split"):
+        if key == "learning_rate" and isinstance(found[key], dict) and not found[key].get("next"):
+            yield _words(key), f"the schedule of {found[key].get('of_steps')} steps is over"
+        elif key not in ("config", "random", "split"):
             yield _words(key), _text(found[key])
     with suppress(KeyError, TypeError):
         model = found["config"]["parallel3d"]["model"]
