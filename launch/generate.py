@@ -60,7 +60,7 @@ def number(most: float) -> Callable[[str], float]:
 def utf8(text: str) -> str:
     """Return the text; Python reads bytes that are not UTF-8 as surrogates."""
     if not text.isascii() and text.encode(errors="replace").decode() != text:
-        raise argparse.ArgumentTypeError(f" = {ascii(text[:40])}: must be UTF-8; encode it so")
+        raise argparse.ArgumentTypeError(f" = {text[:40]!a}: must be UTF-8; encode it so")
     return text
 
 

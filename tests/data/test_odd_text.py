@@ -271,5 +271,5 @@ def one_level(glob):
 def test_a_file_that_never_ends_is_empty(tmp_path):
     """The kernel's log says that it has 0 bytes, and a read of it waits for the next message."""
     config = Settings(source="text", paths=("/proc/kmsg",), cache=str(tmp_path))
-    with pytest.raises(DataError, match="no document|empty|no text"):
+    with pytest.raises(DataError, match="has no text"):
         prepare(config)
