@@ -15,7 +15,7 @@ from xxhash import xxh3_128
 
 from parallel3d import models
 from parallel3d.calibrate.steps import SmallRun
-from parallel3d.checkpoint import resume
+from parallel3d.checkpoint import find
 from parallel3d.checkpoint.load import load
 from parallel3d.checkpoint.manifest import read_manifest, read_state
 from parallel3d.checkpoint.save import Saver
@@ -110,7 +110,7 @@ class Ours(Contender):
         return time.perf_counter() - self._started
 
     def _load_verified(self, step: int) -> None:
-        found, _ = resume.find(self.folder, step, self.mesh)
+        found, _ = find.find(self.folder, step, self.mesh)
         assert found is not None
         self._fill(found.folder, found.files, found.state)
 
@@ -120,7 +120,7 @@ class Ours(Contender):
         self._fill(folder, files, read_state(folder))
 
     def _fill(self, folder: Path, files: Sequence[str], state: Mapping[str, Any]) -> None:
-        found = resume.FoundCheckpoint(folder, tuple(files), state)
+        found = find.FoundCheckpoint(folder, tuple(files), state)
         load(found, engine=self.engine, mesh=self.mesh, layers=self._layers)
 
 

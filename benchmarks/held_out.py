@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from parallel3d.config import RunConfig
 from parallel3d.data.corpus import Corpus, TokenStream
-from parallel3d.data.evaluation import EvaluationSamples, SetLoss, held_out_samples
+from parallel3d.data.evaluation_samples import EvaluationSamples, SetLoss, held_out_samples
 from parallel3d.data.prepare import prepare
 from parallel3d.verify.reference import in_our_names, losses_of
 

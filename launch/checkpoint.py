@@ -32,21 +32,21 @@ def main() -> int:
 
 def inspect(args: argparse.Namespace, console: Console) -> int:
     """Print what is in a checkpoint, or in the newest of a run."""
-    from parallel3d.checkpoint import report
+    from parallel3d.checkpoint import describe
 
-    found = report.describe(report.find_checkpoints(args.path)[0])
+    found = describe.describe(describe.find_checkpoints(args.path)[0])
     if args.show_config:
         print(json.dumps(found["config"], indent=2))
     elif args.json:
         print(json.dumps(found))
     else:
-        report.show(found, console)
+        describe.show(found, console)
     return DONE
 
 
 def verify_all(path: Path, as_json: bool, console: Console) -> int:
     """Read every checkpoint that the path means to its end, and say of each whether it holds."""
-    from parallel3d.checkpoint.report import find_checkpoints, find_left_over
+    from parallel3d.checkpoint.describe import find_checkpoints, find_left_over
 
     bad: list[dict[str, Any]] = []
     for folder in find_checkpoints(path):
@@ -71,7 +71,7 @@ def _row(name: str, text: str) -> str:
 def verify_one(folder: Path) -> tuple[list[Any], str]:
     """The faults of a checkpoint, and how much was read in what time."""
     from parallel3d.checkpoint.manifest import verify
-    from parallel3d.data.progress import shown_progress
+    from parallel3d.data.prepare_progress import shown_progress
 
     total = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
     done, start = 0, time.perf_counter()

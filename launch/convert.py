@@ -41,7 +41,7 @@ def converted(args: argparse.Namespace) -> tuple["Proof", str]:
 
     Return what was proved of it, and the words for its source.
     """
-    from parallel3d.data.progress import shown_progress
+    from parallel3d.data.prepare_progress import shown_progress
     from parallel3d.huggingface import conversion
     from parallel3d.huggingface.source import CheckpointSource
     from parallel3d.huggingface.weight_files import DTYPES as TYPES

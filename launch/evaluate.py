@@ -18,7 +18,7 @@ from parallel3d.train.claim import ready
 from parallel3d.train.stopping import StopRequest, end_with, join
 
 if TYPE_CHECKING:
-    from parallel3d.data.evaluation import SetLoss
+    from parallel3d.data.evaluation_samples import SetLoss
 
 ALL = 10**12  # more samples than there are
 SHOWN = ("loss", "standard_error", "tokens", "perplexity", "bits_per_byte")  # of each set in JSON
@@ -35,14 +35,14 @@ def evaluate(
 ) -> int:
     """Evaluate, and print what it came to; return the exit code."""
     # They load torch, for which a wrong path does not wait.
-    from parallel3d.train.evaluation_config import checkpoint_in, evaluation_config
+    from parallel3d.train.checkpoint_config import checkpoint_in, evaluation_config
 
     checkpoint = checkpoint_in(args.path)
     asked = evaluation_config(
         checkpoint, launch, file=args.config, overrides=overrides, samples=args.samples
     )
     config = ready(asked, launch)
-    from parallel3d.train.evaluate import evaluate as losses_of
+    from parallel3d.train.evaluate_checkpoint import evaluate as losses_of
 
     mesh = join(config, launch)
     console = terminal.console(True)

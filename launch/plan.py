@@ -14,7 +14,7 @@ from parallel3d.base import terminal
 from parallel3d.base.arguments import DONE, FAILED, Parser, named, whole_number
 from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig, hardware
-from parallel3d.plan.report import command
+from parallel3d.plan.report import plan_rows
 
 
 @named("plan")
@@ -31,16 +31,16 @@ def main() -> int:
     if not args.config:
         raise ConfigError("--config: is missing; name a config file, or one in configs/")
     config = RunConfig.from_json(args.config, overrides)
-    machine = command.hardware_of(config, args.hardware)
-    devices = args.devices if args.devices is not None else command.devices_of(config, machine)
-    request = command.ask(config, machine, devices, args.fix)
-    found = command.find(request, args.rows)
+    machine = plan_rows.hardware_of(config, args.hardware)
+    devices = args.devices if args.devices is not None else plan_rows.devices_of(config, machine)
+    request = plan_rows.ask(config, machine, devices, args.fix)
+    found = plan_rows.find(request, args.rows)
     if args.explain:
-        command.explain(found, args.explain, args.svg, args.trace, console)
+        plan_rows.explain(found, args.explain, args.svg, args.trace, console)
     else:
-        command.show(found, request, console)
+        plan_rows.show(found, request, console)
     if args.json:
-        print(json.dumps(command.to_json(found, request)))
+        print(json.dumps(plan_rows.to_json(found, request)))
     return DONE if found.plans else FAILED
 
 
@@ -65,15 +65,15 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
         help=f"{hardware.THIS_MACHINE}, {', '.join(hardware.names())}, or a file like theirs",
     )  # fmt: skip
     parser.add_argument(
-        "--devices", type=whole_number(most=command.MOST_DEVICES), metavar="N",
+        "--devices", type=whole_number(most=plan_rows.MOST_DEVICES), metavar="N",
         help="how many; else those of the config's mesh",
     )  # fmt: skip
     parser.add_argument(
         "--rows", type=whole_number(), metavar="N",
-        help=f"rows to show; else {command.ROWS} that fit, and faster ones that do not",
+        help=f"rows to show; else {plan_rows.ROWS} that fit, and faster ones that do not",
     )  # fmt: skip
     parser.add_argument(
-        "--fix", nargs="+", action="extend", default=[], metavar="NAME=VALUE", help=command.FIX
+        "--fix", nargs="+", action="extend", default=[], metavar="NAME=VALUE", help=plan_rows.FIX
     )
     parser.add_argument("--explain", type=whole_number(), metavar="N", help="show row N in detail")
     parser.add_pictures("the timeline of --explain's row")

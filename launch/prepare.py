@@ -12,7 +12,7 @@ from parallel3d.data.batches import check_length
 from parallel3d.data.corpus import Corpus
 from parallel3d.data.export import export_megatron
 from parallel3d.data.prepare import prepare
-from parallel3d.data.progress import shown_progress
+from parallel3d.data.prepare_progress import shown_progress
 from parallel3d.data.show import as_text, describe, described, on_terminal, samples
 
 

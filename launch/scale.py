@@ -13,7 +13,7 @@ import sys
 
 from parallel3d.base import terminal
 from parallel3d.base.arguments import DONE, FAILED, Parser, named
-from parallel3d.scaling import command, coordinates
+from parallel3d.scaling import coordinates, flags
 
 
 @named("scale")
@@ -60,13 +60,13 @@ def run(args: argparse.Namespace) -> int:
 
 def fit(args: argparse.Namespace) -> int:
     """Fit a law, print it, and write fit.json."""
-    from parallel3d.scaling.report import show_fit
+    from parallel3d.scaling.report_page import show_fit
     from parallel3d.scaling.result import finite
 
     console = terminal.console(args.json)
-    found = command.fit(args)
+    found = flags.fit(args)
     show_fit(found, console)
-    console.print(f"written: {', '.join(map(str, command.write(found, args)))}")
+    console.print(f"written: {', '.join(map(str, flags.write(found, args)))}")
     if args.json:
         print(json.dumps(finite(found.to_json())))
     return DONE
@@ -74,10 +74,10 @@ def fit(args: argparse.Namespace) -> int:
 
 def predict(args: argparse.Namespace) -> int:
     """Forecast a run from a fit, and register the forecast if asked to."""
-    from parallel3d.scaling.report import show_forecast
+    from parallel3d.scaling.report_page import show_forecast
 
     console = terminal.console(args.json)
-    made, stored, path = command.predict(args)
+    made, stored, path = flags.predict(args)
     show_forecast(made, stored, console)
     if path is not None:
         console.print(f"registered in {path}")
@@ -90,7 +90,7 @@ def coordcheck(args: argparse.Namespace) -> int:
     """Train a config at several widths, and print how sizes of activations go with them; 0 or 1."""
     config = coordinates.prepare(args)
     # Only now: torch and DeepSpeed wait for a config that is right.
-    from parallel3d.verify.coordinates import check_coordinates
+    from parallel3d.verify.coordinate_check import check_coordinates
 
     console = terminal.console(args.json)
     found = check_coordinates(
@@ -105,10 +105,10 @@ def parse_args() -> argparse.Namespace:
     parser = Parser(__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, add, words in (
-        ("plan", command.add_plan, "print the runs of a ladder, and what they take"),
-        ("run", command.add_run, "train the runs of a ladder that are not finished"),
-        ("fit", command.add_fit, "fit a law to runs"),
-        ("predict", command.add_predict, "forecast a run from a fit"),
+        ("plan", flags.add_plan, "print the runs of a ladder, and what they take"),
+        ("run", flags.add_run, "train the runs of a ladder that are not finished"),
+        ("fit", flags.add_fit, "fit a law to runs"),
+        ("predict", flags.add_predict, "forecast a run from a fit"),
         ("coordcheck", coordinates.add, "see whether activations depend on the width"),
     ):
         add(commands.add_parser(name, help=words, description=words))

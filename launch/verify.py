@@ -35,8 +35,8 @@ def main() -> int:
     refuse_impossible(config, ranks_of(config))
     with TemporaryDirectory(prefix="parallel3d-verify-") as folder:
         # Only now: torch and DeepSpeed wait for a config that is right.
-        from parallel3d.verify.report import verify
         from parallel3d.verify.shrink import MESHES, parse_meshes
+        from parallel3d.verify.table import verify
 
         meshes = parse_meshes(args.meshes) if args.meshes else MESHES
         report = verify(config, meshes, Path(folder), console, chosen=bool(args.meshes))

@@ -9,12 +9,12 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-from parallel3d.base import own_folders
+from parallel3d.base import user_folders
 from parallel3d.base.section import Problem, Problems
 from parallel3d.model.parametrization import parametrization_of
 from parallel3d.model.spec import LayerSpec, Shape, named_params
 
-__path__ += own_folders.from_environment(own_folders.MODELS)
+__path__ += user_folders.from_environment(user_folders.MODELS)
 
 
 def families() -> list[str]:

@@ -50,7 +50,7 @@ def end(process):
 def main():
     """Whoever needs it will say why it cannot be compiled."""
     from parallel3d.base.errors import ConfigError
-    from parallel3d.engine.operators import load_async_io
+    from parallel3d.engine.op_builds import load_async_io
     from parallel3d.mesh.mesh import Mesh
 
     with TemporaryDirectory() as folder:

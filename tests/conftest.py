@@ -114,7 +114,7 @@ def no_launch_stays_behind():
 @pytest.fixture(scope="session")
 def cpu_adam(request, tmp_path_factory):
     """DeepSpeed's Adam for the host, compiled on no test's time; False where it cannot be."""
-    from parallel3d.engine.operators import load_cpu_adam
+    from parallel3d.engine.op_builds import load_cpu_adam
 
     with compiling(request, tmp_path_factory) as (mesh, say):
         return load_cpu_adam(mesh, say)
@@ -131,7 +131,7 @@ def compiled_before_launches(request):
 def async_io(request, tmp_path_factory):
     """DeepSpeed's reads and writes of NVMe, compiled on no test's time; skips where not."""
     from parallel3d.base.errors import ConfigError
-    from parallel3d.engine.operators import load_async_io
+    from parallel3d.engine.op_builds import load_async_io
 
     with compiling(request, tmp_path_factory) as (mesh, say):
         try:

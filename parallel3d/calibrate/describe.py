@@ -19,7 +19,7 @@ import torch
 from parallel3d.base.atomic import replace_text
 from parallel3d.base.errors import TrainingError
 from parallel3d.calibrate.curves import fit_curves, fit_link, fit_program
-from parallel3d.calibrate.device import Effort, measure_device, measure_links, set_threads
+from parallel3d.calibrate.measure_device import Effort, measure_device, measure_links, set_threads
 from parallel3d.calibrate.steps import SmallRun, Timed, small_runs, time_steps
 from parallel3d.config.hardware import Cores, Figure, Hardware, Host, Link, recognise, user_folder
 from parallel3d.mesh.mesh import Mesh

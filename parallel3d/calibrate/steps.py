@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from parallel3d.calibrate.device import clock_of, set_threads, slowest
+from parallel3d.calibrate.measure_device import clock_of, set_threads, slowest
 from parallel3d.config import RunConfig
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.pipeline.executor import Microbatch

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from parallel3d.base.errors import CheckpointError
-from parallel3d.checkpoint.files import open_file
+from parallel3d.checkpoint.safe_files import open_file
 
 STAGING_BYTES = 8 * 2**20
 # Reading over a gap is cheaper than one more call to the system, up to about here.

@@ -19,7 +19,7 @@ from torch import Tensor
 from parallel3d.base.errors import CheckpointError
 from parallel3d.checkpoint.arrays import ArrayFile
 from parallel3d.checkpoint.box import Box, inside
-from parallel3d.checkpoint.files import is_count, parse_object
+from parallel3d.checkpoint.safe_files import is_count, parse_object
 
 Dims = tuple[int, ...]
 

@@ -8,8 +8,8 @@ from xxhash import xxh3_128
 from parallel3d.base.errors import CheckpointError
 from parallel3d.checkpoint.arrays import memory_of
 from parallel3d.checkpoint.chunks import Chunk, ChunkFile
-from parallel3d.checkpoint.files import open_file
 from parallel3d.checkpoint.manifest import Entry
+from parallel3d.checkpoint.safe_files import open_file
 
 _READ_BYTES = 2**20
 

@@ -21,8 +21,8 @@ from parallel3d.base.errors import CheckpointError
 from parallel3d.checkpoint.box import Box, overlapping
 from parallel3d.checkpoint.chunk_runs import boxes_in_whole
 from parallel3d.checkpoint.chunks import KINDS, Chunk, ChunkFile
+from parallel3d.checkpoint.find import FoundCheckpoint
 from parallel3d.checkpoint.manifest import shapes_of
-from parallel3d.checkpoint.resume import FoundCheckpoint
 from parallel3d.engine import Engine, HeldParameter, writing
 from parallel3d.mesh.agree import agree
 from parallel3d.mesh.mesh import Mesh

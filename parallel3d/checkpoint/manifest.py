@@ -19,7 +19,7 @@ from xxhash import xxh3_128, xxh3_128_hexdigest
 from parallel3d.base.errors import CheckpointError
 from parallel3d.checkpoint.box import Box, inside, overlapping
 from parallel3d.checkpoint.chunks import KINDS, Chunk, ChunkFile
-from parallel3d.checkpoint.files import (
+from parallel3d.checkpoint.safe_files import (
     is_count,
     open_file,
     parse_object,

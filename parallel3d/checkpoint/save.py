@@ -19,7 +19,7 @@ import numpy as np
 from rich.filesize import decimal
 
 from parallel3d.base.errors import CheckpointError, TrainingError
-from parallel3d.checkpoint import chunk_runs, disk, room
+from parallel3d.checkpoint import chunk_runs, disk, free_space
 from parallel3d.checkpoint.chunk_runs import HostCopy, copy_bytes
 from parallel3d.checkpoint.chunks import header
 from parallel3d.checkpoint.manifest import (
@@ -89,7 +89,7 @@ class Saver:
     def expected_seconds(self) -> float:
         """Approximate seconds of a save until it is on disk, by a small trial. Collective."""
         try:
-            mine = room.seconds_to_write(self._folder, 4 * self._numel)
+            mine = free_space.seconds_to_write(self._folder, 4 * self._numel)
         except OSError:
             mine = 0.0  # the first save will say what is wrong
         return max(row[0] for row in self._mesh.gather_floats([mine]))
@@ -142,8 +142,8 @@ class Saver:
         """True to write behind the training; and why nothing can be saved ("" if it can)."""
         wanted = self._asynchronous and not wait
         new_bytes = 0 if self._buffer is not None else copy_bytes(self._numel)
-        memory_lacks = room.memory_lacks(new_bytes, self._mesh.local_size)
-        disk_lacks = room.disk_lacks(self._folder, self.num_bytes)
+        memory_lacks = free_space.memory_lacks(new_bytes, self._mesh.local_size)
+        disk_lacks = free_space.disk_lacks(self._folder, self.num_bytes)
         rows = self._mesh.gather_floats([memory_lacks if wanted else 0, disk_lacks])
         memory, space = (max(int(row[i]) for row in rows) for i in range(2))
         if space:

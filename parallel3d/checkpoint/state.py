@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel3d.base.errors import CheckpointError
-from parallel3d.checkpoint.files import tokenizer_digest
+from parallel3d.checkpoint.safe_files import tokenizer_digest
 from parallel3d.config import RunConfig
 from parallel3d.config.learning_rate import rate
 from parallel3d.data.corpus import Corpus

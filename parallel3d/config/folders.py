@@ -8,15 +8,15 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Strict
 
 from parallel3d import models
-from parallel3d.base import own_folders
+from parallel3d.base import user_folders
 from parallel3d.base.reader import at
 from parallel3d.base.section import PathText
 from parallel3d.schedule import schedules
 
 # The package that looks into such folders, the variable that lists them, and what they hold.
 _KINDS = {
-    "model_folders": (models, own_folders.MODELS, "*/spec.py"),
-    "schedule_folders": (schedules, own_folders.SCHEDULES, "*.py"),
+    "model_folders": (models, user_folders.MODELS, "*/spec.py"),
+    "schedule_folders": (schedules, user_folders.SCHEDULES, "*.py"),
 }
 
 
@@ -26,7 +26,7 @@ def look_into(raw: dict[str, Any]) -> None:
         folders = at(raw, f"parallel3d.run.{name}")
         for folder in folders if isinstance(folders, list) else ():
             if isinstance(folder, str) and "\0" not in folder and Path(folder).is_dir():
-                own_folders.add(folder, package.__path__, variable)
+                user_folders.add(folder, package.__path__, variable)
 
 
 def _folder_of(name: str) -> Callable[[str], str]:

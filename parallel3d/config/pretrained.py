@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from parallel3d.base import reader
 from parallel3d.base.errors import ConfigError
-from parallel3d.base.network import why_unreachable
+from parallel3d.base.hub_access import why_unreachable
 from parallel3d.base.section import Problem, Problems
 from parallel3d.models import pretrained
 

@@ -13,7 +13,7 @@ from parallel3d.base.atomic import rename, sync
 from parallel3d.base.errors import DataError
 from parallel3d.data.corpus import Corpus, TokenStream
 from parallel3d.data.ids import megatron
-from parallel3d.data.ids.files import BLOCK, INTEGERS, blocks
+from parallel3d.data.ids.id_file import BLOCK, INTEGERS, blocks
 from parallel3d.data.sources import Progress, silent
 
 # Megatron-LM takes uint16 for fewer tokens than this, else int32.

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parallel3d.base.errors import DataError
-from parallel3d.base.network import why_unreachable
+from parallel3d.base.hub_access import why_unreachable
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -25,11 +25,11 @@ from parallel3d.config.data import DataConfig, PartConfig
 from parallel3d.data.cache import digest_of, is_settled, keep, load, state_of
 from parallel3d.data.corpus_folder import FORMAT, contents_of, write_facts
 from parallel3d.data.documents import ENTRY
-from parallel3d.data.ids import arrays, arrow, datatrove, megatron
-from parallel3d.data.ids.check import Checked, OnIds, Vocabulary, check
+from parallel3d.data.ids import arrow, datatrove, flat_arrays, megatron
 from parallel3d.data.ids.counting import beside_ids
-from parallel3d.data.ids.files import INTEGERS, TokenFile, is_file
+from parallel3d.data.ids.id_file import INTEGERS, TokenFile, is_file
 from parallel3d.data.ids.remote import is_url, matching, version_of
+from parallel3d.data.ids.validate import Checked, OnIds, Vocabulary, check
 from parallel3d.data.sources import Progress, matching_files
 from parallel3d.data.tokenizer import load_tokenizer, num_tokens, save_tokenizer
 
@@ -251,7 +251,7 @@ def _files(section: DataConfig | PartConfig, vocabulary: Vocabulary) -> list[Tok
     if dtype == "auto":
         dtype = "uint16" if vocabulary.size <= 2**16 else "uint32"
     if section.source == "tokens":
-        return [arrays.read(path, INTEGERS[dtype]) for path in _matching(section.paths, "npy")]
+        return [flat_arrays.read(path, INTEGERS[dtype]) for path in _matching(section.paths, "npy")]
     paths = [p for p in _matching(section.paths, "ds") if not p.endswith(datatrove.BESIDE)]
     if not paths:
         raise DataError("data.paths matches no .ds file; give their paths, or corpus/**/*.ds")

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from parallel3d.base.errors import DataError
-from parallel3d.base.network import why_unreachable
+from parallel3d.base.hub_access import why_unreachable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

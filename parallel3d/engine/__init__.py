@@ -12,7 +12,7 @@ if torch.accelerator.current_accelerator() is None:  # this build of torch knows
 from parallel3d.engine.construction import building, writing
 from parallel3d.engine.engine import Engine, ForwardEngine, StepResult, forward_settings
 from parallel3d.engine.engine_settings import EngineSettings
-from parallel3d.engine.states import KINDS, ParameterPiece
+from parallel3d.engine.optimizer_states import KINDS, ParameterPiece
 from parallel3d.tensor.cut import HeldParameter
 
 __all__ = [

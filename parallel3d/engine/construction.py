@@ -15,7 +15,7 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedP
 from deepspeed.utils import logger as deepspeed_logger
 from torch import Tensor, nn
 
-from parallel3d.engine import operators, swap
+from parallel3d.engine import op_builds, swap
 from parallel3d.engine.engine_settings import EngineSettings
 from parallel3d.engine.quirks import core, fp16, nvme
 from parallel3d.mesh.mesh import Mesh
@@ -123,7 +123,7 @@ def make_folder(
     options: Mapping[str, Any], part: str, mesh: Mesh, say: Callable[[str], None]
 ) -> Path:
     """Load what NVMe offload of `part` ("param", "optimizer") needs; make the engine's folder."""
-    operators.load_async_io(mesh, say)
+    op_builds.load_async_io(mesh, say)
     setting = f"zero_optimization.offload_{part}.nvme_path"
     return swap.make_folder(options["nvme_path"], mesh, setting)
 

@@ -15,16 +15,16 @@ from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
 
 from parallel3d.base.errors import ConfigError, TrainingError
-from parallel3d.engine import operators, swap
+from parallel3d.engine import op_builds, swap
 from parallel3d.engine.construction import ModelParallelUnit, building, make_folder, swap_folder
 from parallel3d.engine.engine_settings import EngineSettings
 from parallel3d.engine.gathering import GatheredWeights, Layers
+from parallel3d.engine.optimizer_states import OptimizerStates
 from parallel3d.engine.quirks import core, fp16, nvme, streams, tracing, updating
 from parallel3d.engine.reduction import Reduction
-from parallel3d.engine.states import OptimizerStates
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.tensor.cut import HeldParameter
-from parallel3d.tensor.held_back import added_in_place
+from parallel3d.tensor.weight_gradients import added_in_place
 
 _log = logging.getLogger(__name__)
 
@@ -87,14 +87,14 @@ class Engine:
             ballast = core.Ballast(len(self._kinds))
         self._module = _Module(stages, ballast)
         offload = settings.offload_optimizer != "none"
-        optimizer = operators.make_optimizer(
+        optimizer = op_builds.make_optimizer(
             core.param_groups(
                 self.held, ballast, settings.weight_decay, settings.eps, settings.rates
             ),
             lr=settings.lr,
             betas=settings.betas,
             eps=settings.eps,
-            cpu_adam=offload and operators.load_cpu_adam(mesh, say),
+            cpu_adam=offload and op_builds.load_cpu_adam(mesh, say),
             device=mesh.device,
         )
         updating.power_afresh(optimizer)

@@ -14,7 +14,7 @@ from torch import Tensor
 from parallel3d import models
 from parallel3d.base.errors import ConfigError, TrainingError
 from parallel3d.checkpoint.arrays import recycled
-from parallel3d.checkpoint.room import disk_lacks
+from parallel3d.checkpoint.free_space import disk_lacks
 from parallel3d.config.pretrained import derived, read_config
 from parallel3d.data.sources import Progress, silent
 from parallel3d.huggingface.card import CARD, CONFIG, GENERATION, About, tokenizer_files, write_rest

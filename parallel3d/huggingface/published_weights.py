@@ -15,7 +15,7 @@ from parallel3d.base.errors import CheckpointError, ConfigError
 from parallel3d.checkpoint.arrays import ArrayFile, empty
 from parallel3d.checkpoint.box import Box, boxes_of
 from parallel3d.checkpoint.chunks import read_header
-from parallel3d.checkpoint.files import is_count
+from parallel3d.checkpoint.safe_files import is_count
 from parallel3d.config.pretrained import weight_files
 from parallel3d.model.spec import named_params, tied_names
 from parallel3d.models.pretrained import Part

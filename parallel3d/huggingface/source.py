@@ -11,7 +11,7 @@ from parallel3d.base.errors import CheckpointError
 from parallel3d.checkpoint.arrays import empty
 from parallel3d.checkpoint.box import overlapping
 from parallel3d.checkpoint.chunks import Chunk
-from parallel3d.checkpoint.files import tokenizer_digest
+from parallel3d.checkpoint.describe import find_checkpoints
 from parallel3d.checkpoint.hashed import HashedChunks
 from parallel3d.checkpoint.manifest import (
     STATE,
@@ -19,7 +19,7 @@ from parallel3d.checkpoint.manifest import (
     read_sound_state,
     shapes_of,
 )
-from parallel3d.checkpoint.report import find_checkpoints
+from parallel3d.checkpoint.safe_files import tokenizer_digest
 from parallel3d.config import RunConfig
 from parallel3d.data.cache import cache_root
 from parallel3d.data.sources import Progress, silent

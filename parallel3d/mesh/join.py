@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from parallel3d.base.errors import packed, unpacked
-from parallel3d.mesh import network
+from parallel3d.mesh import interfaces
 from parallel3d.mesh.device import claim_device, identity_of
 from parallel3d.mesh.groups import BACKEND, choose_backend, options_of
 from parallel3d.mesh.launch import Launch
@@ -60,7 +60,7 @@ def join(launch: Launch, device: torch.device, watched: bool = False) -> None:
     global _times_joined
     if dist.is_initialized():
         return
-    network.allow_open_files()
+    interfaces.allow_open_files()
     backend = choose_backend(device)
     if launch.world_size == 1 and "MASTER_ADDR" not in os.environ:
         store: dist.Store = dist.HashStore()
@@ -73,14 +73,14 @@ def join(launch: Launch, device: torch.device, watched: bool = False) -> None:
         store.set(_START, "")
     elif problem := store.get(_START).decode():
         raise unpacked(problem)
-    network.choose_interface(launch, store, STARTUP_TIMEOUT.total_seconds())
+    interfaces.choose_interface(launch, store, STARTUP_TIMEOUT.total_seconds())
     if backend == "nccl":
-        network.connect_on_demand()
+        interfaces.connect_on_demand()
         claim_device(identity_of(device), launch, store)
     if watched and not pulse.is_watched():
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         # Others may reach this host as they do the store, by its address on the way there, by name.
-        names = list(filter(None, [host, network.address_towards(host), socket.gethostname()]))
+        names = list(filter(None, [host, interfaces.address_towards(host), socket.gethostname()]))
         judge = partial(store.set, "judge"), lambda: store.get("judge").decode()
         pulse.begin(launch.rank, launch.world_size, (host, port), names, *judge)
         pulse.doing("making the process groups")

@@ -18,8 +18,8 @@ from parallel3d.pipeline.clock import DeviceClock
 from parallel3d.schedule.schedule import Action, Op, Schedule, Span
 from parallel3d.tensor.collectives import all_reduce
 from parallel3d.tensor.dropout import RandomKey
-from parallel3d.tensor.held_back import WeightGradients, held_back
 from parallel3d.tensor.segments import Segments
+from parallel3d.tensor.weight_gradients import WeightGradients, held_back
 
 _Key = tuple[int, int]  # stage, microbatch
 

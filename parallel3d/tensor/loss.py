@@ -15,7 +15,7 @@ from parallel3d.model.head_cost import chunk_tokens
 from parallel3d.tensor.collectives import all_gather_sequence, all_reduce, reduce_scatter_sequence
 from parallel3d.tensor.cross_entropy import gradient_of, gradient_of_spent, ready, sum_rows
 from parallel3d.tensor.cut import even_split
-from parallel3d.tensor.held_back import now_or_later, sum_so_far
+from parallel3d.tensor.weight_gradients import now_or_later, sum_so_far
 
 _ROWS = 2**25  # elements of a weight's gradient that are made at once where they are added in fp32
 

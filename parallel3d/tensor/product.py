@@ -20,7 +20,7 @@ from parallel3d.tensor.collectives import (
     start_reduce_scatter,
 )
 from parallel3d.tensor.compiled import apart
-from parallel3d.tensor.held_back import is_holding_back, now_or_later
+from parallel3d.tensor.weight_gradients import is_holding_back, now_or_later
 
 
 class _Linear(torch.autograd.Function):

@@ -9,13 +9,13 @@ from rich.filesize import decimal
 
 from parallel3d.base import terminal
 from parallel3d.base.arguments import DONE, FAILED
-from parallel3d.checkpoint import room
+from parallel3d.checkpoint import free_space
 from parallel3d.config import RunConfig
 from parallel3d.mesh.device import pick_device
 from parallel3d.mesh.launch import Launch
 from parallel3d.plan.impossible import refuse_impossible
 from parallel3d.plan.memory.peak import fullest
-from parallel3d.plan.report import command, plan_table
+from parallel3d.plan.report import plan_rows, plan_table
 from parallel3d.plan.report.choose import checkpoint_bytes, choose, weights_for
 from parallel3d.plan.search.plans import Plan, choices_json, request_of, with_vocabulary
 from parallel3d.plan.setting import Setting, leaves_weights_open, with_weights
@@ -42,7 +42,7 @@ def dry_run(config: RunConfig, launch: Launch, *, devices: int, as_json: bool) -
         if leaves_weights_open(config):
             config = with_weights(config, *weights_for(config, known))
         if known:
-            plan = command.as_written(config, request_of(config, known, devices))
+            plan = plan_rows.as_written(config, request_of(config, known, devices))
     if launch.rank == 0:
         out = terminal.console(as_json)
         for note in config.notes:
@@ -71,7 +71,7 @@ def _show(config: RunConfig, plan: Plan | None, out: Console) -> dict[str, Any]:
         )
         row = choices_json(setting, memory)
     size, folder = checkpoint_bytes(setting), Path(config.run.directory)
-    lacks = room.disk_lacks(folder, size)
+    lacks = free_space.disk_lacks(folder, size)
     missing = f"; {folder.absolute()} has {decimal(lacks)} too little for one" if lacks else ""
     terminal.say(out, f"a checkpoint is about {decimal(size)}{missing}")
     out.print("dry run: nothing was trained")

@@ -7,7 +7,12 @@ import torch
 
 from parallel3d.config import RunConfig
 from parallel3d.data.corpus import Corpus
-from parallel3d.data.evaluation import EvaluationSamples, SetLoss, held_out_samples, parts_of
+from parallel3d.data.evaluation_samples import (
+    EvaluationSamples,
+    SetLoss,
+    held_out_samples,
+    parts_of,
+)
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.pulse import rank as pulse
 from parallel3d.pipeline.executor import Executor

@@ -14,7 +14,7 @@ from parallel3d.config import RunConfig
 from parallel3d.data.ahead import ReadAhead
 from parallel3d.data.batches import Batches, documents_of, first_sample
 from parallel3d.data.corpus import Corpus
-from parallel3d.data.evaluation import EvaluationSamples
+from parallel3d.data.evaluation_samples import EvaluationSamples
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.pipeline.executor import Microbatch
 from parallel3d.schedule.schedule import Schedule

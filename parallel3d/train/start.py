@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from parallel3d.base.errors import ConfigError, DataError, TrainingError
-from parallel3d.checkpoint import resume
+from parallel3d.checkpoint import find
 from parallel3d.checkpoint.load import load
 from parallel3d.checkpoint.state import Position, RunState
 from parallel3d.config import RunConfig
@@ -19,11 +19,11 @@ from parallel3d.data.batches import check_length
 from parallel3d.data.corpus import Corpus
 from parallel3d.data.lines import EMPTY
 from parallel3d.data.prepare import prepare
-from parallel3d.data.progress import shown_progress
+from parallel3d.data.prepare_progress import shown_progress
 from parallel3d.data.show import reasons
 from parallel3d.data.sources import silent
 from parallel3d.engine.swap import check_writable
-from parallel3d.huggingface.load import find_weights, load_weights, remark
+from parallel3d.huggingface.initial_weights import find_weights, load_weights, remark
 from parallel3d.mesh.agree import agree, gather_json, on_first
 from parallel3d.mesh.device import describe_device, set_numerics
 from parallel3d.mesh.join import STARTUP_TIMEOUT
@@ -56,7 +56,7 @@ class Start:
     digest: str
     """The digest by which the same config finds its unfinished run."""
     corpus: Corpus
-    found: resume.FoundCheckpoint | None = None
+    found: find.FoundCheckpoint | None = None
     """The checkpoint to load; None where training starts afresh."""
     position: Position = field(default_factory=Position)
     """The position in the run and in its data."""
@@ -282,20 +282,20 @@ def _find_pretrained(config: RunConfig, mesh: Mesh, tokenizer: Path, say: Say) -
 
 def _find_checkpoint(
     config: RunConfig, mesh: Mesh, folder: Path | None, say: Say
-) -> resume.FoundCheckpoint | None:
+) -> find.FoundCheckpoint | None:
     """The checkpoint to start from; says which, and what was rejected and why.
 
     Collective. Raises CheckpointError on all ranks if the one that was asked for cannot be used.
     """
     wanted = config.checkpoint.resume
     own = folder / "checkpoints" if folder else None
-    found: resume.FoundCheckpoint | None = None
+    found: find.FoundCheckpoint | None = None
     rejected: list[str] = []
     if own and (mesh.restart_count or wanted == "auto"):
         # After a restart the run's own newest checkpoint is further than what was asked for.
-        found, rejected = resume.find(own, "auto", mesh)
+        found, rejected = find.find(own, "auto", mesh)
     if found is None and wanted not in ("auto", "none"):
-        found, rejected = resume.find(own or Path(), wanted, mesh)
+        found, rejected = find.find(own or Path(), wanted, mesh)
     for reason in rejected:
         say(f"resume  {reason}")
     if found:

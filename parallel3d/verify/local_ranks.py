@@ -37,7 +37,7 @@ PRELOAD = [
     "deepspeed",
     "deepspeed.ops.adam",
     "deepspeed.runtime.zero.muon.muon_optimizer",
-    "parallel3d.verify.check",
+    "parallel3d.verify.case",
     *(f"parallel3d.models.{family}.blocks" for family in models.families()),
 ]
 

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from parallel3d.config import RunConfig, ZeroConfig
-from parallel3d.engine.operators import load_async_io, load_cpu_adam
+from parallel3d.engine.op_builds import load_async_io, load_cpu_adam
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.model.spec import tied_names
 from parallel3d.pipeline.executor import Microbatch

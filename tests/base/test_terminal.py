@@ -12,7 +12,7 @@ from rich.console import Console
 from launch import plan
 from parallel3d.base import terminal
 from parallel3d.base.terminal import Column
-from parallel3d.plan.report import command
+from parallel3d.plan.report import plan_rows
 
 pytestmark = pytest.mark.pure
 
@@ -94,7 +94,7 @@ TABLE = ("--fix", "pp=2")  # enough for rows that do not fit, and for most parts
 @pytest.fixture(scope="module")
 def planned_once() -> Iterator[None]:
     """All screens are of the same plans."""
-    plans, find = [], command.find
+    plans, find = [], plan_rows.find
 
     def once(*asked):
         if not plans:
@@ -102,7 +102,7 @@ def planned_once() -> Iterator[None]:
         return plans[0]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(command, "find", once)
+        patch.setattr(plan_rows, "find", once)
         yield
 
 

@@ -14,7 +14,7 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.utils import safe_get_full_optimizer_state
 from safetensors.torch import load_file, save_file
 
-from parallel3d.checkpoint import resume
+from parallel3d.checkpoint import find
 from parallel3d.checkpoint.load import load
 from parallel3d.checkpoint.manifest import verify
 from parallel3d.checkpoint.save import Saver
@@ -209,7 +209,7 @@ def load_on_rank(rank, cases, root):
             trained.train(1)  # so that some parameters are gathered, of the old shards
         for source in sources:
             folder = root / str(source)
-            found, _ = resume.find(folder, str(folder / f"step-{STEPS}"), trained.mesh)
+            found, _ = find.find(folder, str(folder / f"step-{STEPS}"), trained.mesh)
             model = layers(trained.config.model)
             load(found, engine=trained.engine, mesh=trained.mesh, layers=model)
             results.append(differences(trained, load_file(folder / "reference.safetensors")))

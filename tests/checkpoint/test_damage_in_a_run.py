@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from parallel3d.base.errors import CheckpointError
-from parallel3d.checkpoint.resume import find
+from parallel3d.checkpoint.find import find
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.verify.local_ranks import run_locally
 from tests.checkpoint.drill import Run, check_died, check_resumed, check_same, prepared_config

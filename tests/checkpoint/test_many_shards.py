@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from launch import checkpoint as command
+from parallel3d.checkpoint import find
 from parallel3d.checkpoint import load as loading
-from parallel3d.checkpoint import resume
 from parallel3d.checkpoint.box import boxes_of
 from parallel3d.checkpoint.chunks import Chunk
 from parallel3d.checkpoint.load import load, make_index
@@ -63,7 +63,7 @@ def load_under_a_limit(rank, checkpoints, limit, root):
     """What is wrong in what was loaded, how much was compared; what the command says on rank 0."""
     trained = Trained(Side((1, 2, 1), 3), root)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
-    found, rejected = resume.find(checkpoints, "auto", trained.mesh)
+    found, rejected = find.find(checkpoints, "auto", trained.mesh)
     assert found, rejected
     model = layers(trained.config.model)
     load(found, engine=trained.engine, mesh=trained.mesh, layers=model)
@@ -112,7 +112,7 @@ def test_the_work_of_a_rank_does_not_grow_with_their_number(count, tmp_path, mon
     # The manifest's names are sorted: the state comes after the shards.
     files = read_manifest(folder).files
     opened.clear()
-    resume._look(folder, files, 3, count + 1)
+    find._look(folder, files, 3, count + 1)
     index = make_index(folder, shards, SHAPES, list(SHAPES), Rank(3, count, headers))
     assert opened == {shards[3]: 3} and index.twice() is None
     chunks = sum(boxes_in(count)) * len(KINDS)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from parallel3d.checkpoint import chunk_runs, disk, resume
+from parallel3d.checkpoint import chunk_runs, disk, find
 from parallel3d.checkpoint import save as saving
 from parallel3d.checkpoint.chunks import ChunkFile
 from parallel3d.checkpoint.load import load
@@ -249,7 +249,7 @@ def weigh(rank, root):
     # tp cuts rows and columns; here a rank needs whole tensors' flat halves of both ranks' files.
     other = Trained(replace(WIDE, mesh=(1, 2, 1)), root)
     other.train(1)
-    found, _ = resume.find(root / "waiting", 1, other.mesh)
+    found, _ = find.find(root / "waiting", 1, other.mesh)
     model = layers(other.config.model)
     read = partial(load, found, engine=other.engine, mesh=other.mesh, layers=model)
     read()

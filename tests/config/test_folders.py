@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from parallel3d import models
-from parallel3d.base import own_folders
+from parallel3d.base import user_folders
 from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
 from parallel3d.schedule import schedules
@@ -28,7 +28,7 @@ def own(tmp_path, monkeypatch):
     """Folders with the family "tiny" and the schedule "mine", of which nothing is known yet."""
     for package in (models, schedules):
         monkeypatch.setattr(package, "__path__", list(package.__path__))
-    for variable in (own_folders.MODELS, own_folders.SCHEDULES):
+    for variable in (user_folders.MODELS, user_folders.SCHEDULES):
         monkeypatch.setenv(variable, "")
     families, orders = tmp_path / "my models", tmp_path / "my schedules"
     (families / "tiny").mkdir(parents=True)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from parallel3d.data.batches import num_windows
 from parallel3d.data.corpus import DocumentBounds
-from parallel3d.data.evaluation import (
+from parallel3d.data.evaluation_samples import (
     bits_per_byte,
     held_out_bytes,
     held_out_samples,

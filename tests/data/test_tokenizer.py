@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from parallel3d.base import network
+from parallel3d.base import hub_access
 from parallel3d.base.errors import DataError
 from parallel3d.data import corpus_folder
 from parallel3d.data import tokenizer as module
@@ -139,10 +139,10 @@ def test_a_name_that_no_network_gives_is_told_at_once(monkeypatch, settings, tmp
     def no_network(*args, **kwargs):
         raise OSError(-2, "Name or service not known")
 
-    monkeypatch.setattr(network.socket, "create_connection", no_network)
-    for name in network.OFFLINE:
+    monkeypatch.setattr(hub_access.socket, "create_connection", no_network)
+    for name in hub_access.OFFLINE:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(module, "why_unreachable", network.why_unreachable.__wrapped__)
+    monkeypatch.setattr(module, "why_unreachable", hub_access.why_unreachable.__wrapped__)
     unread = replace(settings, tokenizer="gpt2", paths=("/no/such/text",))
     started = time.monotonic()
     with pytest.raises(DataError, match=r"cannot be asked for it \(huggingface.co: Name or serv"):
@@ -162,10 +162,10 @@ def test_a_look_up_that_never_ends_is_not_waited_for(monkeypatch):
         time.sleep(3)
         raise TimeoutError
 
-    monkeypatch.setattr(network.socket, "create_connection", waits)
-    monkeypatch.setattr(network, "OFFLINE", ())
+    monkeypatch.setattr(hub_access.socket, "create_connection", waits)
+    monkeypatch.setattr(hub_access, "OFFLINE", ())
     started = time.monotonic()
-    assert "no answer from huggingface.co within" in network.why_unreachable.__wrapped__()
+    assert "no answer from huggingface.co within" in hub_access.why_unreachable.__wrapped__()
     assert time.monotonic() - started < 2
 
 

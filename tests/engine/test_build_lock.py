@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from parallel3d.engine import operators
+from parallel3d.engine import op_builds
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.verify.local_ranks import run_locally
 from tests.cases import Case, Trainer
@@ -19,9 +19,9 @@ def no_compiler(builder, verbose=False):
 
 def load_beside_a_lock(rank, cache):
     os.environ["TORCH_EXTENSIONS_DIR"] = cache
-    operators._BUILD_SECONDS = 0.2
+    op_builds._BUILD_SECONDS = 0.2
     said = []
-    return operators.load_cpu_adam(Mesh(), said.append), said
+    return op_builds.load_cpu_adam(Mesh(), said.append), said
 
 
 def test_the_lock_of_a_killed_build_does_not_hang_a_run(tmp_path):
@@ -54,13 +54,13 @@ ninja: build stopped: subcommand failed.
     ids=["linker", "compiler", "neither"],
 )
 def test_the_reason_is_the_line_that_has_it(said, why):
-    assert why in operators._reason(RuntimeError(said)).splitlines()[0]
-    assert "[1/" not in operators._reason(RuntimeError(said))
+    assert why in op_builds._reason(RuntimeError(said)).splitlines()[0]
+    assert "[1/" not in op_builds._reason(RuntimeError(said))
 
 
 def train_without_compiler(rank, case, reference, only_on):
     if rank in only_on:
-        operators.CPUAdamBuilder.load = no_compiler
+        op_builds.CPUAdamBuilder.load = no_compiler
     trainer = Trainer(case)
     kind = type(trainer.engine._deepspeed.optimizer.optimizer).__name__
     return trainer.compare(reference), kind

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 
-from parallel3d.engine import operators, swap
+from parallel3d.engine import op_builds, swap
 from parallel3d.engine.quirks import nvme
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.verify.local_ranks import RankFailed, run_locally
@@ -197,7 +197,7 @@ def build_on(rank, case, bad_rank=None):
         def no_headers(builder, verbose=False):
             raise RuntimeError("libaio.h: no such file")
 
-        operators.AsyncIOBuilder.load = no_headers
+        op_builds.AsyncIOBuilder.load = no_headers
     Trainer(case)
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from parallel3d.config import RunConfig
-from parallel3d.huggingface.load import remark
+from parallel3d.huggingface.initial_weights import remark
 from tests.huggingface.checkpoints import VOCAB, tokenizer_in
 from tests.huggingface.published import MODELS, run_config
 from tests.train.running import start_all

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from parallel3d import models
 from parallel3d.config import RunConfig
-from parallel3d.huggingface.load import find_weights, load_weights
+from parallel3d.huggingface.initial_weights import find_weights, load_weights
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.train.assembly import assemble
 from parallel3d.verify.local_ranks import run_locally

@@ -9,8 +9,8 @@ from parallel3d import models
 from parallel3d.model import head_cost
 from parallel3d.model.head_cost import LOGITS_AT_ONCE, chunk_tokens, num_chunks
 from parallel3d.model.spec import Shape
-from parallel3d.tensor.held_back import added_in_place
 from parallel3d.tensor.loss import vocab_parallel_loss
+from parallel3d.tensor.weight_gradients import added_in_place
 from parallel3d.verify.local_ranks import run_locally
 from tests.counting import Counting
 from tests.models.cost_cases import MESHES, SHAPE, SIZES, Case

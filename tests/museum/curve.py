@@ -23,7 +23,7 @@ from parallel3d.data.corpus import Corpus, TokenStream
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.train.assembly import Assembly, assemble
 from parallel3d.train.feed import Feed
-from parallel3d.verify.check import go_on, save
+from parallel3d.verify.case import go_on, save
 from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.shrink import MESHES, Sizes, shrink
 from tests.museum import exhibits

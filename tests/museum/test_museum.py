@@ -10,7 +10,7 @@ import torch
 
 from parallel3d.config import RunConfig
 from parallel3d.schedule import schedules
-from parallel3d.verify.check import CaseTask, checked
+from parallel3d.verify.case import CaseTask, checked
 from parallel3d.verify.local_ranks import RankFailed
 from parallel3d.verify.measure import TOLERANCE
 from parallel3d.verify.reference import prepare

@@ -10,7 +10,7 @@ import torch
 
 from parallel3d.base.errors import TrainingError
 from parallel3d.config import RunConfig
-from parallel3d.verify.check import CaseTask, RankFindings, check, checked
+from parallel3d.verify.case import CaseTask, RankFindings, check, checked
 from parallel3d.verify.local_ranks import RanksHung
 from parallel3d.verify.measure import TOLERANCE, compile_operators
 from parallel3d.verify.reference import Reference, prepare

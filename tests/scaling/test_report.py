@@ -7,7 +7,7 @@ from html import unescape
 import numpy as np
 import pytest
 
-from parallel3d.scaling import report
+from parallel3d.scaling import report_page
 from parallel3d.scaling.estimator import Estimator
 from parallel3d.scaling.fit import fit_law
 from parallel3d.scaling.frontier import fit_frontier
@@ -43,7 +43,7 @@ def fit():
 @pytest.mark.slow
 def test_the_page_is_one_file_and_its_pictures_are_beside_it(fit, tmp_path):
     curve = Curve("a", [1e6, 1e7], [6.0, 4.0], [(1e7, 4.1)])
-    path = report.write(fit, tmp_path, title="Law of <mine>", curves=[curve])
+    path = report_page.write(fit, tmp_path, title="Law of <mine>", curves=[curve])
     page = path.read_text()
     pictures = {file.stem: file.read_bytes() for file in (tmp_path / "report").iterdir()}
     assert set(pictures) == {"loss", "isoflop", "residuals", "intervals", "held_out", "curves"}
@@ -52,7 +52,7 @@ def test_the_page_is_one_file_and_its_pictures_are_beside_it(fit, tmp_path):
 
 
 def test_the_page_has_all_that_was_chosen(fit):
-    page = report.page(fit, "Law of <mine>", {"loss": (b"a PNG", "what it shows")}, None)
+    page = report_page.page(fit, "Law of <mine>", {"loss": (b"a PNG", "what it shows")}, None)
     assert_whole(page, fit, 1)
     assert "what it shows" in page
 
@@ -77,7 +77,7 @@ def assert_whole(page, fit, count):
 
 
 def test_settings_of_runs_take_the_place_of_what_a_table_does_not_say(fit):
-    page = report.page(fit, "", {}, {"warm-up, steps": "10, 20"})
+    page = report_page.page(fit, "", {}, {"warm-up, steps": "10, 20"})
     assert "warm-up, steps" in page and "10, 20" in page
     assert "say it beside this page" not in page
 

@@ -9,7 +9,6 @@ from torch.utils.checkpoint import checkpoint
 
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.model import head_cost
-from parallel3d.tensor.held_back import added_in_place, held_back
 from parallel3d.tensor.linear import (
     ColumnParallelLinear,
     GroupedColumnLinear,
@@ -17,6 +16,7 @@ from parallel3d.tensor.linear import (
     linear,
 )
 from parallel3d.tensor.loss import vocab_parallel_loss
+from parallel3d.tensor.weight_gradients import added_in_place, held_back
 from parallel3d.verify.local_ranks import run_locally
 
 pytestmark = pytest.mark.gloo

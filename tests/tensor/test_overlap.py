@@ -15,8 +15,8 @@ from parallel3d.tensor.collectives import (
     reduce_from_group,
     reduce_scatter_sequence,
 )
-from parallel3d.tensor.held_back import held_back
 from parallel3d.tensor.linear import ColumnParallelLinear, GroupedColumnLinear
+from parallel3d.tensor.weight_gradients import held_back
 from parallel3d.verify.local_ranks import run_locally
 from tests.counting import Calls
 from tests.strict.group import StrictGroup

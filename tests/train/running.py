@@ -11,7 +11,7 @@ import launch.train
 from parallel3d.base.errors import Parallel3DError, TrainingError
 from parallel3d.config import RunConfig
 from parallel3d.data.batches import Batches
-from parallel3d.data.evaluation import ORDER_SEED
+from parallel3d.data.evaluation_samples import ORDER_SEED
 from parallel3d.engine import selftest
 from parallel3d.mesh.agree import agree
 from parallel3d.mesh.launch import Launch

@@ -14,13 +14,13 @@ import torch
 from rich.console import Console
 
 from parallel3d.config import RunConfig
-from parallel3d.data.evaluation import SetLoss
+from parallel3d.data.evaluation_samples import SetLoss
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.train import known_hardware, metrics, progress
 from parallel3d.train.assembly import assemble
 from parallel3d.train.metrics import MetricsWriter, StepMetrics
+from parallel3d.train.overview import Summary, print_placement, print_summary
 from parallel3d.train.progress import Progress, in_words
-from parallel3d.train.report import Summary, print_placement, print_summary
 from parallel3d.train.trainer import Result
 from tests.verify.configs import config_of
 

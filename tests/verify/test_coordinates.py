@@ -3,8 +3,8 @@
 import pytest
 
 from parallel3d.config import RunConfig
-from parallel3d.verify import coordinates
-from parallel3d.verify.coordinates import check_coordinates
+from parallel3d.verify import coordinate_check
+from parallel3d.verify.coordinate_check import check_coordinates
 from tests.verify.configs import config_of
 
 pytestmark = pytest.mark.gloo
@@ -48,8 +48,8 @@ def test_more_seeds_where_noise_may_be_all(monkeypatch):
         size = small.model.hidden_size ** powers[seed]
         return [{"embedding": dict.fromkeys(("start", "trained", "change"), (size, 1))}]
 
-    monkeypatch.setattr(coordinates, "run_locally", sizes)
-    monkeypatch.setattr(coordinates, "compile_operators", lambda config: None)
+    monkeypatch.setattr(coordinate_check, "run_locally", sizes)
+    monkeypatch.setattr(coordinate_check, "compile_operators", lambda config: None)
     said = []
     found = check_coordinates(config(), widths=WIDTHS, seeds=2, steps=1, say=said.append)
     assert found.passed and found.seeds == 4

@@ -12,7 +12,7 @@ from launch import verify as launch_verify
 from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
 from parallel3d.models import layers
-from parallel3d.verify import report
+from parallel3d.verify import table
 from parallel3d.verify.reference import prepare
 from parallel3d.verify.shrink import MESHES, parse_meshes, shrink
 from tests.verify.configs import MODELS, config_of
@@ -137,7 +137,7 @@ def test_a_difference_ends_with_exit_code_1(monkeypatch, capsys):
         small, right = prepare(config, meshes, folder)
         return small, replace(right, grad_norms=[norm * 1.0001 for norm in right.grad_norms])
 
-    monkeypatch.setattr(report, "prepare", prepare_a_little_off)
+    monkeypatch.setattr(table, "prepare", prepare_a_little_off)
     arguments = ["--config", "ds.json", "--meshes", "1x1x1,1x2x1", "--json"]
     monkeypatch.setattr(sys, "argv", ["verify", *arguments, "--zero_optimization.stage", "1"])
     assert launch_verify.main() == 1

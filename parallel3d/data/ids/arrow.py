@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from parallel3d.base.errors import DataError
-from parallel3d.data.ids.files import INTEGERS, TokenFile, num_bytes
+from parallel3d.data.ids.id_file import INTEGERS, TokenFile, num_bytes
 
 if TYPE_CHECKING:
     import pyarrow

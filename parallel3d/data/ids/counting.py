@@ -7,7 +7,7 @@ import numpy as np
 
 from parallel3d.base.errors import DataError
 from parallel3d.data.ids import arrow
-from parallel3d.data.ids.files import NUMBERS, TokenFile, blocks, is_file, num_bytes
+from parallel3d.data.ids.id_file import NUMBERS, TokenFile, blocks, is_file, num_bytes
 from parallel3d.data.ids.spans import Spans
 
 IGNORED = -100

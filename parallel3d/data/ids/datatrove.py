@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from parallel3d.base.errors import DataError
-from parallel3d.data.ids.files import (
+from parallel3d.data.ids.id_file import (
     INTEGERS,
     TokenFile,
     column,

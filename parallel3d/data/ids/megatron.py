@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from parallel3d.base.errors import DataError
-from parallel3d.data.ids.files import (
+from parallel3d.data.ids.id_file import (
     INTEGERS,
     TokenFile,
     column,

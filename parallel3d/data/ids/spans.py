@@ -8,7 +8,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from parallel3d.base.errors import DataError
-from parallel3d.data.ids.files import NUMBERS, num_bytes, open_ids, read_ids
+from parallel3d.data.ids.id_file import NUMBERS, num_bytes, open_ids, read_ids
 from parallel3d.data.ids.remote import Range, RemoteFiles, is_url
 
 OPEN_FILES = 64

@@ -6,7 +6,7 @@ from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
 from parallel3d.config.hardware import Hardware
 from parallel3d.model.spec import STATE_BYTES
-from parallel3d.plan.report.command import nothing_fits
+from parallel3d.plan.report.plan_rows import nothing_fits
 from parallel3d.plan.report.plan_table import lines_of, seconds
 from parallel3d.plan.search.best_first import search
 from parallel3d.plan.search.plans import Plan, request_of

@@ -13,9 +13,9 @@ from parallel3d.base.atomic import replace_text
 from parallel3d.base.errors import ConfigError
 from parallel3d.base.lock import Lock, LockHeld
 from parallel3d.scaling import forecast
-from parallel3d.scaling.command import DRAWS, NO_EXTRA
 from parallel3d.scaling.estimator import Estimator
 from parallel3d.scaling.fit import fit_law
+from parallel3d.scaling.flags import DRAWS, NO_EXTRA
 from parallel3d.scaling.forecast import Forecast
 from parallel3d.scaling.ladder.expand import LadderRun
 from parallel3d.scaling.ladder.plan import Ladder, ladder_of

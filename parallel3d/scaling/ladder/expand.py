@@ -15,7 +15,7 @@ from parallel3d.base.section import ABSENT, Problem, Problems
 from parallel3d.config import RunConfig
 from parallel3d.models.common import divisor_below
 from parallel3d.plan.search.plans import with_vocabulary
-from parallel3d.scaling.ladder.file import LAWS, LadderConfig, SizeConfig
+from parallel3d.scaling.ladder.ladder_file import LAWS, LadderConfig, SizeConfig
 from parallel3d.scaling.ladder.sizes import model_of
 from parallel3d.scaling.points import FLOPS_PER_PARAM_AND_TOKEN
 from parallel3d.scaling.runs import ALL, PartCounts, count

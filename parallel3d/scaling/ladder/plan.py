@@ -17,13 +17,13 @@ from parallel3d.config.hardware import THIS_MACHINE
 from parallel3d.config.run import PLACED, digest_of
 from parallel3d.plan.impossible import refuse_impossible
 from parallel3d.plan.memory.peak import fullest
-from parallel3d.plan.report import command
+from parallel3d.plan.report import plan_rows
 from parallel3d.plan.report.choose import choose
 from parallel3d.plan.search.plans import request_of
 from parallel3d.plan.search.remedy import gib
 from parallel3d.plan.setting import Setting
 from parallel3d.scaling.ladder.expand import CONFIGS, LadderRun, runs_of
-from parallel3d.scaling.ladder.file import LAWS, LadderConfig, load
+from parallel3d.scaling.ladder.ladder_file import LAWS, LadderConfig, load
 from parallel3d.scaling.runs import CONFIG, METRICS, NoEnd, config_of, last_line, unique_tokens
 
 REPEATS = 4
@@ -156,7 +156,7 @@ def _planned(config: RunConfig, devices: int) -> tuple[RunConfig, float | None, 
     if name == "auto":
         return config, None, fullest(Setting.from_config(config)).total
     machine = hardware.load(name)
-    plan = command.as_written(config, request_of(config, machine, devices))
+    plan = plan_rows.as_written(config, request_of(config, machine, devices))
     if not plan.fits:
         remedy = plan.remedy or 'a larger mesh, or "mesh": "plan" with more devices'
         raise ConfigError(f"does not fit on {devices} x {machine.name}: {plan.reason}; {remedy}")

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from parallel3d import models
 from parallel3d.base import explain
 from parallel3d.base.section import ABSENT, Problem, Problems
-from parallel3d.scaling.ladder.file import LadderConfig, SizeConfig
+from parallel3d.scaling.ladder.ladder_file import LadderConfig, SizeConfig
 from parallel3d.scaling.runs import count
 
 SHAPE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")

@@ -9,11 +9,11 @@ from itertools import product
 from pkgutil import iter_modules
 from typing import Protocol, cast
 
-from parallel3d.base import own_folders
+from parallel3d.base import user_folders
 from parallel3d.base.errors import ConfigError
 from parallel3d.schedule.schedule import Op, Schedule, add_communication, validate
 
-__path__ += own_folders.from_environment(own_folders.SCHEDULES)
+__path__ += user_folders.from_environment(user_folders.SCHEDULES)
 
 
 class ScheduleFile(Protocol):

@@ -9,7 +9,7 @@ from parallel3d.base.errors import ConfigError, DataError
 from parallel3d.config import RunConfig
 from parallel3d.config.data import DataConfig
 from parallel3d.data.batches import Batches
-from parallel3d.data.evaluation import EvaluationSamples
+from parallel3d.data.evaluation_samples import EvaluationSamples
 from parallel3d.data.prepare import prepare
 from tests.data.ids import writers
 from tests.data.ids.writers import END, SIZE

@@ -11,8 +11,8 @@ from parallel3d.config.data import DataConfig
 from parallel3d.data.batches import Batches, first_sample
 from parallel3d.data.corpus import Corpus, TokenStream
 from parallel3d.data.documents import ENTRY
-from parallel3d.data.evaluation import held_out_bytes, train_frequencies
-from parallel3d.data.ids import check, files
+from parallel3d.data.evaluation_samples import held_out_bytes, train_frequencies
+from parallel3d.data.ids import id_file, validate
 from parallel3d.data.prepare import prepare
 from parallel3d.data.split import split_documents
 from tests.data.ids import writers
@@ -174,8 +174,8 @@ def test_empty_documents_are_left_out_and_counted(tmp_path):
 
 
 def test_documents_longer_than_a_block_and_files_of_many_blocks(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "BLOCK", 50)
-    monkeypatch.setattr(check, "BLOCK", 50)
+    monkeypatch.setattr(id_file, "BLOCK", 50)
+    monkeypatch.setattr(validate, "BLOCK", 50)
     for name in ("megatron", "megatron without ends", "llm.c"):
         (folder := tmp_path / name).mkdir()
         check_streams(prepare(config_of(*FORMATS[name](folder))))

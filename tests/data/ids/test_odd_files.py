@@ -142,7 +142,7 @@ def test_a_width_that_is_not_the_files(tmp_path):
 
 
 def test_a_sample_says_so_and_takes_the_rest_on_trust(tmp_path, monkeypatch):
-    monkeypatch.setattr("parallel3d.data.ids.check.SAMPLED_DOCUMENTS", 10)
+    monkeypatch.setattr("parallel3d.data.ids.validate.SAMPLED_DOCUMENTS", 10)
     bad = [*ENDED[:5], [299, 7], *ENDED[5:]]
     path = writers.megatron(tmp_path / "a.bin", bad, "int32")
     patched(path, 4 * sum(map(len, ENDED[:5])), struct.pack("<i", 300))

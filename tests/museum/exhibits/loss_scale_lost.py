@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from parallel3d.engine.states import OptimizerStates
+from parallel3d.engine.optimizer_states import OptimizerStates
 from tests.museum.exhibit import Exhibit, in_place_of
 
 EXHIBIT = Exhibit(

@@ -5,7 +5,7 @@ warm-up.
 from typing import Any
 
 from parallel3d.config import learning_rate
-from parallel3d.engine.states import OptimizerStates
+from parallel3d.engine.optimizer_states import OptimizerStates
 from tests.museum.exhibit import Exhibit, Planted, all_of, wrapped
 
 EXHIBIT = Exhibit(

@@ -12,7 +12,7 @@ from typing import Any
 from parallel3d.base.arguments import Parser, whole_number
 from parallel3d.base.atomic import replace_text
 from parallel3d.base.errors import ConfigError
-from parallel3d.scaling import data_constrained, forecast, frontier, power, report, runs
+from parallel3d.scaling import data_constrained, forecast, frontier, power, report_page, runs
 from parallel3d.scaling.estimator import Estimator
 from parallel3d.scaling.fit import fit_law
 from parallel3d.scaling.forecast import Forecast
@@ -217,7 +217,7 @@ def write(found: Fit, args: argparse.Namespace) -> list[Path]:
     if args.no_report:
         return [path]
     is_runs = args.source.is_dir()
-    page = report.write(
+    page = report_page.write(
         found, args.out, title=f"Scaling law of {args.source.resolve().name}",
         curves=runs.curves(args.source) if is_runs else (),
         settings=runs.settings(args.source) if is_runs else None,

@@ -10,7 +10,7 @@ from hashlib import blake2b
 import numpy as np
 
 from parallel3d.base.errors import DataError
-from parallel3d.data.ids.files import BLOCK, TokenFile, blocks
+from parallel3d.data.ids.id_file import BLOCK, TokenFile, blocks
 
 DIGEST = np.dtype("V16")
 SAMPLED_DOCUMENTS, SAMPLED_IDS = 256, 4096

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel3d.engine.operators import load_cpu_adam, make_optimizer
+from parallel3d.engine.op_builds import load_cpu_adam, make_optimizer
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.transfer import all_gather_single, reduce_scatter_single
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from parallel3d.base.atomic import replace_text
-from parallel3d.checkpoint import disk, resume
+from parallel3d.checkpoint import disk, find
 from parallel3d.checkpoint.manifest import TOKENIZER
 from parallel3d.engine import Engine
 from parallel3d.mesh.agree import on_first
@@ -39,7 +39,7 @@ class Output:
         self.progress: Progress | None = None
         self._attempts = Attempts(self.directory, start.settings, start.digest)
         tokenizer = start.corpus.tokenizer_directory
-        if names := resume.set_aside(self.checkpoints, step, mesh):
+        if names := find.set_aside(self.checkpoints, step, mesh):
             console.print(f"resume  not part of the run any more: {', '.join(names)}")
         on_first(mesh, lambda: self._begin(start, restart=mesh.restart_count > 0))
         on_first(mesh, lambda: self._copy_tokenizer(tokenizer))

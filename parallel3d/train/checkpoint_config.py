@@ -7,8 +7,8 @@ from typing import Any
 
 from parallel3d.base import reader
 from parallel3d.base.errors import CheckpointError, ConfigError
+from parallel3d.checkpoint.describe import find_checkpoints
 from parallel3d.checkpoint.manifest import STATE, read_state
-from parallel3d.checkpoint.report import find_checkpoints
 from parallel3d.config import RunConfig
 from parallel3d.config.normalise import apply_overrides
 from parallel3d.mesh.launch import Launch

@@ -10,7 +10,7 @@ from rich.console import Console
 from parallel3d import models
 from parallel3d.base.errors import ConfigError, TrainingError
 from parallel3d.config import RunConfig
-from parallel3d.verify.check import CaseTask, checked
+from parallel3d.verify.case import CaseTask, checked
 from parallel3d.verify.measure import TOLERANCE, ReferenceErrors, compile_operators
 from parallel3d.verify.reference import prepare
 from parallel3d.verify.shrink import Sizes, drops_out, resuming_pair, shrink, why_not

@@ -15,8 +15,8 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
+from parallel3d.checkpoint.find import find
 from parallel3d.checkpoint.load import load
-from parallel3d.checkpoint.resume import find
 from parallel3d.checkpoint.save import Saver
 from parallel3d.checkpoint.state import Position, RunState
 from parallel3d.config import RunConfig

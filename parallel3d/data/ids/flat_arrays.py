@@ -12,7 +12,7 @@ from typing import BinaryIO
 import numpy as np
 
 from parallel3d.base.errors import DataError
-from parallel3d.data.ids.files import INTEGERS, TokenFile, cut_short, flat, num_bytes, open_head
+from parallel3d.data.ids.id_file import INTEGERS, TokenFile, cut_short, flat, num_bytes, open_head
 
 NUMPY = b"\x93NUMPY"
 # llm.c: magic number: (version, type of the ids).

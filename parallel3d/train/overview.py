@@ -15,7 +15,7 @@ from parallel3d.base.errors import DataError
 from parallel3d.checkpoint.manifest import TOKENIZER
 from parallel3d.config import RunConfig
 from parallel3d.config.deepspeed import offload_in_words
-from parallel3d.data.evaluation import held_out_samples
+from parallel3d.data.evaluation_samples import held_out_samples
 from parallel3d.plan.report.plan_table import count
 from parallel3d.tensor.attention import say_kernel
 from parallel3d.train.assembly import Assembly

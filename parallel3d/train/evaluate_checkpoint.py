@@ -8,10 +8,10 @@ from typing import cast
 from rich.console import Console
 
 from parallel3d.base.errors import CheckpointError, ConfigError
-from parallel3d.checkpoint import resume
-from parallel3d.checkpoint.files import tokenizer_digest
+from parallel3d.checkpoint import find
 from parallel3d.checkpoint.load import load_weights
 from parallel3d.checkpoint.manifest import TOKENIZER
+from parallel3d.checkpoint.safe_files import tokenizer_digest
 from parallel3d.config import RunConfig
 from parallel3d.data.corpus import Corpus
 from parallel3d.data.split import SPLIT_FORMAT
@@ -49,7 +49,7 @@ def evaluate(
     pulse.doing("comparing the checkpoint's hashes")
     folder = Path(on_first(mesh, lambda: str(checkpoint)))
     try:
-        found = resume.verified(folder, mesh)
+        found = find.verified(folder, mesh)
     except CheckpointError as error:
         raise CheckpointError(f"{folder} {error}; use another checkpoint") from None
     refuse_other_text(found, corpus, console.print)
@@ -78,7 +78,7 @@ def evaluate(
 
 
 def refuse_other_text(
-    found: resume.FoundCheckpoint, corpus: Corpus, say: Callable[[str], None]
+    found: find.FoundCheckpoint, corpus: Corpus, say: Callable[[str], None]
 ) -> None:
     """Raise CheckpointError if the corpus or its held-out part is not the checkpoint's.
 
