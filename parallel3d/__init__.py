@@ -1,3 +1,3 @@
 """Train GPT-scale transformers on a pipeline x data x tensor mesh (see docs/architecture.md)."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
