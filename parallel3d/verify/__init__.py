@@ -1,1 +1,1 @@
-"""Proves a user's own config on this machine: every mesh against plain transformers."""
+"""Compare a config on every mesh with plain transformers, on this machine."""

@@ -1,7 +1,7 @@
-"""A case of verify on the ranks of a mesh: a course of training, an evaluation, a resume.
+"""One case of verify on the ranks of a mesh: train a course, evaluate, and resume.
 
-No reference has dropout's masks, which depend on the mesh: in a step of its own the generator is
-looked at as each is drawn.
+Dropout's masks depend on the mesh, so they have no reference. An extra step with dropout on records
+the state of the generator each time a mask is drawn.
 """
 
 import hashlib
@@ -40,35 +40,35 @@ from parallel3d.verify.measure import (
 from parallel3d.verify.reference import SEED, Reference, corpus_of
 from parallel3d.verify.shrink import BLOCK, STEPS
 
-SAVED_STEPS = STEPS - 1  # the run is saved after these, and the resumed one makes the last
+SAVED_STEPS = STEPS - 1  # the run is saved after these; the resumed run makes the last step
 DROPOUT = 0.5
 
 
 @dataclass(frozen=True)
 class CaseTask:
-    """The work of a case besides training: where it saves or resumes, and whether it drops out."""
+    """The work of a case besides training."""
 
-    saves: Path | None = None
-    resumes: Path | None = None
-    drops: bool = False
+    saves: Path | None = None  # folder to save a checkpoint to
+    resumes: Path | None = None  # folder to resume from
+    drops: bool = False  # also run a step with dropout and record its masks
 
 
 @dataclass
 class Masks:
-    """The masks that one rank drew in a step."""
+    """The dropout masks that one rank drew in a step."""
 
     coords: tuple[int, int]  # dp, tp
-    places: list[str]  # that drop out on the rank
-    split: list[str]  # places whose activation is another on each tp rank
-    drawn: dict[tuple[str, int], str] = field(default_factory=dict)  # place, microbatch: state
-    redrawn: list[tuple[str, int]] = field(default_factory=list)  # again, from another state
+    places: list[str]  # dropout layers on this rank
+    split: list[str]  # places whose activation differs between tp ranks
+    drawn: dict[tuple[str, int], str] = field(default_factory=dict)  # (place, microbatch) -> state
+    redrawn: list[tuple[str, int]] = field(default_factory=list)  # drawn again from another state
 
 
 @contextmanager
 def watched(module: nn.Module, coords: tuple[int, int], split: bool, p: float) -> Iterator[Masks]:
-    """Have dropout in `module` drop with probability `p` inside the context, and note its masks.
+    """Set dropout in `module` to probability `p` inside the context and record its masks.
 
-    `split`: the activations between layers are cut over tp.
+    `coords` are the dp and tp coordinates; `split`: activations between layers are cut over tp.
     """
     layers = [m for m in module.modules() if isinstance(m, Dropout)]
     inner = {m.dropout.place for m in module.modules() if isinstance(m, CausalAttention)}
@@ -76,7 +76,7 @@ def watched(module: nn.Module, coords: tuple[int, int], split: bool, p: float) -
     masks = Masks(coords, places, [place for place in places if split or place in inner])
     seed, before = Dropout.seed, [layer.p for layer in layers]
 
-    def noted(layer: Dropout, device: torch.device) -> None:
+    def seed_and_record(layer: Dropout, device: torch.device) -> None:
         seed(layer, device)
         if layer.active_p > 0:
             key = layer.place, layer.key.microbatch
@@ -87,7 +87,7 @@ def watched(module: nn.Module, coords: tuple[int, int], split: bool, p: float) -
     for layer in layers:
         layer.p = p
     try:
-        with patch.object(Dropout, "seed", noted):
+        with patch.object(Dropout, "seed", seed_and_record):
             yield masks
     finally:
         for layer, old in zip(layers, before, strict=True):
@@ -95,10 +95,10 @@ def watched(module: nn.Module, coords: tuple[int, int], split: bool, p: float) -
 
 
 def share_of_wrong(ranks: Iterable[Masks], num_microbatches: int) -> float:
-    """Share of dropout masks that are not drawn, or not where they must agree or differ.
+    """Return the share of masks that are missing, or equal where they must differ, or the reverse.
 
-    Each place, microbatch and dp coordinate has its own, and each tp coordinate where activations
-    are split. Recomputation draws the same.
+    Each place, microbatch and dp coordinate has its own mask, and so has each tp coordinate where
+    activations are split. Recomputation must draw the same mask again.
     """
     owners: dict[str, set[Any]] = {}
     wrong = total = 0
@@ -119,7 +119,7 @@ def share_of_wrong(ranks: Iterable[Masks], num_microbatches: int) -> float:
 
 @dataclass(frozen=True)
 class RankFindings:
-    """The findings of one rank: its `ReferenceErrors`, and what no reference has."""
+    """The errors that one rank measured, and what the parent compares between ranks or runs."""
 
     loss: float
     grad_norm: float
@@ -140,60 +140,62 @@ def checked(
     counters: dict[str, Any] | None = None,
     timeout: float = 300,
 ) -> tuple[ReferenceErrors, dict[str, Any]]:
-    """Run `check` on as many ranks as a resolved config's mesh has; its errors, and counters.
+    """Run `check` on every rank of a resolved config's mesh; return its errors and counters.
 
-    `function`: what is called on each rank in place of `check`. `counters`: what an unbroken run
-    ends with. Raises TrainingError if a rank does.
+    - `function`: called on each rank in place of `check`
+    - `counters`: those that an unbroken run ends with; compared if not None
+
+    Raises TrainingError if a rank fails.
     """
     size = config.mesh.pp * int(config.mesh.dp) * config.mesh.tp
-    found: list[RankFindings] = run_locally(
+    findings: list[RankFindings] = run_locally(
         function or check, size, config, reference, task, timeout=timeout
     )
-    masks = [f.masks for f in found if f.masks is not None]
+    masks = [f.masks for f in findings if f.masks is not None]
     errors = ReferenceErrors(
-        loss=worst(f.loss for f in found),
-        grad_norm=worst(f.grad_norm for f in found),
-        weight=weight_error(config, [f.weights for f in found]),
-        evaluation=worst(f.evaluation for f in found),
-        samples=max(f.samples for f in found),
+        loss=worst(f.loss for f in findings),
+        grad_norm=worst(f.grad_norm for f in findings),
+        weight=weight_error(config, [f.weights for f in findings]),
+        evaluation=worst(f.evaluation for f in findings),
+        samples=max(f.samples for f in findings),
         masks=share_of_wrong(masks, config.num_microbatches),
-        accumulation=max(f.accumulation for f in found),
-        counters=float(any(counters not in (None, f.counters) for f in found)),
+        accumulation=max(f.accumulation for f in findings),
+        counters=float(any(counters not in (None, f.counters) for f in findings)),
     )
-    return errors, found[0].counters
+    return errors, findings[0].counters
 
 
 def check(rank: int, config: RunConfig, reference: Reference, task: CaseTask) -> RankFindings:
-    """Train a small config on its course, on one rank, and compare with the reference."""
+    """Train a small config on its course as one rank and compare with the reference."""
     mesh = Mesh(config.mesh.pp, int(config.mesh.dp), config.mesh.tp)
-    torch.set_num_threads(1)  # tiny products on many threads spend their time waiting
+    torch.set_num_threads(1)  # more threads slow such small products down
     with swapping_small_tensors(2 * BLOCK):
         parts = assemble(config, mesh, seed=SEED)
         run = CaseRun(parts, config, mesh, reference)
-        found = run.compared(task)
+        findings = run.compared(task)
     mesh.barrier()
     parts.engine.close()
-    return found
+    return findings
 
 
 def save(parts: Assembly, mesh: Mesh, state: dict[str, Any], folder: Path) -> None:
-    """Write a checkpoint, and wait for it. Raises CheckpointError."""
+    """Write a checkpoint and wait until it is on disk. Raises CheckpointError."""
     saver = Saver(parts.engine, mesh, parts.layers, folder=folder, asynchronous=False)
     saver.save(state, wait=True)
     saver.require_saved()
 
 
 def go_on(parts: Assembly, mesh: Mesh, state: RunState, folder: Path) -> Position:
-    """Load the newest checkpoint; the position at which training goes on."""
-    found, _ = find(folder, "auto", mesh)
-    assert found is not None, folder
-    position = state.position_in(found.state, found.folder, lambda text: None)
-    load(found, engine=parts.engine, mesh=mesh, layers=parts.layers)
+    """Load the newest checkpoint in `folder` and return the position to continue from."""
+    checkpoint, _ = find(folder, "auto", mesh)
+    assert checkpoint is not None, folder
+    position = state.position_in(checkpoint.state, checkpoint.folder, lambda text: None)
+    load(checkpoint, engine=parts.engine, mesh=mesh, layers=parts.layers)
     return position
 
 
 class CaseRun:
-    """One rank's part of a case."""
+    """One rank of a case."""
 
     def __init__(
         self, parts: Assembly, config: RunConfig, mesh: Mesh, reference: Reference
@@ -212,7 +214,7 @@ class CaseRun:
             self.eps.append(torch.finfo(parameter.grad.dtype).eps)
 
     def compared(self, task: CaseTask) -> RankFindings:
-        """Train, evaluate and compare."""
+        """Train, evaluate, and return the differences from the reference."""
         position = (
             go_on(self.parts, self.mesh, self.state, task.resumes) if task.resumes else Position()
         )
@@ -245,23 +247,23 @@ class CaseRun:
         )
 
     def _compare(self, batch: list[Microbatch], step: int) -> None:
-        """Note the share of a step's tokens that are not the course's."""
-        wanted = microbatches(self.reference.course.steps[step], self.config, self.mesh)
-        for mine, right in zip(batch, wanted, strict=True):
-            pairs = [(mine.tokens, right.tokens), (mine.labels, right.labels)]
-            if mine.segments is not None and right.segments is not None:
-                pairs.append((mine.segments.positions, right.segments.positions))
+        """Record the share of a step's tokens, labels and positions that differ from the course."""
+        expected = microbatches(self.reference.course.steps[step], self.config, self.mesh)
+        for read, right in zip(batch, expected, strict=True):
+            pairs = [(read.tokens, right.tokens), (read.labels, right.labels)]
+            if read.segments is not None and right.segments is not None:
+                pairs.append((read.segments.positions, right.segments.positions))
             for a, b in pairs:
                 if a is not None and b is not None:
                     self.wrong.append(float((a != b).float().mean()))
 
     def _mean(self, local: torch.Tensor | float) -> float:
-        """The mean over dp of what every tp rank of the last stage has, and the others as 0."""
+        """Return the mean over dp of a loss that the last stage's tp ranks hold (others hold 0)."""
         everyone = self.mesh.gather_floats([local])
         return sum(row[0] for row in everyone) / (self.mesh.size("dp") * self.mesh.size("tp"))
 
     def _evaluated(self, batch: list[Microbatch], drops: bool) -> float:
-        """The mean loss of a batch in evaluation, in which dropout has no part."""
+        """Return the mean loss of a batch in evaluation, where dropout must be off."""
         evaluator, coords = self.parts.evaluator, (0, 0)
         with watched(self.parts.stages.module, coords, False, DROPOUT if drops else 0.0):
             evaluator.run(batch)
@@ -269,7 +271,7 @@ class CaseRun:
         return self._mean(0.0 if losses is None else float(losses.mean()))
 
     def _dropped(self, batch: list[Microbatch], step: int) -> Masks:
-        """The masks of a step."""
+        """Run a step with dropout on and return the masks it drew."""
         coords = self.mesh.coord("dp"), self.mesh.coord("tp")
         split = self.config.mesh.sequence_parallel
         with watched(self.parts.stages.module, coords, split, DROPOUT) as masks:

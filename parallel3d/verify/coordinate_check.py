@@ -1,7 +1,8 @@
 """The coordinate check: sizes of activations at several widths, on ranks of this machine.
 
-Each width is the config in small, with its mesh, ZeRO stage, precision and parametrization, trained
-for some steps on one batch; what is looked at is a forward pass of that batch in evaluation.
+Each width is a small version of the config with the same mesh, ZeRO stage, precision and
+parametrization. It trains for some steps on one batch; activations are measured in a forward pass
+of that batch in evaluation, before and after.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -38,35 +39,37 @@ Sums = dict[str, dict[str, tuple[float, int]]]  # layer -> measure -> sum of |x|
 def check_coordinates(
     config: RunConfig, *, widths: Sequence[int], seeds: int, steps: int, say: Callable[[str], None]
 ) -> CoordinateCheck:
-    """The slopes of a config's activations over the widths, the means of at least `seeds` seeds.
+    """Return the slopes of a config's activations over the widths, averaged over seeds.
 
-    Where only noise of the seeds may keep a slope from being flat as many are added, `ROUNDS`
-    times in all at most. Raises ConfigError for a width that the model or the mesh cannot have.
+    Starts with `seeds` seeds; while noise alone may explain a slope that is not flat, as many are
+    added, up to `ROUNDS` times `seeds`. `say` prints progress. Raises ConfigError for a width that
+    the model or the mesh does not support.
     """
-    made = {width: at_width(config, width, steps) for width in widths}
-    compile_operators(next(iter(made.values())))
-    found: dict[int, list[Sizes]] = {width: [] for width in made}
+    configs = {width: at_width(config, width, steps) for width in widths}
+    compile_operators(next(iter(configs.values())))
+    sizes: dict[int, list[Sizes]] = {width: [] for width in configs}
     for turn in range(ROUNDS):
-        for width, small in made.items():
+        for width, small in configs.items():
             ranks = small.mesh.pp * int(small.mesh.dp) * small.mesh.tp
             for seed in range(turn * seeds, (turn + 1) * seeds):
                 sums = run_locally(_measure_on_rank, ranks, small, seed, timeout=1800)
-                found[width].append(_merged(sums))
-            say(f"width {width}: {len(found[width])} seeds of {steps} steps")
-        check = slopes(found)
+                sizes[width].append(_merged(sums))
+            say(f"width {width}: {len(sizes[width])} seeds of {steps} steps")
+        check = slopes(sizes)
         if not check.undecided:
             break
         if turn + 1 < ROUNDS:
             names = ", ".join(layer.name for layer in check.layers if not layer.flat)
-            say(f"{names}: beyond the tolerance by less than two standard errors; more seeds")
+            say(f"{names}: beyond the tolerance by less than two standard errors; adding seeds")
     return check
 
 
 def at_width(config: RunConfig, width: int, steps: int) -> RunConfig:
-    """The config in small at a width, resolved; the proportions of its MLP stay.
+    """Return a small resolved config of a width; the MLP keeps its proportions.
 
-    Where the parametrization says how wide a head is at the base, their number stays and they get
-    wider; else there are more of them.
+    If the parametrization names a base head size, heads get wider with the model and their number
+    stays; otherwise their size stays and their number grows. Raises ConfigError if the heads do not
+    divide the width.
     """
     mesh = config.mesh
     sizes = mesh.pp, 1 if mesh.dp == "auto" else mesh.dp, mesh.tp
@@ -78,7 +81,7 @@ def at_width(config: RunConfig, width: int, steps: int) -> RunConfig:
     if settings.base_head_size is not None and settings.base_width is not None:
         heads = settings.base_width // settings.base_head_size
     if width % heads:
-        raise ConfigError(f"--widths {width}: is no multiple of its {heads} heads; choose others")
+        raise ConfigError(f"--widths {width}: must be a multiple of the model's {heads} heads")
     stages = mesh.pp * config.pipeline.stages_per_rank
     changed = {
         "num_hidden_layers": max(BLOCKS, stages - 1),
@@ -101,16 +104,16 @@ def at_width(config: RunConfig, width: int, steps: int) -> RunConfig:
 
 
 def _kv_heads(model: Any, heads: int) -> int | None:
-    """As many queries on each as the config has, where they come out even, whatever the mesh."""
-    asked = getattr(model, "num_key_value_heads", None)
-    if asked is None:
+    """Keep the config's queries per key/value head if that divides the heads; else one each."""
+    kv_heads = getattr(model, "num_key_value_heads", None)
+    if kv_heads is None:
         return None
-    fewer = max(1, heads * asked // model.num_attention_heads)
+    fewer = max(1, heads * kv_heads // model.num_attention_heads)
     return fewer if heads % fewer == 0 else heads
 
 
 def _measure_on_rank(rank: int, config: RunConfig, seed: int) -> Sums:
-    """On one rank: what it holds of each layer's activations, before and after training."""
+    """Train as one rank and return sums over its part of each layer's activations."""
     assert isinstance(config.mesh.dp, int)
     torch.set_num_threads(1 if config.mesh.pp * config.mesh.dp * config.mesh.tp > 1 else 2)
     mesh = Mesh(config.mesh.pp, config.mesh.dp, config.mesh.tp)
@@ -124,7 +127,7 @@ def _measure_on_rank(rank: int, config: RunConfig, seed: int) -> Sums:
         parts.engine.step(config.optimizer.params.lr)
     with _activations(parts) as now:
         parts.evaluator.run(batch, 0)
-    found = {
+    sums = {
         name: {
             START: _sum(first[name]),
             TRAINED: _sum(last),
@@ -134,14 +137,14 @@ def _measure_on_rank(rank: int, config: RunConfig, seed: int) -> Sums:
     }
     mesh.barrier()
     parts.engine.close()
-    return found
+    return sums
 
 
 def _batch(config: RunConfig) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Tokens, labels and documents of the one batch, [batch, seq] each; a document a sample.
+    """Return tokens, labels and documents of the batch, [batch, seq] each; a sample is a document.
 
-    Tokens are as unequal as a language's. Were all as frequent, a step's gradients would have next
-    to nothing in common, and what it changes would be noise, which goes by the root of the width.
+    Token frequencies follow Zipf's law, as in a language. With equal frequencies the gradients of a
+    step would have little in common, and the change would be noise that grows by the width's root.
     """
     generator = torch.Generator().manual_seed(7)
     size, length = config.global_batch_size, config.data.sequence_length + 1
@@ -154,28 +157,28 @@ def _batch(config: RunConfig) -> tuple[Tensor, Tensor, Tensor | None]:
 
 @contextmanager
 def _activations(parts: Assembly) -> Iterator[dict[str, list[Tensor]]]:
-    """Every layer's output on this rank, one for each microbatch, while the block lasts."""
-    found: dict[str, list[Tensor]] = {}
+    """Record the outputs of this rank's layers inside the context: one per microbatch, by name."""
+    outputs: dict[str, list[Tensor]] = {}
 
     def note(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, given: Any, output: Any) -> None:
-            # Query, key and value: a rank may hold a part of the one, and all of another.
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            # Query, key and value apart: a rank may hold a part of one and all of another.
             each = {name: output}
             if isinstance(module, GroupedColumnLinear):
                 each = {f"{name}.{n}": x for n, x in zip(module.heads, output, strict=True)}
             for full, x in each.items():
-                found.setdefault(full, []).append(x.detach().flatten().to("cpu", torch.float64))
+                outputs.setdefault(full, []).append(x.detach().flatten().to("cpu", torch.float64))
 
         return hook
 
     with ExitStack() as hooks:
         for name, module in _modules(parts):
             hooks.callback(module.register_forward_hook(note(name)).remove)
-        yield found
+        yield outputs
 
 
 def _modules(parts: Assembly) -> Iterator[tuple[str, nn.Module]]:
-    """The layers of this rank's stages, but for the head's loss, and what they multiply with."""
+    """Yield the layers of this rank's stages, except the head's loss, and their products."""
     placement, last = parts.stages.layers_of_stage, parts.layers[-1].name
     for stage, modules in parts.stages.module.layers.items():
         for index, module in zip(placement[stage], modules, strict=True):
@@ -192,7 +195,7 @@ def _sum(values: list[Tensor]) -> tuple[float, int]:
 
 
 def _merged(ranks: Sequence[Sums]) -> Sizes:
-    """The mean over what all ranks hold, of which some is on several, the same number of times."""
+    """Return the means over all ranks; whatever is replicated is so equally often."""
     merged: Sums = {}
     for sums in ranks:
         for name, measures in sums.items():

@@ -1,9 +1,8 @@
-"""Functions run on ranks of this machine, forked from a server that has torch loaded.
+"""Run functions on ranks of this machine, forked from a server that has torch loaded.
 
-The server never asks the machine for GPUs, else its forks could use none: this process does.
-
-Four of them start in 0.12 s. Ranks that live on for the next function would save no more, and cost
-what gloo leaves behind: the event loops of process groups whose peers have let go of theirs spin.
+The server must not initialise GPUs, because a forked process could not use them then; the parent
+looks for them instead. Four ranks start in 0.12 s. Reusing ranks for the next function would not be
+faster: gloo's event loops spin on after the peers have left a process group.
 """
 
 import faulthandler
@@ -26,7 +25,7 @@ from parallel3d import models
 from parallel3d.base.errors import TrainingError
 from parallel3d.mesh.launch import Launch
 
-# All that a rank would import: what the server has, a rank has at once.
+# Imported by the server once, so that no rank has to.
 PRELOAD = [
     "__main__",
     "torch",
@@ -43,7 +42,7 @@ PRELOAD = [
 
 
 class RankFailed(TrainingError):
-    """A rank raised, or died; the message holds its traceback."""
+    """A rank raised or died; the message holds its traceback."""
 
 
 class RanksHung(TrainingError):
@@ -57,27 +56,29 @@ def run_locally(
     timeout: float = 300,
     quiet: bool = False,
 ) -> list[Any]:
-    """Run `function(rank, *args)` on `world_size` new processes: gives the results by rank.
+    """Run `function(rank, *args)` on `world_size` new processes and return the results by rank.
 
-    Each finds the launcher's variables in its environment. Raises RankFailed with a rank's own
-    traceback, and RanksHung once `timeout` seconds are over, with the stacks on standard error
-    unless `quiet`. All processes are gone when it is done. Arguments and results are pickled.
+    Each process has the launcher's environment variables. Arguments and results are pickled. All
+    processes have ended when this returns.
+
+    Raises RankFailed with the rank's traceback, and RanksHung after `timeout` seconds, with the
+    stacks on standard error unless `quiet`.
     """
-    from parallel3d.mesh.device import settle_accelerator  # torch, which this file comes before
+    from parallel3d.mesh.device import settle_accelerator  # imports torch; this file must not
 
-    settle_accelerator()  # the server inherits what it settles
+    settle_accelerator()  # before the server starts, which inherits it
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     port, ranks = free_port(), []
     for rank in range(world_size):
-        ours, theirs = context.Pipe()
+        parent_end, child_end = context.Pipe()
         launch = Launch(rank, world_size, rank, world_size)
         process = context.Process(
-            target=_run, args=(theirs, launch, port, timeout, quiet, function, args)
+            target=_run, args=(child_end, launch, port, timeout, quiet, function, args)
         )
         process.start()
-        theirs.close()
-        ranks.append((process, ours))
+        child_end.close()
+        ranks.append((process, parent_end))
     try:
         return _collect(ranks, time.monotonic() + timeout + 5)
     except BaseException:
@@ -85,7 +86,7 @@ def run_locally(
             process.kill()
         raise
     finally:
-        # Only now may any of them end: rank 0 holds the store that the others still talk to.
+        # No rank may end earlier: rank 0 hosts the store that the others still use.
         for _, pipe in ranks:
             pipe.close()
         for process, _ in ranks:
@@ -98,7 +99,7 @@ def run_locally(
 def _collect(ranks: list[tuple[ForkServerProcess, Connection]], deadline: float) -> list[Any]:
     results: dict[int, Any] = {}
     waiting = {pipe: number for number, (_, pipe) in enumerate(ranks)}
-    lost: RankFailed | None = None  # a rank that lost another one, which is still to be heard of
+    lost: RankFailed | None = None  # a rank that lost its peer; the peer's own error is better
     while waiting:
         seconds = max(0.0, deadline - time.monotonic())
         ready = mp.connection.wait(list(waiting), timeout=seconds)
@@ -113,8 +114,8 @@ def _collect(ranks: list[tuple[ForkServerProcess, Connection]], deadline: float)
                 process, _ = ranks[number]
                 process.join(timeout=5)
                 error = RanksHung if process.exitcode == 1 else RankFailed  # 1: faulthandler's
-                said = f"rank {number} of {len(ranks)} died with exit code {process.exitcode}"
-                raise error(said) from None
+                message = f"rank {number} of {len(ranks)} died with exit code {process.exitcode}"
+                raise error(message) from None
             if not is_done:
                 failed = RankFailed(f"rank {number} of {len(ranks)}: {value}")
                 if not re.search(r"connection (closed|reset) by peer", value, re.IGNORECASE):
@@ -135,29 +136,29 @@ def _run(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    """A rank's whole life."""
+    """Set a rank up, call the function, send its result, and exit when the parent has all."""
     import torch
 
     torch.set_num_threads(1)
     launch.announce(port)
     log = open(os.devnull, "w") if quiet else sys.__stderr__  # noqa: SIM115
-    faulthandler.enable(file=log or sys.stderr)  # a crash in native code says where it was
+    faulthandler.enable(file=log or sys.stderr)  # prints the stack of a native crash
     faulthandler.dump_traceback_later(timeout, exit=True, file=log or sys.stderr)
     try:
         answer = True, function(launch.rank, *args)
     except BaseException:
         answer = False, traceback.format_exc()
-    # Plain pickle: multiprocessing's own would hand tensors over as files of a dying process.
+    # Plain pickle: multiprocessing's would pass tensors as files that end with this process.
     pipe.send_bytes(pickle.dumps(answer))
     with suppress(EOFError, OSError):
-        pipe.recv_bytes()  # until the parent has heard from every rank
+        pipe.recv_bytes()  # until every rank has answered
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # a clean end would wait for peers that have failed
+    os._exit(0)  # a clean exit would wait for peers that have failed
 
 
 def free_port() -> int:
-    """A port that nobody listens on, outside the range from which the system gives ports away."""
+    """Return an unused port below the range that the system assigns from."""
     for _ in range(100):
         port = 10_000 + int.from_bytes(os.urandom(2)) % 20_000
         with socket.socket() as s, suppress(OSError):

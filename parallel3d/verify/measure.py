@@ -20,29 +20,29 @@ from parallel3d.train.assembly import Assembly
 from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.reference import Reference, first_weights
 
-# fp32 is equality up to rounding. In half precision the errors are those of the type itself.
+# fp32: equal up to rounding. Half precision: the type's own rounding errors.
 TOLERANCE = {"fp32": 1e-5, "bf16": 2e-1, "fp16": 1e-1}
 
 
 @dataclass(frozen=True)
 class ReferenceErrors:
-    """The largest differences from the reference."""
+    """The largest differences between a run and the reference."""
 
     loss: float  # relative
     grad_norm: float  # relative
-    weight: float  # of `weight_error`
-    evaluation: float = 0.0  # relative, of the loss without training
-    samples: float = 0.0  # share of tokens that another batch should have
-    masks: float = 0.0  # share of dropout's masks that agree or differ where they must not
-    accumulation: float = 0.0  # precision of the type that gradients are added up in, if not fp32
-    counters: float = 0.0  # 1 if the optimizer's or the loss scaler's are not an unbroken run's
+    weight: float  # see `weight_error`
+    evaluation: float = 0.0  # relative, of the loss in evaluation
+    samples: float = 0.0  # share of tokens that differ from the course's
+    masks: float = 0.0  # share of dropout masks that are wrong, see `share_of_wrong`
+    accumulation: float = 0.0  # eps of the type that gradients are summed in; 0 for fp32
+    counters: float = 0.0  # 1 if counters of the optimizer or loss scaler differ after a resume
 
     def within(self, tolerance: float) -> bool:
-        """True if no error is beyond a tolerance; a NaN is."""
+        """Return True if no error exceeds its bound; a NaN does."""
         return not self.beyond(tolerance)
 
     def beyond(self, tolerance: float) -> dict[str, float]:
-        """The errors that are larger than rounding explains, by name; a NaN is one."""
+        """Return the errors above their bounds, by name; a NaN counts as one."""
         rounded = ("loss", "grad_norm", "weight", "evaluation")
         return {
             name: size
@@ -55,10 +55,10 @@ class ReferenceErrors:
 
 
 def compile_operators(config: RunConfig) -> None:
-    """Have DeepSpeed's operators compiled that the config needs, before any rank's time runs.
+    """Compile the DeepSpeed operators that the config needs, before any rank's timeout runs.
 
-    Minutes on a machine that has never had them; says so on standard error. Raises TrainingError
-    where they cannot be.
+    Takes minutes the first time on a machine, and prints so on standard error. Raises TrainingError
+    if compilation fails.
     """
     zero = config.zero_optimization
     if zero.offload_optimizer.device != "none" or zero.offload_param.device == "nvme":
@@ -74,10 +74,11 @@ def _compile_operators(rank: int, zero: ZeroConfig) -> None:
 
 
 def weight_error(config: RunConfig, weights: Sequence[dict[str, float]]) -> float:
-    """The error of the weights from what `weight_errors` gives on each rank: absolute in fp32.
+    """Return the error of the weights over all ranks, given `weight_errors` of each.
 
-    In half precision, where Adam's first steps turn rounding into whole steps of single weights,
-    it is relative: to how far training moved the reference.
+    In fp32 it is the largest absolute difference. In half precision Adam's first steps turn
+    rounding into full steps of single weights, so it is the distance between the trained weights
+    relative to the distance that training moved the reference.
     """
     if config.precision == "fp32":
         return worst(w["largest"] for w in weights)
@@ -86,20 +87,20 @@ def weight_error(config: RunConfig, weights: Sequence[dict[str, float]]) -> floa
 
 
 def worst(errors: Any) -> float:
-    """The largest number; a NaN is larger than any, although max() does not say so."""
+    """Return the largest number, inf if any is not finite (max() would ignore a NaN)."""
     errors = list(errors)
     return max(errors) if all(map(math.isfinite, errors)) else math.inf
 
 
-def relative(found: list[float], expected: list[float]) -> list[float]:
-    """Relative differences, step by step."""
-    return [abs(x - y) / abs(y) for x, y in zip(found, expected, strict=True)]
+def relative(values: list[float], expected: list[float]) -> list[float]:
+    """Return the relative difference of each value."""
+    return [abs(x - y) / abs(y) for x, y in zip(values, expected, strict=True)]
 
 
 def microbatches(
     batch: tuple[Tensor, Tensor, Tensor | None], config: RunConfig, mesh: Mesh
 ) -> list[Microbatch]:
-    """Cut the share of this dp coordinate out of a global batch, in microbatches."""
+    """Return the microbatches of this dp coordinate from a global batch."""
     share = config.micro_batch_size * config.num_microbatches
     start = share * mesh.coord("dp")
 
@@ -107,22 +108,22 @@ def microbatches(
         return list(x[start : start + share].split(config.micro_batch_size))
 
     tokens, labels, documents = batch
-    found = [
-        Microbatch(mine.to(mesh.device), theirs.to(mesh.device))
-        for mine, theirs in zip(cut(tokens), cut(labels), strict=True)
+    cut_batch = [
+        Microbatch(x.to(mesh.device), y.to(mesh.device))
+        for x, y in zip(cut(tokens), cut(labels), strict=True)
     ]
     if documents is None:
-        return found
+        return cut_batch
     return [
         microbatch._replace(segments=Segments.of(own).on(mesh.device))
-        for microbatch, own in zip(found, cut(documents), strict=True)
+        for microbatch, own in zip(cut_batch, cut(documents), strict=True)
     ]
 
 
 def weight_errors(parts: Assembly, config: RunConfig, reference: Reference) -> dict[str, float]:
-    """Differences of this rank's weights from the reference's, and how far training moved those."""
+    """Compare this rank's weights with the reference's: differences, and how far those moved."""
     largest, squared_distance, squared_way = 0.0, 0.0, 0.0
-    # Only half precision is compared by the way; in fp32 drawing the start again costs a step.
+    # Only half precision needs the start, and drawing it again takes as long as a step.
     first = first_weights(config) if config.precision != "fp32" else {}
     originals = tied_names(parts.layers)
     with safe_open(reference.weights, "pt") as file:

@@ -1,7 +1,7 @@
-"""The reference: one process of plain transformers and torch trains the same, without an engine.
+"""The reference: one process of plain transformers and torch that trains the same course.
 
-Its course has a warm-up, and its last step begins the second epoch. The second step is loud: one
-token again and again, so that its gradient is several times the others', and it alone is clipped.
+The course has a warm-up, and its last step begins the second epoch. The second step repeats one
+token, so its gradient is several times larger than the others and it alone is clipped.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,7 +38,7 @@ Batch = tuple[Tensor, Tensor, Tensor | None]  # tokens, labels, documents: [batc
 
 @dataclass(frozen=True)
 class Course:
-    """Each step's global batch and learning rate, and what is evaluated after the last."""
+    """The global batch and learning rate of each step, and the batch evaluated at the end."""
 
     steps: list[Batch]
     rates: list[float]
@@ -46,9 +46,9 @@ class Course:
 
 
 def corpus_of(config: RunConfig, folder: Path) -> Corpus:
-    """The corpus of a small config, in memory; `folder` stands for its tokenizer's.
+    """Return the in-memory corpus of a small config; an epoch is two and a half steps.
 
-    Two and a half steps make an epoch.
+    `folder` takes the place of the tokenizer's folder.
     """
     length, vocab = config.data.sequence_length, int(config.model.vocab_size)
     size, end = config.global_batch_size, vocab - 1
@@ -72,7 +72,7 @@ def corpus_of(config: RunConfig, folder: Path) -> Corpus:
 
 
 def course_of(config: RunConfig) -> Course:
-    """The course of a small config, as one process reads it."""
+    """Return the course of a small config as one process reads it."""
     corpus = corpus_of(config, Path())
     samples = Batches(corpus.train, config.data.sequence_length, config.train.seed)
     size, count = config.global_batch_size, config.num_steps
@@ -92,17 +92,17 @@ def course_of(config: RunConfig) -> Course:
 
 @dataclass(frozen=True)
 class Reference:
-    """The outcome of the reference on its course."""
+    """The results of the reference on its course."""
 
     losses: list[float]
     grad_norms: list[float]  # before clipping
-    weights: str  # the file of those after the last step
-    evaluation: float  # the trained model's loss on the batch that the course evaluates
+    weights: str  # file of the weights after the last step
+    evaluation: float  # the trained model's loss on the course's last batch
     course: Course
 
 
 def first_weights(config: RunConfig) -> dict[str, Tensor]:
-    """Every weight, whole, as the seed gives it; a tied copy is left out."""
+    """Return every initial weight, uncut, without tied copies."""
     weights = {}
     for name, spec in named_params(models.layers(config.model)).items():
         flat = torch.empty(spec.numel)
@@ -112,9 +112,9 @@ def first_weights(config: RunConfig) -> dict[str, Tensor]:
 
 
 def train_reference(config: RunConfig, folder: Path, course: Course) -> Reference:
-    """Train the small model by transformers and torch's AdamW; in fp64, so it rounds nothing.
+    """Train the small model with transformers and torch's AdamW in fp64.
 
-    Raises ConfigError for a family that transformers does not have.
+    Raises ConfigError for a family without a transformers model.
     """
     model, family = _loaded(config, first_weights(config))
     return train_model(model.train(), family, config, folder, course)
@@ -123,10 +123,10 @@ def train_reference(config: RunConfig, folder: Path, course: Course) -> Referenc
 def prepare(
     config: RunConfig, meshes: Sequence[Sizes], folder: Path
 ) -> tuple[dict[Sizes, RunConfig], Reference]:
-    """The small config of each mesh, and the reference of all, trained on the course.
+    """Return the small config of each mesh and their common reference, trained on the course.
 
-    Where the config clips, the limit lies between the norms of the quiet and the loud step, which
-    are measured first. Raises ConfigError.
+    If the config clips, the limit lies between the gradient norms of the quiet steps and the loud
+    one, which are measured first. Raises ConfigError.
     """
     small = shrink(config, tuple(meshes), str(folder), clipping=_NEVER_CLIPPED)
     first = small[meshes[0]]
@@ -144,7 +144,7 @@ def prepare(
 def losses_of(
     config: RunConfig, weights: Mapping[str, Tensor], tokens: Tensor, labels: Tensor
 ) -> Tensor:
-    """Loss of each token under whole weights, [batch, seq], in fp64."""
+    """Return the loss of each token under uncut weights, [batch, seq], in fp64."""
     model, _ = _loaded(config, weights)
     with torch.no_grad():
         logits = model.eval()(tokens, use_cache=False).logits
@@ -152,36 +152,36 @@ def losses_of(
 
 
 def in_our_names(config: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Whole tensors under the names of transformers -> the same under our global names.
+    """Return uncut tensors of transformers under our global names, without tied copies.
 
-    The family's `to_huggingface` is asked where it moves each element. Raises KeyError if a tensor
-    is missing; a tied output projection is left out.
+    Inverts the family's `to_huggingface` by mapping the index of each element. Raises KeyError if a
+    tensor is missing.
     """
-    family, found = models.huggingface(config.family), {}
+    family, renamed = models.huggingface(config.family), {}
     assert family is not None, config.family
     for name, spec in named_params(models.layers(config)).items():
         numbers = torch.arange(spec.numel).view(spec.shape)
         places = family.to_huggingface(config, {name: numbers})
         order = torch.cat([place.flatten() for place in places.values()]).argsort()
-        value = torch.cat([tensors[theirs].flatten() for theirs in places])
-        found[name] = value[order].view(spec.shape)
-    return found
+        value = torch.cat([tensors[place].flatten() for place in places])
+        renamed[name] = value[order].view(spec.shape)
+    return renamed
 
 
 def _loaded(config: RunConfig, weights: Mapping[str, Tensor]) -> tuple[Any, Any]:
-    """A model of transformers with these weights, in fp64, and its family's module."""
+    """Return a model of transformers with these weights, in fp64, and its family's module."""
     family = models.huggingface(config.model.family)
     if family is None:
         raise ConfigError(
-            f"parallel3d.model.family = {config.model.family!r}: has no huggingface.py, and so "
-            "nothing to compare with; write one (docs/add-a-model.md)"
+            f"parallel3d.model.family = {config.model.family!r}: has no huggingface.py, so verify "
+            "has no model to compare with; write one (docs/add-a-model.md)"
         )
     try:
         model = family.reference(config.model).double()
     except ValueError as error:
         raise ConfigError(f"parallel3d.model: {error}") from error
-    theirs = family.to_huggingface(config.model, weights)
-    missing, unexpected = model.load_state_dict(theirs, strict=False)
+    state_dict = family.to_huggingface(config.model, weights)
+    missing, unexpected = model.load_state_dict(state_dict, strict=False)
     tied = set(getattr(model, "all_tied_weights_keys", {}))
     assert not unexpected and set(missing) <= tied, (missing, unexpected)
     _tell_multipliers(model, scales_of(config.model))
@@ -189,14 +189,14 @@ def _loaded(config: RunConfig, weights: Mapping[str, Tensor]) -> tuple[Any, Any]
 
 
 def _tell_multipliers(model: Any, scales: Scales) -> None:
-    """Have a model of transformers multiply by what a parametrisation does, where it does so.
+    """Hook a parametrization's multipliers into a model of transformers.
 
-    Raises ConfigError where its attention cannot be told.
+    Raises ConfigError if its attention has no scale to change.
     """
     if scales.query != 1 and not any(hasattr(m, "scaling") for m in model.modules()):
         raise ConfigError(
-            f"parallel3d.model.parametrization: {type(model).__name__} cannot be told to scale its "
-            "scores, so there is nothing to compare with; leave base_head_size out"
+            f"parallel3d.model.parametrization: {type(model).__name__} has no attention scale to "
+            "change, so verify has no model to compare with; leave base_head_size out"
         )
     for module in model.modules():
         if hasattr(module, "scaling"):
@@ -209,8 +209,8 @@ def _tell_multipliers(model: Any, scales: Scales) -> None:
 
 
 def _times(factor: float) -> Any:
-    def hook(module: nn.Module, given: Any, output: Any) -> Any:
-        if isinstance(output, tuple):  # of attention, with its scores
+    def hook(module: nn.Module, inputs: Any, output: Any) -> Any:
+        if isinstance(output, tuple):  # attention returns its scores, too
             return output[0] * factor, *output[1:]
         return output * factor
 
@@ -220,19 +220,19 @@ def _times(factor: float) -> Any:
 def train_model(
     model: Any, family: Any, config: RunConfig, folder: Path, course: Course
 ) -> Reference:
-    """Train a model of transformers by torch's AdamW; its family names its weights."""
-    # The kind of each of their parameters: the mapping of names, applied to the kinds of ours.
+    """Train a model of transformers with torch's AdamW and save its weights under our names."""
+    # Find the kind of each of its parameters by mapping the kinds of ours to its names.
     adam, rates = config.optimizer.params, scales_of(config.model).rates()
     kinds = [(role, decays) for role in rates for decays in (True, False)]
     marks = {
         name: torch.full(spec.shape, float(kinds.index((spec.role, spec.weight_decay))))
         for name, spec in named_params(models.layers(config.model)).items()
     }
-    their_marks = family.to_huggingface(config.model, marks)
+    marks_by_name = family.to_huggingface(config.model, marks)
     named = dict(model.named_parameters())
     groups = [
         {
-            "params": [p for name, p in named.items() if bool((their_marks[name] == kind).all())],
+            "params": [p for name, p in named.items() if bool((marks_by_name[name] == kind).all())],
             "of_rate": rates[role].lr,
             "weight_decay": adam.weight_decay * rates[role].weight_decay if decays else 0.0,
             "eps": adam.eps * rates[role].eps,
@@ -266,10 +266,10 @@ def train_model(
 
 
 def _isolation(documents: Tensor | None) -> dict[str, Tensor]:
-    """Positions and a 4-D mask that keep transformers from looking into another document."""
+    """Return positions and a 4-D mask that isolate documents in a model of transformers."""
     if documents is None:
         return {}
-    # All pairs of tokens are compared, as no kernel of ours does.
+    # Compares all pairs of tokens, unlike any kernel of ours.
     mask = (documents.unsqueeze(-1) == documents.unsqueeze(-2)).tril()  # [batch, seq, seq]
     positions = mask.sum(-1) - 1
     mask = mask.unsqueeze(1)

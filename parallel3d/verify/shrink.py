@@ -1,4 +1,4 @@
-"""A config in small: everything that could change the numbers is kept, only sizes shrink."""
+"""Shrink a config: sizes become small; every setting that could change the numbers stays."""
 
 import re
 from collections.abc import Sequence
@@ -12,10 +12,10 @@ from parallel3d.schedule import schedules
 
 Sizes = tuple[int, int, int]  # pp, dp, tp
 
-SEQUENCE_LENGTH, VOCAB_SIZE, HEAD_SIZE = 16, 261, 8  # a vocabulary that neither 2 nor 4 divides
+SEQUENCE_LENGTH, VOCAB_SIZE, HEAD_SIZE = 16, 261, 8  # no vocabulary size that 2 or 4 divides
 ALWAYS_CLIPPED = 0.02
 STEPS, MICROBATCHES, LEARNING_RATE, WARMUP_STEPS = 3, 4, 3e-4, 2
-EPS = 1e-6  # at least; with Adam's 1e-8 rounding alone moves a weight whose gradient is nearly 0
+EPS = 1e-6  # minimum; with Adam's 1e-8 rounding alone moves weights whose gradient is nearly 0
 MESHES: tuple[Sizes, ...] = (
     (1, 1, 1),
     (1, 4, 1),
@@ -26,8 +26,8 @@ MESHES: tuple[Sizes, ...] = (
     (1, 2, 2),
     (2, 2, 2),
 )
-MOST_RANKS = 64  # processes that one machine can be asked for
-# ZeRO-3 leaves a model this small whole, unless it is told otherwise.
+MOST_RANKS = 64  # processes on one machine
+# By default ZeRO-3 would not partition a model this small.
 NO_THRESHOLDS = {
     "stage3_param_persistence_threshold": 0,
     "stage3_max_live_parameters": 0,
@@ -35,23 +35,23 @@ NO_THRESHOLDS = {
     "stage3_prefetch_bucket_size": 0,
 }
 BUCKETS = {"reduce_bucket_size": 2**16, "allgather_bucket_size": 2**16}
-# A loss scale that grows within the steps, from where no gradient overflows.
+# A loss scale that grows within the steps and starts where no gradient overflows.
 GROWING_SCALE = {"initial_scale_power": 8, "loss_scale_window": 2}
-BLOCK = 1024  # bytes that NVMe offload reads at once; DeepSpeed's own is more than a small tensor
+BLOCK = 1024  # bytes per NVMe read; DeepSpeed's default is larger than a small tensor
 PARAM_BUFFERS = {"buffer_size": 2**16, "max_in_cpu": 0}
 
 
 def parse_meshes(text: str) -> tuple[Sizes, ...]:
-    """Read meshes as "1x1x1,2x2x2": pp x dp x tp; raises ConfigError."""
+    """Parse "1x1x1,2x2x2" into meshes, pp x dp x tp. Raises ConfigError."""
     meshes = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*([1-9][0-9]*)x([1-9][0-9]*)x([1-9][0-9]*)\s*", part)
         if match is None:
-            raise ConfigError(f"--meshes {part!r}: is no mesh; write pp x dp x tp, as in 2x2x1")
+            raise ConfigError(f"--meshes {part!r}: must be pp x dp x tp, for example 2x2x1")
         pp, dp, tp = map(int, match.groups())
         if pp * dp * tp > MOST_RANKS:
             raise ConfigError(
-                f"--meshes {part!r}: is {pp * dp * tp:,} processes, and verify starts at most "
+                f"--meshes {part!r}: needs {pp * dp * tp:,} processes, but verify starts at most "
                 f"{MOST_RANKS} on one machine; use a smaller mesh"
             )
         meshes.append((pp, dp, tp))
@@ -65,12 +65,16 @@ def shrink(
     batch: int | None = None,
     clipping: float = ALWAYS_CLIPPED,
 ) -> dict[Sizes, RunConfig]:
-    """The small config of each mesh; all train the same model on the same global batches.
+    """Return the small config of each mesh; all train the same model on the same global batches.
 
-    Learning rate, clipping and eps are set so that differences mean the same for every config,
-    dropout is off (its masks depend on the mesh), and NVMe offload goes to `folder`. A step has
-    `batch` samples, by default two in the smallest microbatch; where the config clips, the limit is
-    `clipping`. Raises ConfigError for a mesh that cannot run it.
+    Learning rate, clipping and eps are fixed so that one tolerance fits every config. Dropout is
+    off, because its masks depend on the mesh.
+
+    - `folder`: where NVMe offload writes
+    - `batch`: samples in a step; by default the smallest microbatch has two
+    - `clipping`: the limit, if the config clips
+
+    Raises ConfigError for a mesh that cannot run the config.
     """
     raw = config.to_dict()
     block = raw["parallel3d"]
@@ -106,13 +110,13 @@ def shrink(
 
 
 def drops_out(config: RunConfig) -> bool:
-    """True if a config trains with dropout."""
+    """Return True if a config trains with dropout."""
     model = config.model
     return any(getattr(model, n) > 0 for n in type(model).model_fields if n.endswith("_pdrop"))
 
 
 def resuming_pair(meshes: Sequence[Sizes]) -> tuple[Sizes, Sizes]:
-    """Where a run is saved, and where it goes on: as many axes as may be differ, on few ranks."""
+    """Return the meshes to save on and to resume on: most axes differ, and few ranks are used."""
 
     def rank(pair: tuple[Sizes, Sizes]) -> tuple[int, int, int]:
         saved, resumed = pair
@@ -123,7 +127,7 @@ def resuming_pair(meshes: Sequence[Sizes]) -> tuple[Sizes, Sizes]:
 
 
 def why_not(config: RunConfig, mesh: Sizes) -> str | None:
-    """Why a config's schedule cannot run on a mesh; None if it can."""
+    """Return why a config's schedule cannot run on a mesh, or None if it can."""
     pipeline = config.pipeline
     microbatches = min(config.num_microbatches, MICROBATCHES)
     return schedules.load(pipeline.schedule).invalid(
@@ -141,18 +145,18 @@ def _on_mesh(raw: dict[str, Any], mesh: Sizes, microbatches: int, batch: int) ->
         "gradient_accumulation_steps": microbatches,
         "parallel3d": block | {"mesh": sizes},
     }
-    source = f"the config, made small for mesh {pp}x{dp}x{tp}"
+    source = f"the config, shrunk for mesh {pp}x{dp}x{tp}"
     return RunConfig.from_dict(changed, source).resolve(pp * dp * tp)
 
 
 def _small_model(model: Any, stages: int, tp_sizes: list[int]) -> dict[str, Any]:
-    """A family's sizes, which bear the names of Hugging Face's configs; all else stays."""
+    """Return small sizes under the names of Hugging Face's configs; other settings stay."""
     widest = lcm(*tp_sizes)
     heads, queries = widest, 1
     kv_heads = getattr(model, "num_key_value_heads", None)
     if kv_heads is not None:
         queries = model.num_attention_heads // kv_heads
-        # As few key/value heads as may be: fewer than tp ranks is the case that breaks most.
+        # As few key/value heads as possible: fewer than tp ranks breaks most often.
         counts = (n for n in range(min(2, kv_heads), 2 * widest + 1) if n * queries % widest == 0)
         kv_heads = next(n for n in counts if all(n % tp == 0 or tp % n == 0 for tp in tp_sizes))
         heads = kv_heads * queries
@@ -160,7 +164,7 @@ def _small_model(model: Any, stages: int, tp_sizes: list[int]) -> dict[str, Any]
     small: dict[str, Any] = {
         "hidden_size": heads * HEAD_SIZE,
         "num_attention_heads": heads,
-        # The embedding and the head are layers, too; one more does not divide evenly.
+        # With the embedding and the head, one layer more than the stages divide evenly.
         "num_hidden_layers": max(3, stages - 1),
         "vocab_size": VOCAB_SIZE,
         "max_position_embeddings": SEQUENCE_LENGTH,

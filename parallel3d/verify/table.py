@@ -1,4 +1,4 @@
-"""The report of verify: every mesh is run, and how far each is from the reference is said."""
+"""The report of verify: run every mesh and print its differences from the reference."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,12 +21,12 @@ _COLUMNS = ("mesh", "loss", "gradient norm", "weights", "evaluation", "")
 def verify(
     config: RunConfig, meshes: Sequence[Sizes], folder: Path, console: Console, chosen: bool
 ) -> dict[str, Any]:
-    """Compare each mesh with the reference, say so line by line, and give the JSON report.
+    """Compare each mesh with the reference, print a line for each, and return the JSON report.
 
-    A mesh on which the config cannot run is left out, with the reason, unless it was `chosen`.
-    Raises ConfigError.
+    A mesh that cannot run the config is skipped with the reason; if it was `chosen` by the user,
+    ConfigError is raised. Raises ConfigError, too, if no mesh is left.
     """
-    torch.set_num_threads(1)  # tiny products on many threads spend their time waiting
+    torch.set_num_threads(1)  # more threads slow such small products down
     runnable = []
     for mesh in meshes:
         if reason := why_not(config, mesh):
@@ -36,7 +36,7 @@ def verify(
         else:
             runnable.append(mesh)
     if not runnable:
-        raise ConfigError("none of the meshes can run this config; give others by --meshes")
+        raise ConfigError("none of the meshes can run this config; choose others with --meshes")
     first = shrink(config, tuple(runnable), str(folder))[runnable[0]]
     _print_head(config, first, console)
     try:
@@ -59,39 +59,39 @@ def verify(
         cases.append(_case(config, mesh, errors, tolerance))
         cases[-1]["resumed_from"] = name_of(saved) if task.resumes else None
         beyond = ", ".join(errors.beyond(tolerance))
-        said = f"DIFFERS ({beyond})" if beyond else "equal"
+        verdict = f"DIFFERS ({beyond})" if beyond else "equal"
         numbers = (errors.loss, errors.grad_norm, errors.weight, errors.evaluation)
         shown = f"{name_of(saved)} > {name_of(mesh)}" if task.resumes else name_of(mesh)
-        console.print(_row(shown, *(f"{x:.1e}" for x in numbers), said))
+        console.print(_row(shown, *(f"{x:.1e}" for x in numbers), verdict))
         if raised:
             console.print(raised.rstrip())
     passed = all(case["passed"] for case in cases)
     word = "equal" if passed else "NOT EQUAL"
     console.print(
-        f"{word} to one process, within {tolerance:g}: {len(runnable)} meshes, and a run saved on "
+        f"{word} to one process, within {tolerance:g}: {len(runnable)} meshes and a run saved on "
         f"{name_of(saved)} and resumed on {name_of(resumed)}"
     )
     return {"passed": passed, "tolerance": tolerance, "cases": cases}
 
 
 def _print_head(config: RunConfig, small: RunConfig, console: Console) -> None:
-    """Print the small model and the settings that are compared."""
+    """Print the small model and the settings that the cases run with."""
     model, zero, pipeline = small.model, config.zero_optimization, config.pipeline
     total = models.num_params(model)
     console.print(
-        f"{model.family} in small: {total:,} parameters, {model.num_hidden_layers} blocks, "
+        f"small {model.family} model: {total:,} parameters, {model.num_hidden_layers} blocks, "
         f"{model.num_attention_heads} heads; {small.global_batch_size} samples a step, "
         f"{small.train.steps} steps"
     )
     console.print(
-        f"schedule {pipeline.schedule}, stages a rank {pipeline.stages_per_rank}; "
+        f"schedule {pipeline.schedule}, {pipeline.stages_per_rank} stages per rank; "
         f"activation checkpointing {pipeline.activation_checkpointing}"
         f"{'; sequence parallel' if config.mesh.sequence_parallel else ''}"
         f"{'; documents isolated' if config.data.isolate_documents else ''}\n"
         f"ZeRO-{zero.stage}; offload {_offload(config)}; {config.precision}; "
         f"reduction {pipeline.gradient_reduction}"
     )
-    console.print("largest differences from plain transformers on one process:\n")
+    console.print("Largest differences from plain transformers in one process:\n")
     console.print(_row(*_COLUMNS))
 
 
@@ -125,5 +125,5 @@ def _offload(config: RunConfig) -> str:
 
 
 def name_of(mesh: Sizes) -> str:
-    """A mesh as "2x1x4"."""
+    """Return a mesh as "2x1x4"."""
     return "x".join(map(str, mesh))

@@ -5,17 +5,19 @@ from importlib.metadata import version
 
 HEAD = """# Parity
 
-The same seed and data give the same loss, gradient norm and weights on every mesh as on one process
-of plain transformers (`GPT2LMHeadModel`, `LlamaForCausalLM`, `Qwen2ForCausalLM`,
-`Qwen3ForCausalLM`) with torch's AdamW in fp64, clipping on. Every cell is the worst of its cases
-over three steps: **relative difference of the loss / relative difference of the gradient norm /
-largest absolute difference of any weight**. The bound is 1e-5. As the command below wrote it:
+Every mesh trains to the same numbers as one process: with the same seed and data, loss, gradient
+norm and weights equal those of plain transformers (`GPT2LMHeadModel`, `LlamaForCausalLM`,
+`Qwen2ForCausalLM`, `Qwen3ForCausalLM`) with torch's AdamW in fp64, clipping on.
+To check your own config, run `parallel3d verify --config ds.json`. To measure the tables again:
 
     pytest -m slow tests/verify/test_parity.py --parity-table docs/parity.md
 
+A cell is the worst of its cases over three steps: **relative difference of the loss / relative
+difference of the gradient norm / largest absolute difference of a weight**. The bound is 1e-5.
+
 """
 
-TYPES = "\n## Types, before any process"
+LONG_RUN = "\n## A long run"
 
 
 def markdown(measured, seconds):
@@ -60,8 +62,8 @@ def markdown(measured, seconds):
 
 
 def by_hand(page):
-    """What of the page's text no run writes: those on types and a long run."""
-    return "".join(page.partition(TYPES)[1:])
+    """Return the part of the page that is written by hand: the long run."""
+    return "".join(page.partition(LONG_RUN)[1:])
 
 
 def _table(measured, meshes, columns, heads, column_of):

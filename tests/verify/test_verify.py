@@ -1,4 +1,4 @@
-"""`verify` keeps what could change the numbers, sees a planted fault, and says what it found."""
+"""`verify` keeps the settings that change numbers, sees a planted fault, and reports it."""
 
 import json
 import subprocess
@@ -68,7 +68,7 @@ def test_the_ratio_of_heads_to_key_value_heads_is_kept(kv_heads):
 def test_meshes_are_read_or_refused():
     assert parse_meshes("1x1x1, 2x1x4") == ((1, 1, 1), (2, 1, 4))
     for text in ("2x2", "0x1x1", "axbxc", ""):
-        with pytest.raises(ConfigError, match="is no mesh; write pp x dp x tp"):
+        with pytest.raises(ConfigError, match="must be pp x dp x tp"):
             parse_meshes(text)
 
 
@@ -111,10 +111,10 @@ def test_the_command(command, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("meshes", "message"),
     [
-        ("2x2", "'2x2': is no mesh"),
-        ("\uff12x1x1", "'\uff12x1x1': is no mesh"),
-        ("0x1x1", "'0x1x1': is no mesh"),
-        ("1x1x1,64x64x64", "'64x64x64': is 262,144 processes"),
+        ("2x2", "'2x2': must be pp x dp x tp"),
+        ("\uff12x1x1", "'\uff12x1x1': must be pp x dp x tp"),
+        ("0x1x1", "'0x1x1': must be pp x dp x tp"),
+        ("1x1x1,64x64x64", "'64x64x64': needs 262,144 processes"),
     ],
 )
 def test_what_cannot_run_is_refused(meshes, message, monkeypatch, capsys):
