@@ -77,7 +77,7 @@ def test_nothing_is_left_of_what_cannot_be_written(tmp_path, monkeypatch):
     with pytest.raises(DataError, match="does not read back as it was written"):
         export_megatron(corpus, str(tmp_path / "out"))
     monkeypatch.undo()
-    monkeypatch.setattr(export, "MOST_IDS", 20)
+    monkeypatch.setattr(export, "MAX_IDS", 20)
     with pytest.raises(DataError, match=r"document \d+ has 701 tokens, and a sequence .* cut it"):
         export_megatron(corpus, str(tmp_path / "out"))
     assert list(tmp_path.glob("out*")) == []

@@ -13,7 +13,7 @@ from rich.console import Console
 from launch import prepare as command
 from parallel3d.data.batches import Batches
 from parallel3d.data.prepare import prepare
-from parallel3d.data.show import described, on_terminal, samples
+from parallel3d.data.show import document_statistics, render_samples, samples
 from tests.data.documents import READ, Settings
 from tests.data.ids.test_formats import config_of
 
@@ -52,7 +52,7 @@ def test_samples_are_those_that_the_run_trains_on(mixture, settings):
 
 
 def test_what_documents_are_like(mixture, tmp_path):
-    text, rows = described(prepare(mixture))["parts"]
+    text, rows = document_statistics(prepare(mixture))["parts"]
     assert rows["num_documents"] == 30 and rows["num_repeated_documents"] == 10
     assert text["num_repeated_documents"] == 0 and text["document_tokens"]["shortest"] == 1
     lengths = rows["document_tokens"]
@@ -66,7 +66,7 @@ def test_a_terminal_shows_bounds_and_obeys_no_document(mixture):
     out = io.StringIO()
     shown = samples(corpus, 40, 0, 6)
     Console(file=out, width=60, force_terminal=True, color_system=None).print(
-        on_terminal(corpus, shown, isolated=True)
+        render_samples(corpus, shown, isolated=True)
     )
     text = out.getvalue()
     assert "\x1b[31m" not in text and "\\x1b[31m of some" in text
@@ -83,9 +83,9 @@ def test_json_and_a_corpus_of_ids_without_a_tokenizer(tmp_path):
     shown = samples(corpus, 8, 0, 2)
     [first, _] = json.loads(json.dumps(shown))
     assert first["fragments"][0]["text"] is None and first["fragments"][0]["ids"]
-    assert described(corpus)["bytes_per_token"] is None
+    assert document_statistics(corpus)["bytes_per_token"] is None
     out = io.StringIO()
-    Console(file=out, width=80).print(on_terminal(corpus, shown, False))
+    Console(file=out, width=80).print(render_samples(corpus, shown, False))
     assert "5 6 7" in out.getvalue()
 
 

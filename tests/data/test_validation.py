@@ -14,7 +14,7 @@ from parallel3d.data import hub
 from parallel3d.data.batches import check_length
 from parallel3d.data.corpus import Corpus
 from parallel3d.data.prepare import prepare, validation_sets
-from parallel3d.data.show import as_text, describe
+from parallel3d.data.show import as_text, summarise
 from parallel3d.data.split import num_common
 from parallel3d.train.evaluation import evaluated
 from parallel3d.train.start import described
@@ -62,7 +62,7 @@ def test_sets_of_any_source_with_the_training_texts_tokenizer(root):
     again = Corpus.at(json.loads(json.dumps(corpus.place())))
     assert again.summary() == corpus.summary()
     assert list(evaluated(again)) == ["held_out", "rows", "some"]
-    said = as_text(describe(corpus, None))
+    said = as_text(summarise(corpus, None))
     assert "validation rows: 12 documents" in said
     assert f"WARNING: {trained} of the documents are trained on, too" in said
 
@@ -72,7 +72,7 @@ def test_what_is_left_out_of_a_set_is_told(root):
     (root / "rows.jsonl").write_text("\n".join([*lines, "[]", '{"body": ""}']))
     rows = {"source": "jsonl", "paths": (f"{root}/rows.jsonl",), "text_field": "body"}
     corpus = prepare(config_of(root, validation={"rows": rows}, on_error="skip"))
-    said = as_text(describe(corpus, None)).splitlines()
+    said = as_text(summarise(corpus, None)).splitlines()
     at = said.index("left out of validation rows: 1 empty, 1 not JSON")
     assert "rows.jsonl, line 13 is a list" in said[at + 1]
     begun = list(described(corpus))

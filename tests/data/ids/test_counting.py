@@ -118,7 +118,7 @@ def test_a_field_that_is_not_read_is_refused():
 
 def test_what_is_evaluated_is_weighted(tmp_path):
     corpus = corpus_of(tmp_path, writers.some_documents(), "weights")
-    samples = EvaluationSamples(corpus.held_out, 16, most=100)
+    samples = EvaluationSamples(corpus.held_out, 16, max_samples=100)
     losses = np.arange(samples.num_documents, dtype=float)
     weights = np.ones(samples.num_documents)
     weights[0] = 0
