@@ -220,7 +220,7 @@ def find_documents(
     skips.check_share(len(table), max_skipped, unseen)
     if not len(table):
         name = files.names[0] + (f" and {len(files.names) - 1} more" if files.names[1:] else "")
-        raise DataError(f"{name}: no text; use files that contain text")
+        raise DataError(f"{name} has no text; use files with text")
     return Documents(files, table, skips)
 
 

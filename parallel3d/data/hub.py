@@ -119,7 +119,9 @@ def _load(
 
     folder = Path(name).expanduser()
     if not folder.is_dir() and (name.startswith((".", "~", "/")) or name.count("/") > 1):
-        raise DataError(f"{place} is not a folder; use a folder, or a name such as owner/dataset")
+        raise DataError(
+            f"{place} is not a folder; use the path of a folder, or a name such as owner/dataset"
+        )
     shown = datasets.are_progress_bars_disabled()
     # The progress bars of `datasets` would disturb ours.
     datasets.disable_progress_bars()

@@ -70,8 +70,8 @@ def test_a_terminal_shows_bounds_and_obeys_no_document(mixture):
     )
     text = out.getvalue()
     assert "\x1b[31m" not in text and "\\x1b[31m of some" in text
-    assert "end of text" in text and "positions restart" in text and "goes on" in text
-    assert "rows.jsonl, line " in text and "of them repeated" in text
+    assert "end of text" in text and "positions restart" in text and "continues" in text
+    assert "rows.jsonl, line " in text and "repeated documents" in text
 
 
 def test_json_and_a_corpus_of_ids_without_a_tokenizer(tmp_path):
@@ -100,7 +100,7 @@ def test_the_command(tmp_path, settings, monkeypatch, capsys):
     arguments = ["prepare.py", "--config", str(tmp_path / "ds.json"), "--show", "2"]
     monkeypatch.setattr(sys, "argv", arguments)
     assert command.main() == 0
-    assert "sample 1: 8 tokens from token" in capsys.readouterr().out
+    assert "sample 1: 8 tokens from " in capsys.readouterr().out
     monkeypatch.setattr(sys, "argv", [*arguments, "--json"])
     assert command.main() == 0
     assert len(json.loads(capsys.readouterr().out)["show"]["samples"]) == 2

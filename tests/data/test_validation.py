@@ -64,7 +64,7 @@ def test_sets_of_any_source_with_the_training_texts_tokenizer(root):
     assert list(evaluated(again)) == ["held_out", "rows", "some"]
     said = as_text(summarise(corpus, None))
     assert "validation rows: 12 documents" in said
-    assert f"WARNING: {trained} of the documents are trained on, too" in said
+    assert f"WARNING: {trained} of the documents are also in the training part" in said
 
 
 def test_what_is_left_out_of_a_set_is_told(root):
@@ -155,7 +155,9 @@ def test_a_split_that_cannot_be_asked_for_is_said(tmp_path, monkeypatch, capsys)
     config = config_of(tmp_path, source="hub", paths=(), name="owner/set")
     assert not validation_sets(config)
     said = capsys.readouterr().err
-    assert said.startswith("WARNING: data.name='owner/set' could not be asked for a split")
+    assert said.startswith(
+        "WARNING: data.name = 'owner/set': cannot determine whether there is a split"
+    )
     assert "(Couldn't reach the Hub)" in said and "validation_split to null" in said
     assert said.count("\n") == 1
 
