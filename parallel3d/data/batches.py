@@ -81,7 +81,7 @@ class Batches:
         """True if some stream has weights for its tokens."""
         return any(stream.weights is not None for stream in self.streams)
 
-    def stream_weights(self, first_sample: int, count: int) -> np.ndarray:
+    def weights(self, first_sample: int, count: int) -> np.ndarray:
         """Return the weights of the samples' labels: float32 [count, sequence_length]."""
         parts, starts = self.windows(first_sample, count)
         weights = np.ones((count, self.sequence_length), dtype=np.float32)

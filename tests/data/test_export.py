@@ -78,7 +78,7 @@ def test_nothing_is_left_of_what_cannot_be_written(tmp_path, monkeypatch):
         export_megatron(corpus, str(tmp_path / "out"))
     monkeypatch.undo()
     monkeypatch.setattr(export, "MAX_IDS", 20)
-    with pytest.raises(DataError, match=r"document \d+ has 701 tokens, a sequence .* Divide"):
+    with pytest.raises(DataError, match=r"document \d+ has 701 tokens; a sequence .* Divide"):
         export_megatron(corpus, str(tmp_path / "out"))
     assert list(tmp_path.glob("out*")) == []
 

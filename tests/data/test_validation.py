@@ -155,9 +155,7 @@ def test_a_split_that_cannot_be_asked_for_is_said(tmp_path, monkeypatch, capsys)
     config = config_of(tmp_path, source="hub", paths=(), name="owner/set")
     assert not validation_sets(config)
     said = capsys.readouterr().err
-    assert said.startswith(
-        "WARNING: data.name = 'owner/set': cannot determine whether there is a split"
-    )
+    assert said.startswith("WARNING: data.name = 'owner/set': cannot determine whether")
     assert "(Couldn't reach the Hub)" in said and "validation_split to null" in said
     assert said.count("\n") == 1
 
@@ -168,7 +166,7 @@ def test_without_a_network_the_cache_is_asked_and_nothing_else(tmp_path, monkeyp
     monkeypatch.setattr(datasets, "get_dataset_split_names", None)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path))
     assert not hub.has_split("owner/set", None, "validation")
-    assert "(the hub cannot be asked: no cable)" in capsys.readouterr().err
+    assert "(the hub is unreachable: no cable)" in capsys.readouterr().err
     files = tmp_path / "owner___set" / "default" / "0.0.0" / "f00"
     files.mkdir(parents=True)
     (files / "set-validation.arrow").touch()
