@@ -233,7 +233,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_Object)
 
 def _object(line: bytes, place: str, field: str) -> _Object:
     """Return the object in a line of JSON; raise Flaw if it is something else."""
-    example = f'write one object a line, such as {{"{field}": "..."}}'
+    example = f'write one object per line, such as {{"{field}": "..."}}'
     try:
         value = _DECODER.decode(line.decode().rstrip(" \t\r\n"))
     except UnicodeDecodeError as error:

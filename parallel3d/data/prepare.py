@@ -73,7 +73,7 @@ class _Preparation:
         corpora = [self._build(*args) for args in zip(sources, held_out, progress_of, strict=True)]
         corpus = self._mix(corpora, shares) if config.mixture else corpora[0]
         training = np.concatenate(
-            [table["digest"][~apart] for table, apart in zip(tables, held_out, strict=True)]
+            [table["digest"][~mask] for table, mask in zip(tables, held_out, strict=True)]
         )
         if config.tokenizer == "train":
             self.tokenizer = corpus.tokenizer_directory
