@@ -1,1 +1,1 @@
-"""From text to samples: sources, tokenizer, corpus, order, batches (knows no rank)."""
+"""The path from text to samples: sources, tokenizer, corpus, order, batches (rank-agnostic)."""

@@ -1,6 +1,6 @@
-"""Read-ahead: a thread makes values before they are asked for.
+"""Read-ahead: a thread computes values before they are needed.
 
-The same calls are made with the same arguments, ahead or when their result is asked for.
+The same calls are made with the same arguments, whether ahead of time or on demand.
 """
 
 import threading
@@ -9,50 +9,50 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Generic, TypeVar
 
-Made = TypeVar("Made")
+Batch = TypeVar("Batch")
 
-# A thread that reads from a disk or a network that does not answer is left to its fate.
-PATIENCE_SECONDS = 5.0
+# `close` stops waiting after this time, if the thread hangs in a read from a disk or network.
+CLOSE_TIMEOUT_SECONDS = 5.0
 
 
-class ReadAhead(Generic[Made]):
-    """A thread that calls `make(key)` for announced keys, in their order, ahead of use.
+class ReadAhead(Generic[Batch]):
+    """A thread that calls `make(key)` for announced keys, in order, before they are needed.
 
-    An error of `make` is raised where the key is taken. The thread starts when there is something
-    to do ahead, and does not keep the process alive.
+    An exception in `make` is raised by the `take` of that key. The thread is a daemon, and starts
+    when the first key is announced.
     """
 
-    def __init__(self, make: Callable[[int], Made]) -> None:
+    def __init__(self, make: Callable[[int], Batch]) -> None:
         self._make = make
-        self._made: dict[int, Future[Made]] = {}
-        self._queue: SimpleQueue[tuple[int, Future[Made]] | None] = SimpleQueue()
+        self._futures: dict[int, Future[Batch]] = {}
+        self._queue: SimpleQueue[tuple[int, Future[Batch]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def take(self, key: int, then: Sequence[int] = ()) -> Made:
-        """Return `make(key)`; the keys `then` are made next, and all others forgotten."""
-        wanted = self._made.pop(key, None)
-        # A value that the thread has not begun is made here at once.
-        is_ahead = wanted is not None and not wanted.cancel()
-        made = wanted.result() if wanted and is_ahead else self._make(key)
-        for other in self._made.keys() - set(then):
-            self._made.pop(other).cancel()
+    def take(self, key: int, then: Sequence[int] = ()) -> Batch:
+        """Return `make(key)`, announce the keys `then`, and cancel all other announced keys."""
+        future = self._futures.pop(key, None)
+        # If the thread has not begun with this key, compute it here.
+        is_ahead = future is not None and not future.cancel()
+        batch = future.result() if future and is_ahead else self._make(key)
+        for other in self._futures.keys() - set(then):
+            self._futures.pop(other).cancel()
         for other in then:
-            if other not in self._made:
-                self._made[other] = Future()
-                self._queue.put((other, self._made[other]))
-        if self._made and self._thread is None:
+            if other not in self._futures:
+                self._futures[other] = Future()
+                self._queue.put((other, self._futures[other]))
+        if self._futures and self._thread is None:
             self._thread = threading.Thread(target=self._work, name="read ahead", daemon=True)
             self._thread.start()
-        return made
+        return batch
 
     def close(self) -> None:
-        """End the thread after the value that it is making."""
-        for future in self._made.values():
+        """End the thread after the key that it is computing."""
+        for future in self._futures.values():
             future.cancel()
-        self._made.clear()
+        self._futures.clear()
         if self._thread:
             self._queue.put(None)
-            self._thread.join(PATIENCE_SECONDS)
+            self._thread.join(CLOSE_TIMEOUT_SECONDS)
             self._thread = None
 
     def _work(self) -> None:
@@ -64,5 +64,5 @@ class ReadAhead(Generic[Made]):
                 future.set_result(self._make(key))
             except BaseException as error:
                 future.set_exception(error)
-            # Until the next one comes, what is taken shall not live on here.
+            # Drop the references while waiting, so that the value can be freed after use.
             del entry, future

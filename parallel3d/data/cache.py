@@ -1,10 +1,10 @@
-"""Folders that appear whole or not at all, whoever is killed and whoever else is writing.
+"""Folders that appear complete or not at all, despite crashes and concurrent writers.
 
-Beside a directory DIR, the lock `DIR.lock` is held while `DIR.partial` is filled; a rename makes it
-DIR. After a crash both stay; the next writer of any directory in the same place removes them,
-because it finds the lock's holder dead.
+To write a directory DIR, a process holds the lock `DIR.lock`, fills `DIR.partial`, and renames it
+to DIR. After a crash, lock and partial folder stay behind; the next process that writes in the same
+parent folder sees that the lock's holder is dead and removes both.
 
-An index is what was found in a source's file. It is kept for as long as the file is untouched.
+An index caches the result of scanning a source file. It is valid until the file changes.
 """
 
 import hashlib
@@ -25,13 +25,13 @@ from parallel3d.base.atomic import rename, replaced, sync
 from parallel3d.base.lock import Lock
 
 MANIFEST = "files.json"
-# A file that changed so lately may change again within its clock's tick, unseen.
+# A file that changed this recently could change again without a new timestamp.
 SECONDS_UNTIL_SETTLED = 2.0
 DAYS_KEPT = 30
 
 
 def cache_root(cache: str) -> Path:
-    """The cache's directory: "auto" is parallel3d under $XDG_CACHE_HOME or ~/.cache."""
+    """Return the cache's directory; "auto" is parallel3d under $XDG_CACHE_HOME or ~/.cache."""
     if cache == "auto":
         return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "parallel3d"
     return Path(cache).expanduser().absolute()
@@ -39,7 +39,7 @@ def cache_root(cache: str) -> Path:
 
 @contextmanager
 def locked(directory: Path, on_wait: Callable[[], None]) -> Iterator[None]:
-    """Keep every other process from writing `directory`; call `on_wait` if one is at it now."""
+    """Lock `directory` for writing; call `on_wait` before waiting for another process."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     lock = Lock(directory.with_name(f"{directory.name}.lock"))
     lock.wait(on_wait)
@@ -51,7 +51,7 @@ def locked(directory: Path, on_wait: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def staged(directory: Path) -> Iterator[Path]:
-    """Yield an empty folder that replaces `directory`, which the caller has locked, or vanishes."""
+    """Yield an empty folder that replaces `directory` on success; the caller holds its lock."""
     remove_leftovers(directory.parent)
     partial = directory.with_name(f"{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -69,8 +69,8 @@ def staged(directory: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def is_whole(directory: Path, bits: bool = False) -> bool:
-    """True if `directory` holds its manifest's files, of their sizes and, with `bits`, digests."""
+def is_complete(directory: Path, bits: bool = False) -> bool:
+    """True if the files in `directory` have the manifest's sizes and, with `bits`, digests."""
     try:
         published = json.loads((directory / MANIFEST).read_text())
         return bool(published) and all(
@@ -83,16 +83,16 @@ def is_whole(directory: Path, bits: bool = False) -> bool:
 
 
 def prune(parent: Path, days: int) -> None:
-    """Remove entries of `parent` that were not touched for `days` days."""
+    """Remove entries of `parent` that were not modified for `days` days."""
     for path in parent.iterdir():
-        # Another process may be at the same.
+        # Another process may be removing the same entry.
         with suppress(OSError):
             if time.time() - path.stat().st_mtime > days * 86400:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def remove_leftovers(parent: Path) -> None:
-    """Remove what killed processes left in `parent`; live processes hold their locks."""
+    """Remove partial folders of killed processes in `parent`; live processes hold their locks."""
     for path in sorted(parent.glob("*.lock")):
         lock = Lock(path)
         if lock.try_to_take() is None:
@@ -106,30 +106,30 @@ def _digest(path: Path) -> str:
 
 
 def digest_of(*parts: object) -> str:
-    """Return a digest of the parts that can be a file's name."""
+    """Return a digest of `parts` that can be used as a file name."""
     return blake2b("\n".join(map(str, parts)).encode(), digest_size=16).hexdigest()
 
 
-def load(index: Path) -> dict[str, Any] | None:
-    """Return the findings that were kept as `index`; None if there are none, or damaged ones."""
-    with suppress(OSError, ValueError, KeyError, BadZipFile), np.load(index) as kept:
-        found = {name: kept[name][()] for name in kept.files}
+def load_index(index: Path) -> dict[str, Any] | None:
+    """Return the arrays saved as `index`; None if it is missing or damaged."""
+    with suppress(OSError, ValueError, KeyError, BadZipFile), np.load(index) as archive:
+        arrays = {name: archive[name][()] for name in archive.files}
         os.utime(index)
-        return found
+        return arrays
     return None
 
 
-def keep(index: Path, found: dict[str, Any]) -> None:
-    """Keep findings as `index`, unless the cache cannot be written: it only saves time."""
+def save_index(index: Path, arrays: dict[str, Any]) -> None:
+    """Save `arrays` as `index`. An unwritable cache is ignored, since indexes only save time."""
     with suppress(OSError):
         index.parent.mkdir(parents=True, exist_ok=True)
         with replaced(index, shared=True) as partial, open(partial, "wb") as file:
-            np.savez(file, **found)
+            np.savez(file, **arrays)
         prune(index.parent, DAYS_KEPT)
 
 
 def state_of(path: str) -> tuple[int, ...]:
-    """Return device, inode, size and times of a file; () where there is none."""
+    """Return device, inode, size and times of a file; () if it does not exist."""
     with suppress(OSError):
         state = os.stat(path)
         return state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns
@@ -137,6 +137,6 @@ def state_of(path: str) -> tuple[int, ...]:
 
 
 def is_settled(path: str) -> bool:
-    """True if a file's last change was some time ago."""
+    """True if the file exists and its last change is older than SECONDS_UNTIL_SETTLED."""
     changed = state_of(path)[3:]
     return bool(changed) and time.time() - max(changed) / 1e9 > SECONDS_UNTIL_SETTLED

@@ -2,18 +2,19 @@
 
 A corpus is a directory, `<cache>/corpora/<key>/`:
 
-    tokens.bin    ids of all documents, training part first, each closed by end-of-text; uint16, or
-                  uint32 for a vocabulary above 65536
+    tokens.bin    ids of all documents, training part first, each followed by end-of-text; uint16,
+                  or uint32 for a vocabulary above 65536
     bounds.bin    int64 [documents + 1]: document i is tokens[bounds[i]:bounds[i + 1]]
-    places.npy    file and row of each document; names.json has the files' names, for messages
-    counts.npy    int64 [vocabulary]: how often each id occurs; held_out_counts.npy, in what is held
-                  out (not where ids were checked by a sample)
-    held_out_bytes.npy    int64 [held-out documents]: bytes of each one's text, where it is known
+    places.npy    file and row of each document
+    names.json    the files' names, for messages
+    counts.npy    int64 [vocabulary]: number of occurrences of each id
+    held_out_counts.npy   the same for the held-out part; absent if only a sample of ids was checked
+    held_out_bytes.npy    int64 [held-out documents]: bytes of each text, where known
     tokenizer/    the tokenizer, as Hugging Face saves it
     meta.json     counts, vocabulary, entropy
 
-Another program's ids stay in its files: `tokenised` says what is here instead of tokens.bin. A
-mixture is a directory beside its parts, with tokenizer/ and a meta.json that names them.
+Ids of other programs stay in their own files; `tokenised` describes what replaces tokens.bin then.
+A mixture is a directory beside its parts, with tokenizer/ and a meta.json that names the parts.
 """
 
 import json
@@ -25,7 +26,7 @@ from typing import Any, Literal
 import numpy as np
 
 from parallel3d.base.errors import DataError
-from parallel3d.data.cache import is_whole
+from parallel3d.data.cache import is_complete
 from parallel3d.data.ids.counting import TokenWeights
 from parallel3d.data.ids.remote import SET_BYTES, BlockCache, RemoteFiles, is_url
 from parallel3d.data.ids.spans import Spans, check_sizes
@@ -36,23 +37,23 @@ HELD_OUT_COUNTS, HELD_OUT_BYTES = "held_out_counts.npy", "held_out_bytes.npy"
 
 
 class DocumentBounds:
-    """Bounds of documents, int64 [documents + 1], counted from the first one, which is 0 here.
+    """Bounds of documents, int64 [documents + 1], shifted so that the first one is 0.
 
-    `of`, a map of the disk, counts from elsewhere: a key reads and shifts its own bounds alone.
+    `bounds` is a memory map. Indexing reads and shifts only the requested entries.
     """
 
-    def __init__(self, of: np.ndarray) -> None:
-        self._of, self._first = of, of[0]
+    def __init__(self, bounds: np.ndarray) -> None:
+        self._bounds, self._first = bounds, bounds[0]
 
     def __len__(self) -> int:
-        return len(self._of)
+        return len(self._bounds)
 
     def __getitem__(self, key: Any) -> Any:
-        return self._of[key] - self._first
+        return self._bounds[key] - self._first
 
     def searchsorted(self, places: Any, side: Literal["left", "right"] = "left") -> Any:
-        """Search as numpy's searchsorted does, reading a few pages of the map."""
-        return self._of.searchsorted(np.asarray(places) + self._first, side)
+        """Return what numpy's searchsorted returns, reading only a few pages of the map."""
+        return self._bounds.searchsorted(np.asarray(places) + self._first, side)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self[:], dtype)
@@ -60,12 +61,12 @@ class DocumentBounds:
 
 @dataclass(frozen=True, eq=False)
 class TokenStream:
-    """Documents in a row: tokens [num_tokens], bounds int64 [num_documents + 1]."""
+    """Consecutive documents: tokens [num_tokens], bounds int64 [num_documents + 1]."""
 
     tokens: np.ndarray | Spans
     bounds: np.ndarray | DocumentBounds
     weights: TokenWeights | None = None
-    """How much each token counts in the loss; None where all count alike."""
+    """The weight of each token in the loss; None if all tokens count equally."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -76,15 +77,16 @@ class TokenStream:
         return len(self.bounds) - 1
 
     def document(self, index: int) -> np.ndarray:
-        """The tokens of one document, without its end-of-text."""
+        """Return the tokens of one document, without its end-of-text."""
         return self.tokens[self.bounds[index] : self.bounds[index + 1] - 1]
 
 
 @dataclass(frozen=True, eq=False)
 class Mixture:
-    """Several token streams, and the share of the samples that each one gives.
+    """Several token streams, and the share of samples drawn from each.
 
-    Its length, which an epoch has, is that of all its streams; each comes round at its own rate.
+    The length, which defines an epoch, is the sum over the streams. Each stream repeats at its own
+    rate.
     """
 
     parts: tuple[TokenStream, ...]
@@ -101,39 +103,40 @@ class Mixture:
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """A prepared corpus, memory-mapped.
-
-    `unigram_entropy`, in nats per token, is that of all token frequencies, weighted in a mixture as
-    its samples are: the loss of the best model that ignores context. `parts`, with `labels`, are
-    the corpora of a mixture. `validation` are corpora that are all held out. `key` stands for the
-    contents, wherever they lie; `found` is what was seen while they were prepared.
-    """
+    """A prepared corpus, memory-mapped."""
 
     directory: Path
     vocab_size: int
     end_of_text: int
     unigram_entropy: float
+    """Entropy of the token frequencies in nats per token: the loss of the best model that ignores
+    context. In a mixture, frequencies are weighted as its samples are."""
     train: TokenStream | Mixture
     held_out: TokenStream | Mixture
     parts: tuple["Corpus", ...] = ()
+    """The corpora of a mixture."""
     labels: tuple[str, ...] = ()
+    """The names of the parts."""
     key: str = ""
+    """Digest of the contents, independent of where they are stored."""
     found: Mapping[str, Any] = field(default_factory=dict)
+    """Facts recorded during preparation, such as the number of skipped documents."""
     validation: Mapping[str, "Corpus"] = field(default_factory=dict)
+    """The validation sets by name; all their documents are held out."""
 
     @classmethod
     def open(cls, directory: str | Path, remote_cache_bytes: int = 0) -> "Corpus":
-        """Return the corpus that `prepare` left in `directory`, without reading its sources.
+        """Return the corpus that `prepare` wrote to `directory`, without reading its sources.
 
-        `remote_cache_bytes` of blocks of remote files are kept. Raises DataError if it is not
-        whole.
+        `remote_cache_bytes` limits the cache for blocks of remote files. Raises DataError if the
+        corpus is incomplete.
         """
         directory = Path(directory)
-        if not is_whole(directory):
-            raise DataError(f"{directory} holds no whole corpus; run `parallel3d prepare` again")
+        if not is_complete(directory):
+            raise DataError(f"{directory} has no complete corpus; run `parallel3d prepare` again")
         meta = json.loads((directory / "meta.json").read_text())
-        given = {name: meta[name] for name in ("vocab_size", "end_of_text", "unigram_entropy")}
-        given |= {"key": meta.get("key", directory.name), "found": meta.get("found", {})}
+        fields = {name: meta[name] for name in ("vocab_size", "end_of_text", "unigram_entropy")}
+        fields |= {"key": meta.get("key", directory.name), "found": meta.get("found", {})}
         if "mixture" in meta:
             parts = tuple(
                 cls.open(directory.parent / part["corpus"], remote_cache_bytes)
@@ -146,20 +149,20 @@ class Corpus:
                 held_out=Mixture(tuple(part.stream("held_out") for part in parts), weights),
                 parts=parts,
                 labels=tuple(part["label"] for part in meta["mixture"]),
-                **given,
+                **fields,
             )
         train, held_out = streams_of(directory, meta, remote_cache_bytes)
-        return cls(directory=directory, train=train, held_out=held_out, **given)
+        return cls(directory=directory, train=train, held_out=held_out, **fields)
 
     def place(self) -> dict[str, Any]:
-        """Return a description in JSON by which `at` opens the corpus in another process."""
+        """Return a JSON object from which `at` opens the corpus in another process."""
         sets = {name: part.place() for name, part in self.validation.items()}
-        found = {"found": self.found, "validation": sets}
-        return {"directory": str(self.directory), "key": self.key, **found}
+        facts = {"found": self.found, "validation": sets}
+        return {"directory": str(self.directory), "key": self.key, **facts}
 
     @classmethod
     def at(cls, place: Mapping[str, Any], remote_cache_bytes: int = 0) -> "Corpus":
-        """The corpus at a `place`, with its validation sets; raises DataError as `open` does."""
+        """Return the corpus that `place` describes, with its validation sets; see `open`."""
         sets = place["validation"].items()
         return replace(
             cls.open(place["directory"], remote_cache_bytes),
@@ -168,9 +171,9 @@ class Corpus:
         )
 
     def stream(self, part: str) -> TokenStream:
-        """Return the "train" or "held_out" part of a corpus that is no mixture."""
+        """Return the "train" or "held_out" part of a corpus; not for mixtures."""
         stream = self.train if part == "train" else self.held_out
-        assert isinstance(stream, TokenStream), "a mixture has no one stream"
+        assert isinstance(stream, TokenStream), "a mixture has several streams"
         return stream
 
     @property
@@ -189,7 +192,7 @@ class Corpus:
         return len(self.train) + len(self.held_out)
 
     def counts(self) -> np.ndarray:
-        """Return how often each id occurs in a corpus that is no mixture: int64 [vocab_size]."""
+        """Return the number of occurrences of each id: int64 [vocab_size]; not for mixtures."""
         counts: np.ndarray = np.load(self.directory / "counts.npy", allow_pickle=False)
         return counts
 
@@ -217,7 +220,7 @@ class Corpus:
         return summary
 
     def name(self, index: int) -> str:
-        """Return the name of a document in messages; training documents count first."""
+        """Return the name of a document for messages; training documents are numbered first."""
         place = np.load(self.directory / "places.npy", mmap_mode="r", allow_pickle=False)[index]
         names = json.loads((self.directory / "names.json").read_text())
         name = names["names"][place["file"]]
@@ -227,7 +230,7 @@ class Corpus:
 def streams_of(
     directory: Path, meta: Mapping[str, Any], remote_cache_bytes: int = 0
 ) -> list[TokenStream]:
-    """Return the training and the held-out part of the corpus in a folder."""
+    """Return the training and the held-out stream of the corpus in `directory`."""
     bounds = np.asarray(np.memmap(directory / "bounds.bin", dtype=np.int64, mode="r"))
     num_train, dtype = meta["num_train_documents"], np.dtype(meta["dtype"])
     own: list[DocumentBounds | np.ndarray]
@@ -262,14 +265,14 @@ def streams_of(
     if "weights" in meta:
         are_labels = meta["found"]["weights"].startswith("labels")
         kind = np.dtype(np.int64 if are_labels else np.float64)
-        # Between documents stands an end-of-text, which counts.
+        # The end-of-text after each document has weight 1.
         numbers = spans(meta["weights"], "weight_starts.bin", 1, kind)
         weights = [TokenWeights(part, are_labels) for part in numbers]
     return [TokenStream(*parts) for parts in zip(ids, own, weights, strict=True)]
 
 
 def _remote(directory: Path, files: Sequence[Mapping[str, Any]], cache_bytes: int) -> RemoteFiles:
-    """Return the files that are named by a URL; their blocks are kept beside all corpora."""
+    """Return the corpus's remote files; their blocks are cached beside all corpora."""
     sizes = {file["path"]: file["size"] for file in files if is_url(file["path"])}
     cache = None
     if sizes and cache_bytes >= SET_BYTES:
@@ -278,6 +281,6 @@ def _remote(directory: Path, files: Sequence[Mapping[str, Any]], cache_bytes: in
 
 
 def entropy(frequencies: np.ndarray) -> float:
-    """The entropy of these relative frequencies, in nats (Shannon 1948, section 6)."""
+    """Return the entropy of these frequencies in nats (Shannon 1948, section 6)."""
     shares = frequencies[frequencies > 0] / frequencies.sum()
     return float(-(shares * np.log(shares)).sum())

@@ -1,4 +1,4 @@
-"""The contents of a corpus's folder: tokenizer, tokens, places, counts."""
+"""Writing a corpus's folder: tokenizer, tokens, places, counts."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from parallel3d.data.cache import DAYS_KEPT, MANIFEST, digest_of, is_whole, prune, staged
+from parallel3d.data.cache import DAYS_KEPT, MANIFEST, digest_of, is_complete, prune, staged
 from parallel3d.data.corpus import HELD_OUT_BYTES, HELD_OUT_COUNTS, PLACE, entropy, streams_of
 from parallel3d.data.documents import Documents
 from parallel3d.data.lines import PIECE_BYTES
@@ -34,13 +34,13 @@ from parallel3d.data.tokenizer import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Part of the cache key: raise it when the bytes that a corpus is written with change.
+# Part of the cache key; raise it when the bytes that are written for the same corpus change.
 FORMAT = 3
-# Training takes about 0.1 s a megabyte on two cores; merges are settled long before 64 MB.
+# Training takes about 0.1 s per megabyte on two cores, and merges converge long before 64 MB.
 TRAINING_BYTES = 64 * 2**20
-# A longer run is no word: a trainer's time grows with the square of its length.
+# Longer runs of letters are cut, since training time grows with the square of a word's length.
 LONG_WORD = 64
-# Share of characters that a tokenizer may not know, in excerpts of so many documents.
+# Warn if this share of the first EXCERPT characters of EXCERPTS documents is lost by encoding.
 LOST, EXCERPTS, EXCERPT = 0.05, 64, 2000
 IDS_AT_ONCE = 2**20
 KINDS = (r"[^\W\d_]", r"\d", r"[^\w\s]", r"\s")
@@ -49,26 +49,25 @@ LONG_RUN = re.compile("|".join(f"{kind}{{{LONG_WORD + 1},}}" for kind in KINDS))
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that the bytes of a corpus depend on. `held_out` bool [documents].
-
-    `tokenizer` is a directory; None trains one of at most `vocab_size` tokens.
-    """
+    """Everything that determines the bytes of a corpus."""
 
     documents: Documents
     held_out: np.ndarray
+    """bool [documents]"""
     tokenizer: Path | None
+    """The tokenizer's directory; None trains one with at most `vocab_size` tokens."""
     vocab_size: int
 
     def key(self) -> str:
-        """Return the corpus's name in the cache, a digest of contents, not of names or times."""
+        """Return the corpus's name in the cache: a digest of its contents, not of file names."""
         trained = f"trained to {self.vocab_size}"
         parts = [FORMAT, directory_digest(self.tokenizer) if self.tokenizer else trained]
         return digest_of(*parts, *contents_of(self.documents.table, self.held_out))
 
     def fill(self, folder: Path, unfinished: Path, workers: int | str, progress: Progress) -> None:
-        """Fill the folder of the corpus.
+        """Write the corpus to `folder`, and intermediate shards to `unfinished`.
 
-        A single shard is made within the folder: there is nothing to go on with.
+        A single shard is written within `folder`, as there would be nothing to continue from.
         """
         documents = self.documents
         bounds = cut(documents.table["num_bytes"])
@@ -79,7 +78,7 @@ class Recipe:
             prune(work.parent, DAYS_KEPT)
         tokenizer = self._make_tokenizer(work / "tokenizer", progress)
         shards = shard_folders(work, bounds)
-        todo = [number for number, shard in enumerate(shards) if not is_whole(shard, bits=True)]
+        todo = [number for number, shard in enumerate(shards) if not is_complete(shard, bits=True)]
         num_processes = num_workers(workers, len(todo))
         plan = ShardPlan(
             work=work,
@@ -89,17 +88,17 @@ class Recipe:
             todo=todo,
             vocab_size=num_tokens(tokenizer),
             end_of_text=tokenizer.eos_token_id,
-            # One process gains nothing: transformers is there already.
+            # This process has imported transformers already.
             backend_only=num_processes > 1 and is_backend_enough(tokenizer, work / "tokenizer"),
         )
         plan.save()
-        found: dict[str, Any] = {"num_bytes": int(documents.table["num_bytes"].sum())}
+        facts: dict[str, Any] = {"num_bytes": int(documents.table["num_bytes"].sum())}
         if (lost := lost_share(tokenizer, _excerpts(documents))) > LOST:
-            progress(f"warning: the tokenizer does not know {lost:.0%} of the text", 0, 1)
-            found["unknown_share"] = round(lost, 4)
+            progress(f"warning: the tokenizer does not cover {lost:.0%} of the text", 0, 1)
+            facts["unknown_share"] = round(lost, 4)
         _tokenise(plan, num_processes, progress)
         with open(folder / "tokens.bin", "wb") as file:
-            # One file: a sample that crosses from shard to shard is then a slice like any other.
+            # In one file, a sample that spans two shards is a slice like any other.
             for number, name in enumerate(("train.bin", "held_out.bin")):
                 for index, shard in enumerate(shards, start=number * len(shards) + 1):
                     with open(shard / name, "rb") as part:
@@ -118,12 +117,12 @@ class Recipe:
             lengths,
             counts,
             names={"kind": documents.files.kind, "names": documents.files.names},
-            meta={"dtype": plan.dtype.name, "end_of_text": plan.end_of_text, "found": found},
+            meta={"dtype": plan.dtype.name, "end_of_text": plan.end_of_text, "found": facts},
         )
 
     def _make_tokenizer(self, directory: Path, progress: Progress) -> "PreTrainedTokenizerBase":
-        """The corpus's tokenizer, which `directory` then holds."""
-        if not is_whole(directory, bits=True):
+        """Write the corpus's tokenizer to `directory`, unless it is there, and return it."""
+        if not is_complete(directory, bits=True):
             with staged(directory) as folder:
                 if self.tokenizer:
                     tokenizer = load_tokenizer(self.tokenizer)
@@ -135,7 +134,7 @@ class Recipe:
 
 
 def _tokenise(plan: ShardPlan, num_processes: int, progress: Progress) -> None:
-    """Make the shards that are not there yet."""
+    """Make the missing shards."""
     total = len(plan.documents)
     done = total - sum(plan.bounds[n + 1] - plan.bounds[n] for n in plan.todo)
     if done:
@@ -159,12 +158,13 @@ def write_facts(
     names: dict[str, Any],
     meta: dict[str, Any],
 ) -> None:
-    """Write the bounds of the documents, their places, and their counts.
+    """Write bounds, places, counts, names.json and meta.json of a corpus.
 
-    Documents are those of the `table`, with `lengths` in tokens; `names` and `meta` are written,
-    `meta` with what all corpora have.
+    - `table`, `held_out`, `lengths` [documents]: the documents, and their lengths in tokens
+    - `counts` [vocabulary]: occurrences of each id
+    - `meta`: the fields that are specific to this kind of corpus; the common ones are added
     """
-    # A stable sort: training documents first, each part in its own order.
+    # Stable, so that each part keeps its order; training documents come first.
     order = np.argsort(held_out, kind="stable")
     bounds = np.concatenate([[0], np.cumsum(lengths[order])]).astype(np.int64)
     bounds.tofile(folder / "bounds.bin")
@@ -183,10 +183,12 @@ def write_facts(
     }
     (folder / "meta.json").write_text(json.dumps(meta, indent=1))
     if meta["found"].get("check_ids") != "sample":
-        own, tokens = np.zeros_like(counts), streams_of(folder, meta)[1].tokens
+        held_out_counts, tokens = np.zeros_like(counts), streams_of(folder, meta)[1].tokens
         for first in range(0, len(tokens), IDS_AT_ONCE):
-            own += np.bincount(tokens[first : first + IDS_AT_ONCE], minlength=len(counts))
-        np.save(folder / HELD_OUT_COUNTS, own, allow_pickle=False)
+            held_out_counts += np.bincount(
+                tokens[first : first + IDS_AT_ONCE], minlength=len(counts)
+            )
+        np.save(folder / HELD_OUT_COUNTS, held_out_counts, allow_pickle=False)
     if "files" not in meta:
         texts = table["num_bytes"][held_out].astype(np.int64)
         np.save(folder / HELD_OUT_BYTES, texts, allow_pickle=False)
@@ -195,7 +197,7 @@ def write_facts(
 def train(
     sources: Sequence[tuple[Documents, np.ndarray, float]], vocab_size: int, progress: Progress
 ) -> "PreTrainedTokenizerBase":
-    """Train a tokenizer on a budget of bytes of each source: documents, those held out, budget."""
+    """Train a tokenizer on `sources`: documents, held-out mask, and budget in bytes of each."""
     progress("training the tokenizer", 0, 1)
     texts = chain.from_iterable(_sample(*source) for source in sources)
     tokenizer = train_tokenizer(texts, vocab_size)
@@ -204,9 +206,9 @@ def train(
 
 
 def _sample(documents: Documents, held_out: np.ndarray, budget: float) -> Iterator[str]:
-    """Yield every n-th training document, n such that the budget is not exceeded.
+    """Yield every n-th training document, with n such that the budget is not exceeded.
 
-    Documents that come in pieces give an n-th of each piece, without long words.
+    Of documents that come in pieces, an n-th of each piece is used, with long words cut.
     """
     training = np.flatnonzero(~held_out)
     sizes = documents.table["num_bytes"][training]
@@ -224,30 +226,30 @@ def _sample(documents: Documents, held_out: np.ndarray, budget: float) -> Iterat
 
 
 def _shortened(text: str) -> str:
-    """Cut runs of letters, digits or signs to LONG_WORD characters."""
+    """Return `text` with runs of letters, digits or signs cut to LONG_WORD characters."""
     if max(map(len, text.split()), default=0) <= LONG_WORD and " " * LONG_WORD not in text:
         return text
     return LONG_RUN.sub(lambda run: run[0][:LONG_WORD], text)
 
 
 def _excerpts(documents: Documents) -> list[str]:
-    """Return the starts of some documents."""
+    """Return the first EXCERPT characters of EXCERPTS documents."""
     indices = np.unique(np.linspace(0, len(documents) - 1, EXCERPTS).astype(int))
-    found, starts = [], True
+    excerpts, is_start = [], True
     for text, last in documents.pieces(indices):
-        if starts:
-            found.append(text[:EXCERPT])
-        starts = last
-    return found
+        if is_start:
+            excerpts.append(text[:EXCERPT])
+        is_start = last
+    return excerpts
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy a published tokenizer, without the list of its files."""
+    """Copy a published tokenizer's folder, without its manifest."""
     shutil.copytree(source, target, ignore=shutil.ignore_patterns(MANIFEST))
 
 
 def contents_of(table: np.ndarray, held_out: np.ndarray) -> list[str]:
-    """Return digests that tell the training and held-out contents from all others."""
+    """Return sizes and digests of the training and the held-out contents."""
     digests = table["digest"]
     parts = [digests[~held_out], digests[held_out]]
     return [str(part) for d in parts for part in (len(d), blake2b(d.tobytes()).hexdigest())]

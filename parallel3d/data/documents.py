@@ -1,4 +1,4 @@
-"""A table of a source's documents, 44 bytes each: places, sizes and digests."""
+"""The table of a source's documents (44 bytes each): places, sizes and digests."""
 
 import json
 import os
@@ -14,17 +14,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from parallel3d.base.errors import DataError
-from parallel3d.data.cache import digest_of, is_settled, keep, load, state_of
+from parallel3d.data.cache import digest_of, is_settled, load_index, save_index, state_of
 from parallel3d.data.lines import EMPTY, UNREADABLE, Flaw
 from parallel3d.data.rows import FileReader, place_of
 from parallel3d.data.sources import Files, Progress, silent
 
-LISTED = 20
+LISTED = 20  # flaws in one message
 LEAVE_OUT = 'or set data.on_error to "skip"'
 
 
 class Listed(NamedTuple):
-    """A flaw of the file `name`, with which `message` begins; row 0 means the whole file."""
+    """A flaw in the file `name`. `message` begins with `name`; row 0 means the whole file."""
 
     name: str
     row: int
@@ -34,7 +34,7 @@ class Listed(NamedTuple):
 
 @dataclass
 class Skips:
-    """The documents left out so far: `counts` by reason, and the first LISTED of them."""
+    """The documents skipped so far: `counts` by reason, and the first LISTED of them."""
 
     counts: Counter[str] = field(default_factory=Counter)
     listed: list[Listed] = field(default_factory=list)
@@ -45,47 +45,47 @@ class Skips:
         return self.counts.total() - self.counts[EMPTY]
 
     def add(self, name: str, flaw: Flaw, dropped: int = 0) -> None:
-        """Count a flaw, and the documents of its file that were `dropped` for it."""
+        """Count a flaw, or the number of documents of its file that are `dropped` for it."""
         self.counts[flaw.reason] += max(flaw.num_rows, dropped)
         if flaw.reason != EMPTY and len(self.listed) < LISTED:
             self.listed.append(Listed(name, flaw.row, flaw.reason, str(flaw)))
 
-    def join(self, other: "Skips") -> None:
-        """Add the counts of another file or source."""
+    def add_all(self, other: "Skips") -> None:
+        """Add the skips of another file or source."""
         self.counts.update(other.counts)
         self.listed += other.listed[: LISTED - len(self.listed)]
 
     def packed(self) -> str:
-        """Return the record as text, in which the file has no name."""
+        """Return the record of one file as JSON text, without the file's name."""
         listed = [(x.row, x.reason, x.message.removeprefix(x.name)) for x in self.listed]
         return json.dumps([self.counts, listed])
 
     @classmethod
     def unpacked(cls, text: str, name: str) -> "Skips":
-        """Return the record of a file called `name` from what `packed` returned."""
+        """Return the record of the file `name` from the output of `packed`."""
         counts, listed = json.loads(text)
         return cls(Counter(counts), [Listed(name, x[0], x[1], name + x[2]) for x in listed])
 
     def summary(self) -> dict[str, Any]:
-        """Return counts by reason, and the first flaws, as a command prints them."""
+        """Return counts by reason, and the first flaws, as `prepare --json` prints them."""
         listed = [
             {"file": x.name, "line": x.row or None, "reason": x.reason, "message": x.message}
             for x in self.listed
         ]
         return {"skipped": dict(sorted(self.counts.items())), "skipped_first": listed}
 
-    def refuse(self) -> DataError:
+    def error(self) -> DataError:
         """Return the error that lists the flaws."""
-        messages = list(told(self.listed))
+        messages = list(grouped_messages(self.listed))
         if len(self.listed) == 1:
             return DataError(f"{messages[0]}; {LEAVE_OUT}")
-        count = f"{self.num_flawed:,} documents cannot be used; mend them, {LEAVE_OUT}:"
-        return DataError("\n  ".join([count, *messages]))
+        summary = f"{self.num_flawed:,} documents cannot be used; fix them, {LEAVE_OUT}:"
+        return DataError("\n  ".join([summary, *messages]))
 
     def check_share(self, num_documents: int, limit: float, unseen: int = 0) -> None:
         """Raise DataError if more than `limit` of all documents are unusable.
 
-        `unseen` is an estimate of those in unreadable files that were not counted.
+        `unseen` is an estimate of the uncounted documents in unreadable files.
         """
         flawed = self.num_flawed + unseen
         total = num_documents + flawed
@@ -93,52 +93,52 @@ class Skips:
             about = "about " if unseen else ""
             share = f"{about}{flawed:,} of {total:,} documents ({flawed / total:.1%})"
             rule = f"cannot be used, more than data.max_skipped = {limit} allows"
-            messages = told(self.listed)
-            raise DataError("\n  ".join([f"{share} {rule}; mend them, or raise it:", *messages]))
+            messages = grouped_messages(self.listed)
+            raise DataError("\n  ".join([f"{share} {rule}; fix them, or raise it:", *messages]))
 
 
-def told(listed: Iterable[Listed]) -> Iterable[str]:
+def grouped_messages(listed: Iterable[Listed]) -> Iterable[str]:
     """Yield one message for each file and reason."""
     for (name, _), group in groupby(listed, lambda x: (x.name, x.reason)):
         first, *more = group
         rows = ", ".join(str(x.row) for x in more)
         if more and not first.row:
             rows = f"{len(more)} more"
-        yield first.message + (f" ({name}: so are {rows})" if more else "")
+        yield first.message + (f" ({name}: also {rows})" if more else "")
 
 
-# Number of the file; row or line there, from 1; byte where it starts; bytes of the text; digest.
+# Number of the file; row or line in it, from 1; first byte; bytes of the text; digest of the text.
 ENTRY = np.dtype(
     [("file", "<i4"), ("row", "<i8"), ("offset", "<i8"), ("num_bytes", "<i8"), ("digest", "V16")]
 )
-ROWS_PER_CALL = 2**14  # of progress
-# Part of an index's name: raise it when what is found in the same file changes.
+ROWS_PER_CALL = 2**14  # rows between calls of progress
+# Part of an index's name; raise it when scanning the same file yields something else.
 INDEX_FORMAT = 4
 MEGABYTE = 1_000_000
-# Read after the first file with a flaw, to tell the flaws of the next files with it.
+# After the first flawed file, read this much more, to report the flaws of the next files too.
 LOOK_ON_BYTES = 256 * MEGABYTE
-# Tells one document's text from another's.
+# Identifies a document's text.
 new_digest = partial(blake2b, digest_size=16)
 
 
 class Documents:
-    """The documents of a source, at the places in `table` [n] of ENTRY; `skips` were left out."""
+    """The documents of a source: `table` [n] of ENTRY has their places; `skips` were left out."""
 
     def __init__(self, files: Files, table: np.ndarray, skips: Skips | None = None) -> None:
         self.files, self.table, self.skips = files, table, skips or Skips()
-        # The last reader is kept, since it may read on where it is.
+        # Keep the last reader, which can continue from its position.
         self._reader = lru_cache(1)(partial(FileReader, files))
 
     def __len__(self) -> int:
         return len(self.table)
 
     def name(self, index: int) -> str:
-        """Return the name of a document in messages."""
+        """Return the name of a document for messages."""
         entry = self.table[index]
         return place_of(self.files.kind, self.files.names[entry["file"]], int(entry["row"]))
 
     def read(self, indices: Sequence[int] | np.ndarray) -> Iterator[str]:
-        """Yield the texts of the documents `indices`, which ascend; DataError if one changed."""
+        """Yield the texts of the documents `indices` (ascending); DataError if one changed."""
         text: list[str] = []
         for piece, last in self.pieces(indices):
             text.append(piece)
@@ -147,16 +147,16 @@ class Documents:
                 text.clear()
 
     def pieces(self, indices: Sequence[int] | np.ndarray) -> Iterator[tuple[str, bool]]:
-        """Yield the texts of the documents `indices` in pieces, with whether it is the last one.
+        """Yield the texts of the documents `indices` (ascending) as (piece, is the last one).
 
-        Raises DataError in the place of the last piece of a document that changed.
+        Raises DataError instead of yielding the last piece of a document that has changed.
         """
         entries = self.table[indices]
-        for file, places in groupby(range(len(entries)), lambda i: int(entries["file"][i])):
-            chosen = entries[list(places)]
-            wanted = zip(chosen["row"].tolist(), chosen["offset"].tolist(), strict=True)
+        for file, numbers in groupby(range(len(entries)), lambda i: int(entries["file"][i])):
+            chosen = entries[list(numbers)]
+            places = zip(chosen["row"].tolist(), chosen["offset"].tolist(), strict=True)
             reader, num_read, digest = self._reader(file), 0, new_digest()
-            for text, last in reader.read(wanted):
+            for text, last in reader.read(places):
                 digest.update(text.encode())
                 if last:
                     if digest.digest() != chosen[num_read]["digest"].tobytes():
@@ -165,71 +165,76 @@ class Documents:
                 yield text, last
             if num_read < len(chosen):
                 place = reader.place(int(chosen[num_read]["row"]))
-                raise DataError(f"{place} changed while the corpus was prepared; run it again")
+                raise DataError(f"{place} changed during the preparation; run it again")
 
 
 def find_documents(
     files: Files, cache: Path, progress: Progress = silent, rule: tuple[str, float] = ("stop", 0.0)
 ) -> Documents:
-    """Return the documents in some files.
+    """Return the documents in `files`.
 
-    Every file is read once, so that its flaws are known before anything is written. The documents
-    of a file of many rows are kept in `cache`/indexes until the file changes. Documents without
-    text are left out, and by the `rule` ("skip", share) those that cannot be used, if they are no
-    more than this share of all; an unreadable file of rows counts as many as the readable ones have
-    on average. Raises DataError for all others of the first files, and where nothing is left.
+    Every file is read once, so that all flaws are known before anything is written. Tables of files
+    with many rows are cached in `cache`/indexes until the file changes. Documents without text are
+    left out.
+
+    `rule` is (data.on_error, data.max_skipped). With "skip", unusable documents are left out, too,
+    as long as their share is at most max_skipped. An unreadable file of rows counts as the average
+    number of documents of the readable ones.
+
+    Raises DataError for unusable documents with "stop", for too many with "skip", and if no
+    document is left.
     """
     on_error, max_skipped = rule
     tables, skips = [], Skips()
-    num_rows: list[int] = []  # of each readable file
-    num_lost: list[int] = []  # rows that were seen of each unreadable one
+    num_rows: list[int] = []  # rows of each readable file
+    num_lost: list[int] = []  # rows seen in each unreadable file
     sizes = [os.path.getsize(path) if os.path.exists(path) else 0 for path in files.paths]
     total, done, read_on = max(1, sum(sizes) // MEGABYTE), 0, LOOK_ON_BYTES
     for file, (path, size) in enumerate(zip(files.paths, sizes, strict=True)):
         reader = FileReader(files, file)
         if files.kind == "whole":
-            table, found = _scan(reader, lambda _: None, on_error)
+            table, file_skips = _scan(reader, lambda _: None, on_error)
             progress("reading files", file + 1, len(files.paths))
         else:
 
             def on_bytes(count: int, before: int = done, size: int = size) -> None:
                 progress("reading rows (MB)", (before + min(count, size)) // MEGABYTE, total)
 
-            table, found = _indexed(reader, path, cache / "indexes", on_bytes, on_error)
+            table, file_skips = _indexed(reader, path, cache / "indexes", on_bytes, on_error)
             on_bytes(size)
-            lost = found.counts[UNREADABLE]
-            (num_lost if lost else num_rows).append(lost or len(table) + found.num_flawed)
+            lost = file_skips.counts[UNREADABLE]
+            (num_lost if lost else num_rows).append(lost or len(table) + file_skips.num_flawed)
         done += size
         table["file"] = file
         tables.append(table)
-        skips.join(found)
+        skips.add_all(file_skips)
         if skips.num_flawed and on_error == "stop":
             read_on -= size
             if read_on < 0 or len(skips.listed) == LISTED:
                 break
     if skips.num_flawed and on_error == "stop":
-        raise skips.refuse()
+        raise skips.error()
     table = np.concatenate(tables)
     mean = sum(num_rows) // max(1, len(num_rows))
     unseen = sum(max(0, mean - lost) for lost in num_lost)
     skips.check_share(len(table), max_skipped, unseen)
     if not len(table):
         name = files.names[0] + (f" and {len(files.names) - 1} more" if files.names[1:] else "")
-        raise DataError(f"{name} has no text; give files that have some")
+        raise DataError(f"{name} has no text; use files with text")
     return Documents(files, table, skips)
 
 
 def _scan(
     reader: FileReader, on_bytes: Callable[[int], None], on_error: str
 ) -> tuple[np.ndarray, Skips]:
-    """Return the table of a file's documents; `on_bytes` is told the bytes of text read so far."""
+    """Return the table of a file's documents; call `on_bytes` with the bytes read so far."""
     table, skips = bytearray(), Skips()
     num_bytes, length, digest = 0, 0, new_digest()
     for number, item in enumerate(reader.scan()):
         if isinstance(item, Flaw):
             length, digest = 0, new_digest()
             if not item.row:
-                # Documents before the damage do not count either.
+                # No document of a damaged file is used, not even those before the damage.
                 skips.add(reader.name, item, len(table) // ENTRY.itemsize)
                 table.clear()
                 break
@@ -253,14 +258,14 @@ def _indexed(
     reader: FileReader, path: str, indexes: Path, on_bytes: Callable[[int], None], on_error: str
 ) -> tuple[np.ndarray, Skips]:
     index = indexes / f"{_signature(reader, path)}.npz"
-    if kept := load(index):
-        return kept["table"], Skips.unpacked(str(kept["skips"]), reader.name)
+    if saved := load_index(index):
+        return saved["table"], Skips.unpacked(str(saved["skips"]), reader.name)
     settled = is_settled(path)
     table, skips = _scan(reader, on_bytes, on_error)
-    # Perhaps not read to its end; and what failed to be read may be read the next time.
+    # Do not save an incomplete table, nor read errors, which may be temporary.
     is_partial = (on_error == "stop" and skips.num_flawed) or skips.counts[UNREADABLE]
     if settled and not is_partial and index.stem == _signature(reader, path):
-        keep(index, {"table": table, "skips": np.array(skips.packed())})
+        save_index(index, {"table": table, "skips": np.array(skips.packed())})
     return table, skips
 
 

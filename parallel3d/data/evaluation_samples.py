@@ -1,4 +1,4 @@
-"""Samples on which held-out text is evaluated: the same on every mesh, in every run."""
+"""Samples for evaluating held-out text, which are the same on every mesh and in every run."""
 
 import math
 from collections.abc import Iterator
@@ -11,9 +11,10 @@ from parallel3d.base.errors import DataError
 from parallel3d.data.batches import Batches
 from parallel3d.data.corpus import HELD_OUT_BYTES, HELD_OUT_COUNTS, Corpus, Mixture, TokenStream
 
-# Orders the samples, whatever seed a run trains with. Losses are compared: it never changes.
+# Seed of the samples' order, independent of the run's seed. Must not change, so that losses of
+# different runs can be compared.
 ORDER_SEED = 20
-_AT_ONCE = 256  # samples
+_AT_ONCE = 256  # samples read at a time
 
 
 @dataclass(frozen=True)
@@ -23,59 +24,60 @@ class SetLoss:
     loss: float
     """Nats per token."""
     standard_error: float | None
-    """Standard error of the loss, over documents; None for one document."""
+    """Standard error of the loss over documents; None for one document."""
     tokens: int
-    """Tokens that were predicted; where not all count alike, what they count together."""
+    """Number of predicted tokens; with weights, the sum of their weights."""
     documents: int
-    """Documents that these are of."""
+    """Number of documents that these tokens belong to."""
     bits_per_byte: float | None
-    """None where the bytes of the text are not known: of token ids."""
+    """None if the bytes of the text are unknown, as for corpora of token ids."""
 
     @property
     def perplexity(self) -> float:
-        """Return exp of the set's loss."""
+        """The exponential of the loss."""
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
     def to_json(self) -> dict[str, Any]:
-        """Return the set's numbers by name; None for a number that is not finite."""
+        """Return the numbers by name; None for those that are not finite."""
         numbers = vars(self).items()
         return {k: v if v is not None and math.isfinite(v) else None for k, v in numbers}
 
     def in_words(self) -> str:
-        """Return the loss as people read it."""
+        """Return the loss as readable text."""
         error = "" if self.standard_error is None else f" ± {self.standard_error:.4f}"
         numbers = [f"perplexity {self.perplexity:,.4g}"]
         if self.bits_per_byte is not None:
             numbers.append(f"{self.bits_per_byte:.4f} bits per byte")
         documents = "1 document" if self.documents == 1 else f"{self.documents:,} documents"
-        of = f"{self.tokens:,} tokens of {documents}"
-        return f"{self.loss:.4f}{error} ({', '.join(numbers)}; {of})"
+        size = f"{self.tokens:,} tokens of {documents}"
+        return f"{self.loss:.4f}{error} ({', '.join(numbers)}; {size})"
 
 
-def held_out_samples(corpus: Corpus, sequence_length: int, most: int) -> "EvaluationSamples":
-    """Return the samples that the held-out text of a corpus is evaluated on."""
-    return EvaluationSamples(corpus.held_out, sequence_length, most, held_out_bytes(corpus))
+def held_out_samples(corpus: Corpus, sequence_length: int, max_samples: int) -> "EvaluationSamples":
+    """Return the samples for evaluating the held-out part of a corpus."""
+    return EvaluationSamples(corpus.held_out, sequence_length, max_samples, held_out_bytes(corpus))
 
 
 class EvaluationSamples:
-    """The first `most` samples of a stream or mixture in a fixed random order.
+    """The first `max_samples` samples of a stream or mixture, in a fixed random order.
 
-    `texts` are the bytes of each document's text, of each stream, where they are known. The samples
-    touch `num_documents` documents, with ordinals from 0 on: `tokens` int64 [num_documents] is how
-    many tokens are predicted of each, end-of-text included, and `num_bytes` how many bytes of text
-    these are, n B / L where n of a document's L tokens, which have B bytes, are predicted.
+    - `texts`: for each stream, the bytes of each document's text; None if unknown
+    - `num_documents`: number of documents with tokens in these samples, numbered from 0
+    - `tokens`: int64 [num_documents], predicted tokens of each document, including end-of-text
+    - `num_bytes`: bytes of text of these tokens. If n of a document's L tokens are predicted, n / L
+      of its bytes are counted.
     """
 
     def __init__(
         self,
         stream: TokenStream | Mixture,
         sequence_length: int,
-        most: int,
+        max_samples: int,
         texts: tuple[np.ndarray, ...] | None = None,
     ) -> None:
         self.batches = Batches(stream, sequence_length, seed=ORDER_SEED)
-        self.num_samples = min(most, self.batches.num_samples)
-        # Documents of all streams in one row.
+        self.num_samples = min(max_samples, self.batches.num_samples)
+        # Number of the first document of each stream, counted over all streams.
         self._firsts = np.cumsum([0, *(part.num_documents for part in self.batches.streams)])
         met = [
             np.unique(self._places(first, count), return_counts=True)
@@ -89,9 +91,9 @@ class EvaluationSamples:
         self.num_bytes = None if texts is None else self._bytes(texts)
 
     def documents(self, first: int, count: int) -> np.ndarray:
-        """Return the ordinal of the document of each label: int64 [count, sequence_length].
+        """Return the number of the document of each label: int64 [count, sequence_length].
 
-        Samples from `num_samples` on fill a batch up: they are of document `num_documents`, and do
+        Samples from `num_samples` on are padding: they have the document `num_documents`, and do
         not count.
         """
         counted = max(0, min(count, self.num_samples - first))
@@ -101,16 +103,18 @@ class EvaluationSamples:
         return ordinals
 
     def loss(self, sums: np.ndarray, weights: np.ndarray | None = None) -> SetLoss:
-        """Return the loss of the set, from its documents' losses in nats, [num_documents].
+        """Return the loss of the set from the summed losses of its documents.
 
-        With `weights` [num_documents], each one's tokens together, `sums` are weighted, and the
-        mean is over these. Raises DataError where nothing counts.
+        - `sums` [num_documents]: loss in nats, summed over the tokens of each document
+        - `weights` [num_documents]: sums of the tokens' weights, if `sums` are weighted
+
+        Raises DataError if no token has a weight above 0.
         """
         counts = self.tokens if weights is None else weights
         counted = counts > 0
         if not counted.any():
             raise DataError(
-                "no token of what is held out counts in the loss; hold out more, or set"
+                "all held-out tokens have weight 0 in the loss; hold out more, or set"
                 " data.held_out_fraction to 0"
             )
         mean, error = losses_per_document(sums[counted], counts[counted])
@@ -124,10 +128,9 @@ class EvaluationSamples:
         )
 
     def unigram_loss(self, corpus: Corpus) -> float:
-        """The mean loss of the set's tokens by their frequencies in `corpus`'s training text.
+        """Return the set's mean loss in nats under the token frequencies of the training text.
 
-        In nats: what a model reaches that has learnt how often each token occurs and nothing of
-        its context.
+        This is the loss of a model that has learnt the frequencies but ignores context.
         """
         frequencies, total = np.log(train_frequencies(corpus)), 0.0
         for first, count in self._batches():
@@ -135,12 +138,12 @@ class EvaluationSamples:
         return total / int(self.tokens.sum())
 
     def _batches(self) -> Iterator[tuple[int, int]]:
-        """Yield the first sample and the number of samples of each batch."""
+        """Yield first sample and number of samples of each batch."""
         for first in range(0, self.num_samples, _AT_ONCE):
             yield first, min(_AT_ONCE, self.num_samples - first)
 
     def _places(self, first: int, count: int) -> np.ndarray:
-        """Return the places of the labels' documents among all streams': [count, seq]."""
+        """Return each label's document, numbered over all streams: int64 [count, seq]."""
         parts, starts = self.batches.windows(first, count)
         labels = starts[:, None] + np.arange(1, self.batches.sequence_length + 1)
         places = np.empty(labels.shape, dtype=np.int64)
@@ -152,7 +155,7 @@ class EvaluationSamples:
         return places
 
     def _bytes(self, texts: tuple[np.ndarray, ...]) -> float:
-        """Return the bytes of the documents that are known alone: there may be 10^9 others."""
+        """Return the bytes of the predicted text, reading only the documents in the set."""
         total = 0.0
         for part, stream in enumerate(self.batches.streams):
             here = slice(*np.searchsorted(self._known, self._firsts[part : part + 2]))
@@ -163,12 +166,14 @@ class EvaluationSamples:
 
 
 def losses_per_document(sums: np.ndarray, tokens: np.ndarray) -> tuple[float, float | None]:
-    """Return the mean loss of a token and its standard error over documents; None for one document.
+    """Return the mean loss per token and its standard error over documents (None for one).
 
-    `sums` [n] is the loss of each document in nats, `tokens` [n] its predicted tokens. Tokens of
-    one document are alike, so documents are what is sampled: the mean is a ratio of two sums over
-    them, whose variance is n / (n - 1) sum (y_i - r x_i)^2 / (sum x_i)^2 (Cochran 1977, Sampling
-    Techniques, chapter 6; Miller 2024, arXiv:2411.00640, section 2.2).
+    - `sums` [n]: summed loss of each document in nats
+    - `tokens` [n]: predicted tokens of each document
+
+    Tokens of one document are correlated, so documents are the sampling units. The mean is a ratio
+    estimator with the variance n / (n - 1) sum (y_i - r x_i)^2 / (sum x_i)^2 (Cochran 1977,
+    Sampling Techniques, chapter 6; Miller 2024, arXiv:2411.00640, section 2.2).
     """
     mean, n = float(sums.sum() / tokens.sum()), len(sums)
     if n < 2:
@@ -178,7 +183,7 @@ def losses_per_document(sums: np.ndarray, tokens: np.ndarray) -> tuple[float, fl
 
 
 def bits_per_byte(loss_sum: float, num_bytes: float | None) -> float | None:
-    """Bits per byte of a text, from its summed loss in nats and its size in bytes."""
+    """Return the bits per byte of a text from its summed loss in nats and its size in bytes."""
     return loss_sum / math.log(2) / num_bytes if num_bytes else None
 
 
@@ -190,8 +195,9 @@ def parts_of(corpus: Corpus) -> dict[str, Corpus]:
 def train_frequencies(corpus: Corpus) -> np.ndarray:
     """Return the share of each id in the training samples: float64 [vocab_size], all above 0.
 
-    One is added to each id's count (Laplace's rule of succession). A mixture's are weighted as its
-    samples are. Where ids were checked by a sample, held-out documents of that count, too.
+    One is added to each id's count (Laplace's rule of succession). Frequencies of a mixture are
+    weighted as its samples are. If only a sample of ids was checked, the frequencies are those of
+    this sample, including its held-out documents.
     """
     if isinstance(corpus.train, Mixture):
         parts = zip(corpus.train.weights, corpus.parts, strict=True)
@@ -203,7 +209,7 @@ def train_frequencies(corpus: Corpus) -> np.ndarray:
 
 
 def held_out_bytes(corpus: Corpus) -> tuple[np.ndarray, ...] | None:
-    """Return the bytes of each held-out document's text, of each part; None where unknown."""
+    """Return the bytes of each held-out document's text for each part; None if unknown."""
     paths = [part.directory / HELD_OUT_BYTES for part in corpus.parts or (corpus,)]
     if not all(path.exists() for path in paths):
         return None

@@ -1,4 +1,4 @@
-"""Export of a corpus to files of Megatron-LM, read back before they get their names."""
+"""Export of a corpus to Megatron-LM's files, which are verified before they get their names."""
 
 import os
 import struct
@@ -16,44 +16,44 @@ from parallel3d.data.ids import megatron
 from parallel3d.data.ids.id_file import BLOCK, INTEGERS, blocks
 from parallel3d.data.sources import Progress, silent
 
-# Megatron-LM takes uint16 for fewer tokens than this, else int32.
-MOST_OF_UINT16 = 65500
-MOST_IDS = 2**31 - 1  # of a sequence, whose length is an int32
+# Megatron-LM uses uint16 for vocabularies smaller than this, otherwise int32.
+UINT16_LIMIT = 65500
+MAX_IDS = 2**31 - 1  # in a sequence, whose length is an int32
 CODE = {name: code for code, name in megatron.CODES.items()}
 
 
 def export_megatron(
     corpus: Corpus, prefix: str, progress: Progress = silent
 ) -> list[dict[str, Any]]:
-    """Write PREFIX.bin and PREFIX.idx, or of a mixture PREFIX_0 and so on; return their facts.
+    """Write PREFIX.bin and PREFIX.idx, for a mixture PREFIX_0.bin and so on.
 
-    Each document is a sequence that ends with end-of-text, training documents first: Megatron-LM's
-    `--split` with the two numbers in "split" separates them. Raises DataError if a file exists, or
-    cannot be written.
+    Each document is a sequence that ends with end-of-text. Training documents come first; passing
+    "split" as Megatron-LM's `--split` separates the two parts. Returns a summary of each pair.
+    Raises DataError if a file exists or cannot be written.
     """
     parts = corpus.parts or (corpus,)
     prefixes = [f"{prefix}_{i}" for i in range(len(parts))] if corpus.parts else [prefix]
     for name in prefixes:
         for path in (f"{name}.bin", f"{name}.idx"):
             if os.path.lexists(path):
-                raise DataError(f"{path} exists; remove it, or name another prefix")
+                raise DataError(f"{path} exists; remove it, or use another prefix")
     try:
         return [_write(*pair, progress) for pair in zip(parts, prefixes, strict=True)]
     except OSError as error:
         raise DataError(
-            f"{prefix}.bin cannot be written ({error.strerror or error}); name a prefix in a folder"
-            " that exists, is writable and has room"
+            f"{prefix}.bin cannot be written ({error.strerror or error}); use a prefix in an"
+            " existing, writable folder with enough space"
         ) from error
 
 
 def _write(corpus: Corpus, prefix: str, progress: Progress) -> dict[str, Any]:
     streams = corpus.stream("train"), corpus.stream("held_out")
-    dtype = INTEGERS["uint16" if corpus.vocab_size < MOST_OF_UINT16 else "int32"]
+    dtype = INTEGERS["uint16" if corpus.vocab_size < UINT16_LIMIT else "int32"]
     lengths = np.concatenate([np.diff(stream.bounds) for stream in streams])
-    if lengths.max() > MOST_IDS:
+    if lengths.max() > MAX_IDS:
         raise DataError(
-            f"document {int(lengths.argmax()) + 1} has {lengths.max():,} tokens, and a sequence of"
-            f" Megatron-LM has at most {MOST_IDS:,}; cut it into several"
+            f"document {int(lengths.argmax()) + 1} has {lengths.max():,} tokens; a sequence of"
+            f" Megatron-LM has at most {MAX_IDS:,}. Divide the document"
         )
     partial = Path(f"{prefix}.partial.bin")
     index = Path(megatron.index_of(str(partial)))
@@ -69,7 +69,7 @@ def _write(corpus: Corpus, prefix: str, progress: Progress) -> dict[str, Any]:
         _read_back(partial, streams, lengths)
         for path in (partial, index):
             sync(path)
-        # The index last: without it nobody reads the other.
+        # The index last, since the ids are not readable without it.
         rename(partial, Path(f"{prefix}.bin"))
         rename(index, Path(f"{prefix}.idx"))
     finally:
@@ -101,16 +101,16 @@ def _index(lengths: np.ndarray, dtype: np.dtype) -> bytes:
 
 
 def _read_back(path: Path, streams: Sequence[TokenStream], lengths: np.ndarray) -> None:
-    """Raise DataError unless the pair that was written holds the documents."""
+    """Raise DataError unless the written pair contains exactly these documents."""
     file = megatron.read(str(path))
     assert file.lengths is not None, "an index has documents"
     first, same = 0, np.array_equal(file.lengths, lengths)
     for ids in _ids(streams):
-        # Not more than a block, which comes in one piece.
-        same = same and all(np.array_equal(found, ids) for found in blocks(file, first, len(ids)))
+        # At most BLOCK ids, which are read as one block.
+        same = same and all(np.array_equal(block, ids) for block in blocks(file, first, len(ids)))
         first += len(ids)
     if not same or first != file.num_tokens:
         raise DataError(
-            f"{path} does not read back as it was written; the disk or its memory is damaged: write"
-            " to another one"
+            f"{path} differs from the data that was written; the disk or the memory is faulty."
+            " Write to another disk"
         )

@@ -1,4 +1,4 @@
-"""Data sets of the Hugging Face hub, or folders of one: found and cached by `datasets`."""
+"""Data sets of the Hugging Face hub or of a folder, loaded and cached by `datasets`."""
 
 import json
 import sys
@@ -11,96 +11,98 @@ from parallel3d.base.hub_access import why_unreachable
 if TYPE_CHECKING:
     from datasets import Dataset
 
-# Dataset.save_to_disk and DatasetDict.save_to_disk leave them; load_dataset does not read these.
+# Written by Dataset.save_to_disk and DatasetDict.save_to_disk; load_dataset cannot read them.
 SAVED = ("state.json", "dataset_dict.json")
 
 
 def arrow_files(
     name: str, subset: str | None, split: str
 ) -> tuple[tuple[str, ...], tuple[str, ...], tuple[tuple[int, int], ...]]:
-    """Return paths of the Arrow files that hold the split, in order, their names, and their rows.
+    """Return paths, names and rows of the Arrow files that hold the split, in order.
 
-    `name` is a name on the hub or a folder: of jsonl, parquet, text or csv files, or one that
-    `save_to_disk` wrote. `split` may be a part of one, "train[:50%]", or a sum; only then each
-    file's first row and the end of its part, from 1, come third. No code of a data set is run.
-    Raises DataError.
+    - `name`: a name on the hub, or a folder of jsonl, parquet, text or csv files, or one written by
+      `save_to_disk`
+    - `split`: a split, a part of one such as "train[:50%]", or a sum of these
+    - rows: for each file the first row and the end (exclusive), from 1; empty for complete splits
+
+    Code of data sets is never executed. Raises DataError if the split cannot be loaded.
     """
-    place = f"data.name={name!r}" + (f", subset {subset!r}" if subset else "")
+    place = f"data.name = {name!r}" + (f", subset {subset!r}" if subset else "")
     bases = dict.fromkeys(part.partition("[")[0] for part in split.split("+"))
-    whole = {base: _files(_load(name, subset, base, place), name, base, place) for base in bases}
-    if split in whole:
-        paths, names, _ = zip(*whole[split], strict=True)
+    files_of = {base: _files(_load(name, subset, base, place), name, base, place) for base in bases}
+    if split in files_of:
+        paths, names, _ = zip(*files_of[split], strict=True)
         return paths, names, ()
     import datasets
 
-    lengths = {base: sum(count for _, _, count in files) for base, files in whole.items()}
+    lengths = {base: sum(count for _, _, count in files) for base, files in files_of.items()}
     try:
-        asked = datasets.ReadInstruction.from_spec(split).to_absolute(lengths)
+        instructions = datasets.ReadInstruction.from_spec(split).to_absolute(lengths)
     except (ValueError, AssertionError) as error:
         raise DataError(
-            f'{place}, split {split!r} is no part of it ({error}); write "train[:50%]" or'
+            f'{place}: split {split!r} is invalid ({error}); write a part as "train[:50%]" or'
             ' "train[1000:2000]"'
         ) from None
     cut = []
-    for part in asked:
+    for part in instructions:
         before = 0
-        for path, label, count in whole[part.splitname]:
+        for path, label, count in files_of[part.splitname]:
             first, end = max(part.from_, before), min(part.to, before + count)
             if first < end:
                 cut.append((path, label, (first - before + 1, end - before + 1)))
             before += count
     if not cut:
-        raise DataError(f"{place}, split {split!r} has no rows; use another split")
+        raise DataError(f"{place}: split {split!r} has no rows; use another split")
     paths, names, rows = zip(*cut, strict=True)
     return paths, names, rows
 
 
 def _files(table: "Dataset", name: str, split: str, place: str) -> list[tuple[str, str, int]]:
-    """Return path, name and number of rows of each Arrow file of a whole split."""
+    """Return path, name and number of rows of each Arrow file of a complete split."""
     paths = [file["filename"] for file in table.cache_files]
     if not len(table):
-        raise DataError(f"{place}, split {split!r} has no rows; use another split")
+        raise DataError(f"{place}: split {split!r} has no rows; use another split")
     counts = [_num_rows(path) for path in paths]
     if sum(counts) != len(table):
         raise DataError(
-            f"{place}, split {split!r} is a selection of its files' rows; save it with"
-            " save_to_disk after flatten_indices, and give that folder"
+            f"{place}: split {split!r} is a selection of its files' rows; call flatten_indices,"
+            " then save_to_disk, and use that folder"
         )
     labels = [f"{name} {split}" + (f" ({Path(path).name})" if paths[1:] else "") for path in paths]
     return list(zip(paths, labels, counts, strict=True))
 
 
 def has_split(name: str, subset: str | None, split: str) -> bool:
-    """True if a data set that can be loaded has a split of this name.
+    """True if the data set has a split of this name.
 
-    If it cannot be asked, no, with a line on standard error: a validation set may be missing.
+    If this cannot be determined, print a warning on standard error and return False.
     """
     import datasets
 
     folder = Path(name).expanduser()
     if any((folder / file).is_file() for file in SAVED):
-        splits = folder / "dataset_dict.json"
-        return splits.is_file() and split in json.loads(splits.read_text())["splits"]
+        index = folder / "dataset_dict.json"
+        return index.is_file() and split in json.loads(index.read_text())["splits"]
     try:
         if not folder.is_dir() and (why := why_unreachable()):
             if any(_cached(name).rglob(f"*-{split}*.arrow")):
                 return True
-            raise ConnectionError(f"the hub cannot be asked: {why}")
-        found = datasets.get_dataset_split_names(str(folder) if folder.is_dir() else name, subset)
-        return split in found
-    # Broad, as in _load: a hub that cannot be asked now is no reason not to train.
+            raise ConnectionError(f"the hub is unreachable: {why}")
+        splits = datasets.get_dataset_split_names(str(folder) if folder.is_dir() else name, subset)
+        return split in splits
+    # Broad, as in _load. Training can continue without this validation set.
     except Exception as error:
         print(
-            f"WARNING: data.name={name!r} could not be asked for a split {split!r} "
-            f"({_reason(error)}): without it there is no such validation set; reach the hub, or set"
-            " data.validation_split to null",
+            f"WARNING: data.name = {name!r}: cannot determine whether there is a split {split!r} "
+            f"({_reason(error)}); training continues without this validation set. To silence this"
+            " warning, set data.validation_split to null",
             file=sys.stderr,
         )
         return False
 
 
 def arrow_files_of_parquet(paths: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return paths of the Arrow files in which `datasets` caches parquet files, and names."""
+    """Return paths and names of the Arrow files in which `datasets` caches parquet files."""
     place = f"data.paths: {paths[0]!r}" + (f" and {len(paths) - 1} more" if paths[1:] else "")
     table = _load("parquet", None, "train", place, list(paths))
     files = tuple(file["filename"] for file in table.cache_files)
@@ -117,26 +119,29 @@ def _load(
 
     folder = Path(name).expanduser()
     if not folder.is_dir() and (name.startswith((".", "~", "/")) or name.count("/") > 1):
-        raise DataError(f"{place} is no folder; give a folder, or a name such as owner/dataset")
+        raise DataError(
+            f"{place} is not a folder; use the path of a folder, or a name such as owner/dataset"
+        )
     shown = datasets.are_progress_bars_disabled()
-    # Its bars, one for each step, would tear ours.
+    # The progress bars of `datasets` would disturb ours.
     datasets.disable_progress_bars()
     try:
         if any((folder / file).is_file() for file in SAVED):
             saved = datasets.load_from_disk(str(folder))
             if isinstance(saved, datasets.DatasetDict) and split not in saved:
-                raise ValueError(f"it has the splits {', '.join(saved)}")
+                raise ValueError(f"the splits are {', '.join(saved)}")
             return saved[split] if isinstance(saved, datasets.DatasetDict) else saved
         if files:
             return datasets.load_dataset(name, data_files=files, split=split)
         if not folder.is_dir() and (why := why_unreachable()) and not _cached(name).is_dir():
-            raise ConnectionError(f"it is no folder here, and the hub cannot be asked: {why}")
+            raise ConnectionError(f"not a local folder, and the hub is unreachable: {why}")
         return datasets.load_dataset(str(folder) if folder.is_dir() else name, subset, split=split)
-    # Broad, because what goes wrong inside comes as it is: network, file format, unknown names.
+    # Broad: `datasets` passes on any error of the network, of file formats, of unknown names.
     except Exception as error:
         raise DataError(
-            f"{place}, split {split!r} cannot be loaded ({_reason(error)}); check name, subset"
-            " and split. Without a network, download it where there is one, and give the folder"
+            f"{place}: split {split!r} cannot be loaded ({_reason(error)}); check name, subset"
+            " and split. Without network access, download the data set elsewhere and set data.name"
+            " to its folder"
         ) from error
     finally:
         if not shown:
@@ -144,7 +149,7 @@ def _load(
 
 
 def _cached(name: str) -> Path:
-    """Return the folder in which `datasets` keeps a data set of the hub."""
+    """Return the folder in which `datasets` caches a data set of the hub."""
     import datasets
 
     return Path(datasets.config.HF_DATASETS_CACHE, name.replace("/", "___"))

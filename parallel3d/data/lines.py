@@ -1,4 +1,4 @@
-"""The text of a document: pieces of bounded size, of lines or JSON, or the flaw that it has."""
+"""The text of a document in pieces of bounded size, from plain text or JSON, or its flaw."""
 
 import codecs
 import io
@@ -12,25 +12,25 @@ from parallel3d.base.errors import DataError
 
 PIECE_BYTES = 2**20
 BOM = "\ufeff"
-# Why a document is left out. Nobody complains of those without text.
+# Reasons for leaving out a document. Empty documents are not reported as flaws.
 EMPTY, NOT_UTF8, NUL = "empty", "not UTF-8", "only NUL bytes"
 UNREADABLE, TOO_LONG = "unreadable file", "too long a line"
 
 
 class TextPiece(NamedTuple):
-    """A piece of a document's text; `last` marks the document's last piece.
-
-    `row` is the document's row or line, counted from 1, `offset` the byte where that starts.
-    """
+    """A piece of a document's text."""
 
     row: int
+    """The document's row or line, from 1."""
     offset: int
+    """First byte of the row or line."""
     text: str
     last: bool
+    """True for the document's last piece."""
 
 
 class Flaw(DataError):
-    """The reason why the document at `row` cannot be used; row 0 is a file of `num_rows` rows."""
+    """The reason why the document at `row` is unusable; row 0 means a file of `num_rows` rows."""
 
     def __init__(self, reason: str, message: str, num_rows: int = 1) -> None:
         super().__init__(message)
@@ -38,10 +38,10 @@ class Flaw(DataError):
 
 
 def pieces_of(blocks: Iterable[bytes], place: str, remedy: str = "") -> Iterator[tuple[str, bool]]:
-    """Yield the pieces of a text that arrives in blocks of bytes, and which is the last.
+    """Yield (piece, is the last one) of a text that arrives in blocks of bytes.
 
-    A byte order mark before it is dropped; an empty text has no pieces. Raises Flaw where it is not
-    UTF-8, or is NUL bytes alone.
+    A leading byte order mark is dropped; an empty text has no pieces. Raises Flaw if the text is
+    not UTF-8, or consists of NUL bytes.
     """
     ready, is_start, is_nul = "", True, True
     for text in _decoded(blocks, place, remedy):
@@ -52,14 +52,14 @@ def pieces_of(blocks: Iterable[bytes], place: str, remedy: str = "") -> Iterator
             yield ready, False
         ready = text
     if ready and is_nul:
-        what = "holds NUL bytes alone, as files do that were never written out"
-        raise Flaw(NUL, f"{place} {what}; mend or remove it")
+        what = "contains only NUL bytes, as after an interrupted write"
+        raise Flaw(NUL, f"{place} {what}; restore or remove it")
     if ready:
         yield ready, True
 
 
 def _decoded(blocks: Iterable[bytes], place: str, remedy: str) -> Iterator[str]:
-    """Yield the characters of each block, without those that have nothing whole."""
+    """Yield the characters of each block; blocks without a complete character are skipped."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     num_read = 0
     for block in chain(blocks, [b""]):
@@ -76,36 +76,36 @@ def _decoded(blocks: Iterable[bytes], place: str, remedy: str) -> Iterator[str]:
 
 
 def _cut(data: bytes) -> Iterator[str]:
-    """Yield a text in pieces of at most PIECE_BYTES of whole characters."""
+    """Yield a text in pieces of at most PIECE_BYTES, cut between characters."""
     start = 0
     while start < len(data):
-        # A character that is cut short belongs to the next piece.
+        # An incomplete character at the end belongs to the next piece.
         piece = data[start : start + PIECE_BYTES].decode(errors="ignore")
         yield piece
         start += len(piece.encode())
 
 
 def not_utf8(error: UnicodeDecodeError, place: str, before: int = 0, remedy: str = "") -> Flaw:
-    """Return the flaw of a text that had `before` bytes before those that cannot be decoded."""
+    """Return the flaw for a decoding error in a block that begins at byte `before`."""
     byte, offset = error.object[error.start], before + error.start
     what = f"byte 0x{byte:02x} at offset {offset} ({error.reason})"
     return Flaw(NOT_UTF8, f"{place} is not UTF-8: {what}; convert the file with iconv{remedy}")
 
 
 def slices(data: bytes) -> Iterator[bytes]:
-    """Yield the bytes in blocks of at most PIECE_BYTES."""
+    """Yield `data` in blocks of at most PIECE_BYTES."""
     return (data[i : i + PIECE_BYTES] for i in range(0, len(data), PIECE_BYTES))
 
 
-def others(names: Iterable[str]) -> str:
-    """Return the end of a message about a missing field or column: those that are there."""
-    shown = ", ".join(f'"{name}"' for name in list(names)[:8])
+def suggest_fields(names: Iterable[str]) -> str:
+    """Return the end of a message about a missing field: the existing ones, and the remedy."""
+    quoted = ", ".join(f'"{name}"' for name in list(names)[:8])
     # A terminal cannot show half of a surrogate pair.
-    found = shown.encode(errors="backslashreplace").decode()
+    printable = quoted.encode(errors="backslashreplace").decode()
     return (
-        f"it has {found}; set text_field to the one that holds the text"
-        if found
-        else "it has none; leave it out"
+        f"it has {printable}; set text_field to the one that holds the text"
+        if printable
+        else "it has no fields; leave it out"
     )
 
 
@@ -114,9 +114,9 @@ NO_FIELD, NOT_TEXT = "no such field", "not a string"
 
 
 class Lines:
-    """The lines of a text file, compressed or not; lines above `limit` bytes come in parts.
+    """The lines of a text file, compressed or not; lines longer than `limit` bytes come in parts.
 
-    `position` is the place of the next byte, `row` the number of line ends before it.
+    `position` is the offset of the next byte, `row` the number of line ends before it.
     """
 
     def __init__(self, path: str, limit: int) -> None:
@@ -129,13 +129,13 @@ class Lines:
         self._file = open_text(self._path, self._compressed)
 
     def seek(self, offset: int) -> None:
-        """Go to the byte `offset` of the text, or to its end if that is before."""
+        """Move to the byte `offset` of the text, or to its end if the text is shorter."""
         if offset != self.position and not self._compressed:
             self._file.seek(offset)
             self.position = offset
         if offset < self.position:
             self._open()
-        # A compressed file can only be read on.
+        # A compressed file can only be read forwards.
         while self.position < offset:
             skipped = self._file.read(min(offset - self.position, 2**20))
             if not skipped:
@@ -150,13 +150,13 @@ class Lines:
         return line
 
     def line(self, part: bytes) -> Iterator[bytes]:
-        """Yield the parts of a line, of which the first was read."""
+        """Yield the parts of a line whose first part was already read."""
         while part:
             yield part
             part = b"" if part.endswith(b"\n") else self.read()
 
     def block(self, part: bytes) -> Iterator[bytes]:
-        """Yield lines up to a blank one, which is read too; part of the first was read."""
+        """Yield lines up to a blank line, which is consumed; the first part was already read."""
         is_start = False
         while part and not (is_start and not part.strip()):
             yield part
@@ -165,8 +165,8 @@ class Lines:
 
 
 def open_text(path: str, compressed: bool) -> IO[bytes]:
-    """Open a text file to read its bytes, unpacked."""
-    if os.path.getsize(path) == 0:  # files of /proc are said to be empty, and some never end
+    """Open a text file to read its uncompressed bytes."""
+    if os.path.getsize(path) == 0:  # /proc reports size 0 for files that block or never end
         return io.BytesIO()
     if not compressed:
         return open(path, "rb")
@@ -176,11 +176,11 @@ def open_text(path: str, compressed: bool) -> IO[bytes]:
 
 
 def without_ending(parts: Iterator[bytes]) -> Iterator[bytes]:
-    """Yield the parts of a text without the line ending behind it."""
+    """Yield the parts of a text without its final line ending."""
     last = b""
     for part in parts:
         if part == b"\n":
-            # A line ending was read in two parts.
+            # The line ending was split between two parts.
             last += part
             continue
         yield last
@@ -188,28 +188,29 @@ def without_ending(parts: Iterator[bytes]) -> Iterator[bytes]:
     yield last.removesuffix(b"\r\n" if last.endswith(b"\r\n") else b"\n")
 
 
-def json_text(line: bytes, place: str, field: str, most_bytes: int) -> bytes:
-    """Return the text of a field in a line of JSON, in UTF-8; b"" for a blank line.
+def json_text(line: bytes, place: str, field: str, max_bytes: int) -> bytes:
+    """Return the text of a field in a line of JSON, as UTF-8; b"" for a blank line.
 
-    `field` is a key, or keys that lead into objects: "meta.text". Raises Flaw.
+    `field` is a key, or a path into nested objects such as "meta.text". Raises Flaw if the line or
+    the field is unusable.
     """
-    if len(line.removesuffix(b"\n")) > most_bytes:
-        rule = f"has more than {most_bytes:,} bytes"
+    if len(line.removesuffix(b"\n")) > max_bytes:
+        rule = f"has more than {max_bytes:,} bytes"
         raise Flaw(TOO_LONG, f"{place} {rule}; raise data.max_line_bytes, or split the line")
     if not line.strip():
         return b""
     value = _object(line, place, field)
-    found = _found(value, place, field)
-    if not found:
-        names = others(key for key, _ in value)
+    values = _values_of(value, place, field)
+    if not values:
+        names = suggest_fields(key for key, _ in value)
         raise Flaw(NO_FIELD, f'{place} has no field "{field}"; {names}')
-    if len(found) > 1:
+    if len(values) > 1:
         raise _repeated(place, field)
-    [text] = found
+    [text] = values
     if not isinstance(text, str):
         raise Flaw(
             "null" if text is None else NOT_TEXT,
-            f'{place}: field "{field}" is {_json_type(text)}, not a string; mend or remove the'
+            f'{place}: field "{field}" is {_json_type(text)}, not a string; fix or remove the'
             " line, or set text_field to the field that holds the text",
         )
     try:
@@ -219,20 +220,20 @@ def json_text(line: bytes, place: str, field: str, most_bytes: int) -> bytes:
         raise Flaw(
             "half of a surrogate pair",
             f'{place}: field "{field}" has half of a surrogate pair {half}, which UTF-8 cannot'
-            " hold; mend or remove the line",
+            " encode; fix or remove the line",
         ) from None
 
 
 class _Object(list[tuple[str, Any]]):
-    """The keys and values of a JSON object, in their order, repeated keys too."""
+    """The (key, value) pairs of a JSON object in order, including repeated keys."""
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_Object)
 
 
 def _object(line: bytes, place: str, field: str) -> _Object:
-    """Return the object that a line holds."""
-    example = f'write one object a line, such as {{"{field}": "..."}}'
+    """Return the object in a line of JSON; raise Flaw if it is something else."""
+    example = f'write one object per line, such as {{"{field}": "..."}}'
     try:
         value = _DECODER.decode(line.decode().rstrip(" \t\r\n"))
     except UnicodeDecodeError as error:
@@ -246,27 +247,28 @@ def _object(line: bytes, place: str, field: str) -> _Object:
     return value
 
 
-def _found(value: _Object, place: str, field: str, inner: str = "") -> list[Any]:
-    """Return the values of a field, or of the `inner` rest of its path; a key of that name ends it.
+def _values_of(value: _Object, place: str, field: str, inner: str = "") -> list[Any]:
+    """Return the values of the field, or of the remaining path `inner` in a nested object.
 
-    Raises Flaw where a key on the way is repeated.
+    A key that equals the remaining path ends the search. Raises Flaw if a key on the path is
+    repeated.
     """
     path = inner or field
     on_the_way = [pair for pair in value if pair[0] == path or path.startswith(f"{pair[0]}.")]
     if len(dict(on_the_way)) < len(on_the_way):
         raise _repeated(place, field)
-    found: list[Any] = []
+    values: list[Any] = []
     for key, item in on_the_way:
         if key == path:
-            return [*found, item]
+            return [*values, item]
         if isinstance(item, _Object):
-            found += _found(item, place, field, path[len(key) + 1 :])
-    return found
+            values += _values_of(item, place, field, path[len(key) + 1 :])
+    return values
 
 
 def _repeated(place: str, field: str) -> Flaw:
-    what = f'field "{field}", or an object that it may be in, comes twice'
-    return Flaw("repeated key", f"{place}: {what}; leave one of them in the line, or remove it")
+    what = f'field "{field}", or an object that it may be in, occurs twice'
+    return Flaw("repeated key", f"{place}: {what}; keep one of them, or remove the line")
 
 
 def _json_type(value: object) -> str:

@@ -1,15 +1,16 @@
 """The order of samples: a pure function of seed, epoch and global index.
 
-Every epoch is a permutation of the samples that is computed one index at a time: a Feistel network
-(Luby and Rackoff 1988) permutes the smallest power of four that holds the samples, and what falls
-outside is permuted again until it falls inside (cycle walking; Black and Rogaway 2002, section 4).
+Every epoch is a permutation of the samples, computed one index at a time. A Feistel network (Luby
+and Rackoff 1988) permutes the smallest power of four that holds all samples; an output outside the
+range is permuted again until it is inside (cycle walking; Black and Rogaway 2002, section 4).
 Nothing is stored or shared: the state of a loader is one integer, the next global index.
 
-In a mixture, another function of the index gives each sample's part. The shares are whole numbers
-a_1, a_2, ... with the sum D, and a pattern of D samples is repeated. In it, sample j of part s
-(from 0) has a window: not before index floor(j D / a_s), not after ceil((j + 1) D / a_s) - 1. The
-part is taken whose open window closes first; every prefix of n samples then has floor(n a_s / D) or
-ceil(n a_s / D) of part s (Baruah, Cohen, Plaxton, Varvel 1996, "Proportionate progress").
+In a mixture, the part of each sample is another function of the index. The shares are whole numbers
+a_1, a_2, ... with the sum D, and a pattern of D samples is repeated. In the pattern, sample j of
+part s (from 0) has a window: from index floor(j D / a_s) to index ceil((j + 1) D / a_s) - 1. Each
+index is assigned to the part whose open window closes first. Every prefix of n samples then has
+floor(n a_s / D) or ceil(n a_s / D) samples of part s (Baruah, Cohen, Plaxton, Varvel 1996,
+"Proportionate progress").
 """
 
 from collections.abc import Sequence
@@ -20,19 +21,19 @@ from math import gcd, lcm
 import numpy as np
 
 ROUNDS = 8
-# Fewer bits give round functions with too few outcomes to mix well; small sets just walk longer.
+# With fewer bits the round function has too few outcomes to mix well; small sets walk longer.
 MIN_HALF_BITS = 3
 GOLDEN = 0x9E3779B97F4A7C15
 MASK64 = 2**64 - 1
-# Shares that are no multiples of one part in so many are rounded to it.
+# Longest pattern of a mixture; finer shares are rounded.
 MAX_PATTERN = 2**16
 
 
 def sample_index(seed: int, global_index: int | np.ndarray, num_samples: int) -> np.ndarray:
-    """The sample at each global index: int64, [n] for n indices.
+    """Return the sample at each global index: int64 [n] for n indices.
 
-    The epoch is global_index // num_samples; each epoch holds every sample once, in its own order.
-    These values are part of what a checkpoint relies on: they never change.
+    The epoch is global_index // num_samples; each epoch has every sample once, in its own order.
+    Checkpoints rely on these values, so they must never change.
     """
     assert num_samples > 0, num_samples
     index = np.atleast_1d(np.asarray(global_index, dtype=np.uint64))
@@ -46,7 +47,7 @@ def sample_index(seed: int, global_index: int | np.ndarray, num_samples: int) ->
 
 
 def _feistel(value: np.ndarray, keys: np.ndarray, half_bits: int) -> np.ndarray:
-    """Permute 0 .. 4**half_bits - 1; each value under its own key."""
+    """Permute 0 .. 4**half_bits - 1, each value with its own key."""
     shift = np.uint64(half_bits)
     mask = np.uint64((1 << half_bits) - 1)
     left, right = value >> shift, value & mask
@@ -57,7 +58,7 @@ def _feistel(value: np.ndarray, keys: np.ndarray, half_bits: int) -> np.ndarray:
 
 
 def mix(value: np.ndarray) -> np.ndarray:
-    """64 well mixed bits from 64 bits: the output function of SplitMix64 (Steele 2014)."""
+    """Hash 64 bits to 64 bits with the output function of SplitMix64 (Steele 2014)."""
     value = value + np.uint64(GOLDEN)
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -66,9 +67,9 @@ def mix(value: np.ndarray) -> np.ndarray:
 
 
 def whole_shares(weights: Sequence[float]) -> list[int]:
-    """Return whole numbers in the proportions of the weights, read as decimals.
+    """Return whole numbers in the proportions of the weights, which are read as decimals.
 
-    Their sum is at most MAX_PATTERN: finer shares are rounded by largest remainders, none to 0.
+    The sum is at most MAX_PATTERN. Finer shares are rounded by largest remainders, none to 0.
     """
     exact = [Fraction(repr(float(weight))) for weight in weights]
     shares = [int(weight * lcm(*(w.denominator for w in exact))) for weight in exact]
@@ -78,7 +79,7 @@ def whole_shares(weights: Sequence[float]) -> list[int]:
     ideal = [Fraction(share * MAX_PATTERN, sum(shares)) for share in shares]
     rounded = [max(1, int(share)) for share in ideal]
     while sum(rounded) != MAX_PATTERN:
-        # The largest remainders get the rest; the others pay for parts that are raised to 1.
+        # Add to the largest remainders, or subtract from the smallest if some were raised to 1.
         step = 1 if sum(rounded) < MAX_PATTERN else -1
         owed = [(step * (ideal[s] - n), s) for s, n in enumerate(rounded) if n + step >= 1]
         rounded[max(owed)[1]] += step
@@ -92,19 +93,19 @@ class Mixing:
         self.shares = np.array(whole_shares(weights), dtype=np.int64)
         self.period = int(self.shares.sum())
         self._part = _pattern(self.shares.tolist())
-        # How many samples of the same part the pattern has before each of its places.
+        # For each place in the pattern: the number of earlier samples of the same part.
         self._before = np.empty(self.period, dtype=np.int64)
         for part, share in enumerate(self.shares):
             self._before[self._part == part] = np.arange(share)
 
     def assign(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """For global indices [n], the parts and the places in the parts' own orders."""
+        """Return the part of each global index [n], and the place in that part's own order."""
         block, place = np.divmod(index, self.period)
         part = self._part[place]
         return part, block * self.shares[part] + self._before[place]
 
     def index_of(self, part: int, place: int) -> int:
-        """The global index of a place in a part's order."""
+        """Return the global index of a place in a part's order."""
         block, before = divmod(place, int(self.shares[part]))
         return block * self.period + int(np.flatnonzero(self._part == part)[before])
 
@@ -112,14 +113,14 @@ class Mixing:
 def _pattern(shares: list[int]) -> np.ndarray:
     period = sum(shares)
     pattern = np.empty(period, dtype=np.int64)
-    given = [0] * len(shares)
+    num_assigned = [0] * len(shares)
     for index in range(period):
         # The window of sample j closes at ceil((j + 1) D / a) - 1.
         _, part = min(
-            (-(-(given[s] + 1) * period // share), s)
+            (-(-(num_assigned[s] + 1) * period // share), s)
             for s, share in enumerate(shares)
-            if given[s] * period // share <= index
+            if num_assigned[s] * period // share <= index
         )
         pattern[index] = part
-        given[part] += 1
+        num_assigned[part] += 1
     return pattern

@@ -1,4 +1,4 @@
-"""Preparation of a corpus or mixture from a config, published in the cache under its content."""
+"""Preparing the corpus or mixture of a config, and publishing it in the content-addressed cache."""
 
 import json
 import shutil
@@ -12,7 +12,7 @@ import numpy as np
 
 from parallel3d.base.errors import DataError
 from parallel3d.config.data import DataConfig, PartConfig, holds_ids
-from parallel3d.data.cache import cache_root, digest_of, is_whole, locked, staged
+from parallel3d.data.cache import cache_root, digest_of, is_complete, locked, staged
 from parallel3d.data.corpus import Corpus, entropy
 from parallel3d.data.corpus_folder import (
     FORMAT,
@@ -31,24 +31,25 @@ from parallel3d.data.tokenizer import check_name, save_tokenizer, tokenizer_dire
 
 
 def prepare(config: DataConfig, progress: Progress = silent) -> Corpus:
-    """Return the corpus or mixture that `config` describes, from the cache if it is there.
+    """Return the corpus or mixture that `config` describes, from the cache if possible.
 
-    The cache knows a corpus by its documents' contents, tokenizer and split, never by names, times
-    or sequence length. One of many processes works, the others wait. Raises DataError, and leaves
-    nothing half-written but whole shards, with which the next preparation goes on.
+    A corpus is cached under a digest of its documents' contents, tokenizer and split; names, times
+    and the sequence length do not matter. If several processes prepare the same corpus, one works
+    and the others wait. Raises DataError. Completed shards survive a failure, and the next
+    preparation continues from them.
 
-    Validation sets are corpora with the same tokenizer, all held out; their `found` has
-    `num_in_training`, how many of their documents are trained on, and `found_by`, the setting of an
-    unlisted one.
+    Validation sets are corpora with the same tokenizer whose documents are all held out. Their
+    `found` has `num_in_training`, the number of their documents that are also in the training part,
+    and `found_by`, the setting that added a set which the config does not list.
     """
     check_name(config.tokenizer)
-    is_given = config.tokenizer not in ("train", "none")
-    with tokenizer_directory(config.tokenizer) if is_given else nullcontext() as tokenizer:
+    is_own = config.tokenizer not in ("train", "none")
+    with tokenizer_directory(config.tokenizer) if is_own else nullcontext() as tokenizer:
         return _Preparation(config, tokenizer, progress).run()
 
 
 class _Preparation:
-    """One call of `prepare`; `tokenizer` is the directory of the config's own one."""
+    """One call of `prepare`; `tokenizer` is the directory of an existing tokenizer, if any."""
 
     def __init__(self, config: DataConfig, tokenizer: Path | None, progress: Progress) -> None:
         self.config, self.tokenizer, self.progress = config, tokenizer, progress
@@ -58,21 +59,21 @@ class _Preparation:
         """Return the corpus, with its validation sets."""
         config = self.config
         parts: tuple[PartConfig | DataConfig, ...] = config.mixture or (config,)
-        shown = [self._progress_of(number, len(parts)) for number in range(len(parts))]
-        found = []
+        progress_of = [self._progress_of(number, len(parts)) for number in range(len(parts))]
+        sources = []
         for number, part in enumerate(parts):
-            with _named(f"data.mixture.{number}") if config.mixture else nullcontext():
-                found.append(self._find(part, shown[number]))
-        tables = [part.table for part in found]
+            with _prefix_errors(f"data.mixture.{number}") if config.mixture else nullcontext():
+                sources.append(self._find(part, progress_of[number]))
+        tables = [source.table for source in sources]
         held_out = split_documents(tables, config.held_out_fraction, config.held_out_seed)
-        # The tokenizer of a mixture is trained on all its parts; that of a corpus stands in it.
+        # A mixture's tokenizer is trained on all parts; a single corpus trains its own.
         shares = whole_shares([part.weight for part in config.mixture]) if config.mixture else []
         if config.mixture and config.tokenizer == "train":
-            self.tokenizer = self._trained_tokenizer(found, held_out, shares)
-        corpora = [self._made(*part) for part in zip(found, held_out, shown, strict=True)]
-        corpus = self._mixed(corpora, shares) if config.mixture else corpora[0]
+            self.tokenizer = self._train_tokenizer(sources, held_out, shares)
+        corpora = [self._build(*args) for args in zip(sources, held_out, progress_of, strict=True)]
+        corpus = self._mix(corpora, shares) if config.mixture else corpora[0]
         training = np.concatenate(
-            [table["digest"][~apart] for table, apart in zip(tables, held_out, strict=True)]
+            [table["digest"][~mask] for table, mask in zip(tables, held_out, strict=True)]
         )
         if config.tokenizer == "train":
             self.tokenizer = corpus.tokenizer_directory
@@ -81,15 +82,15 @@ class _Preparation:
             is_listed = name in config.validation
             place = f"data.validation.{name}" if is_listed else f"data.validation_split: {name}"
             remedy = "" if is_listed else "; or set data.validation_split to null"
-            with _named(place, remedy):
+            with _prefix_errors(place, remedy):
                 sets[name] = self._validation_set(section, training)
             if not is_listed:
-                found_by = {**sets[name].found, "found_by": "data.validation_split"}
-                sets[name] = replace(sets[name], found=found_by)
+                facts = {**sets[name].found, "found_by": "data.validation_split"}
+                sets[name] = replace(sets[name], found=facts)
         return replace(corpus, validation=sets)
 
     def _find(self, section: DataConfig | PartConfig, progress: Progress) -> Documents | Tokenised:
-        """Return the documents of a source that is no mixture, of text or of token ids."""
+        """Return the documents of a source of text or of token ids; not for mixtures."""
         config = self.config
         if holds_ids(section):
             vocabulary = vocabulary_of(config, self.tokenizer)
@@ -98,60 +99,60 @@ class _Preparation:
         files = find_files(section, config.max_line_bytes)
         return find_documents(files, self.cache, progress, rule)
 
-    def _made(
-        self, found: Documents | Tokenised, held_out: np.ndarray, progress: Progress
+    def _build(
+        self, source: Documents | Tokenised, held_out: np.ndarray, progress: Progress
     ) -> Corpus:
-        """Return the corpus of some documents, with what was left out this time."""
+        """Return the corpus of these documents, with a summary of the skipped ones."""
         recipe: Recipe | TokenRecipe
-        if isinstance(found, Tokenised):
-            recipe = TokenRecipe(found, held_out, self.tokenizer)
+        if isinstance(source, Tokenised):
+            recipe = TokenRecipe(source, held_out, self.tokenizer)
         else:
-            recipe = Recipe(found, held_out, self.tokenizer, self.config.vocab_size)
+            recipe = Recipe(source, held_out, self.tokenizer, self.config.vocab_size)
         directory = self.cache / "corpora" / recipe.key()
         unfinished = self.cache / "unfinished" / directory.name
         with _published(directory, progress) as folder:
             if folder:
                 recipe.fill(folder, unfinished, self.config.workers, progress)
         if folder:
-            # Only now: until the corpus is whole, its shards are all there is.
+            # Shards are needed until the corpus is complete.
             shutil.rmtree(unfinished, ignore_errors=True)
             with suppress(OSError):
                 unfinished.parent.rmdir()
         corpus = Corpus.open(directory)
-        if isinstance(found, Tokenised):
+        if isinstance(source, Tokenised):
             return corpus
-        return replace(corpus, found={**corpus.found, **found.skips.summary()})
+        return replace(corpus, found={**corpus.found, **source.skips.summary()})
 
     def _validation_set(self, section: PartConfig, training: np.ndarray) -> Corpus:
-        found = self._find(section, self.progress)
-        corpus = self._made(found, np.ones(len(found), dtype=bool), self.progress)
-        common = num_common(found.table["digest"], training)
+        source = self._find(section, self.progress)
+        corpus = self._build(source, np.ones(len(source), dtype=bool), self.progress)
+        common = num_common(source.table["digest"], training)
         return replace(corpus, found={**corpus.found, "num_in_training": common})
 
-    def _trained_tokenizer(
+    def _train_tokenizer(
         self,
-        found: Sequence[Documents | Tokenised],
+        sources: Sequence[Documents | Tokenised],
         held_out: Sequence[np.ndarray],
         shares: Sequence[int],
     ) -> Path:
-        """Train the tokenizer of a mixture on as much of each part as its share says."""
+        """Train the tokenizer of a mixture on text in the proportions of the shares."""
         budgets = [TRAINING_BYTES * share / sum(shares) for share in shares]
-        sources = [
-            (part, apart, budget)
-            for part, apart, budget in zip(found, held_out, budgets, strict=True)
-            if isinstance(part, Documents)
+        texts = [
+            (source, mask, budget)
+            for source, mask, budget in zip(sources, held_out, budgets, strict=True)
+            if isinstance(source, Documents)
         ]
         vocab_size = self.config.vocab_size
         key: list[object] = [FORMAT, vocab_size, *shares]
-        for part, apart, _ in sources:
-            key += contents_of(part.table, apart)
+        for source, mask, _ in texts:
+            key += contents_of(source.table, mask)
         directory = self.cache / "tokenizers" / digest_of(*key)
         with _published(directory, self.progress) as folder:
             if folder:
-                save_tokenizer(train(sources, vocab_size, self.progress), folder)
+                save_tokenizer(train(texts, vocab_size, self.progress), folder)
         return directory
 
-    def _mixed(self, corpora: Sequence[Corpus], shares: Sequence[int]) -> Corpus:
+    def _mix(self, corpora: Sequence[Corpus], shares: Sequence[int]) -> Corpus:
         """Return the mixture of prepared corpora."""
         first = corpora[0]
         weights = [share / sum(shares) for share in shares]
@@ -166,7 +167,7 @@ class _Preparation:
                     weight * corpus.counts() / corpus.counts().sum()
                     for weight, corpus in zip(weights, corpora, strict=True)
                 )
-                # The names of files that lie elsewhere do not count, nor do those of the parts.
+                # The key must not depend on where files are, nor on the parts' labels.
                 keys = [
                     part if c.key == part["corpus"] else {**part, "corpus": c.key, "label": ""}
                     for part, c in zip(parts, corpora, strict=True)
@@ -185,18 +186,18 @@ class _Preparation:
         skipped: Counter[str] = Counter()
         for corpus in corpora:
             skipped.update(corpus.found.get("skipped", {}))
-        found = {**mixture.found, "skipped": dict(sorted(skipped.items())), "skipped_first": []}
-        return replace(mixture, parts=tuple(corpora), found=found)
+        facts = {**mixture.found, "skipped": dict(sorted(skipped.items())), "skipped_first": []}
+        return replace(mixture, parts=tuple(corpora), found=facts)
 
     def _progress_of(self, number: int, num_parts: int) -> Progress:
-        """Return the progress of one part, with its number where there are several."""
+        """Return the progress of one part, which shows the part's number in a mixture."""
         part = f", part {number + 1} of {num_parts}" if self.config.mixture else ""
         return lambda phase, done, total: self.progress(phase + part, done, total)
 
 
 @contextmanager
-def _named(place: str, remedy: str = "") -> Iterator[None]:
-    """Put a part's or set's place before an error, and a remedy behind it."""
+def _prefix_errors(place: str, remedy: str = "") -> Iterator[None]:
+    """Add the place of a part or set before a DataError's message, and a remedy after it."""
     try:
         yield
     except DataError as error:
@@ -205,21 +206,21 @@ def _named(place: str, remedy: str = "") -> Iterator[None]:
 
 @contextmanager
 def _published(directory: Path, progress: Progress) -> Iterator[Path | None]:
-    """A folder that becomes `directory`, or None if that is whole already.
+    """Yield a folder that becomes `directory`, or None if that is complete already.
 
     Raises DataError if the cache cannot be written.
     """
 
-    def say_waiting() -> None:
-        progress("waiting for another process that prepares this corpus", 0, 1)
+    def report_waiting() -> None:
+        progress("waiting for another process to prepare this corpus", 0, 1)
 
-    if is_whole(directory):
+    if is_complete(directory):
         yield None
         return
     try:
-        with locked(directory, say_waiting):
-            # Whoever held the lock before may have written it.
-            if is_whole(directory):
+        with locked(directory, report_waiting):
+            # The previous holder of the lock may have written it.
+            if is_complete(directory):
                 yield None
             else:
                 with staged(directory) as folder:
@@ -227,31 +228,31 @@ def _published(directory: Path, progress: Progress) -> Iterator[Path | None]:
     except OSError as error:
         raise DataError(
             f"the cache {directory.parent} cannot be written ({error.strerror or error});"
-            " set data.cache to a directory that is writable and has room"
+            " set data.cache to a writable directory with enough space"
         ) from error
 
 
 def _label(part: PartConfig) -> str:
-    """Return the name of a part in lists."""
+    """Return the name of a part for tables."""
     more = f" and {len(part.paths) - 1} more" if len(part.paths) > 1 else ""
     which = part.paths[0] + more if part.paths else part.name
     return " ".join(filter(None, [part.source, which, part.subset]))
 
 
 def validation_sets(config: DataConfig) -> dict[str, PartConfig]:
-    """Return the validation sets by name, the data sets' own `validation_split` among them.
+    """Return the validation sets by name, including the data sets' own `validation_split`.
 
-    Its name is "validation", or "mixture.i.validation" for part i of a mixture.
+    The latter are named "validation", or "mixture.i.validation" for part i of a mixture.
     """
     sets: dict[str, PartConfig] = dict(config.validation)
     split = config.validation_split
-    found: dict[str, PartConfig | DataConfig] = {"validation": config}
+    sources: dict[str, PartConfig | DataConfig] = {"validation": config}
     for number, part in enumerate(config.mixture):
-        found[f"mixture.{number}.validation"] = part
-    for name, source in found.items():
+        sources[f"mixture.{number}.validation"] = part
+    for name, source in sources.items():
         if split is None or source.source != "hub" or source.split == split or name in sets:
             continue
-        # Takes a second to import.
+        # The import takes a second.
         from parallel3d.data.hub import has_split
 
         if has_split(source.name, source.subset, split):

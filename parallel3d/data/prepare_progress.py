@@ -1,4 +1,4 @@
-"""Progress of a preparation: a bar on a terminal, plain lines elsewhere, on standard error."""
+"""Progress of a preparation on standard error: bars on a terminal, otherwise plain lines."""
 
 import sys
 import time
@@ -12,7 +12,7 @@ SECONDS_BETWEEN_LINES = 5.0
 
 @contextmanager
 def shown_progress() -> Iterator[Progress]:
-    """A `Progress` that shows itself for the block's duration."""
+    """Yield a `Progress` that is displayed during the block."""
     if not sys.stderr.isatty():
         yield _lines()
         return

@@ -1,4 +1,4 @@
-"""The documents in one file, of whichever kind, as a stream of pieces."""
+"""The documents of one file of any kind, as a stream of pieces."""
 
 import sys
 from bisect import bisect_left
@@ -17,9 +17,9 @@ from parallel3d.data.lines import (
     TextPiece,
     json_text,
     open_text,
-    others,
     pieces_of,
     slices,
+    suggest_fields,
     without_ending,
 )
 from parallel3d.data.sources import Files
@@ -28,30 +28,30 @@ if TYPE_CHECKING:
     import pyarrow
 
 ROWS_PER_BATCH = 512
-# Unpacked at once, where a batch of rows would be more.
+# Limit for the decompressed bytes of a batch.
 BATCH_BYTES = 16 * 2**20
 
 
 def column_texts(
-    path: str, name: str, field: str, is_parquet: bool, wanted: Sequence[int]
+    path: str, name: str, field: str, is_parquet: bool, numbers: Sequence[int]
 ) -> Iterator[tuple[int, bytes | None]]:
-    """Yield number and text of the rows `wanted`, which ascend; None for null.
+    """Yield number and text of the rows `numbers` (ascending, from 1); the text of null is None.
 
-    `field` is a column, or a path into structs: "meta.text"; `name` is for messages. Raises Flaw
-    where the file has no such column, or one of no strings.
+    `field` is a column, or a path into structs such as "meta.text"; `name` is used in messages.
+    Raises Flaw if the file has no such column, or if it does not hold strings.
     """
     import pyarrow as pa
 
     chunks = _of_parquet if is_parquet else _of_arrow
-    for first, column in chunks(path, name, field, wanted):
-        # As bytes: a text that is not UTF-8 is told with its row.
+    for first, column in chunks(path, name, field, numbers):
+        # As bytes, so that text that is not UTF-8 is reported with its row.
         column = column.cast(pa.large_binary())
-        for row in _between(wanted, first + 1, first + len(column) + 1):
+        for row in _between(numbers, first + 1, first + len(column) + 1):
             yield row, column[row - first - 1].as_py()
 
 
 def _of_parquet(
-    path: str, name: str, field: str, wanted: Sequence[int]
+    path: str, name: str, field: str, numbers: Sequence[int]
 ) -> Iterator[tuple[int, "pyarrow.Array"]]:
     """Yield pieces of the column, each with the number of rows before it."""
     from pyarrow import parquet
@@ -59,21 +59,21 @@ def _of_parquet(
     first = 0
     with parquet.ParquetFile(path, memory_map=True) as file:
         keys = _keys(file.schema_arrow, name, field, file.metadata.num_rows)
-        for number in range(file.num_row_groups):
-            group = file.metadata.row_group(number)
-            # A group is unpacked only if something in it is wanted.
-            if _between(wanted, first + 1, first + group.num_rows + 1):
+        for group_number in range(file.num_row_groups):
+            group = file.metadata.row_group(group_number)
+            # Decompress only groups that contain requested rows.
+            if _between(numbers, first + 1, first + group.num_rows + 1):
                 before = first
                 size = max(1, group.total_byte_size // max(1, group.num_rows))
                 count = max(1, min(ROWS_PER_BATCH, BATCH_BYTES // size))
-                for batch in file.iter_batches(count, [number], [".".join(keys)]):
+                for batch in file.iter_batches(count, [group_number], [".".join(keys)]):
                     yield before, _inner(batch.column(0), keys[1:])
                     before += batch.num_rows
             first += group.num_rows
 
 
 def _of_arrow(
-    path: str, name: str, field: str, wanted: Sequence[int]
+    path: str, name: str, field: str, numbers: Sequence[int]
 ) -> Iterator[tuple[int, "pyarrow.Array"]]:
     """Yield pieces of the column, each with the number of rows before it."""
     import pyarrow as pa
@@ -87,14 +87,14 @@ def _of_arrow(
 
 
 def _keys(schema: "pyarrow.Schema", name: str, field: str, num_rows: int) -> list[str]:
-    """Return the column's name and those of the fields that lead to the text."""
+    """Return the path to the text: the column's name, then names of nested fields."""
     import pyarrow as pa
 
-    found = _find(schema, field)
-    if found is None:
-        message = f'{name} has no column "{field}"; {others(schema.names)}'
+    match = _find(schema, field)
+    if match is None:
+        message = f'{name} has no column "{field}"; {suggest_fields(schema.names)}'
         raise Flaw(NO_FIELD, message, num_rows)
-    keys, kind = found
+    keys, kind = match
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
         return keys
     raise Flaw(
@@ -108,7 +108,7 @@ def _keys(schema: "pyarrow.Schema", name: str, field: str, num_rows: int) -> lis
 def _find(
     fields: Iterable["pyarrow.Field"], name: str
 ) -> tuple[list[str], "pyarrow.DataType"] | None:
-    """Return the names that lead to a field, perhaps within structs, and its type."""
+    """Return the path to a field, possibly nested in structs, and its type."""
     import pyarrow as pa
 
     for field in fields:
@@ -127,19 +127,19 @@ def _inner(column: "pyarrow.Array", keys: list[str]) -> "pyarrow.Array":
     return pc.struct_field(column, keys) if keys else column
 
 
-def _between(wanted: Sequence[int], first: int, end: int) -> Sequence[int]:
-    """Return those of `wanted`, which ascend, from `first` to before `end`."""
-    return wanted[bisect_left(wanted, first) : bisect_left(wanted, end)]
+def _between(numbers: Sequence[int], first: int, end: int) -> Sequence[int]:
+    """Return the entries of `numbers` (ascending) from `first` to before `end`."""
+    return numbers[bisect_left(numbers, first) : bisect_left(numbers, end)]
 
 
-# More rows than any file has.
+# Larger than any file's number of rows.
 ALL_ROWS = range(1, 2**62)
-# Row and first byte of a document, and its bytes as they are in the file; None for null.
+# Row and first byte of a document, and its raw bytes in blocks; None for null.
 _Raw = tuple[int, int, Iterator[bytes] | None]
 
 
 class FileReader:
-    """The documents of one file of a source, in order, or selected ones."""
+    """Reads the documents of one file, either all in order or selected ones."""
 
     def __init__(self, files: Files, number: int) -> None:
         self.kind, self.field, self.max_line_bytes = files.kind, files.field, files.max_line_bytes
@@ -148,7 +148,7 @@ class FileReader:
         self._lines: Lines | None = None
 
     def scan(self) -> Iterator[TextPiece | Flaw]:
-        """Yield all documents; a flaw takes a document's or file's place, and voids its pieces."""
+        """Yield all documents. A flaw replaces a document or file and voids its earlier pieces."""
         try:
             for row, offset, blocks in self._documents():
                 is_empty = True
@@ -162,53 +162,53 @@ class FileReader:
                     flaw.row = 0 if self.kind == "whole" else row
                     yield flaw
                     for _ in blocks or ():
-                        pass  # the next document begins behind this one
+                        pass  # skip to the next document
         except Flaw as flaw:
             yield flaw
         except _failures() as error:
             yield self._unreadable(error)
 
-    def read(self, wanted: Iterable[tuple[int, int]]) -> Iterator[tuple[str, bool]]:
-        """Yield pieces of the documents at `wanted` rows and offsets, and whether it is the last.
+    def read(self, places: Iterable[tuple[int, int]]) -> Iterator[tuple[str, bool]]:
+        """Yield (piece, is the last one) of the documents at `places` (row, offset), ascending.
 
-        The places ascend; a file that has lost rows gives fewer documents. Raises DataError.
+        A file that has lost rows yields fewer documents. Raises DataError if it is unreadable.
         """
         try:
-            for row, _, blocks in self._documents(wanted):
+            for row, _, blocks in self._documents(places):
                 yield from self._pieces(row, blocks)
         except _failures() as error:
             raise self._unreadable(error) from error
 
     def place(self, row: int) -> str:
-        """Return the name of a document in messages."""
+        """Return the name of a document for messages."""
         return place_of(self.kind, self.name, row)
 
-    def _documents(self, wanted: Iterable[tuple[int, int]] | None = None) -> Iterator[_Raw]:
-        """Yield the documents at these places, or all."""
+    def _documents(self, places: Iterable[tuple[int, int]] | None = None) -> Iterator[_Raw]:
+        """Yield the documents at `places`, or all."""
         if self.kind == "whole":
             file = open_text(self.path, self.path.endswith(COMPRESSED))
             yield 1, 0, iter(lambda: file.read(PIECE_BYTES), b"")
         elif self.kind in ("parquet", "arrow"):
-            rows = self.rows if wanted is None else [row for row, _ in wanted]
+            rows = self.rows if places is None else [row for row, _ in places]
             is_parquet = self.kind == "parquet"
             for row, data in column_texts(self.path, self.name, self.field, is_parquet, rows):
                 yield row, 0, None if data is None else slices(data)
-        elif wanted is None:
+        elif places is None:
             lines = self._open()
             row, offset = 1, 0
             while first := lines.read():
-                # A blank line separates: it is no empty document.
+                # Otherwise a blank line separates documents and is not an empty one.
                 if self.kind == "line" or first.strip():
                     yield row, offset, self._blocks(lines, first)
                 row, offset = lines.row + 1, lines.position
         else:
             lines = self._lines or self._open()
-            for row, offset in wanted:
+            for row, offset in places:
                 lines.seek(offset)
                 yield row, offset, self._blocks(lines, lines.read())
 
     def _open(self) -> Lines:
-        # A line of JSON is read whole, or refused.
+        # A line of JSON is read at once or rejected; 2 bytes more show that it is too long.
         limit = self.max_line_bytes + 2 if self.kind == "jsonl" else PIECE_BYTES
         self._lines = Lines(self.path, limit)
         return self._lines
@@ -242,14 +242,14 @@ class FileReader:
 
 
 def place_of(kind: str, name: str, row: int) -> str:
-    """Return the name in messages of a document in the file called `name`."""
+    """Return the name for messages of the document at `row` of the file `name`."""
     if kind == "whole":
         return name
     return f"{name}, {'row' if kind in ('parquet', 'arrow') else 'line'} {row}"
 
 
 def _failures() -> tuple[type[BaseException], ...]:
-    """Return the errors that reading a damaged or unreadable file raises."""
-    # Not imported for its errors alone: it takes a third of a second.
+    """Return the exception types that reading a damaged or unreadable file may raise."""
+    # Importing pyarrow takes a third of a second; if it is not imported, it cannot have failed.
     arrow = sys.modules.get("pyarrow")
     return (OSError, EOFError, *((arrow.ArrowException,) if arrow else ()))

@@ -1,13 +1,14 @@
-"""Tokenising shard by shard: a preparation's folder, and one shard of its tokens.
+"""Tokenising shard by shard: the working folder of a preparation.
 
-plan.json, table.npy, held_out.npy    the work to do, for the workers to read
-tokenizer/                            published whole
-shards/<first>-<last>/                the tokens of documents first .. last - 1, published whole
+plan.json, table.npy, held_out.npy    the work to do, read by the workers
+tokenizer/                            published atomically
+shards/<first>-<last>/                tokens of documents first .. last - 1, published atomically
     train.bin, held_out.bin           ids of each part's documents, with end-of-text
-    lengths.npy                       int64 [documents]: tokens of each, end-of-text included
-    counts.npy                        int64 [vocabulary]: how often each id occurs
+    lengths.npy                       int64 [documents]: tokens of each, including end-of-text
+    counts.npy                        int64 [vocabulary]: occurrences of each id
 
-The folder has the corpus's name: after a kill, the next preparation of the same content goes on.
+The folder has the corpus's name, so after a crash the next preparation of the same content
+continues from the completed shards.
 """
 
 import json
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from parallel3d.base.errors import DataError
-from parallel3d.data.cache import is_whole, locked, staged
+from parallel3d.data.cache import is_complete, locked, staged
 from parallel3d.data.documents import Documents
 from parallel3d.data.sources import Files
 from parallel3d.data.tokenizer import Backend, cut_long, encode, load_tokenizer
@@ -29,8 +30,8 @@ from parallel3d.data.tokenizer import Backend, cut_long, encode, load_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# A few seconds of one core's work are lost at most when a preparation is killed. A small corpus has
-# shards of an eighth, but no crumbs: workers have something to share.
+# A killed preparation loses a few seconds of one core's work at most. A small corpus is divided
+# into PARTS shards, so that workers can share it, but not into smaller ones than SMALL_SHARD_BYTES.
 SHARD_BYTES, SMALL_SHARD_BYTES = 16 * 2**20, 3 * 2**20
 PARTS = 8
 BATCH_BYTES = 2**19
@@ -38,23 +39,23 @@ BATCH_BYTES = 2**19
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """The work: documents, which of them are held out, bounds of shards, numbers of those `todo`.
-
-    `backend_only`: the tokenizer encodes as well without transformers, which take seconds to
-    import.
-    """
+    """The work to do in the folder `work`."""
 
     work: Path
     documents: Documents
     held_out: np.ndarray
+    """bool [documents]"""
     bounds: list[int]
+    """Shard i has the documents bounds[i] .. bounds[i + 1] - 1."""
     todo: list[int]
+    """Numbers of the missing shards."""
     vocab_size: int
     end_of_text: int
     backend_only: bool = False
+    """True if the tokenizer does not need transformers, whose import takes seconds."""
 
     def save(self) -> None:
-        """Write the plan where a worker finds it."""
+        """Write the plan to its folder, for the workers."""
         np.save(self.work / "table.npy", self.documents.table, allow_pickle=False)
         np.save(self.work / "held_out.npy", self.held_out, allow_pickle=False)
         names = ("bounds", "todo", "vocab_size", "end_of_text", "backend_only")
@@ -64,7 +65,7 @@ class ShardPlan:
 
     @classmethod
     def open(cls, work: Path) -> "ShardPlan":
-        """Return the plan that was saved in `work`; its arrays stay on disk."""
+        """Return the plan saved in `work`; its arrays are memory-mapped."""
         settings = json.loads((work / "plan.json").read_text())
         table = np.load(work / "table.npy", mmap_mode="r", allow_pickle=False)
         held_out = np.load(work / "held_out.npy", mmap_mode="r", allow_pickle=False)
@@ -77,20 +78,20 @@ class ShardPlan:
         return np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)
 
     def tokenizer(self) -> "PreTrainedTokenizerBase | Backend":
-        """Load the tokenizer, as `encode` takes it."""
+        """Load the tokenizer for `encode`."""
         directory = self.work / "tokenizer"
         return Backend.load(directory) if self.backend_only else load_tokenizer(directory)
 
 
 def shard_folders(work: Path, bounds: list[int]) -> list[Path]:
-    """The folders of shards with these bounds."""
+    """Return the folders of the shards with these bounds."""
     return [work / "shards" / f"{first}-{last}" for first, last in pairwise(bounds)]
 
 
 def cut(num_bytes: np.ndarray) -> list[int]:
-    """Return the bounds of shards of equal size, or of one document that is larger.
+    """Return the bounds of shards of about equal size; a larger document is a shard of its own.
 
-    The size follows from the text alone, so any number of workers can go on after a kill.
+    The size depends only on the text, so after a crash any number of workers can continue.
     """
     ends = np.cumsum(num_bytes)
     size = min(max(int(ends[-1]) // PARTS, SMALL_SHARD_BYTES), SHARD_BYTES)
@@ -107,14 +108,14 @@ def make_shard(
     tokenizer: "PreTrainedTokenizerBase | Backend",
     on_documents: Callable[[int], None],
 ) -> None:
-    """Tokenise one shard and publish it; `on_documents` is told how many documents are done.
+    """Tokenise and publish one shard; call `on_documents` with the number of documents of a batch.
 
-    Raises DataError for a document that changed, or an id beyond the vocabulary.
+    Raises DataError if a document changed, or for an id outside the vocabulary.
     """
     directory = shard_folders(plan.work, plan.bounds)[number]
-    # A worker of a killed preparation may still be at its last shard.
+    # A worker of a killed preparation may still be writing it.
     with locked(directory, lambda: None):
-        if not is_whole(directory, bits=True):
+        if not is_complete(directory, bits=True):
             with staged(directory) as folder:
                 _fill(folder, plan, number, tokenizer, on_documents)
 
@@ -145,15 +146,15 @@ def _fill(
                 )
                 raise DataError(
                     f"document {plan.documents.name(documents[wrong])} has the token id"
-                    f" {tokens[wrong].max()}, beyond a vocabulary of {plan.vocab_size}; use the"
-                    " tokenizer that belongs to this vocabulary, or a larger vocab_size"
+                    f" {tokens[wrong].max()}, outside the vocabulary of {plan.vocab_size}; use the"
+                    " tokenizer of this vocabulary, or raise vocab_size"
                 )
             counts += np.bincount(together, minlength=plan.vocab_size)
             np.add.at(lengths, documents - first, sizes)
-            apart = np.repeat(plan.held_out[documents], sizes)
+            is_held_out = np.repeat(plan.held_out[documents], sizes)
             stored = together.astype(plan.dtype)
-            stored[~apart].tofile(train)
-            stored[apart].tofile(held_out)
+            stored[~is_held_out].tofile(train)
+            stored[is_held_out].tofile(held_out)
             document += sum(are_last)
             on_documents(sum(are_last))
     np.save(folder / "lengths.npy", lengths, allow_pickle=False)
@@ -163,9 +164,9 @@ def _fill(
 def _encoded(
     pieces: Iterable[tuple[str, bool]], tokenizer: "PreTrainedTokenizerBase | Backend"
 ) -> Iterator[tuple[list[list[int]], tuple[bool, ...]]]:
-    """Yield the ids of about BATCH_BYTES of text at a time, and which pieces end a document.
+    """Yield the ids of batches of pieces, and which pieces are the last of a document.
 
-    One batch is encoded in a thread while the next is read and the one before is written.
+    A thread encodes one batch while the next is read and the previous one is written.
     """
     with ThreadPoolExecutor(1) as thread:
         ahead = None
@@ -179,7 +180,7 @@ def _encoded(
 
 
 def _batches(pieces: Iterable[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]]]:
-    """Yield pieces together, about BATCH_BYTES of text."""
+    """Yield batches of pieces of about BATCH_BYTES of text."""
     batch: list[tuple[str, bool]] = []
     size = 0
     for piece in pieces:

@@ -1,4 +1,4 @@
-"""Files of a source: the standard library, globs, or a data set of the hub."""
+"""The files of a source: the standard library, paths and globs, or a data set of the hub."""
 
 import glob
 import os
@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING
 from parallel3d.base.errors import DataError
 
 if TYPE_CHECKING:
-    # A tokenising process, which reads no config, starts in half the time without it.
+    # Tokenising workers read no config; without this import they start in half the time.
     from parallel3d.config.data import DataConfig, PartConfig
 
 Progress = Callable[[str, int, int], None]
-"""Called as progress(phase, done, total) while a phase goes on; the unit is the phase's own."""
+"""Called as progress(phase, done, total) during a phase; each phase has its own unit."""
 
 
 def silent(phase: str, done: int, total: int) -> None:
-    """A progress display that shows nothing."""
+    """Ignore the progress."""
 
 
-MAX_LINE_BYTES = 64 * 10**6  # of a line of JSON
+MAX_LINE_BYTES = 64 * 10**6  # longest line of JSON
 NOT_LIBRARY = {"test", "tests", "idlelib", "site-packages", "dist-packages", "__pycache__"}
 KINDS = {"file": "whole", "line": "line", "blank_line": "blank_line"}
 SUFFIX = {"text": "txt", "jsonl": "jsonl", "parquet": "parquet"}
@@ -30,26 +30,32 @@ SUFFIX = {"text": "txt", "jsonl": "jsonl", "parquet": "parquet"}
 
 @dataclass(frozen=True)
 class Files:
-    """The files of a source, in the order of its documents; `names` are for messages.
-
-    `kind` is "whole" (a file is one document), "line", "blank_line" (documents end there), "jsonl",
-    "parquet" or "arrow" (stream files of Arrow, as `datasets` caches them); `field` holds the text
-    where a file has many documents. `rows`: first and end of those that count in each file, from 1;
-    none where all do. `max_line_bytes` bounds a line of JSON.
-    """
+    """The files of a source, in the order of its documents."""
 
     kind: str
+    """How a file is divided into documents:
+
+    - "whole": one document per file
+    - "line": one document per line
+    - "blank_line": documents separated by blank lines
+    - "jsonl", "parquet": one document per row
+    - "arrow": one document per row of an Arrow stream file, as `datasets` caches them
+    """
     paths: tuple[str, ...]
     names: tuple[str, ...]
+    """The files' names in messages."""
     field: str = "text"
+    """The field or column that holds the text, where rows have several."""
     rows: tuple[tuple[int, int], ...] = ()
+    """First row and end (exclusive) of the rows to use in each file, from 1; empty: all rows."""
     max_line_bytes: int = MAX_LINE_BYTES
+    """Limit for one line of JSON."""
 
 
 def find_files(config: "DataConfig | PartConfig", max_line_bytes: int = MAX_LINE_BYTES) -> Files:
-    """Return the files of a source that is no mixture, in an order that depends on names alone.
+    """Return the files of a source other than a mixture, in an order that depends on names alone.
 
-    Raises DataError where nothing matches, or a data set cannot be loaded.
+    Raises DataError if nothing matches, or if a data set cannot be loaded.
     """
     source = config.source
     if source == "python-stdlib":
@@ -58,16 +64,16 @@ def find_files(config: "DataConfig | PartConfig", max_line_bytes: int = MAX_LINE
         names = tuple(str(path.relative_to(root)) for path in library)
         return Files("whole", tuple(map(str, library)), names)
     if source == "hub":
-        # Takes a second to import: not for those who read files.
+        # The import takes a second; sources that read files do not need it.
         from parallel3d.data.hub import arrow_files
 
         paths, names, rows = arrow_files(config.name, config.subset, config.split)
         return Files("arrow", paths, names, config.text_field, rows)
     if source not in SUFFIX:
-        raise DataError(f"data.source={source!r} is not known; use one of: {', '.join(SUFFIX)}")
-    found = tuple(matching_files(config.paths, SUFFIX[source]))
+        raise DataError(f"data.source = {source!r} is unknown; use one of: {', '.join(SUFFIX)}")
+    paths = tuple(matching_files(config.paths, SUFFIX[source]))
     kind = KINDS[config.documents] if source == "text" else source
-    return Files(kind, found, found, config.text_field, max_line_bytes=max_line_bytes)
+    return Files(kind, paths, paths, config.text_field, max_line_bytes=max_line_bytes)
 
 
 def library_files(root: Path) -> list[Path]:
@@ -80,52 +86,52 @@ def library_files(root: Path) -> list[Path]:
 
 
 def matching_files(paths: Iterable[str], suffix: str = "txt") -> list[str]:
-    """Return the files that `paths` (paths and globs, `**` too) name: sorted, each once.
+    """Return the files that `paths` match (paths and globs, also with `**`), sorted, each once.
 
-    A link that leads nowhere is an unreadable file. Raises DataError for a path or glob that names
-    no file; its examples end in `suffix`.
+    A dangling link counts as a file; reading it fails later. Raises DataError for a path or glob
+    that matches no file; `suffix` is used in the message's example.
     """
-    found: set[str] = set()
+    matched: set[str] = set()
     for pattern in paths:
         place = f"data.paths: {pattern!r}"
         expanded = os.path.expanduser(pattern)
-        # A name that exists is meant literally: file names may hold the brackets of a glob.
+        # An existing path is taken literally: file names may contain brackets, as globs do.
         if os.path.isdir(expanded):
             example = os.path.join(pattern, "**", f"*.{suffix}")
-            raise DataError(f"{place} is a directory; write {example}")
+            raise DataError(f"{place} is a directory; use a glob such as {example}")
         matches = [expanded]
         if not os.path.lexists(expanded):
             matches = list(_expand(expanded))
-        files = {match for match in matches if os.path.isfile(match) or _leads_nowhere(match)}
+        files = {match for match in matches if os.path.isfile(match) or _is_dangling(match)}
         if not files:
             raise DataError(
                 f"{place} matches no file (working directory {os.getcwd()});"
-                f" give the path of a file, or a glob such as corpus/**/*.{suffix}"
+                f" use the path of a file, or a glob such as corpus/**/*.{suffix}"
             )
-        found |= files
-    if not found:
+        matched |= files
+    if not matched:
         raise DataError("data.paths is empty; this source needs paths or globs of files")
-    return sorted({os.path.realpath(file): file for file in sorted(found)}.values())
+    return sorted({os.path.realpath(file): file for file in sorted(matched)}.values())
 
 
 def _expand(pattern: str) -> Iterator[str]:
-    """Yield the files that a glob names, but none through a folder that holds itself by a link.
+    """Yield the files that a glob matches, without following links from a folder into itself.
 
-    Two links to their own folder are enough for `glob` never to end.
+    Two such links are enough for `glob` never to end.
     """
-    before, found, after = pattern.partition("**" + os.sep)
-    if not found or (before and not before.endswith(os.sep)):
+    before, stars, after = pattern.partition("**" + os.sep)
+    if not stars or (before and not before.endswith(os.sep)):
         yield from glob.glob(pattern, recursive=True)
         return
     for start in glob.glob(before) if before else [""]:
         for folder in _folders(start or os.curdir, ()):
-            # Without **, which stands for no folder too; a second one is expanded in turn.
+            # The folder replaces `**`, which also matches no folder; a second `**` recurses.
             inner = os.path.join(glob.escape(folder if start else folder[2:]), after)
             yield from _expand(inner) if after else [inner]
 
 
 def _folders(folder: str, above: tuple[tuple[int, int], ...]) -> Iterator[str]:
-    """Yield a folder and all below it, hidden ones left out, none within itself."""
+    """Yield a folder and its visible subfolders, skipping those that are also among `above`."""
     try:
         state = os.stat(folder)
         here = (state.st_dev, state.st_ino)
@@ -140,5 +146,5 @@ def _folders(folder: str, above: tuple[tuple[int, int], ...]) -> Iterator[str]:
             yield from _folders(os.path.join(folder, name), (*above, here))
 
 
-def _leads_nowhere(path: str) -> bool:
+def _is_dangling(path: str) -> bool:
     return os.path.islink(path) and not os.path.exists(path)

@@ -1,14 +1,14 @@
-"""Corpora tokenised by other programs: files found and checked, documents indexed.
+"""Corpora tokenised by other programs: their files are found and checked, documents indexed.
 
-The ids stay where they are. Their corpus has in the cache, in place of tokens.bin:
+The ids are not copied. In the cache, such a corpus has instead of tokens.bin:
 
-    starts.bin    int64 [documents]: where in its file each document begins, counted in ids;
-                  the file is that of places.npy, whose row is the document's number there
-    weight_starts.bin    the same in the files of how much ids count, where there are some
+    starts.bin    int64 [documents]: each document's first id, counted in ids of its file
+    weight_starts.bin    the same for the files of token weights, if there are any
 
-and in its meta.json the files: name, path, dtype, offset, size. Its bounds count an end-of-text
-after each document, whether the file has one or not. `key` stands for the contents alone; the
-directory's name for the files too.
+places.npy has the file of each document, and its number there as the row. meta.json lists the
+files: name, path, dtype, offset, size. The bounds include an end-of-text after each document,
+whether or not the file has one. `key` is a digest of the contents; the directory's name also
+depends on the files.
 """
 
 import os
@@ -22,7 +22,7 @@ import numpy as np
 
 from parallel3d.base.errors import DataError
 from parallel3d.config.data import DataConfig, PartConfig
-from parallel3d.data.cache import digest_of, is_settled, keep, load, state_of
+from parallel3d.data.cache import digest_of, is_settled, load_index, save_index, state_of
 from parallel3d.data.corpus_folder import FORMAT, contents_of, write_facts
 from parallel3d.data.documents import ENTRY
 from parallel3d.data.ids import arrow, datatrove, flat_arrays, megatron
@@ -33,28 +33,28 @@ from parallel3d.data.ids.validate import Checked, OnIds, Vocabulary, check
 from parallel3d.data.sources import Progress, matching_files
 from parallel3d.data.tokenizer import load_tokenizer, num_tokens, save_tokenizer
 
-# Part of an index's name: raise it when what is found in the same file changes.
+# Part of an index's name; raise it when scanning the same file yields something else.
 INDEX_FORMAT = 1
 MEGA = 1_000_000
 
 
 @dataclass(frozen=True, eq=False)
 class Tokenised:
-    """The documents of a source of token ids, in order.
-
-    `table` [n] of documents.ENTRY: `offset` counts ids of the file, without end-of-text; num_bytes
-    is that of the ids as uint32, which the digest is of.
-    """
+    """The documents of a source of token ids, in order."""
 
     files: tuple[TokenFile, ...]
     table: np.ndarray
+    """[n] of documents.ENTRY: `offset` in ids of the file; `num_bytes` and `digest` of the ids as
+    uint32, without end-of-text."""
     counts: np.ndarray
+    """int64 [vocabulary]"""
     vocabulary: Vocabulary
-    found: dict[str, Any]
+    facts: dict[str, Any]
+    """Facts about the check, for the corpus's summary."""
     weights: tuple[TokenFile, ...] = ()
-    """Beside each file, how much its ids count in the loss; none where all count alike."""
+    """For each file, the weights of its ids in the loss; empty if all ids count equally."""
     weight_starts: np.ndarray | None = None
-    """int64 [n]: where there each document begins."""
+    """int64 [n]: each document's first weight in its file of weights."""
 
     def __len__(self) -> int:
         return len(self.table)
@@ -62,27 +62,27 @@ class Tokenised:
 
 @dataclass(frozen=True, eq=False)
 class TokenRecipe:
-    """Everything that the bytes of a corpus of ids depend on. `held_out` bool [documents]."""
+    """Everything that determines the bytes of a corpus of ids; `held_out` is bool [documents]."""
 
     tokens: Tokenised
     held_out: np.ndarray
     tokenizer: Path | None
 
     def content(self) -> str:
-        """Return the digest of the ids of both parts, whatever files and formats hold them."""
+        """Return a digest of the ids of both parts, independent of files and formats."""
         vocabulary, contents = self.tokens.vocabulary, contents_of(self.tokens.table, self.held_out)
         own = [vocabulary.size, vocabulary.end_of_text, *contents]
-        if weights := self.tokens.found.get("weights"):
+        if weights := self.tokens.facts.get("weights"):
             own += ["weights", weights, *(file.size for file in self.tokens.weights)]
         return digest_of(FORMAT, "ids", *own)
 
     def key(self) -> str:
-        """Return the name of the corpus in the cache, by its contents and its files."""
+        """Return the corpus's name in the cache, which depends on its contents and its files."""
         files = [(_place(x), x.size, x.offset, x.dtype.str) for x in self.tokens.files]
-        return digest_of(self.content(), self.tokens.found["check_ids"], *files)
+        return digest_of(self.content(), self.tokens.facts["check_ids"], *files)
 
     def fill(self, folder: Path, *_: object) -> None:
-        """Fill the folder of the corpus."""
+        """Write the corpus to `folder`."""
         tokens = self.tokens
         order = np.argsort(self.held_out, kind="stable")
         tokens.table["offset"][order].astype(np.int64).tofile(folder / "starts.bin")
@@ -95,7 +95,7 @@ class TokenRecipe:
             "dtype": "uint16" if tokens.vocabulary.size <= 2**16 else "uint32",
             "end_of_text": tokens.vocabulary.end_of_text,
             "files": _in_json(tokens.files),
-            "found": tokens.found,
+            "found": tokens.facts,
             "key": self.content(),
         }
         if tokens.weights:
@@ -112,7 +112,7 @@ class TokenRecipe:
 
 
 def _in_json(files: Sequence[TokenFile]) -> list[dict[str, Any]]:
-    """Return the files as a corpus's meta.json names them."""
+    """Return the files as a corpus's meta.json lists them."""
     return [
         {
             "name": x.name,
@@ -126,7 +126,7 @@ def _in_json(files: Sequence[TokenFile]) -> list[dict[str, Any]]:
 
 
 def vocabulary_of(config: DataConfig, tokenizer: Path | None) -> Vocabulary:
-    """Return the allowed ids, by the tokenizer and the config, which must agree."""
+    """Return the vocabulary; raise DataError if tokenizer and config disagree on end-of-text."""
     end = config.end_of_text_id
     if tokenizer is None:
         assert end is not None, "the config was checked"
@@ -135,8 +135,8 @@ def vocabulary_of(config: DataConfig, tokenizer: Path | None) -> Vocabulary:
     own = loaded.eos_token_id
     if end not in (None, own):
         raise DataError(
-            f"data.end_of_text_id = {end}: data.tokenizer={config.tokenizer!r} ends documents with"
-            f" id {own}; remove it, or set eos_token in its tokenizer_config.json"
+            f"data.end_of_text_id = {end}: the tokenizer {config.tokenizer!r} ends documents with"
+            f" id {own}; remove the setting, or set eos_token in its tokenizer_config.json"
         )
     return Vocabulary(num_tokens(loaded), own, is_sure=end is not None)
 
@@ -144,9 +144,9 @@ def vocabulary_of(config: DataConfig, tokenizer: Path | None) -> Vocabulary:
 def find_tokens(
     section: DataConfig | PartConfig, vocabulary: Vocabulary, cache: Path, progress: Progress
 ) -> Tokenised:
-    """Return the documents of a source of ids; raises DataError for what cannot be used.
+    """Return the documents of a source of ids; raise DataError if some are unusable.
 
-    Every file is looked through once; the findings are kept in `cache`/indexes until it changes.
+    Every file is checked once; the result is cached in `cache`/indexes until the file changes.
     """
     files = _files(section, vocabulary)
     total = ceil(sum(file.num_tokens for file in files) / MEGA)
@@ -161,7 +161,7 @@ def find_tokens(
         def on_ids(count: int, before: int = done, most: int = file.num_tokens) -> None:
             progress("checking ids (M)", ceil((before + min(count, most)) / MEGA), total)
 
-        checked = _checked(file, section, vocabulary, cache / "indexes", on_ids)
+        checked = _check_cached(file, section, vocabulary, cache / "indexes", on_ids)
         on_ids(file.num_tokens)
         done += file.num_tokens
         table = np.zeros(len(checked.rows), dtype=ENTRY)
@@ -171,55 +171,55 @@ def find_tokens(
         tables.append(table)
         if weights:
             starts = weights[number].starts
-            # Without an index the ids say where documents are; a byte stands beside each.
+            # Without an index, document ends are found among the ids, and each id has one byte.
             weight_starts.append(checked.starts if starts is None else starts[checked.rows - 1])
         counts += checked.counts
         num_checked += int(checked.num_checked)
         num_empty += int(checked.num_empty)
         if not len(table):
-            raise DataError(f"{file.name} has no document with ids; leave it out")
-    found: dict[str, Any] = {
+            raise DataError(f"{file.name}: all documents are empty; leave it out of the source")
+    facts: dict[str, Any] = {
         "check_ids": section.check_ids,
         "num_checked_ids": num_checked,
         "num_empty_documents": num_empty,
     }
     if field:
-        found["weights"] = f"{'labels' if are_labels else 'weights'} {field}"
+        facts["weights"] = f"{'labels' if are_labels else 'weights'} {field}"
     return Tokenised(
         tuple(files),
         np.concatenate(tables),
         counts,
         vocabulary,
-        found,
+        facts,
         weights,
         np.concatenate(weight_starts) if weights else None,
     )
 
 
-def _checked(
+def _check_cached(
     file: TokenFile,
     section: DataConfig | PartConfig,
     vocabulary: Vocabulary,
     indexes: Path,
     on_ids: OnIds,
 ) -> Checked:
-    """Look through a file, unless that was done before and is known of the file as it is."""
+    """Return the checked documents of a file, from the cache if the file is unchanged."""
     settings = (section.source, section.token_field, section.check_ids, file.dtype.str, vocabulary)
     before = _signature(file, settings)
     index = indexes / f"{before}.npz"
-    if kept := load(index):
-        return Checked(**kept)
+    if saved := load_index(index):
+        return Checked(**saved)
     settled = is_url(file.path) or is_settled(file.path)
     checked = check(file, vocabulary, sample=section.check_ids == "sample", on_ids=on_ids)
     if _signature(file, settings) != before:
-        raise DataError(f"{file.name} changed while it was read; run it again")
+        raise DataError(f"{file.name} changed while it was read; run the preparation again")
     if settled:
-        keep(index, vars(checked))
+        save_index(index, vars(checked))
     return checked
 
 
 def _signature(file: TokenFile, settings: tuple[Any, ...]) -> str:
-    """Return a digest of a file and what lies beside it, as they are now."""
+    """Return a digest of the current state of a file and its index files."""
     paths = file.path, megatron.index_of(file.path), f"{file.path}.index"
     if is_url(file.path):
         versions = [version_of(path) if is_file(path) else None for path in paths]
@@ -229,21 +229,19 @@ def _signature(file: TokenFile, settings: tuple[Any, ...]) -> str:
 
 
 def _files(section: DataConfig | PartConfig, vocabulary: Vocabulary) -> list[TokenFile]:
-    """Read what the files of a source say of themselves."""
+    """Return the files of a source with the layout that their headers and indexes describe."""
     if section.token_field is not None:
-        # Takes a second to import.
+        # The import takes a second.
         from parallel3d.data.hub import arrow_files, arrow_files_of_parquet
 
         if section.source == "parquet":
-            found = [*arrow_files_of_parquet(tuple(matching_files(section.paths, "parquet")))]
+            paths, names = arrow_files_of_parquet(tuple(matching_files(section.paths, "parquet")))
         else:
-            *found, cut = arrow_files(section.name, section.subset, section.split)
-            if cut:
-                rule = "token ids are read of whole splits alone"
-                raise DataError(f"data.split = {section.split!r}: {rule}; name one")
-        return [
-            arrow.read(*pair, section.token_field) for pair in zip(found[0], found[1], strict=True)
-        ]
+            paths, names, rows = arrow_files(section.name, section.subset, section.split)
+            if rows:
+                rule = "token ids can only be read from complete splits"
+                raise DataError(f"data.split = {section.split!r}: {rule}; name one split")
+        return [arrow.read(*pair, section.token_field) for pair in zip(paths, names, strict=True)]
     if section.source == "megatron":
         roots = [path.removesuffix(".bin").removesuffix(".idx") for path in section.paths]
         return [megatron.read(path) for path in _matching([f"{root}.bin" for root in roots], "bin")]
@@ -252,17 +250,17 @@ def _files(section: DataConfig | PartConfig, vocabulary: Vocabulary) -> list[Tok
         dtype = "uint16" if vocabulary.size <= 2**16 else "uint32"
     if section.source == "tokens":
         return [flat_arrays.read(path, INTEGERS[dtype]) for path in _matching(section.paths, "npy")]
-    paths = [p for p in _matching(section.paths, "ds") if not p.endswith(datatrove.BESIDE)]
-    if not paths:
-        raise DataError("data.paths matches no .ds file; give their paths, or corpus/**/*.ds")
-    return [datatrove.read(path, INTEGERS[dtype]) for path in paths]
+    shards = [p for p in _matching(section.paths, "ds") if not p.endswith(datatrove.COMPANIONS)]
+    if not shards:
+        raise DataError("data.paths matches no .ds file; use their paths, or corpus/**/*.ds")
+    return [datatrove.read(path, INTEGERS[dtype]) for path in shards]
 
 
 def _matching(paths: Sequence[str], suffix: str) -> list[str]:
-    """Return the files that paths, URLs and globs of either name."""
+    """Return the files that match the paths, URLs and globs."""
     local = [path for path in paths if not is_url(path)]
-    found = [url for path in paths if is_url(path) for url in matching(path)]
-    return [*(matching_files(local, suffix) if local else ()), *sorted(set(found))]
+    urls = {url for path in paths if is_url(path) for url in matching(path)}
+    return [*(matching_files(local, suffix) if local else ()), *sorted(urls)]
 
 
 def _place(file: TokenFile) -> str:

@@ -1,4 +1,4 @@
-"""Text to token ids: a tokenizer of the user's, or a byte-level BPE trained on the corpus."""
+"""Tokenizers: the user's own, or a byte-level BPE trained on the corpus."""
 
 import os
 import re
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
 
 END_OF_TEXT = "<|endoftext|>"
 NUM_BYTES = 256
-# Characters that are encoded at once, at most: it takes up to 250 bytes for each.
+# Longest text that is encoded at once, in characters; each takes up to 250 bytes of memory.
 LONGEST = 2**17
-# Files that AutoTokenizer reads; a model's directory also holds weights, of gigabytes.
+# Files that AutoTokenizer reads; a model's directory also holds gigabytes of weights.
 TOKENIZER_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerBase":
-    """Train a byte-level BPE of at most `vocab_size` tokens, END_OF_TEXT among them.
+    """Train a byte-level BPE of at most `vocab_size` tokens, including END_OF_TEXT.
 
-    The same texts give the same tokenizer; few texts may have too few pairs for a full vocabulary.
-    Raises DataError if `vocab_size` does not hold the 256 bytes and END_OF_TEXT.
+    Deterministic. Small corpora may have too few pairs for a full vocabulary. Raises DataError if
+    `vocab_size` is too small for the 256 bytes and END_OF_TEXT.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     if vocab_size <= NUM_BYTES:
         raise DataError(
-            f"data.vocab_size={vocab_size} is too small: a byte-level tokenizer has"
+            f"data.vocab_size = {vocab_size} is too small: a byte-level tokenizer needs"
             f" {NUM_BYTES} bytes and one end-of-text token; use at least {NUM_BYTES + 1}"
         )
     bpe = Tokenizer(models.BPE())
@@ -54,9 +54,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokeniz
 
 
 def load_tokenizer(name: str | Path) -> "PreTrainedTokenizerBase":
-    """Load a tokenizer from a directory, or by its name on the Hugging Face hub; never its code.
+    """Load a tokenizer from a directory, or by its name on the Hugging Face hub.
 
-    Raises DataError if it cannot be loaded or has no end-of-text token.
+    Its own code is never executed. Raises DataError if it cannot be loaded or has no end-of-text
+    token.
     """
     from transformers import AutoTokenizer
 
@@ -65,16 +66,16 @@ def load_tokenizer(name: str | Path) -> "PreTrainedTokenizerBase":
         tokenizer = AutoTokenizer.from_pretrained(
             str(name), trust_remote_code=False, local_files_only=is_local
         )
-    # Broad, because each backend fails in its own way, tokenizers with a bare Exception.
+    # Broad: each backend raises its own exceptions, and tokenizers a bare Exception.
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise DataError(
-            f"data.tokenizer={str(name)!r} cannot be loaded by AutoTokenizer ({reason});"
-            " give a directory that holds tokenizer.json, or 'train'"
+            f"data.tokenizer = {str(name)!r}: AutoTokenizer cannot load it ({reason});"
+            " use a directory that contains tokenizer.json, or 'train'"
         ) from error
     if tokenizer.eos_token_id is None:
         raise DataError(
-            f"data.tokenizer={str(name)!r} has no end-of-text token, which separates documents;"
+            f"data.tokenizer = {str(name)!r}: no end-of-text token, which separates documents;"
             " set eos_token in its tokenizer_config.json"
         )
     return tokenizer
@@ -82,58 +83,58 @@ def load_tokenizer(name: str | Path) -> "PreTrainedTokenizerBase":
 
 @dataclass(frozen=True)
 class Backend:
-    """A tokenizer without transformers around it, as `encode` takes one."""
+    """A tokenizer for `encode` that does not need transformers."""
 
     backend_tokenizer: Any
 
     @classmethod
     def load(cls, directory: Path) -> "Backend":
-        """Load the tokenizer that was saved in `directory`, in 0.05 s instead of 2 s."""
+        """Load the tokenizer saved in `directory`, in 0.05 s instead of 2 s."""
         from tokenizers import Tokenizer
 
         return cls(Tokenizer.from_file(str(directory / "tokenizer.json")))
 
 
 def is_backend_enough(tokenizer: Any, directory: Path) -> bool:
-    """True if `Backend.load` of `directory` encodes exactly as `tokenizer` does.
+    """True if `Backend.load(directory)` encodes exactly as `tokenizer` does.
 
-    Some classes of transformers change what they read; others have no such file.
+    Some classes of transformers modify the backend that they load, and some have none.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or not (directory / "tokenizer.json").is_file():
         return False
-    # All that it consists of; numbers are written so that each one is told from every other.
+    # Compares the complete definition; numbers are written in full precision.
     return bool(Backend.load(directory).backend_tokenizer.to_str() == backend.to_str())
 
 
 def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", directory: Path) -> None:
-    """Write a tokenizer's files; OSError where the disk is full."""
+    """Write a tokenizer's files; raise OSError if the disk is full."""
     try:
         tokenizer.save_pretrained(directory)
     except Exception as error:
-        # The package tokenizers says what the system said in a bare Exception.
-        if found := re.search(r"\(os error (\d+)\)", str(error)):
-            raise OSError(int(found[1]), os.strerror(int(found[1])), str(directory)) from error
+        # The package tokenizers reports system errors only in the text of a bare Exception.
+        if match := re.search(r"\(os error (\d+)\)", str(error)):
+            raise OSError(int(match[1]), os.strerror(int(match[1])), str(directory)) from error
         raise
 
 
 def check_name(name: str) -> None:
-    """Raise DataError for a name that cannot be a tokenizer's, without loading it.
+    """Raise DataError if no tokenizer can be loaded by this name, without loading it.
 
-    Such are a file, a missing directory, and a name that neither the hub nor its cache can give
-    now: AutoTokenizer would ask for it for a minute.
+    Rejects files, missing directories, and hub names that are not cached while the hub is
+    unreachable, which AutoTokenizer would try for a minute.
     """
     path = Path(name).expanduser()
     if name in ("train", "none") or path.is_dir():
         return
     if path.is_file():
         raise DataError(
-            f"data.tokenizer={name!r} is a file; give the directory that holds tokenizer.json and"
-            f" tokenizer_config.json, such as {str(path.parent)!r}"
+            f"data.tokenizer = {name!r} is a file; use the directory that contains tokenizer.json"
+            f" and tokenizer_config.json, such as {str(path.parent)!r}"
         )
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise DataError(
-            f"data.tokenizer={name!r} is not a directory; give a directory that holds"
+            f"data.tokenizer = {name!r} is not a directory; use a directory that contains"
             " tokenizer.json, a name on the Hugging Face hub, or 'train'"
         )
     from huggingface_hub import constants
@@ -141,15 +142,14 @@ def check_name(name: str) -> None:
     copies = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}" / "snapshots"
     if (reason := why_unreachable()) and not copies.is_dir():
         raise DataError(
-            f"data.tokenizer={name!r} is no directory here, and the Hugging Face hub cannot be"
-            f" asked for it ({reason}); download its tokenizer where there is a network, and give"
-            " that folder"
+            f"data.tokenizer = {name!r} is not a local directory, and the Hugging Face hub is"
+            f" unreachable ({reason}); download the tokenizer elsewhere, and use its directory"
         )
 
 
 @contextmanager
 def tokenizer_directory(name: str) -> Iterator[Path]:
-    """The directory that holds the files of the tokenizer `name`, for the block's duration.
+    """Yield a directory with the files of the tokenizer `name`, valid within the block.
 
     Raises DataError as `check_name` and `load_tokenizer` do.
     """
@@ -164,7 +164,7 @@ def tokenizer_directory(name: str) -> Iterator[Path]:
 
 
 def directory_digest(directory: Path) -> str:
-    """Return the digest of the tokenizer files in `directory`, names and contents."""
+    """Return a digest of names and contents of the tokenizer files in `directory`."""
     digest = blake2b(digest_size=20)
     for path in sorted(directory.iterdir()):
         if path.suffix in TOKENIZER_SUFFIXES and path.is_file():
@@ -174,51 +174,54 @@ def directory_digest(directory: Path) -> str:
 
 
 def lost_share(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> float:
-    """Return the fraction of visible characters that only the unknown token stands for."""
-    given = kept = 0
+    """Return the fraction of visible characters that are lost by encoding and decoding."""
+    num_visible = num_decoded = 0
     unknown = tokenizer.unk_token_id
     for text, ids in zip(texts, encode(tokenizer, list(texts)), strict=True):
         known = [token for token in ids if token != unknown]
-        given += len("".join(text.split()))
-        # A tokenizer that changes case or accents keeps the number of characters, or about it.
-        kept += min(len("".join(str(tokenizer.decode(known)).split())), len("".join(text.split())))
-    return 1 - kept / given if given else 0.0
+        num_visible += len("".join(text.split()))
+        # Tokenizers that change case or accents roughly preserve the number of characters.
+        num_decoded += min(
+            len("".join(str(tokenizer.decode(known)).split())), len("".join(text.split()))
+        )
+    return 1 - num_decoded / num_visible if num_visible else 0.0
 
 
 def num_tokens(tokenizer: "PreTrainedTokenizerBase") -> int:
-    """Return the highest id plus one, since some vocabularies have gaps."""
+    """Return the highest id plus one; vocabularies may have gaps."""
     return max(tokenizer.get_vocab().values()) + 1
 
 
 def encode(tokenizer: Any, texts: list[str]) -> list[list[int]]:
-    """Return the ids of each text, with nothing added.
+    """Return the ids of each text, without adding special tokens.
 
-    A special token that is spelt out in a text is text: a document cannot end itself. All cores are
-    at work, unless TOKENIZERS_PARALLELISM is "false".
+    Special tokens that are spelled out in a text are encoded as plain text, so that a document
+    cannot end itself. Uses all cores, unless TOKENIZERS_PARALLELISM is "false".
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        encoding = tokenizer(
+        batch = tokenizer(
             texts,
             add_special_tokens=False,
             split_special_tokens=True,
             return_attention_mask=False,
             verbose=False,
         )
-        ids: list[list[int]] = encoding["input_ids"]
+        ids: list[list[int]] = batch["input_ids"]
         return ids
-    # Without offsets and masks, which nobody asks for, it takes two thirds of the time.
+    # Skipping offsets and masks saves a third of the time.
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = True
-    return [found.ids for found in backend.encode_batch_fast(texts, add_special_tokens=False)]
+    return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
 
 
 def cut_long(pieces: Iterable[tuple[str, bool]]) -> Iterator[tuple[str, bool]]:
-    """Yield texts that come in pieces, each with whether it is a text's last, to be encoded.
+    """Join and cut the pieces of texts for encoding; yield (piece, is the last one of its text).
 
-    A long text is cut before white space about every LONGEST characters, or after so many without
-    any, where ids may differ from those of the whole. A text in one piece stays as it is.
+    A long text is cut before white space about every LONGEST characters, or at LONGEST characters
+    if there is none; there, ids may differ from those of the uncut text. A text that comes in one
+    piece is not cut.
     """
     text, is_start = "", True
     for piece, is_last in pieces:

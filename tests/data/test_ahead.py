@@ -46,7 +46,7 @@ def test_what_comes_next_is_made_by_the_thread_and_only_once(made):
     here = threading.current_thread().name
     assert sorted(calls[:3]) == [(0, here), (1, "read ahead"), (2, "read ahead")]
     # 3 was let go of when nothing was to follow on 2.
-    assert calls[3:] == [(3, "read ahead"), (9, here)] and not ahead._made
+    assert calls[3:] == [(3, "read ahead"), (9, here)] and not ahead._futures
 
 
 def test_without_anything_ahead_there_is_no_thread(made):
@@ -74,7 +74,7 @@ def test_an_error_is_raised_where_its_key_is_taken_and_nowhere_else():
 
     ahead = ReadAhead(make)
     assert ahead.take(0, [1, 2, 3]) == 0
-    until(lambda: ahead._made[3].done())
+    until(lambda: ahead._futures[3].done())
     with pytest.raises(DataError, match="1 is odd"):
         ahead.take(1, [2, 3])
     assert ahead.take(2, [3, 4]) == 2
@@ -105,7 +105,7 @@ def test_close_waits_for_what_is_being_made_and_makes_no_more():
 HANGS = """
 import threading
 from parallel3d.data import ahead
-ahead.PATIENCE_SECONDS = 0.1
+ahead.CLOSE_TIMEOUT_SECONDS = 0.1
 hung = threading.Event()
 def make(key):
     if key:

@@ -65,10 +65,10 @@ def test_how_many_windows():
 def test_a_corpus_shorter_than_a_batch_or_a_window():
     corpus = SimpleNamespace(train=stream(33), held_out=stream(9), validation={})
     check_length(corpus, 8, 4)
-    with pytest.raises(DataError, match=r"33 tokens, 4 samples at .*=8, and a step takes 5"):
+    with pytest.raises(DataError, match=r"33 tokens = 4 samples of .*=8, fewer than the 5"):
         check_length(corpus, 8, 5)
     corpus.held_out = stream(0)
-    check_length(corpus, 9, 3)  # none is wanted
+    check_length(corpus, 9, 3)  # nothing is held out
     corpus.validation = {"web": SimpleNamespace(held_out=stream(9), found={})}
     check_length(corpus, 8, 3)
     with pytest.raises(

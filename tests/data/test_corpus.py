@@ -108,7 +108,7 @@ def test_a_damaged_corpus_is_made_again(settings, name, damage):
     path.unlink()
     if damage != "removed":
         path.write_bytes(data[:-1] if damage == "truncated" else data + b"\0")
-    with pytest.raises(DataError, match="holds no whole corpus"):
+    with pytest.raises(DataError, match="has no complete corpus"):
         Corpus.open(directory)
     prepare(settings)
     assert contents(directory) == before
@@ -134,7 +134,7 @@ def test_open_needs_no_sources(settings, folder):
 
 
 def errors_before_the_cache(folder, settings):
-    """Settings that are refused, each with the message expected."""
+    """Return settings that are refused, each with its message."""
     no_end = folder.parent / "no end"
     source = prepare(settings).tokenizer_directory
     no_end.mkdir()
@@ -142,17 +142,17 @@ def errors_before_the_cache(folder, settings):
         text = path.read_text().replace('"eos_token": "<|endoftext|>",', "")
         (no_end / path.name).write_text(text)
     return [
-        (replace(settings, source="csv"), "not known"),
+        (replace(settings, source="csv"), "is unknown"),
         (replace(settings, source="jsonl"), "a.txt, line 1 is not JSON"),
         (replace(settings, paths=("nothing.txt",)), "matches no file"),
-        (replace(settings, paths=(f"{folder}/a.txt",)), "one document, and"),
+        (replace(settings, paths=(f"{folder}/a.txt",)), "one document, but"),
         (replace(settings, vocab_size=100), "too small"),
         (replace(settings, tokenizer="/no/such/place"), "is not a directory"),
         (
             replace(settings, tokenizer=str(folder)),
-            r"by AutoTokenizer .*tokenizer\.json",
+            r"AutoTokenizer cannot load it .*tokenizer\.json",
         ),
-        (replace(settings, tokenizer=str(no_end)), r"has no end-of-text token.*set eos_token"),
+        (replace(settings, tokenizer=str(no_end)), r"no end-of-text token.*set eos_token"),
     ]
 
 
@@ -169,7 +169,7 @@ def test_a_token_beyond_the_vocabulary_names_document_and_id(settings, monkeypat
     prepare(settings)
     before = contents(Path(settings.cache))
     monkeypatch.setattr(corpus_folder, "num_tokens", lambda tokenizer: 200)
-    with pytest.raises(DataError, match=r"document .*\.txt has the token id \d+, beyond .* 200;"):
+    with pytest.raises(DataError, match=r"document .*\.txt has the token id \d+, outside .* 200;"):
         prepare(replace(settings, vocab_size=299))
     assert contents(Path(settings.cache)) == before
 

@@ -43,7 +43,7 @@ def corpora(tmp_path_factory):
 def test_labels_belong_to_documents_whose_end_is_the_end_of_text(corpora, which):
     """By hand: the ordinal rises after each end-of-text, and each stream's documents are apart."""
     corpus = corpora[which]
-    samples = held_out_samples(corpus, 8, most=10**6)
+    samples = held_out_samples(corpus, 8, max_samples=10**6)
     streams = getattr(corpus.held_out, "parts", (corpus.held_out,))
     own = [num_windows(len(stream), 8) for stream in streams]
     assert 0 < samples.num_samples <= sum(own)
@@ -72,7 +72,7 @@ def test_bounds_are_not_read_as_a_whole(corpora, monkeypatch):
     """Of 10^9 documents it would take seconds a batch."""
     monkeypatch.setattr(DocumentBounds, "__array__", None)
     for corpus in corpora:
-        samples = held_out_samples(corpus, 8, most=20)
+        samples = held_out_samples(corpus, 8, max_samples=20)
         assert samples.documents(0, 4).min() >= 0 and samples.num_bytes > 0
 
 
@@ -89,7 +89,7 @@ def test_the_order_is_fixed_and_is_not_that_of_the_stream(corpora):
 
 
 def test_what_fills_a_batch_up_does_not_count(corpora):
-    samples = held_out_samples(corpora[0], 8, most=5)
+    samples = held_out_samples(corpora[0], 8, max_samples=5)
     ordinals = samples.documents(3, 4)
     assert (ordinals[2:] == samples.num_documents).all()
     assert (ordinals[:2] == samples.documents(3, 2)).all()
@@ -101,7 +101,7 @@ def test_what_fills_a_batch_up_does_not_count(corpora):
 def test_all_tokens_but_the_cut_ones_are_all_bytes_but_theirs(corpora, which):
     """Where everything is predicted, the bytes are nearly those of all the held-out text."""
     corpus = corpora[which]
-    samples = held_out_samples(corpus, 8, most=10**6)
+    samples = held_out_samples(corpus, 8, max_samples=10**6)
     texts = np.concatenate(held_out_bytes(corpus))
     assert len(texts) == corpus.held_out.num_documents
     share = samples.tokens.sum() / len(corpus.held_out)
@@ -129,7 +129,7 @@ def test_the_unigrams_are_those_of_training_alone(corpora, which):
         for token in part.stream("train").tokens:
             counts[token] += 1
         frequencies += counts / counts.sum() / len(parts)
-    samples = held_out_samples(corpus, 8, most=30)
+    samples = held_out_samples(corpus, 8, max_samples=30)
     _, labels = samples.batches.microbatch(0, samples.num_samples)
     by_hand = -np.mean([log(frequencies[label]) for label in labels.ravel()])
     assert samples.unigram_loss(corpus) == pytest.approx(by_hand, rel=1e-12)

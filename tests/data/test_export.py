@@ -53,8 +53,8 @@ def test_what_is_written_holds_the_documents_training_first(size, dtype, tmp_pat
     corpus = prepare(config_of("megatron", path, vocab_size=size))
     prefix = str(tmp_path / "out")
     [written] = export_megatron(corpus, prefix)
-    documents, found = read_pair(prefix)
-    assert documents == documents_of(corpus) and found == np.dtype(dtype)
+    documents, dtype_read = read_pair(prefix)
+    assert documents == documents_of(corpus) and dtype_read == np.dtype(dtype)
     assert written == {
         "prefix": prefix,
         "dtype": dtype,
@@ -64,7 +64,7 @@ def test_what_is_written_holds_the_documents_training_first(size, dtype, tmp_pat
     }
     again = prepare(config_of("megatron", tmp_path / "out", vocab_size=size))
     assert sorted(documents_of(again)) == sorted(ended)
-    with pytest.raises(DataError, match=r"out\.bin exists; remove it, or name another prefix"):
+    with pytest.raises(DataError, match=r"out\.bin exists; remove it, or use another prefix"):
         export_megatron(corpus, prefix)
 
 
@@ -74,11 +74,11 @@ def test_nothing_is_left_of_what_cannot_be_written(tmp_path, monkeypatch):
         export_megatron(corpus, str(tmp_path / "none/out"))
     index = export._index
     monkeypatch.setattr(export, "_index", lambda lengths, dtype: index(lengths[::-1], dtype))
-    with pytest.raises(DataError, match="does not read back as it was written"):
+    with pytest.raises(DataError, match="differs from the data that was written"):
         export_megatron(corpus, str(tmp_path / "out"))
     monkeypatch.undo()
-    monkeypatch.setattr(export, "MOST_IDS", 20)
-    with pytest.raises(DataError, match=r"document \d+ has 701 tokens, and a sequence .* cut it"):
+    monkeypatch.setattr(export, "MAX_IDS", 20)
+    with pytest.raises(DataError, match=r"document \d+ has 701 tokens; a sequence .* Divide"):
         export_megatron(corpus, str(tmp_path / "out"))
     assert list(tmp_path.glob("out*")) == []
 
@@ -108,12 +108,12 @@ def test_the_command_writes_each_part_of_a_mixture(tmp_path, monkeypatch, capsys
         assert sorted(read_pair(tmp_path / f"out_{number}")[0]) == sorted(ids)
     assert command.main() == 2
     assert "out_0.bin exists" in capsys.readouterr().err
-    assert "check_ids full, 633 ids read" in command.as_text(summary)
+    assert "check_ids full, 633 ids checked" in command.as_text(summary)
     assert "split" in command.as_text(summary)
     monkeypatch.setattr("sys.argv", [*words, "olmo", "x"])
     with pytest.raises(SystemExit, match="2"):
         command.main()
-    assert "--to = olmo: is no format that is written; use megatron" in capsys.readouterr().err
+    assert "--to = olmo: unknown format; the only one is megatron" in capsys.readouterr().err
 
 
 @pytest.mark.slow

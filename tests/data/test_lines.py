@@ -130,7 +130,7 @@ def test_a_key_that_comes_twice_on_the_way_to_the_text_is_refused(tmp_path, smal
     line = f'{line[:-1]}, "z": "{LONG}"}}' if long else line
     (tmp_path / "a.jsonl").write_text(line + "\n", encoding="utf-8")
     message = (
-        rf'a\.jsonl, line 1: field "{field}", or an object that it may be in, comes twice; leave'
+        rf'a\.jsonl, line 1: field "{field}", or an object that it may be in, occurs twice; keep'
     )
     with pytest.raises(DataError, match=message):
         found("jsonl", [tmp_path / "a.jsonl"], text_field=field)

@@ -122,7 +122,7 @@ def test_a_part_without_a_whole_sample():
         check_length(corpus(8, 20), 10, 9)
     with pytest.raises(DataError, match=r"held-out part of data\.mixture\.1 has 10 tokens, fewer"):
         check_length(corpus(20, 10), 10, 10)
-    with pytest.raises(DataError, match=r"120 tokens, 10 samples .* a step takes 11"):
+    with pytest.raises(DataError, match=r"120 tokens = 10 samples .* fewer than the 11"):
         check_length(corpus(20, 20), 10, 11)
 
 
@@ -239,6 +239,6 @@ def test_what_is_wrong_with_a_part_is_told_with_its_number(mixture, tmp_path):
 def test_a_damaged_part_is_made_again(mixture):
     corpus = prepare(mixture)
     (corpus.parts[0].directory / "tokens.bin").write_bytes(b"")
-    with pytest.raises(DataError, match="holds no whole corpus"):
+    with pytest.raises(DataError, match="has no complete corpus"):
         Corpus.open(corpus.directory)
     assert len(prepare(mixture).train) == len(corpus.train)

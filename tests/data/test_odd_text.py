@@ -37,7 +37,7 @@ def loop(path):
     path.symlink_to(path.name)
 
 
-# name of the file, what is in it, what is left out of it, and what is said of that
+# file name, content, skipped documents, message
 ODD = {
     "0 bytes": ("a.txt", b"", {"empty": 1}, None),
     "no rows": ("a.jsonl", b"", {"empty": 0}, None),
@@ -53,7 +53,7 @@ ODD = {
     "UTF-16": (
         "a.jsonl", lines_of("x".encode("utf-16")), {"not UTF-8": 1}, r"line 21 is not UTF-8",
     ),
-    "NUL bytes": ("a.txt", bytes(9000), {"only NUL bytes": 1}, r"a\.txt holds NUL bytes alone"),
+    "NUL bytes": ("a.txt", bytes(9000), {"only NUL bytes": 1}, r"a\.txt contains only NUL bytes"),
     "not JSON": ("a.jsonl", lines_of("{'a'}\n"), {"not JSON": 1}, r"line 21 is not JSON: .*write"),
     "cut JSON": ("a.jsonl", lines_of('{"text": "a'), {"not JSON": 1}, r"line 21 is not JSON"),
     "null": (
@@ -93,14 +93,14 @@ def test_odd_input_is_told_or_left_out_and_counted(name, tmp_path, small):
     else:
         beside.write_text("".join(GOOD[:2]))
     source = {"txt": "text"}.get(kind, kind)
-    given = {"source": source, "paths": (f"{tmp_path}/?.{kind}*",), "max_skipped": 0.6}
-    settings = Settings(**given, cache=str(tmp_path / "cache"))
+    keys = {"source": source, "paths": (f"{tmp_path}/?.{kind}*",), "max_skipped": 0.6}
+    settings = Settings(**keys, cache=str(tmp_path / "cache"))
     if message:
         with pytest.raises(DataError, match=message) as caught:
             prepare(settings)
         assert str(path) in str(caught.value) and 'data.on_error to "skip"' in str(caught.value)
         assert not (tmp_path / "cache").exists()
-    documents = found(**given, on_error="skip")
+    documents = found(**keys, on_error="skip")
     assert {k: n for k, n in documents.skips.counts.items() if n} == {
         k: n for k, n in skipped.items() if n
     }
@@ -118,8 +118,8 @@ def test_what_is_wrong_with_the_first_files_is_told_at_once(tmp_path):
     with pytest.raises(DataError) as caught:
         found("jsonl", [tmp_path / "*.jsonl"])
     text = str(caught.value)
-    assert text.startswith("14 documents cannot be used; mend them, or set data.on_error")
-    assert "1.jsonl, line 4 is a list" in text and "1.jsonl: so are 5)" in text
+    assert text.startswith("14 documents cannot be used; fix them, or set data.on_error")
+    assert "1.jsonl, line 4 is a list" in text and "1.jsonl: also 5)" in text
     assert '4.jsonl, line 7: field "text" is a number' in text
     # No more than 20: then the next files are not read.
     (tmp_path / "0.jsonl").write_text("[]\n" * 30)
@@ -219,23 +219,23 @@ def vanish(path):
 
 def grow(path):
     path.write_bytes(path.read_bytes() + b"more")
-    return "changed while the corpus was prepared"
+    return "changed during the preparation"
 
 
 @pytest.mark.parametrize("change", [vanish, grow])
 def test_a_file_that_vanishes_or_grows_while_it_is_read(tmp_path, monkeypatch, change):
     for name in "ab":
         (tmp_path / f"{name}.txt").write_text(f"{name} " * 100)
-    said = []
+    reasons = []
 
     def progress(phase, done, total):
         if phase == "reading files" and done == total:
-            said.append(change(tmp_path / "b.txt"))
+            reasons.append(change(tmp_path / "b.txt"))
 
     settings = Settings("text", (f"{tmp_path}/*.txt",), cache=str(tmp_path / "cache"))
     with pytest.raises(DataError, match=r"b\.txt") as caught:
         prepare(settings, progress)
-    assert said[0] in str(caught.value)
+    assert reasons[0] in str(caught.value)
     assert not [name for name in contents(tmp_path / "cache") if "corpora/" in name]
 
 
@@ -269,7 +269,7 @@ def one_level(glob):
 
 @pytest.mark.skipif(not os.access("/proc/kmsg", os.R_OK), reason="needs the kernel's log")
 def test_a_file_that_never_ends_is_empty(tmp_path):
-    """The kernel's log says that it has 0 bytes, and a read of it waits for the next message."""
+    """The kernel's log has the size 0, and reading it waits for the next message."""
     config = Settings(source="text", paths=("/proc/kmsg",), cache=str(tmp_path))
     with pytest.raises(DataError, match="has no text"):
         prepare(config)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.prepare import as_text, describe, tokens_of_run
+from launch.prepare import as_text, summarise, tokens_of_run
 from parallel3d.base.errors import DataError
 from parallel3d.config import RunConfig
 from parallel3d.data.batches import check_length
@@ -80,12 +80,12 @@ def test_how_many_tokens_a_run_takes(mixture):
 
     corpus = prepare(tokens().data)
     assert tokens_of_run(tokens(), corpus) is None
-    assert describe(corpus, None)["mixture"][0]["epochs"] is None
-    for part in describe(corpus, 800)["mixture"]:
+    assert summarise(corpus, None)["mixture"][0]["epochs"] is None
+    for part in summarise(corpus, 800)["mixture"]:
         training = part["num_tokens"] - part["num_held_out_tokens"]
         assert part["epochs"] == pytest.approx(800 * part["weight"] / training)
-    shown = as_text(describe(corpus, None))
-    assert "jsonl " in shown and "epochs are known once" in shown
+    shown = as_text(summarise(corpus, None))
+    assert "jsonl " in shown and "epochs: unknown until" in shown
     assert tokens_of_run(tokens(mesh={"pp": 1, "dp": 4}), corpus) == 7 * 4 * 8
     assert tokens_of_run(tokens(train={"epochs": 2.0}), corpus) == 2 * len(corpus.train)
     assert tokens_of_run(tokens(train={"max_tokens": 999}), corpus) == 999
@@ -95,7 +95,7 @@ def test_what_is_too_short_is_what_training_finds_too_short(config, monkeypatch,
     from launch import prepare as command
 
     for changes, expected in [
-        ({"sequence_length": 100}, "its training part has"),
+        ({"sequence_length": 100}, "the training part has"),
         ({"sequence_length": 55, "held_out_fraction": 0.01}, "the held-out part has"),
         ({"sequence_length": 55, "held_out_fraction": 0}, None),
     ]:

@@ -106,13 +106,13 @@ def test_any_text_comes_back_from_any_place(tmp_path_factory, texts, data):
 
 GOOD = '{"text": "good"}\n'
 BAD_LINES = [
-    ('{"text": "a"', r"rows\.jsonl, line 2 is not JSON: .* at column 13; write one object a line"),
+    ('{"text": "a"', r"rows\.jsonl, line 2 is not JSON: .* at column 13; write one object per line"),
     ("plain words", r"line 2 is not JSON: Expecting value at column 1"),
     ("[" * 100_000, r"line 2 is not JSON: nested too deeply"),
     ('["a"]', r"line 2 is a list, not an object; .*\{\"text\": \"\.\.\.\"\}"),
     ('{"body": "a", "id": 1}', r'line 2 has no field "text"; it has "body", "id"; set text_field'),
-    ("{}", r'line 2 has no field "text"; it has none'),
-    ('{"text": 3}', r'line 2: field "text" is a number, not a string; mend or remove'),
+    ("{}", r'line 2 has no field "text"; it has no fields'),
+    ('{"text": 3}', r'line 2: field "text" is a number, not a string; fix or remove'),
     (b'{"text": "caf\xe9"}', r"line 2 is not UTF-8: byte 0xe9 at offset 13 .*iconv"),
 ]
 
@@ -129,7 +129,7 @@ NOT_UTF8 = pa.array([b"a", b"caf\xe9"]).view(pa.string())
 BAD_TABLES = [
     (pa.table({"text": [1, 2]}), r'column "text" holds int64, not strings; set text_field'),
     (pa.table({"text": NOT_UTF8}), r"row 2 is not UTF-8: byte 0xe9 at offset 3"),
-    (pa.table({"text": [""]}), r"rows\.parquet has no text; give files"),
+    (pa.table({"text": [""]}), r"rows\.parquet has no text; use files"),
 ]
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from launch import prepare as command
 from parallel3d.data.batches import Batches
 from parallel3d.data.prepare import prepare
-from parallel3d.data.show import described, on_terminal, samples
+from parallel3d.data.show import document_statistics, render_samples, samples
 from tests.data.documents import READ, Settings
 from tests.data.ids.test_formats import config_of
 
@@ -52,7 +52,7 @@ def test_samples_are_those_that_the_run_trains_on(mixture, settings):
 
 
 def test_what_documents_are_like(mixture, tmp_path):
-    text, rows = described(prepare(mixture))["parts"]
+    text, rows = document_statistics(prepare(mixture))["parts"]
     assert rows["num_documents"] == 30 and rows["num_repeated_documents"] == 10
     assert text["num_repeated_documents"] == 0 and text["document_tokens"]["shortest"] == 1
     lengths = rows["document_tokens"]
@@ -66,12 +66,12 @@ def test_a_terminal_shows_bounds_and_obeys_no_document(mixture):
     out = io.StringIO()
     shown = samples(corpus, 40, 0, 6)
     Console(file=out, width=60, force_terminal=True, color_system=None).print(
-        on_terminal(corpus, shown, isolated=True)
+        render_samples(corpus, shown, isolated=True)
     )
     text = out.getvalue()
     assert "\x1b[31m" not in text and "\\x1b[31m of some" in text
-    assert "end of text" in text and "positions restart" in text and "goes on" in text
-    assert "rows.jsonl, line " in text and "of them repeated" in text
+    assert "end of text" in text and "positions restart" in text and "continues" in text
+    assert "rows.jsonl, line " in text and "repeated documents" in text
 
 
 def test_json_and_a_corpus_of_ids_without_a_tokenizer(tmp_path):
@@ -83,9 +83,9 @@ def test_json_and_a_corpus_of_ids_without_a_tokenizer(tmp_path):
     shown = samples(corpus, 8, 0, 2)
     [first, _] = json.loads(json.dumps(shown))
     assert first["fragments"][0]["text"] is None and first["fragments"][0]["ids"]
-    assert described(corpus)["bytes_per_token"] is None
+    assert document_statistics(corpus)["bytes_per_token"] is None
     out = io.StringIO()
-    Console(file=out, width=80).print(on_terminal(corpus, shown, False))
+    Console(file=out, width=80).print(render_samples(corpus, shown, False))
     assert "5 6 7" in out.getvalue()
 
 
@@ -100,7 +100,7 @@ def test_the_command(tmp_path, settings, monkeypatch, capsys):
     arguments = ["prepare.py", "--config", str(tmp_path / "ds.json"), "--show", "2"]
     monkeypatch.setattr(sys, "argv", arguments)
     assert command.main() == 0
-    assert "sample 1: 8 tokens from token" in capsys.readouterr().out
+    assert "sample 1: 8 tokens from " in capsys.readouterr().out
     monkeypatch.setattr(sys, "argv", [*arguments, "--json"])
     assert command.main() == 0
     assert len(json.loads(capsys.readouterr().out)["show"]["samples"]) == 2

@@ -43,7 +43,7 @@ def test_the_standard_library_comes_without_tests_idlelib_and_packages():
         ((), "data.paths is empty"),
         (("nothing/*.md",), r"'nothing/\*.md' matches no file .*working directory"),
         (("a.txt", "gone.txt"), "'gone.txt' matches no file"),
-        (("sub",), r"'sub' is a directory; write sub/\*\*/\*.txt"),
+        (("sub",), r"'sub' is a directory; use a glob such as sub/\*\*/\*.txt"),
     ],
 )
 def test_paths_that_name_no_file(folder, monkeypatch, paths, message):

@@ -146,7 +146,7 @@ def test_what_is_held_out_of_one_part_is_held_out_of_all():
         assert first_held[texts.index(text)] == held
     with pytest.raises(DataError, match=r"data\.mixture\.1 has only documents that are held out"):
         split_documents([table_of(*texts), table_of(*apart[:2])], 0.2)
-    with pytest.raises(DataError, match=r"data\.mixture\.1 has one document, and"):
+    with pytest.raises(DataError, match=r"data\.mixture\.1 has one document, but"):
         split_documents([table_of(*texts), table_of(texts[0])], 0.2)
 
 

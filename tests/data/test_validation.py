@@ -14,7 +14,7 @@ from parallel3d.data import hub
 from parallel3d.data.batches import check_length
 from parallel3d.data.corpus import Corpus
 from parallel3d.data.prepare import prepare, validation_sets
-from parallel3d.data.show import as_text, describe
+from parallel3d.data.show import as_text, summarise
 from parallel3d.data.split import num_common
 from parallel3d.train.evaluation import evaluated
 from parallel3d.train.start import described
@@ -62,9 +62,9 @@ def test_sets_of_any_source_with_the_training_texts_tokenizer(root):
     again = Corpus.at(json.loads(json.dumps(corpus.place())))
     assert again.summary() == corpus.summary()
     assert list(evaluated(again)) == ["held_out", "rows", "some"]
-    said = as_text(describe(corpus, None))
+    said = as_text(summarise(corpus, None))
     assert "validation rows: 12 documents" in said
-    assert f"WARNING: {trained} of the documents are trained on, too" in said
+    assert f"WARNING: {trained} of the documents are also in the training part" in said
 
 
 def test_what_is_left_out_of_a_set_is_told(root):
@@ -72,7 +72,7 @@ def test_what_is_left_out_of_a_set_is_told(root):
     (root / "rows.jsonl").write_text("\n".join([*lines, "[]", '{"body": ""}']))
     rows = {"source": "jsonl", "paths": (f"{root}/rows.jsonl",), "text_field": "body"}
     corpus = prepare(config_of(root, validation={"rows": rows}, on_error="skip"))
-    said = as_text(describe(corpus, None)).splitlines()
+    said = as_text(summarise(corpus, None)).splitlines()
     at = said.index("left out of validation rows: 1 empty, 1 not JSON")
     assert "rows.jsonl, line 13 is a list" in said[at + 1]
     begun = list(described(corpus))
@@ -155,7 +155,7 @@ def test_a_split_that_cannot_be_asked_for_is_said(tmp_path, monkeypatch, capsys)
     config = config_of(tmp_path, source="hub", paths=(), name="owner/set")
     assert not validation_sets(config)
     said = capsys.readouterr().err
-    assert said.startswith("WARNING: data.name='owner/set' could not be asked for a split")
+    assert said.startswith("WARNING: data.name = 'owner/set': cannot determine whether")
     assert "(Couldn't reach the Hub)" in said and "validation_split to null" in said
     assert said.count("\n") == 1
 
@@ -166,7 +166,7 @@ def test_without_a_network_the_cache_is_asked_and_nothing_else(tmp_path, monkeyp
     monkeypatch.setattr(datasets, "get_dataset_split_names", None)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path))
     assert not hub.has_split("owner/set", None, "validation")
-    assert "(the hub cannot be asked: no cable)" in capsys.readouterr().err
+    assert "(the hub is unreachable: no cable)" in capsys.readouterr().err
     files = tmp_path / "owner___set" / "default" / "0.0.0" / "f00"
     files.mkdir(parents=True)
     (files / "set-validation.arrow").touch()

@@ -130,7 +130,7 @@ def test_an_evaluation_between_steps_and_another_after_it(corpus, closed):
     closed += feeds
     for feed in feeds:
         # 24 samples are evaluated, of which the last batch fills up with two others.
-        samples = EvaluationSamples(corpus.held_out, LENGTH, most=22)
+        samples = EvaluationSamples(corpus.held_out, LENGTH, max_samples=22)
         for step in range(6):
             found = feed.training(8 * step)
             expected = Batches(corpus.train, LENGTH, seed=3).microbatch(8 * step, 8)[0]

@@ -1,1 +1,1 @@
-"""Formats of token ids that other programs wrote: files read in place, checked, and written."""
+"""Token-id files of other programs: reading in place, checking, writing."""

@@ -1,6 +1,6 @@
 """A column of lists of ids in an Arrow stream file, as `datasets` caches and saves them.
 
-The ids of a batch of rows lie one after the other in the file, so they are read like any array.
+The ids of a batch of rows are contiguous in the file, so they are read like a flat array.
 """
 
 from collections.abc import Mapping
@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 
 
 def read(path: str, name: str, field: str, kinds: Mapping[str, np.dtype] = INTEGERS) -> TokenFile:
-    """The documents of the column `field`, of one of `kinds`: each row is one.
+    """Return the rows of the column `field` as documents.
 
-    Raises DataError for another kind of column, and for null.
+    `kinds` maps the names of allowed value types to their dtypes. Raises DataError for a column of
+    another type, and for null.
     """
     import pyarrow as pa
 
@@ -27,16 +28,16 @@ def read(path: str, name: str, field: str, kinds: Mapping[str, np.dtype] = INTEG
     row = 0
     try:
         with pa.memory_map(path) as source:
-            whole = source.read_buffer()
+            buffer = source.read_buffer()
             source.seek(0)
             with pa.ipc.open_stream(source) as stream:
                 dtype = _dtype(stream.schema, name, field, kinds)
                 for batch in stream:
                     column = batch.column(field)
                     _check_null(column, name, field, row)
-                    first = _first_byte(column, whole, name)
+                    first = _first_byte(column, buffer, name)
                     if first % dtype.itemsize:
-                        raise _not_in_place(name)
+                        raise _compressed(name)
                     offsets = column.offsets.to_numpy().astype(np.int64)
                     starts.append(first // dtype.itemsize + offsets[:-1])
                     lengths.append(np.diff(offsets))
@@ -63,17 +64,17 @@ def _dtype(
     import pyarrow as pa
 
     if field not in schema.names:
-        found = ", ".join(f'"{other}"' for other in schema.names[:8])
+        columns = ", ".join(f'"{other}"' for other in schema.names[:8])
         raise DataError(
-            f'{name} has no column "{field}"; it has {found}; set token_field to the one that holds'
-            " token ids"
+            f'{name} has no column "{field}"; it has {columns}; set token_field to the one that'
+            " holds token ids"
         )
     kind = schema.field(field).type
     is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
     if not is_list or str(kind.value_type) not in kinds:
         raise DataError(
-            f'{name}: column "{field}" holds {kind}, not lists of whole numbers; set token_field to'
-            " the column of token ids, or text_field to one of text"
+            f'{name}: column "{field}" holds {kind}, not lists of integers; set token_field to the'
+            " column of token ids, or text_field to a column of text"
         )
     return kinds[str(kind.value_type)]
 
@@ -81,29 +82,27 @@ def _dtype(
 def _check_null(column: "pyarrow.Array", name: str, field: str, row: int) -> None:
     if column.null_count:
         row += int(np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))[0]) + 1
-        raise DataError(f'{name}, row {row}: column "{field}" is null; fill in or remove the row')
+        raise DataError(f'{name}, row {row}: column "{field}" is null; fix or remove the row')
     if column.values.null_count:
         bad = int(np.flatnonzero(column.values.is_null().to_numpy(zero_copy_only=False))[0])
         row += int(np.searchsorted(column.offsets.to_numpy(), bad, side="right"))
-        raise DataError(
-            f'{name}, row {row}: column "{field}" has a null among its ids; mend or remove the row'
-        )
+        raise DataError(f'{name}, row {row}: column "{field}" contains null; fix or remove the row')
 
 
-def _first_byte(column: "pyarrow.Array", whole: "pyarrow.Buffer", name: str) -> int:
-    """Return where in the file the ids begin from which the column's offsets count."""
+def _first_byte(column: "pyarrow.Array", file: "pyarrow.Buffer", name: str) -> int:
+    """Return the byte of the file at which the values that the column's offsets index begin."""
     values = column.values
     buffer = values.buffers()[1]
     if buffer is None or not buffer.size:
         return 0
-    first: int = buffer.address - whole.address + values.offset * values.type.bit_width // 8
-    if not 0 <= first < whole.size:
-        raise _not_in_place(name)
+    first: int = buffer.address - file.address + values.offset * values.type.bit_width // 8
+    if not 0 <= first < file.size:
+        raise _compressed(name)
     return first
 
 
-def _not_in_place(name: str) -> DataError:
+def _compressed(name: str) -> DataError:
     return DataError(
-        f"{name} holds its ids compressed, which cannot be read in place; write it again without"
-        " compression, as datasets' save_to_disk does"
+        f"{name} is compressed and cannot be read in place; write it again without compression, as"
+        " datasets' save_to_disk does"
     )

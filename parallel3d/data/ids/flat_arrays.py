@@ -1,10 +1,10 @@
-"""Flat arrays of ids, in which an end-of-text ends each document.
+"""Flat arrays of ids in which each document ends with an end-of-text.
 
-- without a header, as numpy's memmap and tofile, and so OLMo-core and Dolma, write them (they call
-  them `.npy`);
-- numpy's own `.npy`, of one dimension;
-- llm.c's `.bin`: 256 int32 (a magic number, a version, the number of ids), then the ids. There an
-  end-of-text *begins* each document, which is the same but for the first and the last one.
+- without a header, as written by numpy's memmap and tofile, OLMo-core and Dolma (which name them
+  `.npy`)
+- numpy's own `.npy`, one-dimensional
+- llm.c's `.bin`: 256 int32 (magic number, version, number of ids), then the ids. Here an
+  end-of-text *begins* each document, which differs only for the first and the last one.
 """
 
 from typing import BinaryIO
@@ -12,19 +12,20 @@ from typing import BinaryIO
 import numpy as np
 
 from parallel3d.base.errors import DataError
-from parallel3d.data.ids.id_file import INTEGERS, TokenFile, cut_short, flat, num_bytes, open_head
+from parallel3d.data.ids.id_file import INTEGERS, TokenFile, flat, num_bytes, open_head, wrong_size
 
 NUMPY = b"\x93NUMPY"
-# llm.c: magic number: (version, type of the ids).
+# llm.c's magic numbers: (version, type of the ids).
 LLM_C = {20240520: (1, "uint16"), 20240801: (7, "uint32")}
-LLM_C_QUESTIONS = 20240522
+LLM_C_EVALUATION = 20240522
 HEADER = 1024
 
 
 def read(path: str, dtype: np.dtype) -> TokenFile:
-    """Return the ids of a flat array, without its documents; `dtype` is for one without a header.
+    """Return the ids of a flat array; `dtype` is used if it has no header.
 
-    Raises DataError for a header that is not known, or a file of another length than it says.
+    Documents are found later, among the ids. Raises DataError for an unknown header, or if the
+    file's size differs from the header's.
     """
     size = num_bytes(path)
     with open_head(path) as file:
@@ -34,7 +35,7 @@ def read(path: str, dtype: np.dtype) -> TokenFile:
             return _read_numpy(path, file, size)
     if len(head) >= 12:
         magic, version, count = (int(n) for n in np.frombuffer(head[:12], "<i4"))
-        if magic in LLM_C or magic == LLM_C_QUESTIONS:
+        if magic in LLM_C or magic == LLM_C_EVALUATION:
             return _read_llm_c(path, magic, version, count, size)
     return flat(path, dtype)
 
@@ -48,40 +49,41 @@ def _read_numpy(path: str, file: BinaryIO, size: int) -> TokenFile:
         shape, _, dtype = read_header[version](file)
     except (ValueError, KeyError, OSError, EOFError) as error:
         raise DataError(
-            f"{path} begins like a .npy file, and its header cannot be read ({error}); write it"
+            f"{path} begins like a .npy file, but its header cannot be read ({error}); write it"
             " again with numpy.save"
         ) from error
     if len(shape) != 1 or dtype.kind not in "iu":
         raise DataError(
-            f"{path} holds {dtype} {list(shape)}; write whole numbers of one dimension, such as"
-            " uint16 [ids]"
+            f"{path} contains {dtype} {list(shape)}, not a one-dimensional array of integers; write"
+            " it again as uint16 or uint32 [ids]"
         )
     if dtype.newbyteorder("<") != dtype:
         raise DataError(
-            f"{path} holds {dtype}, big-endian; write it again as {dtype.newbyteorder('<')}"
+            f"{path} contains {dtype}, which is big-endian; write it again as"
+            f" {dtype.newbyteorder('<')}"
         )
     return _file(path, file.tell(), shape[0], dtype, size)
 
 
 def _read_llm_c(path: str, magic: int, version: int, count: int, size: int) -> TokenFile:
-    if magic == LLM_C_QUESTIONS:
+    if magic == LLM_C_EVALUATION:
         raise DataError(
-            f"{path} is llm.c's file of questions (magic number {magic}), no text to train on;"
-            " leave it out of data.paths"
+            f"{path} is an evaluation file of llm.c (magic number {magic}), not training text;"
+            " remove it from data.paths"
         )
     known, name = LLM_C[magic]
     if version != known:
         raise DataError(
-            f"{path} has llm.c's magic number {magic} and version {version}, and {known} is the one"
-            " that is known; write it with an llm.c of that version"
+            f"{path} has llm.c's magic number {magic} and version {version}; only version {known}"
+            " is supported. Write it with an llm.c of that version"
         )
     return _file(path, HEADER, count, INTEGERS[name], size)
 
 
 def _file(path: str, offset: int, count: int, dtype: np.dtype, size: int) -> TokenFile:
-    """Return the file with `count` ids behind a header; raises DataError if its size is another."""
-    if size != (whole := offset + count * dtype.itemsize):
-        raise cut_short(path, size, whole)
+    """Return the file with `count` ids after a header; raise DataError if the size differs."""
+    if size != (expected := offset + count * dtype.itemsize):
+        raise wrong_size(path, size, expected)
     if not count:
         raise DataError(f"{path} has no ids; write it again, or leave it out of data.paths")
     return TokenFile(path=path, name=path, dtype=dtype, offset=offset, num_tokens=count, size=size)

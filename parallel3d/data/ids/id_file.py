@@ -1,4 +1,4 @@
-"""A file of token ids: where its documents are, and how its ids are read."""
+"""A file of token ids: the positions of its documents, and reading its ids."""
 
 import os
 from collections.abc import Iterator
@@ -10,44 +10,45 @@ import numpy as np
 from parallel3d.base.errors import DataError
 from parallel3d.data.ids.remote import Range, is_url, open_url, read_ranges, size_of
 
-# Types of ids, by the name that configs and messages give it.
+# Types of ids, by their names in configs and messages.
 INTEGERS = {
     name: np.dtype(name).newbyteorder("<")
     for name in ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
 }
-# Types of the numbers beside ids.
+# Types of the numbers beside ids; the names of floats are Arrow's.
 NUMBERS = INTEGERS | {
     name: np.dtype(short).newbyteorder("<")
     for name, short in (("halffloat", "f2"), ("float", "f4"), ("double", "f8"))
 }
 NUMBERS |= {dtype.name: dtype for dtype in NUMBERS.values()}
-# Ids that are read at a time: 16 MB as uint32.
+# Ids read at a time: 16 MB as uint32.
 BLOCK = 2**22
 
 
 @dataclass(frozen=True, eq=False)
 class TokenFile:
-    """One file of `num_tokens` ids of `dtype`, which begin at the byte `offset`.
-
-    Document i is the `lengths[i]` ids from the `starts[i]`-th on, perhaps with an end-of-text; None
-    where only an end-of-text ends each. `size` is in bytes; `name` is for messages.
-    """
+    """A file of `num_tokens` ids."""
 
     path: str
     name: str
+    """The file's name in messages."""
     dtype: np.dtype
     offset: int
+    """The byte at which the ids begin."""
     num_tokens: int
     size: int
+    """The file's size in bytes."""
     starts: np.ndarray | None = None
+    """int64 [documents]: each document's first id; None if only end-of-text separates them."""
     lengths: np.ndarray | None = None
+    """int64 [documents]: ids of each document, with its end-of-text if the file has one."""
 
 
 def num_bytes(path: str) -> int:
-    """Return a file's size; raises DataError if it cannot be read, or is empty."""
+    """Return a file's size in bytes; raise DataError if it is unreadable or empty."""
     if is_url(path):
         if (size := size_of(path)) is None:
-            raise DataError(f"{path} is no file; give the URL of one, or leave it out")
+            raise DataError(f"{path} is not a file; use the URL of a file, or remove it")
     else:
         try:
             with open(path, "rb") as file:
@@ -55,22 +56,22 @@ def num_bytes(path: str) -> int:
         except OSError as error:
             raise unreadable(path, error) from error
     if not size:
-        raise DataError(f"{path} is empty (0 bytes); write it again, or leave it out of data.paths")
+        raise DataError(f"{path} is empty (0 bytes); write it again, or remove it from data.paths")
     return size
 
 
 def is_file(path: str) -> bool:
-    """True if there is a file of this path or URL."""
+    """True if a file with this path or URL exists."""
     return size_of(path) is not None if is_url(path) else os.path.isfile(path)
 
 
 def open_head(path: str) -> BinaryIO:
-    """Open a file by its path or URL, to read what stands at its beginning."""
+    """Open a file by its path or URL, to read its first bytes."""
     return open_url(path) if is_url(path) else open(path, "rb")
 
 
 def column(path: str, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
-    """`count` numbers from the byte `offset` on: memory-mapped, or read from a remote file."""
+    """Return `count` numbers from byte `offset` on, memory-mapped or read from a remote file."""
     if not count:
         return np.empty(0, dtype)
     if is_url(path):
@@ -80,7 +81,7 @@ def column(path: str, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
 
 
 def open_ids(path: str, name: str) -> BinaryIO:
-    """Open a file for `read_ids`; raises DataError where it cannot be read."""
+    """Open a file for `read_ids`; raise DataError if it is unreadable."""
     try:
         return open(path, "rb", buffering=0)
     except OSError as error:
@@ -88,35 +89,35 @@ def open_ids(path: str, name: str) -> BinaryIO:
 
 
 def unreadable(path: str, error: OSError) -> DataError:
-    """Return the error for a file that the system does not let us read."""
+    """Return the DataError for an OSError while opening or reading a file."""
     reason = error.strerror or error
     return DataError(f"{path} cannot be read ({reason}); make it readable, or leave it out")
 
 
-def cut_short(path: str, size: int, whole: int) -> DataError:
-    """Return the error for a file whose size is not the one that its header says."""
+def wrong_size(path: str, size: int, expected: int) -> DataError:
+    """Return the error for a file whose size differs from its header's."""
     return DataError(
-        f"{path} has {size:,} bytes, and {whole:,} by its header: it is cut short or damaged; copy"
-        " it again"
+        f"{path} has {size:,} bytes, but must have {expected:,} according to its header; it is"
+        " truncated or damaged. Copy it again"
     )
 
 
 def flat(path: str, dtype: np.dtype) -> TokenFile:
-    """Return the file that holds ids of `dtype` and nothing else."""
+    """Return a file that consists of ids of `dtype` without a header."""
     size = num_bytes(path)
     num_tokens, rest = divmod(size, dtype.itemsize)
     if num_tokens < 1 or rest:
         raise DataError(
-            f"{path} has {size:,} bytes, no whole number of {dtype.name}; it is cut"
-            " short, or data.token_dtype is another one"
+            f"{path} has {size:,} bytes, not a multiple of {dtype.name}; it is truncated, or"
+            " data.token_dtype must be set to its type"
         )
     return TokenFile(path=path, name=path, dtype=dtype, offset=0, num_tokens=num_tokens, size=size)
 
 
 def read_ids(file: BinaryIO, name: str, *, dtype: np.dtype, start: int, count: int) -> np.ndarray:
-    """Return `count` ids from the byte `start` of an open file on; any thread may ask.
+    """Return `count` ids from byte `start` of an open file on. Thread-safe.
 
-    Raises DataError where the file has fewer.
+    Raises DataError if the file is shorter.
     """
     ids = np.empty(count, dtype)
     view = ids.view(np.uint8).data
@@ -128,16 +129,15 @@ def read_ids(file: BinaryIO, name: str, *, dtype: np.dtype, start: int, count: i
             raise unreadable(name, error) from error
         if not got:
             raise DataError(
-                f"{name} has {os.fstat(file.fileno()).st_size:,} bytes, and ids up to byte"
-                f" {start + len(view):,} belong to its documents: it shrank since it was prepared;"
-                " write it again"
+                f"{name} has {os.fstat(file.fileno()).st_size:,} bytes, but its documents extend to"
+                f" byte {start + len(view):,}; it shrank since it was prepared. Write it again"
             )
         done += got
     return ids
 
 
 def blocks(file: TokenFile, start: int = 0, count: int | None = None) -> Iterator[np.ndarray]:
-    """Yield `count` ids of a file (None: all), from the `start`-th on, a block at a time."""
+    """Yield `count` ids of a file (None: all) from the `start`-th on, in blocks of BLOCK."""
     end = file.num_tokens if count is None else start + count
     size = file.dtype.itemsize
     if is_url(file.path):

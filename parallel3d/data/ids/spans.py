@@ -1,4 +1,4 @@
-"""Documents that lie in other programs' files, as one array of ids that is read when asked for."""
+"""Documents in other programs' files, presented as one array of ids that is read on demand."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -16,13 +16,15 @@ BYTE = np.dtype(np.uint8)
 
 
 class Spans:
-    """Ids [num_tokens] of documents one after the other, each closed by an end-of-text.
+    """The ids [num_tokens] of consecutive documents, each followed by an end-of-text.
 
-    `files` are name, path, dtype, offset and size of each; document i is the ids of file
-    `places[i]` from the `starts[i]`-th on, and here `bounds[i]` .. `bounds[i + 1]` - 1. Slices and
-    arrays of indices give arrays; any thread may ask. Ids are read, not mapped: a file that shrinks
-    raises DataError, where a map would end the process. Those of URLs come through `remote`, all of
-    one key at once.
+    - `files`: name, path, dtype, offset and size of each file
+    - `places`, `starts` [documents]: document i begins at id `starts[i]` of file `places[i]`
+    - `bounds` [documents + 1]: document i is `bounds[i]` .. `bounds[i + 1]` - 1 of this array
+    - `remote`: reads the files that are URLs; all ranges of one index are requested together
+
+    Index with slices or arrays of indices. Thread-safe. Files are read instead of memory-mapped, so
+    that a file that shrinks raises DataError; with a map it would kill the process.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class Spans:
         flat = np.where(flat < 0, flat + len(self), flat)
         if len(flat) and not 0 <= flat.min() <= flat.max() < len(self):
             raise IndexError(f"index {key} is out of bounds for {len(self)} ids")
-        # Windows are asked for: what follows on each other is read at once.
+        # Indices usually come in windows; read runs of consecutive indices together.
         cuts = np.flatnonzero(np.diff(flat) != 1) + 1
         edges = [0, *cuts.tolist(), len(flat)] if len(flat) else [0]
         windows = [(int(flat[a]), int(flat[a]) + b - a) for a, b in pairwise(edges)]
@@ -71,7 +73,7 @@ class Spans:
         return ids if dtype is None else ids.astype(dtype)
 
     def _read(self, windows: Sequence[tuple[int, int]]) -> np.ndarray:
-        """Return the ids first .. last - 1 of each window, one after the other."""
+        """Return the ids first .. last - 1 of all windows, concatenated."""
         ids = np.full(sum(last - first for first, last in windows), self._end_of_text, self.dtype)
         pieces, at = [], 0
         for first, last in windows:
@@ -79,14 +81,14 @@ class Spans:
             at += last - first
         for is_remote, read in ((False, self._read_local), (True, self._remote.read)):
             chosen = [piece for piece in pieces if self._is_remote[piece[0]] == is_remote]
-            found: Sequence[Any] = read([of for _, _, of in chosen]) if chosen else []
-            for (number, place, _), data in zip(chosen, found, strict=True):
+            contents: Sequence[Any] = read([span for _, _, span in chosen]) if chosen else []
+            for (number, place, _), data in zip(chosen, contents, strict=True):
                 part = np.frombuffer(data, self._dtypes[number])
                 ids[place : place + len(part)] = part
         return ids
 
     def _pieces(self, first: int, last: int, at: int) -> list[tuple[int, int, Range]]:
-        """Return the parts of a window that files hold; its first id is to stand at `at`."""
+        """Return (file, position, range) of a window's parts; its first id has position `at`."""
         base = int(self._bounds[0])
         document = int(np.searchsorted(self._bounds, base + first, side="right")) - 1
         end = int(np.searchsorted(self._bounds, base + last, side="left"))
@@ -101,8 +103,8 @@ class Spans:
         ends = bytes_ + counts[some] * sizes
         columns = numbers.tolist(), begins.tolist(), bytes_.tolist(), ends.tolist()
         return [
-            (number, place, Range(self._files[number]["path"], *of))
-            for number, place, *of in zip(*columns, strict=True)
+            (number, place, Range(self._files[number]["path"], *span))
+            for number, place, *span in zip(*columns, strict=True)
         ]
 
     def _read_local(self, ranges: Sequence[Range]) -> list[np.ndarray]:
@@ -114,17 +116,17 @@ class Spans:
         ]
 
     def _opened(self, path: str) -> BinaryIO:
-        # Closed when it is neither kept nor read from any more.
+        # Closed by the garbage collector, after it has left the cache and all reads have ended.
         return open_ids(path, self._names[path])
 
 
 def check_sizes(files: Sequence[dict[str, Any]]) -> None:
-    """Raise DataError unless each local file is there with the size that it had."""
+    """Raise DataError unless each local file exists and still has its size."""
     for file in files:
         if is_url(file["path"]):
             continue
         if (size := num_bytes(file["path"])) != file["size"]:
             raise DataError(
-                f"{file['name']} has {size:,} bytes, and had {file['size']:,} when it was prepared;"
+                f"{file['name']} has {size:,} bytes, but had {file['size']:,} when it was prepared;"
                 " restore it, or run `parallel3d prepare` again"
             )

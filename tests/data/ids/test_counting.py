@@ -87,7 +87,7 @@ def test_another_field_is_another_corpus(tmp_path):
 def test_labels_that_were_moved_are_refused(tmp_path):
     documents = writers.some_documents()
     moved = [[*ids[1:], -100] for ids in documents]
-    with pytest.raises(DataError, match="other ids than the tokens"):
+    with pytest.raises(DataError, match="differs from the token ids"):
         corpus_of(tmp_path, documents, "labels", labels=moved)
 
 
@@ -99,10 +99,10 @@ def test_a_mask_of_another_length_is_refused(tmp_path):
         corpus_of(tmp_path, documents, "labels", labels=labels)
     path = writers.datatrove(tmp_path / "b.ds", documents)
     ids = {"source": "datatrove", "paths": [str(path)], "weight_field": "loss"}
-    with pytest.raises(DataError, match=r"b\.ds\.loss is not there"):
+    with pytest.raises(DataError, match=r"b\.ds\.loss does not exist"):
         prepare(config_of(tmp_path, **ids))
     Path(f"{path}.loss").write_bytes(b"\1" * 3)
-    with pytest.raises(DataError, match="not a byte for each"):
+    with pytest.raises(DataError, match="one byte for each"):
         prepare(config_of(tmp_path, **ids))
 
 
@@ -118,11 +118,11 @@ def test_a_field_that_is_not_read_is_refused():
 
 def test_what_is_evaluated_is_weighted(tmp_path):
     corpus = corpus_of(tmp_path, writers.some_documents(), "weights")
-    samples = EvaluationSamples(corpus.held_out, 16, most=100)
+    samples = EvaluationSamples(corpus.held_out, 16, max_samples=100)
     losses = np.arange(samples.num_documents, dtype=float)
     weights = np.ones(samples.num_documents)
     weights[0] = 0
-    found = samples.loss(losses * weights, weights)
-    assert found.loss == losses[1:].mean() and found.documents == samples.num_documents - 1
-    with pytest.raises(DataError, match="no token of what is held out counts"):
+    loss = samples.loss(losses * weights, weights)
+    assert loss.loss == losses[1:].mean() and loss.documents == samples.num_documents - 1
+    with pytest.raises(DataError, match="all held-out tokens have weight 0"):
         samples.loss(0 * losses, 0 * weights)

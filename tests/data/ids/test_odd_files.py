@@ -30,24 +30,24 @@ def cut(path: Path, by: int = 4) -> None:
 
 
 NUM = len(ENDED)
-# the source, what is done to the .bin and the .idx of a good pair, and what the message says
+# damage done to the .bin and the .idx of a good pair, and the message
 PAIRS = [
-    (lambda b, i: cut(b), r"a\.idx: sequence \d+ ends at byte .* of .*a\.bin.* is cut short"),
-    (lambda b, i: cut(i), r"a\.idx has .* bytes, and .* by its header: it is cut short"),
-    (lambda b, i: cut(i, i.stat().st_size - 20), r"a\.idx has 20 bytes, and 34 by its header"),
+    (lambda b, i: cut(b), r"a\.idx: sequence \d+ ends at byte .*a\.bin is truncated"),
+    (lambda b, i: cut(i), r"a\.idx has .* bytes, .* header; it is truncated"),
+    (lambda b, i: cut(i, i.stat().st_size - 20), r"a\.idx has 20 bytes, but must have 34"),
     (lambda b, i: b.write_bytes(b""), r"a\.bin is empty \(0 bytes\)"),
     (lambda b, i: i.write_bytes(b""), r"a\.idx is empty \(0 bytes\)"),
-    (lambda b, i: i.unlink(), r"a\.bin has no index .*a\.idx beside it"),
-    (lambda b, i: b.write_bytes(b.read_bytes() + b"12"), r"which has .* holds more than it says"),
-    (lambda b, i: patched(i, 0, b"PK"), r"neither b'MMIDIDX.* use the data\.source of its format"),
-    (lambda b, i: patched(i, 9, b"\2"), r"a\.idx has version 2, and 1 is the one that is known"),
-    (lambda b, i: patched(i, 17, b"\6"), r"a\.idx has the dtype 6, which holds no ids"),
+    (lambda b, i: i.unlink(), r"a\.bin: its index .*a\.idx does not exist"),
+    (lambda b, i: b.write_bytes(b.read_bytes() + b"12"), r"a\.bin has more ids than its index"),
+    (lambda b, i: patched(i, 0, b"PK"), r"not an index .* use the data\.source of its format"),
+    (lambda b, i: patched(i, 9, b"\2"), r"a\.idx has version 2; only version 1"),
+    (lambda b, i: patched(i, 17, b"\6"), r"a\.idx has the dtype code 6"),
     (lambda b, i: patched(i, 17, b"\4"), r"sequence 2 begins at byte 10 and"),
-    (lambda b, i: patched(i, 18, struct.pack("<Q", 2**60)), r"by its header: it is cut short"),
+    (lambda b, i: patched(i, 18, struct.pack("<Q", 2**60)), r"header; it is truncated"),
     (lambda b, i: patched(i, 34, struct.pack("<i", -5)), r"sequence 0 begins .* has -5 ids"),
     (
         lambda b, i: patched(i, 34 + 12 * NUM + 8, struct.pack("<q", NUM + 9)),
-        r"documents do not ascend from sequence 0 to",
+        r"document bounds do not ascend",
     ),
 ]
 
@@ -60,13 +60,13 @@ def test_a_damaged_pair_of_megatron(damage, message, tmp_path):
 
 
 OLD_PAIRS = [
-    (lambda b, i: cut(b), r"a\.idx: sequence \d+ ends at byte .* of .*a\.bin.* is cut short"),
-    (lambda b, i: cut(i), r"a\.idx has .* bytes, and .* by its header: it is cut short"),
-    (lambda b, i: cut(i, i.stat().st_size - 40), r"a\.idx has 40 bytes, and 56 by its header"),
-    (lambda b, i: patched(i, 8, b"\2"), r"a\.idx has version 2, and 1 is the one that is known"),
-    (lambda b, i: patched(i, 16, b"\7"), r"a\.idx has the dtype 7, which holds no ids"),
-    (lambda b, i: patched(i, 24, b"\2"), r"and 2 bytes an id of int32: its items are no lists"),
-    (lambda b, i: patched(i, 56 + 8 * NUM + 16, b"\1\1"), r"its sizes are not those between"),
+    (lambda b, i: cut(b), r"a\.idx: sequence \d+ ends at byte .*a\.bin is truncated"),
+    (lambda b, i: cut(i), r"a\.idx has .* bytes, .* header; it is truncated"),
+    (lambda b, i: cut(i, i.stat().st_size - 40), r"a\.idx has 40 bytes, but must have 56"),
+    (lambda b, i: patched(i, 8, b"\2"), r"a\.idx has version 2; only version 1"),
+    (lambda b, i: patched(i, 16, b"\7"), r"a\.idx has the dtype code 7"),
+    (lambda b, i: patched(i, 24, b"\2"), r"and 2 bytes per id of int32; its items are not lists"),
+    (lambda b, i: patched(i, 56 + 8 * NUM + 16, b"\1\1"), r"sizes differ from the distances"),
 ]
 
 
@@ -89,37 +89,45 @@ def write(name, writer, *arguments, **settings):
 
 
 def half(name, writer, *arguments, beside=""):
-    def made(folder):
+    def write_half(folder):
         path = writer(folder / name, *arguments)
         cut(Path(f"{path}{beside}"))
         return path
 
-    return made
+    return write_half
 
 
 FILES = [
-    ("megatron", write("a.bin", writers.megatron, ENDED, modes=True), r"a mode for each sequence"),
+    ("megatron", write("a.bin", writers.megatron, ENDED, modes=True), r"is multimodal"),
     ("megatron", write("a.bin", writers.megatron, []), r"a\.bin is empty"),
-    ("megatron", write("a.bin", writers.megatron, [[7], [7]]), r"no document with ids"),
-    ("datatrove", half("a.ds", writers.datatrove, ENDED), r"one of the two is cut short"),
-    ("datatrove", half("a.ds", writers.datatrove, ENDED, beside=".index"), r"no list of uint64"),
-    ("datatrove", write("a.ds", writers.datatrove, ENDED, "uint64"), r"neither 2 nor 4 for each"),
-    ("tokens", half("a.npy", writers.numpys, ENDED), r"by its header: it is cut short"),
-    ("tokens", half("a.bin", writers.llm_c, DOCUMENTS), r"by its header: it is cut short"),
-    ("tokens", write("a.bin", writers.llm_c, DOCUMENTS, version=2), r"version 2, and 1 is the"),
-    ("tokens", write("a.bin", writers.llm_c, DOCUMENTS, magic=20240522), r"file of questions"),
+    ("megatron", write("a.bin", writers.megatron, [[7], [7]]), r"all documents are empty"),
+    ("datatrove", half("a.ds", writers.datatrove, ENDED), r"one is truncated"),
+    (
+        "datatrove",
+        half("a.ds", writers.datatrove, ENDED, beside=".index"),
+        r"\.index is truncated",
+    ),
+    ("datatrove", write("a.ds", writers.datatrove, ENDED, "uint64"), r"neither 2 nor 4 per id"),
+    ("tokens", half("a.npy", writers.numpys, ENDED), r"header; it is truncated"),
+    ("tokens", half("a.bin", writers.llm_c, DOCUMENTS), r"header; it is truncated"),
+    ("tokens", write("a.bin", writers.llm_c, DOCUMENTS, version=2), r"version 2; only version 1"),
+    (
+        "tokens",
+        write("a.bin", writers.llm_c, DOCUMENTS, magic=20240522),
+        r"is an evaluation file",
+    ),
     ("tokens", write("a.npy", writers.raw, ENDED, "uint32"), r"every second id is 0.*token_dtype"),
-    ("tokens", write("a.npy", writers.raw, DOCUMENTS), r"has no end-of-text, id 7"),
-    ("tokens", write("a.npy", writers.numpys, ENDED, "float32"), r"holds float32 .* whole numbers"),
-    ("tokens", write("a.npy", writers.numpys, ENDED, ">u2"), r"holds >u2, big-endian"),
+    ("tokens", write("a.npy", writers.raw, DOCUMENTS), r"does not contain the end-of-text id 7"),
+    ("tokens", write("a.npy", writers.numpys, ENDED, "float32"), r"contains float32 .* integers"),
+    ("tokens", write("a.npy", writers.numpys, ENDED, ">u2"), r"contains >u2, which is big-endian"),
     ("tokens", write("a.npy", writers.raw, [*ENDED[:-1], [9, 300]]), r"id 300 \(uint16, place 1\)"),
     ("megatron", write("a.bin", writers.megatron, ENDED, "int32"), None),
 ]
 
 
-@pytest.mark.parametrize(("source", "made", "message"), FILES)
-def test_an_odd_file(source, made, message, tmp_path):
-    config = config_of(source, made(tmp_path))
+@pytest.mark.parametrize(("source", "write_file", "message"), FILES)
+def test_an_odd_file(source, write_file, message, tmp_path):
+    config = config_of(source, write_file(tmp_path))
     if message:
         refused(config, message, tmp_path)
     else:
@@ -132,13 +140,13 @@ def test_what_the_file_has_beyond_the_vocabulary_is_named(tmp_path):
     refused(config_of("megatron", path), r"document 21: id -3 \(int32, place 2\)", tmp_path)
     for check_ids in ("full", "sample"):
         config = config_of("megatron", path, vocab_size=257, check_ids=check_ids)
-        refused(config, r"document 3: id \d+ .* beyond a vocabulary of 257", tmp_path)
+        refused(config, r"document 3: id \d+ .* outside the vocabulary of 257", tmp_path)
 
 
 def test_a_width_that_is_not_the_files(tmp_path):
     path = writers.raw(tmp_path / "a.npy", ENDED)
     config = config_of("tokens", path, token_dtype="uint32")
-    refused(config, r"has no end-of-text|no whole number of uint32", tmp_path)
+    refused(config, r"does not contain the end-of-text|not a multiple of uint32", tmp_path)
 
 
 def test_a_sample_says_so_and_takes_the_rest_on_trust(tmp_path, monkeypatch):
@@ -151,7 +159,8 @@ def test_a_sample_says_so_and_takes_the_rest_on_trust(tmp_path, monkeypatch):
     assert summary["check_ids"] == "sample" and summary["num_checked_ids"] < len(corpus.train)
     assert corpus.num_tokens == sum(map(len, bad))
     mixed = writers.megatron(tmp_path / "b.bin", [*ENDED[:20], *DOCUMENTS[20:]])
-    with pytest.raises(DataError, match=r'\d of 10 documents .* set check_ids to "full"'):
+    message = r'\d of 10 sampled documents .* set data\.check_ids to "full"'
+    with pytest.raises(DataError, match=message):
         prepare(config_of("megatron", mixed, check_ids="sample"))
 
 
@@ -161,17 +170,17 @@ def test_documents_that_all_end_with_another_id(tmp_path, monkeypatch):
     monkeypatch.setattr(tokenised, "load_tokenizer", lambda _: tokenizer)
     monkeypatch.setattr(tokenised, "save_tokenizer", lambda _, folder: (folder / "a").touch())
     (tmp_path / "tokenizer").mkdir()
-    given = {"tokenizer": str(tmp_path / "tokenizer"), "end_of_text_id": None}
+    own = {"tokenizer": str(tmp_path / "tokenizer"), "end_of_text_id": None}
     right = writers.megatron(tmp_path / "a.bin", ENDED * 2)
-    corpus = prepare(config_of("megatron", right, **given))
+    corpus = prepare(config_of("megatron", right, **own))
     assert (corpus.vocab_size, corpus.end_of_text) == (300, 7)
     assert (corpus.tokenizer_directory / "a").is_file()
     wrong = writers.megatron(tmp_path / "b.bin", [[*ids, 5] for ids in DOCUMENTS * 2])
-    with pytest.raises(DataError, match=r"all 80 documents .* end with id 5, and .* is 7"):
-        prepare(config_of("megatron", wrong, **given))
-    assert prepare(config_of("megatron", wrong, **{**given, "end_of_text_id": 7}))
+    with pytest.raises(DataError, match=r"all 80 documents .* end with id 5, but .* is 7"):
+        prepare(config_of("megatron", wrong, **own))
+    assert prepare(config_of("megatron", wrong, **{**own, "end_of_text_id": 7}))
     with pytest.raises(DataError, match=r"end_of_text_id = 5: .* ends documents with id 7"):
-        prepare(config_of("megatron", wrong, **{**given, "end_of_text_id": 5}))
+        prepare(config_of("megatron", wrong, **{**own, "end_of_text_id": 5}))
 
 
 def test_a_file_that_shrinks_or_changes(tmp_path):
@@ -182,9 +191,9 @@ def test_a_file_that_shrinks_or_changes(tmp_path):
     batches = Batches(corpus.train, 8, seed=0)
     data = path.read_bytes()
     os.truncate(path, 100)
-    with pytest.raises(DataError, match=r"a\.bin has 100 bytes, and ids up to .* it shrank"):
+    with pytest.raises(DataError, match=r"a\.bin has 100 bytes, .* it shrank"):
         batches.microbatch(0, 50)
-    with pytest.raises(DataError, match=r"a\.bin has 100 bytes, and had .* when it was prepared"):
+    with pytest.raises(DataError, match=r"a\.bin has 100 bytes, but had .* when it was prepared"):
         Corpus.open(corpus.directory)
     path.unlink()
     with pytest.raises(DataError, match=r"a\.bin cannot be read \(No such file"):

@@ -96,19 +96,19 @@ def test_once_the_cache_is_ahead_nothing_is_read_from_afar(tmp_path, monkeypatch
     assert len(SlowFiles.reads) < 16  # some of them for what is held out in between
 
 
-def test_what_is_wrong_afar_is_said_with_the_name(tmp_path):
+def test_errors_of_remote_files_have_the_name(tmp_path):
     corpus, path = slow_corpus(tmp_path)
     os.truncate(path, path.stat().st_size // 2)
-    with pytest.raises(DataError, match=r"ids\.bin has fewer than .* bytes .*it shrank"):
+    with pytest.raises(DataError, match=r"ids\.bin is shorter than .* bytes, .*it shrank"):
         corpus.train.tokens[:]
-    with pytest.raises(DataError, match=r"ids\.bin, which has .* that is cut short"):
+    with pytest.raises(DataError, match=r"ids\.bin is truncated"):
         by_url("megatron", f"slow://{path}", tmp_path / "c")
-    for url, said in (
+    for url, message in (
         (f"slow://{tmp_path}/none.bin", "matches no file"),
         ("nothing-known://a/b.bin", r"nothing-known://a/b\.bin cannot be read .*known"),
         ("adl://a/b.bin", r"adl://a/b\.bin cannot be read: .*pip install parallel3d\[remote\]"),
     ):
-        with pytest.raises(DataError, match=said):
+        with pytest.raises(DataError, match=message):
             by_url("tokens", url, tmp_path / "c")
 
 
