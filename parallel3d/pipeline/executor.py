@@ -179,9 +179,7 @@ class Executor:
         if stage == self._last_stage:
             if not self._trains:
                 assert labels is not None, "the last stage needs labels"
-                assert output.shape == labels.shape, (
-                    "a head returns each token's loss in evaluation"
-                )
+                assert output.shape == labels.shape, "a head returns token losses in evaluation"
                 self.flow.token_losses[microbatch], output = output, output.mean()
             # The only place where the number of microbatches scales anything.
             output = output / self.flow.divisor

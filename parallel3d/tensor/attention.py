@@ -91,8 +91,8 @@ def describe_kernel(kernel: SDPBackend, q: Tensor, isolated: str = "") -> str:
     mib = batch * heads * seq * seq * 4 / 2**20
     return (
         "kernel  WARNING: this device has no fused kernel for this attention, so each layer holds "
-        f"several copies of all scores, {mib:,.0f} MiB each{isolated and ' (less with isolated documents)'}; "
-        "try bf16 or an attention dropout of 0"
+        f"several copies of all scores, {mib:,.0f} MiB each"
+        f"{isolated and ' (less with isolated documents)'}; try bf16 or an attention dropout of 0"
     )
 
 

@@ -163,7 +163,7 @@ def param_groups(
 def accumulate_in_fp32(held: Iterable[HeldParameter]) -> None:
     """Accumulate the microbatches' gradients in fp32, whatever the parameter's dtype.
 
-    DeepSpeed accumulates them in `param.grad`, in bf16, which loses precision with their number.
+    DeepSpeed accumulates them in `param.grad` in bf16, which rounds each partial sum.
     """
     for h in held:
         h.parameter.grad_dtype = torch.float32

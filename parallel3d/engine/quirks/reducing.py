@@ -46,9 +46,7 @@ def _reduce_scatter(
 ) -> list[Tensor]:
     """Average flat tensors over the group; return this rank's part of each."""
     ranks, rank = group.size(), group.rank()
-    lengths = [
-        -(-len(g) // ranks) for g in gradients
-    ]  # of a rank's part; the last ranks' are shorter
+    lengths = [-(-len(g) // ranks) for g in gradients]  # of a part; the last ones are shorter
     buffer = gradients[0].new_empty((ranks, sum(lengths)), dtype=dtype)
     starts = list(accumulate(lengths, initial=0))
     for gradient, start, length in zip(gradients, starts, lengths, strict=False):
