@@ -51,7 +51,7 @@ def load_cpu_adam(mesh: Mesh, say: Callable[[str], None]) -> bool:
     """
     problem = _load_everywhere([CPUAdamBuilder], mesh, say)
     if problem:
-        say(f"cpu_adam cannot be compiled, so torch's slower Adam runs on the host: {problem}")
+        say(f"using torch's Adam on the host, because cpu_adam cannot be compiled: {problem}")
     return not problem
 
 

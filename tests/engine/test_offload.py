@@ -228,7 +228,7 @@ def test_a_buffer_that_is_too_small_is_named(tmp_path):
 
 
 @on_nvme
-def test_the_ballast_shares_the_stages_buffers(tmp_path):
+def test_the_placeholders_share_the_stages_buffers(tmp_path):
     assert run_locally(swappers, 1, small("param-nvme", tmp_path)) == [1]
 
 
