@@ -4,9 +4,9 @@ import os
 
 import torch
 
-if torch.accelerator.current_accelerator() is None:  # this build of torch knows of none
-    # DeepSpeed asks at its import; without an answer it looks around and prints a warning. Where
-    # there may be one, the mesh has told it (mesh/device): an import asks no machine.
+if torch.accelerator.current_accelerator() is None:  # torch was built for CPUs
+    # DeepSpeed looks for an accelerator when it is imported, and prints a warning if it has to
+    # guess. Where there may be one, mesh/device has already set this variable.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 from parallel3d.engine.construction import building, writing

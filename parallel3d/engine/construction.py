@@ -1,4 +1,4 @@
-"""How a stage's modules are made, and how their parameters are first written."""
+"""Build a stage's modules, and write the first values of their parameters."""
 
 import logging
 import warnings
@@ -24,9 +24,10 @@ _log = logging.getLogger(__name__)
 
 
 class ModelParallelUnit:
-    """The mesh in DeepSpeed's words: its `mp` is all that shares one copy of the model.
+    """The mesh as DeepSpeed's model-parallel unit (`mpu`).
 
-    `shard_axis` names the group that ZeRO cuts over: "dp", or "self" where nothing is cut.
+    DeepSpeed's model-parallel group is every rank that shares one copy of the model (pp x tp).
+    `shard_axis` names the group that ZeRO shards over: "dp", or "self" if nothing is sharded.
     """
 
     def __init__(self, mesh: Mesh, shard_axis: str) -> None:
@@ -58,11 +59,11 @@ def building(
     settings: EngineSettings, mesh: Mesh, *, say: Callable[[str], None] = _log.info,
     beside: nn.Parameter | None = None,
 ) -> AbstractContextManager[Any]:  # fmt: skip
-    """Return the context in which a stage's modules are made.
+    """Return the context in which a stage's modules are constructed.
 
-    Under ZeRO-3 each module is cut over dp before it is filled, so a stage never exists whole on a
-    rank. Parameters made `beside` another share its folder on NVMe. Raises ConfigError if
-    parameters cannot be offloaded to NVMe.
+    Under ZeRO-3 each module is sharded over dp before it is initialised, so no rank ever holds a
+    whole stage. Parameters constructed `beside` another one share its folder on NVMe. Raise
+    ConfigError if parameters cannot be offloaded to NVMe.
     """
     _quiet_deepspeed()
     core.skip_shared_memory_operator()
@@ -82,7 +83,7 @@ def building(
     sharding: AbstractContextManager[Any] = deepspeed.zero.Init(
         data_parallel_group=mesh.group("dp"),
         config_dict_or_path=settings.deepspeed_config(mesh.size("dp")),
-        # No dtype: an explicit fp32 becomes bf16 where the device has no fp16 (0.19.8).
+        # No dtype: DeepSpeed 0.19.8 turns an explicit fp32 into bf16 on devices without fp16.
         mpu=ModelParallelUnit(mesh, "dp"),
         param_swapper=swapper,
     )
@@ -102,9 +103,10 @@ def _plain_building(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def writing(parameter: nn.Parameter) -> Iterator[tuple[Tensor, int]]:
-    """Yield this rank's flat part of a parameter to be written, and the index of its first element.
+    """Yield this rank's flat part of a parameter for writing, and the index of its first element.
 
-    The index counts in the flattened tensor-parallel part. A part on NVMe is read and written back.
+    The index is into the flattened tensor-parallel part. A shard on NVMe is read, and written back
+    on exit.
     """
     shard = getattr(parameter, "ds_tensor", None)
     if shard is None:
@@ -122,14 +124,14 @@ def writing(parameter: nn.Parameter) -> Iterator[tuple[Tensor, int]]:
 def make_folder(
     options: Mapping[str, Any], part: str, mesh: Mesh, say: Callable[[str], None]
 ) -> Path:
-    """Load what NVMe offload of `part` ("param", "optimizer") needs; make the engine's folder."""
+    """Load async_io for NVMe offload of `part` ("param" or "optimizer"); make its swap folder."""
     op_builds.load_async_io(mesh, say)
     setting = f"zero_optimization.offload_{part}.nvme_path"
     return swap.make_folder(options["nvme_path"], mesh, setting)
 
 
 def swap_folder(parameter: nn.Parameter) -> Path | None:
-    """The folder that `building` swaps a parameter to; None where it is not on NVMe."""
+    """Return the folder that `building` swaps a parameter to, or None if it is not on NVMe."""
     swapper = getattr(parameter, "nvme_swapper", None)
     # DeepSpeed appends zero_stage_3/<type>params/rank<n>.
     return None if swapper is None else Path(swapper.swap_folder).parents[2]
@@ -137,5 +139,5 @@ def swap_folder(parameter: nn.Parameter) -> Path | None:
 
 def _quiet_deepspeed() -> None:
     deepspeed_logger.setLevel(logging.ERROR)
-    # DeepSpeed calls torch's collectives by names that torch has since changed.
+    # DeepSpeed calls torch's collectives by their deprecated names.
     warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)

@@ -1,4 +1,4 @@
-"""One DeepSpeed engine a rank, holding all of the rank's stages."""
+"""One DeepSpeed engine per rank, which holds all of the rank's stages."""
 
 import logging
 import time
@@ -24,17 +24,20 @@ from parallel3d.engine.quirks import core, fp16, nvme, streams, tracing, updatin
 from parallel3d.engine.reduction import Reduction
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.tensor.cut import HeldParameter
-from parallel3d.tensor.weight_gradients import added_in_place
+from parallel3d.tensor.weight_gradients import accumulate_in_place
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """The gradient's true norm over the mesh before clipping, and whether a step was taken.
+    """The outcome of an optimizer step.
 
-    `norm` stays on the device; `grad_norm` waits for it. `overflow`: an fp16 gradient was too large
-    for `loss_scale` (1 outside fp16), so every rank skipped the step, and the scale goes down.
+    - `norm`: the gradient's norm over the whole mesh before clipping. It stays on the device;
+      reading `grad_norm` waits for it.
+    - `applied`: whether the weights were updated.
+    - `overflow`: an fp16 gradient overflowed at `loss_scale` (1 outside fp16), so every rank
+      skipped the step and lowers the scale.
     """
 
     norm: Tensor | float
@@ -49,11 +52,11 @@ class StepResult:
 
 
 class _Module(nn.Module):
-    """What DeepSpeed sees: the stages of this rank, called by their number."""
+    """The module that DeepSpeed wraps: this rank's stages, called by their number."""
 
-    def __init__(self, stages: nn.Module, ballast: core.Ballast) -> None:
+    def __init__(self, stages: nn.Module, placeholders: core.Placeholders) -> None:
         super().__init__()
-        self.stages, self.ballast = stages, ballast
+        self.stages, self.placeholders = stages, placeholders
 
     def forward(self, *inputs: Any, **options: Any) -> Tensor:
         result: Tensor = self.stages(*inputs, **options)
@@ -61,13 +64,16 @@ class _Module(nn.Module):
 
 
 class Engine:
-    """Forward, backward, gradient reduction, clipping and step of this rank's stages.
+    """Forward, backward, gradient reduction, clipping and optimizer step of this rank's stages.
 
-    `stages(stage, *inputs)` runs one stage; `held` names its parameters; `owners` are the pipeline
-    coordinates of the first and the last stage, whose weights may be tied; `layers` are those of
-    each stage, which `gather`, `release` and `reduce` go by (None: there is stage 0 alone).
-    Where a backward reduces gradients, `stages` are handed `reached`, to be called in it. Raises
-    ConfigError if the stages cannot be run together.
+    - `stages`: a module; `stages(stage, *inputs)` runs one stage. If gradients are reduced inside
+      a backward, it also gets the callback `on_input_grad` (`Reduction.on_input_grad`).
+    - `held`: the stages' parameters and their global names.
+    - `owners`: pipeline coordinates of the first and the last stage, whose weights may be tied.
+    - `layers`: the layers of each stage, by which `gather`, `release` and `reduce` work. None means
+      that there is only stage 0.
+
+    Raise ConfigError if the stages cannot be run together.
     """
 
     def __init__(
@@ -84,12 +90,12 @@ class Engine:
             core.accumulate_in_fp32(self.held)
         first = self.held[0].parameter if self.held else None
         with building(settings, mesh, say=say, beside=first):
-            ballast = core.Ballast(len(self._kinds))
-        self._module = _Module(stages, ballast)
+            placeholders = core.Placeholders(len(self._kinds))
+        self._module = _Module(stages, placeholders)
         offload = settings.offload_optimizer != "none"
         optimizer = op_builds.make_optimizer(
             core.param_groups(
-                self.held, ballast, settings.weight_decay, settings.eps, settings.rates
+                self.held, placeholders, settings.weight_decay, settings.eps, settings.rates
             ),
             lr=settings.lr,
             betas=settings.betas,
@@ -97,7 +103,7 @@ class Engine:
             cpu_adam=offload and op_builds.load_cpu_adam(mesh, say),
             device=mesh.device,
         )
-        updating.power_afresh(optimizer)
+        updating.recompute_bias_correction(optimizer)
         folder = swap_folder(first) if first is not None else None
         self._folders: list[Path] = [folder] if folder else []
         if settings.offload_optimizer == "nvme":
@@ -118,14 +124,14 @@ class Engine:
             )
         self._check_groups()
         updating.share_with_weights(self._deepspeed.optimizer)
-        streams.hurry_reductions(self._deepspeed.optimizer)
+        streams.prioritize_reductions(self._deepspeed.optimizer)
         if settings.shards_parameters:
             streams.keep_gradients_until_reduced(self._deepspeed.optimizer)
         if settings.overlap_update and settings.offload_optimizer == "cpu":
-            updating.stage_weights(self._deepspeed.optimizer, mesh.device)
+            updating.copy_weights_in_parts(self._deepspeed.optimizer, mesh.device)
         self._finish_scale = fp16.grow_scale_after_step(self._deepspeed.optimizer)
         self._counters = core.ReleaseCounters()
-        self.timed, self.step_seconds = False, 0.0  # whether a step is, and of the last one
+        self.timed, self.step_seconds = False, 0.0  # seconds of the last step, if `timed`
         layers = {0: [stages]} if layers is None else layers
         self._weights = GatheredWeights(self._deepspeed, layers) if settings.holds_weights else None
         hooks_gather = settings.shards_parameters and not settings.holds_weights
@@ -134,15 +140,15 @@ class Engine:
             self._deepspeed, self.held, layers, settings=settings, mesh=mesh, owners=pair
         )
         in_backward = settings.reduces_in_backward
-        self._options = {"reached": self._reduction.reached} if in_backward else {}
+        self._options = {"on_input_grad": self._reduction.on_input_grad} if in_backward else {}
 
     def gather(self, stage: int) -> None:
-        """Start to gather a stage's ZeRO-3 weights, where the program says when."""
+        """Start to gather a stage's ZeRO-3 weights; a no-op if DeepSpeed's hooks gather them."""
         if self._weights:
             self._weights.gather(stage)
 
     def wait_for_weights(self, stage: int) -> None:
-        """Wait for the weights of a stage that `gather` has started to gather."""
+        """Wait for the weights that `gather` has started to gather."""
         if self._weights:
             self._weights.wait(stage)
 
@@ -152,11 +158,11 @@ class Engine:
             self._weights.release(stage)
 
     def reduce(self, stage: int) -> None:
-        """Reduce a stage's gradients over the mesh, once its last backward has added to them."""
+        """Reduce a stage's gradients over the mesh, after its last backward of the step."""
         self._reduction.reduce(stage)
 
     def accumulation(self) -> AbstractContextManager[None]:
-        """One step's forwards and backwards; on leaving, the gradients are summed and reduced."""
+        """Return the context of a step's forwards and backwards; gradients are reduced on exit."""
         return self._reduction.accumulation()
 
     def forward(self, stage: int, *inputs: Tensor | None) -> Tensor:
@@ -189,10 +195,16 @@ class Engine:
     def backward(
         self, output: Tensor, grad: Tensor | None = None, *, stage: int = 0, last: bool = False
     ) -> None:
-        """Run a stage backward from a gradient or a loss; `last`: it completes the gradients."""
+        """Run a stage's backward from an output gradient, or from a loss if `grad` is None.
+
+        `last`: this backward completes the stage's gradients of the step.
+        """
         if self.settings.runs_without_hooks:
             scaled = self._deepspeed.optimizer.scale_if_loss(output) if grad is None else output
-            with added_in_place(), self._reduction.last_backward(stage) if last else nullcontext():
+            with (
+                accumulate_in_place(),
+                self._reduction.last_backward(stage) if last else nullcontext(),
+            ):
                 scaled.backward(grad)
             return
         core.start_backward(self._deepspeed)
@@ -207,14 +219,14 @@ class Engine:
 
     @property
     def loss_scale(self) -> float:
-        """The factor that `backward` multiplies a loss by; gradients given to it must carry it."""
+        """The factor of a loss in `backward`; output gradients passed to it already carry it."""
         return float(self._deepspeed.optimizer.loss_scale)
 
     def step(self, lr: float) -> StepResult:
         """Clip gradients by their norm over the whole mesh, and update the weights.
 
-        Each group has its roles' share of `lr`. Raises TrainingError on every rank if fp16
-        gradients overflow at the smallest loss scale.
+        `lr` is multiplied by the rate of each optimizer group. Raise TrainingError on every rank if
+        fp16 gradients overflow at the smallest loss scale.
         """
         optimizer = self._deepspeed.optimizer
         for group, (rate, _) in zip(optimizer.param_groups, self._kinds, strict=True):
@@ -233,8 +245,9 @@ class Engine:
         overflow = self.settings.precision == "fp16" and not applied
         if overflow and last:
             raise TrainingError(
-                f"fp16 gradients overflow even at fp16.min_loss_scale = {scale:g}; all ranks stop. "
-                "Lower optimizer.params.lr, lengthen the warm-up, or use bf16"
+                f"fp16 gradients overflow at the smallest loss scale, fp16.min_loss_scale = "
+                f"{scale:g}; all ranks stop. Lower optimizer.params.lr, use a longer warm-up, or "
+                "use bf16"
             )
         return StepResult(
             norm=float("nan") if norm is None else norm,
@@ -244,7 +257,7 @@ class Engine:
         )
 
     def _now(self) -> float:
-        """Seconds; with the device's work done, where a step is timed."""
+        """Return the time in seconds; if steps are timed, wait for the device first."""
         if self.timed:
             torch.get_device_module(self.mesh.device).synchronize()
         return time.perf_counter()
@@ -257,7 +270,7 @@ class Engine:
 
     @cached_property
     def states(self) -> OptimizerStates:
-        """The masters and moments of this rank: what a checkpoint holds."""
+        """This rank's masters and moments, which a checkpoint saves."""
         return OptimizerStates(self._deepspeed, self.held)
 
     def close(self) -> None:
@@ -267,22 +280,25 @@ class Engine:
             swap.remove_folder(folder)
 
     def _check_groups(self) -> None:
-        """Stages with unequal optimizer groups give a wrong norm and then hang; see them first."""
+        """Raise ConfigError if stages differ in their number of optimizer groups.
+
+        DeepSpeed would compute a wrong gradient norm, and then hang.
+        """
         optimizer = self._deepspeed.optimizer
         groups = optimizer.fp16_groups if hasattr(optimizer, "fp16_groups") else None
-        mine = len(groups if groups is not None else optimizer.bit16_groups)
-        counts = [int(row[0]) for row in self.mesh.gather_floats([mine])]
+        num_groups = len(groups if groups is not None else optimizer.bit16_groups)
+        counts = [int(row[0]) for row in self.mesh.gather_floats([num_groups])]
         if len(set(counts)) > 1:
             raise ConfigError(
-                f"zero_optimization.sub_group_size cuts the stages into unequal numbers of "
-                f"optimizer groups ({sorted(set(counts))}); make it larger"
+                "zero_optimization.sub_group_size splits the stages into different numbers of "
+                f"optimizer groups ({sorted(set(counts))}); use a larger value"
             )
 
 
 class ForwardEngine:
-    """Stages of this rank, built with the same `settings`, for evaluation alone.
+    """This rank's stages for evaluation only, built with the same `settings`.
 
-    Parameters that are cut over dp (ZeRO-3) are gathered layer by layer, by DeepSpeed.
+    If parameters are sharded over dp (ZeRO-3), DeepSpeed gathers them layer by layer.
     """
 
     def __init__(self, stages: nn.Module, settings: EngineSettings, mesh: Mesh) -> None:
@@ -309,7 +325,7 @@ class ForwardEngine:
         return output
 
     def wait_for_weights(self, stage: int) -> None:
-        """Wait for nothing: DeepSpeed gathers the weights in the forward."""
+        """Do nothing: DeepSpeed gathers the weights in the forward."""
 
     def close(self) -> None:
         """Free DeepSpeed's hooks and buffers, and remove its files."""
@@ -320,7 +336,7 @@ class ForwardEngine:
 
 
 def forward_settings(settings: EngineSettings) -> EngineSettings:
-    """Return settings for stages that only run forward, cut over dp if the training's are."""
+    """Return settings for stages that only run forward, sharded over dp if `settings` are."""
     stage = 3 if settings.shards_parameters else 0
     offload = settings.offload_param if stage == 3 else "none"
     return replace(

@@ -1,4 +1,4 @@
-"""What the engine needs of a run's config, and its translation into DeepSpeed's words."""
+"""The engine's settings, taken from a run's config, and their translation for DeepSpeed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,10 +20,12 @@ _BUCKET = 500_000_000  # DeepSpeed's own reduce_bucket_size
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """The engine's section of a config.
+    """The settings of an engine.
 
-    `reduced_in` is the type that gradients are averaged over dp in; `rates` is what each role's are
-    multiplied by. The dicts are DeepSpeed's own keys of ZeRO, of the offload sections, and so on.
+    - `reduced_in`: the precision in which gradients are averaged over dp.
+    - `rates`: factors of the learning rate, eps and weight decay for each role of a parameter.
+    - The dicts hold DeepSpeed's own keys: `zero_options` of `zero_optimization`,
+      `optimizer_options` and `param_options` of its offload sections, `aio`, `fp16`.
     """
 
     micro_batch_size: int
@@ -49,9 +51,9 @@ class EngineSettings:
 
     @classmethod
     def from_config(cls, config: RunConfig) -> "EngineSettings":
-        """The engine's section of a run's config."""
+        """Return the engine's settings from a run's config."""
         zero, adam, pipeline = config.zero_optimization, config.optimizer.params, config.pipeline
-        ours = {"stage", "offload_optimizer", "offload_param"}
+        own_fields = {"stage", "offload_optimizer", "offload_param"}
         return cls(
             micro_batch_size=config.micro_batch_size, zero_stage=zero.stage,
             offload_optimizer=zero.offload_optimizer.device,
@@ -62,7 +64,7 @@ class EngineSettings:
             overlap_update=config.train.overlap_update and zero.stage == 3, lr=adam.lr,
             betas=adam.betas, eps=adam.eps, weight_decay=adam.weight_decay,
             rates=scales_of(config.model).rates(),
-            zero_options=zero.model_dump(exclude=ours, exclude_none=True),
+            zero_options=zero.model_dump(exclude=own_fields, exclude_none=True),
             optimizer_options=_options(zero.offload_optimizer, "device"),
             param_options=_options(zero.offload_param, "device"), aio=_options(config.aio),
             fp16=_options(config.fp16, "enabled"),
@@ -70,66 +72,69 @@ class EngineSettings:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of parameters and activations."""
+        """The dtype of parameters and activations."""
         return _DTYPES[self.precision]
 
     @property
     def reduction_dtype(self) -> torch.dtype:
-        """The type that gradients have while they are averaged over dp."""
+        """The dtype in which gradients are averaged over dp."""
         return _DTYPES[self.reduced_in]
 
     @property
     def shards_parameters(self) -> bool:
-        """Whether the parameters themselves are cut over the data-parallel group (ZeRO-3)."""
+        """True if the parameters themselves are sharded over dp (ZeRO-3)."""
         return self.zero_stage == 3
 
     @property
     def shard_axis(self) -> str:
-        """The mesh axis that DeepSpeed shards over: "self" where nothing is sharded (ZeRO-0)."""
+        """The mesh axis that DeepSpeed shards over: "dp", or "self" at ZeRO-0."""
         return "self" if self.zero_stage == 0 else "dp"
 
     @property
     def reduce_bucket_size(self) -> int:
-        """Elements that are reduced at a time."""
+        """The number of elements that are reduced at a time."""
         size: int = self.zero_options.get("reduce_bucket_size", _BUCKET)
         return size
 
     @property
     def reduces_once(self) -> bool:
-        """Whether gradients are reduced once a step."""
+        """True if gradients are reduced once per step, not once per microbatch."""
         return reduces_once(self.zero_stage, self.gradient_reduction)
 
     @property
     def holds_weights(self) -> bool:
-        """Whether ZeRO-3's weights are gathered by the program, not by DeepSpeed's hooks."""
+        """True if the program gathers ZeRO-3's weights, not DeepSpeed's hooks."""
         return self.shards_parameters and self.weights != "per_microbatch"
 
     @property
     def runs_without_hooks(self) -> bool:
-        """Whether passes need nothing of DeepSpeed: no gather and no reduction happens in them."""
+        """True if passes need no hooks of DeepSpeed: they neither gather nor reduce."""
         return self.reduces_once and (self.holds_weights or not self.shards_parameters)
 
     @property
     def reduces_in_backward(self) -> bool:
-        """Whether buckets that a stage's last backward fills are reduced within it."""
+        """True if a stage's last backward reduces the buckets that it fills."""
         overlap = self.zero_options.get("overlap_comm")
-        wanted: bool = self.shards_parameters if overlap is None else overlap
-        return self.runs_without_hooks and wanted
+        overlaps: bool = self.shards_parameters if overlap is None else overlap
+        return self.runs_without_hooks and overlaps
 
     def deepspeed_config(self, dp_size: int, elements: int | None = None) -> dict[str, Any]:
-        """Return the config that DeepSpeed sees, which shards over `dp_size` ranks.
+        """Return the config for DeepSpeed, which shards over `dp_size` ranks.
 
-        Its buckets are allocated whole: none is larger than this rank's `elements`.
-        Stages 0, 1 and 2 are DeepSpeed's stage 2 here: its stage 0 refuses a direct backward and
-        coalescing, its stage 1 wraps bf16 in an optimizer that cannot coalesce. Stage 0 shards over
-        one rank, and the engine averages the gradients; 1 and 2 differ by `gradient_reduction`.
+        `elements`: this rank's number of parameters. DeepSpeed allocates buckets at full size, so
+        they are limited to it.
+
+        Stages 0, 1 and 2 all run as DeepSpeed's stage 2. Its stage 0 refuses a direct backward and
+        coalescing; its stage 1 wraps bf16 in an optimizer that cannot coalesce. Our stage 0 shards
+        over one rank, and the engine averages the gradients. Stages 1 and 2 differ only by
+        `gradient_reduction`.
         """
         zero: dict[str, Any] = {
             **self.zero_options,
             "stage": 3 if self.zero_stage == 3 else 2,
-            # It would replace torch.nn.functional.linear for good; our layers do not need it.
+            # It would replace torch.nn.functional.linear globally; our layers do not need it.
             "memory_efficient_linear": False,
-            # Its check takes our Ballast for a parameter that was forgotten.
+            # The check would report our Placeholders, which never get a gradient.
             "ignore_unused_parameters": True,
             "offload_optimizer": {"device": self.offload_optimizer, **self.optimizer_options},
             "offload_param": {"device": self.offload_param, **self.param_options},
@@ -137,8 +142,8 @@ class EngineSettings:
         if elements is not None:
             zero["reduce_bucket_size"] = min(self.reduce_bucket_size, max(elements, 1))
         if self.shards_parameters and self.reduces_once and zero.get("reduce_scatter", True):
-            # Gradients that add up in their own places would be copied into a bucket to be copied
-            # out of it again, and the bucket stands beside the activations of every step.
+            # Gradients accumulate in `param.grad`. Copying them through a bucket would cost a copy,
+            # and the bucket would take memory beside the activations.
             zero["contiguous_gradients"] = False
         return {
             "train_batch_size": self.micro_batch_size * dp_size,
@@ -151,15 +156,15 @@ class EngineSettings:
             "data_types": {"grad_accum_dtype": "fp32"},
             "communication_data_type": self.reduced_in,
             "zero_optimization": zero,
-            # Torch's Adam on the host is right, only slower; we choose the optimizer ourselves.
+            # The engine chooses the optimizer; torch's Adam on the host is correct, only slower.
             "zero_force_ds_cpu_optimizer": False,
             "zero_allow_untested_optimizer": True,
             "steps_per_print": None,
-            # From the third step on it would wait for the device before every forward.
+            # This timer would wait for the device before every forward, from the third step on.
             "timers": {"throughput": {"enabled": False}},
         }
 
 
 def _options(section: Section, *exclude: str) -> dict[str, Any]:
-    """A section's settings under DeepSpeed's names."""
+    """Return a section's settings under DeepSpeed's names, without the excluded ones."""
     return section.model_dump(exclude=set(exclude), exclude_none=True)

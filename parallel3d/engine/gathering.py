@@ -1,8 +1,9 @@
-"""Weights that ZeRO-3 keeps gathered for more than one microbatch, stage by stage.
+"""Gather ZeRO-3's weights stage by stage and keep them for several microbatches.
 
-DeepSpeed gathers a module's weights in hooks, for each microbatch anew. Where the program says when
-(GATHER, RELEASE), the hooks are taken away. DeepSpeed's gather also loops over the ranks for each
-weight (8 ms a layer at 512 ranks); here a layer's weights come in one buffer and one copy each.
+DeepSpeed gathers a module's weights in hooks, again for each microbatch. If the program has GATHER
+and RELEASE actions, the hooks are removed and these functions are called instead. DeepSpeed's
+gather also loops over the ranks for each weight (8 ms per layer at 512 ranks). Here one collective
+gathers a layer's weights into one buffer, and one copy per weight takes them out.
 """
 
 from collections import Counter, deque
@@ -19,13 +20,14 @@ from torch import Tensor, nn
 from parallel3d.engine.quirks import nvme
 from parallel3d.mesh.transfer import all_gather_single
 
-Layers = Mapping[int, Sequence[nn.Module]]  # of each stage of a rank
+Layers = Mapping[int, Sequence[nn.Module]]  # the layers of each of a rank's stages
 
 
 class GatheredWeights:
-    """The weights of whole stages, gathered and released on request.
+    """Gathers and releases the weights of a stage on request.
 
-    A weight of two stages stays while one is gathered; what DeepSpeed keeps whole always stays.
+    A weight that two stages share stays gathered while either needs it. Parameters that DeepSpeed
+    keeps whole (the persistence threshold) are never released.
     """
 
     def __init__(self, engine: Any, layers: Layers) -> None:
@@ -39,35 +41,35 @@ class GatheredWeights:
         engine.optimizer.parameter_offload._remove_module_hooks()
 
     def gather(self, stage: int) -> None:
-        """Start to gather a stage's weights, one collective a layer; collective over dp."""
-        assert stage not in self._gathered, f"stage {stage} is gathered"
+        """Start to gather a stage's weights, one collective per layer; collective over dp."""
+        assert stage not in self._gathered, f"stage {stage} is already gathered"
         self._gathered.add(stage)
         self._coming[stage] = handles = []
         for parameters in self._layers[stage]:
-            todo = [p for p in parameters if not self._holders[p] and _is_cut(p)]
-            swapped = [p for p in todo if nvme.is_on_nvme(p)]
-            if there := [p for p in todo if not nvme.is_on_nvme(p)]:
-                handles.append(_start_gather(there))
-            while swapped:  # what they are read into are a few buffers for all
+            sharded = [p for p in parameters if not self._holders[p] and _is_sharded(p)]
+            swapped = [p for p in sharded if nvme.is_on_nvme(p)]
+            if in_memory := [p for p in sharded if not nvme.is_on_nvme(p)]:
+                handles.append(_start_gather(in_memory))
+            while swapped:  # as many at a time as there are free swap buffers
                 swapper: Any = swapped[0].nvme_swapper  # type: ignore[attr-defined]
-                few = swapped[: max(1, swapper.available_swap_in_buffers())]
-                few[0].all_gather_coalesced(few).wait()  # type: ignore[attr-defined]
+                batch = swapped[: max(1, swapper.available_swap_in_buffers())]
+                batch[0].all_gather_coalesced(batch).wait()  # type: ignore[attr-defined]
                 if not get_accelerator().is_synchronized_device():
                     # The next read from NVMe must not overwrite what is still being copied.
                     get_accelerator().current_stream().synchronize()
-                swapper.remove_partition_and_release_buffers(few)
-                del swapped[: len(few)]
+                swapper.remove_partition_and_release_buffers(batch)
+                del swapped[: len(batch)]
             self._holders.update(parameters)
 
     def wait(self, stage: int) -> None:
-        """Wait for a stage's weights: whatever is computed, or queued, after may use them."""
-        assert stage in self._gathered, f"stage {stage} has no weights: no GATHER before it"
+        """Wait for a stage's weights; work that is queued afterwards may use them."""
+        assert stage in self._gathered, f"stage {stage} has no weights: it needs a GATHER first"
         coming = deque(self._coming.pop(stage, ()))
-        while coming:  # a layer's buffer goes once it is copied out of it
+        while coming:  # frees each layer's buffer as soon as its weights are copied out
             coming.popleft().wait()
 
     def release(self, stage: int) -> None:
-        """Free a stage's weights; the shards stay."""
+        """Free a stage's gathered weights, but not the shards."""
         self.wait(stage)
         self._gathered.discard(stage)
         for parameters in self._layers[stage]:
@@ -79,14 +81,14 @@ class GatheredWeights:
 
 @dataclass(frozen=True)
 class _Gather:
-    """Weights on their way: `buffer` [ranks, a rank's shards of all of them one after another]."""
+    """A gather in progress: `buffer` is [ranks, the concatenated shards of one rank]."""
 
     parameters: Sequence[Any]
     buffer: Tensor
     work: dist.Work
 
     def wait(self) -> None:
-        """Give each parameter its weights, once they are there."""
+        """Wait for the collective, and copy each parameter's weights out of the buffer."""
         self.work.wait()
         start = 0
         for parameter in self.parameters:
@@ -98,7 +100,7 @@ class _Gather:
 
 
 def _start_gather(parameters: Sequence[Any]) -> Any:
-    """Start to gather parameters of one type; return the handle to wait for."""
+    """Start to gather parameters of one dtype; return a handle with `wait`."""
     group = parameters[0].ds_process_group
     if group.size() == 1:
         return parameters[0].all_gather_coalesced(parameters)
@@ -111,5 +113,5 @@ def _start_gather(parameters: Sequence[Any]) -> Any:
     return _Gather(parameters, buffer, work)
 
 
-def _is_cut(parameter: nn.Parameter) -> bool:
+def _is_sharded(parameter: nn.Parameter) -> bool:
     return parameter.ds_status is ZeroParamStatus.NOT_AVAILABLE  # type: ignore[attr-defined]

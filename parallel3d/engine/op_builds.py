@@ -1,7 +1,7 @@
-"""The optimizer that DeepSpeed shards, and the compiled operators that offload may need.
+"""The optimizer that DeepSpeed shards, and the C++ operators that offload needs.
 
-They are compiled on their first use, and anew for another torch or DeepSpeed. A build that was
-killed leaves a file named `lock`, on which torch would wait for ever.
+Operators are compiled on first use, and again for another version of torch or DeepSpeed. A killed
+build leaves a file named `lock`, on which torch would wait forever.
 """
 
 import logging
@@ -23,30 +23,31 @@ from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.pulse import rank as pulse
 
 _log = logging.getLogger(__name__)
-_ABOUT = {"cpu_adam": "about 30 s", "pin_memory": "about 30 s", "async_io": "some minutes"}
+_ABOUT = {"cpu_adam": "about 30 s", "pin_memory": "about 30 s", "async_io": "a few minutes"}
 _WHY = re.compile(r"\berror: |: cannot find |undefined reference")
-_LONGEST = 300  # characters of a reason: before its own words torch puts the whole command
+_LONGEST = 300  # characters of a reason: torch puts the whole command line first
 _BUILD_SECONDS = 900.0  # longer than any build takes
 
 
-class _Baton(FileBaton):
-    """torch's build lock; gives up on a build that takes longer than any does."""
+class _BuildLock(FileBaton):
+    """torch's build lock, with a timeout longer than any build."""
 
     def wait(self) -> None:
         lock, start = Path(self.lock_file_path), time.monotonic()
         while lock.exists():
             if time.monotonic() - start > _BUILD_SECONDS:
                 raise ConfigError(
-                    f"{lock}: no build released this lock within {_BUILD_SECONDS:.0f} s; if no "
-                    "other process compiles there, a build was killed: delete the file"
+                    f"{lock}: this build lock was not released within {_BUILD_SECONDS:.0f} s; if "
+                    "no other process is compiling, a build was killed: delete the file"
                 )
             time.sleep(self.wait_seconds)
 
 
 def load_cpu_adam(mesh: Mesh, say: Callable[[str], None]) -> bool:
-    """Compile or load DeepSpeed's CPU Adam, one rank of each node first; False if it cannot be.
+    """Compile or load DeepSpeed's CPU Adam; return False if it cannot be compiled.
 
-    Every rank gets the same answer; torch's Adam then does the same on the host, more slowly.
+    One rank of each node goes first, and all ranks return the same. Without CPU Adam, torch's Adam
+    computes the same on the host, more slowly.
     """
     problem = _load_everywhere([CPUAdamBuilder], mesh, say)
     if problem:
@@ -55,26 +56,29 @@ def load_cpu_adam(mesh: Mesh, say: Callable[[str], None]) -> bool:
 
 
 def load_async_io(mesh: Mesh, say: Callable[[str], None]) -> None:
-    """Compile or load DeepSpeed's async_io; collective: raises ConfigError on all ranks."""
+    """Compile or load DeepSpeed's async_io; collective.
+
+    Raise ConfigError on all ranks if it cannot be compiled on one.
+    """
     problem = _load_everywhere([PinMemoryBuilder, AsyncIOBuilder], mesh, say)
     if problem:
         raise ConfigError(
             "NVMe offload needs DeepSpeed's async_io, which cannot be compiled: "
-            f"{problem}. Install libaio's headers on every node (libaio-dev on Debian and Ubuntu, "
-            'libaio-devel on Fedora) and a C++ compiler, or offload to "cpu"'
+            f"{problem}. Install a C++ compiler and libaio's headers on every node (libaio-dev on "
+            'Debian and Ubuntu, libaio-devel on Fedora), or offload to "cpu"'
         )
     nvme.refuse_unlockable_memory(AsyncIOBuilder().load(verbose=False).aio_handle)
 
 
 def _load_everywhere(builders: list[type], mesh: Mesh, say: Callable[[str], None]) -> str:
-    """Load operators on all ranks, one of each node first; what went wrong, the same on all."""
+    """Load operators on all ranks, one rank of each node first; return the problem, or ""."""
     problem = ""
     with mesh.one_at_a_time() as first:
-        # Whatever goes wrong, this rank's peers wait at the end of this block.
+        # On any error this rank must still reach the end of the block: its peers wait there.
         try:
             for builder in builders:
                 _load(builder(), say if first else _log.info)
-        except Exception as error:  # the compiler's own errors have no common type
+        except Exception as error:  # build errors have no common type
             problem = _reason(error)
     problems = mesh.gather_texts(problem)
     failed = [p for p in problems if p]
@@ -85,22 +89,22 @@ def _load_everywhere(builders: list[type], mesh: Mesh, say: Callable[[str], None
 
 
 def _reason(error: Exception) -> str:
-    """The line of a failed build that a compiler or linker says why in; else the first one."""
+    """Return the line of a failed build with the compiler's error, else the first line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = (line for line in lines if _WHY.search(line))
-    return next(told, lines[0] if lines else repr(error))[:_LONGEST]
+    errors = (line for line in lines if _WHY.search(line))
+    return next(errors, lines[0] if lines else repr(error))[:_LONGEST]
 
 
 def _load(builder: Any, say: Callable[[str], None]) -> None:
-    core.read_cpu_quickly()
+    core.read_cpu_info_from_proc()
     name = builder.name
     if not installed_ops.get(name):
-        cpp_extension.FileBaton = _Baton  # type: ignore[misc]
+        cpp_extension.FileBaton = _BuildLock  # type: ignore[misc]
         directory = Path(cpp_extension._get_build_directory(name, verbose=False))
         if (lock := directory / "lock").exists():
             say(
-                f"waiting for another process that compiles DeepSpeed's {name}; if there is none, "
-                f"a build was killed: delete {lock}"
+                f"waiting for another process to compile DeepSpeed's {name}; if there is none, a "
+                f"build was killed: delete {lock}"
             )
         elif not (directory / f"{name}.so").exists():
             about = f"once for this installation; {_ABOUT[name]} on idle cores"
@@ -113,10 +117,10 @@ def make_optimizer(
     groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float,
     cpu_adam: bool, device: torch.device,
 ) -> torch.optim.Optimizer:  # fmt: skip
-    """AdamW over parameter groups that carry their own weight decay.
+    """Return AdamW over parameter groups, each of which has its own weight decay.
 
-    `cpu_adam`: DeepSpeed's vectorised one for states on the host; else torch's, on CUDA and CPUs in
-    one pass without temporaries (two of the size of all weights, where those lie flat).
+    `cpu_adam` selects DeepSpeed's vectorised one for states on the host. Otherwise it is torch's,
+    fused on CUDA and CPUs: unfused, its temporaries take twice the memory of all weights.
     """
     if cpu_adam:
         from deepspeed.ops.adam import DeepSpeedCPUAdam

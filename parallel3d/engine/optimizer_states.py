@@ -1,6 +1,6 @@
-"""The fp32 masters and both Adam moments of this rank, piece by piece, as the live memory.
+"""Views of this rank's fp32 masters and Adam moments, for every ZeRO stage and offload.
 
-A checkpoint reads and writes them: nothing is copied, whatever ZeRO stage and offload hold them.
+A checkpoint reads and writes them in place, without copies.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -29,7 +29,7 @@ class ParameterPiece:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a piece lies: from element `offset` on in the flat tensor of an optimizer group."""
+    """The place of a piece: it begins at element `offset` of an optimizer group's flat tensor."""
 
     group: int
     offset: int
@@ -37,10 +37,10 @@ class _Place:
 
 
 class OptimizerStates:
-    """Masters and moments of the held parameters, and Adam's and the loss scaler's counters.
+    """Masters and moments of the held parameters, and the counters of Adam and the loss scaler.
 
-    `blocks`: the pieces in blocks whose tensors are in memory together. Fixed for the engine's
-    life. ZeRO's padding and the ballast are in no piece.
+    `blocks` groups the pieces whose tensors are in memory together; they stay the same for the
+    engine's lifetime. No piece covers ZeRO's padding or the placeholders.
     """
 
     def __init__(self, engine: Any, held: Iterable[HeldParameter]) -> None:
@@ -56,10 +56,11 @@ class OptimizerStates:
 
     @contextmanager
     def opened(self, block_index: int, write: bool = False) -> Iterator[list[dict[str, Tensor]]]:
-        """Yield each piece's flat fp32 tensors [numel] by kind; they are the live memory.
+        """Yield each piece's flat fp32 tensors [numel] by kind: views of the live memory.
 
-        Moments are zeros before the first step. `write`: what is written into the tensors is kept.
-        One block at a time, between steps; what lies on NVMe is not valid afterwards.
+        Moments are zeros before the first step. Pass `write` to keep what is written into the
+        tensors. Open one block at a time, between steps. Tensors that are read from NVMe are not
+        valid afterwards.
         """
         block = self._blocks[block_index]
         with self._in_memory(block[0].group, write) as flat:
@@ -70,20 +71,21 @@ class OptimizerStates:
 
     @torch.no_grad()
     def finish_loading(self) -> None:
-        """Copy masters that were written into the weights of the forward; collective over dp."""
+        """Update the training weights from the written masters; collective over dp."""
         if not self._zero3:
             self._zero.update_lp_params()
             return
-        # What was gathered from the old shards must not be used again.
+        # Weights gathered from the old shards are stale.
         self._zero._partition_all_parameters()
         for group in range(len(self._masters)):
-            if not self._is_swapped(group):  # else done where they were written
+            if not self._is_swapped(group):  # `_put_back` has done it for those on NVMe
                 self._zero._reassign_or_swap_out_partitioned_parameters(group)
 
     def counters(self) -> dict[str, Any]:
-        """Return what `set_counters` takes, as JSON: "optimizer_steps" and "loss_scale".
+        """Return the counters for `set_counters`, as JSON.
 
-        The steps are Adam's; the scale is the dynamic scaler's state, None where there is none.
+        "optimizer_steps" counts Adam's steps. "loss_scale" is the state of the dynamic loss scaler,
+        None without one.
         """
         states = self._zero.optimizer.state
         steps = {int(states[m]["step"]) if m in states else 0 for m in self._masters}
@@ -93,7 +95,7 @@ class OptimizerStates:
         return {"optimizer_steps": steps.pop(), "loss_scale": scale}
 
     def set_counters(self, counters: Mapping[str, Any]) -> None:
-        """Go on from these counters; a loss scaler that is fixed, or not given, stays as it is."""
+        """Restore `counters`; a loss scaler that is fixed or has no saved state is not changed."""
         steps = int(counters["optimizer_steps"])
         states = self._zero.optimizer.state
         for group, master in enumerate(self._masters):
@@ -112,7 +114,7 @@ class OptimizerStates:
 
     @property
     def _masters(self) -> list[Tensor]:
-        """Each optimizer group's flat master; empty while it lies on NVMe."""
+        """Each optimizer group's flat master; empty while it is on NVMe."""
         name = "fp32_partitioned_groups_flat" if self._zero3 else "single_partition_of_fp32_groups"
         masters: list[Tensor] = getattr(self._zero, name)
         return masters
@@ -122,11 +124,11 @@ class OptimizerStates:
 
     @contextmanager
     def _in_memory(self, group: int, write: bool) -> Iterator[dict[str, Tensor]]:
-        """An optimizer group's flat tensors by kind."""
+        """Yield an optimizer group's flat tensors by kind."""
         master, states = self._masters[group], self._zero.optimizer.state
         swapped = self._is_swapped(group)
         if swapped:
-            # Not DeepSpeed's own swap-in of a group, which reads the next one ahead.
+            # DeepSpeed's own swap-in of a group would also start to read the next one.
             self._zero.optimizer_swapper.swap_in_optimizer_state(
                 parameter=master, async_parameter=None
             )
@@ -145,23 +147,23 @@ class OptimizerStates:
                 self._put_back(group, master, write, new)
 
     def _put_back(self, group: int, master: Tensor, write: bool, new: bool) -> None:
-        """Write a group to NVMe, or only give back its buffers."""
+        """Write a group to NVMe, or only release its buffers."""
         swapper = self._zero.optimizer_swapper
         if write:
             with torch.no_grad():
-                # A shard that lies in a swap buffer would be written there only.
+                # Otherwise a shard in a swap buffer would be written only there.
                 self._zero._partition_all_parameters()
                 self._zero._reassign_or_swap_out_partitioned_parameters(group)
             swapper.swap_out_optimizer_state(parameter=master, async_swap=False)
         else:
-            if new:  # they exist in memory only
+            if new:  # these states have no files yet
                 del self._zero.optimizer.state[master]
             swapper.release_swap_buffers(parameter=master)
         master.grad = None
 
 
 def _new_state(optimizer: torch.optim.Optimizer, master: Tensor) -> dict[str, Any]:
-    """What the optimizer's first step would make."""
+    """Return the state that the optimizer's first step would create."""
     step: Tensor | int = 0
     if not isinstance(optimizer, DeepSpeedCPUAdam):
         on_device = optimizer.defaults["fused"] or optimizer.defaults["capturable"]
@@ -175,7 +177,7 @@ def _new_state(optimizer: torch.optim.Optimizer, master: Tensor) -> dict[str, An
 
 
 def _zero3_places(zero: Any, held: Iterable[HeldParameter]) -> Iterator[_Place]:
-    """ZeRO-3 cuts each parameter into equal shards, the last of them padded."""
+    """Yield this rank's places under ZeRO-3: equal shards of each parameter, the last padded."""
     for h in held:
         group, offset, size = zero.grad_position[zero.get_param_id(h.parameter)]
         start = size * zero._get_param_partition_rank(h.parameter)
@@ -185,13 +187,13 @@ def _zero3_places(zero: Any, held: Iterable[HeldParameter]) -> Iterator[_Place]:
 
 
 def _zero12_places(zero: Any, held: Iterable[HeldParameter]) -> Iterator[_Place]:
-    """ZeRO-1 and 2 cut the flat tensor of a whole group, wherever in a parameter that falls."""
+    """Yield this rank's places under ZeRO-1 and 2, which cut a whole group's flat tensor."""
     by_id = {id(h.parameter): h for h in held}
     for group, parameters in enumerate(zero.round_robin_bit16_groups):
         size = zero.partition_size[group]
         begin = size * zero.real_dp_process_group[group].rank()
         for parameter, at in zip(parameters, zero.round_robin_bit16_offsets[group], strict=True):
-            h = by_id.get(id(parameter))  # None: the ballast
+            h = by_id.get(id(parameter))  # None for the placeholders
             start = max(begin - at, 0)
             numel = min(begin + size - at, parameter.numel()) - start
             if h is not None and numel > 0:

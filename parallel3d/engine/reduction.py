@@ -1,4 +1,4 @@
-"""When and how the gradients of a rank's stages are summed over the mesh."""
+"""Sum the gradients of a rank's stages over the mesh."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,11 +18,14 @@ from parallel3d.tensor.cut import HeldParameter
 
 
 class Reduction:
-    """The sums of a step's gradients: of partial ones over tp, tied ones over owners, all over dp.
+    """Reduces a step's gradients: partial ones over tp, tied ones over `owners`, all over dp.
 
-    Once a step: a stage's by `reduce(stage)`, and the rest on leaving `accumulation`. Or after each
-    microbatch, in DeepSpeed's hooks, but for what is partial or tied. `owners` hold the first and
-    the last stage. With `overlap_comm`, layers that fill a bucket are reduced in `last_backward`.
+    - Once per step: `reduce(stage)` reduces a stage's gradients, and leaving `accumulation` the
+      rest. With `overlap_comm`, layers that fill a bucket are reduced inside `last_backward`.
+    - After each microbatch: DeepSpeed's hooks reduce, except partial and tied gradients, which are
+      reduced on leaving `accumulation`.
+
+    `owners` is the group of the ranks that hold the first and the last stage.
     """
 
     def __init__(
@@ -32,16 +35,16 @@ class Reduction:
         self._deepspeed, self._held, self._settings = engine, tuple(held), settings
         self._mesh, self._owners = mesh, owners
         self._of_stage = _complete_with(layers, self._held)
-        self._index: dict[nn.Parameter, int] = {}  # of the first layer, where two have a weight
+        self._index: dict[nn.Parameter, int] = {}  # a shared weight has its first layer's
         for of_stage in layers.values():
             for index, layer in enumerate(of_stage):
                 for parameter in layer.parameters():
                     self._index.setdefault(parameter, index)
         self._last: int | None = None  # the stage whose last backward runs
-        # At ZeRO-0, which DeepSpeed does not average: what is on its way, and what follows it.
+        # Only at ZeRO-0, which DeepSpeed does not average: to be called when the step needs them.
         self._averages: list[Callable[[], None]] = []
         self._bucket = settings.reduce_bucket_size
-        self._waiting: dict[int, HeldParameter] = {}  # of this step, not yet reduced
+        self._waiting: dict[int, HeldParameter] = {}  # not yet reduced in this step
         self._deferred: core.DeferredReduction | None = None
         summed = [h.parameter for h in self._held if h.tied_across or h.partial]
         if summed and not settings.reduces_once:
@@ -53,7 +56,7 @@ class Reduction:
 
     @contextmanager
     def accumulation(self) -> Iterator[None]:
-        """One step's forwards and backwards; on leaving, the gradients are summed and reduced."""
+        """Run a step's forwards and backwards inside this context; reduce gradients on exit."""
         if not self._settings.reduces_once:
             yield from self._each_microbatch()
             return
@@ -74,23 +77,23 @@ class Reduction:
 
     def reduce(self, stage: int) -> None:
         """Reduce a stage's gradients after its last backward; collective over dp, and over tp."""
-        assert self._settings.reduces_once, "DeepSpeed reduces after each microbatch"
+        assert self._settings.reduces_once, "gradients are reduced after each microbatch"
         self._reduce([h for h in self._of_stage[stage] if id(h.parameter) in self._waiting])
 
     @contextmanager
     def last_backward(self, stage: int) -> Iterator[None]:
-        """The backward of a stage that completes its gradients."""
+        """Run the stage's last backward of the step inside this context."""
         self._last = stage
         try:
             yield
         finally:
             self._last = None
 
-    def reached(self, stage: int, index: int) -> None:
-        """Within a stage's backward the input of its layer `index` has its gradient.
+    def on_input_grad(self, stage: int, index: int) -> None:
+        """Reduce later layers if they fill a bucket; autograd calls it in a stage's backward.
 
-        All behind that layer is complete; of the layer itself a branch that begins with a weight
-        might be left. To be called by autograd.
+        The input of layer `index` has its gradient, so all later layers are complete. The layer
+        itself may not be: a branch that begins with a weight can still be running.
         """
         if stage != self._last:
             return
@@ -101,7 +104,7 @@ class Reduction:
         ]
         if sum(h.elements for h in ready) < self._bucket:
             return
-        if self._settings.zero_stage > 0:  # on a stream of DeepSpeed's, where there are any
+        if self._settings.zero_stage > 0:  # on DeepSpeed's stream, if the device has streams
             self._reduce(ready)
             return
         self._finish_average()
@@ -117,7 +120,7 @@ class Reduction:
         self._forget(held)
 
     def _finish_average(self) -> None:
-        """Wait for what a backward has started to average, and have DeepSpeed take it over."""
+        """Finish the averages that a backward has started, and pass them to DeepSpeed."""
         for finish in self._averages:
             finish()
         self._averages = []
@@ -128,8 +131,8 @@ class Reduction:
 
     def _each_microbatch(self) -> Iterator[None]:
         core.accumulate_from_zero(self._deepspeed)
-        # DeepSpeed may take any backward for the last: it copies gradients to an offloaded
-        # optimizer at the end of the step, when we say so.
+        # DeepSpeed must not take any backward for the last of the step. It copies gradients to an
+        # offloaded optimizer at the boundary, which is set below.
         self._deepspeed.set_gradient_accumulation_boundary(False)
         yield
         if self._deferred is not None:
@@ -140,7 +143,7 @@ class Reduction:
         self._deepspeed.optimizer.finalize_gradient_accumulation_boundary()
 
     def _sum(self, held: Iterable[HeldParameter]) -> None:
-        """Sum what is partial over tp and what is tied over its owners, before ZeRO cuts it."""
+        """Sum partial gradients over tp, tied ones over their owners, before ZeRO shards them."""
         held = list(held)
         partial = [_grad(h) for h in held if h.partial]
         if partial and self._mesh.size("tp") > 1:
@@ -153,7 +156,7 @@ class Reduction:
             self._average_over_replicas(held)
 
     def _average_over_replicas(self, held: Iterable[HeldParameter]) -> None:
-        """Average over dp in buckets; in a last backward this goes on until `_finish_average`."""
+        """Average over dp in buckets; in a last backward, without waiting (`_finish_average`)."""
         bucket: list[Tensor] = []
         for h in held:
             grad = _grad(h).div_(self._mesh.size("dp"))
@@ -176,7 +179,10 @@ class Reduction:
 def _complete_with(
     layers: Layers, held: Sequence[HeldParameter]
 ) -> dict[int, tuple[HeldParameter, ...]]:
-    """What a stage's own backwards complete: not the weights that another stage has, too."""
+    """Return the parameters whose gradients each stage's own backwards complete.
+
+    Weights that another stage has too are left out.
+    """
     of_stage = {
         stage: {p for layer in of_stage for p in layer.parameters()}
         for stage, of_stage in layers.items()
@@ -199,7 +205,10 @@ def _grad(held: HeldParameter) -> Tensor:
 def start_all_reduce(
     tensors: Sequence[Tensor], group: dist.ProcessGroup, dtype: torch.dtype | None = None
 ) -> Callable[[], None]:
-    """Start one all-reduce of tensors of one type, sent as `dtype`; return what writes the sums."""
+    """Start one all-reduce of tensors of one dtype, sent as `dtype`.
+
+    Return a function that waits for it and writes the sums into the tensors.
+    """
     flat = torch.cat([t.reshape(-1) for t in tensors]).to(dtype or tensors[0].dtype)
     work = dist.all_reduce(flat, group=group, async_op=True)
 
@@ -213,5 +222,5 @@ def start_all_reduce(
 
 
 def all_reduce_coalesced(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Sum tensors of one type over a group, in place, in one all-reduce."""
+    """Sum tensors of one dtype over a group, in place, in one all-reduce."""
     start_all_reduce(tensors, group)()

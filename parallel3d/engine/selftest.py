@@ -1,7 +1,7 @@
-"""The start-up self-test: two microbatches through a toy stage, against plain PyTorch.
+"""The start-up self-test: train a toy stage for two steps and compare it with plain PyTorch.
 
-Whatever a new DeepSpeed release changes under our remedies (docs/deepspeed.md) shows here, in the
-first second of a run, and not as a loss curve that is wrong by a little.
+It fails in the first second of a run if a DeepSpeed release breaks one of the remedies of
+docs/deepspeed.md, which would otherwise show only as a slightly wrong loss curve.
 """
 
 import logging
@@ -26,14 +26,14 @@ from parallel3d.tensor.linear import ColumnParallelLinear, RowParallelLinear
 
 KNOWN_GOOD = "==0.19.8"  # as in pyproject.toml; a test compares the two
 _HIDDEN, _BATCH, _MICROBATCHES = 32, 4, 2
-# Relative; a fault of the kind sought is above 0.1.
+# Relative; the faults that the test looks for cause errors above 0.1.
 _TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 1e-2}
-_BLOCK = 1024  # bytes that are read from NVMe at a time
+_BLOCK = 1024  # bytes of one read from NVMe
 _log = logging.getLogger(__name__)
 
 
 def _inner_size(settings: EngineSettings, mesh: Mesh) -> int:
-    """On NVMe so wide that each shard of a weight is some blocks, and not a whole number."""
+    """Return the toy's inner size; on NVMe, shards are a few blocks and a fraction of one."""
     on_nvme = "nvme" in (settings.offload_optimizer, settings.offload_param)
     return mesh.size("tp") * (32 * mesh.size("dp") + 1 if on_nvme else 8)
 
@@ -49,7 +49,7 @@ def _specs(inner: int) -> list[ParamSpec]:
 
 
 class _Stage(nn.Module):
-    """Two layers; `forward` takes a stage's number as the engine gives it."""
+    """A stage of two tensor-parallel layers with a residual connection."""
 
     def __init__(self, inner: int, mesh: Mesh) -> None:
         super().__init__()
@@ -57,24 +57,24 @@ class _Stage(nn.Module):
         self.up = ColumnParallelLinear(_HIDDEN, inner, group)
         self.down = RowParallelLinear(inner, _HIDDEN, group)
 
-    def forward(self, stage: int, x: Tensor, reached: Any = None) -> Tensor:
-        """x [batch, hidden] -> [batch, hidden]; it has one layer, and nothing to report."""
+    def forward(self, stage: int, x: Tensor, on_input_grad: Any = None) -> Tensor:
+        """x [batch, hidden] -> [batch, hidden]; the other arguments are unused."""
         added: Tensor = self.down(torch.tanh(self.up(x)))
         return x + added
 
 
 def _plain(w: dict[str, Tensor], x: Tensor) -> Tensor:
-    """The same without our layers: x [batch, hidden] -> [batch, hidden]."""
+    """Compute the toy stage in plain PyTorch: x [batch, hidden] -> [batch, hidden]."""
     inner = torch.tanh(x @ w["up.weight"].T + w["up.bias"])
     return x + inner @ w["down.weight"].T + w["down.bias"]
 
 
 def self_test(settings: EngineSettings, mesh: Mesh, say: Callable[[str], None] = _log.info) -> None:
-    """Compare two steps of F0 F1 B0 B1 on a toy stage with plain PyTorch; half a second.
+    """Compare two steps (F0 F1 B0 B1) on a toy stage with plain PyTorch; takes half a second.
 
-    They run under the run's own settings: the first as a middle stage does (a given output
-    gradient), the second as the last does (a loss). Collective: every rank raises TrainingError if
-    any finds another gradient norm or other weights.
+    The steps use the run's own settings. The first runs backward from an output gradient, as a
+    middle stage does, the second from a loss, as the last stage does. Collective: raise
+    TrainingError on every rank if the gradient norm or the weights differ on any.
     """
     settings = _scaled_down(settings)
     try:
@@ -87,8 +87,8 @@ def self_test(settings: EngineSettings, mesh: Mesh, say: Callable[[str], None] =
 
 
 def _scaled_down(settings: EngineSettings) -> EngineSettings:
-    """The run's settings for a toy stage, on which every feature of theirs is at work."""
-    # DeepSpeed allocates its buckets and buffers whole.
+    """Return the run's settings, scaled so that a toy stage uses every feature of them."""
+    # DeepSpeed allocates its buckets and buffers at full size.
     zero = {"reduce_bucket_size": 2**16, "allgather_bucket_size": 2**16}
     param = settings.param_options
     if settings.offload_param == "nvme":
@@ -99,14 +99,14 @@ def _scaled_down(settings: EngineSettings) -> EngineSettings:
         settings,
         micro_batch_size=_BATCH,
         lr=0.1,
-        # A large eps makes Adam's step proportional to the gradient, where it would else be its
-        # sign.
+        # With a large eps Adam's step is proportional to the gradient; otherwise it is nearly the
+        # gradient's sign.
         eps=1.0,
         gradient_clipping=1.0,
         zero_options=settings.zero_options | zero,
         param_options=param,
         aio=settings.aio | {"block_size": _BLOCK},
-        # The toy's output gradients are about 1, and would overflow at DeepSpeed's first scale.
+        # The toy's output gradients are about 1; they would overflow at DeepSpeed's default scale.
         fp16=settings.fp16 | {"initial_scale_power": 4, "loss_scale": 16.0 if fixed else 0.0},
     )
 
@@ -128,7 +128,7 @@ def _run(
         return norms, {h.name: (h.cut, engine.full_parameter(h)) for h in held}
     finally:
         engine.close()
-        core.forget_modules()
+        core.release_modules()
 
 
 def _step(engine: Engine, by_loss: bool) -> float:
@@ -149,7 +149,7 @@ def _step(engine: Engine, by_loss: bool) -> float:
 
 
 def _samples(dp: int) -> Tensor:
-    """Inputs and output gradients: [dp, microbatch, 2, batch, hidden], the same on every rank."""
+    """Return inputs and output gradients: [dp, microbatch, 2, batch, hidden], on all ranks."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(dp, _MICROBATCHES, 2, _BATCH, _HIDDEN, generator=generator)
 
@@ -157,15 +157,16 @@ def _samples(dp: int) -> Tensor:
 def _reference(
     settings: EngineSettings, mesh: Mesh
 ) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
-    """By plain PyTorch: the two steps' gradient norms, this stage's whole weights before and after.
+    """Run the two steps in plain PyTorch.
 
-    The norm is sqrt(sum of g^2) over all elements of all stages, each counted once, where g is the
-    sum over the microbatches and the mean over the data-parallel coordinates.
+    Return both gradient norms, and this stage's full weights before and after. A norm is
+    sqrt(sum of g^2) over all elements of all stages, each counted once; g is summed over
+    microbatches and averaged over dp.
     """
     specs = _specs(_inner_size(settings, mesh))
-    stages = [_whole_weights(specs, p, settings.dtype) for p in range(mesh.size("pp"))]
-    mine = stages[mesh.coord("pp")]
-    before = {name: weight.detach().clone() for name, weight in mine.items()}
+    stages = [_full_weights(specs, p, settings.dtype) for p in range(mesh.size("pp"))]
+    own_weights = stages[mesh.coord("pp")]
+    before = {name: weight.detach().clone() for name, weight in own_weights.items()}
     decay = [w[s.name] for w in stages for s in specs if s.weight_decay]
     no_decay = [w[s.name] for w in stages for s in specs if not s.weight_decay]
     groups = [
@@ -182,10 +183,10 @@ def _reference(
         norms.append(float(norm))
         adam.step()
         adam.zero_grad()
-    return norms, before, {name: weight.detach() for name, weight in mine.items()}
+    return norms, before, {name: weight.detach() for name, weight in own_weights.items()}
 
 
-def _whole_weights(specs: list[ParamSpec], seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
+def _full_weights(specs: list[ParamSpec], seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
     weights = {}
     for spec in specs:
         flat = torch.empty(spec.numel, dtype=dtype)
@@ -197,31 +198,36 @@ def _whole_weights(specs: list[ParamSpec], seed: int, dtype: torch.dtype) -> dic
 def _compare(
     norms: list[float], weights: dict[str, tuple[Cut, Tensor]], settings: EngineSettings, mesh: Mesh
 ) -> None:
-    wanted_norms, before, after = _reference(settings, mesh)
+    expected_norms, before, after = _reference(settings, mesh)
     errors = {}
-    for kind, got, want in zip(("output's gradient", "loss"), norms, wanted_norms, strict=True):
-        said = f"{got:.6g} instead of {want:.6g}"
-        errors[f"gradient norm, backward from a given {kind}"] = (abs(got - want) / want, said)
-    for name, (cut, value) in weights.items():
-        whole, moved = after[name], float((after[name] - before[name]).abs().max())
-        part = whole if cut.dim is None else whole.narrow(cut.dim, cut.start, cut.stop - cut.start)
-        error = float((value - part).abs().max())
-        said = f"off by {error:.3g}, where the two steps move it by {moved:.3g}"
-        errors[f"{name} after the steps"] = (error / moved, said)
-    # A NaN is a difference, too.
+    for source, norm, expected in zip(
+        ("an output gradient", "a loss"), norms, expected_norms, strict=True
+    ):
+        message = f"{norm:.6g} instead of {expected:.6g}"
+        errors[f"gradient norm, backward from {source}"] = (
+            abs(norm - expected) / expected,
+            message,
+        )
+    for name, (cut, weight) in weights.items():
+        full, moved = after[name], float((after[name] - before[name]).abs().max())
+        part = full if cut.dim is None else full.narrow(cut.dim, cut.start, cut.stop - cut.start)
+        error = float((weight - part).abs().max())
+        message = f"wrong by {error:.3g}; the two steps change it by {moved:.3g}"
+        errors[f"{name} after the steps"] = (error / moved, message)
+    # `not <=` also catches NaN.
     bad = [k for k, (error, _) in errors.items() if not error <= _TOLERANCE[settings.precision]]
     counts = [int(row[0]) for row in mesh.gather_floats([len(bad)])]
     if any(counts):
-        found = "\n  ".join(f"{kind}: {errors[kind][1]}" for kind in bad)
+        problems = "\n  ".join(f"{kind}: {errors[kind][1]}" for kind in bad)
         where = f"differ from plain PyTorch on {sum(c > 0 for c in counts)} of {len(counts)} ranks"
-        raise TrainingError(_message(settings, where, found or "nothing on this rank"))
+        raise TrainingError(_message(settings, where, problems or "not on this rank"))
 
 
-def _message(settings: EngineSettings, what: str, found: str) -> str:
+def _message(settings: EngineSettings, outcome: str, problems: str) -> str:
     return (
-        f"the self-test of DeepSpeed {deepspeed.__version__} failed: two microbatches through a "
-        f"toy stage (ZeRO {settings.zero_stage}, offload of the optimizer: "
-        f"{settings.offload_optimizer}, of parameters: {settings.offload_param}, "
-        f"{settings.precision}, reduction {settings.gradient_reduction}) {what}\n  {found}\n"
-        f"Versions {KNOWN_GOOD} are known to be right: pip install 'deepspeed{KNOWN_GOOD}'"
+        f"the self-test of DeepSpeed {deepspeed.__version__} failed: two steps of a toy stage "
+        f"(ZeRO {settings.zero_stage}, optimizer offload {settings.offload_optimizer}, parameter "
+        f"offload {settings.offload_param}, {settings.precision}, gradient_reduction "
+        f"{settings.gradient_reduction}) {outcome}\n  {problems}\n"
+        f"deepspeed{KNOWN_GOOD} is known to be correct: pip install 'deepspeed{KNOWN_GOOD}'"
     )

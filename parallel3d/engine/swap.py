@@ -1,8 +1,9 @@
-"""Folders of NVMe offload: one for each engine and rank, gone when the run is.
+"""Swap folders of NVMe offload: one for each engine and rank.
 
-DeepSpeed names its swap files by rank and parameter, and never removes them: two engines or runs in
-one folder would write over each other. So each engine has its own on each rank, which goes when the
-engine is closed, at the process's end, or, where that was killed, with the next run.
+DeepSpeed names its swap files by rank and parameter and never removes them, so two engines or runs
+in one folder would overwrite each other's files. Each engine therefore has its own folder on each
+rank. It is removed when the engine is closed or the process exits; if the process was killed, the
+next run removes it.
 """
 
 import atexit
@@ -21,17 +22,17 @@ from parallel3d.mesh.mesh import Mesh
 
 _log = logging.getLogger(__name__)
 _PREFIX = "parallel3d-"
-_locks: dict[Path, int] = {}  # this process's folders, and the locks that say that it lives
+_locks: dict[Path, int] = {}  # this process's folders and their lock files
 
 
 def make_folder(nvme_path: str, mesh: Mesh, setting: str) -> Path:
-    """Make a swap folder for this rank under `nvme_path`, without what killed runs left there.
+    """Create a swap folder for this rank under `nvme_path`; remove those of killed runs.
 
-    Collective: raises ConfigError, which names the setting, on all ranks if one cannot write there.
+    Collective: raise ConfigError, which names `setting`, on all ranks if one cannot write there.
     """
 
     def make() -> Path:
-        with _named(nvme_path, mesh, setting):
+        with _naming(nvme_path, mesh, setting):
             _remove_leftovers(Path(nvme_path))
             folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=nvme_path))
             _locks[folder] = _lock(folder)
@@ -41,25 +42,25 @@ def make_folder(nvme_path: str, mesh: Mesh, setting: str) -> Path:
 
 
 def check_writable(nvme_path: str, mesh: Mesh, setting: str) -> None:
-    """Raise ConfigError if this rank cannot write under `nvme_path`; no file stays there."""
-    with _named(nvme_path, mesh, setting), tempfile.TemporaryFile(dir=nvme_path) as file:
+    """Raise ConfigError if this rank cannot write under `nvme_path`; leave no file there."""
+    with _naming(nvme_path, mesh, setting), tempfile.TemporaryFile(dir=nvme_path) as file:
         file.write(b"a byte")
 
 
 @contextmanager
-def _named(nvme_path: str, mesh: Mesh, setting: str) -> Iterator[None]:
+def _naming(nvme_path: str, mesh: Mesh, setting: str) -> Iterator[None]:
+    """Turn an OSError into a ConfigError that names the setting."""
     try:
         yield
     except OSError as error:
         raise ConfigError(
-            f'{setting} = "{nvme_path}": cannot be written on rank {mesh.rank} '
-            f"({error.strerror}); name a folder that exists and can be written on every node, "
-            "on its NVMe drive"
+            f'{setting} = "{nvme_path}": rank {mesh.rank} cannot write there ({error.strerror}); '
+            "use a folder that exists and is writable on every node, on its NVMe drive"
         ) from None
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove one of this process's swap folders, with all in it."""
+    """Remove one of this process's swap folders and its files."""
     if folder in _locks:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(_locks.pop(folder))
@@ -73,11 +74,11 @@ def remove_folders() -> None:
 
 
 def _lock(folder: Path) -> int:
-    """Say that the folder is in use, until this process ends in whatever way."""
+    """Lock the folder as in use until this process ends, however it ends."""
     new = folder / "lock.new"
     lock = os.open(new, os.O_CREAT | os.O_RDWR)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    # Under its name it is locked from the start: nobody takes a folder for dead that is being made.
+    # Locked before it has its final name, so no other process can take the folder for abandoned.
     new.rename(folder / "lock")
     return lock
 
@@ -85,11 +86,11 @@ def _lock(folder: Path) -> int:
 def _remove_leftovers(nvme_path: Path) -> None:
     """Remove the folders of processes that were killed."""
     for path in nvme_path.glob(f"{_PREFIX}*/lock"):
-        with suppress(OSError):  # in use, or somebody else removes it at this moment
+        with suppress(OSError):  # in use, or being removed by another process
             lock = os.open(path, os.O_RDWR)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(path.parent, ignore_errors=True)
-                _log.warning("removed what a killed run left on disk: %s", path.parent)
+                _log.warning("removed a swap folder that a killed run left behind: %s", path.parent)
             finally:
                 os.close(lock)

@@ -1,1 +1,1 @@
-"""The pipeline: schedules as data, and what draws, times and runs them."""
+"""Run pipeline programs: this rank's stages, the executor and its clock."""

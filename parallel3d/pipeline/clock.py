@@ -1,4 +1,4 @@
-"""When the actions of a pipeline program ran, on the device's clock and on the node's (floor 4)."""
+"""Measure when the actions of a pipeline program ran, on the device's clock (floor 4)."""
 
 import time
 from collections.abc import Iterator
@@ -9,19 +9,19 @@ import torch
 
 from parallel3d.schedule.schedule import Action, Span
 
-_TRIES = 5  # to read two clocks at one moment
-_CLOSE = 2e-5  # seconds between two looks at one clock that are near enough
+_TRIES = 5  # attempts to read two clocks at the same moment
+_CLOSE = 2e-5  # seconds that one such reading may take
 
 
 class Timed(Protocol):
-    """A part that waits for the device to tell times, where `timed` says so."""
+    """An object that waits for the device to measure times if `timed` is set."""
 
     timed: bool
 
 
 @contextmanager
 def timing(*parts: Timed) -> Iterator[None]:
-    """Let parts time their steps inside the context."""
+    """Set `timed` on all parts inside the context."""
     before = [part.timed for part in parts]
     for part in parts:
         part.timed = True
@@ -33,17 +33,18 @@ def timing(*parts: Timed) -> Iterator[None]:
 
 
 class DeviceClock:
-    """Moments marked in the order of the device's work, which is queued long before it runs.
+    """A clock whose marks are queued in the order of the device's work.
 
-    On a CPU, whose work is done when a call returns, marks are seconds of this process.
+    Marks are events of the device. On a CPU, whose work is done when a call returns, they are
+    seconds of `time.perf_counter`.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._first_seen: float | None = None  # unix time, of an accelerator's first mark
+        self._first_seen: float | None = None  # unix time of an accelerator's first mark
 
     def mark(self) -> Any:
-        """Mark the moment at which all that was queued so far is done."""
+        """Mark the moment when all work that is queued so far will be done."""
         if self._device.type == "cpu":
             return time.perf_counter()
         if self._first_seen is None:
@@ -53,9 +54,10 @@ class DeviceClock:
         return event
 
     def spans(self, marks: list[tuple[Action, Any, Any]]) -> tuple[float, float, list[Span]]:
-        """Unix times of the first mark and of now, and the seconds of each action since the mark.
+        """Return the Unix times of the first mark and of now, and each action's span.
 
-        `marks`: actions with the marks before and after. Waits until the device is done.
+        `marks` has each action with the marks before and after it. Spans are in seconds since the
+        first mark. Wait until the device is done.
         """
         end = self.mark()
         first = marks[0][1] if marks else end
@@ -73,7 +75,10 @@ class DeviceClock:
 
 
 def _unix_minus_process_time() -> float:
-    """Unix time less `time.perf_counter`, even if the process is put aside between two looks."""
+    """Return Unix time minus `time.perf_counter`.
+
+    Several attempts, because the process may be suspended between reading the two clocks.
+    """
     best, offset = float("inf"), 0.0
     for _ in range(_TRIES):
         before, unix, after = time.perf_counter(), time.time(), time.perf_counter()

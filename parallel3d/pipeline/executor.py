@@ -1,4 +1,4 @@
-"""The executor of a pipeline program: the schedule's own list, action by action (floor 4)."""
+"""Execute a pipeline program: the schedule's own list, action by action (floor 4)."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -19,17 +19,19 @@ from parallel3d.schedule.schedule import Action, Op, Schedule, Span
 from parallel3d.tensor.collectives import all_reduce
 from parallel3d.tensor.dropout import RandomKey
 from parallel3d.tensor.segments import Segments
-from parallel3d.tensor.weight_gradients import WeightGradients, held_back
+from parallel3d.tensor.weight_gradients import WeightGradients, defer_weight_gradients
 
 _Key = tuple[int, int]  # stage, microbatch
 
 
 class Microbatch(NamedTuple):
-    """Input of the stages for one microbatch; tokens and labels are [batch, seq] of int64.
+    """The inputs of one microbatch.
 
-    The first stage uses the tokens, the last one the labels; all use the `segments` where documents
-    are isolated. `weights` (fp32, [batch, seq]) are how much each label counts: in all microbatches
-    of all dp ranks or in none, and wherever a label is -100.
+    - `tokens` (int64, [batch, seq]): for the first stage.
+    - `labels` (int64, [batch, seq]): for the last stage.
+    - `segments`: for all stages, if documents are isolated.
+    - `weights` (fp32, [batch, seq]): how much each label counts. Either all microbatches of all dp
+      ranks have them, or none; they are required if a label is -100.
     """
 
     tokens: Tensor | None = None
@@ -38,43 +40,46 @@ class Microbatch(NamedTuple):
     weights: Tensor | None = None
 
 
-def let_go(output: Tensor) -> None:
-    """Let go of an output's data: its backward asks for its shape and its graph alone.
+def free_data(output: Tensor) -> None:
+    """Drop an output's data, of which the backward needs only shape and graph.
 
-    The data stays with whoever else holds it: a message, the next stage, autograd.
+    Other references (a message, the next stage, autograd) keep the data alive.
     """
     output.data = output.new_empty(1).expand(output.shape)
 
 
 @dataclass
 class Flow:
-    """The tensors of one run of a program: held, on their way, and its results.
+    """The tensors of one run of a program.
 
-    `divisor`: what makes the mean of the batch of the microbatches' losses.
+    `divisor`: the sum of the microbatches' losses divided by it is the batch's mean loss.
     """
 
     divisor: Tensor | int
     inputs: dict[_Key, Tensor] = field(default_factory=dict)
     outputs: dict[_Key, Tensor] = field(default_factory=dict)
     gradients: dict[_Key, Tensor] = field(default_factory=dict)
-    """The gradients of the outputs, until their backward."""
-    held_back: dict[_Key, WeightGradients] = field(default_factory=dict)
+    """Gradients of the outputs, until their backward."""
+    deferred: dict[_Key, WeightGradients] = field(default_factory=dict)
     arriving: dict[Action, Transfer] = field(default_factory=dict)
     sending: dict[Action, tuple[Transfer, Tensor]] = field(default_factory=dict)
     losses: list[Tensor] = field(default_factory=list)
-    """The loss of each microbatch, over `divisor`."""
+    """The loss of each microbatch, divided by `divisor`."""
     token_losses: dict[int, Tensor] = field(default_factory=dict)
-    """The losses of each microbatch of an evaluation: [batch, seq]."""
+    """In an evaluation: each token's loss, [batch, seq], for each microbatch."""
 
 
 class Executor:
-    """The executor of `schedule`'s program on this rank, for one batch after another.
+    """Executes this rank's program of `schedule`, one batch after another.
 
-    `hidden_shape` is what passes between stages: [batch, seq, hidden], or [batch, seq / tp, hidden]
-    under sequence parallelism. With `scatter` each rank of tp sends its part, and the receivers
-    gather the parts. Raises ScheduleError if the program splits backwards whose gradients are
-    reduced in them. With `timed`, for which the device is waited for, `spans` has the seconds of
-    each action since `started` (unix time); at `ended` the gradients are reduced.
+    - `hidden_shape`: the shape of the messages between stages, [batch, seq, hidden], or
+      [batch, seq / tp, hidden] under sequence parallelism.
+    - `scatter`: each tp rank sends its part of a message, and the receivers gather the parts.
+    - `timed`: if set, `run` waits for the device and sets `spans`, each action's seconds since
+      `started`. The gradients are reduced at `ended`. Both are Unix times.
+
+    Raise ScheduleError if the program splits backwards (I and W) but gradients are reduced in each
+    backward.
     """
 
     def __init__(
@@ -110,7 +115,7 @@ class Executor:
         split = next((action for action in self._program if action.op is Op.W), None)
         if split and not engine.settings.reduces_once:
             raise ScheduleError(
-                f"{schedule.name}: {split} needs gradients that are reduced once a step, not in "
+                f"{schedule.name}: {split} requires gradients to be reduced once per step, not in "
                 "each backward"
             )
         backwards = {a.stage: a for a in self._program if a.op in (Op.B, Op.W)}
@@ -125,12 +130,12 @@ class Executor:
         self.started = self.ended = 0.0
 
     def run(self, batch: list[Microbatch], step: int = 0) -> Tensor:
-        """Run the program over one batch, leaving gradients for `engine.step`.
+        """Run the program over one batch; gradients are ready for `engine.step` afterwards.
 
-        Returns the mean loss [] on a rank that holds the last stage, 0 elsewhere, on the device;
-        its mean over the dp ranks is that of the batch, weighted by the sum of all weights. Without
-        backward actions `token_losses` [microbatches, batch, seq] is the loss of each token, where
-        the last stage is.
+        Return the mean loss [] on the device, or 0 on ranks without the last stage. Its mean over
+        the dp ranks is the batch's mean loss (divided by the sum of all weights, if there are any).
+        If the schedule has no backward actions, ranks with the last stage set `token_losses`
+        [microbatches, batch, seq].
         """
         assert len(batch) == self.schedule.num_microbatches
         self._batch, self._key.step = batch, step
@@ -147,11 +152,11 @@ class Executor:
                 self._run[action.op](action.stage, action.microbatch)
                 if clock:
                     marks.append((action, start, clock.mark()))
-            with pulse.waiting("until its messages have left"):
+            with pulse.waiting("waiting until its messages are sent"):
                 for work, _ in flow.sending.values():
                     work.wait()
                 flow.sending.clear()
-            pulse.doing(f"the sums of gradients of {name}")
+            pulse.doing(f"reducing the gradients of {name}")
         if clock:
             self.started, self.ended, self.spans = clock.spans(marks)
         if flow.token_losses:
@@ -161,10 +166,10 @@ class Executor:
     def _forward(self, stage: int, microbatch: int) -> None:
         x, labels, segments, weights = self._batch[microbatch]
         if stage > 0:
-            # In evaluation nobody will come for its gradient.
+            # In evaluation no backward needs the input again.
             take = self.flow.inputs.__getitem__ if self._trains else self.flow.inputs.pop
             x = take((stage, microbatch)).requires_grad_(self._trains)
-        assert x is not None, "the first stage's rank has the tokens"
+        assert x is not None, "the first stage needs tokens"
         self._key.microbatch = microbatch
         run: Callable[..., Tensor] = self.engine.forward if self._trains else self.engine.evaluate
         if stage == self._last_stage and self._trains and weights is not None:
@@ -173,57 +178,58 @@ class Executor:
             output = run(stage, x, labels if stage == self._last_stage else None, segments)
         if stage == self._last_stage:
             if not self._trains:
-                assert labels is not None, "the last stage's rank has the labels"
-                assert output.shape == labels.shape, "a head gives each token's loss in evaluation"
+                assert labels is not None, "the last stage needs labels"
+                assert output.shape == labels.shape, "a head returns token losses in evaluation"
                 self.flow.token_losses[microbatch], output = output, output.mean()
             # The only place where the number of microbatches scales anything.
             output = output / self.flow.divisor
             self.flow.losses.append(output.detach())
         elif self._on_this_rank(stage + 1):
-            # A leaf for the next stage, as what a rank receives: each stage's backward ends there.
+            # Detached, like a received tensor: each stage's backward ends at its input.
             self.flow.inputs[stage + 1, microbatch] = output.detach()
-            let_go(output)
+            free_data(output)
         if self._trains or stage in self.schedule.crossings:
             self.flow.outputs[stage, microbatch] = output
 
     def _losses_divisor(self, batch: list[Microbatch]) -> Tensor | int:
-        """The divisor by which the microbatches' losses sum to a mean, and so do the dp ranks'.
+        """Return the divisor of the microbatches' losses, whose sum is then the mean loss.
 
-        For weighted sums a dp-th of all weights of the batch: one all-reduce over dp.
+        It is their number, or for weighted losses the sum of the batch's weights divided by dp (one
+        all-reduce over dp), so that the mean over dp ranks is the batch's mean.
         """
         weights = [m.weights for m in batch if m.weights is not None]
         if not weights or not self._trains or not self._on_this_rank(self._last_stage):
             return self.schedule.num_microbatches
-        assert len(weights) == len(batch), "all microbatches have weights, or none"
+        assert len(weights) == len(batch), "either all microbatches have weights or none"
         total = torch.stack([w.sum() for w in weights]).sum()
         total = all_reduce(total, self.mesh.group("dp")) / self.mesh.size("dp")
-        # Where nothing counts in the whole batch, there is no loss and no gradient.
+        # If all weights of the batch are 0, loss and gradients are 0.
         return total.clamp(min=torch.finfo(total.dtype).tiny)
 
     def _backward(self, stage: int, microbatch: int) -> None:
-        self._key.microbatch = microbatch  # activation checkpointing draws the same masks again
-        output = self.flow.outputs.pop((stage, microbatch))
-        given = None if stage == self._last_stage else self.flow.gradients.pop((stage, microbatch))
-        completes = (stage, microbatch) in self._completing
-        self.engine.backward(output, given, stage=stage, last=completes)
+        self._key.microbatch = microbatch  # recomputed dropout masks depend on it
+        key = stage, microbatch
+        output = self.flow.outputs.pop(key)
+        grad_output = None if stage == self._last_stage else self.flow.gradients.pop(key)
+        self.engine.backward(output, grad_output, stage=stage, last=key in self._completing)
         if stage > 0:
             grad = self.flow.inputs.pop((stage, microbatch)).grad
             assert grad is not None
             self.flow.gradients[stage - 1, microbatch] = grad
 
     def _input_gradient(self, stage: int, microbatch: int) -> None:
-        with held_back() as products:
+        with defer_weight_gradients() as products:
             self._backward(stage, microbatch)
-        self.flow.held_back[stage, microbatch] = products
+        self.flow.deferred[stage, microbatch] = products
 
     def _weight_gradient(self, stage: int, microbatch: int) -> None:
-        self.flow.held_back.pop((stage, microbatch)).make()
+        self.flow.deferred.pop((stage, microbatch)).make()
 
     def _send_forward(self, stage: int, microbatch: int) -> None:
         take = self.flow.outputs.__getitem__ if self._trains else self.flow.outputs.pop
         output = take((stage, microbatch))
         self._send(output.detach(), Action(Op.SEND_F, stage, microbatch))
-        let_go(output)
+        free_data(output)
 
     def _send_backward(self, stage: int, microbatch: int) -> None:
         gradient = self.flow.gradients.pop((stage - 1, microbatch))
@@ -240,7 +246,7 @@ class Executor:
         receive = send.other_end
         peer = self.schedule.pp_coord_of_stage[receive.stage]
         work = self.mesh.isend(tensor, peer, self._tag(receive))
-        # The buffer must outlive the send; what has left is let go of.
+        # The buffer must outlive the send; forget the sends that are complete.
         self.flow.sending = {a: s for a, s in self.flow.sending.items() if not s[0].is_completed()}
         self.flow.sending[send] = work, tensor
 
@@ -253,31 +259,30 @@ class Executor:
         return buffer
 
     def _part(self, tensor: Tensor) -> Tensor:
-        """The part of a contiguous tensor that this rank sends or receives."""
+        """Return the part of a contiguous tensor that this rank sends or receives."""
         if not self._scatter:
             return tensor
         return tensor.view(-1).chunk(self.mesh.size("tp"))[self.mesh.coord("tp")]
 
     def _tag(self, receive: Action) -> int:
-        """A number of its own for each transfer of a step; gloo heeds it, NCCL has the order."""
+        """Return a tag unique to a transfer in a step; gloo matches by it, NCCL by order."""
         stages = self.schedule.num_stages
         return 2 * (receive.microbatch * stages + receive.stage) + (receive.op is Op.RECV_B)
 
     def _wait(self, compute: Action) -> None:
         op = Op.RECV_F if compute.op is Op.F else Op.RECV_B
         transfer = self.flow.arriving.pop(compute._replace(op=op), None)
-        if transfer is not None:  # None: it was made on this rank
+        if transfer is not None:  # None: the tensor was computed on this rank
             with pulse.waiting(f"waiting for {compute._replace(op=op)}"):
                 transfer.wait()
-                # gloo never says that a message has left. One whose gradient is there has.
+                # gloo does not report that a send is complete. The gradient's arrival shows it.
                 forward = compute._replace(op=Op.SEND_F)
                 if op is Op.RECV_B and (sent := self.flow.sending.pop(forward, None)):
                     sent[0].wait()
                 if self._scatter:
-                    kept = self.flow.inputs if op is Op.RECV_F else self.flow.gradients
-                    whole = kept[compute.stage, compute.microbatch].view(-1)
-                    part = self._part(whole)
-                    all_gather_single(whole, part, group=self.mesh.group("tp"))
+                    received = self.flow.inputs if op is Op.RECV_F else self.flow.gradients
+                    flat = received[compute.stage, compute.microbatch].view(-1)
+                    all_gather_single(flat, self._part(flat), group=self.mesh.group("tp"))
         if compute.op is not Op.W:
             self.engine.wait_for_weights(compute.stage)
 

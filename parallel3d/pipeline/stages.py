@@ -1,4 +1,4 @@
-"""The layers of this rank's stages, built and initialised (floor 4)."""
+"""Build and initialise the layers of this rank's stages (floor 4)."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -26,8 +26,8 @@ from parallel3d.tensor.segments import Segments
 class Stages(nn.Module):
     """The stages of one rank; `forward(stage, ...)` runs one of them.
 
-    `recompute` lists the layers whose activations are dropped after the forward and computed again
-    in the backward (activation checkpointing "full": all but embedding and head).
+    `layers` has each stage's layers. `recompute` has the layers whose activations are recomputed in
+    the backward (activation checkpointing "full": all except embedding and head).
     """
 
     def __init__(self, layers: dict[int, list[nn.Module]], recompute: set[nn.Module]) -> None:
@@ -42,22 +42,24 @@ class Stages(nn.Module):
         labels: Tensor | None = None,
         segments: Segments | None = None,
         weights: Tensor | None = None,
-        reached: Callable[[int, int], None] | None = None,
+        on_input_grad: Callable[[int, int], None] | None = None,
     ) -> Tensor:
-        """Run a stage: token ids or activations -> activations; the mean loss given `labels`.
+        """Run a stage: token ids [batch, seq] or activations -> activations, or the loss.
 
-        With `weights` [batch, seq] the sum of the losses times these; in evaluation each token's
-        loss [batch, seq]. `segments` separate documents. `reached` is called in the backward with
-        the stage and the index of a layer whose input has its gradient: later layers need nothing
-        more.
+        - `labels` [batch, seq]: given to the last stage, which then returns the mean loss [], or in
+          evaluation each token's loss [batch, seq].
+        - `segments`: the documents to keep apart in attention.
+        - `weights` [batch, seq]: return the sum of the losses times these instead of the mean.
+        - `on_input_grad`: called in the backward with the stage and the index of a layer whose
+          input has its gradient; the gradients of all later layers are then complete.
         """
         layers = list(self.stages[str(stage)].children())
         last = layers.pop() if labels is not None else None
         for index, layer in enumerate(layers):
-            if index and reached and x.requires_grad:
-                x.register_hook(partial(_reached, reached, stage, index))
+            if index and on_input_grad and x.requires_grad:
+                x.register_hook(partial(_call_hook, on_input_grad, stage, index))
             if layer in self._recompute and torch.is_grad_enabled():
-                # Dropout masks are functions of their place, so no generator state is kept.
+                # Dropout masks depend only on their place, so no generator state is saved.
                 x = checkpoint(layer, x, segments, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = layer(x, segments)
@@ -67,13 +69,16 @@ class Stages(nn.Module):
         return loss
 
 
-def _reached(tell: Callable[[int, int], None], stage: int, index: int, gradient: Tensor) -> None:
-    tell(stage, index)
+def _call_hook(hook: Callable[[int, int], None], stage: int, index: int, gradient: Tensor) -> None:
+    hook(stage, index)
 
 
 @dataclass(frozen=True)
 class BuiltStages:
-    """Stages of one rank, the parameters in them, and the key of their dropout masks."""
+    """A rank's stages, their parameters, the key of their dropout masks, and all stages' layers.
+
+    `layers_of_stage` has the indices of the layers of every stage of the model.
+    """
 
     module: Stages
     held: tuple[HeldParameter, ...]
@@ -93,22 +98,25 @@ def build_stages(
     sequence_parallel: bool = False,
     overlap: bool = True,
 ) -> BuiltStages:
-    """Make this rank's stages and give every weight its start.
+    """Build this rank's stages and initialise their weights.
 
-    A weight's start depends on `seed`, its global name and its place alone: the same bits on every
-    mesh. Without a seed weights are left unset. Under ZeRO-3 no stage ever exists whole on a rank.
+    Initial weights depend only on `seed`, the weight's global name and the element's place, so they
+    have the same bits on every mesh. If `seed` is None, weights are left uninitialised. Under
+    ZeRO-3 no rank ever holds a whole stage.
     """
     key = RandomKey(seed or 0, mesh.coord("dp"))
     selective = activation_checkpointing == "selective"
     context = LayerContext(mesh.group("tp"), key, sequence_parallel, selective, overlap)
     costs = [float(layer.cost(shape).forward_flops) for layer in layers]
     placement = partition(costs, schedule.num_stages)
-    mine = [s for s, coord in enumerate(schedule.pp_coord_of_stage) if coord == mesh.coord("pp")]
+    own_stages = [
+        s for s, coord in enumerate(schedule.pp_coord_of_stage) if coord == mesh.coord("pp")
+    ]
     modules: dict[str, nn.Module] = {}
     with building(settings, mesh):
-        for s in mine:
+        for s in own_stages:
             for i in placement[s]:
-                modules[layers[i].name] = _make(layers[i], context)
+                modules[layers[i].name] = _build_layer(layers[i], context)
     own = [layer for layer in layers if layer.name in modules]
     held = _tie(layers, modules, [h for o in own for h in _held(o, modules[o.name], context)])
     originals = tied_names(layers)
@@ -116,9 +124,9 @@ def build_stages(
         if seed is None:
             break
         with writing(h.parameter) as (shard, start), torch.no_grad():
-            # A second copy starts as the weight whose name it goes by elsewhere.
+            # The second copy of a tied weight starts as the first, whose name seeds it.
             fill(shard, start, h.spec, originals.get(h.name, h.name), h.cut, seed)
-    by_stage = {s: [modules[layers[i].name] for i in placement[s]] for s in mine}
+    by_stage = {s: [modules[layers[i].name] for i in placement[s]] for s in own_stages}
     inner = {layer.name for layer in layers[1:-1]}
     for name in inner & modules.keys():
         compile_block(modules[name])
@@ -126,14 +134,15 @@ def build_stages(
     return BuiltStages(Stages(by_stage, recompute), tuple(held), key, placement)
 
 
-def _make(layer: LayerSpec, context: LayerContext) -> nn.Module:
-    module, _, name = layer.build.partition(":")
-    made: nn.Module = getattr(import_module(module), name)(layer.config, layer.name, context)
-    return made
+def _build_layer(layer: LayerSpec, context: LayerContext) -> nn.Module:
+    module_name, _, class_name = layer.build.partition(":")
+    build = getattr(import_module(module_name), class_name)
+    module: nn.Module = build(layer.config, layer.name, context)
+    return module
 
 
 def _held(layer: LayerSpec, module: nn.Module, context: LayerContext) -> Iterator[HeldParameter]:
-    """The module's parameters, which must be those that its spec declares."""
+    """Yield the module's parameters, which must be exactly those that its spec declares."""
     tp = context.group.size()
     declared = {p.name: p for p in layer.params}
     built = dict(module.named_parameters())
@@ -149,7 +158,7 @@ def _held(layer: LayerSpec, module: nn.Module, context: LayerContext) -> Iterato
 def _tie(
     layers: Sequence[LayerSpec], modules: dict[str, nn.Module], held: list[HeldParameter]
 ) -> list[HeldParameter]:
-    """Make tied weights one parameter where both copies live here; mark them where they do not."""
+    """Make tied weights one parameter if both copies are on this rank; otherwise mark them."""
     by_name = {h.name: h for h in held}
     for layer in layers:
         for copy_name, original in layer.tied:

@@ -1,1 +1,1 @@
-"""Tensor-parallel layers and their collectives; a layer knows its group and nothing else."""
+"""Tensor-parallel layers and their collectives; a layer knows only its group."""

@@ -1,4 +1,4 @@
-"""Causal attention over the heads of a tensor-parallel rank, and the kernel that computes it."""
+"""Causal attention over the heads of a tensor-parallel rank, and the choice of its kernel."""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,11 +16,13 @@ from parallel3d.tensor.segments import Segments
 
 
 class CausalAttention(nn.Module):
-    """Causal attention: softmax(scale * q k^T) v, each query seeing itself and what is before.
+    """Causal attention: softmax(scale * q k^T) v over the current and earlier positions.
 
-    With segments, a query sees its own document only. Where the context says so, all of it is
-    computed again in backward ("selective" recomputation, arXiv:2205.05198, section 5). `heads` of
-    queries, and of keys and values, over all ranks; `scale`: None means 1/sqrt(head_size).
+    - `heads`: the number of query heads and of key-value heads, over all ranks.
+    - `scale`: None means 1/sqrt(head_size).
+    - With segments, a query attends only within its own document.
+    - `context.recompute_attention`: recompute the attention in backward ("selective"
+      recomputation, arXiv:2205.05198, section 5).
     """
 
     def __init__(
@@ -34,9 +36,12 @@ class CausalAttention(nn.Module):
         self.recompute, self.scale = context.recompute_attention, scale
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments | None = None) -> Tensor:
-        """q [batch, heads, seq, size]; k, v: a divisor of heads -> [batch, seq, heads * size]."""
+        """q, k, v [batch, heads, seq, size] -> [batch, seq, heads * size].
+
+        The heads of k and v divide those of q.
+        """
         if self.recompute and torch.is_grad_enabled():
-            # The mask of its dropout is a function of its place: no generator state is kept.
+            # Dropout masks depend only on their place, so no generator state is saved.
             y = checkpoint(
                 self._attend, q, k, v, segments, use_reentrant=False, preserve_rng_state=False
             )
@@ -45,7 +50,7 @@ class CausalAttention(nn.Module):
         return y.flatten(-2)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments | None) -> Tensor:
-        """[batch, seq, heads, size]."""
+        """Return [batch, seq, heads, size]."""
         self.dropout.seed(q.device)
         if segments is not None:
             return attend_documents(q, k, v, segments, self.dropout.active_p, self.scale)
@@ -67,24 +72,27 @@ class CausalAttention(nn.Module):
 
 
 def kernel_of(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> SDPBackend:
-    """Return the kernel that torch takes for causal attention of such tensors (as `forward`'s)."""
+    """Return the kernel that torch selects for causal attention of q, k, v (as in `forward`)."""
     choice = torch._fused_sdp_choice(
         q, k, v, None, dropout, True, scale=None, enable_gqa=k.shape[1] != q.shape[1]
     )
     return SDPBackend(choice)
 
 
-def in_words(kernel: SDPBackend, q: Tensor, isolated: str = "") -> str:
-    """Return a log's line on the kernel, or a warning; `isolated`: how documents are computed."""
+def describe_kernel(kernel: SDPBackend, q: Tensor, isolated: str = "") -> str:
+    """Return the log line about the kernel, with a warning if it is not fused.
+
+    `isolated` says how isolated documents are computed; "" if they are not isolated.
+    """
     if kernel != SDPBackend.MATH:
         name = kernel.name.lower().removesuffix("_attention").replace("_", " ")
         return f"kernel  attention runs as {name}{isolated and ', ' + isolated}"
     batch, heads, seq, _ = q.shape
     mib = batch * heads * seq * seq * 4 / 2**20
     return (
-        "kernel  WARNING: no fused kernel of this device takes this attention, so each layer holds "
-        f"all scores, {mib:,.0f} MiB, several times over{isolated and ' (of documents: theirs)'}; "
-        "bf16, or an attention dropout of 0, may have one"
+        "kernel  WARNING: this device has no fused kernel for this attention, so each layer holds "
+        f"several copies of all scores, {mib:,.0f} MiB each"
+        f"{isolated and ' (less with isolated documents)'}; try bf16 or an attention dropout of 0"
     )
 
 
@@ -92,9 +100,9 @@ def say_kernel(
     stages: nn.Module, say: Callable[[str], None], *, batch: int, seq: int, dtype: torch.dtype,
     device: torch.device, isolated: bool,
 ) -> None:  # fmt: skip
-    """Say which kernel will compute attention, if one of these `stages` has any.
+    """Log which kernel computes attention, if these `stages` have any.
 
-    torch decides by sizes, strides and kinds of tensors, so it is shown some like a step's.
+    torch decides by sizes, strides and dtypes, so it is asked with tensors like a step's.
     """
     first = next((m for m in stages.modules() if isinstance(m, CausalAttention)), None)
     if first is None:
@@ -105,6 +113,10 @@ def say_kernel(
     k, v = (like(batch, seq, kv_heads, first.head_size).transpose(1, 2) for _ in range(2))
     dropout = first.dropout.p
     if isolated and in_one_kernel(q, dropout):
-        say(in_words(SDPBackend.FLASH_ATTENTION, q, "all documents at once"))
+        say(describe_kernel(SDPBackend.FLASH_ATTENTION, q, "all documents at once"))
         return
-    say(in_words(kernel_of(q, k, v, dropout), q, "one document at a time" if isolated else ""))
+    say(
+        describe_kernel(
+            kernel_of(q, k, v, dropout), q, "one document at a time" if isolated else ""
+        )
+    )

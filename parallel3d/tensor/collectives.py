@@ -1,7 +1,8 @@
-"""The collectives of tensor parallelism, and those of sequence parallelism.
+"""The collectives of tensor and sequence parallelism.
 
-g of arXiv:1909.08053, section 3 (its f is a part of `product.column_linear`); under sequence
-parallelism an all-gather and a reduce-scatter (g and g-bar of arXiv:2205.05198, section 4.2.2).
+Tensor parallelism uses g of arXiv:1909.08053, section 3 (f is part of `product.column_linear`).
+Sequence parallelism uses an all-gather and a reduce-scatter (g and g-bar of arXiv:2205.05198,
+section 4.2.2).
 """
 
 from collections.abc import Sequence
@@ -13,18 +14,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.mesh.transfer import all_gather_single, reduce_scatter_single
-from parallel3d.tensor.compiled import apart
+from parallel3d.tensor.compiled import graph_break
 
 
 @dataclass(frozen=True)
 class Pending:
-    """A collective that may still be under way; its result is valid once it was waited for."""
+    """A collective that may still be running; `result` is valid after `wait`."""
 
     result: Tensor
     works: Sequence[Any] = ()
 
     def wait(self) -> Tensor:
-        """Return the result, which all that is computed, or queued, from here on may use."""
+        """Wait for the collective and return its result; work queued afterwards may use it."""
         for work in self.works:
             if work is not None:
                 work.wait()
@@ -32,7 +33,7 @@ class Pending:
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM) -> Tensor:
-    """Reduce `x` over the group into a new tensor (into `x` itself for a group of one)."""
+    """Reduce `x` over the group into a new tensor; for a group of one return `x` itself."""
     if group.size() == 1:
         return x
     x = x.clone(memory_format=torch.contiguous_format)
@@ -40,65 +41,66 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM)
     return x
 
 
-def start_all_reduce(x: Tensor, group: dist.ProcessGroup, later: bool = True) -> Pending:
-    """Start to sum the contiguous `x` over the group, in place; unless `later`, it is then over."""
+def start_all_reduce(x: Tensor, group: dist.ProcessGroup, async_op: bool = True) -> Pending:
+    """Start to sum the contiguous `x` over the group, in place; finish unless `async_op`."""
     if group.size() == 1:
         return Pending(x)
-    return Pending(x, [dist.all_reduce(x, group=group, async_op=later)])
+    return Pending(x, [dist.all_reduce(x, group=group, async_op=async_op)])
 
 
-def start_all_gather(x: Tensor, group: dist.ProcessGroup, later: bool = True) -> Pending:
-    """Start to gather a sequence's parts, in order: [..., seq / tp, size] -> [..., seq, size]."""
+def start_all_gather(x: Tensor, group: dist.ProcessGroup, async_op: bool = True) -> Pending:
+    """Start to gather a sequence's parts in order: [..., seq / tp, size] -> [..., seq, size]."""
     if group.size() == 1:
         return Pending(x)
-    whole = x.new_empty((*x.shape[:-2], x.shape[-2] * group.size(), x.shape[-1]))
-    return Pending(whole, _each_sample(all_gather_single, whole, x.contiguous(), group, later))
+    full = x.new_empty((*x.shape[:-2], x.shape[-2] * group.size(), x.shape[-1]))
+    return Pending(full, _each_sample(all_gather_single, full, x.contiguous(), group, async_op))
 
 
-def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup, later: bool = True) -> Pending:
-    """Start to sum and keep this rank's part: [..., seq, size] -> [..., seq / tp, size]."""
+def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup, async_op: bool = True) -> Pending:
+    """Start to sum, keeping this rank's part: [..., seq, size] -> [..., seq / tp, size]."""
     if group.size() == 1:
         return Pending(x)
-    mine = x.new_empty((*x.shape[:-2], x.shape[-2] // group.size(), x.shape[-1]))
-    return Pending(mine, _each_sample(reduce_scatter_single, mine, x.contiguous(), group, later))
+    part = x.new_empty((*x.shape[:-2], x.shape[-2] // group.size(), x.shape[-1]))
+    return Pending(part, _each_sample(reduce_scatter_single, part, x.contiguous(), group, async_op))
 
 
 def _each_sample(
-    collective: Any, out: Tensor, x: Tensor, group: dist.ProcessGroup, later: bool
+    collective: Any, out: Tensor, x: Tensor, group: dist.ProcessGroup, async_op: bool
 ) -> list[Any]:
-    """Run one collective for each sample; return what to wait for, None for what is over.
+    """Run one collective per sample; return the works to wait for (None if already finished).
 
-    `out` and `x` are [..., seq or its part, size] and contiguous. One collective for all samples
-    would leave the ranks' parts out of order: sorting them is a copy of the whole tensor. They are
-    coalesced into one call, except over gloo: torch 2.13's gloo group corrupts the heap when such
-    collectives end on both of its threads at once (benchmarks/upstream/gloo_coalesced.py).
+    `out` and `x` are contiguous, [..., seq or its part, size]. One collective for all samples would
+    leave the ranks' parts out of order, and sorting them would copy the whole tensor. The
+    collectives are coalesced into one call, except over gloo: torch 2.13's gloo group corrupts the
+    heap if coalesced collectives end on both of its threads at once
+    (benchmarks/upstream/gloo_coalesced.py).
     """
     outs, xs = (t.view(-1, t.shape[-2] * t.shape[-1]) for t in (out, x))
     if len(xs) == 1:
-        return [collective(outs[0], xs[0], group=group, async_op=later)]
+        return [collective(outs[0], xs[0], group=group, async_op=async_op)]
     if x.is_meta or dist.get_backend(group) == "gloo":  # torch cannot coalesce meta tensors
         return [
-            collective(sample_out, sample, group=group, async_op=later)
+            collective(sample_out, sample, group=group, async_op=async_op)
             for sample_out, sample in zip(outs, xs, strict=True)
         ]
-    with dist._coalescing_manager(group=group, async_ops=later) as together:
+    with dist._coalescing_manager(group=group, async_ops=async_op) as together:
         for sample_out, sample in zip(outs, xs, strict=True):
             collective(sample_out, sample, group=group)
-    return [together] if later else []
+    return [together] if async_op else []
 
 
 def all_gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Gather the ranks' parts of a sequence: [..., seq / tp, size] -> [..., seq, size]."""
-    return start_all_gather(x, group, later=False).result
+    return start_all_gather(x, group, async_op=False).result
 
 
 def reduce_scatter_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum over the ranks, keep this one's part: [..., seq, size] -> [..., seq / tp, size]."""
-    return start_reduce_scatter(x, group, later=False).result
+    """Sum over the ranks, keeping this rank's part: [..., seq, size] -> [..., seq / tp, size]."""
+    return start_reduce_scatter(x, group, async_op=False).result
 
 
 def sequence_part(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    """Take this rank's equal part, along `dim`, of what every rank of the group holds whole."""
+    """Return this rank's equal part, along `dim`, of a tensor that is replicated over the group."""
     length = x.shape[dim] // group.size()
     return x.narrow(dim, length * group.rank(), length)
 
@@ -107,7 +109,7 @@ class _G(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.mark_dirty(x)
-        return start_all_reduce(x, group, later=False).result
+        return start_all_reduce(x, group, async_op=False).result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -128,14 +130,15 @@ class _ReduceScatter(torch.autograd.Function):
 def reduce_from_group(
     x: Tensor, group: dist.ProcessGroup, sequence_parallel: bool = False
 ) -> Tensor:
-    """Megatron's g: all-reduce forward, identity backward, where partial sums become replicated.
+    """Sum partial results over the group: all-reduce forward, identity backward (Megatron's g).
 
-    The sum takes the place of `x`, which must be contiguous and held by nobody else. Under sequence
-    parallelism a reduce-scatter and an all-gather: [..., seq, size] -> [..., seq / tp, size].
+    The sum overwrites `x`, which must be contiguous and not used elsewhere. Under sequence
+    parallelism, reduce-scatter forward and all-gather backward:
+    [..., seq, size] -> [..., seq / tp, size].
     """
     return x if group.size() == 1 else _across(x, group, sequence_parallel)
 
 
-@apart("a collective of tensor parallelism")
+@graph_break("a collective of tensor parallelism")
 def _across(x: Tensor, group: dist.ProcessGroup, sequence_parallel: bool) -> Tensor:
     return (_ReduceScatter if sequence_parallel else _G).apply(x, group)

@@ -1,7 +1,7 @@
-"""torch.compile: of what lies between products, or of whole blocks, as this process was told.
+"""Apply torch.compile to pointwise functions or to whole blocks, by a mode of the process.
 
-Shapes do not change in a run (`dynamic=False`), so nothing is compiled again after the first step
-and the first evaluation.
+Shapes do not change during a run (`dynamic=False`), so nothing is compiled after the first step and
+the first evaluation.
 """
 
 import re
@@ -14,61 +14,63 @@ import torch
 from torch import nn
 
 Mode = Literal["none", "pointwise", "block"]
-Given = ParamSpec("Given")
-Made = TypeVar("Made")
+Arguments = ParamSpec("Arguments")
+Returned = TypeVar("Returned")
 
 _mode: Mode = "none"
 _backend = "inductor"
-_apart: list[list[Any]] = []  # functions that no block takes in, and why, until blocks are compiled
+_excluded: list[list[Any]] = []  # functions left out of blocks, each with its reason
 
 
 def use(mode: Mode, backend: str = "inductor") -> None:
-    """Set what torch.compile compiles from now on, and by which of its backends."""
+    """Set what torch.compile compiles from now on, and its backend."""
     global _mode, _backend
     _mode, _backend = mode, backend
     if mode == "none":
         return
     from torch._inductor import config  # it takes a second
 
-    # Dropout masks stay a function of their place: drawn by torch's operators, not inductor's.
+    # Draw dropout masks by torch's operators, so that they depend on their place, compiled or not.
     config.fallback_random = True
-    for function in _apart if mode == "block" else ():
+    for function in _excluded if mode == "block" else ():
         function[0] = torch.compiler.disable(function[0], reason=function[1])
-    _apart.clear()
+    _excluded.clear()
 
 
 def compiles_pointwise() -> bool:
-    """Whether functions marked `pointwise` are compiled, each by itself."""
+    """Return True if functions marked `pointwise` are compiled one by one."""
     return _mode == "pointwise" and not torch.compiler.is_compiling()
 
 
-def pointwise(function: Callable[Given, Made]) -> Callable[Given, Made]:
-    """Compile a function of tensors by itself under "pointwise"; a compiled block takes it in.
+def pointwise(function: Callable[Arguments, Returned]) -> Callable[Arguments, Returned]:
+    """Compile a function of tensors by itself in mode "pointwise"; compiled blocks inline it.
 
-    It may need no parameter but its arguments: ZeRO-3 gathers weights while their module runs.
+    It must get parameters as arguments: ZeRO-3 gathers weights only while their module runs.
     """
 
-    @cache  # when it is first needed: to ask torch for it takes a second
+    @cache  # on first use: importing torch's compiler takes a second
     def compiled() -> Callable[..., Any]:
         return torch.compile(function, fullgraph=True, dynamic=False, backend=_backend)
 
     @wraps(function)
-    def run(*args: Given.args, **options: Given.kwargs) -> Made:
+    def run(*args: Arguments.args, **options: Arguments.kwargs) -> Returned:
         return (compiled() if compiles_pointwise() else function)(*args, **options)
 
     return run
 
 
-def apart(reason: str) -> Callable[[Callable[Given, Made]], Callable[Given, Made]]:
-    """Leave a function out of compiled blocks: a graph break, for the given reason."""
+def graph_break(
+    reason: str,
+) -> Callable[[Callable[Arguments, Returned]], Callable[Arguments, Returned]]:
+    """Leave the decorated function out of compiled blocks: a graph break with this reason."""
 
-    def decorate(function: Callable[Given, Made]) -> Callable[Given, Made]:
-        chosen: list[Any] = [function, reason]
-        _apart.append(chosen)
+    def decorate(function: Callable[Arguments, Returned]) -> Callable[Arguments, Returned]:
+        entry: list[Any] = [function, reason]
+        _excluded.append(entry)
 
         @wraps(function)
-        def run(*args: Given.args, **options: Given.kwargs) -> Made:
-            return chosen[0](*args, **options)
+        def run(*args: Arguments.args, **options: Arguments.kwargs) -> Returned:
+            return entry[0](*args, **options)
 
         return run
 
@@ -76,20 +78,20 @@ def apart(reason: str) -> Callable[[Callable[Given, Made]], Callable[Given, Made
 
 
 def compile_block(block: nn.Module) -> None:
-    """Have a block's calls compiled under "block"; what cannot be compiled is counted."""
+    """Compile a block's calls in mode "block"; graph breaks are counted."""
     if _mode == "block":
         block.compile(dynamic=False, backend=_backend)
 
 
 class CompiledCounts(NamedTuple):
-    """Graphs that this process has compiled, and how often each reason broke one."""
+    """The number of compiled graphs, and of graph breaks for each reason."""
 
     graphs: int
     breaks: dict[str, int]
 
 
 def counts() -> CompiledCounts:
-    """Count what this process has compiled since it began."""
+    """Return what this process has compiled so far."""
     from torch._dynamo.utils import counters
 
     breaks: Counter[str] = Counter()
@@ -99,16 +101,16 @@ def counts() -> CompiledCounts:
 
 
 def _reason(text: str) -> str:
-    """Ours, of a function that is left out on purpose; else the first line of what torch says."""
-    if given := re.search(r"\(reason: (.*)\)", text):
-        return given[1]
+    """Return our reason of a `graph_break`, else the first line of torch's explanation."""
+    if match := re.search(r"\(reason: (.*)\)", text):
+        return match[1]
     return next((line.strip() for line in text.splitlines() if line.strip()), "unknown")
 
 
 def in_words() -> str:
-    """What a run's log says of compilation after its first step; "" where nothing is compiled."""
+    """Return the log lines about compilation after the first step; "" in mode "none"."""
     if _mode == "none":
         return ""
-    found = counts()
-    said = [f"compile {_mode}: {found.graphs} graphs, {sum(found.breaks.values())} graph breaks"]
-    return "\n".join([*said, *(f"  {times} x {reason}" for reason, times in found.breaks.items())])
+    graphs, breaks = counts()
+    lines = [f"compile {_mode}: {graphs} graphs, {sum(breaks.values())} graph breaks"]
+    return "\n".join([*lines, *(f"  {times} x {reason}" for reason, times in breaks.items())])

@@ -1,4 +1,4 @@
-"""What every layer is built with: its group, dropout's key, and how activations are kept."""
+"""The context in which every layer is built."""
 
 from dataclasses import dataclass
 
@@ -9,11 +9,13 @@ from parallel3d.tensor.dropout import RandomKey
 
 @dataclass(frozen=True)
 class LayerContext:
-    """A layer's tensor-parallel group, the key of its dropout masks, and how activations are kept.
+    """A layer's tensor-parallel group, the key of its dropout masks, and its options.
 
-    `sequence_parallel`: between the layers each rank of the group holds its part of the sequence,
-    [batch, seq / tp, hidden]. `overlap`: collectives of a backward run under its products; without
-    it an input and its gradient are not both held whole.
+    - `sequence_parallel`: between layers each rank of the group holds its part of the sequence,
+      [batch, seq / tp, hidden].
+    - `recompute_attention`: recompute attention in backward instead of saving its activations.
+    - `overlap`: overlap a backward's collectives with its products. Without it, less memory is
+      needed: the full input and its full gradient are not held at the same time.
     """
 
     group: dist.ProcessGroup
@@ -24,5 +26,5 @@ class LayerContext:
 
     @property
     def sequence_group(self) -> dist.ProcessGroup | None:
-        """The group that the activations between layers are split over; None: replicated."""
+        """The group over which activations between layers are split; None if replicated."""
         return self.group if self.sequence_parallel else None

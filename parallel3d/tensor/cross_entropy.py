@@ -1,6 +1,7 @@
-"""The passes of a cross-entropy over its logits, [tokens, vocab / tp] of one tensor-parallel rank.
+"""The passes of a cross-entropy over one tensor-parallel rank's logits, [tokens, vocab / tp].
 
-Compiled they read the logits as the product gave them, else in fp32; nothing of their size is made.
+Compiled, they read the logits in the training dtype, otherwise in fp32. No pass allocates another
+tensor of the logits' size.
 """
 
 import torch
@@ -9,20 +10,24 @@ from torch import Tensor
 from parallel3d.tensor.compiled import compiles_pointwise, pointwise
 
 
-def ready(logits: Tensor) -> Tensor:
-    """Make a fresh product's logits what the functions below take: in fp32, or as they are."""
+def prepare_logits(logits: Tensor) -> Tensor:
+    """Return the logits for the functions below: in fp32, or unchanged if those are compiled."""
     return logits if compiles_pointwise() else logits.float()
 
 
 def sum_rows(logits: Tensor, here: Tensor, top: Tensor, picked: Tensor, total: Tensor) -> None:
-    """Write into [tokens] each the maximum, the label's logit and the sum of the exponentials.
+    """Write statistics of each row of the logits, [tokens] each.
 
-    The last two are of logits less the maximum. `here` [tokens]: the row of a label, any if this
-    rank has none. The logits are spent: only `gradient_of_spent` may take them.
+    - `top`: the maximum.
+    - `picked`: the label's logit minus the maximum.
+    - `total`: the sum of exp(logit - maximum).
+
+    `here` [tokens] is the label's column, any valid one if this rank does not have it. The logits
+    are overwritten: afterwards only `gradient_from_exponentials` may use them.
     """
     if compiles_pointwise():
-        for place, found in zip((top, picked, total), _rows(logits, here), strict=True):
-            place.copy_(found)
+        for out, values in zip((top, picked, total), _rows(logits, here), strict=True):
+            out.copy_(values)
         return
     torch.amax(logits, -1, out=top)
     logits.sub_(top.unsqueeze(-1))
@@ -30,13 +35,14 @@ def sum_rows(logits: Tensor, here: Tensor, top: Tensor, picked: Tensor, total: T
     torch.sum(logits.exp_(), -1, out=total)
 
 
-def gradient_of_spent(
+def gradient_from_exponentials(
     logits: Tensor, top: Tensor, factor: Tensor, here: Tensor, outside: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """The gradient of the logits that `sum_rows` took, p - 1 at the label and p elsewhere.
+    """Return the gradient by the logits that `sum_rows` has overwritten, in their memory.
 
-    `top` is what it found; `factor` [tokens] makes probabilities of exponentials. It is taken
-    before it is rounded to `dtype`: in bf16 any p above 0.998 is 1.
+    It is p - 1 at the label and p elsewhere. `top` is from `sum_rows`; exponentials times `factor`
+    [tokens] are probabilities. 1 is subtracted before rounding to `dtype`: in bf16 any p above
+    0.998 rounds to 1.
     """
     if compiles_pointwise():
         _put_gradient(logits, top, factor, here, outside)
@@ -44,10 +50,13 @@ def gradient_of_spent(
     return _less_one_at(logits.mul_(factor.unsqueeze(-1)), here, outside).to(dtype)
 
 
-def gradient_of(
+def gradient_from_logits(
     logits: Tensor, normaliser: Tensor, here: Tensor, outside: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """The gradient by logits that are as `ready` made them, by their logsumexp, [tokens]."""
+    """Return the gradient by logits from `prepare_logits`, in their memory if compiled.
+
+    `normaliser` [tokens] is their logsumexp.
+    """
     if compiles_pointwise():
         _put_gradient(logits, normaliser, None, here, outside)
         return logits
@@ -56,7 +65,7 @@ def gradient_of(
 
 
 def _less_one_at(probabilities: Tensor, here: Tensor, outside: Tensor) -> Tensor:
-    """The gradient of the logits in the place of the probabilities."""
+    """Turn probabilities into the gradient by the logits, in place."""
     hit = (~outside).to(probabilities.dtype).unsqueeze(-1)
     return probabilities.scatter_add_(-1, here.unsqueeze(-1), -hit)
 
@@ -74,7 +83,7 @@ def _rows(logits: Tensor, here: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _put_gradient(
     logits: Tensor, top: Tensor, factor: Tensor | None, here: Tensor, outside: Tensor
 ) -> None:
-    """Write the gradient in the place of the logits."""
+    """Overwrite the logits with their gradient."""
     probabilities = (logits.float() - top.unsqueeze(-1)).exp()
     if factor is not None:
         probabilities = probabilities * factor.unsqueeze(-1)

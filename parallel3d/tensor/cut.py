@@ -1,4 +1,4 @@
-"""How a parameter is cut over a tensor-parallel group, and what else is known of it on a rank."""
+"""Describe how a parameter is cut over a tensor-parallel group, and its role on a rank."""
 
 from dataclasses import dataclass
 from math import prod
@@ -11,13 +11,13 @@ from parallel3d.model.spec import ParamSpec
 
 
 def even_split(length: int, parts: int, index: int) -> tuple[int, int]:
-    """Bounds [start, stop) of part `index` when `length` is cut into parts that differ by one."""
+    """Return the bounds [start, stop) of part `index`; parts differ by at most one element."""
     return length * index // parts, length * (index + 1) // parts
 
 
 @dataclass(frozen=True)
 class Cut:
-    """The part of a global parameter that this tp rank holds; it is whole if `dim` is None."""
+    """A tp rank's part of a global parameter: [start, stop) of `dim`, or all if it is None."""
 
     global_shape: tuple[int, ...]
     dim: int | None
@@ -27,7 +27,7 @@ class Cut:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of the part that this rank holds."""
+        """The shape of this rank's part."""
         if self.dim is None:
             return self.global_shape
         head, tail = self.global_shape[: self.dim], self.global_shape[self.dim + 1 :]
@@ -35,14 +35,14 @@ class Cut:
 
     @property
     def counts(self) -> bool:
-        """Whether this rank counts the part where each element counts once (the gradient norm)."""
+        """True if this rank counts the part where each element counts once (the gradient norm)."""
         return self.dim is not None or self.group_rank == 0
 
 
 def cut_parameter(
     shape: tuple[int, ...], dim: int | None, group: dist.ProcessGroup
 ) -> nn.Parameter:
-    """Make an empty parameter for this rank's part of global `shape`, its `cut` attached."""
+    """Create an empty parameter for this rank's part of global `shape`, with its `cut` attached."""
     rank, size = group.rank(), group.size()
     start, stop = (0, 0) if dim is None else even_split(shape[dim], size, rank)
     cut = Cut(tuple(shape), dim, start, stop, rank)
@@ -52,7 +52,7 @@ def cut_parameter(
 
 
 def cut_of(parameter: nn.Parameter) -> Cut:
-    """The cut that a layer attached to its parameter."""
+    """Return the cut that a layer attached to its parameter."""
     return parameter.cut  # type: ignore[attr-defined]
 
 
@@ -60,9 +60,9 @@ def cut_of(parameter: nn.Parameter) -> Cut:
 class HeldParameter:
     """A parameter of this rank's stages, under its global name.
 
-    `tied_across` marks a weight whose other copy lives on another pipeline coordinate; `copy` marks
-    the second of the two, which is counted, saved and reported nowhere. `partial` marks a parameter
-    whose gradient on each tp rank is a part of the whole: the engine sums it over tp.
+    - `tied_across`: the weight's other copy is on another pipeline coordinate.
+    - `copy`: it is the second of two tied copies, which is not counted, saved or reported.
+    - `partial`: each tp rank's gradient is a partial sum; the engine sums it over tp.
     """
 
     name: str
@@ -74,15 +74,15 @@ class HeldParameter:
 
     @property
     def cut(self) -> Cut:
-        """How tensor parallelism cut the parameter."""
+        """The part of the parameter on this tp rank."""
         return cut_of(self.parameter)
 
     @property
     def elements(self) -> int:
-        """Elements of this tensor-parallel rank's part."""
+        """The number of elements of this tp rank's part."""
         return prod(self.cut.local_shape)
 
     @property
     def counts(self) -> bool:
-        """Whether this rank's elements count where each of the model counts once."""
+        """True if this rank counts its elements where each of the model's counts once."""
         return self.cut.counts and not self.copy

@@ -1,6 +1,6 @@
-"""Causal attention in which documents that share a sample do not see each other.
+"""Causal attention within the documents of a sample, without a mask of sequence x sequence.
 
-No mask of sequence x sequence is made: what is computed grows with the squares of the documents.
+The work grows with the squares of the documents' lengths, not of the sequence length.
 """
 
 from functools import cache
@@ -19,26 +19,27 @@ _HALF = (torch.bfloat16, torch.float16)
 def attend_documents(
     q: Tensor, k: Tensor, v: Tensor, segments: Segments, dropout: float, scale: float | None = None
 ) -> Tensor:
-    """Attend within documents: q [batch, heads, seq, size]; k, v with a divisor of its heads.
+    """Attend within documents: q, k, v [batch, heads, seq, size] -> [batch, seq, heads, size].
 
-    `scale` of the scores: None means 1/sqrt(size). Gives [batch, seq, heads, size], by torch's
-    kernel for sequences of various lengths where it can (`in_one_kernel`), else one by one.
+    The heads of k and v divide those of q. `scale`: None means 1/sqrt(size). torch's
+    variable-length kernel computes all documents at once if it can (`in_one_kernel`); otherwise
+    each is computed separately.
     """
     batch, _, seq, _ = q.shape
-    # As the products before gave them: [batch * seq, heads, size], without a copy.
+    # [batch * seq, heads, size]: a view, because it is the memory layout of the products before.
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
     attend = _at_once if in_one_kernel(q, dropout) else _one_by_one
     return attend(q, k, v, segments, dropout, scale).unflatten(0, (batch, seq))
 
 
 def in_one_kernel(q: Tensor, dropout: float) -> bool:
-    """True if torch's variable-length flash attention (from Ampere on) takes q [..., size]."""
+    """Return True if torch's variable-length flash attention (Ampere or newer) supports q."""
     fits = q.shape[-1] <= 256 and q.shape[-1] % 8 == 0 and q.dtype in _HALF and dropout == 0
-    return q.device.type == "cuda" and fits and _is_there(q.device)
+    return q.device.type == "cuda" and fits and _has_kernel(q.device)
 
 
 @cache
-def _is_there(device: torch.device) -> bool:
+def _has_kernel(device: torch.device) -> bool:
     return (
         torch.backends.cuda.is_flash_attention_available()
         and torch.cuda.get_device_capability(device) >= (8, 0)
@@ -48,13 +49,13 @@ def _is_there(device: torch.device) -> bool:
 
 @cache
 def _kernel() -> Any:
-    """torch's function; None in a torch that has it without grouped queries (before 2.12)."""
+    """Return torch's function, or None before torch 2.12 (no grouped queries)."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    known = signature(varlen_attn).parameters
-    return varlen_attn if {"enable_gqa", "window_size"} <= known.keys() else None
+    parameters = signature(varlen_attn).parameters
+    return varlen_attn if {"enable_gqa", "window_size"} <= parameters.keys() else None
 
 
 def _at_once(
@@ -70,7 +71,7 @@ def _at_once(
         longest,
         longest,
         scale=scale,
-        window_size=(-1, 0),  # itself and those before
+        window_size=(-1, 0),  # causal: itself and earlier positions
         enable_gqa=k.shape[1] != q.shape[1],
     )
 
@@ -78,12 +79,12 @@ def _at_once(
 def _one_by_one(
     q: Tensor, k: Tensor, v: Tensor, segments: Segments, dropout: float, scale: float | None
 ) -> Tensor:
-    """[tokens, heads, size]; each document's attention is a causal one of its own."""
-    found = []
+    """Compute causal attention for each document separately; [tokens, heads, size]."""
+    outputs = []
     for parts in zip(*(t.split(segments.lengths) for t in (q, k, v)), strict=True):
-        mine, keys, values = (t.transpose(0, 1).unsqueeze(0) for t in parts)
+        queries, keys, values = (t.transpose(0, 1).unsqueeze(0) for t in parts)
         y = F.scaled_dot_product_attention(
-            mine,
+            queries,
             keys,
             values,
             dropout_p=dropout,
@@ -91,5 +92,5 @@ def _one_by_one(
             scale=scale,
             enable_gqa=k.shape[1] != q.shape[1],
         )  # [1, heads, tokens of the document, size]
-        found.append(y.squeeze(0).transpose(0, 1))
-    return torch.cat(found)
+        outputs.append(y.squeeze(0).transpose(0, 1))
+    return torch.cat(outputs)

@@ -1,7 +1,7 @@
-"""Dropout whose mask is a pure function of where it is applied.
+"""Dropout whose mask depends only on where it is applied.
 
-So it agrees where activations are replicated, is the same when activation checkpointing computes it
-again, and needs no generator state in a checkpoint.
+The mask is therefore equal on ranks with replicated activations and in recomputation, and a
+checkpoint needs no generator state.
 """
 
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel3d.tensor.compiled import apart
+from parallel3d.tensor.compiled import graph_break
 
 
 @dataclass
 class RandomKey:
-    """What a dropout mask depends on; the executor sets it before every forward and backward."""
+    """The key of dropout masks; the executor updates it before every forward and backward."""
 
     seed: int
     dp_coord: int = 0
@@ -24,11 +24,11 @@ class RandomKey:
     microbatch: int = 0
 
     def seed_generator(self, place: str, tp_rank: int, device: torch.device) -> None:
-        """Seed the device's default generator for the stochastic operator that follows."""
+        """Seed the device's default generator for the next random operator."""
         text = f"{self.seed}/{self.dp_coord}/{self.step}/{self.microbatch}/{place}/{tp_rank}"
         digest = blake2b(text.encode(), digest_size=8).digest()
         seed = int.from_bytes(digest, "big") >> 1
-        # torch.manual_seed would seed the generator of every device that this process sees.
+        # torch.manual_seed would seed the generators of all visible devices.
         if device.type == "cpu":
             torch.default_generator.manual_seed(seed)
         else:
@@ -36,9 +36,10 @@ class RandomKey:
 
 
 class Dropout(nn.Module):
-    """Dropout at a named place, over a group that the activation is split over (None: replicated).
+    """Dropout at a named place.
 
-    `seed()` also serves operators that draw from the device's default generator by themselves.
+    `split_over`: the group over which the activation is split; None if it is replicated. `seed()`
+    also serves operators that draw from the device's default generator themselves.
     """
 
     def __init__(
@@ -53,21 +54,21 @@ class Dropout(nn.Module):
         return self.p if self.training else 0.0
 
     def seed(self, device: torch.device) -> None:
-        """Make the next random draw on `device` this place's own."""
+        """Seed the next random draw on `device` for this place."""
         if self.active_p > 0:
             self._seed(device)
 
-    @apart("the seed of a dropout mask")
+    @graph_break("the seed of a dropout mask")
     def _seed(self, device: torch.device) -> None:
         tp_rank = 0 if self.split_over is None else self.split_over.rank()
         self.key.seed_generator(self.place, tp_rank, device)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x of any shape -> the same shape, elements zeroed with probability p, the rest scaled."""
+        """Zero elements of x (any shape) with probability p; scale the others by 1 / (1 - p)."""
         if self.active_p == 0:
             return x
         self.seed(x.device)
-        # The operator of every accelerator, also on a CPU, where F.dropout keeps a float mask.
+        # Accelerators use this operator anyway; on CPUs F.dropout would save a float mask.
         return torch.native_dropout(x, self.p, True)[0]
 
     def extra_repr(self) -> str:

@@ -1,7 +1,7 @@
-"""The start of every parameter, the same bits on every mesh.
+"""Initialise parameters with the same bits on every mesh.
 
 A parameter is drawn in tiles, each from a generator seeded by the run's seed, the parameter's
-global name and the tile's place. A rank draws the tiles that its part touches, a band at a time.
+global name and the tile's place. A rank draws the tiles that overlap its part, one band at a time.
 """
 
 from hashlib import blake2b
@@ -15,15 +15,15 @@ from parallel3d.tensor.cut import Cut
 
 
 def _tile(extent: int) -> int:
-    """Return the elements of a tile along a dim: a sixteenth of it, and at most 256."""
+    """Return the length of a tile along a dim: a sixteenth of `extent`, and at most 256."""
     return min(256, -(-extent // 16))
 
 
 def fill(out: Tensor, start: int, spec: ParamSpec, name: str, cut: Cut, seed: int) -> None:
     """Write elements [start, start + len(out)) of this rank's flattened part of a parameter.
 
-    `out` is flat, of any float dtype and device; values are drawn in fp32 on the CPU, so that no
-    device changes them. What lies beyond the part's end (ZeRO's padding) is left alone.
+    `out` is flat, of any float dtype and device. Values are drawn in fp32 on the CPU, so they do
+    not depend on the device. Elements beyond the part's end (ZeRO's padding) are not written.
     """
     stop = min(start + out.numel(), prod(cut.local_shape))
     if stop <= start:
@@ -41,7 +41,7 @@ def fill(out: Tensor, start: int, spec: ParamSpec, name: str, cut: Cut, seed: in
     width = c1 - c0
     slab_numel = (r1 - r0) * width
     for slab in range(slabs):
-        # The rows of this slab, counted from r0, that the flat range touches.
+        # The rows of this slab, counted from r0, that overlap the flat range.
         first = max(0, start - slab * slab_numel) // width
         last = -(-min(slab_numel, stop - slab * slab_numel) // width)
         row = r0 + first
@@ -58,7 +58,7 @@ def _band(
     name: str, seed: int, slab: int, r0: int, r1: int, c0: int, c1: int,
     rows: int, columns: int, std: float,
 ) -> Tensor:  # fmt: skip
-    """Rows [r0, r1) of one band of tiles, columns [c0, c1): [r1 - r0, c1 - c0]."""
+    """Return rows [r0, r1) and columns [c0, c1) of one band of tiles: [r1 - r0, c1 - c0]."""
     tall, wide = _tile(rows), _tile(columns)
     i = r0 // tall
     top, bottom = i * tall, min(rows, (i + 1) * tall)

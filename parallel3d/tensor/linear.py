@@ -1,7 +1,8 @@
 """Linear layers whose weight is cut over a tensor-parallel group (arXiv:1909.08053, section 3).
 
-Under sequence parallelism (arXiv:2205.05198, section 4.2.2) their activations outside are
-[..., seq / tp, size] instead of replicated. A bias is added in place, which no backward minds.
+Under sequence parallelism (arXiv:2205.05198, section 4.2.2) their outer activations are
+[..., seq / tp, size] instead of replicated. Biases are added in place: no backward needs the output
+of the product.
 """
 
 from collections.abc import Mapping
@@ -17,9 +18,10 @@ from parallel3d.tensor.product import Rows, column_linear, linear
 class ColumnParallelLinear(nn.Module):
     """y = x W^T + b with the output features cut over the group.
 
-    Takes replicated x [..., in], or its part [..., seq / tp, in] under sequence parallelism; gives
-    this rank's [..., out / tp]. `fused` = n: n such layers side by side, each cut by itself (query,
-    key and value), with weight [n, out, in] and result [..., n * out / tp], layer by layer.
+    - Input: x [..., in], replicated, or [..., seq / tp, in] under sequence parallelism.
+    - Output: this rank's [..., out / tp].
+    - `fused` = n: n such layers on one input (query, key and value), each cut separately. The
+      weight is [n, out, in], and the output [..., n * out / tp], layer after layer.
     """
 
     def __init__(
@@ -47,9 +49,9 @@ class ColumnParallelLinear(nn.Module):
 class GroupedColumnLinear(nn.Module):
     """Column-parallel layers of different sizes on one input: query, key and value.
 
-    `heads` gives each layer's name and number of heads of `head_size` features. A layer with fewer
-    heads than the group has ranks is held whole by every rank, which uses the head that its share
-    of the others attends to; its gradient is then a part of the whole (`ParamSpec.partial`).
+    `heads` maps each layer's name to its number of heads of `head_size` features. If a layer has
+    fewer heads than the group has ranks, every rank holds all of it and uses only the head that its
+    query heads attend to. Its gradient is then a partial sum (`ParamSpec.partial`).
     """
 
     def __init__(
@@ -97,8 +99,9 @@ class GroupedColumnLinear(nn.Module):
 class RowParallelLinear(nn.Module):
     """y = x W^T + b with the input features cut over the group.
 
-    Takes this rank's x [..., in / tp], gives replicated [..., out], or under sequence parallelism
-    its part [..., seq / tp, out]; the bias is whole on each rank and added once, after the sum.
+    - Input: this rank's x [..., in / tp].
+    - Output: replicated [..., out], or this rank's [..., seq / tp, out] under sequence parallelism.
+    - The bias is replicated, and added once, after the sum.
     """
 
     def __init__(

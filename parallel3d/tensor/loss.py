@@ -1,7 +1,7 @@
-"""The output projection and its cross-entropy as one function, some tokens at a time.
+"""The output projection and its cross-entropy as one function, computed in chunks of tokens.
 
-The logits of all tokens, a model's largest tensor, exist on no rank. Where there are several parts,
-backward computes the logits of each again (a third of the head's products more).
+The logits of all tokens, a model's largest tensor, never exist at once if there are several chunks.
+Backward then recomputes the logits of each, which adds a third to the head's products.
 """
 
 from collections.abc import Iterator
@@ -13,24 +13,33 @@ from torch import Tensor
 
 from parallel3d.model.head_cost import chunk_tokens
 from parallel3d.tensor.collectives import all_gather_sequence, all_reduce, reduce_scatter_sequence
-from parallel3d.tensor.cross_entropy import gradient_of, gradient_of_spent, ready, sum_rows
+from parallel3d.tensor.cross_entropy import (
+    gradient_from_exponentials,
+    gradient_from_logits,
+    prepare_logits,
+    sum_rows,
+)
 from parallel3d.tensor.cut import even_split
-from parallel3d.tensor.weight_gradients import now_or_later, sum_so_far
+from parallel3d.tensor.weight_gradients import compute_or_defer, in_place_sum
 
-_ROWS = 2**25  # elements of a weight's gradient that are made at once where they are added in fp32
+_ROWS = 2**25  # elements of a weight's gradient that are added at a time if dtypes differ
 
 
 def local_ids(tokens: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
-    """Token ids counted from `start`, and a mask of those outside [start, stop) (their id is 0)."""
+    """Return token ids relative to `start`, and a mask of those outside [start, stop).
+
+    Ids outside become 0.
+    """
     outside = (tokens < start) | (tokens >= stop)
     return (tokens - start).masked_fill(outside, 0), outside
 
 
 class _Loss(torch.autograd.Function):
-    """-log softmax at the label, of x @ weight.T, in fp32.
+    """-log softmax(x @ weight.T) at the label, in fp32.
 
-    All-reduces have one number a token (the maximum, the label's logit, the sum of exponentials).
-    The parameter itself is saved, as by the linear layers: ZeRO-3 may release it meanwhile.
+    All-reduces carry one number per token (the maximum, the label's logit, the sum of
+    exponentials). The parameter itself is saved, as in the linear layers, because ZeRO-3 may
+    release it before the backward.
     """
 
     @staticmethod
@@ -38,9 +47,10 @@ class _Loss(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, start: int, most_rows: int,
         group: dist.ProcessGroup, sequence_parallel: bool,
     ) -> Tensor:  # fmt: skip
-        """`start`: the token of the weight's first row; labels [...] -> [...].
+        """Return the loss of each label, [...] like `labels`.
 
-        `most_rows`: of the largest slice; by it all ranks take the same tokens at a time.
+        `start` is the token id of the weight's first row. `most_rows` is the size of the group's
+        largest slice of the vocabulary: with it all ranks use the same chunks.
         """
         rows = (all_gather_sequence(x, group) if sequence_parallel else x).flatten(0, -2)
         here, outside = local_ids(labels.flatten(), start, start + len(weight))
@@ -50,7 +60,7 @@ class _Loss(torch.autograd.Function):
             logits = _logits(rows[part], weight)
             sum_rows(logits, here[part], top[part], picked[part], total[part])
             if len(parts) > 1:
-                del logits  # before there are the next part's
+                del logits  # before the next chunk's are computed
         highest = all_reduce(top, group, dist.ReduceOp.MAX)
         lower = top - highest
         picked = (picked + lower).masked_fill_(outside, 0.0)
@@ -61,7 +71,9 @@ class _Loss(torch.autograd.Function):
         if ctx.in_parts:
             ctx.save_for_backward(x, weight, here, outside, highest + total.log())
         elif any(ctx.needs_input_grad):
-            gradient = gradient_of_spent(logits, top, scale / total, here, outside, x.dtype)
+            gradient = gradient_from_exponentials(
+                logits, top, scale / total, here, outside, x.dtype
+            )
             ctx.save_for_backward(x, weight, gradient)
         return (total.log() - picked).view(labels.shape)
 
@@ -77,9 +89,10 @@ class _Loss(torch.autograd.Function):
 
 
 def _at_once(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of all tokens, by that of their logits; `grad` [tokens, 1] of their losses.
+    """Return the gradients by x and weight from the saved gradient by the logits.
 
-    What is multiplied by `grad` is of the hidden size, not of the vocabulary's.
+    `grad` [tokens, 1] is that by the losses. It multiplies tensors of the hidden size, not of the
+    vocabulary's.
     """
     x, weight, gradient = ctx.saved_tensors
     grad_x = (gradient @ weight).mul_(grad) if ctx.needs_input_grad[0] else None
@@ -87,32 +100,35 @@ def _at_once(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
     if ctx.needs_input_grad[1]:
 
         def product() -> Tensor:
-            return gradient.t() @ _times(_whole(ctx, x), grad)
+            return gradient.t() @ _times(_full_input(ctx, x), grad)
 
-        grad_weight = now_or_later(ctx.weight, product)
+        grad_weight = compute_or_defer(ctx.weight, product)
     return grad_x, grad_weight
 
 
 def _in_parts(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """The same with the logits computed again, part by part; `grad` [tokens, 1].
+    """Return the gradients by x and weight, recomputing the logits of each chunk.
 
-    The weight's gradient is not held back: what it would be made of later is what is not kept.
+    `grad` [tokens, 1] is that by the losses. The weight's gradient cannot be deferred, because its
+    factors are not kept.
     """
     x, weight, here, outside, normaliser = ctx.saved_tensors
-    rows = _whole(ctx, x)
+    rows = _full_input(ctx, x)
     needs_x, needs_weight = ctx.needs_input_grad[:2]
     grad_x = torch.empty_like(rows) if needs_x else None
     grad_dtype = ctx.weight.grad_dtype or weight.dtype
     sums = torch.float32 if grad_dtype.itemsize < 4 else grad_dtype
-    grad_weight, so_far = None, sum_so_far(ctx.weight) if needs_weight else None
+    grad_weight, so_far = None, in_place_sum(ctx.weight) if needs_weight else None
     if so_far is not None and so_far.dtype == sums:
         grad_weight = so_far
     elif needs_weight:
         grad_weight = torch.empty_like(weight, dtype=sums)
     for part in _parts(len(rows), ctx.most_rows):
         logits = _logits(rows[part], weight)
-        gradient = gradient_of(logits, normaliser[part], here[part], outside[part], x.dtype)
-        del logits  # the same memory in fp32, or twice as much
+        gradient = gradient_from_logits(
+            logits, normaliser[part], here[part], outside[part], x.dtype
+        )
+        del logits  # in fp32 it is the same memory, in bf16 twice as much
         if grad_x is not None:
             torch.mul(gradient @ weight, grad[part], out=grad_x[part])
         if grad_weight is not None:
@@ -131,23 +147,26 @@ def _parts(tokens: int, vocab: int) -> Iterator[slice]:
     return (slice(first, min(first + step, tokens)) for first in range(0, tokens, step))
 
 
-def _whole(ctx: Any, x: Tensor) -> Tensor:
-    """The input of all tokens, [tokens, size]."""
+def _full_input(ctx: Any, x: Tensor) -> Tensor:
+    """Return the input of all tokens, [tokens, size]."""
     return (all_gather_sequence(x, ctx.group) if ctx.sequence_parallel else x).flatten(0, -2)
 
 
 def _logits(rows: Tensor, weight: Tensor) -> Tensor:
-    """[tokens, size] -> this rank's, [tokens, vocab / tp], in memory of their own."""
-    return ready(rows @ weight.t())
+    """Return this rank's logits in their own memory: [tokens, size] -> [tokens, vocab / tp]."""
+    return prepare_logits(rows @ weight.t())
 
 
 def _times(rows: Tensor, grad: Tensor) -> Tensor:
-    """Rounded to the type of `rows` once, not `grad` before: one rounding of it bends all alike."""
+    """Return rows * grad, rounded once to the dtype of `rows`.
+
+    Rounding `grad` first would scale all rows of a token by the same error.
+    """
     return torch.mul(rows, grad, out=torch.empty_like(rows))
 
 
 def _add_product(total: Tensor, gradient: Tensor, x: Tensor, first: bool) -> None:
-    """Add gradient^T x to `total` [out, in], or write it there; in pieces where types differ."""
+    """Add gradient^T x to `total` [out, in]; if `first`, write it. In pieces if dtypes differ."""
     if total.dtype == x.dtype:
         torch.addmm(total, gradient.t(), x, beta=0 if first else 1, out=total)
         return
@@ -162,11 +181,13 @@ def vocab_parallel_loss(
     x: Tensor, weight: Tensor, labels: Tensor, *, vocab_size: int, group: dist.ProcessGroup,
     sequence_parallel: bool = False,
 ) -> Tensor:  # fmt: skip
-    """The cross-entropy in nats of each token, in fp32, of the logits x @ weight.T.
+    """Return each token's cross-entropy in nats, in fp32, of the logits x @ weight.T.
 
-    `x` [..., size], replicated over the group, or its part of the sequence; `weight` [vocab / tp,
-    size] is this rank's slice of a vocabulary of `vocab_size`; `labels` [...] are global token ids.
-    Returns [...], the same on each rank; for a label of no token a number without meaning.
+    - `x`: [..., size], replicated over the group, or this rank's part of the sequence.
+    - `weight`: [vocab / tp, size], this rank's slice of a vocabulary of `vocab_size`.
+    - `labels`: [...], global token ids. The loss of an id outside the vocabulary is meaningless.
+
+    The result is [...], the same on each rank of the group.
     """
     start, stop = even_split(vocab_size, group.size(), group.rank())
     assert len(weight) == stop - start, (weight.shape, start, stop)

@@ -1,4 +1,4 @@
-"""Normalisation over the last dim, of activations that are whole in it."""
+"""Normalisation over the last dim, which is not cut by tensor parallelism."""
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -8,7 +8,7 @@ from parallel3d.tensor.pointwise import layer_norm, rms_norm
 
 
 class LayerNorm(nn.Module):
-    """LayerNorm over the last dim, whole on each rank of the group."""
+    """LayerNorm over the last dim; its parameters are replicated over the group."""
 
     def __init__(self, size: int, group: dist.ProcessGroup, eps: float) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class LayerNorm(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps), times a weight (arXiv:1910.07467); whole on each rank."""
+    """x / sqrt(mean(x^2) + eps) times a weight (arXiv:1910.07467), replicated over the group."""
 
     def __init__(self, size: int, group: dist.ProcessGroup, eps: float) -> None:
         super().__init__()

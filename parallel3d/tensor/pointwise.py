@@ -1,4 +1,4 @@
-"""Pointwise functions between products: each is one pass over memory where it is compiled."""
+"""Pointwise functions between products; each is one pass over memory if it is compiled."""
 
 import torch
 import torch.nn.functional as F
@@ -33,22 +33,22 @@ def gelu(x: Tensor, approximate: str) -> Tensor:
 
 
 @pointwise
-def turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Turn q, k [batch, heads, seq, head size] by angles whose cos and sin are given."""
-    return _turn(q, cos, sin), _turn(k, cos, sin)
+def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate q, k [batch, heads, seq, head size] by angles with this cos, sin [..., seq, size]."""
+    return _rotate(q, cos, sin), _rotate(k, cos, sin)
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     size = cos.shape[-1]
     if x.shape[-1] > size:
-        parts = _turn(x[..., :size], cos, sin), x[..., size:]
-        # In memory [batch, seq, heads, size] as x is: then what the attention gives is so, too, and
-        # no copy of it is made and kept.
+        parts = _rotate(x[..., :size], cos, sin), x[..., size:]
+        # Keep x's memory layout [batch, seq, heads, size]: attention's output then has it too, and
+        # needs no copy.
         return torch.cat([part.transpose(1, 2) for part in parts], -1).transpose(1, 2)
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat((-second, first), -1) * sin
 
 
 def scaled(x: Tensor, factor: float) -> Tensor:
-    """Multiply x [...] by a factor; without a factor gives `x` itself, in no more memory."""
+    """Multiply x [...] by a factor; for a factor of 1 return `x` itself."""
     return x if factor == 1 else x * factor

@@ -1,6 +1,7 @@
-"""Products of activations with weights, as tensor-parallel layers need them: differentiable.
+"""Differentiable products of activations with weights for tensor-parallel layers.
 
-Their backward runs collectives under products, and makes gradients later that are held back.
+Their backward overlaps collectives with products, and can defer the weights' gradients
+(weight_gradients.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -19,21 +20,21 @@ from parallel3d.tensor.collectives import (
     start_all_reduce,
     start_reduce_scatter,
 )
-from parallel3d.tensor.compiled import apart
-from parallel3d.tensor.weight_gradients import is_holding_back, now_or_later
+from parallel3d.tensor.compiled import graph_break
+from parallel3d.tensor.weight_gradients import compute_or_defer, is_deferring
 
 
 class _Linear(torch.autograd.Function):
     """x @ weight.T with the *parameter itself* saved for backward.
 
-    torch saves a view of the weight, which holds on to its storage: under ZeRO-3 the gathered
-    weights of the whole stage would live until the backward pass, although they are released.
+    torch saves a view of the weight, which keeps its storage alive: under ZeRO-3 the gathered
+    weights of the whole stage would stay in memory until the backward, although they are released.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.weight = weight  # recomputation saves another tensor in its place
+        ctx.weight = weight  # recomputation would save another tensor in its place
         return x @ weight.flatten(0, -2).t()  # [..., fused * out]
 
     @staticmethod
@@ -44,13 +45,17 @@ class _Linear(torch.autograd.Function):
             grad_x = grad @ weight.flatten(0, -2)
         if ctx.needs_input_grad[1]:
             shape = weight.shape
-            grad_weight = now_or_later(ctx.weight, lambda: _weight_gradient(grad, x).view(shape))
+            grad_weight = compute_or_defer(
+                ctx.weight, lambda: _weight_gradient(grad, x).view(shape)
+            )
         return grad_x, grad_weight
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """Product of `x` [..., in] and `weight` [out, in] or [fused, out, in]: [..., fused * out]."""
-    if torch.compiler.is_compiling():  # no weight is released, and no gradient held back
+    """Multiply x [..., in] by weight [out, in] or [fused, out, in] -> [..., fused * out]."""
+    if (
+        torch.compiler.is_compiling()
+    ):  # blocks are compiled only where weights are not released or gradients deferred
         return F.linear(x, weight.flatten(0, -2))
     return _Linear.apply(x, weight)
 
@@ -59,12 +64,12 @@ Rows = tuple[int, int] | None  # the rows [start, stop) of a weight that are use
 
 
 class _ColumnLinear(torch.autograd.Function):
-    """Several products with one input, which is f of tensor parallelism: one collective for all.
+    """Several products with one input (f of tensor parallelism), with one collective for all.
 
-    Under sequence parallelism this rank's part of the input is saved, and gathered again in
-    backward (arXiv:2205.05198, section 4.2.2). With overlap the gather runs under the product that
-    makes the input's gradient, whose collective runs under those of the weights (as in
-    Megatron-LM).
+    Under sequence parallelism only this rank's part of the input is saved, and gathered again in
+    backward (arXiv:2205.05198, section 4.2.2). With `overlap`, that gather runs during the product
+    for the input's gradient, and the collective of the input's gradient during the products for the
+    weights' (as in Megatron-LM).
     """
 
     @staticmethod
@@ -75,24 +80,26 @@ class _ColumnLinear(torch.autograd.Function):
         ctx.save_for_backward(x, *weights)
         ctx.group, ctx.sequence_parallel, ctx.rows = group, sequence_parallel, rows
         ctx.weights, ctx.overlap = weights, overlap
-        whole = all_gather_sequence(x, group) if sequence_parallel else x
-        return tuple(whole @ _used(w, r).t() for w, r in zip(weights, rows, strict=True))
+        full_x = all_gather_sequence(x, group) if sequence_parallel else x
+        return tuple(full_x @ _used(w, r).t() for w, r in zip(weights, rows, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        """Gradients of the input and of each weight, from those of the outputs."""
+        """Return the gradients by the input and each weight from those by the outputs."""
         x, *weights = ctx.saved_tensors
-        group, split, later = ctx.group, ctx.sequence_parallel, ctx.overlap
+        group, split, async_op = ctx.group, ctx.sequence_parallel, ctx.overlap
         needs_x, _, _, _, _, *needs_weights = ctx.needs_input_grad
-        whole_x = cache(lambda: all_gather_sequence(x, group) if split else x)
-        if split and later and any(needs_weights) and not is_holding_back():
-            whole_x = cache(start_all_gather(x, group).wait)
+        full_x = cache(lambda: all_gather_sequence(x, group) if split else x)
+        if split and async_op and any(needs_weights) and not is_deferring():
+            full_x = cache(start_all_gather(x, group).wait)
         reduced: Pending | None = None
         if needs_x:
             start = start_reduce_scatter if split else start_all_reduce
-            reduced = start(_input_gradient(grads, weights, ctx.rows), group, later)
+            reduced = start(_input_gradient(grads, weights, ctx.rows), group, async_op)
         grad_weights = [
-            now_or_later(parameter, partial(_gradient_of_rows, grad, whole_x, weight.shape, rows))
+            compute_or_defer(
+                parameter, partial(_gradient_of_rows, grad, full_x, weight.shape, rows)
+            )
             if needs
             else None
             for needs, parameter, grad, weight, rows in zip(
@@ -105,29 +112,29 @@ class _ColumnLinear(torch.autograd.Function):
 def _input_gradient(
     grads: Sequence[Tensor], weights: Sequence[Tensor], rows: Sequence[Rows]
 ) -> Tensor:
-    """This rank's share of the gradient of an input: the sum over its products, [..., in]."""
+    """Return this rank's share of the input's gradient, [..., in]: the sum over its products."""
     first, *others = zip(grads, weights, rows, strict=True)
     total = first[0] @ _used(*first[1:])
     flat = total.flatten(0, -2)
-    for grad, weight, used in others:  # each is added as it is made, without a place of its own
+    for grad, weight, used in others:  # adds each product without a temporary tensor
         torch.addmm(flat, grad.flatten(0, -2), _used(weight, used), out=flat)
     return total
 
 
 def _used(weight: Tensor, rows: Rows) -> Tensor:
-    """The matrix that takes part: [out, in]."""
+    """Return the matrix of the rows that are used, [out, in]."""
     return weight.flatten(0, -2) if rows is None else weight[slice(*rows)]
 
 
 def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """[..., out] and [..., in] -> [out, in]."""
+    """Return grad^T x: [..., out] and [..., in] -> [out, in]."""
     return grad.flatten(0, -2).t() @ x.flatten(0, -2)
 
 
 def _gradient_of_rows(
     grad: Tensor, x: Callable[[], Tensor], shape: torch.Size, rows: Rows
 ) -> Tensor:
-    """The gradient of a weight of this shape, zero but for the rows that are used."""
+    """Return the gradient of a weight of this shape, zero except in the rows that are used."""
     used = _weight_gradient(grad, x())
     if rows is None:
         return used.view(shape)
@@ -140,10 +147,12 @@ def column_linear(
     x: Tensor, weights: Sequence[Tensor], group: dist.ProcessGroup, sequence_parallel: bool = False,
     rows: Sequence[Rows] | None = None, overlap: bool = True,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Products of `x` with `weights` whose output features are cut over the group.
+    """Multiply `x` by `weights` whose output features are cut over the group.
 
-    x is replicated [..., in], or [..., seq / tp, in] under sequence parallelism; each result is
-    [..., out] over the whole sequence. `rows`: the rows of each weight that this rank uses.
+    - `x`: [..., in], replicated, or [..., seq / tp, in] under sequence parallelism.
+    - `rows`: the rows of each weight that this rank uses; None means all.
+
+    Return [..., out] over the full sequence for each weight.
     """
     rows = rows or [None] * len(weights)
     if torch.compiler.is_compiling() and group.size() == 1:
@@ -151,6 +160,6 @@ def column_linear(
     return _across(x, group, sequence_parallel, overlap, rows, *weights)
 
 
-@apart("a collective of tensor parallelism")
+@graph_break("a collective of tensor parallelism")
 def _across(*inputs: Any) -> tuple[Tensor, ...]:
     return _ColumnLinear.apply(*inputs)

@@ -1,7 +1,7 @@
-"""Rotary positions (RoFormer, arXiv:2104.09864), and Llama 3.1's scaling of their frequencies.
+"""Rotary positions (RoFormer, arXiv:2104.09864) and Llama 3.1's scaling of their frequencies.
 
-Feature i of a head turns together with feature i + size / 2, as in the checkpoints of transformers;
-the paper pairs neighbours, which is the same up to the order of the features.
+Feature i of a head is rotated with feature i + size / 2, as in the checkpoints of transformers. The
+paper pairs neighbouring features, which differs only in their order.
 """
 
 from dataclasses import dataclass
@@ -10,15 +10,15 @@ from math import tau
 import torch
 from torch import Tensor, nn
 
-from parallel3d.tensor.pointwise import turn
+from parallel3d.tensor.pointwise import rotate
 
 
 @dataclass(frozen=True)
 class FrequencyScaling:
-    """Llama 3.1's rule: turns slower than `low` over `original_length` become `factor` slower.
+    """Llama 3.1's scaling of rotary frequencies (its reference code; arXiv:2407.21783, 3.4.2).
 
-    Turns faster than `high` stay as they are; between the two the change fades linearly in the
-    number of turns (the reference code of Llama 3.1; arXiv:2407.21783, section 3.4.2).
+    Frequencies with fewer than `low` turns over `original_length` are divided by `factor`; those
+    with more than `high` are unchanged. Between them the change is linear in the number of turns.
     """
 
     factor: float
@@ -27,17 +27,18 @@ class FrequencyScaling:
     original_length: int
 
     def __call__(self, frequencies: Tensor) -> Tensor:
-        """frequencies in radians a token -> the same shape."""
+        """Scale frequencies in radians per token, of any shape."""
         turns = self.original_length * frequencies / tau
-        kept = ((turns - self.low) / (self.high - self.low)).clamp(0, 1)
-        return frequencies * (kept + (1 - kept) / self.factor)
+        unscaled = ((turns - self.low) / (self.high - self.low)).clamp(0, 1)
+        return frequencies * (unscaled + (1 - unscaled) / self.factor)
 
 
 class Rotary(nn.Module):
-    """Rotary positions of queries and keys, by which their products tell distances.
+    """Rotary positions of queries and keys.
 
-    Of a head wider than `size` the first `size` features turn (as in GPT-NeoX, arXiv:2204.06745,
-    section 2.1). There is no parameter and no buffer: angles are fp32 under any precision.
+    Only the first `size` features of a head are rotated (GPT-NeoX, arXiv:2204.06745, section 2.1,
+    rotates part of a head). The module has no parameter or buffer: angles are fp32 under any
+    precision.
     """
 
     def __init__(self, size: int, theta: float, scaling: FrequencyScaling | None = None) -> None:
@@ -46,33 +47,34 @@ class Rotary(nn.Module):
         self._tables: tuple[Tensor, Tensor] | None = None
 
     def forward(self, q: Tensor, k: Tensor, positions: Tensor | None = None) -> tuple[Tensor, ...]:
-        """q, k [batch, heads, seq, head size] -> the same; `positions` [batch, seq], or 0, 1, ...
+        """Rotate q, k [batch, heads, seq, head size] by `positions` [batch, seq], below seq.
 
-        Positions are below seq. Angles become cos and sin in fp32 and are rounded to q's type.
+        None means positions 0, 1, ... The cos and sin are computed in fp32 and rounded to q's
+        dtype.
         """
         cos, sin = self._cos_sin(q)
         if positions is not None:
             # [batch, 1, seq, size]
             cos, sin = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
-        return turn(q, k, cos, sin)
+        return rotate(q, k, cos, sin)
 
     def frequencies(self, device: torch.device) -> Tensor:
-        """Radians per token of each pair of features: [size / 2], fp32."""
+        """Return the radians per token of each pair of features: [size / 2], fp32."""
         exponents = torch.arange(0, self.size, 2, dtype=torch.float32, device=device) / self.size
         frequencies = 1.0 / self.theta**exponents
         return frequencies if self.scaling is None else self.scaling(frequencies)
 
     def _cos_sin(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Of positions 0, 1, ... for x [..., seq, any]: [seq, size] each, kept for the next x."""
-        if torch.compiler.is_compiling():  # in the block's own kernels: nothing is kept
+        """Return cos and sin [seq, size] of positions 0, 1, ... for x [..., seq, any], cached."""
+        if torch.compiler.is_compiling():  # the block's own kernels compute them
             return self._tables_of(x)
-        seq, kept = x.shape[-2], self._tables
-        stale = kept is None or len(kept[0]) != seq
-        if stale or kept is None or (kept[0].device, kept[0].dtype) != (x.device, x.dtype):
-            # Not an inference tensor, even where an evaluation comes first: training keeps it.
+        seq, tables = x.shape[-2], self._tables
+        stale = tables is None or len(tables[0]) != seq
+        if stale or tables is None or (tables[0].device, tables[0].dtype) != (x.device, x.dtype):
+            # Not an inference tensor, even if an evaluation comes first: training uses it too.
             with torch.inference_mode(False), torch.no_grad():
-                kept = self._tables = self._tables_of(x)
-        return kept
+                tables = self._tables = self._tables_of(x)
+        return tables
 
     def _tables_of(self, x: Tensor) -> tuple[Tensor, Tensor]:
         here = torch.arange(x.shape[-2], dtype=torch.float32, device=x.device)

@@ -1,4 +1,4 @@
-"""Documents that share a sample without seeing each other."""
+"""The bounds of documents in samples whose attention stays within a document."""
 
 from typing import NamedTuple
 
@@ -7,10 +7,12 @@ from torch import Tensor
 
 
 class Segments(NamedTuple):
-    """Where the documents of some samples stand; a document ends with its sample.
+    """The places of documents in a batch of samples; every document ends with its sample.
 
-    `positions` [batch, seq] restart at each document. `bounds` (int32, [documents + 1]) is where
-    each one starts among the samples' tokens, and the last one ends; `lengths` are their tokens.
+    - `positions` [batch, seq]: restart at 0 in each document.
+    - `bounds` (int32, [documents + 1]): the index of each document's first token in the flattened
+      batch, and the number of tokens at the end.
+    - `lengths`: the number of tokens of each document.
     """
 
     positions: Tensor
@@ -19,7 +21,7 @@ class Segments(NamedTuple):
 
     @classmethod
     def of(cls, documents: Tensor) -> "Segments":
-        """Return, on the host, the segments of tokens of `documents`, ordinals [batch, seq]."""
+        """Return the segments on the host; `documents` [batch, seq] has each token's document."""
         documents = documents.cpu()
         seq = documents.shape[-1]
         here = torch.arange(seq)
@@ -31,7 +33,7 @@ class Segments(NamedTuple):
         return cls(here - first, bounds, tuple(bounds.diff().tolist()))
 
     def on(self, device: torch.device) -> "Segments":
-        """The segments with their tensors on a device; the host goes on during the copy."""
+        """Return the segments with their tensors copied to a device, without waiting."""
 
         def moved(tensor: Tensor) -> Tensor:
             pinned = tensor.pin_memory() if device.type == "cuda" else tensor

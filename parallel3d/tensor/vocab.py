@@ -1,7 +1,7 @@
-"""A vocabulary that is cut over a tensor-parallel group: its embedding, output and loss.
+"""Embedding, output projection and loss with the vocabulary cut over a tensor-parallel group.
 
-A vocabulary that the group does not divide is cut into parts that differ by one row: there is no
-padding, so none can win, move the loss or be saved.
+If the group's size does not divide the vocabulary, parts differ by one row. There is no padding
+that could be predicted, change the loss or be saved.
 """
 
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from parallel3d.tensor.loss import local_ids, vocab_parallel_loss
 from parallel3d.tensor.product import column_linear
 
 IGNORED = -100
-"""The label of a token that does not count, as torch's cross-entropy has it."""
+"""The label of a token that does not count, as in torch's cross-entropy."""
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -29,9 +29,9 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = cut_parameter((vocab_size, size), 0, group)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """tokens [..., seq] (int64), the same on each rank of the group -> [..., seq, size], too.
+        """Embed tokens [..., seq] (int64), replicated over the group -> [..., seq, size].
 
-        Under sequence parallelism this rank's part of it, [..., seq / tp, size].
+        Under sequence parallelism return this rank's part, [..., seq / tp, size].
         """
         cut = cut_of(self.weight)
         local, outside = local_ids(tokens, cut.start, cut.stop)
@@ -52,11 +52,11 @@ class VocabParallelOutput(nn.Module):
         self.weight = cut_parameter((vocab_size, size), 0, context.group)
 
     def forward(self, x: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
-        """x [batch, seq, size], or its part of the sequence; labels [batch, seq] -> nats, [].
+        """Return the mean loss [] in nats, or in evaluation each token's loss [batch, seq].
 
-        The mean over all tokens; with `weights` [batch, seq] the sum of the losses times these. A
-        label IGNORED has no loss. In evaluation the loss of each token, [batch, seq]: it is counted
-        by document.
+        - `x`: [batch, seq, size], or this rank's part of the sequence.
+        - `labels`: [batch, seq]; a label IGNORED has a loss of 0.
+        - `weights` [batch, seq]: return the sum of the losses times these instead of the mean.
         """
         losses = vocab_parallel_loss(
             x,

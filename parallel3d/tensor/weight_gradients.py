@@ -1,7 +1,7 @@
-"""Weight gradients that are made after the backward pass: zero-bubble's W (arXiv:2401.10241).
+"""Deferred and in-place weight gradients.
 
-While they are held back, the backward of a linear layer gives its input's gradient alone, and notes
-the product that gives its weight's.
+Zero-bubble schedules (arXiv:2401.10241) defer them to the action W: the backward of a linear layer
+then computes only its input's gradient, and records the product for its weight's.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,25 +20,25 @@ class WeightGradients:
         self._products: list[tuple[Tensor, _Product]] = []
 
     def add(self, parameter: Tensor, product: _Product) -> None:
-        """Note a product, and keep its factors alive."""
+        """Record a product; its factors stay alive until `make`."""
         self._products.append((parameter, product))
 
     @torch.no_grad()
     def make(self) -> None:
-        """Compute all noted products, in the order of the backward pass, freeing each in turn."""
+        """Compute all recorded products in the order of the backward, freeing each in turn."""
         self._products.reverse()
         while self._products:
             parameter, product = self._products.pop()
             _accumulate(parameter, product())
 
 
-# Autograd runs backwards of a device in a thread of its own, so this is no thread's.
+# Not thread-local: autograd runs a device's backwards in another thread.
 _collecting: WeightGradients | None = None
 
 
 @contextmanager
-def held_back() -> Iterator[WeightGradients]:
-    """Have backwards inside the context hold the weight gradients of linear layers back."""
+def defer_weight_gradients() -> Iterator[WeightGradients]:
+    """Defer the weight gradients of linear layers of all backwards inside the context."""
     global _collecting
     assert _collecting is None
     _collecting = WeightGradients()
@@ -48,8 +48,8 @@ def held_back() -> Iterator[WeightGradients]:
         _collecting = None
 
 
-def is_holding_back() -> bool:
-    """Whether weight gradients are held back now."""
+def is_deferring() -> bool:
+    """Return True if weight gradients are being deferred."""
     return _collecting is not None
 
 
@@ -57,8 +57,8 @@ _in_place = False
 
 
 @contextmanager
-def added_in_place() -> Iterator[None]:
-    """Have backwards inside the context add linear layers' weight gradients; no hook sees them."""
+def accumulate_in_place() -> Iterator[None]:
+    """Add linear layers' weight gradients to `.grad` in place; autograd's hooks do not run."""
     global _in_place
     before, _in_place = _in_place, True
     try:
@@ -67,24 +67,27 @@ def added_in_place() -> Iterator[None]:
         _in_place = before
 
 
-def sum_so_far(parameter: Tensor) -> Tensor | None:
-    """The tensor that a weight's gradient is added to now; None: autograd gets it, or it waits."""
+def in_place_sum(parameter: Tensor) -> Tensor | None:
+    """Return the tensor to which a weight's gradient is added in place.
+
+    None if autograd accumulates it, if it is deferred, or if there is no gradient yet.
+    """
     return parameter.grad if _in_place and _collecting is None else None
 
 
-def now_or_later(parameter: Tensor, product: _Product) -> Tensor | None:
-    """The weight gradient that `product` computes; None where it is held back or added in place."""
+def compute_or_defer(parameter: Tensor, product: _Product) -> Tensor | None:
+    """Return the weight gradient `product()`, or None if it is deferred or added in place."""
     if _collecting is not None:
         _collecting.add(parameter, product)
         return None
-    if sum_so_far(parameter) is None:
+    if in_place_sum(parameter) is None:
         return product()
     _accumulate(parameter, product())
     return None
 
 
 def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
-    """Add to `parameter.grad`, as autograd would: in the type that the parameter asks for."""
+    """Add to `parameter.grad` as autograd would, in the parameter's `grad_dtype`."""
     if parameter.grad is not None:
         parameter.grad.add_(gradient)
         return
@@ -92,7 +95,7 @@ def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
     if parameter.shape == gradient.shape:
         parameter.grad = gradient
         return
-    # ZeRO-3 has released the parameter, and torch wants a gradient to have its shape.
+    # ZeRO-3 has released the parameter, but torch requires a gradient of the parameter's shape.
     released = parameter.data
     parameter.data = gradient.new_empty(1, dtype=released.dtype).expand(gradient.shape)
     parameter.grad = gradient

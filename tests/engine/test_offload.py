@@ -205,7 +205,7 @@ def build_on(rank, case, bad_rank=None):
 @pytest.mark.parametrize("offload", ["nvme", "param-nvme"])
 def test_a_folder_that_is_not_there_is_an_error_of_the_config(offload, tmp_path):
     setting = "offload_param" if "param" in offload else "offload_optimizer"
-    says = rf'zero_optimization.{setting}.nvme_path = ".*nowhere": cannot be written on rank 0'
+    says = rf'zero_optimization.{setting}.nvme_path = ".*nowhere": rank 0 cannot write there'
     with pytest.raises(RankFailed, match=says) as caught:
         run_locally(build_on, 2, small(offload, tmp_path / "nowhere", mesh=(1, 2, 1)))
     assert "ConfigError" in str(caught.value)
@@ -221,12 +221,14 @@ def test_a_missing_library_is_an_error_on_all_ranks_that_names_the_package(tmp_p
 @on_nvme
 def test_a_buffer_that_is_too_small_is_named(tmp_path):
     case = small("param-nvme", tmp_path, {"offload_param.buffer_size": 2048})
-    with pytest.raises(RankFailed, match=r"buffer_size = 2048: a parameter's shard has 3072"):
+    with pytest.raises(
+        RankFailed, match=r"buffer_size = 2048: smaller than a parameter's shard of 3072"
+    ):
         run_locally(build_on, 1, case)
 
 
 @on_nvme
-def test_the_ballast_shares_the_stages_buffers(tmp_path):
+def test_the_placeholders_share_the_stages_buffers(tmp_path):
     assert run_locally(swappers, 1, small("param-nvme", tmp_path)) == [1]
 
 

@@ -77,8 +77,8 @@ def count_by_deepspeed():  # row 6
 
 
 @contextmanager
-def no_ballast():  # row 7
-    def groups(held, ballast, weight_decay, eps, rates):
+def no_placeholders():  # row 7
+    def groups(held, placeholders, weight_decay, eps, rates):
         return [
             {
                 "params": [h.parameter for h in held if h.spec.weight_decay is decays],
@@ -92,8 +92,8 @@ def no_ballast():  # row 7
 
 
 @contextmanager
-def no_ballast_no_check():  # row 7
-    with no_ballast(), patch.object(Engine, "_check_groups", lambda self: None):
+def no_placeholders_no_check():  # row 7
+    with no_placeholders(), patch.object(Engine, "_check_groups", lambda self: None):
         yield
 
 
@@ -173,13 +173,13 @@ def test_without_the_bound_trace_check_the_pipeline_stops():
 
 
 def test_stages_without_equal_optimizer_groups_are_refused():
-    with pytest.raises(RankFailed, match="unequal numbers of optimizer groups"):
-        measure(ALONE, no_ballast, run_locally)
+    with pytest.raises(RankFailed, match="different numbers of optimizer groups"):
+        measure(ALONE, no_placeholders, run_locally)
 
 
 def test_unequal_optimizer_groups_give_a_wrong_norm_or_hang():
     try:
-        errors = measure(ALONE, no_ballast_no_check, run_locally, timeout=6, quiet=True)
+        errors = measure(ALONE, no_placeholders_no_check, run_locally, timeout=6, quiet=True)
     except (RanksHung, RankFailed) as stopped:
         print(type(stopped).__name__, str(stopped).splitlines()[-1])
     else:

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gloo
 
 @contextmanager
 def running_products():
-    with patch.object(updating, "power_afresh", lambda optimizer: None):
+    with patch.object(updating, "recompute_bias_correction", lambda optimizer: None):
         yield
 
 

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.gloo
 def default_decays(rank):
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    core.read_cpu_quickly()
+    core.read_cpu_info_from_proc()
     weight = torch.nn.Parameter(torch.ones(1))
     return [
         make([weight]).defaults["weight_decay"] for make in (torch.optim.AdamW, DeepSpeedCPUAdam)
@@ -73,13 +73,13 @@ def built_whole(rank, cut_at_once):
         stages.building = lambda settings, mesh: construction._plain_building(
             settings.dtype, mesh.device
         )
-    made, seen = stages._make, []
+    made, seen = stages._build_layer, []
 
     def make(layer, context):
         seen.append(made(layer, context))
         return seen[-1]
 
-    stages._make = make
+    stages._build_layer = make
     fill, alive = stages.fill, []
 
     def look(*args):

@@ -50,7 +50,7 @@ def test_two_buffers_take_turns_and_are_waited_for():
     buffers = Buffers()
     zero = optimizer(buffers.events)
     with patch.object(updating, "_buffer", buffers.make), patch.object(updating, "PART", 2):
-        updating.stage_weights(zero, torch.device("cpu"))
+        updating.copy_weights_in_parts(zero, torch.device("cpu"))
         for group in range(len(GROUPS)):
             buffers.events.append("adam")
             zero._reassign_or_swap_out_partitioned_parameters(group)
@@ -68,7 +68,7 @@ def test_two_buffers_take_turns_and_are_waited_for():
 def test_weights_elsewhere_take_deepspeeds_own_way():
     events = []
     zero = optimizer(events)
-    updating.stage_weights(zero, torch.device("meta"))
+    updating.copy_weights_in_parts(zero, torch.device("meta"))
     zero._reassign_or_swap_out_partitioned_parameters(1)
     assert events == ["own 1"]
 

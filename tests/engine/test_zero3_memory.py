@@ -61,7 +61,7 @@ def _numel(parameter):
 def assert_share(held, sizes, bytes_each, dp=2):
     """`held` is 1/dp of the stage, up to the padding of each parameter."""
     share = sizes["stage"] * bytes_each / dp
-    padding = (sizes["parameters"] + 2) * bytes_each  # and the two elements of ballast
+    padding = (sizes["parameters"] + 2) * bytes_each  # and the two placeholder elements
     assert share <= held <= share + padding, (held, share)
 
 

@@ -201,6 +201,6 @@ def test_nvme_offload_names_the_limit_on_locked_memory(place):
         "--parallel3d.run.name", "locked",
     )  # fmt: skip
     assert done.returncode == BAD_INPUT, done.stderr
-    assert "may lock only 0.1 MiB" in done.stderr and "ulimit -l" in done.stderr
+    assert "the limit is 0.1 MiB" in done.stderr and "ulimit -l" in done.stderr
     assert "Traceback" not in done.stderr
     assert not list((place.root / "nvme").iterdir())

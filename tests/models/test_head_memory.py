@@ -10,7 +10,7 @@ from parallel3d.model import head_cost
 from parallel3d.model.head_cost import LOGITS_AT_ONCE, chunk_tokens, num_chunks
 from parallel3d.model.spec import Shape
 from parallel3d.tensor.loss import vocab_parallel_loss
-from parallel3d.tensor.weight_gradients import added_in_place
+from parallel3d.tensor.weight_gradients import accumulate_in_place
 from parallel3d.verify.local_ranks import run_locally
 from tests.counting import Counting
 from tests.models.cost_cases import MESHES, SHAPE, SIZES, Case
@@ -53,7 +53,7 @@ def test_llama_3_8bs_head_at_8192_tokens(dtype):
         weight.grad_dtype = torch.float32
         most, kept = run_head(dtype, weight, counting)
         # A later microbatch's gradient is added to it where it stands, as the engine has it.
-        with added_in_place():
+        with accumulate_in_place():
             again, _ = run_head(dtype, weight, counting)
     print(f"{dtype}: {most / 1e9:.2f} GB at most, {again / 1e9:.2f} later, {kept / 1e9:.4f} kept")
     assert max(most, again) < 1.5e9 and kept < 1e6

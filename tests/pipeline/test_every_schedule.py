@@ -86,7 +86,7 @@ def counting(executor):
             sent = sum(action.op is Op.SEND_F for action in executor.flow.sending)
             most["sent"] = max(most["sent"], sent)
             most["held"] = max(
-                most["held"], len(executor.flow.outputs) + len(executor.flow.held_back)
+                most["held"], len(executor.flow.outputs) + len(executor.flow.deferred)
             )
 
         return run
@@ -115,7 +115,7 @@ def train_all_on_rank(rank, cases, references):
                 e.flow.gradients,
                 e.flow.arriving,
                 e.flow.sending,
-                e.flow.held_back,
+                e.flow.deferred,
             )
         ]
         coord = trainer.mesh.coord("pp")

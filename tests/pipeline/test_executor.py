@@ -135,7 +135,7 @@ def test_weight_gradients_apart_are_refused_where_each_backward_reduces():
     schedule = Schedule("mine", 1, (0,), (tuple(Action(op, 0, 0) for op in ops),))
     mesh = SimpleNamespace(coord=lambda axis: 0, size=lambda axis: 1)
     engine = SimpleNamespace(settings=SimpleNamespace(reduces_once=False))
-    with pytest.raises(ScheduleError, match="mine: 0W0 needs gradients that are reduced once"):
+    with pytest.raises(ScheduleError, match="mine: 0W0 requires gradients to be reduced once"):
         Executor(schedule, mesh, engine=engine, key=None, hidden_shape=(1, 1, 1))
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from parallel3d.pipeline.executor import let_go
+from parallel3d.pipeline.executor import free_data
 
 pytestmark = pytest.mark.gloo
 
@@ -23,7 +23,7 @@ def test_the_graph_stays_and_the_data_goes(needs_its_result):
     output = stage()
     sent = output.detach()
     held, value = StorageWeakRef(sent.untyped_storage()), sent.clone()
-    let_go(output)
+    free_data(output)
     assert torch.equal(sent, value)  # a message on its way
     del sent
     assert held.expired() != needs_its_result

@@ -16,7 +16,7 @@ from parallel3d.tensor.linear import (
     linear,
 )
 from parallel3d.tensor.loss import vocab_parallel_loss
-from parallel3d.tensor.weight_gradients import added_in_place, held_back
+from parallel3d.tensor.weight_gradients import accumulate_in_place, defer_weight_gradients
 from parallel3d.verify.local_ranks import run_locally
 
 pytestmark = pytest.mark.gloo
@@ -51,16 +51,16 @@ def gradients(rank, size, sequence_parallel, recompute, dtype):
         parameter.grad_dtype = torch.float32
     xs = [torch.randn(2, 4, SIZE, dtype=dtype) for _ in range(2)]
     found = []
-    for apart in (False, True):
+    for deferred in (False, True):
         block.zero_grad(set_to_none=True)
         inputs, waiting, early = [], [], []
         for x in xs:
             x = x.clone().requires_grad_()
             y = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
-            with held_back() as products:
-                if apart:
+            with defer_weight_gradients() as products:
+                if deferred:
                     y.float().square().sum().backward()
-            if not apart:
+            if not deferred:
                 y.float().square().sum().backward()
             early.append({n for n, p in block.named_parameters() if p.grad is None})
             inputs.append(x.grad)
@@ -104,7 +104,7 @@ def test_added_in_place_to_the_bit(dtype):
             hidden = linear(x, weight)
             loss = vocab_parallel_loss(hidden, head, labels, vocab_size=50, group=alone).mean()
             before = weight.grad
-            with added_in_place() if in_place else nullcontext():
+            with accumulate_in_place() if in_place else nullcontext():
                 loss.backward()
             assert before is None or weight.grad is before
         found.append((weight.grad, head.grad))
@@ -121,7 +121,7 @@ def test_a_head_in_parts_is_added_in_place(dtype, monkeypatch):
     labels, alone = torch.randint(50, (4,)), torch.distributed.ProcessGroup(0, 1)
     for _ in range(2):
         once = head.grad.clone() if head.grad is not None else None
-        with added_in_place():
+        with accumulate_in_place():
             vocab_parallel_loss(x, head, labels, vocab_size=50, group=alone).mean().backward()
     torch.testing.assert_close(head.grad, 2 * once, rtol=1e-6, atol=1e-7)
 
@@ -131,7 +131,7 @@ def test_a_released_parameter_takes_its_whole_gradient():
     layer = nn.Parameter(torch.randn(3, SIZE))
     x = torch.randn(5, SIZE, requires_grad=True)
     whole = layer.data
-    with held_back() as products:
+    with defer_weight_gradients() as products:
         linear(x, layer).sum().backward()
     layer.data = torch.empty(0)
     products.make()

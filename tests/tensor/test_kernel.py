@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend
 
 from parallel3d.mesh.mesh import Mesh
-from parallel3d.tensor.attention import CausalAttention, in_words, kernel_of, say_kernel
+from parallel3d.tensor.attention import CausalAttention, describe_kernel, kernel_of, say_kernel
 from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.dropout import RandomKey
 from parallel3d.tensor.segments import Segments
@@ -51,17 +51,17 @@ def test_it_is_the_one_that_runs_and_is_said_once(context):
         fused = any("flash_attention" in name for name in ran.names)
         assert kernel == (SDPBackend.FLASH_ATTENTION if fused else SDPBackend.MATH)
         how = "one document at a time" if isolated else ""
-        assert said == [in_words(kernel, q, how)]
+        assert said == [describe_kernel(kernel, q, how)]
         seen.add((kernel, dropout))
     assert seen == {(SDPBackend.FLASH_ATTENTION, 0.0), (SDPBackend.MATH, 0.1)}
 
 
 def test_a_warning_says_how_much_and_what_to_change():
     q = torch.empty(1, 16, 8192, 128, device="meta")
-    whole = in_words(SDPBackend.MATH, q)
-    assert "4,096 MiB" in whole and "bf16" in whole  # 16 heads x 8192^2 x 4 bytes
-    assert "of documents" in in_words(SDPBackend.MATH, q, "one document at a time")
-    assert "WARNING" not in in_words(SDPBackend.CUDNN_ATTENTION, q)
+    message = describe_kernel(SDPBackend.MATH, q)
+    assert "4,096 MiB" in message and "bf16" in message  # 16 heads x 8192^2 x 4 bytes
+    assert "isolated documents" in describe_kernel(SDPBackend.MATH, q, "one document at a time")
+    assert "WARNING" not in describe_kernel(SDPBackend.CUDNN_ATTENTION, q)
 
 
 def test_nothing_is_said_where_a_rank_has_no_attention(context):

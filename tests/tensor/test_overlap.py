@@ -16,7 +16,7 @@ from parallel3d.tensor.collectives import (
     reduce_scatter_sequence,
 )
 from parallel3d.tensor.linear import ColumnParallelLinear, GroupedColumnLinear
-from parallel3d.tensor.weight_gradients import held_back
+from parallel3d.tensor.weight_gradients import defer_weight_gradients
 from parallel3d.verify.local_ranks import run_locally
 from tests.counting import Calls
 from tests.strict.group import StrictGroup
@@ -70,15 +70,15 @@ def layers(group, split):
     return made
 
 
-def passed(layer, split, apart=False):
+def passed(layer, split, deferred=False):
     """A forward and a backward, and the W of held-back gradients; all gradients."""
     layer.zero_grad(set_to_none=True)
     generator = torch.Generator().manual_seed(4)
     x = torch.randn(BATCH, SEQ // (2 if split else 1), SIZE, generator=generator).requires_grad_()
     y = layer(x)
     loss = sum(part.square().sum() for part in (y if isinstance(y, tuple) else [y]))
-    if apart:
-        with held_back() as products:
+    if deferred:
+        with defer_weight_gradients() as products:
             loss.backward()
         products.make()
     else:
@@ -93,18 +93,18 @@ def bits(rank):
     for split in (False, True):
         for layer in layers(group, split):
             of_layer = []
-            for on, apart in ((False, False), (True, False), (True, True)):
+            for on, deferred in ((False, False), (True, False), (True, True)):
                 layer.overlap = on
-                of_layer.append(passed(layer, split, apart))
+                of_layer.append(passed(layer, split, deferred))
             found.append(of_layer)
     return found
 
 
 def test_to_the_bit():
     for of_rank in run_locally(bits, 2, timeout=60):
-        for off, on, apart in of_rank:
+        for off, on, deferred in of_rank:
             assert all(map(torch.equal, off, on))
-            assert all(map(torch.equal, off, apart))
+            assert all(map(torch.equal, off, deferred))
 
 
 def order_and_time(rank):

@@ -1,1 +1,1 @@
-"""What DeepSpeed does wrong under a pipeline, one remedy a function (docs/deepspeed.md)."""
+"""Remedies for faults of DeepSpeed under a pipeline, one function each (docs/deepspeed.md)."""

@@ -1,4 +1,4 @@
-"""What DeepSpeed 0.19.8 does under fp16, and the remedy for each: one function a quirk."""
+"""Remedies for faults of DeepSpeed 0.19.8 under fp16, one function each."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,22 +8,25 @@ from deepspeed.accelerator import get_accelerator
 
 
 def expect_scaled_gradient(engine: Any) -> None:
-    """Let a direct backward pass under fp16: its gradient comes scaled from the last stage.
+    """Allow a direct backward under fp16; its gradient carries the last stage's loss scale.
 
-    DeepSpeed raises after a direct backward with a dynamic loss scale, unless `engine.scale` was
-    called since the last one; what `scale` multiplies is a loss, which other stages do not have.
+    With a dynamic loss scale DeepSpeed raises after a direct backward unless `engine.scale` was
+    called first. `scale` multiplies a loss, which only the last stage has.
     """
     engine._manual_backward_expected = True
 
 
 def allow_fp16_on_cpu(device: torch.device) -> None:
-    """Let DeepSpeed run fp16 on any CPU; it asks for one that multiplies fp16 in hardware."""
+    """Let DeepSpeed run fp16 on any CPU; it requires one with fp16 instructions."""
     if device.type == "cpu":
         get_accelerator().is_fp16_supported = lambda: True
 
 
 def at_last_loss_scale(optimizer: Any) -> bool:
-    """Whether one more overflow would make DeepSpeed raise; keeps DeepSpeed from raising it."""
+    """Return True if one more overflow would be at the smallest loss scale.
+
+    DeepSpeed would raise a bare Exception there; this call disables that.
+    """
     scaler = optimizer.loss_scaler
     if not scaler.dynamic:
         return False
@@ -33,11 +36,11 @@ def at_last_loss_scale(optimizer: Any) -> bool:
 
 
 def grow_scale_after_step(optimizer: Any) -> Callable[[], None]:
-    """Keep the loss scale as it is until a step is done; gives what to call then.
+    """Keep the loss scale from growing within a step; return a function to call after the step.
 
-    DeepSpeed doubles the dynamic scale first and then divides the gradients by it: in the steps in
-    which it grows they are halved, at ZeRO-3 in the reported norm, too. An overflow, whose step is
-    skipped, still takes effect at once.
+    DeepSpeed doubles the dynamic scale before it divides the gradients by it, which halves the
+    gradients of those steps (and at ZeRO-3 the reported norm). An overflow, whose step is skipped,
+    still lowers the scale at once.
     """
     scaler, steps = optimizer.loss_scaler, [0]
 
@@ -57,10 +60,10 @@ def grow_scale_after_step(optimizer: Any) -> Callable[[], None]:
 
 
 def forget_skipped_gradients(optimizer: Any) -> None:
-    """Drop what a skipped step leaves behind.
+    """Drop the gradients of a skipped step.
 
-    At ZeRO-1 and 2 with an offloaded optimizer DeepSpeed keeps the sums of half-precision
-    gradients, and adds the next step's to them: after one overflow every step overflows.
+    At ZeRO-1 and 2 with an offloaded optimizer DeepSpeed keeps them and adds the next step's, so
+    after one overflow every step overflows.
     """
     if not hasattr(optimizer, "fp16_groups"):
         for group in optimizer.averaged_gradients:

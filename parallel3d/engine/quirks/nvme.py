@@ -1,8 +1,8 @@
-"""What DeepSpeed 0.19.8 does under NVMe offload, and the remedy for each: one function a quirk.
+"""Remedies for faults of DeepSpeed 0.19.8 under NVMe offload, one function each.
 
-Its reads and writes go past the page cache (O_DIRECT), for which the memory must lie at a multiple
-of the drive's block. Where it does not, DeepSpeed reads nothing, says nothing, and goes on with
-what the buffer held before.
+DeepSpeed reads and writes past the page cache (O_DIRECT), which requires memory aligned to the
+drive's blocks. If it is not aligned, DeepSpeed silently reads nothing and uses the buffer's old
+contents.
 """
 
 import ctypes
@@ -31,11 +31,11 @@ def is_on_nvme(parameter: Any) -> bool:
 
 
 def align_gradients() -> None:
-    """Swap only the part of each gradient at multiples of a block in the optimizer's buffer.
+    """Swap only the block-aligned part of each gradient in the optimizer's buffer.
 
-    DeepSpeed cuts off the end of a gradient that is no multiple of a block, but not its beginning:
-    behind a parameter of another size, all gradients are read to the wrong places, which is to say
-    not at all. The odd ends stay in host memory, at most two blocks a parameter.
+    DeepSpeed trims a gradient's unaligned end but not its unaligned beginning. After a parameter
+    whose size is no multiple of a block, gradients are therefore not read at all. The unaligned
+    ends stay in host memory, at most two blocks per parameter.
     """
     _Swapper._adjust_for_misaligned_lengths = _cut_at_blocks
 
@@ -43,7 +43,7 @@ def align_gradients() -> None:
 def _cut_at_blocks(
     swapper: Any, tensors: Sequence[Tensor], offsets: Sequence[int]
 ) -> tuple[list[Tensor], list[int]]:
-    block, pieces, places = swapper.numel_alignment, [], []
+    block, pieces, starts = swapper.numel_alignment, [], []
     for tensor, offset in zip(tensors, offsets, strict=True):
         size = tensor.numel()
         head = min(-offset % block, size)
@@ -51,15 +51,15 @@ def _cut_at_blocks(
         for start, length in ((0, head), (head, middle), (head + middle, size - head - middle)):
             if length:
                 pieces.append(tensor.narrow(0, start, length))
-                places.append(offset + start)
-    return pieces, places
+                starts.append(offset + start)
+    return pieces, starts
 
 
 def read_through_buffers() -> None:
-    """Read a parameter's shard into its swap buffer first, then copy it to its place.
+    """Read a parameter's shard into its swap buffer, then copy it to its destination.
 
-    DeepSpeed reads it straight into the flat buffer of all parameters if that is page-locked,
-    wherever in it the shard begins.
+    If the flat buffer of all parameters is page-locked, DeepSpeed reads directly into it, even
+    where the shard's start is not aligned.
     """
     _ParamSwapper.swap_into_buffer = _swap_into_buffer
 
@@ -71,11 +71,11 @@ def _swap_into_buffer(swapper: Any, param: nn.Parameter, dest_buffer: Tensor) ->
 
 
 def copy_out_of_buffers() -> None:
-    """Let no gathered parameter lie in a swap buffer.
+    """Copy gathered parameters out of swap buffers.
 
-    A rank that is alone in its group "gathers" by pointing at its shard: on a CPU at the swap
-    buffer itself, which the next parameter is read into. What activation checkpointing keeps of a
-    weight that it gathered for the second forward would then be another weight in the backward.
+    A rank that is alone in its group "gathers" by pointing at its shard, on a CPU at the swap
+    buffer itself. The next parameter is read into the same buffer, so a weight that activation
+    checkpointing saved for the backward would change.
     """
     for kind in (partition_parameters.NoGatherHandle, partition_parameters.NoGatherCoalescedHandle):
         if not hasattr(kind.__init__, "__wrapped__"):
@@ -94,7 +94,7 @@ def _copying(make: Callable[..., None]) -> Callable[..., None]:
 
 
 def refuse_small_buffers() -> None:
-    """Say which setting is too small where a parameter's shard does not fit into a swap buffer."""
+    """Raise ConfigError if a parameter's shard does not fit into a swap buffer."""
     if hasattr(_ParamSwapper.get_buffer, "__wrapped__"):
         return
     get_buffer = _ParamSwapper.get_buffer
@@ -103,8 +103,8 @@ def refuse_small_buffers() -> None:
     def get_buffer_or_refuse(swapper: Any, param: nn.Parameter, numel: int) -> Tensor:
         if numel > swapper.elements_per_buffer:
             raise ConfigError(
-                f"zero_optimization.offload_param.buffer_size = {swapper.elements_per_buffer}: a "
-                f"parameter's shard has {numel} elements; use {numel} or more"
+                f"zero_optimization.offload_param.buffer_size = {swapper.elements_per_buffer}: "
+                f"smaller than a parameter's shard of {numel} elements; use at least {numel}"
             )
         buffer: Tensor = get_buffer(swapper, param, numel)
         return buffer
@@ -113,9 +113,9 @@ def refuse_small_buffers() -> None:
 
 
 def refuse_unlockable_memory(aio_handle: Any) -> None:
-    """Raise ConfigError where a swap buffer cannot be locked; DeepSpeed aborts the process there.
+    """Raise ConfigError if a swap buffer cannot be locked in memory; DeepSpeed would abort.
 
-    The handle's class allocates all swap buffers. An ordinary user may often lock 8 MiB alone.
+    All swap buffers are allocated by this class. Ordinary users may often lock only 8 MiB.
     """
     if hasattr(aio_handle.new_cpu_locked_tensor, "__wrapped__"):
         return
@@ -131,26 +131,29 @@ def refuse_unlockable_memory(aio_handle: Any) -> None:
 
 
 def _check_lockable(num_bytes: int) -> None:
-    """Raise the soft limit to the hard one and lock as many bytes, on trial."""
+    """Raise the soft limit to the hard one and try to lock as many bytes.
+
+    Raise ConfigError if that fails.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (hard, hard))
     with mmap.mmap(-1, max(num_bytes, 1)) as memory:
         start = ctypes.c_char.from_buffer(memory)
         address = ctypes.c_void_p(ctypes.addressof(start))
         is_locked = ctypes.CDLL(None).mlock(address, ctypes.c_size_t(num_bytes)) == 0
-        del start  # the map cannot be closed while it is used
+        del start  # the map cannot be closed while it is referenced
     if not is_locked:
         raise ConfigError(
-            f"zero_optimization: NVMe offload locks a buffer of {num_bytes / 2**20:.1f} MiB in "
-            f"memory, but a process may lock only {hard / 2**20:.1f} MiB here; raise the limit "
-            "(ulimit -l unlimited; Docker: --ulimit memlock=-1; Slurm: "
+            f"zero_optimization: NVMe offload needs to lock a buffer of {num_bytes / 2**20:.1f} "
+            f"MiB in memory, but the limit is {hard / 2**20:.1f} MiB per process; raise it (ulimit "
+            "-l unlimited; Docker: --ulimit memlock=-1; Slurm: "
             'PropagateResourceLimitsExcept=MEMLOCK), or offload to "cpu"'
         )
 
 
 @contextmanager
 def swapping_small_tensors(num_bytes: int) -> Iterator[None]:
-    """Let tensors from `num_bytes` on be swapped; DeepSpeed keeps those below 1 MiB in memory."""
+    """Swap tensors of `num_bytes` or more; DeepSpeed keeps those below 1 MiB in memory."""
     modules = (optimizer_utils, partitioned_param_swapper)
     limits = [m.MIN_AIO_BYTES for m in modules]
     for module in modules:

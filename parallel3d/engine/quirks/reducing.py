@@ -1,8 +1,8 @@
-"""DeepSpeed 0.19.8's gradient reductions, run without its hooks, when the program says so.
+"""Run DeepSpeed 0.19.8's gradient reductions without its hooks, when the program asks for them.
 
-Gradients that are reduced once a step add up in `param.grad`, as autograd leaves them. DeepSpeed's
-hooks, two dozen calls a parameter and microbatch, are taken away, and what they would have called
-at the end is called here.
+Gradients that are reduced once per step accumulate in `param.grad`. DeepSpeed's hooks, two dozen
+calls per parameter and microbatch, are removed; the functions below call what the hooks would have
+called at the end of the step.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,16 +18,16 @@ from parallel3d.mesh.transfer import reduce_scatter_single
 
 
 def remove_gradient_hooks(optimizer: Any) -> None:
-    """Take DeepSpeed's hooks off the parameters' gradients."""
+    """Remove DeepSpeed's hooks from the parameters' gradients."""
     for hook in optimizer._grad_acc_hooks:
         hook.remove()
 
 
 def average_in_one_buffer(optimizer: Any, dtype: torch.dtype) -> None:
-    """Have ZeRO-3 average gradients in `dtype`, by one collective and one copy each.
+    """Make ZeRO-3 average gradients in `dtype` by one collective, and one copy per gradient.
 
-    DeepSpeed loops over the ranks for each gradient (12 ms of host time a layer at 512 ranks), and
-    casts a gradient only where `dtype` differs from the parameters' type, not from the gradient's.
+    DeepSpeed loops over the ranks for each gradient (12 ms of host time per layer at 512 ranks),
+    and casts a gradient only if `dtype` differs from the parameters' dtype, not the gradient's.
     """
     name = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
 
@@ -44,36 +44,36 @@ def average_in_one_buffer(optimizer: Any, dtype: torch.dtype) -> None:
 def _reduce_scatter(
     gradients: Sequence[Tensor], dtype: torch.dtype, group: dist.ProcessGroup
 ) -> list[Tensor]:
-    """Average flat tensors over the group, and return this rank's part of each."""
+    """Average flat tensors over the group; return this rank's part of each."""
     ranks, rank = group.size(), group.rank()
-    lengths = [-(-len(g) // ranks) for g in gradients]  # of a rank's part, the last ones shorter
+    lengths = [-(-len(g) // ranks) for g in gradients]  # of a part; the last ones are shorter
     buffer = gradients[0].new_empty((ranks, sum(lengths)), dtype=dtype)
     starts = list(accumulate(lengths, initial=0))
     for gradient, start, length in zip(gradients, starts, lengths, strict=False):
-        whole, rest = divmod(len(gradient), length)
+        full_rows, rest = divmod(len(gradient), length)
         columns = buffer.narrow(1, start, length)
-        columns[:whole] = gradient[: whole * length].view(whole, length)
+        columns[:full_rows] = gradient[: full_rows * length].view(full_rows, length)
         if rest:
-            columns[whole, :rest] = gradient[whole * length :]
+            columns[full_rows, :rest] = gradient[full_rows * length :]
     buffer.div_(ranks)
-    mine = buffer.new_empty(buffer.shape[1])
-    reduce_scatter_single(mine, buffer.flatten(), group=group)
+    averages = buffer.new_empty(buffer.shape[1])
+    reduce_scatter_single(averages, buffer.flatten(), group=group)
     return [
-        mine[start : start + max(0, min(length, len(g) - rank * length))]
+        averages[start : start + max(0, min(length, len(g) - rank * length))]
         for g, start, length in zip(gradients, starts, lengths, strict=False)
     ]
 
 
 def begin(engine: Any) -> None:
-    """Begin a step: what is reduced from here on is its whole gradient."""
+    """Begin a step, in which each gradient is complete when it is reduced."""
     engine.set_gradient_accumulation_boundary(True)
     engine.optimizer.set_gradient_accumulation_boundary(True)
 
 
 def reduce_now(engine: Any, parameters: Iterable[nn.Parameter]) -> None:
-    """Reduce the gradients of these parameters and free them; this rank's part is kept.
+    """Reduce the gradients of these parameters, keep this rank's part and free the rest.
 
-    Inside `coalesce_grad_reduction`, too, which reduces the others at its end (ZeRO-3 alone).
+    At ZeRO-3 this also works inside `coalesce_grad_reduction`, which reduces the others on exit.
     """
     optimizer = engine.optimizer
     coalescing, boundary = (
@@ -86,17 +86,17 @@ def reduce_now(engine: Any, parameters: Iterable[nn.Parameter]) -> None:
         for parameter in parameters:
             optimizer.reduce_ready_partitions_and_remove_grads(parameter)
         for dtype in list(optimizer.ipg_buckets):
-            # What is in the buckets would else wait until they are full, or the step is over.
+            # Otherwise the buckets would wait until they are full or the step is over.
             optimizer._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(dtype)
     else:
-        wanted = {id(parameter) for parameter in parameters}
+        ids = {id(parameter) for parameter in parameters}
         optimizer.setup_buckets()
         if optimizer.overlap_comm and not get_accelerator().resolves_data_dependency():
-            # The stage before is being reduced out of the bucket that this one is copied into.
+            # The previous stage may still be reduced from the bucket that is filled here.
             get_accelerator().current_stream().wait_stream(optimizer.reduction_stream)
         for group, members in enumerate(optimizer.bit16_groups):
             for parameter in members:
-                if id(parameter) in wanted:
+                if id(parameter) in ids:
                     optimizer.reduce_ready_partitions_and_remove_grads(parameter, group)
         optimizer.reduce_ipg_grads()
     optimizer._coalesce_grad_reduction = coalescing
@@ -104,5 +104,5 @@ def reduce_now(engine: Any, parameters: Iterable[nn.Parameter]) -> None:
 
 
 def finish(engine: Any) -> None:
-    """Leave the reduced gradients where the optimizer's step looks for them."""
+    """Finish the step's reductions; the optimizer's step then uses their results."""
     engine.optimizer.overlapping_partition_gradients_reduce_epilogue()

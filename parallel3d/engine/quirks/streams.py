@@ -1,6 +1,6 @@
-"""Orders between streams that DeepSpeed 0.19.8 leaves open, one function each.
+"""Remedies for missing synchronisation of streams in DeepSpeed 0.19.8, one function each.
 
-On a synchronous device (the CPU) there are no streams, and none of them does anything.
+They do nothing on a synchronous device (the CPU), which has no streams.
 """
 
 from collections.abc import Sequence
@@ -15,9 +15,9 @@ _GATHER_STREAM = "_PartitionedParameterCoordinator__allgather_stream"
 def keep_gradients_until_reduced(optimizer: Any) -> None:
     """Keep the memory of ZeRO-3's gradients until the reduction stream has read them.
 
-    A rank that holds no part of a small parameter frees the gradient without recording the stream
-    (stage3.py `partition_grads`), so the allocator may give its memory to the next kernels of the
-    default stream while the reduction still reads it.
+    A rank without a part of a small parameter frees the gradient without recording the stream
+    (stage3.py `partition_grads`). The allocator may then reuse the memory on the default stream
+    while the reduction still reads it.
     """
     if get_accelerator().is_synchronized_device():
         return
@@ -36,18 +36,18 @@ def keep_gradients_until_reduced(optimizer: Any) -> None:
 
 
 def gather_after_update(optimizer: Any) -> None:
-    """Let ZeRO-3's next gathers wait for the update of the shards; call it after a step.
+    """Make ZeRO-3's next gathers wait for the update of the shards; call it after a step.
 
-    Gathers run on a stream of their own, which does not wait for the default stream. DeepSpeed
-    relies on a synchronisation that happens only where parameters stay whole (`_post_step`).
+    Gathers run on their own stream, which does not wait for the default stream. DeepSpeed relies on
+    a synchronisation that happens only if some parameters are kept whole (`_post_step`).
     """
     if not get_accelerator().is_synchronized_device():
         coordinator = optimizer.parameter_offload.get_param_coordinator()
         getattr(coordinator, _GATHER_STREAM).wait_stream(get_accelerator().current_stream())
 
 
-def hurry_reductions(optimizer: Any) -> None:
-    """Give the stream of gradient reductions a high priority: synchronous collectives run on it."""
+def prioritize_reductions(optimizer: Any) -> None:
+    """Give the stream of gradient reductions high priority: synchronous collectives run on it."""
     if get_accelerator().is_synchronized_device():
         return
     for name in ("reduce_and_partition_stream", "reduction_stream"):

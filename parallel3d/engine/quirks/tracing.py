@@ -1,9 +1,9 @@
-"""A trace of DeepSpeed 0.19.8's ZeRO-3 for each stage and direction, so that it fetches ahead.
+"""Keep one ZeRO-3 trace per stage and direction, so that DeepSpeed 0.19.8 prefetches weights.
 
-DeepSpeed's hooks gather a module's weights when it is called, and those of the modules behind it by
-a trace of the last pass. It keeps one trace from forward to forward; a pipeline's passes come in
-another order each time, so the trace breaks, and nearly every module waits for its weights. Each
-pass of a stage is the same in itself: here each has a trace of its own.
+DeepSpeed's hooks gather a module's weights when it is called, and prefetch those of later modules
+by a trace of the previous pass. It has one trace from forward to forward. A pipeline's passes come
+in a different order each time, which invalidates the trace, and nearly every module waits for its
+weights. Within a pass of one stage the order is always the same, so each gets its own trace.
 """
 
 from collections import defaultdict, deque
@@ -19,7 +19,7 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import (
 Direction = Literal["forward", "backward"]
 _PRIVATE = "_PartitionedParameterCoordinator__"
 _RELEASED = f"{_PRIVATE}params_to_release"
-_KEPT = (
+_STATE = (
     *(f"{_PRIVATE}{name}" for name in ("trace_mode", "submodule_order", "param_order")),
     f"{_PRIVATE}step_id_module_fetched_for",
     _RELEASED,
@@ -27,31 +27,34 @@ _KEPT = (
 
 
 class Traces:
-    """A trace of DeepSpeed's coordinator for each stage and direction."""
+    """The state of DeepSpeed's coordinator for each stage and direction."""
 
     def __init__(self, engine: Any) -> None:
         self._coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
-        self._kept: dict[tuple[int, Direction], dict[str, Any]] = {}
+        self._saved: dict[tuple[int, Direction], dict[str, Any]] = {}
         self._current: tuple[int, Direction] | None = None
 
     def begin(self, stage: int, direction: Direction) -> None:
-        """Put a stage's own trace in place before its forward, or its backward."""
+        """Switch to a stage's own trace before its forward or backward."""
         pass_ = stage, direction
         if pass_ != self._current:
-            held = vars(self._coordinator)
+            state = vars(self._coordinator)
             if self._current is not None:
-                self._kept[self._current] = {name: held[name] for name in _KEPT}
-            held.update(self._kept.get(pass_) or self._afresh())
+                self._saved[self._current] = {name: state[name] for name in _STATE}
+            state.update(self._saved.get(pass_) or self._new_trace())
             self._current = pass_
-        if direction == "backward":  # before a forward DeepSpeed's own hook does so
+        if direction == "backward":  # before a forward DeepSpeed's own hook does it
             self._coordinator.reset_step()
 
-    def _afresh(self) -> dict[str, Any]:
-        """Of a pass that none has gone before. What it releases is cached by the place in a trace,
-        so each has a cache of its own."""
+    def _new_trace(self) -> dict[str, Any]:
+        """Return the state for a pass that has not run yet.
+
+        DeepSpeed caches the parameters to release by the place in a trace, so each trace needs its
+        own cache.
+        """
         instrumented: Any = getattr(PartitionedParameterCoordinator, _RELEASED)
         released = getclosurevars(instrumented).nonlocals["func"].__wrapped__
         release = lru_cache(maxsize=None)(partial(released, self._coordinator))
         return dict(
-            zip(_KEPT, (ZeRoTraceMode.INVALID, [], [], defaultdict(deque), release), strict=True)
+            zip(_STATE, (ZeRoTraceMode.INVALID, [], [], defaultdict(deque), release), strict=True)
         )

@@ -1,4 +1,4 @@
-"""What DeepSpeed 0.19.8 does around an update of the weights, and the remedy for each."""
+"""Remedies for DeepSpeed 0.19.8's updates of weights, one function each."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -7,26 +7,26 @@ import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from torch import Tensor
 
-PART = 2**25  # elements: of bf16 64 MiB, and that twice
+PART = 2**25  # elements of each of the two buffers: 64 MiB in bf16
 
 
 class _Buffer(NamedTuple):
-    """A buffer of the host, and what waits until its last content has left."""
+    """A host buffer: `mark` is called after a copy from it starts, `wait` waits for that copy."""
 
     memory: Tensor
     wait: Callable[[], object]
     mark: Callable[[], object]
 
 
-def stage_weights(optimizer: Any, device: torch.device) -> None:
-    """Have ZeRO-3 send the weights that the host has updated by parts of PART elements.
+def copy_weights_in_parts(optimizer: Any, device: torch.device) -> None:
+    """Make ZeRO-3 copy weights that the host has updated to the device in parts of PART elements.
 
-    After each group's update on the host DeepSpeed casts the new weights into memory that no device
-    can read by itself, copies them, and waits for both. Here a part is on its way, through
-    page-locked buffers, while the host casts the next one or begins with the next group's Adam.
-    Weights that stay on the host take DeepSpeed's own way.
+    After each group's update on the host DeepSpeed casts the new weights into pageable memory,
+    copies them, and waits for both. Here a part is copied from a page-locked buffer while the host
+    casts the next part or runs the next group's Adam. Weights that stay on the host are updated by
+    DeepSpeed itself.
     """
-    whole = optimizer._reassign_or_swap_out_partitioned_parameters
+    copy_at_once = optimizer._reassign_or_swap_out_partitioned_parameters
     buffers: list[_Buffer] = []
     sent = 0
 
@@ -40,7 +40,7 @@ def stage_weights(optimizer: Any, device: torch.device) -> None:
             )
         )
         if target.device != device or source.device.type != "cpu":
-            whole(group)
+            copy_at_once(group)
             return
         if not buffers:
             longest = max(optimizer.fp16_partitioned_groups_flat_numel)
@@ -50,7 +50,7 @@ def stage_weights(optimizer: Any, device: torch.device) -> None:
             sent += 1
             wait()
             staged = memory[: len(new)].copy_(new)
-            # On the stream that the next step's gathers are issued on: they come behind it.
+            # On the stream of the next step's gathers, so they run after it.
             old.copy_(staged, non_blocking=True)
             mark()
         optimizer._unflatten_partitioned_parameters(group)
@@ -59,27 +59,27 @@ def stage_weights(optimizer: Any, device: torch.device) -> None:
 
 
 def _buffer(size: int, like: Tensor) -> _Buffer:
-    if like.device.type == "cpu":  # copies there are waited for
+    if like.device.type == "cpu":  # copies are synchronous there
         return _Buffer(torch.empty(size, dtype=like.dtype), _nothing, _nothing)
-    left = torch.get_device_module(like.device).Event()
+    copied = torch.get_device_module(like.device).Event()
     memory = torch.empty(size, dtype=like.dtype, pin_memory=True)
-    return _Buffer(memory, left.synchronize, left.record)
+    return _Buffer(memory, copied.synchronize, copied.record)
 
 
 def _nothing() -> None:
-    """There is nothing to wait for."""
+    """Do nothing: copies on a CPU are synchronous."""
 
 
 def share_with_weights(optimizer: Any) -> None:
-    """Let a master be the weights that it is of, where both lie on one device in one type.
+    """Let masters share the weights' memory if both have the same device and dtype.
 
-    DeepSpeed keeps both, 4 bytes an element of this rank's share for nothing, and copies one into
-    the other after Adam. To be called before the first step.
+    DeepSpeed keeps two copies, which wastes 4 bytes per element of this rank's shard, and copies
+    one to the other after Adam. Call it before the first step.
     """
     is_zero3 = hasattr(optimizer, "fp16_groups")
     settings = ("offload_optimizer", "offload_param") if is_zero3 else ("cpu_offload",)
     if any(getattr(optimizer, name) for name in settings):
-        return  # on a CPU both would lie on one device all the same
+        return  # on a CPU the device would be the same nevertheless
     if is_zero3:
         masters, weights = (
             optimizer.fp32_partitioned_groups_flat,
@@ -99,7 +99,7 @@ def share_with_weights(optimizer: Any) -> None:
         if own is not None and _alike(master, own):
             master.data = own.data
     if not is_zero3:
-        optimizer._link_all_hp_params()  # it has views of the masters
+        optimizer._link_all_hp_params()  # renew its views of the masters
 
 
 def _alike(master: Tensor, weights: Tensor) -> bool:
@@ -110,22 +110,22 @@ def _alike(master: Tensor, weights: Tensor) -> bool:
     )
 
 
-def power_afresh(optimizer: torch.optim.Optimizer) -> None:
-    """Make CPU Adam's bias correction a function of the step number alone.
+def recompute_bias_correction(optimizer: torch.optim.Optimizer) -> None:
+    """Make CPU Adam's bias correction depend on the step number only.
 
-    Its compiled part keeps betas to the power of the step as running fp32 products, and takes the
-    true power only where the step number jumps: a resumed run's first step jumps, so it and all
-    later ones differ in the last bits. A call without elements before each step makes each a jump.
+    Its C++ code updates the powers of the betas as running fp32 products, and computes the exact
+    power only if the step number jumps. A resumed run's first step jumps, so its weights differ in
+    the last bits. An empty call at step 0 before each step makes every step a jump.
     """
     if isinstance(optimizer, DeepSpeedCPUAdam):
         optimizer.register_step_pre_hook(_jump)
 
 
 def _jump(adam: Any, *_: Any) -> None:
-    nothing, group = torch.empty(0), adam.param_groups[0]
+    empty, group = torch.empty(0), adam.param_groups[0]
     beta1, beta2 = group["betas"]
     options = group["lr"], beta1, beta2, group["eps"], group["weight_decay"]
     bias_correction = group["bias_correction"]
     adam.ds_opt_adam.adam_update(
-        adam.opt_id, 0, *options, bias_correction, nothing, nothing, nothing, nothing
+        adam.opt_id, 0, *options, bias_correction, empty, empty, empty, empty
     )

@@ -13,7 +13,7 @@ EXHIBIT = Exhibit(
 
 
 @in_place_of(core, "param_groups")
-def plant(original: Any, held: Any, ballast: Any, weight_decay: float, *args: Any) -> Any:
+def plant(original: Any, held: Any, placeholders: Any, weight_decay: float, *args: Any) -> Any:
     """The group without decay decays."""
-    found = original(held, ballast, weight_decay, *args)
+    found = original(held, placeholders, weight_decay, *args)
     return [group | {"weight_decay": weight_decay} for group in found]
