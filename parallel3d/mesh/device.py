@@ -77,7 +77,7 @@ def set_allocator() -> None:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
-def steering() -> list[str]:
+def device_variables() -> list[str]:
     """Return the environment variables that configure devices, as NAME=value, sorted by name."""
     return [
         f"{name}={value}"
@@ -114,4 +114,4 @@ def describe_device(device: torch.device) -> list[str]:
     name = str(get_name(device)) if get_name else device.type
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else ""
     first = f"device  {name}, torch {torch.__version__}{', NCCL ' if nccl else ''}{nccl}"
-    return [first, *(f"        {variable}" for variable in steering())]
+    return [first, *(f"        {variable}" for variable in device_variables())]
