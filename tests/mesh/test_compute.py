@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from parallel3d.mesh.device import set_allocator, set_numerics, device_variables
+from parallel3d.mesh.device import device_variables, set_allocator, set_numerics
 from parallel3d.models import families
 from parallel3d.verify.local_ranks import run_locally
 from tests.cases import Case, Trainer

@@ -40,7 +40,7 @@ def copy(tmp_path_factory):
     for name in ("parallel3d", "models", "launch", "tests", "configs", "docs"):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignored)
-    for name in ("pyproject.toml", "README.md"):
+    for name in ("pyproject.toml", "README.md", "CONTRIBUTING.md"):
         shutil.copy(ROOT / name, folder)
     page = (ROOT / "docs/add-a-model.md").read_text()
     files = re.findall(r"```python\n# (\S+)\n(.*?)```", page, re.DOTALL)
