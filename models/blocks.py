@@ -1,4 +1,4 @@
-"""Layers that several families share, on tensor-parallel layers."""
+"""Layers that several families share, built from tensor-parallel layers."""
 
 from typing import Any
 
@@ -30,9 +30,9 @@ class TokenEmbedding(nn.Module):
 
 
 class FusedAttention(nn.Module):
-    """Causal self-attention whose query, key and value are one projection, and turn by `rotary`.
+    """Causal self-attention with one projection for query, key and value.
 
-    Each tp rank computes its share of the heads.
+    `rotary`, if given, rotates query and key. Each tp rank computes its share of the heads.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class GeluMLP(nn.Module):
 
 
 class NormedHead(nn.Module):
-    """Final norm, logits and loss; a family's head gives its `norm`."""
+    """Final norm, logits and loss; the family's head passes its `norm`."""
 
     def __init__(self, config: Any, norm: nn.Module, context: LayerContext) -> None:
         super().__init__()

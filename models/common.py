@@ -1,4 +1,4 @@
-"""Parts of specs and of names that several families share, as data (floor 0, no torch)."""
+"""Parts of specs and of parameter names that several families share (floor 0, no torch)."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -22,23 +22,23 @@ _ZEROS = Init()
 
 
 class Pretrained(Section):
-    """The published model that a model's first weights come from, as it was found."""
+    """The published model that a model's initial weights come from, as it was resolved."""
 
     folder: PathText = Field(min_length=1)
-    """The folder; of a model on the hub its name there."""
+    """The folder, or the model's name on the hub."""
     weights: str | None = None
-    """What tells the folder's weights from others."""
+    """A fingerprint of the folder's weights."""
     revision: str | None = None
-    """Which commit of the hub's; null of a folder."""
+    """The commit on the hub; null for a folder."""
 
 
 class ModelSection(Section):
-    """The settings that every family that can be imported has."""
+    """The settings of every family that can be imported."""
 
     from_pretrained: Pretrained | str | None = None
-    """A folder of transformers (config.json and safetensors), or a model's name on the Hugging Face
-    hub ("owner/name", "owner/name@revision"), whose weights training starts from; the sizes in this
-    block are then those of its config.json, and may be left out. A block: what was found."""
+    """The model whose weights training starts from: a transformers folder (config.json and
+    safetensors), or a name on the Hugging Face hub ("owner/name", "owner/name@revision"). The sizes
+    in this block then come from its config.json and may be omitted. A block: the resolved model."""
     parametrization: Parametrization = Parametrization()
     """How initial sizes, multipliers and rates follow the model's width."""
 
@@ -46,20 +46,20 @@ class ModelSection(Section):
     def _check_parametrization(self) -> "ModelSection":
         kind = self.parametrization.type
         if self.from_pretrained is not None and kind != "standard":
-            rule = "multiplies by what the weights of from_pretrained were not trained with"
+            rule = "applies multipliers that the weights of from_pretrained were not trained with"
             raise Problems([Problem("parametrization.type", kind, rule, 'use "standard"')])
         return self
 
 
 def divisor_below(number: int, limit: int) -> int:
-    """The largest divisor of `number` below `limit`, of those that are found in milliseconds."""
+    """Return the largest divisor of `number` below `limit` that is found in milliseconds."""
     most = min(isqrt(number), 10**6)
     divisors = (n for d in range(1, most + 1) if number % d == 0 for n in (d, number // d))
     return max(n for n in divisors if n < limit)
 
 
 def refuse_uneven_heads(config: Any) -> None:
-    """Raise Problems where the heads are not of one width."""
+    """Raise Problems unless num_attention_heads divides hidden_size."""
     heads, hidden = config.num_attention_heads, config.hidden_size
     if hidden % heads:
         near = divisor_below(hidden, heads)
@@ -69,32 +69,32 @@ def refuse_uneven_heads(config: Any) -> None:
 
 
 def vocab_size(config: Any) -> int:
-    """The number of rows of the embedding; raises ValueError while it is still "auto"."""
+    """Return the number of rows of the embedding; raise ValueError while it is "auto"."""
     if config.vocab_size == "auto":
         raise ValueError('vocab_size "auto" is not resolved; call RunConfig.with_vocab_size first')
     return int(config.vocab_size)
 
 
 def weight_inits(config: Any) -> tuple[Init, Init]:
-    """The starts of a block's weights: the normal ones, and those that feed the residual stream.
+    """Return the initial values of a block's weights: the normal ones, and the residual ones.
 
     Two projections of each block add to the residual stream (Radford et al. 2019, section 2.3).
     """
     scales = scales_of(config)
     std = config.initializer_range * scales.hidden_std
-    # Where depth transfers, its branches' multiplier stands for what their start would say of it.
+    # If rates transfer over depth, the branch multiplier accounts for it, not the initial values.
     depth = scales.base_depth or config.num_hidden_layers
     return Init(std=std), Init(std=std / sqrt(2 * depth))
 
 
 def scales_of(config: Any) -> Scales:
-    """Return the factors of sizes and rates of a model of any family."""
+    """Return the muP factors of a model of any family."""
     head_size = getattr(config, "head_size", config.hidden_size // config.num_attention_heads)
     return Scales.of(config, head_size)
 
 
 def role_rates(config: Any) -> dict[Role, float]:
-    """The factor of each role's learning rate; {} where all have the plain rate."""
+    """Return the factor of each role's learning rate; {} if all are 1."""
     if parametrization_of(config).type == "standard":
         return {}
     scales = scales_of(config)
@@ -109,28 +109,29 @@ def folded(
     branches: tuple[str, ...],
     fused: int = 1,
 ) -> tuple[ParamSpec, ...]:
-    """A block's parameters, with what an export multiplies them by.
+    """Return a block's parameters with their factors at export.
 
-    `query`: how the names of those that make the queries begin, the first of so many `fused` in one
-    parameter. `branches`: those that add to the residual stream.
+    - query: prefix of the parameters that compute queries; with `fused` parts in one parameter, the
+      first part.
+    - branches: prefixes of the parameters whose results are added to the residual stream.
     """
-    scales, found = scales_of(config), []
+    scales, specs = scales_of(config), []
     for p in params:
         factors = _unless_one(scales.branch) if p.name.startswith(branches) else ()
         if p.name.startswith(query) and scales.query != 1:
             factors = (scales.query, *[1.0] * (fused - 1))
-        found.append(p if factors == p.folded else replace(p, folded=factors))
-    return tuple(found)
+        specs.append(p if factors == p.folded else replace(p, folded=factors))
+    return tuple(specs)
 
 
 def layer_norm(name: str, size: int) -> Iterable[ParamSpec]:
-    """The weight and the bias of a LayerNorm."""
+    """Yield the weight and the bias of a LayerNorm."""
     yield ParamSpec(f"{name}.weight", (size,), None, Init(value=1.0), False, role="vector")
     yield ParamSpec(f"{name}.bias", (size,), None, _ZEROS, False, role="vector")
 
 
 def biased_cost(config: Any) -> BlockCost:
-    """The cost of a `biased_block`, if nothing in it rotates, drops out or is parallel."""
+    """Return the cost of a `biased_block` without rotation, dropout or parallel branches."""
     heads, size = config.num_attention_heads, config.hidden_size // config.num_attention_heads
     return BlockCost(
         config.hidden_size, config.inner_size, heads, heads, size, fused_qkv=True, biases=True
@@ -138,7 +139,7 @@ def biased_cost(config: Any) -> BlockCost:
 
 
 def biased_block(config: Any, number: int, cost: BlockCost) -> LayerSpec:
-    """A block of two LayerNorms, fused q, k, v and an MLP, all with biases."""
+    """Return a block of two LayerNorms, fused q, k, v and an MLP, all with biases."""
     hidden, inner = config.hidden_size, config.inner_size
     normal, residual = weight_inits(config)
     params = (
@@ -160,7 +161,7 @@ def biased_block(config: Any, number: int, cost: BlockCost) -> LayerSpec:
 
 
 def table(config: Any, name: str, rows: int, tp_dim: int | None) -> ParamSpec:
-    """A table of the embedding: vectors of the model's width, one a row."""
+    """Return a table of the embedding: one vector of the model's width per row."""
     init, shape = Init(std=config.initializer_range), (rows, config.hidden_size)
     factors = _unless_one(scales_of(config).input)
     return ParamSpec(name, shape, tp_dim, init, True, role="input", folded=factors)
@@ -171,9 +172,9 @@ def _unless_one(factor: float) -> tuple[float, ...]:
 
 
 def head(config: Any, norm: Iterable[ParamSpec], cost: CostOf) -> LayerSpec:
-    """The last layer: a norm, and the output projection, tied to the embedding where it says so.
+    """Return the last layer: a norm and the output projection, which may be tied to the embedding.
 
-    The multiplier of the logits is folded into the norm: a tied weight is shared with the input.
+    The multiplier of the logits is folded into the norm, because a tied weight is also the input's.
     """
     shape, normal = (vocab_size(config), config.hidden_size), Init(std=config.initializer_range)
     scales = scales_of(config)
@@ -189,14 +190,17 @@ def head(config: Any, norm: Iterable[ParamSpec], cost: CostOf) -> LayerSpec:
 
 
 def renamed(name: str, names: Mapping[str, str]) -> str:
-    """A parameter's name with each part that `names` knows replaced, in the order given there."""
-    for ours, theirs in names.items():
-        name = name.replace(ours, theirs)
+    """Return a name with each key of `names` replaced by its value, in order."""
+    for old, new in names.items():
+        name = name.replace(old, new)
     return name
 
 
-def class_named(wanted: str | None, *possible: str) -> str:
-    """The class of transformers that is wanted, or the first that is possible; ValueError."""
-    if wanted is not None and wanted not in possible:
-        raise ValueError(f"this model cannot be a {wanted}; use {' or '.join(possible)}")
-    return wanted or possible[0]
+def class_named(requested: str | None, *possible: str) -> str:
+    """Return the requested class of transformers, else the first possible one.
+
+    Raises ValueError if the requested class is not possible.
+    """
+    if requested is not None and requested not in possible:
+        raise ValueError(f"this model cannot be a {requested}; use {' or '.join(possible)}")
+    return requested or possible[0]

@@ -1,7 +1,7 @@
-"""A published model's config.json as the "model" block of a family (floor 0, no torch).
+"""Converts a published model's config.json to the "model" block of a family (floor 0, no torch).
 
-A family that can be one brings `models/<family>/pretrained.py`: `MODEL_TYPES`, the classes of
-transformers by the model_type that names them, and `model_block(fields)`.
+A family that supports this has `models/<family>/pretrained.py`: `MODEL_TYPES` (the transformers
+classes by model_type), `FREE`, and `model_block(fields)`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from typing import Any
 from parallel3d import models
 from parallel3d.base.section import ABSENT, Problem, Problems
 
-# Fields that change nothing in the model: names, ids, generation, how it was saved or trained.
+# Fields that do not affect the model: names, ids, generation, how it was saved or trained.
 _NEUTRAL = {
     *("model_type", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id"),
@@ -25,35 +25,35 @@ _NEUTRAL = {
     *("num_beam_groups", "chunk_size_feed_forward", "tie_encoder_decoder", "pretraining_tp"),
     *("attn_implementation", "transformers.js_config", "unsloth_version", "unsloth_fixed"),
 }
-# Features of other models that no family here has: refused by name, not as unknown.
+# Features that no family supports; refused by name, not as unknown.
 _FOREIGN = {
-    "auto_map": "names code of its own, which is never run",
-    "quantization_config": "holds weights that are not plain numbers",
-    "attn_logit_softcapping": "caps the scores of attention",
+    "auto_map": "names custom code",
+    "quantization_config": "quantizes the weights",
+    "attn_logit_softcapping": "caps the attention scores",
     "final_logit_softcapping": "caps the logits",
     "logits_soft_cap": "caps the logits",
-    "num_experts": "makes a mixture of experts",
-    "num_local_experts": "makes a mixture of experts",
-    "n_routed_experts": "makes a mixture of experts",
-    "moe_intermediate_size": "makes a mixture of experts",
-    "sliding_window": "makes attention see a window alone",
-    "attention_sinks": "gives attention a sink",
-    "is_encoder_decoder": "makes an encoder and a decoder",
-    "add_cross_attention": "lets it attend to another model",
+    "num_experts": "makes a mixture-of-experts model",
+    "num_local_experts": "makes a mixture-of-experts model",
+    "n_routed_experts": "makes a mixture-of-experts model",
+    "moe_intermediate_size": "makes a mixture-of-experts model",
+    "sliding_window": "restricts attention to a window",
+    "attention_sinks": "adds attention sinks",
+    "is_encoder_decoder": "makes an encoder-decoder model",
+    "add_cross_attention": "adds cross-attention",
 }
 _REMEDY = "use another model"
 _UNKNOWN = (
-    "is unknown here, and may change what the model computes",
+    "is unknown and may change what the model computes",
     "if it does not, remove it in a copy of the folder; else use another model",
 )
 
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor of transformers that is one of our parameters, or that at `index` of its first dim.
+    """A tensor of transformers that holds one of our parameters, or at `index` of its first dim.
 
-    Viewed as `shape`, with its dims in `order`, it has our elements in our order; a dim of ours may
-    be several of these.
+    Viewed as `shape`, with its dims in `order`, it has our elements in our order; one of our dims
+    may be several of its dims.
     """
 
     name: str
@@ -63,28 +63,28 @@ class Part:
 
 
 class Fields:
-    """The fields of one config.json, each taken by code that knows it; `finish` refuses the rest.
+    """The fields of a config.json; code takes those it knows, and `finish` refuses the rest.
 
-    `length`: the tokens of the samples that are to be trained on, where that is known.
+    `length`: the tokens of a training sample, if known.
     """
 
     def __init__(self, config: Mapping[str, Any], length: int | None = None) -> None:
         self._config, self.length = config, length
-        self._asked = set(_NEUTRAL)
+        self._known = set(_NEUTRAL)
         self._problems: list[Problem] = []
 
     @property
     def model_type(self) -> str:
-        """The field "model_type": which model the config.json is of."""
+        """The field "model_type"."""
         return str(self._config.get("model_type"))
 
     def has(self, name: str) -> bool:
-        """True if a field is there, even if null."""
+        """True if a field is present, even if null."""
         return name in self._config
 
     def take(self, name: str, default: Any = ABSENT) -> Any:
-        """A field's value; `default` where it is missing or null, and refused without a default."""
-        self._asked.add(name)
+        """Return a field's value, or `default` if it is missing or null; refuse it without one."""
+        self._known.add(name)
         value = self._config.get(name)
         if value is None and default is ABSENT:
             self.refuse(name, "is missing", "add it", ABSENT)
@@ -92,52 +92,52 @@ class Fields:
         return default if value is None else value
 
     def only(self, name: str, *allowed: Any, rule: str, remedy: str = _REMEDY) -> None:
-        """Refuse a field that is there with another value than those allowed; null always is."""
-        self._asked.add(name)
+        """Refuse a field whose value is not one of `allowed`; missing and null are accepted."""
+        self._known.add(name)
         value = self._config.get(name)
         if value is not None and not any(value == x and type(value) is type(x) for x in allowed):
             self.refuse(name, rule, remedy)
 
     def rope(self, *places: str) -> tuple[str, str, dict[str, Any]]:
-        """The block of the rotation: which field it is, its rule, and what else it says.
+        """Return the block of the rotation: its field's name, its type, and its other entries.
 
-        The first of the `places` that is there counts, as in transformers.
+        The first of `places` that is present counts, as in transformers.
         """
         where = next((place for place in places if self.take(place, None)), places[-1])
         self.ignore(*places)
         block = self.take(where, {})
         if not isinstance(block, dict):
-            self.refuse(where, "is no block")
+            self.refuse(where, "must be a block")
             block = {}
         block = dict(block)
         kinds = block.pop("rope_type", None), block.pop("type", None)
         return where, kinds[0] or kinds[1] or "default", block
 
     def ignore(self, *names: str) -> None:
-        """Take fields that change nothing."""
-        self._asked.update(names)
+        """Accept fields that change nothing."""
+        self._known.update(names)
 
     def refuse(self, name: str, rule: str, remedy: str = _REMEDY, value: Any = None) -> None:
-        """Note that the value of a field cannot be had."""
+        """Record that the value of a field is not supported."""
         shown = self._config.get(name, ABSENT) if value is None else value
         self._problems.append(Problem(name, shown, rule, remedy))
 
     def finish(self) -> None:
-        """Raise Problems for what was refused, and for what nobody has asked for and may matter."""
+        """Raise Problems for refused fields, and for unknown ones that may matter."""
         for name, value in self._config.items():
-            if name in self._asked or name.startswith("_") or not value:
+            if name in self._known or name.startswith("_") or not value:
                 continue
             rule = _FOREIGN.get(name)
-            words = (f"{rule}, which parallel3d's families do not", _REMEDY) if rule else _UNKNOWN
-            self._problems.append(Problem(name, value, *words))
+            texts = (f"{rule}, which parallel3d does not support", _REMEDY) if rule else _UNKNOWN
+            self._problems.append(Problem(name, value, *texts))
         if self._problems:
             raise Problems(self._problems)
 
 
 def model_block(config: Mapping[str, Any], length: int | None = None) -> dict[str, Any]:
-    """The "model" block of a config.json; raises Problems, whose paths are its fields.
+    """Return the "model" block of a config.json; raise Problems, whose paths are its fields.
 
-    `length`: the tokens of the samples that are to be trained on, where that is known.
+    `length`: the tokens of a training sample, if known.
     """
     fields = Fields(config, length)
     kinds = {name: module for module in _families() for name in module.MODEL_TYPES}
@@ -145,30 +145,30 @@ def model_block(config: Mapping[str, Any], length: int | None = None) -> dict[st
     if family is None:
         value = config.get("model_type", ABSENT)
         remedy = f"use a model of one of the types {', '.join(sorted(kinds))}"
-        fields.refuse("model_type", "is none of those that can be trained here", remedy, value)
+        fields.refuse("model_type", "is not supported", remedy, value)
         fields.ignore(*(name for name in config if name not in _FOREIGN))
         fields.finish()
-        raise AssertionError("it was refused")
+        raise AssertionError("finish raises")
     classes: Sequence[str] = family.MODEL_TYPES[fields.model_type]
     named = config.get("architectures") or [classes[0]]
     if not isinstance(named, list) or named[0] not in classes or len(named) > 1:
-        fields.refuse("architectures", "is no language model of its type", f"use {classes[0]}")
+        fields.refuse("architectures", "is not the language model of its type", f"use {classes[0]}")
     block: dict[str, Any] = family.model_block(fields)
     fields.finish()
     return block
 
 
 def class_of(config: Mapping[str, Any]) -> str:
-    """The language model of transformers that a config.json which can be trained here is of."""
+    """Return the transformers language model class of a supported config.json."""
     kind = str(config["model_type"])
     return next(str(m.MODEL_TYPES[kind][0]) for m in _families() if kind in m.MODEL_TYPES)
 
 
 def free_settings(family: str) -> Mapping[str, str]:
-    """Which settings of a family stay the user's, and by which field a config.json has them."""
+    """Return the settings that stay the user's, with their fields in config.json."""
     module = _family(family)
-    found: Mapping[str, str] = module.FREE if module else {}
-    return found
+    free: Mapping[str, str] = module.FREE if module else {}
+    return free
 
 
 def _families() -> list[ModuleType]:

@@ -21,7 +21,7 @@ from parallel3d.tensor.vocab import VocabParallelEmbedding
 
 
 class Table(nn.Module):
-    """The first rows of a learned table, whole on each rank."""
+    """The first rows of a learned table, replicated on each rank."""
 
     def __init__(self, rows: int, size: int, context: LayerContext) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, segments: Segments | None = None) -> Tensor:
         """x [batch, seq, hidden], or its part of the sequence -> the same shape."""
-        # In place: no backward needs what a branch gave.
+        # In place, because no backward needs the output of a branch.
         x = self.dropout1(scaled(self.attention(self.norm1(x), segments), self.scale)).add_(x)
         return self.dropout2(scaled(self.mlp(self.norm2(x)), self.scale)).add_(x)
 

@@ -1,4 +1,4 @@
-"""The GPT-2 family in transformers: a reference model, and weights by the names that it gives them.
+"""The GPT-2 family in transformers: a reference model, and weights under its names.
 
 `GPT2LMHeadModel` keeps its linear weights as [in, out], and query, key and value as one.
 """
@@ -13,7 +13,7 @@ from parallel3d.models.common import class_named, renamed
 from parallel3d.models.gpt.spec import Config
 from parallel3d.models.pretrained import Part
 
-# Ours to theirs, in the order in which they are replaced.
+# Our names and those of transformers, in the order of replacement.
 _NAMES = {
     "embedding.token": "transformer.wte",
     "embedding.position": "transformer.wpe",
@@ -28,17 +28,17 @@ _NAMES = {
     "mlp.down": "mlp.c_proj",
 }
 
-# A folder of the model without its head has the names without it.
+# Folders of the model without its head omit this prefix.
 PREFIX = "transformer."
-# Masks that old versions saved with the weights.
+# Masks that old versions of transformers saved with the weights.
 BUFFERS = re.compile(r"h\.\d+\.attn\.(masked_)?bias")
 
 
 def architecture(config: Config, end_of_text: int | None = None, name: str | None = None) -> Any:
-    """The `GPT2Config` of the same architecture; its `architectures` names the class.
+    """Return the `GPT2Config` of the same architecture; its `architectures` names the class.
 
-    `end_of_text`: the id that comes before and after each document. `name`: the class that is
-    wanted; raises ValueError for one that this architecture is not.
+    - end_of_text: the id of the token between documents.
+    - name: the class that is requested; ValueError if this architecture is not of that class.
     """
     from transformers import GPT2Config
 
@@ -64,7 +64,7 @@ def architecture(config: Config, end_of_text: int | None = None, name: str | Non
 
 
 def reference(config: Config) -> Any:
-    """A `GPT2LMHeadModel` of the same architecture, in fp32 and with weights of its own."""
+    """Return a `GPT2LMHeadModel` of the same architecture, in fp32, randomly initialised."""
     from transformers import GPT2LMHeadModel
 
     settings = architecture(config)
@@ -73,27 +73,27 @@ def reference(config: Config) -> Any:
 
 
 def to_huggingface(config: Config, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Whole tensors under our global names -> the same under those of transformers.
+    """Return full tensors under target transformers names, from those under our global names.
 
-    Each by itself: they may come one at a time. A tied output projection is named in neither.
+    Tensors are independent, so they may come one at a time. Neither side names a tied projection.
     """
-    found: dict[str, Tensor] = {}
+    renamed_weights: dict[str, Tensor] = {}
     for name, value in weights.items():
         if "qkv" in name:
             value = value.flatten(0, 1)  # [3, hidden, ...] -> [3 x hidden, ...]
-        found[renamed(name, _NAMES)] = value.t() if _is_linear(name) else value
-    return found
+        renamed_weights[renamed(name, _NAMES)] = value.t() if _is_linear(name) else value
+    return renamed_weights
 
 
 def parts(config: Config, name: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
-    """Where transformers keeps one of our parameters, of this shape."""
-    their = renamed(name, _NAMES)
+    """Return the tensors of transformers that hold one of our parameters, of this shape."""
+    target = renamed(name, _NAMES)
     if "qkv" in name and _is_linear(name):
         three, out, inner = shape
-        return (Part(their, (inner, three, out), (1, 2, 0)),)
+        return (Part(target, (inner, three, out), (1, 2, 0)),)
     if _is_linear(name):
-        return (Part(their, (shape[1], shape[0]), (1, 0)),)
-    return (Part(their, shape, tuple(range(len(shape)))),)
+        return (Part(target, (shape[1], shape[0]), (1, 0)),)
+    return (Part(target, shape, tuple(range(len(shape)))),)
 
 
 def _is_linear(name: str) -> bool:

@@ -1,11 +1,11 @@
-"""GPT-2's config.json as the "model" block of the family (floor 0)."""
+"""Converts GPT-2's config.json to the "model" block of the family (floor 0)."""
 
 from typing import Any
 
 from parallel3d.models.pretrained import Fields
 
 MODEL_TYPES = {"gpt2": ("GPT2LMHeadModel", "GPT2Model")}
-# Settings that training may choose anew, and their names in config.json.
+# Settings that training may change, and their names in config.json.
 FREE = {
     "embd_pdrop": "embd_pdrop",
     "resid_pdrop": "resid_pdrop",
@@ -16,16 +16,16 @@ _ACTIVATIONS = ("gelu_new", "gelu_pytorch_tanh")  # two names of one function
 
 
 def model_block(fields: Fields) -> dict[str, Any]:
-    """The settings that a config.json fixes; what is refused is noted in `fields`."""
+    """Return the "model" block of a config.json; unsupported values are recorded in `fields`."""
     hidden = fields.take("n_embd")
-    fields.only("activation_function", *_ACTIVATIONS, rule="is not GELU by its tanh approximation")
+    fields.only("activation_function", *_ACTIVATIONS, rule="is not the tanh approximation of GELU")
     for name, value in (
         ("scale_attn_weights", True),
         ("scale_attn_by_inverse_layer_idx", False),
         ("reorder_and_upcast_attn", False),
         ("add_cross_attention", False),
     ):
-        fields.only(name, value, rule=f"is not {str(value).lower()}, as GPT-2 has it")
+        fields.only(name, value, rule=f"is not {str(value).lower()}, as in GPT-2")
     summaries = ("type", "use_proj", "activation", "proj_to_labels", "first_dropout")
     fields.ignore("n_ctx", *FREE.values(), *(f"summary_{name}" for name in summaries))
     return {

@@ -1,8 +1,7 @@
-"""The GPT-2 family as data: its settings, its layers' parameters, and what they cost.
+"""The GPT-2 family as data: its settings, its layers' parameters, and their costs.
 
-Radford et al. 2019, "Language Models are Unsupervised Multitask Learners". Sizes bear the names of
-the Hugging Face `GPT2Config`'s general aliases; the modules that are built from them are in
-blocks.py.
+Radford et al. 2019, "Language Models are Unsupervised Multitask Learners". Sizes have the general
+names of the Hugging Face `GPT2Config`; blocks.py has the modules.
 """
 
 from dataclasses import replace
@@ -35,27 +34,27 @@ class Config(ModelSection):
     hidden_size: int = Field(gt=0)
     """Width of the residual stream."""
     num_hidden_layers: int = Field(gt=0)
-    """Number of transformer blocks; the embedding and the head are layers of their own."""
+    """Number of transformer blocks, without the embedding and the head."""
     num_attention_heads: int = Field(gt=0)
-    """Attention heads per block; divides hidden_size, and tp divides it."""
+    """Attention heads per block; must divide hidden_size, and tp must divide it."""
     vocab_size: Annotated[int, Field(gt=0)] | Literal["auto"] = "auto"
     """Rows of the embedding; "auto" takes the tokenizer's."""
     max_position_embeddings: int = Field(default=1024, gt=0)
-    """Learned positions: the longest sequence that the model can read."""
+    """Number of learned positions: the longest possible sequence."""
     intermediate_size: Annotated[int, Field(gt=0)] | None = None
     """Inner width of the MLP; null means 4 x hidden_size."""
     activation: Literal["gelu_new"] = "gelu_new"
-    """The MLP's non-linearity: GELU by its tanh approximation, as GPT-2 has it."""
+    """The MLP's non-linearity: the tanh approximation of GELU, as in GPT-2."""
     layer_norm_epsilon: float = Field(default=1e-5, gt=0)
     """Added to the variance in every LayerNorm."""
     initializer_range: float = Field(default=0.02, gt=0)
-    """Standard deviation of weights; those that feed the residual get 1/sqrt(2 x layers) of it."""
+    """Standard deviation of weights, times 1/sqrt(2 x layers) for those that feed the residual."""
     tie_word_embeddings: bool = True
-    """Whether the output projection is the token embedding."""
+    """Share the weight of the output projection with the token embedding."""
     embd_pdrop: Probability = 0.0
-    """Dropout after the embedding. GPT-2 had 0.1; pretraining in a single epoch wants none."""
+    """Dropout after the embedding. GPT-2 had 0.1; pretraining for a single epoch needs none."""
     resid_pdrop: Probability = 0.0
-    """Dropout on what attention and MLP add to the residual stream."""
+    """Dropout on the outputs of attention and MLP."""
     attn_pdrop: Probability = 0.0
     """Dropout on the attention weights."""
 
@@ -71,7 +70,7 @@ class Config(ModelSection):
 
 
 def layers(config: Config) -> list[LayerSpec]:
-    """Embedding, blocks and head, first to last; raises ValueError if vocab_size is "auto"."""
+    """Return embedding, blocks and head; raise ValueError if vocab_size is "auto"."""
     block = replace(
         biased_cost(config),
         dropout=config.resid_pdrop > 0,

@@ -89,7 +89,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, segments: Segments | None = None) -> Tensor:
         """x [batch, seq, hidden], or its part of the sequence -> the same shape."""
-        # In place: no backward needs what a branch gave.
+        # In place, because no backward needs the output of a branch.
         x = scaled(self.attention(self.norm1(x), segments), self.scale).add_(x)
         return scaled(self.mlp(self.norm2(x)), self.scale).add_(x)
 

@@ -1,7 +1,7 @@
-"""The Llama family in transformers: a reference model, and weights by the names that it gives them.
+"""The Llama family in transformers: a reference model, and weights under its names.
 
-Without biases and norms on the heads a config is a `LlamaForCausalLM`, or a `MistralForCausalLM`
-where that is asked for; with the biases a `Qwen2ForCausalLM`, with the norms a `Qwen3ForCausalLM`.
+Without biases and norms on the heads a config is a `LlamaForCausalLM`, or on request a
+`MistralForCausalLM`; with the biases a `Qwen2ForCausalLM`, with the norms a `Qwen3ForCausalLM`.
 """
 
 import re
@@ -14,7 +14,7 @@ from parallel3d.models.common import class_named, renamed
 from parallel3d.models.llama.spec import Config
 from parallel3d.models.pretrained import Part
 
-# Ours to theirs, in the order in which they are replaced.
+# Our names and those of transformers, in the order of replacement.
 _NAMES = {
     "embedding.token": "model.embed_tokens",
     "head.norm": "model.norm",
@@ -34,25 +34,26 @@ _NAMES = {
     "norm2": "post_attention_layernorm",
 }
 
-# A folder of the model without its head has the names without it.
+# Folders of the model without its head omit this prefix.
 PREFIX = "model."
-# Frequencies that old versions saved with the weights.
+# Frequencies that old versions of transformers saved with the weights.
 BUFFERS = re.compile(r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
 
 def architecture(config: Config, end_of_text: int | None = None, name: str | None = None) -> Any:
-    """The config in transformers of the same architecture; its `architectures` names the class.
+    """Return the transformers config of the same architecture; its `architectures` names the class.
 
-    `end_of_text`: the id that comes before and after each document. `name`: the class that is
-    wanted where several would do. Raises ValueError for a config that no class of transformers can
-    be, and for a name that it is not.
+    - end_of_text: the id of the token between documents.
+    - name: the requested class, if several are possible.
+
+    Raises ValueError if no class of transformers has this architecture, or not the requested one.
     """
     from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
     if config.attention_bias and config.qk_norm:
         raise ValueError(
-            "attention_bias = true with qk_norm = true: no class of transformers has biases on "
-            "query, key and value alone beside norms on the heads; turn one of the two off"
+            "attention_bias = true with qk_norm = true: no class of transformers has both biases "
+            "on query, key and value and norms on the heads; turn one of the two off"
         )
     kind: Any = LlamaConfig
     if config.qk_norm:
@@ -66,8 +67,8 @@ def architecture(config: Config, end_of_text: int | None = None, name: str | Non
         elif config.hidden_size % config.num_attention_heads:
             raise ValueError(
                 f"num_attention_heads = {config.num_attention_heads}: does not divide hidden_size="
-                f"{config.hidden_size}, which LlamaForCausalLM demands; qk_norm = true has no such "
-                "rule"
+                f"{config.hidden_size}, which LlamaForCausalLM requires; Qwen3ForCausalLM "
+                "(qk_norm = true) does not"
             )
     window = {"sliding_window": None} if kind is MistralConfig else {}
     return kind(
@@ -94,7 +95,7 @@ def architecture(config: Config, end_of_text: int | None = None, name: str | Non
 
 
 def reference(config: Config) -> Any:
-    """A model of transformers with the same architecture, in fp32 and with weights of its own.
+    """Return a transformers model of the same architecture, in fp32, randomly initialised.
 
     Raises ValueError as `architecture` does.
     """
@@ -107,31 +108,31 @@ def reference(config: Config) -> Any:
 
 
 def to_huggingface(config: Config, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Whole tensors under our global names -> the same under those of transformers.
+    """Return full tensors under target transformers names, from those under our global names.
 
-    Each by itself: they may come one at a time. A tied output projection is named in neither.
+    Tensors are independent, so they may come one at a time. Neither side names a tied projection.
     """
-    found: dict[str, Tensor] = {}
+    renamed_weights: dict[str, Tensor] = {}
     for name, value in weights.items():
         if name.endswith("gate_up.weight"):
-            for part, their in zip(value, _gate_and_up(name), strict=True):
-                found[their] = part
+            for part, target in zip(value, _gate_and_up(name), strict=True):
+                renamed_weights[target] = part
         else:
-            found[renamed(name, _NAMES)] = value
-    return found
+            renamed_weights[renamed(name, _NAMES)] = value
+    return renamed_weights
 
 
 def parts(config: Config, name: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
-    """Where transformers keeps one of our parameters, of this shape."""
+    """Return the tensors of transformers that hold one of our parameters, of this shape."""
     if name.endswith("gate_up.weight"):
         both = enumerate(_gate_and_up(name))
-        return tuple(Part(their, shape[1:], (0, 1), index) for index, their in both)
+        return tuple(Part(target, shape[1:], (0, 1), index) for index, target in both)
     return (Part(renamed(name, _NAMES), shape, tuple(range(len(shape)))),)
 
 
 def _gate_and_up(name: str) -> tuple[str, str]:
-    their = renamed(name, _NAMES)
-    return their.replace("gate_up", "gate_proj"), their.replace("gate_up", "up_proj")
+    target = renamed(name, _NAMES)
+    return target.replace("gate_up", "gate_proj"), target.replace("gate_up", "up_proj")
 
 
 def _rope(config: Config) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""The config.json of Llama, Mistral, Qwen2 and Qwen3 as the "model" block of the family (floor 0).
+"""Converts config.json of Llama, Mistral, Qwen2 and Qwen3 to the family's "model" block (floor 0).
 
-SmolLM2 is a `LlamaForCausalLM`. Where a file leaves a field out, the default is that of the class.
+SmolLM2 is a `LlamaForCausalLM`. Missing fields have the default of the class.
 """
 
 from typing import Any
@@ -18,24 +18,24 @@ _SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_posit
 
 
 def model_block(fields: Fields) -> dict[str, Any]:
-    """The settings that a config.json fixes; what is refused is noted in `fields`."""
+    """Return the "model" block of a config.json; unsupported values are recorded in `fields`."""
     kind = fields.model_type
     heads = fields.take("num_attention_heads")
-    # Llama alone of the four classes has a default that does not depend on the version.
+    # Of the four classes only Llama's default does not depend on the version of transformers.
     kv_heads = fields.take("num_key_value_heads", *([heads] if kind == "llama" else []))
     head_dim = fields.take("head_dim", *([] if kind == "qwen3" else [None]))
     base, scaling = _rope(fields)
     fields.only("hidden_act", "silu", "swish", rule="is not SiLU")
-    fields.only("attention_dropout", 0, 0.0, rule="is dropout, which the family does not have")
-    biases = "gives query, key, value and output biases, which no family here has"
+    fields.only("attention_dropout", 0, 0.0, rule="adds dropout, which the family does not support")
+    biases = "adds biases on query, key, value and output, which no family supports"
     fields.only("attention_bias", False, *([True] if kind == "qwen2" else []), rule=biases)
     for name, rule in (
-        ("mlp_bias", "gives the MLP biases"),
-        ("rope_interleaved", "pairs neighbours in the rotation"),
-        ("use_mrope", "rotates by several positions"),
+        ("mlp_bias", "adds biases to the MLP"),
+        ("rope_interleaved", "rotates pairs of neighbouring features"),
+        ("use_mrope", "rotates by several positions per token"),
     ):
-        fields.only(name, False, rule=f"{rule}, which the family does not have")
-    fields.only("partial_rotary_factor", 1, 1.0, rule="rotates a part of each head")
+        fields.only(name, False, rule=f"{rule}, which the family does not support")
+    fields.only("partial_rotary_factor", 1, 1.0, rule="rotates only part of each head")
     fields.ignore(*FREE.values(), "max_window_layers", "is_llama_config")
     return {
         "family": "llama",
@@ -57,24 +57,24 @@ def model_block(fields: Fields) -> dict[str, Any]:
 
 
 def _longest(fields: Fields) -> Any:
-    """The longest sequence in which no window bites; a token is one of those that it sees."""
+    """Return the longest sequence that no attention window cuts; a window counts its own token."""
     longest = fields.take("max_position_embeddings", 2048)
-    # MistralConfig's default, where the file says nothing; null is no window.
-    unsaid = fields.model_type == "mistral" and not fields.has("sliding_window")
-    window = fields.take("sliding_window", 4096 if unsaid else None)
+    # A missing field means MistralConfig's default; null means no window.
+    is_default = fields.model_type == "mistral" and not fields.has("sliding_window")
+    window = fields.take("sliding_window", 4096 if is_default else None)
     types = fields.take("layer_types", [])
     used = fields.take("use_sliding_window", fields.model_type == "mistral")
     if not isinstance(types, list):
-        fields.refuse("layer_types", "is no list", "use one of a kind for each layer")
+        fields.refuse("layer_types", "must be a list", "use one attention type per layer")
     elif any(kind != "full_attention" for kind in types):
         used = True
         known = all(kind in ("full_attention", "sliding_attention") for kind in types)
         if not known or window is None:
-            fields.refuse("layer_types", "has layers that do not attend to all that is before")
+            fields.refuse("layer_types", "has layers that do not attend to all previous tokens")
     if window is None or (not used and fields.model_type in ("qwen2", "qwen3")):
         return longest
     if not _is_count(window):
-        fields.refuse("sliding_window", "is no number of tokens", "download the file again")
+        fields.refuse("sliding_window", "must be a number of tokens", "download the file again")
         return longest
     if not _is_count(longest):
         return longest
@@ -85,22 +85,22 @@ def _longest(fields: Fields) -> Any:
 
 
 def _rope(fields: Fields) -> tuple[Any, dict[str, Any] | None]:
-    """The base of the rotary frequencies, and Llama 3.1's scaling of them, or None."""
+    """Return the base of the rotary frequencies, and Llama 3.1's scaling of them, or None."""
     base = fields.take("rope_theta", 10_000.0)
     where, kind, rope = fields.rope("rope_parameters", "rope_scaling")
     base = rope.pop("rope_theta", base)
     if rope.pop("partial_rotary_factor", 1) not in (1, None):
-        fields.refuse(where, "rotates a part of each head")
+        fields.refuse(where, "rotates only part of each head")
     if kind == "default":
         return base, None
     if kind != "llama3":
-        rule = f'scales rotations by the rule "{kind}", which the family does not have'
+        rule = f'has rope_type "{kind}", which the family does not support'
         fields.refuse(where, rule, 'use a model with "llama3" or "default"')
         return base, None
     if missing := [name for name in _SCALING if name not in rope]:
         fields.refuse(where, f"has no {missing[0]}", "add it")
     if more := sorted(rope.keys() - set(_SCALING)):
-        fields.refuse(where, f"has {more[0]}, which is unknown here")
+        fields.refuse(where, f"has {more[0]}, which is unknown")
     return base, {"rope_type": "llama3"} | {name: rope.get(name) for name in _SCALING}
 
 

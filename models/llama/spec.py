@@ -1,8 +1,8 @@
-"""The Llama family as data: its settings, its layers' parameters, and what they cost.
+"""The Llama family as data: its settings, its layers' parameters, and their costs.
 
 Touvron et al., arXiv:2302.13971 and 2307.09288; with biases on query, key and value it is Qwen2's
-architecture, with norms on query and key Qwen3's. Settings bear the names of the Hugging Face
-`LlamaConfig`; the modules that are built from them are in blocks.py.
+architecture, with norms on query and key Qwen3's. Settings have the names of the Hugging Face
+`LlamaConfig`; blocks.py has the modules.
 """
 
 from collections.abc import Iterator
@@ -29,16 +29,16 @@ ZEROS, ONES = Init(), Init(value=1.0)
 
 
 class RopeScaling(Section):
-    """Llama 3.1's rule for positions beyond the length of the first pretraining."""
+    """Llama 3.1's scaling of rotary positions beyond the length of the first pretraining."""
 
     rope_type: Literal["llama3"] = "llama3"
-    """Slow rotations are slowed by `factor`, fast ones kept, those between blended."""
+    """Slow rotations are slowed by `factor`, fast ones stay, those between are interpolated."""
     factor: float = Field(ge=1)
     """How many times slower the slow rotations become; 8 in Llama 3.1."""
     low_freq_factor: float = Field(default=1.0, gt=0)
-    """Slow: fewer turns than this over the original length."""
+    """Rotations with fewer turns than this over the original length count as slow."""
     high_freq_factor: float = Field(default=4.0, gt=0)
-    """Fast: more turns than this over the original length."""
+    """Rotations with more turns than this over the original length count as fast."""
     original_max_position_embeddings: Positive = 8192
     """The original length, in tokens."""
 
@@ -59,11 +59,11 @@ class Config(ModelSection):
     hidden_size: Positive
     """Width of the residual stream."""
     num_hidden_layers: Positive
-    """Number of transformer blocks; the embedding and the head are layers of their own."""
+    """Number of transformer blocks, without the embedding and the head."""
     num_attention_heads: Positive
-    """Query heads per block; tp divides it."""
+    """Query heads per block; tp must divide it."""
     num_key_value_heads: Positive | None = None
-    """Key/value heads, each serving equally many query heads; null means one for each."""
+    """Key/value heads; must divide num_attention_heads. null means one per query head."""
     head_dim: Positive | None = None
     """Width of one head; null means hidden_size / num_attention_heads."""
     intermediate_size: Positive | None = None
@@ -71,21 +71,21 @@ class Config(ModelSection):
     vocab_size: Positive | Literal["auto"] = "auto"
     """Rows of the embedding; "auto" takes the tokenizer's."""
     max_position_embeddings: Positive = 2048
-    """The longest sequence that the model is meant to read; it costs no parameters."""
+    """The longest sequence that the model is meant for; it adds no parameters."""
     rms_norm_eps: float = Field(default=1e-5, gt=0)
     """Added to the mean square in every RMSNorm."""
     rope_theta: float = Field(default=10_000.0, gt=0)
     """Base of the rotary frequencies; Llama 3 has 500000, Qwen 1000000."""
     rope_scaling: RopeScaling | None = None
-    """Scaling of the rotary frequencies, as of Llama 3.1; null: none."""
+    """Scaling of the rotary frequencies as in Llama 3.1; null means none."""
     tie_word_embeddings: bool = False
-    """Whether the output projection is the token embedding."""
+    """Share the weight of the output projection with the token embedding."""
     attention_bias: bool = False
     """Biases on query, key and value, as in Qwen2; the output projection has none."""
     qk_norm: bool = False
     """RMSNorm over each head of query and key before their rotation, as in Qwen3."""
     initializer_range: float = Field(default=0.02, gt=0)
-    """Standard deviation of weights; those that feed the residual get 1/sqrt(2 x layers) of it."""
+    """Standard deviation of weights, times 1/sqrt(2 x layers) for those that feed the residual."""
 
     @property
     def kv_heads(self) -> int:
@@ -100,7 +100,7 @@ class Config(ModelSection):
     @property
     def inner_size(self) -> int:
         """Inner width of the MLP, resolved."""
-        # arXiv:2302.13971, section 2.2: two thirds of 4 x hidden, as there are three matrices.
+        # arXiv:2302.13971, section 2.2: two thirds of 4 x hidden, because there are three matrices.
         return self.intermediate_size or -(-8 * self.hidden_size // (3 * 256)) * 256
 
     @model_validator(mode="after")
@@ -113,12 +113,12 @@ class Config(ModelSection):
         heads, hidden = self.num_attention_heads, self.hidden_size
         if self.head_dim is None and hidden % heads:
             rule = f"does not divide hidden_size={hidden}"
-            remedy = f"use {divisor_below(hidden, heads)} heads, or give head_dim"
+            remedy = f"use {divisor_below(hidden, heads)} heads, or set head_dim"
             yield Problem("num_attention_heads", heads, rule, remedy)
         elif self.head_size % 2:
-            rule = f"makes heads of {self.head_size} features, which rotate in pairs"
+            rule = f"makes heads of {self.head_size} features; the number must be even"
             if self.head_dim is None:
-                remedy = f"give an even head_dim, such as {self.head_size + 1}"
+                remedy = f"set an even head_dim, such as {self.head_size + 1}"
                 yield Problem("num_attention_heads", heads, rule, remedy)
             else:
                 yield Problem("head_dim", self.head_dim, rule, f"use {self.head_dim + 1}")
@@ -129,7 +129,7 @@ class Config(ModelSection):
 
 
 def layers(config: Config) -> list[LayerSpec]:
-    """Embedding, blocks and head, first to last; raises ValueError if vocab_size is "auto"."""
+    """Return embedding, blocks and head; raise ValueError if vocab_size is "auto"."""
     blocks = [_block(config, f"blocks.{i}") for i in range(config.num_hidden_layers)]
     cost = HeadCost(config.hidden_size, vocab_size(config), statistics=1, composite_norm=True)
     return [_embedding(config), *blocks, head(config, [_norm("norm", config.hidden_size)], cost)]
@@ -154,7 +154,7 @@ def _block(config: Config, name: str) -> LayerSpec:
         ParamSpec("mlp.gate_up.weight", (2, inner, hidden), 1, normal, True, role="hidden"),
         ParamSpec("mlp.down.weight", (hidden, inner), 1, residual, True, role="hidden"),
     )
-    # Norms on the heads take any factor of what is before them away again.
+    # A norm on the heads cancels factors before it, so the factor goes into the norm.
     query = "attention.q_norm." if config.qk_norm else "attention.qkv.q_"
     branches = "attention.output.", "mlp.down."
     params = folded(config, params, query=query, branches=branches)
@@ -189,7 +189,7 @@ def _qkv(config: Config, normal: Init) -> Iterator[ParamSpec]:
 def _qk_norms(config: Config) -> Iterator[ParamSpec]:
     if config.qk_norm:
         for name in ("q_norm", "k_norm"):
-            # Each tp rank norms its own heads, so its gradient is a part of the whole.
+            # Each tp rank normalises its own heads, so it has only part of the gradient.
             yield _norm(f"attention.{name}", config.head_size, partial=True)
 
 

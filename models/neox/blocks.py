@@ -1,4 +1,4 @@
-"""The GPT-NeoX family on tensor-parallel layers: heads that rotate in part, attention beside MLP.
+"""The GPT-NeoX family on tensor-parallel layers: partly rotated heads, attention beside the MLP.
 
 Black et al., arXiv:2204.06745; Biderman et al., arXiv:2304.01373.
 """
@@ -16,7 +16,7 @@ from parallel3d.tensor.segments import Segments
 
 
 class Block(nn.Module):
-    """One transformer layer: attention and MLP side by side, or one after the other."""
+    """One transformer layer, with attention and MLP in parallel or in sequence."""
 
     def __init__(self, config: Config, name: str, context: LayerContext) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, segments: Segments | None = None) -> Tensor:
         """x [batch, seq, hidden], or its part of the sequence -> the same shape."""
-        # In place: no backward needs what a branch gave.
+        # In place, because no backward needs the output of a branch.
         summed = scaled(self.attention(self.norm1(x), segments), self.scale).add_(x)
         if not self.parallel:
             x = summed

@@ -1,4 +1,4 @@
-"""The GPT-NeoX family in transformers: a reference model, and weights by the names in its files.
+"""The GPT-NeoX family in transformers: a reference model, and weights under the names in its files.
 
 `GPTNeoXForCausalLM` keeps query, key and value of one head together: [heads x 3 x size, hidden].
 In its files the output projection is embed_out, which newer versions call lm_head in memory.
@@ -14,7 +14,7 @@ from parallel3d.models.common import class_named, renamed
 from parallel3d.models.neox.spec import Config
 from parallel3d.models.pretrained import Part
 
-# Ours to theirs, in the order in which they are replaced.
+# Our names and those of transformers, in the order of replacement.
 _NAMES = {
     "embedding.token": "gpt_neox.embed_in",
     "head.norm": "gpt_neox.final_layer_norm",
@@ -28,19 +28,19 @@ _NAMES = {
     "mlp.down": "mlp.dense_4h_to_h",
 }
 
-# A folder of the model without its head has the names without it.
+# Folders of the model without its head omit this prefix.
 PREFIX = "gpt_neox."
-# Names that newer versions have for tensors in memory, and those in files.
+# Names of tensors in memory in newer versions, and target names in files.
 OTHER_NAMES = {"lm_head.weight": "embed_out.weight"}
-# Masks and frequencies that old versions saved with the weights.
+# Masks and frequencies that old versions of transformers saved with the weights.
 BUFFERS = re.compile(r"layers\.\d+\.attention\.((masked_)?bias|rotary_emb\.inv_freq)")
 
 
 def architecture(config: Config, end_of_text: int | None = None, name: str | None = None) -> Any:
-    """The `GPTNeoXConfig` of the same architecture; its `architectures` names the class.
+    """Return the `GPTNeoXConfig` of the same architecture; its `architectures` names the class.
 
-    `end_of_text`: the id that comes before and after each document. `name`: the class that is
-    wanted; raises ValueError for one that this architecture is not.
+    - end_of_text: the id of the token between documents.
+    - name: the class that is requested; ValueError if this architecture is not of that class.
     """
     from transformers import GPTNeoXConfig
 
@@ -72,9 +72,9 @@ def architecture(config: Config, end_of_text: int | None = None, name: str | Non
 
 
 def reference(config: Config) -> Any:
-    """A `GPTNeoXForCausalLM` of the same architecture, in fp32 and with weights of its own.
+    """Return a `GPTNeoXForCausalLM` of the same architecture, in fp32, randomly initialised.
 
-    Its parameters bear the names that they have in files.
+    Its parameters have the names that they have in files.
     """
     from transformers import GPTNeoXForCausalLM
 
@@ -84,31 +84,31 @@ def reference(config: Config) -> Any:
 
 
 def named_as_in_files(model: Any) -> Any:
-    """A `GPTNeoXForCausalLM`, whose parameters then bear the names that they have in files."""
+    """Return a `GPTNeoXForCausalLM` with its parameters renamed as in its files."""
     if "lm_head" in model._modules:
         model.embed_out = model._modules.pop("lm_head")
-        object.__setattr__(model, "lm_head", model.embed_out)  # for its forward; no module's name
+        object.__setattr__(model, "lm_head", model.embed_out)  # its forward uses this name
     return model
 
 
 def to_huggingface(config: Config, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Whole tensors under our global names -> the same under those of transformers.
+    """Return full tensors under target transformers names, from those under our global names.
 
-    Each by itself: they may come one at a time. A tied output projection is named in neither.
+    Tensors are independent, so they may come one at a time. Neither side names a tied projection.
     """
-    heads, found = config.num_attention_heads, {}
+    heads, renamed_weights = config.num_attention_heads, {}
     for name, value in weights.items():
         if "qkv" in name:  # [3, heads x size, ...] -> [heads x 3 x size, ...]
             value = value.unflatten(1, (heads, -1)).transpose(0, 1).flatten(0, 2)
-        found[renamed(name, _NAMES)] = value
-    return found
+        renamed_weights[renamed(name, _NAMES)] = value
+    return renamed_weights
 
 
 def parts(config: Config, name: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
-    """Where transformers keeps one of our parameters, of this shape."""
-    their = renamed(name, _NAMES)
+    """Return the tensors of transformers that hold one of our parameters, of this shape."""
+    target = renamed(name, _NAMES)
     if "qkv" in name:  # [3, heads x size, ...] of [heads x 3 x size, ...]
         three, _, *rest = shape
-        theirs = (config.num_attention_heads, three, config.head_size, *rest)
-        return (Part(their, theirs, (1, 0, *range(2, len(theirs)))),)
-    return (Part(their, shape, tuple(range(len(shape)))),)
+        dims = (config.num_attention_heads, three, config.head_size, *rest)
+        return (Part(target, dims, (1, 0, *range(2, len(dims)))),)
+    return (Part(target, shape, tuple(range(len(shape)))),)

@@ -1,4 +1,4 @@
-"""The config.json of GPT-NeoX and Pythia as the "model" block of the family (floor 0)."""
+"""Converts config.json of GPT-NeoX and Pythia to the family's "model" block (floor 0)."""
 
 from typing import Any
 
@@ -6,20 +6,20 @@ from parallel3d.models.pretrained import Fields
 
 MODEL_TYPES = {"gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXModel")}
 FREE = {"initializer_range": "initializer_range"}
-_TANH = "gelu_pytorch_tanh"  # another name of "gelu_new"
+_TANH = "gelu_pytorch_tanh"  # another name for "gelu_new"
 
 
 def model_block(fields: Fields) -> dict[str, Any]:
-    """The settings that a config.json fixes; what is refused is noted in `fields`."""
+    """Return the "model" block of a config.json; unsupported values are recorded in `fields`."""
     base, share = _rope(fields)
     activation = fields.take("hidden_act", "gelu")
     gelu = "is neither GELU nor its tanh approximation"
     fields.only("hidden_act", "gelu", "gelu_fast", "gelu_new", _TANH, rule=gelu)
-    bare = "leaves out the biases of query, key, value and output, which the family always has"
+    bare = "removes the biases of query, key, value and output, which the family always has"
     fields.only("attention_bias", True, rule=bare)
     for name in ("attention_dropout", "hidden_dropout"):
-        fields.only(name, 0, 0.0, rule="is dropout, which the family does not have")
-    # Fields of classifiers, and of models that may be an encoder: here it is always a decoder.
+        fields.only(name, 0, 0.0, rule="adds dropout, which the family does not support")
+    # Fields of classifiers, and of encoders; this model is always a decoder.
     fields.ignore(*FREE.values(), "classifier_dropout", "is_decoder")
     return {
         "family": "neox",
@@ -39,13 +39,13 @@ def model_block(fields: Fields) -> dict[str, Any]:
 
 
 def _rope(fields: Fields) -> tuple[Any, Any]:
-    """The base of the rotary frequencies, and the share of each head that rotates."""
+    """Return the base of the rotary frequencies, and the share of each head that rotates."""
     base, share = fields.take("rotary_emb_base", 10_000.0), fields.take("rotary_pct", 0.25)
     where, kind, rope = fields.rope("rope_scaling", "rope_parameters")
     base, share = rope.pop("rope_theta", base), rope.pop("partial_rotary_factor", share)
     if kind != "default":
-        rule = f'scales rotations by the rule "{kind}", which the family does not have'
+        rule = f'has rope_type "{kind}", which the family does not support'
         fields.refuse(where, rule, 'use a model with "default"')
     elif more := sorted(rope):
-        fields.refuse(where, f"has {more[0]}, which is unknown here")
+        fields.refuse(where, f"has {more[0]}, which is unknown")
     return base, share

@@ -1,8 +1,7 @@
-"""The GPT-NeoX family as data: its settings, its layers' parameters, and what they cost.
+"""The GPT-NeoX family as data: its settings, its layers' parameters, and their costs.
 
 Black et al., arXiv:2204.06745 (GPT-NeoX-20B), and Biderman et al., arXiv:2304.01373 (Pythia).
-Settings bear the names of the configs of both on the hub; the modules that are built from them are
-in blocks.py.
+Settings have the names of the two models' configs on the hub; blocks.py has the modules.
 """
 
 from dataclasses import replace
@@ -37,29 +36,29 @@ class Config(ModelSection):
     hidden_size: Positive
     """Width of the residual stream."""
     num_hidden_layers: Positive
-    """Number of transformer blocks; the embedding and the head are layers of their own."""
+    """Number of transformer blocks, without the embedding and the head."""
     num_attention_heads: Positive
-    """Attention heads per block; divides hidden_size, and tp divides it."""
+    """Attention heads per block; must divide hidden_size, and tp must divide it."""
     vocab_size: Positive | Literal["auto"] = "auto"
     """Rows of the embedding; "auto" takes the tokenizer's."""
     max_position_embeddings: Positive = 2048
-    """The longest sequence that the model is meant to read; it costs no parameters."""
+    """The longest sequence that the model is meant for; it adds no parameters."""
     intermediate_size: Positive | None = None
     """Inner width of the MLP; null means 4 x hidden_size."""
     activation: Literal["gelu", "gelu_fast", "gelu_new"] = "gelu"
-    """The MLP's non-linearity: GELU, exact or (the other two) by its tanh approximation."""
+    """The MLP's non-linearity: exact GELU ("gelu") or its tanh approximation (the others)."""
     use_parallel_residual: bool = True
-    """Whether the MLP reads the block's input, as the attention does, or the sum of the two."""
+    """If true, the MLP reads the block's input, as the attention does; else the sum of both."""
     rotary_pct: float = Field(default=0.25, gt=0, le=1)
-    """The share of each head's features that rotate, the first ones."""
+    """The share of each head's features that rotate, counted from the first."""
     rotary_emb_base: float = Field(default=10_000.0, gt=0)
     """Base of the rotary frequencies."""
     layer_norm_eps: float = Field(default=1e-5, gt=0)
     """Added to the variance in every LayerNorm."""
     initializer_range: float = Field(default=0.02, gt=0)
-    """Standard deviation of weights; those that feed the residual get 1/sqrt(2 x layers) of it."""
+    """Standard deviation of weights, times 1/sqrt(2 x layers) for those that feed the residual."""
     tie_word_embeddings: bool = False
-    """Whether the output projection is the token embedding."""
+    """Share the weight of the output projection with the token embedding."""
 
     @property
     def inner_size(self) -> int:
@@ -81,10 +80,10 @@ class Config(ModelSection):
         refuse_uneven_heads(self)
         heads, size, turning = self.num_attention_heads, self.head_size, self.rotary_size
         if size < 2:
-            rule = "makes heads of 1 feature, of which none can rotate: they do so in pairs"
+            rule = "makes heads of 1 feature, but features rotate in pairs"
             raise Problems([Problem("num_attention_heads", heads, rule, f"use {heads // 2} heads")])
         if turning % 2 or not turning:
-            rule = f"makes {turning} of a head's {size} features rotate, which they do in pairs"
+            rule = f"rotates {turning} of a head's {size} features, but features rotate in pairs"
             pairs = turning // 2 + 1 if turning < size else turning // 2
             remedy = f"use {ceil(2 * pairs / size * 10**4) / 10**4:g}"
             raise Problems([Problem("rotary_pct", self.rotary_pct, rule, remedy)])
@@ -92,7 +91,7 @@ class Config(ModelSection):
 
 
 def layers(config: Config) -> list[LayerSpec]:
-    """Embedding, blocks and head, first to last; raises ValueError if vocab_size is "auto"."""
+    """Return embedding, blocks and head; raise ValueError if vocab_size is "auto"."""
     rotary, parallel = config.rotary_size, config.use_parallel_residual
     block = replace(biased_cost(config), rotary=rotary, parallel=parallel)
     blocks = [biased_block(config, i, block) for i in range(config.num_hidden_layers)]

@@ -1,1 +1,1 @@
-"""The device mesh: the only place that knows ranks (floor 1)."""
+"""The device mesh: the only part of the library that knows ranks (floor 1)."""

@@ -1,4 +1,4 @@
-"""A fault of one rank is a fault of all: none is left waiting for another (floor 1)."""
+"""Make an error of one rank an error of all, so that no rank waits for another (floor 1)."""
 
 import json
 from collections.abc import Callable
@@ -11,10 +11,10 @@ _T = TypeVar("_T")
 
 
 def agree(mesh: Mesh, work: Callable[[], _T]) -> _T:
-    """Do `work` on every rank: gives this rank's result, or raises the first rank's error on all.
+    """Run `work` on every rank and return this rank's result, or raise the first error on all.
 
-    Collective, aside: a rank that waits here hears signals. A Parallel3DError or TrainingError is
-    raised on all with the same kind and message.
+    Collective, on the group beside training: a rank that waits here still handles signals. A
+    Parallel3DError or TrainingError is raised on all ranks with the same kind and message.
     """
     problem = ""
     try:
@@ -27,14 +27,14 @@ def agree(mesh: Mesh, work: Callable[[], _T]) -> _T:
 
 
 def on_first(mesh: Mesh, work: Callable[[], Any]) -> Any:
-    """Do `work` on rank 0 alone, and give its result, a JSON value, on every rank.
+    """Run `work` on rank 0 alone and return its result, a JSON value, on every rank.
 
-    Collective; its errors are raised as `agree` does.
+    Collective. Errors are raised on all ranks, as by `agree`.
     """
-    mine = agree(mesh, lambda: work() if mesh.rank == 0 else None)
-    return json.loads(mesh.broadcast_text(json.dumps(mine)))
+    answer = agree(mesh, lambda: work() if mesh.rank == 0 else None)
+    return json.loads(mesh.broadcast_text(json.dumps(answer)))
 
 
 def gather_json(mesh: Mesh, value: Any, aside: bool = False) -> list[Any]:
-    """Every rank's JSON value, in the order of global ranks; `aside` as in `Mesh.gather_texts`."""
+    """Return every rank's JSON value, by global rank; `aside` as in `Mesh.gather_texts`."""
     return [json.loads(text) for text in mesh.gather_texts(json.dumps(value), aside)]

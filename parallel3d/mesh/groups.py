@@ -1,6 +1,6 @@
-"""Process groups: the backend that a launch takes, and how groups are split off (floor 1).
+"""Process groups: choosing the backend of a launch, and splitting groups off the world (floor 1).
 
-Under NCCL every rank takes part in each split: one call makes the groups of a whole axis.
+Under NCCL every rank takes part in each split, so one call makes all groups of an axis.
 """
 
 import os
@@ -14,16 +14,19 @@ import torch.distributed as dist
 
 from parallel3d.base.errors import ConfigError
 
-BACKEND = "PARALLEL3D_BACKEND"  # in the environment: "package.module:name,settings", or nothing
+BACKEND = (
+    "PARALLEL3D_BACKEND"  # environment variable: "package.module:name,settings"; normally unset
+)
 
 
 def choose_backend(device: torch.device) -> str:
-    """Return the backend of process groups: the device's own, or what the environment names.
+    """Return the backend of process groups: the device's default, or the one in the environment.
 
-    The environment may name a function that registers a backend with torch, for tests: it is called
-    with the settings and the device's type, and returns the name. Raises ConfigError without one.
+    For tests, the environment may name a function that registers a backend with torch. It is called
+    with the settings and the device's type, and returns the backend's name. Raises ConfigError if
+    it cannot be imported.
     """
-    # The pipeline's transfers are meant to be serialised; each rank would say that they are.
+    # The pipeline's transfers are serialised on purpose; each rank would warn about it.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     if not (text := os.environ.get(BACKEND, "")):
         return dist.get_default_backend_for_device(device)
@@ -33,16 +36,16 @@ def choose_backend(device: torch.device) -> str:
         register = getattr(import_module(module), name)
     except (AttributeError, ImportError, ValueError) as error:
         raise ConfigError(
-            f'the environment has {BACKEND} = "{text}": cannot be imported ({error}); write '
+            f'the environment has {BACKEND} = "{text}": cannot be imported ({error}); set it to '
             '"package.module:name", or unset it to train'
         ) from None
     return str(register(settings, device.type))
 
 
 def options_of(backend: str, timeout: timedelta, urgent: bool = False) -> Any:
-    """The options of a group of NCCL's; None under other backends.
+    """Return the options of an NCCL group; None for other backends.
 
-    `urgent`: its kernels go before the compute's where both are ready.
+    `urgent`: its kernels are scheduled before compute kernels when both are ready.
     """
     if backend != "nccl" or not hasattr(dist, "ProcessGroupNCCL"):
         return None
@@ -55,15 +58,15 @@ def options_of(backend: str, timeout: timedelta, urgent: bool = False) -> Any:
 def split(
     ranks: Sequence[Sequence[int]], name: str, timeout: timedelta, urgent: bool = False
 ) -> dist.ProcessGroup | None:
-    """The group among `ranks` that holds this rank; None if there is none.
+    """Return the group among `ranks` that contains this rank; None if there is none.
 
-    `ranks` are disjoint lists of global ranks, the same on every rank. Collective over the world.
+    `ranks` are disjoint lists of global ranks, equal on all ranks. Collective over the world.
     """
     world = dist.group.WORLD
     assert world is not None
-    if hasattr(world, "split_among"):  # a backend from the environment that splits as NCCL does
-        mine: dist.ProcessGroup | None = world.split_among(ranks, timeout, name)
-        return mine
+    if hasattr(world, "split_among"):  # a test backend that splits as NCCL does
+        own: dist.ProcessGroup | None = world.split_among(ranks, timeout, name)
+        return own
     if world.bound_device_id is not None:
         return dist.split_group(
             world,
@@ -78,22 +81,22 @@ def split(
 def join_one_of(
     ranks: Sequence[Sequence[int]], timeout: timedelta, name: str
 ) -> dist.ProcessGroup | None:
-    """Make the groups of `split` one after another, where a backend cannot split."""
-    mine = None
+    """Make the groups of `split` one after another, for backends that cannot split."""
+    own = None
     for members in ranks:
-        # torch counts the groups to name them, so each rank must make each, its own or not. That
-        # costs nothing; a group of one is named after its rank.
+        # torch numbers groups to name them, so each rank must make every group, also those without
+        # it. That costs nothing. A group of one rank is named after the rank instead.
         alone = len(members) == 1
         if not alone or dist.get_rank() in members:
             group = dist.new_group(
                 list(members), timeout=timeout, use_local_synchronization=alone, group_desc=name
             )
-            mine = group if dist.get_rank() in members else mine
-    return mine
+            own = group if dist.get_rank() in members else own
+    return own
 
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Let a group's operations fail after `timeout` from now on."""
+    """Set the timeout of a group's operations from now on."""
     if hasattr(group, "split_among"):
         group.set_timeout(timeout)
     else:

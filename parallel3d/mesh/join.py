@@ -1,4 +1,4 @@
-"""How the processes of a launch find each other, and how they part (floor 1)."""
+"""How the processes of a launch find each other and how they end together (floor 1)."""
 
 import os
 import re
@@ -18,33 +18,33 @@ from parallel3d.mesh.groups import BACKEND, choose_backend, options_of
 from parallel3d.mesh.launch import Launch
 from parallel3d.mesh.pulse import rank as pulse
 
-_START = "rank 0 starts"  # in the store: "", or the error that it met before it could
-_SPOKEN = "rank 0 has spoken"
-_PATIENCE = timedelta(seconds=30)  # for ranks that may still be on their way to the store
-_HEARD = timedelta(seconds=5)  # for ranks that have met, until they have heard rank 0's last words
+_START = "rank 0 starts"  # key in the store: "", or the error that kept rank 0 from starting
+_SPOKEN = "rank 0 has spoken"  # key in the store
+_PATIENCE = timedelta(seconds=30)  # for ranks that may not have reached the store yet
+_HEARD = timedelta(seconds=5)  # for ranks in the group to acknowledge rank 0's final message
 STARTUP_TIMEOUT = timedelta(minutes=30)  # data preparation and compilation happen under it
 
-_store: dist.Store | None = None  # where the ranks met first: rank 0 keeps it to its end
+_store: dist.Store | None = None  # of the first rendezvous; rank 0 serves it until it ends
 _times_joined = 0
 
 
 def rank_0_first(launch: Launch, speak: Callable[[], None], error: Exception) -> None:
-    """Run `speak` on rank 0, and keep the others until it is done, or 30 s are over.
+    """Run `speak` on rank 0 and hold the other ranks until it is done, at most 30 s.
 
-    A launcher that sees one rank end ends the others at once. Ranks that wait in `join` raise
-    `error`.
+    A launcher that sees one rank end kills the others at once, and rank 0's message would be lost.
+    Ranks that wait in `join` raise `error`.
     """
     if launch.rank == 0:
         speak()
     if launch.world_size == 1:
         return
-    with suppress(Exception):  # nobody can be told any more
+    with suppress(Exception):  # the other ranks cannot be reached any more
         store = _meet(launch, _PATIENCE)
         heard = [f"rank {rank} has heard it" for rank in range(1, launch.world_size)]
         if launch.rank == 0:
             store.set(_START, packed(error))
             store.set(_SPOKEN, "yes")
-            # A rank that still asks when the store is gone prints a stack trace.
+            # A rank that uses the store after it has gone prints a stack trace.
             store.wait(heard, _HEARD if dist.is_initialized() else _PATIENCE)
         else:
             store.wait([_SPOKEN], _PATIENCE)
@@ -52,10 +52,10 @@ def rank_0_first(launch: Launch, speak: Callable[[], None], error: Exception) ->
 
 
 def join(launch: Launch, device: torch.device, watched: bool = False) -> None:
-    """Make the process group of all processes, unless there is one.
+    """Make the process group of all processes, unless it exists.
 
-    `watched`: with a sentry beside each rank. Raises what rank 0 met on its way here. Ranks that
-    have left their group (`Mesh.close`) may join again, all of them.
+    `watched`: start a sentry beside each rank. Raises the error that rank 0 met before it joined.
+    Ranks that have left their group (`Mesh.close`) may join again, all of them together.
     """
     global _times_joined
     if dist.is_initialized():
@@ -79,10 +79,10 @@ def join(launch: Launch, device: torch.device, watched: bool = False) -> None:
         claim_device(identity_of(device), launch, store)
     if watched and not pulse.is_watched():
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        # Others may reach this host as they do the store, by its address on the way there, by name.
+        # Other ranks may reach this host by the store's address, by its own address, or by name.
         names = list(filter(None, [host, interfaces.address_towards(host), socket.gethostname()]))
-        judge = partial(store.set, "judge"), lambda: store.get("judge").decode()
-        pulse.begin(launch.rank, launch.world_size, (host, port), names, *judge)
+        arbiter = partial(store.set, "arbiter"), lambda: store.get("arbiter").decode()
+        pulse.begin(launch.rank, launch.world_size, (host, port), names, *arbiter)
         pulse.doing("making the process groups")
     dist.init_process_group(
         backend,
@@ -91,30 +91,30 @@ def join(launch: Launch, device: torch.device, watched: bool = False) -> None:
         world_size=launch.world_size,
         timeout=STARTUP_TIMEOUT,
         device_id=device if device.type != "cpu" and BACKEND not in os.environ else None,
-        # An axis that holds every rank has this group, so it is as urgent as theirs.
+        # An axis that holds every rank uses this group, so it is as urgent as the others.
         pg_options=options_of(backend, STARTUP_TIMEOUT, urgent=True),
     )
     _times_joined += 1
 
 
 def lost_peer(error: Exception) -> str:
-    """One line on an error if it says that another rank died or is silent; else ""."""
-    # gloo's errors are plain RuntimeErrors: "[<source file>] <reason>. This is typically ..."
+    """Return one line on an error that says another rank died or is silent; else ""."""
+    # gloo raises plain RuntimeErrors: "[<source file>] <reason>. This is typically ..."
     text = re.sub(r"^\[[^]]*gloo/[^]]*\] ", "", str(error)).partition(". This is typically")[0]
     is_lost = isinstance(error, dist.DistError) or text != str(error)
-    return f"another rank died or is silent; this one ends, too ({text})" if is_lost else ""
+    return f"another rank died or is silent, so this one ends ({text})" if is_lost else ""
 
 
 def _meet(launch: Launch, patience: timedelta) -> dist.Store:
-    """The store through which the ranks find each other."""
+    """Return the store through which the ranks find each other."""
     global _store
     if _store is None:
         _store, *_ = next(
             dist.rendezvous("env://", launch.rank, launch.world_size, timeout=patience)
         )
     store = _store
-    # On one node torchrun's store outlives a restart; on several `--rdzv_backend c10d` renews it.
+    # On one node torchrun's store survives a restart; on several, `--rdzv_backend c10d` renews it.
     if launch.local_world_size == launch.world_size:
         store = dist.PrefixStore(f"attempt {launch.restart_count}", store)
-    # In the same place the addresses of a group that is gone would be taken for the new one's.
+    # With the same keys, addresses of a destroyed group would be taken for those of the new one.
     return dist.PrefixStore(f"group {_times_joined}", store) if _times_joined else store

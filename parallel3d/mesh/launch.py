@@ -1,4 +1,4 @@
-"""The launcher's word to each process; known before torch is (floor 1)."""
+"""The variables that a launcher sets for each process; read before torch is imported (floor 1)."""
 
 import os
 import re
@@ -8,7 +8,7 @@ from itertools import chain, islice, repeat
 from parallel3d.base.errors import ConfigError
 from parallel3d.base.lock import Job
 
-# The launchers that end with an exit code of their own, and a variable that each sets.
+# Launchers that end with their own exit code, and a variable that each of them sets.
 _LAUNCHERS = {"torchrun": "TORCHELASTIC_RUN_ID", "deepspeed": "CROSS_RANK"}
 
 
@@ -20,20 +20,20 @@ class Launch:
     world_size: int
     local_rank: int
     local_world_size: int = 1
-    restart_count: int = 0  # how often torchrun has started these ranks before
-    restarts_left: int = 0  # how often torchrun would start them again
-    jobs: tuple[Job, ...] = ()  # what a scheduler or torchrun starts again under the same name
-    launcher: str = ""  # the one, if any, that ends with an exit code of its own
+    restart_count: int = 0  # how often torchrun has restarted these ranks
+    restarts_left: int = 0  # how often torchrun may restart them again
+    jobs: tuple[Job, ...] = ()  # jobs that a scheduler or torchrun restarts under the same id
+    launcher: str = ""  # the one, if any, that ends with its own exit code
 
     @classmethod
     def from_environment(cls) -> "Launch":
-        """Read the launcher's variables; none at all means one process.
+        """Read the launcher's variables; without any, the launch is one process.
 
-        Raises ConfigError if they are no launcher's.
+        Raises ConfigError if they are inconsistent.
         """
         if "RANK" in os.environ:
             world_size = _number("WORLD_SIZE", least=1)
-            # torchrun's name, then deepspeed's; where neither is said, all may be on this node.
+            # torchrun's name, then deepspeed's; without either, all ranks may be on this node.
             here = next((n for n in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE") if n in os.environ), None)
             local_world_size = _number(here, least=1, most=world_size) if here else world_size
             return cls(
@@ -63,7 +63,7 @@ class Launch:
         return cls(0, 1, 0, jobs=jobs_of_this_process())
 
     def announce(self, port: int) -> None:
-        """Set the environment variables of a launch; the store is on `port` of this machine."""
+        """Set a launch's environment variables; the store listens on `port` of this machine."""
         os.environ |= {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
@@ -75,9 +75,9 @@ class Launch:
 
 
 def _tasks_on_this_node(least: int, most: int) -> int:
-    """Return how many processes srun started on this node; `least` where it does not say.
+    """Return how many processes srun started on this node; `least` if it is not known.
 
-    It says "8(x4),4": 8 on each of four nodes, 4 on the next.
+    SLURM_STEP_TASKS_PER_NODE = "8(x4),4" means 8 on each of four nodes and 4 on the next.
     """
     text = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
     if not re.fullmatch(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*", text, re.ASCII):
@@ -89,7 +89,7 @@ def _tasks_on_this_node(least: int, most: int) -> int:
 
 
 def jobs_of_this_process() -> tuple[Job, ...]:
-    """The scheduler jobs that this process is in, innermost last, with their restarts."""
+    """Return the scheduler jobs of this process, innermost last, with their restart counts."""
     names = (
         ("slurm", "SLURM_JOB_ID", "SLURM_RESTART_COUNT"),
         ("torchelastic", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
@@ -97,12 +97,12 @@ def jobs_of_this_process() -> tuple[Job, ...]:
     return tuple(
         (kind, os.environ[name], _number(count, default=0))
         for kind, name, count in names
-        if os.environ.get(name, "none") != "none"  # torchrun's default is no name
+        if os.environ.get(name, "none") != "none"  # torchrun's default, "none", identifies no job
     )
 
 
 def _number(name: str, *, default: int | None = None, least: int = 0, most: int = 2**31) -> int:
-    """A whole number that the launcher set; ConfigError where it cannot be one."""
+    """Return a whole number that the launcher set; raise ConfigError if it is not valid."""
     text = os.environ.get(name, "" if default is None else str(default))
     if not text.isascii() or not text.isdecimal() or not least <= int(text) <= most:
         is_ = f'{name} = "{text}"' if name in os.environ else f"{name} is not set, but others are"

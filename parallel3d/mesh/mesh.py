@@ -1,6 +1,6 @@
-"""The device mesh: pipeline x data x tensor ranks, and the only place that knows ranks (floor 1).
+"""The device mesh: pipeline x data x tensor ranks (floor 1). Only this folder knows ranks.
 
-`tp` is innermost, on the fast links of a node; `pp` outermost, so only activations cross the
+`tp` is innermost, on the fast links of a node; `pp` is outermost, so only activations cross the
 slowest links. One process is a mesh of 1x1x1: there is no second code path.
 """
 
@@ -24,15 +24,15 @@ from parallel3d.mesh.pulse import rank as pulse
 from parallel3d.mesh.transfer import Transfer, all_gather_single
 
 AXES = ("pp", "dp", "tp")
-_BACKSTOP = 15.0  # seconds that the judge has for its verdict on who is late
+_BACKSTOP = 15.0  # seconds for the arbiter to name a late rank first
 
 
 class Mesh:
     """A pp x dp x tp grid of ranks with a process group along each axis.
 
     Axes: "pp", "dp", "tp", "model" (pp and tp: the ranks that share one copy of the model),
-    "world", "self". `watched`: with a sentry beside each rank. Raises ConfigError for a wrong
-    number of ranks.
+    "world", "self". `watched`: start a sentry beside each rank. Raises ConfigError if the launch
+    has a different number of ranks.
     """
 
     def __init__(
@@ -47,18 +47,18 @@ class Mesh:
         if pp * dp * tp != launch.world_size:
             raise ConfigError(
                 f"mesh pp={pp} x dp={dp} x tp={tp} = {pp * dp * tp} ranks, but "
-                f"{launch.world_size} processes were started; make the two equal"
+                f"{launch.world_size} processes were started; the two must be equal"
             )
         self.rank = launch.rank
         fault.set_rank(launch.rank)
         self.local_rank, self.local_size = launch.local_rank, launch.local_world_size
         self.restart_count = launch.restart_count
         self.device = pick_device(launch)
-        # DeepSpeed reads it wherever it wants a device index.
+        # DeepSpeed takes its device index from this variable.
         index = self.device.index
         os.environ["LOCAL_RANK"] = str(launch.local_rank if index is None else index)
-        # Ranks that share cores would otherwise each start a thread for every one of them, and
-        # torch.compile up to 32 processes a rank.
+        # Otherwise each rank would start a thread for every core of the machine, and torch.compile
+        # up to 32 processes per rank.
         cores = max(1, (os.cpu_count() or 1) // launch.local_world_size)
         if self.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(cores)
@@ -74,21 +74,21 @@ class Mesh:
         self._groups["model"] = self._split(self._grid.transpose(0, 1).flatten(1), "model")
         self._groups["world"] = self._split(self._grid.view(1, -1), "world")
         self._groups["self"] = self._split(self._grid.view(-1, 1), "self")
-        # One queue for each direction: what flows back does not wait for what flows forward.
+        # One group per direction, so that gradients do not queue behind activations.
         self._backward = self._groups["pp"]
         if pp > 1:
             pipes = self._grid.flatten(1).t()
             self._backward = self._split(pipes, "pp backward", shared=False)
-        # Collectives on one group must keep their order, so what runs behind training has its own.
+        # Collectives of a group must keep their order, so threads beside training have their own.
         aside = "gloo" if self.backend != "fake" else None
         self._aside = dist.new_group(backend=aside, timeout=STARTUP_TIMEOUT)
         self._pairs: dict[tuple[int, int], dist.ProcessGroup | None] = {}
         self._transfer_timeout: timedelta | None = None
 
     def _split(self, ranks: torch.Tensor, name: str, shared: bool = True) -> dist.ProcessGroup:
-        """The group of this rank's row of `ranks`.
+        """Return the group of this rank's row of `ranks`.
 
-        It may be `shared` with the world where the row holds every rank.
+        `shared`: use the world's group where the row holds every rank.
         """
         group = dist.group.WORLD
         if len(ranks) > 1 or not shared:
@@ -98,21 +98,21 @@ class Mesh:
         return group
 
     def size(self, axis: str) -> int:
-        """Number of ranks along an axis."""
+        """Return the number of ranks along an axis."""
         return dist.get_world_size(self._groups[axis])
 
     def coord(self, axis: str) -> int:
-        """The coordinate of this rank on an axis."""
+        """Return the coordinate of this rank on an axis."""
         return dist.get_rank(self._groups[axis])
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """The process group that holds this rank and varies along `axis` alone."""
+        """Return the process group that contains this rank and varies along `axis` alone."""
         return self._groups[axis]
 
     def name_of(self, group: dist.ProcessGroup) -> str:
-        """The axis along which `group` varies, "ends" for a tied weight's owners, else "other".
+        """Return the axis along which `group` varies, "ends" (a tied weight's owners) or "other".
 
-        An axis that holds every rank is "pp=world", as the groups are one.
+        An axis that holds every rank is called "pp=world", because the two groups are one.
         """
         name = group.group_name
         if name == self._backward.group_name:
@@ -124,16 +124,16 @@ class Mesh:
         return "=".join(axes) or ("ends" if name in pairs else "other")
 
     def ranks(self, axis: str) -> list[int]:
-        """The global ranks of `group(axis)`, in group order."""
+        """Return the global ranks of `group(axis)`, in group order."""
         return dist.get_process_group_ranks(self._groups[axis])
 
     @property
     def backend(self) -> str:
-        """The collectives' library: "gloo" or "nccl" ("strict", "fake": for tests)."""
+        """The collective library: "gloo" or "nccl" ("strict" and "fake" in tests)."""
         return str(dist.get_backend())
 
     def isend(self, tensor: torch.Tensor, pp_coord: int, tag: int) -> Transfer:
-        """Start to send to another pipeline coordinate, at the same dp and tp coordinates."""
+        """Start sending to another pipeline coordinate, at the same dp and tp coordinates."""
         group = self._pipe(pp_coord - self._coords["pp"])
         work = dist.isend(tensor, group=group, tag=tag, group_dst=pp_coord)
         assert work is not None
@@ -147,13 +147,14 @@ class Mesh:
         return Transfer(work, self._transfer_timeout)
 
     def _pipe(self, step: int) -> dist.ProcessGroup:
-        """The queue of messages that go by `step` pipeline coordinates."""
+        """Return the group for messages over `step` pipeline coordinates."""
         return self._groups["pp"] if step > 0 else self._backward
 
     def join_pair(self, a: int, b: int) -> dist.ProcessGroup | None:
-        """Join pipeline coordinates `a` and `b`, a tied weight's owners, at equal dp and tp.
+        """Return the group of pipeline coordinates `a` and `b`, which share a tied weight.
 
-        None elsewhere, and where the two are one. Collective over the world, before `set_timeouts`.
+        Its ranks have equal dp and tp coordinates. None on other ranks, and if `a` equals `b`.
+        Collective over the world, before `set_timeouts`.
         """
         pair = min(a, b), max(a, b)
         if a != b and pair not in self._pairs:
@@ -162,10 +163,10 @@ class Mesh:
         return self._pairs.get(pair)
 
     def set_timeouts(self, seconds: float) -> None:
-        """Let all communication fail after `seconds`; 0: after a week.
+        """Let all communication fail after `seconds`; 0 means a week.
 
-        gloo notices a killed process at once, but a stopped one only by this timeout. In a run that
-        is watched the groups' timeouts come after the judge's verdict on who is late.
+        gloo notices a killed process at once, but a stopped one only by this timeout. In a watched
+        run the groups' timeouts are longer, so that the arbiter names the late rank first.
         """
         groups = [*self._groups.values(), self._backward, *self._pairs.values()]
         pulse.set_limit(seconds)
@@ -180,34 +181,34 @@ class Mesh:
 
     @pulse.waiting("gathering numbers of all ranks")
     def gather_floats(self, values: Sequence[float | torch.Tensor]) -> list[list[float]]:
-        """Every rank's `values` (equally many on each), in the order of global ranks.
+        """Return every rank's `values`, equally many on each, in the order of global ranks.
 
-        Tensors of one element stay on the device; the host waits for it once, to read the answer.
+        Tensors of one element stay on the device; the host waits for it once, to read all values.
         """
         known = [0.0 if isinstance(v, torch.Tensor) else v for v in values]
-        pinned = self.device.type != "cpu"  # a copy of other memory would wait for the device
-        mine = torch.tensor(known, dtype=torch.float64, pin_memory=pinned)
-        mine = mine.to(self.device, non_blocking=True)
-        for place, value in zip(mine, values, strict=True):
+        pinned = self.device.type != "cpu"  # a copy from pageable memory would wait for the device
+        row = torch.tensor(known, dtype=torch.float64, pin_memory=pinned)
+        row = row.to(self.device, non_blocking=True)
+        for place, value in zip(row, values, strict=True):
             if isinstance(value, torch.Tensor):
                 place.copy_(value.detach().reshape(()), non_blocking=True)
-        everyone = mine.new_empty(self.size("world") * len(known))
-        all_gather_single(everyone, mine)
-        rows: list[list[float]] = everyone.view(-1, len(known)).tolist()
+        gathered = row.new_empty(self.size("world") * len(known))
+        all_gather_single(gathered, row)
+        rows: list[list[float]] = gathered.view(-1, len(known)).tolist()
         return rows
 
-    def sum_floats(self, mine: torch.Tensor) -> list[float]:
-        """Sum `mine` [n] over all ranks, on the host, which waits for it; `mine` is unchanged."""
-        total = mine.clone()
+    def sum_floats(self, values: torch.Tensor) -> list[float]:
+        """Return the sum of `values` [n] over all ranks; the host waits for it."""
+        total = values.clone()
         dist.all_reduce(total)
         numbers: list[float] = total.tolist()
         return numbers
 
     def gather_texts(self, text: str, aside: bool = False) -> list[str]:
-        """Every rank's text, in the order of global ranks (bytes: no pickle on the network).
+        """Return every rank's text, in the order of global ranks (sent as bytes, without pickle).
 
-        `aside`: on a gloo group of its own, for threads behind the training; a waiting rank hears
-        signals.
+        `aside`: use a separate gloo group, for threads beside training; a rank that waits there
+        still handles signals.
         """
         device = torch.device("cpu") if aside else self.device
         data = _bytes_of(text).to(device)
@@ -215,12 +216,12 @@ class Mesh:
         sizes = [int(n) for n in self._gather(length, aside)]
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
         padded[: len(data)] = data
-        everyone = self._gather(padded, aside) if max(sizes) else [padded] * len(sizes)
-        parts = (t[:n].cpu().numpy() for t, n in zip(everyone, sizes, strict=True))
+        gathered = self._gather(padded, aside) if max(sizes) else [padded] * len(sizes)
+        parts = (t[:n].cpu().numpy() for t, n in zip(gathered, sizes, strict=True))
         return [part.tobytes().decode() for part in parts]
 
     def broadcast_text(self, text: str) -> str:
-        """Rank 0's text on every rank, over gloo."""
+        """Return rank 0's text on every rank, over gloo."""
         length = torch.tensor([len(text.encode())])
         _wait(dist.broadcast(length, 0, self._aside, async_op=True))
         data = torch.zeros(int(length), dtype=torch.uint8)
@@ -229,16 +230,16 @@ class Mesh:
         _wait(dist.broadcast(data, 0, self._aside, async_op=True))
         return data.numpy().tobytes().decode()
 
-    def _gather(self, mine: torch.Tensor, aside: bool = False) -> list[torch.Tensor]:
-        everyone = [torch.empty_like(mine) for _ in range(self.size("world"))]
+    def _gather(self, tensor: torch.Tensor, aside: bool = False) -> list[torch.Tensor]:
+        gathered = [torch.empty_like(tensor) for _ in range(self.size("world"))]
         if aside:
-            _wait(dist.all_gather(everyone, mine, self._aside, async_op=True))
+            _wait(dist.all_gather(gathered, tensor, self._aside, async_op=True))
         else:
-            dist.all_gather(everyone, mine)
-        return everyone
+            dist.all_gather(gathered, tensor)
+        return gathered
 
     def all_gather(self, part: torch.Tensor, axis: str, dim: int) -> torch.Tensor:
-        """The ranks' parts of a tensor, put together along `dim`, on which they may differ."""
+        """Concatenate the ranks' parts of a tensor along `dim`, where their sizes may differ."""
         group, size = self._groups[axis], self.size(axis)
         if size == 1:
             return part
@@ -249,9 +250,9 @@ class Mesh:
         shape[dim] = longest
         padded = part.new_zeros(shape)
         padded.narrow(dim, 0, part.shape[dim]).copy_(part)
-        everyone = [torch.empty_like(padded) for _ in range(size)]
-        dist.all_gather(everyone, padded, group=group)
-        parts = [t.narrow(dim, 0, int(n)) for t, n in zip(everyone, lengths, strict=True)]
+        gathered = [torch.empty_like(padded) for _ in range(size)]
+        dist.all_gather(gathered, padded, group=group)
+        parts = [t.narrow(dim, 0, int(n)) for t, n in zip(gathered, lengths, strict=True)]
         return torch.cat(parts, dim)
 
     @pulse.waiting("at a barrier")
@@ -259,13 +260,13 @@ class Mesh:
         """Wait for every rank, on the host."""
         flag = torch.zeros(1, device=self.device)
         dist.all_reduce(flag)
-        flag.item()  # the reduction itself returns on a device once it is queued
+        flag.item()  # on a device, all_reduce returns once it is queued
 
     @contextmanager
     def one_at_a_time(self) -> Iterator[bool]:
-        """Run the body node by node: local rank 0 first, then the other ranks of its node.
+        """Run the body on local rank 0 first, then on the other ranks of its node.
 
-        Yields whether this rank is the first. For results that ranks share through the file system.
+        Yields True on the first rank. For results that ranks share through the file system.
         """
         first = self.local_rank == 0
         if not first:
@@ -275,19 +276,20 @@ class Mesh:
             self.barrier()
 
     def picture(self) -> str:
-        """The mesh as text: a column for each pipeline coordinate, a row for each dp coordinate."""
+        """Return the mesh as text: a column per pipeline coordinate, a row per dp coordinate."""
         return draw_mesh(self._grid.tolist())
 
     def close(self) -> None:
-        """Leave the process group; without it torch ends the process with an abort."""
+        """Leave the process group; otherwise torch ends the process with an abort."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
 def _wait(work: dist.Work) -> None:
-    """Wait for a started collective while Python runs, and with it the handlers of signals.
+    """Wait for a started collective in Python, so that signal handlers run.
 
-    A nap is a twentieth of the time waited so far. RuntimeError if a peer dies.
+    Each sleep is a twentieth of the time waited so far, from 1 to 100 ms. RuntimeError if a peer
+    dies.
     """
     start = time.monotonic()
     while not work.is_completed():
@@ -300,7 +302,7 @@ def _bytes_of(text: str) -> torch.Tensor:
     return torch.from_numpy(np.frombuffer(text.encode(), dtype=np.uint8).copy())
 
 
-_LIMIT = 8  # rows and columns shown; of a longer axis, the ends
+_LIMIT = 8  # rows and columns shown; a longer axis shows only its ends
 
 
 def draw_mesh(grid: Sequence[Sequence[Sequence[int]]]) -> str:
@@ -321,12 +323,12 @@ def draw_mesh(grid: Sequence[Sequence[Sequence[int]]]) -> str:
         lines.append(f"  {label}  {(' → ' if i else '   ').join(cells)}".rstrip())
     legend = {"→ pp cuts the layers": pp, "rows: dp cuts the batch": dp}
     legend["[ ] tp cuts the matrices"] = tp
-    said = [text for text, size in legend.items() if size > 1]
-    return "\n".join([*lines, "  " + "   ".join(said)] if said else lines)
+    notes = [text for text, size in legend.items() if size > 1]
+    return "\n".join([*lines, "  " + "   ".join(notes)] if notes else lines)
 
 
 def _shown(size: int) -> list[int | None]:
-    """The coordinates of an axis; None stands for those that are left out."""
+    """Return the coordinates of an axis to print; None stands for those that are left out."""
     return list(range(size)) if size <= _LIMIT else [*range(_LIMIT - 2), None, size - 1]
 
 

@@ -1,4 +1,4 @@
-"""Which ranks are on one machine, as the machines say it and no launcher's numbers (floor 1)."""
+"""Which ranks share a machine, as the machines report it, not the launcher (floor 1)."""
 
 import socket
 import time
@@ -12,25 +12,25 @@ from parallel3d.mesh.mesh import Mesh
 
 @dataclass(frozen=True)
 class Nodes:
-    """The machine of each rank, by its boot; launchers may deal ranks out in any order."""
+    """The machine of each rank. Launchers may assign ranks to machines in any order."""
 
     hosts: tuple[str, ...]
-    """By rank, the name of its host."""
+    """Host name by rank."""
     machines: tuple[str, ...]
-    """By rank, what no two machines have in common."""
+    """A unique id of the machine, by rank."""
 
     def first(self, rank: int) -> int:
-        """The first of the ranks on the machine of `rank`: it does what is done once a machine."""
+        """Return the first rank on the machine of `rank`, which does work once per machine."""
         return self.machines.index(self.machines[rank])
 
     def torn(self, size: int) -> list[range]:
-        """The groups of `size` neighbouring ranks that lie on several machines."""
+        """Return the groups of `size` neighbouring ranks that lie on several machines."""
         starts = range(0, len(self.machines), size)
         groups = (range(start, start + size) for start in starts)
         return [group for group in groups if len({self.machines[rank] for rank in group}) > 1]
 
     def in_words(self, ranks: range) -> str:
-        """The hosts of some ranks: "ranks 0, 1 on node0 and 2, 3 on node1"."""
+        """Return the hosts of some ranks as text: "ranks 0, 1 on node0 and 2, 3 on node1"."""
         by_machine: dict[str, list[int]] = {}
         for rank in ranks:
             by_machine.setdefault(self.machines[rank], []).append(rank)
@@ -39,20 +39,23 @@ class Nodes:
 
 
 def find_nodes(mesh: Mesh) -> Nodes:
-    """The machine of every rank. Collective."""
-    found = gather_json(mesh, [socket.gethostname(), machine_of_this_process()], aside=True)
-    hosts, machines = zip(*found, strict=True)
+    """Return the machine of every rank. Collective."""
+    pairs = gather_json(mesh, [socket.gethostname(), machine_of_this_process()], aside=True)
+    hosts, machines = zip(*pairs, strict=True)
     return Nodes(hosts, machines)
 
 
 def machine_of_this_process() -> str:
-    """Return a text that tells two machines apart, and two containers of one machine."""
+    """Return an id that differs between machines and between containers of one machine."""
     boot = place_of_this_process().partition(" ")[0]
     return f"{socket.gethostname()} {boot}"
 
 
 def appears(look: Callable[[], bool], seconds: float = 5.0) -> bool:
-    """Whether `look` comes true in time: a file system may show another host's files late."""
+    """Return True if `look` becomes true within `seconds`.
+
+    A shared file system may show files of other hosts late.
+    """
     deadline = time.monotonic() + seconds
     while not look():
         if time.monotonic() > deadline:

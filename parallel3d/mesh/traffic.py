@@ -1,4 +1,4 @@
-"""Counts what this rank communicates while code runs: calls and bytes, by group (floor 1)."""
+"""Counts the calls and bytes that this rank communicates, by group (floor 1)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from parallel3d.mesh.mesh import Mesh
 
-# The words in torch's names of operators, in this order, and what the operations are called.
+# Parts of torch's operator names, tried in this order, and the names of the operations.
 _NAMES = {
     "allreduce": "all_reduce",
     "allgather": "all_gather",
@@ -29,7 +29,8 @@ _NAMES = {
 class Calls:
     """Operations of one kind on one group of `ranks` ranks: their number and bytes.
 
-    `bytes`: what an all-reduce sums, an all-gather gives, a reduce-scatter takes, a send sends.
+    `bytes`: the input of an all-reduce or a reduce-scatter, the output of an all-gather, the
+    message of a send or a receive.
     """
 
     group: str
@@ -40,10 +41,10 @@ class Calls:
 
 
 class Traffic(TorchDispatchMode):
-    """Counts operations on groups of more than one rank, DeepSpeed's and autograd's too.
+    """Counts operations on groups of more than one rank, also those of DeepSpeed and autograd.
 
-    All pass through torch's dispatcher, on whatever thread. `operations`: those that count; none:
-    all.
+    All of them pass through torch's dispatcher, on any thread. `operations`: the kinds to count;
+    all if empty.
     """
 
     def __init__(self, mesh: Mesh, operations: Sequence[str] = ()) -> None:
@@ -53,7 +54,7 @@ class Traffic(TorchDispatchMode):
 
     @property
     def calls(self) -> list[Calls]:
-        """The counted operations, by group and kind, the most bytes first."""
+        """The counted operations, by group and kind, sorted by bytes in descending order."""
         return sorted(self._calls.values(), key=lambda c: -c.bytes)
 
     def __torch_dispatch__(
@@ -72,9 +73,9 @@ class Traffic(TorchDispatchMode):
         if self._operations and operation not in self._operations:
             return
         name = self._mesh.name_of(group)
-        found = self._calls.setdefault((name, operation), Calls(name, group.size(), operation))
-        found.calls += 1
-        found.bytes += max(map(_num_bytes, args))
+        calls = self._calls.setdefault((name, operation), Calls(name, group.size(), operation))
+        calls.calls += 1
+        calls.bytes += max(map(_num_bytes, args))
 
 
 def _group(arg: Any) -> dist.ProcessGroup | None:

@@ -1,4 +1,4 @@
-"""A message between two ranks, and collectives of one tensor by this torch's names (floor 1)."""
+"""Messages between two ranks, and single-tensor collectives under this torch's names (floor 1)."""
 
 from dataclasses import dataclass
 from datetime import timedelta
@@ -8,9 +8,9 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Transfer:
-    """A send or receive under way, and the longest that it may take; None leaves it to the backend.
+    """A send or receive in flight, with its timeout; None leaves the timeout to the backend.
 
-    gloo's transfers do not heed their group's timeout; NCCL's watchdog looks after its own.
+    gloo's transfers ignore their group's timeout; NCCL's watchdog handles its own.
     """
 
     work: dist.Work
@@ -24,7 +24,7 @@ class Transfer:
             self.work.wait(self.timeout)
 
     def is_completed(self) -> bool:
-        """Whether the transfer is done."""
+        """True if the transfer is done."""
         return self.work.is_completed()
 
 

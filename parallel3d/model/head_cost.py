@@ -1,7 +1,7 @@
 """The cost of a transformer's last layer on one tensor-parallel rank (floor 0, no torch).
 
-In the formulas `whole` is batch x seq x hidden elements, and `part` what of it lies on one rank
-before the layer: a tp-th under sequence parallelism.
+In the formulas `full` is batch x seq x hidden elements. `part` is the share of one rank before the
+layer: a tp-th under sequence parallelism.
 """
 
 from dataclasses import dataclass
@@ -9,22 +9,22 @@ from functools import lru_cache
 
 from parallel3d.model.spec import Collective, Kept, LayerCost, MatMul, Recompute, Shape, Work
 
-_FP32, _INT64 = 4, 8  # bytes of a statistic or a logsumexp, of a row number
+_FP32, _INT64 = 4, 8  # bytes: of a statistic or a logsumexp; of a row number
 
 LOGITS_AT_ONCE = 2**27
-"""Elements: however long a batch, a rank has 0.5 GB of logits in fp32 at a time."""
+"""Elements; limits a rank to 0.5 GB of fp32 logits at a time, however long the batch."""
 
 
 def num_chunks(tokens: int, vocab: int) -> int:
-    """Number of parts that the head computes `tokens` in, on a rank with `vocab` rows.
+    """Return the number of parts that the head computes `tokens` in, on a rank with `vocab` rows.
 
-    In one, what backward needs of the logits is kept; in several it is computed again.
+    With one part, the logits' data for the backward is saved; with several it is recomputed.
     """
     return max(1, -(-tokens * vocab // LOGITS_AT_ONCE))
 
 
 def chunk_tokens(tokens: int, vocab: int) -> int:
-    """Tokens of each part that the head computes in; the last part may have fewer."""
+    """Return the tokens per part of the head; the last part may have fewer."""
     return -(-tokens // num_chunks(tokens, vocab))
 
 
@@ -36,7 +36,7 @@ class HeadCost:
     vocab: int
     statistics: int = 2
     composite_norm: bool = False
-    in_parts: bool = True  # where there are many logits, those of some tokens at a time
+    in_parts: bool = True  # compute large logits for some tokens at a time
 
     def __call__(
         self,
@@ -45,44 +45,45 @@ class HeadCost:
         sequence_parallel: bool = False,
         recompute: Recompute = "none",
     ) -> LayerCost:
-        """The cost of one microbatch; nothing of it is computed again."""
+        """Return the cost of one microbatch; `recompute` has no effect on the head."""
         return _head(self, shape, tp, sequence_parallel and tp > 1)
 
 
 @lru_cache(maxsize=4096)
 def _head(c: HeadCost, shape: Shape, tp: int, sequence_parallel: bool) -> LayerCost:
     vocab, split = -(-c.vocab // tp), int(sequence_parallel)
-    whole, logits = shape.tokens * c.hidden, shape.tokens * vocab
-    part = whole // tp if sequence_parallel else whole
+    full, logits = shape.tokens * c.hidden, shape.tokens * vocab
+    part = full // tp if sequence_parallel else full
     product = MatMul(shape.tokens, c.hidden, vocab)
     loss = (Collective("all_reduce", shape.tokens), Collective("all_reduce", 2 * shape.tokens))
     gather: tuple[Collective, ...] = ()
-    backward: tuple[Collective, ...] = (Collective("all_reduce", whole),) if tp > 1 else ()
+    backward: tuple[Collective, ...] = (Collective("all_reduce", full),) if tp > 1 else ()
     if sequence_parallel:
-        gather = (Collective("all_gather", whole),)
-        backward = (Collective("reduce_scatter", whole), *gather)
-    # The input and its norm.
+        gather = (Collective("all_gather", full),)
+        backward = (Collective("reduce_scatter", full), *gather)
+    # The input and the norm's output.
     saved = Kept(
         2 * part, _FP32 * c.statistics * (part // c.hidden), unfused=part if c.composite_norm else 0
     )
     if c.in_parts and num_chunks(shape.tokens, vocab) > 1:
-        # For each token the logsumexp, the row of its label, whether another rank holds it, and
-        # whether it counts.
+        # Per token: the logsumexp, the row of its label, and two flags: whether another rank holds
+        # the row, and whether the token counts.
         saved += Kept(0, (_FP32 + _INT64 + 2) * shape.tokens)
-        # A part's logits, in fp32 too; the input and its gradient, and this part of both.
+        # A part's logits, also in fp32; the input and its gradient, in full and of this part.
         tokens = chunk_tokens(shape.tokens, vocab)
-        besides = (1 + split) * whole + 2 * tokens * c.hidden
+        besides = (1 + split) * full + 2 * tokens * c.hidden
         working = Kept(tokens * vocab + besides, copies=tokens * vocab)
         recomputed = Work((product,), None, 4 * logits)
     else:
-        saved += Kept(logits)  # their gradient
-        # Either the logits in fp32, or the input's gradient and the input times that of the loss.
-        behind = (2 + split) * whole
+        saved += Kept(logits)  # the gradient of the logits
+        # The larger of: the logits in fp32; the input's gradient and the input times the loss's
+        # gradient.
+        behind = (2 + split) * full
         working, recomputed = Kept(behind, copies=max(0, logits - behind // 2)), Work()
     return LayerCost(
         shape.tokens * 2 * c.hidden * c.vocab,
-        # The logits, in elements of the training type: all passes of forward and backward are
-        # 12 (fp32) or 21 (bf16), and about three times this, as the backward counts twice.
+        # Traffic of the logits, in elements of the training type: forward and backward together
+        # move 12 (fp32) or 21 (bf16), about three times this, as the backward counts twice.
         Work((product,), None, 2 * part + 9 * logits // 2, (*gather, *(loss if tp > 1 else ()))),
         recomputed,
         backward_collectives=backward,

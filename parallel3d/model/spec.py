@@ -1,7 +1,7 @@
 """A model's layers as data: parameters, shapes and costs (floor 0, no torch).
 
-The parameters that a layer declares are the ones that the initialiser seeds, the engine counts in
-the gradient norm, the checkpoints name and the planner adds up.
+The initialiser seeds the parameters that a layer declares, the engine counts them in the gradient
+norm, checkpoints name them, and the planner adds them up.
 """
 
 from collections.abc import Iterable
@@ -16,12 +16,12 @@ Recompute = Literal["none", "selective", "full"]
 MASTER_BYTES = 4
 """Bytes of a trained element's master weight in fp32."""
 STATE_BYTES = MASTER_BYTES + 8
-"""Bytes of its master weight and Adam's two moments."""
+"""Bytes of a trained element's master weight and Adam's two moments."""
 
 
 @dataclass(frozen=True)
 class Init:
-    """The start of a parameter: normal with mean 0 and `std`; the constant `value` if std is 0."""
+    """Initial values of a parameter: normal with mean 0 and `std`, or the constant `value`."""
 
     std: float = 0.0
     value: float = 0.0
@@ -29,27 +29,27 @@ class Init:
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One parameter of a layer: its name inside the layer, and its *global* shape."""
+    """One parameter of a layer: its name inside the layer and its *global* shape."""
 
     name: str
     shape: tuple[int, ...]
-    tp_dim: int | None  # the dim that tensor parallelism cuts; None: each rank holds all of it
+    tp_dim: int | None  # the dim that tensor parallelism cuts; None: not cut
     init: Init
     weight_decay: bool
-    units: int | None = None  # parts of tp_dim that are never cut (key/value heads)
-    partial: bool = False  # not cut, a rank's gradient is a part (the norm of its own heads)
-    role: Role | None = None  # what it maps, by which a parametrisation sets its rates
-    folded: tuple[float, ...] = ()  # an export's factor, or one for each index of the first dim
+    units: int | None = None  # indivisible parts of tp_dim (key/value heads)
+    partial: bool = False  # not cut, but each rank has part of the gradient (norm of its heads)
+    role: Role | None = None  # its function, by which a parametrisation sets its rates
+    folded: tuple[float, ...] = ()  # factor at export, or one per index of the first dim
 
     def cut_dim(self, tp: int) -> int | None:
-        """The dim that `tp` ranks cut the parameter along; None if each holds it whole."""
+        """Return the dim along which `tp` ranks cut the parameter; None if each holds all of it."""
         return None if self.units is not None and self.units < tp else self.tp_dim
 
     def is_partial(self, tp: int, sequence_parallel: bool) -> bool:
         """True if the tp ranks' gradients of the parameter must be summed.
 
-        Besides `partial` these are parameters whose units each serve several ranks, and all that
-        are not cut under sequence parallelism, where each rank sees a part of the tokens.
+        Besides `partial`, these are parameters whose units each serve several ranks, and under
+        sequence parallelism all that are not cut, because each rank sees a part of the tokens.
         """
         if tp == 1 or self.cut_dim(tp) is not None:
             return False
@@ -57,11 +57,11 @@ class ParamSpec:
 
     @property
     def numel(self) -> int:
-        """Number of elements of the whole parameter."""
+        """Number of elements of the full parameter."""
         return prod(self.shape)
 
     def elements(self, tp: int) -> int:
-        """Number of the parameter's elements on the tp rank that holds most of them."""
+        """Return the parameter's number of elements on the tp rank that holds most of them."""
         dim = self.cut_dim(tp)
         if dim is None:
             return self.numel
@@ -111,7 +111,7 @@ class Attention(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """One collective of the tensor-parallel group over `elements` of the whole tensor."""
+    """One collective of the tensor-parallel group over `elements` of the full tensor."""
 
     kind: Literal["all_reduce", "all_gather", "reduce_scatter"]
     elements: int
@@ -134,20 +134,20 @@ class Work:
 class Kept:
     """Memory kept: elements of the training type (2 or 4 bytes), and `other` bytes of any type.
 
-    Only the classic attention kernel keeps scores; of dropped ones it keeps a copy and a mask of
-    one byte besides (together the 5 bytes of arXiv:2205.05198). For a norm without a fused kernel
-    torch keeps on a CPU the normalised value in fp32 besides, and the input in fp32 instead.
+    Only the classic attention kernel keeps `scores`. For `dropped_scores` it also keeps a copy and
+    a one-byte mask (together the 5 bytes of arXiv:2205.05198). For a norm without a fused kernel,
+    torch on a CPU keeps the input in fp32, and additionally the normalised value in fp32.
     """
 
     elements: int = 0
     other: int = 0
     scores: int = 0
     dropped_scores: int = 0
-    copies: int = 0  # elements kept in fp32 besides, where the training type is narrower
+    copies: int = 0  # elements also kept in fp32, if the training type is narrower
     unfused: int = 0  # elements that enter norms without a fused kernel
 
     def bytes(self, element_bytes: int, classic: bool = False, fused_norms: bool = True) -> int:
-        """Bytes kept, for a training type of `element_bytes`."""
+        """Return the bytes kept, for a training type of `element_bytes`."""
         narrow = element_bytes < 4
         total = self.elements * element_bytes + self.other + 4 * self.copies * narrow
         if classic:
@@ -165,18 +165,18 @@ class Kept:
 
 @dataclass(frozen=True)
 class LayerCost:
-    """The cost of one microbatch in one layer, on one tp rank but for `forward_flops`.
+    """The cost of one microbatch in one layer, on one tp rank except for `forward_flops`.
 
-    Those are of all tp ranks together: a multiply-add counts as two and attention in full (no
-    saving for the causal mask), as in torch's FlopCounterMode.
+    `forward_flops` is the sum over all tp ranks: a multiply-add counts as two and attention in full
+    (no saving for the causal mask), as in torch's FlopCounterMode.
     """
 
     forward_flops: int
     forward: Work = Work()
-    recomputed: Work = Work()  # again in the backward, under activation checkpointing
+    recomputed: Work = Work()  # repeated in the backward, under activation checkpointing
     backward_collectives: tuple[Collective, ...] = ()  # without those of `recomputed`
-    saved: Kept = Kept()  # from forward to backward: the layer's input, and not its output
-    working: Kept = Kept()  # the most that forward or backward holds at once beyond `saved`
+    saved: Kept = Kept()  # from forward to backward: with the layer's input, without its output
+    working: Kept = Kept()  # peak of forward or backward beyond `saved`
     resident: Kept = Kept()  # from the first microbatch on (tables of rotary angles)
 
     @property
@@ -186,7 +186,7 @@ class LayerCost:
 
 
 class CostOf(Protocol):
-    """The function that gives a layer's cost for a microbatch's shape on `tp` ranks."""
+    """A function from a microbatch's shape and the number of tp ranks to a layer's cost."""
 
     def __call__(
         self,
@@ -195,16 +195,17 @@ class CostOf(Protocol):
         sequence_parallel: bool = False,
         recompute: Recompute = "none",
     ) -> LayerCost:
-        """The cost of one microbatch; raises nothing for a `tp` that the layer allows."""
+        """Return the cost of one microbatch, for any `tp` that the layer allows."""
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One layer of a model, the unit that the pipeline places on stages.
+    """One layer of a model, the unit that the pipeline assigns to stages.
 
-    `build` names the module as "package.module:Class"; it is imported only where torch is wanted
-    and called as `Class(config, name, context)`. `tied` maps a parameter of this layer to the
-    global name of the one whose value it shares.
+    - build: the module as "package.module:Class". It is imported only where torch is needed, and
+      called as `Class(config, name, context)`.
+    - tied: maps a parameter of this layer to the global name of the parameter it shares its value
+      with.
     """
 
     name: str
@@ -216,21 +217,21 @@ class LayerSpec:
 
     @property
     def num_params(self) -> int:
-        """Number of parameters that the layer adds to the model: a tied copy adds none."""
+        """Number of parameters that the layer adds to the model; tied copies do not count."""
         return sum(p.numel for p in self.own_params)
 
     @property
     def own_params(self) -> tuple[ParamSpec, ...]:
-        """The layer's parameters but for tied copies, whose values belong to other layers."""
+        """The layer's parameters without tied copies, whose values belong to other layers."""
         copies = {name for name, _ in self.tied}
         return tuple(p for p in self.params if p.name not in copies)
 
 
 def named_params(layers: Iterable[LayerSpec]) -> dict[str, ParamSpec]:
-    """Each parameter of a model by its global name; tied copies are left out."""
+    """Return the parameters of a model by global name, without tied copies."""
     return {f"{layer.name}.{p.name}": p for layer in layers for p in layer.own_params}
 
 
 def tied_names(layers: Iterable[LayerSpec]) -> dict[str, str]:
-    """Global names of the tied copies, each with its original's: whose value it shares."""
+    """Return the global names of tied copies, each with the name of its original."""
     return {f"{layer.name}.{copy}": original for layer in layers for copy, original in layer.tied}

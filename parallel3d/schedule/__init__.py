@@ -1,1 +1,1 @@
-"""Pipeline schedules as data: drawn, checked, timed and run from one list."""
+"""Pipeline schedules as data: one list of actions that is drawn, checked, timed and run."""

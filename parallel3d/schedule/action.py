@@ -1,4 +1,4 @@
-"""The words that pipeline programs are written in: operations, actions and their spans in time."""
+"""The vocabulary of pipeline programs: operations, actions and their spans in time."""
 
 import re
 from collections.abc import Callable
@@ -9,10 +9,10 @@ from parallel3d.base.errors import ScheduleError
 
 
 class Op(StrEnum):
-    """What a rank can be told to do with one microbatch on one stage."""
+    """An operation of a rank with one microbatch on one stage."""
 
     F = "F"  # forward
-    B = "B"  # whole backward
+    B = "B"  # full backward
     I = "I"  # noqa: E741  # backward, gradient of the input only (torch's letter)
     W = "W"  # backward, gradient of the weights only
     SEND_F = "SEND_F"  # the stage's output, to the next stage
@@ -38,7 +38,7 @@ _UNIT_COST = {**dict.fromkeys(_COMPUTES, 1.0), Op.B: 2.0, Op.GATHER: 1.0, Op.RED
 
 
 class Action(NamedTuple):
-    """One entry of a program; it prints in torch's notation: `str(Action(Op.F, 2, 0)) == "2F0"`."""
+    """One entry of a program, printed in torch's notation: `str(Action(Op.F, 2, 0)) == "2F0"`."""
 
     op: Op
     stage: int
@@ -49,29 +49,31 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Action":
-        """The action that prints as `text`; raises ScheduleError where there is none."""
+        """Return the action that prints as `text`; raise ScheduleError if there is none."""
         if match := _NOTATION.fullmatch(text):
             return cls(Op(match[2]), int(match[1]), int(match[3]))
-        raise ScheduleError(f"{text!r} is no action; write stage, op, microbatch, as in 2SEND_F0")
+        raise ScheduleError(
+            f"{text!r} is not an action; write stage, op and microbatch, as in 2SEND_F0"
+        )
 
     @property
     def is_compute(self) -> bool:
-        """Whether the action is F, B, I or W."""
+        """True if the action is F, B, I or W."""
         return self.op in _COMPUTES
 
     @property
     def is_send(self) -> bool:
-        """Whether the action is SEND_F or SEND_B."""
+        """True if the action is SEND_F or SEND_B."""
         return self.op in _SENDS
 
     @property
     def is_receive(self) -> bool:
-        """Whether the action is RECV_F or RECV_B."""
+        """True if the action is RECV_F or RECV_B."""
         return self.op in _RECEIVES
 
     @property
     def other_end(self) -> "Action":
-        """The RECV that this SEND is for, or the SEND that this RECV waits for."""
+        """The RECV of this SEND, or the SEND of this RECV."""
         op, step = _OTHER_END[self.op]
         return Action(op, self.stage + step, self.microbatch)
 
@@ -89,5 +91,5 @@ Cost = Callable[[Action], float]  # seconds
 
 
 def unit_cost(action: Action) -> float:
-    """F, I, W, GATHER and REDUCE take 1, a whole backward 2, a message no time."""
+    """Return 1 for F, I, W, GATHER and REDUCE, 2 for a full backward, 0 for a message."""
     return _UNIT_COST.get(action.op, 0.0)

@@ -1,7 +1,7 @@
-"""Pictures of a pipeline, from Spans: a planned run and a measured one are drawn alike.
+"""Pictures of a pipeline from Spans; planned and measured runs are drawn alike.
 
-ZeRO's work stands in lanes below a rank, one for each stage: a box while weights come (GATHER), a
-line while they are held (until RELEASE), a box while gradients are reduced (REDUCE).
+ZeRO's actions are drawn in lanes below a rank, one per stage: a box while weights are gathered
+(GATHER), a line while they are held (until RELEASE), a box while gradients are reduced (REDUCE).
 """
 
 from collections import defaultdict
@@ -21,25 +21,25 @@ _NAMES = {
     Op.F: "forward", Op.B: "backward", Op.I: "input gradient", Op.W: "weight gradient",
     Op.GATHER: "gather", Op.REDUCE: "reduce",
 }  # fmt: skip
-WIDTH = 1000  # of a picture
+WIDTH = 1000  # of a drawing
 _COLUMNS = 100  # of a grid
 _HEAD = 8  # columns of "rank 0  "
 _HUES = {Op.F: 0.59, Op.B: 0.38, Op.I: 0.48, Op.W: 0.09}
-_LANE = 7  # height of a lane in a picture, with the gap above it
+_LANE = 7  # height of a lane, with the gap above it
 _LANE_COLOURS = {Op.GATHER: "#0c8599", Op.REDUCE: "#9c36b5"}
 _HELD_COLOUR = "#66b8c4"
 _LETTERS = {Op.GATHER: "G", Op.RELEASE: "X", Op.REDUCE: "R"}
-_LEGEND = "G: gathers a stage's weights, X: lets go of them, R: reduces its gradients"
+_LEGEND = "G: gathers a stage's weights, X: releases them, R: reduces its gradients"
 _LEFT, _TOP, _ROW, _PITCH = 72, 74, 30, 36  # of a panel: margins, height of a row, row to row
 
 
 def text_grid(spans: Spans) -> str:
-    """One line per rank, time to the right, a `·` for each column in which the rank is idle.
+    """Return one line per rank, time to the right, and ZeRO's actions below; `·` is an idle column.
 
-    Below it stands what ZeRO does. Whole times have as many columns a unit, with short labels or in
-    panels where needed; others are scaled to 100. A long timeline is folded.
+    Integer times get an equal number of columns per unit, with short labels or in panels if needed;
+    other times are scaled to 100 columns. A long timeline is folded.
     """
-    whole, timeline = spans_from_zero(spans), timeline_of(spans)
+    unfolded, timeline = spans_from_zero(spans), timeline_of(spans)
     spans, length = timeline.spans, timeline.length
     one_stage = all(s.action.stage == coord for coord, rank in enumerate(spans) for s in rank)
     full = 1 + max(len(str(span.action)) for rank in spans for span in rank)
@@ -55,7 +55,7 @@ def text_grid(spans: Spans) -> str:
 
     rows = []
     heads = ["time"]
-    for coord, (rank, all_of_it) in enumerate(zip(spans, whole, strict=True)):
+    for coord, (rank, all_spans) in enumerate(zip(spans, unfolded, strict=True)):
         row = ""
         for action, start, end in rank:
             row = row.ljust(round(start * columns), "·")
@@ -66,8 +66,8 @@ def text_grid(spans: Spans) -> str:
             row = row[:at] + cut.label.center(to - at)[: to - at] + row[to:]
         rows.append(row)
         heads.append(f"rank {coord}")
-        if _lanes_of(all_of_it):
-            rows.append(_lane_text(all_of_it, timeline, columns).ljust(len(row)))
+        if _lanes_of(all_spans):
+            rows.append(_lane_text(all_spans, timeline, columns).ljust(len(row)))
             heads.append("")
 
     step = tick_step(8 / columns)
@@ -80,7 +80,7 @@ def text_grid(spans: Spans) -> str:
 
 
 def _panels(heads: list[str], lines: list[str], room: int, unit: float) -> str:
-    """The lines with their heads, cut where they pass `room` into panels of whole units."""
+    """Join the lines with their heads, cut into panels of whole units that fit `room`."""
     length = max(map(len, lines))
     panel = length if length <= room else int(max(1, room // unit) * unit)
     return "\n\n".join(
@@ -93,7 +93,7 @@ def _panels(heads: list[str], lines: list[str], room: int, unit: float) -> str:
 
 
 def _cell(labels: tuple[str, ...], width: int) -> str:
-    """The first of the labels that fits, in exactly `width` columns, the last one a gap."""
+    """Return the first of the labels that fits into `width` columns, the last one a gap."""
     for label in labels:
         if len(label) <= width:
             return label if len(label) == width else label.ljust(width - 1, "─") + " "
@@ -101,9 +101,9 @@ def _cell(labels: tuple[str, ...], width: int) -> str:
 
 
 def figure(panels: Sequence[tuple[str, Spans]], idle: float | None = None) -> str:
-    """Drawings (SVG) of several (title, spans), one below the other, on one scale of time.
+    """Return a drawing (SVG) of several (title, spans), one below the other, on one scale of time.
 
-    Rows are ranks, colours operations. `idle`: the bubble, where the spans are a part of the step.
+    Rows are ranks, colours operations. `idle`: the bubble, if the spans are only part of a step.
     """
     shifted = [(title, spans_from_zero(spans), timeline_of(spans)) for title, spans in panels]
     scale = (WIDTH - _LEFT - 24) / max(timeline.length for *_, timeline in shifted)
@@ -118,7 +118,7 @@ def figure(panels: Sequence[tuple[str, Spans]], idle: float | None = None) -> st
 
 
 def framed(height: int, lines: Sequence[str]) -> str:
-    """A drawing (SVG) of these lines on a white ground, as wide as all drawings."""
+    """Return a drawing (SVG) of these elements on a white ground, in the common width."""
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
         f'width="{WIDTH}" height="{height}" font-family="Helvetica, Arial, sans-serif" '
@@ -129,14 +129,14 @@ def framed(height: int, lines: Sequence[str]) -> str:
 
 
 def timeline_of(spans: Spans) -> Timeline:
-    """The timeline that a drawing of these spans has, for what is drawn beside it."""
+    """Return the timeline of a drawing of these spans, for drawings beside it."""
     shifted = spans_from_zero(spans)
     computes = tuple(tuple(s for s in rank if s.action.is_compute) for rank in shifted)
     return fold(computes, max(s.end for rank in shifted for s in rank))
 
 
 def _axis(timeline: Timeline, scale: float, top: int, y: int) -> Iterator[str]:
-    """Times below the rows, and what each fold leaves out."""
+    """Yield times below the rows, and the number of microbatches that each fold leaves out."""
     yield f'<text x="{_LEFT - 12}" y="{y}" text-anchor="end" fill="#868e96">time</text>'
     for time, place in timeline.ticks(tick_step(90 / scale)):
         x = _LEFT + place * scale
@@ -156,7 +156,7 @@ def _axis(timeline: Timeline, scale: float, top: int, y: int) -> Iterator[str]:
 
 
 def _heading(title: str, spans: Spans, idle: float, y: int) -> Iterator[str]:
-    """The title, and the legend with the bubble below it."""
+    """Yield the title, and below it the bubble and the legend."""
     yield f'<text x="{_LEFT}" y="{y + 30}" font-size="17" font-weight="bold">{escape(title)}</text>'
     yield f'<text x="{_LEFT}" y="{y + 52}">bubble {idle:.1%}</text>'
     x = _LEFT + 110
@@ -168,27 +168,27 @@ def _heading(title: str, spans: Spans, idle: float, y: int) -> Iterator[str]:
         x += 45 + 7 * len(_NAMES[op])
     legend = "numbers are microbatches, darker is a later stage"
     if Op.GATHER in present:
-        legend = "line: weights held, a lane a stage"
+        legend = "lines: weights held, one lane per stage"
     yield f'<text x="{x}" y="{y + 52}" fill="#868e96">{legend}</text>'
 
 
 def height_of(spans: Spans) -> int:
-    """The height of a drawing of these spans, its title and its axis included."""
+    """Return the height of a drawing of these spans, with title and axis."""
     return _TOP + _pitch(spans) * len(spans) + 34
 
 
 def _pitch(spans: Spans) -> int:
-    """From a rank's row to the next one's, with room for the lanes between them."""
+    """Return the distance between two ranks' rows, with room for the lanes between them."""
     return _PITCH + _LANE * max(len(_lanes_of(rank)) for rank in spans)
 
 
-def _rows(whole: Spans, timeline: Timeline, scale: float, top: int) -> Iterator[str]:
-    """A row of boxes for each rank, with what ZeRO does in lanes below it."""
-    spans, length, pitch = timeline.spans, timeline.length, _pitch(whole)
+def _rows(unfolded: Spans, timeline: Timeline, scale: float, top: int) -> Iterator[str]:
+    """Yield a row of boxes for each rank, with ZeRO's actions in lanes below it."""
+    spans, length, pitch = timeline.spans, timeline.length, _pitch(unfolded)
     num_stages = 1 + max(span.action.stage for rank in spans for span in rank)
     for coord, rank in enumerate(spans):
         y = top + pitch * coord
-        yield from _lane_boxes(whole[coord], timeline, scale, y + _ROW)
+        yield from _lane_boxes(unfolded[coord], timeline, scale, y + _ROW)
         yield f'<text x="{_LEFT - 12}" y="{y + 20}" text-anchor="end">rank {coord}</text>'
         yield (
             f'<rect x="{_LEFT}" y="{y}" width="{length * scale:.2f}" height="{_ROW}" rx="4" '
@@ -210,7 +210,7 @@ def _rows(whole: Spans, timeline: Timeline, scale: float, top: int) -> Iterator[
 
 
 def _shade(op: Op, depth: float) -> str:
-    """The colour of an operation on a stage at `depth`, from 0 (first, light) to 1 (last, dark)."""
+    """Return the colour of an operation; depth 0 is the first stage (light), 1 the last (dark)."""
     return "#" + "".join(
         f"{round(255 * c):02x}" for c in hls_to_rgb(_HUES[op], 0.53 - 0.25 * depth, 0.5)
     )
@@ -221,13 +221,13 @@ def _is_drawn(action: Action) -> bool:
 
 
 def _lanes_of(rank: Sequence[Span]) -> dict[int, int]:
-    """The lane of each stage of which a rank gathers or reduces anything, from the top."""
+    """Return the lane, from the top, of each stage that a rank gathers or reduces."""
     stages = {span.action.stage for span in rank if span.action.op in SHARDING}
     return {stage: lane for lane, stage in enumerate(sorted(stages))}
 
 
 def _held(rank: Sequence[Span]) -> Iterator[tuple[int, float, float]]:
-    """Each stage whose weights a rank holds, from the end of a GATHER to the RELEASE (seconds)."""
+    """Yield stage, start and end (seconds) of each time in which a rank holds gathered weights."""
     since: dict[int, float] = {}
     for action, start, end in rank:
         if action.op == Op.GATHER:
@@ -239,7 +239,7 @@ def _held(rank: Sequence[Span]) -> Iterator[tuple[int, float, float]]:
 def _lane_boxes(
     rank: Sequence[Span], timeline: Timeline, scale: float, top: float
 ) -> Iterator[str]:
-    """The lanes of a rank, whose spans count from the picture's own zero, from `top` down."""
+    """Yield the lanes of a rank, from `top` down; the spans start at the drawing's zero."""
     lanes = _lanes_of(rank)
 
     def box(stage: int, start: float, end: float, down: int, style: str, title: str) -> str:
@@ -258,9 +258,9 @@ def _lane_boxes(
 
 
 def _lane_text(rank: Sequence[Span], timeline: Timeline, columns: float) -> str:
-    """One line: G2 where stage 2 is gathered, X2 where it is let go of, R2 where it is reduced.
+    """Return a line of marks: G2 where stage 2 is gathered, X2 where released, R2 where reduced.
 
-    A mark is as long as what it stands for; where it has no room it moves to the right.
+    A mark is as long as its action; where it has no room it moves to the right.
     """
     line = ""
     for action, start, end in sorted(rank, key=lambda span: span.start):
@@ -274,7 +274,7 @@ def _lane_text(rank: Sequence[Span], timeline: Timeline, columns: float) -> str:
 
 
 def chrome_trace(spans: Spans) -> dict[str, Any]:
-    """The spans for Perfetto or chrome://tracing: a process per rank, transfers beside computes."""
+    """Return a trace for Perfetto or chrome://tracing: a process per rank, messages async."""
     events: list[dict[str, Any]] = []
     for coord, rank in enumerate(spans):
         name = {"name": f"rank {coord}"}
@@ -285,7 +285,7 @@ def chrome_trace(spans: Spans) -> dict[str, Any]:
                 "ts": start * 1e6, "args": {"stage": action.stage, "microbatch": action.microbatch},
             }  # fmt: skip
             if not action.is_compute:
-                # Transfers overlap with computes and each other, which only async events may.
+                # Transfers overlap with computes and each other, which only async events can show.
                 event["id"] = f"{coord}.{number}"
                 events += [event | {"ph": "b"}, event | {"ph": "e", "ts": end * 1e6}]
             else:
@@ -294,7 +294,7 @@ def chrome_trace(spans: Spans) -> dict[str, Any]:
 
 
 def spans_to_json(schedule: Schedule, spans: Spans) -> dict[str, Any]:
-    """A measured run for `spans_from_json`, in seconds from the first start."""
+    """Return a measured run for `spans_from_json`, in seconds from the first start."""
     zero = min(span.start for rank in spans for span in rank)
     return {
         "name": schedule.name,
@@ -308,7 +308,7 @@ def spans_to_json(schedule: Schedule, spans: Spans) -> dict[str, Any]:
 
 
 def spans_from_json(data: dict[str, Any]) -> tuple[Schedule, Spans]:
-    """The schedule that ran, and its spans; raises ScheduleError for what is neither."""
+    """Return the schedule that ran, and its spans; raise ScheduleError if not valid."""
     try:
         spans = tuple(
             tuple(Span(Action.parse(text), float(start), float(end)) for text, start, end in rank)
@@ -318,13 +318,13 @@ def spans_from_json(data: dict[str, Any]) -> tuple[Schedule, Spans]:
         placement = tuple(map(int, data["pp_coord_of_stage"]))
         schedule = Schedule(data["name"], int(data["num_microbatches"]), placement, programs)
     except (KeyError, TypeError, ValueError) as error:
-        raise ScheduleError(f"no spans.json of a profiled run: {error!r}") from None
+        raise ScheduleError(f"not a spans.json of a profiled run: {error!r}") from None
     validate(schedule)
     return schedule, spans
 
 
 def mean_costs(spans: Spans) -> Cost:
-    """Mean seconds of each compute of a stage: `simulate` then draws the run without its jitter."""
+    """Return the mean seconds of each compute of a stage, to simulate a run without jitter."""
     seconds: dict[tuple[Op, int], list[float]] = defaultdict(list)
     for rank in spans:
         for action, start, end in rank:
@@ -334,17 +334,17 @@ def mean_costs(spans: Spans) -> Cost:
 
 
 def seconds(spans: Spans) -> float:
-    """Seconds from the start of the first compute or gather to the end of the last or reduction."""
+    """Return the seconds from the first drawn start to the last end."""
     return max(span.end for rank in spans_from_zero(spans) for span in rank)
 
 
 def start(spans: Spans) -> float:
-    """When what is drawn begins."""
+    """Return the start of the first drawn action."""
     return min(s.start for rank in spans for s in rank if _is_drawn(s.action))
 
 
 def spans_from_zero(spans: Spans) -> Spans:
-    """What is drawn, by time, the first of it starting at 0."""
+    """Return the drawn spans, sorted by time, with the first one at 0."""
     begin = start(spans)
     return tuple(
         tuple(

@@ -1,4 +1,4 @@
-"""The steady state of a long timeline, in which every rank repeats itself, folded away."""
+"""Folds away the steady state of a long timeline, in which every rank repeats itself."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -6,9 +6,9 @@ from math import ceil
 
 from parallel3d.schedule.action import Op, Span, Spans
 
-MOST = 1_000  # computes that are drawn one by one
-_GAP = 0.12  # of the time that is drawn, for each fold
-_UNITS = 4.0  # of time, where all times are whole
+MOST = 1_000  # computes drawn without folding
+_GAP = 0.12  # of the drawn time, per fold
+_UNITS = 4.0  # width of a gap where all times are integers
 
 
 @dataclass(frozen=True)
@@ -22,20 +22,20 @@ class Fold:
 
     @property
     def label(self) -> str:
-        """The text that stands in the gap of a fold."""
+        """The text in the gap of a fold."""
         return f"… ×{self.num_microbatches:,} …"
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """Spans as they are drawn, the folds among them, and the time that is drawn in all."""
+    """Spans as they are drawn, the folds among them, and the drawn length of time."""
 
     spans: Spans
     folds: tuple[Fold, ...]
     length: float
 
     def at(self, time: float) -> float:
-        """The place where a time is drawn; all times in a fold share its gap."""
+        """Return the position at which a time is drawn; all times in a fold share its gap."""
         shift = 0.0
         for fold in self.folds:
             if time <= fold.begin:
@@ -47,7 +47,7 @@ class Timeline:
         return time - shift
 
     def ticks(self, step: float) -> Iterator[tuple[float, float]]:
-        """Multiples of `step` that are not folded, each with the place where it is drawn."""
+        """Yield the multiples of `step` that are not folded, each with its position."""
         gone = sum(fold.end - fold.begin - fold.gap for fold in self.folds)
         for number in range(ceil((self.length + gone) / step)):
             time = number * step
@@ -56,7 +56,7 @@ class Timeline:
 
 
 def fold(spans: Spans, length: float, most: int = MOST) -> Timeline:
-    """The timeline of computes that start at 0; a list longer than `most` computes is folded."""
+    """Return the timeline of computes that start at 0; fold it if there are more than `most`."""
     if sum(map(len, spans)) <= most:
         return Timeline(spans, (), length)
     cuts = _cuts(spans)
@@ -65,15 +65,15 @@ def fold(spans: Spans, length: float, most: int = MOST) -> Timeline:
     if all(span.end.is_integer() for rank in spans for span in rank):
         gap = _UNITS
     folds = tuple(Fold(begin, end, gap, count) for begin, end, count in cuts)
-    whole = Timeline(spans, folds, length)
-    drawn = tuple(tuple(_drawn(rank, whole)) for rank in spans)
-    return Timeline(drawn, folds, whole.at(length))
+    unfolded = Timeline(spans, folds, length)
+    drawn = tuple(tuple(_drawn(rank, unfolded)) for rank in spans)
+    return Timeline(drawn, folds, unfolded.at(length))
 
 
 def _cuts(spans: Spans) -> list[tuple[float, float, int]]:
-    """Begin, end and microbatches of what is left out: in the forwards, in the backwards, or both.
+    """Return begin, end and microbatches of each cut: in the forwards, in the backwards, or both.
 
-    Schedules run in rounds of as many microbatches as ranks; two are drawn at either end.
+    Schedules run in rounds of as many microbatches as ranks; two rounds are drawn at either end.
     """
     starts: dict[Op, dict[int, float]] = {}
     for rank in spans:
@@ -83,30 +83,30 @@ def _cuts(spans: Spans) -> list[tuple[float, float, int]]:
                 known = starts.setdefault(op, {}).get(action.microbatch, start)
                 starts[op][action.microbatch] = min(known, start)
     cuts: list[tuple[float, float, int]] = []
-    kept = 2 * len(spans)
-    for of in starts.values():
-        count = (len(of) - 2 * kept) // len(spans) * len(spans)
-        if count < 2 or kept not in of or kept + count not in of:
+    at_ends = 2 * len(spans)
+    for start_of in starts.values():
+        count = (len(start_of) - 2 * at_ends) // len(spans) * len(spans)
+        if count < 2 or at_ends not in start_of or at_ends + count not in start_of:
             continue
-        begin, end = of[kept], of[kept + count]
+        begin, end = start_of[at_ends], start_of[at_ends + count]
         if end > begin and (not cuts or begin >= cuts[-1][1]):
             cuts.append((begin, end, count))
     return cuts
 
 
-def _drawn(rank: Sequence[Span], whole: Timeline) -> Iterator[Span]:
-    """The spans of a rank where they are drawn, without what is folded; one at a cut is clipped."""
+def _drawn(rank: Sequence[Span], timeline: Timeline) -> Iterator[Span]:
+    """Yield the spans of a rank at their positions, without folded ones, clipped at cuts."""
     for action, start, end in rank:
-        for cut in whole.folds:
+        for cut in timeline.folds:
             if start < cut.begin < end:
-                yield Span(action, whole.at(start), whole.at(cut.begin))
+                yield Span(action, timeline.at(start), timeline.at(cut.begin))
             if start < cut.end < end:
-                yield Span(action, whole.at(cut.end), whole.at(end))
-        if not any(start < c.end and end > c.begin for c in whole.folds):
-            yield Span(action, whole.at(start), whole.at(end))
+                yield Span(action, timeline.at(cut.end), timeline.at(end))
+        if not any(start < c.end and end > c.begin for c in timeline.folds):
+            yield Span(action, timeline.at(start), timeline.at(end))
 
 
 def tick_step(least: float) -> float:
-    """The smallest of 1, 2 and 5 times a power of ten that is `least` or more."""
+    """Return the smallest of 1, 2 and 5 times a power of ten that is at least `least`."""
     steps = (digit * 10.0**exponent for exponent in range(-9, 12) for digit in (1, 2, 5))
     return next(step for step in steps if step >= least)

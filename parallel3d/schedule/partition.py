@@ -1,4 +1,4 @@
-"""Assignment of layers to stages, balanced by cost."""
+"""Assigns layers to stages, balanced by cost."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -8,27 +8,28 @@ from parallel3d.base.errors import ConfigError
 
 
 def partition(costs: Sequence[float], num_stages: int) -> tuple[range, ...]:
-    """The layers of each stage: contiguous, none empty, the costliest stage as cheap as can be.
+    """Return the layers of each stage, with the least possible cost of the costliest stage.
 
-    Among those, the most even one (least squared costs, then squared layer counts), then the one
-    with the shortest first stages, which hold activations longest. Exact, in integers.
+    Stages are contiguous and not empty. Ties go to the most even partition (least squared costs,
+    then squared layer counts), then to the one with the shortest first stages, which hold
+    activations longest. Exact, in integers.
     """
     num_layers = len(costs)
     if not 1 <= num_stages <= num_layers:
         raise ConfigError(
             f"{num_layers} layers (embedding and head counted) cannot fill {num_stages} pipeline "
-            f"stages; use at most {num_layers} stages (pp x stages_per_rank), or more layers"
+            f"stages; use at most {num_layers} stages (pp x stages_per_rank) or more layers"
         )
     before = [0, *accumulate(_integers(costs))]  # cost of the layers before layer i
     limit = _least_maximum(before, num_stages)
-    # best[i]: for layers i.. on the stages taken so far, from the last stage to the first,
-    # (squared costs, squared counts, where each stage ends) of the most even choice
+    # best[i] is the most even way to put layers i.. on the stages from `first` to the last:
+    # (squared costs, squared counts, end of each stage)
     best: dict[int, tuple[int, int, tuple[int, ...]]] = {num_layers: (0, 0, ())}
     for first in reversed(range(num_stages)):
         longer = {}
         for start in range(first, num_layers):
             if before[start] > first * limit:
-                break  # the stages before it would cost more
+                break  # the stages before this one would exceed the limit
             choices = []
             for end in range(start + 1, num_layers + 1):
                 if (cost := before[end] - before[start]) > limit:
@@ -45,7 +46,7 @@ def partition(costs: Sequence[float], num_stages: int) -> tuple[range, ...]:
 
 
 def _integers(costs: Sequence[float]) -> list[int]:
-    """The costs on a scale on which they are whole, so that sums and comparisons are exact."""
+    """Return the costs scaled to integers, so that sums and comparisons are exact."""
     assert all(cost >= 0 for cost in costs), costs
     ratios = [cost.as_integer_ratio() for cost in costs]
     scale = lcm(*(denominator for _, denominator in ratios))
@@ -53,7 +54,7 @@ def _integers(costs: Sequence[float]) -> list[int]:
 
 
 def _least_maximum(before: list[int], num_stages: int) -> int:
-    """The least cost of the costliest stage, by bisection over what fits greedily."""
+    """Return the least possible cost of the costliest stage, by bisection."""
 
     def fits(limit: int) -> bool:
         start, stages = 0, 1

@@ -1,6 +1,6 @@
-"""Pipeline schedules as data: one list per rank that is drawn, checked, timed and run.
+"""Pipeline schedules as data: one list of actions per rank that is drawn, checked, timed and run.
 
-`needs` alone knows which action waits for which; a schedule file writes the order of computes.
+`needs` alone knows which action waits for which; a schedule file only orders the computes.
 """
 
 from collections import Counter, defaultdict, deque
@@ -22,7 +22,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Schedule:
-    """Which stage lives where, and what each pipeline coordinate does, in order."""
+    """The rank of each stage, and the actions of each pipeline coordinate, in order."""
 
     name: str
     num_microbatches: int
@@ -31,39 +31,39 @@ class Schedule:
 
     @property
     def num_stages(self) -> int:
-        """Stages of the whole pipeline."""
+        """Number of stages of the pipeline."""
         return len(self.pp_coord_of_stage)
 
     @property
     def pp_size(self) -> int:
-        """Ranks of the pipeline, one program each."""
+        """Number of ranks of the pipeline, one program each."""
         return len(self.programs)
 
     @cached_property
     def actions(self) -> frozenset[Action]:
-        """Every action of every program."""
+        """All actions of all programs."""
         return frozenset(chain.from_iterable(self.programs))
 
     @cached_property
     def has_communication(self) -> bool:
-        """Whether sends and receives are part of the programs."""
+        """True if the programs contain sends and receives."""
         return any(action.is_send or action.is_receive for action in self.actions)
 
     @cached_property
     def has_backward(self) -> bool:
-        """Whether it trains; a forward-only schedule evaluates."""
+        """True for training; a forward-only schedule evaluates."""
         return any(action.is_compute and action.op != Op.F for action in self.actions)
 
     @cached_property
     def gather_of(self) -> dict[Action, Action]:
-        """The GATHER that gives each compute its weights, where programs gather them."""
+        """The GATHER that each compute takes its weights from, where programs have them."""
         return gathers(self.programs)
 
     @cached_property
     def order(self) -> tuple[tuple[int, Action, tuple[Action, ...]], ...]:
-        """All (coordinate, action, what it needs) in an order in which blocking ranks can run.
+        """All (coordinate, action, its needs), in an order in which blocking ranks can run.
 
-        A SEND stands for its RECV. Raises ScheduleError where the ranks get stuck.
+        A SEND also stands for its RECV. Raises ScheduleError if the ranks get stuck.
         """
         return tuple(_run(self))
 
@@ -74,19 +74,19 @@ class Schedule:
         return frozenset(stage for stage, (here, there) in pairs if here != there)
 
     def show(self, *marked: Action) -> str:
-        """The programs, one line per rank, with the `marked` actions standing out as >>2F0<<."""
+        """Return the programs, one line per rank, with the `marked` actions printed as >>2F0<<."""
         texts = ([f">>{a}<<" if a in marked else str(a) for a in p] for p in self.programs)
         return "\n".join(f"  rank {coord} | {' '.join(text)}" for coord, text in enumerate(texts))
 
 
 def needs(action: Action, schedule: Schedule) -> tuple[Action, ...]:
-    """The actions that must be over before this one starts: the one rule of every schedule."""
+    """Return the actions that must end before this one starts: the one rule of all schedules."""
     weights = schedule.gather_of.get(action)
     return (*_data(action, schedule), weights) if weights else _data(action, schedule)
 
 
 def _data(action: Action, schedule: Schedule) -> tuple[Action, ...]:
-    """The actions that give what this one works on, but for the weights."""
+    """Return the actions that produce the inputs of this one, except weights."""
     op, stage, microbatch = action
     match op:
         case Op.F if stage == 0:
@@ -118,13 +118,13 @@ def _data(action: Action, schedule: Schedule) -> tuple[Action, ...]:
 
 
 def _input_gradient(stage: int, microbatch: int, schedule: Schedule) -> Action:
-    """The action that gives the gradient of a stage's input: I where split, else B."""
+    """Return the action that computes a stage's input gradient: I where split, else B."""
     split = Action(Op.I, stage, microbatch)
     return split if split in schedule.actions else Action(Op.B, stage, microbatch)
 
 
 def _send_of(compute: Action, schedule: Schedule) -> Action | None:
-    """The SEND that takes a compute's result to another coordinate; None if it stays or ends."""
+    """Return the SEND of a compute's result to another coordinate; None if there is none."""
     op, stage, microbatch = compute
     if op == Op.F and stage in schedule.crossings:
         return Action(Op.SEND_F, stage, microbatch)
@@ -134,16 +134,17 @@ def _send_of(compute: Action, schedule: Schedule) -> Action | None:
 
 
 def validate(schedule: Schedule) -> None:
-    """Raise ScheduleError unless the schedule can run, with the programs and the culprit printed.
+    """Raise ScheduleError, with the programs and the faulty action, unless the schedule can run.
 
-    Each compute stands once per stage and microbatch, on the stage's rank, after what it needs;
-    each send has its receive, and *blocking* ones over one channel a pair of ranks (NCCL's) end.
+    Each compute must appear once per stage and microbatch, on the stage's rank, after its needs.
+    Each send must have its receive, and *blocking* transfers over one channel per pair of ranks
+    (NCCL's) must end.
     """
     stages, microbatches = range(schedule.num_stages), range(schedule.num_microbatches)
     for coord, program in enumerate(schedule.programs):
         for action in program:
             if action.stage not in stages or action.microbatch not in microbatches:
-                _refuse(schedule, f"{action}: there is no such stage or microbatch", action)
+                _refuse(schedule, f"{action}: no such stage or microbatch", action)
             if (home := schedule.pp_coord_of_stage[action.stage]) != coord:
                 _refuse(schedule, f"{action} is on rank {coord}; its stage is on {home}", action)
         for problem, action in problems(program):
@@ -154,18 +155,18 @@ def validate(schedule: Schedule) -> None:
         if action.op in SHARDING:
             continue
         if action not in expected:
-            _refuse(schedule, f"{action} has no purpose: nothing uses what it gives", action)
+            _refuse(schedule, f"{action} has no purpose: nothing uses its result", action)
         if count > 1:
-            _refuse(schedule, f"{action} stands {count} times", action)
+            _refuse(schedule, f"{action} appears {count} times", action)
     if missing := sorted(expected - counts.keys()):
         _refuse(schedule, f"missing: {', '.join(map(str, missing))}")
-    _ = schedule.order  # exists only if nothing blocks for ever
+    _ = schedule.order  # raises if a rank would block for ever
 
 
 def add_communication(schedule: Schedule) -> Schedule:
-    """A schedule's computes with SEND and RECV among them, free of deadlock by construction.
+    """Return a schedule of computes with SEND and RECV added, free of deadlock by construction.
 
-    All are cuts of `sequence`; a RECV is posted one compute ahead, to overlap with it.
+    All programs are cuts of `sequence`; a RECV is posted one compute ahead, to overlap with it.
     """
     programs: list[list[Action]] = [[] for _ in schedule.programs]
     for action in sequence(schedule):
@@ -175,19 +176,19 @@ def add_communication(schedule: Schedule) -> Schedule:
 
 
 def add_sharding(schedule: Schedule, weights: Weights, reduces_once: bool) -> Schedule:
-    """A schedule's programs with GATHER, RELEASE and REDUCE (`with_sharding`), validated."""
+    """Return a schedule with GATHER, RELEASE and REDUCE (`with_sharding`), validated."""
     programs = tuple(with_sharding(p, weights, reduces_once) for p in schedule.programs)
-    whole = replace(schedule, programs=programs)
-    validate(whole)
-    return whole
+    sharded = replace(schedule, programs=programs)
+    validate(sharded)
+    return sharded
 
 
 def sequence(schedule: Schedule) -> Iterator[Action]:
-    """All computes in the order in which they end in `simulate`, each with its SEND behind it."""
+    """Yield all computes in the order of their ends in `simulate`, each followed by its SEND."""
 
     def turn(span: Span) -> tuple[float, int, int]:
-        # Of computes that end together the sender's comes first: so the RECV stands before the
-        # peer's, not behind it.
+        # If computes end at the same time, the sender's comes first, so that the RECV precedes the
+        # peer's compute.
         is_forward, stage = span.action.op == Op.F, span.action.stage
         return (span.end, 0, stage) if is_forward else (span.end, 1, -stage)
 
@@ -198,11 +199,12 @@ def sequence(schedule: Schedule) -> Iterator[Action]:
 
 
 def simulate(schedule: Schedule, cost: Cost) -> Spans:
-    """The time at which each action runs, per coordinate, if action `a` takes `cost(a)` seconds.
+    """Return the spans of all actions per coordinate, if action `a` takes `cost(a)` seconds.
 
-    Computes wait for their rank and what they need. A transfer starts when both sides have come to
-    it and their channel is free, holds up no compute, and takes the cost of its SEND; the Span of
-    its RECV begins where it is posted. GATHER and REDUCE take turns beside the computes.
+    - A compute waits for its rank and its needs.
+    - A transfer starts when both sides have reached it and their channel is free. It delays no
+      compute and takes the cost of its SEND; the span of its RECV begins where it is posted.
+    - GATHER and REDUCE take turns beside the computes.
     """
     free = [0.0] * schedule.pp_size
     channel_free: dict[tuple[int, int], float] = defaultdict(float)
@@ -229,9 +231,9 @@ def simulate(schedule: Schedule, cost: Cost) -> Spans:
 
 
 def bubble(spans: Spans) -> float:
-    """The idle fraction of the ranks' time, from the first compute to the end of the last.
+    """Return the idle fraction of the ranks' time, from the first compute to the end of the last.
 
-    What is once a step does not count. arXiv:2104.04473, section 2.2, gives b / (1 - b).
+    Actions that run once a step do not count. arXiv:2104.04473, section 2.2, uses b / (1 - b).
     """
     computes = [span for rank in spans for span in rank if span.action.is_compute]
     busy = sum(span.end - span.start for span in computes)
@@ -240,12 +242,15 @@ def bubble(spans: Spans) -> float:
 
 
 def idle_fraction(busy: float, ranks: int, makespan: float) -> float:
-    """The bubble of ranks that compute for `busy` seconds in all while `makespan` seconds pass."""
+    """Return the bubble of ranks that compute `busy` seconds in all during `makespan`."""
     return max(0.0, 1 - busy / (ranks * makespan)) if makespan > 0 else 0.0
 
 
 def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """Per coordinate, the most forwards whose backward (B, or W where split) is still to come."""
+    """Return, per coordinate, the largest number of forwards whose backward is yet to come.
+
+    The backward is B, or W where it is split.
+    """
     change = {Op.F: int(schedule.has_backward), Op.B: -1, Op.W: -1}
     return tuple(
         max(accumulate((change.get(action.op, 0) for action in program), initial=0))
@@ -254,7 +259,7 @@ def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
 
 
 def _expected(schedule: Schedule) -> set[Action]:
-    """What the programs must hold, each once: all computes, and all sends and receives if any."""
+    """Return all actions that the programs must contain exactly once."""
     split = {action[1:] for action in schedule.actions if action.op in (Op.I, Op.W)}
     expected: set[Action] = set()
     for stage in range(schedule.num_stages):
@@ -292,7 +297,7 @@ def _run(schedule: Schedule) -> Iterator[tuple[int, Action, tuple[Action, ...]]]
 
 
 def _explain(schedule: Schedule, waiting: list[deque[Action]]) -> NoReturn:
-    """Says why no rank can go on with the rest of its program."""
+    """Raise ScheduleError with the reason why no rank can continue its program."""
     heads = {coord: rest[0] for coord, rest in enumerate(waiting) if rest}
     for coord, head in heads.items():
         for need in needs(head, schedule):
@@ -306,9 +311,11 @@ def _explain(schedule: Schedule, waiting: list[deque[Action]]) -> NoReturn:
     for coord, peer in peers.items():
         if peers.get(peer) == coord:
             both = f"rank {coord} is at {heads[coord]} while rank {peer} is at {heads[peer]}"
-            _refuse(schedule, f"one channel, two orders: {both}", heads[coord], heads[peer])
+            _refuse(
+                schedule, f"one channel is used in two orders: {both}", heads[coord], heads[peer]
+            )
     stuck = ", ".join(map(str, heads.values()))
-    _refuse(schedule, f"deadlock: no rank can go on from {stuck}", *heads.values())
+    _refuse(schedule, f"deadlock: no rank can continue from {stuck}", *heads.values())
 
 
 def _refuse(schedule: Schedule, problem: str, *marked: Action) -> NoReturn:

@@ -1,7 +1,7 @@
-"""Actions by which a rank gathers, releases and reduces what ZeRO has cut, in its program.
+"""Adds the actions that gather, release and reduce ZeRO's shards to a rank's program.
 
-They stand there if weights stay gathered for several microbatches, or gradients are reduced once a
-step, and hold up no compute but those that need what they give.
+Programs have them if weights stay gathered for several microbatches, or if gradients are reduced
+once a step. They delay no compute except those that need their result.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,41 +11,44 @@ from parallel3d.schedule.action import Action, Op
 
 Weights = Literal["per_microbatch", "per_pass", "per_step"]
 SHARDING = frozenset({Op.GATHER, Op.RELEASE, Op.REDUCE})
-_USES_WEIGHTS = frozenset({Op.F, Op.B, Op.I})  # W needs a stage's input and gradient alone
-_GIVES_GRADIENT = frozenset({Op.B, Op.W})
+_USES_WEIGHTS = frozenset({Op.F, Op.B, Op.I})  # W needs only a stage's input and gradient
+_MAKES_GRADIENT = frozenset({Op.B, Op.W})
 Program = tuple[Action, ...]
 
 
 def with_sharding(program: Program, weights: Weights, reduces_once: bool) -> Program:
-    """A rank's program with the GATHER, RELEASE and REDUCE of its ZeRO stage.
+    """Return a rank's program with GATHER, RELEASE and REDUCE added.
 
-    "per_microbatch" leaves gathering to F and B; "per_pass" holds a stage during its forwards, and
-    its backwards; "per_step" from first to last. A GATHER stands where the stage before begins, so
-    that weights come while that computes. `reduces_once`: a REDUCE follows the last gradient.
+    - weights: "per_microbatch" leaves gathering to F and B; "per_pass" holds a stage's weights
+      during its forwards, and again during its backwards; "per_step" from first use to last.
+    - reduces_once: add a REDUCE after the stage's last gradient.
+
+    A GATHER is placed where the previous stage's window begins, so that it overlaps with its
+    computes.
     """
     before: dict[int, list[Action]] = {}
     after: dict[int, list[Action]] = {}
     if reduces_once:
-        for index in _last_uses(program, _GIVES_GRADIENT).values():
+        for index in _last_uses(program, _MAKES_GRADIENT).values():
             after.setdefault(index, []).append(program[index]._replace(op=Op.REDUCE))
     if weights != "per_microbatch":
         windows = sorted(_windows(program, weights))
-        free: dict[int, int] = {}  # where a stage's earlier window is over
+        free: dict[int, int] = {}  # end of a stage's earlier window
         for i, (first, last, stage) in enumerate(windows):
             ahead = max(windows[max(i - 1, 0)][0], free.get(stage, 0))
             free[stage] = last + 1
             before.setdefault(ahead, []).append(program[first]._replace(op=Op.GATHER))
             after.setdefault(last, []).insert(0, program[last]._replace(op=Op.RELEASE))
-    whole = (
+    merged = (
         each
         for index, action in enumerate(program)
         for each in (*before.get(index, ()), action, *after.get(index, ()))
     )
-    return _without_vain_releases(tuple(whole))
+    return _without_vain_releases(tuple(merged))
 
 
 def _without_vain_releases(program: Program) -> Program:
-    """Nothing is released that is gathered again before the next compute."""
+    """Drop each RELEASE whose stage is gathered again before the next compute."""
     vain: set[int] = set()
     released: dict[int, int] = {}
     for index, action in enumerate(program):
@@ -59,8 +62,8 @@ def _without_vain_releases(program: Program) -> Program:
 
 
 def gathers(programs: Iterable[Program]) -> dict[Action, Action]:
-    """The GATHER that gives each compute its weights; none where weights are not gathered ahead."""
-    found: dict[Action, Action] = {}
+    """Return the GATHER that each compute takes its weights from, where programs have them."""
+    gather_of: dict[Action, Action] = {}
     for program in programs:
         held: dict[int, Action] = {}
         for action in program:
@@ -69,34 +72,34 @@ def gathers(programs: Iterable[Program]) -> dict[Action, Action]:
             elif action.op is Op.RELEASE:
                 held.pop(action.stage, None)
             elif action.op in _USES_WEIGHTS and action.stage in held:
-                found[action] = held[action.stage]
-    return found
+                gather_of[action] = held[action.stage]
+    return gather_of
 
 
 def problems(program: Program) -> Iterator[tuple[str, Action]]:
-    """Everything wrong with the GATHERs, RELEASEs and REDUCEs of a program, and where."""
+    """Yield each error in the GATHERs, RELEASEs and REDUCEs of a program, and its action."""
     held: set[int] = set()
     gathered = {a.stage for a in program if a.op is Op.GATHER}
-    final = _last_uses(program, _GIVES_GRADIENT)
+    final = _last_uses(program, _MAKES_GRADIENT)
     reduced: set[int] = set()
     for index, action in enumerate(program):
         op, stage = action.op, action.stage
         if op is Op.GATHER:
             if stage in held:
-                yield f"{action} gathers what is gathered", action
+                yield f"{action} gathers a stage that is already gathered", action
             held.add(stage)
         elif op is Op.RELEASE:
             if stage not in held:
-                yield f"{action} releases what is not gathered", action
+                yield f"{action} releases a stage that is not gathered", action
             held.discard(stage)
         elif op is Op.REDUCE:
             if stage in reduced:
-                yield f"{action} reduces a second time", action
+                yield f"{action} is the second REDUCE of its stage", action
             if index < final.get(stage, len(program)):
                 yield f"{action} comes before the stage's last gradient", action
             reduced.add(stage)
         elif op in _USES_WEIGHTS and stage in gathered - held:
-            yield f"{action} has no weights: they are gathered later, or released", action
+            yield f"{action} has no weights: they are not gathered yet, or already released", action
     for action in program:
         if action.stage in held and action.op is Op.GATHER:
             yield f"{action} is never released", action
@@ -106,12 +109,12 @@ def problems(program: Program) -> Iterator[tuple[str, Action]]:
 
 
 def _last_uses(program: Sequence[Action], ops: frozenset[Op]) -> dict[int, int]:
-    """The index of each stage's last action of these kinds."""
+    """Return the index of each stage's last action of these kinds."""
     return {action.stage: i for i, action in enumerate(program) if action.op in ops}
 
 
 def _windows(program: Program, weights: Weights) -> Iterator[tuple[int, int, int]]:
-    """The first and last index over which a stage stays gathered, and the stage."""
+    """Yield the first and last index over which a stage stays gathered, and the stage."""
     uses: dict[int, list[int]] = {}
     for index, action in enumerate(program):
         if action.op in _USES_WEIGHTS:
@@ -119,7 +122,7 @@ def _windows(program: Program, weights: Weights) -> Iterator[tuple[int, int, int
     for stage, indices in uses.items():
         forwards = [i for i in indices if program[i].op is Op.F]
         backwards = [i for i in indices if program[i].op is not Op.F]
-        # Nothing stands between passes that overlap.
+        # Passes that overlap have no gap to release in.
         between = program[forwards[-1] + 1 : backwards[0]] if backwards else ()
         if weights == "per_pass" and any(action.is_compute for action in between):
             yield forwards[0], forwards[-1], stage

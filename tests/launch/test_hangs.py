@@ -14,7 +14,7 @@ from functools import partial
 import pytest
 
 from parallel3d.mesh.pulse import rank as pulse
-from parallel3d.mesh.pulse.judge import Limits
+from parallel3d.mesh.pulse.arbiter import Limits
 from tests.checkpoint.drill import Run, prepared_config
 from tests.strict.running import STRICT
 

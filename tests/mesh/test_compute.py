@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from parallel3d.mesh.device import set_allocator, set_numerics, steering
+from parallel3d.mesh.device import device_variables, set_allocator, set_numerics
 from parallel3d.models import families
 from parallel3d.verify.local_ranks import run_locally
 from tests.cases import Case, Trainer
@@ -46,11 +46,14 @@ def test_tf32_and_determinism_are_off_until_asked_for(settings_restored):
 def test_the_allocator_is_the_users_where_he_has_set_it_up():
     with patch.dict(os.environ, clear=True):
         set_allocator()
-        assert steering() == ["PYTORCH_ALLOC_CONF=expandable_segments:True"]
+        assert device_variables() == ["PYTORCH_ALLOC_CONF=expandable_segments:True"]
     users = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128", "NCCL_DEBUG": "INFO", "HOME": "/"}
     with patch.dict(os.environ, users, clear=True):
         set_allocator()
-        assert steering() == ["NCCL_DEBUG=INFO", "PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:128"]
+        assert device_variables() == [
+            "NCCL_DEBUG=INFO",
+            "PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:128",
+        ]
 
 
 def refused_when_deterministic():

@@ -42,7 +42,7 @@ def test_each_process_takes_its_own(machine, visible, local_rank, index):
 
 def test_more_processes_than_devices(machine):
     machine(2)
-    with pytest.raises(ConfigError, match="local rank 3 has no device: this node shows 2; start"):
+    with pytest.raises(ConfigError, match="local rank 3 has no device: this node has 2; start"):
         pick_device(Launch(3, 4, 3, 4))
 
 
@@ -59,5 +59,5 @@ def test_two_ranks_that_see_one_device_are_refused_by_name():
     for rank, identity in ((0, "GPU-a"), (1, "GPU-b"), (2, ""), (3, "")):
         claim_device(identity, Launch(rank, 8, rank), store)
     claim_device("GPU-a", Launch(0, 8, 0), store)
-    with pytest.raises(ConfigError, match=r"ranks 0 and 4 have one device, GPU-a: .*srun"):
+    with pytest.raises(ConfigError, match=r"ranks 0 and 4 both use device GPU-a; .*srun"):
         claim_device("GPU-a", Launch(4, 8, 4), store)

@@ -62,7 +62,7 @@ def test_a_few_operations_whatever_the_world(sizes, rank, monkeypatch):
     """With a sentry, on several nodes, a tied weight's owners: the same at 16 and 1,024."""
     world = sizes[0] * sizes[1] * sizes[2]
     store = Counted(
-        {join._START: b"", "judge": b"[]", "ranks that know their interface": b"%d" % world}
+        {join._START: b"", "arbiter": b"[]", "ranks that know their interface": b"%d" % world}
     )
     monkeypatch.setattr(join, "_meet", lambda launch, patience: store)
     monkeypatch.setattr(join, "choose_backend", lambda device: "fake")
@@ -75,6 +75,6 @@ def test_a_few_operations_whatever_the_world(sizes, rank, monkeypatch):
     join.join(launch, torch.device("cpu"), watched=True)
     mesh = Mesh(*sizes, launch)
     mesh.join_pair(0, sizes[0] - 1)
-    # Whether rank 0 has started, the judge's address; and on several nodes who knows its interface.
+    # Rank 0's start, the arbiter's address; on several nodes also the ranks with an interface.
     first = "set" if rank == 0 else "get"
     assert store.asked == {first: 2, "add": 2, "check": 1}

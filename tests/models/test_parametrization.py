@@ -94,8 +94,8 @@ def test_depth_transfers_by_complete_p(family):
     ("wrong", "said"),
     [
         ({"type": "mup"}, "base_width = null: is missing"),
-        ({"base_width": 32}, 'base_width = 32: means nothing with type = "standard"; use "mup"'),
-        ({"output_multiplier": 2.0}, "output_multiplier = 2.0: means nothing"),
+        ({"base_width": 32}, 'base_width = 32: has no effect with type = "standard"; use "mup"'),
+        ({"output_multiplier": 2.0}, "output_multiplier = 2.0: has no effect"),
         (MUP | {"base_width": 0}, "greater than 0"),
     ],
 )
@@ -109,7 +109,9 @@ def test_what_says_nothing_is_refused(family, wrong, said):
 def test_published_weights_know_no_multipliers(family):
     with pytest.raises(ValidationError) as refusal:
         model(family, MUP, from_pretrained={"folder": "somewhere"})
-    assert 'parametrization.type = "mup": multiplies by what the weights' in str(refusal.value)
+    assert 'parametrization.type = "mup": applies multipliers that the weights' in str(
+        refusal.value
+    )
 
 
 def test_a_family_that_states_no_role_is_refused_by_name(monkeypatch):
@@ -124,5 +126,5 @@ def test_a_family_that_states_no_role_is_refused_by_name(monkeypatch):
 
     monkeypatch.setattr(spec, "layers", forgotten)
     models.layers(model("gpt"))
-    with pytest.raises(Problems, match=r"the family states none of head\.output\.weight"):
+    with pytest.raises(Problems, match=r"the family declares none for head\.output\.weight"):
         models.layers(model("gpt", MUP))

@@ -42,7 +42,7 @@ def test_no_other_file_is_edited(tmp_path) -> None:
     for name in ("parallel3d", "models", "launch", "tests", "configs", "docs"):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=ignored)
-    for name in ("pyproject.toml", "README.md", "CHANGELOG.md"):
+    for name in ("pyproject.toml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
     add_files(tmp_path / "parallel3d" / "schedule" / "schedules")
     floors = ["tests/test_floors.py", "tests/test_docs.py"]

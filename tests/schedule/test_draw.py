@@ -85,7 +85,7 @@ def test_the_text_has_a_line_of_marks_below_each_rank() -> None:
         "rank 1  ········1F0 1F1 1B0──── 1B1──── ············",
         "        G1──                            X1 R1",
         "",
-        "G: gathers a stage's weights, X: lets go of them, R: reduces its gradients",
+        "G: gathers a stage's weights, X: releases them, R: reduces its gradients",
     ]
 
 

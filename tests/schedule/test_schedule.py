@@ -27,16 +27,16 @@ pytestmark = pytest.mark.pure
     [
         ("1B0 comes before 1F0, which it needs", "0F0 0B0 / >>1B0<< 1F0"),
         ("1F0 is on rank 0; its stage is on 1", "0F0 >>1F0<< 0B0 / 1B0"),
-        ("0F0 stands 2 times", ">>0F0<< >>0F0<< 0B0 / 1F0 1B0"),
-        ("0F1: there is no such stage or microbatch", "0F0 >>0F1<< 0B0 / 1F0 1B0"),
-        ("2F0: there is no such stage or microbatch", "0F0 0B0 / 1F0 1B0 >>2F0<<"),
+        ("0F0 appears 2 times", ">>0F0<< >>0F0<< 0B0 / 1F0 1B0"),
+        ("0F1: no such stage or microbatch", "0F0 >>0F1<< 0B0 / 1F0 1B0"),
+        ("2F0: no such stage or microbatch", "0F0 0B0 / 1F0 1B0 >>2F0<<"),
         ("missing: 1B0", "0F0 0B0 / 1F0"),
         ("missing: 0I0", "0F0 0W0 / 1F0 1B0"),
-        ("0B0 has no purpose: nothing uses what it gives", "0F0 >>0B0<< 0I0 0W0 / 1F0 1B0"),
+        ("0B0 has no purpose: nothing uses its result", "0F0 >>0B0<< 0I0 0W0 / 1F0 1B0"),
         ("0W0 comes before 0I0, which it needs", "0F0 >>0W0<< 0I0 / 1F0 1B0"),
         ("missing: 0RECV_B0, 1RECV_F0, 1SEND_B0", "0F0 0SEND_F0 0B0 / 1F0 1B0"),
         (
-            "1SEND_F0 has no purpose: nothing uses what it gives",
+            "1SEND_F0 has no purpose: nothing uses its result",
             "0F0 0SEND_F0 / 1RECV_F0 1F0 >>1SEND_F0<<",
         ),
         (
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.pure
             ">>0SEND_F0<< 0F0 0RECV_B0 0B0 / 1RECV_F0 1F0 1B0 1SEND_B0",
         ),
         (
-            "one channel, two orders: rank 0 is at 0RECV_B0 while rank 1 is at 1RECV_F0",
+            "one channel is used in two orders: rank 0 is at 0RECV_B0 while rank 1 is at 1RECV_F0",
             "0F0 >>0RECV_B0<< 0SEND_F0 0B0 / >>1RECV_F0<< 1F0 1B0 1SEND_B0",
         ),
     ],
@@ -69,7 +69,7 @@ def test_ranks_that_wait_in_a_circle_are_a_deadlock() -> None:
         (0, 1, 2, 0),
         2,
     )
-    with pytest.raises(ScheduleError, match="one channel, two orders"):
+    with pytest.raises(ScheduleError, match="one channel is used in two orders"):
         validate(ring)
     circle = schedule_of(
         """
@@ -80,7 +80,9 @@ def test_ranks_that_wait_in_a_circle_are_a_deadlock() -> None:
         (0, 1, 2, 0),
         2,
     )
-    with pytest.raises(ScheduleError, match="deadlock: no rank can go on from 3RECV_F0, 1RECV_F1"):
+    with pytest.raises(
+        ScheduleError, match="deadlock: no rank can continue from 3RECV_F0, 1RECV_F1"
+    ):
         validate(circle)
     assert not runs_when_blocking(circle)
 
@@ -166,5 +168,5 @@ def test_notation() -> None:
     for op in Op:
         assert Action.parse(str(Action(op, 12, 34))) == Action(op, 12, 34)
     for bad in ("", "F0", "2F", "2X0", "2F0 ", "-1F0"):
-        with pytest.raises(ScheduleError, match="is no action"):
+        with pytest.raises(ScheduleError, match="is not an action"):
             Action.parse(bad)

@@ -156,7 +156,7 @@ def test_a_corrupted_schedule_is_refused_unless_it_still_runs(name: str) -> None
     [
         (
             ("gpip", 2, 2),
-            f"no schedule 'gpip'; did you mean 'gpipe'? there are {', '.join(names())}",
+            f"no schedule 'gpip'; did you mean 'gpipe'? choose from {', '.join(names())}",
         ),
         (("gpipe", 2, 2, 2), "stages_per_rank=2; use 1, or the schedule 'interleaved'"),
         (("one_f_one_b", 2, 2, 2), "stages_per_rank=2; use 1, or the schedule 'interleaved'"),

@@ -110,10 +110,13 @@ def test_what_a_compute_needs_names_its_gather():
         ("0F0 0GATHER0 0B0 0RELEASE0", "0F0 has no weights"),
         ("0GATHER0 0F0 0RELEASE0 0B0", "0B0 has no weights"),
         ("0GATHER0 0F0 0B0", "0GATHER0 is never released"),
-        ("0GATHER0 0GATHER0 0F0 0B0 0RELEASE0", "0GATHER0 gathers what is gathered"),
-        ("0GATHER0 0F0 0B0 0RELEASE0 0RELEASE0", "0RELEASE0 releases what is not gathered"),
+        (
+            "0GATHER0 0GATHER0 0F0 0B0 0RELEASE0",
+            "0GATHER0 gathers a stage that is already gathered",
+        ),
+        ("0GATHER0 0F0 0B0 0RELEASE0 0RELEASE0", "0RELEASE0 releases a stage that is not gathered"),
         ("0F0 0REDUCE0 0B0", "0REDUCE0 comes before the stage's last gradient"),
-        ("0F0 0B0 0REDUCE0 0REDUCE0", "0REDUCE0 reduces a second time"),
+        ("0F0 0B0 0REDUCE0 0REDUCE0", "0REDUCE0 is the second REDUCE of its stage"),
         ("0F0 1F0 1B0 1REDUCE0 0B0", "stage 0 has no REDUCE"),
     ],
 )

@@ -1,7 +1,7 @@
 """The page of memory that a rank and its sentry share (floor 0, no torch).
 
-No locks and no system calls: each field has one writer, and texts are read again soon. The byte
-that says that a verdict or an exit code is there is written last.
+There are no locks and no system calls: each field has one writer, and a torn text is soon read
+again. The byte that says that an outcome or an exit code is present is written last.
 """
 
 import ctypes
@@ -19,18 +19,18 @@ class Verdict(NamedTuple):
 
     text: str
     speaks: bool
-    """True on the rank of each machine that says it."""
+    """True on the one rank of each machine that prints the text."""
     code: int
     """The exit code of the run: 1, or 3 after a request to stop."""
 
 
 class Page(ctypes.Structure):
-    """One rank's page, whose texts are cut off where it is full."""
+    """One rank's page; texts that do not fit are cut."""
 
     limit: float
-    """Seconds that the rank may wait for another; 0: for ever."""
+    """Seconds that the rank may wait for another; 0 means no limit."""
     is_watched: bool
-    """True once the judge has heard of the rank."""
+    """True once the arbiter has answered the sentry."""
 
     _fields_: ClassVar = [
         ("_since", ctypes.c_double),
@@ -40,23 +40,23 @@ class Page(ctypes.Structure):
         ("_reason", ctypes.c_char * 256),
         ("_left", ctypes.c_byte),
         ("is_watched", ctypes.c_bool),
-        ("_verdict", ctypes.c_char * 2048),
+        ("_outcome", ctypes.c_char * 2048),
         ("_speaks", ctypes.c_bool),
         ("_code", ctypes.c_byte),
-        ("_is_judged", ctypes.c_bool),
+        ("_is_over", ctypes.c_bool),
     ]
 
     def do(self, text: str, waits: bool = False) -> None:
-        """Say what the rank does from now on."""
+        """Record what the rank does from now on."""
         self._since, self._waits, self._doing = time.monotonic(), waits, text.encode()[:255]
 
     @property
     def doing(self) -> tuple[str, float, bool]:
-        """The rank's doing, its start (`time.monotonic`), and whether it waits for another."""
+        """The rank's action, its start (`time.monotonic`), and whether it waits for another."""
         return (self._doing.decode(errors="replace"), self._since, self._waits)
 
     def leave(self, code: int, reason: str = "") -> None:
-        """Say that the rank ends, with which exit code, and why if no other rank knows it."""
+        """Record that the rank ends, its exit code, and the reason if no other rank knows it."""
         self._reason = reason.encode()[:255]
         self._left = code
 
@@ -67,21 +67,21 @@ class Page(ctypes.Structure):
 
     @property
     def reason(self) -> str:
-        """Why the rank ends, where no other does."""
+        """Why the rank ends, if no other rank does."""
         return str(self._reason.decode(errors="replace"))
 
-    def judge(self, verdict: Verdict) -> None:
+    def end(self, outcome: Verdict) -> None:
         """Tell the rank that the run is over."""
-        self._verdict, self._speaks = verdict.text.encode()[:2047], verdict.speaks
-        self._code = verdict.code
-        self._is_judged = True
+        self._outcome, self._speaks = outcome.text.encode()[:2047], outcome.speaks
+        self._code = outcome.code
+        self._is_over = True
 
     @property
-    def verdict(self) -> Verdict | None:
-        """Why the run is over, if it is."""
-        if not self._is_judged:
+    def outcome(self) -> Verdict | None:
+        """Why the run is over; None while it goes on."""
+        if not self._is_over:
             return None
-        return Verdict(self._verdict.decode(errors="replace"), self._speaks, self._code)
+        return Verdict(self._outcome.decode(errors="replace"), self._speaks, self._code)
 
 
 def open_page(descriptor: int) -> Page:
@@ -90,7 +90,7 @@ def open_page(descriptor: int) -> Page:
 
 
 def new_page() -> tuple[Page, int]:
-    """Return an empty page, and the descriptor by which another process opens it, too."""
+    """Return an empty page, and a descriptor with which another process can open it."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("parallel3d-pulse")
     else:

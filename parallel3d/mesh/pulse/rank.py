@@ -1,6 +1,6 @@
-"""A rank's side of the pulse: say what it does, hear the verdict (floor 0, no torch).
+"""A rank's side of the watch: record what it does, learn why the run is over (floor 0, no torch).
 
-Without a sentry (one rank, a test, another command) all of this is a comparison.
+Without a sentry (one rank, a test, another command) each call costs one comparison.
 """
 
 import json
@@ -13,15 +13,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from parallel3d.mesh.pulse.court import listen
-from parallel3d.mesh.pulse.judge import Limits
+from parallel3d.mesh.pulse.arbiter import Limits
+from parallel3d.mesh.pulse.listener import listen
 from parallel3d.mesh.pulse.page import Page, Verdict, new_page
 from parallel3d.mesh.pulse.sentry import SentryTask
 
 LIMITS = Limits()
-SOON = 5.0  # seconds in which the verdict comes on what a collective has noticed already
+SOON = 5.0  # seconds for the outcome to arrive once a collective has failed
 _ROOT = str(Path(__file__).parents[3])
-# Isolated and without site-packages: it starts in the time that they would take to be found.
+# Isolated and without site-packages, which halves its start-up time.
 _SENTRY = (
     f"import sys; sys.path.insert(0, {_ROOT!r}); "
     "from parallel3d.mesh.pulse.sentry import main; main()"
@@ -39,11 +39,11 @@ def begin(
     publish: Callable[[str], None],
     fetch: Callable[[], str],
 ) -> None:
-    """Start this rank's sentry; on rank 0, the judge is in it.
+    """Start this rank's sentry; rank 0's sentry contains the arbiter.
 
-    `store` is the host and port of the process group's store. Rank 0 gives the judge's address and
-    the `names` of its host, the last to be shown, through `publish`; the others have it from
-    `fetch`.
+    - store: host and port of the process group's store.
+    - names: rank 0's host names, the one to be shown last.
+    - publish, fetch: rank 0 publishes the arbiter's address, the other ranks fetch it.
     """
     global _page
     page, descriptor = new_page()
@@ -60,7 +60,7 @@ def begin(
         rank, world_size, os.getpid(), descriptor, token, list(LIMITS), names, port,
         passed[1] if rank == 0 else -1, store,
     )  # fmt: skip
-    # Not in a session of its own: what stops the whole job (Ctrl-Z) shall stop its sentries, too.
+    # In the session of the job, so that Ctrl-Z stops its sentries as well.
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", _SENTRY],
         stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=passed,
@@ -68,7 +68,7 @@ def begin(
     assert process.stdin
     process.stdin.write(json.dumps(task).encode())
     process.stdin.close()
-    process.returncode = 0  # nobody waits for it: it outlives this process
+    process.returncode = 0  # not waited for: it outlives this process
     os.close(descriptor)
     if rank == 0:
         listener.close()
@@ -76,7 +76,7 @@ def begin(
 
 
 def doing(text: str, waits: bool = False) -> None:
-    """Say what this rank does from now on, and whether it waits for another; main thread only."""
+    """Record what this rank does from now on, and whether it waits; main thread only."""
     global _text
     _text = text
     if _page is not None:
@@ -85,7 +85,7 @@ def doing(text: str, waits: bool = False) -> None:
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Have this rank marked as waiting for others inside the context: "1F0 of step 3, `what`"."""
+    """Mark this rank as waiting for others inside the context: "1F0 of step 3, `what`"."""
     if _page is None:
         yield
         return
@@ -93,33 +93,33 @@ def waiting(what: str) -> Iterator[None]:
     try:
         yield
     finally:
-        # The page keeps a wait that failed.
+        # After an error the page still shows the wait.
         if sys.exc_info()[0] is None:
             _page.do(_text)
 
 
 def is_watched() -> bool:
-    """Whether this rank has a sentry, and the judge has heard of it."""
+    """True if this rank has a sentry that has reached the arbiter."""
     return _page is not None and _page.is_watched
 
 
 def set_limit(seconds: float) -> None:
-    """Set how many seconds a rank may wait for another from now on; 0: for ever."""
+    """Set how many seconds a rank may wait for another from now on; 0 means no limit."""
     if _page is not None:
         _page.limit = seconds
 
 
 def leave(code: int, reason: str = "") -> None:
-    """Say that this rank ends by itself, with which code, and why if no other rank knows it."""
+    """Record that this rank ends, its exit code, and the reason if no other rank knows it."""
     if _page is not None and _page.left is None:
         _page.leave(code, reason)
 
 
 def verdict(seconds: float = 0.0) -> Verdict | None:
-    """Why the run is over, if a verdict comes within the given seconds."""
+    """Return why the run is over, waiting up to `seconds` for it; else None."""
     deadline = time.monotonic() + seconds
     while True:
-        found = _page.verdict if _page is not None else None
-        if found or _page is None or time.monotonic() >= deadline:
-            return found
+        outcome = _page.outcome if _page is not None else None
+        if outcome or _page is None or time.monotonic() >= deadline:
+            return outcome
         time.sleep(0.05)

@@ -17,38 +17,38 @@ __path__ += user_folders.from_environment(user_folders.SCHEDULES)
 
 
 class ScheduleFile(Protocol):
-    """The functions of a schedule file, each of (pp_size, num_microbatches, stages_per_rank).
+    """The functions of a schedule file, called with (pp_size, num_microbatches, stages_per_rank).
 
-    `bubble` is also given how many forwards a backward takes (2.0 if it is not).
+    `bubble` has a fourth parameter, the cost of a backward in forwards (default 2.0).
     """
 
     schedule: Callable[[int, int, int], Schedule]  # the computes, in order
-    invalid: Callable[[int, int, int], str | None]  # why it cannot be used, and what to do
+    invalid: Callable[[int, int, int], str | None]  # why it cannot be used, and a remedy
     bubble: Callable[..., float]  # the closed form of the idle fraction
     peak_in_flight: Callable[[int, int, int], tuple[int, ...]]  # per rank, the closed form
 
 
 def names() -> tuple[str, ...]:
-    """The names of all schedules: the files of this folder, and of the user's own."""
+    """Return the names of all schedules: the files of this folder and of the user's folders."""
     return tuple(sorted({module.name for module in iter_modules(__path__)}))
 
 
-_MOST_STAGES = 10_000  # each is listed
+_MOST_STAGES = 10_000  # programs list every stage
 
 
-@cache  # the planner asks a hundred thousand times
+@cache  # the planner calls it a hundred thousand times
 def load(name: str) -> ScheduleFile:
-    """The schedule file called `name`; raises ConfigError, with the nearest name, without one."""
+    """Return the schedule file called `name`; raise ConfigError with the nearest name."""
     if name not in names():
         nearest = get_close_matches(name, names(), n=1, cutoff=0.4)
         hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-        raise ConfigError(f"no schedule {name!r}; {hint}there are {', '.join(names())}")
+        raise ConfigError(f"no schedule {name!r}; {hint}choose from {', '.join(names())}")
     return cast(ScheduleFile, import_module(f"{__name__}.{name}"))
 
 
 @lru_cache(maxsize=16384)
 def why_not(name: str, pp_size: int, num_microbatches: int, stages_per_rank: int) -> str | None:
-    """Why the named schedule cannot be run with these sizes, and what to do; None if it can."""
+    """Return why a schedule cannot run with these sizes, and a remedy; None if it can."""
     if pp_size * stages_per_rank > _MOST_STAGES:
         return f"no model has layers for more than {_MOST_STAGES:,} stages; use fewer"
     return load(name).invalid(pp_size, num_microbatches, stages_per_rank)
@@ -56,7 +56,7 @@ def why_not(name: str, pp_size: int, num_microbatches: int, stages_per_rank: int
 
 @cache
 def splits_backward(name: str) -> bool:
-    """Whether the named schedule has I and W, whose gradients add up until the step, for B."""
+    """Return True if the schedule has I and W in place of B; they add up until the step."""
     file = load(name)
     few = (
         (pp, count, per_rank)
@@ -64,14 +64,14 @@ def splits_backward(name: str) -> bool:
         if not file.invalid(pp, count, per_rank)
     )
     sizes = next(few, None)
-    # One for none of these sizes is found out by the executor, which sees its program.
+    # For a schedule that allows none of these sizes the executor decides by its program.
     return sizes is not None and any(a.op is Op.W for a in file.schedule(*sizes).actions)
 
 
 def make_schedule(
     name: str, pp_size: int, num_microbatches: int, stages_per_rank: int = 1
 ) -> Schedule:
-    """The programs of a schedule, with communication, validated; ConfigError where none can be."""
+    """Return a schedule with communication, validated; raise ConfigError if invalid."""
     file = load(name)
     if reason := file.invalid(pp_size, num_microbatches, stages_per_rank):
         raise ConfigError(f"schedule {name!r}: {reason}")
@@ -81,7 +81,7 @@ def make_schedule(
 
 
 def make_evaluation(schedule: Schedule) -> Schedule:
-    """The forwards of a training schedule, in its order and on its placement, validated."""
+    """Return the forwards of a training schedule, in order and on its ranks, validated."""
     forwards = tuple(
         tuple(action for action in program if action.op == Op.F) for program in schedule.programs
     )

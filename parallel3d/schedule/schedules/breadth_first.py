@@ -1,19 +1,19 @@
 """Breadth-first: all microbatches through one stage before the next (arXiv:2211.05953).
 
-Stage c*p + r is chunk c of rank r, as in `interleaved`, with its bubble. Weights gathered for a
-pass serve all microbatches, and a stage's gradients are complete as early as can be.
+Stage c*p + r is chunk c of rank r, as in `interleaved`, with the same bubble. Weights gathered for
+a pass serve all microbatches, and a stage's gradients are complete as early as possible.
 """
 
 from parallel3d.schedule.schedule import Action, Op, Schedule
 
-# One round of all microbatches waits as long as `interleaved`'s rounds do.
+# One round of all microbatches waits as long as the rounds of `interleaved`.
 from parallel3d.schedule.schedules.interleaved import bubble
 
 __all__ = ["bubble", "invalid", "peak_in_flight", "schedule"]
 
 
 def schedule(pp_size: int, num_microbatches: int, stages_per_rank: int) -> Schedule:
-    """The computes of each rank: its chunks forwards, then backwards, each for all microbatches."""
+    """Return each rank's computes: F of all its chunks, then B, each for all microbatches."""
     chunks, microbatches = range(stages_per_rank), range(num_microbatches)
     passes = [(Op.F, chunk) for chunk in chunks] + [(Op.B, chunk) for chunk in reversed(chunks)]
     programs = tuple(
@@ -25,12 +25,12 @@ def schedule(pp_size: int, num_microbatches: int, stages_per_rank: int) -> Sched
 
 
 def invalid(pp_size: int, num_microbatches: int, stages_per_rank: int) -> str | None:
-    """Why several stages a rank are needed; any number of ranks and microbatches will do."""
+    """Return why the sizes are invalid, or None: each rank needs several stages."""
     if stages_per_rank == 1:
-        return "stages_per_rank=1; use 2 or more, or the schedule 'gpipe', which it then is"
+        return "stages_per_rank=1; use 2 or more, or the schedule 'gpipe', which is the same"
     return None
 
 
 def peak_in_flight(pp_size: int, num_microbatches: int, stages_per_rank: int) -> tuple[int, ...]:
-    """(stage, microbatch) pairs whose activations each rank holds at most: all of them."""
+    """Return, per rank, the most (stage, microbatch) pairs with live activations: all of them."""
     return (stages_per_rank * num_microbatches,) * pp_size

@@ -1,14 +1,14 @@
 """GPipe: all forwards, then all backwards (arXiv:1811.06965, figure 2c).
 
-Backwards run in the order of the forwards, so that gradients add up in the same order, hence to
-the same bits, as in every other schedule here.
+Backwards run in the order of the forwards, so that gradients add up in the same order, and to the
+same bits, as in every other schedule.
 """
 
 from parallel3d.schedule.schedule import Action, Op, Schedule
 
 
 def schedule(pp_size: int, num_microbatches: int, stages_per_rank: int) -> Schedule:
-    """The computes of each rank: F of every microbatch, then B of every microbatch."""
+    """Return each rank's computes: F of every microbatch, then B of every microbatch."""
     programs = tuple(
         tuple(Action(op, rank, i) for op in (Op.F, Op.B) for i in range(num_microbatches))
         for rank in range(pp_size)
@@ -17,7 +17,7 @@ def schedule(pp_size: int, num_microbatches: int, stages_per_rank: int) -> Sched
 
 
 def invalid(pp_size: int, num_microbatches: int, stages_per_rank: int) -> str | None:
-    """Why one stage a rank is needed; any number of ranks and microbatches will do."""
+    """Return why the sizes are invalid, or None: each rank needs one stage."""
     if stages_per_rank != 1:
         return f"stages_per_rank={stages_per_rank}; use 1, or the schedule 'interleaved'"
     return None
@@ -26,10 +26,10 @@ def invalid(pp_size: int, num_microbatches: int, stages_per_rank: int) -> str | 
 def bubble(
     pp_size: int, num_microbatches: int, stages_per_rank: int, backward: float = 2.0
 ) -> float:
-    """The idle fraction, (p-1)/(m+p-1): GPipe, section 2.3."""
+    """Return the idle fraction, (p-1)/(m+p-1): GPipe, section 2.3."""
     return (pp_size - 1) / (num_microbatches + pp_size - 1)
 
 
 def peak_in_flight(pp_size: int, num_microbatches: int, stages_per_rank: int) -> tuple[int, ...]:
-    """Microbatches whose activations each rank holds at most: all of them."""
+    """Return, per rank, the most microbatches with live activations: all of them."""
     return (num_microbatches,) * pp_size

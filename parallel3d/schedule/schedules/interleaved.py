@@ -1,6 +1,6 @@
 """Interleaved 1F1B: each rank holds several chunks of the model (arXiv:2104.04473, section 2.2.2).
 
-Chunk c of rank r is stage c*p + r, so a microbatch passes all ranks once per chunk and the bubble
+Chunk c of rank r is stage c*p + r. A microbatch passes all ranks once per chunk, and the bubble
 shrinks by the number of chunks, for more communication and activations.
 """
 
@@ -9,7 +9,7 @@ from parallel3d.schedule.schedules.one_f_one_b import in_turn
 
 
 def schedule(pp_size: int, num_microbatches: int, stages_per_rank: int) -> Schedule:
-    """The computes of each rank: 1F1B over (chunk, microbatch), with Megatron's warm-up."""
+    """Return each rank's computes: 1F1B over (chunk, microbatch), with Megatron's warm-up."""
     forwards = order(pp_size, num_microbatches, stages_per_rank)
     programs = tuple(
         in_turn(
@@ -24,10 +24,10 @@ def schedule(pp_size: int, num_microbatches: int, stages_per_rank: int) -> Sched
 
 
 def rounds(pp_size: int, num_microbatches: int) -> tuple[range, ...]:
-    """The microbatches in groups that go through one chunk after the other.
+    """Return the microbatches in groups that go through one chunk after another.
 
-    A group of p or more is back at the first rank just when that is free. Megatron wants groups of
-    exactly p; any number m >= p also works without a stall if no group is larger than the first.
+    A group of p or more returns to the first rank just when that is free. Megatron needs groups of
+    exactly p; any number m >= p works without a stall if no group is larger than the first.
     """
     count = max(1, num_microbatches // pp_size)
     size, larger = divmod(num_microbatches, count)
@@ -36,13 +36,13 @@ def rounds(pp_size: int, num_microbatches: int) -> tuple[range, ...]:
 
 
 def order(pp_size: int, num_microbatches: int, num_chunks: int) -> list[tuple[int, int]]:
-    """The (chunk, microbatch) that each rank runs forward, in order."""
+    """Return the (chunk, microbatch) pairs that each rank runs forward, in order."""
     groups = rounds(pp_size, num_microbatches)
     return [(chunk, i) for group in groups for chunk in range(num_chunks) for i in group]
 
 
 def invalid(pp_size: int, num_microbatches: int, stages_per_rank: int) -> str | None:
-    """Why several stages a rank are needed; any number of ranks and microbatches will do."""
+    """Return why the sizes are invalid, or None: each rank needs several stages."""
     if stages_per_rank == 1:
         return "stages_per_rank=1; use 2 or more, or the schedule 'one_f_one_b'"
     return None
@@ -51,14 +51,14 @@ def invalid(pp_size: int, num_microbatches: int, stages_per_rank: int) -> str | 
 def bubble(
     pp_size: int, num_microbatches: int, stages_per_rank: int, backward: float = 2.0
 ) -> float:
-    """The idle fraction: (p-1)/(v*m+p-1) for m >= p; fewer microbatches wait between chunks."""
+    """Return the idle fraction, (p-1)/(v*m+p-1) for m >= p; below p, more waits per chunk."""
     busy = stages_per_rank * num_microbatches
     waiting = (stages_per_rank - 1) * max(0, pp_size - num_microbatches) + pp_size - 1
     return waiting / (busy + waiting)
 
 
 def peak_in_flight(pp_size: int, num_microbatches: int, stages_per_rank: int) -> tuple[int, ...]:
-    """(stage, microbatch) pairs whose activations each rank holds at most: the warm-up, and one."""
+    """Return, per rank, the most (stage, microbatch) pairs with live activations."""
     return tuple(
         min(
             stages_per_rank * num_microbatches,
@@ -69,5 +69,5 @@ def peak_in_flight(pp_size: int, num_microbatches: int, stages_per_rank: int) ->
 
 
 def _warmup(rank: int, pp_size: int, num_microbatches: int, num_chunks: int) -> int:
-    """All chunks but one of the first group, and two for each rank after this one."""
+    """Return the warm-up: all but one chunk of the first group, and two per later rank."""
     return (num_chunks - 1) * len(rounds(pp_size, num_microbatches)[0]) + 2 * (pp_size - 1 - rank)

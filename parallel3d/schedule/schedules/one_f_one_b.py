@@ -1,20 +1,21 @@
-"""1F1B: after a warm-up one forward, one backward, in turn (PipeDream-Flush, arXiv:2006.09503).
+"""1F1B: after a warm-up, one forward and one backward in turn (PipeDream-Flush, arXiv:2006.09503).
 
-As fast as GPipe, but a rank holds activations only for the ranks after it and itself.
+As fast as GPipe, but a rank holds the activations of at most one microbatch for itself and each
+rank after it.
 """
 
 from collections.abc import Sequence
 
 from parallel3d.schedule.schedule import Action, Op, Schedule
 
-# Valid wherever GPipe is, and as long idle (arXiv:2104.04473, section 2.2.1).
+# Valid where GPipe is, with the same bubble (arXiv:2104.04473, section 2.2.1).
 from parallel3d.schedule.schedules.gpipe import bubble, invalid
 
 __all__ = ["bubble", "in_turn", "invalid", "peak_in_flight", "schedule"]
 
 
 def schedule(pp_size: int, num_microbatches: int, stages_per_rank: int) -> Schedule:
-    """The computes of each rank, which warms up with one forward for each rank after it."""
+    """Return each rank's computes; the warm-up is one forward per rank after this one."""
     programs = tuple(
         in_turn(
             [Action(Op.F, rank, i) for i in range(num_microbatches)],
@@ -29,7 +30,7 @@ def schedule(pp_size: int, num_microbatches: int, stages_per_rank: int) -> Sched
 def in_turn(
     forwards: Sequence[Action], backwards: Sequence[Action], warmup: int
 ) -> tuple[Action, ...]:
-    """`warmup` forwards, then one forward and one backward in turn, then the backwards left."""
+    """Return `warmup` forwards, then forwards and backwards in turn, then the other backwards."""
     warmup = min(warmup, len(forwards))
     pairs = zip(forwards[warmup:], backwards, strict=False)
     steady = [action for pair in pairs for action in pair]
@@ -37,5 +38,5 @@ def in_turn(
 
 
 def peak_in_flight(pp_size: int, num_microbatches: int, stages_per_rank: int) -> tuple[int, ...]:
-    """Microbatches whose activations a rank holds at most: for itself and each rank after it."""
+    """Return, per rank, the most microbatches with live activations: one per rank from it on."""
     return tuple(min(num_microbatches, pp_size - rank) for rank in range(pp_size))

@@ -1,19 +1,19 @@
 """1F1B on a V: down the ranks with the first half of the model, up again with the second.
 
-Rank r holds the stages r and 2p-1-r: one is held long, the other briefly, so every rank holds
-equally much. The placement is that of arXiv:2405.15362, the order our own. Two chunks shorten the
-bubble, as in `interleaved`, at the memory of 1F1B.
+Rank r holds the stages r and 2p-1-r. The activations of one are held long, those of the other
+briefly, so that all ranks hold equally much. The placement is that of arXiv:2405.15362, the order
+is our own. Two chunks shorten the bubble, as in `interleaved`, with the memory of 1F1B.
 """
 
 from parallel3d.schedule.schedule import Action, Op, Schedule
 
 
 def schedule(pp_size: int, num_microbatches: int, stages_per_rank: int) -> Schedule:
-    """The computes of each rank, in the order of slots, each with room for one F and then one B.
+    """Return each rank's computes, in the order of slots, each with room for one F and then one B.
 
-    Stage s runs F of microbatch i in slot 2i + s; its B comes when the Bs of all later stages have
-    taken a slot each. Of a rank's two stages one is even and one is odd, so no slot is taken twice
-    and, once the pipeline is full, none is free.
+    Stage s runs F of microbatch i in slot 2i + s; its B follows after one slot for each B of a
+    later stage. Of a rank's two stages one is even and one is odd, so no slot is used twice and,
+    once the pipeline is full, none is free.
     """
     last = 2 * pp_size - 1
 
@@ -40,7 +40,7 @@ def schedule(pp_size: int, num_microbatches: int, stages_per_rank: int) -> Sched
 
 
 def invalid(pp_size: int, num_microbatches: int, stages_per_rank: int) -> str | None:
-    """Why two stages a rank are needed; any number of ranks and microbatches will do."""
+    """Return why the sizes are invalid, or None: each rank needs two stages."""
     if stages_per_rank != 2:
         return f"stages_per_rank={stages_per_rank}; a V has two arms, use 2"
     return None
@@ -49,9 +49,9 @@ def invalid(pp_size: int, num_microbatches: int, stages_per_rank: int) -> str | 
 def bubble(
     pp_size: int, num_microbatches: int, stages_per_rank: int, backward: float = 2.0
 ) -> float:
-    """The idle fraction: each rank waits 2(p-1) times for the longer of F and B.
+    """Return the idle fraction: each rank waits 2(p-1) times for the longer of F and B.
 
-    That is 2(p-1)/(3m+2(p-1)) where B = 2F. With fewer than p microbatches nothing else hides.
+    This is 2(p-1)/(3m+2(p-1)) if B = 2F. With fewer than p microbatches more waits are exposed.
     """
     short, long = sorted((1.0, backward))
     missing = max(0, pp_size - num_microbatches)
@@ -60,6 +60,6 @@ def bubble(
 
 
 def peak_in_flight(pp_size: int, num_microbatches: int, stages_per_rank: int) -> tuple[int, ...]:
-    """(stage, microbatch) pairs that each rank holds at most: 2p halves, as 1F1B's first rank."""
+    """Return, per rank, the most (stage, microbatch) pairs: 2p halves, as 1F1B's first rank."""
     m = num_microbatches
     return tuple(min(2 * m, m + rank + 1, 2 * pp_size) for rank in range(pp_size))

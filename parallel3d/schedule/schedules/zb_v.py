@@ -1,8 +1,8 @@
-"""ZB-V: two stages a rank on a V, backwards split, no idle time in the middle (arXiv:2401.10241).
+"""ZB-V: two stages per rank on a V, backwards split, no idle time inside (arXiv:2401.10241).
 
-Rank r holds the stages r and 2p-1-r, as in `v_shape`. Where F, I and W take equally long, a rank
-never waits from its first forward to its last weight gradient, and holds the 2p halves of a rank's
-layers that 1F1B's first rank holds as p wholes. The order below is our own.
+Rank r holds the stages r and 2p-1-r, as in `v_shape`. If F, I and W take equally long, a rank never
+waits from its first forward to its last weight gradient. It holds 2p halves of a rank's layers, as
+much as 1F1B's first rank, which holds p of them in full. The order below is our own.
 """
 
 from collections import Counter
@@ -11,11 +11,12 @@ from parallel3d.schedule.schedule import Action, Op, Schedule
 
 
 def schedule(pp_size: int, num_microbatches: int, stages_per_rank: int) -> Schedule:
-    """The computes of each rank, of its early stage (down the V) and its late one (up again).
+    """Return each rank's computes, of its early stage (down the V) and its late one (up again).
 
-    The early stage's forwards fill the pipeline; then the late stage, whose backward follows its
-    forward at once, takes turns with it, each with all three of F, I and W; in the end the inputs'
-    gradients go first, where a rank before waits for them, and the weights' fill what is left.
+    1. The early stage's forwards fill the pipeline.
+    2. Both stages take turns, each with F, I and W; the late stage's backward follows its forward.
+    3. At the end, input gradients that an earlier rank waits for go first, and weight gradients
+       fill the gaps.
     """
     last = 2 * pp_size - 1
     return Schedule(
@@ -29,7 +30,7 @@ def schedule(pp_size: int, num_microbatches: int, stages_per_rank: int) -> Sched
 
 
 def _program(early: int, late: int, to_the_turn: int, num_microbatches: int) -> tuple[Action, ...]:
-    """`to_the_turn`: ranks from this one to the one on which the V turns, both counted."""
+    """Return a rank's program; `to_the_turn` counts the ranks from this one to the V's turn."""
     done: Counter[tuple[Op, int]] = Counter()
     program: list[Action] = []
 
@@ -39,7 +40,7 @@ def _program(early: int, late: int, to_the_turn: int, num_microbatches: int) -> 
                 program.append(Action(op, stage, i))
                 done[op, stage] += 1
 
-    def left(op: Op) -> bool:
+    def remains(op: Op) -> bool:
         return min(done[op, early], done[op, late]) < num_microbatches
 
     for _ in range(2 * to_the_turn - 1):
@@ -49,7 +50,7 @@ def _program(early: int, late: int, to_the_turn: int, num_microbatches: int) -> 
         run(early, "F")
     for _ in range(to_the_turn):
         run(late, "FIW")
-    while left(Op.F):
+    while remains(Op.F):
         run(early, "FIW")
         run(late, "FIW")
     for _ in range(early):
@@ -57,17 +58,17 @@ def _program(early: int, late: int, to_the_turn: int, num_microbatches: int) -> 
         run(late, "I")
     for _ in range(to_the_turn):
         run(early, "IW")
-    while left(Op.I):
+    while remains(Op.I):
         run(late, "I")
         run(early, "I")
-    while left(Op.W):
+    while remains(Op.W):
         run(late, "W")
         run(early, "W")
     return tuple(program)
 
 
 def invalid(pp_size: int, num_microbatches: int, stages_per_rank: int) -> str | None:
-    """Why two stages a rank are needed, and enough microbatches to fill the V."""
+    """Return why the sizes are invalid, or None: two stages per rank, enough microbatches."""
     if stages_per_rank != 2:
         return f"stages_per_rank={stages_per_rank}; a V has two arms, use 2"
     if num_microbatches < 2 * pp_size - 1:
@@ -79,11 +80,11 @@ def invalid(pp_size: int, num_microbatches: int, stages_per_rank: int) -> str | 
 def bubble(
     pp_size: int, num_microbatches: int, stages_per_rank: int, backward: float = 2.0
 ) -> float:
-    """The idle fraction: p-1 forwards before the first and behind the last compute of each rank.
+    """Return the idle fraction: each rank waits for p-1 forwards at its start, and at its end.
 
-    That is (p-1)/(6m+p-1) where F, I and W take equally long, which is the paper's zero bubble
-    (what remains is that ranks do not start together). Where I and W (half a backward each) are
-    longer each rank waits for p-1 of them; where they are shorter, F leaves gaps besides.
+    This is (p-1)/(6m+p-1) if F, I and W take equally long, the paper's zero bubble; the rest is
+    that ranks do not start together. If I and W (half a backward each) are longer, each rank waits
+    for p-1 of them; if they are shorter, F leaves gaps besides.
     """
     half = backward / 2
     if half >= 1:
@@ -94,5 +95,5 @@ def bubble(
 
 
 def peak_in_flight(pp_size: int, num_microbatches: int, stages_per_rank: int) -> tuple[int, ...]:
-    """(stage, microbatch) pairs whose activations each rank holds at most, from F to W: 2p."""
+    """Return, per rank, the most (stage, microbatch) pairs held from F to W: 2p."""
     return (2 * pp_size,) * pp_size

@@ -1,12 +1,12 @@
-"""ZB-H1: 1F1B with backwards split, their weight half made in idle time (arXiv:2401.10241).
+"""ZB-H1: 1F1B with split backwards; weight gradients fill idle time (arXiv:2401.10241).
 
-The stage before waits for the input's gradient (I) alone. Rank r keeps r weight gradients (W) back
-for its idle end; it holds what the first rank of 1F1B does, and the bubble is a third.
+The previous stage waits only for the input gradient (I). Rank r delays r weight gradients (W) to
+its idle end. It holds as much as the first rank of 1F1B, and the bubble is a third.
 """
 
 from parallel3d.schedule.schedule import Action, Op, Schedule
 
-# Valid wherever GPipe is.
+# Valid where GPipe is.
 from parallel3d.schedule.schedules.gpipe import invalid
 from parallel3d.schedule.schedules.one_f_one_b import in_turn
 
@@ -14,7 +14,7 @@ __all__ = ["bubble", "invalid", "peak_in_flight", "schedule"]
 
 
 def schedule(pp_size: int, num_microbatches: int, stages_per_rank: int) -> Schedule:
-    """The computes of each rank: 1F1B's order, and from the r-th I on a W behind each."""
+    """Return each rank's computes: 1F1B's order, with a W behind each I from the r-th on."""
     microbatches = range(num_microbatches)
     programs = []
     for rank in range(pp_size):
@@ -34,10 +34,10 @@ def schedule(pp_size: int, num_microbatches: int, stages_per_rank: int) -> Sched
 def bubble(
     pp_size: int, num_microbatches: int, stages_per_rank: int, backward: float = 2.0
 ) -> float:
-    """The idle fraction: each rank waits p-1 times for the longer of F and I (half a backward).
+    """Return the idle fraction: each rank waits p-1 times for the longer of F and I.
 
-    (p-1)/(3m+p-1) where a backward takes two forwards (the paper's (p-1)(F + I - W)); with fewer
-    than p microbatches there is less to fill the idle time with.
+    This is (p-1)/(3m+p-1) if a backward takes two forwards (the paper's (p-1)(F + I - W)). With
+    fewer than p microbatches there are fewer W to fill the idle time.
     """
     half = backward / 2
     filled = (min(pp_size, num_microbatches) - 1) * min(1.0, half)
@@ -46,5 +46,5 @@ def bubble(
 
 
 def peak_in_flight(pp_size: int, num_microbatches: int, stages_per_rank: int) -> tuple[int, ...]:
-    """Microbatches whose activations a rank holds at most, from F to W: p on each rank."""
+    """Return, per rank, the most microbatches held from F to W: p."""
     return (min(pp_size, num_microbatches),) * pp_size

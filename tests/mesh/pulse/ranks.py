@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from parallel3d.mesh.pulse import rank as pulse
-from parallel3d.mesh.pulse.judge import Limits
+from parallel3d.mesh.pulse.arbiter import Limits
 
 
 class Ranks:
@@ -66,7 +66,7 @@ class Ranks:
     def wait(self, condition, seconds):
         start = time.monotonic()
         while not condition():
-            assert time.monotonic() - start < seconds, self.said
+            assert time.monotonic() - start < seconds, self.printed
             time.sleep(0.02)
         return time.monotonic() - start
 
@@ -87,7 +87,7 @@ class Ranks:
         return [process.poll() is None for process in self.processes]
 
     @property
-    def said(self):
+    def printed(self):
         """The lines of each rank but the first, which says that it is watched."""
         return [
             [line for line in log.read_text().splitlines() if line != "watched"]
@@ -96,8 +96,8 @@ class Ranks:
 
 
 def main(task, folder, rank):
-    """What a rank does: end with 1 on a verdict, and else what the task names."""
-    place = Path(folder, "judge")
+    """What a rank does: end with 1 when the run is over, else act as the task names."""
+    place = Path(folder, "arbiter")
 
     def publish(text):
         place.with_suffix(".new").write_text(text)
@@ -113,12 +113,12 @@ def main(task, folder, rank):
     pulse.begin(rank, task["number"], ("127.0.0.1", task["port"]), names, publish, fetch)
 
     def end():
-        while not (verdict := pulse.verdict()):
+        while not (outcome := pulse.verdict()):
             time.sleep(0.05)
-        if verdict.speaks:
-            print(verdict.text, flush=True)
-        pulse.leave(verdict.code)
-        os._exit(verdict.code)
+        if outcome.speaks:
+            print(outcome.text, flush=True)
+        pulse.leave(outcome.code)
+        os._exit(outcome.code)
 
     threading.Thread(target=end, daemon=True).start()
     pulse.doing(f"work {rank}")
@@ -163,7 +163,7 @@ def ask(rank):
 
 
 def end_well(rank):
-    """One after the other, the one with the judge first."""
+    """One after the other, the one with the arbiter first."""
     time.sleep(2 + rank)
     pulse.leave(0)
     os._exit(0)

@@ -1,4 +1,4 @@
-"""What the judge of a thousand ranks costs, and how soon all of them hear of a death."""
+"""The cost of the arbiter of a thousand ranks, and how soon all of them hear of a death."""
 
 import json
 import resource
@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from parallel3d.mesh.pulse import rank as pulse
-from parallel3d.mesh.pulse.judge import Report
+from parallel3d.mesh.pulse.arbiter import Report
 
 pytestmark = [pytest.mark.pure, pytest.mark.slow]
 
@@ -19,7 +19,7 @@ DEAD = 500
 
 
 @pytest.fixture
-def judged(monkeypatch):
+def arbitrated(monkeypatch):
     """Rank 0's sentry, which is a real one, and lines to it as the other sentries have them."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most < 2 * RANKS:
@@ -43,12 +43,12 @@ def judged(monkeypatch):
 def beat(lines, token, since):
     for rank, line in lines.items():
         report = Report(f"node{rank // 8}", "runs", "1F0 of step 3", since, False, 300.0)
-        said = {"token": token, "rank": rank, "report": report}
-        line.sendall(json.dumps(said).encode() + b"\n")
+        message = {"token": token, "rank": rank, "report": report}
+        line.sendall(json.dumps(message).encode() + b"\n")
 
 
-def test_the_judge_of_a_thousand_ranks(judged):
-    sentry, lines, token = judged
+def test_the_arbiter_of_a_thousand_ranks(arbitrated):
+    sentry, lines, token = arbitrated
     beat(lines, token, 0.0)
     time.sleep(1)
     start, before = time.monotonic(), sum(sentry.cpu_times()[:2])
@@ -60,20 +60,20 @@ def test_the_judge_of_a_thousand_ranks(judged):
     assert share < MOST_OF_A_CORE
     start = time.monotonic()
     lines.pop(DEAD).close()
-    told = [last_word(line) for line in lines.values()]
+    messages = [last_message(line) for line in lines.values()]
     print(f"all heard of a death after {time.monotonic() - start:.2f} s")
     assert time.monotonic() - start < 30  # a few seconds where nothing else runs
-    assert {said["verdict"].partition(" at ")[0] for said in told} == {
+    assert {message["outcome"].partition(" at ")[0] for message in messages} == {
         f"rank {DEAD} on node{DEAD // 8} died"
     }
-    speaking = [rank for rank, said in zip(lines, told, strict=True) if said["speaks"]]
+    speaking = [r for r, message in zip(lines, messages, strict=True) if message["speaks"]]
     # Rank 0 is on this machine, and not on node0.
     assert speaking == [1, *range(8, RANKS, 8)]
 
 
-def last_word(line):
+def last_message(line):
     line.settimeout(10)
-    said = b""
-    while b'"verdict": "rank' not in said or not said.endswith(b"\n"):
-        said += line.recv(2**16)
-    return json.loads(said.splitlines()[-1])
+    received = b""
+    while b'"outcome": "rank' not in received or not received.endswith(b"\n"):
+        received += line.recv(2**16)
+    return json.loads(received.splitlines()[-1])

@@ -9,7 +9,7 @@ from parallel3d.mesh.pulse.page import Verdict, new_page
 pytestmark = pytest.mark.pure
 
 PAGES = 300
-VERDICT = Verdict("rank 0 on node7 died", True, 1)
+OUTCOME = Verdict("rank 0 on node7 died", True, 1)
 
 
 def first_read(page):
@@ -17,9 +17,9 @@ def first_read(page):
     page.is_watched = True  # the other one waits for it
     while (code := page.left) is None:
         pass
-    while (verdict := page.verdict) is None:
+    while (outcome := page.outcome) is None:
         pass
-    return code, verdict
+    return code, outcome
 
 
 def write(pages):
@@ -27,10 +27,10 @@ def write(pages):
         while not page.is_watched:
             pass
         page.leave(3)
-        page.judge(VERDICT)
+        page.end(OUTCOME)
 
 
-def test_a_verdict_is_whole_and_an_exit_code_is_the_one_that_was_written():
+def test_an_outcome_is_whole_and_an_exit_code_is_the_one_that_was_written():
     """Seen: a run that ended said "; the run ends", and not which rank had died."""
     pages = []
     for _ in range(PAGES):
@@ -43,7 +43,7 @@ def test_a_verdict_is_whole_and_an_exit_code_is_the_one_that_was_written():
         finally:
             os._exit(0)
     try:
-        assert {first_read(page) for page in pages} == {(3, VERDICT)}
+        assert {first_read(page) for page in pages} == {(3, OUTCOME)}
     finally:
         os.kill(child, 9)
         os.waitpid(child, 0)

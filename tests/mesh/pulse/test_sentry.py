@@ -1,4 +1,4 @@
-"""Processes that are killed, stopped, late or busy, each with a sentry: who ends, and what is said.
+"""Processes that are killed, stopped, late or busy, each with a sentry: who ends, with which line.
 
 The main thread of each waits for ever, as in a collective of NCCL; the ranks have no torch.
 """
@@ -42,8 +42,8 @@ def test_one_is_killed(tmp_path):
         ranks.send(signal.SIGKILL, 1)
         assert ranks.codes(SLACK) == [1, -signal.SIGKILL, 1]
         host = socket.gethostname()
-        said = [f'rank 1 on {host} died at "work 1": killed, or crashed']
-        assert ranks.said == [said, [], []]
+        lines = [f'rank 1 on {host} died at "work 1": killed, or crashed']
+        assert ranks.printed == [lines, [], []]
 
 
 def test_one_is_stopped(tmp_path):
@@ -53,14 +53,14 @@ def test_one_is_stopped(tmp_path):
         ranks.send(signal.SIGSTOP, 0)
         assert ranks.codes(SHORT["stopped"] + SLACK) == [-signal.SIGKILL, 1]
         assert time.monotonic() - start > SHORT["stopped"] - 1  # a look
-        assert "rank 0 on" in ranks.said[1][0] and "has been stopped (SIGSTOP) for " in str(
-            ranks.said
+        assert "rank 0 on" in ranks.printed[1][0] and "has been stopped (SIGSTOP) for " in str(
+            ranks.printed
         )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("with_sentry", [False, True])
-def test_the_one_with_the_judge_is_killed(tmp_path, with_sentry):
+def test_the_one_with_the_arbiter_is_killed(tmp_path, with_sentry):
     with started(tmp_path, 3) as ranks:
         if with_sentry:
             time.sleep(3)  # the others have heard what it does
@@ -71,8 +71,8 @@ def test_the_one_with_the_judge_is_killed(tmp_path, with_sentry):
         else:
             ranks.send(signal.SIGKILL, 0)
         assert ranks.codes(SLACK) == [-signal.SIGKILL, 1, 1]
-        assert ranks.said[0] == ranks.said[2] == []
-        [line] = ranks.said[1]
+        assert ranks.printed[0] == ranks.printed[2] == []
+        [line] = ranks.printed[1]
         assert "rank 0 on" in line and 'died at "work 0"' in line
 
 
@@ -84,7 +84,9 @@ def test_one_is_killed_with_its_sentry(tmp_path):
         ranks.send(signal.SIGKILL, 2)
         sentry.kill()
         assert ranks.codes(SLACK) == [1, 1, -signal.SIGKILL]
-        assert "rank 2 on" in ranks.said[0][0] and "and its sentry with it" in ranks.said[0][0]
+        assert (
+            "rank 2 on" in ranks.printed[0][0] and "and its sentry with it" in ranks.printed[0][0]
+        )
 
 
 @pytest.mark.slow
@@ -101,8 +103,8 @@ def test_a_machine_is_silent(tmp_path, rank):
         finally:
             sentry.resume()
         assert [code for r, code in enumerate(codes) if r != rank] == [1, 1]
-        said = str(ranks.said)
-        assert said.count(f"rank {rank} on") == 1 and "has been silent for" in said
+        lines = str(ranks.printed)
+        assert lines.count(f"rank {rank} on") == 1 and "has been silent for" in lines
 
 
 @pytest.mark.slow
@@ -110,14 +112,17 @@ def test_the_store_is_lost(tmp_path):
     with started(tmp_path, 2) as ranks:
         ranks.lose_store()
         assert ranks.codes(SLACK) == [1, 1]
-        assert "is gone: its keeper died" in ranks.said[0][0]
+        assert "is gone: its host process died" in ranks.printed[0][0]
 
 
 @pytest.mark.slow
 def test_one_is_late(tmp_path):
     with started(tmp_path, 3, "wait for one") as ranks:
         assert ranks.codes(5 + SLACK) == [1, 1, 1]
-        assert "rank 1 on" in ranks.said[0][0] and 'is late: at "2F0 of step 7"' in ranks.said[0][0]
+        assert (
+            "rank 1 on" in ranks.printed[0][0]
+            and 'is late: at "2F0 of step 7"' in ranks.printed[0][0]
+        )
 
 
 @pytest.mark.slow
@@ -125,15 +130,15 @@ def test_one_fails_alone(tmp_path):
     with started(tmp_path, 3, "fail alone") as ranks:
         assert ranks.codes(SLACK) == [1, 1, 1]
         assert (
-            "rank 1 on" in ranks.said[0][0]
-            and 'failed at "work 1": ValueError: no' in ranks.said[0][0]
+            "rank 1 on" in ranks.printed[0][0]
+            and 'failed at "work 1": ValueError: no' in ranks.printed[0][0]
         )
 
 
 def test_one_is_asked_to_stop(tmp_path):
     with started(tmp_path, 3, "ask") as ranks:
         assert ranks.codes(SLACK) == [3, 3, 3]
-        assert ranks.said == [[f"rank 1 on {socket.gethostname()} was asked to"], [], []]
+        assert ranks.printed == [[f"rank 1 on {socket.gethostname()} was asked to"], [], []]
 
 
 @pytest.mark.slow
@@ -141,25 +146,25 @@ def test_all_end_well_each_in_its_time(tmp_path):
     with started(tmp_path, 3, "end well") as ranks:
         sentries = [sentry_of(process) for process in ranks.processes]
         assert ranks.codes(10) == [0, 0, 0]
-        assert ranks.said == [[], [], []]
+        assert ranks.printed == [[], [], []]
         _, alive = psutil.wait_procs(sentries, timeout=SLACK)
         assert not alive
 
 
 @pytest.mark.slow
 def test_one_that_cannot_end_is_ended(tmp_path):
-    """No Python runs in it; what it was to say is said for it."""
+    """No Python runs in it; what it was to say is printed for it."""
     with started(tmp_path, 2, "hold lock") as ranks:
         ranks.send(signal.SIGKILL, 0)
         assert ranks.codes(5 + SLACK) == [-signal.SIGKILL, -signal.SIGKILL]
-        assert "rank 0 on" in ranks.said[1][0]
+        assert "rank 0 on" in ranks.printed[1][0]
 
 
 @pytest.mark.slow
 def test_native_code_that_holds_the_interpreter_is_no_fault(tmp_path):
     with started(tmp_path, 3, "hold lock") as ranks:
         assert ranks.codes(15) == [None, None, None]
-        assert ranks.said == [[], [], []]
+        assert ranks.printed == [[], [], []]
 
 
 @pytest.mark.slow
@@ -176,8 +181,8 @@ def test_a_job_that_is_stopped_and_goes_on_is_no_fault(tmp_path, with_sentries):
         for process in processes:
             process.resume()
             time.sleep(0.1)
-        assert ranks.codes(NO_FAULT) == [None, None, None], ranks.said
-        assert ranks.said == [[], [], []]
+        assert ranks.codes(NO_FAULT) == [None, None, None], ranks.printed
+        assert ranks.printed == [[], [], []]
 
 
 PTRACE_ATTACH, PTRACE_DETACH = 16, 17
@@ -193,10 +198,10 @@ def test_one_in_a_debugger_is_no_fault(tmp_path):
             pytest.skip(f"ptrace: {os.strerror(ctypes.get_errno())}")
         time.sleep(NO_FAULT)
         assert psutil.Process(traced).status() == psutil.STATUS_TRACING_STOP
-        assert ranks.said == [[], []]  # though one waits, and is allowed 3 s
+        assert ranks.printed == [[], []]  # though one waits, and is allowed 3 s
         assert libc.ptrace(PTRACE_DETACH, traced, None, None) == 0
         assert ranks.codes(3 + SLACK) == [1, 1]
-        assert "rank 1 on" in ranks.said[0][0] and "is late: " in ranks.said[0][0]
+        assert "rank 1 on" in ranks.printed[0][0] and "is late: " in ranks.printed[0][0]
 
 
 @pytest.mark.slow
@@ -219,25 +224,25 @@ def test_strangers_are_not_heard(tmp_path):
         assert ranks.codes(SLACK) == [1, -signal.SIGKILL]
 
 
-def test_a_verdict_that_comes_with_the_greeting_is_heard(monkeypatch):
-    """As by a rank whose sentry reaches the judge when the run is over."""
+def test_an_outcome_that_comes_with_the_greeting_is_heard(monkeypatch):
+    """As by a rank whose sentry reaches the arbiter when the run is over."""
     monkeypatch.setattr(pulse, "_page", None)
-    with socket.create_server(("127.0.0.1", 0)) as judge:
-        address = json.dumps(["secret", ["127.0.0.1"], judge.getsockname()[1]])
+    with socket.create_server(("127.0.0.1", 0)) as arbiter:
+        address = json.dumps(["secret", ["127.0.0.1"], arbiter.getsockname()[1]])
         pulse.begin(1, 2, ("127.0.0.1", 1), [], lambda text: None, lambda: address)
         pulse.leave(1)  # this process is not to be ended
-        greeting = {"token": "secret", "verdict": "", "speaks": False}
-        verdict = greeting | {"verdict": "it is over", "speaks": True, "blamed": False, "code": 1}
-        line, _ = judge.accept()
+        greeting = {"token": "secret", "outcome": "", "speaks": False}
+        outcome = greeting | {"outcome": "it is over", "speaks": True, "blamed": False, "code": 1}
+        line, _ = arbiter.accept()
         with line:
-            line.sendall(f"{json.dumps(greeting)}\n{json.dumps(verdict)}\n".encode())
-            said = pulse.verdict(20)
+            line.sendall(f"{json.dumps(greeting)}\n{json.dumps(outcome)}\n".encode())
+            heard = pulse.verdict(20)
         for child in psutil.Process().children():
             with suppress(psutil.ZombieProcess):  # another test's
                 if "pulse.sentry" in " ".join(child.cmdline()):
                     child.kill()
                     child.wait()
-        assert said == ("it is over", True, 1)
+        assert heard == ("it is over", True, 1)
 
 
 ALONE = """
@@ -250,7 +255,7 @@ input()
 
 
 @pytest.mark.slow
-def test_the_judge_does_not_wait_for_ranks_that_never_come():
+def test_the_arbiter_does_not_wait_for_ranks_that_never_come():
     """For longer than they may take to reach it; else it would outlive its launch for ever."""
     with subprocess.Popen([sys.executable, "-c", ALONE], stdin=subprocess.PIPE) as rank:
         deadline = time.monotonic() + 20

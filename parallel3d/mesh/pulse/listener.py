@@ -1,6 +1,6 @@
-"""Where the judge hears the sentries: the end that all their connections lead to (floor 0).
+"""The end of all connections of the sentries, where the arbiter receives them (floor 0).
 
-Each message is an object as a line of JSON over TCP, between processes that know one secret.
+Each message is a JSON object on one line over TCP, between processes that share a secret.
 """
 
 import hmac
@@ -10,11 +10,11 @@ import socket
 from contextlib import suppress
 from typing import Any
 
-from parallel3d.mesh.pulse.judge import GONE, Finding, Judge, Report
+from parallel3d.mesh.pulse.arbiter import GONE, Arbiter, Finding, Report
 
-_LOOK = 0.5  # seconds between two looks at all ranks, where there is nothing new
+_LOOK = 0.5  # seconds between two looks at all ranks, while nothing changes
 BEAT = 2.0  # seconds between two signs of life
-MOST_BYTES = 2**14  # of a line: nobody's words are longer
+MOST_BYTES = 2**14  # of a line; no message is longer
 
 
 class Line:
@@ -40,7 +40,7 @@ class Line:
             self.close()
 
     def receive(self) -> list[Any]:
-        """Take the objects that have come; closes if the other end is gone or sends rot."""
+        """Return the objects that have arrived; close if the other end is gone or sends no JSON."""
         try:
             while data := self.socket.recv(MOST_BYTES):
                 self._read += data
@@ -66,14 +66,14 @@ class Line:
 
 
 def connect(host: str, port: int) -> Line | None:
-    """Connect to a host; None if it does not answer soon."""
+    """Connect to a host; return None if it does not answer within seconds."""
     with suppress(OSError):
         return Line(socket.create_connection((host, port), timeout=3.0))
     return None
 
 
 def listen() -> socket.socket:
-    """Open a socket that takes connections on a free port, of IPv4 and, if there is any, IPv6."""
+    """Open a socket that accepts connections on a free port, over IPv4 and, if possible, IPv6."""
     if socket.has_dualstack_ipv6():
         with suppress(OSError):
             return socket.create_server(
@@ -82,29 +82,30 @@ def listen() -> socket.socket:
     return socket.create_server(("", 0), backlog=4096)
 
 
-class Court:
-    """The judge's connections: takes the lines of the sentries, and answers them.
+class Listener:
+    """The arbiter's connections: receives the lines of the sentries and answers them.
 
-    `selector` wakes its owner, who calls what stands beside a file that is ready.
+    `selector` belongs to the caller, who calls the function registered with each file that is
+    ready.
     """
 
     def __init__(
         self,
         listener: socket.socket,
-        judge: Judge,
+        arbiter: Arbiter,
         *,
         world_size: int,
         token: str,
         selector: selectors.BaseSelector,
     ) -> None:
-        self._listener, self._judge = listener, judge
+        self._listener, self._arbiter = listener, arbiter
         self._token, self._selector = token, selector
         self._awaited = set(range(world_size))
         self._lines: dict[Line, int | None] = {}
         self._finding = Finding()
         self._next = self._beat = 0.0
         listener.setblocking(False)
-        selector.register(listener, selectors.EVENT_READ, self._take)
+        selector.register(listener, selectors.EVENT_READ, self._accept)
 
     @property
     def is_empty(self) -> bool:
@@ -117,9 +118,9 @@ class Court:
         return all(rank is None for rank in self._lines.values())
 
     def watch_store(self, host: str, port: int) -> None:
-        """Notice when the process group's store at an address goes.
+        """Report to the arbiter when the process group's store at an address goes away.
 
-        An open connection is enough: the system of the other end closes it with the process.
+        An open connection is enough: the system closes it when the process at the other end dies.
         """
         if not (line := connect(host, port)):
             return
@@ -132,67 +133,67 @@ class Court:
             line.receive()
             if not line.is_open:
                 self._selector.unregister(line.descriptor)
-                self._judge.lose_store()
+                self._arbiter.lose_store()
 
         self._selector.register(line.descriptor, selectors.EVENT_READ, look)
 
-    def sit(self, now: float) -> None:
-        """Show the sentries that the judge lives; tell them the verdict, once, if there is one.
+    def serve(self, now: float) -> None:
+        """Send the sentries a sign of life, and the outcome once there is one.
 
-        It takes time for each rank, so it is not sought at each message of one.
+        Asking the arbiter takes time for each rank, so it is not asked at each message.
         """
         if now >= self._beat:
             self._beat = now + BEAT
-            first = self._judge.ranks.get(0)
+            first = self._arbiter.ranks.get(0)
             doing = first.report.doing if first else ""
-            self._tell_all({"doing": doing}, self._judge.speakers(blamed=0))
-        if self._finding.text or not (self._judge.news or now >= self._next):
+            self._send_all({"doing": doing}, self._arbiter.speakers(blamed=0))
+        if self._finding.text or not (self._arbiter.news or now >= self._next):
             return
         self._next = now + _LOOK
-        self._finding = self._judge.verdict(now)
+        self._finding = self._arbiter.check(now)
         if self._finding.text:
-            self._tell_all({}, self._judge.speakers(self._finding.blamed))
+            self._send_all({}, self._arbiter.speakers(self._finding.blamed))
 
-    def _tell_all(self, said: dict[str, Any], speakers: set[int]) -> None:
+    def _send_all(self, fields: dict[str, Any], speakers: set[int]) -> None:
         for line, rank in list(self._lines.items()):
             if rank is not None:
-                line.send(said | self._sentence(rank, rank in speakers))
+                line.send(fields | self._message(rank, rank in speakers))
                 self._forget_closed(line)
 
-    def _sentence(self, rank: int, speaks: bool) -> dict[str, Any]:
-        """The message to a rank's sentry; its "verdict" is empty while the run goes on."""
+    def _message(self, rank: int, speaks: bool) -> dict[str, Any]:
+        """Return the message to a rank's sentry; its "outcome" is empty while the run goes on."""
         text, blamed, code = self._finding
         is_blamed = rank == blamed
         return {
-            "token": self._token, "verdict": text, "speaks": speaks, "blamed": is_blamed,
+            "token": self._token, "outcome": text, "speaks": speaks, "blamed": is_blamed,
             "code": code,
         }  # fmt: skip
 
-    def _take(self) -> None:
+    def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:  # it has gone, or there are too many files
+        except OSError:  # the caller has gone, or too many files are open
             return
         line = Line(connection)
         self._lines[line] = None
-        self._selector.register(line.descriptor, selectors.EVENT_READ, lambda: self._hear(line))
+        self._selector.register(line.descriptor, selectors.EVENT_READ, lambda: self._receive(line))
 
-    def _hear(self, line: Line) -> None:
-        for said in line.receive():
-            self._hear_one(line, said)
+    def _receive(self, line: Line) -> None:
+        for message in line.receive():
+            self._take_report(line, message)
         self._forget_closed(line)
 
-    def _hear_one(self, line: Line, said: Any) -> None:
-        token = said.get("token") if isinstance(said, dict) else None
+    def _take_report(self, line: Line, message: Any) -> None:
+        token = message.get("token") if isinstance(message, dict) else None
         if not isinstance(token, str) or not hmac.compare_digest(token, self._token):
-            line.close()  # a stranger
+            line.close()  # not a sentry of this run
             return
-        rank, report = said["rank"], Report(*said["report"])
-        if self._lines[line] is None:  # it waits to hear that it has come to the right place
-            line.send(self._sentence(rank, speaks=False))
+        rank, report = message["rank"], Report(*message["report"])
+        if self._lines[line] is None:  # it waits for an answer to its first message
+            line.send(self._message(rank, speaks=False))
         self._awaited.discard(rank)
         self._lines[line] = rank
-        self._judge.hear(rank, report)
+        self._arbiter.hear(rank, report)
         if report.state == GONE:
             line.close()
 
@@ -202,4 +203,4 @@ class Court:
         self._selector.unregister(line.descriptor)
         rank = self._lines.pop(line)
         if rank is not None:
-            self._judge.lose(rank)
+            self._arbiter.lose(rank)

@@ -1,8 +1,8 @@
-"""Whom the judge accuses, by a clock of the test's own."""
+"""Which rank the arbiter blames, by the test's own clock."""
 
 import pytest
 
-from parallel3d.mesh.pulse.judge import GONE, RUNS, STOPPED, TRACED, Judge, Limits, Report
+from parallel3d.mesh.pulse.arbiter import GONE, RUNS, STOPPED, TRACED, Arbiter, Limits, Report
 
 pytestmark = pytest.mark.pure
 
@@ -10,10 +10,10 @@ LIMIT = 300.0
 
 
 class Play:
-    """Three ranks on two machines that report every two seconds; what the judge says, and when."""
+    """Three ranks on two machines that report every two seconds to an arbiter."""
 
     def __init__(self):
-        self.judge = Judge(Limits())
+        self.arbiter = Arbiter(Limits())
         self.now = 1000.0
         self.reports = {}
         for rank, host in enumerate(["a", "a", "b"]):
@@ -21,17 +21,17 @@ class Play:
 
     def set(self, rank, **values):
         self.reports[rank] = self.reports[rank]._replace(**values)
-        self.judge.hear(rank, self.reports[rank])
+        self.arbiter.hear(rank, self.reports[rank])
 
     def run(self, seconds, silent=()):
-        """Time goes by, in which some are silent; gives when there was a verdict, and which."""
+        """Let time pass while some are silent; return when a rank was blamed, which, and why."""
         for tick in range(round(2 * seconds)):
             if tick % 4 == 0:
                 for rank, report in self.reports.items():
                     if rank not in silent:
-                        self.judge.hear(rank, report)
+                        self.arbiter.hear(rank, report)
             self.now += 0.5
-            finding = self.judge.verdict(self.now)
+            finding = self.arbiter.check(self.now)
             if finding.text:
                 assert finding.code == 1
                 return tick / 2, finding.blamed, finding.text
@@ -47,23 +47,23 @@ def play():
 
 def test_who_dies_is_named_with_what_it_did(play):
     play.set(1, state=GONE)
-    said = 'rank 1 on a died at "1F0 of step 7": killed, or crashed'
-    assert play.run(1) == (0, 1, said)
-    assert play.judge.speakers(1) == {0, 2}  # one of each machine
+    line = 'rank 1 on a died at "1F0 of step 7": killed, or crashed'
+    assert play.run(1) == (0, 1, line)
+    assert play.arbiter.speakers(1) == {0, 2}  # one of each machine
 
 
 def test_who_is_lost_with_its_sentry_is_dead(play):
-    play.judge.lose(0)
+    play.arbiter.lose(0)
     seconds, blamed, text = play.run(1, silent=[0])
     assert (seconds, blamed) == (0, 0) and "and its sentry with it" in text
-    assert play.judge.speakers(0) == {1, 2}
+    assert play.arbiter.speakers(0) == {1, 2}
 
 
 @pytest.mark.parametrize("code", [0, 3])
 def test_who_has_ended_well_is_no_loss(play, code):
     play.set(1, state=GONE, left=code)
-    play.judge.lose(1)
-    play.judge.lose_store()  # it was the last that kept it
+    play.arbiter.lose(1)
+    play.arbiter.lose_store()  # it was the last that kept it
     assert play.run(100) is None
 
 
@@ -79,15 +79,15 @@ def test_an_error_of_one_is_that_of_all_or_a_fault(play):
 
 def test_who_fails_alone_says_why(play):
     play.set(2, left=1, reason="ValueError: no")
-    said = 'rank 2 on b failed at "2F0 of step 7": ValueError: no'
-    assert play.run(1) == (0, 2, said)
+    line = 'rank 2 on b failed at "2F0 of step 7": ValueError: no'
+    assert play.run(1) == (0, 2, line)
 
 
 def test_who_was_asked_to_stop_ends_all_well(play):
     play.set(1, left=3, reason="was asked")
-    assert play.judge.verdict(play.now) == ("rank 1 on a was asked", 1, 3)
+    assert play.arbiter.check(play.now) == ("rank 1 on a was asked", 1, 3)
     play.set(2, state=GONE)  # for which a launcher ends the others
-    assert play.judge.verdict(play.now).code == 1
+    assert play.arbiter.check(play.now).code == 1
 
 
 def test_who_is_stopped_has_twenty_seconds(play):
@@ -142,11 +142,11 @@ def test_a_machine_that_slept_accuses_nobody(play):
 
 
 def test_a_lost_store(play):
-    play.judge.store = "master:29500"
-    play.judge.lose_store()
+    play.arbiter.store = "master:29500"
+    play.arbiter.lose_store()
     seconds, blamed, text = play.run(30)
     assert (2 <= seconds <= 3, blamed) == (True, None)
-    assert text == "the store of the process group at master:29500 is gone: its keeper died"
+    assert text == "the store of the process group at master:29500 is gone: its host process died"
 
 
 def test_who_is_late_is_who_does_not_wait(play):
@@ -156,8 +156,8 @@ def test_who_is_late_is_who_does_not_wait(play):
     play.set(2, doing="a gather", since=3.0, waits=True)
     seconds, blamed, text = play.run(400)
     assert blamed == 1 and 249 <= seconds <= 251
-    said = 'rank 1 on a is late: at "1F0 of step 7" for 250 s; rank 0 waited (300 s are allowed)'
-    assert text == said
+    line = 'rank 1 on a is late: at "1F0 of step 7" for 250 s; rank 0 waited (300 s are allowed)'
+    assert text == line
 
 
 def test_where_all_wait_the_first_to_wait_is_named(play):

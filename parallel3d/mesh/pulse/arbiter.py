@@ -1,24 +1,24 @@
-"""The judge: finds in sentries' reports that the run is over, and whose fault it is (floor 0)."""
+"""Decides from the sentries' reports whether the run is over and who is at fault (floor 0)."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-RUNS, STOPPED, TRACED, GONE = "runs", "stopped", "traced", "gone"  # what a process is
-LONGEST_LOOK = 2.0  # seconds: more between two looks, and this machine slept or the judge did
-DONE, FAILED, ASKED = 0, 1, 3  # exit codes: of a run that is done, fails, was asked to stop
+RUNS, STOPPED, TRACED, GONE = "runs", "stopped", "traced", "gone"  # states of a process
+LONGEST_LOOK = 2.0  # seconds; a longer pause between two looks is not counted
+DONE, FAILED, ASKED = 0, 1, 3  # exit codes: completed, failed, asked to stop
 
 
 class Limits(NamedTuple):
-    """Seconds after which silence, a stop or a wait of a rank is a fault."""
+    """Seconds after which a silent, stopped or waiting rank counts as a fault."""
 
     stopped: float = 20.0
-    """A rank is stopped (SIGSTOP), while others run."""
+    """A rank is stopped (SIGSTOP) while others run."""
     silent: float = 20.0
     """A machine is silent."""
     store: float = 3.0
-    """The store of the process group is gone, and no rank has ended well."""
+    """The store of the process group is gone, and no rank has ended."""
     left: float = 10.0
-    """A rank has ended with an error that should be that of all, and others have not."""
+    """A rank has ended with an error that all ranks should share, and others have not ended."""
 
 
 class Report(NamedTuple):
@@ -28,18 +28,18 @@ class Report(NamedTuple):
     state: str
     doing: str
     since: float
-    """The reporter's clock: to be compared with its other reports only."""
+    """By the reporter's clock: comparable only with its other reports."""
     waits: bool
     limit: float
-    """Seconds that the rank may wait for another; 0: for ever."""
+    """Seconds that the rank may wait for another; 0 means no limit."""
     left: int | None = None
-    """The exit code of a rank that ends by itself."""
+    """The exit code of a rank that ends by itself; None while it runs."""
     reason: str = ""
-    """Why this rank ends, where the others cannot know it."""
+    """Why this rank ends, if the other ranks cannot know it."""
 
 
 class Finding(NamedTuple):
-    """Why the run is over, which rank is to blame, and the exit code of the run."""
+    """Why the run is over, which rank is at fault, and the exit code of the run."""
 
     text: str = ""
     """Empty while the run goes on."""
@@ -50,11 +50,11 @@ class Finding(NamedTuple):
 @dataclass
 class _Rank:
     report: Report
-    lost: bool = False  # nobody is left to report
-    # Seconds for which it has been so, as far as the judge was awake.
+    lost: bool = False  # its sentry is gone
+    # Seconds in each condition, not counting time in which the arbiter did not run.
     silent: float = 0.0
     stopped: float = 0.0
-    same: float = 0.0  # doing the same
+    same: float = 0.0  # at the same action
     gone: float = 0.0
 
     @property
@@ -67,11 +67,11 @@ class _Rank:
 
 
 @dataclass
-class Judge:
-    """The judge of one run: hears every sentry, and finds what ends the run.
+class Arbiter:
+    """Receives the reports of every sentry and finds what ends the run.
 
-    Times are summed from look to look, each by two seconds at most: after a sleep it accuses
-    nobody.
+    Times are summed between two looks, at most two seconds each, so that nobody is blamed after the
+    machine slept.
     """
 
     limits: Limits
@@ -79,12 +79,12 @@ class Judge:
     """The address of the process group's store."""
     ranks: dict[int, _Rank] = field(default_factory=dict)
     news: bool = False
-    """Whether something has happened since the last verdict that may change it at once."""
+    """True if something happened since the last check that may end the run at once."""
     _looked: float | None = None
     _store_gone: float | None = None
 
     def hear(self, rank: int, report: Report) -> None:
-        """Take a sentry's report."""
+        """Record a sentry's report."""
         known = self.ranks.setdefault(rank, _Rank(report))
         new, old = report, known.report
         self.news |= (new.state, new.left, new.reason) != (old.state, old.left, old.reason)
@@ -95,33 +95,33 @@ class Judge:
         known.report, known.silent, known.lost = report, 0.0, False
 
     def lose(self, rank: int) -> None:
-        """Note that a rank's sentry is gone; the rank had reported its end, or is lost with it."""
+        """Record that a rank's sentry is gone; unless the rank had ended, it is lost with it."""
         if self.ranks[rank].report.state != GONE:
             self.ranks[rank].lost = self.news = True
 
     def lose_store(self) -> None:
-        """Note that the process group's store does not answer."""
+        """Record that the process group's store does not answer."""
         self._store_gone = self._store_gone or 0.0
 
-    def verdict(self, now: float) -> Finding:
-        """Return why the run is over, if it is; `now` is a monotonic clock's."""
+    def check(self, now: float) -> Finding:
+        """Return why the run is over, with an empty text if it is not; `now` is monotonic."""
         passed = min(now - self._looked, LONGEST_LOOK) if self._looked is not None else 0.0
         self._looked, self.news = now, False
         running = [rank for rank, r in self.ranks.items() if r.runs]
-        # A person looks at one of them, and the others wait for it: nobody is late meanwhile.
+        # While a rank is in a debugger, the others wait for it, and none counts as late.
         is_held = any(r.report.state == TRACED and r.runs for r in self.ranks.values())
         for r in self.ranks.values():
             r.silent += passed
             r.same += passed * (not is_held)
             r.gone += passed * r.is_dead
-            # Where everything is stopped, nobody waits.
+            # If all ranks are stopped, none waits.
             r.stopped = r.stopped + passed * (r.report.state == STOPPED) if running else 0.0
         if self._store_gone is not None:
             self._store_gone += passed
         if not running:
             return Finding()
         ranks = sorted(self.ranks.items())
-        # A launcher asks all to stop when one has died or failed: what came first is the reason.
+        # A launcher asks all ranks to stop when one has died or failed; report the first cause.
         first = self._dead, self._failed, self._asked
         for find in (*first, self._stopped, self._silent, self._left):
             for rank, r in ranks:
@@ -133,7 +133,7 @@ class Judge:
         return self._late()
 
     def speakers(self, blamed: int | None) -> set[int]:
-        """The first rank of each machine that can still say something."""
+        """Return the first rank of each machine that can still print a message."""
         first: dict[str, int] = {}
         for rank, r in sorted(self.ranks.items()):
             if r.runs and rank != blamed:
@@ -142,8 +142,8 @@ class Judge:
 
     def _dead(self, r: _Rank) -> str:
         if r.report.left is None and r.is_dead:
-            whole = ", and its sentry with it" if r.lost else ""
-            return f"died {_at(r)}: killed, or crashed{whole}{self._first_to_stand_still()}"
+            sentry = ", and its sentry with it" if r.lost else ""
+            return f"died {_at(r)}: killed, or crashed{sentry}{self._first_to_stand_still()}"
         return ""
 
     def _failed(self, r: _Rank) -> str:
@@ -166,7 +166,7 @@ class Judge:
         return f"{silent}: its machine or its network is down"
 
     def _late(self) -> Finding:
-        """Blame the one that stands still without waiting, else the one that waits longest."""
+        """Blame the rank that stands still without waiting, else the one that waits longest."""
         waiting = [
             rank
             for rank, w in self.ranks.items()
@@ -191,17 +191,17 @@ class Judge:
         ended = any(r.report.left is not None for r in self.ranks.values())
         if ended or self._store_gone is None or self._store_gone < self.limits.store:
             return ""
-        return f"the store of the process group at {self.store} is gone: its keeper died"
+        return f"the store of the process group at {self.store} is gone: its host process died"
 
     def _slowest(self) -> int | None:
-        """The rank that has done the same for longest, of those that do not wait if any."""
+        """Return the rank that has done the same thing longest; waiting ranks only if all wait."""
         ranks = self.ranks
         alive = [n for n, r in ranks.items() if r.report.left is None and not r.is_dead]
         working = [n for n in alive if not ranks[n].report.waits]
         return max(working or alive, key=lambda n: ranks[n].same, default=None)
 
     def _first_to_stand_still(self) -> str:
-        """Name the rank for which one that ended may have waited too long."""
+        """Return a note on the rank that one which ended may have waited for."""
         slowest = self._slowest()
         if slowest is None or not 0 < self.ranks[slowest].report.limit < self.ranks[slowest].same:
             return ""
@@ -214,6 +214,6 @@ def _at(r: _Rank) -> str:
 
 
 def _ranks(numbers: list[int]) -> str:
-    """Names at most eight."""
+    """Return ranks as text, at most eight of them."""
     shown = ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
     return f"rank{'s'[: len(numbers) > 1]} {shown}"
