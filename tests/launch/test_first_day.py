@@ -69,7 +69,7 @@ CASES = {
     "combination": [
         ("--fp16.enabled true --bf16.enabled true", "switch one of them off"),
         ("--zero_optimization.stage 1 --zero_optimization.offload_param.device cpu", "use stage 3"),
-        (f"{P}train.max_tokens 10", "one thing too many"),
+        (f"{P}train.max_tokens 10", "sets both"),
         (f"{P}checkpoint.resume 3", "a step is one of an existing run"),
         (f"{MODEL}num_attention_heads 3", "does not divide hidden_size=128"),
         (f"{P}pipeline.schedule v_shape {P}pipeline.stages_per_rank 3", "a V has two arms, use 2"),
