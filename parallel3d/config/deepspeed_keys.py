@@ -62,11 +62,7 @@ _MASTERS = "is not supported: master weights and moments are fp32; remove it"
 _BETAS = "is not supported: the betas are constant; remove it"
 
 
-def _either(why: str) -> Key:
-    """Return a key that accepts true and false because neither changes anything."""
-    return Key(f"must be true or false, and has no effect: {why}; remove it", (True, False))
-
-
+_EITHER = Key("must be true or false, and has no effect; remove it", (True, False))
 TOP_LEVEL = {
     "activation_checkpointing": Key(
         f"is not used; set {_RECOMPUTE}",
@@ -125,7 +121,7 @@ TOP_LEVEL = {
             "keep_in_fp32_modules": ("auto",),
         },
     ),
-    "dataloader_drop_last": _either("every batch is full"),
+    "dataloader_drop_last": _EITHER,
     "datastates_ckpt": Key(_CHECKPOINT, (False, None)),
     "disable_allgather": Key(
         "is not supported: every rank needs the updated weights; remove it", (False,)
@@ -133,7 +129,7 @@ TOP_LEVEL = {
     "disable_python_gc": Key(
         "is not supported: Python's garbage collection stays on; remove it", (False,)
     ),
-    "dump_state": _either("config.json in the run's folder lists all settings"),
+    "dump_state": _EITHER,
     "eigenvalue": Key(f"{_REMOVED}; remove it", switch="enabled"),
     "elasticity": Key(f"{_REMOVED}; set train_micro_batch_size_per_gpu", switch="enabled"),
     "expert_parallel": Key(_NO_EXPERTS, switch="enabled"),
@@ -145,7 +141,7 @@ TOP_LEVEL = {
         "must be a log level, and has no effect: DeepSpeed logs errors only; remove it", _LOG_LEVELS
     ),
     "managed_gradient_accumulation": Key(_OWN_LOOP, (True,)),
-    "memory_breakdown": _either("metrics.jsonl records the peak memory of every step"),
+    "memory_breakdown": _EITHER,
     "nebula": Key(f"{_REMOVED}; remove it", switch="enabled"),
     "pipeline": Key(
         "is not used: DeepSpeed's pipeline engine does not run; set parallel3d.pipeline",
@@ -185,7 +181,7 @@ TOP_LEVEL = {
     "use_data_before_expert_parallelism": Key(_NO_EXPERTS, (False,)),
     "vocabulary_size": Key("is not used; set parallel3d.model.vocab_size", (None,)),
     "weight_quantization": Key("is not supported: it is for inference; remove it"),
-    "zero_allow_untested_optimizer": _either("parallel3d creates the optimizer"),
+    "zero_allow_untested_optimizer": _EITHER,
     "zero_force_ds_cpu_optimizer": Key(
         "must be false: torch's Adam updates in host memory if DeepSpeed's cannot be compiled; "
         "remove it",
@@ -193,7 +189,9 @@ TOP_LEVEL = {
     ),
 }
 
-_SAVED = "parallel3d.run.save_weights decides whether full weights are saved"
+_FULL_WEIGHTS = Key(
+    "must be true or false, and has no effect; set parallel3d.run.save_weights", (True, False)
+)
 _QUANTIZED = "is part of ZeRO++: quantization would change results; remove it"
 
 # By the dotted path of the block that has the keys.
@@ -211,7 +209,7 @@ BY_SECTION: dict[str, dict[str, Key]] = {
         "immediate_grad_update": Key(_OWN_LOOP, (False,)),
     },
     "fp16": {
-        "auto_cast": _either("the model's inputs are token ids"),
+        "auto_cast": _EITHER,
         "fp16_master_weights_and_grads": Key(_MASTERS, (False,)),
     },
     "optimizer": {"legacy_fusion": Key("is for LAMB, which is not supported; remove it", (False,))},
@@ -262,7 +260,7 @@ BY_SECTION: dict[str, dict[str, Key]] = {
             "is the old stage 1, which DeepSpeed has removed; remove it", (False,)
         ),
         "load_from_fp32_weights": Key(_CHECKPOINT, (True,)),
-        "memory_efficient_linear": _either("parallel3d's linear layers save that memory anyway"),
+        "memory_efficient_linear": _EITHER,
         "mics_hierarchical_params_gather": Key(f"{_REMOVED}; remove it", (False,)),
         "mics_shard_size": Key(f"{_REMOVED}; remove it", (-1,)),
         "pipeline_loading_checkpoint": Key(_CHECKPOINT, (False,)),
@@ -272,8 +270,8 @@ BY_SECTION: dict[str, dict[str, Key]] = {
             (False,),
         ),
         "save_muon_momentum_buffer_in_memory": Key("is for Muon, not Adam; remove it", (False,)),
-        "stage3_gather_16bit_weights_on_model_save": _either(_SAVED),
-        "stage3_gather_fp16_weights_on_model_save": _either(_SAVED),
+        "stage3_gather_16bit_weights_on_model_save": _FULL_WEIGHTS,
+        "stage3_gather_fp16_weights_on_model_save": _FULL_WEIGHTS,
         "zenflow": Key(
             "is not supported: its stale gradients would change results; remove it", (None,)
         ),

@@ -39,12 +39,10 @@ prints each resolved value at its start; `config.json` in its folder has them to
 _KEYS = """\
 ## DeepSpeed's other keys
 
-These keys of DeepSpeed 0.19.8 are not settings of parallel3d. The accepted values have no effect:
-they describe what parallel3d does anyway, or turn off features that it does not have. Any other
-value is refused, with the reason in the third column.
-
-Keys that begin with `_` are comments, except in the block "parallel3d". The old names `bfloat16`,
-`cpu_offload` and `cpu_offload_param` are read if the new names are missing, as in DeepSpeed.
+These keys of DeepSpeed 0.19.8 are not settings of parallel3d. The accepted values have no effect
+here, and any other value is refused for the reason in the second column. Keys that begin with `_`
+are comments, except in the block "parallel3d". The old names `bfloat16`, `cpu_offload` and
+`cpu_offload_param` are read if the new ones are missing, as in DeepSpeed.
 """
 
 
@@ -61,7 +59,7 @@ def config_document() -> str:
         _AUTO,
         _table(("setting", "value of auto"), ((f"`{r.path}`", r.words) for r in auto.RULES)),
         _KEYS,
-        _table(("key", "accepted values", "why others are refused"), _keys()),
+        _table(("accepted values", "why other values are refused"), _keys()),
     ]
     return "\n".join(parts)
 
@@ -76,9 +74,9 @@ def _keys() -> Iterator[tuple[str, ...]]:
     for section, keys in BY_SECTION.items():
         for name, key in sorted(keys.items()):
             path = f"{section}.{name}" if section else name
-            yield f"`{path}`", ", ".join(_accepted(key)), key.reason
+            yield f"`{path}`: {', '.join(_accepted(key)) or 'none'}", key.reason
             for item, reason in key.reasons.items():
-                yield f"`{path}.{item}`", "as above", reason
+                yield f"`{path}.{item}`: as above", reason
 
 
 def _accepted(key: Key) -> Iterator[str]:
@@ -96,7 +94,7 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     names: dict[tuple[str, ...], list[str]] = {}
     for name, *columns in rows:
         names.setdefault(tuple(columns), []).append(name)
-    merged = ((", ".join(paths), *columns) for columns, paths in names.items())
+    merged = (("<br>".join(paths), *columns) for columns, paths in names.items())
     cells = (
         " | ".join(cell.replace("|", "\\|") for cell in line)
         for line in (head, ("---",) * len(head), *merged)

@@ -68,7 +68,7 @@ class WarmupDecayLRParams(WarmupLRParams):
     warmup_max_lr: Rate | None = 0.001
     """Learning rate at the end of the warm-up; null means optimizer.params.lr."""
     total_num_steps: Steps | Literal["auto"]
-    """Step at which the learning rate reaches 0; "auto" means the last step of the run."""
+    """Step at which the decay ends; "auto" means the last step of the run."""
 
     def _after(self, step: int) -> float:
         total = _known(self.total_num_steps)
@@ -79,7 +79,7 @@ class WarmupCosineLRParams(Warmup):
     """Fractions of optimizer.params.lr: warm-up to 1, then half a cosine."""
 
     total_num_steps: Steps | Literal["auto"]
-    """Step at which the cosine ends; "auto" means the last step of the run."""
+    """Step at which the decay ends; "auto" means the last step of the run."""
     warmup_min_ratio: Ratio = 0.0
     """Fraction of optimizer.params.lr at which the warm-up starts."""
     cos_min_ratio: Ratio = 0.0001

@@ -124,7 +124,7 @@ BAD_TOGETHER = [
     ({"fp16": ON, "bf16": ON}, "fp16.enabled", True, "with bf16.enabled", "disable one of them"),
     ({"bf16": ON, "bfloat16": ON}, "bfloat16", ON, "old name", "remove it"),
     ({f"{P3D}.train": {"steps": 10, "max_tokens": 10_000}},
-     f"{P3D}.train", {"steps": 10, "max_tokens": 10_000}, "sets both steps and max_tokens", "exactly one of"),
+     f"{P3D}.train", {"steps": 10, "max_tokens": 10_000}, "sets both steps and", "exactly one of"),
     ({f"{P3D}.train": {}}, f"{P3D}.train", {}, "does not set the run's length", "exactly one of"),
     ({LR: {"type": "wsd", "warmup_steps": 4, "decay_steps": 7}},
      f"{LR}.decay_steps", 7, "warmup_steps=4 exceeds the run's 10", "use at most 6"),
@@ -177,7 +177,7 @@ WORDS = [
     ("-mesh.pp 2", "'-mesh.pp'", "sets nothing", "--dotted.path value"),
     ("--model.hidden_size big", 'hidden_size = "big"', "must be an integer", "whole number"),
     ("--checkpoint.evry 1", "parallel3d.checkpoint.evry = 1", "no setting", '"every"'),
-    ("--checkpoint.writer x", 'checkpoint = {"writer": "x"}', "own checkpoint format", "set parallel3d.che"),
+    ("--checkpoint.writer x", 'checkpoint = {"writer": "x"}', "its own", "set parallel3d.che"),
     ("--pipeline.partition 1", 'pipeline = {"partition": 1}', "does not run", "set parallel3d.pip"),
 ]  # fmt: skip
 

@@ -217,9 +217,7 @@ def test_dropout_is_the_users_and_the_folders_is_said(tmp_path):
     folder = published(tmp_path / "model", GPT2)
     config = config_of(folder)
     assert config.model.resid_pdrop == 0.0
-    assert (
-        "model.resid_pdrop: 0 unless set; resid_pdrop is 0.1 in config.json" in config.notes
-    )
+    assert "model.resid_pdrop: 0 unless set; resid_pdrop is 0.1 in config.json" in config.notes
     config = config_of(folder, **{"parallel3d.model.resid_pdrop": 0.2})
     assert config.model.resid_pdrop == 0.2 and not any("pdrop" in note for note in config.notes)
 
