@@ -117,9 +117,9 @@ class RunState:
             )
         if not same_corpus:
             say(
-                "the corpus has changed since the checkpoint: the data continues at sample "
-                f"{state['next_sample']:,} of the new corpus, so some text may be repeated or "
-                "skipped, and held-out text may include text that was trained on"
+                "the corpus has changed since the checkpoint: sample "
+                f"{state['next_sample']:,} is now at another place, so some text may be repeated "
+                "or skipped, and held-out text may include text that was trained on"
             )
         if changes := list(_changes(state["config"], self._fixed["config"])):
             say("changed since the checkpoint: " + ", ".join(changes))

@@ -81,7 +81,7 @@ def _check_layers(mesh: MeshConfig, pipeline: PipelineConfig, model: Any) -> Ite
     if mesh.pp * per_rank > num_layers:
         layers = f"the {num_layers} layers (blocks, embedding and head)"
         if mesh.pp > num_layers or per_rank == 1:
-            rule, remedy = f"is more than {layers}", f"use pp = {num_layers} or less"
+            rule, remedy = f"is more stages than {layers}", f"use pp = {num_layers} or less"
             yield Problem("parallel3d.mesh.pp", mesh.pp, rule, remedy)
         else:
             rule = f"makes {mesh.pp * per_rank} stages on pp={mesh.pp} ranks, more than {layers}"
