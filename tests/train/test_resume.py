@@ -184,7 +184,7 @@ def test_another_run_is_refused_by_name(config, half):
     """One message on all ranks, which says what was changed and how to go on."""
     refusals = {
         "parallel3d.train.seed was 0 and is now 1": {"parallel3d__train__seed": 1},
-        f"parallel3d.data.sequence_length was {LENGTH} and is 8": {
+        f"parallel3d.data.sequence_length was {LENGTH} and is now 8": {
             "parallel3d__data__sequence_length": 8
         },
         "was trained with another tokenizer": {"parallel3d__data__vocab_size": 270},
