@@ -1,1 +1,1 @@
-"""Checkpoints: the training state of a run on disk, written by any mesh and read by any other."""
+"""Checkpoints: a run's training state on disk, written by any mesh and read by any other."""

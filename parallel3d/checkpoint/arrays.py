@@ -1,4 +1,4 @@
-"""Direct reads of boxes of row-major arrays in a file into tensors."""
+"""Read boxes of row-major arrays from a file directly into tensors."""
 
 import os
 import weakref
@@ -17,50 +17,50 @@ from parallel3d.base.errors import CheckpointError
 from parallel3d.checkpoint.safe_files import open_file
 
 STAGING_BYTES = 8 * 2**20
-# Reading over a gap is cheaper than one more call to the system, up to about here.
+# Up to about this size, reading a gap is cheaper than one more system call.
 GAP_BYTES = 64 * 2**10
-# Rows transposed at once: their pages and lines fit the caches of addresses and of data.
-TURNED_ROWS = 512
+# Rows transposed at once, so that their pages and lines fit the TLB and the data cache.
+TRANSPOSED_ROWS = 512
 PAGE_BYTES = 4096
 
 Dims = tuple[int, ...]
 
 
 def memory_of(value: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor of the host, in place."""
+    """Return the bytes of a contiguous host tensor, without a copy."""
     # Not view(-1): a contiguous tensor of one element may have any stride.
     flat = value.detach().as_strided((value.numel(),), (1,))
     return flat.view(torch.uint8).numpy().data
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A new tensor of the host, of any values."""
-    # Not torch.empty: deterministic torch fills it, and numpy asks for large pages, which halves
-    # the cost of memory that is new.
+    """Return an uninitialized host tensor."""
+    # Not torch.empty: in deterministic mode torch fills it, and numpy requests huge pages, which
+    # halves the cost of new memory.
     size = dtype.itemsize * prod(shape)
     memory = np.empty(size, "u1") if _recycled is None else _recycled.take(size)
     return torch.from_numpy(memory).view(dtype).view(tuple(shape))
 
 
 class _Blocks:
-    """Blocks of memory that nothing uses: never more of them than were in use at once."""
+    """Unused blocks of memory, never more than were in use at once."""
 
     def __init__(self) -> None:
         self._free: list[np.ndarray] = []
         self._lock = Lock()
 
     def take(self, size: int) -> np.ndarray:
-        """An array of so many bytes, whose block is free again when nothing refers to it."""
+        """Return an array of `size` bytes, whose block is freed when nothing refers to it."""
         with self._lock:
-            fit = [block for block in self._free if len(block) >= size]
-            if self._free:  # of those that are too small one makes room for a larger one
-                old = min(fit or self._free, key=len)
-                del self._free[next(n for n, block in enumerate(self._free) if block is old)]
-        block = min(fit, key=len) if fit else np.empty(size, "u1")
-        found = block[:size]
-        # Without the lock: it may run wherever an object goes, and to append is one step.
-        weakref.finalize(found, self._free.append, block).atexit = False
-        return found
+            fitting = [block for block in self._free if len(block) >= size]
+            if self._free:  # if none fits, the smallest block is replaced by a larger one
+                used = min(fitting or self._free, key=len)
+                del self._free[next(n for n, block in enumerate(self._free) if block is used)]
+        block = min(fitting, key=len) if fitting else np.empty(size, "u1")
+        array = block[:size]
+        # No lock: the finalizer can run at any time in any thread, and append is atomic.
+        weakref.finalize(array, self._free.append, block).atexit = False
+        return array
 
 
 _recycled: _Blocks | None = None
@@ -68,9 +68,9 @@ _recycled: _Blocks | None = None
 
 @contextmanager
 def recycled() -> Iterator[None]:
-    """Have `empty` reuse the memory of its tensors that are gone, in all threads.
+    """Let `empty` reuse the memory of its freed tensors, in all threads.
 
-    The system clears new memory, which takes as long as to read as much from a file.
+    The system clears new memory, which takes as long as reading the same bytes from a file.
     """
     global _recycled
     before, _recycled = _recycled, _recycled or _Blocks()
@@ -81,10 +81,10 @@ def recycled() -> Iterator[None]:
 
 
 class ArrayFile:
-    """A file of arrays open for reading; the caller knows where each array begins."""
+    """A file of arrays, open for reading. The caller knows where each array begins."""
 
     def __init__(self, path: Path) -> None:
-        """Raises CheckpointError where the file cannot be opened, or is no plain file."""
+        """Open the file; raises CheckpointError if it cannot be opened or is not a plain file."""
         self.path = path
         try:
             self.descriptor, self.size = open_file(path)
@@ -94,10 +94,14 @@ class ArrayFile:
     def read_box(
         self, at: int, shape: Dims, offsets: Dims, out: Tensor, dtype: torch.dtype
     ) -> None:
-        """Fill `out` with the box at `offsets` of an array [*shape] of `dtype` stored from `at`.
+        """Fill `out` with a box of an array; raises CheckpointError if it cannot be read.
 
-        out: of any type, strides and device; where it is contiguous as in the file it is read into
-        directly, else through a buffer or two of at most 8 MiB. Raises CheckpointError.
+        Args:
+            at: the byte at which the array begins.
+            shape, dtype: of the array.
+            offsets: where the box begins in the array, by dim.
+            out: [*box shape], of any type, strides and device. It is filled directly if it is
+                contiguous host memory of the array's type, otherwise through buffers of 8 MiB.
         """
         staging = empty([min(STAGING_BYTES // dtype.itemsize, prod(shape))], dtype)
         self._read(at, shape, offsets, out.detach(), staging)
@@ -123,25 +127,25 @@ class ArrayFile:
             for row, part in enumerate(out):
                 self._read(at + row * row_bytes, shape[1:], offsets[1:], part, staging)
             return
-        turned = out.dim() > 1 and out.stride(0) == 1 < out.stride(-1)
-        if turned:
-            rows_at_once = min(rows_at_once, TURNED_ROWS)
+        transposed = out.dim() > 1 and out.stride(0) == 1 < out.stride(-1)
+        if transposed:
+            rows_at_once = min(rows_at_once, TRANSPOSED_ROWS)
         for first in range(0, len(out), rows_at_once):
             part = out[first : first + rows_at_once]
             rows = staging[: len(part) * row_bytes // item].view(len(part), *shape[1:])
             self._fill(rows, at + first * row_bytes)
             for dim, offset in enumerate(offsets[1:], start=1):
                 rows = rows.narrow(dim, offset, part.shape[dim])
-            if turned and row_bytes % PAGE_BYTES == 0 and part.device.type == "cpu":
-                # A column's elements would share few lines of the cache: torch turns it in blocks.
+            if transposed and row_bytes % PAGE_BYTES == 0 and part.device.type == "cpu":
+                # Elements of a column share few cache lines; torch transposes in blocks.
                 columns = rows.contiguous().flatten(1).t().contiguous()
                 rows = columns.t().unflatten(1, part.shape[1:])
             part.copy_(rows)
 
     def _fill(self, out: Tensor, at: int) -> None:
-        """Read a contiguous tensor of the host from where its bytes begin."""
+        """Fill a contiguous host tensor from byte `at` on."""
         memory, done = memory_of(out), 0
-        while done < len(memory):  # one call gives 2 GiB at most
+        while done < len(memory):  # one call reads at most 2 GiB
             try:
                 count = os.preadv(self.descriptor, [memory[done:]], at + done)
             except OSError as error:
@@ -154,7 +158,7 @@ class ArrayFile:
             done += count
 
     def close(self) -> None:
-        """Close the file; twice does no harm."""
+        """Close the file; may be called twice."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
         self.descriptor = -1

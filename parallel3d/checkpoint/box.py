@@ -1,4 +1,4 @@
-"""Boxes: rectangular parts of a tensor, the unit in which checkpoints are cut."""
+"""Boxes: rectangular parts of tensors, the unit of checkpoints."""
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, combinations
@@ -19,10 +19,10 @@ class Box(NamedTuple):
 
 
 def boxes_of(shape: Sequence[int], start: int, stop: int) -> list[tuple[Box, int]]:
-    """The contiguous boxes that tile the flat range [start, stop) of a tensor, in flat order.
+    """Return the contiguous boxes that tile the flat range [start, stop) of a tensor, in order.
 
-    With each comes the index of its first element, counted from `start`. For `ndim` dims there are
-    at most 2 ndim - 1: the rest of a row, whole rows, and the beginning of a row, at each dim.
+    Each comes with the index of its first element, counted from `start`. A tensor of n dims needs
+    at most 2n - 1 boxes: per dim, the rest of a row, full rows, and the beginning of a row.
     """
     assert 0 <= start <= stop <= prod(shape), f"[{start}, {stop}) is not in a tensor of {shape}"
     boxes = _boxes(tuple(shape), start, stop)
@@ -37,19 +37,19 @@ def _boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
         return [Box((), ())]
     row = shape[1:]
     size = prod(row)
-    first, begin = divmod(start, size)  # `begin` elements of the first row are left out
-    last, end = divmod(stop, size)  # `end` elements of the last row are taken
+    first, begin = divmod(start, size)  # the range skips `begin` elements of the first row
+    last, end = divmod(stop, size)  # the range has `end` elements of the last row
     if first == last:
         return _in_row(first, _boxes(row, begin, end))
-    found: list[Box] = []
+    boxes: list[Box] = []
     if begin:
-        found += _in_row(first, _boxes(row, begin, size))
+        boxes += _in_row(first, _boxes(row, begin, size))
         first += 1
     if first < last:
-        found.append(Box((first, *[0] * len(row)), (last - first, *row)))
+        boxes.append(Box((first, *[0] * len(row)), (last - first, *row)))
     if end:
-        found += _in_row(last, _boxes(row, 0, end))
-    return found
+        boxes += _in_row(last, _boxes(row, 0, end))
+    return boxes
 
 
 def _in_row(row: int, boxes: list[Box]) -> list[Box]:
@@ -57,30 +57,33 @@ def _in_row(row: int, boxes: list[Box]) -> list[Box]:
 
 
 def overlap(a: Box, b: Box) -> Box | None:
-    """The box of the elements that two boxes share; None where they share none."""
+    """Return the box of the elements that two boxes share; None if there are none."""
     offsets = tuple(map(max, a.offsets, b.offsets))
     shape = tuple(map(lambda x, y, at: min(x, y) - at, _ends(a), _ends(b), offsets))
     return Box(offsets, shape) if all(size > 0 for size in shape) else None
 
 
 def shift(box: Box, offsets: Sequence[int]) -> Box:
-    """The box moved by `offsets`, for example from a part's coordinates to the whole tensor's."""
+    """Return the box moved by `offsets`, for example from a part's to the tensor's coordinates."""
     return Box(tuple(x + y for x, y in zip(box.offsets, offsets, strict=True)), box.shape)
 
 
-def inside(box: Box, whole: Box) -> bool:
-    """True if every element of `box` is in `whole`."""
-    starts = all(map(int.__ge__, box.offsets, whole.offsets))
-    return starts and all(map(int.__le__, _ends(box), _ends(whole)))
+def inside(box: Box, outer: Box) -> bool:
+    """True if every element of `box` is in `outer`."""
+    starts_inside = all(map(int.__ge__, box.offsets, outer.offsets))
+    return starts_inside and all(map(int.__le__, _ends(box), _ends(outer)))
 
 
 def overlapping(boxes: Iterable[Box]) -> tuple[Box, Box] | None:
-    """Two of the boxes that share an element, or None; those that a plane parts are passed over."""
+    """Return two of the boxes that share an element, or None.
+
+    Boxes that a plane separates are not compared with each other.
+    """
     groups = [list(boxes)]
     while groups:
         group = groups.pop()
         dims = range(len(group[0].shape) if len(group) > 1 else 0)
-        parts = next((p for p in (_parted(group, dim) for dim in dims) if len(p) > 1), None)
+        parts = next((p for p in (_separated(group, dim) for dim in dims) if len(p) > 1), None)
         if parts is not None:
             groups += parts
             continue
@@ -90,8 +93,8 @@ def overlapping(boxes: Iterable[Box]) -> tuple[Box, Box] | None:
     return None
 
 
-def _parted(boxes: list[Box], dim: int) -> list[list[Box]]:
-    """The boxes in groups, which planes across `dim` keep apart."""
+def _separated(boxes: list[Box], dim: int) -> list[list[Box]]:
+    """Return the boxes in groups that planes across `dim` separate."""
     parts: list[list[Box]] = []
     end = -1
     for box in sorted(boxes, key=lambda box: box.offsets[dim]):

@@ -1,6 +1,6 @@
-"""The chunks of the training state that each rank writes, and where they lie in its memory.
+"""The chunks of the training state that each rank writes, and where they are in its memory.
 
-A copy of them in host memory is what a checkpoint is written from while training goes on.
+An asynchronous save writes from a copy of them in host memory.
 """
 
 from collections.abc import Generator, Iterable, Iterator, Sequence
@@ -17,12 +17,15 @@ from parallel3d.engine import KINDS, Engine, HeldParameter, ParameterPiece
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.tensor.cut import even_split
 
-SMALLEST = 2**18  # elements of the smallest piece of a copy but the last: 1 MiB
+SMALLEST = 2**18  # elements of a copy's smallest piece, except the last: 1 MiB
 
 
 @dataclass(frozen=True)
 class ChunkRun:
-    """Chunks that follow each other in one flat tensor: [start, stop) of a piece's `kind`."""
+    """Consecutive chunks in one flat tensor: elements [start, stop) of a piece's `kind`.
+
+    `block` and `piece` are the indices of the optimizer's block and of the piece in it.
+    """
 
     block: int
     piece: int
@@ -32,10 +35,10 @@ class ChunkRun:
     chunks: tuple[Chunk, ...]
 
 
-def boxes_in_whole(held: HeldParameter, start: int, stop: int) -> list[tuple[Box, int]]:
-    """The boxes of a whole parameter that elements [start, stop) of a rank's part fill.
+def global_boxes(held: HeldParameter, start: int, stop: int) -> list[tuple[Box, int]]:
+    """Return the boxes, in the whole parameter, of elements [start, stop) of a rank's part.
 
-    As `boxes_of` gives them.
+    The list is that of `boxes_of`.
     """
     cut = held.cut
     first = [0] * len(cut.global_shape)
@@ -46,9 +49,10 @@ def boxes_in_whole(held: HeldParameter, start: int, stop: int) -> list[tuple[Box
 
 
 def runs_to_write(engine: Engine, mesh: Mesh) -> list[ChunkRun]:
-    """The runs of chunks that this rank writes; all ranks together write each element once.
+    """Return the runs of chunks that this rank writes; together, ranks write each element once.
 
-    Tensor parallelism's first rank writes what that does not cut; replicas write even shares.
+    The first tp rank writes parameters that tp does not shard; data-parallel replicas write even
+    shares.
     """
     runs = []
     for number, block in enumerate(engine.states.blocks):
@@ -58,7 +62,7 @@ def runs_to_write(engine: Engine, mesh: Mesh) -> list[ChunkRun]:
             start, stop = _share(engine, mesh, piece)
             if stop > start:
                 at = piece.start
-                boxes = [b for b, _ in boxes_in_whole(piece.held, at + start, at + stop)]
+                boxes = [b for b, _ in global_boxes(piece.held, at + start, at + stop)]
                 for kind in KINDS:
                     chunks = tuple(Chunk(piece.held.name, kind, box) for box in boxes)
                     runs.append(ChunkRun(number, index, kind, start, stop, chunks))
@@ -72,7 +76,7 @@ def _share(engine: Engine, mesh: Mesh, piece: ParameterPiece) -> tuple[int, int]
 
 
 def live_tensors(engine: Engine, runs: Sequence[ChunkRun]) -> Iterator[Tensor]:
-    """The elements of each run where they live, one run after the other; NVMe is read for it."""
+    """Yield the elements of each run where they are, run by run; states on NVMe are read."""
     for number, group in groupby(runs, key=lambda run: run.block):
         with engine.states.opened(number) as tensors:
             for run in group:
@@ -80,24 +84,24 @@ def live_tensors(engine: Engine, runs: Sequence[ChunkRun]) -> Iterator[Tensor]:
 
 
 def host_arrays(engine: Engine, runs: Sequence[ChunkRun]) -> Generator[np.ndarray]:
-    """The elements of each run in host memory: copied from a device, in place on the host."""
+    """Yield the elements of each run in host memory; only those on a device are copied."""
     for tensor in live_tensors(engine, runs):
         yield tensor.detach().cpu().numpy()
 
 
 def piece_sizes(numel: int) -> list[int]:
-    """Powers of two, the largest first, that add up to `numel` and less than SMALLEST more.
+    """Return powers of two, largest first, whose sum exceeds `numel` by less than SMALLEST.
 
-    Page-locked memory is given in powers of two of bytes: one buffer of 33 GiB would take 64.
+    Page-locked memory is allocated in powers of two: one buffer of 33 GiB would take 64 GiB.
     """
     sizes = [1 << bit for bit in reversed(range(numel.bit_length())) if numel >> bit & 1]
-    whole = [size for size in sizes if size >= SMALLEST]
-    rest = numel - sum(whole)
-    return [*whole, 1 << (rest - 1).bit_length()] if rest else whole
+    large = [size for size in sizes if size >= SMALLEST]
+    rest = numel - sum(large)
+    return [*large, 1 << (rest - 1).bit_length()] if rest else large
 
 
 def copy_bytes(numel: int) -> int:
-    """Bytes of host memory that a copy of `numel` fp32 elements takes."""
+    """Return the bytes of host memory for a copy of `numel` fp32 elements."""
     return 4 * sum(piece_sizes(numel))
 
 
@@ -112,7 +116,7 @@ class HostCopy:
         self._numel, self._pinned = numel, pinned
 
     def fill(self, tensors: Iterable[Tensor]) -> None:
-        """Copy flat fp32 tensors, `numel` elements in all, one after the other; waits for them."""
+        """Copy flat fp32 tensors, `numel` elements in all, and wait for the copies."""
         pieces = iter(self._pieces)
         space = torch.empty(0)
         for tensor in tensors:
@@ -125,7 +129,7 @@ class HostCopy:
             torch.accelerator.synchronize()
 
     def arrays(self) -> list[np.ndarray]:
-        """The elements, in their order."""
+        """Return the elements, in order."""
         starts = accumulate((len(piece) for piece in self._pieces), initial=0)
         return [
             piece[: self._numel - start].numpy()

@@ -1,8 +1,8 @@
-"""Files of a checkpoint's tensors: safetensors, one tensor for each chunk.
+"""A checkpoint's safetensors files, with one tensor per chunk.
 
-A chunk is a box of one parameter's fp32 master weight or of one of its Adam moments, in the
-coordinates of the whole parameter. Its key says which: `name|kind|offset,offset,...`; its shape is
-the tensor's.
+A chunk is a box of a parameter's fp32 master weight or of one of its Adam moments, in the
+coordinates of the whole parameter. Its key is `name|kind|offset,offset,...`; its shape is the shape
+of the stored tensor.
 """
 
 import json
@@ -32,7 +32,7 @@ _KEY = re.compile(r"(.+)\|(\w+)\|((?:\d{1,18}(?:,\d{1,18})*)?)", re.ASCII | re.D
 
 
 class Chunk(NamedTuple):
-    """A box of a parameter's `kind`, one of KINDS, in the parameter's own coordinates."""
+    """A box of a parameter's `kind`, one of KINDS, in the coordinates of the whole parameter."""
 
     name: str
     kind: str
@@ -40,12 +40,12 @@ class Chunk(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The name of the chunk in a safetensors file."""
+        """Name of the chunk in a safetensors file."""
         return f"{self.name}|{self.kind}|{','.join(map(str, self.box.offsets))}"
 
     @classmethod
     def from_key(cls, key: str, shape: Sequence[int]) -> "Chunk":
-        """The chunk for a key and the shape of its tensor. Raises ValueError."""
+        """Return the chunk for a key and the shape of its tensor; raises ValueError."""
         match = _KEY.fullmatch(key)
         offsets = tuple(int(x) for x in match[3].split(",") if x) if match else ()
         if match and match[2] in KINDS and len(offsets) == len(shape):
@@ -53,16 +53,13 @@ class Chunk(NamedTuple):
             if chunk.key == key:  # no leading zeros
                 return chunk
         raise ValueError(
-            f"key {_short(key)} is not name|kind|offsets, with kind one of {', '.join(KINDS)} and "
-            f"an offset for each of its {len(shape)} dims"
+            f"key {_short(key)} is not name|kind|offsets with kind one of {', '.join(KINDS)} and "
+            f"{len(shape)} offsets"
         )
 
 
 def header(chunks: Sequence[Chunk]) -> bytes:
-    """The header of a safetensors file of these chunks, whose bytes follow in the same order.
-
-    The length of the JSON as 8 bytes, little-endian, and the JSON, padded to a multiple of 8.
-    """
+    """Return the header of a safetensors file of these chunks, whose bytes follow in this order."""
     tensors: dict[str, dict[str, Any]] = {}
     at = 0
     for chunk in chunks:
@@ -74,7 +71,13 @@ def header(chunks: Sequence[Chunk]) -> bytes:
 
 
 def framed(tensors: Mapping[str, Any]) -> bytes:
-    """The header of a safetensors file as bytes, from what its JSON says of each tensor."""
+    """Return the bytes of a safetensors header with these entries.
+
+    They are the JSON's length (8 bytes, little-endian) and the JSON, padded to a multiple of 8.
+
+    Args:
+        tensors: {name: {"dtype": ..., "shape": ..., "data_offsets": ...}}.
+    """
     text = json.dumps(tensors, separators=(",", ":"), allow_nan=False).encode()
     text += b" " * (-len(text) % 8)
     assert len(text) <= MAX_HEADER_BYTES, f"a header of {len(text):,} bytes cannot be read"
@@ -82,13 +85,13 @@ def framed(tensors: Mapping[str, Any]) -> bytes:
 
 
 class ChunkFile(ArrayFile):
-    """A safetensors file of chunks, open for reading; `chunks`: where the bytes of each begin.
-
-    Opening checks the header, and trusts no number in it, unless the caller knows the `chunks`.
-    """
+    """A safetensors file of chunks, open for reading. `chunks` maps each to its first byte."""
 
     def __init__(self, path: Path, chunks: Mapping[Chunk, int] | None = None) -> None:
-        """Raises CheckpointError for what is no safetensors file of chunks."""
+        """Open the file and check its header, unless the caller passes `chunks`.
+
+        Raises CheckpointError if it is not a safetensors file of chunks.
+        """
         super().__init__(path)
         try:
             self.chunks = _parse(self) if chunks is None else chunks
@@ -99,9 +102,11 @@ class ChunkFile(ArrayFile):
             ) from None
 
     def read(self, chunk: Chunk, box: Box, out: Tensor) -> None:
-        """Fill `out` with a box of the chunk, given in the coordinates of the whole parameter.
+        """Fill `out` with a box of the chunk; raises CheckpointError.
 
-        out: fp32 [*box.shape], of any strides and on any device. Raises CheckpointError.
+        Args:
+            box: in the coordinates of the whole parameter.
+            out: fp32 [*box.shape], of any strides and on any device.
         """
         assert inside(box, chunk.box), f"{box} is not inside {chunk}"
         assert out.dtype == torch.float32 and tuple(out.shape) == box.shape, f"{out.shape} {box}"
@@ -110,35 +115,35 @@ class ChunkFile(ArrayFile):
 
 
 def read_header(file: ArrayFile) -> tuple[dict[str, Any], int]:
-    """Read what a safetensors file says of its tensors, by name, and where their bytes begin.
+    """Return the entries of a safetensors header by name, and the byte at which the data begins.
 
-    No number in it is trusted. Raises ValueError, OSError.
+    The entries are not checked. Raises ValueError, OSError.
     """
     start = os.pread(file.descriptor, 8, 0)
     if len(start) < 8:
-        raise ValueError(f"it is {file.size} bytes; a safetensors file has 8 and a header")
+        raise ValueError(f"it is {file.size} bytes, too short for a safetensors file")
     length = int.from_bytes(start, "little")
     if length > min(file.size - 8, MAX_HEADER_BYTES):
         pickle = start[:1] == b"\x80" or start[:4] == b"PK\3\4"
-        hint = "; it looks like a pickle, and those are never read" if pickle else ""
+        hint = "; it looks like a pickle, which is never read" if pickle else ""
         raise ValueError(f"its header claims {length:,} of the file's {file.size:,} bytes{hint}")
     try:
         tensors = parse_object(os.pread(file.descriptor, length, 8))
     except ValueError as error:
-        raise ValueError(f"its header is not JSON as it should be: {error}") from None
+        raise ValueError(f"its header is not valid JSON: {error}") from None
     tensors.pop("__metadata__", None)
     return tensors, 8 + length
 
 
 def _parse(file: ArrayFile) -> dict[Chunk, int]:
-    """The chunks of a file, and where they begin. Raises ValueError, OSError."""
+    """Return a file's chunks, each with its first byte; raises ValueError, OSError."""
     tensors, begin = read_header(file)
     at = 0
     chunks: dict[Chunk, int] = {}
-    for chunk, (first, end) in sorted(_tensors(tensors), key=lambda found: found[1]):
+    for chunk, (first, end) in sorted(_tensors(tensors), key=lambda pair: pair[1]):
         if first != at:
-            which = "overlaps the one before it" if first < at else "leaves a gap before it"
-            raise ValueError(f"{_short(chunk.key)} at bytes [{first}, {end}) {which}")
+            fault = "overlaps the one before it" if first < at else "leaves a gap before it"
+            raise ValueError(f"{_short(chunk.key)} at bytes [{first}, {end}) {fault}")
         chunks[chunk] = begin + first
         at = end
     if begin + at != file.size:
@@ -149,25 +154,25 @@ def _parse(file: ArrayFile) -> dict[Chunk, int]:
 
 
 def _tensors(tensors: dict[str, Any]) -> list[tuple[Chunk, tuple[int, int]]]:
-    """The chunks in a header, each with its data offsets; the numbers fit each other."""
-    found = []
+    """Return a header's chunks with their data offsets; raises ValueError if numbers do not fit."""
+    chunks = []
     for key, entry in tensors.items():
         if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-            raise ValueError(f"{_short(key)} has not just dtype, shape and data_offsets")
+            raise ValueError(f"{_short(key)} must have dtype, shape and data_offsets only")
         shape, offsets = entry["shape"], entry["data_offsets"]
         if entry["dtype"] != "F32":
             raise ValueError(f"{_short(key)} is {_short(entry['dtype'])}, not F32")
         if not _counts(shape) or len(shape) > _MAX_DIMS or 0 in shape:
-            raise ValueError(f"{_short(key)} has the shape {_short(shape)}")
+            raise ValueError(f"{_short(key)} has the invalid shape {_short(shape)}")
         if not _counts(offsets) or len(offsets) != 2:
-            raise ValueError(f"{_short(key)} has the data_offsets {_short(offsets)}")
+            raise ValueError(f"{_short(key)} has the invalid data_offsets {_short(offsets)}")
         if offsets[1] - offsets[0] != _ITEM * prod(shape):
             raise ValueError(
-                f"{_short(key)} of shape {shape} needs {_ITEM * prod(shape)} bytes, and has "
+                f"{_short(key)} of shape {shape} needs {_ITEM * prod(shape)} bytes, but has bytes "
                 f"[{offsets[0]}, {offsets[1]})"
             )
-        found.append((Chunk.from_key(key, shape), (offsets[0], offsets[1])))
-    return found
+        chunks.append((Chunk.from_key(key, shape), (offsets[0], offsets[1])))
+    return chunks
 
 
 def _counts(values: object) -> bool:

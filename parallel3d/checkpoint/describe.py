@@ -24,9 +24,9 @@ from parallel3d.checkpoint.manifest import (
 )
 
 LEFT_OVER = {
-    ".tmp": "unfinished: a save under way, or one that was killed",
-    ".deleted": "half deleted: an old checkpoint on its way out",
-    ".rejected": "set aside: a run went on from an earlier step",
+    ".tmp": "unfinished: a save in progress, or one that was killed",
+    ".deleted": "partly deleted: an old checkpoint that is being removed",
+    ".rejected": "set aside: the run resumed from an earlier step",
 }
 _STATE_KEYS = (
     *("format", "step", "tokens", "next_sample", "optimizer_steps", "learning_rate", "loss_scale"),
@@ -38,43 +38,43 @@ _KIND_NAMES = {
     "exp_avg": "Adam's first moments (exp_avg)",
     "exp_avg_sq": "second moments (exp_avg_sq)",
 }
-_MOST_FILES = 12  # that a table lists
+_MOST_FILES = 12  # rows in the table of files
 
 
 def find_checkpoints(path: Path) -> list[Path]:
-    """The checkpoints that a path names, newest first: one checkpoint, or all of a run.
+    """Return the checkpoints at a path, newest first: one checkpoint, or all of a run.
 
-    Raises CheckpointError where there is none.
+    Raises CheckpointError if there is none.
     """
     if path.suffix in LEFT_OVER:
-        raise CheckpointError(f"{path} is {LEFT_OVER[path.suffix]}; name another one")
+        raise CheckpointError(f"{path} is {LEFT_OVER[path.suffix]}; name another checkpoint")
     if (path / MANIFEST).exists():
         return [path]
     for folder in (path / "checkpoints", path):
         if steps := step_folders(folder):
-            return [found for _, found in steps]
+            return [checkpoint for _, checkpoint in steps]
     if re.fullmatch(r"step-\d+", path.absolute().name) and path.is_dir():
         return [path]
     rest = "".join(f"; {folder.name} is {why}" for folder, why in find_left_over(path))
     raise CheckpointError(
-        f"{path}: no checkpoint there{rest}; give a folder step-N, or that of a run"
+        f"{path}: no checkpoint there{rest}; name a folder step-N, or a run's folder"
     )
 
 
 def find_left_over(path: Path) -> list[tuple[Path, str]]:
-    """The folders beside a run's checkpoints that are not checkpoints, and why."""
+    """Return the folders step-N.* of a run that are not checkpoints, each with the reason."""
     return [
-        (found, LEFT_OVER[found.suffix])
+        (left_over, LEFT_OVER[left_over.suffix])
         for folder in (path / "checkpoints", path)
-        for found in sorted(folder.glob("step-*.*"))
-        if found.suffix in LEFT_OVER and found.is_dir()
+        for left_over in sorted(folder.glob("step-*.*"))
+        if left_over.suffix in LEFT_OVER and left_over.is_dir()
     ]
 
 
 def describe(folder: Path) -> dict[str, Any]:
-    """The object that `inspect --json` prints; raises CheckpointError for damage.
+    """Return the object that `inspect --json` prints; the tensors themselves are not read.
 
-    The tensors are not looked at.
+    Raises CheckpointError if the checkpoint is damaged.
     """
     entries, state = read_sound_state(folder)
     shapes = shapes_of(state)
@@ -102,24 +102,30 @@ def describe(folder: Path) -> dict[str, Any]:
     }
 
 
-def show(found: Mapping[str, Any], out: Console) -> None:
+def show(description: Mapping[str, Any], out: Console) -> None:
     """Print the description of a checkpoint for people."""
-    out.print(f"{found['path']}\n")
+    out.print(f"{description['path']}\n")
     columns = [Column("", right=False), Column("", right=False, wraps=True)]
-    terminal.show(out, columns, _facts(found))
+    terminal.show(out, columns, _facts(description))
     out.print()
     parts: dict[str, list[int]] = {}
-    for name, shape in found["parameters"].items():
+    for name, shape in description["parameters"].items():
         parts.setdefault(name.partition(".")[0], []).append(prod(shape))
     rows = [(name, f"{len(own):,} tensors", f"{sum(own):,}") for name, own in parts.items()]
-    total = ("in all", f"{found['num_parameters']:,} tensors", f"{found['num_elements']:,}")
+    total = (
+        "total",
+        f"{description['num_parameters']:,} tensors",
+        f"{description['num_elements']:,}",
+    )
     _print_table(out, [("parameters", "", "elements"), *rows, total])
-    words = _KIND_NAMES | {"other": "headers, state and manifest", "total": "in all"}
-    rows = [(words[kind], decimal(size), f"{size:,}") for kind, size in found["bytes"].items()]
+    labels = _KIND_NAMES | {"other": "headers, state and manifest", "total": "total"}
+    rows = [
+        (labels[kind], decimal(size), f"{size:,}") for kind, size in description["bytes"].items()
+    ]
     _print_table(out, [("on disk", "", "bytes"), *rows])
     files = [
         (f["file"], f"{f['chunks']:,} chunks" if f["chunks"] else "", f"{f['bytes']:,}")
-        for f in found["files"]
+        for f in description["files"]
     ]
     if len(files) > _MOST_FILES:
         left = len(files) - _MOST_FILES
@@ -127,21 +133,25 @@ def show(found: Mapping[str, Any], out: Console) -> None:
     _print_table(out, [("files", "", "bytes"), *files])
 
 
-def _facts(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """A name and a text each: where the run is, who wrote this, and of what model it is."""
+def _facts(description: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield name and text of a checkpoint's facts: progress, versions, mesh and model."""
     for key in _STATE_KEYS:
-        if key == "learning_rate" and isinstance(found[key], dict) and not found[key].get("next"):
-            yield _words(key), f"the schedule of {found[key].get('of_steps')} steps is over"
+        if (
+            key == "learning_rate"
+            and isinstance(description[key], dict)
+            and not description[key].get("next")
+        ):
+            yield _words(key), f"the schedule of {description[key].get('of_steps')} steps is over"
         elif key not in ("config", "random", "split"):
-            yield _words(key), _text(found[key])
+            yield _words(key), _text(description[key])
     with suppress(KeyError, TypeError):
-        model = found["config"]["parallel3d"]["model"]
+        model = description["config"]["parallel3d"]["model"]
         yield "model", _text({key: model[key] for key in _MODEL_KEYS if key in model})
     yield "config", "--show-config prints it"
 
 
 def _print_table(out: Console, rows: Sequence[tuple[str, ...]]) -> None:
-    """Print a table whose first row are its heads."""
+    """Print a table whose first row has the column heads."""
     heads, *rest = rows
     columns = [Column(head, right=bool(place)) for place, head in enumerate(heads)]
     terminal.show(out, columns, rest)
@@ -149,7 +159,7 @@ def _print_table(out: Console, rows: Sequence[tuple[str, ...]]) -> None:
 
 
 def _text(value: object) -> str:
-    """A value of state.json in a line."""
+    """Return a value of state.json in one line."""
     if isinstance(value, dict):
         return ", ".join(f"{_words(str(key))} {_text(own)}" for key, own in value.items())
     if isinstance(value, bool) or not isinstance(value, int | float):

@@ -1,4 +1,4 @@
-"""Writes that survive a kill and a power cut: every write, sync, rename and delete of a save.
+"""Durable file operations of a save: writes, syncs, renames and deletes that survive power cuts.
 
 Each of them has a fault point, at which the kill drill ends the process.
 """
@@ -16,19 +16,21 @@ from parallel3d.base import atomic
 from parallel3d.base.fault import fault_point
 from parallel3d.checkpoint.manifest import Entry
 
-_POINTS = "checkpoint"  # how the names of the fault points begin
+_POINTS = "checkpoint"  # prefix of the fault points' names
 rename = partial(atomic.rename, points=_POINTS)
 sync_folder = partial(atomic.sync_folder, points=_POINTS)
-BLOCK = 8 * 2**20  # bytes of one write, between which the process may be killed
+BLOCK = 8 * 2**20  # bytes per write; there is a fault point before each
 
 
 def write_file(
     path: Path, parts: Iterable[Any], hashed: bool = True, *, synced: bool = True
 ) -> Entry:
-    """Write a new file of these parts, on disk on return; gives its size and digest.
+    """Write a new file, synced to disk, and return its size and digest. Raises OSError.
 
-    Nothing is copied: host arrays are written from where they lie. `synced`: False leaves it to
-    the caller to have the file on disk. Raises OSError.
+    Args:
+        parts: buffers (bytes, host arrays), which are written without a copy.
+        hashed: False skips the digest.
+        synced: False leaves the sync to the caller.
     """
     digest, size, begun = xxh3_128(), 0, 0
     fault_point("checkpoint.before_create")
@@ -45,7 +47,7 @@ def write_file(
                     digest.update(block)
                 size += len(block)
                 if size - begun >= BLOCK and hasattr(os, "posix_fadvise"):  # not on macOS
-                    # The disk begins with it now, and the sync waits for the rest alone.
+                    # Starts the write to disk now, so that the sync waits only for the rest.
                     os.posix_fadvise(descriptor, begun, size - begun, os.POSIX_FADV_DONTNEED)
                     begun = size
         if synced:
@@ -63,7 +65,7 @@ def _write_all(descriptor: int, block: memoryview) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a new empty folder and all above it; an old one of that name is removed first."""
+    """Make an empty folder and its parents; removes an old folder of that name."""
     fault_point("checkpoint.before_mkdir")
     if not path.parent.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -74,7 +76,7 @@ def make_folder(path: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder of files, if it is there."""
+    """Remove a folder and what is in it, if it exists."""
     if not path.is_dir():
         return
     for file in sorted(path.iterdir()):
@@ -91,15 +93,15 @@ def remove_folder(path: Path) -> None:
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint, in such an order that a part of it is never taken for one."""
-    gone = path.with_name(f"{path.name}.deleted")
-    remove_folder(gone)
-    rename(path, gone)
-    remove_folder(gone)
+    """Remove a checkpoint; it is renamed first, so that a rest is not mistaken for a checkpoint."""
+    deleted = path.with_name(f"{path.name}.deleted")
+    remove_folder(deleted)
+    rename(path, deleted)
+    remove_folder(deleted)
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what a killed save left behind; nothing else may be saving there."""
+    """Remove what killed saves left in a run's folder. No save may be in progress there."""
     for pattern in ("step-*.tmp", "step-*.deleted"):
         for path in folder.glob(pattern):
             with suppress(OSError):
@@ -107,10 +109,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def copy_folder(source: Path, target: Path) -> None:
-    """Copy a small folder, on disk on return; an old one at the target is removed first.
-
-    Raises OSError.
-    """
+    """Copy a small folder, synced to disk; removes an old folder at the target. Raises OSError."""
     remove_folder(target)
     fault_point("checkpoint.before_folder")
     target.mkdir()
@@ -123,6 +122,6 @@ def copy_folder(source: Path, target: Path) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a small file in place of the old one, whole or not at all."""
+    """Replace a small file atomically."""
     with atomic.replaced(path, points=_POINTS) as new:
         write_file(new, [text.encode()], synced=False)

@@ -1,7 +1,7 @@
-"""Search for the checkpoint to resume from: the newest that every rank can verify, or a named one.
+"""Find the checkpoint to resume from: the newest that all ranks can verify, or a named one.
 
-Rank 0 sees that all files are there with their sizes; each rank reads its share of them whole to
-compare digests, and sees that a file is what its name says.
+Rank 0 checks that all files exist with their sizes. Each rank reads its share of the files in full,
+compares their digests, and checks that tensor files are valid.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,7 +25,7 @@ from parallel3d.mesh.agree import agree, on_first
 from parallel3d.mesh.mesh import Mesh
 
 _TENSORS = ".safetensors"
-_NEEDED = {
+_REQUIRED_KEYS = {
     *("tokens", "next_sample", "optimizer_steps", "loss_scale"),
     *("config", "mesh", "tokenizer", "corpus"),
 }
@@ -41,15 +41,19 @@ class FoundCheckpoint:
 
     @property
     def step(self) -> int:
-        """The steps that were done when the checkpoint was written."""
+        """Steps that were done when the checkpoint was written."""
         return int(self.state["step"])
 
 
 def find(folder: Path, resume: int | str, mesh: Mesh) -> tuple[FoundCheckpoint | None, list[str]]:
-    """The checkpoint that `checkpoint.resume` names, and why newer ones were rejected.
+    """Return the checkpoint to resume from, or None, and why newer ones were rejected. Collective.
 
-    Collective. `folder` holds the run's own checkpoints. "auto" gives None where none can be
-    verified. Raises CheckpointError on all ranks if the one that was named cannot be used.
+    Args:
+        folder: the run's checkpoints.
+        resume: checkpoint.resume: "none", "auto" (None if no checkpoint can be verified), a step of
+            the run, or a path.
+
+    Raises CheckpointError on all ranks if a named checkpoint cannot be used.
     """
     if resume == "none":
         return None, []
@@ -61,7 +65,7 @@ def find(folder: Path, resume: int | str, mesh: Mesh) -> tuple[FoundCheckpoint |
             setting = f'parallel3d.checkpoint.resume = "{resume}"'
             raise CheckpointError(f"{setting}: {path} {error}") from None
     rejected: list[str] = []
-    # All ranks must try the same ones.
+    # All ranks must try the same checkpoints.
     for name in on_first(mesh, lambda: [path.name for _, path in step_folders(folder)]):
         try:
             return verified(folder / name, mesh), rejected
@@ -71,20 +75,20 @@ def find(folder: Path, resume: int | str, mesh: Mesh) -> tuple[FoundCheckpoint |
 
 
 def set_aside(folder: Path, step: int, mesh: Mesh) -> list[str]:
-    """Rename the checkpoints after `step`, which are no longer the run's; gives the new names.
+    """Rename checkpoints after `step` to step-N.rejected and return the new names. Collective.
 
-    Collective. They must not be taken for the newest when the run is resumed again.
+    Otherwise the next resume would take one of them for the newest.
     """
 
     def rename() -> list[str]:
         renamed = []
         for number, path in step_folders(folder):
             if number > step:
-                aside = path.with_name(f"{path.name}.rejected")
+                rejected = path.with_name(f"{path.name}.rejected")
                 with suppress(OSError):
-                    disk.remove_folder(aside)
-                    disk.rename(path, aside)
-                    renamed.append(aside.name)
+                    disk.remove_folder(rejected)
+                    disk.rename(path, rejected)
+                    renamed.append(rejected.name)
         return renamed
 
     names: list[str] = on_first(mesh, rename)
@@ -92,15 +96,15 @@ def set_aside(folder: Path, step: int, mesh: Mesh) -> list[str]:
 
 
 def verified(path: Path, mesh: Mesh) -> FoundCheckpoint:
-    """The checkpoint in a folder that every rank can read; collective.
+    """Verify a checkpoint on all ranks and return it. Collective.
 
-    CheckpointError on all ranks, in one line without the folder, unless each finds it good.
+    Raises CheckpointError on all ranks, with one line without the folder, if any rank rejects it.
     """
 
     rejecting = _rejecting(mesh.rank)
-    found, state = on_first(mesh, rejecting(lambda: _described(path)))
-    files = {name: Entry(*entry) for name, entry in found.items()}
-    agree(mesh, rejecting(lambda: _look(path, files, mesh.rank, mesh.size("world"))))
+    entries, state = on_first(mesh, rejecting(lambda: _read_state_and_files(path)))
+    files = {name: Entry(*entry) for name, entry in entries.items()}
+    agree(mesh, rejecting(lambda: _check_share(path, files, mesh.rank, mesh.size("world"))))
     return FoundCheckpoint(
         path, tuple(name for name in sorted(files) if name.endswith(_TENSORS)), state
     )
@@ -118,8 +122,8 @@ def _rejecting(rank: int) -> Iterator[None]:
     raise CheckpointError(f"is rejected: {problem} (seen by rank {rank})")
 
 
-def _described(path: Path) -> tuple[Mapping[str, Entry], dict[str, Any]]:
-    """The files that the manifest lists, all there with their sizes, and the state."""
+def _read_state_and_files(path: Path) -> tuple[Mapping[str, Entry], dict[str, Any]]:
+    """Return the files in the manifest, whose sizes have been checked, and the state."""
     manifest = read_manifest(path)
     for name, entry in sorted(manifest.files.items()):
         _check_size(path, name, entry)
@@ -127,20 +131,20 @@ def _described(path: Path) -> tuple[Mapping[str, Entry], dict[str, Any]]:
     if state.get("step") != manifest.step:
         raise CheckpointError(f"state.json is of step {state.get('step')}, not {manifest.step}")
     shapes_of(state)
-    if missing := sorted(_NEEDED - state.keys()):
-        raise CheckpointError(f"state.json has no {missing[0]!r}")
+    if missing := sorted(_REQUIRED_KEYS - state.keys()):
+        raise CheckpointError(f"state.json lacks {missing[0]!r}")
     return manifest.files, state
 
 
-def _look(path: Path, files: Mapping[str, Entry], rank: int, world_size: int) -> None:
-    """Read this rank's share of the files to their ends; see that they are as the manifest says."""
+def _check_share(path: Path, files: Mapping[str, Entry], rank: int, world_size: int) -> None:
+    """Read this rank's share of the files in full and compare them with the manifest."""
     names = sorted(files)
     for name in names[rank::world_size]:
         if reason := check_file(path, name, files[name]):
             raise CheckpointError(f"{name} {reason}")
         if name.endswith(_TENSORS):
-            ChunkFile(path / name).close()  # raises where it is none
-    # A rank without a share sees that the folder is there at all.
+            ChunkFile(path / name).close()  # raises if it is not valid
+    # A rank without a share checks that it can see the folder at all.
     _check_size(path, names[rank % len(names)], files[names[rank % len(names)]])
 
 

@@ -1,4 +1,4 @@
-"""Checks of the room for a checkpoint: on the disk, and in host memory for a copy."""
+"""Checks of free space for a checkpoint: on the disk, and in host memory for a copy."""
 
 import os
 import shutil
@@ -9,23 +9,24 @@ from pathlib import Path
 
 import psutil
 
-_SPARE = 0.05  # of the host's memory, which a copy leaves free
+_SPARE = 0.05  # fraction of the host's memory that a copy leaves free
 _PROBE = 32 * 2**20  # bytes
 _CGROUP = Path("/sys/fs/cgroup")
 
 
 def disk_lacks(folder: Path, num_bytes: int) -> int:
-    """Bytes by which the disk of `folder` is too small for `num_bytes` more; 0 if they fit."""
+    """Return the bytes that the disk of `folder` lacks for `num_bytes` more; 0 if they fit."""
     while not folder.exists():
         folder = folder.parent
-    # Names and the small files come on top.
+    # 1 MiB more for file names and small files.
     return max(0, num_bytes + 2**20 - shutil.disk_usage(folder).free)
 
 
 def memory_lacks(num_bytes: int, num_ranks: int) -> int:
-    """Bytes by which a rank's share of free host memory is too small; 0 if `num_bytes` fit.
+    """Return the bytes of host memory that a rank lacks for `num_bytes`; 0 if they fit.
 
-    `num_ranks` ranks of this host each need as much.
+    Args:
+        num_ranks: ranks on this host, each of which needs `num_bytes`.
     """
     if not num_bytes:
         return 0
@@ -35,16 +36,16 @@ def memory_lacks(num_bytes: int, num_ranks: int) -> int:
 
 
 def _limit() -> int:
-    """The memory that a container is given, if it says so."""
+    """Return the container's memory limit in bytes, or 2^63 if there is none."""
     with suppress(OSError, ValueError):
         return int((_CGROUP / "memory.max").read_text())
     return 2**63
 
 
 def seconds_to_write(folder: Path, num_bytes: int) -> float:
-    """Approximate seconds until `num_bytes` are on the disk of `folder`.
+    """Estimate the seconds to write `num_bytes` durably to the disk of `folder`.
 
-    By a file of 32 MiB that is written and removed; 0 where the bytes are fewer than that.
+    Writes and removes a file of 32 MiB; returns 0 for fewer bytes than that.
     """
     if num_bytes < _PROBE:
         return 0.0

@@ -1,4 +1,4 @@
-"""Files of chunks that are compared with their hashes while chunks are read from them."""
+"""Files of chunks that are compared with their hashes while chunks are read."""
 
 from pathlib import Path
 
@@ -15,14 +15,18 @@ _READ_BYTES = 2**20
 
 
 class HashedChunks:
-    """A file of chunks that is hashed, in the order of its bytes, up to the last chunk read.
+    """A file of chunks whose bytes are hashed, in order, as chunks are read.
 
-    A chunk that is read after those before it is hashed in the memory it was read to, so its bytes
-    come from the disk once; one that was passed over is read again. No file stays open.
+    Chunks read in the order of the file are hashed in memory, so their bytes are read from disk
+    only once; chunks that were skipped are read again for the hash. No file stays open.
     """
 
     def __init__(self, path: Path, entry: Entry) -> None:
-        """Raises CheckpointError for what is no safetensors file of chunks."""
+        """Read the header; raises CheckpointError if it is not a safetensors file of chunks.
+
+        Args:
+            entry: the file's size and digest in the manifest.
+        """
         self.path = path
         with ChunkFile(path) as file:
             self.chunks = file.chunks
@@ -30,7 +34,7 @@ class HashedChunks:
         self._digest, self._done = xxh3_128(), 0
 
     def read(self, chunk: Chunk, out: Tensor) -> None:
-        """Read a whole chunk into `out`, as `ChunkFile.read` does."""
+        """Read a complete chunk into `out`, as `ChunkFile.read` does."""
         at = self.chunks[chunk]
         hashed = out.is_contiguous() and out.device.type == "cpu" and at >= self._done
         if hashed:
@@ -42,9 +46,9 @@ class HashedChunks:
             self._done += out.nbytes
 
     def check(self) -> str:
-        """Why the file differs from its entry, hashed to its end; "" where it does not.
+        """Hash the rest of the file and return how it differs from its entry; "" if it does not.
 
-        Raises CheckpointError where it cannot be read.
+        Raises CheckpointError if it cannot be read.
         """
         self._hash_to(self._entry.size + 1)
         if self._done != self._entry.size or self._digest.hexdigest() != self._entry.digest:
@@ -52,7 +56,7 @@ class HashedChunks:
         return ""
 
     def _hash_to(self, stop: int) -> None:
-        """Hash on up to byte `stop`, or to the end of the file."""
+        """Hash up to byte `stop`, or to the end of the file."""
         if self._done >= stop:
             return
         buffer = memoryview(bytearray(min(_READ_BYTES, stop - self._done)))
@@ -64,5 +68,5 @@ class HashedChunks:
                     self._digest.update(buffer[:count])
                     self._done += count
         except OSError as error:
-            why = error.strerror or error
-            raise CheckpointError(f"{self.path}: cannot be read: {why}") from None
+            reason = error.strerror or error
+            raise CheckpointError(f"{self.path}: cannot be read: {reason}") from None

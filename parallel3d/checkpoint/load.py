@@ -1,7 +1,7 @@
-"""Loading of a checkpoint of any mesh straight into this mesh's shards, or of its weights alone.
+"""Load a checkpoint of any mesh directly into this mesh's shards, or only its weights.
 
-Each rank reads the headers of its share of the files, and sends the others where their chunks are.
-This index is not on disk, so it cannot disagree with the files. A rank keeps no file open.
+Each rank reads the headers of its share of the files and sends the positions of their chunks to the
+others. This index is not on disk, so it cannot contradict the files. No file stays open.
 """
 
 import json
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from parallel3d.base.errors import CheckpointError
 from parallel3d.checkpoint.box import Box, overlapping
-from parallel3d.checkpoint.chunk_runs import boxes_in_whole
+from parallel3d.checkpoint.chunk_runs import global_boxes
 from parallel3d.checkpoint.chunks import KINDS, Chunk, ChunkFile
 from parallel3d.checkpoint.find import FoundCheckpoint
 from parallel3d.checkpoint.manifest import shapes_of
@@ -32,38 +32,41 @@ Shapes = Mapping[str, Sequence[int]]
 
 
 class StoredChunk(NamedTuple):
-    """A chunk in a file, and the box of it that was asked for."""
+    """A chunk in a file, and the box to read from it."""
 
-    file: int  # its number among the checkpoint's
-    at: int  # the first byte there
+    file: int  # index of the file
+    at: int  # first byte in the file
     chunk: Chunk
-    common: Box
+    common: Box  # in the coordinates of the whole parameter
 
 
 class Index:
-    """The places of the chunks of some parameters.
-
-    `rows[name]`: int64 [chunks, 1 + 2 dims + kinds], a row for each box in a file: the file's
-    number, the box's offsets and shape, and where the bytes of each of KINDS begin, 0 for none.
-    """
+    """The positions of the chunks of some parameters."""
 
     def __init__(self, rows: Mapping[str, np.ndarray]) -> None:
+        """Create an index from a table per parameter.
+
+        Args:
+            rows: by parameter, int64 [boxes, 1 + 2 dims + kinds]. A row is a box in a file: index
+                of the file, offsets and shape of the box, and the first byte of each of KINDS (0
+                if the kind has no such chunk).
+        """
         self._rows = rows
 
-    def twice(self) -> tuple[str, str, Box] | None:
-        """A parameter and kind of which two chunks share elements, and one such chunk, or None."""
+    def find_overlap(self) -> tuple[str, str, Box] | None:
+        """Return a parameter, a kind and a chunk that overlaps another one, or None."""
         for name, rows in self._rows.items():
-            seen: set[bytes] = set()  # the kinds are mostly cut alike
-            for place, kind in enumerate(KINDS):
-                there = rows[:, place - len(KINDS)] > 0
-                if there.tobytes() not in seen:
-                    seen.add(there.tobytes())
-                    if pair := overlapping(_boxes(rows[there])):
+            checked: set[bytes] = set()  # most kinds have the same chunks
+            for column, kind in enumerate(KINDS):
+                stored = rows[:, column - len(KINDS)] > 0
+                if stored.tobytes() not in checked:
+                    checked.add(stored.tobytes())
+                    if pair := overlapping(_boxes(rows[stored])):
                         return name, kind, pair[0]
         return None
 
     def find(self, name: str, kind: str, box: Box) -> Iterator[StoredChunk]:
-        """The chunks that overlap a box of a parameter's kind, each with the shared box."""
+        """Yield the chunks that overlap a box of a parameter's kind, each with the shared box."""
         rows, dims = self._rows.get(name), len(box.shape)
         if rows is None or rows.shape[1] != 1 + 2 * dims + len(KINDS):
             return
@@ -85,26 +88,31 @@ def _boxes(rows: np.ndarray) -> list[Box]:
 def make_index(
     folder: Path, files: Sequence[str], shapes: Shapes, names: Iterable[str], mesh: Mesh
 ) -> Index:
-    """The index of the parameters `names`, whose global `shapes` are given with all others'.
+    """Return the index of the parameters `names`. Collective.
 
-    Collective. Raises CheckpointError on all ranks where a file is none of chunks, or has one of a
-    parameter that is not in `shapes`.
+    Args:
+        files: names of the safetensors files in `folder`.
+        shapes: global shapes of all parameters in the checkpoint.
+        names: parameters that this rank reads.
+
+    Raises CheckpointError on all ranks if a file is not valid, or has a parameter that is not in
+    `shapes`.
     """
 
     def read() -> str:
         return json.dumps(_packed_rows(folder, files, shapes, mesh))
 
-    found = [json.loads(text) for text in mesh.gather_texts(agree(mesh, read), aside=True)]
+    shares = [json.loads(text) for text in mesh.gather_texts(agree(mesh, read), aside=True)]
     index = {}
     for name in names:
         width = 1 + 2 * len(shapes[name]) + len(KINDS)
-        parts = b"".join(zlib.decompress(b64decode(part[name])) for part in found if name in part)
-        index[name] = np.frombuffer(parts, "<i8").reshape(-1, width)
+        rows = b"".join(zlib.decompress(b64decode(s[name])) for s in shares if name in s)
+        index[name] = np.frombuffer(rows, "<i8").reshape(-1, width)
     return Index(index)
 
 
 def _packed_rows(folder: Path, files: Sequence[str], shapes: Shapes, mesh: Mesh) -> dict[str, str]:
-    """The rows of this rank's share of the files by parameter, as text."""
+    """Return the index rows of this rank's share of the files, by parameter, as text."""
     rows: dict[str, list[list[int]]] = defaultdict(list)
     for number in range(mesh.rank, len(files), mesh.size("world")):
         boxes: dict[tuple[str, Box], list[int]] = {}
@@ -112,14 +120,14 @@ def _packed_rows(folder: Path, files: Sequence[str], shapes: Shapes, mesh: Mesh)
             for chunk, at in file.chunks.items():
                 if len(shapes.get(chunk.name, ())) != len(chunk.box.shape):
                     raise CheckpointError(
-                        f"{file.path}: {chunk.key[:80]!r} is not of a parameter that state.json "
-                        "lists; use another checkpoint"
+                        f"{file.path}: {chunk.key[:80]!r} fits no parameter in state.json; "
+                        "use another checkpoint"
                     )
-                places = boxes.setdefault((chunk.name, chunk.box), [0] * len(KINDS))
-                places[KINDS.index(chunk.kind)] = at
-        for (name, box), places in boxes.items():
-            rows[name].append([number, *box.offsets, *box.shape, *places])
-    # Small numbers in eight bytes each: a few are left of them.
+                starts = boxes.setdefault((chunk.name, chunk.box), [0] * len(KINDS))
+                starts[KINDS.index(chunk.kind)] = at
+        for (name, box), starts in boxes.items():
+            rows[name].append([number, *box.offsets, *box.shape, *starts])
+    # Rows are mostly zero bytes (small numbers in 8 bytes each), so they compress well.
     return {
         name: b64encode(zlib.compress(np.array(own, "<i8").tobytes(), 1)).decode()
         for name, own in rows.items()
@@ -127,57 +135,59 @@ def _packed_rows(folder: Path, files: Sequence[str], shapes: Shapes, mesh: Mesh)
 
 
 def load(
-    found: FoundCheckpoint, *, engine: Engine, mesh: Mesh, layers: Sequence[LayerSpec]
+    checkpoint: FoundCheckpoint, *, engine: Engine, mesh: Mesh, layers: Sequence[LayerSpec]
 ) -> None:
-    """Fill the engine with the training state in a checkpoint that has been verified.
+    """Load the training state of a verified checkpoint into the engine. Collective.
 
-    Collective. Each rank reads the byte ranges of its own shards into their memory. Raises
+    Each rank reads the byte ranges of its own shards directly into their memory. Raises
     CheckpointError on all ranks if the checkpoint is of another model, or cannot be read.
     """
     originals = tied_names(layers)
     held = {piece.held.name for block in engine.states.blocks for piece in block}
-    index = _index_of(found, layers, {originals.get(name, name) for name in held}, mesh)
+    index = _index_of(checkpoint, layers, {originals.get(name, name) for name in held}, mesh)
 
     def read() -> None:
-        refuse_twice(found.folder, index)
+        refuse_overlaps(checkpoint.folder, index)
         for boxes in boxes_to_fill(engine, originals):
             reads: Reads = defaultdict(list)
             for name, box, outs in boxes:
                 for kind, out in outs.items():
-                    add_reads(reads, index, name, kind, box, out, folder=found.folder)
-            read_all(found, reads)
+                    add_reads(reads, index, name, kind, box, out, folder=checkpoint.folder)
+            read_all(checkpoint, reads)
 
     agree(mesh, lambda: reading(read))
     engine.states.finish_loading()
-    engine.states.set_counters({k: found.state[k] for k in ("optimizer_steps", "loss_scale")})
+    engine.states.set_counters({k: checkpoint.state[k] for k in ("optimizer_steps", "loss_scale")})
 
 
 def _index_of(
-    found: FoundCheckpoint, layers: Sequence[LayerSpec], names: Iterable[str], mesh: Mesh
+    checkpoint: FoundCheckpoint, layers: Sequence[LayerSpec], names: Iterable[str], mesh: Mesh
 ) -> Index:
-    """The index of some parameters of a checkpoint, once it is seen to be of this model."""
-    check_parameters(found.folder, found.state, layers)
-    return make_index(found.folder, found.files, shapes_of(found.state), names, mesh)
+    """Check that a checkpoint is of this model and return the index of some parameters."""
+    check_parameters(checkpoint.folder, checkpoint.state, layers)
+    return make_index(checkpoint.folder, checkpoint.files, shapes_of(checkpoint.state), names, mesh)
 
 
 def check_parameters(folder: Path, state: Mapping[str, Any], layers: Sequence[LayerSpec]) -> None:
-    """Raise CheckpointError if a checkpoint is not of the model that these layers make."""
+    """Raise CheckpointError if a checkpoint is not of the model with these layers."""
     stored = {name: tuple(p["shape"]) for name, p in state["parameters"].items()}
-    wanted = {name: spec.shape for name, spec in named_params(layers).items()}
-    for name in [*wanted, *stored]:
-        if stored.get(name) != wanted.get(name):
-            there = f"shape {list(stored[name])}" if name in stored else "no such parameter"
-            here = f"shape {list(wanted[name])}" if name in wanted else "no such parameter"
+    expected = {name: spec.shape for name, spec in named_params(layers).items()}
+    for name in [*expected, *stored]:
+        if stored.get(name) != expected.get(name):
+            old, new = (
+                f"shape {list(shapes[name])}" if name in shapes else "no such parameter"
+                for shapes in (stored, expected)
+            )
             raise CheckpointError(
-                f"{folder} is of another model: {name} has {there} there and {here} in "
+                f"{folder} is of another model: {name} has {old} there and {new} in "
                 "parallel3d.model; set the model back, or start a new run with another run.name"
             )
 
 
-def refuse_twice(folder: Path, index: Index) -> None:
-    """Raise CheckpointError if two chunks hold the same element: in a count they hide a gap."""
-    if twice := index.twice():
-        name, kind, box = twice
+def refuse_overlaps(folder: Path, index: Index) -> None:
+    """Raise CheckpointError if two chunks overlap: counting elements would miss a gap elsewhere."""
+    if overlap := index.find_overlap():
+        name, kind, box = overlap
         raise CheckpointError(
             f"{folder} has elements of {name}'s {kind} twice, in the chunk at "
             f"{list(box.offsets)}; use another checkpoint"
@@ -187,9 +197,13 @@ def refuse_twice(folder: Path, index: Index) -> None:
 def boxes_to_fill(
     engine: Engine, originals: Mapping[str, str]
 ) -> Iterator[list[tuple[str, Box, dict[str, Tensor]]]]:
-    """Block by block, the boxes of whole parameters that this rank holds, and their memory.
+    """Yield, block by block, the boxes that this rank holds and their memory.
 
-    Each comes with its parameter's name and, by kind, a tensor [*box.shape] to be written to.
+    Each is a parameter's name, a box in the whole parameter, and a tensor [*box.shape] to write to
+    by kind.
+
+    Args:
+        originals: the name under which a tied weight is stored, by its other names.
     """
     for number, block in enumerate(engine.states.blocks):
         with engine.states.opened(number, write=True) as tensors:
@@ -200,85 +214,93 @@ def boxes_to_fill(
                     {kind: kinds[kind][at : at + box.numel].view(box.shape) for kind in KINDS},
                 )
                 for piece, kinds in zip(block, tensors, strict=True)
-                for box, at in boxes_in_whole(piece.held, piece.start, piece.start + piece.numel)
+                for box, at in global_boxes(piece.held, piece.start, piece.start + piece.numel)
             ]
 
 
 class Read(NamedTuple):
-    """A stored chunk, and the memory for the part of it that is wanted."""
+    """A stored chunk, and the memory for the part to read."""
 
     stored: StoredChunk
     out: Tensor  # [*stored.common.shape]
 
 
-Reads = dict[int, list[Read]]  # by the number of the file
+Reads = dict[int, list[Read]]  # by index of the file
 
 
 def add_reads(
     reads: Reads, index: Index, name: str, kind: str, box: Box, out: Tensor, *, folder: Path
 ) -> None:
-    """Add the reads that fill `out` [*box.shape]; CheckpointError where an element is missing."""
-    found = list(index.find(name, kind, box))
-    there = sum(stored.common.numel for stored in found)
-    if there != box.numel:
+    """Add the reads that fill `out` [*box.shape].
+
+    Raises CheckpointError if elements are missing.
+    """
+    chunks = list(index.find(name, kind, box))
+    count = sum(stored.common.numel for stored in chunks)
+    if count != box.numel:
         raise CheckpointError(
-            f"{folder} has {there} of {box.numel} elements of {name}'s {kind} at "
+            f"{folder} has {count} of {box.numel} elements of {name}'s {kind} at "
             f"{list(box.offsets)}; use another checkpoint"
         )
-    for stored in found:
+    for stored in chunks:
         part = out
         for dim, (first, size) in enumerate(zip(*stored.common, strict=True)):
             part = part.narrow(dim, first - box.offsets[dim], size)
         reads[stored.file].append(Read(stored, part))
 
 
-def read_all(found: FoundCheckpoint, reads: Reads) -> None:
-    """Read file by file, each in the order of its chunks."""
+def read_all(checkpoint: FoundCheckpoint, reads: Reads) -> None:
+    """Do the reads file by file, in the order of the chunks."""
     for number in sorted(reads):
-        own = sorted(reads[number], key=lambda read: read.stored.at)
-        places = {read.stored.chunk: read.stored.at for read in own}
-        with ChunkFile(found.folder / found.files[number], places) as file:
-            for stored, out in own:
+        in_order = sorted(reads[number], key=lambda read: read.stored.at)
+        starts = {read.stored.chunk: read.stored.at for read in in_order}
+        with ChunkFile(checkpoint.folder / checkpoint.files[number], starts) as file:
+            for stored, out in in_order:
                 file.read(stored.chunk, stored.common, out)
 
 
 def load_weights(
-    found: FoundCheckpoint,
+    checkpoint: FoundCheckpoint,
     held: Sequence[HeldParameter],
     mesh: Mesh,
     *,
     layers: Sequence[LayerSpec],
 ) -> None:
-    """Fill this rank's parameters with a checkpoint's fp32 masters, cast to their own type.
+    """Load a checkpoint's fp32 master weights into parameters of any type. Collective.
 
-    Collective. Each rank reads the byte ranges of its own parts. Raises CheckpointError on all
-    ranks if the checkpoint is of another model, or cannot be read.
+    Each rank reads the byte ranges of its own parts. Raises CheckpointError on all ranks if the
+    checkpoint is of another model, or cannot be read.
+
+    Args:
+        held: this rank's parameters.
     """
     originals = tied_names(layers)
     names = {h.name: originals.get(h.name, h.name) for h in held}
-    index = _index_of(found, layers, set(names.values()), mesh)
+    index = _index_of(checkpoint, layers, set(names.values()), mesh)
 
     def read() -> None:
-        refuse_twice(found.folder, index)
+        refuse_overlaps(checkpoint.folder, index)
         for h in held:
             reads: Reads = defaultdict(list)
             with writing(h.parameter) as (flat, start), torch.no_grad():
-                # Elements beyond the part's end are ZeRO's padding.
+                # Elements beyond the end of the part are ZeRO's padding.
                 stop = min(start + flat.numel(), prod(h.cut.local_shape))
                 if stop <= start:
                     continue
-                whole = torch.empty(stop - start)
-                for box, at in boxes_in_whole(h, start, stop):
-                    out = whole[at : at + box.numel].view(box.shape)
-                    add_reads(reads, index, names[h.name], "master", box, out, folder=found.folder)
-                read_all(found, reads)
-                flat[: len(whole)].copy_(whole)
+                masters = torch.empty(stop - start)
+                for box, at in global_boxes(h, start, stop):
+                    out = masters[at : at + box.numel].view(box.shape)
+                    add_reads(
+                        reads, index, names[h.name], "master", box, out, folder=checkpoint.folder
+                    )
+                read_all(checkpoint, reads)
+                flat[: len(masters)].copy_(masters)
 
     agree(mesh, lambda: reading(read))
 
 
 def reading(work: Callable[[], None]) -> None:
-    """Do `work`; an error of the system, as of what is offloaded to NVMe, is a CheckpointError."""
+    """Call `work` and raise a CheckpointError for OSErrors, such as those of NVMe offload."""
     try:
         work()
     except OSError as error:

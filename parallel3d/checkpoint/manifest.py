@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: its files with sizes and hashes, and whether all of them are sound.
+"""The manifest of a checkpoint: its files with sizes and hashes, and checks of all of them.
 
-It is written last, so a folder that has one was written to its end. The hashes, its own among them,
-find damage; they are no signature.
+The manifest is written last, so a folder with a manifest is complete. The hashes, including that of
+the manifest itself, detect damage; they are not signatures.
 """
 
 import json
@@ -29,7 +29,7 @@ from parallel3d.checkpoint.safe_files import (
 
 FORMAT = 1
 MANIFEST, STATE = "manifest.json", "state.json"
-TOKENIZER = "tokenizer"  # a folder beside them, whose digest is in state.json
+TOKENIZER = "tokenizer"  # folder beside them, whose digest is in state.json
 
 _MAX_JSON_BYTES = 2**30
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors|state\.json", re.ASCII)
@@ -51,17 +51,17 @@ class Manifest(NamedTuple):
     files: dict[str, Entry]
 
 
-class Bad(NamedTuple):
-    """A file of a checkpoint that cannot be used, and why."""
+class Fault(NamedTuple):
+    """A damaged file of a checkpoint, and what is wrong with it."""
 
     file: str
     reason: str
 
 
 def manifest_bytes(step: int, files: Mapping[str, Entry]) -> bytes:
-    """The contents of manifest.json; equal checkpoints give equal bytes.
+    """Return the contents of manifest.json, the same bytes for the same checkpoint.
 
-    Its own hash is that of these bytes with 32 zeros in the hash's place.
+    The manifest's own hash is that of these bytes with 32 zeros in the place of the hash.
     """
     content = {
         "digest": "0" * 32,
@@ -74,10 +74,10 @@ def manifest_bytes(step: int, files: Mapping[str, Entry]) -> bytes:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint's folder; the files themselves are not looked at.
+    """Return the manifest of a checkpoint's folder, without looking at the files.
 
-    Raises CheckpointError where it is missing, damaged, of another format or step than the folder,
-    or names what may not be a checkpoint's file.
+    Raises CheckpointError if it is missing or damaged, has another format, belongs to another step
+    than the folder, or lists an invalid file name.
     """
     path = folder / MANIFEST
     data = _read(path)
@@ -96,13 +96,14 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _check_format(content: dict[str, Any]) -> None:
-    found = content.get("format")
-    if found != FORMAT:
-        raise ValueError(f"it is of format {found!r}; this version of parallel3d reads {FORMAT}")
+    if content.get("format") != FORMAT:
+        raise ValueError(
+            f"it is of format {content.get('format')!r}; this version of parallel3d reads {FORMAT}"
+        )
 
 
 def _parse(content: dict[str, Any]) -> Manifest:
-    """The manifest that a JSON object is. Raises ValueError."""
+    """Return the manifest in a JSON object; raises ValueError."""
     if set(content) != {"digest", "files", "format", "step"} or not is_count(content["step"]):
         raise ValueError("it is damaged, or not a manifest")
     if not isinstance(content["files"], dict) or STATE not in content["files"]:
@@ -115,16 +116,16 @@ def _parse(content: dict[str, Any]) -> Manifest:
                 "digits and ._- with .safetensors at the end"
             )
         if not isinstance(entry, dict) or set(entry) != {"size", "digest"}:
-            raise ValueError(f"it does not give size and digest of {name}")
+            raise ValueError(f"it does not have size and digest of {name}")
         size, digest = entry["size"], entry["digest"]
         if not (is_count(size) and isinstance(digest, str) and _DIGEST.fullmatch(digest)):
-            raise ValueError(f"it gives no sound size and digest of {name}")
+            raise ValueError(f"it has no valid size and digest of {name}")
         files[name] = Entry(size, digest)
     return Manifest(content["step"], files)
 
 
 def check_file(folder: Path, name: str, entry: Entry) -> str:
-    """Why a file differs from its entry in the manifest, read to its end; "" where it does not."""
+    """Read a file to its end and return how it differs from its entry; "" if it does not."""
     try:
         descriptor, size = open_file(folder / name)
         with open(descriptor, "rb", buffering=0) as file:
@@ -141,7 +142,7 @@ def check_file(folder: Path, name: str, entry: Entry) -> str:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """The JSON object in state.json. Raises CheckpointError."""
+    """Return the JSON object in state.json; raises CheckpointError."""
     path = folder / STATE
     try:
         return parse_object(_read(path))
@@ -152,7 +153,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def read_sound_state(folder: Path) -> tuple[dict[str, Entry], dict[str, Any]]:
-    """A checkpoint's files by name, and its state once compared with its hash.
+    """Return a checkpoint's files by name, and its state after comparing it with its hash.
 
     Raises CheckpointError.
     """
@@ -163,7 +164,7 @@ def read_sound_state(folder: Path) -> tuple[dict[str, Entry], dict[str, Any]]:
 
 
 def shapes_of(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The shape of every parameter that a state lists, by its name. Raises CheckpointError."""
+    """Return the shapes of all parameters in a state, by name; raises CheckpointError."""
     parameters, shapes = state.get("parameters"), {}
     if not isinstance(parameters, dict):
         raise CheckpointError(f"{STATE}: it lists no parameters; use another checkpoint")
@@ -171,66 +172,70 @@ def shapes_of(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         shape = entry.get("shape") if isinstance(entry, dict) else None
         if not isinstance(shape, list) or not all(map(is_count, shape)):
             raise CheckpointError(
-                f"{STATE}: it gives no shape of {name[:80]!r}; use another checkpoint"
+                f"{STATE}: it has no valid shape of {name[:80]!r}; use another checkpoint"
             )
         shapes[name] = tuple(shape)
     return shapes
 
 
-def verify(folder: Path, progress: Callable[[int], None] = lambda size: None) -> list[Bad]:
-    """Every fault of a checkpoint; an empty list where it is sound.
+def verify(folder: Path, progress: Callable[[int], None] = lambda size: None) -> list[Fault]:
+    """Read a checkpoint completely and return its faults; an empty list if it is valid.
 
-    Every byte is read in this process, and the chunks of all files must hold each element of every
-    parameter's master weight and moments once. `progress` is told the size of each file read.
+    Compares all files with the manifest, and checks that the chunks of all files hold each element
+    of every parameter's master weight and moments once.
+
+    Args:
+        progress: called with the size of each file that has been read.
     """
     try:
         manifest = read_manifest(folder)
     except CheckpointError as error:
-        return [Bad(MANIFEST, _reason(error, folder / MANIFEST))]
-    bad = []
+        return [Fault(MANIFEST, _reason(error, folder / MANIFEST))]
+    faults = []
     for name, entry in manifest.files.items():
         if reason := check_file(folder, name, entry):
-            bad.append(Bad(name, reason))
+            faults.append(Fault(name, reason))
         progress(entry.size)
-    return bad or _check_contents(folder, manifest)
+    return faults or _check_contents(folder, manifest)
 
 
-def _check_contents(folder: Path, manifest: Manifest) -> list[Bad]:
-    """Faults within files that are as they were written."""
+def _check_contents(folder: Path, manifest: Manifest) -> list[Fault]:
+    """Return the faults inside files whose hashes are right."""
     try:
         state = read_state(folder)
         _check_format(state)
         shapes = shapes_of(state)
     except ValueError as error:
-        return [Bad(STATE, _reason(error, folder / STATE))]
+        return [Fault(STATE, _reason(error, folder / STATE))]
     if state.get("step") != manifest.step:
-        return [Bad(STATE, f"it is of step {state.get('step')!r}, the manifest of {manifest.step}")]
-    bad: list[Bad] = []
+        reason = f"it is of step {state.get('step')!r}, the manifest of {manifest.step}"
+        return [Fault(STATE, reason)]
+    faults: list[Fault] = []
     tokenizer = folder / TOKENIZER
     if tokenizer.is_dir() and tokenizer_digest(tokenizer) != state.get("tokenizer"):
-        bad.append(Bad(TOKENIZER, "it is not the one that state.json names"))
-    found: dict[tuple[str, str], dict[Box, str]] = defaultdict(dict)
+        faults.append(Fault(TOKENIZER, "its hash is not the one in state.json"))
+    boxes: dict[tuple[str, str], dict[Box, str]] = defaultdict(dict)
     for file in manifest.files:
         if file == STATE:
             continue
         try:
             with ChunkFile(folder / file) as opened:
                 for chunk in opened.chunks:
-                    _place(chunk, shapes, file, found[chunk.name, chunk.kind])
+                    _add_box(chunk, shapes, file, boxes[chunk.name, chunk.kind])
         except ValueError as error:
-            bad.append(Bad(file, _reason(error, folder / file)))
-    return bad or [
-        Bad(*wrong)
+            faults.append(Fault(file, _reason(error, folder / file)))
+    return faults or [
+        fault
         for name, shape in shapes.items()
         for kind in KINDS
-        if (wrong := _untiled(f"{kind} of {name[:80]!r}", shape, found[name, kind]))
+        if (fault := _check_tiling(f"{kind} of {name[:80]!r}", shape, boxes[name, kind]))
     ]
 
 
-def _place(
-    chunk: Chunk, shapes: Mapping[str, tuple[int, ...]], file: str, others: dict[Box, str]
+def _add_box(
+    chunk: Chunk, shapes: Mapping[str, tuple[int, ...]], file: str, boxes: dict[Box, str]
 ) -> None:
-    """Put a chunk's box to those of its parameter and kind. Raises ValueError."""
+    """Add a chunk's box to those of its parameter and kind; raises ValueError if it is invalid."""
     shape = shapes.get(chunk.name)
     if shape is None:
         raise ValueError(f"{STATE} has no parameter {chunk.name[:80]!r}")
@@ -238,28 +243,28 @@ def _place(
         raise ValueError(
             f"{chunk.key[:80]!r} of shape {chunk.box.shape} is not inside its parameter, {shape}"
         )
-    if chunk.box in others:
-        raise ValueError(f"{chunk.key[:80]!r} is also in {others[chunk.box]}")
-    others[chunk.box] = file
+    if chunk.box in boxes:
+        raise ValueError(f"{chunk.key[:80]!r} is also in {boxes[chunk.box]}")
+    boxes[chunk.box] = file
 
 
-def _untiled(what: str, shape: tuple[int, ...], boxes: dict[Box, str]) -> tuple[str, str] | None:
-    """The file and the reason, where boxes inside a shape do not tile it."""
+def _check_tiling(tensor: str, shape: tuple[int, ...], boxes: dict[Box, str]) -> Fault | None:
+    """Return a fault if boxes inside a shape do not tile it, else None."""
     if pair := overlapping(boxes):
         a, b = pair
-        return boxes[b], f"its chunk at {b.offsets} of {what} overlaps that at {a.offsets}"
+        return Fault(boxes[b], f"its chunk at {b.offsets} of {tensor} overlaps that at {a.offsets}")
     total = sum(box.numel for box in boxes)
     if total != prod(shape):
-        return STATE, f"the files hold {total:,} of the {prod(shape):,} elements of {what}"
+        return Fault(STATE, f"the files hold {total:,} of the {prod(shape):,} elements of {tensor}")
     return None
 
 
 def step_folders(checkpoints: Path) -> list[tuple[int, Path]]:
-    """The folders step-N in a folder of checkpoints, the newest first; [] without such a folder."""
+    """Return step and path of the folders step-N in a folder, newest first; [] if it is missing."""
     if not checkpoints.is_dir():
         return []
-    found = ((_STEP_FOLDER.fullmatch(path.name), path) for path in checkpoints.iterdir())
-    return sorted(((int(m[1]), path) for m, path in found if m and path.is_dir()), reverse=True)
+    matches = ((_STEP_FOLDER.fullmatch(path.name), path) for path in checkpoints.iterdir())
+    return sorted(((int(m[1]), path) for m, path in matches if m and path.is_dir()), reverse=True)
 
 
 def _read(path: Path) -> bytes:
@@ -268,8 +273,8 @@ def _read(path: Path) -> bytes:
     except FileNotFoundError:
         raise CheckpointError(f"{path}: missing; use another checkpoint") from None
     except OSError as error:
-        why = error.strerror or error
-        raise CheckpointError(f"{path}: cannot be read: {why}; use another checkpoint") from None
+        reason = error.strerror or error
+        raise CheckpointError(f"{path}: cannot be read: {reason}; use another checkpoint") from None
 
 
 def _reason(error: ValueError, path: Path) -> str:

@@ -1,8 +1,8 @@
-"""Saving of the training state: all ranks write, one gives the checkpoint its name.
+"""Save the training state: all ranks write their files, then rank 0 publishes the checkpoint.
 
-A checkpoint is written into step-N.tmp, each rank its own file; once every file is on disk and its
-digest known to rank 0, that rank writes the manifest and renames the folder. So what is called
-step-N is whole, whatever happens. docs/checkpoint.md lists the guarantees.
+A checkpoint is written to step-N.tmp, one file per rank. When all files are on disk and rank 0 has
+their digests, it writes the manifest and renames the folder, so a folder called step-N is always
+complete. docs/checkpoint.md lists the guarantees.
 """
 
 import json
@@ -38,15 +38,14 @@ from parallel3d.mesh.mesh import Mesh
 from parallel3d.model.spec import LayerSpec, named_params
 
 _log = logging.getLogger(__name__)
-MOST_FAILURES = 3  # saves in a row that may fail before training stops
+MOST_FAILURES = 3  # failed saves in a row after which training stops
 
 
 class Saver:
-    """A writer of checkpoints into `folder`, the same on every rank, that keeps the newest few.
+    """Writes checkpoints to a folder and removes all but the newest.
 
-    A save that fails, on a full disk for instance, leaves the earlier checkpoints as they are, and
-    is tried again at the next interval. `always`: steps whose checkpoints are kept besides.
-    `say` tells the user; on one rank alone. `tokenizer`: a folder that goes into each checkpoint.
+    A failed save (on a full disk, for example) leaves earlier checkpoints alone; the next interval
+    tries again.
     """
 
     def __init__(
@@ -63,6 +62,17 @@ class Saver:
         hashed: bool = True,
         tokenizer: Path | None = None,
     ) -> None:
+        """Create a saver. Collective.
+
+        Args:
+            folder: the run's checkpoints, the same on all ranks.
+            keep: number of newest checkpoints to keep.
+            always: steps whose checkpoints are kept in addition.
+            asynchronous: write from a copy while training continues.
+            say: prints a message for the user, on one rank only.
+            hashed: False skips the digests.
+            tokenizer: a folder to copy into each checkpoint.
+        """
         self._tokenizer = tokenizer
         self._engine, self._mesh, self._folder = engine, mesh, folder
         self._keep, self._always, self._hashed = keep, always, hashed
@@ -75,11 +85,11 @@ class Saver:
         self._buffer: HostCopy | None = None
         self._thread: Thread | None = None
         self._problem = ""  # of the newest save, the same on all ranks
-        self._lost: Exception | None = None  # what the ranks did not come to an answer for
+        self._lost: Exception | None = None  # a failure on which the ranks could not agree
         self._failures = 0
-        mine = len(self._header) + 4 * self._numel
-        self.num_bytes = int(sum(row[0] for row in mesh.gather_floats([mine])))
-        """Size of a checkpoint's tensors, of all ranks together."""
+        own_bytes = len(self._header) + 4 * self._numel
+        self.num_bytes = int(sum(row[0] for row in mesh.gather_floats([own_bytes])))
+        """Bytes of a checkpoint's tensors, over all ranks."""
 
     @property
     def broken(self) -> bool:
@@ -87,29 +97,30 @@ class Saver:
         return self._failures >= MOST_FAILURES
 
     def expected_seconds(self) -> float:
-        """Approximate seconds of a save until it is on disk, by a small trial. Collective."""
+        """Estimate the seconds of a save, from a small trial write. Collective."""
         try:
-            mine = free_space.seconds_to_write(self._folder, 4 * self._numel)
+            seconds = free_space.seconds_to_write(self._folder, 4 * self._numel)
         except OSError:
-            mine = 0.0  # the first save will say what is wrong
-        return max(row[0] for row in self._mesh.gather_floats([mine]))
+            seconds = 0.0  # the first save will report the error
+        return max(row[0] for row in self._mesh.gather_floats([seconds]))
 
     def save(self, state: dict[str, Any], wait: bool = False) -> float:
-        """Save the current training state; gives the seconds for which training was held up.
+        """Save the training state and return the seconds that training waited. Collective.
 
-        Collective. `state` is what state.json holds beside what the saver itself knows. With `wait`
-        it is on disk, or has failed, when this returns.
+        Args:
+            state: contents of state.json, except for the keys that the saver adds.
+            wait: return only when the checkpoint is on disk, or the save has failed.
         """
         start = time.perf_counter()
         self.finish()
         self._problem = ""
-        alone, problem = self._plan(wait)
+        in_background, problem = self._plan(wait)
         if problem:
             self._fail(problem)
             return time.perf_counter() - start
         state = {**state, **self._own_state()}
-        if alone:
-            buffer = self._copied()
+        if in_background:
+            buffer = self._copy_state()
             self._thread = Thread(
                 target=self._write, args=(state, buffer.arrays()), name="checkpoint", daemon=True
             )
@@ -121,7 +132,7 @@ class Saver:
         return time.perf_counter() - start
 
     def poll(self) -> None:
-        """Take note of an asynchronous save that has ended."""
+        """Finish an asynchronous save if it has ended."""
         if self._thread is not None and not self._thread.is_alive():
             self.finish()
 
@@ -139,26 +150,26 @@ class Saver:
             raise TrainingError(f"the last checkpoint was not saved: {self._problem}")
 
     def _plan(self, wait: bool) -> tuple[bool, str]:
-        """True to write behind the training; and why nothing can be saved ("" if it can)."""
-        wanted = self._asynchronous and not wait
+        """Return whether to write in the background, and why the save is impossible, or ""."""
+        asynchronous = self._asynchronous and not wait
         new_bytes = 0 if self._buffer is not None else copy_bytes(self._numel)
         memory_lacks = free_space.memory_lacks(new_bytes, self._mesh.local_size)
         disk_lacks = free_space.disk_lacks(self._folder, self.num_bytes)
-        rows = self._mesh.gather_floats([memory_lacks if wanted else 0, disk_lacks])
-        memory, space = (max(int(row[i]) for row in rows) for i in range(2))
-        if space:
-            need = decimal(self.num_bytes)
-            return False, f"{self._folder} has no room: {decimal(space)} missing of {need}"
-        if memory:
+        rows = self._mesh.gather_floats([memory_lacks if asynchronous else 0, disk_lacks])
+        memory_lacks, disk_lacks = (max(int(row[i]) for row in rows) for i in range(2))
+        if disk_lacks:
+            size, lacking = decimal(self.num_bytes), decimal(disk_lacks)
+            return False, f"{self._folder}: {lacking} of disk space missing for {size}"
+        if memory_lacks:
             self._say(
-                f"host memory lacks {decimal(memory)} a rank for a copy of the training state; "
-                "this checkpoint is written while training waits (checkpoint.asynchronous)"
+                f"host memory lacks {decimal(memory_lacks)} per rank to copy the training state; "
+                "training waits while this checkpoint is written (checkpoint.asynchronous)"
             )
-        return wanted and not memory, ""
+        return asynchronous and not memory_lacks, ""
 
-    def _copied(self) -> HostCopy:
+    def _copy_state(self) -> HostCopy:
         if self._buffer is None:
-            # It is kept: fresh memory costs more than the copy itself.
+            # Kept for later saves: new memory costs more than the copy itself.
             self._buffer = HostCopy(self._numel, pinned=self._mesh.device.type != "cpu")
         self._buffer.fill(chunk_runs.live_tensors(self._engine, self._runs))
         return self._buffer
@@ -173,37 +184,42 @@ class Saver:
         }
 
     def _write(self, state: dict[str, Any], arrays: Iterable[np.ndarray]) -> None:
-        """Write, agree, name; leaves in `_problem` what went wrong, on every rank the same."""
+        """Write the checkpoint; a failure is left in `_problem`, the same on all ranks."""
         try:
             self._write_all(state, arrays)
         except TrainingError as error:
             self._problem = str(error)
-        except Exception as error:  # a lost rank: training cannot go on, and shall say why
+        except Exception as error:  # a rank was lost; raised again where training can report it
             self._lost = error
 
     def _write_all(self, state: dict[str, Any], arrays: Iterable[np.ndarray]) -> None:
-        """Raises TrainingError on all ranks if it cannot be done, and leaves nothing of it."""
+        """Write the checkpoint; on failure, remove it and raise TrainingError on all ranks."""
         step, mesh = state["step"], self._mesh
         folder, partial = self._folder / f"step-{step}", self._folder / f"step-{step}.tmp"
-        remove, begun = disk.remove_folder, partial
+        remove, written = disk.remove_folder, partial
         try:
             self._on_first(lambda: disk.make_folder(partial))
-            mine = agree(mesh, lambda: self._write_own(partial, arrays))
-            found = gather_json(mesh, mine, aside=True)
-            files = {name: Entry(*entry) for own in found for name, entry in own.items()}
-            self._on_first(lambda: self._name(state, files, partial, folder))
-            remove, begun = disk.remove_checkpoint, folder
-            known = {name: Entry(*entry) for name, entry in mine.items() if self._hashed}
+            entries = agree(mesh, lambda: self._write_own(partial, arrays))
+            all_entries = gather_json(mesh, entries, aside=True)
+            files = {name: Entry(*entry) for own in all_entries for name, entry in own.items()}
+            self._on_first(lambda: self._publish(state, files, partial, folder))
+            remove, written = disk.remove_checkpoint, folder
+            own_files = {name: Entry(*entry) for name, entry in entries.items() if self._hashed}
             keep_newest(
-                self._folder, self._keep, newest=folder, mine=known, mesh=mesh, always=self._always
+                self._folder,
+                self._keep,
+                newest=folder,
+                own_files=own_files,
+                mesh=mesh,
+                always=self._always,
             )
         except TrainingError:
             with suppress(TrainingError):
-                self._on_first(lambda: remove(begun))
+                self._on_first(lambda: remove(written))
             raise
 
     def _write_own(self, partial: Path, arrays: Iterable[np.ndarray]) -> dict[str, Any]:
-        """Write this rank's file, if it has anything to write; its name, size and digest."""
+        """Write this rank's file, if it has one, and return {name: [size, digest]}."""
         if not self._header:
             return {}
         rank = self._mesh.rank
@@ -212,10 +228,10 @@ class Saver:
             entry = disk.write_file(partial / name, chain([self._header], arrays), self._hashed)
         return {name: [entry.size, entry.digest]}
 
-    def _name(
+    def _publish(
         self, state: dict[str, Any], files: dict[str, Entry], partial: Path, folder: Path
     ) -> None:
-        """Write the state and the manifest, and give the folder its name; one rank does."""
+        """Write the state and the manifest, and rename the folder. Called on rank 0 only."""
         text = json.dumps(state, indent=1, sort_keys=True, allow_nan=False) + "\n"
         if self._tokenizer is not None:
             disk.copy_folder(self._tokenizer, partial / TOKENIZER)
@@ -223,14 +239,14 @@ class Saver:
         disk.write_file(partial / "manifest.json", [manifest_bytes(state["step"], files)])
         disk.sync_folder(partial)
         if folder.exists():
-            # It belongs to a history that was left when an earlier step was resumed.
+            # Left from before the run was resumed at an earlier step.
             disk.remove_checkpoint(folder)
         disk.rename(partial, folder)
-        with suppress(OSError):  # a hint, which nothing depends on
+        with suppress(OSError):  # only a hint for people
             disk.replace_text(self._folder / "latest", f"{folder.name}\n")
 
     def _on_first(self, work: Callable[[], None]) -> None:
-        """Have rank 0 do it; raises TrainingError on all ranks if that cannot."""
+        """Call `work` on rank 0; raises TrainingError on all ranks if it fails."""
         on_first(self._mesh, _reporting(self._folder)(work))
 
     def _conclude(self) -> None:
@@ -244,26 +260,29 @@ class Saver:
     def _fail(self, problem: str) -> None:
         self._problem = problem
         self._failures += 1
-        then = "training stops" if self.broken else "training goes on; tried again at the next one"
+        then = "Training stops" if self.broken else "Training continues; the next save tries again"
         self._say(
             f"CHECKPOINT NOT SAVED ({self._failures} of {MOST_FAILURES} in a row): {problem}. "
-            f"The checkpoints before it stand; {then}"
+            f"Earlier checkpoints are unaffected. {then}"
         )
 
 
 def keep_newest(
-    folder: Path, keep: int, *, newest: Path, mine: Mapping[str, Entry], mesh: Mesh,
+    folder: Path, keep: int, *, newest: Path, own_files: Mapping[str, Entry], mesh: Mesh,
     always: Collection[int] = (),
 ) -> None:  # fmt: skip
-    """Remove all but the newest `keep` checkpoints, unless the newest of them is bad.
+    """Remove all but the newest `keep` checkpoints, after reading the newest back.
 
-    Collective, on the group that is aside. `always`: steps that stay, and are not counted. `mine`:
-    the files of the newest that this rank wrote, and reads again; rank 0 reads the manifest and the
-    state, too. Raises TrainingError on all ranks, and removes nothing, if one is bad.
+    Collective, on the background group. Rank 0 also reads the manifest and the state. Raises
+    TrainingError on all ranks, and removes nothing, if a file is damaged.
+
+    Args:
+        own_files: the newest checkpoint's files that this rank wrote and reads back.
+        always: steps that are kept and not counted.
     """
 
-    def look() -> None:
-        if reason := _damage(newest, mine, with_manifest=mesh.rank == 0):
+    def read_back() -> None:
+        if reason := _find_damage(newest, own_files, with_manifest=mesh.rank == 0):
             raise TrainingError(f"{newest} cannot be read back: {reason}")
 
     def remove() -> None:
@@ -271,18 +290,18 @@ def keep_newest(
             for name in old:
                 disk.remove_checkpoint(folder / name)
 
-    # All ranks look before any of them removes something.
+    # All ranks read back before anything is removed.
     old = on_first(
         mesh, lambda: [p.name for n, p in step_folders(folder) if n not in always][keep:]
     )
     if old:
-        agree(mesh, look)
+        agree(mesh, read_back)
         on_first(mesh, remove)
 
 
-def _damage(newest: Path, mine: Mapping[str, Entry], with_manifest: bool) -> str:
-    """The fault of these files of a checkpoint, or of those that rank 0 wrote alone; else ""."""
-    entries = dict(mine)
+def _find_damage(newest: Path, own_files: Mapping[str, Entry], with_manifest: bool) -> str:
+    """Return a fault of these files or, `with_manifest`, of manifest and state; "" if none."""
+    entries = dict(own_files)
     try:
         if with_manifest:
             entries[STATE] = read_manifest(newest).files[STATE]
@@ -296,7 +315,7 @@ def _damage(newest: Path, mine: Mapping[str, Entry], with_manifest: bool) -> str
 
 @contextmanager
 def _reporting(place: Path, prefix: str = "") -> Iterator[None]:
-    """Make errors of any kind a TrainingError: the other ranks wait to hear of them."""
+    """Turn any error into a TrainingError, which is reported to the waiting ranks."""
     try:
         yield
     except Exception as error:

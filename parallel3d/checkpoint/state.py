@@ -1,4 +1,4 @@
-"""The contents of state.json, and whether a run can go on from those of another."""
+"""The contents of state.json, and whether a run can resume from another's."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +21,7 @@ _LENGTH = "parallel3d.data.sequence_length"
 class Position:
     """The progress of a run: steps done, tokens trained on, and the next sample's global index.
 
-    The order of samples is a pure function of that index, so it is all that a loader's state is.
+    The index is the loader's complete state, because the order of samples is a function of it.
     """
 
     step: int = 0
@@ -29,7 +29,7 @@ class Position:
     next_sample: int = 0
 
     def after(self, config: RunConfig) -> "Position":
-        """The position one step later."""
+        """Return the position one step later."""
         return Position(
             self.step + 1,
             self.tokens + config.tokens_per_step,
@@ -38,7 +38,7 @@ class Position:
 
 
 class RunState:
-    """A describer of one run's state; `at(position)` gives what `Saver.save` takes."""
+    """The state of one run, for `Saver.save` and for comparison with a checkpoint's."""
 
     def __init__(self, config: RunConfig, corpus: Corpus) -> None:
         self._config = config
@@ -52,7 +52,7 @@ class RunState:
         }
 
     def at(self, position: Position) -> dict[str, Any]:
-        """The state of the run at a position."""
+        """Return the run's state at a position, as `Saver.save` takes it."""
         done = position.step >= self._config.num_steps
         next_lr = None if done else rate(self._config, position.step)
         return {
@@ -61,28 +61,34 @@ class RunState:
             "tokens": position.tokens,
             "next_sample": position.next_sample,
             "learning_rate": {"next": next_lr, "of_steps": self._config.num_steps},
-            # Weights, dropout and the order of samples are pure functions of the seed and of
-            # places in the run; no generator's state is carried from step to step.
+            # Weights, dropout and the order of samples are functions of the seed and the position,
+            # so there is no generator state to save.
             "random": {"seed": self._config.train.seed, "next_step": position.step},
         }
 
     def position_in(
         self, state: Mapping[str, Any], path: Path, say: Callable[[str], None]
     ) -> Position:
-        """The position at which this run goes on from another run's checkpoint.
+        """Return the position at which this run resumes from a checkpoint.
 
-        Says what differs and may; raises CheckpointError if samples would be lost or seen twice, or
-        tokens would mean other text.
+        Args:
+            state: the checkpoint's state.json.
+            path: the checkpoint, for messages.
+            say: prints settings that have changed.
+
+        Raises CheckpointError if samples would be lost or repeated, or tokens would have another
+        meaning.
         """
-        theirs, ours = state["config"]["parallel3d"], self._config
-        for what, there, here in (
-            ("parallel3d.train.seed", theirs["train"]["seed"], ours.train.seed),
-            (_LENGTH, theirs["data"]["sequence_length"], ours.data.sequence_length),
+        saved, config = state["config"]["parallel3d"], self._config
+        for setting, old, new in (
+            ("parallel3d.train.seed", saved["train"]["seed"], config.train.seed),
+            (_LENGTH, saved["data"]["sequence_length"], config.data.sequence_length),
         ):
-            if there != here:
+            if old != new:
                 raise CheckpointError(
-                    f"{path}: {what} was {there} and is {here}: the run would lose its place in "
-                    f"the data; set it back to {there}, or start a new run with another run.name"
+                    f"{path}: {setting} was {old} and is now {new}, so the run would lose its "
+                    f"place in the data; set it back to {old}, or start a new run with another "
+                    "run.name"
                 )
         was, now = (
             (config["parallel3d"]["model"].get("parametrization") or {"type": "standard"})
@@ -90,55 +96,55 @@ class RunState:
         )
         if was != now and {was["type"], now["type"]} != {"standard"}:
             raise CheckpointError(
-                f"{path}: parallel3d.model.parametrization was {json.dumps(was)} and is "
-                f"{json.dumps(now)}: its weights would be another model; set it back, or start a "
-                "new run with another run.name"
+                f"{path}: parallel3d.model.parametrization was {json.dumps(was)} and is now "
+                f"{json.dumps(now)}, with which the weights are another model; set it back, or "
+                "start a new run with another run.name"
             )
-        # First: a tokenizer trained on another training part differs for that reason. A corpus has
-        # its name from what is held out of it, too: under the same name both rules agree.
+        # Checked before the tokenizer, which differs if it was trained on another part. The name of
+        # a corpus depends on what is held out, so under the same name both rules agree.
         same_corpus = state["corpus"] == self._fixed["corpus"]
         if state.get("split", 1) != SPLIT_FORMAT and not same_corpus:
             raise CheckpointError(
-                f"{path} is of a parallel3d that held out other documents (split "
-                f"{state.get('split', 1)}, now {SPLIT_FORMAT}): it was trained on text that would "
-                "be held out now; go on with the version that saved it, "
-                f"{state['versions']['parallel3d']}, or start a new run with another run.name"
+                f"{path} was written by a version that held out other documents (split "
+                f"{state.get('split', 1)}, now {SPLIT_FORMAT}): text that it was trained on would "
+                f"be held out now; use version {state['versions']['parallel3d']}, or start a new "
+                "run with another run.name"
             )
         if state["tokenizer"] != self._fixed["tokenizer"]:
             raise CheckpointError(
-                f"{path} was trained on another tokenizer: its tokens have other meanings; set "
+                f"{path} was trained with another tokenizer, whose tokens have other meanings; set "
                 "data.tokenizer back, or start a new run with another run.name"
             )
         if not same_corpus:
             say(
                 "the corpus has changed since the checkpoint: sample "
-                f"{state['next_sample']:,} is not where it was, some text may come twice or not, "
-                "and some that was trained on may be held out now"
+                f"{state['next_sample']:,} is now at another place, so some text may be repeated "
+                "or skipped, and held-out text may include text that was trained on"
             )
         if changes := list(_changes(state["config"], self._fixed["config"])):
             say("changed since the checkpoint: " + ", ".join(changes))
         return Position(*(int(state[k]) for k in ("step", "tokens", "next_sample")))
 
 
-# Where a run is written and its text lies, how far it goes this time, and where it comes from.
-_NOT_SAID = {
+# Settings of output, location of the text, stopping and resuming, whose changes are not reported.
+_NOT_REPORTED = {
     *("parallel3d.run", "parallel3d.checkpoint.resume", "parallel3d.train.stop_after"),
     *("parallel3d.data.paths", "parallel3d.data.cache"),
 }
 
 
 def _changes(was: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Each setting that differs, as "path old -> new"; what only one of the two knows is new."""
+    """Yield each setting that differs as "path old -> new"; settings in only one are ignored."""
     for name in (name for name in now if name in was):
         path = f"{prefix}{name}"
-        there, here = was[name], now[name]
-        if path in _NOT_SAID or name == "nvme_path" or there == here:
+        old, new = was[name], now[name]
+        if path in _NOT_REPORTED or name == "nvme_path" or old == new:
             continue
-        if isinstance(there, Mapping) and isinstance(here, Mapping):
-            yield from _changes(there, here, f"{path}.")
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            yield from _changes(old, new, f"{path}.")
         else:
             shown = path.removeprefix("parallel3d.")
-            yield f"{shown} {json.dumps(there)} -> {json.dumps(here)}"
+            yield f"{shown} {json.dumps(old)} -> {json.dumps(new)}"
 
 
 def _mesh(config: RunConfig) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Settings of a run: frozen, strict, typed, documented under each field, and free of torch."""
+"""Settings of a run: frozen, strictly typed, documented under each field, without torch."""
 
 from parallel3d.config.deepspeed import ZeroConfig
 from parallel3d.config.document import help_text, settings

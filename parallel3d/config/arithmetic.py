@@ -1,4 +1,4 @@
-"""The arithmetic of mesh, batch and steps, and the learning rate fitted to the steps."""
+"""Arithmetic of mesh, batch and steps, and schedules fitted to the number of steps."""
 
 from fractions import Fraction
 from typing import Any
@@ -13,7 +13,7 @@ _WARMUP = "parallel3d.train.lr_schedule.warmup_steps"
 
 
 def data_parallel_size(mesh: MeshConfig, world_size: int) -> int:
-    """The dp that makes `mesh` one of `world_size` ranks; raises ConfigError if none does."""
+    """Return world_size / (pp x tp); raises ConfigError if that is not an integer, or not dp."""
     others = mesh.pp * mesh.tp
     if world_size % others:
         rule = f"pp={mesh.pp} x tp={mesh.tp} = {others} does not divide {world_size} processes"
@@ -31,12 +31,13 @@ def data_parallel_size(mesh: MeshConfig, world_size: int) -> int:
 def batch_sizes(
     batch: int | None, micro: int | None, accumulation: int | None, dp: int
 ) -> tuple[int, int, int]:
-    """Return the batch (micro batch x accumulation x dp), micro batch and accumulation.
+    """Return batch (micro batch x accumulation x dp), micro batch and accumulation.
 
-    Accumulation is 1 where only one is given. Raises ConfigError if the batch cannot be divided so.
+    Missing sizes are computed from the others; accumulation is 1 if only one size is set. Raises
+    ConfigError if the batch is not divisible.
     """
     if batch is None:
-        assert micro is not None, "the checks want a batch or a micro batch size"
+        assert micro is not None, "the checks require a batch or a micro batch size"
         return micro * (accumulation or 1) * dp, micro, accumulation or 1
     if micro is None:
         accumulation = accumulation or 1
@@ -46,16 +47,16 @@ def batch_sizes(
     return batch, micro, accumulation
 
 
-def _share(batch: int, parts: int, words: str) -> int:
+def _share(batch: int, parts: int, factors: str) -> int:
     if batch % parts:
-        rule = f"is not a multiple of {words} = {parts}"
+        rule = f"is not a multiple of {factors} = {parts}"
         remedy = f"use {max(1, batch // parts) * parts} or {batch // parts * parts + parts}"
         raise Problems([Problem(BATCH, batch, rule, remedy)])
     return batch // parts
 
 
 def steps_of_tokens(max_tokens: int, tokens_per_step: int) -> int:
-    """The whole steps in `tokens` tokens; raises ConfigError if there is none."""
+    """Return the whole steps in `max_tokens` tokens; raises ConfigError if there is none."""
     if max_tokens < tokens_per_step:
         rule = f"is less than one step of {tokens_per_step} tokens"
         remedy = f"use {tokens_per_step} or more, or a smaller batch"
@@ -64,25 +65,30 @@ def steps_of_tokens(max_tokens: int, tokens_per_step: int) -> int:
 
 
 def steps_of_epochs(epochs: float, samples: int, batch: int) -> int:
-    """The whole steps in `epochs` passes over `samples`; raises ConfigError for none."""
-    seen = samples_of_epochs(epochs, samples)
-    if seen < batch:
-        rule = f"is {seen} samples of the corpus's {samples}, less than one step of {batch}"
+    """Return the whole steps in `epochs` passes over `samples`; raises ConfigError if none.
+
+    Args:
+        batch: samples per step.
+    """
+    num_samples = samples_of_epochs(epochs, samples)
+    if num_samples < batch:
+        rule = f"is {num_samples} samples of the corpus's {samples}, less than one step of {batch}"
         remedy = "use more epochs or a smaller batch"
         raise Problems([Problem("parallel3d.train.epochs", epochs, rule, remedy)])
-    return seen // batch
+    return num_samples // batch
 
 
 def samples_of_epochs(epochs: float, samples: int) -> int:
-    """The whole samples in `epochs` passes over `samples`."""
-    # In fractions, because 0.29 x 100 samples are 28.999999999999996 as floats.
+    """Return the whole samples in `epochs` passes over `samples`."""
+    # Exact fractions, because 0.29 x 100 is 28.999999999999996 in floats.
     return int(Fraction(str(epochs)) * samples)
 
 
 def fit(train: TrainConfig, scheduler: Any) -> tuple[TrainConfig, Any, list[str]]:
-    """Return `train` and DeepSpeed's `scheduler` fitted to train.steps (if known), and notes.
+    """Return `train` and DeepSpeed's `scheduler` fitted to train.steps, with notes on changes.
 
-    A longer warm-up ends with the run, or where the decay begins; a length "auto" is the run's.
+    A warm-up longer than the run is cut to the run, or to the start of the decay. total_num_steps
+    = "auto" becomes the run's steps. Without steps, both are returned as they are.
     """
     steps, notes = train.steps, []
     if steps is None:
@@ -90,9 +96,9 @@ def fit(train: TrainConfig, scheduler: Any) -> tuple[TrainConfig, Any, list[str]
     schedule = train.lr_schedule
     if schedule.warmup_steps > steps:
         decay = schedule.decay_steps or 0
-        room = steps - decay if decay < steps else steps
-        notes.append(_note(_WARMUP, schedule.warmup_steps, steps, room))
-        schedule = schedule.model_copy(update={"warmup_steps": room})
+        shortened = steps - decay if decay < steps else steps
+        notes.append(_note(_WARMUP, schedule.warmup_steps, steps, shortened))
+        schedule = schedule.model_copy(update={"warmup_steps": shortened})
         train = train.model_copy(update={"lr_schedule": schedule})
     if scheduler is not None and getattr(scheduler.params, TOTAL_STEPS, None) == "auto":
         changes = {TOTAL_STEPS: steps}
@@ -105,5 +111,5 @@ def fit(train: TrainConfig, scheduler: Any) -> tuple[TrainConfig, Any, list[str]
     return train, scheduler, notes
 
 
-def _note(path: str, written: int, steps: int, room: int) -> str:
-    return f"{path}: {written} is longer than the run of {steps} steps; the warm-up takes {room}"
+def _note(path: str, warmup: int, steps: int, shortened: int) -> str:
+    return f"{path}: {warmup} exceeds the run's {steps} steps; the warm-up is cut to {shortened}"

@@ -1,7 +1,7 @@
-"""Hugging Face's "auto": the values that replace it, before anything else reads the file.
+"""Hugging Face's "auto": the values that replace it before anything else reads the file.
 
-The rules are those of transformers' DeepSpeed integration, with the defaults of TrainingArguments.
-A test compares the two.
+The rules are those of transformers' DeepSpeed integration with the defaults of TrainingArguments,
+except for bf16.enabled. A test compares the two.
 """
 
 import json
@@ -18,15 +18,15 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Rule:
-    """The value that "auto" means at `path`, in words and as a function of the file.
-
-    It is ABSENT where the setting is left out and derived later.
-    """
+    """The value of "auto" at one path."""
 
     path: str
     words: str
+    """The value, as the documentation states it."""
     value: Callable[[dict[str, Any]], Any]
-    warning: str = ""  # a line more, where it may not be what is wanted
+    """The value for a file; ABSENT if the setting is removed and derived later."""
+    warning: str = ""
+    """A warning for the user, if the value is often wrong for pretraining."""
 
 
 def _constant(path: str, value: Any) -> Rule:
@@ -42,7 +42,7 @@ def _hidden(path: str, words: str, of_hidden_size: Callable[[int], int]) -> Rule
     return Rule(f"zero_optimization.{path}", words, value)
 
 
-# In this order: a rule may read what an earlier one has resolved.
+# The order matters: a rule may read values that earlier rules have resolved.
 RULES = (
     _constant("train_micro_batch_size_per_gpu", 8),
     _constant("gradient_accumulation_steps", 1),
@@ -51,13 +51,13 @@ RULES = (
     _constant("fp16.enabled", False),
     Rule(
         "bf16.enabled",
-        "true unless fp16 is on: a file that leaves it open does not mean fp32",
+        "true unless fp16 is enabled (Hugging Face: false, which would train in fp32)",
         lambda raw: at(raw, "fp16.enabled") is not True,
     ),
     replace(
         _constant("optimizer.params.lr", 5e-5),
         warning="WARNING: optimizer.params.lr = 5e-05 is Hugging Face's default for fine-tuning, "
-        "and this model is trained from scratch; name a rate, 1e-4 to 1e-3 for most sizes: "
+        "but this model trains from scratch; set a rate (1e-4 to 1e-3 for most sizes): "
         "--optimizer.params.lr 3e-4",
     ),
     _constant("optimizer.params.betas", [0.9, 0.999]),
@@ -77,7 +77,7 @@ RULES = (
 
 
 def resolve(raw: dict[str, Any]) -> list[str]:
-    """Replace each "auto" that has a rule, in place; gives a line on each."""
+    """Replace each "auto" that has a rule, in place; return a note on each, then warnings."""
     notes, warnings = [], []
     for rule in RULES:
         section, _, key = rule.path.rpartition(".")

@@ -1,8 +1,8 @@
-"""Rules that several settings of a config must obey together.
+"""Rules between several settings of a config.
 
-A check names, as its parameters, the settings that it compares, and runs where all of them are
-sound. Every model family has the sizes that are compared here; one whose queries share keys and
-values has num_key_value_heads too.
+A check's parameters name the settings that it compares; it runs if all of them are valid. Every
+model family has the sizes compared here; families with grouped-query attention also have
+num_key_value_heads.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -26,14 +26,18 @@ from parallel3d.config.parallel3d_block import (
 )
 from parallel3d.schedule import schedules
 
-_LEAST_ON_NVME = 2**18  # elements; DeepSpeed keeps fewer bytes than 1 MiB in host memory
-_signature = cache(signature)  # the planner asks for thousands of meshes
+_LEAST_ON_NVME = 2**18  # elements; DeepSpeed keeps less than 1 MiB in host memory
+_signature = cache(signature)  # the planner checks thousands of meshes
 
 
 def find_problems(settings: Mapping[str, Any]) -> list[Problem]:
-    """Every broken rule between the given settings."""
+    """Return a problem for each rule that the settings break.
+
+    Args:
+        settings: valid settings of both blocks by name, such as "mesh" and "bf16".
+    """
     problems: list[Problem] = []
-    planned = settings.get("mesh") == PLAN  # what compares the mesh waits until there is one
+    planned = settings.get("mesh") == PLAN  # checks of the mesh wait until it is planned
     settings = {k: v for k, v in settings.items() if k != "mesh" or not planned}
     settings |= {"is_planned": planned}
     for check in CHECKS:
@@ -48,13 +52,13 @@ def _check_heads(mesh: MeshConfig, model: Any) -> Iterator[Problem]:
     if heads % mesh.tp:
         rule = f"does not divide num_attention_heads={heads}"
         yield Problem(
-            "parallel3d.mesh.tp", mesh.tp, rule, f"use tp = {_listed(_divisors_of(heads))}"
+            "parallel3d.mesh.tp", mesh.tp, rule, f"use tp = {_join_with_or(_divisors_of(heads))}"
         )
 
 
 def _check_inner_size(mesh: MeshConfig, model: Any) -> Iterator[Problem]:
     size = model.inner_size
-    # A tp that does not divide the heads is already a problem.
+    # A tp that does not divide the heads is reported by another check.
     if size % mesh.tp and model.num_attention_heads % mesh.tp == 0:
         rule = f"is not a multiple of tp={mesh.tp}"
         remedy = f"use {size // mesh.tp * mesh.tp + mesh.tp}, or another mesh.tp"
@@ -68,7 +72,7 @@ def _check_key_value_heads(mesh: MeshConfig, model: Any) -> Iterator[Problem]:
         usable = [
             n for n in _divisors_of(model.num_attention_heads) if not (heads % n and n % heads)
         ]
-        yield Problem("parallel3d.mesh.tp", mesh.tp, rule, f"use tp = {_listed(usable)}")
+        yield Problem("parallel3d.mesh.tp", mesh.tp, rule, f"use tp = {_join_with_or(usable)}")
 
 
 def _check_layers(mesh: MeshConfig, pipeline: PipelineConfig, model: Any) -> Iterator[Problem]:
@@ -80,7 +84,7 @@ def _check_layers(mesh: MeshConfig, pipeline: PipelineConfig, model: Any) -> Ite
             rule, remedy = f"is more stages than {layers}", f"use pp = {num_layers} or less"
             yield Problem("parallel3d.mesh.pp", mesh.pp, rule, remedy)
         else:
-            rule = f"is {mesh.pp * per_rank} stages on pp={mesh.pp} ranks, more than {layers}"
+            rule = f"makes {mesh.pp * per_rank} stages on pp={mesh.pp} ranks, more than {layers}"
             remedy = f"use {num_layers // mesh.pp} or less"
             yield Problem("parallel3d.pipeline.stages_per_rank", per_rank, rule, remedy)
 
@@ -91,16 +95,16 @@ def _check_schedule(
     train_batch_size: int | None,
     gradient_accumulation_steps: int | None,
 ) -> Iterator[Problem]:
-    """Check that the schedule can be run with the config's sizes, as far as they are known."""
+    """Check that the schedule can run with the config's sizes, if they are known."""
     if gradient_accumulation_steps is None and train_batch_size is not None:
-        return  # follows from dp
+        return  # accumulation depends on dp
     sizes = mesh.pp, gradient_accumulation_steps or 1, pipeline.stages_per_rank
     if reason := schedules.why_not(pipeline.schedule, *sizes):
         names = ("pp", "microbatches", "stages_per_rank")
-        given = ", ".join(f"{name}={size}" for name, size in zip(names, sizes, strict=True))
+        sizes_text = ", ".join(f"{name}={size}" for name, size in zip(names, sizes, strict=True))
         rule, _, remedy = reason.partition("; ")
         remedy = remedy or "use another schedule"
-        rule = f"cannot run with {given}" if rule in given else f"cannot run: {rule}"
+        rule = f"cannot run with {sizes_text}" if rule in sizes_text else f"cannot run: {rule}"
         yield Problem("parallel3d.pipeline.schedule", pipeline.schedule, rule, remedy)
 
 
@@ -110,10 +114,10 @@ def _check_reduction(pipeline: PipelineConfig, zero_optimization: ZeroConfig) ->
     if schedules.splits_backward(pipeline.schedule) and not reduces_once(
         zero_optimization.stage, chosen
     ):
-        rule = f"is after each microbatch at ZeRO-{zero_optimization.stage}, but "
+        automatic = f"means per_microbatch at ZeRO-{zero_optimization.stage}, which "
         rule = (
-            f"{rule if chosen == 'auto' else ''}schedule {pipeline.schedule!r} makes weight "
-            "gradients apart, which add up until the step"
+            f"{automatic if chosen == 'auto' else ''}does not work with schedule "
+            f"{pipeline.schedule!r}: it accumulates weight gradients until the step"
         )
         yield Problem("parallel3d.pipeline.gradient_reduction", chosen, rule, 'use "per_step"')
 
@@ -121,15 +125,15 @@ def _check_reduction(pipeline: PipelineConfig, zero_optimization: ZeroConfig) ->
 def _check_compile(
     pipeline: PipelineConfig, train: TrainConfig, zero_optimization: ZeroConfig
 ) -> Iterator[Problem]:
-    """A compiled block has its weights, and makes their gradients in its backward."""
+    """Check that compiled blocks have all their weights and an undivided backward."""
     if train.compile != "block":
         return
     path, remedy = "parallel3d.train.compile", 'use "pointwise"'
     if zero_optimization.stage == 3:
-        rule = "needs each block's weights, which ZeRO-3 gathers while it runs"
+        rule = "needs each block's weights before it runs, but ZeRO-3 gathers them while it runs"
         yield Problem(path, train.compile, rule, f"{remedy}, or zero_optimization.stage = 2")
     if schedules.splits_backward(pipeline.schedule):
-        rule = f"cannot make weight gradients apart, as schedule {pipeline.schedule!r} does"
+        rule = f"cannot split the backward, as schedule {pipeline.schedule!r} does"
         yield Problem(path, train.compile, rule, f"{remedy}, or another schedule")
 
 
@@ -152,7 +156,7 @@ def _check_sequence(data: DataConfig, model: Any) -> Iterator[Problem]:
 def _check_tp_of_vocabulary(mesh: MeshConfig, model: Any) -> Iterator[Problem]:
     size = model.vocab_size
     if size != "auto" and size < mesh.tp:
-        rule = f"leaves some of tp={mesh.tp} ranks without a token"
+        rule = f"is less than tp={mesh.tp}, so some ranks would have no token"
         yield Problem("parallel3d.model.vocab_size", size, rule, f"use {mesh.tp} or more")
 
 
@@ -167,7 +171,7 @@ def _check_vocabulary(tokenizer_size: int, model: Any) -> Iterator[Problem]:
         rule = f"is smaller than the tokenizer's {tokenizer_size} tokens"
         remedy = f'use {tokenizer_size} or more, or "auto"'
         if getattr(model, "from_pretrained", None):
-            remedy = "use the tokenizer that the model was trained with, data.tokenizer"
+            remedy = "set data.tokenizer to the tokenizer that the model was trained with"
         yield Problem("parallel3d.model.vocab_size", size, rule, remedy)
 
 
@@ -179,7 +183,7 @@ def _check_batch(
 ) -> Iterator[Problem]:
     micro, steps = train_micro_batch_size_per_gpu, gradient_accumulation_steps
     if train_batch_size is None and micro is None:
-        samples = "samples in a microbatch, on each data-parallel rank"
+        samples = "samples per microbatch, on each data-parallel rank"
         remedy = f"add it: {samples} (or {arithmetic.BATCH})"
         yield Problem(arithmetic.MICRO, ABSENT, "is required", remedy)
     if None in (train_batch_size, micro, steps) or mesh.dp == "auto":
@@ -205,25 +209,23 @@ def _check_plan(
     train_micro_batch_size_per_gpu: int | None,
 ) -> Iterator[Problem]:
     if not is_planned and plan.fix:
-        rule, remedy = 'is read with mesh "plan" only', 'remove it, or write "mesh": "plan"'
+        rule, remedy = 'is for mesh "plan" only', 'remove it, or write "mesh": "plan"'
         yield Problem("parallel3d.plan.fix", plan.fix, rule, remedy)
     if is_planned and train_batch_size is None:
         rule = 'is required with mesh "plan", which chooses dp and the micro batch for it'
-        yield Problem(arithmetic.BATCH, ABSENT, rule, "add it: samples in a step")
+        yield Problem(arithmetic.BATCH, ABSENT, rule, "add it: samples per step")
     if "micro_batch" in plan.fix and train_micro_batch_size_per_gpu is None:
-        rule = "is required, as parallel3d.plan.fix names micro_batch"
-        yield Problem(arithmetic.MICRO, ABSENT, rule, "add it: samples in a microbatch of a rank")
+        rule = "is required, because parallel3d.plan.fix names micro_batch"
+        yield Problem(arithmetic.MICRO, ABSENT, rule, "add it: samples per microbatch and rank")
 
 
 def _check_length(train: TrainConfig) -> Iterator[Problem]:
     names = ("steps", "max_tokens", "epochs")
-    given = [name for name in names if getattr(train, name) is not None]
-    if len(given) != 1:
-        words = " and ".join(given)
-        rule = f"has {words}, which are one thing too many" if given else "says not how long"
-        value = {name: getattr(train, name) for name in given}
-        remedy = f"give exactly one of {', '.join(names)}"
-        yield Problem("parallel3d.train", value, rule, remedy)
+    lengths = {name: getattr(train, name) for name in names if getattr(train, name) is not None}
+    if len(lengths) != 1:
+        rule = f"sets both {' and '.join(lengths)}" if lengths else "does not set the run's length"
+        remedy = f"set exactly one of {', '.join(names)}"
+        yield Problem("parallel3d.train", lengths, rule, remedy)
 
 
 def _check_lr_schedule(train: TrainConfig) -> Iterator[Problem]:
@@ -235,9 +237,9 @@ def _check_lr_schedule(train: TrainConfig) -> Iterator[Problem]:
     elif decay is not None and train.steps is not None:
         warmup = schedule.warmup_steps
         if warmup + decay > train.steps:
-            rule = f"and warmup_steps={warmup} are longer than the run of {train.steps} steps"
-            left = train.steps - warmup
-            remedy = f"use at most {left}" if left > 0 else f"use {train.steps} or less for both"
+            rule = f"plus warmup_steps={warmup} exceeds the run's {train.steps} steps"
+            rest = train.steps - warmup
+            remedy = f"use at most {rest}" if rest > 0 else f"use {train.steps} or less for both"
             yield Problem(f"{path}.decay_steps", decay, rule, remedy)
 
 
@@ -245,7 +247,7 @@ def _check_scheduler(scheduler: Any, train: TrainConfig) -> Iterator[Problem]:
     if scheduler is None:
         return
     if train.lr_schedule != LrScheduleConfig():
-        rule = "and parallel3d.train.lr_schedule both set the learning rate"
+        rule = "conflicts with parallel3d.train.lr_schedule: both set the learning rate"
         yield Problem("scheduler", scheduler.type, rule, "remove one of them")
     total = getattr(scheduler.params, "total_num_steps", None)
     warmup = getattr(scheduler.params, "warmup_num_steps", 0)
@@ -258,7 +260,7 @@ def _check_scheduler(scheduler: Any, train: TrainConfig) -> Iterator[Problem]:
 def _check_profile(train: TrainConfig) -> Iterator[Problem]:
     profile, steps = train.profile, train.steps
     if profile and steps and profile.start + profile.steps > steps:
-        rule = f"is to end at step {profile.start + profile.steps}, after the run's {steps} steps"
+        rule = f"ends at step {profile.start + profile.steps}, after the run's {steps} steps"
         if profile.start < steps:
             remedy = f"use steps = {steps - profile.start} or less, or an earlier start"
         else:
@@ -269,15 +271,15 @@ def _check_profile(train: TrainConfig) -> Iterator[Problem]:
 
 def _check_precision(bf16: Bf16Config, fp16: Fp16Config) -> Iterator[Problem]:
     if bf16.enabled and fp16.enabled:
-        remedy = "switch one of them off (bf16 needs no loss scale)"
-        yield Problem("fp16.enabled", True, "is on, and bf16.enabled too", remedy)
+        remedy = "disable one of them (bf16 needs no loss scale)"
+        yield Problem("fp16.enabled", True, "cannot be combined with bf16.enabled", remedy)
 
 
 def _check_communication_type(
     bf16: Bf16Config, communication_data_type: str | None
 ) -> Iterator[Problem]:
     if communication_data_type == "bf16" and not bf16.enabled:
-        rule = "would round gradients that training without bf16 has in more bits, or a wider range"
+        rule = "would round gradients that are not bf16"
         remedy = "use fp32, or set bf16.enabled = true"
         yield Problem("communication_data_type", communication_data_type, rule, remedy)
 
@@ -288,38 +290,38 @@ def _check_offload(zero_optimization: ZeroConfig) -> Iterator[Problem]:
         section = getattr(zero, name)
         if section.device == "nvme" and not section.nvme_path:
             remedy = f'add "nvme_path": "/local/nvme" to {name}'
-            yield Problem(f"{path}.{name}.device", "nvme", "has no nvme_path", remedy)
+            yield Problem(f"{path}.{name}.device", "nvme", "requires nvme_path", remedy)
     param, optimizer = zero.offload_param.device, zero.offload_optimizer.device
     if param != "none" and zero.stage != 3:
-        rule = f"is for sharded parameters, but stage is {zero.stage}"
+        rule = f"requires sharded parameters (stage 3), but stage is {zero.stage}"
         yield Problem(f"{path}.offload_param.device", param, rule, "use stage 3, or remove it")
     if optimizer == "nvme" and zero.stage != 3:
-        rule = f"needs stage 3, but stage is {zero.stage}"
+        rule = f"requires stage 3, but stage is {zero.stage}"
         remedy = 'use stage 3, or device "cpu"'
         yield Problem(f"{path}.offload_optimizer.device", optimizer, rule, remedy)
 
 
 def _check_nvme(zero_optimization: ZeroConfig) -> Iterator[Problem]:
-    """Check what DeepSpeed does wrong, or not at all, with states on NVMe."""
+    """Refuse combinations of NVMe settings in which DeepSpeed fails or goes wrong."""
     zero, path, optimizer = zero_optimization, "zero_optimization", "offload_optimizer"
-    kept, offload = zero.stage3_param_persistence_threshold, zero.offload_optimizer
-    if zero.offload_param.device == "nvme" and kept > _LEAST_ON_NVME:
-        rule = "keeps parameters unsharded that offload_param puts on NVMe"
+    threshold, offload = zero.stage3_param_persistence_threshold, zero.offload_optimizer
+    if zero.offload_param.device == "nvme" and threshold > _LEAST_ON_NVME:
+        rule = "would keep parameters unsharded that offload_param puts on NVMe"
         remedy = f"use at most {_LEAST_ON_NVME}"
-        yield Problem(f"{path}.stage3_param_persistence_threshold", kept, rule, remedy)
+        yield Problem(f"{path}.stage3_param_persistence_threshold", threshold, rule, remedy)
     if zero.offload_param.device == "nvme" and offload.fast_init:
-        rule = "starts from wrong weights where offload_param puts parameters on NVMe"
+        rule = "would start from wrong weights, because offload_param puts parameters on NVMe"
         yield Problem(f"{path}.{optimizer}.fast_init", True, rule, "remove it")
     needed = 4 * (1 + offload.pipeline_read + offload.pipeline_write)
     if offload.device == "nvme" and offload.buffer_count < needed:
-        rule = "is too few for a step with the next states read or the last ones written"
-        remedy = f"use {needed} or more, or switch pipeline_read and pipeline_write off"
+        rule = "is too few buffers for pipeline_read or pipeline_write"
+        remedy = f"use {needed} or more, or disable pipeline_read and pipeline_write"
         yield Problem(f"{path}.{optimizer}.buffer_count", offload.buffer_count, rule, remedy)
 
 
 def _check_adam(optimizer: OptimizerConfig, zero_optimization: ZeroConfig) -> Iterator[Problem]:
     if optimizer.params.torch_adam and zero_optimization.offload_optimizer.device != "none":
-        rule = "does not go with offload_optimizer: DeepSpeed's Adam steps in host memory"
+        rule = "cannot be combined with offload_optimizer, which uses DeepSpeed's Adam on the host"
         yield Problem("optimizer.params.torch_adam", True, rule, "remove one of them")
 
 
@@ -328,7 +330,7 @@ def _divisors_of(number: int) -> list[int]:
     return sorted({*small, *(number // n for n in small)})
 
 
-def _listed(numbers: list[int]) -> str:
+def _join_with_or(numbers: list[int]) -> str:
     *first, last = map(str, numbers)
     return f"{', '.join(first)} or {last}" if first else last
 

@@ -1,8 +1,8 @@
-"""The text of docs/config.md: every setting, and every key of DeepSpeed."""
+"""The text of docs/config.md: all settings, and all other keys of DeepSpeed."""
 
 import json
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from parallel3d.base import explain
 from parallel3d.base.explain import SettingDoc
@@ -13,52 +13,53 @@ from parallel3d.config.run import RunConfig
 _INTRODUCTION = """\
 # Settings
 
-Written by `python -m parallel3d.config > docs/config.md`; a test compares the two. `--help` of each
-command has the same list.
+Look up any setting here, or with `--help` of any command:
 
-A config is one JSON file. DeepSpeed's keys stand in it as in any `ds.json`, with DeepSpeed's
-meaning and defaults; everything else is in the block `"parallel3d"`, which DeepSpeed ignores.
-Comments (`//`, `/* */`) and trailing commas are allowed. Any value can be set on the command line
-by its path: `--parallel3d.mesh.tp 2`; a path below `parallel3d.` needs no prefix where no key of
-DeepSpeed's has it: `--mesh.tp 2`. A key that is not in these tables, a wrong type, and settings
-that do not go together are errors, all named at once.
+- [DeepSpeed's settings](#deepspeeds-settings) have DeepSpeed's names, meaning and defaults.
+- [The block "parallel3d"](#the-block-parallel3d) holds all other settings. DeepSpeed ignores it.
+  Entries of `data.mixture` and `data.validation` also take the keys of `data` for their source.
+- ["auto"](#auto) lists the values that replace Hugging Face's `"auto"`.
+- [DeepSpeed's other keys](#deepspeeds-other-keys) are accepted if they have no effect, and
+  otherwise refused by name.
 
-Every key of DeepSpeed 0.19.8 stands in one of two tables: the settings, which work, or the other
-keys (the last table), which are accepted where they change nothing and else refused by name.
+A config is one JSON file, in which comments (`//`, `/* */`) and trailing commas are allowed. Set
+any value on the command line by its path: `--parallel3d.mesh.tp 2`, or `--mesh.tp 2`. The prefix
+`parallel3d.` is needed only if DeepSpeed has a key at that path. Unknown keys, wrong types and
+settings that contradict each other are errors, and all are reported at once.
+
+Written by `python -m parallel3d.config > docs/config.md`; a test compares the two.
 """
 _AUTO = """\
 ## "auto"
 
-Hugging Face's `"auto"` is resolved before anything else reads the file, by the rules of
-transformers' DeepSpeed integration and with the defaults of its `TrainingArguments`; a run says at
-its start what each became, and `config.json` in its folder holds the values. In one place the rule
-is our own: `bf16.enabled`, which Hugging Face resolves to false, and the training to fp32.
+Hugging Face's `"auto"` is resolved before the file is checked, by the rules of transformers'
+DeepSpeed integration with the defaults of `TrainingArguments`. Only `bf16.enabled` differs. A run
+prints each resolved value at its start; `config.json` in its folder has them too.
 """
 _KEYS = """\
 ## DeepSpeed's other keys
 
-These keys are no settings of parallel3d. A value in the second column says what parallel3d does
-anyway, or switches off what it does not have: it is accepted and left out. Any other value is
-refused, with the reason in the third column. Keys that begin with `_` are comments, in every block
-of DeepSpeed's part. The old names `bfloat16`, `cpu_offload` and
-`cpu_offload_param` are read as DeepSpeed reads them where the new ones are not there.
+These keys of DeepSpeed 0.19.8 are not settings of parallel3d. The accepted values have no effect
+here, and any other value is refused for the reason in the second column. Keys that begin with `_`
+are comments, except in the block "parallel3d". The old names `bfloat16`, `cpu_offload` and
+`cpu_offload_param` are read if the new ones are missing, as in DeepSpeed.
 """
 
 
 def config_document() -> str:
-    """The text of docs/config.md."""
-    ours = [s for s in settings() if s.path.startswith("parallel3d.")]
-    theirs = [s for s in settings() if not s.path.startswith("parallel3d.")]
+    """Return the text of docs/config.md."""
+    own = [s for s in settings() if s.path.startswith("parallel3d.") and s.doc[:3] != "As "]
+    deepspeed = [s for s in settings() if not s.path.startswith("parallel3d.")]
     parts = [
         _INTRODUCTION,
         "## DeepSpeed's settings\n",
-        _table(("setting", "type", "default", ""), map(_setting, theirs)),
+        _table(("setting", "type", "default", ""), map(_setting, deepspeed)),
         '## The block "parallel3d"\n',
-        _table(("setting", "type", "default", ""), map(_setting, ours)),
+        _table(("setting", "type", "default", ""), map(_setting, own)),
         _AUTO,
-        _table(("setting", "auto means"), ((f"`{r.path}`", r.words) for r in auto.RULES)),
+        _table(("setting", "value of auto"), ((f"`{r.path}`", r.words) for r in auto.RULES)),
         _KEYS,
-        _table(("key", "accepted", "refused, because it"), _keys()),
+        _table(("accepted values", "why other values are refused"), _keys()),
     ]
     return "\n".join(parts)
 
@@ -73,9 +74,9 @@ def _keys() -> Iterator[tuple[str, ...]]:
     for section, keys in BY_SECTION.items():
         for name, key in sorted(keys.items()):
             path = f"{section}.{name}" if section else name
-            yield f"`{path}`", ", ".join(_accepted(key)), key.reason
+            yield f"`{path}`: {', '.join(_accepted(key)) or 'none'}", key.reason
             for item, reason in key.reasons.items():
-                yield f"`{path}.{item}`", "as above", reason
+                yield f"`{path}.{item}`: as above", reason
 
 
 def _accepted(key: Key) -> Iterator[str]:
@@ -84,27 +85,34 @@ def _accepted(key: Key) -> Iterator[str]:
     for value in key.values:
         yield f"`{json.dumps(value)}`"
     for item, values in key.items.items():
-        words = ("any" if value is ANY else f"`{json.dumps(value)}`" for value in values)
-        yield f"`{item}`: " + " or ".join(words)
+        texts = ("any" if value is ANY else f"`{json.dumps(value)}`" for value in values)
+        yield f"`{item}`: " + " or ".join(texts)
 
 
-def _table(head: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> str:
-    lines = [head, ("---",) * len(head), *rows]
-    cells = (" | ".join(cell.replace("|", "\\|") for cell in line) for line in lines)
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    """Return a Markdown table in which rows that differ only in the first column are one row."""
+    names: dict[tuple[str, ...], list[str]] = {}
+    for name, *columns in rows:
+        names.setdefault(tuple(columns), []).append(name)
+    merged = (("<br>".join(paths), *columns) for columns, paths in names.items())
+    cells = (
+        " | ".join(cell.replace("|", "\\|") for cell in line)
+        for line in (head, ("---",) * len(head), *merged)
+    )
     return "\n".join(f"| {line} |" for line in cells) + "\n"
 
 
 def settings() -> list[SettingDoc]:
-    """Every setting of a ds.json, in the order of the file."""
+    """Return all settings of a ds.json, in the order of the file."""
     return explain.settings(RunConfig)
 
 
 def help_text() -> str:
-    """Every setting with its type, default and doc, for `--help`."""
+    """Return the text of `--help`: all settings with type, default and documentation."""
     lines = []
     for setting in settings():
         default = f"default {setting.default}" if setting.default else "required"
         only = f", {setting.only} only" if setting.only else ""
-        doc = textwrap.wrap(setting.doc, 92)
+        doc = textwrap.wrap(setting.doc, 92, break_on_hyphens=False)
         lines += [f"--{setting.path} {setting.type} ({default}{only})", *(f"    {x}" for x in doc)]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Folders of the user's own that a config names: looked into before the rest of it is read."""
+"""Folders of the user's own models and schedules, registered before the config is read."""
 
 import os
 from collections.abc import Callable
@@ -13,15 +13,15 @@ from parallel3d.base.reader import at
 from parallel3d.base.section import PathText
 from parallel3d.schedule import schedules
 
-# The package that looks into such folders, the variable that lists them, and what they hold.
+# The package that searches such folders, the environment variable that lists them, and their files.
 _KINDS = {
     "model_folders": (models, user_folders.MODELS, "*/spec.py"),
     "schedule_folders": (schedules, user_folders.SCHEDULES, "*.py"),
 }
 
 
-def look_into(raw: dict[str, Any]) -> None:
-    """Make known what the folders of `raw` hold; names of no folder are refused later."""
+def register(raw: dict[str, Any]) -> None:
+    """Register the folders that `raw` names; names that are not folders are refused later."""
     for name, (package, variable, _) in _KINDS.items():
         folders = at(raw, f"parallel3d.run.{name}")
         for folder in folders if isinstance(folders, list) else ():
@@ -35,12 +35,12 @@ def _folder_of(name: str) -> Callable[[str], str]:
     def check(text: str) -> str:
         folder = Path(text)
         if not folder.is_dir():
-            raise ValueError("is no folder; make it, or name another one")
+            raise ValueError("is not a folder; create it, or name another one")
         shipped = Path(package.__path__[0])
-        found = {path.relative_to(folder).parts[0] for path in folder.glob(files)} - {"__init__.py"}
-        if twice := sorted(name for name in found if (shipped / name).exists()):
-            name = twice[0].removesuffix(".py")
-            raise ValueError(f"holds {name}, a name that parallel3d has already; rename it")
+        names = {path.relative_to(folder).parts[0] for path in folder.glob(files)} - {"__init__.py"}
+        if clashes := sorted(name for name in names if (shipped / name).exists()):
+            name = clashes[0].removesuffix(".py")
+            raise ValueError(f"contains {name!r}, a name that parallel3d uses itself; rename it")
         return os.path.abspath(text)
 
     return check

@@ -1,7 +1,7 @@
-"""Hardware: what a device can do at most, from configs/hardware/*.json and the user's own folder.
+"""Hardware descriptions: figures of devices, each with its source.
 
-Each figure names its source. The user's own descriptions and measurements, which come first, are in
-$XDG_CONFIG_HOME/parallel3d/hardware (~/.config without it).
+They are read from configs/hardware/*.json and from the user's folder,
+$XDG_CONFIG_HOME/parallel3d/hardware (default ~/.config), which takes precedence.
 """
 
 import json
@@ -19,23 +19,23 @@ from parallel3d.base.section import ABSENT, Problem, Problems, Section, Strings
 
 DIRECTORY = reader.CONFIGS / "hardware"
 THIS_MACHINE = "this-machine"
-"""The name of what launch/plan.py --calibrate measures."""
+"""Name of the description that `parallel3d plan --calibrate` writes."""
 DTYPES = ("fp32", "bf16", "fp16", "fp8")
-KINDS = ("matmul", "attention", "traffic", "overhead")  # of work that shared cores slow down
-# No bandwidth, rate or size is larger in SI units, no latency smaller: beyond them sums overflow.
+KINDS = ("matmul", "attention", "traffic", "overhead")  # kinds of work that shared cores slow down
+# Bounds of plausible bandwidths, rates, sizes and latencies in SI units; beyond them sums overflow.
 _LEAST, _MOST = 1e-15, 1e21
 
 
 def _plausible(value: float, info: ValidationInfo) -> float:
-    """Refuses what no device has in a file; ideal ones, made by code, may be of any speed."""
+    """Refuse implausible figures in a file; ideal devices, made by code, may have any speed."""
     if info.context is None:
         return value
     if value <= 0:
         raise ValueError("must be greater than 0; write what was measured or published")
     if not _LEAST <= value <= _MOST:
         raise ValueError(
-            f"no device is so: figures are {_LEAST:g} to {_MOST:g}, in bytes, FLOPs and seconds; "
-            "write it in the unit of docs/planner.md"
+            f"must be {_LEAST:g} to {_MOST:g}, in bytes, FLOPs and seconds; "
+            "use the units of docs/planner.md"
         )
     return value
 
@@ -44,29 +44,29 @@ class Figure(Section):
     """A number and its source."""
 
     value: Annotated[float, AfterValidator(_plausible)]
-    """The number, in the unit that the field's name says."""
+    """The number, in the unit of the field that holds it."""
     source: str = Field(min_length=1)
-    """The document that states it."""
+    """Document that states the number."""
 
 
 def _whole(figure: Figure) -> Figure:
     if not figure.value.is_integer():
-        raise Problems([Problem("value", figure.value, "must be a whole number", "count them")])
+        raise Problems([Problem("value", figure.value, "must be a whole number", "round it")])
     return figure
 
 
 def _fraction(figure: Figure) -> Figure:
     if figure.value > 1:
-        rule, remedy = "is a fraction", "write a number above 0 and up to 1"
+        rule, remedy = "must be a fraction", "write a number above 0 and up to 1"
         raise Problems([Problem("value", figure.value, rule, remedy)])
     return figure
 
 
 def _known(names: tuple[str, ...]) -> AfterValidator:
-    """Refuses a table with other keys than `names`."""
+    """Return a validator that refuses tables with other keys than `names`."""
 
     def check(table: Mapping[str, Figure]) -> Mapping[str, Figure]:
-        rule, remedy = "is none of the keys here", f"use {', '.join(names)}"
+        rule, remedy = "is not a key of this table", f"use {', '.join(names)}"
         if unknown := [Problem(n, ABSENT, rule, remedy) for n in table if n not in names]:
             raise Problems(unknown)
         return table
@@ -79,84 +79,83 @@ ByDtype = Annotated[Mapping[str, Figure], _known(DTYPES)]
 
 
 class Link(Section):
-    """What connects devices: its speed and its latency."""
+    """A connection between devices."""
 
     bandwidth: Figure
-    """Bytes a second that one device sends while it receives as many (one direction)."""
+    """Bytes per second that a device sends while it receives as many (one direction)."""
     latency: Figure
     """Seconds before the first byte of a message arrives."""
     one_ring: bool = False
-    """Whether collectives pass from node to node by the interface of one device only."""
+    """True if collectives between nodes use the interface of one device only."""
 
 
 class Host(Section):
-    """What a device's share of its host can do, for offload."""
+    """The host's resources per device, for offload."""
 
     memory_bytes: Figure
-    """Host memory for each device."""
+    """Host memory per device, in bytes."""
     device_bandwidth: Figure
-    """Bytes a second between host and device, in one direction (PCIe), for each device."""
+    """Bytes per second between host and device (PCIe), in one direction, per device."""
     adam_params: Figure
-    """Parameters a second that the CPU's Adam updates, for each device's share of the cores."""
+    """Parameters per second that the CPU's Adam updates on one device's share of the cores."""
     nvme_read: Figure | None = None
-    """Bytes a second read from NVMe, for each device."""
+    """Bytes per second read from NVMe, per device."""
     nvme_write: Figure | None = None
-    """Bytes a second written to NVMe, for each device."""
+    """Bytes per second written to NVMe, per device."""
 
 
 class Cores(Section):
     """Devices that are processes on the cores of one machine."""
 
     count: Count
-    """Processes that each have an equal share of the cores for themselves."""
+    """Processes among which the cores are divided equally."""
     alone: Annotated[Mapping[str, Annotated[Figure, AfterValidator(_fraction)]], _known(KINDS)]
-    """Seconds of a process alone on the machine, as a fraction of those of one among `count`, by
-    kind of work: "matmul", "attention", "traffic" (memory-bound), "overhead" (the program's own).
-    """
+    """Time of a process that has the machine to itself, as a fraction of its time among `count`
+    processes, by kind of work: "matmul", "attention", "traffic" (memory-bound), "overhead" (host
+    code)."""
 
 
 class Hardware(Section):
     """One kind of device, and the machines that hold it."""
 
     name: str
-    """The name that run.hardware takes: the file's name without .json."""
+    """Name for parallel3d.run.hardware: the file's name without .json."""
     aliases: Strings = ()
-    """Other names for it on a command line, in lower case."""
+    """Other names on the command line, in lower case."""
     device_names: Strings
-    """Patterns of the names by which the driver calls the device."""
+    """Patterns of the device names that the driver reports."""
     peak_flops: ByDtype
-    """Dense FLOP/s by dtype ("bf16", "fp16", "fp8"); a dtype without a source is not there."""
+    """Peak dense FLOP/s by data type ("bf16", "fp16", "fp8"), where a source states it."""
     memory_bytes: Figure
     """Device memory as sold, 1 GB = 1e9 bytes."""
     memory_bandwidth: Figure | None = None
-    """Bytes a second to and from device memory."""
+    """Bytes per second to and from device memory."""
     matmul_flops: ByDtype = Field(default={})
-    """The highest FLOP/s that was measured for a large matrix product, by dtype."""
+    """Highest measured FLOP/s of a large matrix product, by data type."""
     devices_per_node: Count | None = None
-    """Devices that `link` connects; beyond them is `network`."""
+    """Devices connected by `link`; other devices are reached by `network`."""
     link: Link | None = None
-    """Between the devices of a node (NVLink)."""
+    """Connection between the devices of a node (NVLink)."""
     network: Link | None = None
-    """Between nodes, for each device."""
+    """Connection between nodes, per device."""
     host: Host | None = None
-    """For offload; null where nothing is known."""
+    """The host's resources, for offload; null if unknown."""
     adam_params: Figure | None = None
-    """Parameters a second that the device's own Adam updates; null: bound by its memory."""
+    """Parameters per second that Adam updates on the device; null: limited by memory bandwidth."""
     cores: Cores | None = None
-    """Where devices share the cores of a machine; null for a device of its own."""
+    """For devices that are processes on shared cores; null for devices with cores of their own."""
     curves: Mapping[str, float] | None = None
-    """Efficiencies measured on this very machine (launch/plan.py --calibrate); null: the fitted
-    ones."""
+    """Efficiencies measured on this machine (`parallel3d plan --calibrate`); null: fitted ones."""
 
     def peak(self, dtype: str) -> float | None:
-        """Peak dense FLOP/s in `dtype`, or None where no source states it."""
+        """Return the peak dense FLOP/s in `dtype`, or None if no source states it."""
         figure = self.peak_flops.get(dtype)
         return figure.value if figure else None
 
     def slowdown(self, kind: str, devices: int) -> float:
-        """Return the factor on the seconds of a kind of work where `devices` share the cores.
+        """Return the factor on the time of a kind of work if `devices` processes share the cores.
 
-        Figures are of `cores.count` processes; fewer have more threads each, more take turns.
+        The figures are for `cores.count` processes: fewer have more threads each, more take turns.
         """
         if self.cores is None:
             return 1.0
@@ -167,15 +166,15 @@ class Hardware(Section):
 
 
 def user_folder() -> Path:
-    """The folder of the user's own descriptions of hardware, whether it exists or not."""
+    """Return the folder of the user's own hardware descriptions, which may not exist."""
     base = os.environ.get("XDG_CONFIG_HOME", "")
-    # By the standard a relative path is none.
+    # The XDG standard says to ignore relative paths.
     home = Path(base) if os.path.isabs(base) else Path.home() / ".config"
     return home / "parallel3d" / "hardware"
 
 
 def names() -> list[str]:
-    """Names of the hardware that is described, in configs/hardware or by the user."""
+    """Return the sorted names of the described hardware."""
     return sorted(_files())
 
 
@@ -185,21 +184,24 @@ def _files() -> dict[str, Path]:
 
 
 def load(name: str, place: str = "parallel3d.run.hardware") -> Hardware:
-    """Return the hardware of a name or alias, in any case, or of a path that ends in .json.
+    """Return the hardware with a name or alias, in any case, or at a path that ends in .json.
 
-    Raises ConfigError, which says that the name stands at `place`, if none is described.
+    Args:
+        place: the setting or option that has the name, for the message.
+
+    Raises ConfigError if there is no such description.
     """
     if name.endswith(".json") and name.removesuffix(".json") not in names():
         return _at(Path(name))
     name = name.removesuffix(".json")
-    wanted, known = name.lower(), names()
-    described = [n for n in known if n.lower() == wanted]
-    for found in described or [n for n in known if wanted in _at(_files()[n]).aliases]:
-        return _at(_files()[found])
-    if wanted == THIS_MACHINE:
+    lower, known = name.lower(), names()
+    matches = [n for n in known if n.lower() == lower]
+    for match in matches or [n for n in known if lower in _at(_files()[n]).aliases]:
+        return _at(_files()[match])
+    if lower == THIS_MACHINE:
         raise ConfigError(
             f'{place} = "{THIS_MACHINE}": is not measured yet; run '
-            "`parallel3d plan --calibrate` first, on the machine that shall train"
+            "`parallel3d plan --calibrate` first, on the machine that will train"
         )
     auto = '"auto" or ' if "." in place else ""
     raise ConfigError(
@@ -217,7 +219,7 @@ def _at(path: Path) -> Hardware:
 
 
 def recognise(device_name: str) -> Hardware | None:
-    """The hardware that the driver calls `device_name`, or None: a CPU, say, is not described."""
+    """Return the hardware with the driver's `device_name`, or None (for a CPU, for example)."""
     for hardware in map(load, names()):
         if any(fnmatchcase(device_name, pattern) for pattern in hardware.device_names):
             return hardware

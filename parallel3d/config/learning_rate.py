@@ -15,13 +15,15 @@ def rate(config: RunConfig, step: int) -> float:
 
 
 def fraction(schedule: LrScheduleConfig, step: int, num_steps: int) -> float:
-    """The factor for `step`, counted from 0, of a run of `num_steps`.
+    """Return the factor on the learning rate at `step`, counted from 0, of `num_steps`.
 
-    Linear from 1/warmup_steps to 1 over the warm-up. Then constant; or down to `min_ratio` at the
-    last step, by half a cosine (Loshchilov & Hutter, arXiv:1608.03983, equation 5), in a line, or
-    ("wsd") constant until the last `decay_steps`, over which it falls as 1 - sqrt(share done)
-    (warm-up, stable, decay: Hu et al., arXiv:2404.06395, section 4; the square root, and a fifth
-    of the run: Hägele et al., arXiv:2405.18392, section 3).
+    The warm-up is linear from 1/warmup_steps to 1. After it the factor is constant, or falls to
+    `min_ratio` at the last step:
+      cosine: half a cosine (Loshchilov & Hutter, arXiv:1608.03983, equation 5);
+      linear: a straight line;
+      wsd: constant, then 1 - sqrt(progress) over the last `decay_steps` (warm-up, stable, decay:
+        Hu et al., arXiv:2404.06395, section 4; the square root and the default of a fifth of the
+        run: Hägele et al., arXiv:2405.18392, section 3).
     """
     warmup = schedule.warmup_steps
     if step < warmup:
@@ -31,8 +33,10 @@ def fraction(schedule: LrScheduleConfig, step: int, num_steps: int) -> float:
     decay = num_steps - warmup
     if schedule.type == "wsd":
         decay = min(decay, schedule.decay_steps or max(1, num_steps // 5))
-    done = max(0, step + 1 - (num_steps - decay)) / max(1, decay)  # 1 at the last step
-    left = {"cosine": (1 + cos(pi * done)) / 2, "linear": 1 - done, "wsd": 1 - sqrt(done)}[
-        schedule.type
-    ]
-    return schedule.min_ratio + (1 - schedule.min_ratio) * left
+    progress = max(0, step + 1 - (num_steps - decay)) / max(1, decay)  # 1 at the last step
+    height = {
+        "cosine": (1 + cos(pi * progress)) / 2,
+        "linear": 1 - progress,
+        "wsd": 1 - sqrt(progress),
+    }[schedule.type]
+    return schedule.min_ratio + (1 - schedule.min_ratio) * height

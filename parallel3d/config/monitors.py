@@ -1,6 +1,7 @@
-"""DeepSpeed's blocks that report on a run: trackers, times, FLOPs, communication.
+"""DeepSpeed's monitoring blocks: trackers, timers, FLOPs and communication.
 
-None of them reaches DeepSpeed: train/trackers.py and train/watch.py do it with our own figures.
+DeepSpeed does not see these blocks: train/trackers.py and train/watch.py implement them with
+parallel3d's own figures.
 """
 
 from typing import Annotated, Literal
@@ -9,7 +10,7 @@ from pydantic import Field, Strict
 
 from parallel3d.base.section import PathText, Section, Strings
 
-# Blocks that say nothing unless they are switched on.
+# Blocks that have no effect unless `enabled` is true.
 SWITCHED = ("tensorboard", "csv_monitor", "wandb", "comet", "flops_profiler", "comms_logger")
 Tracker = Literal[
     "tensorboard", "csv", "wandb", "comet", "mlflow", "aim", "clearml", "dvclive", "swanlab",
@@ -19,25 +20,25 @@ Trackers = Annotated[tuple[Tracker, ...], Strict(False)]
 
 
 class Switched(Section):
-    """A block that says nothing unless it is switched on."""
+    """A block that has no effect unless `enabled` is true."""
 
     enabled: bool = False
-    """Whether the block is on; one that is off may hold anything."""
+    """Use this block. If false, its other keys are not checked."""
 
 
 class TensorBoardConfig(Switched):
-    """TensorBoard's files, as DeepSpeed places them: in <output_path>/<job_name>."""
+    """TensorBoard's files, where DeepSpeed puts them: <output_path>/<job_name>."""
 
     output_path: PathText = ""
-    """Folder, relative to the working directory."""
+    """Output folder, relative to the working directory."""
     job_name: PathText = "DeepSpeedJobName"
-    """Folder in it."""
+    """Subfolder of output_path."""
 
 
 class CsvMonitorConfig(TensorBoardConfig):
-    """One csv file for each metric, as DeepSpeed writes them: <output_path>/<job_name>/<name>.csv.
+    """One CSV file per metric, where DeepSpeed puts them: <output_path>/<job_name>/<name>.csv.
 
-    The names are those of metrics.jsonl, and a row is `step,value`.
+    Metrics have their names from metrics.jsonl; a row is `step,value`.
     """
 
 
@@ -45,59 +46,59 @@ class WandbConfig(Switched):
     """Weights & Biases; WANDB_MODE=offline keeps the run on disk."""
 
     group: str | None = None
-    """The group of runs that this one belongs to."""
+    """Group of the run."""
     team: str | None = None
-    """The team (entity) that the run is sent to."""
+    """Team (entity) that owns the run."""
     project: str = "deepspeed"
-    """The project."""
+    """Project of the run."""
 
 
 class CometConfig(Switched):
-    """Comet; null leaves a setting to Comet's own file and environment."""
+    """Comet; null leaves a setting to Comet's own configuration and environment."""
 
     samples_log_interval: int = Field(default=100, ge=0)
-    """Samples after which a metric is sent again."""
+    """Samples between two values of a metric."""
     project: str | None = None
-    """The project."""
+    """Project of the experiment."""
     workspace: str | None = None
-    """The workspace."""
+    """Workspace of the experiment."""
     api_key: str | None = Field(default=None, exclude=True, repr=False)
-    """Its key; better in COMET_API_KEY, and never written to the run's config.json."""
+    """API key; never written to the run's config.json. Prefer COMET_API_KEY."""
     experiment_name: str | None = None
-    """The experiment's name; null means the run's."""
+    """Name of the experiment; null uses the run's name."""
     experiment_key: str | None = None
-    """An experiment to go on with."""
+    """Key of an existing experiment to continue."""
     online: bool | None = None
-    """false keeps the experiment on disk."""
+    """If false, keep the experiment on disk."""
     mode: Literal["get", "create", "get_or_create"] | None = None
-    """Whether to go on with an experiment, or to make one."""
+    """Continue an experiment ("get") or start a new one ("create")."""
 
 
 class FlopsProfilerConfig(Switched):
-    """A table of FLOPs after a step: parallel3d's own count, which MFU uses, not DeepSpeed's."""
+    """A table of FLOPs after one step: parallel3d's own count, as used for MFU."""
 
     profile_step: int = Field(default=1, gt=0)
-    """The step after which it is printed, counted from 1."""
+    """Step after which the table is printed, counted from 1."""
     detailed: bool = True
-    """A row for each kind of layer; false: the totals."""
+    """Print a row per kind of layer; false prints totals only."""
     output_file: PathText | None = None
-    """File to write the table to; null prints it."""
+    """File for the table; null prints it."""
     module_depth: int = -1
-    """Not used: the rows are the pipeline's layers."""
+    """No effect: the rows are the pipeline's layers."""
     top_modules: int = 1
-    """Not used: every kind of layer has a row."""
+    """No effect: every kind of layer has a row."""
     recompute_fwd_factor: float = 0.0
-    """Not used: what is computed again is not counted, as in MFU."""
+    """No effect: recomputation is not counted, as in MFU."""
 
 
 class CommsLoggerConfig(Switched):
     """A table of one step's communication: calls and bytes, by group and operation."""
 
     prof_all: bool = True
-    """Count every operation; false: those in prof_ops."""
+    """Count all operations; false counts those in prof_ops."""
     prof_ops: Strings = ()
     """Operations to count, such as "all_reduce"."""
     verbose: bool = False
-    """Not used: it is one table."""
+    """No effect."""
     debug: bool = False
-    """Not used."""
+    """No effect."""

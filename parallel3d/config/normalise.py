@@ -1,7 +1,7 @@
-"""A file before it is checked: the command line is set in it, and only settings are left.
+"""Turn the object of a ds.json into settings only, before it is checked.
 
-No "auto", old name or key without effect stays. A published model is completed first: an "auto"
-may be a function of its sizes.
+Comments, old names and keys without effect are removed and "auto" is resolved. A model that
+from_pretrained names is completed first, because "auto" may depend on its sizes.
 """
 
 from collections.abc import Sequence
@@ -16,13 +16,13 @@ from parallel3d.config.deepspeed_keys import BY_SECTION, TOP_LEVEL
 from parallel3d.config.monitors import SWITCHED
 from parallel3d.config.parallel3d_block import Parallel3DConfig
 
-# DeepSpeed reads the old name where the new one is not there: section, old, new, and what it means.
+# Old names, which DeepSpeed reads if the new one is missing: section, old, new, value for true.
 _OLD_NAMES = (
     ("", "bfloat16", "bf16", None),
     ("zero_optimization", "cpu_offload", "offload_optimizer", {"device": "cpu"}),
     ("zero_optimization", "cpu_offload_param", "offload_param", {"device": "cpu"}),
 )
-# Where null means what a missing key means: section and key.
+# Section and key of settings where null means the same as a missing key.
 _NULLABLE = (
     ("", "steps_per_print"),
     ("", "scheduler"),
@@ -32,10 +32,10 @@ _NULLABLE = (
 
 
 def normalise(raw: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """A copy of a ds.json's object in which only settings are left, and notes on it."""
+    """Return a copy of a ds.json's object with settings only, and notes on what was resolved."""
     raw, notes = _without_comments(raw), []
     if "zero_optimization" not in raw:
-        notes.append("zero_optimization: not there = stage 0, DeepSpeed's default: no sharding")
+        notes.append("zero_optimization: not set; stage 0, DeepSpeed's default, shards nothing")
     for section, name in _NULLABLE:
         block = _block(raw, section)
         if block.get(name, ABSENT) is None:
@@ -44,24 +44,24 @@ def normalise(raw: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         block = raw.get(name, ABSENT)
         if block is None or (isinstance(block, dict) and block.get("enabled", False) is False):
             del raw[name]
-    for section, old, new, meaning in _OLD_NAMES:
+    for section, old, new, if_true in _OLD_NAMES:
         block = _block(raw, section)
-        if old in block and new not in block and (meaning is None or block[old] is True):
+        if old in block and new not in block and (if_true is None or block[old] is True):
             value = block.pop(old)
-            block[new] = value if meaning is None else dict(meaning)
+            block[new] = value if if_true is None else dict(if_true)
     for section, keys in BY_SECTION.items():
         block = _block(raw, section)
         for name in keys.keys() & block.keys():
-            left = keys[name].refused(block.pop(name))
-            if left is not ABSENT:
-                block[name] = left
-    folders.look_into(raw)
+            refused = keys[name].refused(block.pop(name))
+            if refused is not ABSENT:
+                block[name] = refused
+    folders.register(raw)
     notes += pretrained.fill(raw)
     return raw, [*notes, *auto.resolve(raw)]
 
 
 def _without_comments(raw: dict[str, Any]) -> dict[str, Any]:
-    """A copy without the keys that begin with "_", in all but the parallel3d block."""
+    """Return a copy without keys that start with "_", except in the parallel3d block."""
 
     def copied(value: Any) -> Any:
         if isinstance(value, list):
@@ -70,46 +70,46 @@ def _without_comments(raw: dict[str, Any]) -> dict[str, Any]:
             return value
         return {k: copied(v) for k, v in value.items() if not k.startswith("_")}
 
-    ours = {k: deepcopy(v) for k, v in raw.items() if k == "parallel3d"}
-    theirs: dict[str, Any] = copied({k: v for k, v in raw.items() if k not in ours})
-    return theirs | ours
+    own_block = {k: deepcopy(v) for k, v in raw.items() if k == "parallel3d"}
+    deepspeed: dict[str, Any] = copied({k: v for k, v in raw.items() if k not in own_block})
+    return deepspeed | own_block
 
 
 def _block(raw: dict[str, Any], path: str) -> dict[str, Any]:
-    """The block at a dotted path of `raw`; an empty one of its own where there is none."""
+    """Return the block at a dotted path of `raw`; a new empty one if there is none."""
     block = at(raw, path)
     return block if isinstance(block, dict) else {}
 
 
 def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> list[str]:
-    """Set `--a.b value` in `raw`, in place; return notes on what else of it changed.
+    """Set `--a.b value` pairs in `raw`, in place; return notes on other changes.
 
-    A model that `--parallel3d.model.from_pretrained` names takes the place of the one in `raw`, of
-    which only what no config.json fixes is kept. Raises ConfigError where settings contradict it.
+    A model from `--parallel3d.model.from_pretrained` replaces the one in `raw`, except for the
+    settings that a config.json does not fix. Raises ConfigError if settings contradict the model.
     """
-    alone: dict[str, Any] = {}
+    command_line: dict[str, Any] = {}
     values = [(full_path(path), text) for path, text in reader.pairs(overrides)]
-    reader.set_values(alone, values)
-    named, beneath = at(alone, pretrained.PATH), at(raw, "parallel3d.model")
-    if not isinstance(named, str) or not isinstance(beneath, dict):
+    reader.set_values(command_line, values)
+    name, replaced = at(command_line, pretrained.PATH), at(raw, "parallel3d.model")
+    if not isinstance(name, str) or not isinstance(replaced, dict):
         reader.set_values(raw, values)
         return []
     del raw["parallel3d"]["model"]
     reader.set_values(raw, values)
-    folders.look_into(raw)  # a family of the user's own may be the model's
-    return pretrained.fill(raw, beneath)
+    folders.register(raw)  # the model's family may be the user's own
+    return pretrained.fill(raw, replaced)
 
 
 def full_path(path: str) -> str:
-    """Return the path in the file that `path` on the command line means.
+    """Return the path in the file for `path` on the command line.
 
-    `parallel3d.` may be left out where no key of DeepSpeed's has the path: `checkpoint.every` is
-    parallel3d's, and `checkpoint.tag_validation` DeepSpeed's.
+    The prefix `parallel3d.` may be omitted if DeepSpeed has no key at that path:
+    `checkpoint.every` is parallel3d's, `checkpoint.tag_validation` is DeepSpeed's.
     """
     section, _, inside = path.partition(".")
     if section not in Parallel3DConfig.model_fields:
         return path
-    theirs = TOP_LEVEL.get(section)
-    if theirs and (not inside or inside.partition(".")[0] in theirs.items):
+    key = TOP_LEVEL.get(section)
+    if key and (not inside or inside.partition(".")[0] in key.items):
         return path
     return f"parallel3d.{path}"

@@ -1,4 +1,4 @@
-"""The "parallel3d" block: mesh, pipeline, model, data, training and where a run is written."""
+"""The "parallel3d" block: mesh, pipeline, model, data, training and output."""
 
 import re
 from typing import Annotated, Any, Literal
@@ -15,9 +15,9 @@ from parallel3d.schedule import schedules
 from parallel3d.schedule.sharding import Weights
 
 Positive = Annotated[int, Field(gt=0)]
-_LONGEST_NAME = 100  # characters; file systems take 255 bytes, of which "-2" or a suffix need some
-PLAN: Literal["plan"] = "plan"  # in place of a mesh: the planner's first row
-# A block that a message gives to be pasted where it is missing.
+_LONGEST_NAME = 100  # characters; file systems allow 255 bytes, which must also hold suffixes
+PLAN: Literal["plan"] = "plan"  # in place of a mesh: the first row of the planner
+# Shown in the message where the block is missing, so that it can be pasted.
 _SIZES = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
 EXAMPLE = {
     "model": {"family": "gpt"} | _SIZES,
@@ -34,21 +34,20 @@ OneIfAuto = Annotated[Positive, BeforeValidator(lambda value: 1 if value == "aut
 
 def _known_schedule(name: str) -> str:
     if name not in schedules.names():
-        known = ", ".join(schedules.names())
-        raise ValueError(f"names no file in parallel3d/schedule/schedules; use one of: {known}")
+        raise ValueError(f"is not a schedule; use one of: {', '.join(schedules.names())}")
     return name
 
 
 def _plain_name(name: str) -> str:
-    """A name that is one folder everywhere, no option on a command line, and no lock's."""
+    """Return the name if it is a folder's name on every system, no option and no lock file."""
     fits = 0 < len(name.strip()) <= len(name) <= _LONGEST_NAME
     fits = fits and len(name.encode(errors="replace")) <= 2 * _LONGEST_NAME
-    strange = not name.isprintable() or name in (".", "..") or name.endswith(".lock")
-    if not fits or strange or not re.match(r"[^-/\\][^/\\]*$", name):
+    reserved = not name.isprintable() or name in (".", "..") or name.endswith(".lock")
+    if not fits or reserved or not re.match(r"[^-/\\][^/\\]*$", name):
         raise ValueError(
-            "must be a plain name; write one with letters or digits, as in run-1: no / and \\, "
-            "no - in front, nothing invisible, no .lock at the end, "
-            f"{_LONGEST_NAME} characters ({2 * _LONGEST_NAME} bytes) at most"
+            "must be a plain name; use letters and digits, as in run-1: no / or \\, no - at the "
+            "start, no invisible characters, no .lock at the end, at most "
+            f"{_LONGEST_NAME} characters ({2 * _LONGEST_NAME} bytes)"
         )
     return name
 
@@ -61,7 +60,7 @@ def _known_hardware(name: str) -> str:
 
 
 def _mesh_or_plan(value: Any, _: Any) -> Any:
-    """A mesh, or the word "plan"; not left to the union, whose errors do not name the setting."""
+    """Return a mesh or "plan"; pydantic's errors for the union would not name the setting."""
     return (
         value if value == PLAN or isinstance(value, Section) else MeshConfig.model_validate(value)
     )
@@ -73,44 +72,47 @@ class MeshConfig(Section):
     pp: OneIfAuto = 1
     """Pipeline-parallel ranks; "auto" means 1."""
     dp: Positive | Literal["auto"] = "auto"
-    """Data-parallel ranks; "auto" takes the processes that pp and tp leave."""
+    """Data-parallel ranks; "auto" means the number of processes / (pp x tp)."""
     tp: OneIfAuto = 1
     """Tensor-parallel ranks; "auto" means 1."""
     sequence_parallel: bool = False
-    """Split activations between the blocks over tp, along the sequence (arXiv:2205.05198)."""
+    """Shard the activations outside attention and MLP over tp, along the sequence
+    (arXiv:2205.05198)."""
 
     def __str__(self) -> str:
         return f"pp={self.pp} x dp={self.dp} x tp={self.tp}"
 
 
 class PipelineConfig(Section):
-    """How microbatches flow through the stages."""
+    """How microbatches pass through the pipeline's stages."""
 
     schedule: Annotated[str, AfterValidator(_known_schedule)] = "gpipe"
-    """The order of forwards and backwards: a file name in parallel3d/schedule/schedules."""
+    """The order of forwards and backwards: "gpipe", "one_f_one_b", "interleaved", ...
+    (docs/schedules.md lists them)."""
     stages_per_rank: Positive = 1
-    """Stages that each pipeline rank holds; more than 1 for schedules that interleave them."""
+    """Stages per pipeline rank; more than 1 requires an interleaved schedule."""
     gradient_reduction: Literal["auto", "per_step", "per_microbatch"] = "auto"
-    """Reduce gradients once a step, or after each microbatch (less memory, more traffic); "auto"
-    means after each microbatch at ZeRO-2, and once a step at the other stages."""
+    """When gradients are reduced over dp: once per step, or after every microbatch (less memory,
+    more traffic). "auto" is per_microbatch at ZeRO-2 and per_step at the other stages."""
     weights: Literal["auto", "per_microbatch", "per_pass", "per_step"] = "auto"
-    """ZeRO-3: gather a stage's weights in each forward and backward (least memory); once for all
-    its forwards and once for all its backwards ("per_pass": once, where these overlap or nothing
-    else stands between them); or once a step. "auto": per_step if the planner finds room for it on
-    the fullest device; else, and with offload_param, per_pass if there is room or it takes no more
-    than per_microbatch; else that, also where the device's memory is not known."""
+    """ZeRO-3: how long a stage's weights stay gathered. "per_microbatch" gathers them for each
+    forward and backward (least memory); "per_pass" once for all forwards and once for all backwards
+    (once in all where these interleave); "per_step" once per step (fastest). "auto" is per_step if
+    the planner estimates that it fits on the fullest device; otherwise, and with offload_param,
+    per_pass if it fits or needs no more memory than per_microbatch; otherwise, and if the device's
+    memory is unknown, per_microbatch."""
     scatter_activations: bool = False
-    """Where all ranks of tp have the whole of what goes to the next stage (no sequence_parallel),
-    each sends its part of it, and they gather the parts there: a tp-th of the bytes between nodes.
-    """
+    """Without sequence_parallel: each tp rank sends 1/tp of the activations to the next stage,
+    whose tp ranks all-gather them. Divides the traffic between nodes by tp."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
-    """"selective" computes the attention again in backward (arXiv:2205.05198), "full" the layer."""
+    """Recompute in the backward: "selective" the attention (arXiv:2205.05198), "full" the whole
+    layer."""
 
 
 def reduces_once(zero_stage: int, gradient_reduction: str) -> bool:
     """True if gradients are reduced once a step, rather than after each microbatch.
 
-    At ZeRO-0 it is always once: where nothing is sharded, the other would save no memory.
+    ZeRO-0 always reduces once per step, because reducing earlier would not save memory there.
     """
     automatic = "per_microbatch" if zero_stage == 2 else "per_step"
     chosen = automatic if gradient_reduction == "auto" else gradient_reduction
@@ -118,86 +120,89 @@ def reduces_once(zero_stage: int, gradient_reduction: str) -> bool:
 
 
 def gathered_for(weights: str) -> Weights:
-    """Return for how long ZeRO-3's weights stay gathered; "auto" is taken for its fallback."""
+    """Return how long ZeRO-3 keeps weights gathered; "auto" counts as its fallback,
+    per_microbatch.
+    """
     known: dict[str, Weights] = {"per_pass": "per_pass", "per_step": "per_step"}
     return known.get(weights, "per_microbatch")
 
 
 class PlanConfig(Section):
-    """What the planner may choose, where the mesh is "plan"."""
+    """Limits for the planner, with mesh "plan"."""
 
     fix: Annotated[tuple[Fixable, ...], Strict(False)] = ()
-    """What stays as it is written here; all else is the planner's: mesh, micro batch, schedule and
-    stages_per_rank, gradient_reduction, weights, activation_checkpointing ("recompute"), ZeRO
-    stage, offload and sequence parallelism."""
+    """Settings that the planner must not change. It chooses the rest: mesh, micro batch, schedule
+    (with stages_per_rank), gradient_reduction, weights, activation_checkpointing ("recompute"),
+    ZeRO stage, offload and sequence parallelism."""
 
 
 class LrScheduleConfig(Section):
-    """The learning rate of each step, as a fraction of optimizer.params.lr."""
+    """The learning rate over the run, as a fraction of optimizer.params.lr."""
 
     type: Literal["constant", "cosine", "linear", "wsd"] = "constant"
-    """After the warm-up: stay, or go down to min_ratio at the last step: by half a cosine, in a
-    line, or ("wsd") after a stable phase as 1 - sqrt over the last decay_steps."""
+    """Shape after the warm-up: "constant"; or decay to min_ratio at the last step by half a cosine,
+    linearly, or ("wsd": warm-up, stable, decay) as 1 - sqrt over the last decay_steps."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps over which the learning rate rises linearly from 0; where the run is shorter, it ends
-    with the run (or where the decay begins), and says so."""
+    """Steps of linear warm-up. In a shorter run the warm-up is cut to the run's length (or to the
+    start of the decay), with a note."""
     min_ratio: float = Field(default=0.1, ge=0, le=1)
-    """Where "cosine", "linear" and "wsd" end."""
+    """Final learning rate of "cosine", "linear" and "wsd", as a fraction of the peak."""
     decay_steps: int | None = Field(default=None, gt=0)
-    """Last steps over which "wsd" decays; null means a fifth of the run."""
+    """Steps over which "wsd" decays; null means a fifth of the run."""
 
 
 class ProfileConfig(Section):
     """Which steps to profile."""
 
     start: int = Field(ge=0)
-    """The first step that is profiled, counted from 0."""
+    """First step to profile, counted from 0."""
     steps: int = Field(default=1, gt=0)
-    """How many steps are profiled."""
+    """Number of steps to profile."""
 
 
 class TrainConfig(Section):
     """How long to train, and when to evaluate."""
 
     steps: Positive | None = None
-    """Optimizer steps; give this, max_tokens or epochs."""
+    """Length of the run in optimizer steps; set exactly one of steps, max_tokens and epochs."""
     max_tokens: Positive | None = None
-    """Tokens to train on: as many whole steps as fit."""
+    """Length of the run in tokens, rounded down to whole steps."""
     epochs: Annotated[float, Field(gt=0)] | None = None
-    """Passes over the training part of the corpus: as many whole steps as fit."""
+    """Length of the run in passes over the training data, rounded down to whole steps."""
     profile: ProfileConfig | None = None
-    """Steps to write a profiler trace of; null means none."""
+    """Steps for which to write a profiler trace; null disables profiling."""
     seed: int = Field(default=0, ge=0, lt=2**63)
-    """Fixes weights, dropout and the order of samples."""
+    """Seed of initial weights, dropout and the order of samples."""
     lr_schedule: LrScheduleConfig = LrScheduleConfig()
-    """The learning rate over the steps."""
+    """Learning-rate schedule."""
     evaluate_every: int = Field(default=0, ge=0)
-    """Steps between held-out losses; 0 means only after the last step."""
+    """Steps between evaluations on held-out text; 0 evaluates only after the last step."""
     evaluate_samples: int = Field(default=64, gt=0)
-    """Held-out samples in an evaluation."""
+    """Held-out samples per evaluation."""
     stop_after: Positive | None = None
-    """Save and stop after this step, as if asked to; learning rates stay planned for all steps."""
+    """Save and stop after this step. The learning-rate schedule still spans the full run."""
     timeout_seconds: int = Field(default=300, ge=0)
-    """How long a rank waits for another before the run fails and names it; after the first step.
-    0: for ever, as one wants it who holds a rank in a debugger; dead and stopped ranks still end
-    the run."""
+    """Seconds that a rank waits for another, after the first step, before the run fails and names
+    that rank. 0 disables the timeout (useful with a debugger). Dead or stopped ranks still end the
+    run."""
     compile: Literal["none", "pointwise", "block"] = "none"
-    """What torch.compile makes kernels of, in the first step and the first evaluation: "pointwise":
-    norms, rotary positions, activation functions and the loss, at every ZeRO stage; "block": whole
-    blocks, for ZeRO-0 to 2 and schedules that do not make weight gradients apart."""
+    """What torch.compile compiles, during the first step and the first evaluation: "pointwise" the
+    norms, rotary positions, activation functions and the loss; "block" whole transformer blocks
+    (not with ZeRO-3 or schedules that split the backward, such as zero_bubble)."""
     overlap: bool = True
-    """Run tensor parallelism's collectives of a backward under its matrix products. The same
-    numbers; false takes less memory under sequence_parallel: one input and its gradient fewer."""
+    """Overlap the collectives of tensor parallelism with matrix products in the backward. Does not
+    change results. With sequence_parallel, false saves the memory of one layer input and its
+    gradient."""
     overlap_update: bool = False
-    """ZeRO-3 with its optimizer on the host: the new weights go to the device by parts, out of 128
-    MiB of page-locked memory, while the host goes on with the update. The same numbers."""
+    """ZeRO-3 with an offloaded optimizer: copy updated weights to the device while the host updates
+    the next ones, through 128 MiB of page-locked memory. Does not change results."""
     tf32: bool = False
-    """Multiply fp32 matrices as TF32, with 10 bits of mantissa, where the device can: several times
-    faster, no longer equal to a CPU within 1e-4. Nothing changes in bf16 or fp16."""
+    """Multiply fp32 matrices in TF32 (10 mantissa bits) on devices that support it. Several times
+    faster, but results no longer match a CPU within 1e-4. No effect in bf16 or fp16."""
     deterministic: bool = False
-    """Use algorithms that give the same bits each time, which a bitwise resume on GPUs needs.
-    Slower: attention adds its gradients in a fixed order, without cuDNN's kernel. On CPUs the bits
-    are the same without it."""
+    """Use deterministic algorithms on GPUs, which a bitwise resume requires. Slower: attention
+    accumulates gradients in a fixed order, without cuDNN's kernel. CPUs are always deterministic.
+    """
 
 
 def _resume_point(value: Any) -> Any:
@@ -205,69 +210,76 @@ def _resume_point(value: Any) -> Any:
         return value
     if isinstance(value, str) and value.strip():
         return int(value) if value.isdecimal() else value
-    raise ValueError('is no place to resume from; use "auto", "none", a step, or a path')
+    raise ValueError(
+        'must be "auto", "none", a step, or the path of a checkpoint; write one of these'
+    )
 
 
 class CheckpointConfig(Section):
-    """When the training state is saved, and what a run starts from."""
+    """When to save the training state, and what to resume from."""
 
     every: int = Field(default=200, ge=0)
-    """Steps between two checkpoints; there is always one after the last step and when the run is
-    stopped. 0: only then."""
+    """Steps between checkpoints. The last step, and the step at which a run is stopped, are always
+    saved; 0 saves only those."""
     keep: int = Field(default=2, ge=2)
-    """Newest checkpoints that are kept; an older one goes once the newer ones are verified."""
+    """Number of newest checkpoints to keep; an older one is deleted after the newer ones are
+    verified."""
     at: Annotated[tuple[Positive, ...], Strict(False)] = ()
-    """Steps after which there is a checkpoint too, which is kept besides: where other runs begin,
-    by its path as their `resume`."""
+    """More steps to save after. These checkpoints are never deleted; other runs can start from them
+    (checkpoint.resume)."""
     asynchronous: bool = True
-    """Copy the state to host memory and write it while training goes on; false: training waits."""
+    """Copy the state to host memory and write it while training continues; false makes training
+    wait."""
     resume: Annotated[int | str, BeforeValidator(_resume_point)] = "auto"
-    """"auto": the run's newest checkpoint that all ranks can verify, or a fresh start; "none": a
-    fresh start in a new folder; a step of this run, or the path of a checkpoint: that one."""
+    """Where to start: "auto" at the run's newest checkpoint that all ranks can verify, if there is
+    one; "none" at step 0, in a new folder; or at a step of this run, or the path of a checkpoint.
+    """
 
 
 class OutputConfig(Section):
-    """Where a run is written: <directory>/<name>/."""
+    """Output of a run, in <directory>/<name>/."""
 
     directory: PathText = Field(default="runs", min_length=1)
-    """Folder of all runs, relative to the working directory; one that all nodes share."""
+    """Folder of all runs, relative to the working directory. All nodes must share it."""
     name: Annotated[str, AfterValidator(_plain_name)] = "auto"
-    """Name of this run; one that exists is resumed. "auto": the newest unfinished run of the same
-    config, else a new readable name. One folder: no / and \\, not . or .., no - in front, nothing
-    invisible, no .lock at the end, 100 characters at most."""
+    """Name of the run; an existing run is resumed. "auto" is the newest unfinished run of the same
+    config, or else a new name. No / or \\, no - at the start, no .lock at the end, at most 100
+    characters."""
     trackers: Trackers = ()
-    """Where metrics go beside metrics.jsonl, as ["tensorboard", "wandb"]; "tensorboard" and "csv"
-    write into the run's folder. A tracker that fails is dropped, and training goes on."""
+    """Trackers that receive the metrics besides metrics.jsonl, such as ["tensorboard", "wandb"].
+    "tensorboard" and "csv" write to the run's folder. If a tracker fails, training continues
+    without it."""
     tensorboard: bool = False
-    """The same as "tensorboard" among the trackers."""
+    """Same as adding "tensorboard" to the trackers."""
     save_weights: bool = True
-    """Write the trained weights as a folder that transformers loads."""
+    """Also write the trained weights as a folder that transformers loads."""
     hardware: Annotated[str, AfterValidator(_known_hardware)] = "auto"
-    """Whose peak FLOP/s MFU is measured against: a name in configs/hardware, or "auto"."""
+    """Device whose peak FLOP/s define MFU: a name in configs/hardware, or "auto"."""
     model_folders: ModelFolders = ()
-    """Folders with model families of your own, each of them a folder with spec.py and blocks.py
-    (docs/add-a-model.md); PARALLEL3D_MODELS lists them for commands without a config."""
+    """Folders of your own model families, each a folder with spec.py and blocks.py
+    (docs/add-a-model.md). For commands without a config, set PARALLEL3D_MODELS."""
     schedule_folders: ScheduleFolders = ()
-    """Folders with schedules of your own, each of them a file (docs/add-a-schedule.md);
-    PARALLEL3D_SCHEDULES lists them for commands without a config."""
+    """Folders of your own schedules, each a file (docs/add-a-schedule.md). For commands without a
+    config, set PARALLEL3D_SCHEDULES."""
 
 
 class Parallel3DConfig(Section):
     """The "parallel3d" block of a ds.json, which DeepSpeed ignores."""
 
     mesh: Annotated[MeshConfig | Literal["plan"], WrapValidator(_mesh_or_plan)] = MeshConfig()
-    """"plan" takes the first row of launch/plan.py for so many processes, at train_batch_size."""
+    """Ranks per axis; or "plan" for the first row that `parallel3d plan` prints for this number of
+    processes and train_batch_size."""
     plan: PlanConfig = PlanConfig()
-    """What the planner may choose."""
+    """Limits for the planner."""
     pipeline: PipelineConfig = PipelineConfig()
-    """How microbatches flow through the stages."""
+    """How microbatches pass through the pipeline's stages."""
     model: Annotated[Any, PlainValidator(FAMILY)]
-    """The model: its family, and that family's own settings."""
+    """The model family and its settings."""
     data: DataConfig
-    """The corpus."""
+    """The corpus, its tokenizer, and how it is cut into samples."""
     train: TrainConfig
-    """Length, seed, learning rate, evaluation."""
+    """Length, seed, learning rate and evaluation."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Saving and resuming."""
     run: OutputConfig = OutputConfig()
-    """Where the run is written."""
+    """Name, folder and trackers of the run."""

@@ -1,4 +1,4 @@
-"""The whole config of a run: what DeepSpeed's file holds, plus the "parallel3d" block."""
+"""The config of a run: DeepSpeed's settings plus the "parallel3d" block."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -39,18 +39,18 @@ from parallel3d.config.parallel3d_block import (
 )
 from parallel3d.config.scheduler import SCHEDULER
 
-# Settings of the release before, with what to do without them; to be dropped in the next.
+# Settings of the previous release, and what to do instead; to be dropped in the next release.
 _REMOVED = {
     "parallel3d.train": {
-        "check_layers": "was removed with the check of layers at the start; remove it, and run "
-        "`parallel3d verify`, which compares them with one process"
+        "check_layers": "was removed, with the check of layers at startup; remove it, and run "
+        "`parallel3d verify` to compare the layers with one process"
     }
 }
-# What says where and how a run is written, how far this time, and how fast, not what is trained.
-_APART = (
+# Settings of output, stopping and speed, which do not affect what is trained.
+_NOT_TRAINED = (
     *("steps_per_print", "wall_clock_breakdown", "flops_profiler", "comms_logger", "aio"),
     *("tensorboard", "csv_monitor", "wandb", "comet"),
-    *(f"zero_optimization.offload_{what}.nvme_path" for what in ("optimizer", "param")),
+    *(f"zero_optimization.offload_{state}.nvme_path" for state in ("optimizer", "param")),
     *(
         "parallel3d.run",
         "parallel3d.checkpoint",
@@ -67,8 +67,8 @@ PLACED = (
     *("zero_optimization", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
     *("parallel3d.mesh", "parallel3d.plan", "parallel3d.pipeline"),
 )
-"""How a run is spread over devices and what is offloaded, which changes no number beyond rounding;
-the global batch is train_batch_size."""
+"""Settings that place a run on devices and offload it; they change results by rounding only. The
+global batch, train_batch_size, is not among them."""
 
 
 class RunConfig(Section):
@@ -78,58 +78,63 @@ class RunConfig(Section):
     autos: ClassVar[Sequence[str]] = [rule.path for rule in auto.RULES]
 
     train_batch_size: Positive | None = None
-    """Samples in a step: micro batch x accumulation x dp. Of the three, what is not given is
-    computed from the others, as DeepSpeed does."""
+    """Samples per step: micro batch x accumulation x dp. As in DeepSpeed, what is missing of batch,
+    micro batch and accumulation is computed from the others."""
     train_micro_batch_size_per_gpu: Positive | None = None
-    """Samples in a microbatch, on each data-parallel rank."""
+    """Samples per microbatch, on each data-parallel rank."""
     gradient_accumulation_steps: Positive | None = None
-    """Microbatches in a step, which are the microbatches of one pass through the pipeline."""
+    """Microbatches per step, which pass through the pipeline together."""
     gradient_clipping: float = Field(default=1.0, ge=0)
-    """Largest global gradient norm; 0 turns clipping off. The default is DeepSpeed's."""
+    """Maximum global gradient norm; 0 disables clipping."""
     steps_per_print: Annotated[Size, Field(gt=0)] = 10
-    """Steps between two lines of progress where standard error is no terminal."""
+    """Steps between progress lines if standard error is not a terminal."""
     wall_clock_breakdown: bool = False
-    """Print the parts of a step's time, every steps_per_print steps."""
+    """Print how a step's time divides up, every steps_per_print steps."""
     flops_profiler: FlopsProfilerConfig = FlopsProfilerConfig()
-    """Print FLOPs after a step: parallel3d's own figures."""
+    """Table of FLOPs after one step."""
     comms_logger: CommsLoggerConfig = CommsLoggerConfig()
-    """Print calls and bytes of a step's communication, by group."""
+    """Table of one step's communication, by group."""
     tensorboard: TensorBoardConfig = TensorBoardConfig()
-    """TensorBoard, placed as DeepSpeed does; in the run's folder: parallel3d.run.trackers."""
+    """TensorBoard files in output_path; parallel3d.run.trackers writes them to the run's folder."""
     csv_monitor: CsvMonitorConfig = CsvMonitorConfig()
-    """csv files, one a metric."""
+    """One CSV file per metric."""
     wandb: WandbConfig = WandbConfig()
     """Weights & Biases."""
     comet: CometConfig = CometConfig()
     """Comet."""
     bf16: Bf16Config = Bf16Config()
-    """Training in bfloat16; without it, training is in fp32."""
+    """Training in bfloat16; without bf16 and fp16, training is in fp32."""
     fp16: Fp16Config = Fp16Config()
-    """Training in fp16 with a loss scale, where there is no bf16."""
+    """Training in fp16 with a loss scale, for devices without bf16."""
     communication_data_type: Literal["fp32", "bf16"] | None = None
-    """What gradients are averaged over dp in; null: fp32. "bf16", in bf16 training alone, halves
-    the bytes; microbatches add up in fp32 before, and so does what is partial or tied."""
+    """Precision in which gradients are averaged over dp; null means fp32. "bf16" (bf16 training
+    only) halves the traffic; gradients of microbatches, tp ranks and tied weights are still added
+    in fp32."""
     aio: AioConfig = AioConfig()
-    """Input and output of NVMe offload."""
+    """Asynchronous I/O for NVMe offload."""
     optimizer: OptimizerConfig = Field(
         examples=[deepspeed.EXAMPLE, "--optimizer.params.lr 3e-4 on the command line"]
     )
     """The optimizer and its parameters."""
     scheduler: Annotated[Any, PlainValidator(SCHEDULER)] = None
-    """DeepSpeed's schedule of the learning rate, in place of parallel3d.train.lr_schedule."""
+    """One of DeepSpeed's learning-rate schedules; replaces parallel3d.train.lr_schedule."""
     zero_optimization: ZeroConfig = ZeroConfig(stage=0)
-    """Sharding of the training state, and offload; without the block stage 0, as in DeepSpeed."""
+    """Sharding and offload of the training state; stage 0 if missing, as in DeepSpeed."""
     parallel3d: Parallel3DConfig = Field(examples=[parallel3d_block.EXAMPLE])
-    """Everything that is not DeepSpeed's."""
+    """All settings that are not DeepSpeed's."""
 
     _notes: tuple[str, ...] = PrivateAttr(default=())
-    _max_samples: int | None = PrivateAttr(default=None)  # what max_tokens or epochs come to
+    _max_samples: int | None = PrivateAttr(default=None)  # from max_tokens or epochs
 
     @classmethod
     def from_json(cls, path: str, overrides: Sequence[str] = ()) -> "RunConfig":
-        """The config in a file, or in configs/ under that name, with `--a.b value` set in it.
+        """Return the config in a file, with the settings of a command line.
 
-        Raises ConfigError that lists all that is wrong.
+        Args:
+            path: a file, or a name in configs/.
+            overrides: `--a.b value` pairs that replace the file's settings.
+
+        Raises ConfigError, which lists all problems.
         """
         file = reader.find(path)
         raw = reader.read(file)
@@ -139,13 +144,17 @@ class RunConfig(Section):
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any], source: str = "the config") -> "RunConfig":
-        """The config that `raw`, the object of a ds.json, describes; raises ConfigError."""
+        """Return the config in `raw`, the object of a ds.json; raises ConfigError.
+
+        Args:
+            source: where `raw` comes from, for messages.
+        """
         raw, notes = normalise(raw)
         try:
             config = cls.model_validate(raw)
         except ValidationError as error:
             problems = explain.problems_in(error, raw, cls)
-            # What is sound by itself is compared all the same: all errors at once.
+            # Valid settings are compared with each other, too, to report all errors at once.
             problems += checks.find_problems(explain.sound_settings(raw, problems, cls))
             raise Problems(problems, source) from None
         config._notes = tuple(notes)
@@ -153,41 +162,41 @@ class RunConfig(Section):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What each "auto" of the file became, and what was planned, a line each."""
+        """One line for each "auto" that was resolved and each setting that was adapted."""
         return self._notes
 
     def with_notes(self, *notes: str) -> "RunConfig":
-        """A copy of the config with these notes in place of its own."""
+        """Return a copy of the config with these notes instead of its own."""
         config = self.model_copy()
         config._notes = notes
         return config
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Settings of DeepSpeed's sections and of the "parallel3d" block, side by side."""
+        """DeepSpeed's settings and those of the "parallel3d" block, in one dictionary."""
         return dict(self) | dict(self.parallel3d)
 
     @property
     def is_planned(self) -> bool:
-        """Whether the mesh is "plan", which the planner has yet to fill."""
+        """True if the mesh is "plan": the planner has not chosen it yet."""
         return self.parallel3d.mesh == PLAN
 
     @property
     def mesh(self) -> MeshConfig:
-        """Ranks per axis; raises ConfigError where the planner has yet to choose them."""
+        """Ranks per axis; raises ConfigError if the planner has not chosen them yet."""
         if isinstance(self.parallel3d.mesh, MeshConfig):
             return self.parallel3d.mesh
-        rule, remedy = "there is no mesh yet", "write the one that `parallel3d plan` puts first"
+        rule, remedy = "the mesh is not planned yet", "use the first that `parallel3d plan` prints"
         raise Problems([Problem("parallel3d.mesh", PLAN, rule, remedy)])
 
     @property
     def pipeline(self) -> PipelineConfig:
-        """How microbatches flow through the stages."""
+        """How microbatches pass through the pipeline's stages."""
         return self.parallel3d.pipeline
 
     @property
     def model(self) -> Any:
-        """The model's settings: the `Config` of its family."""
+        """The model's settings, the `Config` of its family."""
         return self.parallel3d.model
 
     @property
@@ -207,23 +216,23 @@ class RunConfig(Section):
 
     @property
     def run(self) -> OutputConfig:
-        """Where the run is written."""
+        """Name, folder and trackers of the run."""
         return self.parallel3d.run
 
     @property
     def precision(self) -> Literal["fp32", "bf16", "fp16"]:
-        """The type that parameters and activations have in training."""
+        """Data type of parameters and activations in training."""
         return "fp16" if self.fp16.enabled else "bf16" if self.bf16.enabled else "fp32"
 
     @property
     def micro_batch_size(self) -> int:
-        """Samples in one microbatch of one data-parallel rank."""
+        """Samples per microbatch, on one data-parallel rank."""
         assert self.train_micro_batch_size_per_gpu, "resolve(world_size) comes first"
         return self.train_micro_batch_size_per_gpu
 
     @property
     def num_microbatches(self) -> int:
-        """Microbatches that pass through the pipeline in one step."""
+        """Microbatches per step and data-parallel rank."""
         assert self.gradient_accumulation_steps, "resolve(world_size) comes first"
         return self.gradient_accumulation_steps
 
@@ -235,17 +244,20 @@ class RunConfig(Section):
 
     @property
     def global_batch_size(self) -> int:
-        """Samples in one step of the whole mesh; the config must be resolved."""
+        """Samples per step, over all ranks; the config must be resolved."""
         assert isinstance(self.mesh.dp, int), "resolve(world_size) comes first"
         return self.micro_batch_size * self.num_microbatches * self.mesh.dp
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens in one step of the whole mesh; the config must be resolved."""
+        """Tokens per step, over all ranks; the config must be resolved."""
         return self.global_batch_size * self.data.sequence_length
 
     def resolve(self, world_size: int) -> "RunConfig":
-        """Return the config with mesh, batch and steps of max_tokens for `world_size` ranks."""
+        """Return the config for `world_size` ranks: dp, batch sizes and, of max_tokens, steps.
+
+        Raises ConfigError if the mesh or the batch does not fit the number of ranks.
+        """
         dp = arithmetic.data_parallel_size(self.mesh, world_size)
         config = self._with("mesh", dp=dp)._checked()
         batch, micro, accumulation = arithmetic.batch_sizes(
@@ -269,26 +281,33 @@ class RunConfig(Section):
         return config._fitted()._checked()
 
     def with_corpus(self, vocab_size: int, num_train_tokens: int) -> "RunConfig":
-        """Return this resolved config for a corpus: vocabulary and steps of the epochs known.
+        """Return this resolved config for a corpus, with vocabulary and, of epochs, steps.
 
-        Raises ConfigError if the model's vocabulary is smaller, or if the epochs make no step.
+        Args:
+            vocab_size: the tokenizer's tokens.
+            num_train_tokens: tokens of the training part.
+
+        Raises ConfigError if the model's vocabulary is smaller, or the epochs are less than a step.
         """
         config = self.with_vocab_size(vocab_size)
         if config.train.epochs is not None:
-            # Each sample also needs the token after its last one.
+            # Each sample also needs the token that follows it.
             samples = (num_train_tokens - 1) // config.data.sequence_length
             steps = arithmetic.steps_of_epochs(
                 config.train.epochs, samples, config.global_batch_size
             )
-            seen = arithmetic.samples_of_epochs(config.train.epochs, samples)
+            max_samples = arithmetic.samples_of_epochs(config.train.epochs, samples)
             config = config._with("train", steps=steps, epochs=None)
-            config._max_samples = seen
+            config._max_samples = max_samples
         return config._fitted()._checked()
 
     def resumed(self, step: int, next_sample: int) -> "RunConfig":
-        """Return this complete config for a run that has done `step` steps.
+        """Return this complete config for a run that resumes after `step` steps.
 
-        Where max_tokens or epochs bound the run, the samples left give its number of steps.
+        If max_tokens or epochs limit the run, its steps follow from the samples that are left.
+
+        Args:
+            next_sample: index of the first sample that has not been trained on.
         """
         if self._max_samples is None:
             return self
@@ -296,19 +315,22 @@ class RunConfig(Section):
         return self._with("train", steps=max(1, step + left))._fitted()._checked()
 
     def with_vocab_size(self, size: int) -> "RunConfig":
-        """The config for a tokenizer of `size` tokens; the model's vocabulary may be larger."""
+        """Return the config for a tokenizer of `size` tokens.
+
+        Raises ConfigError if the model's vocabulary is smaller; it may be larger.
+        """
         config = self if self.model.vocab_size != "auto" else self._with("model", vocab_size=size)
         if self.data.tokenizer == "train":
-            # A small corpus gives fewer tokens than were asked for.
+            # On a small corpus, training a tokenizer ends with fewer tokens than requested.
             config = config._with("data", vocab_size=size)
         return config._checked(tokenizer_size=size)
 
     def to_dict(self) -> dict[str, Any]:
-        """The config as one JSON object, defaults filled in; `from_dict` reads it back."""
+        """Return the config as one JSON object with all defaults; `from_dict` reads it back."""
         return self.model_dump(mode="json")
 
     def _checked(self, source: str = "the config", **known: Any) -> "RunConfig":
-        """This config; raises ConfigError if its settings do not go together."""
+        """Return this config; raises ConfigError if its settings contradict each other."""
         if problems := checks.find_problems(self.settings | known):
             raise Problems(problems, source)
         return self
@@ -319,7 +341,7 @@ class RunConfig(Section):
         return self.model_copy(update={"parallel3d": block})
 
     def _fitted(self) -> "RunConfig":
-        """This config with what sets the learning rate fitted to its length, if that is known."""
+        """Return this config with its learning-rate schedule fitted to the steps, if known."""
         train, scheduler, notes = arithmetic.fit(self.train, self.scheduler)
         block = self.parallel3d.model_copy(update={"train": train})
         config = self.model_copy(update={"parallel3d": block, "scheduler": scheduler})
@@ -328,14 +350,15 @@ class RunConfig(Section):
 
 
 def digest_of(config: RunConfig, also: Iterable[str] = ()) -> str:
-    """Return a digest that is equal for two configs, as they were read, that train the same.
+    """Return a digest that is equal for configs that train the same, as they were read.
 
-    Where and how the run is written is left out, and the dotted paths of `also`.
+    Args:
+        also: dotted paths of settings to ignore, besides those of output, stopping and speed.
     """
     values = config.to_dict()
-    # Until the next release, runs are found that were begun before this setting was removed.
+    # Runs begun before this setting was removed must still be found, until the next release.
     values["parallel3d"]["train"]["check_layers"] = True
-    for path in (*_APART, *also):
+    for path in (*_NOT_TRAINED, *also):
         section, _, name = path.rpartition(".")
         block = reader.at(values, section)
         if isinstance(block, dict):

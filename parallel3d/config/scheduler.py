@@ -1,7 +1,7 @@
-"""DeepSpeed's `scheduler` block: its five schedules, with its names and defaults.
+"""DeepSpeed's `scheduler` block: its five learning-rate schedules, with its names and defaults.
 
-`rate(lr, step)` is the learning rate at `step`, counted from 0; `lr` is optimizer.params.lr. Step n
-has what the formula gives for n - 1, as DeepSpeed's scheduler steps after the optimizer.
+`rate(lr, step)` returns the learning rate at `step`, counted from 0; `lr` is optimizer.params.lr.
+Step n uses the formula's value at n - 1, because DeepSpeed's scheduler steps after the optimizer.
 """
 
 from math import cos, floor, log, pi
@@ -14,25 +14,25 @@ from parallel3d.base.section import Choice, Section
 Steps = Annotated[int, Field(gt=0)]
 Rate = Annotated[float, Field(ge=0)]
 Ratio = Annotated[float, Field(ge=0, le=1)]
-# Every field that is named so means the length of the run, which is not known at first.
+# Fields of this name hold the length of the run, which is not known when the file is read.
 TOTAL_STEPS = "total_num_steps"
 
 
 class Warmup(Section):
-    """A rise, and what follows it."""
+    """The warm-up that three schedules share."""
 
     warmup_num_steps: Steps = 1000
-    """Steps of the warm-up; DeepSpeed makes 1 to 2."""
+    """Steps of the warm-up; as in DeepSpeed, at least 2."""
     warmup_type: Literal["log", "linear"] = "log"
-    """The rise: with the logarithm of the step, or with the step."""
+    """Warm up with the logarithm of the step, or linearly."""
 
     @property
     def num_steps(self) -> int:
-        """Steps of the warm-up, as DeepSpeed has them."""
+        """Steps of the warm-up, at least 2 as in DeepSpeed."""
         return max(2, self.warmup_num_steps)
 
     def rise(self, step: int) -> float | None:
-        """The share of the rise at `step`; None after the warm-up."""
+        """Return the fraction of the warm-up's rise at `step`; None after the warm-up."""
         if step == 0:
             return 0.0
         if step > self.num_steps:
@@ -43,32 +43,32 @@ class Warmup(Section):
 
 
 class WarmupLRParams(Warmup):
-    """A rise from warmup_min_lr to warmup_max_lr, then no change."""
+    """Warm-up from warmup_min_lr to warmup_max_lr, then constant."""
 
     warmup_min_lr: Rate = 0.0
     """Learning rate at the first step."""
     warmup_max_lr: Rate | None = None
-    """Learning rate after the warm-up; null means optimizer.params.lr."""
+    """Learning rate at the end of the warm-up; null means optimizer.params.lr."""
 
     def rate(self, lr: float, step: int) -> float:
-        """The learning rate that DeepSpeed's WarmupLR or WarmupDecayLR sets at `step`."""
+        """Return the learning rate of DeepSpeed's WarmupLR or WarmupDecayLR at `step`."""
         low, high = self.warmup_min_lr, self.warmup_max_lr
         share = self.rise(step)
         share = self._after(step) if share is None else share
         return low + ((lr if high is None else high) - low) * share
 
     def _after(self, step: int) -> float:
-        """The share of the rise that is left after the warm-up."""
+        """Return the fraction of the rise that remains at `step`, after the warm-up."""
         return 1.0
 
 
 class WarmupDecayLRParams(WarmupLRParams):
-    """A rise from warmup_min_lr to warmup_max_lr, then a line to 0 at total_num_steps."""
+    """Warm-up from warmup_min_lr to warmup_max_lr, then linear decay to 0 at total_num_steps."""
 
     warmup_max_lr: Rate | None = 0.001
-    """Learning rate after the warm-up; null means optimizer.params.lr."""
+    """Learning rate at the end of the warm-up; null means optimizer.params.lr."""
     total_num_steps: Steps | Literal["auto"]
-    """Where the line reaches 0; "auto" means the steps of the run."""
+    """Step at which the decay ends; "auto" means the last step of the run."""
 
     def _after(self, step: int) -> float:
         total = _known(self.total_num_steps)
@@ -76,19 +76,19 @@ class WarmupDecayLRParams(WarmupLRParams):
 
 
 class WarmupCosineLRParams(Warmup):
-    """Ratios of optimizer.params.lr: a rise to 1, then half a cosine."""
+    """Fractions of optimizer.params.lr: warm-up to 1, then half a cosine."""
 
     total_num_steps: Steps | Literal["auto"]
-    """Where the cosine ends; "auto" means the steps of the run."""
+    """Step at which the decay ends; "auto" means the last step of the run."""
     warmup_min_ratio: Ratio = 0.0
-    """Ratio at which the rise starts."""
+    """Fraction of optimizer.params.lr at which the warm-up starts."""
     cos_min_ratio: Ratio = 0.0001
-    """Ratio at which the cosine ends."""
+    """Fraction of optimizer.params.lr at which the cosine ends."""
 
     def rate(self, lr: float, step: int) -> float:
-        """The learning rate that DeepSpeed's WarmupCosineLR sets at `step`."""
+        """Return the learning rate of DeepSpeed's WarmupCosineLR at `step`."""
         if step == 0:
-            return 0.0  # whatever warmup_min_ratio says
+            return 0.0  # DeepSpeed ignores warmup_min_ratio here
         share, least = self.rise(step), self.warmup_min_ratio
         if share is None:
             total = _known(self.total_num_steps)
@@ -101,27 +101,27 @@ class OneCycleParams(Section):
     """One cycle up and down (arXiv:1803.09820), then decay."""
 
     cycle_min_lr: Rate
-    """Learning rate at the cycle's ends."""
+    """Learning rate at the start and end of the cycle."""
     cycle_max_lr: Rate
-    """Learning rate at its top."""
+    """Learning rate at the top of the cycle."""
     decay_lr_rate: Rate = 0.0
-    """After the cycle, cycle_min_lr / (1 + decay_lr_rate x intervals of decay_step_size)."""
+    """Decay after the cycle: cycle_min_lr / (1 + decay_lr_rate x steps / decay_step_size)."""
     cycle_first_step_size: Steps = 2000
     """Steps up."""
     cycle_second_step_size: Annotated[int, Field(ge=0)] | None = None
     """Steps down; null means as many as up."""
     cycle_first_stair_count: int = Field(default=0, ge=0)
-    """Stairs on the way up; 0 means none."""
+    """Stairs on the way up; 0 means a straight line."""
     cycle_second_stair_count: Annotated[int, Field(ge=0)] | None = None
     """Stairs on the way down; null means as many as up."""
     decay_step_size: int = Field(default=0, ge=0)
-    """Steps of an interval of the decay; 0 means no decay."""
+    """Steps of the decay's interval; 0 means no decay."""
     cycle_momentum: Literal[False]
-    """Must be written, as false: DeepSpeed's default, true, cycles the betas too, which
-    parallel3d keeps constant."""
+    """Must be set to false: parallel3d keeps the betas constant, while DeepSpeed's default, true,
+    cycles them too."""
 
     def rate(self, lr: float, step: int) -> float:
-        """The learning rate that DeepSpeed's OneCycle sets at `step`."""
+        """Return the learning rate of DeepSpeed's OneCycle at `step`."""
         up, down = self.cycle_first_step_size, self.cycle_second_step_size
         down = up if down is None else down
         low, high = self.cycle_min_lr, self.cycle_max_lr
@@ -140,19 +140,19 @@ class OneCycleParams(Section):
 
 
 class LRRangeTestParams(Section):
-    """A learning rate that grows without end, to find where training breaks (arXiv:1803.09820)."""
+    """A growing learning rate, to find where training diverges (arXiv:1803.09820)."""
 
     lr_range_test_min_lr: Rate = 1e-3
     """Learning rate at the first step."""
     lr_range_test_step_size: Steps = 2000
-    """Steps in which it grows by lr_range_test_step_rate times the first."""
+    """Steps over which it grows by lr_range_test_step_rate x lr_range_test_min_lr."""
     lr_range_test_step_rate: Rate = 1.0
-    """How fast it grows."""
+    """Growth per lr_range_test_step_size steps, as a fraction of lr_range_test_min_lr."""
     lr_range_test_staircase: bool = False
     """Grow in stairs, once every lr_range_test_step_size steps."""
 
     def rate(self, lr: float, step: int) -> float:
-        """The learning rate that DeepSpeed's LRRangeTest sets at `step`."""
+        """Return the learning rate of DeepSpeed's LRRangeTest at `step`."""
         intervals = step / self.lr_range_test_step_size
         if self.lr_range_test_staircase:
             intervals = floor(intervals)
@@ -160,14 +160,19 @@ class LRRangeTestParams(Section):
 
 
 def _schedule(name: str, params: type[Section], default: Any = ...) -> type[Section]:
-    """The section of DeepSpeed's schedule of this name."""
-    named: Any = Literal[name]
+    """Return the section class of a DeepSpeed schedule.
+
+    Args:
+        params: class of the schedule's parameters.
+        default: their default; `...` if some are required.
+    """
+    literal: Any = Literal[name]
     return create_model(
         name,
         __base__=Section,
         __module__=__name__,
-        type=(named, Field(description="The schedule's name.")),
-        params=(params, Field(default, description="Its parameters.")),
+        type=(literal, Field(description="Name of the schedule.")),
+        params=(params, Field(default, description="Parameters of the schedule.")),
     )
 
 

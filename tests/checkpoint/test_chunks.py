@@ -94,7 +94,7 @@ def test_what_lies_turned_in_memory_is_read_band_by_band(tmp_path, monkeypatch, 
     value = np.arange(37 * width, dtype="<f4").reshape(shape)
     chunk = chunk_of(value)
     write_tensors(tmp_path / "a.safetensors", {chunk.key: value})
-    monkeypatch.setattr(module, "TURNED_ROWS", 16)
+    monkeypatch.setattr(module, "TRANSPOSED_ROWS", 16)
     whole = torch.full((*shape[1:], 41), -1.0)
     for box in (chunk.box, Box((3, 1, *(0,) * three), (34, 1 if three else 1000 - 1, *shape[2:]))):
         out = whole[..., 2 : 2 + box.shape[0]].movedim(-1, 0)

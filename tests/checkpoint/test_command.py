@@ -96,7 +96,7 @@ def test_inspect_for_people(run, run_folder, width, monkeypatch):
         "cpu, offload param none",
         "model family gpt",
         "versions parallel3d 0.1.0, torch 2.13.0",
-        "embedding 1 tensors 10 blocks 1 tensors 4 in all 2 tensors 14",
+        "embedding 1 tensors 10 blocks 1 tensors 4 total 2 tensors 14",
         "weights (master) 56 bytes 56",
     ):
         assert text in words, text
@@ -139,7 +139,7 @@ def test_verify_says_that_all_is_well(run, run_folder):
     rows = [line.split()[:2] for line in out.splitlines()]
     assert rows[:2] == [["step-10", "ok"], ["step-9", "ok"]], "the newest first"
     assert "step-11.tmp           unfinished" in out
-    assert "step-8.deleted        half deleted" in out
+    assert "step-8.deleted        partly deleted" in out
     assert "step-12.rejected      set aside" in out
     code, out, err = run("verify", run_folder, "--json")
     assert code == 0 and "step-10" in err

@@ -45,18 +45,20 @@ def test_it_finds_what_every_header_says(folder, box):
                         common = overlap(chunk.box, box)
                         expected |= {(number, at, chunk, common)} if common else set()
         assert expected and set(index.find("embedding.weight", kind, box)) == expected
-    assert index.twice() is None
+    assert index.find_overlap() is None
     assert not list(index.find("blocks.0.norm.weight", "master", Box((0,), (4,))))  # not asked for
 
 
 def test_elements_that_are_there_twice_are_named(folder):
     shutil.copy(folder / FIRST, folder / "again.safetensors")
     index = make_index(folder, [*FILES, "again.safetensors"], SHAPES, list(SHAPES), ALONE)
-    assert index.twice() == ("embedding.weight", "master", Box((0, 0), (2, 2)))
+    assert index.find_overlap() == ("embedding.weight", "master", Box((0, 0), (2, 2)))
 
 
 @pytest.mark.parametrize("key", ["other|master|0", "embedding.weight|master|0"])
 def test_a_chunk_of_no_parameter_is_refused(folder, key):
     write_tensors(folder / SECOND, {key: np.ones(2, "<f4")})
-    with pytest.raises(CheckpointError, match=f"{SECOND}: '{key.split('|')[0]}.* is not of a"):
+    with pytest.raises(
+        CheckpointError, match=f"{SECOND}: '{key.split('|')[0]}.* fits no parameter"
+    ):
         make_index(folder, FILES, SHAPES, list(SHAPES), ALONE)

@@ -147,11 +147,11 @@ def damage_the_newest(rank, trained, folder, name):
     for step in (1, 2):
         saver.save(state(step))
 
-    def meanwhile(folder, keep, *, newest, mine, mesh, **settings):
+    def meanwhile(folder, keep, *, newest, own_files, mesh, **settings):
         if rank == 0:
             flip_a_bit(newest / name)
         mesh.gather_texts("", aside=True)
-        return keep_newest(folder, keep, newest=newest, mine=mine, mesh=mesh, **settings)
+        return keep_newest(folder, keep, newest=newest, own_files=own_files, mesh=mesh, **settings)
 
     saver.finish()
     saving.keep_newest = meanwhile

@@ -87,20 +87,20 @@ BAD = [
     ("optimizer.type", "zerooneadam", "to one bit", 'use "AdamW"'),
     ("optimizer.type", "SGD", 'must be "AdamW" or "Adam"', 'write "AdamW"'),
     (f"{P3D}.mesh", "best", "block of settings", "{...}"),
-    (f"{P3D}.pipeline.schedule", "zigzag", "names no file", "one_f_one_b"),
+    (f"{P3D}.pipeline.schedule", "zigzag", "is not a schedule", "one_f_one_b"),
     (f"{P3D}.model.family", "bert", "no model family", "gpt"),
     (f"{P3D}.run.hardware", "abacus", "not described", "H100-SXM5-80GB"),
-    (f"{P3D}.checkpoint.resume", True, "no place to resume from", "a step, or a path"),
+    (f"{P3D}.checkpoint.resume", True, 'must be "auto", "none", a step', "one of these"),
     ("scheduler.type", "Cosine", "names no scheduler", "WarmupCosineLR"),
     (f"{TRACKERS}", ["tensorbord"], "must be", 'write "tensorboard", "csv", "wandb", "comet"'),
     # refused by name
     (f"{P3D}.train.check_layers", False, "was removed", "parallel3d verify"),
-    (AC, {"partition_activations": True}, "not cut over tp", "sequence_parallel"),
+    (AC, {"partition_activations": True}, "not partitioned over tp", "sequence_parallel"),
     (AC, {"granularity": "full"}, "is not used", "set parallel3d.pipeline"),
     ("communication_data_type", "fp16", "fp32", "bf16"),
     ("prescale_gradients", 0, "reduces the gradients itself", "remove it"),  # no JSON false
     # between settings
-    (f"{P3D}.plan.fix", ["offload"], 'with mesh "plan" only', "remove it"),
+    (f"{P3D}.plan.fix", ["offload"], 'for mesh "plan" only', "remove it"),
     ("communication_data_type", "bf16", "would round gradients", "bf16.enabled = true"),
     (f"{P3D}.mesh.tp", 3, "divide num_attention_heads=16", "use tp = 1, 2, 4, 8 or 16"),
     (f"{P3D}.model.intermediate_size", 255, "not a multiple of tp=2", "use 256"),
@@ -120,18 +120,18 @@ BAD_TOGETHER = [
     ({f"{P3D}.train.compile": "block", f"{ZERO}.stage": 3},
      f"{P3D}.train.compile", "block", "each block's weights", f"or {ZERO}.stage = 2"),
     ({f"{P3D}.train.compile": "block", f"{P3D}.pipeline.schedule": "zero_bubble"},
-     f"{P3D}.train.compile", "block", "weight gradients apart", "or another schedule"),
-    ({"fp16": ON, "bf16": ON}, "fp16.enabled", True, "bf16.enabled too", "switch one of them off"),
+     f"{P3D}.train.compile", "block", "cannot split the backward", "or another schedule"),
+    ({"fp16": ON, "bf16": ON}, "fp16.enabled", True, "with bf16.enabled", "disable one of them"),
     ({"bf16": ON, "bfloat16": ON}, "bfloat16", ON, "old name", "remove it"),
     ({f"{P3D}.train": {"steps": 10, "max_tokens": 10_000}},
-     f"{P3D}.train", {"steps": 10, "max_tokens": 10_000}, "one thing too many", "exactly one of"),
-    ({f"{P3D}.train": {}}, f"{P3D}.train", {}, "says not how long", "exactly one of"),
+     f"{P3D}.train", {"steps": 10, "max_tokens": 10_000}, "sets both steps and", "exactly one of"),
+    ({f"{P3D}.train": {}}, f"{P3D}.train", {}, "does not set the run's length", "exactly one of"),
     ({LR: {"type": "wsd", "warmup_steps": 4, "decay_steps": 7}},
-     f"{LR}.decay_steps", 7, "warmup_steps=4 are longer than the run", "use at most 6"),
+     f"{LR}.decay_steps", 7, "warmup_steps=4 exceeds the run's 10", "use at most 6"),
     ({LR: {"type": "wsd", "warmup_steps": 20, "decay_steps": 12}},
-     f"{LR}.decay_steps", 12, "longer than the run", "10 or less for both"),
+     f"{LR}.decay_steps", 12, "exceeds the run's 10 steps", "10 or less for both"),
     ({f"{P3D}.train.profile": {"start": 8, "steps": 3}},
-     f"{P3D}.train.profile", {"start": 8, "steps": 3}, "end at step 11", "steps = 2 or less"),
+     f"{P3D}.train.profile", {"start": 8, "steps": 3}, "ends at step 11", "steps = 2 or less"),
     ({f"{P3D}.train.profile": {"start": 10}},
      f"{P3D}.train.profile", {"start": 10, "steps": 1}, "the run's 10 steps", "start = 9 or less"),
     ({"scheduler": {"type": "WarmupLR"}, LR: {"type": "cosine"}},
@@ -151,9 +151,9 @@ BAD_TOGETHER = [
     ({f"{P3D}.pipeline": {"schedule": "interleaved", "stages_per_rank": 4}},
      f"{P3D}.pipeline.stages_per_rank", 4, "8 stages on pp=2 ranks", "use 3 or less"),
     ({ZERO: {"stage": 3, "offload_param": {"device": "nvme"}}},
-     f"{ZERO}.offload_param.device", "nvme", "has no nvme_path", '"/local/nvme"'),
+     f"{ZERO}.offload_param.device", "nvme", "requires nvme_path", '"/local/nvme"'),
     ({ZERO: {"stage": 2, "offload_optimizer": NVME}},
-     f"{ZERO}.offload_optimizer.device", "nvme", "needs stage 3", 'device "cpu"'),
+     f"{ZERO}.offload_optimizer.device", "nvme", "requires stage 3", 'device "cpu"'),
     ({ZERO: {"stage": 3, "offload_optimizer": NVME | {"pipeline_read": True}}},
      f"{ZERO}.offload_optimizer.buffer_count", 4, "too few", "use 8 or more"),
     ({ZERO: {"stage": 3, "offload_optimizer": NVME | AHEAD}},
@@ -161,9 +161,9 @@ BAD_TOGETHER = [
     ({ZERO: {"stage": 3, "offload_param": NVME, "stage3_param_persistence_threshold": 10**6}},
      f"{ZERO}.stage3_param_persistence_threshold", 10**6, "unsharded", "use at most 262144"),
     ({ZERO: {"stage": 3, "offload_param": NVME, "offload_optimizer": NVME | {"fast_init": True}}},
-     f"{ZERO}.offload_optimizer.fast_init", True, "starts from wrong weights", "remove it"),
+     f"{ZERO}.offload_optimizer.fast_init", True, "start from wrong weights", "remove it"),
     ({f"{ADAM}.torch_adam": True, f"{ZERO}.offload_optimizer": {"device": "cpu"}},
-     f"{ADAM}.torch_adam", True, "does not go with offload", "remove one of them"),
+     f"{ADAM}.torch_adam", True, "combined with offload_optimizer", "remove one of them"),
 ]  # fmt: skip
 # words on the command line of the default config
 WORDS = [
@@ -177,7 +177,7 @@ WORDS = [
     ("-mesh.pp 2", "'-mesh.pp'", "sets nothing", "--dotted.path value"),
     ("--model.hidden_size big", 'hidden_size = "big"', "must be an integer", "whole number"),
     ("--checkpoint.evry 1", "parallel3d.checkpoint.evry = 1", "no setting", '"every"'),
-    ("--checkpoint.writer x", 'checkpoint = {"writer": "x"}', "own files", "set parallel3d.che"),
+    ("--checkpoint.writer x", 'checkpoint = {"writer": "x"}', "its own", "set parallel3d.che"),
     ("--pipeline.partition 1", 'pipeline = {"partition": 1}', "does not run", "set parallel3d.pip"),
 ]  # fmt: skip
 
@@ -267,12 +267,12 @@ def test_a_mesh_that_is_planned_wants_the_batch_that_it_is_planned_for():
     assert 'train_batch_size: is required with mesh "plan"' in said
     kept = {f"{P3D}.plan": {"fix": ["micro_batch"]}, "train_batch_size": 8}
     said = error_of(**planned, **kept, train_micro_batch_size_per_gpu=REMOVED)
-    assert "train_micro_batch_size_per_gpu: is required, as parallel3d.plan.fix" in said
+    assert "train_micro_batch_size_per_gpu: is required, because parallel3d.plan.fix" in said
     said = error_of(**planned, **{f"{P3D}.plan": {"fix": ["tp"]}})
     assert 'parallel3d.plan.fix.0 = "tp": must be "zero_stage", "offload"' in said
     config = RunConfig.from_dict(raw(**planned, train_batch_size=8))
     assert config.is_planned and RunConfig.from_dict(config.to_dict()) == config
-    with pytest.raises(ConfigError, match=r'mesh = "plan": there is no mesh yet; write the one'):
+    with pytest.raises(ConfigError, match=r'mesh = "plan": the mesh is not planned yet; use the'):
         config.resolve(4)
 
 

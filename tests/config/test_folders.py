@@ -80,10 +80,12 @@ def test_processes_that_are_started_look_into_them(own):
 def test_what_is_wrong_with_a_folder_is_said(own, tmp_path):
     (own[0] / "gpt").mkdir()
     (own[0] / "gpt/spec.py").touch()
-    with pytest.raises(ConfigError, match=r"run.model_folders.*holds gpt, a name that") as refused:
+    with pytest.raises(
+        ConfigError, match=r"run.model_folders.*contains .gpt., a name that"
+    ) as refused:
         RunConfig.from_dict(config(*own, schedule_folders=[str(tmp_path / "none")]))
     assert "run.schedule_folders" in str(refused.value)
-    assert "is no folder; make it, or name another one" in str(refused.value)
+    assert "is not a folder; create it, or name another one" in str(refused.value)
     with pytest.raises(ConfigError, match=r"run\.model_folders"):
         RunConfig.from_dict(config(*own, model_folders="my models"))
 

@@ -102,8 +102,8 @@ def test_a_warm_up_longer_than_the_run_ends_with_it_and_says_so():
     config = RunConfig.from_json("ds.json", ["--train.steps", "6"])
     assert (config.train.steps, config.train.lr_schedule.warmup_steps) == (6, 6)
     assert config.notes == (
-        "parallel3d.train.lr_schedule.warmup_steps: 10 is longer than the run of 6 steps; "
-        "the warm-up takes 6",
+        "parallel3d.train.lr_schedule.warmup_steps: 10 exceeds the run's 6 steps; "
+        "the warm-up is cut to 6",
     )
     config = config.resolve(1).with_corpus(2048, 10**6)
     peak = config.optimizer.params.lr
@@ -125,13 +125,13 @@ def test_steps_that_are_known_later(train, known):
     assert config.train.lr_schedule.warmup_steps == known and not config.notes
     config = config.resolve(4).with_corpus(4096, 3 * 8 * 128 + 1)
     assert (config.num_steps, config.train.lr_schedule.warmup_steps) == (3, 3)
-    assert "4 is longer than the run of 3 steps" in config.notes[0]
+    assert "4 exceeds the run's 3 steps" in config.notes[0]
 
 
 def test_the_decay_has_its_steps_before_a_warm_up_that_is_too_long():
     block = {"type": "wsd", "warmup_steps": 50, "decay_steps": 4}
     assert RunConfig.from_dict(raw(**{LR: block})).train.lr_schedule.warmup_steps == 6
-    assert "decay_steps = 11: and warmup_steps=" in error_of(**{LR: block | {"decay_steps": 11}})
+    assert "decay_steps = 11: plus warmup_steps=" in error_of(**{LR: block | {"decay_steps": 11}})
 
 
 def test_a_scheduler_whose_length_is_the_runs():
@@ -139,7 +139,7 @@ def test_a_scheduler_whose_length_is_the_runs():
     config = RunConfig.from_dict(raw(scheduler={"type": "WarmupDecayLR", "params": params}))
     assert config.scheduler.params.total_num_steps == 10
     assert config.scheduler.params.warmup_num_steps == 10
-    assert "scheduler.params.warmup_num_steps: 1000 is longer" in config.notes[0]
+    assert "scheduler.params.warmup_num_steps: 1000 exceeds" in config.notes[0]
     # Without a length of its own it has DeepSpeed's meaning: it goes on rising.
     config = RunConfig.from_dict(raw(scheduler={"type": "WarmupLR"}))
     assert config.scheduler.params.warmup_num_steps == 1000 and not config.notes

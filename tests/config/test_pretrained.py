@@ -202,7 +202,7 @@ def test_what_contradicts_is_an_error_that_names_both(tmp_path):
             "parallel3d.model.qk_norm": 0,
         },
     )
-    path = f"contradicts {folder / 'config.json'}, by which it is"
+    path = f"contradicts {folder / 'config.json'}, which says"
     assert said.startswith("4 problems")
     assert f"parallel3d.model.hidden_size = 64: {path} 96; remove it" in said
     assert f'parallel3d.model.family = "gpt": {path} "llama"' in said
@@ -217,9 +217,7 @@ def test_dropout_is_the_users_and_the_folders_is_said(tmp_path):
     folder = published(tmp_path / "model", GPT2)
     config = config_of(folder)
     assert config.model.resid_pdrop == 0.0
-    assert (
-        "model.resid_pdrop: 0, unless it is set; resid_pdrop is 0.1 in config.json" in config.notes
-    )
+    assert "model.resid_pdrop: 0 unless set; resid_pdrop is 0.1 in config.json" in config.notes
     config = config_of(folder, **{"parallel3d.model.resid_pdrop": 0.2})
     assert config.model.resid_pdrop == 0.2 and not any("pdrop" in note for note in config.notes)
 
@@ -231,7 +229,7 @@ def test_a_resolved_config_reads_nothing_of_the_folder(tmp_path):
     assert origin.folder == str(folder) and len(origin.weights) == 32 and not origin.revision
     os.rename(folder, tmp_path / "gone")
     assert RunConfig.from_dict(config.to_dict()).to_dict() == config.to_dict()
-    assert "is no folder; name one that holds config.json" in refused(folder)
+    assert "is not a folder; name a folder with config.json" in refused(folder)
 
 
 def test_other_weights_are_told_apart(tmp_path):
@@ -245,10 +243,10 @@ def test_other_weights_are_told_apart(tmp_path):
 @pytest.mark.parametrize(
     ("files", "said"),
     [
-        ((), "has no model.safetensors, and no index of shards"),
+        ((), "has no model.safetensors and no index of shards"),
         (
             ("pytorch_model.bin",),
-            "has its weights as pytorch_model.bin, which is pickled and never",
+            "pytorch_model.bin is a pickle, which can run code and is never",
         ),
     ],
 )
@@ -261,11 +259,11 @@ def test_an_index_names_its_shards(tmp_path):
     folder = published(tmp_path / "model", LLAMA, ("a.safetensors",))
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}))
-    assert "b.safetensors: is missing, and in the index" in refused(folder)
+    assert "b.safetensors: is missing, but the index lists it" in refused(folder)
     index.write_text(json.dumps({"weight_map": {"x": "../a.safetensors"}}))
-    assert "'../a.safetensors', which is no shard" in refused(folder)
+    assert "'../a.safetensors', which is not a shard" in refused(folder)
     index.write_text("[]")
-    assert "is no index" in refused(folder)
+    assert "is not a valid index" in refused(folder)
 
 
 @pytest.mark.parametrize(
@@ -285,7 +283,7 @@ def test_without_a_network_the_answer_comes_within_a_second(monkeypatch):
     begin = time.monotonic()
     said = refused("nobody/nothing-9@main")
     assert time.monotonic() - begin < 1
-    assert "is no folder here, and the hub cannot be asked: no answer of mine" in said
+    assert "is not a local folder, and the hub cannot be reached: no answer of mine" in said
 
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -305,7 +303,7 @@ def test_a_model_of_the_hub_is_recorded_with_its_commit(tmp_path, monkeypatch):
         assert (origin.folder, origin.revision) == ("somebody/small", COMMIT)
         assert origin.weights is None, "of which the commit says all"
     said = refused("somebody/small@other")
-    assert "cannot be had of the hub, or of its cache here (no answer of mine)" in said
+    assert "was not found on the hub or in the local cache (no answer of mine)" in said
 
 
 def test_a_tokenizer_that_outgrows_the_vocabulary_is_said(tmp_path):
@@ -327,7 +325,7 @@ def test_on_the_command_line_it_takes_the_place_of_the_files_model(tmp_path):
     model = config.model
     assert (model.family, model.hidden_size, model.initializer_range) == ("llama", 96, 0.01)
     gone = "family, hidden_size, num_hidden_layers, num_attention_heads, resid_pdrop"
-    assert f"model: {gone} of the config give way to {folder}" in config.notes
+    assert f"model: {folder} replaces these settings of the config: {gone}" in config.notes
     short = ["--model.from_pretrained", str(folder), "--model.initializer_range", "0.02"]
     assert RunConfig.from_json(str(file), short).model.initializer_range == 0.02
     # Resolved, it is like any other: the same run is found again, and goes on.
@@ -355,9 +353,9 @@ LONG = "x" * 5000  # no file system takes such a name
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        (f"/{LONG}", "is no folder; "),
-        ("~no such user/x", "is no folder; "),
-        ("/x\0y", "holds what cannot be typed; "),
+        (f"/{LONG}", "is not a folder; "),
+        ("~no such user/x", "is not a folder; "),
+        ("/x\0y", "contains unprintable characters; "),
     ],
     ids=["long", "user", "null"],
 )
@@ -372,7 +370,7 @@ def test_a_name_that_the_cache_of_the_hub_cannot_have(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     said = refused("y" * 250)
-    assert "is no folder here, and the hub cannot be asked" in said
+    assert "is not a local folder, and the hub cannot be reached" in said
 
 
 @pytest.mark.parametrize(
@@ -383,10 +381,10 @@ def test_an_index_of_names_that_no_shard_can_have(name, tmp_path):
     path = folder / "model.safetensors.index.json"
     path.write_text(json.dumps({"weight_map": {"a": name}}))
     found = refused(folder)
-    assert found.startswith(f"{path}: is no index (") and repr(name[:60]) in found
+    assert found.startswith(f"{path}: is not a valid index (") and repr(name[:60]) in found
     assert found.endswith("; download it again") and len(found) < 400
     path.write_text("[" * 100_000)
-    assert refused(folder).startswith(f"{path}: is no index (")
+    assert refused(folder).startswith(f"{path}: is not a valid index (")
 
 
 @pytest.mark.parametrize(
@@ -398,7 +396,7 @@ def test_a_shard_whose_header_is_no_header(start, size, tmp_path):
     path = published(tmp_path / "model", LLAMA) / "model.safetensors"
     path.write_bytes(start.ljust(size, b"\0"))
     found = refused(path.parent)
-    assert found.startswith(f"{path}: is no sound file of safetensors (")
+    assert found.startswith(f"{path}: is not a valid safetensors file (")
     assert found.endswith("; download it again")
 
 

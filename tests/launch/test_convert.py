@@ -122,5 +122,8 @@ def test_an_import_that_fails_is_1_and_a_wrong_folder_2(run, command, tmp_path, 
     assert code == FAILED and not found["ok"] and "has other values" in found["differs"][0]
     (tmp_path / "model/model.safetensors").rename(tmp_path / "model/pytorch_model.bin")
     code, printed, errors = command(*words, does="import")
-    assert (code, printed) == (BAD_INPUT, "") and "which is pickled and never read" in errors
+    assert (code, printed) == (
+        BAD_INPUT,
+        "",
+    ) and "is a pickle, which can run code and is never read" in errors
     assert not (tmp_path / "start").exists() and not (tmp_path / "start.partial").exists()

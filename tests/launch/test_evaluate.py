@@ -45,4 +45,4 @@ def test_a_wrong_input_is_2(place):
         text=True, timeout=200,
     )  # fmt: skip
     assert done.returncode == BAD_INPUT and done.stdout == ""
-    assert done.stderr.strip().startswith("runs/none: no checkpoint there; give a folder step-N")
+    assert done.stderr.strip().startswith("runs/none: no checkpoint there; name a folder step-N")

@@ -158,7 +158,7 @@ def test_other_meshes_differ_by_the_order_of_sums(pair, ranks):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("{run}/none", "/none: no checkpoint there; give a folder step-N, or that of a run"),
+        ("{run}/none", "/none: no checkpoint there; name a folder step-N, or a run's folder"),
         ("{run}/weights", "weights: is a model's folder without a checkpoint, of which evaluate"),
         ("{run} --model.num_attention_heads 2", "num_attention_heads = 2: {step} was trained with"),
         ("{run} --config nowhere.json", "no config file 'nowhere.json'"),

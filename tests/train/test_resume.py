@@ -108,7 +108,7 @@ def check_tokenizer_is_kept(run, theirs):
         with (damaged / "tokenizer" / "tokenizer.json").open("a") as file:
             file.write(" ")
         found = [(bad.file, bad.reason) for bad in verify(damaged)]
-    assert found == [("tokenizer", "it is not the one that state.json names")]
+    assert found == [("tokenizer", "its hash is not the one in state.json")]
 
 
 @pytest.mark.parametrize(("mesh", "changes"), FEW, ids=["pp", "tp", "pp-dp"])
@@ -183,11 +183,11 @@ def split_in_another_way(rank):
 def test_another_run_is_refused_by_name(config, half):
     """One message on all ranks, which says what was changed and how to go on."""
     refusals = {
-        "parallel3d.train.seed was 0 and is 1": {"parallel3d__train__seed": 1},
-        f"parallel3d.data.sequence_length was {LENGTH} and is 8": {
+        "parallel3d.train.seed was 0 and is now 1": {"parallel3d__train__seed": 1},
+        f"parallel3d.data.sequence_length was {LENGTH} and is now 8": {
             "parallel3d__data__sequence_length": 8
         },
-        "was trained on another tokenizer": {"parallel3d__data__vocab_size": 270},
+        "was trained with another tokenizer": {"parallel3d__data__vocab_size": 270},
         "is of another model: blocks.1.": {"parallel3d__model__num_hidden_layers": 1},
         "is of another model: embedding.token.weight has shape": {
             "parallel3d__model__hidden_size": 16

@@ -14,7 +14,7 @@ EXHIBIT = Exhibit(
 )
 
 
-@in_place_of(load, "boxes_in_whole")
+@in_place_of(load, "global_boxes")
 def plant(original: Any, held: Any, start: int, stop: int) -> Any:
     """A rank's part of what is fused is a slice of the whole's rows."""
     cut = held.cut
