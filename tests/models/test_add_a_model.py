@@ -37,7 +37,7 @@ CONFIG = {
 def copy(tmp_path_factory):
     """The project with the page's files in it, and no other file changed."""
     folder = tmp_path_factory.mktemp("copy")
-    for name in ("parallel3d", "models", "launch", "tests", "configs", "docs"):
+    for name in ("parallel3d", "models", "launch", "tests", "configs", "docs", "benchmarks"):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignored)
     for name in ("pyproject.toml", "README.md", "CONTRIBUTING.md", "LICENSE"):

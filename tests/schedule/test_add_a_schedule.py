@@ -39,7 +39,7 @@ def test_a_file_in_the_folder_is_tested_like_those_that_are_shipped(added, name)
 @pytest.mark.timeout(1800)
 def test_no_other_file_is_edited(tmp_path) -> None:
     """The tests that look at every schedule pass in a copy of the project with two more files."""
-    for name in ("parallel3d", "models", "launch", "tests", "configs", "docs"):
+    for name in ("parallel3d", "models", "launch", "tests", "configs", "docs", "benchmarks"):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=ignored)
     for name in ("pyproject.toml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE"):
