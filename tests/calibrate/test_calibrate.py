@@ -132,7 +132,7 @@ def test_what_cannot_be_measured_writes_nothing(machine, tmp_path, broken):
     )
     path = tmp_path / "this-machine.json"
     path.write_text("as it was")
-    with pytest.raises(TrainingError, match=f"{next(iter(broken))} came out as .*nothing is"):
+    with pytest.raises(TrainingError, match=f"{next(iter(broken))} was measured as .*nothing is"):
         calibration.calibrate(lambda text: None, path)
     assert path.read_text() == "as it was"
     assert [p.name for p in tmp_path.iterdir()] == [path.name]

@@ -94,8 +94,8 @@ def test_where_nothing_fits_it_exits_with_1():
     done = plan("--config", "gpt3-13b.json", "--hardware", "a100-40gb", "--devices", 8, *fixed,
                 "--parallel3d.mesh", "plan", "--train_batch_size", 1024)  # fmt: skip
     assert done.returncode == FAILED, done.stderr
-    assert "NOTHING FITS on 8 x A100-SXM4-40GB: the least is" in done.stdout
-    assert "use fix less than zero_stage" in done.stdout
+    assert "NOTHING FITS on 8 x A100-SXM4-40GB: the smallest plan needs" in done.stdout
+    assert "use fewer fixed choices (now zero_stage" in done.stdout
 
 
 def test_it_starts_in_a_second():
