@@ -85,7 +85,8 @@ def nothing_fits(least: Plan) -> str:
     s, room = least.setting, request.hardware.memory_bytes.value
     over = memory.total - room
     host = request.hardware.host
-    remedies = ["more devices", f"devices with {gib(memory.total)} GiB"]
+    device, hosts = f"devices with {gib(memory.total)} GiB", f"hosts with {gib(memory.host)} GiB"
+    remedies = ["more devices", device if over > 0 else f"{hosts} per device"]
     if request.fixed:
         remedies.insert(0, f"fewer fixed choices (now {', '.join(request.fixed)})")
     elif host is None:

@@ -82,7 +82,7 @@ def evaluate(request: Request, setting: Setting, curves: Curves | None = None) -
     time, remedy = step_time(setting, hardware, curves), ""
     if reason := _reason(memory, hardware):
         change = smallest_change(request, candidates.choices_of(setting))
-        remedy = change[0] if change else "no small change makes it fit; use more devices"
+        remedy = change[0] if change else "no change nearby makes it fit; use more devices"
     return Plan(request, setting, memory, time, reason, remedy)
 
 
