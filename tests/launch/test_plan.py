@@ -86,7 +86,7 @@ def test_a_row_in_detail(tmp_path):
     events = json.loads(trace.read_text())["traceEvents"]
     assert {event["pid"] for event in events} == {0, 1, 2, 3}
     outside = plan(*ON_A_NODE, "--rows", 2, "--explain", 99)
-    assert outside.returncode == BAD_INPUT and "--explain 99: there are" in outside.stderr
+    assert outside.returncode == BAD_INPUT and "--explain 99: must be at most" in outside.stderr
 
 
 def test_where_nothing_fits_it_exits_with_1():
